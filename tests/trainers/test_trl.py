@@ -152,3 +152,22 @@ def test_the_ledger_has_the_bytes_of_the_kept_traces() -> None:
     assert len(errors) >= 80
     assert median(errors) < 0.001
     assert max(errors) < 0.02
+
+
+def test_a_reward_model_has_a_head_of_one_output_and_pairs(model: ModelSpec) -> None:
+    run = RunConfig(model=NAME, trainer="reward", method="full", batch_size=4, seq_len=256)
+    job = resolve(model, run, A100)
+    head = model.vocab_size * model.hidden_size * (not model.head_tied)
+    assert job.model.num_params == model.num_params - head + model.hidden_size
+    assert num_tokens(job) == 2 * 4 * 256
+    moments = ledger(job).moments
+    logits = added(
+        entry.num_bytes for entry in moments["loss_forward"] if entry.part == "logits_and_loss"
+    )
+    assert logits < 100 * 2 * 4 * 256  # one number per position, not a vocabulary
+
+
+def test_a_reward_model_is_made_of_one_that_continues_texts() -> None:
+    run = RunConfig(model="google-t5/t5-small", trainer="reward")
+    with pytest.raises(ConfigError, match="trainer reward is predicted for models that continue"):
+        resolve(load_model("google-t5/t5-small"), run, A100)
