@@ -18,6 +18,7 @@ from whichlora.exports.recipe import (
     saving,
     without,
     without_pinned_kernel,
+    written,
 )
 from whichlora.exports.simpler import TRAINED, file_names, made_of, simpler_format
 from whichlora.exports.yaml import yaml_text
@@ -26,19 +27,30 @@ from whichlora.spec.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFor
 from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, RunConfig, autocast_precision
 
 FILE = "axolotl.yaml"
+LENGTH: Mapping[str, str] = {"sequence_len": "seq_len"}
+BATCH: Mapping[str, str] = {
+    "micro_batch_size": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+ADAPTER: Mapping[str, str] = {
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+}
 _UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "expandable_segments")
 # Its only 4-bit storage is NF4 with double quantisation.
-_QUANTS = frozenset({"none", "int8", "nf4-dq"})
+QUANTS = frozenset({"none", "int8", "nf4-dq"})
 # What spreads a run over several GPUs. Source: Axolotl 0.19, `utils/schemas/fsdp.py`.
 _FSDP = ("version", "auto_wrap_policy", "reshard_after_forward")
 _SPREADS = frozenset({"fsdp", *(f"fsdp_config.{key}" for key in _FSDP), "deepspeed", "device_map"})
 _REFUSED_OPTIMIZERS = ("adamw_8bit", "adamw_bnb_8bit")
 _STORED = {"bnb_4bit_quant_storage": "bfloat16"}  # `loaders/model.py`
 # `monkeypatch/accelerate/fsdp2.py`
-_OWN_FSDP = (
+WIDENS_NOTHING = (
     "Axolotl prepares FSDP 2 itself: it widens no trained parameter to fp32, and each adapter "
     "matrix is gathered alone; neither is predicted",
 )
+WIDE_NORMS = "Axolotl keeps norms and embeddings in fp32 here, which is not predicted"
 _PROMPT_AS_IT_IS = "{instruction}"
 _ROWS: Mapping[DataFormat, Mapping[str, Any]] = {
     TEXT_ROWS: {"type": "completion", "field": "text"},
@@ -72,14 +84,14 @@ def export(recipe: Recipe) -> Export:
         recipe,
         "axolotl",
         adapters=LORA_KEYS,
-        quants=_QUANTS,
+        quants=QUANTS,
         rows=_ROWS,
         data=simpler_format(recipe.data_format),
     )
     run, left_out = without(recipe.run, "Axolotl", *_UNKNOWN)
     run, notes = under_axolotl(run)
     spread = spreading(run, "axolotl", keys=_SPREADS, implied=_STORED)
-    notes += left_out + _OWN_FSDP * ("fsdp" in spread.training)
+    notes += left_out + WIDENS_NOTHING * ("fsdp" in spread.training)
     notes += padding_note(recipe)
     settings: dict[str, Any] = {"base_model": run.model, "attn_implementation": run.attn}
     if recipe.tokenizer is not None:
@@ -92,12 +104,11 @@ def export(recipe: Recipe) -> Export:
         **_evaluation(recipe),
         "val_set_size": 0.0,
         "train_on_inputs": recipe.train_on == "all",
-        "sequence_len": run.seq_len,
+        **written(run, LENGTH),
         "excess_length_strategy": "truncate",
         "sample_packing": False,
         "pad_to_sequence_len": False,
-        "micro_batch_size": run.batch_size,
-        "gradient_accumulation_steps": run.gradient_accumulation_steps,
+        **written(run, BATCH),
         "gradient_checkpointing": run.gradient_checkpointing,
         **(
             {"gradient_checkpointing_kwargs": {"use_reentrant": bool(run.use_reentrant)}}
@@ -179,11 +190,8 @@ def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
     targets, quant = recipe.target_modules, run.quant or "none"
     return {
         "adapter": "qlora" if quant == "nf4-dq" else "lora",
-        "load_in_4bit": quant == "nf4-dq",
-        "load_in_8bit": quant == "int8",
-        "lora_r": run.r,
-        "lora_alpha": run.lora_alpha,
-        "lora_dropout": run.lora_dropout,
+        **quantisation(quant),
+        **written(run, ADAPTER),
         **(
             {"lora_target_linear": True}
             if isinstance(targets, str)
@@ -197,6 +205,11 @@ def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
         "lora_qkv_kernel": False,
         "lora_o_kernel": False,
     }
+
+
+def quantisation(quant: str) -> dict[str, Any]:
+    """The keys of a storage of the base weights."""
+    return {"load_in_4bit": quant == "nf4-dq", "load_in_8bit": quant == "int8"}
 
 
 def under_axolotl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
@@ -214,6 +227,6 @@ def under_axolotl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if run.loss_head != "hf":
         notes.append(f"the loss head {run.loss_head} is left out: it is a plugin of Axolotl")
     if get_method(run.method).trains_base and run.precision not in FP32_PRECISIONS:
-        notes.append("Axolotl keeps norms and embeddings in fp32 here, which is not predicted")
+        notes.append(WIDE_NORMS)
     prepared = False if run.quant in BNB_QUANTS else run.prepare_kbit
     return replace(run, loss_head="hf", prepare_kbit=prepared), tuple(notes)

@@ -10,6 +10,7 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.exports.launch import ACCELERATE_FILE, Spreading, launch_files, spreading
 from whichlora.exports.recipe import (
+    BATCH,
     LORA_KEYS,
     Export,
     Recipe,
@@ -20,6 +21,7 @@ from whichlora.exports.recipe import (
     saving,
     without,
     without_pinned_kernel,
+    written,
 )
 from whichlora.exports.simpler import file_names, made_of, simpler_format
 from whichlora.exports.yaml import yaml_text
@@ -29,8 +31,15 @@ from whichlora.spec.dtypes import has_master_weights
 from whichlora.spec.run import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig, autocast_precision
 
 FILE = "llamafactory.yaml"
+LENGTH: Mapping[str, str] = {"cutoff_len": "seq_len"}
+ADAPTER: Mapping[str, str] = {
+    "lora_rank": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+}
 _UNKNOWN: tuple[str, ...] = ("bias", "adapter_dtype", "expandable_segments")
-_QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
+FIXED: Mapping[str, Any] = {"loss_head": "hf", "prepare_kbit": False}
+QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 # What spreads a run over several GPUs: FSDP through accelerate, whose file has all of its keys.
 _FSDP = ("version", "auto_wrap_policy", "reshard_after_forward", "backward_prefetch")
 _DIVIDE = frozenset({"fsdp", "deepspeed"})
@@ -38,7 +47,7 @@ _SPREADS = frozenset(
     {"fsdp", *(f"fsdp_config.{key}" for key in _FSDP), "deepspeed", "accelerator_config"}
 )
 _STORED = {"bnb_4bit_quant_storage": "bfloat16"}  # the dtype that it computes in
-_ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
+ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 _ROWS: Mapping[DataFormat, Mapping[str, Any]] = {
     TEXT_ROWS: {"columns": {"prompt": "text"}},
     TEXT_PAIRS: {"columns": {"prompt": "prompt", "response": "completion"}},
@@ -73,7 +82,7 @@ def export(recipe: Recipe) -> Export:
         recipe,
         "llamafactory",
         adapters=LORA_KEYS,
-        quants=_QUANTS,
+        quants=QUANTS,
         rows=_ROWS,
         data=simpler_format(recipe.data_format),
     )
@@ -87,7 +96,7 @@ def export(recipe: Recipe) -> Export:
     notes += padding_note(recipe)
     settings: dict[str, Any] = {
         "model_name_or_path": run.model,
-        "flash_attn": _ATTENTION[run.attn],
+        "flash_attn": ATTENTION[run.attn],
         "disable_gradient_checkpointing": not run.gradient_checkpointing,
         "use_reentrant_gc": bool(run.use_reentrant),
     }
@@ -95,17 +104,18 @@ def export(recipe: Recipe) -> Export:
         settings["trust_remote_code"] = True
     rows, rows_notes = _rows(recipe)
     notes += rows_notes
-    settings |= _quantisation(run) | rows | {"do_train": True} | _adapter(recipe, run)
+    settings |= (
+        quantisation(run.quant or "none") | rows | {"do_train": True} | _adapter(recipe, run)
+    )
     evaluation = evaluating(recipe)
     settings |= {
         "dataset": "train",
         **({"eval_dataset": "validation"} if evaluation else {}),
         "dataset_dir": ".",
-        "cutoff_len": run.seq_len,
+        **written(run, LENGTH),
         "packing": False,
-        "per_device_train_batch_size": run.batch_size,
+        **written(run, BATCH),
         **({"per_device_eval_batch_size": run.batch_size} | evaluation if evaluation else {}),
-        "gradient_accumulation_steps": run.gradient_accumulation_steps,
         **optimising(recipe, run),
         "pure_bf16": run.precision == "bf16-pure",
         "seed": recipe.seed,
@@ -181,8 +191,8 @@ def _rows(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
     return {"stage": "sft", "template": "fewshot", "train_on_prompt": False}, (_END,)
 
 
-def _quantisation(run: RunConfig) -> dict[str, Any]:
-    quant = run.quant or "none"
+def quantisation(quant: str) -> dict[str, Any]:
+    """The keys of a storage of the base weights."""
     if quant == "none":
         return {}
     if quant == "int8":
@@ -204,9 +214,7 @@ def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
     targets = recipe.target_modules
     return {
         "finetuning_type": "lora",
-        "lora_rank": run.r,
-        "lora_alpha": run.lora_alpha,
-        "lora_dropout": run.lora_dropout,
+        **written(run, ADAPTER),
         "lora_target": "all" if isinstance(targets, str) else ",".join(targets),
         "use_dora": bool(adapter.get("use_dora")),
         **({"use_rslora": True} if run.use_rslora else {}),
@@ -247,5 +255,4 @@ def under_llamafactory(
             )
     if run.loss_head != "hf":
         notes.append(f"the loss head {run.loss_head} is left out")
-    changed = replace(run, loss_head="hf", prepare_kbit=False, precision=precision)
-    return changed, tuple(notes)
+    return replace(run, **FIXED, precision=precision), tuple(notes)

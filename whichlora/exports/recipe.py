@@ -37,6 +37,17 @@ LORA_KEYS: Mapping[str, frozenset[str]] = {
     )
 }
 
+# Keys of the Trainer → settings of a run. Exporters write such tables, importers read them.
+BATCH: Mapping[str, str] = {
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+
+
+def written(run: RunConfig, table: Mapping[str, str]) -> dict[str, Any]:
+    """The keys of `table` with the settings of `run`."""
+    return {key: getattr(run, setting) for key, setting in table.items()}
+
 
 def without_pinned_kernel(run: RunConfig, tool: str) -> tuple[RunConfig, tuple[str, ...]]:
     """`run` as a tool runs it that lets SDPA choose its kernel, and what to say of that."""

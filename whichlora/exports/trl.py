@@ -9,6 +9,7 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.exports.launch import launch_line, spreading
 from whichlora.exports.recipe import (
+    BATCH,
     DATA_FILE,
     LORA_KEYS,
     Export,
@@ -19,6 +20,7 @@ from whichlora.exports.recipe import (
     saving,
     without,
     without_pinned_kernel,
+    written,
 )
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method, weight_dtype
@@ -26,11 +28,18 @@ from whichlora.spec.data_format import CHAT_PAIRS, CHAT_ROWS, TEXT_PAIRS, TEXT_R
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 
 FILE = "trl.yaml"
+LENGTH: Mapping[str, str] = {"max_length": "seq_len"}
+ADAPTER: Mapping[str, str] = {
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+}
 _UNKNOWN = ("bias", "adapter_dtype", "loraplus_lr_ratio", "expandable_segments")
 _ROWS = (TEXT_ROWS, TEXT_PAIRS, CHAT_PAIRS, CHAT_ROWS)
 _TEMPLATE = "TRL needs a chat template in the tokenizer; without one, add chat_template_path"
 _MARKS = "TRL tells the assistant's turns by the marks {% generation %} of the chat template"
-_QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
+FIXED: Mapping[str, Any] = {"loss_head": "trl-fused", "prepare_kbit": False}
+QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 # What spreads a run over several GPUs: those of TrainingArguments, which SFTConfig extends.
 _FSDP = ("version", "auto_wrap_policy", "reshard_after_forward", "backward_prefetch")
 _SPREADS = frozenset(
@@ -49,7 +58,7 @@ def export(recipe: Recipe) -> Export:
         recipe,
         "trl",
         adapters=LORA_KEYS,
-        quants=_QUANTS,
+        quants=QUANTS,
         rows=_ROWS,
         trainers=("trl.SFTTrainer",),
     )
@@ -64,16 +73,15 @@ def export(recipe: Recipe) -> Export:
         "attn_implementation": run.attn,
         **_model_keys(spread.model),
     }
-    settings |= _quantisation(run) | _adapter(recipe, run)
+    settings |= quantisation(run.quant or "none") | _adapter(recipe, run)
     settings |= {
         "datasets": [{"path": "json", "data_files": DATA_FILE}],
         **_rows(recipe),
-        "max_length": run.seq_len,
+        **written(run, LENGTH),
         "packing": recipe.batching == "packed",
         **({"packing_strategy": "wrapped"} if recipe.batching == "packed" else {}),
         **({"train_sampling_strategy": "group_by_length"} if recipe.batching == "grouped" else {}),
-        "per_device_train_batch_size": run.batch_size,
-        "gradient_accumulation_steps": run.gradient_accumulation_steps,
+        **written(run, BATCH),
         "gradient_checkpointing": run.gradient_checkpointing,
         **(
             {"gradient_checkpointing_kwargs": {"use_reentrant": bool(run.use_reentrant)}}
@@ -126,8 +134,8 @@ def _rows(recipe: Recipe) -> dict[str, Any]:
     return {"dataset_text_field": "text"}
 
 
-def _quantisation(run: RunConfig) -> dict[str, Any]:
-    quant = run.quant or "none"
+def quantisation(quant: str) -> dict[str, Any]:
+    """The keys of a storage of the base weights."""
     if quant in FOUR_BIT_BNB:
         return {
             "load_in_4bit": True,
@@ -146,9 +154,7 @@ def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
     targets = recipe.target_modules
     return {
         "use_peft": True,
-        "lora_r": run.r,
-        "lora_alpha": run.lora_alpha,
-        "lora_dropout": run.lora_dropout,
+        **written(run, ADAPTER),
         "lora_target_modules": targets if isinstance(targets, str) else list(targets),
         **({"use_rslora": True} if run.use_rslora else {}),
         "use_dora": bool(adapter.get("use_dora")),
@@ -171,5 +177,4 @@ def under_trl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
         notes.append(f"TRL keeps adapters of a 16-bit base in fp32, so {run.precision} isn't")
     if precision == "fp16" and not adapters:
         raise ConfigError("--to trl: full fine-tuning in fp16 needs fp32 weights; use bf16")
-    changed = replace(run, loss_head="trl-fused", prepare_kbit=False, precision=precision)
-    return changed, tuple(notes)
+    return replace(run, **FIXED, precision=precision), tuple(notes)

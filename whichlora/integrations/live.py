@@ -24,6 +24,7 @@ from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import (
     ALL_LINEAR,
     FOUR_BIT_BNB,
+    OPTIMIZER_NAMES,
     AdapterDtype,
     AttentionKernel,
     BaseDtype,
@@ -35,16 +36,7 @@ from whichlora.spec.targets import resolve_targets
 from whichlora.spec.versions import Libraries
 
 _COUNT_TOLERANCE = 0.005  # of the parameters: more is another model than its config describes
-_OPTIMIZERS = {  # `TrainingArguments.optim` to ours, and the class that the Trainer makes of it
-    "adamw_torch": ("adamw_torch", "AdamW"),
-    "adamw_torch_fused": ("adamw_torch_fused", "AdamW"),
-    "adamw_8bit": ("adamw_8bit", "AdamW"),
-    "adamw_bnb_8bit": ("adamw_8bit", "AdamW"),
-    "paged_adamw_8bit": ("paged_adamw_8bit", "AdamW"),
-    "adafactor": ("adafactor", "Adafactor"),
-    "sgd": ("sgd", "SGD"),
-    "lion_32bit": ("lion", "Lion"),
-}
+_OPTIMIZER_CLASSES = {"adafactor": "Adafactor", "sgd": "SGD", "lion": "Lion"}  # else AdamW
 _LANGUAGE_HEADS = re.compile(r"(CausalLM|LMHeadModel|MaskedLM|ConditionalGeneration)$")
 
 
@@ -303,9 +295,10 @@ def _read_attention(base: Any) -> AttentionKernel:
 
 def _read_optimizer(args: Any, optimizer: Any) -> Any:
     name = str(getattr(args.optim, "value", args.optim))
-    if name not in _OPTIMIZERS:
-        raise ConfigError(f"optim={name!r} is not modelled; {', '.join(_OPTIMIZERS)} are")
-    ours, expected = _OPTIMIZERS[name]
+    if name not in OPTIMIZER_NAMES:
+        raise ConfigError(f"optim={name!r} is not modelled; {', '.join(OPTIMIZER_NAMES)} are")
+    ours = OPTIMIZER_NAMES[name]
+    expected = _OPTIMIZER_CLASSES.get(ours, "AdamW")
     actual = type(getattr(optimizer, "optimizer", optimizer)).__name__
     if optimizer is not None and actual != expected:
         raise ConfigError(f"the optimizer is {actual}, which is not what optim={name!r} makes")

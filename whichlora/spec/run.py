@@ -57,6 +57,17 @@ CACHE_GROUP_STEP = 8  # whole bytes of codes, whatever they are packed along
 # what is computed from them stays finite.
 MOST_COUNT = 10**9
 MOST_RATIO = 10**12
+# `TrainingArguments.optim` to ours; of several names, the first is written
+OPTIMIZER_NAMES: Mapping[str, Optimizer] = {
+    "adamw_torch": "adamw_torch",
+    "adamw_torch_fused": "adamw_torch_fused",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+    "lion_32bit": "lion",
+}
 ALL_LINEAR = "all-linear"
 ATTENTION = "attention"
 
@@ -325,7 +336,7 @@ class RunConfig:
     @property
     def trainer_optim(self) -> str:
         """The optimizer as `transformers.TrainingArguments` names it."""
-        return {"lion": "lion_32bit"}.get(self.optimizer, self.optimizer)
+        return next(name for name, ours in OPTIMIZER_NAMES.items() if ours == self.optimizer)
 
     @property
     def narrows_adapters(self) -> bool:
