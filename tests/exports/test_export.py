@@ -94,6 +94,21 @@ def test_a_precision_that_a_tool_does_not_have_is_said(tmp_path: Path) -> None:
     assert (settings["dtype"], settings["bf16"]) == ("bfloat16", False)
 
 
+def test_trl_narrows_the_adapters_of_a_quantised_base(tmp_path: Path) -> None:
+    done = export.write_export(recipe(replace(RUN, precision="bf16-no-autocast")), "trl", tmp_path)
+    assert done.after.run.precision == "bf16-pure"
+    assert "narrows the adapters" in done.export.notes[0]
+
+
+def test_a_run_without_autocast_gets_none_from_accelerate() -> None:
+    spread = ParallelConfig(strategy="fsdp", gpus=4)
+    plain = replace(RUN, method="full", precision="bf16-pure", parallel=spread)
+    for precision, mixed in (("bf16-pure", "no"), ("bf16", "bf16")):
+        files = FORMATS["transformers"](recipe(replace(plain, precision=precision))).files
+        settings = YAML(typ="safe", pure=True).load(files["accelerate.yaml"])
+        assert settings["mixed_precision"] == mixed
+
+
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("trl", {"quant": "gptq-int4", "method": "lora"}, {}, "quant gptq-int4 can't be loaded"),
     ("axolotl", {"quant": "fp4"}, {}, "quant fp4 can't be loaded by it; accepted are int8, nf4-dq"),

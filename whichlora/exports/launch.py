@@ -41,9 +41,10 @@ train.py states it itself. Written by WhichLoRA; edit it as you like."""
 def _accelerate(layout: Layout, run: RunConfig) -> Mapping[str, Any]:
     """The content of accelerate's config file, as `accelerate config` writes it."""
     config = layout.config
-    precision = autocast_precision(run.precision)
+    precision = run.precision
     own = layout.accelerate(run)
     if "deepspeed" in layout.training_arguments(run):
+        precision = autocast_precision(run.precision)  # as in DeepSpeed's own file
         own = {
             "distributed_type": "DEEPSPEED",
             "deepspeed_config": {

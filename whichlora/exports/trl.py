@@ -25,7 +25,7 @@ from whichlora.exports.recipe import (
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method, weight_dtype
 from whichlora.spec.data_format import CHAT_PAIRS, CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS
-from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
+from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
 
 FILE = "trl.yaml"
 LENGTH: Mapping[str, str] = {"max_length": "seq_len"}
@@ -175,6 +175,9 @@ def under_trl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if precision.endswith("-pure") and adapters and (run.quant or "none") == "none":
         precision = "fp16-no-autocast" if precision == "fp16-pure" else "bf16-no-autocast"
         notes.append(f"TRL keeps adapters of a 16-bit base in fp32, so {run.precision} isn't")
+    if precision == "bf16-no-autocast" and adapters and run.quant in BNB_QUANTS:
+        precision = "bf16-pure"  # `sft_trainer.py`, `_is_quantized_model`
+        notes.append("TRL narrows the adapters of a quantised base to bf16")
     if precision == "fp16" and not adapters:
         raise ConfigError("--to trl: full fine-tuning in fp16 needs fp32 weights; use bf16")
     return replace(run, **FIXED, precision=precision), tuple(notes)
