@@ -6,7 +6,7 @@ import dataclasses
 import json
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -18,7 +18,7 @@ from whichlora.predict.explain import Explanation
 from whichlora.predict.largest import Placement
 from whichlora.predict.ledger_lines import Line
 from whichlora.spec.options import OptionValue
-from whichlora.spec.results import Answers, Prediction, Refused
+from whichlora.spec.results import Answers, Prediction
 from whichlora.spec.run import (
     AdapterDtype,
     AttentionKernel,
@@ -103,9 +103,10 @@ class RunSettings(_RunSettings, total=False):
 
 
 def estimate(
-    models: str | Sequence[str],
+    models: str | Sequence[str] = (),
     gpu: str | Sequence[str] = "auto",
     *,
+    from_file: AnyPath | Sequence[AnyPath] = (),
     gpus: int | Sequence[int] | str | Sequence[str] | None = None,
     calibration_dir: AnyPath | None = None,
     engine: Engine = "ledger",
@@ -118,7 +119,10 @@ def estimate(
     'fits'
 
     Args:
-        models: hub ids, local folders, or names as people write them ("llama 3.1 8b").
+        models: hub ids, local folders, or names as people write them ("llama 3.1 8b"); may be left
+            out beside `from_file`.
+        from_file: files of another tool (Axolotl, LLaMA-Factory, TRL, a script), which `models`
+            and `settings` count more than; notes of the predictions say what was not used.
         gpu: keys of `whichlora gpus`, "cpu", "auto" for what this machine has, or an amount of
             memory ("24GB"), which has no time.
         gpus: how many, over all nodes; types, an older meaning, are accepted with a warning.
@@ -140,18 +144,21 @@ def estimate(
             asked["gpus"] = numbers
         else:
             gpu = _old_spelling(gpu, gpus)  # type: ignore[arg-type]
+    grid, notes = _with_files(_grid(models, asked), from_file, stated=asked)
     return estimates.estimate(
-        _runs(models, asked),
+        combinations.combinations(grid),
         _types(gpu),
         calibration_dir=_path(calibration_dir),
         engine=engine,
+        notes=notes,
     )
 
 
 def explain(
-    model: str,
+    model: str = "",
     gpu: str | Sequence[str] = "auto",
     *,
+    from_file: AnyPath | Sequence[AnyPath] = (),
     calibration_dir: AnyPath | None = None,
     **settings: Unpack[RunSettings],
 ) -> Explanation:
@@ -163,18 +170,20 @@ def explain(
 
     Args:
         gpu: one accelerator, as `estimate` takes it.
+        from_file: as `estimate` takes it.
         settings: fields of `RunConfig`, one value each.
 
     Raises:
         ConfigError: an unknown name, settings that exclude each other, several runs or GPUs.
     """
-    run = _one_run("explain", model, settings)
+    grid, notes = _with_files(_grid(model or (), settings), from_file, stated=settings)
+    run = _one_run("explain", grid)
     names = _types(gpu)
     if len(names) > 1:
         raise ConfigError(
             f"gpu: explain takes one type, got {', '.join(names)}; estimate and where take several"
         )
-    return estimates.explain(run, names[0], calibration_dir=_path(calibration_dir))
+    return estimates.explain(run, names[0], calibration_dir=_path(calibration_dir), notes=notes)
 
 
 def where(
@@ -196,7 +205,7 @@ def where(
     Raises:
         ConfigError: an unknown name, several runs, or settings that no accelerator can run.
     """
-    run = _one_run("where", model, settings)
+    run = _one_run("where", _grid(model, settings))
     return estimates.where(run, _types(gpu), calibration_dir=_path(calibration_dir))
 
 
@@ -325,9 +334,27 @@ def _prediction_row(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _runs(
-    models: str | Sequence[str], settings: Mapping[str, Any]
-) -> Iterator[RunConfig | Refused]:
+def _with_files(
+    grid: dict[str, list[Any]], files: AnyPath | Sequence[AnyPath], *, stated: Mapping[str, Any]
+) -> tuple[dict[str, list[Any]], tuple[str, ...]]:
+    """`grid` over the settings of `files`, and notes about these.
+
+    Raises:
+        ConfigError: neither a model nor a file, or a fault of one.
+    """
+    paths = [Path(file) for file in _listed(files)]
+    if not paths:
+        if not grid["model"]:
+            raise ConfigError("models: is empty; name a model, or give from_file")
+        return grid, ()
+    from whichlora.workflow.from_files import notes_of, with_files
+
+    names = {*stated, *(["model"] if grid["model"] else [])}
+    merged, imported = with_files(paths, grid, names)
+    return merged, notes_of(imported, merged)
+
+
+def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str, list[Any]]:
     accepted = RunSettings.__annotations__
     grid: dict[str, list[Any]] = {
         "model": _listed(models),
@@ -355,11 +382,11 @@ def _runs(
             grid[name] = [(value,) if isinstance(value, str) else tuple(value)]
         else:
             grid[name] = _listed(value)
-    return combinations.combinations(grid)
+    return grid
 
 
-def _one_run(function: str, model: str, settings: Mapping[str, Any]) -> RunConfig:
-    runs = combinations.only_runs(_runs(model, settings))
+def _one_run(function: str, grid: Mapping[str, list[Any]]) -> RunConfig:
+    runs = combinations.only_runs(combinations.combinations(grid))
     if len(runs) != 1:
         raise ConfigError(
             f"{function} takes one run, these settings make {len(runs)}; give one value of each, "

@@ -15,7 +15,16 @@ from whichlora.cli.options import (
     print_json,
     split_models,
 )
-from whichlora.cli.settings import maximised, one_run, run_options, run_settings
+from whichlora.cli.settings import (
+    from_option,
+    maximised,
+    one_run,
+    only_run,
+    plain_settings,
+    run_options,
+    run_settings,
+    with_from_files,
+)
 from whichlora.cli.several_gpus import SpreadCommand
 from whichlora.errors import ConfigError
 from whichlora.spec import run as specs
@@ -23,7 +32,8 @@ from whichlora.text import visible
 
 
 @click.command(cls=SpreadCommand)
-@click.argument("models", nargs=-1, required=True, metavar="MODEL...", callback=split_models)
+@click.argument("models", nargs=-1, metavar="MODEL...", callback=split_models)
+@from_option
 @run_options
 @gpu_option(
     "auto",
@@ -51,8 +61,12 @@ from whichlora.text import visible
     help="Trace four layers and stretch them to all, checked by two; or trace all.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
+@click.pass_context
 def estimate(
+    ctx: click.Context,
+    /,
     models: list[str],
+    from_files: tuple[Path, ...],
     gpu: list[str],
     calibration_dir: Path | None,
     engine: specs.Engine,
@@ -68,10 +82,12 @@ def estimate(
     Example:
       whichlora estimate meta-llama/Llama-3.1-8B --gpu h100-sxm-80gb \\
           --method lora,qlora --batch-size 1,4,16 --seq-len 2048
+      whichlora estimate --from axolotl.yaml --gpu h100-sxm-80gb
     """
     from whichlora.workflow import combinations, estimates
 
     settings = run_settings(models, options)
+    settings, notes = with_from_files(ctx, settings, from_files)
     maximise = maximised(settings)
     predictions = estimates.estimate(
         combinations.combinations(settings),
@@ -80,6 +96,7 @@ def estimate(
         engine=engine,
         trace_layers=trace_layers,
         maximise=maximise,
+        notes=notes,
     )
     if as_json:
         print_json(
@@ -97,14 +114,19 @@ def estimate(
 
 
 @click.command(cls=SpreadCommand)
-@click.argument("model", metavar="MODEL")
+@click.argument("model", metavar="MODEL", required=False)
+@from_option
 @run_options
 @gpu_option("auto", "Accelerator: see `whichlora gpus`.", single=True, counted=True)
 @calibration_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every line.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown document.")
+@click.pass_context
 def explain(
-    model: str,
+    ctx: click.Context,
+    /,
+    model: str | None,
+    from_files: tuple[Path, ...],
     gpu: str,
     calibration_dir: Path | None,
     as_json: bool,
@@ -121,8 +143,10 @@ def explain(
 
     if as_json and as_markdown:
         raise ConfigError("--json and --markdown: only one of both")
-    run = one_run([model], options, command="explain")
-    explanation = estimates.explain(run, gpu, calibration_dir=calibration_dir)
+    settings = plain_settings([model] if model else [], options, command="explain")
+    settings, notes = with_from_files(ctx, settings, from_files)
+    run = only_run(settings, command="explain")
+    explanation = estimates.explain(run, gpu, calibration_dir=calibration_dir, notes=notes)
     if as_json:
         print_json({"explanation": explanation.to_dict()})
         return

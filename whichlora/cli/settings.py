@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
@@ -251,13 +252,53 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def from_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator: `--from`, files of other tools."""
+    return click.option(
+        "--from",
+        "from_files",
+        multiple=True,
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        help="A file of another tool: Axolotl's, LLaMA-Factory's or TRL's YAML, or a script; "
+        "several for accelerate's YAML and DeepSpeed's JSON beside it. Other options count more.",
+    )(command)
+
+
+def with_from_files(
+    ctx: click.Context, settings: dict[str, list[Any]], files: Sequence[Path]
+) -> tuple[dict[str, list[Any]], tuple[str, ...]]:
+    """`settings` over those of `files`, and notes about these.
+
+    Raises:
+        click.UsageError: neither files nor a model.
+        ConfigError: a file that can't be read, or says what can't be predicted.
+    """
+    if not files:
+        if not settings["model"]:
+            metavar = ctx.command.params[0].metavar
+            raise click.UsageError(f"Missing argument '{metavar}'; or a file behind --from.", ctx)
+        return settings, ()
+    from whichlora.workflow.from_files import notes_of, with_files
+
+    on_command_line = click.core.ParameterSource.COMMANDLINE
+    stated = {name for name in settings if ctx.get_parameter_source(name) is on_command_line}
+    if settings["model"]:
+        stated.add("model")
+    merged, imported = with_files(files, settings, stated)
+    return merged, notes_of(imported, merged)
+
+
 def one_run(models: Sequence[str], options: Mapping[str, Any], *, command: str) -> RunConfig:
     """The run that the options describe, for a command that takes one.
 
     Raises:
         ConfigError: several values, or a value that is not accepted.
     """
-    settings = plain_settings(models, options, command=command)
+    return only_run(plain_settings(models, options, command=command), command=command)
+
+
+def only_run(settings: Mapping[str, list[Any]], *, command: str) -> RunConfig:
+    """The run of `settings`, for a command that takes one; raises as `one_run`."""
     for name, values in settings.items():
         flag = name if name == "model" else _flag(name)
         if len(values) > 1:

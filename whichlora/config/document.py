@@ -63,8 +63,17 @@ class Document:
         ordered = sorted(problems, key=lambda p: p.place or self._locate(p.loc)[0])
         return ConfigError("\n".join(dict.fromkeys(self.render(problem) for problem in ordered)))
 
-    def structure_problems(self) -> Iterator[Problem]:
-        """Keys that are lists or mappings, keys written twice, and keys without a value."""
+    def place(self, key: str) -> str:
+        """Path, line and column of `key`."""
+        (line, column), *_ = self._locate((key,))
+        return f"{self.path}:{line}:{column}"
+
+    def structure_problems(self, *, empty: bool = True) -> Iterator[Problem]:
+        """Keys that are lists or mappings, keys written twice, and keys without a value.
+
+        Args:
+            empty: whether a key without a value is a fault.
+        """
         sections: list[tuple[Loc, Any]] = [((), self.root)]
         sections += [((key.value,), node) for key, node in self.root.value if node.id == "mapping"]
         for loc, mapping in sections:
@@ -88,7 +97,7 @@ class Document:
                         show_value=False,
                         place=place,
                     )
-                elif str(value.tag) == _NULL:
+                elif empty and str(value.tag) == _NULL:
                     yield Problem(
                         loc=(*loc, name),
                         fault="is empty",
@@ -147,7 +156,15 @@ def read_document(path: Path) -> Document:
     Raises:
         ConfigError: no readable file, not UTF-8, not YAML, or not one mapping of text keys.
     """
-    text = _read_text(path)
+    return parse_document(path, read_text(path), example="dataset: data.jsonl")
+
+
+def parse_document(path: Path, text: str, *, example: str) -> Document:
+    """The YAML 1.2 mapping that is `text`, read from `path`; raises as `read_document`.
+
+    Args:
+        example: a line that such a file has.
+    """
     # Lazy: ruamel.yaml costs 30 ms, which `whichlora --help` need not pay.
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
@@ -173,17 +190,18 @@ def read_document(path: Path) -> Document:
     except ValueError:  # a whole number of more digits than Python converts
         raise ConfigError(f"{path}: holds a number of thousands of digits; shorten it") from None
     if root is None:
-        raise ConfigError(f"{path}: is empty; it needs at least the key dataset")
+        raise ConfigError(f"{path}: is empty; it needs at least the key {example.split(':')[0]}")
     if root.id != "mapping":
         line, column = _place(root)
         raise ConfigError(
             f"{path}:{line}:{column}: is not a mapping (got {_describe(root)}); "
-            "accepted: lines of the form 'key: value', such as 'dataset: data.jsonl'"
+            f"accepted: lines of the form 'key: value', such as '{example}'"
         )
     return Document(path=path, root=root, data=data)
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a configuration. Raises: ConfigError: it can't be read."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)

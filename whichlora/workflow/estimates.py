@@ -45,6 +45,7 @@ def estimate(
     engine: Engine = "ledger",
     trace_layers: str = "2,4",
     maximise: Size | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Answers[Prediction]:
     """Peak memory and time of every run on every accelerator. Nothing is run or downloaded.
 
@@ -54,6 +55,7 @@ def estimate(
     Args:
         maximise: "batch_size" or "seq_len", which becomes the largest that fits each accelerator,
             or 1 where nothing does; a note says which.
+        notes: of every run, beside those of its prediction.
         engine: "ledger" adds up what is known to live; "trace" runs the real code on tensors
             without storage, also of models that the ledger does not know, in seconds per run.
         trace_layers: "2,4" stretches the trace of four layers to all, "all" traces all.
@@ -104,7 +106,13 @@ def estimate(
                 )
                 continue
             stale = dict.fromkeys(stale_note(card.calibration, calibration_dir) for card in cards)
-            predictions.append(replace(prediction, basis=prediction.basis + "".join(stale)))
+            predictions.append(
+                replace(
+                    prediction,
+                    basis=prediction.basis + "".join(stale),
+                    notes=(*notes, *prediction.notes),
+                )
+            )
     return Answers(predictions, refused)
 
 
@@ -168,9 +176,16 @@ def _estimate(
 
 
 def explain(
-    run: RunConfig, gpu: str = "auto", *, calibration_dir: Path | None = None
+    run: RunConfig,
+    gpu: str = "auto",
+    *,
+    calibration_dir: Path | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Explanation:
     """The prediction of `run` taken apart, and what other choices would change.
+
+    Args:
+        notes: beside those of the prediction.
 
     Raises:
         ConfigError: an unknown model or accelerator, or settings that exclude each other.
@@ -188,7 +203,8 @@ def explain(
         explained = explanation.explain(model, run, device, calibration)
         prediction = explained.prediction
     basis = prediction.basis + stale_note(calibration, calibration_dir)
-    return replace(explained, prediction=replace(prediction, basis=basis))
+    prediction = replace(prediction, basis=basis, notes=(*notes, *prediction.notes))
+    return replace(explained, prediction=prediction)
 
 
 def where(

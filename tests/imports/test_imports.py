@@ -1,0 +1,435 @@
+"""Files of other tools, as people have them: what is read, and what is said of the rest."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from whichlora import estimate, explain
+from whichlora.cli import main
+from whichlora.errors import ConfigError
+from whichlora.imports import Imported, import_files, list_tools
+
+GPU = "h100-sxm-80gb"
+MODEL = "HuggingFaceTB/SmolLM2-135M"
+
+
+def files_of(folder: Path, **texts: str) -> list[Path]:
+    """Files whose names have "_" for the point before the suffix."""
+    paths = []
+    for name, text in texts.items():
+        path = folder / ".".join(name.rsplit("_", 1))
+        path.write_text(text)
+        paths.append(path)
+    return paths
+
+
+def imported(folder: Path, **texts: str) -> Imported:
+    return import_files(files_of(folder, **texts))
+
+
+def whichlora(*args: str) -> Result:
+    return CliRunner().invoke(main, args, prog_name="whichlora")
+
+
+# --- examples of the tools' repositories, as facts of their keys
+
+AXOLOTL_LORA_8B = f"""
+base_model: {MODEL}
+load_in_8bit: true
+datasets:
+  - path: mhenrichsen/alpaca_2k_test
+    type: alpaca
+dataset_prepared_path:
+val_set_size: 0.05
+sequence_len: 4096
+sample_packing: true
+adapter: lora
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+lora_modules_to_save: [embed_tokens]
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+optimizer: adamw_bnb_8bit
+learning_rate: 0.0002
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+attn_implementation: flash_attention_2
+wandb_project:
+"""
+AXOLOTL_FSDP_70B = """
+base_model: meta-llama/Llama-3.1-70B
+load_in_4bit: true
+adapter: qlora
+sequence_len: 512
+lora_r: 8
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+gradient_accumulation_steps: 4
+micro_batch_size: 1
+gradient_checkpointing: true
+gradient_checkpointing_kwargs:
+  use_reentrant: true
+fsdp: [full_shard, auto_wrap]
+fsdp_config:
+  fsdp_limit_all_gathers: true
+  fsdp_offload_params: OFFLOADED
+  fsdp_use_orig_params: false
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_sharding_strategy: FULL_SHARD
+"""
+AXOLOTL_QLORA = """
+base_model: mistralai/Mistral-7B-v0.1
+load_in_4bit: true
+adapter: qlora
+sequence_len: 8192
+lora_r: 32
+lora_target_modules: [gate_proj, q_proj]
+micro_batch_size: 2
+plugins: [axolotl.integrations.liger.LigerPlugin]
+liger_fused_linear_cross_entropy: true
+liger_rms_norm: true
+flash_attention: true
+"""
+LLAMAFACTORY = f"""
+model_name_or_path: {MODEL}
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: identity,alpaca_en_demo
+template: qwen3_nothink
+cutoff_len: 1024
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+bf16: true
+resume_from_checkpoint: null
+"""
+LLAMAFACTORY_SCRIPT = f"""#!/bin/bash
+
+set -x
+
+MODEL_PATH={MODEL}
+
+llamafactory-cli train \\
+    --model_name_or_path ${{MODEL_PATH}} \\
+    --trust_remote_code \\
+    --stage sft \\
+    --finetuning_type lora \\
+    --lora_rank 8 \\
+    --lora_target all \\
+    --save_only_model false \\
+    --per_device_train_batch_size 1 \\
+    --gradient_accumulation_steps 8 \\
+    --cutoff_len 1024 \\
+    --bf16
+"""
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": False,
+        "reduce_bucket_size": "auto",
+        "stage3_max_live_parameters": 1e9,
+    },
+}
+FSDP_CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: FULL_SHARD
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+"""
+ZERO3_CONFIG = """
+distributed_type: DEEPSPEED
+deepspeed_config:
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero3_init_flag: true
+  zero_stage: 3
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+"""
+TRL_CLI = f"""
+model_name_or_path:
+  {MODEL}
+dataset_name:
+  stanfordnlp/imdb
+report_to:
+  none
+learning_rate:
+  0.0001
+"""
+SFT = f"""python trl/scripts/sft.py \\
+    --model_name_or_path {MODEL} \\
+    --dataset_name trl-lib/Capybara \\
+    --packing \\
+    --per_device_train_batch_size 2 \\
+    --gradient_accumulation_steps 8 \\
+    --eos_token '<|im_end|>' \\
+    --use_peft \\
+    --lora_r 32 \\
+    --lora_alpha 16
+"""
+
+
+def test_axolotl_lora(tmp_path: Path) -> None:
+    read = imported(tmp_path, lora_yml=AXOLOTL_LORA_8B)
+    assert read.tool == "axolotl"
+    assert read.unknown == ()
+    assert {"datasets", "learning_rate", "wandb_project"} <= set(read.without_effect)
+    asked = {
+        "method": "lora",
+        "quant": "int8",
+        "batch_size": 2,
+        "seq_len": 4096,
+        "r": 32,
+        "optimizer": "adamw_8bit",
+        "precision": "auto",
+        "attn": "flash_attention_2",
+        "use_reentrant": True,
+        "target_modules": ("all-linear",),
+        "modules_to_save": ("embed_tokens",),
+        "prepare_kbit": False,
+    }
+    assert {name: read.settings[name] for name in asked} == asked
+    assert any("sample_packing: every row is full" in text for text in read.assumed)
+
+
+def test_axolotl_fsdp(tmp_path: Path) -> None:
+    text = AXOLOTL_FSDP_70B.replace("OFFLOADED", "true")
+    offloaded = imported(tmp_path, fsdp_yaml=text)
+    assert "cpu_offload is not modelled; pass --parallel" in offloaded.refused["parallel"]
+    read = imported(tmp_path, fsdp_yaml=text.replace("fsdp_offload_params: true", ""))
+    assert (read.settings["parallel"], read.settings["fsdp_version"]) == ("fsdp", "1")
+    assert read.settings["method"] == "qlora"
+    assert "quant" not in read.settings  # the method's own
+    with pytest.raises(ConfigError, match="asks for fsdp and does not say how many GPUs"):
+        estimate(gpu=GPU, from_file=tmp_path / "fsdp.yaml")
+
+
+def test_axolotl_plugins(tmp_path: Path) -> None:
+    read = imported(tmp_path, qlora_yml=AXOLOTL_QLORA)
+    assert read.settings["loss_head"] == "liger"
+    assert read.settings["attn"] == "flash_attention_2"
+    assert read.settings["gradient_checkpointing"] is False
+    assert "liger_rms_norm: is not predicted; assumed: the model's own norms" in read.assumed
+    assert any(text.startswith("lora_mlp_kernel: ") for text in read.assumed)
+
+
+def test_llamafactory_yaml_and_script_say_the_same(tmp_path: Path) -> None:
+    of_yaml = imported(tmp_path, lora_yaml=LLAMAFACTORY)
+    of_script = imported(tmp_path, lora_sh=LLAMAFACTORY_SCRIPT)
+    assert (of_yaml.tool, of_script.tool) == ("llamafactory", "llamafactory")
+    assert of_yaml.settings == of_script.settings
+    assert of_yaml.unknown == of_script.unknown == ()
+    assert of_yaml.settings["lora_alpha"] == 16  # twice the rank
+    assert of_yaml.settings["gradient_accumulation_steps"] == 8
+
+
+def test_llamafactory_with_deepspeed(tmp_path: Path) -> None:
+    text = LLAMAFACTORY + "deepspeed: examples/deepspeed/ds_z3_config.json\n"
+    paths = files_of(tmp_path, lora_yaml=text, ds_json=json.dumps(DEEPSPEED))
+    with pytest.raises(ConfigError, match=r"lora.yaml:16:1: deepspeed: there is no file"):
+        import_files(paths[:1])
+    (prediction,) = estimate(gpu=GPU, gpus=4, from_file=paths)
+    assert prediction.run.parallel.strategy == "zero3"
+    options = dict(prediction.run.parallel.options)
+    assert options["overlap_comm"] is False
+    assert prediction.run.expandable_segments  # its launcher sets it
+
+
+def test_llamafactory_with_fsdp(tmp_path: Path) -> None:
+    files_of(tmp_path, lora_yaml=LLAMAFACTORY + "quantization_bit: 4\n", fsdp_yaml=FSDP_CONFIG)
+    command = "accelerate launch --config_file fsdp.yaml src/train.py lora.yaml\n"
+    read = imported(tmp_path, train_sh=f"#!/bin/bash\nCUDA_VISIBLE_DEVICES=0,1 {command}")
+    assert read.settings["parallel"] == "fsdp"
+    assert read.settings["gpus"] == 2
+    assert read.settings["backward_prefetch"] == "BACKWARD_PRE"
+    assert read.settings["method"] == "qlora"
+    assert "expandable_segments" not in read.settings
+
+
+def test_trl_yaml_takes_the_defaults_of_trl(tmp_path: Path) -> None:
+    read = imported(tmp_path, sft_yaml=TRL_CLI)
+    asked = {
+        "method": "full",
+        "batch_size": 8,
+        "seq_len": 1024,
+        "precision": "bf16",
+        "base_dtype": "float32",
+        "gradient_checkpointing": True,
+        "loss_head": "trl-fused",
+    }
+    assert read.tool == "trl"
+    assert {name: read.settings[name] for name in asked} == asked
+
+
+def test_trl_script(tmp_path: Path) -> None:
+    read = imported(tmp_path, sft_sh=SFT)
+    assert read.tool == "trl"
+    assert (read.settings["method"], read.settings["r"]) == ("lora", 32)
+    assert read.settings["lora_dropout"] == 0.05
+    assert read.settings["target_modules"] == ("q_proj", "v_proj")
+    assert any(text.startswith("packing: ") for text in read.assumed)
+    # without --use_peft TRL reads none of its keys
+    full = imported(tmp_path, full_sh=SFT.replace("--use_peft", ""))
+    assert full.settings["method"] == "full"
+    assert "lora_r" in full.without_effect
+
+
+def test_trl_under_accelerate_with_deepspeed(tmp_path: Path) -> None:
+    files_of(tmp_path, zero3_yaml=ZERO3_CONFIG)
+    command = SFT.replace("python", "accelerate launch --config_file zero3.yaml")
+    (prediction,) = estimate(gpu=GPU, from_file=files_of(tmp_path, sft_sh=command))
+    assert (prediction.run.parallel.strategy, prediction.run.parallel.gpus) == ("zero3", 8)
+
+
+def test_trl_dpo(tmp_path: Path) -> None:
+    command = SFT.replace("sft.py", "dpo.py").replace("--packing", "--beta 0.2 --max_length 512")
+    (prediction,) = estimate(gpu=GPU, from_file=files_of(tmp_path, dpo_sh=command))
+    assert prediction.run.trainer == "dpo"
+    assert prediction.run.trainer_option("beta") == 0.2
+    assert prediction.run.seq_len == 512
+
+
+@pytest.mark.parametrize(
+    ("launch", "gpus", "nodes"),
+    [
+        ("torchrun --nproc_per_node=4 --nnodes 2", 8, 2),
+        ("python -m torch.distributed.run --nproc-per-node 4", 4, 1),
+        ("accelerate launch --num_processes 2 --mixed_precision bf16", 2, 1),
+        ("deepspeed --num_gpus=2", 2, 1),
+    ],
+)
+def test_launchers_say_how_many_gpus(launch: str, gpus: int, nodes: int, tmp_path: Path) -> None:
+    read = imported(tmp_path, sft_sh=SFT.replace("python", launch))
+    assert (read.settings["gpus"], read.settings.get("nodes", 1)) == (gpus, nodes)
+    assert read.settings["parallel"] == "ddp"
+
+
+def test_accelerate_options_of_fsdp(tmp_path: Path) -> None:
+    launch = "accelerate launch --use_fsdp --num_processes 4 --fsdp_version 2"
+    launch += " --fsdp_reshard_after_forward false --fsdp_activation_checkpointing true"
+    text = SFT.replace("python", launch) + " --gradient_checkpointing false\n"
+    read = imported(tmp_path, sft_sh=text.replace("16\n --", "16 --"))
+    assert read.settings["parallel"] == "fsdp"
+    assert read.settings["reshard_after_forward"] is False
+    assert read.settings["gradient_checkpointing"] is True
+
+
+def test_a_script_of_the_trainer(tmp_path: Path) -> None:
+    text = f"""torchrun --nproc_per_node 2 run_clm.py --model_name_or_path {MODEL} \\
+        --per_device_train_batch_size 4 --block_size 512 --bf16 --torch_compile --my_option 3"""
+    read = imported(tmp_path, clm_sh=text)
+    assert read.tool == "transformers"
+    assert (read.settings["method"], read.settings["seq_len"]) == ("full", 512)
+    assert read.unknown == ("my_option",)
+    assert "torch_compile: is not predicted; assumed: eager kernels" in read.assumed
+
+
+# --- settings of the user, notes, faults
+
+
+def test_options_count_more_than_the_file(tmp_path: Path) -> None:
+    (path,) = files_of(tmp_path, lora_yaml=LLAMAFACTORY)
+    args = ["--gpu", GPU, "--batch-size", "1,2", "--seq-len", "512", "--json"]
+    done = whichlora("estimate", "--from", str(path), *args)
+    predictions = json.loads(done.stdout)["predictions"]
+    assert [p["config"]["batch_size"] for p in predictions] == [1, 2]
+    assert {p["config"]["seq_len"] for p in predictions} == {512}
+    assert {p["config"]["r"] for p in predictions} == {8}
+    other = estimate("Qwen/Qwen3-0.6B", GPU, from_file=path)
+    assert other[0].run.model == "Qwen/Qwen3-0.6B"
+
+
+def test_a_strategy_of_the_user_replaces_that_of_the_file(tmp_path: Path) -> None:
+    files_of(tmp_path, zero3_yaml=ZERO3_CONFIG)
+    command = SFT.replace("python", "accelerate launch --config_file zero3.yaml")
+    (path,) = files_of(tmp_path, sft_sh=command)
+    (sharded,) = estimate(gpu=GPU, from_file=path, parallel="fsdp", gpus=2)
+    assert (sharded.run.parallel.strategy, sharded.run.parallel.gpus) == ("fsdp", 2)
+    (alone,) = estimate(gpu=GPU, from_file=path, gpus=1)
+    assert alone.run.parallel.gpus == 1
+
+
+def test_the_answer_says_what_was_not_used(tmp_path: Path) -> None:
+    (path,) = files_of(tmp_path, lora_yaml=LLAMAFACTORY + "frobnicate: 3\n")
+    done = whichlora("estimate", "--from", str(path), "--gpu", GPU)
+    text = " ".join(done.stdout.split())
+    assert "read as llamafactory: unknown keys, not used: frobnicate; keys without effect" in text
+    assert "does not say how many GPUs the run has; assumed: 1" in text
+    explained = explain(gpu=GPU, from_file=path)
+    assert "frobnicate" in explained.prediction.notes[0]
+    assert whichlora("explain", "--from", str(path), "--gpu", GPU).exit_code == 0
+
+
+def test_an_optimizer_that_is_not_predicted_is_refused_unless_one_is_given(tmp_path: Path) -> None:
+    (path,) = files_of(tmp_path, lora_yaml=LLAMAFACTORY + "optim: muon\n")
+    with pytest.raises(ConfigError, match=r"optim: 'muon' is not predicted.*pass --optimizer"):
+        estimate(gpu=GPU, from_file=path)
+    assert estimate(gpu=GPU, from_file=path, optimizer="sgd")[0].run.optimizer == "sgd"
+
+
+FAULTS: list[tuple[dict[str, str], str]] = [
+    ({"a_yaml": ""}, "is empty"),
+    ({"a_yaml": "- 1\n"}, "is not a mapping"),
+    ({"a_yaml": "base_model: [\n"}, "is not YAML"),
+    ({"a_json": '{"a": '}, "is not JSON"),
+    ({"a_yaml": "foo: 1\n"}, "is of no tool that is known"),
+    ({"a_yaml": "base_model: !!python/object:os.system x\n"}, "is not accepted"),
+    ({"a_yaml": "base_model: x\nmicro_batch_size: many\n"}, "'many' is not a whole number"),
+    ({"a_yaml": "base_model: x\nbase_model: y\n"}, "is given twice, first in line 1"),
+    ({"a_yaml": "base_model: 5\n"}, "a.yaml:1:1: base_model: 5 is not text"),
+    ({"a_yaml": FSDP_CONFIG}, "says nothing of a training"),
+    ({"a_yaml": LLAMAFACTORY, "b_yaml": LLAMAFACTORY}, "is of the same kind as"),
+    ({"a_sh": "#!/bin/bash\nls\n"}, "has no command that trains"),
+    ({"a_sh": "#!/bin/bash\npython a.py 'x\n"}, "has a quote that is not closed"),
+    ({"a_sh": SFT + "\n" + SFT}, "has 2 commands that train"),
+    ({"a_sh": SFT.replace(MODEL, "$HOME")}, "has a variable that the file does not set"),
+    ({"a_sh": SFT.replace(MODEL, "$(id)")}, "has a variable that the file does not set"),
+    ({"a_sh": SFT.replace("python", "torchrun --nproc_per_node=-1")}, "is not a number of GPUs"),
+    ({"a_yaml": LLAMAFACTORY + "deepspeed: ../../etc/none.json\n"}, "there is no file"),
+]
+
+
+@pytest.mark.parametrize(("texts", "fault"), FAULTS, ids=[fault for _, fault in FAULTS])
+def test_a_fault_is_one_line(texts: dict[str, str], fault: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        import_files(files_of(tmp_path, **texts))
+    assert fault in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("broken", [5, [1], {"stage": "x"}, {"stage": 3, "offload_param": 7}])
+def test_a_broken_deepspeed_file_is_refused(broken: Any, tmp_path: Path) -> None:
+    text = LLAMAFACTORY + "deepspeed: ds.json\n"
+    files_of(tmp_path, ds_json=json.dumps({"zero_optimization": broken}))
+    assert "parallel" in imported(tmp_path, lora_yaml=text).refused
+
+
+def test_without_a_file_a_model_is_needed() -> None:
+    assert "Missing argument 'MODEL'" in whichlora("explain", "--gpu", GPU).stderr
+    with pytest.raises(ConfigError, match="models: is empty"):
+        estimate(gpu=GPU)
+
+
+def test_no_tool_has_a_key_in_two_tables() -> None:
+    for tool in list_tools().values():
+        assert not set(tool.unmodelled) & set(tool.without_effect), tool.name

@@ -1,0 +1,200 @@
+"""Files of other tools → a run: one small file for each tool, also from other packages.
+
+A package adds its own importer with an entry point in the group `whichlora.imports` that loads a
+`Tool`. A file is recognised by its content. Nothing of it becomes code or shell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whichlora.errors import ConfigError
+from whichlora.imports import axolotl, llamafactory, trainer, trl
+from whichlora.imports.base import Imported, Keys, Launch, Tool
+from whichlora.imports.command import Command
+from whichlora.imports.files import Kind, Source, find_file, read_source
+from whichlora.imports.spread import number_of_gpus
+from whichlora.spec.members import Members
+
+_TOOLS = Members[Tool](
+    "tool", "imports", Tool, (module.TOOL for module in (trainer, trl, axolotl, llamafactory))
+)
+BUILT_IN = _TOOLS.built_in
+ENTRY_POINT_GROUP = _TOOLS.group
+list_tools = _TOOLS.all
+_CLI = ("trl ", "axolotl ", "llamafactory-cli ")  # which take every GPU that they see
+
+
+def import_files(paths: Sequence[Path], *, gpus: int | None = None) -> Imported:
+    """The run that `paths` describe: a configuration or a command, and files beside it.
+
+    Args:
+        paths: one of a tool or of a command; accelerate's YAML and DeepSpeed's JSON beside it.
+        gpus: how many the user asks for, whatever the files say.
+
+    Raises:
+        ConfigError: a file that can't be read, or of no known tool; a value of a wrong type.
+    """
+    sources = [read_source(path) for path in paths]
+    return _Files(sources, gpus).imported()
+
+
+@dataclass
+class _Files:
+    """The files of one run."""
+
+    sources: list[Source]
+    gpus: int | None
+
+    def imported(self) -> Imported:
+        command = self._only("command")
+        settings = self._only("settings")
+        accelerate = self._only("accelerate")
+        options: Mapping[str, Any] = {}
+        if command is not None and command.command is not None:
+            parsed = command.command
+            options = dict(parsed.options)
+            config = options.pop("config", None)
+            named = [*parsed.files, *([config] if isinstance(config, str) else [])]
+            for name in [name for name in named if name.endswith((".yaml", ".yml", ".json"))]:
+                if settings is None:
+                    settings = self._named(command, "the configuration", name, "settings")
+            config = parsed.launcher_options.get("config_file")
+            config = config or options.pop("accelerate_config", None)
+            if accelerate is None and isinstance(config, str):
+                accelerate = self._named(command, "--config_file", config, "accelerate")
+        if command is None and settings is None:
+            raise ConfigError(
+                f"{self.sources[0].path}: says nothing of a training; give it beside the "
+                "configuration or the command of one, with another --from"
+            )
+        parsed = command.command if command is not None and command.command else Command(program="")
+        values = dict(settings.values if settings is not None else {}) | dict(options)
+        places = dict(settings.places) if settings is not None else {}
+        main = command or settings
+        assert main is not None
+        for name in options:
+            places[name] = str(main.path)
+        keys = Keys(values, lambda name: places.get(name, str((settings or main).path)))
+        launch = self._launch(main, parsed, accelerate, values)
+        tool = _tool_of(main, parsed.program, values)
+        return tool.imported(str((settings or main).path), keys, launch, list(values))
+
+    def _only(self, kind: Kind) -> Source | None:
+        """The file of this kind, if there is one. Raises: ConfigError: there are several."""
+        sources = [source for source in self.sources if source.kind == kind]
+        if len(sources) > 1:
+            raise ConfigError(
+                f"{sources[1].path}: is of the same kind as {sources[0].path}; give one"
+            )
+        return sources[0] if sources else None
+
+    def _named(self, by: Source, where: str, name: str, kind: Kind) -> Source:
+        """A file that `by` names. Raises: ConfigError: it is missing, or of another kind."""
+        path = find_file(f"{by.path}: {where}", name, beside=by.path.parent)
+        source = read_source(path)
+        if source.kind != kind:
+            raise ConfigError(f"{path}: holds {source.kind}, {by.path} names it as {kind}")
+        return source
+
+    def _launch(
+        self, main: Source, command: Command, accelerate: Source | None, values: Mapping[str, Any]
+    ) -> Launch:
+        config = dict(accelerate.values) if accelerate is not None else {}
+        if command.launcher == "accelerate":
+            config |= _as_config(command.launcher_options, config)
+        gpus, nodes = self.gpus, 1
+        if gpus is None:
+            gpus, nodes = _gpus_and_nodes(main, command, config)
+
+        def read_file(where: str, name: str) -> Mapping[str, Any]:
+            given = self._only("deepspeed")
+            if given is None:
+                path = find_file(where, name, beside=main.path.parent)
+                given = read_source(path)
+            return given.values
+
+        given = self._only("deepspeed")
+        if given is not None and "deepspeed" not in values and "deepspeed_config" not in config:
+            config |= {
+                "distributed_type": "DEEPSPEED",
+                "deepspeed_config": {"deepspeed_config_file": str(given.path)},
+            }
+        return Launch(
+            gpus=gpus,
+            nodes=nodes,
+            accelerate=config,
+            environment=command.environment,
+            has_launcher=bool(command.launcher) and command.launcher != "python",
+            program=command.program,
+            read_file=read_file,
+        )
+
+
+def _as_config(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `accelerate launch` as the keys of its file."""
+    read = {name: value for name, value in options.items() if not name.startswith("fsdp_")}
+    on = ("true", "1", "yes")
+    if str(options.get("use_deepspeed", "")).lower() in on:
+        read["distributed_type"] = "DEEPSPEED"
+        read["deepspeed_config"] = dict(options)
+    elif str(options.get("use_fsdp", "")).lower() in on:
+        read["distributed_type"] = "FSDP"
+    fsdp = {name: value for name, value in options.items() if name.startswith("fsdp_")}
+    if fsdp:
+        earlier = config.get("fsdp_config")
+        read["fsdp_config"] = {**(earlier if isinstance(earlier, Mapping) else {}), **fsdp}
+    return read
+
+
+def _gpus_and_nodes(
+    main: Source, command: Command, accelerate: Mapping[str, Any]
+) -> tuple[int | None, int]:
+    """How many processes are started, over how many machines; None is not said."""
+    options, environment, where = command.launcher_options, command.environment, str(main.path)
+
+    def option(*names: str) -> Any:
+        return next((options[name] for name in names if name in options), None)
+
+    if "num_processes" in accelerate:
+        nodes = number_of_gpus(where, accelerate.get("num_machines", 1))
+        return number_of_gpus(where, accelerate["num_processes"]), nodes or 1
+    if command.launcher == "deepspeed":
+        nodes = number_of_gpus(where, option("num_nodes") or 1) or 1
+        each = option("num_gpus")
+    elif command.launcher == "torchrun":
+        nodes = number_of_gpus(where, option("nnodes") or 1) or 1
+        each = option("nproc_per_node") or 1
+    else:
+        nodes = number_of_gpus(where, environment.get("NNODES", 1)) or 1
+        each = environment.get("NPROC_PER_NODE")
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if each is None and visible and (command.launcher or command.program.startswith(_CLI)):
+        each = len([device for device in visible.split(",") if device.strip()])
+    return number_of_gpus(where, each, nodes), nodes
+
+
+def _tool_of(main: Source, program: str, values: Mapping[str, Any]) -> Tool:
+    """The tool whose program it is, or else the one that has most of its marks.
+
+    Raises:
+        ConfigError: it has none of any.
+    """
+    tools = list_tools()
+    for tool in tools.values():
+        if program in tool.programs:
+            return tool
+    candidates = [tool for tool in tools.values() if tool.reads_files or main.kind == "command"]
+    best = max(candidates, key=lambda tool: len(tool.marks & values.keys()))
+    if not best.marks & values.keys():
+        raise ConfigError(
+            f"{main.path}: is of no tool that is known; known are "
+            f"{', '.join(tools)}, whose files have keys such as base_model or model_name_or_path"
+        )
+    return best
+
+
+__all__ = ["BUILT_IN", "ENTRY_POINT_GROUP", "Imported", "Tool", "import_files", "list_tools"]

@@ -1,0 +1,231 @@
+"""Axolotl's YAML. Defaults are those of Axolotl 0.19."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from whichlora.exports.axolotl import (
+    ADAPTER,
+    BATCH,
+    LENGTH,
+    QUANTS,
+    WIDE_NORMS,
+    WIDENS_NOTHING,
+    quantisation,
+)
+from whichlora.imports.base import Keys, Launch, Tool, method_settings, optimizer
+from whichlora.imports.spread import spread_settings
+from whichlora.imports.trainer import (
+    KERNELS,
+    UNMODELLED,
+    WITHOUT_EFFECT,
+    allocator,
+    attention,
+    checkpointing,
+)
+from whichlora.imports.trl import FULL_ROWS, PEFT_DEFAULT
+from whichlora.parallel import list_strategies
+from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FP32_PRECISIONS
+
+_LENGTH_DEFAULT = 512
+_ADAPTERS = ("lora", "qlora")
+# `utils/schemas/enums.py`, LEGACY_ATTN_FLAG_TO_IMPL
+_LEGACY_ATTENTION = {
+    "xformers_attention": "xformers",
+    "sage_attention": "sage",
+    "flex_attention": "flex_attention",
+    "flash_attention": "flash_attention_2",
+    "sdp_attention": "sdpa",
+    "eager_attention": "eager",
+}
+_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+_LIGER_LOSS = "liger_fused_linear_cross_entropy"
+_DIVIDES = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")
+_TRAINERS = {"dpo": "dpo", "kto": "kto"}
+
+
+def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
+    settings: dict[str, Any] = {"model": keys.word("base_model")}
+    settings |= keys.of_run({**LENGTH, **BATCH}, seq_len=_LENGTH_DEFAULT)
+    settings["optimizer"] = optimizer(keys, "optimizer")
+    settings |= _checkpointing(keys, launch)
+    settings |= _spread(keys, launch) | allocator(launch)
+    settings |= _adapter(keys)
+    settings |= _precision(keys, trains_base=not keys.word("adapter"))
+    settings["attn"] = _attention(keys)
+    for name in ("sample_packing", "pretraining_sample_concatenation", "batch_flattening"):
+        if str(keys.raw(name)).lower() in ("true", "auto"):
+            keys.assume(name, FULL_ROWS)
+    settings |= _trainer(keys)
+    if settings.get("parallel") == "fsdp":
+        keys.assume("fsdp_config", *WIDENS_NOTHING)
+    return settings
+
+
+def _checkpointing(keys: Keys, launch: Launch) -> dict[str, Any]:
+    asked = keys.raw("gradient_checkpointing")
+    if isinstance(asked, str) and asked.startswith(("offload", "unsloth")):
+        keys.assume("gradient_checkpointing", f"{asked[:20]}; assumed: inputs stay on the GPU")
+        return {"gradient_checkpointing": True, "use_reentrant": True}
+    settings = checkpointing(keys, launch, default=False)
+    if settings["gradient_checkpointing"] and not keys.mapping("gradient_checkpointing_kwargs"):
+        settings.setdefault("use_reentrant", True)  # `utils/config/__init__.py`
+    return settings
+
+
+def _spread(keys: Keys, launch: Launch) -> dict[str, Any]:
+    settings = spread_settings(keys, launch, fsdp_version=1)
+    if isinstance(keys.raw("device_map"), str) and not launch.has_launcher:
+        in_one_process = [s.name for s in list_strategies().values() if s.launcher == "python"]
+        settings["parallel"] = in_one_process[0]
+    for name in _DIVIDES:
+        if keys.count(name, 1) > 1:
+            keys.refuse("parallel", name, "Axolotl's way to divide a model is not predicted")
+    return settings
+
+
+def _adapter(keys: Keys) -> dict[str, Any]:
+    quant = keys.like({name: quantisation(name) for name in sorted(QUANTS)}, quantisation("none"))
+    if quant is None or keys.flag("gptq"):
+        keys.refuse("quant", "gptq", "this storage of the base is not read from the file")
+    quant = quant or "none"
+    adapter = keys.word("adapter")
+    if not adapter:
+        return method_settings(quant, adapts=False, use_dora=False, targets=())
+    if adapter not in _ADAPTERS:
+        keys.refuse("method", "adapter", f"{adapter[:40]!r} is not predicted; lora and qlora are")
+    settings = keys.of_run(ADAPTER)
+    targets = keys.names("lora_target_modules")
+    if keys.flag("lora_target_linear"):
+        targets = (ALL_LINEAR,)
+    elif not targets:
+        targets = PEFT_DEFAULT
+        keys.assume("lora_target_modules", "is missing; assumed: q_proj, v_proj, as PEFT has it")
+    if quant in BNB_QUANTS:
+        settings["prepare_kbit"] = False  # in effect: `exports.axolotl.under_axolotl`
+    settings["use_rslora"] = keys.flag("peft_use_rslora")
+    settings["loraplus_lr_ratio"] = keys.number("loraplus_lr_ratio", 1.0)
+    settings["modules_to_save"] = keys.names("lora_modules_to_save")
+    if keys.flag("peft_autocast_adapter_dtype", True) is False:
+        settings["adapter_dtype"] = "bfloat16"
+    dora = keys.flag("peft_use_dora")
+    _assume_kernels(keys, default=not settings["lora_dropout"] and not dora and quant != "int8")
+    return settings | method_settings(quant, adapts=True, use_dora=dora, targets=targets)
+
+
+def _assume_kernels(keys: Keys, *, default: bool) -> None:
+    """Axolotl turns its LoRA kernels on by itself (`check_auto_enable_lora_kernels`)."""
+    by_default = default and not keys.word("rl") and not keys.flag("trust_remote_code")
+    turned_on = [name for name in _LORA_KERNELS if keys.flag(name, by_default)]
+    turned_on = [name for name in turned_on if name in keys or name != _LORA_KERNELS[-1]]
+    if turned_on:
+        keys.assume(turned_on[0], "Axolotl's LoRA kernels are not predicted; assumed: PEFT's code")
+
+
+def _precision(keys: Keys, *, trains_base: bool) -> dict[str, Any]:
+    """Source: `utils/config/__init__.py`, `normalize_config`."""
+    bf16 = keys.raw("bf16")
+    if bf16 == "full" or (keys.flag("bfloat16") and bf16 in (None, False)):
+        return {"precision": "bf16-pure" if trains_base else "bf16-no-autocast"}
+    fp16 = keys.flag("fp16")
+    if bf16 == "auto" or (bf16 is None and not fp16):
+        precision = "auto"
+    elif keys.flag("bf16"):
+        precision = "bf16"
+    elif fp16:
+        precision = "fp16"
+    else:
+        precision = "tf32" if str(keys.raw("tf32")).lower() in ("true", "auto") else "fp32"
+    if trains_base and precision not in FP32_PRECISIONS:
+        keys.assume("adapter", WIDE_NORMS)
+    return {"precision": precision}
+
+
+def _attention(keys: Keys) -> str:
+    kernels = {name: name for name in KERNELS}
+    for name, kernel in _LEGACY_ATTENTION.items():
+        if keys.flag(name):
+            if kernel not in kernels:
+                keys.assume(name, "is not predicted; assumed: flash_attention_2")
+            return kernels.get(kernel, "flash_attention_2")
+    return attention(keys, "attn_implementation", kernels, default="sdpa")
+
+
+def _trainer(keys: Keys) -> dict[str, Any]:
+    for name in ("cut_cross_entropy", "chunked_cross_entropy"):
+        if keys.flag(name):
+            keys.assume(name, "is not predicted; assumed: Liger's loss")
+            return {"loss_head": "liger"}
+    if keys.flag(_LIGER_LOSS):
+        return {"loss_head": "liger"}
+    rl = keys.word("rl")
+    if not rl:
+        return {"loss_head": "hf"}
+    if rl not in _TRAINERS:
+        keys.refuse("trainer", "rl", f"{rl[:40]!r} is not predicted; dpo and kto are")
+        return {}
+    options = (("beta", keys.number("rl_beta", 0.1)),) if "rl_beta" in keys else ()
+    return {"trainer": _TRAINERS[rl], "trainer_options": options}
+
+
+TOOL = Tool(
+    name="axolotl",
+    summary="axolotl train",
+    marks=frozenset(
+        {"base_model", "adapter", "sample_packing", "lora_target_linear", "val_set_size"}
+        | {"datasets", "num_epochs", "dataset_prepared_path", "load_in_4bit", "load_in_8bit"}
+        | {*BATCH, *LENGTH, *ADAPTER}
+    ),
+    programs=frozenset({"axolotl train", "axolotl.cli.train"}),
+    read=_read,
+    without_effect=(
+        *WITHOUT_EFFECT,
+        *ADAPTER,  # without an adapter
+        *("base_model_config", "model_type", "is_*_derived_model", "is_*", "processor_*"),
+        *("num_epochs", "test_datasets", "shuffle_*", "val_set_size", "chat_template*"),
+        *("train_on_inputs", "excess_length_strategy", "pad_to_sequence_len", "special_tokens"),
+        *("tokens", "evals_per_epoch", "saves_per_epoch", "early_stopping_patience", "strict"),
+        *("lora_*", "peft", "peft_init_lora_weights", "loraplus_lr_embedding", "plugins"),
+        *("use_wandb", "use_mlflow", "mlflow_*", "use_comet", "comet_*", "gradio_*", "lr_groups"),
+        *("loss_watchdog_*", "eval_sample_packing", "sample_packing_*", "pad_to_multiple_of"),
+        *("default_system_message", "eot_tokens", "skip_prepare_dataset", "min_sample_len"),
+        *("cosine_*", "embedding_lr*", "auto_resume_from_checkpoints", "ddp", "low_cpu_mem_usage"),
+        *("fsdp", "fsdp_final_state_dict_type", "tf32", "local_rank", "world_size", "max_memory"),
+        *("gradient_checkpointing_kwargs", "flash_attn_*", "roles_to_train", "train_on_eos"),
+        *("mean_resizing_embeddings", "save_safetensors", "use_tensorboard", "generate_samples"),
+        *("dp_shard_size", "dp_replicate_size", "device_map", "fsdp_config", "max_prompt_len"),
+    ),
+    unmodelled={
+        **UNMODELLED,
+        "liger_rope": "the model's own rope",
+        "liger_rms_norm": "the model's own norms",
+        "liger_layer_norm": "the model's own norms",
+        "liger_glu_activation": "the model's own MLP",
+        "liger_swiglu": "the model's own MLP",
+        "liger_cross_entropy": "the model's own loss",
+        "flash_attn_cross_entropy": "the model's own loss",
+        "layer_offloading": "layers on the GPU",
+        "selective_checkpointing": "checkpointing of whole layers",
+        "quantize_moe_experts": "experts in 16 bit",
+        "fp8": "16 bit",
+        "tiled_mlp": "the model's own MLP",
+        "fp32_norms": "norms in the dtype of the weights",
+        "batch_size": "gradient_accumulation_steps of the file",
+        "unfrozen_parameters": "all parameters are trained",
+        "lora_rank_pattern": "lora_r everywhere",
+        "lora_target_parameters": "adapters on target_modules alone",
+        "peft_layers_to_transform": "adapters in every layer",
+        "peft_trainable_token_indices": "no trained tokens",
+        "bnb_config_kwargs": "double quantisation",
+        "relora": "plain LoRA",
+        "lisa_n_layers": "all parameters are trained",
+        "resize_token_embeddings_to_32x": "the vocabulary of the model",
+        "gpu_memory_limit": "the GPU's memory",
+        "reward_model": "a language model",
+        "process_reward_model": "a language model",
+        "use_kernels": "the model's own code",
+        "model_quantization_config": "the checkpoint's storage",
+        "precompute_ref_log_probs": "the reference runs in each step",
+    },
+)

@@ -1,0 +1,319 @@
+"""What an importer is, and what becomes of each key that it reads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from whichlora.errors import ConfigError
+from whichlora.methods import list_methods
+from whichlora.spec.run import FOUR_BIT_BNB, OPTIMIZER_NAMES, RunConfig
+
+_SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_PLAIN = RunConfig(model="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """A run as files of another tool describe it.
+
+    Args:
+        path: the file that was read, or the first of them.
+        tool: name of the importer.
+        settings: one value of each, by the names that `combinations.grid` takes.
+        unknown: keys that the importer does not know, and so did not use.
+        without_effect: keys that change neither bytes nor time of a step.
+        assumed: key and what was predicted in its place.
+        refused: setting → why the file's value can't be predicted; the user's own value may.
+    """
+
+    path: str
+    tool: str
+    settings: Mapping[str, Any]
+    unknown: tuple[str, ...] = ()
+    without_effect: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user must know: one line about the keys, and one for each assumption."""
+        unknown = ", ".join(self.unknown) or "none"
+        idle = ", ".join(self.without_effect) or "none"
+        return (
+            f"{self.path}, read as {self.tool}: unknown keys, not used: {unknown}; keys without "
+            f"effect on bytes and time of a step: {idle}",
+            *(f"{self.path}: {text}" for text in self.assumed),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How the processes of a run are started, as far as its files say.
+
+    Args:
+        gpus: over all nodes; None is not said.
+        accelerate: accelerate's config file, or the same keys as options of its launcher.
+        environment: variables that the command sets.
+        has_launcher: another program than the tool's own starts the processes.
+        read_file: JSON file that another file names → its content.
+    """
+
+    gpus: int | None = None
+    nodes: int = 1
+    accelerate: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    has_launcher: bool = False
+    program: str = ""
+    read_file: Callable[[str, str], Mapping[str, Any]] = lambda where, name: {}
+
+
+class Keys:
+    """The keys of a file, and what became of each.
+
+    Args:
+        values: by key.
+        where: where a key stands, such as "axolotl.yaml:3:1".
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: Callable[[str], str]) -> None:
+        self._values = values
+        self._where = where
+        self.used: dict[str, None] = {}
+        self.assumed: list[str] = []
+        self.refused: dict[str, str] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def where(self, name: str) -> str:
+        return f"{self._where(name)}: {name}"
+
+    def fault(self, name: str, text: str) -> ConfigError:
+        shown = repr(self._values.get(name))
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        return ConfigError(f"{self.where(name)}: {shown} {text}")
+
+    def raw(self, name: str) -> Any:
+        """The value as it is; None where the key is missing or empty."""
+        value = self._values.get(name)
+        if value is not None:
+            self.used[name] = None
+        if isinstance(value, str) and "$" in value:
+            raise self.fault(name, "has a variable that the file does not set; write the value")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.raw(name)
+        if value is None:
+            return default
+        switch = _SWITCHES.get(str(value).lower())
+        if switch is None:
+            raise self.fault(name, "is neither true nor false")
+        return switch
+
+    def count(self, name: str, default: int) -> int:
+        value = self.raw(name)
+        if value is None:
+            return default
+        try:
+            return int(value) if isinstance(value, str) else _whole(value)
+        except ValueError:
+            raise self.fault(name, "is not a whole number") from None
+
+    def number(self, name: str, default: float) -> float:
+        value = self.raw(name)
+        if value is None:
+            return default
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise self.fault(name, "is not a number")
+        return number
+
+    def word(self, name: str, default: str = "") -> str:
+        value = self.raw(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.fault(name, "is not text")
+        return value
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """A list of names, or one text with commas."""
+        value = self.raw(name)
+        if value is None:
+            return ()
+        listed = value.split(",") if isinstance(value, str) else value
+        if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+            raise self.fault(name, "is not a list of names")
+        return tuple(each.strip() for each in listed if each.strip())
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """A mapping, or JSON of one, as a command line has it."""
+        value = self.raw(name)
+        if value is None:
+            return {}
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                value = None
+        if not isinstance(value, Mapping):
+            raise self.fault(name, "is not a mapping")
+        return {str(key): each for key, each in value.items()}
+
+    def of_run(self, table: Mapping[str, str], **defaults: Any) -> dict[str, Any]:
+        """The fields of `RunConfig` that `table` names by key, as an exporter writes them."""
+        settings: dict[str, Any] = {}
+        for key, setting in table.items():
+            default = defaults.get(setting, getattr(_PLAIN, setting))
+            if isinstance(default, bool):
+                settings[setting] = self.flag(key, default)
+            elif isinstance(default, int):
+                settings[setting] = self.count(key, default)
+            elif isinstance(default, float):
+                settings[setting] = self.number(key, default)
+            else:
+                settings[setting] = self.word(key, default)
+        return settings
+
+    def like(
+        self, written: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]
+    ) -> str | None:
+        """The value that an exporter writes with the keys of this file; None where none is.
+
+        Args:
+            written: value → its keys.
+            defaults: of the tool, of every key that `written` has.
+        """
+        asked = {
+            key: self.flag(key, default)
+            if isinstance(default, bool)
+            else self.count(key, default)
+            if isinstance(default, int)
+            else self.word(key, default)
+            for key, default in defaults.items()
+        }
+        for value, keys in written.items():
+            if {**defaults, **keys} == asked:
+                return value
+        return None
+
+    def assume(self, name: str, text: str) -> None:
+        """Say what is predicted in place of what `name` asks for."""
+        self.used[name] = None
+        self.assumed.append(f"{name}: {text}")
+
+    def refuse(self, setting: str, name: str, text: str) -> None:
+        """Say that `name` can't be predicted, unless the user gives `setting`."""
+        self.used[name] = None
+        flag = f"--{setting.replace('_', '-')}"
+        self.refused[setting] = f"{self.where(name)}: {text}; pass {flag} to predict another"
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """Who reads the files of one tool.
+
+    Args:
+        marks: keys that its files have, and those of others mostly lack.
+        programs: scripts, modules and commands that start it.
+        read: keys → settings. What it reads of them counts as used.
+        without_effect: keys that change neither bytes nor time of a step; a name that ends in "*"
+            means every key that starts so.
+        unmodelled: keys that do, and what is predicted where they are on.
+        reads_files: whether it takes a file of its keys; else a command line alone.
+    """
+
+    name: str
+    summary: str
+    marks: frozenset[str]
+    programs: frozenset[str]
+    read: Callable[[Keys, Launch], Mapping[str, Any]]
+    without_effect: Collection[str] = ()
+    unmodelled: Mapping[str, str] = field(default_factory=dict)
+    reads_files: bool = True
+
+    def imported(self, path: str, keys: Keys, launch: Launch, names: Collection[str]) -> Imported:
+        """The run that `keys`, called `names`, describe.
+
+        Raises:
+            ConfigError: a value of another type than its key takes.
+        """
+        settings = self.read(keys, launch)
+        for name, assumed in self.unmodelled.items():
+            if name in names and name not in keys.used:
+                if _is_on(keys.raw(name)):
+                    keys.assume(name, f"is not predicted; assumed: {assumed}")
+                else:
+                    keys.used.pop(name, None)
+        other = [name for name in names if name not in keys.used]
+        idle = [name for name in other if self._has_no_effect(name)]
+        return Imported(
+            path=path,
+            tool=self.name,
+            settings=settings,
+            unknown=tuple(sorted(set(other) - set(idle))),
+            without_effect=tuple(sorted(idle)),
+            assumed=tuple(keys.assumed),
+            refused=keys.refused,
+        )
+
+    def _has_no_effect(self, name: str) -> bool:
+        stems = tuple(key[:-1] for key in self.without_effect if key.endswith("*"))
+        return name in self.without_effect or name in self.unmodelled or name.startswith(stems)
+
+
+def _is_on(value: Any) -> bool:
+    return str(value).lower() not in ("none", "false", "no", "0", "0.0", "", "[]", "{}")
+
+
+def adapter_method(quant: str, *, use_dora: bool) -> str:
+    """The method whose `peft.LoraConfig` and storage of the base these are."""
+    four_bit = quant in FOUR_BIT_BNB
+    return next(
+        method.name
+        for method in list_methods().values()
+        if method.peft_class == "peft.LoraConfig"
+        and bool(method.peft_config(_PLAIN).get("use_dora")) == use_dora
+        and (method.base_quant in FOUR_BIT_BNB) == four_bit
+    )
+
+
+def full_method() -> str:
+    """The method that trains every weight."""
+    return next(method.name for method in list_methods().values() if method.trains_base)
+
+
+def method_settings(
+    quant: str, *, adapts: bool, use_dora: bool, targets: tuple[str, ...]
+) -> dict[str, Any]:
+    """The method, the storage of the base where the method has another, and the targets."""
+    name = adapter_method(quant, use_dora=use_dora) if adapts else full_method()
+    settings: dict[str, Any] = {"method": name}
+    if quant != list_methods()[name].base_quant:
+        settings["quant"] = quant
+    if adapts:
+        settings["target_modules"] = targets
+    return settings
+
+
+def optimizer(keys: Keys, name: str) -> str:
+    """The optimizer that the Trainer knows as the value of `name`."""
+    asked = keys.word(name, _PLAIN.trainer_optim)
+    if asked not in OPTIMIZER_NAMES:
+        known = ", ".join(OPTIMIZER_NAMES)
+        keys.refuse("optimizer", name, f"{asked!r} is not predicted; {known} are")
+    return OPTIMIZER_NAMES.get(asked, _PLAIN.optimizer)

@@ -1,0 +1,221 @@
+"""A shell script → the command that trains: its program, its arguments, and its launcher.
+
+Nothing is run and nothing is expanded but variables that the script itself sets.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from whichlora.errors import ConfigError
+
+_ENDS = ";&|<>()"
+_MOST_JOINED_LINES = 200  # of one quoted text
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$]*))?\})")
+_FLAG = re.compile(r"--?[A-Za-z]")
+_BEFORE = frozenset({"exec", "nohup", "time", "srun", "sudo", "env"})
+_TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
+_PYTHON = re.compile(r"python[\d.]*")
+_CLI = {"trl": "", "llamafactory-cli": "train", "axolotl": "train"}  # which take a subcommand
+_COMMAND = re.compile(
+    r"^\s*(?:\w+=\S*\s+)*(?:(?:exec|nohup|time|srun)\s+)*"
+    r"(?:(?:accelerate|trl|llamafactory-cli|axolotl)\s+\w|torchrun\s+\S|deepspeed\s+[^:\s]|"
+    r"python[\d.]*\s+[-\w./$])",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command that trains.
+
+    Args:
+        program: stem of the script, module, or command and subcommand: "sft", "trl sft".
+        launcher: what starts its processes: "accelerate", "torchrun", "deepspeed"; or empty.
+        launcher_options, options: by name, without dashes in front and with "_" within.
+        files: words that are no option's value, such as the configuration.
+        environment: variables that are set for it.
+    """
+
+    program: str
+    launcher: str = ""
+    launcher_options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def is_script(text: str) -> bool:
+    """Whether `text` is a shell script, or one command line, that trains."""
+    return text.startswith("#!") or _COMMAND.search(text) is not None
+
+
+def training_command(path: Path, text: str) -> Command:
+    """The only command in `text` that trains.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    commands = list(_commands(path, text))
+    if not commands:
+        raise ConfigError(
+            f"{path}: has no command that trains; accepted are accelerate launch, torchrun, "
+            "deepspeed, python, trl, axolotl train and llamafactory-cli train with their arguments"
+        )
+    if len(commands) > 1:
+        programs = ", ".join(command.program for command in commands)
+        raise ConfigError(f"{path}: has {len(commands)} commands that train ({programs}); keep one")
+    return commands[0]
+
+
+def _commands(path: Path, text: str) -> Iterator[Command]:
+    variables: dict[str, str] = {}
+    for words in _lines_of_words(path, text):
+        words = [_expanded(word, variables) for word in words]
+        while words and words[0] in _BEFORE:
+            words = words[1:]
+            if words and words[0].startswith("-"):  # options of srun
+                words = words[next((i for i, w in enumerate(words) if _starts(w)), len(words)) :]
+        assigned: dict[str, str] = {}
+        exports = words[:1] == ["export"]
+        rest = words[exports:]
+        while rest and (match := _ASSIGNED.fullmatch(rest[0])):
+            assigned[match[1]] = match[2]
+            rest = rest[1:]
+        if exports or not rest:
+            variables |= assigned
+        elif command := _command(rest, variables | assigned):
+            yield command
+
+
+def _starts(word: str) -> bool:
+    name = PurePosixPath(word).name
+    return name in ("accelerate", "torchrun", "deepspeed", *_CLI) or bool(_PYTHON.fullmatch(name))
+
+
+def _lines_of_words(path: Path, text: str) -> Iterator[list[str]]:
+    """The words of each simple command; a quoted text may go over several lines."""
+    pending: list[str] = []
+    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+        pending.append(line)
+        lexer = shlex.shlex("\n".join(pending), posix=True, punctuation_chars=_ENDS)
+        lexer.whitespace_split = True
+        try:
+            words = list(lexer)
+        except ValueError:
+            if len(pending) > _MOST_JOINED_LINES:
+                break
+            continue
+        pending = []
+        command: list[str] = []
+        for word in [*words, ";"]:
+            if set(word) <= set(_ENDS):
+                if command:
+                    yield command
+                command = []
+            else:
+                command.append(word)
+    if pending:
+        raise ConfigError(f"{path}: has a quote that is not closed: {pending[0].strip()[:60]!r}")
+
+
+def _expanded(word: str, variables: Mapping[str, str]) -> str:
+    """`word` with what the script sets; other variables stay as they are."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        return variables.get(name, match[3] if match[3] is not None else match[0])
+
+    return _VARIABLE.sub(value, word)
+
+
+def _command(words: Sequence[str], environment: Mapping[str, str]) -> Command | None:
+    """The training that `words` start; None where they start something else."""
+    first, words = PurePosixPath(words[0]).name, words[1:]
+    launcher, options = "", list[str]()
+    if first in _CLI:
+        if not words or _CLI[first] not in ("", words[0]):
+            return None
+        program, arguments = f"{first} {words[0]}", words[1:]
+    else:
+        if _PYTHON.fullmatch(first) and words[:1] == ["-m"] and words[1:2]:
+            if words[1] in _TORCHRUN:
+                first, words = "torchrun", words[2:]
+            elif words[1] == "accelerate.commands.launch":
+                first, words = "accelerate", ["launch", *words[2:]]
+        if first == "accelerate":
+            if words[:1] != ["launch"]:
+                return None
+            words = words[1:]
+        elif first not in ("torchrun", "deepspeed") and not _PYTHON.fullmatch(first):
+            return None
+        launcher = "" if _PYTHON.fullmatch(first) else first
+        split = _split_at_program(words)
+        if split is None:
+            return None
+        options, program, arguments = split
+    own, _, passed_on = _divided(arguments)
+    flags, files = _options(own)
+    launched, _ = _options([*options, *passed_on])
+    return Command(
+        program=program,
+        launcher=launcher
+        or str(flags.pop("launcher", "") if program.startswith("axolotl") else ""),
+        launcher_options=launched,
+        options=flags,
+        files=tuple(files),
+        environment=environment,
+    )
+
+
+def _divided(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]:
+    """`words` before and behind "--"."""
+    if "--" not in words:
+        return words, "", ()
+    place = words.index("--")
+    return words[:place], "--", words[place + 1 :]
+
+
+def _split_at_program(words: Sequence[str]) -> tuple[list[str], str, Sequence[str]] | None:
+    """A launcher's options, the program that it starts, and the program's arguments."""
+    for index, word in enumerate(words):
+        if word in ("-m", "--module") and index + 1 < len(words):
+            return list(words[:index]), words[index + 1], words[index + 2 :]
+        if word.endswith(".py"):
+            return list(words[:index]), PurePosixPath(word).stem, words[index + 1 :]
+    return None
+
+
+def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Values by option, and the words before the first option.
+
+    An option without a value is on; several words behind one are a list. `name=value` is an
+    option, too, as LLaMA-Factory takes it.
+    """
+    options: dict[str, Any] = {}
+    files: list[str] = []
+    name = ""
+    for word in words:
+        if _FLAG.match(word):
+            name, equals, value = word.lstrip("-").partition("=")
+            name = name.replace("-", "_")
+            options[name] = value if equals else True
+            if equals:
+                name = ""
+        elif name:
+            earlier = options[name]
+            if earlier is True:
+                options[name] = word
+            else:
+                options[name] = [*(earlier if isinstance(earlier, list) else [earlier]), word]
+        elif match := _ASSIGNED.fullmatch(word):
+            options[match[1]] = match[2]
+        else:
+            files.append(word)
+    return options, files

@@ -1,0 +1,82 @@
+"""Files → their keys and places, and what other files they name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from whichlora.config.document import parse_document, read_text
+from whichlora.errors import ConfigError
+from whichlora.imports.command import Command, is_script, training_command
+
+Kind = Literal["settings", "accelerate", "deepspeed", "command"]
+_DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One file, by what it holds.
+
+    Args:
+        values: its keys; empty for a command.
+        places: key → path, line and column.
+    """
+
+    path: Path
+    kind: Kind
+    values: Mapping[str, Any] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
+    command: Command | None = None
+
+
+def read_source(path: Path) -> Source:
+    """The file at `path`: YAML, JSON or a shell script.
+
+    Raises:
+        ConfigError: it can't be read, or is none of these.
+    """
+    text = read_text(path)
+    if not text.strip():
+        raise ConfigError(f"{path}: is empty; give the configuration of a training")
+    if text.lstrip().startswith("{"):
+        return _of_mapping(path, _json(path, text), {})
+    if is_script(text):
+        return Source(path=path, kind="command", command=training_command(path, text))
+    document = parse_document(path, text, example="base_model: Qwen/Qwen3-8B")
+    faults = list(document.structure_problems(empty=False))
+    if faults:
+        raise document.error(faults)
+    values = {str(key): value for key, value in document.data.items()}
+    return _of_mapping(path, values, {key: document.place(key) for key in values})
+
+
+def _json(path: Path, text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not JSON: {error}") from None
+    return {str(key): value for key, value in values.items()}
+
+
+def _of_mapping(path: Path, values: Mapping[str, Any], places: Mapping[str, str]) -> Source:
+    kind: Kind = "settings"
+    if "distributed_type" in values or "compute_environment" in values:
+        kind = "accelerate"
+    elif _DEEPSPEED & values.keys():
+        kind = "deepspeed"
+    return Source(path=path, kind=kind, values=values, places=places)
+
+
+def find_file(where: str, name: str, *, beside: Path) -> Path:
+    """The file that another one names: in the folder of that one, or in this one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for path in (beside / name, Path(name)):
+        if path.is_file():
+            return path
+    raise ConfigError(f"{where}: there is no file {name!r}; give it with another --from")

@@ -1,0 +1,178 @@
+"""LLaMA-Factory's YAML and arguments. Defaults are those of LLaMA-Factory 0.9.5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from whichlora.exports.llamafactory import (
+    ADAPTER,
+    ATTENTION,
+    FIXED,
+    LENGTH,
+    QUANTS,
+    quantisation,
+)
+from whichlora.exports.recipe import BATCH
+from whichlora.imports.base import Keys, Launch, Tool, method_settings
+from whichlora.imports.spread import is_divided
+from whichlora.imports.trainer import (
+    UNMODELLED,
+    WITHOUT_EFFECT,
+    attention,
+    autocast,
+    precision,
+    trainer_settings,
+)
+from whichlora.imports.trl import FULL_ROWS
+from whichlora.spec.run import ALL_LINEAR
+
+_RANK = 8
+_BITS = {"quantization_type": "nf4", "double_quantization": True, "quantization_method": "bnb"}
+_KERNELS = {tool: ours for ours, tool in ATTENTION.items()} | {"auto": "sdpa"}
+_STAGES = ("sft", "pt")
+_TYPES = ("lora", "full")
+_OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon")
+_OFF = ("0", "false", "no")
+
+
+def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
+    settings: dict[str, Any] = {"model": keys.word("model_name_or_path")}
+    settings |= keys.of_run(LENGTH) | trainer_settings(keys, launch)
+    settings |= _checkpointing(keys)
+    quant = _quant(keys)
+    kind = keys.word("finetuning_type", "lora")
+    if kind not in _TYPES:
+        keys.refuse(
+            "method", "finetuning_type", f"{kind[:40]!r} is not predicted; lora and full are"
+        )
+    settings |= _adapter(keys, quant, adapts=kind != "full")
+    settings |= _precision(keys, launch, quant, trains_base=kind == "full")
+    settings["attn"] = attention(keys, "flash_attn", _KERNELS, default="auto")
+    settings |= FIXED
+    if keys.flag("enable_liger_kernel"):
+        settings["loss_head"] = "liger"
+        keys.assume("enable_liger_kernel", "of its kernels only the loss is predicted")
+    stage = keys.word("stage", "sft")
+    if stage not in _STAGES:
+        keys.refuse(
+            "trainer", "stage", f"the steps of LLaMA-Factory's {stage[:40]} are not predicted"
+        )
+    if keys.flag("packing", stage == "pt") or keys.flag("neat_packing"):
+        keys.assume("packing", FULL_ROWS)
+    for name in _OPTIMIZERS:
+        if keys.flag(name):
+            keys.refuse("optimizer", name, "is not predicted")
+    if _torchrun_of_its_own(launch, settings):
+        settings["expandable_segments"] = True
+    return settings
+
+
+def _torchrun_of_its_own(launch: Launch, settings: Mapping[str, Any]) -> bool:
+    """Whether its launcher sets the allocator, as it does on several GPUs (`launcher.py`)."""
+    off = launch.environment.get("OPTIM_TORCH", "1").lower() in _OFF
+    return settings.get("gpus", 1) > 1 and not launch.has_launcher and not off
+
+
+def _checkpointing(keys: Keys) -> dict[str, Any]:
+    """Its own keys, in place of the Trainer's."""
+    return {
+        "gradient_checkpointing": not keys.flag("disable_gradient_checkpointing"),
+        "use_reentrant": keys.flag("use_reentrant_gc", True),
+    }
+
+
+def _quant(keys: Keys) -> str:
+    bits = keys.count("quantization_bit", 0)
+    defaults: dict[str, Any] = {"quantization_bit": 0}
+    if bits:
+        defaults["quantization_method"] = _BITS["quantization_method"]
+    if bits == 4:
+        defaults |= _BITS
+    written = {name: quantisation(name) for name in sorted(QUANTS)}
+    quant = keys.like(written, defaults)
+    if quant is None:
+        keys.refuse("quant", "quantization_bit", "this storage of the base is not predicted")
+    return quant or "none"
+
+
+def _adapter(keys: Keys, quant: str, *, adapts: bool) -> dict[str, Any]:
+    if not adapts:
+        return method_settings(quant, adapts=False, use_dora=False, targets=())
+    rank = keys.count("lora_rank", _RANK)
+    settings = keys.of_run(ADAPTER, r=_RANK, lora_alpha=2 * rank)
+    targets = keys.names("lora_target") or ("all",)
+    settings["use_rslora"] = keys.flag("use_rslora")
+    settings["loraplus_lr_ratio"] = keys.number("loraplus_lr_ratio", 1.0)
+    settings["modules_to_save"] = keys.names("additional_target")
+    return settings | method_settings(
+        quant,
+        adapts=True,
+        use_dora=keys.flag("use_dora"),
+        targets=(ALL_LINEAR,) if targets == ("all",) else targets,
+    )
+
+
+def _precision(keys: Keys, launch: Launch, quant: str, *, trains_base: bool) -> dict[str, Any]:
+    """Source: `hparams/parser.py`, `model/adapter.py`: what is trained is widened to fp32."""
+    mixed = autocast(keys, launch)
+    if keys.flag("pure_bf16"):
+        return {"precision": "bf16-pure"}
+    if mixed == "no":
+        keys.assume("bf16", "is off, as is fp16; assumed: a checkpoint in bfloat16")
+        return precision(keys, mixed, "bfloat16", narrows_adapters=False)
+    widens = trains_base and not is_divided(keys, launch)
+    return precision(keys, mixed, "float32" if widens else "bfloat16", narrows_adapters=False)
+
+
+TOOL = Tool(
+    name="llamafactory",
+    summary="llamafactory-cli train",
+    marks=frozenset(
+        {"stage", "finetuning_type", "template", "lora_target", "flash_attn", "dataset_dir"}
+        | {"quantization_bit", "pure_bf16", "dataset", "preprocessing_num_workers"}
+        | {"model_name_or_path", *BATCH, *LENGTH, *ADAPTER}
+    ),
+    programs=frozenset({"llamafactory-cli train", "llamafactory.launcher", "llamafactory.cli"}),
+    read=_read,
+    without_effect=(
+        *WITHOUT_EFFECT,
+        *ADAPTER,  # of full fine-tuning
+        *("lora_*", "use_dora", "use_rslora", "additional_target", "create_new_adapter"),
+        *("dataset", "template", "train_on_prompt", "mask_history", "mix_strategy", "media_dir"),
+        *("max_samples", "val_size", "overwrite_cache", "preprocessing_*", "tokenized_path"),
+        *("plot_loss", "ddp_*", "report_to", "compute_accuracy", "early_stopping_steps"),
+        *("image_*", "video_*", "audio_*", "use_audio_in_video", "adapter_name_or_path"),
+        *("freeze_vision_tower", "freeze_multi_modal_projector", "interleave_probs", "buffer_size"),
+        *("enable_thinking", "preserve_thinking", "default_system", "tool_format", "predict_*"),
+        *("swanlab_*", "use_swanlab", "export_*", "infer_*", "vllm_*", "generation_*", "top_p"),
+        *("low_cpu_mem_usage", "print_param_status", "ray_*", "cache_dir", "pref_*", "do_sample"),
+        *("quantization_type", "double_quantization", "quantization_method", "loraplus_*"),
+        *("gradient_checkpointing*", "galore_*", "apollo_*", "badam_*", "pissa_iter"),
+        *("pissa_convert", "temperature", "max_new_tokens", "data_shared_file_system", "tf32"),
+        *("disable_shuffling", "use_kv_cache", "split_special_tokens", "ignore_pad_token_for_loss"),
+    ),
+    unmodelled={
+        **UNMODELLED,
+        "use_unsloth": "the model's own code",
+        "use_unsloth_gc": "checkpointing of PyTorch",
+        "upcast_layernorm": "norms in the dtype of the weights",
+        "upcast_lmhead_output": "the output of the head as it is",
+        "shift_attn": "attention over the whole row",
+        "mixture_of_depths": "all tokens in all layers",
+        "use_llama_pro": "the layers of the model",
+        "resize_vocab": "the vocabulary of the model",
+        "rope_scaling": "the length of the file",
+        "pissa_init": "LoRA's own start",
+        "fp8": "16 bit",
+        "use_kt": "the model on the GPU",
+        "use_mca": "transformers' Trainer",
+        "use_megatron_bridge": "transformers' Trainer",
+        "use_v1_kernels": "the model's own code",
+        "freeze_trainable_layers": "the method of the file",
+        "use_asft_loss": "the usual loss",
+        "use_dft_loss": "the usual loss",
+        "use_eaft_loss": "the usual loss",
+        "freeze_language_model": "a trained language model",
+    },
+)

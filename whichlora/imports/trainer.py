@@ -1,0 +1,163 @@
+"""Keys of transformers' `TrainingArguments`, which TRL and LLaMA-Factory extend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from whichlora.exports.recipe import BATCH
+from whichlora.imports.base import Keys, Launch, Tool, full_method, optimizer
+from whichlora.imports.spread import checkpoints_in_fsdp, spread_settings
+
+BATCH_SIZE = 8  # `per_device_train_batch_size` where it is missing
+EXPANDABLE = "expandable_segments:true"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+UNMODELLED: Mapping[str, str] = {
+    "torch_compile": "eager kernels",
+    "torch_compile_backend": "eager kernels",
+    "torch_compile_mode": "eager kernels",
+    "activation_offloading": "activations on the GPU",
+    "auto_find_batch_size": "the batch size of the file",
+    "label_smoothing_factor": "no label smoothing",
+    "neftune_noise_alpha": "no noise",
+    "optim_target_modules": "an optimizer without projection",
+    "torch_empty_cache_steps": "the allocator keeps its cache",
+    "ddp_bucket_cap_mb": "buckets of 25 MiB",
+    "parallelism_config": "none of it",
+    "padding_free": "rows of full length",
+    "use_cache": "no cache",
+}
+WITHOUT_EFFECT = (
+    *("output_dir", "overwrite_output_dir", "num_train_epochs", "max_steps", "learning_rate"),
+    *("lr_scheduler*", "warmup_*", "weight_decay", "adam_*", "optim_args", "max_grad_norm"),
+    *("logging_*", "log_*", "report_to", "run_name", "project", "trackio_*", "disable_tqdm"),
+    *("eval_*", "evaluation_strategy", "per_device_eval_batch_size", "prediction_loss_only"),
+    *("include_*", "batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "save_*"),
+    *("hub_*", "push_to_hub*", "load_best_model_at_end", "metric_for_best_model"),
+    *("greater_is_better", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
+    *("resume_from_checkpoint", "full_determinism", "seed", "data_seed", "dataloader_*"),
+    *("remove_unused_columns", "label_names", "train_sampling_strategy", "group_by_length"),
+    *("length_column_name", "ddp_*", "debug", "skip_memory_metrics", "do_*", "local_rank"),
+    *("enable_jit_checkpoint", "average_tokens_across_devices", "trust_remote_code", "env"),
+    *("dataset_*", "datasets", "streaming", "model_revision", "cache_dir", "tokenizer_*"),
+    *("preprocessing_num_workers", "overwrite_cache", "max_train_samples", "max_eval_samples"),
+    *("train_file", "validation_*", "wandb_*", "use_fast_tokenizer", "hf_hub_token", "token"),
+)
+
+
+def trainer_settings(keys: Keys, launch: Launch, *, checkpoints: bool = False) -> dict[str, Any]:
+    """Batch, optimizer, checkpointing, GPUs and allocator.
+
+    Args:
+        checkpoints: whether it checkpoints where the keys do not say.
+    """
+    settings = keys.of_run(BATCH, batch_size=BATCH_SIZE)
+    settings["optimizer"] = optimizer(keys, "optim")
+    settings |= checkpointing(keys, launch, default=checkpoints)
+    return settings | spread_settings(keys, launch) | allocator(launch)
+
+
+def checkpointing(keys: Keys, launch: Launch, *, default: bool) -> dict[str, Any]:
+    """Whether and how; transformers 5 has two names for both keys."""
+    options: Mapping[str, Any] = {}
+    asked = default
+    for prefix in ("gradient", "activation"):
+        asked = keys.flag(f"{prefix}_checkpointing", asked)
+        options = keys.mapping(f"{prefix}_checkpointing_kwargs") or options
+    if checkpoints_in_fsdp(keys, launch):
+        return {"gradient_checkpointing": True, "use_reentrant": False}
+    settings: dict[str, Any] = {"gradient_checkpointing": asked}
+    if isinstance(options.get("use_reentrant"), bool):
+        settings["use_reentrant"] = options["use_reentrant"]
+    return settings
+
+
+def allocator(launch: Launch) -> dict[str, Any]:
+    """The setting of PyTorch's allocator, where the command sets its variable."""
+    texts = [launch.environment.get(name, "").lower() for name in ALLOCATOR]
+    return {"expandable_segments": True} if any(EXPANDABLE in text for text in texts) else {}
+
+
+def autocast(keys: Keys, launch: Launch, *, default: str = "") -> str:
+    """Of the arguments, else `default`, else of the launcher: "bf16", "fp16" or "no"."""
+    fp16, bf16 = keys.flag("fp16"), keys.flag("bf16")
+    if fp16 or bf16:
+        return "fp16" if fp16 else "bf16"
+    if default and "bf16" not in keys:
+        return default
+    launched = str(launch.accelerate.get("mixed_precision", "no")).lower()
+    return launched if launched in ("bf16", "fp16") else "no"
+
+
+def precision(keys: Keys, mixed: str, weights: str, *, narrows_adapters: bool) -> dict[str, Any]:
+    """Precision, and the dtype of the base, of weights in the dtype `weights`.
+
+    Args:
+        mixed: of autocast, or "no".
+        narrows_adapters: what is trained has the 16 bits of the weights, where nothing casts.
+    """
+    tf32 = keys.flag("tf32")
+    if mixed != "no":
+        return {"precision": mixed, **({"base_dtype": "float32"} if weights == "float32" else {})}
+    if weights == "float32":
+        return {"precision": "tf32" if tf32 else "fp32"}
+    width = "fp16" if weights == "float16" else "bf16"
+    return {"precision": f"{width}-pure" if narrows_adapters else f"{width}-no-autocast"}
+
+
+def dtype(keys: Keys, *names: str, default: str) -> str:
+    """The dtype in which weights are loaded; "auto", that of the checkpoint, is taken as 16 bit."""
+    for name in names:
+        if name in keys:
+            asked = keys.word(name).removeprefix("torch.")
+            if asked == "auto":
+                keys.assume(name, "auto; assumed: a checkpoint in bfloat16")
+                return "bfloat16"
+            if asked not in ("float32", "float16", "bfloat16"):
+                raise keys.fault(name, "is not float32, float16, bfloat16 or auto")
+            return asked
+    return default
+
+
+def attention(keys: Keys, name: str, kernels: Mapping[str, str], *, default: str) -> str:
+    """The attention kernel, by the tool's own words."""
+    asked = keys.word(name, default)
+    if asked in kernels:
+        return kernels[asked]
+    nearest = "flash_attention_2" if "fl" in asked else "sdpa"
+    keys.assume(name, f"{asked[:60]!r} is not predicted; assumed: {nearest}")
+    return nearest
+
+
+def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
+    """Full fine-tuning of a script such as transformers' `run_clm.py`."""
+    settings = trainer_settings(keys, launch)
+    mixed = autocast(keys, launch)
+    weights = dtype(keys, "dtype", "torch_dtype", default="bfloat16")
+    settings |= precision(keys, mixed, weights, narrows_adapters=True)
+    settings["model"] = keys.word("model_name_or_path") or keys.word("model_name")
+    settings["method"] = full_method()
+    for name in ("block_size", "max_seq_length", "max_length", "model_max_length"):
+        if name in keys:
+            settings["seq_len"] = keys.count(name, 0)
+    settings["attn"] = attention(
+        keys, "attn_implementation", {name: name for name in KERNELS}, default="sdpa"
+    )
+    if keys.flag("use_liger_kernel"):
+        settings["loss_head"] = "liger"
+        keys.assume("use_liger_kernel", "of its kernels only the loss is predicted")
+    keys.assume(launch.program or "the script", "full fine-tuning under transformers' Trainer")
+    return settings
+
+
+KERNELS = ("sdpa", "eager", "flash_attention_2")
+TOOL = Tool(
+    name="transformers",
+    summary="a script with the arguments of TrainingArguments",
+    marks=frozenset({"per_device_train_batch_size", "model_name_or_path"}),
+    programs=frozenset({"run_clm", "run_clm_no_trainer"}),
+    read=_read,
+    without_effect=WITHOUT_EFFECT,
+    unmodelled=UNMODELLED,
+    reads_files=False,
+)

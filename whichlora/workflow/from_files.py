@@ -1,0 +1,69 @@
+"""Files of other tools beside the settings of a user, which count more."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from whichlora.errors import ConfigError
+from whichlora.imports import Imported, import_files
+from whichlora.parallel import strategy_options
+
+# Settings of the files that go with another one, and fall where the user gives that one.
+_WITH = {
+    "parallel": (),
+    "precision": ("base_dtype", "adapter_dtype"),
+    "trainer": ("trainer_options", "loss_head"),
+    "global_batch_size": ("gradient_accumulation_steps",),
+    "loss_head": ("trainer",),
+}
+
+
+def with_files(
+    paths: Sequence[Path], settings: Mapping[str, list[Any]], stated: Collection[str]
+) -> tuple[dict[str, list[Any]], Imported]:
+    """`settings` with those of the files where the user states none, and what the files hold.
+
+    Args:
+        settings: of `combinations.grid`, with the defaults of what is not stated.
+        stated: names of those that the user gives.
+
+    Raises:
+        ConfigError: a file that can't be read, or says what can't be predicted.
+    """
+    counts = [count for count in settings.get("gpus", ()) if count] if "gpus" in stated else []
+    imported = import_files(paths, gpus=max(counts, default=None))
+    dropped = {name for given in stated for name in _WITH.get(given, ())}
+    options = strategy_options().keys()
+    if "parallel" in stated or counts == [1]:
+        dropped |= {"parallel", *options}
+    if counts:
+        dropped |= {"nodes"}
+    merged = dict(settings)
+    for name, value in imported.settings.items():
+        if name not in stated and name not in dropped:
+            merged[name] = [value]
+    for name, fault in imported.refused.items():
+        if name not in stated and name not in dropped:
+            raise ConfigError(fault)
+    if not merged.get("model") or merged["model"] == [""]:
+        raise ConfigError(f"{imported.path}: names no model; give one beside --from")
+    if "gpus" not in imported.settings and "gpus" not in stated and _is_spread(imported):
+        raise ConfigError(
+            f"{imported.path}: asks for {imported.settings['parallel']} and does not say how many "
+            "GPUs the run has; pass --gpus, such as --gpus 4"
+        )
+    return merged, imported
+
+
+def _is_spread(imported: Imported) -> bool:
+    return "parallel" in imported.settings
+
+
+def notes_of(imported: Imported, settings: Mapping[str, list[Any]]) -> tuple[str, ...]:
+    """Notes of `imported`; without a number of GPUs, that one is predicted."""
+    if settings.get("gpus", [None]) != [None]:
+        return imported.notes
+    one = f"{imported.path}: does not say how many GPUs the run has; assumed: 1 (--gpus)"
+    return (*imported.notes, one)
