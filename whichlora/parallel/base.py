@@ -91,6 +91,25 @@ class Message:
     stride: int = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """What a checkpoint makes of tensors that ranks divide.
+
+    Args:
+        what: is copied to host memory, such as "all weights".
+        host_bytes: of it, on each rank that copies.
+        by_all_ranks: each rank copies; else rank 0 alone.
+        device_bytes: largest tensors that a GPU gathers for it at once; 0: it has them.
+        instead: the setting with which shares are written; empty where there is none.
+    """
+
+    what: str
+    host_bytes: Count
+    by_all_ranks: bool = False
+    device_bytes: Count = 0
+    instead: str = ""
+
+
 def in_run(step: TrainingStep, run: RunConfig) -> TrainingStep:
     """`step` with the settings of `run`, and the dtypes that these imply.
 
@@ -131,6 +150,10 @@ def _no_messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
 
 def _nothing_on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
     return ()
+
+
+def _saves_what_it_holds(rank: RankKind, spread: Spread) -> Saving | None:
+    return None
 
 
 def _accepts(step: TrainingStep, spread: Spread) -> None:
@@ -177,6 +200,7 @@ class Strategy:
         weights_share: of the weights of a rank's step, what it holds at least between steps.
         messages: what one rank sends and receives in one optimizer step.
         on_host: what it keeps in pinned host memory, by entry.
+        saving: what is copied or gathered for a checkpoint of the Trainer.
         training_arguments: what `transformers.TrainingArguments` takes to turn it on; "deepspeed"
             holds the content of its JSON file. It refuses what the Trainer has no key for.
         model_arguments: what `from_pretrained` takes.
@@ -206,6 +230,7 @@ class Strategy:
     weights_share: Callable[[Spread], float] = _updates_all
     messages: Callable[[RankKind, Spread], tuple[Message, ...]] = _no_messages
     on_host: Callable[[RankKind, Spread], tuple[Entry, ...]] = _nothing_on_host
+    saving: Callable[[RankKind, Spread], Saving | None] = _saves_what_it_holds
     training_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _not_in_the_trainer
     model_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _no_settings
     accelerate: Callable[[RunConfig, Spread], Mapping[str, Any]] = _no_settings

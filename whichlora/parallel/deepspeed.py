@@ -17,7 +17,8 @@ from whichlora.memory import optimizer
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained
 from whichlora.memory.step import TrainingStep
-from whichlora.parallel.base import Message, Moments, RankKind, Spread, in_run
+from whichlora.memory.weights import BUFFERS
+from whichlora.parallel.base import Message, Moments, RankKind, Saving, Spread, in_run
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.spec.numeric import Count, ceil_div, largest, smallest
 from whichlora.spec.options import Option, OptionValue
@@ -598,6 +599,25 @@ def on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
         Entry(HOST_BUFFER, part.elements * part.width),
         Entry(HOST_GRADIENT, gradients * part.width),
     )
+
+
+def stored_entries(step: TrainingStep) -> list[Entry]:
+    """All weights and adapters in the dtypes that a rank keeps; buffers left out."""
+    return [
+        entry
+        for entry in step.static
+        if entry.part in ("weights", "adapters") and entry.fact is not BUFFERS
+    ]
+
+
+def saving(rank: RankKind, spread: Spread) -> Saving:
+    """Stages 1 and 2: each rank copies all weights to the host, frozen ones too.
+
+    Kind: exact, of tensors. Source: transformers 5.23 `Trainer.save_model`; accelerate 1.15
+    `get_state_dict`; deepspeed 0.19.8 `clone_tensors_for_torch_save`.
+    """
+    copied = sum(entry.num_bytes for entry in stored_entries(rank.step))
+    return Saving(what="all weights", host_bytes=copied, by_all_ranks=True)
 
 
 # --- files --------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.errors import ConfigError
+from whichlora.memory.optimizer import state_bytes
 from whichlora.memory.step import TrainingStep
-from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy, in_run
+from whichlora.parallel.base import Message, Moments, RankKind, Saving, Spread, Strategy, in_run
 from whichlora.parallel.fsdp1 import Rank1
 from whichlora.parallel.fsdp2 import Rank2
 from whichlora.parallel.fsdp_units import (
@@ -23,6 +24,7 @@ from whichlora.parallel.fsdp_units import (
     quant_storage,
     sharding_of,
 )
+from whichlora.spec.numeric import largest
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import FOUR_BIT_BNB, Precision, RunConfig
 
@@ -131,6 +133,34 @@ def _of_unit(
 def _update_share(spread: Spread) -> float:
     replicas = int(spread.options["dp_replicate_size"] or 1)  # type: ignore
     return 1 / (spread.size * spread.joined // replicas)
+
+
+def saving(rank: RankKind, spread: Spread) -> Saving:
+    """Rank 0 copies all weights to the host, frozen ones too, and after them the states.
+
+    Version 1 gathers a unit at once, in the dtype in which it is kept, version 2 a tensor.
+
+    Kind: exact, of tensors; what the file's writer copies is left out.
+    Source: transformers 5.23 `TrainingArguments` (state_dict_type FULL_STATE_DICT), `Trainer.
+    save_model`, `_save_optimizer_and_scheduler`; accelerate 1.15 `get_state_dict`,
+    `save_fsdp_optimizer`; torch 2.13 `_full_pre_state_dict_hook`, `_gather_state_dict`.
+    """
+    units = _sharding(rank, spread).units
+    weights = units.unsharded + sum(unit.kept * number for unit, number in units.all())
+    run = rank.at_rest.run
+    states = state_bytes(units.trained, optimizer=run.optimizer, device_kind=rank.step.gpu.kind)
+    if spread.options["fsdp_version"] == "1":
+        gathered = [unit.kept for unit in (units.outside, *units.blocks)]
+    else:
+        gathered = [
+            p.elements // p.count * p.rest_bytes for unit, _ in units.all() for p in unit.parameters
+        ]
+    return Saving(
+        what="all weights" if not rank.step.method.trains_base else "all weights, then all states",
+        host_bytes=largest(weights, states),
+        device_bytes=largest(*gathered),
+        instead="state_dict_type SHARDED_STATE_DICT in fsdp_config",
+    )
 
 
 def _check(step: TrainingStep, spread: Spread) -> None:
@@ -339,5 +369,6 @@ STRATEGY = Strategy(
     model_arguments=_model_arguments,
     accelerate=_accelerate,
     read_accelerator=_read_accelerator,
+    saving=saving,
     notes=_notes,
 )

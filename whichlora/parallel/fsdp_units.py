@@ -80,6 +80,11 @@ class Unit:
         """Bytes of its parameters, unsharded, as kernels read them."""
         return sum(p.padded(size) * p.compute_bytes for p in self.parameters)
 
+    @property
+    def kept(self) -> Count:
+        """Bytes of its parameters, unsharded, in the dtypes in which they are kept."""
+        return sum(p.elements * p.rest_bytes for p in self.parameters)
+
     def reduced(self, size: int, reduce_bytes: int = 0) -> Count:
         """Bytes of its gradients as they are sent."""
         return sum(

@@ -12,7 +12,7 @@ from whichlora.memory.entries import Entry
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import Ledger, training_ledger
 from whichlora.memory.weights import weight_bytes
-from whichlora.parallel.base import Message, Order, RankKind, Spread, Strategy
+from whichlora.parallel.base import Message, Order, RankKind, Saving, Spread, Strategy
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.spec.numeric import largest
 from whichlora.spec.options import OptionValue, filled
@@ -210,6 +210,11 @@ class Layout:
             for strategy, spread in self.strategies
             for entry in strategy.on_host(kind, spread)
         )
+
+    def saving(self, kind: RankKind) -> Saving | None:
+        """What a checkpoint copies or gathers, of the strategy that divides most; None: nothing."""
+        of_strategies = [strategy.saving(kind, spread) for strategy, spread in self.strategies]
+        return next((each for each in of_strategies if each is not None), None)
 
     @property
     def launcher(self) -> str:

@@ -37,6 +37,7 @@ STRATEGY = Strategy(
     update_share=deepspeed.update_share,
     messages=_messages,
     on_host=deepspeed.on_host,
+    saving=deepspeed.saving,
     training_arguments=partial(deepspeed.training_arguments, stage=1),
     read_accelerator=partial(deepspeed.read_accelerator, stage=1, options=_OPTIONS),
     notes=deepspeed.notes,

@@ -23,7 +23,7 @@ from whichlora.memory.moments import HEAD_GRADIENT, LOGITS_GRADIENT
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import BUFFERS, LAYER_WEIGHTS, quantised_state_bytes
 from whichlora.parallel import deepspeed
-from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
+from whichlora.parallel.base import Message, Moments, RankKind, Saving, Spread, Strategy
 from whichlora.parallel.deepspeed import Partitioned, Shares
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.spec.dtypes import is_quantised
@@ -481,16 +481,37 @@ def _on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
             Entry(GRADIENT_PARTITION, part.elements * part.width),
         ]
     if deepspeed.offloads(spread, "params"):
-        held = [
-            entry
-            for entry in step.static
-            if entry.part in ("weights", "adapters") and entry.fact is not BUFFERS
-        ]
+        held = deepspeed.stored_entries(step)
         scales = quantised_state_bytes(step.model, step.dtypes, codes=False)
         total: Count = sum(ceil_div(entry.num_bytes, spread.size) for entry in held)
         total = total - ceil_div(scales, spread.size)
         entries.append(Entry(HOST_PARAMETERS, total))
     return tuple(entries)
+
+
+def saving(rank: RankKind, spread: Spread) -> Saving:
+    """Rank 0 gathers what is trained module by module, and copies it to the host.
+
+    Kind: exact, of tensors, but for adapters of 16 bits, which take half. Source: deepspeed 0.19.8
+    `_zero3_consolidated_16bit_state_dict`, which transformers 5.23 `Trainer.save_model` asks to
+    leave out frozen parameters under PEFT; `_cast_module_mixed_precision`.
+    """
+    step = rank.step
+    if step.method.trains_base:
+        what = "all weights"
+        copied: Count = sum(entry.num_bytes for entry in deepspeed.stored_entries(step))
+    else:
+        # PEFT makes them in fp32 after `zero.Init`, whose models are not cast
+        what = "what is trained"
+        copied = sum(4 * tensor.num_params * tensor.count for tensor in step.tensors)
+    widths = dict(element_widths(step))
+    gathered = [size * widths.get(key, 0) for _, key, size in gathered_modules(step)]
+    return Saving(
+        what=what,
+        host_bytes=copied,
+        device_bytes=max(gathered),
+        instead="stage3_gather_16bit_weights_on_model_save false (zero_to_fp32.py joins shares)",
+    )
 
 
 def _weights_share(spread: Spread) -> float:
@@ -528,6 +549,7 @@ STRATEGY = Strategy(
     weights_share=_weights_share,
     messages=_messages,
     on_host=_on_host,
+    saving=saving,
     training_arguments=_training_arguments,
     read_accelerator=partial(deepspeed.read_accelerator, stage=3, options=_OPTIONS),
     notes=deepspeed.notes,

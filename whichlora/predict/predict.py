@@ -550,7 +550,7 @@ def predict_counted(
     phases = () if timed is None else tuple(timed.pass_s)
     outcome = verdict(least, memory.interval_bytes[1], gpu.memory_bytes)
     node: tuple[int | None, str] = (None, "")
-    if counted.host_bytes:
+    if counted.host_bytes or (ranks and by_rank):
         node = memory_of_node(job.run.parallel, calibration.machines, calibration.this_host_bytes)
     beyond_host = host_fault(counted.host_bytes, node)
     if beyond_host:

@@ -18,6 +18,7 @@ from whichlora.spec.results import (
     Communication,
     MessagePrediction,
     RankPrediction,
+    SavingPrediction,
     SeveralGpus,
 )
 from whichlora.timing.links import RING_FACTORS
@@ -46,6 +47,7 @@ def several_gpus(
         ranks=ranks,
         host_bytes=host_bytes,
         host_memory_bytes=host_memory_bytes,
+        saving=_saving(layout, kinds[0]),
         communication=max(
             (
                 _communication(messages, communication[place] if communication else None)
@@ -74,6 +76,20 @@ def _rank(
         peak_allocated_bytes=judged.peak_allocated_bytes,
         breakdown=judged.breakdown,
         host_bytes=int(added(entry.num_bytes for entry in layout.on_host(kind))),
+    )
+
+
+def _saving(layout: Layout, kind: RankKind) -> SavingPrediction | None:
+    saving = layout.saving(kind)
+    if saving is None:
+        return None
+    copies = layout.config.gpus_per_node if saving.by_all_ranks else 1
+    return SavingPrediction(
+        what=saving.what,
+        by_all_ranks=saving.by_all_ranks,
+        host_bytes=int(saving.host_bytes * copies),
+        device_bytes=int(saving.device_bytes),
+        instead=saving.instead,
     )
 
 

@@ -171,6 +171,25 @@ class Communication:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavingPrediction:
+    """What a checkpoint of the Trainer copies or gathers of tensors that ranks divide.
+
+    Args:
+        what: is copied to host memory, such as "all weights".
+        by_all_ranks: each rank copies; else rank 0 alone.
+        host_bytes: of all ranks of the first node.
+        device_bytes: largest tensors that a GPU gathers at once; 0: it has them.
+        instead: the setting with which shares are written; empty where there is none.
+    """
+
+    what: str
+    by_all_ranks: bool
+    host_bytes: int
+    device_bytes: int
+    instead: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SeveralGpus:
     """What several GPUs add to a prediction.
 
@@ -179,6 +198,7 @@ class SeveralGpus:
             that needs most.
         host_bytes: pinned host memory of all ranks of a node.
         host_memory_bytes: what a node has of it; None where that is not known.
+        saving: of a checkpoint; None where ranks write what they hold.
         global_batch_size: sequences per optimizer step.
     """
 
@@ -187,6 +207,7 @@ class SeveralGpus:
     communication: Communication
     global_batch_size: int
     host_memory_bytes: int | None = None
+    saving: SavingPrediction | None = None
 
     @property
     def exceeds_host(self) -> bool:
@@ -197,7 +218,8 @@ class SeveralGpus:
         return {
             "ranks": [rank.to_dict() for rank in self.ranks],
             "host_bytes": self.host_bytes,
-            **({"host_memory_bytes": self.host_memory_bytes} if self.host_bytes else {}),
+            "host_memory_bytes": self.host_memory_bytes,
+            "saving": None if self.saving is None else dataclasses.asdict(self.saving),
             "communication": self.communication.to_dict(),
             "global_batch_size": self.global_batch_size,
         }

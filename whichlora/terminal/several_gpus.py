@@ -14,6 +14,7 @@ from whichlora.spec.results import (
     MessagePrediction,
     Prediction,
     RankPrediction,
+    SavingPrediction,
     SeveralGpus,
     ranges,
 )
@@ -153,6 +154,22 @@ def spread_lines(prediction: Prediction, several: SeveralGpus) -> Iterator[str]:
         node = "a node" if run.parallel.nodes > 1 else "the machine"
         pinned = f"{format_bytes(several.host_bytes)} pinned on {node}"
         yield f"host memory: {pinned}, {_of_host(several)}"
+    if several.saving is not None:
+        yield _saving(several.saving, several)
+
+
+def _saving(saving: SavingPrediction, several: SeveralGpus) -> str:
+    copies = "each rank copies" if saving.by_all_ranks else "rank 0 copies"
+    text = f"saving: {copies} {saving.what} to host memory, {format_bytes(saving.host_bytes)}"
+    if saving.by_all_ranks:
+        text += " on a node"
+    if several.host_memory_bytes is not None:
+        free_bytes = several.host_memory_bytes - several.host_bytes
+        if saving.host_bytes > free_bytes:
+            text += f", which has {format_bytes(max(0, free_bytes))} left: it fails"
+    if saving.device_bytes:
+        text += f"; a GPU gathers {format_bytes(saving.device_bytes)} at a time"
+    return f"{text}; {saving.instead} writes shares instead" if saving.instead else text
 
 
 def _of_host(several: SeveralGpus) -> str:
