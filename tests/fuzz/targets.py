@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from harness import Target
 from mutation import NUMBERS, TEXTS, mutated, odd_value
 
+from whichlora import estimate
 from whichlora.calibration import database as databases
 from whichlora.calibration.formula_version import formulas_digest
 from whichlora.calibration.share.table import format_table
@@ -435,6 +436,98 @@ def run_data(case: dict[str, Any], folder: Path) -> None:
     write_jsonl(data, folder / "out")
 
 
+# --- files of other tools
+
+
+DEEPSPEED_FILE = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "reduce_bucket_size": 5e8,
+        "overlap_comm": True,
+    },
+}
+ACCELERATE_FILE = {
+    "distributed_type": "FSDP",
+    "num_processes": 4,
+    "num_machines": 2,
+    "mixed_precision": "bf16",
+    "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True},
+    "deepspeed_config": {"zero_stage": 2, "offload_param_device": "none"},
+}
+TOOL_FILES: tuple[dict[str, Any], ...] = (
+    {
+        "base_model": MODEL,
+        "adapter": "lora",
+        "load_in_8bit": True,
+        "lora_r": 8,
+        "lora_dropout": 0.05,
+        "lora_target_modules": ["q_proj"],
+        "micro_batch_size": 2,
+        "sequence_len": 512,
+        "bf16": "auto",
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+        "deepspeed": "ds.json",
+        "fsdp": ["full_shard"],
+        "fsdp_config": {"offload_params": False},
+        "sample_packing": True,
+    },
+    {
+        "model_name_or_path": MODEL,
+        "stage": "sft",
+        "finetuning_type": "lora",
+        "lora_target": "q_proj,v_proj",
+        "quantization_bit": 4,
+        "cutoff_len": 512,
+        "flash_attn": "auto",
+        "optim": "adamw_torch",
+        "loraplus_lr_ratio": 4.0,
+        "deepspeed": "ds.json",
+    },
+    {
+        "model_name_or_path": MODEL,
+        "use_peft": True,
+        "lora_target_modules": "all-linear",
+        "load_in_4bit": True,
+        "dtype": "bfloat16",
+        "max_length": 512,
+        "packing": True,
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": {"version": 2},
+        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+    },
+)
+
+
+def make_import(rng: random.Random) -> dict[str, Any]:
+    settings = mutated(rng, rng.choice(TOOL_FILES))
+    launcher = rng.choice(("", "accelerate launch --config_file acc.json", "torchrun", *TEXTS))
+    return {
+        "settings": settings,
+        "deepspeed": mutated(rng, DEEPSPEED_FILE),
+        "accelerate": mutated(rng, ACCELERATE_FILE),
+        "script": rng.choice(("", f"{launcher} train.py a.json --fsdp {rng.choice(TEXTS)}")),
+        "gpus": rng.choice((None, None, 1, 4)),
+    }
+
+
+def run_import(case: dict[str, Any], folder: Path) -> None:
+    folder = emptied(folder)
+    path = write_json(folder / "a.json", case["settings"])
+    write_json(folder / "ds.json", case["deepspeed"])
+    accelerate = write_json(folder / "acc.json", case["accelerate"])
+    paths = [path, accelerate]
+    if case["script"]:
+        script = folder / "train.sh"
+        script.write_text(case["script"], encoding="utf-8", errors="surrogatepass")
+        paths = [script]
+    gpus = {} if case["gpus"] is None else {"gpus": case["gpus"]}
+    for prediction in estimate(gpu=GPU, from_file=paths, **gpus):
+        check_prediction(prediction)
+
+
 TARGETS = {
     target.name: target
     for target in (
@@ -448,5 +541,6 @@ TARGETS = {
         Target(name="gpu", make=make_gpu, run=run_gpu),
         Target(name="recipe", make=make_recipe, run=run_recipe),
         Target(name="data", make=make_data, run=run_data),
+        Target(name="import", make=make_import, run=run_import),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,6 @@ def find_file(where: str, name: str, *, beside: Path) -> Path:
         ConfigError: there is none.
     """
     for path in (beside / name, Path(name)):
-        if path.is_file():
+        if os.path.isfile(path):  # which takes names that no file can have
             return path
-    raise ConfigError(f"{where}: there is no file {name!r}; give it with another --from")
+    raise ConfigError(f"{where}: there is no file {name[:80]!r}; give it with another --from")
