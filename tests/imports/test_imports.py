@@ -10,7 +10,8 @@ from click.testing import CliRunner, Result
 from whichlora import estimate, explain
 from whichlora.cli import main
 from whichlora.errors import ConfigError
-from whichlora.imports import Imported, import_files, list_tools
+from whichlora.imports import Imported, Tool, import_files, list_tools
+from whichlora.spec import members
 
 GPU = "h100-sxm-80gb"
 MODEL = "HuggingFaceTB/SmolLM2-135M"
@@ -224,6 +225,12 @@ def test_axolotl_fsdp(tmp_path: Path) -> None:
         estimate(gpu=GPU, from_file=tmp_path / "fsdp.yaml")
 
 
+def test_a_pattern_of_target_modules_is_refused(tmp_path: Path) -> None:
+    text = AXOLOTL_QLORA.replace("[gate_proj, q_proj]", r"'layers.\d+.(up|down)_proj$'")
+    read = imported(tmp_path, qlora_yml=text)
+    assert "a pattern of names is not read; pass --target-modules" in read.refused["target_modules"]
+
+
 def test_axolotl_plugins(tmp_path: Path) -> None:
     read = imported(tmp_path, qlora_yml=AXOLOTL_QLORA)
     assert read.settings["loss_head"] == "liger"
@@ -310,6 +317,37 @@ def test_trl_dpo(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "strategy", "gpus"),
+    [("fsdp2", "fsdp", 8), ("zero2", "zero2", 8), ("multi_gpu", "ddp", 8), ("single_gpu", None, 1)],
+)
+def test_trl_knows_its_accelerate_configs(
+    name: str, strategy: str | None, gpus: int, tmp_path: Path
+) -> None:
+    of_yaml = imported(tmp_path, sft_yaml=TRL_CLI + f"accelerate_config: {name}\n")
+    command = f"trl sft --config sft.yaml --accelerate_config {name} --output_dir out"
+    of_command = imported(tmp_path, sft_sh=command)
+    for read in (of_yaml, of_command):
+        assert (read.settings.get("parallel"), read.settings["gpus"]) == (strategy, gpus)
+        assert read.unknown == ()
+
+
+def test_trl_grpo(tmp_path: Path) -> None:
+    command = SFT.replace("sft.py", "grpo.py").replace("--packing", "--num_generations 4")
+    (path,) = files_of(tmp_path, grpo_sh=command.replace("batch_size 2", "batch_size 4"))
+    read = import_files([path])
+    assert read.settings["trainer"] == "grpo"
+    assert read.settings["trainer_options"] == (("num_generations", 4),)
+    assert read.settings["seq_len"] == 512 + 256
+    (prediction,) = estimate(gpu=GPU, from_file=path)
+    assert prediction.run.trainer_option("num_generations") == 4
+
+
+def test_a_trainer_that_is_not_predicted_is_refused(tmp_path: Path) -> None:
+    read = imported(tmp_path, rloo_sh=SFT.replace("sft.py", "rloo.py"))
+    assert "rloo is not predicted; sft, dpo, kto" in read.refused["trainer"]
+
+
+@pytest.mark.parametrize(
     ("launch", "gpus", "nodes"),
     [
         ("torchrun --nproc_per_node=4 --nnodes 2", 8, 2),
@@ -393,6 +431,7 @@ FAULTS: list[tuple[dict[str, str], str]] = [
     ({"a_yaml": "base_model: [\n"}, "is not YAML"),
     ({"a_json": '{"a": '}, "is not JSON"),
     ({"a_yaml": "foo: 1\n"}, "is of no tool that is known"),
+    ({"a_yaml": "micro_batch_size: 1\ncutoff_len: 2\n"}, "have one of the keys base_model"),
     ({"a_yaml": "base_model: !!python/object:os.system x\n"}, "is not accepted"),
     ({"a_yaml": "base_model: x\nmicro_batch_size: many\n"}, "'many' is not a whole number"),
     ({"a_yaml": "base_model: x\nbase_model: y\n"}, "is given twice, first in line 1"),
@@ -422,6 +461,28 @@ def test_a_broken_deepspeed_file_is_refused(broken: Any, tmp_path: Path) -> None
     text = LLAMAFACTORY + "deepspeed: ds.json\n"
     files_of(tmp_path, ds_json=json.dumps({"zero_optimization": broken}))
     assert "parallel" in imported(tmp_path, lora_yaml=text).refused
+
+
+def test_an_importer_may_come_from_another_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Point:
+        value = "outside"
+
+        def load(self) -> Tool:
+            return Tool(
+                name="outside",
+                summary="",
+                models=frozenset({"the_model"}),
+                marks=frozenset(),
+                programs=frozenset(),
+                read=lambda keys, launch: {"model": keys.word("the_model"), "r": 3},
+            )
+
+    monkeypatch.setattr(members, "entry_points", lambda group: (Point(),))
+    (path,) = files_of(tmp_path, outside_yaml=f"the_model: {MODEL}\nother: 1\n")
+    read = import_files([path])
+    assert (read.tool, read.settings["r"], read.unknown) == ("outside", 3, ("other",))
 
 
 def test_without_a_file_a_model_is_needed() -> None:

@@ -25,6 +25,8 @@ _TOOLS = Members[Tool](
 BUILT_IN = _TOOLS.built_in
 ENTRY_POINT_GROUP = _TOOLS.group
 list_tools = _TOOLS.all
+_ACCELERATE = "accelerate_config"  # TRL's key for accelerate's file
+_SUFFIXES = (".yaml", ".yml", ".json")
 _CLI = ("trl ", "axolotl ", "llamafactory-cli ")  # which take every GPU that they see
 
 
@@ -50,38 +52,56 @@ class _Files:
     gpus: int | None
 
     def imported(self) -> Imported:
-        command = self._only("command")
-        settings = self._only("settings")
-        accelerate = self._only("accelerate")
-        options: Mapping[str, Any] = {}
-        if command is not None and command.command is not None:
-            parsed = command.command
-            options = dict(parsed.options)
-            config = options.pop("config", None)
-            named = [*parsed.files, *([config] if isinstance(config, str) else [])]
-            for name in [name for name in named if name.endswith((".yaml", ".yml", ".json"))]:
-                if settings is None:
-                    settings = self._named(command, "the configuration", name, "settings")
-            config = parsed.launcher_options.get("config_file")
-            config = config or options.pop("accelerate_config", None)
-            if accelerate is None and isinstance(config, str):
-                accelerate = self._named(command, "--config_file", config, "accelerate")
-        if command is None and settings is None:
+        script = self._only("command")
+        command = Command(program="")
+        if script is not None and script.command is not None:
+            command = script.command
+        settings = self._only("settings") or self._configuration(script, command)
+        main = script or settings
+        if main is None:
             raise ConfigError(
                 f"{self.sources[0].path}: says nothing of a training; give it beside the "
                 "configuration or the command of one, with another --from"
             )
-        parsed = command.command if command is not None and command.command else Command(program="")
-        values = dict(settings.values if settings is not None else {}) | dict(options)
-        places = dict(settings.places) if settings is not None else {}
-        main = command or settings
-        assert main is not None
-        for name in options:
-            places[name] = str(main.path)
-        keys = Keys(values, lambda name: places.get(name, str((settings or main).path)))
-        launch = self._launch(main, parsed, accelerate, values)
-        tool = _tool_of(main, parsed.program, values)
-        return tool.imported(str((settings or main).path), keys, launch, list(values))
+        shown = settings or main
+        values = {**shown.values, **command.options}
+        tool = _tool_of(main, command.program, values)
+        accelerate = self._accelerate(main, tool, command.launcher_options, values)
+        for name in (_ACCELERATE, "config"):
+            values.pop(name, None)
+        places = {**shown.places, **dict.fromkeys(command.options, str(main.path))}
+        keys = Keys(
+            values,
+            lambda name: places.get(name, str(shown.path)),
+            from_shell=command.options.keys(),
+        )
+        launch = self._launch(main, command, accelerate, values)
+        return tool.imported(str(shown.path), keys, launch, list(values))
+
+    def _configuration(self, script: Source | None, command: Command) -> Source | None:
+        """The file that the command names as the tool's configuration, if it does."""
+        config = command.options.get("config")
+        for name in (*command.files, config):
+            if script and isinstance(name, str) and name.endswith(_SUFFIXES):
+                return self._named(script, "the configuration", name, "settings")
+        return None
+
+    def _accelerate(
+        self, main: Source, tool: Tool, launcher: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """The content of accelerate's file: given, named, or one that comes with the tool."""
+        given = self._only("accelerate")
+        if given is not None:
+            return given.values
+        for key, name in (
+            ("config_file", launcher.get("config_file")),
+            (_ACCELERATE, values.get(_ACCELERATE)),
+        ):
+            if isinstance(name, str):
+                if name in tool.launch_configs:
+                    return tool.launch_configs[name]
+                return self._named(main, key, name, "accelerate").values
+        return {}
 
     def _only(self, kind: Kind) -> Source | None:
         """The file of this kind, if there is one. Raises: ConfigError: there are several."""
@@ -101,9 +121,13 @@ class _Files:
         return source
 
     def _launch(
-        self, main: Source, command: Command, accelerate: Source | None, values: Mapping[str, Any]
+        self,
+        main: Source,
+        command: Command,
+        accelerate: Mapping[str, Any],
+        values: Mapping[str, Any],
     ) -> Launch:
-        config = dict(accelerate.values) if accelerate is not None else {}
+        config = dict(accelerate)
         if command.launcher == "accelerate":
             config |= _as_config(command.launcher_options, config)
         gpus, nodes = self.gpus, 1
@@ -111,11 +135,9 @@ class _Files:
             gpus, nodes = _gpus_and_nodes(main, command, config)
 
         def read_file(where: str, name: str) -> Mapping[str, Any]:
-            given = self._only("deepspeed")
-            if given is None:
-                path = find_file(where, name, beside=main.path.parent)
-                given = read_source(path)
-            return given.values
+            if given is not None:
+                return given.values
+            return read_source(find_file(where, name, beside=main.path.parent)).values
 
         given = self._only("deepspeed")
         if given is not None and "deepspeed" not in values and "deepspeed_config" not in config:
@@ -159,6 +181,8 @@ def _gpus_and_nodes(
     def option(*names: str) -> Any:
         return next((options[name] for name in names if name in options), None)
 
+    if str(accelerate.get("distributed_type", "")).upper() == "NO":
+        return 1, 1
     if "num_processes" in accelerate:
         nodes = number_of_gpus(where, accelerate.get("num_machines", 1))
         return number_of_gpus(where, accelerate["num_processes"]), nodes or 1
@@ -181,20 +205,24 @@ def _tool_of(main: Source, program: str, values: Mapping[str, Any]) -> Tool:
     """The tool whose program it is, or else the one that has most of its marks.
 
     Raises:
-        ConfigError: it has none of any.
+        ConfigError: none names its model so.
     """
     tools = list_tools()
     for tool in tools.values():
         if program in tool.programs:
             return tool
-    candidates = [tool for tool in tools.values() if tool.reads_files or main.kind == "command"]
-    best = max(candidates, key=lambda tool: len(tool.marks & values.keys()))
-    if not best.marks & values.keys():
+    candidates = [
+        tool
+        for tool in tools.values()
+        if tool.models & values.keys() and (tool.reads_files or main.kind == "command")
+    ]
+    if not candidates:
+        names = sorted({name for tool in tools.values() for name in tool.models})
         raise ConfigError(
-            f"{main.path}: is of no tool that is known; known are "
-            f"{', '.join(tools)}, whose files have keys such as base_model or model_name_or_path"
+            f"{main.path}: is of no tool that is known; known are {', '.join(tools)}, whose files "
+            f"have one of the keys {', '.join(names)}"
         )
-    return best
+    return max(candidates, key=lambda tool: len(tool.marks & values.keys()))
 
 
 __all__ = ["BUILT_IN", "ENTRY_POINT_GROUP", "Imported", "Tool", "import_files", "list_tools"]

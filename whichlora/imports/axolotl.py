@@ -14,7 +14,7 @@ from whichlora.exports.axolotl import (
     WIDENS_NOTHING,
     quantisation,
 )
-from whichlora.imports.base import Keys, Launch, Tool, method_settings, optimizer
+from whichlora.imports.base import Keys, Launch, Tool, method_settings, optimizer, targets
 from whichlora.imports.spread import spread_settings
 from whichlora.imports.trainer import (
     KERNELS,
@@ -41,7 +41,12 @@ _LEGACY_ATTENTION = {
 }
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 _LIGER_LOSS = "liger_fused_linear_cross_entropy"
-_DIVIDES = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")
+_DIVIDES = (
+    "tensor_parallel_size",
+    "context_parallel_size",
+    "sequence_parallel_degree",
+    "expert_parallel_size",
+)
 _TRAINERS = {"dpo": "dpo", "kto": "kto"}
 
 
@@ -96,12 +101,11 @@ def _adapter(keys: Keys) -> dict[str, Any]:
     if adapter not in _ADAPTERS:
         keys.refuse("method", "adapter", f"{adapter[:40]!r} is not predicted; lora and qlora are")
     settings = keys.of_run(ADAPTER)
-    targets = keys.names("lora_target_modules")
     if keys.flag("lora_target_linear"):
-        targets = (ALL_LINEAR,)
-    elif not targets:
-        targets = PEFT_DEFAULT
-        keys.assume("lora_target_modules", "is missing; assumed: q_proj, v_proj, as PEFT has it")
+        names: tuple[str, ...] = (ALL_LINEAR,)
+        keys.raw("lora_target_modules")
+    else:
+        names = targets(keys, "lora_target_modules", default=PEFT_DEFAULT)
     if quant in BNB_QUANTS:
         settings["prepare_kbit"] = False  # in effect: `exports.axolotl.under_axolotl`
     settings["use_rslora"] = keys.flag("peft_use_rslora")
@@ -111,7 +115,7 @@ def _adapter(keys: Keys) -> dict[str, Any]:
         settings["adapter_dtype"] = "bfloat16"
     dora = keys.flag("peft_use_dora")
     _assume_kernels(keys, default=not settings["lora_dropout"] and not dora and quant != "int8")
-    return settings | method_settings(quant, adapts=True, use_dora=dora, targets=targets)
+    return settings | method_settings(quant, adapts=True, use_dora=dora, targets=names)
 
 
 def _assume_kernels(keys: Keys, *, default: bool) -> None:
@@ -125,10 +129,9 @@ def _assume_kernels(keys: Keys, *, default: bool) -> None:
 
 def _precision(keys: Keys, *, trains_base: bool) -> dict[str, Any]:
     """Source: `utils/config/__init__.py`, `normalize_config`."""
-    bf16 = keys.raw("bf16")
-    if bf16 == "full" or (keys.flag("bfloat16") and bf16 in (None, False)):
+    bf16, fp16, pure = keys.raw("bf16"), keys.flag("fp16"), keys.flag("bfloat16")
+    if bf16 == "full" or (pure and bf16 in (None, False)):
         return {"precision": "bf16-pure" if trains_base else "bf16-no-autocast"}
-    fp16 = keys.flag("fp16")
     if bf16 == "auto" or (bf16 is None and not fp16):
         precision = "auto"
     elif keys.flag("bf16"):
@@ -159,6 +162,9 @@ def _trainer(keys: Keys) -> dict[str, Any]:
             return {"loss_head": "liger"}
     if keys.flag(_LIGER_LOSS):
         return {"loss_head": "liger"}
+    for name in ("reward_model", "process_reward_model"):
+        if keys.flag(name):
+            keys.refuse("trainer", name, "Axolotl's reward trainer is not predicted")
     rl = keys.word("rl")
     if not rl:
         return {"loss_head": "hf"}
@@ -172,6 +178,7 @@ def _trainer(keys: Keys) -> dict[str, Any]:
 TOOL = Tool(
     name="axolotl",
     summary="axolotl train",
+    models=frozenset({"base_model"}),
     marks=frozenset(
         {"base_model", "adapter", "sample_packing", "lora_target_linear", "val_set_size"}
         | {"datasets", "num_epochs", "dataset_prepared_path", "load_in_4bit", "load_in_8bit"}
@@ -194,6 +201,10 @@ TOOL = Tool(
         *("fsdp", "fsdp_final_state_dict_type", "tf32", "local_rank", "world_size", "max_memory"),
         *("gradient_checkpointing_kwargs", "flash_attn_*", "roles_to_train", "train_on_eos"),
         *("mean_resizing_embeddings", "save_safetensors", "use_tensorboard", "generate_samples"),
+        *("pretraining_dataset", "push_dataset_to_hub", "hf_use_auth_token", "curriculum_sampling"),
+        *("use_swanlab", "swanlab_*", "use_otel_metrics", "otel_*", "use_ray", "ray_*", "eta_min"),
+        *("bfloat16", "float16", "total_num_tokens", "lr_quadratic_warmup", "revision_of_model"),
+        *("num_labels", "flex_attn_compile_kwargs", "streaming_*", "vllm", "kto_*", "eaft_*"),
         *("dp_shard_size", "dp_replicate_size", "device_map", "fsdp_config", "max_prompt_len"),
     ),
     unmodelled={
@@ -222,8 +233,15 @@ TOOL = Tool(
         "lisa_n_layers": "all parameters are trained",
         "resize_token_embeddings_to_32x": "the vocabulary of the model",
         "gpu_memory_limit": "the GPU's memory",
-        "reward_model": "a language model",
-        "process_reward_model": "a language model",
+        "qat": "16 bit",
+        "experts_implementation": "the model's own experts",
+        "use_scattermoe": "the model's own experts",
+        "use_sonicmoe": "the model's own experts",
+        "llama4_linearized_experts": "the model's own experts",
+        "fused_attn_kernel": "the model's own attention",
+        "liger_rms_norm_gated": "the model's own norms",
+        "use_eaft": "the usual loss",
+        "freeze_mm_modules": "the method of the file",
         "use_kernels": "the model's own code",
         "model_quantization_config": "the checkpoint's storage",
         "precompute_ref_log_probs": "the reference runs in each step",

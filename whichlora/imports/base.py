@@ -10,9 +10,10 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
-from whichlora.spec.run import FOUR_BIT_BNB, OPTIMIZER_NAMES, RunConfig
+from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, OPTIMIZER_NAMES, RunConfig
 
 _SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_PATTERN = set("*+?()[]{}|^$\\")
 _PLAIN = RunConfig(model="")
 
 
@@ -77,11 +78,19 @@ class Keys:
     Args:
         values: by key.
         where: where a key stands, such as "axolotl.yaml:3:1".
+        from_shell: keys that a command line has, where "$" starts a variable.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: Callable[[str], str],
+        *,
+        from_shell: Collection[str] = (),
+    ) -> None:
         self._values = values
         self._where = where
+        self._from_shell = from_shell
         self.used: dict[str, None] = {}
         self.assumed: list[str] = []
         self.refused: dict[str, str] = {}
@@ -100,9 +109,8 @@ class Keys:
     def raw(self, name: str) -> Any:
         """The value as it is; None where the key is missing or empty."""
         value = self._values.get(name)
-        if value is not None:
-            self.used[name] = None
-        if isinstance(value, str) and "$" in value:
+        self.used[name] = None
+        if name in self._from_shell and isinstance(value, str) and "$" in value:
             raise self.fault(name, "has a variable that the file does not set; write the value")
         return value
 
@@ -228,6 +236,7 @@ class Tool:
     """Who reads the files of one tool.
 
     Args:
+        models: keys that name the model, one of which each of its files has.
         marks: keys that its files have, and those of others mostly lack.
         programs: scripts, modules and commands that start it.
         read: keys → settings. What it reads of them counts as used.
@@ -235,16 +244,19 @@ class Tool:
             means every key that starts so.
         unmodelled: keys that do, and what is predicted where they are on.
         reads_files: whether it takes a file of its keys; else a command line alone.
+        launch_configs: accelerate's files that come with it, by name.
     """
 
     name: str
     summary: str
+    models: frozenset[str]
     marks: frozenset[str]
     programs: frozenset[str]
     read: Callable[[Keys, Launch], Mapping[str, Any]]
     without_effect: Collection[str] = ()
     unmodelled: Mapping[str, str] = field(default_factory=dict)
     reads_files: bool = True
+    launch_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def imported(self, path: str, keys: Keys, launch: Launch, names: Collection[str]) -> Imported:
         """The run that `keys`, called `names`, describe.
@@ -308,6 +320,21 @@ def method_settings(
     if adapts:
         settings["target_modules"] = targets
     return settings
+
+
+def targets(keys: Keys, name: str, *, default: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of adapted layers.
+
+    Args:
+        default: what PEFT takes where there are none.
+    """
+    names = keys.names(name)
+    if not names:
+        keys.assume(name, f"is missing; assumed: {', '.join(default)}, as PEFT has it")
+        return default
+    if any(set(each) & _PATTERN for each in names):
+        keys.refuse("target_modules", name, "a pattern of names is not read")
+    return (ALL_LINEAR,) if names == ("all_linear",) else names
 
 
 def optimizer(keys: Keys, name: str) -> str:

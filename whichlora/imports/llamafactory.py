@@ -33,6 +33,13 @@ _KERNELS = {tool: ours for ours, tool in ATTENTION.items()} | {"auto": "sdpa"}
 _STAGES = ("sft", "pt")
 _TYPES = ("lora", "full")
 _OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon")
+_DIVIDES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "context_parallel_size",
+    "hyper_parallel_cp_size",
+)
 _OFF = ("0", "false", "no")
 
 
@@ -60,6 +67,9 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
         )
     if keys.flag("packing", stage == "pt") or keys.flag("neat_packing"):
         keys.assume("packing", FULL_ROWS)
+    for name in _DIVIDES:
+        if keys.count(name, 1) > 1:
+            keys.refuse("parallel", name, "this way to divide a model is not predicted")
     for name in _OPTIMIZERS:
         if keys.flag(name):
             keys.refuse("optimizer", name, "is not predicted")
@@ -101,7 +111,7 @@ def _adapter(keys: Keys, quant: str, *, adapts: bool) -> dict[str, Any]:
         return method_settings(quant, adapts=False, use_dora=False, targets=())
     rank = keys.count("lora_rank", _RANK)
     settings = keys.of_run(ADAPTER, r=_RANK, lora_alpha=2 * rank)
-    targets = keys.names("lora_target") or ("all",)
+    names = keys.names("lora_target") or ("all",)
     settings["use_rslora"] = keys.flag("use_rslora")
     settings["loraplus_lr_ratio"] = keys.number("loraplus_lr_ratio", 1.0)
     settings["modules_to_save"] = keys.names("additional_target")
@@ -109,7 +119,7 @@ def _adapter(keys: Keys, quant: str, *, adapts: bool) -> dict[str, Any]:
         quant,
         adapts=True,
         use_dora=keys.flag("use_dora"),
-        targets=(ALL_LINEAR,) if targets == ("all",) else targets,
+        targets=(ALL_LINEAR,) if names == ("all",) else names,
     )
 
 
@@ -128,6 +138,7 @@ def _precision(keys: Keys, launch: Launch, quant: str, *, trains_base: bool) -> 
 TOOL = Tool(
     name="llamafactory",
     summary="llamafactory-cli train",
+    models=frozenset({"model_name_or_path"}),
     marks=frozenset(
         {"stage", "finetuning_type", "template", "lora_target", "flash_attn", "dataset_dir"}
         | {"quantization_bit", "pure_bf16", "dataset", "preprocessing_num_workers"}

@@ -75,8 +75,8 @@ def _accelerator(keys: Keys, launch: Launch, fsdp_version: int) -> dict[str, Any
         bool(accumulation.get("sync_each_batch")) if isinstance(accumulation, Mapping) else False
     )
     read: dict[str, Any] = {"sync_each_batch": synced}
-    if "deepspeed" in keys:
-        config = keys.raw("deepspeed")
+    config = keys.raw("deepspeed")
+    if config is not None:
         if isinstance(config, str):
             config = launch.read_file(keys.where("deepspeed"), config)
         return read | _deepspeed("deepspeed", config)

@@ -154,6 +154,7 @@ KERNELS = ("sdpa", "eager", "flash_attention_2")
 TOOL = Tool(
     name="transformers",
     summary="a script with the arguments of TrainingArguments",
+    models=frozenset({"model_name_or_path", "model_name"}),
     marks=frozenset({"per_device_train_batch_size", "model_name_or_path"}),
     programs=frozenset({"run_clm", "run_clm_no_trainer"}),
     read=_read,

@@ -1,4 +1,4 @@
-"""TRL's YAML and arguments: `SFTConfig`, `DPOConfig` or `KTOConfig`, and `ModelConfig`.
+"""TRL's YAML and arguments: those of its trainers' configs, and of `ModelConfig`.
 
 Defaults are those of TRL 1.16.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from whichlora.exports.recipe import BATCH
 from whichlora.exports.trl import ADAPTER, FIXED, LENGTH, QUANTS, quantisation
-from whichlora.imports.base import Keys, Launch, Tool, method_settings
+from whichlora.imports.base import Keys, Launch, Tool, method_settings, targets
 from whichlora.imports.trainer import (
     KERNELS,
     UNMODELLED,
@@ -22,15 +22,21 @@ from whichlora.imports.trainer import (
     trainer_settings,
 )
 from whichlora.parallel import get_strategy
-from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FOUR_BIT_BNB
-from whichlora.trainers import get_trainer
+from whichlora.spec.options import Option, OptionValue
+from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
+from whichlora.trainers import BUILT_IN, get_trainer
 
 LENGTH_DEFAULT = 1024
 _LOADS = {"load_in_4bit": False, "load_in_8bit": False}
 _FOUR_BIT = {"bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": False}
 _STORAGE = "bnb_4bit_quant_storage"
-_TRAINERS = ("sft", "dpo", "kto")
-_OTHERS = ("grpo", "rloo", "reward", "orpo", "cpo", "gkd", "ppo")
+_TRAINERS = tuple(
+    name for name, trainer in BUILT_IN.items() if trainer.library_class.startswith("trl.")
+)
+_OTHERS = ("rloo", "orpo", "cpo", "gkd", "ppo", "online_dpo", "xpo", "bco", "prm")
+_SFT = "sft"
+_COMPLETION, _PROMPT = "max_completion_length", "max_prompt_length"
+_PROMPT_TOKENS = 512
 PEFT_DEFAULT = ("q_proj", "v_proj")
 FULL_ROWS = "every row is full of packed texts, and attends to all of it"
 
@@ -68,16 +74,11 @@ def _adapter(keys: Keys, quant: str, *, adapts: bool) -> dict[str, Any]:
     if not adapts:
         return method_settings(quant, adapts=False, use_dora=False, targets=())
     settings = keys.of_run(ADAPTER, lora_dropout=0.05)
-    targets = keys.names("lora_target_modules")
-    if not targets:
-        targets = PEFT_DEFAULT
-        keys.assume("lora_target_modules", "is missing; assumed: q_proj, v_proj, as PEFT has it")
-    if targets in ((ALL_LINEAR,), ("all_linear",)):
-        targets = (ALL_LINEAR,)
+    names = targets(keys, "lora_target_modules", default=PEFT_DEFAULT)
     settings["use_rslora"] = keys.flag("use_rslora")
     settings["modules_to_save"] = keys.names("lora_modules_to_save")
     dora = keys.flag("use_dora")
-    return settings | method_settings(quant, adapts=True, use_dora=dora, targets=targets)
+    return settings | method_settings(quant, adapts=True, use_dora=dora, targets=names)
 
 
 def _precision(keys: Keys, launch: Launch, quant: str, *, adapts: bool) -> dict[str, Any]:
@@ -93,37 +94,79 @@ def _precision(keys: Keys, launch: Launch, quant: str, *, adapts: bool) -> dict[
 
 def _trainer(keys: Keys, launch: Launch) -> dict[str, Any]:
     """The trainer with its options; that of SFT is the Trainer with TRL's head."""
-    name = launch.program.replace(".", " ").split(" ")[-1] or "sft"
+    name = launch.program.replace(".", " ").split(" ")[-1]
     if name in _OTHERS:
-        keys.refuse(
-            "trainer", "the trainer", f"{name} is not predicted; {', '.join(_TRAINERS)} are"
-        )
-    settings: dict[str, Any] = dict(FIXED)
-    if name in ("dpo", "kto"):
-        settings = {"prepare_kbit": FIXED["prepare_kbit"], "trainer": name}
-        settings["trainer_options"] = tuple(
-            sorted(
-                (option.name, _option(keys, option.name, option.default))
-                for option in get_trainer(name).options
-                if option.name in keys
-            )
-        )
-    if keys.flag("use_liger_kernel"):
-        keys.assume("use_liger_kernel", "of its kernels only the loss is predicted")
-        if "trainer" not in settings:
-            settings["loss_head"] = "liger"
+        known = ", ".join(_TRAINERS)
+        keys.refuse("trainer", "the trainer", f"{name} is not predicted; {known} are")
+    liger = keys.flag("use_liger_kernel")
+    if liger:
+        keys.assume("use_liger_kernel", "of its kernels only the loss of SFT is predicted")
+    if name not in _TRAINERS or name == _SFT:
+        return {**FIXED, **({"loss_head": "liger"} if liger else {})}
+    options = {option.name: option for option in get_trainer(name).options}
+    stated = [
+        (option.name, _option(keys, option)) for option in options.values() if option.name in keys
+    ]
+    settings = {
+        "prepare_kbit": FIXED["prepare_kbit"],
+        "trainer": name,
+        "trainer_options": tuple(sorted(stated)),
+    }
+    if _COMPLETION in options:
+        settings["seq_len"] = _completed(keys, options[_COMPLETION])
     return settings
 
 
-def _option(keys: Keys, name: str, default: Any) -> Any:
+def _completed(keys: Keys, completion: Option) -> int:
+    """Tokens of a prompt with its completion, where the trainer writes that itself."""
+    if _PROMPT not in keys:
+        keys.assume(_PROMPT, f"is missing; assumed: {_PROMPT_TOKENS}")
+    return keys.count(_PROMPT, _PROMPT_TOKENS) + keys.count(
+        completion.name, int(str(completion.default))
+    )
+
+
+def _option(keys: Keys, option: Option) -> OptionValue:
+    default = option.default
     if isinstance(default, bool):
-        return keys.flag(name, default)
-    return keys.number(name, default) if isinstance(default, float) else keys.word(name)
+        return keys.flag(option.name, default)
+    if isinstance(default, str):
+        return keys.word(option.name)
+    if isinstance(default, float):
+        return keys.number(option.name, default)
+    return keys.count(option.name, 1)
 
 
+# `trl/accelerate_configs`
+_EIGHT: Mapping[str, Any] = {"mixed_precision": "bf16", "num_machines": 1, "num_processes": 8}
+_FSDP: Mapping[str, Mapping[str, Any]] = {
+    "fsdp1": {
+        "fsdp_version": 1,
+        "fsdp_backward_prefetch": "BACKWARD_PRE",
+        "fsdp_reshard_after_forward": "FULL_SHARD",
+    },
+    "fsdp2": {"fsdp_version": 2, "fsdp_reshard_after_forward": True},
+}
+_LAUNCH_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "single_gpu": {**_EIGHT, "distributed_type": "NO"},
+    "multi_gpu": {**_EIGHT, "distributed_type": "MULTI_GPU"},
+    **{
+        name: {**_EIGHT, "distributed_type": "FSDP", "fsdp_config": config}
+        for name, config in _FSDP.items()
+    },
+    **{
+        f"zero{stage}": {
+            **_EIGHT,
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {"zero_stage": stage},
+        }
+        for stage in (1, 2, 3)
+    },
+}
 TOOL = Tool(
     name="trl",
-    summary="trl sft, dpo, kto: --config, or the arguments of their scripts",
+    summary="trl sft and others: --config, or the arguments of their scripts",
+    models=frozenset({"model_name_or_path"}),
     marks=frozenset(
         {"use_peft", "dataset_name", "datasets", "packing", "dtype", "load_in_4bit"}
         | {"load_in_8bit", "lora_target_modules", "use_bnb_nested_quant", "bnb_4bit_quant_type"}
@@ -136,6 +179,7 @@ TOOL = Tool(
         for prefix in ("", "trl ", "trl.scripts.")
     ),
     read=_read,
+    launch_configs=_LAUNCH_CONFIGS,
     without_effect=(
         *WITHOUT_EFFECT,
         *ADAPTER,  # without use_peft
@@ -143,6 +187,9 @@ TOOL = Tool(
         *("chat_template_path", "eos_token", "pad_token", "completion_only_loss", "config"),
         *("assistant_only_loss", "truncation_mode", "shuffle_dataset", "packing_strategy"),
         *("eval_packing", "pad_to_multiple_of", "max_prompt_length", "max_completion_length"),
+        *("max_length", "max_seq_length"),  # of a trainer with prompts and completions
+        *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "reward_*", "epsilon*"),
+        *("log_completions", "num_completions_to_print", "scale_rewards", "vllm_*"),
         *("gradient_checkpointing_kwargs", "tf32", "desirable_weight", "undesirable_weight"),
         *("label_pad_token_id", "padding_value", "sync_ref_model", "use_weighting"),
     ),
