@@ -81,6 +81,7 @@ class _RunSettings(TypedDict, total=False):
     quant: Quant | Sequence[Quant | None] | None
     quant_group_size: int | Sequence[int]
     prepare_kbit: bool | None
+    quantize_moe_experts: bool | Sequence[bool]
     expandable_segments: bool | Sequence[bool]
     prompt_len: int | Sequence[int]
     max_new_tokens: int | Sequence[int]

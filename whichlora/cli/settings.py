@@ -159,6 +159,12 @@ _SETTINGS = (
         counts("cache-residual-length"),
     ),
     click.option(
+        "--quantize-moe-experts",
+        is_flag=True,
+        help="Experts in one parameter are stored in 4 bit, too, as Axolotl does; bitsandbytes "
+        "alone leaves them in 16 bit.",
+    ),
+    click.option(
         "--expandable-segments",
         is_flag=True,
         help="PyTorch's allocator joins segments (PYTORCH_ALLOC_CONF=expandable_segments:True).",
@@ -200,6 +206,7 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         "use_rslora",
         "loraplus_lr_ratio",
         "expandable_segments",
+        "quantize_moe_experts",
     )
     return {
         **options,

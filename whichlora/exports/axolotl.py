@@ -191,6 +191,7 @@ def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
     return {
         "adapter": "qlora" if quant == "nf4-dq" else "lora",
         **quantisation(quant),
+        **({"quantize_moe_experts": True} if run.quantize_moe_experts else {}),
         **written(run, ADAPTER),
         **(
             {"lora_target_linear": True}

@@ -37,7 +37,7 @@ ADAPTER: Mapping[str, str] = {
     "lora_alpha": "lora_alpha",
     "lora_dropout": "lora_dropout",
 }
-_UNKNOWN: tuple[str, ...] = ("bias", "adapter_dtype", "expandable_segments")
+_UNKNOWN: tuple[str, ...] = ("bias", "adapter_dtype", "expandable_segments", "quantize_moe_experts")
 FIXED: Mapping[str, Any] = {"loss_head": "hf", "prepare_kbit": False}
 QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 # What spreads a run over several GPUs: FSDP through accelerate, whose file has all of its keys.

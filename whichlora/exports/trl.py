@@ -34,7 +34,13 @@ ADAPTER: Mapping[str, str] = {
     "lora_alpha": "lora_alpha",
     "lora_dropout": "lora_dropout",
 }
-_UNKNOWN = ("bias", "adapter_dtype", "loraplus_lr_ratio", "expandable_segments")
+_UNKNOWN = (
+    "bias",
+    "adapter_dtype",
+    "loraplus_lr_ratio",
+    "expandable_segments",
+    "quantize_moe_experts",
+)
 _ROWS = (TEXT_ROWS, TEXT_PAIRS, CHAT_PAIRS, CHAT_ROWS)
 _TEMPLATE = "TRL needs a chat template in the tokenizer; without one, add chat_template_path"
 _MARKS = "TRL tells the assistant's turns by the marks {% generation %} of the chat template"

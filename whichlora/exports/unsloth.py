@@ -36,7 +36,14 @@ from whichlora.spec.run import FP32_PRECISIONS, RunConfig, autocast_precision
 
 FILE = "train_unsloth.py"
 _OUTPUT = "output-unsloth"
-_UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "loraplus_lr_ratio", "expandable_segments")
+_UNKNOWN = (
+    "bias",
+    "adapter_dtype",
+    "base_dtype",
+    "loraplus_lr_ratio",
+    "expandable_segments",
+    "quantize_moe_experts",
+)
 _QUANTS = frozenset({"none", "int8", "nf4-dq"})
 _ROWS = (TEXT_ROWS, TEXT_PAIRS, CHAT_PAIRS, CHAT_ROWS, TEXT_PREFERENCES, CHAT_PREFERENCES)
 _PACKED = ("packed", "packed-bfd")

@@ -108,6 +108,7 @@ def _adapter(keys: Keys) -> dict[str, Any]:
         names = targets(keys, "lora_target_modules", default=PEFT_DEFAULT)
     if quant in BNB_QUANTS:
         settings["prepare_kbit"] = False  # in effect: `exports.axolotl.under_axolotl`
+    settings["quantize_moe_experts"] = keys.flag("quantize_moe_experts")
     settings["use_rslora"] = keys.flag("peft_use_rslora")
     settings["loraplus_lr_ratio"] = keys.number("loraplus_lr_ratio", 1.0)
     settings["modules_to_save"] = keys.names("lora_modules_to_save")

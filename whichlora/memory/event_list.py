@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from whichlora.memory.allocator_simulator import SMALL_BYTES, Requests, rounded
-from whichlora.memory.weights import quantised_parts, weight_bytes
+from whichlora.memory.weights import quantised_matrices, quantised_parts, weight_bytes
 from whichlora.spec.architecture import Layer, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.run import FOUR_BIT_BNB
@@ -377,17 +377,17 @@ def _layer_weights(layer: Layer, dtypes: Dtypes) -> Iterator[tuple[int, int]]:
 
 
 def _stored(linear: Linear, dtypes: Dtypes) -> Iterator[tuple[int, int]]:
-    if not linear.is_module:
+    if not linear.is_module and not is_quantised(linear, dtypes):
         yield linear.num_weights * dtypes.base_bytes, 0
         return
-    elements = linear.in_features * linear.out_features
-    for _ in range(linear.count):
+    matrices, rows, elements = quantised_matrices(linear)
+    for _ in range(matrices):
         if is_quantised(linear, dtypes):
             wide = dtypes.four_bit_bytes * elements * (dtypes.quant in FOUR_BIT_BNB)
             for part in quantised_parts(
                 elements,
                 dtypes.quant,
-                out_features=linear.out_features,
+                out_features=rows,
                 group_size=dtypes.quant_group_size,
             ):
                 yield part, wide

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whichlora.memory.entries import Entry, Fact
-from whichlora.memory.weights import BUFFERS, weight_entries
+from whichlora.memory.weights import BUFFERS, quantised_matrices, weight_entries
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count
@@ -53,7 +53,7 @@ def unquantised_matrix_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     if dtypes.quant not in BNB_QUANTS:
         return 0
     sizes = (
-        linear.in_features * linear.out_features
+        quantised_matrices(linear)[2]
         for layer, _ in model.layers()
         for linear in layer.linears
         if is_quantised(linear, dtypes)

@@ -72,13 +72,22 @@ def linear_bytes(linear: Linear, dtypes: Dtypes) -> int:
     bias_bytes = linear.count * linear.out_features * dtypes.base_bytes if linear.bias else 0
     if not is_quantised(linear, dtypes):
         return linear.num_weights * dtypes.base_bytes + bias_bytes
+    matrices, rows, num_weights = quantised_matrices(linear)
     matrix_bytes = quantised_bytes(
-        linear.in_features * linear.out_features,
-        dtypes.quant,
-        out_features=linear.out_features,
-        group_size=dtypes.quant_group_size,
+        num_weights, dtypes.quant, out_features=rows, group_size=dtypes.quant_group_size
     )
-    return linear.count * matrix_bytes + bias_bytes
+    return matrices * matrix_bytes + bias_bytes
+
+
+def quantised_matrices(linear: Linear) -> tuple[int, int, int]:
+    """How many tensors `linear` is quantised as, with rows and weights of each.
+
+    Kind: exact. Source: bitsandbytes 0.50.2: a module's weight, or a parameter of all experts.
+    """
+    rows, num_weights = linear.out_features, linear.in_features * linear.out_features
+    if linear.is_module:
+        return linear.count, rows, num_weights
+    return 1, linear.count * rows, linear.count * num_weights
 
 
 def quantised_state_bytes(model: ModelSpec, dtypes: Dtypes, *, codes: bool) -> int:
@@ -90,13 +99,14 @@ def quantised_state_bytes(model: ModelSpec, dtypes: Dtypes, *, codes: bool) -> i
     for group in model.groups:
         for linear in group.layer.linears:
             if is_quantised(linear, dtypes):
+                matrices, rows, num_weights = quantised_matrices(linear)
                 parts = quantised_parts(
-                    linear.in_features * linear.out_features,
+                    num_weights,
                     dtypes.quant,
-                    out_features=linear.out_features,
+                    out_features=rows,
                     group_size=dtypes.quant_group_size,
                 )
-                number = linear.count * (1 if group.shared else group.count)
+                number = matrices * (1 if group.shared else group.count)
                 total += number * sum(parts if codes else parts[1:])
     return total
 

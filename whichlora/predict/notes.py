@@ -9,7 +9,7 @@ from whichlora.predict.resolve import ResolvedRun, has_bf16
 from whichlora.spec.architecture import Attention
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Real
-from whichlora.spec.run import BNB_QUANTS
+from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.spec.targets import all_linears
 from whichlora.symbolic.kernels import attention_kernel, runs_efficient
 
@@ -81,9 +81,7 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
         for linear in layer.moe.expert.linears
     )
     if experts_are_parameters and job.dtypes.quant in BNB_QUANTS:
-        notes.append(
-            "experts are 3-D parameters in transformers 5: bitsandbytes leaves them 16-bit"
-        )
+        notes.append(_experts_in_words(job))
     left_wide = any(
         linear.is_subclass and not is_quantised(linear, job.dtypes)
         for linear in all_linears(job.model)
@@ -166,3 +164,18 @@ def _quant_of(config: Mapping[str, Any]) -> str | None:
             kind = str(config.get("bnb_4bit_quant_type", "fp4"))
             return f"{kind}-dq" if config.get("bnb_4bit_use_double_quant") else kind
     return None
+
+
+def _experts_in_words(job: ResolvedRun) -> str:
+    """What becomes of experts in one parameter under bitsandbytes, and what else they could take.
+
+    Source: Axolotl `monkeypatch/moe_quant.py`; Unsloth quantises them by code of its own.
+    """
+    if job.run.quantize_moe_experts:
+        return (
+            "experts are in 4 bit and expanded a layer at a time, as Axolotl's "
+            "quantize_moe_experts does; transformers alone leaves them in 16 bit"
+        )
+    told = "experts are 3-D parameters in transformers 5: bitsandbytes leaves them 16-bit"
+    in_four_bits = job.dtypes.quant in FOUR_BIT_BNB and job.run.phase == "finetune"
+    return f"{told}; Axolotl and Unsloth do not (--quantize-moe-experts)" if in_four_bits else told

@@ -15,7 +15,7 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import ONE_DEVICE, micro_steps
-from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FP32_PRECISIONS, RunConfig
+from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig
 from whichlora.spec.targets import check_saved_modules, resolve_targets
 from whichlora.symbolic.kernels import ASSUMED_CAPABILITY, FLASH_CAPABILITY, runs_efficient
 from whichlora.trainers import Trainer, get_trainer
@@ -56,7 +56,10 @@ class ResolvedRun:
     @property
     def peft_targets(self) -> str | tuple[str, ...]:
         """PEFT's `target_modules`: its word for all linears, which includes experts, or names."""
-        return ALL_LINEAR if self.run.target_modules == (ALL_LINEAR,) else self.targets
+        if self.run.target_modules != (ALL_LINEAR,):
+            return self.targets
+        every = resolve_targets(self.model, (ALL_LINEAR,), modules_only=False)
+        return ALL_LINEAR if set(every) == set(self.targets) else self.targets
 
     @property
     def size_names(self) -> tuple[str, ...]:
@@ -113,13 +116,16 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         model = with_reward_head(model)
     if run.versions.experts_are_modules:
         model = with_expert_modules(model)
+    _check_experts(model, run)
     _check_attention(model, run, gpu)
     _check_device(run, gpu)
     if not training and run.cache_format is not None:
         check_quantisable(model, run.cache_format)
     targets: tuple[str, ...] = ()
     if not method.trains_base and (training or run.serve == "as-trained"):
-        targets = resolve_targets(model, run.target_modules, modules_only=method.folded is None)
+        # PEFT can't wrap a parameter that is expanded when it is read
+        modules_only = method.folded is None or run.quantize_moe_experts
+        targets = resolve_targets(model, run.target_modules, modules_only=modules_only)
         check_saved_modules(model, run.modules_to_save)
     dtypes = resolve_dtypes(
         run,
@@ -204,6 +210,23 @@ def with_checkpointing(model: ModelSpec, run: RunConfig) -> RunConfig:
         return run
     on = model.supports_checkpointing or run.phase == "inference"
     return replace(run, gradient_checkpointing=on)
+
+
+def _check_experts(model: ModelSpec, run: RunConfig) -> None:
+    if not run.quantize_moe_experts:
+        return
+    bare = any(
+        not linear.is_module and linear.count > 1
+        for layer, _ in model.layers()
+        for linear in layer.linears
+    )
+    for is_wrong, message in (
+        (run.quant not in FOUR_BIT_BNB, f"is for 4-bit weights, got quant {run.quant}"),
+        (not bare, f"{model.name} has no experts in one parameter"),
+        (run.parallel.gpus > 1, f"is predicted on one GPU, got {run.parallel.gpus}"),
+    ):
+        if is_wrong:
+            raise ConfigError(f"quantize_moe_experts: {message}; leave it out")
 
 
 def _check_attention(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:

@@ -42,6 +42,7 @@ _PEFT_TASKS = {
 # A prime, so that no row of a weight repeats the row above it.
 _PATTERN_LEN = 1_048_573
 _SEED = 0
+_ONCE_PLACED = "_whichlora_once_placed"
 
 
 def build_model(
@@ -68,7 +69,8 @@ def build_model(
     run = with_defaults(run)
     torch.manual_seed(_SEED)
     model = meta_model(run, model_config, device=device, quant_storage=quant_storage)
-    _materialise(model, stored_dtype(run), torch.device(device))
+    with experts_quantised(model, run):
+        _materialise(model, stored_dtype(run), torch.device(device))
     return finished_model(model, run, target_modules)
 
 
@@ -202,6 +204,33 @@ def _materialise(model: Any, dtype: torch.dtype, device: torch.device) -> None:
     model.initialize_weights()
 
 
+@contextmanager
+def experts_quantised(model: Any, run: RunConfig) -> Iterator[None]:
+    """Each parameter that holds all experts of a layer is quantised to 4 bit once it is placed.
+
+    Source: Axolotl `monkeypatch/moe_quant.py`; bitsandbytes 0.50.2 `nn.parametrize`.
+    """
+    if not run.quantize_moe_experts:
+        yield
+        return
+    replaces = resolve_name("bitsandbytes.nn.parametrize:replace_parameter_4bit")
+    # makes the table of codes of nested scales, which takes values that fake tensors lack
+    resolve_name("bitsandbytes.functional:quantize_blockwise")(torch.zeros(1))
+    modules = [module for name, module in model.named_modules() if name.endswith("experts")]
+    kind, nested = (run.quant or "").removesuffix("-dq"), (run.quant or "").endswith("-dq")
+    for module in modules:
+        names = [name for name, weight in module._parameters.items() if weight.ndim == 3]
+
+        def quantise(module: nn.Module = module, names: Sequence[str] = names) -> None:
+            for name in names:
+                replaces(module, name, compress_statistics=nested, quant_type=kind)
+
+        setattr(module, _ONCE_PLACED, quantise)
+    yield
+    for module in modules:
+        delattr(module, _ONCE_PLACED)
+
+
 def replace_parameters(
     model: Any, dtype: torch.dtype, made: Callable[[nn.Parameter, bool], nn.Parameter]
 ) -> None:
@@ -216,6 +245,7 @@ def replace_parameters(
                 is_wide = fp32_names is not None and fp32_names.search(f"{module_name}.{name}")
                 placed[id(meta)] = made(meta, bool(is_wide))
             module._parameters[name] = placed[id(meta)]
+        getattr(module, _ONCE_PLACED, lambda: None)()
 
 
 def _placed(

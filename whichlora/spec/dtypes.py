@@ -64,6 +64,7 @@ class Dtypes:
         fused_fp16_softmax: a softmax in fp32 of fp16 scores makes no copy of them first.
         compute_capability: of the device, as its datasheet facts state it; None where unknown.
         libraries: their versions; older ones keep other things.
+        quantises_experts: those in one parameter are stored in 4 bit, too.
         stores: the format that a layer's keys and values are quantised to in this forward, if any.
     """
 
@@ -99,6 +100,7 @@ class Dtypes:
     libraries: Libraries
     stores: CacheFormat | None = None
     adapters_drop: bool = False
+    quantises_experts: bool = False
 
     @property
     def uses_sdpa(self) -> bool:
@@ -201,6 +203,7 @@ def resolve_dtypes(
         fused_fp16_softmax=precision.startswith("fp16") and device_kind in ("cuda", "rocm"),
         compute_capability=compute_capability,
         libraries=run.versions,
+        quantises_experts=run.quantize_moe_experts,
     )
 
 
@@ -238,7 +241,13 @@ def expands_by_operators(dtypes: Dtypes) -> bool:
 
 
 def is_quantised(linear: Linear, dtypes: Dtypes) -> bool:
-    """Whether `linear` is stored in few bits: experts kept as 3-D parameters never are."""
+    """Whether `linear` is stored in few bits: experts kept as 3-D parameters are where asked for.
+
+    Source: bitsandbytes 0.50.2 `replace_parameter_4bit`, which Axolotl's `quantize_moe_experts`
+    calls for each of them.
+    """
+    if not linear.is_module:
+        return dtypes.quantises_experts and linear.count > 1
     if linear.is_subclass and not dtypes.libraries.quantises_subclasses:
         return False
     return dtypes.quant != "none" and linear.is_module and linear.quantisable

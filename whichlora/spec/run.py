@@ -168,6 +168,8 @@ class RunConfig:
         use_rslora: scale adapters by the root of the rank; the bytes and the time are LoRA's.
         loraplus_lr_ratio: learning rate of B over that of A (LoRA+); so are they.
         quant_group_size: weights that share a scale in a GPTQ or AWQ checkpoint.
+        quantize_moe_experts: experts in one parameter are stored in 4 bit, too, and expanded a
+            layer at a time, as Axolotl does.
         expandable_segments: setting of PyTorch's CUDA allocator.
         use_reentrant: kind of checkpointing; None: what this version of transformers does.
         libraries: (library, version) pairs where they are not the current ones.
@@ -212,6 +214,7 @@ class RunConfig:
     loraplus_lr_ratio: float = 1.0
     quant_group_size: int = 128
     expandable_segments: bool = False
+    quantize_moe_experts: bool = False
     trainer: str = "transformers"
     trainer_options: tuple[tuple[str, OptionValue], ...] = ()
     parallel: ParallelConfig = ONE_GPU
@@ -279,7 +282,7 @@ class RunConfig:
         for name in ("target_modules", "modules_to_save"):
             for module in getattr(self, name):
                 require_printable(name, module)
-        for name in ("use_rslora", "expandable_segments"):
+        for name in ("use_rslora", "expandable_segments", "quantize_moe_experts"):
             _switch(name, getattr(self, name))
         for name in ("gradient_checkpointing", "prepare_kbit", "use_reentrant"):
             if getattr(self, name) is not None:

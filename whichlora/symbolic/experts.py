@@ -7,6 +7,7 @@ the classes; peft 0.21.2 `ParamWrapper` for adapters of bare parameters.
 from __future__ import annotations
 
 from whichlora.spec.architecture import Linear, Moe, Norm
+from whichlora.spec.dtypes import BNB_BLOCK, is_quantised
 from whichlora.symbolic.autograd import Tensor, constant, per_token, scaled
 from whichlora.symbolic.expert_loop import run_each_expert
 from whichlora.symbolic.mlp import activate, feed_forward
@@ -39,8 +40,25 @@ def _weight(code: OpEmitter, linear: Linear) -> Tensor:
     """A bare parameter, its adapter folded in if it has one."""
     if code.method.folded is not None and code.adapts(linear):
         return code.method.folded(code, linear)
+    if is_quantised(linear, code.dtypes):
+        return _expanded(code, linear)
     trained = code.dtypes.trains_base
     return code.tape.weight(constant(linear.num_weights), code.dtypes.base_bytes, trained=trained)
+
+
+def _expanded(code: OpEmitter, linear: Linear) -> Tensor:
+    """All experts in 16 bit, anew in each forward, which the products save for their inputs.
+
+    Source: bitsandbytes 0.50.2 `Bnb4bitParametrization.forward`, without gradients.
+    """
+    scales = linear.num_weights // BNB_BLOCK * 4 if code.dtypes.quant == "nf4-dq" else 0
+    return code.tape.op(
+        [],
+        constant(linear.num_weights),
+        code.dtypes.four_bit_bytes,
+        inner=[constant(scales), constant(scales)],
+        what=f"{linear.name}: expanded experts",
+    )
 
 
 def _multiplied(code: OpEmitter, x: Tensor, weight: Tensor, elements: int, label: str) -> Tensor:
@@ -129,7 +147,7 @@ def run_experts(code: OpEmitter, moe: Moe, x: Tensor, weights: Tensor, chosen: T
     up_linear, down_linear = moe.expert.linears
     up_bias = _biases(code, up_linear)
     up_weight = _weight(code, up_linear)
-    narrow = code.cast(selected, dtypes.base_bytes, "experts: gathered inputs")
+    narrow = code.cast(selected, up_weight.size, "experts: gathered inputs")
     joint = _multiplied(code, narrow, up_weight, few * 2 * moe.expert.width, "experts: gate and up")
     inner = _gated(code, moe, joint)
     tape.hold(joint)

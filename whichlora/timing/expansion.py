@@ -117,7 +117,10 @@ def forward_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> tuple[Real, Real
         if not is_quantised(linear, dtypes):
             continue
         visited = visited_matrices(linear, rows)
-        fused = rows * linear.active / visited <= most_fused
+        # experts in one parameter are expanded together, whoever is chosen
+        fused = (rows * linear.active / visited <= most_fused) * linear.is_module
+        if not linear.is_module:
+            visited = linear.count + 0 * rows
         stored = _stored_bytes(linear, dtypes)
         unfused = visited * (1 - fused)
         moved = moved + visited * fused * stored + unfused * expansion_bytes(linear, dtypes)
@@ -135,7 +138,8 @@ def backward_bytes(layer: Layer, dtypes: Dtypes) -> tuple[Real, Real]:
     moved = more_read = 0.0
     for linear in layer.linears:
         if is_quantised(linear, dtypes):
-            expanded = 0.0 if expands_by_operators(dtypes) else expansion_bytes(linear, dtypes)
+            is_kept = expands_by_operators(dtypes) or not linear.is_module
+            expanded = 0.0 if is_kept else expansion_bytes(linear, dtypes)
             moved += linear.count * expanded
             more_read += linear.count * (
                 _expanded_bytes(linear, dtypes) - _stored_bytes(linear, dtypes)

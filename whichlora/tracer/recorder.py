@@ -125,6 +125,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
                     kind.append((f"{name}.{leaf}", tensor))
                     state = getattr(tensor, "quant_state", None)
                     kind += [(f"{name}.{leaf}", part) for part in _quant_tensors(state)]
+            state = getattr(module, "quant_state", None)  # of experts that are expanded when read
+            base += [(name, part) for part in _quant_tensors(state)]
         for index, (name, tensor) in enumerate((*base, *adapters)):
             if index == len(base):
                 self._moment = "adapters"

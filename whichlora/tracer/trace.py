@@ -28,6 +28,7 @@ from whichlora.memory.allocator_simulator import replay
 from whichlora.methods import get_method, with_defaults
 from whichlora.profiler.build import (
     config_object,
+    experts_quantised,
     finished_model,
     meta_model,
     stored_dtype,
@@ -119,9 +120,10 @@ def trace(
         if run.loss_head == "trl-fused":
             patches.enter_context(with_fused_head())
         model = meta_model(weights, config, device="cpu")
-        patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        patches.enter_context(like_cuda(device))
-        place_fake(model, stored_dtype(weights))
+        with experts_quantised(model, weights):
+            patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            patches.enter_context(like_cuda(device))
+            place_fake(model, stored_dtype(weights))
         model = without_cpu_packing(finished_model(model, stand_in, target_modules))
         for module in model.modules():
             if hasattr(module, "state") and hasattr(module.state, "threshold"):

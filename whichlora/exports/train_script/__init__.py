@@ -315,6 +315,11 @@ def _check(run: RunConfig, weights: Weights, model_config: Mapping[str, Any] | N
         raise ConfigError(
             f"loss_head: {run.loss_head} can't be trained by the job; accepted are hf and liger"
         )
+    if run.quantize_moe_experts:
+        raise ConfigError(
+            "quantize_moe_experts: train.py leaves experts in 16 bit; use --to axolotl, or leave "
+            "it out"
+        )
     if weights == "random" and model_config is None:
         raise ConfigError("weights: random needs the config of the model")
     if model_config is not None and model_config.get("is_encoder_decoder"):
