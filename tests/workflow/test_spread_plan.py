@@ -17,12 +17,14 @@ from whichlora.config import load_plan
 from whichlora.errors import ConfigError
 from whichlora.predict.parallel_choice import every
 from whichlora.predict.predict import predict
-from whichlora.spec.parallel import ONE_GPU
+from whichlora.spec.parallel import ONE_GPU, ParallelConfig
 from whichlora.spec.results import Prediction
+from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.terminal import print_answer, print_short
 from whichlora.workflow.answer import Answer
+from whichlora.workflow.profiling import has_ranks_of
 from whichlora.workflow.run import run_plan
 from whichlora.workflow.session import Session
 
@@ -220,7 +222,7 @@ def test_profiles_on_one_gpu_correct_what_several_compute(
     keys: dict[str, Any] = {
         "gpu": "cpu",
         "gpus": [2],
-        "parallel": "ddp",
+        "parallel": "zero2",  # whose ranks a CPU can't stand in for
         "interconnect": "10GB/s",
         "methods": ["lora"],
         "calibration_dir": "calibration",
@@ -243,3 +245,78 @@ def test_profiles_on_one_gpu_correct_what_several_compute(
     }
     assert width["profiled"] < 0.8 * width["dry"]
     assert any("profiled on one GPU" in caution for caution in answer.cautions)
+
+
+def test_candidates_are_profiled_with_their_ranks_where_the_gpus_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whichlora.profiler.profile.Profiler", FakeProfiler)
+    monkeypatch.setattr(FakeProfiler, "calls", [])
+    keys: dict[str, Any] = {
+        "gpu": "cpu",
+        "gpus": [2],
+        "parallel": "ddp",
+        "interconnect": "10GB/s",
+        "methods": ["lora"],
+        "calibration_dir": "calibration",
+    }
+    dry = answered(tmp_path / "dry", **keys)
+    answer = answered(tmp_path / "profiled", profile="frontier", **keys)
+    assert FakeProfiler.calls
+    assert {run.parallel.gpus for run in FakeProfiler.calls} == {2}
+    assert answer.winner is not None
+    assert dry.winner is not None
+    assert answer.winner.measured
+    assert answer.winner.run in FakeProfiler.calls
+    assert answer.winner.total_s is not None
+    assert dry.winner.total_s is not None
+    same = next(each for each in dry.finetune if each.run == answer.winner.run)
+    assert same.total_s is not None
+    factor = answer.winner.total_s.value / same.total_s.value
+    assert factor == pytest.approx(FakeProfiler.TIME_FACTOR, rel=0.02)
+    assert any("profiled with all ranks" in caution for caution in answer.cautions)
+    assert not any("profiled on one GPU" in caution for caution in answer.cautions)
+
+
+def test_a_candidate_whose_ranks_fail_is_not_the_winner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whichlora.profiler.profile.Profiler", FakeProfiler)
+    monkeypatch.setattr(FakeProfiler, "calls", [])
+    monkeypatch.setattr(FakeProfiler, "OUTCOMES", {"lora": "crashed"})
+    keys: dict[str, Any] = {
+        "gpu": "cpu",
+        "gpus": [2],
+        "parallel": "ddp",
+        "interconnect": "10GB/s",
+        "methods": ["lora", "full"],
+        "stage2_profile": {"batch_size": [1]},
+        "calibration_dir": "calibration",
+        "prefer": "memory",
+    }
+    answer = answered(tmp_path, profile="frontier", **keys)
+    assert [run.method for run in FakeProfiler.calls] == ["lora", "full"]
+    assert answer.winner is not None
+    assert answer.winner.run.method == "full"
+
+
+@pytest.mark.parametrize(
+    ("here", "strategy", "gpus", "expected"),
+    [
+        (["t4-16gb"] * 4, "ddp", 4, True),
+        (["t4-16gb"] * 4, "fsdp", 2, True),
+        (["t4-16gb"] * 2, "ddp", 4, False),
+        (["t4-16gb", "l4-24gb"], "ddp", 2, False),
+        (["l4-24gb"] * 2, "ddp", 2, False),
+        (["t4-16gb"] * 4, "zero3", 4, False),
+        (["t4-16gb"] * 4, "tp", 4, False),
+    ],
+)
+def test_ranks_are_here_where_all_gpus_are_equal_and_enough(
+    monkeypatch: pytest.MonkeyPatch, here: list[str], strategy: str, gpus: int, expected: bool
+) -> None:
+    found = [(None, find_gpu(key)) for key in here]
+    monkeypatch.setattr("whichlora.workflow.profiling.detected_gpus", lambda: found)
+    run = RunConfig(model=MODEL, parallel=ParallelConfig(strategy=strategy, gpus=gpus))
+    assert has_ranks_of(run, find_gpu("t4-16gb")) is expected
+    assert not has_ranks_of(replace(run, parallel=ONE_GPU), find_gpu("t4-16gb"))

@@ -399,6 +399,14 @@ def judged_time(job: ResolvedRun, calibration: Calibration, **sizes: Count) -> T
     return judged_ranks(job, ranks, calibration).time
 
 
+def step_s(job: ResolvedRun, calibration: Calibration, seq_len: int) -> float:
+    """Seconds of one optimizer step of `job` at that length, with what several GPUs wait."""
+    if job.layout is not None:
+        return float(judged_time(job, calibration, seq_len=seq_len).total_s)
+    features = step_features(job, seq_len=seq_len)
+    return float(timing.seconds(calibration.time["finetune"], features)[0])
+
+
 def judged_ranks(job: ResolvedRun, ranks: RanksWork, calibration: Calibration) -> RanksJudgement:
     """Time of one optimizer step of `job`, whose ranks' work has been counted."""
     links, _ = links_of(ranks.config, job.gpu, calibration.machines)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from whichlora.memory.training import PARTS
 from whichlora.predict.coefficients import TIME_PHASES, Calibration, MemoryModel
 from whichlora.predict.judgement import MemoryJudgement, judge_memory
-from whichlora.predict.predict import num_tokens, pool_bytes, step_features
+from whichlora.predict.predict import num_tokens, pool_bytes, step_s
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.search.correlation import residual_correlation
 from whichlora.search.counted_candidate import CountedCandidate, PassRow
@@ -146,10 +146,7 @@ class CandidatePosterior:
             )
             return math.log(seconds / predicted)
         lengths = measured.step_lengths
-        by_length = {
-            length: float(timing.seconds(time["finetune"], step_features(job, seq_len=length))[0])
-            for length in set(lengths)
-        }
+        by_length = {length: step_s(job, calibration, length) for length in set(lengths)}
         predicted = sum(by_length[length] for length in lengths)
         return math.log(sum(measured.step_s) / predicted)
 

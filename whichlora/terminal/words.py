@@ -232,8 +232,9 @@ def certainty(search: Search, *, has_winner: bool) -> str:
     sure = "over 99%" if search.confidence > 0.99 else f"{search.confidence:.0%}"
     runs = "1 run" if search.runs == 1 else f"{search.runs} runs"
     if search.stopped_by == "not measured":
-        measured = f"{runs} on one GPU" if search.runs else "nothing"
-        return f"{measured} was measured; {sure} sure that {claim}"
+        if search.runs:  # of several GPUs, whose inference is not measured: nothing is certain
+            return f"{runs} measured; inference is predicted"
+        return f"nothing was measured; {sure} sure that {claim}"
     return (
         f"{sure} sure that {claim}; {_STOPPED_BY[search.stopped_by]}, after {runs} "
         f"and {format_seconds(search.device_s)} on the device"

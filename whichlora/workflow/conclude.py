@@ -26,6 +26,7 @@ from whichlora.search.gpu_counts import GpuCounts, compare_counts
 from whichlora.search.grid import pareto
 from whichlora.search.loop import SearchLoop
 from whichlora.spec.numeric import TWO_SIDED_Z
+from whichlora.spec.parallel import ONE_GPU
 from whichlora.units import format_bytes
 from whichlora.workflow.answer import Answer, Compared, Ending, Search
 from whichlora.workflow.session import Session
@@ -203,12 +204,16 @@ def _of_several_gpus(
     if not session.plan.is_spread:
         return []
     lines = []
-    if session.compared:
-        runs = "1 run" if len(session.compared) == 1 else f"{len(session.compared)} runs"
+    alone = sum(run.parallel == ONE_GPU for _, run, _ in session.compared)
+    if alone:
+        runs = "1 run" if alone == 1 else f"{alone} runs"
         lines.append(
             f"profiled on one GPU ({runs}), which corrects what each of several computes; what "
             "they hold and send is predicted"
         )
+    if with_ranks := len(session.compared) - alone:
+        runs = "1 candidate" if with_ranks == 1 else f"{with_ranks} candidates"
+        lines.append(f"profiled with all ranks ({runs}); times of the others are predicted")
     forms = [each for each in candidates if best is not None and each.form == best.form]
     serving = [each for each in forms if each.run.phase == "inference"]
     smallest = min(serving, key=lambda each: each.memory_bytes.value, default=None)

@@ -6,10 +6,12 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from whichlora.errors import ConfigError
+from whichlora.errors import ConfigError, MeasurementError
 from whichlora.profiler.busy import busy_cpu, busy_gpu
+from whichlora.profiler.spread import spreading
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.plan import Plan
+from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import detected_gpus, each_once, find_target
 
 if TYPE_CHECKING:
@@ -72,6 +74,24 @@ def is_here(gpu: GpuSpec) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def has_ranks_of(run: RunConfig, gpu: GpuSpec) -> bool:
+    """Whether `run` over several GPUs can be profiled here, with all of its ranks.
+
+    All visible GPUs must be of one type. On a CPU, whose cores ranks share, accelerate divides no
+    model.
+    """
+    if run.parallel.gpus == 1:
+        return False
+    try:
+        spread = spreading(run)
+    except (ConfigError, MeasurementError):
+        return False
+    if gpu.kind == "cpu":
+        return not spread.divides
+    here = [spec.key if spec else "" for _, spec in detected_gpus()]
+    return set(here) == {gpu.key} and len(here) >= run.parallel.gpus
 
 
 def gpu_of(plan: Plan) -> GpuSpec:

@@ -25,9 +25,9 @@ from whichlora.store.locks import hold_folder
 from whichlora.workflow.answer import Answer, Ending, Search
 from whichlora.workflow.conclude import conclude, summary
 from whichlora.workflow.job import train, write_files
-from whichlora.workflow.one_gpu import profile_on_one_gpu
 from whichlora.workflow.profiling import device_of, gpus_of, is_here, require_profiler
 from whichlora.workflow.session import Progress, Session
+from whichlora.workflow.spread_profiles import profile_best
 from whichlora.workflow.training_data import Counted
 
 
@@ -167,10 +167,8 @@ def search(session: Session) -> Answer:
     if session.is_large:
         session.progress.say(f"{len(runs)} of them may win and are looked at one by one")
     if plan.is_spread and plan.profile != "none":
-        spent = profile_on_one_gpu(session)
+        search_loop = profile_best(session)
         session.plan = replace(plan, profile="none")
-        search_loop = session.search_loop(session.runs())
-        search_loop.spent = spent
     else:
         search_loop = session.search_loop(runs)
     search_loop, ended, position = _run_loop(session, search_loop)

@@ -27,6 +27,7 @@ from whichlora.predict.predict import (
     num_tokens,
     predict_counted,
     step_features,
+    step_s,
 )
 from whichlora.predict.repeated_times import Repeatability, repeatability, run_deviation
 from whichlora.predict.resolve import ResolvedRun, resolve, with_precision
@@ -372,6 +373,8 @@ class Session:
 
     def _seconds(self, run: RunConfig, width: int) -> float:
         """Predicted seconds of one optimizer step at `width`; its features are kept."""
+        if self.job(run).layout is not None:
+            return step_s(self.job(run), self.calibration, width)
         key = (run, width)
         if key not in self._features:
             self._features[key] = step_features(self.job(run), seq_len=width)
