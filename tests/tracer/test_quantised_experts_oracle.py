@@ -16,9 +16,7 @@ pytestmark = pytest.mark.oracle
 @pytest.mark.parametrize(
     ("name", "quant", "checkpoints"),
     [
-        ("Qwen/Qwen3-30B-A3B", "nf4-dq", True),
         ("Qwen/Qwen3-30B-A3B", "nf4", False),
-        ("mistralai/Mixtral-8x7B-v0.1", "nf4-dq", True),
         ("deepseek-ai/DeepSeek-V2-Lite", "nf4-dq", True),
     ],
 )
