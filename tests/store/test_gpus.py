@@ -551,6 +551,18 @@ def test_auto_says_how_many_gpus_are_here(monkeypatch: pytest.MonkeyPatch) -> No
     assert find_gpu("t4-16gb").notes == ()
 
 
+def test_host_memory_is_known_beside_a_gpu_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = DetectedDevice(name="x", kind="cpu", memory_bytes=64 * GiB, num_cores=2)
+    monkeypatch.setattr(gpus, "detect_cpu", lambda: cpu)
+    assert gpus.host_memory_beside(find_gpu("t4-16gb")) is None
+    see(monkeypatch, ("Tesla T4", 15360))
+    assert gpus.host_memory_beside(find_gpu("t4-16gb")) == 64 * GiB
+    assert gpus.host_memory_beside(find_gpu("l4-24gb")) is None
+    assert gpus.host_memory_beside(find_gpu("cpu")) == 64 * GiB
+
+
 def test_auto_names_all_of_unequal_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     see(monkeypatch, *[("Tesla T4", 15360)] * 2, ("Tesla P4", 7606))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -297,10 +298,16 @@ def detected_gpus() -> list[tuple[DetectedDevice, GpuSpec | None]]:
 
 def host_memory_beside(gpu: GpuSpec) -> int | None:
     """Memory of this machine that a process may use; None where this machine has no such GPU."""
-    here = gpu.kind == "cpu"
-    with suppress(MeasurementError):
-        here = here or any(spec and spec.key == gpu.key for _, spec in detected_gpus())
+    here = gpu.kind == "cpu" or gpu.key in _keys_seen_by(detect_gpus)
     return detect_cpu().memory_bytes if here else None
+
+
+@cache
+def _keys_seen_by(detect: Callable[[], Sequence[DetectedDevice]]) -> frozenset[str]:
+    """Types of GPU of this machine, asked once: 'whichlora where' has ninety types to compare."""
+    with suppress(MeasurementError):
+        return frozenset(spec.key for spec in map(_described, detect()) if spec)
+    return frozenset()
 
 
 def gpus_here() -> list[tuple[DetectedDevice, GpuSpec]]:
