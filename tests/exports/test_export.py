@@ -100,6 +100,14 @@ def test_trl_narrows_the_adapters_of_a_quantised_base(tmp_path: Path) -> None:
     assert "narrows the adapters" in done.export.notes[0]
 
 
+def test_llamafactory_loads_no_frozen_base_in_fp32(tmp_path: Path) -> None:
+    wide = replace(RUN, method="lora", precision="fp32")
+    with pytest.raises(ConfigError, match="loads a frozen base in 16 bit"):
+        export.write_export(recipe(wide), "llamafactory", tmp_path)
+    full = export.write_export(recipe(replace(wide, method="full")), "llamafactory", tmp_path)
+    assert full.after.run.precision == "fp32"
+
+
 def test_a_run_without_autocast_gets_none_from_accelerate() -> None:
     spread = ParallelConfig(strategy="fsdp", gpus=4)
     plain = replace(RUN, method="full", precision="bf16-pure", parallel=spread)

@@ -18,6 +18,7 @@ MODEL = "HuggingFaceTB/SmolLM2-135M"
 GPU = "h100-sxm-80gb"
 TOOLS = ("axolotl", "llamafactory", "trl")
 DRAWS = 40
+PRECISIONS = ("bf16", "bf16", "bf16-no-autocast", "bf16-pure", "fp16", "fp32", "tf32")
 STRATEGIES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("ddp", ()),
     ("fsdp", ()),
@@ -54,7 +55,7 @@ def drawn_run(draw: random.Random) -> RunConfig:
         lora_dropout=draw.choice([0.0, 0.05]),
         target_modules=draw.choice([("all-linear",), ("q_proj", "v_proj")]),
         modules_to_save=draw.choice([(), (), ("embed_tokens",)]) if method != "full" else (),
-        precision=draw.choice(["bf16", "bf16", "bf16-no-autocast", "bf16-pure", "fp16"]),
+        precision=draw.choice(PRECISIONS),
         optimizer=draw.choice(["adamw_torch_fused", "adamw_8bit", "adafactor", "sgd", "lion"]),
         gradient_checkpointing=draw.random() < 0.6,
         use_reentrant=draw.choice([True, False]),

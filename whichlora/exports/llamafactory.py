@@ -232,7 +232,7 @@ def under_llamafactory(
         divided: accelerate or DeepSpeed decides which parameters are fp32, and divides those.
 
     Raises:
-        ConfigError: full fine-tuning in fp16.
+        ConfigError: full fine-tuning in fp16, adapters in fp32.
     """
     run, pinned = without_pinned_kernel(run, "LLaMA-Factory")
     notes = [*pinned]
@@ -243,9 +243,16 @@ def under_llamafactory(
                 "--to llamafactory: full fine-tuning in fp16 is not modelled there; use bf16"
             )
         widened = has_master_weights(run, trains_base=True)
+        if precision == "bf16-no-autocast":
+            precision = "bf16-pure"  # the same, where all weights are trained
         if precision not in (*FP32_PRECISIONS, "bf16-pure") and not widened and not divided:
             precision = "bf16-pure"  # else it widens all weights to fp32
             notes.append(f"{run.precision} becomes pure_bf16, or it would widen all weights")
+    elif precision in FP32_PRECISIONS:
+        raise ConfigError(
+            f"--to llamafactory: it loads a frozen base in 16 bit (infer_optim_dtype), never for "
+            f"{precision}; use bf16, or --to transformers"
+        )
     elif precision.startswith("fp16") or precision.endswith("-no-autocast"):
         precision = autocast_precision(precision)
         if precision != run.precision:

@@ -126,13 +126,14 @@ def _adapter(keys: Keys, quant: str, *, adapts: bool) -> dict[str, Any]:
 def _precision(keys: Keys, launch: Launch, quant: str, *, trains_base: bool) -> dict[str, Any]:
     """Source: `hparams/parser.py`, `model/adapter.py`: what is trained is widened to fp32."""
     mixed = autocast(keys, launch)
+    # of a model that is divided under autocast, accelerate or DeepSpeed decides
+    widens = trains_base and (mixed == "no" or not is_divided(keys, launch))
     if keys.flag("pure_bf16"):
         return {"precision": "bf16-pure"}
-    if mixed == "no":
+    if mixed == "no" and not widens:
         keys.assume("bf16", "is off, as is fp16; assumed: a checkpoint in bfloat16")
-        return precision(keys, mixed, "bfloat16", narrows_adapters=False)
-    widens = trains_base and not is_divided(keys, launch)
-    return precision(keys, mixed, "float32" if widens else "bfloat16", narrows_adapters=False)
+    weights = "float32" if widens else "bfloat16"
+    return precision(keys, mixed, weights, narrows_adapters=trains_base)
 
 
 TOOL = Tool(
