@@ -29,7 +29,7 @@ from whichlora.memory import (
 from whichlora.memory.entries import Group, Tensor, tensor_bytes
 from whichlora.memory.step import TrainingStep
 from whichlora.methods import get_method
-from whichlora.predict.predict import ledger
+from whichlora.predict.predict import ledger, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
@@ -91,8 +91,9 @@ def test_remainder_bytes_count_every_layer_of_a_group() -> None:
 
 
 def test_evaluation_bytes_hold_neither_gradients_nor_what_a_backward_reads() -> None:
-    checkpointed = ledger(job(LLAMA, gradient_checkpointing=True))
-    size = evaluation.evaluation_bytes(checkpointed)
+    resolved = job(LLAMA, gradient_checkpointing=True)
+    checkpointed = ledger(resolved)
+    size = evaluation.evaluation_bytes(training_step(resolved))
     static = sum(entry.num_bytes for entry in checkpointed.moments["optimizer_step"][:5])
     assert static < size < checkpointed.peak_allocated_bytes
 

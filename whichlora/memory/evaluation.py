@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from whichlora.memory import gradients, loss, moments, optimizer, step, weights
-from whichlora.memory.training import Ledger
-from whichlora.spec.numeric import Count, largest
+from dataclasses import replace
+
+from whichlora.memory import allocator, gradients, loss, moments, optimizer, step, weights
+from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.training import training_ledger
+from whichlora.spec.numeric import Count, added, largest
 
 _LASTING = (
     *weights.WEIGHTS.values(),
@@ -12,29 +15,54 @@ _LASTING = (
     gradients.FROZEN_ADAPTERS,
     gradients.SAVED_MODULES,
     optimizer.STATES,
+    step.REFERENCE_WEIGHTS,
+    step.INPUTS,
 )
-_OF_A_MOMENT = {
-    "layer_forward": (step.INPUTS, moments.LAYER_FORWARD),
-    "loss_forward": (step.INPUTS, loss.LOSS_FORWARD, loss.HEAD_COPY),
-}
+_OF_A_MOMENT = {"layer_forward": moments.LAYER_FORWARD, "loss_forward": loss.LOSS_FORWARD}
+
+LAST_STATES = Fact(
+    part="activations",
+    what="the last layer's output",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="stream_bytes",
+    why="a variable of the model's forward holds it until the loss is done",
+    source="transformers 5.23 LlamaForCausalLM.forward: outputs.last_hidden_state",
+)
 
 
-def evaluation_bytes(checkpointed: Ledger) -> Count:
-    """Live bytes at the peak of an evaluation: a layer's forward, or the loss.
+def evaluation_moments(checkpointed: step.TrainingStep) -> dict[str, tuple[Entry, ...]]:
+    """What is alive in a layer's forward and in the loss of an evaluation.
 
     Gradients are None by then, nothing is kept for a backward, and no cache of keys is held.
+    Autocast's cache keeps its copies of what is trained, but no copy of a frozen head.
     Kind: estimate: the hidden states around the layers are left out. Source: transformers 5.23
-    `Trainer.evaluation_loop` with prediction_loss_only, `TrainingArguments.use_cache`.
+    `Trainer.evaluation_loop` with prediction_loss_only, `TrainingArguments.use_cache`; torch 2.13
+    `autocast_mode.cpp`, `cached_cast`.
 
     Args:
-        checkpointed: the ledger of the same run with gradient checkpointing, whose layers run
-            their forward without a graph.
+        checkpointed: the same run with gradient checkpointing, whose layers run their forward
+            without a graph.
     """
-    peaks = []
-    for moment, alive in _OF_A_MOMENT.items():
-        total: Count = checkpointed.workspace_bytes
-        for entry in checkpointed.moments[moment]:
-            if entry.fact in _LASTING or entry.fact in alive:
-                total = total + entry.num_bytes
-        peaks.append(total)
-    return largest(*peaks)
+    # without a graph nobody saves the tanh of capped logits
+    uncapped = replace(checkpointed, model=replace(checkpointed.model, logit_softcap=None))
+    counted = training_ledger(uncapped).moments
+    hidden_bytes = checkpointed.model.hidden_size * checkpointed.dtypes.stream_bytes
+    last = Entry(LAST_STATES, checkpointed.tokens * hidden_bytes)
+    copies = tuple(x for x in counted["loss_forward"] if x.fact is moments.AUTOCAST_COPIES)
+    alive = {}
+    for moment, fact in _OF_A_MOMENT.items():
+        entries = [x for x in counted[moment] if x.fact in _LASTING or x.fact is fact]
+        alive[moment] = (*entries, *copies, *([last] if moment == "loss_forward" else []))
+    return alive
+
+
+def evaluation_bytes(checkpointed: step.TrainingStep) -> Count:
+    """Live bytes at the peak of an evaluation: a layer's forward, or the loss.
+
+    Kind: estimate. Source: `evaluation_moments`, whose argument this one is.
+    """
+    alive = evaluation_moments(checkpointed).values()
+    workspace_bytes = allocator.workspace_bytes(checkpointed.gpu, training=True)
+    return workspace_bytes + largest(
+        *(added(entry.num_bytes for entry in entries) for entries in alive)
+    )

@@ -11,7 +11,7 @@ from whichlora.memory.allocator import context_bytes
 from whichlora.memory.checkpoint import CheckpointBytes, checkpoint_bytes
 from whichlora.memory.evaluation import evaluation_bytes
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.predict import ledger, training_step, update_of
+from whichlora.predict.predict import training_step, update_of
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.numeric import Real
 from whichlora.spec.plan import SAVED_SHARE, Keeping
@@ -100,7 +100,7 @@ def evaluation_peak_bytes(job: ResolvedRun, calibration: Calibration, *, width: 
     The ratio of measured to counted bytes is that of training. Kind: estimate.
     """
     run = replace(job.run, gradient_checkpointing=True, lora_dropout=0.0)
-    alive = evaluation_bytes(ledger(replace(job, run=run), seq_len=width))
+    alive = evaluation_bytes(training_step(replace(job, run=run), seq_len=width))
     mean = calibration.memory.mean
     return round(float(alive) * mean["weights"] + context_bytes(job.gpu) * mean["context"])
 
