@@ -6,10 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from whichlora.api import calibrate, estimate, explain, recommend, to_frame, where
+    from whichlora.api import calibrate, estimate, explain, life, recommend, to_frame, where
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "calibrate", "estimate", "explain", "recommend", "to_frame", "where"]
+__all__ = [
+    "__version__",
+    "calibrate",
+    "estimate",
+    "explain",
+    "life",
+    "recommend",
+    "to_frame",
+    "where",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,10 @@ from whichlora.parallel import strategy_options
 from whichlora.predict.explain import Explanation
 from whichlora.predict.largest import Placement
 from whichlora.predict.ledger_lines import Line
+from whichlora.predict.life import Life
+from whichlora.spec.life import LifeConfig, MergeOn
 from whichlora.spec.options import OptionValue
+from whichlora.spec.plan import Keeping
 from whichlora.spec.results import Answers, Prediction
 from whichlora.spec.run import (
     AdapterDtype,
@@ -179,12 +182,50 @@ def explain(
     """
     grid, notes = _with_files(_grid(model or (), settings), from_file, stated=settings)
     run = _one_run("explain", grid)
-    names = _types(gpu)
-    if len(names) > 1:
-        raise ConfigError(
-            f"gpu: explain takes one type, got {', '.join(names)}; estimate and where take several"
-        )
-    return estimates.explain(run, names[0], calibration_dir=_path(calibration_dir), notes=notes)
+    folder = _path(calibration_dir)
+    return estimates.explain(run, _one_type("explain", gpu), calibration_dir=folder, notes=notes)
+
+
+def life(
+    model: str = "",
+    gpu: str | Sequence[str] = "auto",
+    *,
+    from_file: AnyPath | Sequence[AnyPath] = (),
+    eval_rows: int = 0,
+    eval_accumulation_steps: int | None = None,
+    save_total_limit: int = 2,
+    merge_on: MergeOn = "gpu",
+    calibration_dir: AnyPath | None = None,
+    **settings: Unpack[RunSettings],
+) -> Life:
+    """Peaks of loading, training, evaluating, saving, merging and resuming one fine-tuning.
+
+    >>> life("Qwen/Qwen2.5-7B", "rtx-4090-24gb", method="qlora", seq_len=1024).largest.name
+    'merging'
+
+    Args:
+        gpu: one accelerator, as `estimate` takes it.
+        from_file: as `estimate` takes it.
+        eval_rows: rows whose logits `compute_metrics` gets; 0: evaluations compute the loss alone.
+        eval_accumulation_steps: batches after which these logits move to the host.
+        save_total_limit: checkpoints that are kept.
+        merge_on: where the adapter is merged into the base: "gpu", "cpu" or "none".
+        settings: fields of `RunConfig`, one value each.
+
+    Raises:
+        ConfigError: an unknown name, settings that exclude each other, several runs or GPUs, or a
+            run whose life is not known.
+    """
+    grid, notes = _with_files(_grid(model or (), settings), from_file, stated=settings)
+    run = _one_run("life", grid)
+    stages = LifeConfig(
+        eval_rows=eval_rows,
+        eval_accumulation_steps=eval_accumulation_steps,
+        merge_on=merge_on,
+        keeping=Keeping(save_total_limit=save_total_limit),
+    )
+    folder = _path(calibration_dir)
+    return estimates.life(run, _one_type("life", gpu), stages, calibration_dir=folder, notes=notes)
 
 
 def where(
@@ -261,13 +302,14 @@ def calibrate(
 
 
 def to_frame(
-    answer: Iterable[Prediction | GuideRow | Placement] | Explanation | Answer,
+    answer: Iterable[Prediction | GuideRow | Placement] | Explanation | Life | Answer,
 ) -> pd.DataFrame:
     """What the functions here return as a DataFrame, in bytes and seconds.
 
     One row per prediction, row of a guide, accelerator or candidate of an answer; of an
     explanation one per line of the ledger, those of the card after them, which add up to the
-    device memory used. Settings that are the same everywhere stay in it.
+    device memory used; of a life one per line of each stage. Settings that
+    are the same everywhere stay in it.
 
     Raises:
         ConfigError: pandas is not installed.
@@ -284,6 +326,14 @@ def to_frame(
         )
     if isinstance(answer, Explanation):
         return pd.DataFrame([_line_row(line) for line in (*answer.lines, *answer.card)])
+    if isinstance(answer, Life):
+        rows = (
+            {"stage": stage.name, "place": held.place, "setting": held.setting}
+            | _line_row(held.line)
+            for stage in answer.stages
+            for held in stage.lines
+        )
+        return pd.DataFrame(list(rows))
     return pd.DataFrame([_row_of(row) for row in answer])
 
 
@@ -396,6 +446,16 @@ def _one_run(function: str, grid: Mapping[str, list[Any]]) -> RunConfig:
     return runs[0]
 
 
+def _one_type(function: str, gpu: str | Sequence[str]) -> str:
+    names = _types(gpu)
+    if len(names) > 1:
+        raise ConfigError(
+            f"gpu: {function} takes one type, got {', '.join(names)}; estimate and where take "
+            "several"
+        )
+    return names[0]
+
+
 def _types(gpu: str | Sequence[str]) -> list[str]:
     names = [str(name) for name in _listed(gpu)]
     if not names:
@@ -444,4 +504,13 @@ def _path(folder: AnyPath | None) -> Path | None:
     return None if folder is None else Path(folder)
 
 
-__all__ = ["RunSettings", "calibrate", "estimate", "explain", "recommend", "to_frame", "where"]
+__all__ = [
+    "RunSettings",
+    "calibrate",
+    "estimate",
+    "explain",
+    "life",
+    "recommend",
+    "to_frame",
+    "where",
+]

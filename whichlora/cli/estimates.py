@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -28,7 +28,12 @@ from whichlora.cli.settings import (
 from whichlora.cli.several_gpus import SpreadCommand
 from whichlora.errors import ConfigError
 from whichlora.spec import run as specs
+from whichlora.spec.life import LifeConfig, MergeOn
+from whichlora.spec.plan import Keeping
 from whichlora.text import visible
+
+if TYPE_CHECKING:
+    from whichlora.predict.life import Life
 
 
 @click.command(cls=SpreadCommand)
@@ -121,6 +126,38 @@ def estimate(
 @calibration_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every line.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown document.")
+@click.option(
+    "--life",
+    "whole_life",
+    is_flag=True,
+    help="Peaks of loading, training, evaluating, saving, merging and resuming.",
+)
+@click.option(
+    "--eval-rows",
+    type=int,
+    default=0,
+    show_default=True,
+    help="With --life: rows whose logits compute_metrics gets; 0: the loss alone.",
+)
+@click.option(
+    "--eval-accumulation-steps",
+    type=int,
+    help="With --life: batches after which these logits move to the host.",
+)
+@click.option(
+    "--save-total-limit",
+    type=int,
+    default=2,
+    show_default=True,
+    help="With --life: checkpoints that are kept.",
+)
+@click.option(
+    "--merge-on",
+    type=click.Choice(get_args(MergeOn)),
+    default="gpu",
+    show_default=True,
+    help="With --life: where the adapter is merged into the base.",
+)
 @click.pass_context
 def explain(
     ctx: click.Context,
@@ -131,6 +168,11 @@ def explain(
     calibration_dir: Path | None,
     as_json: bool,
     as_markdown: bool,
+    whole_life: bool,
+    eval_rows: int,
+    eval_accumulation_steps: int | None,
+    save_total_limit: int,
+    merge_on: MergeOn,
     **options: Any,
 ) -> None:
     """Where the bytes of one run go, and what would change them.
@@ -146,6 +188,16 @@ def explain(
     settings = plain_settings([model] if model else [], options, command="explain")
     settings, notes = with_from_files(ctx, settings, from_files)
     run = only_run(settings, command="explain")
+    if whole_life:
+        life = LifeConfig(
+            eval_rows=eval_rows,
+            eval_accumulation_steps=eval_accumulation_steps,
+            merge_on=merge_on,
+            keeping=Keeping(save_total_limit=save_total_limit),
+        )
+        lived = estimates.life(run, gpu, life, calibration_dir=calibration_dir, notes=notes)
+        _print_life(lived, as_json=as_json, as_markdown=as_markdown)
+        return
     explanation = estimates.explain(run, gpu, calibration_dir=calibration_dir, notes=notes)
     if as_json:
         print_json({"explanation": explanation.to_dict()})
@@ -156,6 +208,17 @@ def explain(
         click.echo(visible(terminal.explanation_markdown(explanation), keep="\n"), nl=False)
     else:
         terminal.print_explanation(explanation)
+
+
+def _print_life(life: Life, *, as_json: bool, as_markdown: bool) -> None:
+    from whichlora import terminal
+
+    if as_json:
+        print_json({"life": life.to_dict()})
+    elif as_markdown:
+        click.echo(visible(terminal.life_markdown(life), keep="\n"), nl=False)
+    else:
+        terminal.print_life(life)
 
 
 @click.command(cls=SpreadCommand)

@@ -85,6 +85,11 @@ def _no_work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
     return AdapterWork()
 
 
+def _product_and_scaled(base_bytes: int) -> int:
+    # `transpose(weight_B @ weight_A) * scaling` of `get_delta_weight`: two fp32 matrices
+    return 8
+
+
 def _no_notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
     return ()
 
@@ -120,6 +125,8 @@ class Method:
             with its adapter; None where the method adapts modules alone.
         trains_frozen: whether a gradient is made for the frozen weight, which nobody asked for.
         work: what it adds to the time of a step.
+        merging: bytes per weight that PEFT makes beside the matrix into which it merges an fp32
+            adapter, told those of the matrix's own elements.
         notes: what a user must know of a run; told whether experts are adapted.
     """
 
@@ -143,6 +150,7 @@ class Method:
     folded: Callable[[OpEmitter, Linear], Tensor] | None = None
     trains_frozen: Callable[[Linear, Dtypes], bool] = lambda linear, dtypes: False
     work: Callable[[Linear, Dtypes, Count], AdapterWork] = _no_work
+    merging: Callable[[int], int] = _product_and_scaled
     notes: Callable[[RunConfig, bool], tuple[str, ...]] = _no_notes
 
     def adapter_params(self, linear: Linear, r: Count) -> Count:

@@ -207,6 +207,15 @@ def token_bytes(linear: Linear, dtypes: Dtypes) -> tuple[int, int]:
     return outputs * forward, outputs * backward
 
 
+def merging(base_bytes: int) -> int:
+    """Bytes per weight while an adapter is merged: B·A, its sum with the base, the scaled sum.
+
+    A clone of the base lives beside them, which the norm was taken of.
+    Kind: exact. Source: peft 0.21.2 `DoraLinearVariant.merge_unsafe`, `_unmerged_base_weight`.
+    """
+    return 3 * 4 + base_bytes
+
+
 # --- PEFT
 
 
@@ -235,5 +244,6 @@ METHOD = replace(
     trains_frozen=trains_frozen,
     forward=forward,
     work=work,
+    merging=merging,
     notes=notes,
 )

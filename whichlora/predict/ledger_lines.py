@@ -78,6 +78,11 @@ def lines_at(
     return _ordered(lines), tuple(line for line in card if line.num_bytes)
 
 
+def entry_line(job: ResolvedRun, entry: Entry) -> Line:
+    """One entry of a run on one GPU."""
+    return _line(job, entry, _sizes(job))
+
+
 def _rank_lines(job: ResolvedRun, entries: Iterable[Entry], moment: str) -> list[Line]:
     """The entries of the rank that has `moment`, with the share of what one GPU would hold."""
     assert job.layout is not None

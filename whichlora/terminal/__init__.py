@@ -9,6 +9,7 @@ from whichlora.terminal.exports import print_export
 from whichlora.terminal.facts import answer_facts, detailed_row
 from whichlora.terminal.files import write_candidates, write_comparison, write_summary
 from whichlora.terminal.guides import flat_rows, print_guide, write_guide
+from whichlora.terminal.life import life_markdown, print_life
 from whichlora.terminal.live import SweepProgress
 from whichlora.terminal.placements import print_placements
 from whichlora.terminal.progress import Progress
@@ -32,12 +33,14 @@ __all__ = [
     "explanation",
     "explanation_markdown",
     "flat_rows",
+    "life_markdown",
     "print_answer",
     "print_calibration",
     "print_explanation",
     "print_export",
     "print_gpus",
     "print_guide",
+    "print_life",
     "print_merged",
     "print_models",
     "print_placements",

@@ -22,12 +22,14 @@ from whichlora.predict.largest import (
     smallest_first,
     with_size,
 )
+from whichlora.predict.life import Life, life_of
 from whichlora.predict.parallel_choice import best_spread
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import with_checkpointing, with_precision
 from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.life import LifeConfig
 from whichlora.spec.parallel import AUTO, ONE_GPU
 from whichlora.spec.results import Answers, Prediction, Refused, TracedPeak
 from whichlora.spec.run import ALL_LINEAR, Engine, RunConfig
@@ -205,6 +207,30 @@ def explain(
     basis = prediction.basis + stale_note(calibration, calibration_dir)
     prediction = replace(prediction, basis=basis, notes=(*notes, *prediction.notes))
     return replace(explained, prediction=prediction)
+
+
+def life(
+    run: RunConfig,
+    gpu: str = "auto",
+    settings: LifeConfig | None = None,
+    *,
+    calibration_dir: Path | None = None,
+    notes: tuple[str, ...] = (),
+) -> Life:
+    """The stages of `run` from its download to its resumption, and which of them is largest.
+
+    Args:
+        notes: beside those of the stages.
+
+    Raises:
+        ConfigError: an unknown model or accelerator, or a run whose life is not known.
+    """
+    device = find_target(gpu)
+    calibration = load_calibration(device, calibration_dir)
+    model = load_model(run.model)
+    run = with_precision(replace(run, model=model.name), device)
+    lived = life_of(model, run, device, calibration, settings or LifeConfig())
+    return replace(lived, notes=(*notes, *lived.notes))
 
 
 def where(
