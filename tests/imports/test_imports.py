@@ -407,6 +407,19 @@ def test_a_strategy_of_the_user_replaces_that_of_the_file(tmp_path: Path) -> Non
     assert alone.run.parallel.gpus == 1
 
 
+def test_one_gpu_divides_nothing_and_offload_there_is_refused(tmp_path: Path) -> None:
+    text = LLAMAFACTORY + "deepspeed: ds.json\n"
+    lora, ds = files_of(tmp_path, lora_yaml=text, ds_json=json.dumps(DEEPSPEED))
+    (alone,) = estimate(gpu=GPU, from_file=lora, gpus=1)
+    assert any("deepspeed: divides nothing on one GPU" in note for note in alone.notes)
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    ds.write_text(json.dumps({"zero_optimization": zero}))
+    with pytest.raises(ConfigError, match="offload of one GPU is not predicted; pass --parallel"):
+        estimate(gpu=GPU, from_file=lora, gpus=1)
+    (plain,) = estimate(gpu=GPU, from_file=lora, gpus=1, parallel="none")
+    assert plain.memory == alone.memory
+
+
 def test_the_answer_says_what_was_not_used(tmp_path: Path) -> None:
     (path,) = files_of(tmp_path, lora_yaml=LLAMAFACTORY + "frobnicate: 3\n")
     done = whichlora("estimate", "--from", str(path), "--gpu", GPU)

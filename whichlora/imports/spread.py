@@ -39,13 +39,14 @@ def spread_settings(keys: Keys, launch: Launch, *, fsdp_version: int = 2) -> dic
         if (launch.gpus or 1) > 1:
             settings["parallel"] = "ddp"
         return settings
-    if launch.gpus == 1:
-        keys.refuse(
-            "parallel", accelerator["key"], "of one GPU is not predicted; give --gpus, or none"
-        )
-        return settings
     strategy = _strategy(keys, accelerator)
-    return settings | strategy
+    if launch.gpus != 1:
+        return settings | strategy
+    if strategy.get("offload"):
+        keys.refuse("parallel", accelerator["key"], "offload of one GPU is not predicted")
+    elif strategy:
+        keys.assume(accelerator["key"], "divides nothing on one GPU; assumed: none of it")
+    return settings
 
 
 def _strategy(keys: Keys, accelerator: Mapping[str, Any]) -> dict[str, Any]:

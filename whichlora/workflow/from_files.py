@@ -45,7 +45,7 @@ def with_files(
         if name not in stated and name not in dropped:
             merged[name] = [value]
     for name, fault in imported.refused.items():
-        if name not in stated and name not in dropped:
+        if name not in stated:
             raise ConfigError(fault)
     if not merged.get("model") or merged["model"] == [""]:
         raise ConfigError(f"{imported.path}: names no model; give one beside --from")
