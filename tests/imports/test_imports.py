@@ -407,6 +407,14 @@ def test_a_strategy_of_the_user_replaces_that_of_the_file(tmp_path: Path) -> Non
     assert alone.run.parallel.gpus == 1
 
 
+def test_what_goes_with_a_setting_of_the_file_falls_with_it(tmp_path: Path) -> None:
+    (path,) = files_of(tmp_path, sft_yaml=TRL_CLI)
+    (of_file,) = estimate(gpu=GPU, from_file=path)
+    assert (of_file.run.base_dtype, of_file.run.loss_head) == ("float32", "trl-fused")
+    (pure,) = estimate(gpu=GPU, from_file=path, precision="bf16-pure", trainer="loop")
+    assert (pure.run.base_dtype, pure.run.loss_head) == ("auto", "hf")
+
+
 def test_one_gpu_divides_nothing_and_offload_there_is_refused(tmp_path: Path) -> None:
     text = LLAMAFACTORY + "deepspeed: ds.json\n"
     lora, ds = files_of(tmp_path, lora_yaml=text, ds_json=json.dumps(DEEPSPEED))

@@ -12,11 +12,9 @@ from whichlora.parallel import strategy_options
 
 # Settings of the files that go with another one, and fall where the user gives that one.
 _WITH = {
-    "parallel": (),
     "precision": ("base_dtype", "adapter_dtype"),
     "trainer": ("trainer_options", "loss_head"),
     "global_batch_size": ("gradient_accumulation_steps",),
-    "loss_head": ("trainer",),
 }
 
 
@@ -49,16 +47,13 @@ def with_files(
             raise ConfigError(fault)
     if not merged.get("model") or merged["model"] == [""]:
         raise ConfigError(f"{imported.path}: names no model; give one beside --from")
-    if "gpus" not in imported.settings and "gpus" not in stated and _is_spread(imported):
+    strategy = merged.get("parallel", [None])[0]
+    if strategy is not None and "parallel" not in stated and merged.get("gpus", [None]) == [None]:
         raise ConfigError(
-            f"{imported.path}: asks for {imported.settings['parallel']} and does not say how many "
-            "GPUs the run has; pass --gpus, such as --gpus 4"
+            f"{imported.path}: asks for {strategy} and does not say how many GPUs the run has; "
+            "pass --gpus, such as --gpus 4"
         )
     return merged, imported
-
-
-def _is_spread(imported: Imported) -> bool:
-    return "parallel" in imported.settings
 
 
 def notes_of(imported: Imported, settings: Mapping[str, list[Any]]) -> tuple[str, ...]:
