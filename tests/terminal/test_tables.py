@@ -231,5 +231,6 @@ def test_rows_that_would_look_alike_name_what_differs() -> None:
         "lora r=16, trainer loop",
         "qlora r=16, trainer loop",
     ]
-    # on devices of their own the rows differ
-    assert variants(runs[:2], ["t4-16gb", "l4-24gb"]) == ["lora r=16"] * 2
+    # a trainer is named wherever there are two, on devices of their own, too
+    assert variants(runs[:2], ["t4-16gb", "l4-24gb"]) == names[:2]
+    assert variants(runs[1:2] * 2, ["t4-16gb", "l4-24gb"]) == ["lora r=16"] * 2

@@ -135,13 +135,11 @@ def resolve_dtypes(
 
     Source: MODES of `docs/memory.md`, read and traced on transformers 5.23, peft 0.21.2.
     """
-    quant = run.quant or "none"
-    precision = run.precision
+    quant, precision, narrow = run.quant or "none", run.precision, run.narrows_adapters
+    training = run.phase == "finetune"
     half = 4 if precision in FP32_PRECISIONS else 2
-    prepared = run.phase == "finetune" and bool(run.prepare_kbit) and quant in BNB_QUANTS
-    autocast = run.phase == "finetune" and precision in AUTOCAST_PRECISIONS
-    narrow = run.narrows_adapters
-
+    prepared = training and bool(run.prepare_kbit) and quant in BNB_QUANTS
+    autocast = training and precision in AUTOCAST_PRECISIONS
     wide_base = has_master_weights(run, trains_base=trains_base)  # under autocast alone
     stored = 4 if wide_base or prepared else half
 
@@ -151,20 +149,16 @@ def resolve_dtypes(
 
     if half == 4 or (prepared and not autocast):
         mode: Mode = "F"  # fp32 norms of a prepared base promote the whole stream
-    elif (prepared and autocast) or wide_base or wide_result:
-        mode = "Q"
     else:
-        mode = _narrow_mode(run, autocast=autocast, trains_base=trains_base)
+        is_widened = prepared or wide_base or wide_result
+        mode = "Q" if is_widened else _narrow_mode(run, autocast=autocast, trains_base=trains_base)
 
     # A prepared base has an fp32 stream whatever the adapters are; without autocast, a copy of it
     # is made for each.
     narrow_adapters = mode == "F" and narrow
     widens_input = mode in ("A", "C", "Q", "F") and not narrow_adapters
-    # PEFT makes adapters fp32; only TRL's fused recipe casts those of 4-bit layers to bf16.
-    by_trainer = run.loss_head == "trl-fused" or narrows_adapters
-    trl_narrows = by_trainer and run.adapter_dtype == "auto"
     cast_by_autocast = mode == "P" and autocast and not trains_base
-    by_trl = trl_narrows and (cast_by_autocast or wide_result)
+    by_trl = (cast_by_autocast or wide_result) and _trl_narrows(run, narrows_adapters)
     fp32_adapters = not narrow and not by_trl and (widens_input or cast_by_autocast)
     wide = mode in ("Q", "F")
     return Dtypes(
@@ -187,13 +181,13 @@ def resolve_dtypes(
         adapter_product_bytes=4 if mode in ("C", "F") and fp32_adapters else 2,
         shared_inputs=mode in ("P", "F") and not narrow_adapters,
         input_bytes=4 if mode in ("C", "F") and not narrow_adapters else 2,
-        lora_dropout=run.lora_dropout if run.phase == "finetune" else 0.0,
-        adapters_drop=bool(run.lora_dropout)
-        and run.phase == "finetune"
+        lora_dropout=run.lora_dropout if training else 0.0,
+        adapters_drop=training
+        and run.lora_dropout > 0
         and not run.trainer_option("disable_dropout"),
         # PEFT widens the input to the adapter's dtype before it drops; autocast narrows it after.
         dropped_bytes=4 if widens_input else half,
-        training=run.phase == "finetune",
+        training=training,
         attn=run.attn,
         padded=run.padding == "padded",
         trains_base=trains_base,
@@ -205,6 +199,11 @@ def resolve_dtypes(
         libraries=run.versions,
         quantises_experts=run.quantize_moe_experts,
     )
+
+
+def _trl_narrows(run: RunConfig, narrows_adapters: bool) -> bool:
+    """Whether adapters that PEFT made in fp32 are cast to bf16 on a 4-bit base, which TRL does."""
+    return run.adapter_dtype == "auto" and (run.loss_head == "trl-fused" or narrows_adapters)
 
 
 def _narrow_mode(run: RunConfig, *, autocast: bool, trains_base: bool) -> Mode:
