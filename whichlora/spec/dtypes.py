@@ -142,7 +142,6 @@ def resolve_dtypes(
     autocast = training and precision in AUTOCAST_PRECISIONS
     wide_base = has_master_weights(run, trains_base=trains_base)  # under autocast alone
     stored = 4 if wide_base or prepared else half
-
     # PEFT's 4-bit and 8-bit layers cast their result back where autocast is off alone, so that it
     # makes the stream fp32 from the first layer on: peft 0.21.2 `lora.bnb.Linear4bit.forward`
     wide_result = widens_result and autocast and quant in BNB_QUANTS and not narrow
