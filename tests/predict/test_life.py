@@ -1,7 +1,6 @@
 """Which stage of a run is the largest, and what is said of it."""
 
 import json
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -75,7 +74,12 @@ def test_what_has_no_known_life_is_refused(settings: dict[str, object], message:
         life(MODEL, GPU, **settings)  # type: ignore[arg-type]
 
 
-def test_the_command_prints_the_stages_and_says_which_decides(tmp_path: Path) -> None:
+def test_settings_of_the_stages_need_them() -> None:
+    refused = CliRunner().invoke(main, ["explain", MODEL, "--gpu", GPU, "--eval-rows", "8"])
+    assert "need --life" in str(refused.output) + str(refused.exception)
+
+
+def test_the_command_prints_the_stages_and_says_which_decides() -> None:
     asked = ["explain", MODEL, "--gpu", GPU, "--method", "qlora", "--life"]
     printed = CliRunner().invoke(main, asked).output
     assert "in merging" in printed.replace("\n", " ")

@@ -188,13 +188,17 @@ def explain(
     settings = plain_settings([model] if model else [], options, command="explain")
     settings, notes = with_from_files(ctx, settings, from_files)
     run = only_run(settings, command="explain")
-    if whole_life:
-        life = LifeConfig(
-            eval_rows=eval_rows,
-            eval_accumulation_steps=eval_accumulation_steps,
-            merge_on=merge_on,
-            keeping=Keeping(save_total_limit=save_total_limit),
+    life = LifeConfig(
+        eval_rows=eval_rows,
+        eval_accumulation_steps=eval_accumulation_steps,
+        merge_on=merge_on,
+        keeping=Keeping(save_total_limit=save_total_limit),
+    )
+    if life != LifeConfig() and not whole_life:
+        raise ConfigError(
+            "--eval-rows, --eval-accumulation-steps, --save-total-limit, --merge-on: need --life"
         )
+    if whole_life:
         lived = estimates.life(run, gpu, life, calibration_dir=calibration_dir, notes=notes)
         _print_life(lived, as_json=as_json, as_markdown=as_markdown)
         return
