@@ -149,9 +149,10 @@ def estimate(
         else:
             gpu = _old_spelling(gpu, gpus)  # type: ignore[arg-type]
     grid, notes = _with_files(_grid(models, asked), from_file, stated=asked)
+    types = _types(gpu)
     return estimates.estimate(
-        combinations.combinations(grid),
-        _types(gpu),
+        combinations.combinations(combinations.with_cards(grid, types)),
+        types,
         calibration_dir=_path(calibration_dir),
         engine=engine,
         notes=notes,

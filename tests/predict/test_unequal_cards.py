@@ -91,3 +91,8 @@ def test_cards_are_counted() -> None:
     ]
     ((card, number),) = find_cards("4090")
     assert (card.key, number) == ("rtx-4090-24gb", 1)
+
+
+def test_the_cards_state_their_number_to_a_strategy_that_is_named() -> None:
+    (prediction,) = estimate("Qwen/Qwen2.5-0.5B", "3090+2x4090", parallel="ddp")
+    assert prediction.run.parallel.gpus == 3

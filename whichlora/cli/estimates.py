@@ -95,7 +95,7 @@ def estimate(
     settings, notes = with_from_files(ctx, settings, from_files)
     maximise = maximised(settings)
     predictions = estimates.estimate(
-        combinations.combinations(settings),
+        combinations.combinations(combinations.with_cards(settings, gpu)),
         gpu,
         calibration_dir=calibration_dir,
         engine=engine,

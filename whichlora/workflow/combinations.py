@@ -13,6 +13,7 @@ from whichlora.methods import with_defaults
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requested
 from whichlora.spec.results import Refused
 from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_cards
 
 _ALONE = (None, AUTO, ONE_DEVICE)  # what one GPU is asked with
 MOST_COMBINATIONS = 20_000  # half a minute of predictions
@@ -107,6 +108,21 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
             if run not in seen:
                 seen.add(run)
                 yield run
+
+
+def with_cards(
+    settings: Mapping[str, Sequence[Any]], targets: Sequence[str]
+) -> Mapping[str, Sequence[Any]]:
+    """`settings` with the number of GPUs that unequal cards state: "3090+2x4090" are three.
+
+    Only where nothing else states it, and one target alone.
+
+    Raises:
+        ConfigError: an unknown accelerator.
+    """
+    if len(targets) != 1 or "+" not in targets[0] or any(settings.get("gpus") or ()):
+        return settings
+    return {**settings, "gpus": [sum(number for _, number in find_cards(targets[0]))]}
 
 
 def with_parallel(settings: Mapping[str, Any]) -> dict[str, Any]:
