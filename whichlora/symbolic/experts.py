@@ -40,7 +40,7 @@ def _weight(code: OpEmitter, linear: Linear) -> Tensor:
     """A bare parameter, its adapter folded in if it has one."""
     if code.method.folded is not None and code.adapts(linear):
         return code.method.folded(code, linear)
-    if is_quantised(linear, code.dtypes):
+    if not linear.is_module and is_quantised(linear, code.dtypes):
         return _expanded(code, linear)
     trained = code.dtypes.trains_base
     return code.tape.weight(constant(linear.num_weights), code.dtypes.base_bytes, trained=trained)
