@@ -31,6 +31,5 @@ def test_the_ledger_has_the_bytes_of_experts_that_are_expanded_when_read(
         gradient_checkpointing=checkpoints,
         quantize_moe_experts=True,
     )
-    # when Python collects garbage moves the trace by up to 1.4 %
     line = {"layers": 2, "run": run.to_dict()}
-    assert trainer_traces.predicted(line) == pytest.approx(trainer_traces.traced(line), rel=0.02)
+    assert trainer_traces.predicted(line) == pytest.approx(trainer_traces.traced(line), rel=0.006)

@@ -237,7 +237,8 @@ def replace_parameters(
     """Put `made(meta, stays_fp32)` in the place of every parameter; tied ones stay tied."""
     fp32_names = names_kept_wide(model, dtype)
     placed: dict[int, nn.Parameter] = {}  # by id of the meta tensor
-    for module_name, module in model.named_modules():
+    # listed at first: experts get children when they are quantised, with what was placed in them
+    for module_name, module in list(model.named_modules()):
         for name, meta in list(module._parameters.items()):
             if meta is None:
                 continue
