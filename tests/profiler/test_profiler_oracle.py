@@ -238,6 +238,14 @@ def test_the_cpu_peak_ignores_the_release_of_older_blocks() -> None:
     del new
 
 
+def test_a_block_that_another_thread_released_counts_until_its_address_is_used_again() -> None:
+    from whichlora.profiler.cpu_peak import peak_of
+
+    time, first, second = iter(range(4)), 4096, 8192
+    events = [(next(time), 0, address, 100) for address in (first, second, first, first)]
+    assert peak_of(events) == 200
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -50,10 +50,10 @@ class CpuPeak:
         self._profiler.stop()
         tree = self._profiler.profiler.kineto_results.experimental_event_tree()
         self._profiler = None
-        return self._alive_bytes + _peak_of(sorted(_allocations(tree)))
+        return self._alive_bytes + peak_of(sorted(allocations(tree)))
 
 
-def _allocations(roots: Iterable[Any]) -> Iterator[tuple[int, int, int, int]]:
+def allocations(roots: Iterable[Any]) -> Iterator[tuple[int, int, int, int]]:
     """Time, order of appearance, address and signed size of each allocation and release."""
     pending = list(roots)
     order = 0
@@ -67,14 +67,18 @@ def _allocations(roots: Iterable[Any]) -> Iterator[tuple[int, int, int, int]]:
                 order += 1
 
 
-def _peak_of(events: Iterable[tuple[int, int, int, int]]) -> int:
-    """Highest running sum; the release of a block from before the window is not part of it."""
+def peak_of(events: Iterable[tuple[int, int, int, int]]) -> int:
+    """Highest running sum; the release of a block from before the window is not part of it.
+
+    PyTorch records the releases of the profiled thread only: a block whose address is given out
+    again was released by another one.
+    """
     sizes: dict[int, int] = {}
     live = peak = 0
     for _, _, address, size in events:
         if size > 0:
+            live += size - sizes.get(address, 0)
             sizes[address] = size
-            live += size
             peak = max(peak, live)
         else:
             live -= sizes.pop(address, 0)
