@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import run_on_fake_gpus
-from fake_profiler import FakeProfiler
+from fake_profiler import pretend_device
 
 from whichlora.cluster import rounds, watch
 from whichlora.cluster.on_this_machine import LocalEngine
@@ -39,7 +39,7 @@ class Silent:
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Example:
     """A copy of an example, with lines of its own in place of what this machine can't do."""
-    monkeypatch.setattr("whichlora.profiler.profile.Profiler", FakeProfiler)
+    pretend_device(monkeypatch)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(EXAMPLES, tmp_path / "examples")
 

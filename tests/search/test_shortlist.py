@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_profiler import FakeProfiler
+from fake_profiler import FakeProfiler, pretend_device
 from plan_runs import Silent, write_config
 
 from whichlora.config import load_plan
@@ -32,8 +32,7 @@ from whichlora.workflow.session import Session
 
 @pytest.fixture(autouse=True)
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> type[FakeProfiler]:
-    monkeypatch.setattr("whichlora.profiler.profile.Profiler", FakeProfiler)
-    monkeypatch.setattr(FakeProfiler, "calls", [])
+    pretend_device(monkeypatch)
     return FakeProfiler
 
 

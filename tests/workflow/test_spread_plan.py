@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_profiler import FakeProfiler
+from fake_profiler import FakeProfiler, pretend_device
 from plan_runs import Silent
 
 from whichlora.config import load_plan
@@ -217,8 +217,7 @@ def test_what_is_not_possible_is_refused_in_one_line(
 def test_profiles_on_one_gpu_correct_what_several_compute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("whichlora.profiler.profile.Profiler", FakeProfiler)
-    monkeypatch.setattr(FakeProfiler, "calls", [])
+    pretend_device(monkeypatch)
     keys: dict[str, Any] = {
         "gpu": "cpu",
         "gpus": [2],
@@ -250,8 +249,7 @@ def test_profiles_on_one_gpu_correct_what_several_compute(
 def test_candidates_are_profiled_with_their_ranks_where_the_gpus_are_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("whichlora.profiler.profile.Profiler", FakeProfiler)
-    monkeypatch.setattr(FakeProfiler, "calls", [])
+    pretend_device(monkeypatch)
     keys: dict[str, Any] = {
         "gpu": "cpu",
         "gpus": [2],
@@ -281,8 +279,7 @@ def test_candidates_are_profiled_with_their_ranks_where_the_gpus_are_here(
 def test_a_candidate_whose_ranks_fail_is_not_the_winner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("whichlora.profiler.profile.Profiler", FakeProfiler)
-    monkeypatch.setattr(FakeProfiler, "calls", [])
+    pretend_device(monkeypatch)
     monkeypatch.setattr(FakeProfiler, "OUTCOMES", {"lora": "crashed"})
     keys: dict[str, Any] = {
         "gpu": "cpu",

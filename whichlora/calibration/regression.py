@@ -254,7 +254,7 @@ class TimeRegressor(_PositiveRegressor):
         blocks = self._blocks(X)
         start = self.coef_
 
-        def explain(logs: Array) -> tuple[Array, Array]:
+        def explain(logs: Array, with_slopes: bool) -> tuple[Array, Array]:
             of_all = loads @ logs[:num_factors]
             errors, slopes = np.empty(len(y)), np.zeros((len(y), len(logs)))
             for _, columns, rows, features in blocks:
@@ -264,10 +264,11 @@ class TimeRegressor(_PositiveRegressor):
                 coefficients = start[columns] * np.exp(np.clip(exponents, -MOST_LOG, MOST_LOG))
                 parts = self._parts(coefficients, features)
                 predicted = np.maximum(parts.sum(axis=1), _LEAST)
-                shares = parts / predicted[:, None]
                 errors[rows] = np.log(y[rows] / predicted)
-                slopes[rows, :num_factors] = shares @ loads[columns]
-                slopes[rows[:, None], places] = shares[:, of_stack]
+                if with_slopes:
+                    shares = parts / predicted[:, None]
+                    slopes[rows, :num_factors] = shares @ loads[columns]
+                    slopes[rows[:, None], places] = shares[:, of_stack]
             return errors, slopes
 
         seen = [phase for phase, *_ in blocks]
@@ -383,15 +384,15 @@ class Evidence:
     """Runs that independent factors are to explain.
 
     Args:
-        explain: of logs of the factors, the log errors of all runs, shape [num_runs], and what a
-            unit of each takes off them, shape [num_runs, num_effects].
+        explain: of logs of the factors, the log errors of all runs, shape [num_runs], and, where
+            asked for, what a unit of each takes off them, shape [num_runs, num_effects].
         groups: positions of the runs that scatter alike; every run is in one.
         spread: standard deviation of each log before any run.
         noise: of the log of a run before any run, by group.
         sample_weight: how many runs each counts for.
     """
 
-    explain: Callable[[Array], tuple[Array, Array]]
+    explain: Callable[[Array, bool], tuple[Array, Array]]
     groups: Sequence[NDArray[np.intp]]
     spread: Array
     noise: Array
@@ -438,11 +439,11 @@ def fit_effects(evidence: Evidence, starts: Iterable[Array]) -> Effects:
     minima; the least one that is reached from `starts` is the answer.
     """
     promising = sorted(
-        starts, key=lambda start: evidence.criterion(evidence.explain(start)[0], start)
+        starts, key=lambda start: evidence.criterion(evidence.explain(start, False)[0], start)
     )
     descents = (_descended(evidence, start) for start in promising[:MOST_DESCENTS])
     _, logs = min(descents, key=lambda pair: pair[0])
-    errors, slopes = evidence.explain(logs)
+    errors, slopes = evidence.explain(logs, True)
     precision, noise = evidence.weighed(errors)
     inverse = (slopes * precision[:, None]).T @ slopes + np.diag(evidence.pull(logs))
     return Effects(logs, np.asarray(np.linalg.inv(inverse)), noise)
@@ -453,7 +454,7 @@ def _descended(evidence: Evidence, start: Array) -> tuple[float, Array]:
     logs = best = start
     least = math.inf
     for _ in range(MAX_STEPS):
-        errors, slopes = evidence.explain(logs)
+        errors, slopes = evidence.explain(logs, True)
         criterion = evidence.criterion(errors, logs)
         if criterion < least:
             least, best = criterion, logs

@@ -11,6 +11,7 @@ from whichlora.memory.training import PARTS
 from whichlora.predict.judgement import ALLOCATED_PARTS
 from whichlora.predict.parts import part_bytes
 from whichlora.predict.predict import (
+    features_by_length,
     forward_features,
     ledger,
     mean_context,
@@ -99,8 +100,9 @@ def time_samples(job: ResolvedRun, measurement: Measurement) -> dict[str, list[S
         by_length: dict[int, list[float]] = {}
         for length, step_s in zip(measurement.step_lengths, measurement.step_s, strict=True):
             by_length.setdefault(length, []).append(step_s)
+        rows = features_by_length(lambda length: step_features(job, seq_len=length), by_length)
         for length, times in by_length.items():
-            add("finetune", step_features(job, seq_len=length), times, length)
+            add("finetune", rows[length], times, length)
     prompt = job.run.prompt_len
     if measurement.prefill_s:
         features = forward_features(job, context=prompt, decoding=False)

@@ -87,7 +87,7 @@ def _replayed_generation(run: Generation) -> _Replayed | None:
     )
 
 
-@lru_cache(maxsize=32)  # `where` asks for one run on every card
+@lru_cache(maxsize=1024)  # `where` asks for one run on every card
 def _replay_of(asked: _OnAnyCard) -> _Replayed | None:
     if isinstance(asked.run, Generation):
         return _replayed_generation(asked.run)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.spec.architecture import Linear, ModelSpec
@@ -32,6 +34,7 @@ def quantised_bytes(
     )
 
 
+@lru_cache(maxsize=1024)  # layers and candidates share their shapes
 def quantised_parts(
     num_weights: int, quant: str, *, out_features: int, group_size: int = 128
 ) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from whichlora.memory.evaluation import evaluation_bytes
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.predict import training_step, update_of
 from whichlora.predict.resolve import ResolvedRun
-from whichlora.spec.numeric import Real
+from whichlora.spec.numeric import Count, Real
 from whichlora.spec.plan import SAVED_SHARE, Keeping
 from whichlora.spec.results import known_values
 from whichlora.timing import model as timing
@@ -63,7 +63,7 @@ def num_checkpoints(keeping: Keeping, *, num_steps: int) -> int:
     return math.ceil(num_steps / each)
 
 
-def evaluation_features(job: ResolvedRun, *, width: int) -> dict[str, Real]:
+def evaluation_features(job: ResolvedRun, *, width: Count) -> dict[str, Real]:
     """Time features of one evaluation batch: a forward whose every token is scored."""
     sizes = {"batch_size": job.run.batch_size, "seq_len": width, "r": job.run.r}
     done = work.evaluation_work(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -161,6 +161,23 @@ def step_features(job: ResolvedRun, **sizes: Count) -> dict[str, Real]:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
     return features_of_step(training_step(job, **sizes))
+
+
+def features_by_length(
+    features: Callable[[Count], Mapping[str, Real]], lengths: Collection[int]
+) -> dict[int, dict[str, float]]:
+    """`features` at each of `lengths`, which one call counts as an array.
+
+    A workload has dozens of lengths, and a call for each takes most of the time of a search.
+    """
+    if len(lengths) < 2:
+        return {length: dict(features(length)) for length in lengths}
+    import numpy as np
+
+    counted = features(np.array(list(lengths), dtype=np.float64))
+    columns = [np.broadcast_to(column, len(lengths)).tolist() for column in counted.values()]
+    rows = zip(*columns, strict=True)
+    return {n: dict(zip(counted, row, strict=True)) for n, row in zip(lengths, rows, strict=True)}
 
 
 def forward_features(

@@ -9,7 +9,12 @@ from typing import TypeAlias
 
 from whichlora.memory.training import PARTS
 from whichlora.predict.evaluation_and_saving import evaluation_features
-from whichlora.predict.predict import CountedRun, num_tokens, step_features
+from whichlora.predict.predict import (
+    CountedRun,
+    features_by_length,
+    num_tokens,
+    step_features,
+)
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.search.spread_steps import SpreadSteps
 from whichlora.timing.model import FEATURES
@@ -63,16 +68,14 @@ def count_training(
         evaluated: number of evaluation batches by padded length.
     """
     job = counted.job
+    rows = features_by_length(lambda width: evaluation_features(job, width=width), evaluated)
     evaluations = tuple(
-        ("prefill", count, _row(evaluation_features(job, width=length)))
-        for length, count in evaluated.items()
+        ("prefill", count, _row(rows[length])) for length, count in evaluated.items()
     )
     if job.layout is not None:
         return CountedCandidate(counted, evaluations, (), SpreadSteps.of(job, steps))
-    passes = tuple(
-        ("finetune", count, _row(step_features(job, seq_len=length)))
-        for length, count in steps.items()
-    )
+    rows = features_by_length(lambda width: step_features(job, seq_len=width), steps)
+    passes = tuple(("finetune", count, _row(rows[length])) for length, count in steps.items())
     ((phase, _, longest),) = counted.passes
     trial = (phase, float(num_batches + UNTIMED_STEPS), _row(longest))
     return CountedCandidate(counted, passes + evaluations, (trial,))

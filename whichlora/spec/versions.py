@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Self
 
 from whichlora.errors import ConfigError
@@ -204,5 +205,6 @@ class Libraries:
         return self.older("transformers", "5")
 
 
+@cache
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part)

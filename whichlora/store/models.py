@@ -56,21 +56,25 @@ def find_model(name: str) -> ModelSpec | None:
     stem = _stem(name, index)
     if stem is None:
         return None
-    path = _folder() / f"{stem}.json"
+    record = _record(stem, index)
+    return _spec(_folder() / f"{stem}.json", _spelling(name, record), record.hub_id)
+
+
+@cache
+def _spec(path: Path, known_as: str, hub_id: str) -> ModelSpec:
+    """The architecture that `path` has, read once, as the index is."""
     values = read_object(path)
     check_schema_version(values, SCHEMA_VERSION, str(path))
     config = values.get("config")
     if not isinstance(config, dict):
         raise DataFileError(f"{path}: config: must be an object, got {type(config).__name__}")
-    record = _record(stem, index)
-    known_as = _spelling(name, record)
     try:
         spec = families.build(config, name=known_as)
     except ConfigError as error:
         raise DataFileError(f"{path}: config: {error}") from error
     notes = spec.notes
-    if known_as != record.hub_id:
-        notes += (f"shapes of {record.hub_id}; context length and dtype may differ",)
+    if known_as != hub_id:
+        notes += (f"shapes of {hub_id}; context length and dtype may differ",)
     if values.get("note"):
         notes += (str(values["note"]),)
     return replace(spec, notes=notes)
