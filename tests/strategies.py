@@ -92,7 +92,15 @@ def every_finetune_run() -> st.SearchStrategy[RunConfig]:
             ("bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32", "tf32")
         ),
         optimizer=st.sampled_from(
-            ("adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd", "lion")
+            (
+                "adamw_torch",
+                "adamw_8bit",
+                "paged_adamw_8bit",
+                "paged_adamw_32bit",
+                "adafactor",
+                "sgd",
+                "lion",
+            )
         ),
         attn=st.sampled_from(("sdpa", "eager", "flash_attention_2")),
         use_reentrant=st.sampled_from((None, True, False)),

@@ -56,7 +56,9 @@ def drawn_run(draw: random.Random) -> RunConfig:
         target_modules=draw.choice([("all-linear",), ("q_proj", "v_proj")]),
         modules_to_save=draw.choice([(), (), ("embed_tokens",)]) if method != "full" else (),
         precision=draw.choice(PRECISIONS),
-        optimizer=draw.choice(["adamw_torch_fused", "adamw_8bit", "adafactor", "sgd", "lion"]),
+        optimizer=draw.choice(
+            ["adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "sgd", "lion"]
+        ),
         gradient_checkpointing=draw.random() < 0.6,
         use_reentrant=draw.choice([True, False]),
         gradient_accumulation_steps=draw.choice([1, 4]),

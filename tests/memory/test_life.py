@@ -165,6 +165,14 @@ def test_what_weighs_most_on_the_gpu_names_a_setting() -> None:
     assert life.FACT_SETTINGS[weights.EMBEDDING_WEIGHTS] == "precision, prepare_kbit"
 
 
+def test_no_rank_lowers_what_a_full_fine_tuning_holds() -> None:
+    settings = {
+        each.setting for stage in stages(job_of(method="full")).values() for each in stage.held
+    }
+    assert "method" in settings
+    assert "r, target_modules" not in settings
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -193,6 +193,7 @@ def test_unscaling_reads_and_writes_the_gradients() -> None:
         ("adamw_torch_fused", 2, 7 * 2),
         ("sgd", 4, 3 * 4),
         ("lion", 2, 3 * 2 + 2 * 4),
+        ("paged_adamw_32bit", 2, 3 * 2 + 2 * 8),
         ("adafactor", 4, 84),
         ("adafactor", 2, 102),
         # two codes of a byte and two fp32 scales of 256 of them, read and written

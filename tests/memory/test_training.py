@@ -379,6 +379,7 @@ def test_generation_keeps_logits_of_one_position() -> None:
         ("adamw_torch_fused", 2, 4),
         ("adamw_8bit", 4, 2 + 8 / 256),
         ("paged_adamw_8bit", 4, 8 / 256),  # only the scales
+        ("paged_adamw_32bit", 2, 0),
         ("lion", 4, 4),
         ("lion", 2, 4),  # fp32 whatever the parameter is
         ("sgd", 4, 0),
@@ -422,6 +423,15 @@ def test_from_4096_elements_states_are_8_bit_and_from_100_000_on_the_host(
     tensor = Trained(rows=1, width=width, param_bytes=4)
     size = optimizer.state_bytes([tensor], optimizer=name, device_kind="cuda")
     assert size == codes + 2 * 4 * -(-width // 256)
+
+
+@pytest.mark.parametrize(("width", "num_bytes"), [(99_999, 8 * 99_999), (100_000, 0)])
+def test_from_100_000_elements_paged_32_bit_states_are_on_the_host(
+    width: int, num_bytes: int
+) -> None:
+    tensor = Trained(rows=1, width=width, param_bytes=2)
+    paged = {"optimizer": "paged_adamw_32bit", "device_kind": "cuda"}
+    assert optimizer.state_bytes([tensor], **paged) == num_bytes
 
 
 @pytest.mark.parametrize("quant", ["none", "nf4"])

@@ -50,6 +50,7 @@ def forgetful_bitsandbytes() -> Iterator[None]:
         {"method": "lora", "precision": "fp32", "optimizer": "adafactor"},
         {"method": "lora", "precision": "fp32", "optimizer": "adamw_8bit"},
         {"method": "lora", "precision": "fp32", "optimizer": "lion"},
+        {"method": "lora", "precision": "fp32", "optimizer": "paged_adamw_32bit"},
         {"method": "full", "precision": "bf16"},
     ],
     ids=str,

@@ -90,6 +90,7 @@ def measure(
         {"method": "lora", "precision": "bf16-no-autocast", "gradient_accumulation_steps": 2},
         {"method": "lora", "quant": "int8", "optimizer": "adamw_8bit"},
         {"method": "qlora", "precision": "bf16", "optimizer": "paged_adamw_8bit"},
+        {"method": "lora", "precision": "bf16-pure", "optimizer": "paged_adamw_32bit"},
         {"method": "qlora", "precision": "bf16-pure", "quant": "fp4", "prepare_kbit": False},
         {"method": "dora", "lora_dropout": 0.1, "attn": "eager"},
         {"method": "qdora"},

@@ -17,7 +17,14 @@ from whichlora.spec.numeric import Count
 _TENSOR_HEADER_BYTES = 128
 _RECORD_HEADER_BYTES = 275
 # Of `torch.optim.Adam` `step`, `exp_avg`, `exp_avg_sq`; of Adafactor `RMS` and two factors.
-_RECORDS = {"adamw_torch": 3, "adamw_torch_fused": 3, "adafactor": 3, "lion": 1, "sgd": 0}
+_RECORDS = {
+    "adamw_torch": 3,
+    "adamw_torch_fused": 3,
+    "paged_adamw_32bit": 2,
+    "adafactor": 3,
+    "lion": 1,
+    "sgd": 0,
+}
 _OF_8_BITS = 4
 # Of `_save_rng_state` 14.5 kB (2.5 of NumPy's, 5 of torch's, 3 of Python's generator),
 # `training_args.bin` 5.3, `scheduler.pt` 1.5, configs 1 to 2, `trainer_state.json` from 0.8 on.

@@ -65,8 +65,8 @@ PART_SETTINGS = {
     "logits_and_loss": "loss_head, batch_size",
     "temporary": "batch_size, seq_len",
 }
-
-
+# Where all weights are trained, a method with adapters gives most of both away.
+FULL_SETTINGS = PART_SETTINGS | {"weights": "method", "gradients": "method"}
 FACT_SETTINGS = {
     EMBEDDING_WEIGHTS: "precision, prepare_kbit",
     loss.HEAD_COPY: "prepare_kbit",
@@ -75,9 +75,10 @@ FACT_SETTINGS = {
 }
 
 
-def _on_gpu(entries: Iterable[Entry]) -> tuple[Held, ...]:
+def _on_gpu(step: TrainingStep, entries: Iterable[Entry]) -> tuple[Held, ...]:
+    by_part = FULL_SETTINGS if step.method.trains_base else PART_SETTINGS
     return tuple(
-        Held("gpu", entry, FACT_SETTINGS.get(entry.fact, PART_SETTINGS.get(entry.part, "")))
+        Held("gpu", entry, FACT_SETTINGS.get(entry.fact, by_part.get(entry.part, "")))
         for entry in entries
     )
 
@@ -162,7 +163,7 @@ def loading(step: TrainingStep) -> Stage:
     else:
         size = _copied(step, _size(weights))
         on_host = Held("host", Entry(WEIGHTS_ON_HOST, size), 'device_map={"": 0}')
-    return Stage(name="loading", held=(*_on_gpu(largest), on_host))
+    return Stage(name="loading", held=(*_on_gpu(step, largest), on_host))
 
 
 # --- training ----------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ def training(
         name="training",
         workspace_bytes=ledger.workspace_in(peak),
         held=(
-            *_on_gpu(ledger.moments[peak]),
+            *_on_gpu(step, ledger.moments[peak]),
             Held("host", Entry(PAGED_STATES, states[0] - states[1]), "optimizer"),
             Held("disk", Entry(CHECKPOINTS, written * checkpoint.total), "save_total_limit"),
         ),
@@ -281,7 +282,7 @@ def evaluating(step: TrainingStep, checkpointed: TrainingStep, life: LifeConfig)
     kept_facts = (LOGITS_BEFORE, KEPT_LOGITS)
     held = [
         replace(held, setting=setting) if held.entry.fact in kept_facts else held
-        for held in _on_gpu(peak)
+        for held in _on_gpu(step, peak)
     ]
     if on_gpu < batches:
         arrays, moved = (2 * batches - on_gpu) * array_bytes, on_gpu * array_bytes
@@ -342,8 +343,12 @@ def saving(step: TrainingStep, checkpoint: CheckpointBytes) -> Stage:
     )
     state = Held("host", Entry(COPIED_STATE, _copied(step, max(map(int, states), default=0))))
     on_host = max(file, state, key=lambda held: int(held.entry.num_bytes))
-    saved = Held("disk", Entry(SAVED_MODEL, checkpoint.weights), "r, target_modules")
-    return Stage(name="saving", held=(*_on_gpu(step.static), on_host, saved))
+    saved = Held(
+        "disk",
+        Entry(SAVED_MODEL, checkpoint.weights),
+        "method" if step.method.trains_base else "r, target_modules",
+    )
+    return Stage(name="saving", held=(*_on_gpu(step, step.static), on_host, saved))
 
 
 # --- merging -----------------------------------------------------------------------------------
@@ -471,7 +476,7 @@ def resuming(step: TrainingStep, checkpoint: CheckpointBytes) -> Stage:
     return Stage(
         name="resuming",
         held=(
-            *_on_gpu(max((*fresh, loaded), step.static, key=_size)),
+            *_on_gpu(step, max((*fresh, loaded), step.static, key=_size)),
             Held("host", largest, "optimizer, save_only_model" * (largest is states)),
         ),
     )

@@ -107,12 +107,21 @@ def _8bit_states(tensor: Trained, accelerated: bool) -> Count:
     return _code_bytes(tensor) + _scale_bytes(tensor)
 
 
-def _paged_states(tensor: Trained, accelerated: bool) -> Count:
-    """As `_8bit_states`, of which large codes lie outside the allocator; a CPU has no pages."""
+def _in_allocator(tensor: Trained, accelerated: bool) -> Count:
+    """Whether states of a paged optimizer lie in the allocator; a CPU has no pages."""
     # `Optimizer8bit.get_state_buffer` calls `get_paged` of bitsandbytes functional.py: managed
-    # memory of CUDA, outside the caching allocator. `absmax1` and `absmax2` are plain `torch.zeros`
-    on_device = (tensor.num_params < _MIN_PAGED_PARAMS) if accelerated else 1
-    return _code_bytes(tensor) * on_device + _scale_bytes(tensor)
+    # memory of CUDA, outside the caching allocator
+    return (tensor.num_params < _MIN_PAGED_PARAMS) if accelerated else 1
+
+
+def _paged_8bit_states(tensor: Trained, accelerated: bool) -> Count:
+    """As `_8bit_states`, of which large codes are paged: `absmax1`, `absmax2` are `torch.zeros`."""
+    return _code_bytes(tensor) * _in_allocator(tensor, accelerated) + _scale_bytes(tensor)
+
+
+def _paged_states(tensor: Trained, accelerated: bool) -> Count:
+    """Two in fp32, whatever the parameter is."""
+    return 8 * tensor.num_params * _in_allocator(tensor, accelerated)
 
 
 def _8bit_moved(tensor: Trained) -> Count:
@@ -157,7 +166,10 @@ _OPTIMIZERS = {
         state_bytes=_8bit_states, moved_bytes=_8bit_moved, tensor_launches=_launches(1)
     ),
     "paged_adamw_8bit": Optimizer(
-        state_bytes=_paged_states, moved_bytes=_8bit_moved, tensor_launches=_launches(1)
+        state_bytes=_paged_8bit_states, moved_bytes=_8bit_moved, tensor_launches=_launches(1)
+    ),
+    "paged_adamw_32bit": Optimizer(
+        state_bytes=_paged_states, moved_bytes=_passes(3, 16), tensor_launches=_launches(1)
     ),
 }
 

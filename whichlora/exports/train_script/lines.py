@@ -11,7 +11,7 @@ from whichlora.predict.resolve import layout_of
 from whichlora.spec.plan import Keeping
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
 
-BNB_OPTIMIZERS = frozenset({"adamw_8bit", "paged_adamw_8bit", "lion"})
+BNB_OPTIMIZERS = frozenset({"adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion"})
 DEEPSPEED_FILE = "deepspeed.json"  # beside the script
 RANDOM_CHECKPOINT_LINES = ["if not MODEL.exists():", "    write_random_model()"]
 
