@@ -230,9 +230,10 @@ def life(
 
 
 def where(
-    model: str,
+    model: str = "",
     gpu: str | Sequence[str] = "all",
     *,
+    from_file: AnyPath | Sequence[AnyPath] = (),
     calibration_dir: AnyPath | None = None,
     **settings: Unpack[RunSettings],
 ) -> list[Placement]:
@@ -243,13 +244,15 @@ def where(
 
     Args:
         gpu: accelerators, as `estimate` takes them; "all" is the catalog.
+        from_file: as `estimate` takes it.
         settings: fields of `RunConfig`, one value each.
 
     Raises:
         ConfigError: an unknown name, several runs, or settings that no accelerator can run.
     """
-    run = _one_run("where", _grid(model, settings))
-    return estimates.where(run, _types(gpu), calibration_dir=_path(calibration_dir))
+    grid, notes = _with_files(_grid(model or (), settings), from_file, stated=settings)
+    run = _one_run("where", grid)
+    return estimates.where(run, _types(gpu), calibration_dir=_path(calibration_dir), notes=notes)
 
 
 def recommend(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from whichlora import estimate, explain
+from whichlora import estimate, explain, where
 from whichlora.cli import main
 from whichlora.errors import ConfigError
 from whichlora.imports import Imported, Tool, import_files, list_tools
@@ -437,6 +437,13 @@ def test_the_answer_says_what_was_not_used(tmp_path: Path) -> None:
     explained = explain(gpu=GPU, from_file=path)
     assert "frobnicate" in explained.prediction.notes[0]
     assert whichlora("explain", "--from", str(path), "--gpu", GPU).exit_code == 0
+    (prediction,) = estimate(gpu=GPU, from_file=path)
+    (placed,) = where(gpu=GPU, from_file=path)
+    assert placed.prediction is not None
+    assert placed.prediction.run == prediction.run
+    assert set(prediction.notes) <= set(placed.prediction.notes)
+    listed = json.loads(whichlora("where", "--from", str(path), "--gpu", GPU, "--json").stdout)
+    assert listed["placements"][0]["prediction"]["memory"] == prediction.to_dict()["memory"]
 
 
 def test_an_optimizer_that_is_not_predicted_is_refused_unless_one_is_given(tmp_path: Path) -> None:

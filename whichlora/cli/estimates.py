@@ -18,7 +18,6 @@ from whichlora.cli.options import (
 from whichlora.cli.settings import (
     from_option,
     maximised,
-    one_run,
     only_run,
     plain_settings,
     run_options,
@@ -226,24 +225,36 @@ def _print_life(life: Life, *, as_json: bool, as_markdown: bool) -> None:
 
 
 @click.command(cls=SpreadCommand)
-@click.argument("model", metavar="MODEL")
+@click.argument("model", metavar="MODEL", required=False)
+@from_option
 @run_options
 @gpu_option("all", "Accelerators to compare; all: those of the catalog.", counted=True)
 @calibration_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
+@click.pass_context
 def where(
-    model: str, gpu: list[str], calibration_dir: Path | None, as_json: bool, **options: Any
+    ctx: click.Context,
+    /,
+    model: str | None,
+    from_files: tuple[Path, ...],
+    gpu: list[str],
+    calibration_dir: Path | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Which accelerators one run fits on, the smallest first.
 
     \b
     Example:
       whichlora where meta-llama/Llama-3.1-8B --method qlora --batch-size 4
+      whichlora where --from axolotl.yaml
     """
     from whichlora.workflow import estimates
 
-    run = one_run([model], options, command="where")
-    placements = estimates.where(run, gpu, calibration_dir=calibration_dir)
+    settings = plain_settings([model] if model else [], options, command="where")
+    settings, notes = with_from_files(ctx, settings, from_files)
+    run = only_run(settings, command="where")
+    placements = estimates.where(run, gpu, calibration_dir=calibration_dir, notes=notes)
     if as_json:
         print_json({"placements": [placement.to_dict() for placement in placements]})
     else:

@@ -295,17 +295,12 @@ def with_from_files(
     return merged, notes_of(imported, merged)
 
 
-def one_run(models: Sequence[str], options: Mapping[str, Any], *, command: str) -> RunConfig:
-    """The run that the options describe, for a command that takes one.
+def only_run(settings: Mapping[str, list[Any]], *, command: str) -> RunConfig:
+    """The run of `settings`, for a command that takes one.
 
     Raises:
         ConfigError: several values, or a value that is not accepted.
     """
-    return only_run(plain_settings(models, options, command=command), command=command)
-
-
-def only_run(settings: Mapping[str, list[Any]], *, command: str) -> RunConfig:
-    """The run of `settings`, for a command that takes one; raises as `one_run`."""
     for name, values in settings.items():
         flag = name if name == "model" else _flag(name)
         if len(values) > 1:

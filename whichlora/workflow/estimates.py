@@ -234,9 +234,16 @@ def life(
 
 
 def where(
-    run: RunConfig, gpus: Sequence[str] = ("all",), *, calibration_dir: Path | None = None
+    run: RunConfig,
+    gpus: Sequence[str] = ("all",),
+    *,
+    calibration_dir: Path | None = None,
+    notes: tuple[str, ...] = (),
 ) -> list[Placement]:
     """`run` on each of `gpus`, the smallest that fits first; "all" means those of the catalog.
+
+    Args:
+        notes: of every prediction, beside its own.
 
     Raises:
         ConfigError: an unknown model or accelerator, or settings that none of them can run.
@@ -251,7 +258,14 @@ def where(
     placements = [place(model, run, gpu, load_calibration(gpu, calibration_dir)) for gpu in devices]
     if all(placement.prediction is None for placement in placements):
         raise ConfigError(placements[0].refusal)
-    return smallest_first(placements)
+    return smallest_first([_with_notes(placement, notes) for placement in placements])
+
+
+def _with_notes(placement: Placement, notes: tuple[str, ...]) -> Placement:
+    prediction = placement.prediction
+    if prediction is None:
+        return placement
+    return replace(placement, prediction=replace(prediction, notes=(*notes, *prediction.notes)))
 
 
 def _load_traceable(name: str) -> ModelSpec:
