@@ -37,6 +37,8 @@ DPO: dict[str, Any] = {"trainer": "dpo"}
 WRITTEN = (("max_completion_length", 16), ("num_generations", 2))
 GRPO: dict[str, Any] = {"trainer": "grpo", "trainer_options": WRITTEN}
 LOOP: dict[str, Any] = {"trainer": "loop"}
+ORPO: dict[str, Any] = {"trainer": "orpo"}
+CPO: dict[str, Any] = {"trainer": "cpo"}
 # The letter is the precision mode of docs/memory.md; I is inference.
 SETTINGS: dict[str, dict[str, Any]] = {
     "F lora": {},
@@ -82,6 +84,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "TRL reward, A qlora, checkpointing": {"trainer": "reward", "precision": "bf16"}
     | {"method": "qlora"}
     | CHECKPOINTING,
+    "TRL orpo, F lora": ORPO,
+    "TRL orpo, F full": ORPO | {"method": "full"},
+    "TRL orpo, A dora": ORPO | {"precision": "bf16", "method": "dora"},
+    "TRL orpo, Q qlora, checkpointing": ORPO
+    | {"precision": "bf16", "method": "qlora"}
+    | CHECKPOINTING,
+    "TRL cpo, F lora": CPO,
+    "TRL cpo, F full, alphapo": CPO
+    | {"method": "full", "trainer_options": (("loss_type", "alphapo"),)},
+    "TRL cpo, A lora, checkpointing": CPO | {"precision": "bf16"} | CHECKPOINTING,
     "TRL grpo, F lora": GRPO,
     "TRL grpo, F full, reference": GRPO
     | {"method": "full", "trainer_options": (("beta", 0.1), *WRITTEN)},

@@ -27,7 +27,7 @@ from whichlora.store.hub import load_model
 
 RECORDS = Path(__file__).parent / "traces" / "trainers.jsonl"
 GPU = find_gpu("a100-sxm-80gb")
-TRAINERS = ("sft", "dpo", "kto", "grpo", "reward")
+TRAINERS = ("sft", "dpo", "kto", "grpo", "reward", "orpo", "cpo")
 _BATCH_SIZES = {"kto": (2, 4), "grpo": (4, 8)}
 MODELS = (
     "meta-llama/Llama-3.2-1B",
@@ -108,6 +108,8 @@ def draw(seed: int, trainer: str) -> dict[str, Any]:
 
 
 def _options(trainer: str, rng: random.Random) -> tuple[tuple[str, OptionValue], ...]:
+    if trainer == "cpo":
+        return (("loss_type", rng.choice(("sigmoid", "simpo", "alphapo"))),)
     if trainer != "grpo":
         return ()
     beta, length = rng.choice((0.0, 0.0, 0.04)), rng.choice((64, 128, 192))

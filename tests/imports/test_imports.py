@@ -342,9 +342,10 @@ def test_trl_grpo(tmp_path: Path) -> None:
     assert prediction.run.trainer_option("num_generations") == 4
 
 
-def test_a_trainer_that_is_not_predicted_is_refused(tmp_path: Path) -> None:
-    read = imported(tmp_path, rloo_sh=SFT.replace("sft.py", "rloo.py"))
-    assert "rloo is not predicted; sft, dpo, kto" in read.refused["trainer"]
+@pytest.mark.parametrize("name", ["rloo", "orpo"])
+def test_a_trainer_whose_files_are_not_read_is_refused(name: str, tmp_path: Path) -> None:
+    read = imported(tmp_path, script_sh=SFT.replace("sft.py", f"{name}.py"))
+    assert f"{name} is not read; sft, dpo, kto, grpo, reward are" in read.refused["trainer"]
 
 
 @pytest.mark.parametrize(

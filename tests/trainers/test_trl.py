@@ -143,8 +143,9 @@ def test_trl_s_exporter_writes_its_own_trainer_and_no_other(model: ModelSpec) ->
         files
         == FORMATS["trl"](make_recipe(replace(SFT, trainer="transformers"), "a100-sxm-80gb")).files
     )
-    with pytest.raises(ConfigError, match="--to trl: trainer dpo can't be written"):
-        FORMATS["trl"](make_recipe(replace(SFT, trainer="dpo"), "a100-sxm-80gb"))
+    for name in ("dpo", "orpo", "cpo"):
+        with pytest.raises(ConfigError, match=f"--to trl: trainer {name} can't be written"):
+            FORMATS["trl"](make_recipe(replace(SFT, trainer=name), "a100-sxm-80gb"))
 
 
 def test_the_ledger_has_the_bytes_of_the_kept_traces() -> None:
@@ -170,4 +171,56 @@ def test_a_reward_model_has_a_head_of_one_output_and_pairs(model: ModelSpec) -> 
 def test_a_reward_model_is_made_of_one_that_continues_texts() -> None:
     run = RunConfig(model="google-t5/t5-small", trainer="reward")
     with pytest.raises(ConfigError, match="trainer reward is predicted for models that continue"):
+        resolve(load_model("google-t5/t5-small"), run, A100)
+
+
+def test_orpo_and_cpo_have_pairs_and_no_reference(model: ModelSpec) -> None:
+    for name in ("orpo", "cpo"):
+        pairs = job(model, trainer=name, batch_size=2)
+        assert pairs.run.loss_head == "raw"
+        assert num_tokens(pairs) == num_tokens(job(model)) == 4 * 256
+        assert "reference_forward" not in ledger(pairs).moments
+        assert (
+            added(e.num_bytes for e in training_step(pairs).static if "reference" in e.fact.what)
+            == 0
+        )
+
+
+def test_alpha_po_and_a_weight_of_0_drop_the_cross_entropy(model: ModelSpec) -> None:
+    def run(*options: tuple[str, Any]) -> dict[str, Any]:
+        return {"trainer": "cpo", "batch_size": 2, "trainer_options": options}
+
+    def peak(settings: dict[str, Any]) -> float:
+        return ledger(job(model, **settings)).peak_allocated_bytes
+
+    usual, alpha, unweighted = run(), run(("loss_type", "alphapo")), run(("cpo_alpha", 0.0))
+    assert peak(alpha) == peak(unweighted) < peak(usual) == peak(run(("loss_type", "simpo")))
+    long = {"seq_len": 4096}  # so that the host is not what takes longest
+    assert step_s(model, **alpha | long) < step_s(model, **usual | long)
+    assert peak({"trainer": "orpo", "batch_size": 2}) == peak(usual)
+
+
+@pytest.mark.parametrize(
+    ("name", "embeddings", "head"),
+    [
+        (NAME, 2, 2),
+        ("tiiuae/falcon-7b", 2, 2),  # `word_embeddings`, tied to `lm_head`
+        ("EleutherAI/pythia-1.4b", 4, 2),  # `embed_in` is not among the names
+    ],
+)
+def test_orpo_narrows_what_trl_names_of_a_prepared_4_bit_base(
+    name: str, embeddings: int, head: int
+) -> None:
+    run = replace(SFT, model=name, trainer="orpo", method="qlora", precision="bf16", batch_size=1)
+    narrowed = resolve(load_model(name), run, A100)
+    assert narrowed.run.prepare_kbit
+    assert (narrowed.dtypes.embedding_bytes, narrowed.dtypes.head_bytes) == (embeddings, head)
+    for left in ({"precision": "fp16"}, {"quant": "int8"}, {"trainer": "transformers"}):
+        dtypes = resolve(load_model(name), replace(run, **left), A100).dtypes
+        assert (dtypes.embedding_bytes, dtypes.head_bytes) == (4, 4)
+
+
+def test_orpo_learns_from_models_that_continue_a_text() -> None:
+    run = RunConfig(model="google-t5/t5-small", trainer="orpo")
+    with pytest.raises(ConfigError, match="trainer orpo is predicted for models that continue"):
         resolve(load_model("google-t5/t5-small"), run, A100)

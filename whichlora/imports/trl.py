@@ -30,8 +30,10 @@ LENGTH_DEFAULT = 1024
 _LOADS = {"load_in_4bit": False, "load_in_8bit": False}
 _FOUR_BIT = {"bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": False}
 _STORAGE = "bnb_4bit_quant_storage"
-_TRAINERS = tuple(
-    name for name, trainer in BUILT_IN.items() if trainer.library_class.startswith("trl.")
+_TRAINERS = tuple(  # with the dtypes that are read below
+    name
+    for name, trainer in BUILT_IN.items()
+    if trainer.library_class.startswith("trl.") and trainer.keeps_base
 )
 _OTHERS = ("rloo", "orpo", "cpo", "gkd", "ppo", "online_dpo", "xpo", "bco", "prm")
 _SFT = "sft"
@@ -97,7 +99,7 @@ def _trainer(keys: Keys, launch: Launch) -> dict[str, Any]:
     name = launch.program.replace(".", " ").split(" ")[-1]
     if name in _OTHERS:
         known = ", ".join(_TRAINERS)
-        keys.refuse("trainer", "the trainer", f"{name} is not predicted; {known} are")
+        keys.refuse("trainer", "the trainer", f"{name} is not read; {known} are")
     liger = keys.flag("use_liger_kernel")
     if liger:
         keys.assume("use_liger_kernel", "of its kernels only the loss of SFT is predicted")

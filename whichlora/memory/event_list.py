@@ -363,7 +363,7 @@ def _loaded(model: ModelSpec, dtypes: Dtypes) -> Iterator[tuple[Iterable[tuple[i
         for layer, times in repeated(layers_in_order(part)):
             yield _layer_weights(layer, dtypes), times
     if model.head is not None and not model.head_tied:
-        yield [(block_bytes(model.head.num_weights * dtypes.embedding_bytes), 0)], 1
+        yield [(block_bytes(model.head.num_weights * dtypes.head_bytes), 0)], 1
     stored = weight_bytes(model, dtypes)
     yield [(block_bytes(stored[name]), 0) for name in ("other", "buffers")], 1
 

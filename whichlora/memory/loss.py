@@ -144,11 +144,18 @@ def kept_logits_bytes(
     """
     if loss_head in WITHOUT_LOGITS:
         return 0 * tokens
+    return tokens * logit_width(model) * returned_logit_bytes(model, dtypes, trainer)
+
+
+def returned_logit_bytes(model: ModelSpec, dtypes: Dtypes, trainer: Trainer) -> int:
+    """One entry of the logits that a caller of the model gets.
+
+    Kind: exact. Source: accelerate 1.15 `ConvertOutputsToFp32`.
+    """
     # `convert_to_fp32` calls `.float()`, whose backward (`_to_copy`) reads no tensor: nothing holds
     # the narrow logits any more when the caller has the wide ones
     in_place = _widens_in_place(model, dtypes)
-    is_wide = in_place or _widens_outputs(dtypes, trainer)
-    return tokens * logit_width(model) * (4 if is_wide else dtypes.compute_bytes)
+    return 4 if in_place or _widens_outputs(dtypes, trainer) else dtypes.compute_bytes
 
 
 def _widens_outputs(dtypes: Dtypes, trainer: Trainer) -> bool:
@@ -309,7 +316,7 @@ def head_copy_bytes(model: ModelSpec, dtypes: Dtypes, *, loss_head: str) -> int:
     # a frozen head needs no gradient, so that `cached_cast` keeps its copy out of the cache; `mm`
     # saves it, as the gradient of the hidden states reads the weight (derivatives.yaml)
     # a fused head casts a tile of the weight at a time
-    if dtypes.mode != "Q" or dtypes.embedding_bytes == 2 or loss_head == "trl-fused":
+    if dtypes.mode != "Q" or dtypes.head_bytes == 2 or loss_head == "trl-fused":
         return 0
     if model.masked_head is not None:
         return 2 * model.vocab_size * model.masked_head.width

@@ -75,7 +75,7 @@ def loss_forward(step: TrainingStep) -> Entries:
         step.saved_for_backward,
         step.remainders,
         _decoder_cache(step),
-        Entry(loss.LOSS_FORWARD, step.loss_forward_bytes),
+        Entry(step.loss_facts[0], step.loss_forward_bytes),
         # `autocast.__exit__` of torch/amp/autocast_mode.py calls `clear_autocast_cache`: the
         # context ends after the loss, which the model's forward computes
         Entry(AUTOCAST_COPIES, step.autocast_copies),
@@ -134,7 +134,7 @@ def loss_backward(step: TrainingStep) -> Entries:
         held_outputs(step),
         step.saved_for_backward,
         step.remainders,
-        Entry(loss.LOSS_BACKWARD, step.loss_backward_bytes),
+        Entry(step.loss_facts[1], step.loss_backward_bytes),
         _head_copy(step),
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from whichlora.memory import activations, allocator, loss, optimizer
+from whichlora.memory import activations, allocator, logits_loss, loss, optimizer
 from whichlora.memory.embeddings import layer_inputs_saved, masked_head_saved, outside_saved
 from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.gradients import (
@@ -33,7 +33,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, added, largest
 from whichlora.spec.run import RunConfig
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
-from whichlora.trainers.base import Trainer
+from whichlora.trainers.base import LogitsLoss, Trainer
 
 INPUTS = Fact(
     part="activations",
@@ -404,12 +404,36 @@ class TrainingStep:
             loss_head=self.run.loss_head,
         )
 
+    def _in_logits_loss(self, formula: Callable[..., Count], computed: LogitsLoss) -> Count:
+        """A formula of `memory.logits_loss` for this step."""
+        return formula(
+            self.model,
+            self.dtypes,
+            self.trainer,
+            computed,
+            tokens=self.tokens,
+            sequences=self.batch_size,
+        )
+
+    @property
+    def loss_facts(self) -> tuple[Fact, Fact]:
+        """What the loss's forward and its backward are."""
+        if self.trainer.logits_loss(self.run) is not None:
+            return logits_loss.LOSS_FORWARD, logits_loss.LOSS_BACKWARD
+        return loss.LOSS_FORWARD, loss.LOSS_BACKWARD
+
     @cached_property
     def loss_forward_bytes(self) -> Count:
+        computed = self.trainer.logits_loss(self.run)
+        if computed is not None:
+            return self._in_logits_loss(logits_loss.forward_bytes, computed)
         return self._in_loss(loss.loss_forward_bytes)
 
     @cached_property
     def loss_backward_bytes(self) -> Count:
+        computed = self.trainer.logits_loss(self.run)
+        if computed is not None:
+            return self._in_logits_loss(logits_loss.backward_bytes, computed)
         return self._in_loss(loss.loss_backward_bytes)
 
     @cached_property

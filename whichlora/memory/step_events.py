@@ -216,6 +216,8 @@ class StepEvents(BlockPlayer):
             loss_bytes=loss.loss_element_bytes(step.model, step.dtypes),
             trains_head=bool(step.head_gradient),
             loss_head=step.run.loss_head,
+            logits_loss=step.trainer.logits_loss(step.run),
+            sequences=step.batch_size,
             holds_outputs=step.trainer.outputs_held(step.run) != "until_loss",
             widens_outputs=step.trainer.widens_outputs,
             accumulated=accumulated and not step.tied_gradients_wait,

@@ -197,10 +197,10 @@ def weight_bytes(model: ModelSpec, dtypes: Dtypes) -> dict[str, int]:
         layers += layer_weights * (1 if group.shared else group.count)
     layers += unconverted_bytes(model, dtypes)
     embeddings = sum(embedding.num_params for embedding in model.embeddings)
+    in_head = 0
     if model.head is not None:
-        embeddings += model.head.num_params
-        if model.head_tied:
-            embeddings -= model.head.num_weights
+        in_head = model.head.num_params - model.head_tied * model.head.num_weights
+        embeddings += in_head
     remaining = model.loaded_params - embeddings - sum(group.num_params for group in model.groups)
     remaining += masked_head_params(model)
     outer = model.outer_linears + model.idle_linears
@@ -213,7 +213,7 @@ def weight_bytes(model: ModelSpec, dtypes: Dtypes) -> dict[str, int]:
     logit_bias = model.vocab_size if model.biases_logits else 0
     return {
         "layers": layers,
-        "embeddings": embeddings * dtypes.embedding_bytes,
+        "embeddings": (embeddings - in_head) * dtypes.embedding_bytes + in_head * dtypes.head_bytes,
         "other": remaining * dtypes.base_bytes + around,
         "buffers": model.buffer_bytes
         + (tables + logit_bias) * dtypes.compute_bytes

@@ -123,6 +123,7 @@ def in_run(step: TrainingStep, run: RunConfig) -> TrainingStep:
         widens_result=bool(step.method.stays_wide),
         narrows_adapters=step.trainer.keeps_base,
     )
+    dtypes = step.trainer.with_narrow_tables(dtypes, run, step.model)
     counted = step.dtypes
     dtypes = replace(
         dtypes,

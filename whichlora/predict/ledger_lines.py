@@ -271,7 +271,7 @@ def _matrices(job: ResolvedRun, fact: Fact) -> Iterator[Line]:
 
 def _embeddings(job: ResolvedRun, fact: Fact) -> Iterator[Line]:
     """The tables, and the head where it is not one of them."""
-    model, width = job.model, job.dtypes.embedding_bytes
+    model = job.model
     tables = [table for table in model.embeddings if table.kind != "buffer"]
     shapes = [(table.name, [table.rows, table.width], table.num_params) for table in tables]
     head = model.head
@@ -280,6 +280,9 @@ def _embeddings(job: ResolvedRun, fact: Fact) -> Iterator[Line]:
     elif head is not None and head.bias:
         shapes.append((f"{head.name}: bias", [head.out_features], head.out_features))
     for name, dims, count in shapes:
+        width = job.dtypes.embedding_bytes
+        if head is not None and name.startswith(head.name):
+            width = job.dtypes.head_bytes
         yield replace(
             _bare(fact, count * width),
             what=name,

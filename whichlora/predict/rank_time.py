@@ -71,6 +71,7 @@ def _of_micro_batches(step: TrainingStep) -> work.Work:
         step.targets,
         update=update_of_step(step),
         scored=step.scored_tokens,
+        logits_loss=step.trainer.logits_loss(step.run),
         **_sizes(step),
     )
 

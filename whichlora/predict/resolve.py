@@ -127,14 +127,22 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         modules_only = method.folded is None or run.quantize_moe_experts
         targets = resolve_targets(model, run.target_modules, modules_only=modules_only)
         check_saved_modules(model, run.modules_to_save)
+    trainer = get_trainer(run.trainer)
+    if training and trainer.logits_loss(run) is not None and model.task != "causal-lm":
+        raise ConfigError(
+            f"{model.name}: trainer {trainer.name} is predicted for models that continue a text; "
+            f"{model.model_type} is none"
+        )
     dtypes = resolve_dtypes(
         run,
         trains_base=training and method.trains_base,
         device_kind=gpu.kind,
         compute_capability=gpu.compute_capability,
         widens_result=training and bool(method.stays_wide),
-        narrows_adapters=get_trainer(run.trainer).keeps_base,
+        narrows_adapters=trainer.keeps_base,
     )
+    if training:
+        dtypes = trainer.with_narrow_tables(dtypes, run, model)
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)
     run, layout = spread(run)
@@ -143,7 +151,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         run=run,
         gpu=gpu,
         method=method,
-        trainer=get_trainer(run.trainer),
+        trainer=trainer,
         dtypes=dtypes,
         targets=targets,
         layout=layout,

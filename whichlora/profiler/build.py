@@ -306,6 +306,11 @@ def _with_adapters(
     )
     narrow = run.narrows_adapters
     model = get_peft_model(model, config, autocast_adapter_dtype=not narrow)
+    trainer = get_trainer(run.trainer)
+    for name, module in model.named_modules() if run.phase == "finetune" else ():
+        weight = getattr(module, "weight", None)
+        if trainer.narrows(run, name) and getattr(weight, "dtype", None) == torch.float32:
+            module.to(torch.bfloat16)  # TRL 1.16 `peft_module_casting_to_bf16`
     if narrow and run.quant != "none":
         # PEFT gives adapters the dtype of the base weight, which 8 bits don't have. As in TRL, they
         # become 16 bit, but for DoRA's magnitudes.

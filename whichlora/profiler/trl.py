@@ -95,12 +95,15 @@ def measure_trl(
                     **_usual_settings(run, meter, output_dir, max_steps=len(lengths)),
                     **_own_settings(config_class, run),
                 ),
-                train_dataset=Dataset.from_dict(numbers),
+                train_dataset=_tokenised(Dataset).from_dict(numbers),
                 processing_class=_tokenizer(),
                 callbacks=[timer],
                 **feeding,
                 **given,
             )
+        if any(trainer.narrows(run, name) for name, _ in model.named_modules()):
+            # a trainer that makes the adapters casts by itself (build.py), and has autocast then
+            tuned._peft_has_been_casted_to_bf16 = True
         if _REFERENCE in getattr(model, "peft_config", {}):
             # of an adapter that is handed over trained; a `peft_config` makes none
             model.delete_adapter(_REFERENCE)
@@ -190,6 +193,16 @@ def _prepared(library_class: Any) -> Any:
     return Prepared
 
 
+def _tokenised(dataset_class: Any) -> Any:
+    """`dataset_class` for rows that are tokenised, which a trainer in `__init__` maps once more."""
+
+    class Tokenised(dataset_class):  # type: ignore[misc]
+        def map(self, *_: Any, **__: Any) -> Any:
+            return self
+
+    return Tokenised
+
+
 def _usual_settings(
     run: RunConfig, meter: Meter, output_dir: str, *, max_steps: int
 ) -> dict[str, Any]:
@@ -237,6 +250,14 @@ def _completions(rows: list[Mapping[str, Any]]) -> Batch:
     return batch | {"completion_mask": mask}
 
 
+def _chosen_and_rejected(rows: list[Mapping[str, Any]]) -> Batch:
+    """Source: TRL 1.16 `DPODataCollatorWithPadding` of experimental/utils.py."""
+    answers = collate(rows)
+    answers["labels"][:, 0] = -100  # a prompt of one token
+    sides = ("chosen", "rejected")
+    return {f"{side}_{name}": value.clone() for side in sides for name, value in answers.items()}
+
+
 def _scored(rows: list[Mapping[str, Any]]) -> Batch:
     """Source: TRL 1.16 `DataCollatorForPreference` of reward_trainer.py."""
     batch = collate([*rows, *rows])
@@ -260,4 +281,6 @@ _BATCHES: dict[str, Callable[[list[Mapping[str, Any]]], Batch]] = {
     "dpo": _pairs,
     "kto": _kto,
     "reward": _scored,
+    "orpo": _chosen_and_rejected,
+    "cpo": _chosen_and_rejected,
 }

@@ -64,6 +64,7 @@ class Dtypes:
         fused_fp16_softmax: a softmax in fp32 of fp16 scores makes no copy of them first.
         compute_capability: of the device, as its datasheet facts state it; None where unknown.
         libraries: their versions; older ones keep other things.
+        narrow_head: it is in 16 bit, whatever the embeddings are.
         quantises_experts: those in one parameter are stored in 4 bit, too.
         stores: the format that a layer's keys and values are quantised to in this forward, if any.
     """
@@ -101,6 +102,12 @@ class Dtypes:
     stores: CacheFormat | None = None
     adapters_drop: bool = False
     quantises_experts: bool = False
+    narrow_head: bool = False
+
+    @property
+    def head_bytes(self) -> int:
+        """One element of a head that is not tied to the embeddings, or of both."""
+        return 2 if self.narrow_head else self.embedding_bytes
 
     @property
     def uses_sdpa(self) -> bool:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
-from whichlora.symbolic.autograd import Tape, Tensor, constant, per_token
+from whichlora.symbolic.autograd import Tape, Tensor, constant, per_sequence, per_token, plus
 from whichlora.symbolic.layer import BlockEvents, block_events
 from whichlora.symbolic.masked_lm_head import run_masked_head
 from whichlora.symbolic.operators import OpEmitter
+from whichlora.trainers.base import LogitsLoss
 
 
 def end_of_stack(code: OpEmitter, model: ModelSpec, x: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ def logits_of(code: OpEmitter, model: ModelSpec, x: Tensor, *, trained: bool) ->
     tape.hold(x)
     narrow = code.autocast(y)
     elements = constant(model.head.in_features * model.head.out_features)
-    weight = tape.weight(elements, dtypes.embedding_bytes, trained=trained)
+    weight = tape.weight(elements, dtypes.head_bytes, trained=trained)
     used = code.autocast(weight)
     saves = [used, narrow] if trained else [used]
     logits = tape.op(
@@ -120,6 +121,30 @@ def cross_entropy(code: OpEmitter, logits: Tensor, *, width: int) -> Tensor:
     return loss
 
 
+def compared_answers(
+    code: OpEmitter, logits: Tensor, computed: LogitsLoss, *, sequences: int
+) -> Tensor:
+    """The loss of pairs of answers, whose chosen rows are the first half, with TRL's kernel.
+
+    Source: TRL 1.16 `concatenated_forward` of orpo_trainer.py and cpo_trainer.py,
+    `_LogProbEntropyFunction` of kernels/logprob_entropy.py.
+    """
+    tape, width = code.tape, logits.elements.per_token
+    parts = []
+    if computed.has_cross_entropy:
+        half = width // 2
+        (chosen,) = tape.parts(logits, [per_token(half)])
+        (likelihood,) = tape.parts(chosen, [plus(per_token(half), per_sequence(-half))])
+        shifted = likelihood if sequences == 2 else code.copy(likelihood)
+        scores = tape.op([shifted], likelihood.elements, logits.size, saves_result=True)
+        parts.append(tape.op([scores], constant(1), 4, saves=[scores]))
+        tape.hold(shifted)
+    (scored,) = tape.parts(logits, [plus(per_token(width), per_sequence(-width))])
+    parts.append(tape.op([scored], per_token(1), 4, saves=[scored]))
+    tape.hold(logits)
+    return tape.op(parts, constant(1), 4)
+
+
 def head_events(
     model: ModelSpec,
     dtypes: Dtypes,
@@ -130,6 +155,8 @@ def head_events(
     loss_bytes: int,
     trains_head: bool,
     loss_head: str,
+    logits_loss: LogitsLoss | None,
+    sequences: int,
     holds_outputs: bool,
     widens_outputs: bool,
     accumulated: bool,
@@ -140,6 +167,8 @@ def head_events(
         stream: one element of the last layer's result.
         loss_bytes: one entry of the loss.
         loss_head: "hf", or "raw" for a caller that reads the logits.
+        logits_loss: what that caller computes, where it is a trainer.
+        sequences: rows of a batch.
         holds_outputs: the caller holds them when it goes backward: they are among `copies`.
         widens_outputs: under autocast it gets fp32 copies of them.
 
@@ -153,7 +182,10 @@ def head_events(
     widens = widens_outputs and dtypes.under_autocast
     if loss_head == "raw":
         outputs = code.cast(logits, 4) if widens else logits
-        loss = tape.op([outputs], constant(1), 4)  # one that keeps nothing
+        if logits_loss is None:
+            loss = tape.op([outputs], constant(1), 4)  # one that keeps nothing
+        else:
+            loss = compared_answers(code, outputs, logits_loss, sequences=sequences)
     else:
         loss = cross_entropy(code, logits, width=loss_bytes)
         outputs = logits

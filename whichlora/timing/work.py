@@ -39,6 +39,7 @@ from whichlora.timing.expansion import (
 )
 from whichlora.timing.mamba_work import SCAN_OPS, scan_bytes, scan_flops_per_token
 from whichlora.timing.products import idle_flops
+from whichlora.trainers.base import LogitsLoss
 
 # Kernels of one layer's forward, traced on transformers 5.23 (Llama: 38 in all, backward 60).
 NORM_OPS = 6
@@ -64,6 +65,11 @@ BACKWARD_RATIO = 1.6  # 60 of 38
 AUTOGRAD_LAUNCH = 0.5
 # Bytes that the loss reads and writes per token and vocabulary entry, forward and backward.
 LOSS_PASSES = {"hf": 30, "unsloth": 30, "raw": 8, "trl-fused": 16, "liger": 16}
+# The same of a trainer's own loss of fp32 logits. Kind: estimate, read. Logits are widened (6), and
+# read by a kernel and by metrics (8), then once more (8); their gradient is placed among those of
+# all positions (12). The cross entropy of the chosen half adds copy, log-softmax and their
+# backwards (16), two placed gradients (14) and a sum (12). Source: as of `memory.logits_loss`.
+_LOGITS_LOSS_PASSES, _CROSS_ENTROPY_PASSES = 34, 42
 
 # What a quantised product launches beside its kernel: AWQ sums split results, 8-bit GPTQ widens
 # and narrows, bitsandbytes expands scales and looks up its state in Python. Kind: fitted, whole
@@ -550,6 +556,7 @@ def training_work(
     seq_len: Count,
     r: Count,
     scored: Count | None = None,
+    logits_loss: LogitsLoss | None = None,
     update: Update,
     num_multiprocessors: int | None = None,
 ) -> Work:
@@ -588,6 +595,8 @@ def training_work(
         product_flops = product_flops + (6 + 2 * recompute) * tokens * update.num_params
     vocab = model.vocab_size if head else 0
     loss_passes = LOSS_PASSES[run.loss_head]
+    if logits_loss is not None:
+        loss_passes = _LOGITS_LOSS_PASSES + logits_loss.has_cross_entropy * _CROSS_ENTROPY_PASSES
     elementwise = layers.elementwise_bytes + loss_passes * vocab * scored
 
     steps = run.gradient_accumulation_steps

@@ -53,7 +53,7 @@ from whichlora.tracer.extrapolate import (
 )
 from whichlora.tracer.fake_weights import place_fake
 from whichlora.tracer.like_cuda import Device, like_cuda, with_flash_attention
-from whichlora.tracer.like_triton import with_fused_head
+from whichlora.tracer.like_triton import with_fused_head, with_fused_log_probabilities
 from whichlora.tracer.recorder import Recorder
 from whichlora.trainers import get_trainer
 
@@ -119,6 +119,8 @@ def trace(
             patches.enter_context(with_flash_attention())
         if run.loss_head == "trl-fused":
             patches.enter_context(with_fused_head())
+        if run.phase == "finetune" and get_trainer(run.trainer).logits_loss(run) is not None:
+            patches.enter_context(with_fused_log_probabilities())
         model = meta_model(weights, config, device="cpu")
         with experts_quantised(model, weights):
             patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

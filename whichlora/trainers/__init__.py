@@ -13,11 +13,13 @@ from whichlora.spec.members import Members
 from whichlora.spec.options import filled
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import (
+    cpo,
     dpo,
     grpo,
     kto,
     loop,
     loop_function,
+    orpo,
     reward,
     sft,
     transformers,
@@ -28,7 +30,21 @@ _TRAINERS = Members[Trainer](
     "trainer",
     "trainers",
     Trainer,
-    (module.TRAINER for module in (transformers, loop, loop_function, sft, dpo, kto, grpo, reward)),
+    (
+        module.TRAINER
+        for module in (
+            transformers,
+            loop,
+            loop_function,
+            sft,
+            dpo,
+            kto,
+            grpo,
+            reward,
+            orpo,
+            cpo,
+        )
+    ),
 )
 BUILT_IN = _TRAINERS.built_in
 ENTRY_POINT_GROUP = _TRAINERS.group

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from whichlora.errors import ConfigError
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.options import Option
-from whichlora.spec.run import LossHead, RunConfig
+from whichlora.spec.run import FOUR_BIT_BNB, LossHead, RunConfig
 
 Rows = Literal["texts", "pairs", "labelled", "prompts"]
 OutputsHeld = Literal["until_loss", "until_backward", "until_step_ends", "until_next_outputs"]
@@ -50,6 +52,17 @@ class Rollout:
     pool_share: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsLoss:
+    """A loss that a trainer computes of a batch's whole logits: log-probabilities of all rows.
+
+    Args:
+        has_cross_entropy: and the cross entropy of the chosen rows, the first half.
+    """
+
+    has_cross_entropy: bool
+
+
 def _drops_outputs(run: RunConfig) -> OutputsHeld:
     return "until_loss"
 
@@ -63,6 +76,10 @@ def _no_rollout(run: RunConfig) -> Rollout | None:
 
 
 def _all_tokens(run: RunConfig) -> int | None:
+    return None
+
+
+def _of_model(run: RunConfig) -> LogitsLoss | None:
     return None
 
 
@@ -98,9 +115,13 @@ class Trainer:
             it): until there is a loss, until its backward is done, until the step with the
             optimizer's update is done, or until the outputs of the next step take their place.
         widens_outputs: under autocast the caller gets fp32 copies of the outputs.
+        logits_loss: what it computes of the logits that the model returns; None where the model
+            or its head computes the loss.
         narrows_embedding_states: an 8-bit optimizer has 8-bit states of embeddings, too.
         keeps_base: a quantised base is not prepared, whose norms stay narrow, and its adapters are
             cast to 16 bit.
+        narrowed_names: embeddings and heads whose names contain one of these are cast to bf16, on a
+            prepared 4-bit base that is trained in bf16 under autocast.
         clips_gradients: their norm is computed and cut before each optimizer step.
         check: refuses what the library refuses, in one line.
         notes: what a user must know of a run.
@@ -120,11 +141,26 @@ class Trainer:
     scored_tokens: Callable[[RunConfig], int | None] = _all_tokens
     outputs_held: Callable[[RunConfig], OutputsHeld] = _drops_outputs
     widens_outputs: bool = False
+    logits_loss: Callable[[RunConfig], LogitsLoss | None] = _of_model
     narrows_embedding_states: bool = False
     keeps_base: bool = False
+    narrowed_names: tuple[str, ...] = ()
     clips_gradients: bool = False
     check: Callable[[RunConfig], None] = _accepts
     notes: Callable[[RunConfig], tuple[str, ...]] = _no_notes
+
+    def narrows(self, run: RunConfig, name: str) -> bool:
+        """Whether the fp32 embedding or head `name` of a prepared base becomes 16 bit."""
+        is_cast = bool(run.prepare_kbit) and run.quant in FOUR_BIT_BNB and run.precision == "bf16"
+        return is_cast and any(part in name for part in self.narrowed_names)
+
+    def with_narrow_tables(self, dtypes: Dtypes, run: RunConfig, model: ModelSpec) -> Dtypes:
+        """`dtypes`, where `narrows` holds for embeddings or head; a tied head takes them along."""
+        of_head = model.head is not None and self.narrows(run, model.head.name)
+        of_both = of_head and model.head_tied
+        is_cast = of_both or any(self.narrows(run, table.name) for table in model.embeddings[:1])
+        width = 2 if is_cast else dtypes.embedding_bytes
+        return replace(dtypes, embedding_bytes=width, narrow_head=of_head)
 
     def loss_head(self, run: RunConfig) -> LossHead:
         """Who computes the loss of `run`.

@@ -1,0 +1,77 @@
+"""The loss that a trainer makes of whole logits, added up by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from devices import A100
+
+from whichlora.memory import logits_loss, loss
+from whichlora.memory.step import TrainingStep
+from whichlora.predict.predict import ledger, training_step
+from whichlora.predict.resolve import resolve
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
+from whichlora.trainers.base import LogitsLoss
+
+NAME = "HuggingFaceTB/SmolLM2-135M"
+VOCAB, SEQ_LEN = 49_152, 256
+WITH, WITHOUT = (LogitsLoss(has_cross_entropy=value) for value in (True, False))
+
+
+def step_of(**settings: Any) -> TrainingStep:
+    run = RunConfig(model=NAME, trainer="orpo", seq_len=SEQ_LEN, precision="bf16")
+    gpu = A100 if settings.pop("on_gpu", True) else find_gpu("cpu")
+    job = resolve(load_model(NAME), RunConfig.from_dict({**run.to_dict(), **settings}), gpu)
+    return training_step(job)
+
+
+def in_rows(formula: Any, computed: LogitsLoss, *, pairs: int, **settings: Any) -> float:
+    """Bytes by those of all logits of the batch in fp32."""
+    step = step_of(**settings)
+    tokens = 2 * pairs * SEQ_LEN
+    sized = {"tokens": tokens, "sequences": 2 * pairs}
+    num_bytes = formula(step.model, step.dtypes, step.trainer, computed, **sized)
+    return float(num_bytes / (4 * tokens * VOCAB))
+
+
+SCORED = 1 - 1 / SEQ_LEN  # of all positions
+
+
+def test_the_forward_holds_logits_and_what_the_chosen_half_saves() -> None:
+    assert in_rows(logits_loss.forward_bytes, WITH, pairs=2) == pytest.approx(1 + SCORED)
+    # of one pair the shifted logits are a view, so that widening all of them takes as much
+    assert in_rows(logits_loss.forward_bytes, WITH, pairs=1) == 1.5
+    assert in_rows(logits_loss.forward_bytes, WITHOUT, pairs=2) == 1.5
+
+
+def test_the_backward_holds_two_gradients_of_all_logits_and_one_of_the_chosen() -> None:
+    assert in_rows(logits_loss.backward_bytes, WITH, pairs=2) == 2.5
+    assert in_rows(logits_loss.backward_bytes, WITHOUT, pairs=2) == pytest.approx(1 + SCORED)
+
+
+def test_without_autocast_logits_stay_narrow() -> None:
+    narrow = in_rows(logits_loss.backward_bytes, WITH, pairs=2, precision="bf16-pure")
+    assert narrow == 2.5 / 2
+    step, pure = step_of(), step_of(precision="bf16-pure")
+    widths = [
+        loss.returned_logit_bytes(each.model, each.dtypes, each.trainer) for each in (step, pure)
+    ]
+    assert widths == [4, 2]
+
+
+def test_a_cpu_has_no_kernel_and_stacks_the_gradients_of_rows() -> None:
+    on_cpu = in_rows(logits_loss.backward_bytes, WITH, pairs=2, on_gpu=False, precision="fp32")
+    assert on_cpu == pytest.approx(1 + 0.5 * SCORED + 2 * SCORED)
+
+
+def test_a_run_takes_its_loss_from_its_trainer_and_says_so() -> None:
+    step = step_of(batch_size=2)
+    assert step.loss_backward_bytes == 2.5 * 4 * 4 * SEQ_LEN * VOCAB
+    run = RunConfig(model=NAME, trainer="orpo", seq_len=SEQ_LEN, precision="bf16")
+    moments = ledger(resolve(load_model(NAME), run, A100)).moments
+    facts = [entry.fact for entry in moments["loss_backward"]]
+    assert logits_loss.LOSS_BACKWARD in facts
+    assert loss.LOSS_BACKWARD not in facts

@@ -1,0 +1,44 @@
+"""TRL's `ORPOTrainer`: chosen and rejected answers in one forward, and no reference.
+
+Its loss reads whole logits: the cross entropy of the chosen rows, and log-probabilities of all.
+
+Source: TRL 1.16 `ORPOTrainer.concatenated_forward` (orpo_trainer.py, line 740),
+`get_batch_loss_metrics`; `peft_module_casting_to_bf16` of experimental/utils.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.spec.options import Option
+from whichlora.spec.run import RunConfig
+from whichlora.trainers import dpo, transformers, trl
+from whichlora.trainers.base import LogitsLoss, OutputsHeld
+
+_BETA = Option(name="beta", summary="weight of the odds ratio's term", default=0.1)
+
+
+def _logits_loss(run: RunConfig) -> LogitsLoss:
+    return LogitsLoss(has_cross_entropy=True)
+
+
+def _outputs_held(run: RunConfig) -> OutputsHeld:
+    return "until_loss"
+
+
+TRAINER = replace(
+    transformers.TRAINER,
+    name="orpo",
+    summary="TRL's ORPOTrainer: pairs of answers, no reference",
+    steps=dpo.TRAINER.steps,
+    library_class="trl.experimental.orpo.ORPOTrainer",
+    options=(_BETA, trl.DISABLE_DROPOUT),
+    loss_heads=("raw",),
+    rows="pairs",
+    rows_per_example=2,
+    outputs_held=_outputs_held,
+    logits_loss=_logits_loss,
+    # `peft_module_casting_to_bf16`
+    narrowed_names=("lm_head", "embed_tokens", "wte", "wpe"),
+    notes=dpo.TRAINER.notes,
+)
