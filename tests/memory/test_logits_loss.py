@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from devices import A100
 
 from whichlora.memory import logits_loss, loss
+from whichlora.memory.allocator import REMAINDERS
 from whichlora.memory.step import TrainingStep
+from whichlora.memory.step_events import training_events
 from whichlora.predict.predict import ledger, training_step
 from whichlora.predict.resolve import resolve
+from whichlora.spec.numeric import added
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
@@ -75,3 +79,16 @@ def test_a_run_takes_its_loss_from_its_trainer_and_says_so() -> None:
     facts = [entry.fact for entry in moments["loss_backward"]]
     assert logits_loss.LOSS_BACKWARD in facts
     assert loss.LOSS_BACKWARD not in facts
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_the_requests_of_a_step_have_the_peak_of_the_ledger(alpha: float, batch_size: int) -> None:
+    options = (("cpo_alpha", alpha),)
+    run = RunConfig(model=NAME, trainer="cpo", batch_size=batch_size, seq_len=SEQ_LEN)
+    job = resolve(load_model(NAME), replace(run, trainer_options=options), A100)
+    listed = ledger(job)
+    assert listed.peak_moment == "loss_backward"
+    moment = listed.moments["loss_backward"]
+    live = added(entry.num_bytes for entry in moment if entry.fact is not REMAINDERS)
+    assert training_events(training_step(job)).peak_bytes == pytest.approx(live, rel=0.005)

@@ -20,6 +20,7 @@ RUNS = [
     {"quant": "int8", "gradient_checkpointing": False},
     {"trainer": "loop", "precision": "bf16-no-autocast"},
     {"trainer": "loop-function", "gradient_accumulation_steps": 2},
+    {"trainer": "orpo", "gradient_checkpointing": False},
 ]
 
 
