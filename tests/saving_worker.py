@@ -33,7 +33,6 @@ def main() -> None:
     if "fsdp" in spreads:
         reading["states"] = _bytes_of(_states(trainer))
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(reading))
-    trainer.accelerator.end_training()
 
 
 def _trained(case: dict[str, Any], spreads: dict[str, Any]) -> Any:
