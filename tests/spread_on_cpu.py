@@ -62,8 +62,5 @@ if __name__ == "__main__":
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
     from accelerate.state import PartialState
-    from torch import distributed
 
     print("distributed_type:", PartialState._shared_state["distributed_type"].value)
-    if distributed.is_initialized():  # else threads of the group may abort the process at its end
-        distributed.destroy_process_group()

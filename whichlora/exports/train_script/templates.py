@@ -207,9 +207,6 @@ TAIL = """\
     else:  # the whole process; Linux counts in KiB
         result["peak_process_bytes"] = 1024 * getrusage(RUSAGE_SELF).ru_maxrss
 {validation}    trainer.save_model(OUTPUT)
-    # A process that leaves while the others hold on to its group may abort.
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
     if not trainer.is_world_process_zero():
         return  # one process tells
     tokenizer.save_pretrained(OUTPUT)
