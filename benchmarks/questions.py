@@ -12,11 +12,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from readme import printed
+from readme import printed, write_or_check
 
 PAGE = Path(__file__).with_name("questions.md")
 _BLOCK = re.compile(
-    r"```bash\n(whichlora [^\n]*)\n```\n<!-- SHOWS: ([^\n]*) -->\n```text\n(.*?)```\n", re.DOTALL
+    r"(```bash\n(whichlora [^\n]*)\n```\n<!-- SHOWS: ([^\n]*) -->\n```text\n)(.*?)(```\n)",
+    re.DOTALL,
 )
 
 
@@ -30,20 +31,11 @@ def answered(command: str, pattern: str) -> str:
 
 def main() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    asked = [match.group(1, 2) for match in _BLOCK.finditer(text)]
+    asked = [match.group(2, 3) for match in _BLOCK.finditer(text)]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         answers = dict(zip(asked, pool.map(lambda pair: answered(*pair), asked), strict=True))
-
-    def filled(match: re.Match[str]) -> str:
-        command, pattern, _ = match.groups()
-        answer = answers[command, pattern]
-        return f"```bash\n{command}\n```\n<!-- SHOWS: {pattern} -->\n```text\n{answer}```\n"
-
-    new = _BLOCK.sub(filled, text)
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(new, encoding="utf-8")
-    elif new != text:
-        sys.exit(f"{PAGE.name}: an answer is out of date; run benchmarks/questions.py")
+    filled = _BLOCK.sub(lambda found: found[1] + answers[found.group(2, 3)] + found[5], text)
+    write_or_check(PAGE, filled)
     print(f"{len(asked)} questions answered")
 
 

@@ -28,13 +28,17 @@ def printed(command: str) -> str:
     return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n") + "\n"
 
 
+def write_or_check(page: Path, filled: str) -> None:
+    """Make `filled` the text of `page`; with `--check` end where it is not."""
+    if "--check" not in sys.argv[1:]:
+        page.write_text(filled, encoding="utf-8")
+    elif filled != page.read_text(encoding="utf-8"):
+        sys.exit(f"{page.name}: an output is out of date; run benchmarks/{Path(sys.argv[0]).name}")
+
+
 def main() -> None:
     text = README.read_text(encoding="utf-8")
-    filled = _BLOCK.sub(lambda found: found[1] + printed(found[2]) + found[4], text)
-    if "--check" not in sys.argv[1:]:
-        README.write_text(filled, encoding="utf-8")
-    elif filled != text:
-        sys.exit("README.md: an output is out of date; run benchmarks/readme.py")
+    write_or_check(README, _BLOCK.sub(lambda found: found[1] + printed(found[2]) + found[4], text))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from devices import A100, CPU
 from hypothesis import strategies as st
 
-from whichlora.spec.run import BNB_QUANTS, RunConfig
+from whichlora.spec.run import BNB_QUANTS, Optimizer, RunConfig
 from whichlora.store.gpus import list_gpus
 from whichlora.store.models import list_models
 
@@ -92,15 +92,7 @@ def every_finetune_run() -> st.SearchStrategy[RunConfig]:
             ("bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32", "tf32")
         ),
         optimizer=st.sampled_from(
-            (
-                "adamw_torch",
-                "adamw_8bit",
-                "paged_adamw_8bit",
-                "paged_adamw_32bit",
-                "adafactor",
-                "sgd",
-                "lion",
-            )
+            [name for name in get_args(Optimizer) if name != "adamw_torch_fused"]
         ),
         attn=st.sampled_from(("sdpa", "eager", "flash_attention_2")),
         use_reentrant=st.sampled_from((None, True, False)),

@@ -42,10 +42,9 @@ def forward_bytes(
     Kind: exact. Source: TRL 1.16 `concatenated_forward` of orpo_trainer.py and cpo_trainer.py,
     `selective_log_softmax` of trainer/utils.py; accelerate 1.15 `ConvertOutputsToFp32`.
     """
-    vocab = loss.logit_width(model)
-    size = loss.returned_logit_bytes(model, dtypes, trainer)
-    logits, scored = tokens * vocab * size, (tokens - sequences) * vocab * size
-    likelihood = floor_div(scored, 2) * computed.has_cross_entropy
+    size, logits, scored, likelihood = _sizes(
+        model, dtypes, trainer, computed, tokens=tokens, sequences=sequences
+    )
     # `logits[..., :-1, :].contiguous()` of one row is a view
     shifted = likelihood * (sequences > 2)
     compared: Count = 0  # with Triton one kernel makes no tensor as wide as the vocabulary
@@ -53,7 +52,8 @@ def forward_bytes(
         # row by row: `logsumexp` makes a temporary, `log_softmax` of 16-bit logits a saved result
         compared = floor_div(scored, sequences) if size == 4 else scored
     in_loss = logits + likelihood + largest(shifted, compared)
-    widening = logits + tokens * vocab * dtypes.compute_bytes * (size != dtypes.compute_bytes)
+    narrow = tokens * loss.logit_width(model) * dtypes.compute_bytes
+    widening = logits + narrow * (size != dtypes.compute_bytes)
     return largest(widening, in_loss) + _saved_by_head(model, dtypes, tokens=tokens)
 
 
@@ -73,10 +73,9 @@ def backward_bytes(
     Kind: exact. Source: TRL 1.16 `_LogProbEntropyFunction` of kernels/logprob_entropy.py; torch
     2.13 `slice_backward`, `InputBuffer::accumulate`.
     """
-    vocab = loss.logit_width(model)
-    size = loss.returned_logit_bytes(model, dtypes, trainer)
-    logits, scored = tokens * vocab * size, (tokens - sequences) * vocab * size
-    likelihood = floor_div(scored, 2) * computed.has_cross_entropy
+    size, logits, scored, likelihood = _sizes(
+        model, dtypes, trainer, computed, tokens=tokens, sequences=sequences
+    )
     comparing = logits + scored  # the kernel has saved the logits
     if dtypes.device_kind == "cpu":
         # `gather` has saved the logits, too; rows of gradients are stacked
@@ -89,6 +88,22 @@ def backward_bytes(
     if computed.has_cross_entropy:
         points.append(2 * logits + floor_div(logits, 2))  # of the chosen rows, and of all, twice
     return largest(*points) + _saved_by_head(model, dtypes, tokens=tokens)
+
+
+def _sizes(
+    model: ModelSpec,
+    dtypes: Dtypes,
+    trainer: Trainer,
+    computed: LogitsLoss,
+    *,
+    tokens: Count,
+    sequences: Count,
+) -> tuple[int, Count, Count, Count]:
+    """Bytes of one entry, of all logits, of those but each last position's, of the chosen half."""
+    vocab = loss.logit_width(model)
+    size = loss.returned_logit_bytes(model, dtypes, trainer)
+    scored = (tokens - sequences) * vocab * size
+    return size, tokens * vocab * size, scored, floor_div(scored, 2) * computed.has_cross_entropy
 
 
 def _saved_by_head(model: ModelSpec, dtypes: Dtypes, *, tokens: Count) -> Count:

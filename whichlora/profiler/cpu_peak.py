@@ -50,10 +50,10 @@ class CpuPeak:
         self._profiler.stop()
         tree = self._profiler.profiler.kineto_results.experimental_event_tree()
         self._profiler = None
-        return self._alive_bytes + peak_of(sorted(allocations(tree)))
+        return self._alive_bytes + peak_of(sorted(_allocations(tree)))
 
 
-def allocations(roots: Iterable[Any]) -> Iterator[tuple[int, int, int, int]]:
+def _allocations(roots: Iterable[Any]) -> Iterator[tuple[int, int, int, int]]:
     """Time, order of appearance, address and signed size of each allocation and release."""
     pending = list(roots)
     order = 0

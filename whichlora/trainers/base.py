@@ -63,7 +63,7 @@ class LogitsLoss:
     has_cross_entropy: bool
 
 
-def _drops_outputs(run: RunConfig) -> OutputsHeld:
+def drops_outputs(run: RunConfig) -> OutputsHeld:
     return "until_loss"
 
 
@@ -139,7 +139,7 @@ class Trainer:
     gives_rewards: bool = False
     rollout: Callable[[RunConfig], Rollout | None] = _no_rollout
     scored_tokens: Callable[[RunConfig], int | None] = _all_tokens
-    outputs_held: Callable[[RunConfig], OutputsHeld] = _drops_outputs
+    outputs_held: Callable[[RunConfig], OutputsHeld] = drops_outputs
     widens_outputs: bool = False
     logits_loss: Callable[[RunConfig], LogitsLoss | None] = _of_model
     narrows_embedding_states: bool = False

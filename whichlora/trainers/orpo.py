@@ -13,17 +13,13 @@ from dataclasses import replace
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import dpo, transformers, trl
-from whichlora.trainers.base import LogitsLoss, OutputsHeld
+from whichlora.trainers.base import LogitsLoss, drops_outputs
 
 _BETA = Option(name="beta", summary="weight of the odds ratio's term", default=0.1)
 
 
 def _logits_loss(run: RunConfig) -> LogitsLoss:
     return LogitsLoss(has_cross_entropy=True)
-
-
-def _outputs_held(run: RunConfig) -> OutputsHeld:
-    return "until_loss"
 
 
 TRAINER = replace(
@@ -36,7 +32,7 @@ TRAINER = replace(
     loss_heads=("raw",),
     rows="pairs",
     rows_per_example=2,
-    outputs_held=_outputs_held,
+    outputs_held=drops_outputs,
     logits_loss=_logits_loss,
     # `peft_module_casting_to_bf16`
     narrowed_names=("lm_head", "embed_tokens", "wte", "wpe"),
