@@ -7,6 +7,7 @@ import runpy
 import sys
 import time
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -64,3 +65,5 @@ if __name__ == "__main__":
     from accelerate.state import PartialState
 
     print("distributed_type:", PartialState._shared_state["distributed_type"].value)
+    threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    print("threads of gloo:", sum("gloo" in name for name in threads))

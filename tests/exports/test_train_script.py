@@ -1,6 +1,7 @@
 import inspect
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -224,6 +225,17 @@ def test_a_script_states_the_strategy_and_files_state_it_for_accelerate() -> Non
     assert list(files) == ["accelerate.yaml"]
     assert "distributed_type: FSDP\n" in files["accelerate.yaml"]
     assert "num_processes: 4\n" in files["accelerate.yaml"]
+
+
+@pytest.mark.parametrize(("strategy", "leaves"), [("ddp", True), ("device-map", False)])
+def test_ranks_leave_their_group_once_ddp_is_gone(strategy: str, leaves: bool) -> None:
+    text = script(parallel=ParallelConfig(strategy=strategy, gpus=4))
+    end = text[text.index('if __name__ == "__main__":') :]
+    assert re.findall(r"    (\S+\(\))", end) == [
+        "main()",
+        *["gc.collect()", "PartialState().destroy_process_group()"] * leaves,
+    ]
+    assert ("import gc\n" in text) == ("import PartialState\n" in text) == leaves
 
 
 @pytest.mark.parametrize("strategy", ["pp", "tp"])

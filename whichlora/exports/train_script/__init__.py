@@ -39,6 +39,7 @@ Weights = Literal["pretrained", "random"]
 KEEPING = Keeping()
 
 _IMPORTABLE = {
+    "accelerate": ("PartialState",),
     "peft": ("get_peft_model", "prepare_model_for_kbit_training"),
     "peft.optimizers": ("create_loraplus_optimizer",),
     "tokenizers": ("Tokenizer", "decoders", "models", "pre_tokenizers"),
@@ -242,6 +243,8 @@ def _tail(run: RunConfig, keeping: Keeping, reader: Collator, masked_lm: bool) -
     fixed = {"pad_to_multiple_of": Code("SEQ_LEN")} if reader == "fixed" else {}
     pads = "DataCollatorForLanguageModeling" if masked_lm else "DataCollatorForSeq2Seq"
     last = templates.LAST_EVALUATION if keeping.eval_steps else ""
+    layout = layout_of(run)
+    has_group = layout is not None and layout.launcher == "torchrun"
     return templates.TAIL.format(
         trainer="NarrowTrainer" if _is_narrow(run, keeping) else "Trainer",
         evaluation="        eval_dataset=validation_rows or None,\n" * keeping.evaluates,
@@ -251,6 +254,7 @@ def _tail(run: RunConfig, keeping: Keeping, reader: Collator, masked_lm: bool) -
         resume="resume_from_checkpoint=checkpoint" * keeping.saves,
         stopped=templates.STOPPED if keeping.saves else templates.STOPPED_WITHOUT,
         validation=(last + templates.VALIDATION_LOSS) * keeping.evaluates,
+        leaving=templates.LEAVING * has_group,
     )
 
 

@@ -7,6 +7,7 @@ import re
 # Import lines of the standard library, each with the text that shows that it is used.
 STANDARD = (
     ("import argparse", "argparse."),
+    ("import gc", "gc."),
     ("import json", "json."),
     ("import os", "os."),
     ("import re", "re."),
@@ -218,4 +219,11 @@ TAIL = """\
 
 if __name__ == "__main__":
     main()
+{leaving}"""
+# A thread of gloo needs the GIL to release the tensors of the last collective. It aborts where the
+# interpreter ends meanwhile. It hangs where a DDP has the group last: torch 2.13's `~Reducer` joins
+# the thread under the GIL. A group alone is destroyed without the GIL.
+LEAVING = """\
+    gc.collect()  # DDP goes before its group, else the end of the group may hang
+    PartialState().destroy_process_group()
 """
