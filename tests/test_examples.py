@@ -18,7 +18,7 @@ from whichlora.spec.run import RunConfig
 from whichlora.workflow.run import run_plan
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-HERE = {"quickstart.yaml", "report.yaml", "slurm.yaml", "quickstart.jsonl"}
+HERE = {"dpo.jsonl", "dpo.yaml", "quickstart.jsonl", "quickstart.yaml", "report.yaml", "slurm.yaml"}
 ELSEWHERE = {"tour.ipynb": "test_api.py"}
 
 Example = Callable[..., Path]
@@ -70,6 +70,15 @@ def test_the_quickstart_ends_with_a_measured_winner(example: Example, tmp_path: 
     assert answer.winner is not None
     assert answer.winner.measured
     assert (tmp_path / "runs" / "quickstart" / "train.py").is_file()
+
+
+def test_pairs_of_answers_lead_to_a_job_of_trl(example: Example, tmp_path: Path) -> None:
+    answer = run_plan(example("dpo.yaml"), progress=Silent())
+    assert answer.winner is not None
+    assert dict(answer.winner.run.trainer_options)["beta"] == 0.1
+    script = (tmp_path / "runs" / "dpo" / "train.py").read_text(encoding="utf-8")
+    assert "trainer = DPOTrainer(" in script
+    assert "from trl import DPOConfig, DPOTrainer" in script
 
 
 def test_the_keys_of_the_original_report_lead_to_an_answer(example: Example) -> None:

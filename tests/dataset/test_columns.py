@@ -18,7 +18,7 @@ from whichlora.dataset import (
     write_jsonl,
 )
 from whichlora.errors import ConfigError, DataFileError, WhichLoraError
-from whichlora.spec.data_format import DataFormat
+from whichlora.spec.data_format import DataFormat, Rows
 from whichlora.spec.plan import DatasetConfig
 
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
@@ -212,10 +212,12 @@ PUBLIC: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-def open_rows(folder: Path, *rows: dict[str, Any], **settings: Any) -> BaseDataset:
+def open_rows(
+    folder: Path, *rows: dict[str, Any], of: Rows = "texts", **settings: Any
+) -> BaseDataset:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return open_dataset(DatasetConfig(path=str(path), validation_fraction=0.0, **settings))
+    return open_dataset(DatasetConfig(path=str(path), validation_fraction=0.0, **settings), of)
 
 
 def only_example(dataset: BaseDataset) -> dict[str, Any]:
@@ -279,7 +281,7 @@ def test_columns_that_are_named_become_a_question_and_its_answer(tmp_path: Path)
     settings = {"prompt_column": "Kundenfrage", "completion_column": "Antwort"}
     assert only_example(open_rows(tmp_path, row, **settings)) == turns("q", "a")
     with pytest.raises(ConfigError, match="go together"):
-        DatasetConfig(path="a.jsonl", prompt_column="q")
+        DatasetConfig(path="a.jsonl", completion_column="q")
 
 
 @pytest.mark.parametrize(
@@ -436,3 +438,95 @@ def test_any_row_is_an_example_or_one_line(tmp_path: Path) -> None:
         assert {DataFormat.of(json.loads(line)) for line in written} == {data_format(dataset)}
     assert num_read > 30
     assert not any("\n" in refusal for refusal in refusals)
+
+
+ANSWERS: dict[str, tuple[Rows, dict[str, Any], dict[str, Any]]] = {
+    "TRL's pairs": (
+        "pairs",
+        {"prompt": "p", "chosen": "a", "rejected": "b", "score": 1},
+        {"prompt": "p", "chosen": "a", "rejected": "b"},
+    ),
+    "pairs that both begin with their prompt": (
+        "pairs",
+        {"chosen": "p a", "rejected": "p b"},
+        {"chosen": "p a", "rejected": "p b"},
+    ),
+    "pairs of conversations": (
+        "pairs",
+        {"chosen": CHAT, "rejected": [USER, OTHER]},
+        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [OTHER]},
+    ),
+    "labelled texts, as a CSV file spells them": (
+        "labelled",
+        {"prompt": "p", "completion": "a", "label": "False"},
+        {"prompt": "p", "completion": "a", "label": False},
+    ),
+    "labelled answers of instruction data": (
+        "labelled",
+        {"instruction": "p", "output": "a", "kto_tag": 1},
+        turns("p", "a") | {"label": True},
+    ),
+    "prompts, with a column for the rewards": (
+        "prompts",
+        {"prompt": [USER], "answer": "42"},
+        {"prompt": [USER], "answer": "42"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("of", "row", "example"), ANSWERS.values(), ids=ANSWERS)
+def test_rows_of_answers_are_those_that_trl_takes(
+    tmp_path: Path, of: Rows, row: dict[str, Any], example: dict[str, Any]
+) -> None:
+    dataset = open_rows(tmp_path, row, of=of)
+    assert only_example(dataset) == example
+    data_format(dataset).require(of)
+    assert "not trained on" not in dataset.describe()
+
+
+def test_columns_of_a_pair_that_are_named_are_taken(tmp_path: Path) -> None:
+    row = {"Frage": "p", "gut": "a", "schlecht": "b", "chosen": "other", "rejected": "other"}
+    named = {"prompt_column": "Frage", "chosen_column": "gut", "rejected_column": "schlecht"}
+    assert only_example(open_rows(tmp_path, row, of="pairs", **named)) == {
+        "prompt": [{"role": "user", "content": "p"}],
+        "chosen": [{"role": "assistant", "content": "a"}],
+        "rejected": [{"role": "assistant", "content": "b"}],
+    }
+    with pytest.raises(DataFileError, match="column 'besser' is missing; there are Frage, gut"):
+        open_rows(tmp_path, row, of="pairs", **(named | {"chosen_column": "besser"}))
+
+
+@pytest.mark.parametrize(
+    ("of", "row", "message"),
+    [
+        (
+            "pairs",
+            {"prompt": "p", "choosen": "a", "rejected": "b"},
+            r"rows.jsonl:1: has the columns prompt, choosen, rejected; a trainer on pairs takes "
+            r"chosen and rejected.* \('choosen' may be chosen\)$",
+        ),
+        (
+            "labelled",
+            {"prompt": "p", "chosen": "a", "rejected": "b"},
+            "has the columns prompt, chosen, rejected; a trainer on labelled answers takes prompt, "
+            "completion and label",
+        ),
+        ("prompts", {"text": "t"}, "has the columns text; a trainer on prompts takes prompt"),
+        (
+            "labelled",
+            {"prompt": "p", "completion": "a", "label": "good"},
+            "'label' must hold true or false .or 1 or 0., got 'good'; correct or remove the row",
+        ),
+        ("pairs", {"chosen": CHAT, "rejected": [OTHER]}, "begin with no common message"),
+    ],
+)
+def test_rows_that_a_trainer_can_not_take_are_told_in_one_line(
+    tmp_path: Path, of: Rows, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataFileError, match=message):
+        open_rows(tmp_path, row, of=of)
+
+
+def test_a_class_whose_rows_are_texts_is_refused_where_pairs_are_taken() -> None:
+    with pytest.raises(ConfigError, match="has text as text, and the trainer takes pairs: prompt"):
+        DataFormat.of({"text": "t"}).require("pairs")

@@ -99,7 +99,25 @@ VARIANTS: list[dict[str, Any]] = [
     *({"keeping": keeping} for keeping in KEPT),
     {"keeping": Keeping(save_steps=0), "precision": "bf16-pure"},
     {"use_rslora": True, "loraplus_lr_ratio": 16.0, "expandable_segments": True},
+    {"trainer": "sft", "data_format": FORMATS[2], "batching": "longest", "method": "qlora"},
+    *(
+        {"trainer": trainer, "data_format": data_format, "batching": "longest"} | settings
+        for trainer, data_format in (
+            ("dpo", FORMATS[4]),
+            ("orpo", FORMATS[5]),
+            ("cpo", FORMATS[4]),
+            ("reward", FORMATS[5]),
+            ("kto", DataFormat(kind="labelled")),
+        )
+        for settings in (
+            {"batch_size": 2, "weights": "random", "model_config": TINY_LLAMA},
+            {"batch_size": 2, "method": "qlora", "keeping": KEPT[0]},
+            {"batch_size": 2, "method": "full", "gradient_checkpointing": False},
+            {"batch_size": 2, "loraplus_lr_ratio": 16.0},
+        )
+    ),
 ]
+PAIRS = {"data_format": FORMATS[4]}
 
 
 def test_every_script_compiles_and_has_no_unused_or_missing_name(tmp_path: Path) -> None:
@@ -145,6 +163,36 @@ def test_every_script_compiles_and_has_no_unused_or_missing_name(tmp_path: Path)
         ({"precision": "tf32"}, ["torch.float32", "tf32=True"], ["bf16=True"]),
         ({"adapter_dtype": "bfloat16"}, ["autocast_adapter_dtype=False", "bf16=True"], []),
         ({"attn": "eager", "lora_dropout": 0.1}, ['"eager"', "lora_dropout=0.1"], []),
+        (
+            PAIRS | {"trainer": "dpo", "trainer_options": (("beta", 0.3),)},
+            ["DPOConfig(", "max_length=SEQ_LEN", "beta=0.3", "peft_config=peft_config", '"trl"'],
+            ["TrainingArguments", "data_collator", "get_peft_model", "is_learned"],
+        ),
+        (
+            PAIRS | {"trainer": "dpo", "method": "full", "precision": "fp32"},
+            ["bf16=False", "disable_dropout=True"],  # which TRL turns on by itself
+            ["peft_config", "NarrowTrainer"],
+        ),
+        (
+            PAIRS | {"trainer": "dpo", "method": "qlora"},
+            ["class NarrowTrainer(DPOTrainer)", "trainer = NarrowTrainer("],
+            ["prepare_model_for_kbit_training"],
+        ),
+        (
+            PAIRS | {"trainer": "orpo", "method": "qlora"},
+            ["trainer.train_dataset.filter(is_learned)", "peft_config=peft_config"],
+            ["prepare_model_for_kbit_training", "NarrowTrainer"],  # it prepares the base itself
+        ),
+        (
+            PAIRS | {"trainer": "reward"},
+            ["AutoModelForSequenceClassification", "num_labels=1", 'task_type="SEQ_CLS"'],
+            ["CAUSAL_LM"],
+        ),
+        (
+            PAIRS | {"trainer": "dpo", "loraplus_lr_ratio": 16.0},
+            ["model = trainer.model", "trainer.optimizer = optimizer"],
+            ["optimizers="],
+        ),
     ],
 )
 def test_a_script_holds_what_its_settings_need_and_nothing_else(
@@ -168,6 +216,13 @@ def test_rows_are_joined_only_where_the_prediction_had_no_padding() -> None:
         ({"loss_head": "raw"}, "loss_head: raw can't be trained.*hf and liger"),
         ({"weights": "random"}, "weights: random needs the config"),
         ({"model_config": {"is_encoder_decoder": True}}, "needs pairs of texts"),
+        ({"trainer": "dpo"}, "has text as text, and the trainer takes pairs: prompt, chosen"),
+        (PAIRS | {"trainer": "dpo", "precision": "bf16-pure"}, "makes adapters in fp32, not those"),
+        (
+            PAIRS | {"trainer": "dpo", "method": "qlora", "prepare_kbit": True},
+            "prepare_kbit: True, but trainer dpo does not prepare a quantised base",
+        ),
+        ({"trainer": "grpo", "batch_size": 8}, "for trainer grpo, whose rewards are functions"),
     ],
 )
 def test_a_run_that_no_script_can_perform_is_refused(

@@ -90,7 +90,7 @@ def test_steps_that_are_not_the_trainer_s_are_not_exported(
     monkeypatch.setitem(trainers.BUILT_IN, "bare", BARE)
     place = "train.py" if tool == "transformers" else f"--to {tool}"
     recipe = make_recipe(replace(RUN, trainer="bare"), "a100-sxm-80gb")
-    with pytest.raises(ConfigError, match=f"{place}: trainer bare can't be written"):
+    with pytest.raises(ConfigError, match=f"{place}: .*trainer bare"):
         FORMATS[tool](recipe)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import io
 import json
 import os
@@ -36,6 +37,7 @@ from whichlora.terminal.answer import gpu_rows
 from whichlora.workflow import estimates
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.export import read_recipe, write_export
+from whichlora.workflow.profiling import require_profiler
 from whichlora.workflow.run import run_plan
 
 pytestmark = pytest.mark.usefixtures("fake_device")
@@ -664,15 +666,27 @@ def test_a_plan_of_a_plain_loop_has_an_answer_and_no_train_py(tmp_path: Path) ->
     config.write_text(config.read_text() + "trainer: loop\n")
     result = CliRunner().invoke(main, ["run", str(config)])
     assert result.exit_code == 0
-    assert "no train.py: it can't be written for trainer loop" in result.stderr
+    assert "no train.py: it can't be written for trainer loop, whose steps" in result.stderr
     assert "start the fine-tuning with" not in result.stdout
     assert not (tmp_path / "out" / "train.py").exists()
-    with pytest.raises(ConfigError, match=r"train\.py: trainer loop can't be written"):
+    with pytest.raises(ConfigError, match=r"train\.py: it can't be written for trainer loop"):
         write_export(read_recipe(tmp_path / "out"), "transformers", tmp_path / "out")
     config.write_text(config.read_text() + "train: true\n")
     refused = CliRunner().invoke(main, ["run", str(config)])
     assert refused.exit_code == 2
-    assert "train: true: trainer loop can't be written" in refused.stderr
+    assert "train: true needs train.py: it can't be written for trainer loop" in refused.stderr
+
+
+def test_a_trainer_whose_library_is_missing_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "trl" else there(name)
+    )
+    with pytest.raises(ConfigError, match=r"needs trl, which is not installed: pip install trl=="):
+        require_profiler(RunConfig(model="tiny", trainer="dpo"))
+    require_profiler(RunConfig(model="tiny"))
 
 
 def test_a_record_that_could_not_be_kept_is_not_measured(

@@ -228,6 +228,7 @@ def _finetune(settings: PlanFile, model: str) -> RunConfig:
         padding=settings.padding,
         loss_head=settings.loss_head,
         trainer=settings.trainer,
+        trainer_options=tuple(sorted((settings.trainer_options or {}).items())),
     )
 
 
@@ -365,6 +366,9 @@ def _dataset(settings: Dataset, folder: Path) -> DatasetConfig:
         messages_column=settings.messages_column,
         prompt_column=settings.prompt_column,
         completion_column=settings.completion_column,
+        chosen_column=settings.chosen_column,
+        rejected_column=settings.rejected_column,
+        label_column=settings.label_column,
         validation_fraction=settings.validation_fraction,
         split=settings.split or "train",
         config_name=settings.config_name,

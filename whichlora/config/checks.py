@@ -20,11 +20,13 @@ from whichlora.config.schema import MOST_TOKENS, Dataset
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
 from whichlora.parallel import get_strategy, list_strategies, strategy_options
+from whichlora.spec.data_format import Rows
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig
 from whichlora.spec.plan import DATA_FILE_SUFFIXES, DatasetConfig, DatasetKind
+from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.models import resolve_name
-from whichlora.trainers import list_trainers
+from whichlora.trainers import Trainer, list_trainers
 
 Data = Mapping[Any, Any]
 
@@ -38,9 +40,13 @@ _SPELLINGS = (
     ("total_time_mins", "total_time"),
 )
 _COUNTS = ("tokens", "samples", "mean_tokens", "p95_tokens", "max_tokens")
-_ROW_SETTINGS = (
-    *("template", "text_column", "messages_column", "prompt_column", "completion_column"),
-)
+_ROW_SETTINGS: Mapping[Rows, tuple[str, ...]] = {
+    "texts": ("template", "text_column", "messages_column", "prompt_column", "completion_column"),
+    "pairs": ("prompt_column", "chosen_column", "rejected_column"),
+    "labelled": ("prompt_column", "completion_column", "label_column"),
+    "prompts": ("prompt_column",),
+}
+_OF_ROWS = tuple(dict.fromkeys(itertools.chain.from_iterable(_ROW_SETTINGS.values())))
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CLASS = re.compile(r"(?P<source>[\w.]+|.+\.py):(?P<name>[A-Za-z_]\w*)")
 
@@ -53,7 +59,7 @@ def check(data: Data, folder: Path) -> Iterator[Problem]:
     yield from _check_models(data, folder)
     yield from _check_names(data, "methods", list_methods)
     yield from _check_names(data, "trainer", list_trainers)
-    yield from _check_rows(data)
+    yield from _check_trainer(data)
     yield from _check_gpus(data)
     yield from _check_spread(data)
     yield from _check_preference(data)
@@ -172,17 +178,48 @@ def _check_names(
             )
 
 
-def _check_rows(data: Data) -> Iterator[Problem]:
-    """A trainer of other rows than a plan's data has."""
-    trainers, name = list_trainers(), data.get("trainer")
-    if isinstance(name, str) and name in trainers and trainers[name].rows != "texts":
-        of_texts = [other for other, trainer in trainers.items() if trainer.rows == "texts"]
+def _trainer(data: Data) -> Trainer | None:
+    """The trainer that is named, the usual one where none is, None where it is not known."""
+    name = data.get("trainer", RunConfig(model="").trainer)
+    return list_trainers().get(name) if isinstance(name, str) else None
+
+
+def _check_trainer(data: Data) -> Iterator[Problem]:
+    """Options that a trainer does not have, and settings of texts beside other rows."""
+    trainer = _trainer(data)
+    if trainer is None:
+        return
+    options = {option.name: option for option in trainer.options}
+    for name, value in _section(data, "trainer_options").items():
+        if name not in options:
+            yield Problem(
+                loc=("trainer_options", name),
+                fault=f"is no option of trainer {trainer.name}",
+                accepted=", ".join(options) or "none",
+                hint="".join(difflib.get_close_matches(str(name), options, n=1)),
+                show_value=False,
+            )
+            continue
+        try:
+            options[name].checked(value)
+        except ConfigError as error:
+            fault = str(error).partition(": ")[2]
+            yield Problem(loc=("trainer_options", name), fault=fault, show_value=False)
+    if trainer.rows == "texts":
+        return
+    if trainer.rows == "prompts":
+        others = [name for name, each in list_trainers().items() if each.rows != trainer.rows]
         yield Problem(
             loc=("trainer",),
-            fault=f"trains on {trainers[name].rows}, which 'whichlora estimate' knows and a plan "
-            "does not yet",
-            accepted=", ".join(of_texts),
+            fault="writes its answers itself, which 'whichlora estimate' knows and a plan does "
+            "not yet",
+            accepted=", ".join(others),
         )
+        return
+    for key, accepted in (("collator", "longest"), ("train_on", "completions")):
+        if data.get(key, accepted) != accepted:
+            fault = f"is for texts, and trainer {trainer.name} takes {trainer.rows}"
+            yield Problem(loc=(key,), fault=fault, accepted=f"{accepted}, or no such line")
 
 
 def _check_gpus(data: Data) -> Iterator[Problem]:
@@ -319,7 +356,9 @@ def _check_dataset(data: Data, folder: Path) -> Iterator[Problem]:
             accepted="path, or tokens and samples",
             show_value=False,
         )
-    yield from _check_text_settings(dataset)
+    trainer = _trainer(data)
+    if trainer is not None:
+        yield from _check_row_settings(dataset, trainer)
 
 
 def _check_folders(data: Data, folder: Path) -> Iterator[Problem]:
@@ -448,7 +487,7 @@ def _check_path(path: str, dataset: Data, folder: Path) -> Iterator[Problem]:
         if key in dataset and kind != "hub":
             fault, accepted = "is for datasets of the hub only", "no such line"
             yield Problem(loc=("dataset", key), fault=fault, accepted=accepted)
-    for key in _ROW_SETTINGS:
+    for key in _OF_ROWS:
         if key in dataset and kind == "class":
             fault, accepted = "is not for a dataset class, which has to_text", "no such line"
             yield Problem(loc=("dataset", key), fault=fault, accepted=accepted)
@@ -473,8 +512,23 @@ def _check_validation_path(dataset: Data, kind: DatasetKind, folder: Path) -> It
         yield Problem(loc=loc, fault=fault, accepted="one of the two")
 
 
+def _check_row_settings(dataset: Data, trainer: Trainer) -> Iterator[Problem]:
+    accepted = _ROW_SETTINGS[trainer.rows]
+    for key in _OF_ROWS:
+        if key in dataset and key not in accepted:
+            fault = f"is not for {trainer.rows}, which trainer {trainer.name} takes"
+            yield Problem(loc=("dataset", key), fault=fault, accepted=", ".join(accepted))
+    if trainer.rows == "texts":
+        yield from _check_text_settings(dataset)
+    elif trainer.rows == "pairs":
+        for key, partner in itertools.permutations(("chosen_column", "rejected_column")):
+            if key in dataset and partner not in dataset:
+                fault = f"needs dataset.{partner} beside it"
+                yield Problem(loc=("dataset", key), fault=fault, accepted="both, or neither")
+
+
 def _check_text_settings(dataset: Data) -> Iterator[Problem]:
-    row_keys = [key for key in _ROW_SETTINGS if key in dataset]
+    row_keys = [key for key in _ROW_SETTINGS["texts"] if key in dataset]
     if row_keys == ["prompt_column", "completion_column"]:
         return
     for key, partner in itertools.permutations(("prompt_column", "completion_column")):

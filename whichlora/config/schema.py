@@ -215,6 +215,12 @@ class Dataset(_Section):
     """The column that holds the question, which becomes the user's message."""
     completion_column: Name | None = None
     """The column that holds the answer to learn, which becomes the assistant's message."""
+    chosen_column: Name | None = None
+    """The column that holds the better of two answers, for trainers on pairs."""
+    rejected_column: Name | None = None
+    """The column that holds the worse of two answers."""
+    label_column: Name | None = None
+    """The column that tells whether an answer is wanted, for trainers on labelled answers."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of the rows kept for validation where the data has no such split."""
     split: Name | None = None
@@ -362,6 +368,8 @@ class PlanFile(_Section):
     loss_head: LossHead = _RUN.loss_head
     trainer: Name = _RUN.trainer
     """Who runs the training steps."""
+    trainer_options: Annotated[dict[Name, bool | int | float | str], _TextKeys] | None = None
+    """Settings of the trainer's own, such as {beta: 0.1} of dpo."""
     quant: Quant | None = None
     """Storage of the base weights in both stages; without it, the method decides."""
     serve: Serve | Quant | None = None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from whichlora.dataset.base import BaseDataset, data_format
+from whichlora.dataset.encoders import BYTE_LEVEL
 from whichlora.dataset.export import write_jsonl
 from whichlora.dataset.lengths import UNCUT, TokenLengths
 from whichlora.dataset.sources import open_dataset
-from whichlora.dataset.tokens import BYTE_LEVEL, count_tokens
+from whichlora.dataset.tokens import count_tokens
 from whichlora.dataset.workload import Workload, evaluation_widths, workload
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from whichlora.errors import ConfigError
-from whichlora.spec.data_format import DataFormat
+from whichlora.spec.data_format import COLUMNS, DataFormat
 
 Row = Mapping[str, Any]
 Example = Mapping[str, Any]
@@ -35,7 +35,8 @@ class BaseDataset(ABC):
         """The example of `row` to train on, in the columns of one `DataFormat` for all rows.
 
         {"text": …}, {"messages": [{"role": …, "content": …}, …]}, {"prompt": …, "completion": …}
-        or {"prompt": …, "chosen": …, "rejected": …}.
+        or {"prompt": …, "chosen": …, "rejected": …}; for some trainers also with "label", or a
+        prompt alone.
         """
         return {"text": self.to_text(row)}
 
@@ -102,7 +103,9 @@ def checked_format(example: Example, expected: DataFormat | None = None) -> Data
     """
     row_format = DataFormat.of(example)
     try:
-        "".join(text for value in example.values() for text in texts_of(value)).encode()
+        for name, value in example.items():
+            if isinstance(value, str) or name in COLUMNS[row_format.kind]:
+                "".join(texts_of(value)).encode()
     except UnicodeEncodeError:  # JSON can spell half a character, as "\\ud83d"
         raise ConfigError("holds half of a surrogate pair; remove it") from None
     if expected is not None and row_format != expected:
@@ -116,7 +119,9 @@ def checked_format(example: Example, expected: DataFormat | None = None) -> Data
 def trained(example: Example) -> Any:
     """The text or messages that the model learns to write; a row without any is left out."""
     return next(
-        example[name] for name in ("text", "messages", "completion", "chosen") if name in example
+        example[name]
+        for name in ("text", "messages", "completion", "chosen", "prompt")
+        if name in example
     )
 
 
@@ -126,6 +131,8 @@ def texts_of(value: Any) -> Iterator[str]:
     Raises:
         ConfigError: a message without role and text.
     """
+    if isinstance(value, bool):  # a label
+        return
     if isinstance(value, str):
         yield value
         return

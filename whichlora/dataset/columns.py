@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from whichlora.dataset.base import Row
 from whichlora.errors import ConfigError
-from whichlora.spec.data_format import DataKind
+from whichlora.spec.data_format import COLUMNS, KINDS, DataKind, Rows
 
 # Names in lower case with "_" for spaces and hyphens, the likeliest first. Source: the columns of
 # the public data sets that tests/dataset/test_columns.py lists.
@@ -38,6 +39,7 @@ CONTEXTS = ("input", "inputs", "context", "passage", "document")  # beside a pro
 SYSTEMS = ("system", "system_prompt", "system_message")
 HISTORIES = ("history",)  # earlier turns, as pairs
 TEXTS = ("text", "content", "code")
+LABELS = ("label", "kto_tag", "desirable", "is_desirable", "thumbs_up")  # of an answer: wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class Columns:
         kind: of the examples that they make.
         chat: texts are turns of a conversation, which the model's chat template renders.
         trained: what the model learns to write: the text, the conversation or the answer.
-        prompt, rejected, system, history: columns, or None.
+        prompt, rejected, label, system, history: columns, or None.
         contexts: columns that follow the prompt, after a blank line.
         unused: all others.
     """
@@ -58,35 +60,39 @@ class Columns:
     trained: str
     prompt: str | None = None
     rejected: str | None = None
+    label: str | None = None
     system: str | None = None
     history: str | None = None
     contexts: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+
+    def roles(self) -> dict[str, str]:
+        """The columns that an example is made of, one by one, by their role."""
+        names = ("trained", "prompt", "rejected", "label", "system", "history")
+        return {name: column for name in names if (column := getattr(self, name)) is not None}
 
     def describe(self) -> str:
         """Which columns make an example, and which are left out."""
         first = ", ".join(filter(None, (self.system, self.history, self.prompt, *self.contexts)))
         words = f"{first} -> {self.trained}" if first else self.trained
         words += f" (rejected: {self.rejected})" if self.rejected else ""
+        words += f" (label: {self.label})" if self.label else ""
         words += f" as {'messages' if self.chat else 'text'}"
         return words + (f" (not used: {', '.join(self.unused)})" if self.unused else "")
 
 
-def recognised(row: Row) -> Columns:
+def recognised(row: Row, rows: Rows = "texts") -> Columns:
     """The roles of the columns of `row`, by their names and values.
+
+    Args:
+        rows: what the trainer takes.
 
     Raises:
         ConfigError: no name is recognised; the message says what to write instead.
     """
-    columns = (
-        _preference(row)
-        or _conversation(row)
-        or _prompt_completion(row)
-        or _instruction(row)
-        or _plain_text(row)
-    )
+    columns = _RECOGNISERS[rows](row)
     if columns is None:
-        raise ConfigError(_advice(row))
+        raise ConfigError(_advice(row) if rows == "texts" else _needed(row, rows))
     return columns
 
 
@@ -120,6 +126,36 @@ def _preference(row: Row) -> Columns | None:
             system=system,
         )
     return None
+
+
+def _learned_text(row: Row) -> Columns | None:
+    return (
+        _preference(row)
+        or _conversation(row)
+        or _prompt_completion(row)
+        or _instruction(row)
+        or _plain_text(row)
+    )
+
+
+def _labelled(row: Row) -> Columns | None:
+    by_name = _by_name(row)
+    label = next((by_name[name] for name in LABELS if name in by_name), None)
+    if label is None:
+        return None
+    answers = {column: value for column, value in row.items() if column != label}
+    columns = _prompt_completion(answers) or _instruction(answers)
+    return None if columns is None else replace(columns, kind="labelled", label=label)
+
+
+def _prompt(row: Row) -> Columns | None:
+    by_name = _by_name(row)
+    prompt = next((by_name[name] for name in ("prompt", *PROMPTS) if name in by_name), None)
+    if prompt is None:
+        return None
+    system = None if as_list(row[prompt]) is not None else _first_text(row, SYSTEMS)
+    chat = as_list(row[prompt]) is not None or prompt != by_name.get("prompt") or system is not None
+    return _columns(row, kind="prompts", chat=chat, trained=prompt, system=system)
 
 
 def _conversation(row: Row) -> Columns | None:
@@ -177,6 +213,38 @@ def _plain_text(row: Row) -> Columns | None:
     if named is None:
         return None
     return _columns(row, kind="messages", chat=True, trained=named)
+
+
+_RECOGNISERS: Mapping[Rows, Callable[[Row], Columns | None]] = {
+    "texts": _learned_text,
+    "pairs": _preference,
+    "labelled": _labelled,
+    "prompts": _prompt,
+}
+_NEEDED: Mapping[Rows, str] = {
+    "pairs": (
+        "a trainer on pairs takes chosen and rejected, and prompt unless both begin with it; name "
+        "yours with dataset.chosen_column, dataset.rejected_column and dataset.prompt_column"
+    ),
+    "labelled": (
+        "a trainer on labelled answers takes prompt, completion and label (true or false); name "
+        "yours with dataset.prompt_column, dataset.completion_column and dataset.label_column"
+    ),
+    "prompts": "a trainer on prompts takes prompt; name yours with dataset.prompt_column",
+}
+
+
+def _needed(row: Row, rows: Rows) -> str:
+    """Which columns there are, and which a trainer on `rows` takes."""
+    words = f"has the columns {', '.join(map(str, row))}; {_NEEDED[rows]}"
+    accepted = COLUMNS[KINDS[rows][0]]
+    missing = set(accepted) - set(_by_name(row))
+    spellings = [
+        f"{column!r} may be {near[0]}"
+        for name, column in _by_name(row).items()
+        if name not in accepted and (near := difflib.get_close_matches(name, missing, n=1))
+    ]
+    return f"{words} ({', '.join(spellings)})" if spellings else words
 
 
 def _by_name(row: Row) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from whichlora.dataset.base import Split
@@ -17,11 +17,13 @@ class TokenLengths:
     """Tokens of every sequence after truncation, and how they were counted.
 
     Args:
-        lengths: split to lengths, in the order of the rows.
+        lengths: split to lengths, in the order of the rows: of the longest sequence of each.
+        others: split to tokens of the other sequence of each row, where a row is a pair.
         max_length: tokens that longer sequences were cut to.
         num_truncated: sequences that were cut, over all splits.
         num_empty: rows left out because they have no text, over all splits.
-        num_unlearned: rows left out because nothing in them is learned within `max_length`.
+        num_unlearned: rows left out, over all splits, and `unlearned`: why.
+        of_row: what a row is, in words.
         method: "tokenizer <name>", "bytes", or how the lengths were estimated and why.
         longest_possible: where lengths are assumed or estimated, an upper bound of the longest
             sequence; None is the longest of `lengths`.
@@ -37,6 +39,9 @@ class TokenLengths:
     num_truncated: int = 0
     num_empty: int = 0
     num_unlearned: int = 0
+    unlearned: str = ""
+    of_row: str = "sequences"
+    others: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     method: str
     longest_possible: int | None = None
     alternatives: tuple[Self, ...] = ()
@@ -55,7 +60,7 @@ class TokenLengths:
 
     def total_tokens(self, split: Split = "train") -> int:
         """Tokens of one pass over `split`, padding left out."""
-        return sum(self.lengths.get(split, ()))
+        return sum(self.lengths.get(split, ())) + sum(self.others.get(split, ()))
 
     def mean(self, split: Split = "train") -> float:
         return self.total_tokens(split) / self.num_sequences(split)
@@ -64,10 +69,20 @@ class TokenLengths:
         """The longest sequence, which decides the memory."""
         return max(*self.lengths[split], self.longest_possible or 0)
 
+    def paired(self) -> Self:
+        """These lengths as those of pairs whose answers are equally long."""
+        return replace(
+            self,
+            others=self.lengths,
+            of_row="pairs",
+            alternatives=tuple(each.paired() for each in self.alternatives),
+            method=f"{self.method}; both answers of a pair are as long",
+        )
+
     def describe(self) -> str:
         """The amount of training data, and the rows that are left out, in words."""
         words = [
-            f"{self.num_sequences()} sequences, {self.total_tokens()} tokens an epoch, "
+            f"{self.num_sequences()} {self.of_row}, {self.total_tokens()} tokens an epoch, "
             f"longest {self.longest()}"
         ]
         words += self.changed()
@@ -81,8 +96,5 @@ class TokenLengths:
         if self.num_truncated:
             words.append(f"{self.num_truncated} rows are cut to {self.max_length} tokens")
         if self.num_unlearned:
-            words.append(
-                f"{self.num_unlearned} rows are left out: within {self.max_length} tokens nothing "
-                "in them is learned"
-            )
+            words.append(f"{self.num_unlearned} rows are left out: {self.unlearned}")
         return words

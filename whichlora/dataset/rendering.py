@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from whichlora.dataset.base import Example, Row
 from whichlora.dataset.columns import Columns, as_list, recognised
 from whichlora.errors import ConfigError
+from whichlora.spec.data_format import PARTS, Rows
 from whichlora.spec.plan import DatasetConfig
 
 Message = dict[str, Any]
@@ -25,26 +27,34 @@ _TURNS = (("input", "output"), ("user", "assistant"), ("human", "assistant"))  #
 _FURTHER_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")  # that templates render
 
 
-def rendering(config: DatasetConfig, row: Row) -> tuple[Callable[[Row], Example], str]:
+def rendering(
+    config: DatasetConfig, row: Row, rows: Rows = "texts"
+) -> tuple[Callable[[Row], Example], str]:
     """The function from row to example for the columns of `row`, and its description.
+
+    Args:
+        rows: what the trainer takes.
 
     Raises:
         ConfigError: no column is recognised, or a named column is missing.
     """
-    if config.template is not None:
+    if config.template is not None and rows == "texts":
         template, names = config.template, config.template_columns
         return (
             lambda row: {"text": _fill(template, names, row)}
         ), f"template of {', '.join(names)}"
-    columns = _named(config) or recognised(row)
+    columns = _named(config, row, rows) or recognised(row, rows)
     words = columns.describe()
-    if columns.kind == "preference":
+    if columns.kind == "preference" and rows == "texts":
         words += "; rejected answers are kept, and not trained on by this supervised job"
-    return (lambda row: _example(row, columns)), words
+    render = _pair if rows == "pairs" else _example
+    return (lambda row: render(row, columns)), words
 
 
-def _named(config: DatasetConfig) -> Columns | None:
+def _named(config: DatasetConfig, row: Row, rows: Rows) -> Columns | None:
     """The columns that the config names."""
+    if rows != "texts":
+        return _named_parts(config, row, rows)
     if config.text_column is not None:
         return Columns(kind="text", chat=False, trained=config.text_column)
     if config.messages_column is not None:
@@ -59,6 +69,27 @@ def _named(config: DatasetConfig) -> Columns | None:
     )
 
 
+def _named_parts(config: DatasetConfig, row: Row, rows: Rows) -> Columns | None:
+    """The columns of pairs, labelled answers or prompts that the config names."""
+    names = {
+        "pairs": {"chosen": config.chosen_column, "rejected": config.rejected_column},
+        "labelled": {"completion": config.completion_column, "label": config.label_column},
+        "prompts": {},
+    }[rows] | {"prompt": config.prompt_column}
+    if not any(names.values()):
+        return None
+    # as if they had the usual names: the values decide what is a conversation
+    usual = {name: column for name, column in names.items() if column is not None}
+    for column in usual.values():
+        _cell(row, column)
+    spelled = {name: row[column] for name, column in usual.items()}
+    more = {column: value for column, value in row.items() if column not in usual.values()}
+    columns = recognised({**more, **spelled}, rows)
+    back: dict[str, Any] = {part: usual.get(name, name) for part, name in columns.roles().items()}
+    is_question = usual.get("prompt", "prompt") != "prompt"  # as where its name is recognised
+    return replace(columns, **{**back, "chat": columns.chat or is_question})
+
+
 def _example(row: Row, columns: Columns) -> Example:
     if columns.kind == "text":
         return {"text": _text(row, columns.trained)}
@@ -67,11 +98,49 @@ def _example(row: Row, columns: Columns) -> Example:
         return {"messages": [*_system(row, columns, messages), *messages]}
     if columns.kind == "preference":
         return _preference(row, columns)
+    if columns.kind == "prompts":
+        further = [name for name in columns.unused if name in row and name not in PARTS]
+        return {"prompt": _prompts(row, columns), **{name: row[name] for name in further}}
+    label = {} if columns.label is None else {"label": _label(row, columns.label)}
     assert columns.prompt is not None, "an answer is to a prompt"
     if not columns.chat:
         texts = _text(row, columns.prompt), _text(row, columns.trained)
-        return dict(zip(("prompt", "completion"), texts, strict=True))
-    return {"prompt": _prompt(row, columns), "completion": _turn(row, columns.trained, "assistant")}
+        return dict(zip(("prompt", "completion"), texts, strict=True)) | label
+    answer = _turn(row, columns.trained, "assistant")
+    return {"prompt": _prompt(row, columns), "completion": answer, **label}
+
+
+def _prompts(row: Row, columns: Columns) -> str | list[Message]:
+    if not columns.chat:
+        return _text(row, columns.trained)
+    turns = _turn(row, columns.trained, "user")
+    return [*_system(row, columns, turns), *turns]
+
+
+def _label(row: Row, column: str) -> bool:
+    """Whether an answer is wanted, whichever way the file spells it."""
+    value = _cell(row, column)
+    spelled = str(value).strip().lower()
+    if spelled in ("true", "1", "1.0"):
+        return True
+    if spelled in ("false", "0", "0.0"):
+        return False
+    got = "nothing" if value is None else repr(value)
+    raise ConfigError(
+        f"column {column!r} must hold true or false (or 1 or 0), got {got}; correct or remove the "
+        "row"
+    )
+
+
+def _pair(row: Row, columns: Columns) -> Example:
+    """Two answers, to one prompt where they are messages."""
+    example = _preference(row, columns)
+    if columns.chat and "prompt" not in example:
+        raise ConfigError(
+            f"columns {columns.trained!r} and {columns.rejected!r} begin with no common message, "
+            "and there is no prompt; add a prompt column, or correct or remove the row"
+        )
+    return example
 
 
 def _preference(row: Row, columns: Columns) -> Example:

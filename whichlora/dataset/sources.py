@@ -18,7 +18,7 @@ from whichlora.dataset.files import read_rows
 from whichlora.dataset.lengths import UNCUT, TokenLengths
 from whichlora.dataset.rendering import rendering
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.spec.data_format import DataFormat
+from whichlora.spec.data_format import DataFormat, Rows
 from whichlora.spec.plan import DATA_FILE_SUFFIXES, DatasetConfig
 
 SPLIT_NAMES = {
@@ -30,14 +30,17 @@ SPLIT_NAMES = {
 _MOST_ALTERNATIVE = 20_000  # samples of an alternative distribution of lengths
 
 
-def open_dataset(config: DatasetConfig) -> BaseDataset:
+def open_dataset(config: DatasetConfig, rows: Rows = "texts") -> BaseDataset:
     """The data that `config` names.
 
+    Args:
+        rows: what the trainer takes.
+
     Raises:
-        ConfigError: no such data, or no way to make text of its columns.
+        ConfigError: no such data, or no way to make such rows of its columns.
         DataFileError: a file that can't be read, with the line.
     """
-    return _OPENERS[config.kind](config)
+    return _OPENERS[config.kind](config, rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +129,7 @@ class CountedDataset(BaseDataset):
         )
 
 
-def _open_counts(config: DatasetConfig) -> BaseDataset:
+def _open_counts(config: DatasetConfig, rows: Rows) -> BaseDataset:
     if config.num_samples is None or config.mean_tokens is None:
         raise ConfigError("dataset: names no data; give path, or tokens and samples")
     return CountedDataset(
@@ -137,7 +140,7 @@ def _open_counts(config: DatasetConfig) -> BaseDataset:
     )
 
 
-def _open_file(config: DatasetConfig) -> BaseDataset:
+def _open_file(config: DatasetConfig, rows: Rows) -> BaseDataset:
     path = Path(os.path.expanduser(config.path))
     files = {"train": [path], "validation": []}
     if path.is_dir():
@@ -150,12 +153,12 @@ def _open_file(config: DatasetConfig) -> BaseDataset:
             )
     if config.validation_path is not None:
         files["validation"] = [Path(os.path.expanduser(config.validation_path))]
-    examples, columns = _read_examples(files["train"], config)
+    examples, columns = _read_examples(files["train"], config, rows)
     if not examples:
         raise DataFileError(f"{files['train'][0]}: has no rows; give at least one")
     if files["validation"]:
         expected = checked_format(examples[0])
-        held_out, _ = _read_examples(files["validation"], config, expected)
+        held_out, _ = _read_examples(files["validation"], config, rows, expected)
     else:
         train, validation = _hold_out(len(examples), config.validation_fraction)
         held_out = [examples[index] for index in validation]
@@ -178,7 +181,7 @@ def _data_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.suffix in DATA_FILE_SUFFIXES)
 
 
-def _open_hub(config: DatasetConfig) -> BaseDataset:
+def _open_hub(config: DatasetConfig, rows: Rows) -> BaseDataset:
     """A dataset of the hub, or of the cache of the `datasets` library."""
     try:
         datasets = importlib.import_module("datasets")
@@ -188,7 +191,7 @@ def _open_hub(config: DatasetConfig) -> BaseDataset:
             "datasets; pip install 'whichlora[profile]', or give a local file"
         ) from None
     try:
-        rows = datasets.load_dataset(config.path, config.config_name, split=config.split)
+        loaded = datasets.load_dataset(config.path, config.config_name, split=config.split)
         names = datasets.get_dataset_split_names(config.path, config.config_name)
         suffix = config.split.removeprefix("train")  # train_sft goes with test_sft
         held_out_names = [name + end for end in (suffix, "") for name in SPLIT_NAMES["validation"]]
@@ -203,21 +206,21 @@ def _open_hub(config: DatasetConfig) -> BaseDataset:
             f"dataset.path: {config.path!r} can't be loaded ({_one_line(error)}); check the id, "
             "config_name, split and the connection, or give a local file"
         ) from error
-    if not len(rows):
+    if not len(loaded):
         raise ConfigError(
             f"dataset.split: {config.split!r} of {config.path} has no rows; give another"
         )
     try:
-        render, columns = rendering(config, rows[0])
+        render, columns = rendering(config, loaded[0], rows)
     except ConfigError as error:
         raise ConfigError(f"dataset: {config.path} {error}") from None
     if held_out is None:
-        train, kept_back = _hold_out(len(rows), config.validation_fraction)
-        rows, held_out = rows.select(train), rows.select(kept_back)
-    return TableDataset(train=rows, validation=held_out, render=render, columns=columns)
+        train, kept_back = _hold_out(len(loaded), config.validation_fraction)
+        loaded, held_out = loaded.select(train), loaded.select(kept_back)
+    return TableDataset(train=loaded, validation=held_out, render=render, columns=columns)
 
 
-def _open_class(config: DatasetConfig) -> BaseDataset:
+def _open_class(config: DatasetConfig, rows: Rows) -> BaseDataset:
     """A user's own subclass: named on purpose, so its code runs."""
     source, _, name = config.path.rpartition(":")
     try:
@@ -251,7 +254,7 @@ def _open_class(config: DatasetConfig) -> BaseDataset:
         raise ConfigError(f"dataset.path: {name} can't be made: {_one_line(error)}") from error
 
 
-_OPENERS: dict[str, Callable[[DatasetConfig], BaseDataset]] = {
+_OPENERS: dict[str, Callable[[DatasetConfig, Rows], BaseDataset]] = {
     "counts": _open_counts,
     "file": _open_file,
     "hub": _open_hub,
@@ -260,7 +263,10 @@ _OPENERS: dict[str, Callable[[DatasetConfig], BaseDataset]] = {
 
 
 def _read_examples(
-    paths: Sequence[Path], config: DatasetConfig, expected: DataFormat | None = None
+    paths: Sequence[Path],
+    config: DatasetConfig,
+    rows: Rows,
+    expected: DataFormat | None = None,
 ) -> tuple[list[Example], str]:
     """The example of every row, and the columns that it is made of, in words."""
     examples: list[Example] = []
@@ -270,7 +276,7 @@ def _read_examples(
         for line, row in read_rows(path):
             try:
                 if render is None:
-                    render, columns = rendering(config, row)
+                    render, columns = rendering(config, row, rows)
                 example = render(row)
                 expected = checked_format(example, expected)
             except ConfigError as error:

@@ -100,6 +100,7 @@ def workload(
     at_once: int = 1,
     epochs: float = 1.0,
     seed: int = 0,
+    sequences: int = 1,
 ) -> Workload:
     """The workload of training on `lengths` for `epochs`; widths are binned to few distinct values.
 
@@ -107,6 +108,7 @@ def workload(
         seq_len: rows are cut or padded to it, or filled up to it where they are packed; None is
             where the lengths were cut.
         at_once: micro-batches that GPUs compute at the same time.
+        sequences: of each row; `batch_size` counts rows.
 
     Raises:
         ConfigError: too few tokens to pack.
@@ -150,7 +152,7 @@ def workload(
         num_batches=num_batches,
         num_steps=num_steps,
         real_tokens=round(_real_tokens(lengths, collator, seq_len) * num_batches / per_epoch),
-        padded_tokens=round(padded),
+        padded_tokens=round(padded * sequences),
         least_longest=min(int(batch[:, 0].max()) for batch in (table, *alternatives)),
         deviation=_deviation(
             _mean_padded(lengths, table),
@@ -249,4 +251,5 @@ def _varied(lengths: TokenLengths, collator: Collator, batch_size: int, seq_len:
 def _real_tokens(lengths: TokenLengths, collator: Collator, seq_len: int) -> int:
     if collator == "packed":
         return lengths.total_tokens() // seq_len * seq_len
-    return sum(min(length, seq_len) for length in lengths.lengths["train"])
+    others = sum(min(length, seq_len) for length in lengths.others.get("train", ()))
+    return others + sum(min(length, seq_len) for length in lengths.lengths["train"])

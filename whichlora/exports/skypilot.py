@@ -10,6 +10,7 @@ from whichlora.exports.installation import installation
 from whichlora.exports.launch import skypilot_lines
 from whichlora.exports.recipe import Export, Recipe
 from whichlora.exports.yaml import yaml_text
+from whichlora.trainers import requirement
 
 FILE = "sky.yaml"
 # Our key → SkyPilot's name (catalogs of 0.14), which several boards may share.
@@ -60,13 +61,15 @@ def export(recipe: Recipe) -> Export:
     script = transformers.export(recipe)
     config = recipe.run.parallel
     install = installation("profile")
+    further = requirement(recipe.run)
+    setup = [install.command, further and f"pip install {further}"]
     task: dict[str, Any] = {
         "name": "whichlora",
         **({"num_nodes": config.nodes} if config.nodes > 1 else {}),
         "resources": {"accelerators": f"{ACCELERATORS[recipe.gpu]}:{config.gpus_per_node}"},
         "workdir": ".",
         **({"file_mounts": dict(install.uploads)} if install.uploads else {}),
-        "setup": f"{install.command}\n",
+        "setup": "".join(f"{line}\n" for line in setup if line),
         "run": "".join(f"{line}\n" for line in skypilot_lines(recipe.run, transformers.FILE)),
     }
     command = f"sky launch {FILE}"

@@ -33,6 +33,7 @@ from whichlora.spec.data_format import (
     TEXT_ROWS,
 )
 from whichlora.spec.run import FP32_PRECISIONS, RunConfig, autocast_precision
+from whichlora.trainers import get_trainer
 
 FILE = "train_unsloth.py"
 _OUTPUT = "output-unsloth"
@@ -89,8 +90,9 @@ def export(recipe: Recipe) -> Export:
         constants["CHAT_TEMPLATE"] = chat_template()
     functions = templates.SAY + row_functions(
         recipe.data_format,
-        train_on=recipe.train_on,
-        reader=recipe.batching if recipe.batching in _PACKED else "longest",
+        get_trainer(run.trainer),
+        recipe.train_on,
+        recipe.batching if recipe.batching in _PACKED else "longest",
         masked_lm=False,
     )
     lines = [

@@ -64,8 +64,12 @@ def num_checkpoints(keeping: Keeping, *, num_steps: int) -> int:
 
 
 def evaluation_features(job: ResolvedRun, *, width: Count) -> dict[str, Real]:
-    """Time features of one evaluation batch: a forward whose every token is scored."""
-    sizes = {"batch_size": job.run.batch_size, "seq_len": width, "r": job.run.r}
+    """Time features of one evaluation batch: forwards whose every token is scored.
+
+    A trainer's reference computes as many as the model does.
+    """
+    sequences = job.run.batch_size * job.trainer.rows_per_example
+    sizes = {"batch_size": sequences, "seq_len": width, "r": job.run.r}
     done = work.evaluation_work(
         job.model,
         job.run,
@@ -76,7 +80,10 @@ def evaluation_features(job: ResolvedRun, *, width: Count) -> dict[str, Real]:
         update=update_of(job),
         num_multiprocessors=timing.tiled_multiprocessors(job.gpu, job.dtype),
     )
-    return timing.features(done, job.gpu, dtype=job.dtype)
+    further = job.trainer.forwards(job.run)
+    passes = 1 + further.policy + further.reference
+    counted = timing.features(done, job.gpu, dtype=job.dtype)
+    return {name: passes * value for name, value in counted.items()}
 
 
 def evaluation_seconds(

@@ -60,7 +60,7 @@ def measure_trl(
         from datasets import Dataset
 
         library_class = resolve_name(trainer.library_class)
-        config_class = resolve_name(trainer.library_class.removesuffix("Trainer") + "Config")
+        config_class = resolve_name(trainer.config_class)
     except ImportError as error:
         raise MeasurementError(
             f"trainer: {run.trainer} needs TRL, which is not installed ({error}); pip install trl"

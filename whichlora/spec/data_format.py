@@ -8,15 +8,28 @@ from typing import Any, Literal, Self
 
 from whichlora.errors import ConfigError
 
-DataKind = Literal["text", "messages", "prompt-completion", "preference"]
+DataKind = Literal["text", "messages", "prompt-completion", "preference", "labelled", "prompts"]
+Rows = Literal["texts", "pairs", "labelled", "prompts"]  # what a trainer trains on
 
 COLUMNS: Mapping[DataKind, tuple[str, ...]] = {
     "text": ("text",),
     "messages": ("messages",),
     "prompt-completion": ("prompt", "completion"),
     "preference": ("prompt", "chosen", "rejected"),  # prompt may be left out
+    "labelled": ("prompt", "completion", "label"),  # true or false: wanted or not
+    "prompts": ("prompt",),
 }
 """Columns of each kind of row, as `train.jsonl` has them. Source: TRL 1.16, dataset formats."""
+
+PARTS = frozenset(column for columns in COLUMNS.values() for column in columns)
+
+KINDS: Mapping[Rows, tuple[DataKind, ...]] = {
+    "texts": ("text", "messages", "prompt-completion", "preference"),
+    "pairs": ("preference",),
+    "labelled": ("labelled",),
+    "prompts": ("prompts",),
+}
+"""Kinds of rows that a trainer can take; of a preference a trainer on texts learns the chosen."""
 
 ALPACA_CHAT_TEMPLATE = (
     "{{ bos_token or '' }}"
@@ -72,6 +85,19 @@ class DataFormat:
         columns = ", ".join(COLUMNS[self.kind])
         return f"{columns} as {'messages' if self.conversational else 'text'}"
 
+    def require(self, rows: Rows) -> None:
+        """Refuse a format that a trainer on `rows` can't take.
+
+        Raises:
+            ConfigError: it is another kind of rows.
+        """
+        if self.kind not in KINDS[rows]:
+            accepted = " or ".join(", ".join(COLUMNS[kind]) for kind in KINDS[rows])
+            raise ConfigError(
+                f"dataset: has {self.describe()}, and the trainer takes {rows}: {accepted}; give "
+                "such rows, or another trainer"
+            )
+
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self:
         """The format of `row`, as it stands in `train.jsonl`.
@@ -83,8 +109,14 @@ class DataFormat:
             raise ConfigError(f"a row must be a mapping of columns, got {type(row).__name__}")
         for kind, columns in COLUMNS.items():
             optional = {"prompt"} if kind == "preference" else set()
-            if set(columns) - optional <= set(row) <= set(columns):
-                types = {type(row[column]) for column in columns if column in row}
+            further = set(row) - set(columns)
+            if kind == "prompts":  # columns of others go to the rewards
+                further &= PARTS
+            if set(columns) - optional <= set(row) and not further:
+                if "label" in columns and not isinstance(row["label"], bool):
+                    raise ConfigError(f"label must be true or false, got {row['label']!r}")
+                texts = [column for column in columns if column in row and column != "label"]
+                types = {type(row[column]) for column in texts}
                 if types == {str}:
                     return cls(kind=kind)
                 if types == {list}:

@@ -139,13 +139,15 @@ class DatasetConfig:
             are recognised by their names.
         text_column, messages_column: which column holds plain text or chat messages.
         prompt_column, completion_column: which columns hold a question and its answer.
+        chosen_column, rejected_column, label_column: which hold the better and the worse answer,
+            or whether an answer is wanted, for trainers on such rows.
         validation_fraction: share of rows kept for validation where the source has no split.
         split, config_name: of a Hugging Face dataset.
         num_samples, mean_tokens: size of the training split, for planning without the data.
         p95_tokens, max_tokens: of its sequences, where they are known.
 
     Raises:
-        ConfigError: a template that does not name columns, or one of two columns alone.
+        ConfigError: a template that does not name columns, or an answer's column alone.
     """
 
     path: str = ""
@@ -155,6 +157,9 @@ class DatasetConfig:
     messages_column: str | None = None
     prompt_column: str | None = None
     completion_column: str | None = None
+    chosen_column: str | None = None
+    rejected_column: str | None = None
+    label_column: str | None = None
     validation_fraction: float = 0.05
     split: str = "train"
     config_name: str | None = None
@@ -166,7 +171,7 @@ class DatasetConfig:
     def __post_init__(self) -> None:
         if self.template is not None and not self.template_columns:
             raise ConfigError(f"dataset.template: names no column in braces, got {self.template!r}")
-        if (self.prompt_column is None) != (self.completion_column is None):
+        if self.prompt_column is None and self.completion_column is not None:
             raise ConfigError(
                 "dataset: prompt_column and completion_column go together; give both or none"
             )

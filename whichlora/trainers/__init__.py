@@ -75,11 +75,21 @@ def with_trainer(run: RunConfig) -> RunConfig:
     )
 
 
+def requirement(run: RunConfig) -> str:
+    """What pip installs for the trainer of `run` beside the `profile` extra; empty for nothing."""
+    package = get_trainer(run.trainer).library_class.partition(".")[0]
+    if package in ("", "transformers"):
+        return ""
+    version = getattr(run.versions, package, "")
+    return f"{package}=={version}" if version else package
+
+
 __all__ = [
     "BUILT_IN",
     "ENTRY_POINT_GROUP",
     "Trainer",
     "get_trainer",
     "list_trainers",
+    "requirement",
     "with_trainer",
 ]

@@ -8,11 +8,11 @@ from typing import Literal, get_args
 
 from whichlora.errors import ConfigError
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.data_format import Rows
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.options import Option
 from whichlora.spec.run import FOUR_BIT_BNB, LossHead, RunConfig
 
-Rows = Literal["texts", "pairs", "labelled", "prompts"]
 OutputsHeld = Literal["until_loss", "until_backward", "until_step_ends", "until_next_outputs"]
 USUAL_HEAD = "hf"  # of a run that names none
 
@@ -100,11 +100,21 @@ class Trainer:
             `whichlora.profiler.finetune:measure_finetune` does; profiles and traces call it.
         library_class: dotted name of the class whose steps these are; empty where a script writes
             them out. An exporter states which class its tool runs.
+        config_class: dotted name of the class of its arguments; empty where there is none.
+        length_argument: the argument of that class that cuts rows to seq_len; empty where there is
+            none.
+        turned_on: arguments that this class turns on where nobody says.
+        makes_adapters: it is given the PEFT config, prepares a quantised base, and makes the
+            adapters.
         options: its own settings, by its library's names.
         loss_heads: who may compute its loss; the first does where a run names none.
         rows: what it trains on: texts, pairs of a chosen and a rejected answer, answers that are
             labelled as wanted or not, or prompts alone.
         rows_per_example: sequences that an example adds to a forward: two for a pair of answers.
+        frames_rows: it puts BOS and EOS tokens around each row itself, also around one that a chat
+            template has rendered; else EOS follows the text, and the tokenizer adds its own.
+        drops_longer: rows longer than seq_len are left out, not cut.
+        keeps_unlearned: rows stay whose prompt fills seq_len, with an answer of no tokens.
         forwards: those without gradients, of each micro-batch.
         gives_rewards: the model has a head that gives one number for each position in place of the
             vocabulary's.
@@ -131,10 +141,17 @@ class Trainer:
     summary: str
     steps: str
     library_class: str = ""
+    config_class: str = ""
+    length_argument: str = ""
+    turned_on: tuple[str, ...] = ()
+    makes_adapters: bool = False
     options: tuple[Option, ...] = ()
     loss_heads: tuple[LossHead, ...] = get_args(LossHead)
     rows: Rows = "texts"
     rows_per_example: int = 1
+    frames_rows: bool = False
+    drops_longer: bool = False
+    keeps_unlearned: bool = False
     forwards: Callable[[RunConfig], Forwards] = _none
     gives_rewards: bool = False
     rollout: Callable[[RunConfig], Rollout | None] = _no_rollout

@@ -37,6 +37,7 @@ TRAINER = replace(
     name="cpo",
     summary="TRL's CPOTrainer: pairs of answers, no reference; SimPO, too",
     library_class="trl.experimental.cpo.CPOTrainer",
+    config_class="trl.experimental.cpo.CPOConfig",
     options=(_BETA, _LOSS, _ALPHA, trl.DISABLE_DROPOUT),
     logits_loss=_logits_loss,
 )

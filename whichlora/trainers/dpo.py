@@ -32,6 +32,7 @@ TRAINER = replace(
     name="dpo",
     summary="TRL's DPOTrainer: pairs of answers, and a reference",
     library_class="trl.DPOTrainer",
+    config_class="trl.DPOConfig",
     options=(trl.BETA, trl.PRECOMPUTE, trl.DISABLE_DROPOUT),
     rows="pairs",
     rows_per_example=2,

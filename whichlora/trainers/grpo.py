@@ -129,6 +129,8 @@ TRAINER = replace(
     name="grpo",
     summary="TRL's GRPOTrainer: learns from rewards of answers that it writes",
     library_class="trl.GRPOTrainer",
+    config_class="trl.GRPOConfig",
+    length_argument="",
     options=(
         _BETA,
         _GENERATIONS,

@@ -42,6 +42,7 @@ TRAINER = replace(
     name="kto",
     summary="TRL's KTOTrainer: answers wanted or not, and a reference",
     library_class="trl.KTOTrainer",
+    config_class="trl.KTOConfig",
     options=(trl.BETA, _LOSS, trl.PRECOMPUTE, trl.DISABLE_DROPOUT),
     rows="labelled",
     forwards=_forwards,

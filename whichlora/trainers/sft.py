@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whichlora.trainers import transformers
+from whichlora.trainers import transformers, trl
 
 TRAINER = replace(
     transformers.TRAINER,
@@ -15,6 +15,10 @@ TRAINER = replace(
     summary="TRL's SFTTrainer, without logits",
     steps="whichlora.profiler.trl:measure_trl",
     library_class="trl.SFTTrainer",
+    config_class="trl.SFTConfig",
+    length_argument="max_length",
+    turned_on=trl.TURNED_ON,
+    makes_adapters=True,
     loss_heads=("trl-fused",),
     keeps_base=True,
 )

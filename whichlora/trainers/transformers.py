@@ -20,6 +20,7 @@ TRAINER = Trainer(
     summary="the Trainer of transformers",
     steps="whichlora.profiler.finetune:measure_finetune",
     library_class="transformers.Trainer",
+    config_class="transformers.TrainingArguments",
     outputs_held=_outputs_held,
     widens_outputs=True,  # `prepare_model` wraps `forward` in `convert_outputs_to_fp32`
     clips_gradients=True,  # `max_grad_norm` is 1.0 unless told

@@ -1,6 +1,6 @@
-"""Options that trainers of TRL share.
+"""What trainers of TRL share.
 
-Source: TRL 1.16 `DPOConfig`, `KTOConfig`.
+Source: TRL 1.16 `DPOConfig`, `KTOConfig`, `_BaseConfig` of trainer/base_config.py.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 
+TURNED_ON = ("bf16", "gradient_checkpointing")  # `_BaseConfig`
 BETA = Option(name="beta", summary="strength of the pull to the reference", default=0.1)
 PRECOMPUTE = Option(
     name="precompute_ref_log_probs",

@@ -40,7 +40,7 @@ def measure(config: Path, *, budget_s: float, progress: Progress) -> Refit:
     plan = load_plan(config)
     gpu = gpu_of(plan)
     device_of(gpu)
-    require_profiler()
+    require_profiler(plan.finetune)
     # a folder of its own: `run.json` beside it is what a later `whichlora run` goes on from
     # it profiles on one GPU, which tells what the ranks of several compute, too
     plan = replace(plan, output_dir=plan.output_dir / "calibrate", spreads=(ONE_GPU,))

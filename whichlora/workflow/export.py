@@ -13,6 +13,7 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.exports import DATA_FILE, FORMATS, Export, Recipe
 from whichlora.exports.simpler import simpler_row
 from whichlora.predict.resolve import resolve
+from whichlora.spec.data_format import KINDS, DataFormat
 from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
@@ -102,6 +103,7 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
         (chosen,) = estimates.estimate([run], [device.key])
         run = replace(run, parallel=chosen.run.parallel)
     resolved = resolve(model, replace(run, model=model.name), device)
+    rows = {"data_format": DataFormat(kind=KINDS[resolved.trainer.rows][0])}
     return Recipe(
         run=resolved.run,
         gpu=device.key,
@@ -109,7 +111,7 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
         model_config=dict(resolved.model.config),
         masked_lm=resolved.model.task == "encoder",
         batching="longest",
-        **job,
+        **(rows | job),
     )
 
 

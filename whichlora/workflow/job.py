@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.spec.data_format import TEXT_ROWS
+from whichlora.spec.data_format import KINDS, DataFormat
 from whichlora.spec.run import RunConfig
 from whichlora.store.jsonfiles import read_object, write_object, write_text
+from whichlora.trainers import get_trainer
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.session import Session
 
@@ -40,13 +41,12 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
     """The training script of `best`, the recipe for other tools, and the data that both read."""
     from whichlora.dataset import data_format, write_jsonl
     from whichlora.exports import FORMATS, Recipe
-    from whichlora.exports.train_script import runs_in_trainer
     from whichlora.workflow.export import RECIPE_FILE
 
     plan, model = session.plan, session.models[best.model]
     folder = plan.output_dir
     data = {}
-    rows = TEXT_ROWS
+    rows = DataFormat(kind=KINDS[get_trainer(best.trainer).rows][0])
     if plan.dataset.kind != "counts":
         data = write_jsonl(session.data.dataset, folder)
         rows = data_format(session.data.dataset)
@@ -75,13 +75,10 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
     )
     write_object(folder / RECIPE_FILE, recipe.to_dict())
     job = {f"data_{split}": file for split, file in data.items()}
-    if not runs_in_trainer(run):
-        session.progress.say(f"no train.py: it can't be written for trainer {run.trainer}")
-        return job
     try:
         script = FORMATS["transformers"](recipe)
-    except ConfigError as refusal:  # a strategy that the Trainer has no key for
-        session.progress.say(f"no train.py: {refusal}")
+    except ConfigError as refusal:  # such as a strategy that the Trainer has no key for
+        session.progress.say(f"no train.py: {str(refusal).removeprefix('train.py: ')}")
         return job
     path = folder / "train.py"
     for name, text in script.files.items():

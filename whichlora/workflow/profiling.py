@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.plan import Plan
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import detected_gpus, each_once, find_target
+from whichlora.trainers import requirement
 
 if TYPE_CHECKING:
     from whichlora.profiler.profile import Profiler
@@ -39,8 +41,8 @@ def open_profiler(plan: Plan, gpu: GpuSpec, run_id: str) -> Profiler:
     )
 
 
-def require_profiler() -> None:
-    """Refuse to profile where the libraries for it are not installed.
+def require_profiler(run: RunConfig) -> None:
+    """Refuse to profile `run` where the libraries for it are not installed, its trainer's too.
 
     Raises:
         ConfigError: one of them is missing.
@@ -48,6 +50,13 @@ def require_profiler() -> None:
     from whichlora.profiler.profile import Profiler
 
     Profiler.require_libraries()
+    needed = requirement(run)
+    package, _, _ = needed.partition("==")
+    if package and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"trainer: {run.trainer} needs {package}, which is not installed: pip install "
+            f"{needed}, or set profile: none and train: false for predictions alone"
+        )
 
 
 def gpus_of(plan: Plan) -> list[GpuSpec]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from whichlora.config import load_plan
 from whichlora.errors import ConfigError
-from whichlora.exports.train_script import require_trainer
+from whichlora.exports.train_script import require_library
 from whichlora.html import write_report
 from whichlora.profiler.installed import installed_versions
 from whichlora.search.acquisition import Decision
@@ -56,9 +56,9 @@ def run_plan(
             "start the job of the recommended one there"
         )
     if plan.train:
-        require_trainer(plan.finetune, f"{plan.source}: train: true")
+        require_library(plan.finetune, f"{plan.source}: train: true needs train.py")
     if plan.profile != "none" or plan.train:
-        require_profiler()
+        require_profiler(plan.finetune)
     with hold_folder(plan.output_dir):
         if len(gpus) == 1:
             return _run(plan, gpus[0], progress, fresh=fresh, lengths={})

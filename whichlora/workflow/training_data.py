@@ -19,6 +19,7 @@ from whichlora.dataset import (
 from whichlora.predict.evaluation_and_saving import num_evaluations
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.plan import Plan
+from whichlora.trainers import Trainer, get_trainer
 
 Counted: TypeAlias = dict[tuple[str, int, bool], TokenLengths]
 """Token lengths by tokenizer, the length that rows are cut to, and whether prompts are learned."""
@@ -35,12 +36,16 @@ class TrainingData:
     def __init__(
         self, plan: Plan, models: Mapping[str, ModelSpec], lengths: Counted | None = None
     ) -> None:
-        self.dataset: BaseDataset = open_dataset(plan.dataset)
+        self.dataset: BaseDataset = open_dataset(plan.dataset, self._trainer(plan).rows)
         self._plan = plan
         self._models = models
         self._lengths: Counted = {} if lengths is None else lengths
         self._evaluated: dict[tuple[str, int, bool, int, int, int], dict[int, float]] = {}
         self._workloads: dict[tuple[str, int, bool, int, int, int], Workload] = {}
+
+    @staticmethod
+    def _trainer(plan: Plan) -> Trainer:
+        return get_trainer(plan.finetune.trainer)
 
     def tokenizer(self, model: str) -> str:
         """The tokenizer that `model` is trained with."""
@@ -65,6 +70,7 @@ class TrainingData:
                 offline=self._plan.weights == "random",
                 max_length=UNCUT if joins else seq_len,
                 completions_only=completions_only,
+                run=self._plan.finetune,
             )
         return self._lengths[key]
 
@@ -110,6 +116,7 @@ class TrainingData:
                 at_once=at_once,
                 epochs=self._plan.epochs,
                 seed=self._plan.seed,
+                sequences=self._trainer(self._plan).rows_per_example,
             )
         return self._workloads[key]
 

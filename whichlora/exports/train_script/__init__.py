@@ -24,22 +24,24 @@ from whichlora.exports.train_script.lines import (
     optimizer_lines,
     predicted_versions,
     tokenizer_lines,
+    trainer_name,
 )
 from whichlora.exports.train_script.rows import row_functions
 from whichlora.methods import get_method, weight_dtype, with_defaults
 from whichlora.predict.resolve import layout_of
 from whichlora.spec.data_format import ALPACA_CHAT_TEMPLATE, TEXT_ROWS, DataFormat
 from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
-from whichlora.spec.run import RunConfig
-from whichlora.trainers import get_trainer
+from whichlora.spec.run import BNB_QUANTS, RunConfig
+from whichlora.trainers import Trainer, get_trainer
 
 TRAINER_CLASS = "transformers.Trainer"  # whose steps the script's are
 Weights = Literal["pretrained", "random"]
 
 KEEPING = Keeping()
 
-_IMPORTABLE = {
+_IMPORTABLE: Mapping[str, Sequence[str]] = {
     "accelerate": ("PartialState",),
+    "datasets": ("Dataset",),
     "peft": ("get_peft_model", "prepare_model_for_kbit_training"),
     "peft.optimizers": ("create_loraplus_optimizer",),
     "tokenizers": ("Tokenizer", "decoders", "models", "pre_tokenizers"),
@@ -47,14 +49,13 @@ _IMPORTABLE = {
         "AutoConfig",
         "AutoModelForCausalLM",
         "AutoModelForMaskedLM",
+        "AutoModelForSequenceClassification",
         "AutoTokenizer",
         "BitsAndBytesConfig",
         "DataCollatorForLanguageModeling",
         "DataCollatorForSeq2Seq",
         "PreTrainedTokenizerFast",
-        "Trainer",
         "TrainerCallback",
-        "TrainingArguments",
         "set_seed",
     ),
     "transformers.integrations": ("sdpa_attention",),
@@ -122,10 +123,11 @@ def train_script(
         ConfigError: a run that the script can't perform.
     """
     run = with_defaults(run)
-    _check(run, weights, model_config)
+    trainer = get_trainer(run.trainer)
+    _check(run, weights, model_config, data_format)
     random_config = model_config if weights == "random" else None
     takes_bytes = random_config is not None and tokenizer is None
-    model_class = "AutoModelForMaskedLM" if masked_lm else "AutoModelForCausalLM"
+    model_class = _model_class(trainer, masked_lm)
     hub = {"trust_remote_code": True} if trust_remote_code else {}
     chats = data_format.conversational and not masked_lm
     constants = {
@@ -156,12 +158,18 @@ def train_script(
         "set_seed(SEED)",
         *attention_lines(run),
         *_with_arguments(model, run, keeping, reader, limited=max_steps is not None),
-        *optimizer_lines(run),
+        *optimizer_lines(run) * (not trainer.makes_adapters),
     ]
     random_class = None if random_config is None else model_class
     functions = _helper_functions(run, keeping, random_class, takes_bytes=takes_bytes)
-    functions += row_functions(data_format, train_on=train_on, reader=reader, masked_lm=masked_lm)
+    functions += row_functions(data_format, trainer, train_on, reader, masked_lm=masked_lm)
     return _assembled(run, constants, functions, main, _tail(run, keeping, reader, masked_lm))
+
+
+def _model_class(trainer: Trainer, masked_lm: bool) -> str:
+    if trainer.gives_rewards:
+        return "AutoModelForSequenceClassification"
+    return "AutoModelForMaskedLM" if masked_lm else "AutoModelForCausalLM"
 
 
 def _with_arguments(
@@ -189,13 +197,16 @@ def _helper_functions(
     random_model = ""
     if random_class is not None:
         dtype = weight_dtype(run)
-        random_model = templates.RANDOM_MODEL.format(model_class=random_class, dtype=dtype)
+        settings = ", num_labels=1" * get_trainer(run.trainer).gives_rewards
+        random_model = templates.RANDOM_MODEL.format(
+            model_class=random_class, dtype=dtype, settings=settings
+        )
     return "".join(
         [
             templates.SAY,
             templates.VERSIONS,
             templates.LAST_CHECKPOINT * keeping.saves,
-            templates.NARROW_TRAINER * _is_narrow(run, keeping),
+            templates.NARROW_TRAINER.format(trainer=trainer_name(run)) * _is_narrow(run, keeping),
             random_model,
             templates.BYTE_TOKENIZER * takes_bytes,
         ]
@@ -212,8 +223,9 @@ def _assembled(
     """The script: its head, `functions`, and `main()`, which runs the lines `main` and `tail`."""
     lines = indent("\n".join(main) + "\n", "    ")
     body = f"{functions}def main():\n{lines}{tail}"
-    module, _, name = get_method(run.method).peft_class.rpartition(".")
-    return _head(body, constants, {module: (name,)} if name else {}) + body
+    trainer = get_trainer(run.trainer)
+    classes = (get_method(run.method).peft_class, trainer.library_class, trainer.config_class)
+    return _head(body, constants, classes) + body
 
 
 def _batch_constants(run: RunConfig) -> dict[str, int]:
@@ -235,27 +247,54 @@ def _keeping_constants(keeping: Keeping) -> dict[str, int | float | None]:
 
 def _is_narrow(run: RunConfig, keeping: Keeping) -> bool:
     """Whether adapters that a checkpoint brings back must be narrowed again."""
-    return keeping.saves and run.narrows_adapters and not get_method(run.method).trains_base
+    by_trainer = get_trainer(run.trainer).keeps_base and run.quant in BNB_QUANTS
+    narrow = run.narrows_adapters or by_trainer
+    return keeping.saves and narrow and not get_method(run.method).trains_base
 
 
 def _tail(run: RunConfig, keeping: Keeping, reader: Collator, masked_lm: bool) -> str:
     """The training and the files that it writes."""
+    trainer = get_trainer(run.trainer)
     fixed = {"pad_to_multiple_of": Code("SEQ_LEN")} if reader == "fixed" else {}
     pads = "DataCollatorForLanguageModeling" if masked_lm else "DataCollatorForSeq2Seq"
+    collator = f"        data_collator={call(pads, Code('tokenizer'), **fixed)},\n"
     last = templates.LAST_EVALUATION if keeping.eval_steps else ""
     layout = layout_of(run)
     has_group = layout is not None and layout.launcher == "torchrun"
+    rows = ("{}", "{} or None")
+    if trainer.makes_adapters:  # those of TRL take a `Dataset` alone
+        rows = ("Dataset.from_list({})", "Dataset.from_list({0}) if {0} else None")
+    has_config = trainer.makes_adapters and not get_method(run.method).trains_base
+    validation = rows[1].format("validation_rows")
     return templates.TAIL.format(
-        trainer="NarrowTrainer" if _is_narrow(run, keeping) else "Trainer",
-        evaluation="        eval_dataset=validation_rows or None,\n" * keeping.evaluates,
-        collator=call(pads, Code("tokenizer"), **fixed),
-        optimizer="        optimizers=(optimizer, None),\n" * is_loraplus(run),
+        trainer="NarrowTrainer" if _is_narrow(run, keeping) else trainer_name(run),
+        train=rows[0].format("train_rows"),
+        evaluation=f"        eval_dataset={validation},\n" * keeping.evaluates,
+        collator=collator * (trainer.rows == "texts"),
+        adapter="        peft_config=peft_config,\n" * has_config,
+        optimizer="        optimizers=(optimizer, None),\n" * (is_loraplus(run) and not has_config),
+        after="".join(indent(line, "    ") for line in _after(run, keeping)),
         callbacks="        callbacks=[LogAtCheckpoints()],\n" * keeping.saves,
         resume="resume_from_checkpoint=checkpoint" * keeping.saves,
         stopped=templates.STOPPED if keeping.saves else templates.STOPPED_WITHOUT,
         validation=(last + templates.VALIDATION_LOSS) * keeping.evaluates,
         leaving=templates.LEAVING * has_group,
     )
+
+
+def _after(run: RunConfig, keeping: Keeping) -> list[str]:
+    """The lines that follow the trainer: of the adapters that it made, and of rows it left out."""
+    trainer = get_trainer(run.trainer)
+    lines = []
+    if trainer.makes_adapters and is_loraplus(run):
+        lines += ["model = trainer.model\n", *(f"{line}\n" for line in optimizer_lines(run))]
+        lines.append("trainer.optimizer = optimizer\n")
+    if trainer.rows != "texts":
+        if trainer.keeps_unlearned:
+            lines.append(templates.FILTER_ROWS)
+            lines.append(templates.FILTER_VALIDATION_ROWS * keeping.evaluates)
+        lines.append(templates.ROWS_LEFT_OUT)
+    return lines
 
 
 def _save_steps(keeping: Keeping) -> int | float:
@@ -270,15 +309,18 @@ def chat_template() -> Code:
     return Code(f"(\n{lines}\n)")
 
 
-def _head(body: str, constants: Mapping[str, Any], adapter: Mapping[str, Sequence[str]]) -> str:
+def _head(body: str, constants: Mapping[str, Any], classes: Sequence[str]) -> str:
     """The docstring, the imports that `body` needs, and the constants that are set.
 
     Args:
-        adapter: module and name of the PEFT config class.
+        classes: dotted names of the run's PEFT config, trainer and arguments.
     """
+    named: dict[str, set[str]] = {}
+    for module, _, name in (dotted.rpartition(".") for dotted in classes if dotted):
+        named.setdefault(module, set()).add(name)
     importable = {
-        module: tuple(sorted({*names, *adapter.get(module, ())}))
-        for module, names in (_IMPORTABLE | dict.fromkeys(adapter, ()) | _IMPORTABLE).items()
+        module: tuple(sorted({*_IMPORTABLE.get(module, ()), *named.get(module, ())}))
+        for module in sorted({*_IMPORTABLE, *named})
     }
     return templates.HEAD.format(
         standard=templates.standard_imports(f"Path(__file__)\n{body}"),
@@ -287,6 +329,22 @@ def _head(body: str, constants: Mapping[str, Any], adapter: Mapping[str, Sequenc
             f"{name} = {literal(value)}" for name, value in constants.items() if value is not None
         ),
     )
+
+
+def require_library(run: RunConfig, place: str) -> None:
+    """Refuse a run whose steps no library has.
+
+    Args:
+        place: how the message begins.
+
+    Raises:
+        ConfigError: its steps are written out by a script.
+    """
+    if not get_trainer(run.trainer).config_class:
+        raise ConfigError(
+            f"{place}: it can't be written for trainer {run.trainer}, whose steps are a script's "
+            "own; use trainer transformers"
+        )
 
 
 def runs_in_trainer(run: RunConfig, *others: str) -> bool:
@@ -311,11 +369,17 @@ def require_trainer(run: RunConfig, place: str, *others: str) -> None:
         )
 
 
-def _check(run: RunConfig, weights: Weights, model_config: Mapping[str, Any] | None) -> None:
+def _check(
+    run: RunConfig,
+    weights: Weights,
+    model_config: Mapping[str, Any] | None,
+    data_format: DataFormat,
+) -> None:
     if run.phase != "finetune":
         raise ConfigError(f"phase: {run.phase} has nothing to train; a job needs finetune")
-    require_trainer(run, "train.py")
-    if run.loss_head not in ("hf", "liger"):
+    trainer = get_trainer(run.trainer)
+    require_library(run, "train.py")
+    if runs_in_trainer(run) and run.loss_head not in ("hf", "liger"):
         raise ConfigError(
             f"loss_head: {run.loss_head} can't be trained by the job; accepted are hf and liger"
         )
@@ -323,6 +387,25 @@ def _check(run: RunConfig, weights: Weights, model_config: Mapping[str, Any] | N
         raise ConfigError(
             "quantize_moe_experts: train.py leaves experts in 16 bit; use --to axolotl, or leave "
             "it out"
+        )
+    if trainer.rows == "prompts":
+        raise ConfigError(
+            f"train.py: it can't be written for trainer {run.trainer}, whose rewards are functions "
+            "of yours"
+        )
+    data_format.require(trainer.rows)
+    adapted = trainer.makes_adapters and not get_method(run.method).trains_base
+    if adapted and run.quant in BNB_QUANTS and run.prepare_kbit == trainer.keeps_base:
+        does = "does not prepare" if trainer.keeps_base else "prepares"
+        raise ConfigError(
+            f"prepare_kbit: {run.prepare_kbit}, but trainer {run.trainer} {does} a quantised base; "
+            "leave it out"
+        )
+    if adapted and run.quant == "none" and run.narrows_adapters:
+        raise ConfigError(
+            f"train.py: trainer {run.trainer} makes adapters in fp32, not those of precision "
+            f"{run.precision} and adapter_dtype {run.adapter_dtype}; use precision bf16 or "
+            "bf16-no-autocast, and leave adapter_dtype out"
         )
     if weights == "random" and model_config is None:
         raise ConfigError("weights: random needs the config of the model")

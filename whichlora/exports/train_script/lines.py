@@ -10,6 +10,7 @@ from whichlora.methods import get_method, weight_dtype
 from whichlora.predict.resolve import layout_of
 from whichlora.spec.plan import Keeping
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
+from whichlora.trainers import get_trainer
 
 BNB_OPTIMIZERS = frozenset({"adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion"})
 DEEPSPEED_FILE = "deepspeed.json"  # beside the script
@@ -30,11 +31,19 @@ def predicted_versions(run: RunConfig) -> dict[str, str]:
     uses = {"torch": True, "transformers": True}
     uses["peft"] = not get_method(run.method).trains_base
     uses["bitsandbytes"] = (run.quant or "none") in BNB_QUANTS or run.optimizer in BNB_OPTIMIZERS
+    package = get_trainer(run.trainer).library_class.partition(".")[0]
+    if package and hasattr(run.versions, package):
+        uses[package] = True
     return {name: getattr(run.versions, name) for name, used in uses.items() if used}
 
 
 def is_loraplus(run: RunConfig) -> bool:
     return run.loraplus_lr_ratio != 1 and not get_method(run.method).trains_base
+
+
+def trainer_name(run: RunConfig) -> str:
+    """The class that trains, as the script imports it."""
+    return get_trainer(run.trainer).library_class.rpartition(".")[2]
 
 
 def optimizer_lines(run: RunConfig) -> list[str]:
@@ -50,7 +59,7 @@ def optimizer_lines(run: RunConfig) -> list[str]:
         **{"**": Code("options")},
     )
     return [
-        "optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)",
+        f"optimizer_class, options = {trainer_name(run)}.get_optimizer_cls_and_kwargs(args, model)",
         f"optimizer = {make}",
     ]
 
@@ -109,6 +118,9 @@ def model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> lis
     spread, _ = _spread_arguments(run)
     stored = {name: spread.pop(name) for name in list(spread) if name.startswith("bnb_4bit_")}
     options: dict[str, Any] = {"dtype": Code(f"torch.{weight_dtype(run)}"), **spread}
+    trainer = get_trainer(run.trainer)
+    if trainer.gives_rewards:
+        options["num_labels"] = 1
     if not run.attn.startswith(
         "sdpa"
     ):  # the default of transformers, where the architecture has it
@@ -127,7 +139,7 @@ def model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> lis
         options["quantization_config"] = call("BitsAndBytesConfig", load_in_8bit=True)
     load = call(f"{model_class}.from_pretrained", Code("MODEL"), **options, **hub)
     lines = [f"model = {load}"]
-    if run.prepare_kbit:
+    if run.prepare_kbit and not trainer.makes_adapters:
         name = "prepare_model_for_kbit_training"
         prepare = call(name, Code("model"), use_gradient_checkpointing=False)
         lines += ["# Checkpointing, if any, is turned on by the Trainer.", f"model = {prepare}"]
@@ -140,6 +152,11 @@ def adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[s
         return []
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     settings = {**method.peft_config(run), "target_modules": targets}
+    trainer = get_trainer(run.trainer)
+    if trainer.makes_adapters:
+        task = "SEQ_CLS" if trainer.gives_rewards else "CAUSAL_LM"
+        made = call(method.peft_class.rpartition(".")[2], **settings, task_type=task)
+        return [f"peft_config = {made}"]
     config = call(method.peft_class.rpartition(".")[2], **settings)
     options = {"autocast_adapter_dtype": False} if run.narrows_adapters else {}
     lines = [f"model = {call('get_peft_model', Code('model'), config, **options)}"]
@@ -192,9 +209,17 @@ def argument_lines(run: RunConfig, keeping: Keeping, *, limited: bool, grouped: 
         **_spread_arguments(run)[1],
         "report_to": "none",
     }
+    trainer = get_trainer(run.trainer)
+    if trainer.length_argument:
+        options[trainer.length_argument] = Code("SEQ_LEN")
+    options |= dict(run.trainer_options)
     lines = []
     renamed = []
-    if run.gradient_checkpointing:
+    if run.gradient_checkpointing and "gradient_checkpointing" in trainer.turned_on:
+        options["gradient_checkpointing"] = True
+        if run.use_reentrant != run.versions.checkpoints_reentrant:
+            options["gradient_checkpointing_kwargs"] = {"use_reentrant": bool(run.use_reentrant)}
+    elif run.gradient_checkpointing:
         lines += [
             "# transformers 5 renamed the option; version 6 drops the old name.",
             'checkpointing = "activation_checkpointing"',
@@ -215,4 +240,5 @@ def argument_lines(run: RunConfig, keeping: Keeping, *, limited: bool, grouped: 
         renamed.append("**grouping")
     if renamed:
         options["**"] = Code(f"{{{', '.join(renamed)}}}")
-    return [*lines, f"args = {call('TrainingArguments', **options)}"]
+    options = dict.fromkeys(trainer.turned_on, False) | options
+    return [*lines, f"args = {call(trainer.config_class.rpartition('.')[2], **options)}"]

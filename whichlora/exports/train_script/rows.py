@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from whichlora.exports.python_source import literal
 from whichlora.spec.data_format import COLUMNS, DataFormat
 from whichlora.spec.plan import Collator, TrainOn
+from whichlora.trainers import Trainer
 
 _END = '''\
 def with_end(ids, tokenizer):
@@ -183,8 +185,54 @@ _MASKED_ROWS = """\
 """
 
 
-def row_functions(data: DataFormat, *, train_on: TrainOn, reader: Collator, masked_lm: bool) -> str:
+_ANSWERS = '''\
+def read_rows(path, tokenizer):
+    """The rows of a JSONL file; the trainer makes token ids of them."""
+    rows, needed = [], {needed}
+    if not path.exists():
+        columns = ", ".join(needed)
+        raise SystemExit(f"{{path}}: is missing; put rows there, JSON lines of {{columns}}")
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+                rows.append({{name: row[name] for name in needed}} | row)
+            except Exception as error:
+                kind = type(error).__name__
+                raise SystemExit(f"{{path}}:{{number}}: {{kind}}: {{error}}") from error
+    return rows
+
+
+'''
+_IS_LEARNED = '''\
+def is_learned(row):
+    """Whether the prompt leaves tokens of each answer within SEQ_LEN."""
+    names = [name for name in row if name.endswith("_labels")]
+    return all(any(label != -100 for label in row[name]) for name in names)
+
+
+'''
+
+
+def _answers(data: DataFormat, trainer: Trainer) -> str:
+    """The source of `read_rows` for rows that the trainer makes token ids of."""
+    # a prompt may be what both answers of a pair begin with
+    needed = [name for name in COLUMNS[data.kind] if (name, data.kind) != ("prompt", "preference")]
+    read = _ANSWERS.format(needed=literal(needed))
+    return read + _IS_LEARNED * trainer.keeps_unlearned
+
+
+def row_functions(
+    data: DataFormat,
+    trainer: Trainer,
+    train_on: TrainOn,
+    reader: Collator,
+    *,
+    masked_lm: bool,
+) -> str:
     """The source of `read_rows` and of what it calls, for rows of one format."""
+    if trainer.rows != "texts":
+        return _answers(data, trainer)
     encode = _masked(data, reader) if masked_lm else _causal(data, train_on)
     read = _READ.format(
         summary=_SUMMARIES[reader],

@@ -48,7 +48,7 @@ RANDOM_MODEL = '''\
 def write_random_model():
     """A checkpoint with random weights, so that nothing is downloaded."""
     set_seed(SEED)
-    config = AutoConfig.for_model(**MODEL_CONFIG)
+    config = AutoConfig.for_model(**MODEL_CONFIG{settings})
     model = {model_class}.from_config(config, dtype=torch.{dtype})
     mine = MODEL.with_name(f"{{MODEL.name}}-{{os.getpid()}}")
     model.save_pretrained(mine)
@@ -117,11 +117,11 @@ def compare_versions():
 
 '''
 NARROW_TRAINER = '''\
-class NarrowTrainer(Trainer):
+class NarrowTrainer({trainer}):
     """PEFT widens the adapters that it loads from a checkpoint; these are to stay narrow."""
 
     def _load_from_checkpoint(self, *args, **options):
-        dtypes = {name: p.dtype for name, p in self.model.named_parameters()}
+        dtypes = {{name: p.dtype for name, p in self.model.named_parameters()}}
         super()._load_from_checkpoint(*args, **options)
         for name, parameter in self.model.named_parameters():
             parameter.data = parameter.data.to(dtypes[name])
@@ -146,6 +146,21 @@ if tokenizer.chat_template is None:
     say("note: the tokenizer has no chat template; it is saved with CHAT_TEMPLATE")
     tokenizer.chat_template = CHAT_TEMPLATE
 """.splitlines()
+FILTER_ROWS = """\
+trainer.train_dataset = trainer.train_dataset.filter(is_learned)
+"""
+FILTER_VALIDATION_ROWS = """\
+if trainer.eval_dataset is not None:
+    trainer.eval_dataset = trainer.eval_dataset.filter(is_learned)
+"""
+ROWS_LEFT_OUT = """\
+num_left_out = len(train_rows) - len(trainer.train_dataset)
+if num_left_out:
+    few = f"{num_left_out} of {len(train_rows)} rows"
+    say(f"{few} are left out: they are longer than SEQ_LEN allows")
+if not len(trainer.train_dataset):
+    raise SystemExit(f"{HERE / 'train.jsonl'}: no row is left to train on")
+"""
 TRAIN_LINES = """\
 train_rows = read_rows(HERE / "train.jsonl", tokenizer)
 if not train_rows:
@@ -182,12 +197,12 @@ TAIL = """\
     trainer = {trainer}(
         model=model,
         args=args,
-        train_dataset=train_rows,
+        train_dataset={train},
 {evaluation}\
         processing_class=tokenizer,  # what ends a text for it does so for the model
-        data_collator={collator},
-{optimizer}{callbacks}\
+{collator}{adapter}{optimizer}{callbacks}\
     )
+{after}\
     try:
         outcome = trainer.train({resume})
     except BaseException as error:

@@ -1,0 +1,96 @@
+"""Tokens of texts, conversations and answers, as `train.py` makes them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from whichlora.dataset.base import Example, texts_of, trained
+from whichlora.dataset.encoders import Encode, Messages, Render
+
+MESSAGE_TOKENS = 5
+"""Tokens that a chat template adds to a message: around its role, before and after its content.
+
+Kind: exact for Llama 3 (`<|start_header_id|>` role `<|end_header_id|>` "\\n\\n" `<|eot_id|>`),
+ChatML, as Qwen and SmolLM2 have it (`<|im_start|>` role "\\n" `<|im_end|>` "\\n"), and Gemma
+(`<start_of_turn>` role "\\n" `<end_of_turn>` "\\n"); Phi-3 adds 4, Mistral 1 to 2. A system
+prompt that a template adds by itself (Llama 3.1, Qwen2.5) is not counted.
+Source: the chat_template of these models' tokenizer_config.json.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTokens:
+    """Counts rows of which one text or conversation is learned.
+
+    Args:
+        max_length: tokens that rows are cut to.
+        render: the chat template; None where it is not available, and for plain texts.
+        conversational: rows hold messages.
+        completions_only: rows in which nothing is learned are left out.
+    """
+
+    max_length: int
+    render: Render | None
+    conversational: bool
+    completions_only: bool
+    of_row = "sequences"
+    leaves_out = "within {} tokens nothing in them is learned"
+    none_left = (
+        "nothing is learned within {} tokens of any row: prompts fill them, or no turn is the "
+        "assistant's; raise sequence_length, or set train_on: all"
+    )
+
+    def counts(self, encode: Encode, rows: Sequence[Example]) -> list[tuple[int, ...]]:
+        """Tokens of the sequence of each row."""
+        if not self.conversational:
+            numbers = encode(["".join(all_texts(row)) for row in rows], "ended")
+        elif self.render is not None:
+            numbers = encode([self.render(_messages(row)) for row in rows], "none")
+        else:
+            numbers = [of_messages(encode, all_texts(row)) for row in rows]
+        return [(number,) for number in numbers]
+
+    def is_kept(self, encode: Encode, row: Example, counts: tuple[int, ...]) -> bool:
+        """Whether the first `max_length` of the row's tokens hold some that are learned."""
+        if not self.completions_only or "text" in row:
+            return True
+        before = _before_answer(row)
+        if max(counts) <= self.max_length:
+            return "messages" not in row or len(before) < len(row["messages"])
+        return start_tokens(encode, self.render, before) < self.max_length
+
+
+def of_messages(encode: Encode, texts: list[str]) -> int:
+    """Tokens of a conversation whose chat template is not available."""
+    return 1 + sum(MESSAGE_TOKENS + number for number in encode(texts, "none"))
+
+
+def start_tokens(encode: Encode, render: Render | None, prompt: str | Messages) -> int:
+    """Tokens before an answer, as the job cuts the prompt."""
+    if isinstance(prompt, str):
+        return encode([prompt], "tokenizer")[0]
+    if render is not None:
+        return encode([render(prompt, add_generation_prompt=True)], "none")[0]
+    before_answer = MESSAGE_TOKENS - 1  # template tokens before an answer
+    return of_messages(encode, list(texts_of(prompt))) + before_answer
+
+
+def all_texts(example: Example) -> list[str]:
+    """The texts of what is learned, and of the prompt before it."""
+    return [*texts_of(example.get("prompt", ())), *texts_of(trained(example))]
+
+
+def _messages(example: Example) -> Messages:
+    """All messages of a conversation that is trained on, the prompt first."""
+    return [*example.get("prompt", ()), *trained(example)]
+
+
+def _before_answer(row: Example) -> str | Messages:
+    """The prompt or messages before the first learned token, with train_on completions."""
+    if "messages" in row:
+        return list(itertools.takewhile(lambda m: m["role"] != "assistant", row["messages"]))
+    chosen: str | Messages = row.get("chosen", "")
+    prompt: str | Messages = row.get("prompt", "" if isinstance(chosen, str) else chosen[:-1])
+    return prompt
