@@ -571,3 +571,25 @@ def test_a_tool_that_pins_no_attention_kernel_runs_with_sdpa_and_says_so(
     assert changed.attn == "sdpa"
     assert any("pins no kernel of SDPA" in note for note in notes)
     assert not any("kernel of SDPA" in note for note in under(RUN)[1])
+
+
+def test_pairs_and_labelled_answers_are_written_for_the_command_of_trl(tmp_path: Path) -> None:
+    def written(trainer: str, **settings: Any) -> str:
+        run = RunConfig(model=MODEL, trainer=trainer, batch_size=2, **settings)
+        made = export.write_export(export.make_recipe(run, "a100-sxm-80gb"), "trl", tmp_path)
+        assert made.export.command == f"trl {trainer} --config trl.yaml"
+        assert made.changes == {}
+        return made.paths[0].read_text(encoding="utf-8")
+
+    dpo = written("dpo", trainer_options=(("beta", 0.3),), method="qlora")
+    assert "\nbeta: 0.3\ndisable_dropout: true\nprecompute_ref_log_probs: false\n" in dpo
+    assert "packing" not in dpo
+    assert "lora_task_type: SEQ_CLS" in written("reward")
+    assert "loss_type: kto" in written("kto")
+
+
+@pytest.mark.parametrize("to", ["trl", "axolotl", "llamafactory", "unsloth"])
+def test_trainers_that_a_tool_does_not_run_are_refused(to: str, tmp_path: Path) -> None:
+    recipe = export.make_recipe(RunConfig(model=MODEL, trainer="orpo"), "a100-sxm-80gb")
+    with pytest.raises(ConfigError, match=f"--to {to}: trainer orpo.*; use --to transformers"):
+        export.write_export(recipe, to, tmp_path)

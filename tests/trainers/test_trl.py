@@ -143,7 +143,7 @@ def test_trl_s_exporter_writes_its_own_trainer_and_no_other(model: ModelSpec) ->
         files
         == FORMATS["trl"](make_recipe(replace(SFT, trainer="transformers"), "a100-sxm-80gb")).files
     )
-    for name in ("dpo", "orpo", "cpo"):
+    for name in ("orpo", "cpo"):
         with pytest.raises(ConfigError, match=f"--to trl: trainer {name} can't be written"):
             FORMATS["trl"](make_recipe(replace(SFT, trainer=name), "a100-sxm-80gb"))
 

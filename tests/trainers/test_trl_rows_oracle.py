@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ pytest.importorskip("trl", reason="pip install trl beside the profile extra")
 from pkgutil import resolve_name
 
 from datasets import Dataset
+from oracle_tokenizer import byte_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from train_runs import run_script
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
@@ -24,6 +28,7 @@ from whichlora.exports.train_script import train_script
 from whichlora.spec.plan import DatasetConfig
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import get_trainer
+from whichlora.workflow.export import make_recipe, write_export
 
 pytestmark = pytest.mark.oracle
 
@@ -203,3 +208,39 @@ def test_the_written_job_trains_on_cpu(name: str, form: str, tmp_path: Path) -> 
     assert result["validation_loss"] > 0
     left_out = f"{36 - counted.num_sequences()} of 36 rows are left out"
     assert (left_out in done.stderr) == (counted.num_sequences() < 36)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "reward"])
+def test_the_command_of_trl_trains_what_the_export_says(name: str, tmp_path: Path) -> None:
+    trainer = get_trainer(name)
+    loads = LlamaForSequenceClassification if trainer.gives_rewards else LlamaForCausalLM
+    loads(LlamaConfig(**LLAMA, num_labels=1, pad_token_id=0)).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    rows = rows_of(trainer.rows, chat=False)[:8]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = RunConfig(
+        model=str(tmp_path / "model"),
+        trainer=name,
+        trainer_options=(("beta", 0.4),) if name != "reward" else (),
+        precision="fp32",
+        batch_size=2,
+        seq_len=300,
+        r=4,
+    )
+    made = write_export(make_recipe(run, "cpu", epochs=1.0), "trl", tmp_path)
+    assert made.export.command == f"trl {name} --config trl.yaml"
+    assert made.after.run == made.before.run  # predicted as it runs
+    done = subprocess.run(
+        [sys.executable, "-m", f"trl.scripts.{name}", "--config", "trl.yaml", "--use_cpu", "true"],
+        cwd=tmp_path,
+        env=dict(os.environ) | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    output = tmp_path / "output-trl"
+    state = json.loads(next(output.glob("checkpoint-*/trainer_state.json")).read_text())
+    assert state["max_steps"] == 4
+    saved = json.loads((output / "adapter_config.json").read_text())
+    assert (saved["r"], saved["task_type"]) == (4, "SEQ_CLS" if name == "reward" else "CAUSAL_LM")

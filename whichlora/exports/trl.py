@@ -1,8 +1,8 @@
-"""`trl sft --config`: TRL 1.16."""
+"""`trl sft --config`, and the commands of its other trainers: TRL 1.16."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +24,20 @@ from whichlora.exports.recipe import (
 )
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method, weight_dtype
-from whichlora.spec.data_format import CHAT_PAIRS, CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS
+from whichlora.spec.data_format import (
+    CHAT_LABELLED,
+    CHAT_PAIRS,
+    CHAT_PREFERENCES,
+    CHAT_ROWS,
+    TEXT_LABELLED,
+    TEXT_PAIRS,
+    TEXT_PREFERENCES,
+    TEXT_ROWS,
+    DataFormat,
+    Rows,
+)
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
+from whichlora.trainers import get_trainer
 
 FILE = "trl.yaml"
 LENGTH: Mapping[str, str] = {"max_length": "seq_len"}
@@ -41,7 +53,18 @@ _UNKNOWN = (
     "expandable_segments",
     "quantize_moe_experts",
 )
-_ROWS = (TEXT_ROWS, TEXT_PAIRS, CHAT_PAIRS, CHAT_ROWS)
+_SFT = "trl.SFTTrainer"
+_COMMANDS: Mapping[str, str] = {  # of `trl`, by the class that trains
+    _SFT: "sft",
+    "trl.DPOTrainer": "dpo",
+    "trl.KTOTrainer": "kto",
+    "trl.RewardTrainer": "reward",
+}
+_ROWS: Mapping[Rows, Sequence[DataFormat]] = {
+    "texts": (TEXT_ROWS, TEXT_PAIRS, CHAT_PAIRS, CHAT_ROWS),
+    "pairs": (TEXT_PREFERENCES, CHAT_PREFERENCES),
+    "labelled": (TEXT_LABELLED, CHAT_LABELLED),
+}
 _TEMPLATE = "TRL needs a chat template in the tokenizer; without one, add chat_template_path"
 _MARKS = "TRL tells the assistant's turns by the marks {% generation %} of the chat template"
 FIXED: Mapping[str, Any] = {"loss_head": "trl-fused", "prepare_kbit": False}
@@ -55,18 +78,20 @@ _SPREADS = frozenset(
 
 
 def export(recipe: Recipe) -> Export:
-    """SFT with TRL's fused loss head, which can't be turned off.
+    """SFT with TRL's fused loss head, which can't be turned off, or the run's trainer of TRL.
 
     Raises:
         ConfigError: a setting that TRL lacks.
     """
+    trainer = get_trainer(recipe.run.trainer)
+    name = _COMMANDS.get(trainer.library_class, "sft")
     require_plain(
         recipe,
         "trl",
         adapters=LORA_KEYS,
         quants=QUANTS,
-        rows=_ROWS,
-        trainers=("trl.SFTTrainer",),
+        rows=_ROWS.get(trainer.rows, ()),
+        trainers=tuple(_COMMANDS),
     )
     run, left_out = without(recipe.run, "TRL", *_UNKNOWN)
     run, notes = under_trl(run)
@@ -84,9 +109,7 @@ def export(recipe: Recipe) -> Export:
         "datasets": [{"path": "json", "data_files": DATA_FILE}],
         **_rows(recipe),
         **written(run, LENGTH),
-        "packing": recipe.batching == "packed",
-        **({"packing_strategy": "wrapped"} if recipe.batching == "packed" else {}),
-        **({"train_sampling_strategy": "group_by_length"} if recipe.batching == "grouped" else {}),
+        **_batching(recipe),
         **written(run, BATCH),
         "gradient_checkpointing": run.gradient_checkpointing,
         **(
@@ -110,9 +133,9 @@ def export(recipe: Recipe) -> Export:
         settings["trust_remote_code"] = True
     if recipe.tokenizer is not None:
         notes = (*notes, f"TRL takes the model's own tokenizer, not {recipe.tokenizer}")
-    command = f"trl sft --config {FILE}"
+    command = f"trl {name} --config {FILE}"
     if run.parallel.gpus > 1:  # without accelerate's own file of this machine
-        command = launch_line(run, f"trl.scripts.sft --config {FILE}", module=True)
+        command = launch_line(run, f"trl.scripts.{name} --config {FILE}", module=True)
     head = f"Written by WhichLoRA for TRL 1.16. Start it here with: {command}"
     return Export(
         files={FILE: yaml_text(settings, head=head), **spread.files},
@@ -130,7 +153,9 @@ def _model_keys(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(recipe: Recipe) -> dict[str, Any]:
-    """The columns of a row, and which tokens have a loss."""
+    """The columns of a row, and which tokens have a loss; or the options of another trainer."""
+    if get_trainer(recipe.run.trainer).rows != "texts":
+        return dict(recipe.run.trainer_options)
     learned = recipe.train_on == "completions"
     match recipe.data_format.kind:
         case "prompt-completion":
@@ -138,6 +163,17 @@ def _rows(recipe: Recipe) -> dict[str, Any]:
         case "messages":
             return {"assistant_only_loss": learned}
     return {"dataset_text_field": "text"}
+
+
+def _batching(recipe: Recipe) -> dict[str, Any]:
+    """How batches are made, where the trainer has a choice."""
+    if get_trainer(recipe.run.trainer).rows != "texts":
+        return {}
+    return {
+        "packing": recipe.batching == "packed",
+        **({"packing_strategy": "wrapped"} if recipe.batching == "packed" else {}),
+        **({"train_sampling_strategy": "group_by_length"} if recipe.batching == "grouped" else {}),
+    }
 
 
 def quantisation(quant: str) -> dict[str, Any]:
@@ -160,6 +196,7 @@ def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
     targets = recipe.target_modules
     return {
         "use_peft": True,
+        **({"lora_task_type": "SEQ_CLS"} if get_trainer(run.trainer).gives_rewards else {}),
         **written(run, ADAPTER),
         "lora_target_modules": targets if isinstance(targets, str) else list(targets),
         **({"use_rslora": True} if run.use_rslora else {}),
@@ -186,4 +223,5 @@ def under_trl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
         notes.append("TRL narrows the adapters of a quantised base to bf16")
     if precision == "fp16" and not adapters:
         raise ConfigError("--to trl: full fine-tuning in fp16 needs fp32 weights; use bf16")
-    return replace(run, **FIXED, precision=precision), tuple(notes)
+    fixed = FIXED if get_trainer(run.trainer).rows == "texts" else {}
+    return replace(run, **fixed, precision=precision), tuple(notes)

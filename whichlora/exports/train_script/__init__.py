@@ -363,9 +363,11 @@ def require_trainer(run: RunConfig, place: str, *others: str) -> None:
         ConfigError: another trainer.
     """
     if not runs_in_trainer(run, *others):
+        is_written = get_trainer(run.trainer).config_class
         raise ConfigError(
             f"{place}: trainer {run.trainer} can't be written, its steps are those of "
-            f"{' or '.join((TRAINER_CLASS, *others))}; use trainer transformers"
+            f"{' or '.join((TRAINER_CLASS, *others))}; use "
+            f"{'--to transformers' if is_written else 'trainer transformers'}"
         )
 
 
