@@ -677,6 +677,22 @@ def test_a_plan_of_a_plain_loop_has_an_answer_and_no_train_py(tmp_path: Path) ->
     assert "train: true needs train.py: it can't be written for trainer loop" in refused.stderr
 
 
+def test_labelled_answers_lead_to_a_job_of_batches_that_the_trainer_takes(tmp_path: Path) -> None:
+    lines = "".join(f"q{number},{'a ' * number},{number % 3 == 0}\n" for number in range(1, 30))
+    (tmp_path / "rows.csv").write_text(f"prompt,completion,label\n{lines}")
+    (tmp_path / "plan.yaml").write_text(
+        f"models: {MODELS[0]}\nmethods: lora\ndataset: rows.csv\ntrainer: kto\ngpu: l4-24gb\n"
+        "profile: none\nweights: random\nsequence_length: 64\noutput_dir: out\n"
+        "stage2_profile: {batch_size: [1, 2]}\n"
+    )
+    answer = run_plan(tmp_path / "plan.yaml", progress=Silent())
+    # TRL exchanges the answers of a batch for its KL term, which one row has none to
+    assert {candidate.run.batch_size for candidate in answer.finetune} == {2}
+    first = json.loads((tmp_path / "out" / "train.jsonl").read_text().splitlines()[0])
+    assert first == {"prompt": "q1", "completion": "a ", "label": False}
+    assert "KTOTrainer(" in (tmp_path / "out" / "train.py").read_text()
+
+
 def test_a_trainer_whose_library_is_missing_is_told_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ from whichlora.spec.parallel import AUTO, ONE_GPU, ParallelConfig, micro_steps
 from whichlora.spec.plan import Plan
 from whichlora.spec.results import MAX_REASONS, Answers, Refused
 from whichlora.spec.run import Padding, Phase, RunConfig
+from whichlora.trainers import get_trainer, with_trainer
 
 T = TypeVar("T")
 
@@ -204,7 +205,8 @@ class Candidates:
     ) -> dict[tuple[int, Padding], dict[int, Workload]]:
         """The training at each batch size, by micro-steps and padding, which a group shares.
 
-        A batch size that does not divide the global batch is no candidate.
+        A batch size that does not divide the global batch, or that the trainer refuses, is no
+        candidate.
         """
         loads: dict[tuple[int, Padding], dict[int, Workload]] = {}
         reason = ""
@@ -224,6 +226,8 @@ class Candidates:
                         at_once=at_once,
                         accumulation=accumulation,
                     )
+                run = replace(base, batch_size=size, gradient_accumulation_steps=accumulation)
+                get_trainer(run.trainer).check(with_trainer(replace(run, parallel=config)))
             except ConfigError as error:
                 reason = str(error)
                 continue
