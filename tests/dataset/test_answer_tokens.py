@@ -13,7 +13,7 @@ from whichlora.dataset.answer_tokens import AnswerTokens
 from whichlora.errors import ConfigError
 from whichlora.spec.plan import DatasetConfig
 from whichlora.spec.run import RunConfig
-from whichlora.trainers import get_trainer
+from whichlora.trainers import Repeats, get_trainer
 
 
 def counted(
@@ -78,6 +78,20 @@ def test_a_batch_of_pairs_is_twice_as_many_sequences(tmp_path: Path) -> None:
     assert load.longest == 20
     assert load.real_tokens == 2 * (10 + 8) + 2 * (20 + 8)
     assert load.padded_tokens == 2 * sum(2 * width * n for width, n in load.widths.items())
+
+
+def test_prompts_come_back_with_each_of_their_answers(tmp_path: Path) -> None:
+    lengths = counted(tmp_path, "grpo", *({"prompt": "1" * number} for number in range(1, 8)))
+    # 8 answers at once, 4 to a prompt; learnt from twice, in two micro-batches of 4 answers
+    repeats = Repeats(answers=8, per_row=4, micro_batches=4)
+    load = workload(lengths, batch_size=4, accumulation=2, repeats=repeats)
+    assert load.num_batches == 7 // 2 * 4  # the last prompt has no partner
+    assert load.num_steps == 6
+    assert load.padded_tokens == 4 * sum(width * n for width, n in load.widths.items())
+    spread = workload(lengths, batch_size=4, at_once=3, accumulation=2, repeats=repeats)
+    assert spread.num_batches == 7 // 6 * 4
+    with pytest.raises(ConfigError, match="has 7 prompts, fewer than the 8 that answers are"):
+        workload(lengths, batch_size=16, repeats=Repeats(answers=16, per_row=2, micro_batches=1))
 
 
 def test_a_reader_names_the_answers_of_a_row() -> None:

@@ -108,12 +108,13 @@ VARIANTS: list[dict[str, Any]] = [
             ("cpo", FORMATS[4]),
             ("reward", FORMATS[5]),
             ("kto", DataFormat(kind="labelled")),
+            ("grpo", DataFormat(kind="prompts", conversational=True)),
         )
         for settings in (
-            {"batch_size": 2, "weights": "random", "model_config": TINY_LLAMA},
-            {"batch_size": 2, "method": "qlora", "keeping": KEPT[0]},
-            {"batch_size": 2, "method": "full", "gradient_checkpointing": False},
-            {"batch_size": 2, "loraplus_lr_ratio": 16.0},
+            {"batch_size": 8, "weights": "random", "model_config": TINY_LLAMA},
+            {"batch_size": 8, "method": "qlora", "keeping": KEPT[0]},
+            {"batch_size": 8, "method": "full", "gradient_checkpointing": False},
+            {"batch_size": 8, "loraplus_lr_ratio": 16.0},
         )
     ),
 ]
@@ -189,6 +190,11 @@ def test_every_script_compiles_and_has_no_unused_or_missing_name(tmp_path: Path)
             ["CAUSAL_LM"],
         ),
         (
+            {"trainer": "grpo", "batch_size": 8, "data_format": DataFormat(kind="prompts")},
+            ["reward_funcs=reward_funcs", "len(ids) + 256 <= SEQ_LEN", "import runpy"],
+            ["max_length", "eval_dataset", "validation"],
+        ),
+        (
             PAIRS | {"trainer": "dpo", "loraplus_lr_ratio": 16.0},
             ["model = trainer.model", "trainer.optimizer = optimizer"],
             ["optimizers="],
@@ -222,7 +228,7 @@ def test_rows_are_joined_only_where_the_prediction_had_no_padding() -> None:
             PAIRS | {"trainer": "dpo", "method": "qlora", "prepare_kbit": True},
             "prepare_kbit: True, but trainer dpo does not prepare a quantised base",
         ),
-        ({"trainer": "grpo", "batch_size": 8}, "for trainer grpo, whose rewards are functions"),
+        (PAIRS | {"trainer": "grpo", "batch_size": 8}, "the trainer takes prompts: prompt; give"),
     ],
 )
 def test_a_run_that_no_script_can_perform_is_refused(

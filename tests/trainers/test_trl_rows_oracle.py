@@ -22,8 +22,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from train_runs import run_script
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from transformers import PreTrainedTokenizerFast as FastTokenizer
+from trl import GRPOConfig, GRPOTrainer
 
-from whichlora.dataset import count_tokens, data_format, open_dataset, write_jsonl
+from whichlora.dataset import count_tokens, data_format, open_dataset, workload, write_jsonl
 from whichlora.exports.train_script import train_script
 from whichlora.spec.plan import DatasetConfig
 from whichlora.spec.run import RunConfig
@@ -244,3 +245,68 @@ def test_the_command_of_trl_trains_what_the_export_says(name: str, tmp_path: Pat
     assert state["max_steps"] == 4
     saved = json.loads((output / "adapter_config.json").read_text())
     assert (saved["r"], saved["task_type"]) == (4, "SEQ_CLS" if name == "reward" else "CAUSAL_LM")
+
+
+REWARDS = """
+import json
+
+
+def answers_that_are_long(completions, number, **columns):
+    return [len(json.dumps(each)) + of_row for each, of_row in zip(completions, number)]
+"""
+
+
+@pytest.mark.parametrize("form", ["text", "chat"])
+def test_prompts_are_counted_and_learnt_from_as_trl_does(
+    form: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": row["prompt"], "number": number}
+        for number, row in enumerate(rows_of("pairs", chat=form == "chat"))
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = open_dataset(DatasetConfig(path=str(file), validation_fraction=0), "prompts")
+    options = {"num_generations": 2, "max_completion_length": 8, "num_iterations": 2}
+    run = RunConfig(
+        model="tiny",
+        trainer="grpo",
+        trainer_options=tuple(options.items()),
+        precision="fp32",
+        batch_size=4,
+        gradient_accumulation_steps=2,
+        seq_len=120 if form == "text" else 300,
+    )
+    counted = count_tokens(data, tokenizer=str(tokenizer), offline=True, max_length=LENGTH, run=run)
+    tuned = GRPOTrainer(
+        model=LlamaForCausalLM(LlamaConfig(**LLAMA)),
+        args=GRPOConfig(
+            output_dir=str(tmp_path / "out"), bf16=False, report_to="none", use_cpu=True
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=FastTokenizer.from_pretrained(tokenizer),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+    )
+    prompts, *_ = tuned._tokenize_prompts([row["prompt"] for row in rows])
+    kept = [len(ids) + 8 for ids in prompts if len(ids) + 8 <= LENGTH]
+    assert 0 < len(kept) < len(rows)
+    assert counted.lengths["train"] == tuple(kept)
+
+    write_jsonl(data, tmp_path)
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    script = train_script(
+        run,
+        target_modules="all-linear",
+        weights="random",
+        model_config={"model_type": "llama", **LLAMA},
+        data_format=data_format(data),
+    )
+    (tmp_path / "train.py").write_text(script)
+    done = run_script(tmp_path / "train.py")
+    assert done.returncode == 0, done.stderr[-2000:]
+    by_bytes = count_tokens(data, tokenizer="bytes", offline=True, max_length=run.seq_len, run=run)
+    load = workload(
+        by_bytes, batch_size=4, accumulation=2, repeats=get_trainer(run.trainer).repeats(run)
+    )
+    result = json.loads((tmp_path / "output" / "result.json").read_text())
+    assert result["num_steps"] == load.num_steps

@@ -207,15 +207,6 @@ def _check_trainer(data: Data) -> Iterator[Problem]:
             yield Problem(loc=("trainer_options", name), fault=fault, show_value=False)
     if trainer.rows == "texts":
         return
-    if trainer.rows == "prompts":
-        others = [name for name, each in list_trainers().items() if each.rows != trainer.rows]
-        yield Problem(
-            loc=("trainer",),
-            fault="writes its answers itself, which 'whichlora estimate' knows and a plan does "
-            "not yet",
-            accepted=", ".join(others),
-        )
-        return
     for key, accepted in (("collator", "longest"), ("train_on", "completions")):
         if data.get(key, accepted) != accepted:
             fault = f"is for texts, and trainer {trainer.name} takes {trainer.rows}"

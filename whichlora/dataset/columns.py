@@ -78,7 +78,8 @@ class Columns:
         words += f" (rejected: {self.rejected})" if self.rejected else ""
         words += f" (label: {self.label})" if self.label else ""
         words += f" as {'messages' if self.chat else 'text'}"
-        return words + (f" (not used: {', '.join(self.unused)})" if self.unused else "")
+        use = "for the rewards" if self.kind == "prompts" else "not used"
+        return words + (f" ({use}: {', '.join(self.unused)})" if self.unused else "")
 
 
 def recognised(row: Row, rows: Rows = "texts") -> Columns:

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 
 from whichlora.dataset.batching import batches, best_fit_decreasing
 from whichlora.dataset.lengths import TokenLengths
+from whichlora.errors import ConfigError
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.plan import Collator
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from whichlora.trainers import Repeats
 
 WIDTH_BINS = 16  # distinct batch widths that the total time is summed over
 _ALTERNATIVE_Z = NormalDist().inv_cdf(0.95)  # 90 % of data sets lie between the alternatives
@@ -101,6 +104,7 @@ def workload(
     epochs: float = 1.0,
     seed: int = 0,
     sequences: int = 1,
+    repeats: Repeats | None = None,
 ) -> Workload:
     """The workload of training on `lengths` for `epochs`; widths are binned to few distinct values.
 
@@ -109,30 +113,35 @@ def workload(
             where the lengths were cut.
         at_once: micro-batches that GPUs compute at the same time.
         sequences: of each row; `batch_size` counts rows.
+        repeats: how often a trainer comes back to the rows that it has written answers to;
+            `batch_size` counts answers.
 
     Raises:
-        ConfigError: too few tokens to pack.
+        ConfigError: too few tokens to pack, or too few rows to write answers to at once.
     """
     import numpy as np
 
     seq_len = lengths.max_length if seq_len is None else seq_len
     num_epochs = min(_MOST_SHUFFLES, math.ceil(epochs))
+    rows_at_once = batch_size
+    if repeats is not None:
+        rows_at_once = repeats.answers * at_once // repeats.per_row
+        at_once = 1  # the rows of all GPUs are drawn together
+
+    def draw_epoch(lengths: TokenLengths, epoch: int) -> NDArray[np.int64]:
+        drawn = batches(
+            lengths.lengths["train"],
+            collator,
+            batch_size=rows_at_once,
+            seq_len=seq_len,
+            accumulation=accumulation,
+            seed=seed,
+            epoch=epoch,
+        )
+        return drawn if repeats is None else _repeated(drawn, rows_at_once, batch_size, repeats)
 
     def draw(lengths: TokenLengths) -> NDArray[np.int64]:
-        return np.concatenate(
-            [
-                batches(
-                    lengths.lengths["train"],
-                    collator,
-                    batch_size=batch_size,
-                    seq_len=seq_len,
-                    accumulation=accumulation,
-                    seed=seed,
-                    epoch=epoch,
-                )
-                for epoch in range(num_epochs)
-            ]
-        )
+        return np.concatenate([draw_epoch(lengths, epoch) for epoch in range(num_epochs)])
 
     table = draw(lengths)
     alternatives = [draw(alternative) for alternative in lengths.alternatives]
@@ -151,7 +160,11 @@ def workload(
         varied=bool(_varied(lengths, collator, batch_size, seq_len)),
         num_batches=num_batches,
         num_steps=num_steps,
-        real_tokens=round(_real_tokens(lengths, collator, seq_len) * num_batches / per_epoch),
+        real_tokens=round(
+            _real_tokens(lengths, collator, seq_len)
+            * (1 / per_epoch if repeats is None else batch_size / lengths.num_sequences())
+            * num_batches
+        ),
         padded_tokens=round(padded * sequences),
         least_longest=min(int(batch[:, 0].max()) for batch in (table, *alternatives)),
         deviation=_deviation(
@@ -159,6 +172,30 @@ def workload(
             list(map(_mean_padded, lengths.alternatives, alternatives)),
         ),
     )
+
+
+def _repeated(
+    drawn: NDArray[np.int64], rows: int, batch_size: int, repeats: Repeats
+) -> NDArray[np.int64]:
+    """The micro-batches that learn from answers to the rows of each of `drawn`.
+
+    Kind: exact in number; widths are of answers that have their full length. Rows that are too few
+    at the end of an epoch are left out.
+    Source: TRL 1.16 `RepeatSampler` of trainer/utils.py.
+
+    Raises:
+        ConfigError: there are too few rows.
+    """
+    import numpy as np
+
+    whole = drawn[drawn[:, 1] == rows]
+    if not len(whole):
+        raise ConfigError(
+            f"dataset: has {int(drawn[:, 1].sum())} prompts, fewer than the {rows} that answers "
+            "are written to at once; give more, or a smaller batch size"
+        )
+    whole[:, 1] = batch_size
+    return np.repeat(whole, repeats.micro_batches, axis=0)
 
 
 def _slowest(table: NDArray[np.int64], per_epoch: int, at_once: int) -> NDArray[np.int64]:

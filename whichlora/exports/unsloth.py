@@ -33,7 +33,6 @@ from whichlora.spec.data_format import (
     TEXT_ROWS,
 )
 from whichlora.spec.run import FP32_PRECISIONS, RunConfig, autocast_precision
-from whichlora.trainers import get_trainer
 
 FILE = "train_unsloth.py"
 _OUTPUT = "output-unsloth"
@@ -90,7 +89,7 @@ def export(recipe: Recipe) -> Export:
         constants["CHAT_TEMPLATE"] = chat_template()
     functions = templates.SAY + row_functions(
         recipe.data_format,
-        get_trainer(run.trainer),
+        run,
         recipe.train_on,
         recipe.batching if recipe.batching in _PACKED else "longest",
         masked_lm=False,

@@ -13,6 +13,7 @@ from whichlora.predict.predict import (
     CountedRun,
     features_by_length,
     num_tokens,
+    passes,
     step_features,
 )
 from whichlora.predict.resolve import ResolvedRun
@@ -75,10 +76,16 @@ def count_training(
     if job.layout is not None:
         return CountedCandidate(counted, evaluations, (), SpreadSteps.of(job, steps))
     rows = features_by_length(lambda width: step_features(job, seq_len=width), steps)
-    passes = tuple(("finetune", count, _row(rows[length])) for length, count in steps.items())
-    ((phase, _, longest),) = counted.passes
-    trial = (phase, float(num_batches + UNTIMED_STEPS), _row(longest))
-    return CountedCandidate(counted, passes + evaluations, (trial,))
+    trained = tuple(("finetune", count, _row(rows[length])) for length, count in steps.items())
+    if len(counted.passes) > 1:  # answers are written, too
+        trained = tuple(
+            (phase, count * float(times), _row(features))
+            for length, count in steps.items()
+            for phase, times, features in passes(job, seq_len=length)
+        )
+    of_step = tuple((phase, float(times), _row(row)) for phase, times, row in counted.passes)
+    trial = _scaled(of_step, float(num_batches + UNTIMED_STEPS))
+    return CountedCandidate(counted, trained + evaluations, trial)
 
 
 def count_inference(counted: CountedRun, *, num_runs: int) -> CountedCandidate:

@@ -24,7 +24,7 @@ from whichlora.trainers import (
     sft,
     transformers,
 )
-from whichlora.trainers.base import Trainer
+from whichlora.trainers.base import Repeats, Trainer
 
 _TRAINERS = Members[Trainer](
     "trainer",
@@ -87,6 +87,7 @@ def requirement(run: RunConfig) -> str:
 __all__ = [
     "BUILT_IN",
     "ENTRY_POINT_GROUP",
+    "Repeats",
     "Trainer",
     "get_trainer",
     "list_trainers",

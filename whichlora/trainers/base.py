@@ -53,6 +53,21 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """How often a trainer comes back to rows whose answers it writes.
+
+    Args:
+        answers: to prompts that a GPU writes at once.
+        per_row: answers to each prompt.
+        micro_batches: of a GPU, that learn from them.
+    """
+
+    answers: int
+    per_row: int
+    micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsLoss:
     """A loss that a trainer computes of a batch's whole logits: log-probabilities of all rows.
 
@@ -72,6 +87,10 @@ def _none(run: RunConfig) -> Forwards:
 
 
 def _no_rollout(run: RunConfig) -> Rollout | None:
+    return None
+
+
+def _once(run: RunConfig) -> Repeats | None:
     return None
 
 
@@ -119,6 +138,7 @@ class Trainer:
         gives_rewards: the model has a head that gives one number for each position in place of the
             vocabulary's.
         rollout: answers that the model writes before the steps that learn from them.
+        repeats: how often it comes back to a row; None where each is in one batch of an epoch.
         scored_tokens: of each sequence, the positions that the head projects; None for all that
             its loss head does.
         outputs_held: how long a variable of the caller holds what the model returns (logits among
@@ -155,6 +175,7 @@ class Trainer:
     forwards: Callable[[RunConfig], Forwards] = _none
     gives_rewards: bool = False
     rollout: Callable[[RunConfig], Rollout | None] = _no_rollout
+    repeats: Callable[[RunConfig], Repeats | None] = _once
     scored_tokens: Callable[[RunConfig], int | None] = _all_tokens
     outputs_held: Callable[[RunConfig], OutputsHeld] = drops_outputs
     widens_outputs: bool = False

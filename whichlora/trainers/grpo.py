@@ -15,7 +15,7 @@ from whichlora.errors import ConfigError
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import sft
-from whichlora.trainers.base import Forwards, Rollout
+from whichlora.trainers.base import Forwards, Repeats, Rollout
 
 _BETA = Option(
     name="beta", summary="weight of the KL term; a reference is there above 0", default=0.0
@@ -73,6 +73,16 @@ def _rollout(run: RunConfig) -> Rollout | None:
         new_tokens=new_tokens,
         steps=micro_steps * _number(run, _ITERATIONS) / run.gradient_accumulation_steps,
         pool_share=_share(run) if _uses_vllm(run) else 0.0,
+    )
+
+
+def _repeats(run: RunConfig) -> Repeats:
+    """Source: TRL 1.16 `RepeatSampler` of trainer/utils.py, `GRPOTrainer._get_train_sampler`."""
+    micro_steps = _number(run, _STEPS)
+    return Repeats(
+        answers=run.batch_size * micro_steps,
+        per_row=_number(run, _GENERATIONS),
+        micro_batches=micro_steps * _number(run, _ITERATIONS),
     )
 
 
@@ -145,6 +155,7 @@ TRAINER = replace(
     rows="prompts",
     forwards=_forwards,
     rollout=_rollout,
+    repeats=_repeats,
     scored_tokens=lambda run: _number(run, _LENGTH),
     check=_check,
     notes=_notes,

@@ -51,6 +51,7 @@ from whichlora.store.measurements import MeasurementLog, read_measurements
 from whichlora.store.models import is_known_model
 from whichlora.store.reuse import Circumstances, other_circumstances, other_model
 from whichlora.timing.model import seconds
+from whichlora.trainers import get_trainer
 from whichlora.workflow.profiling import busy, open_profiler
 from whichlora.workflow.training_data import Counted, TrainingData
 
@@ -151,8 +152,12 @@ class Session:
 
     @cached_property
     def is_large(self) -> bool:
-        """Whether there are too many candidates to decide on all of them at once."""
-        return self.plan.profile != "all" and sum(self.space.number()) > MANY
+        """Whether there are too many candidates to decide on all of them at once.
+
+        A shortlist knows no time of answers that are written within a step.
+        """
+        writes = get_trainer(self.plan.finetune.trainer).rows == "prompts"
+        return self.plan.profile != "all" and not writes and sum(self.space.number()) > MANY
 
     def runs(self) -> list[RunConfig]:
         """The candidates to decide on: all, or of many a shortlist and what was measured."""

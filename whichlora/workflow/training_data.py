@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeAlias
 
 from whichlora.dataset import (
@@ -19,7 +20,7 @@ from whichlora.dataset import (
 from whichlora.predict.evaluation_and_saving import num_evaluations
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.plan import Plan
-from whichlora.trainers import Trainer, get_trainer
+from whichlora.trainers import Repeats, Trainer, get_trainer, with_trainer
 
 Counted: TypeAlias = dict[tuple[str, int, bool], TokenLengths]
 """Token lengths by tokenizer, the length that rows are cut to, and whether prompts are learned."""
@@ -117,8 +118,15 @@ class TrainingData:
                 epochs=self._plan.epochs,
                 seed=self._plan.seed,
                 sequences=self._trainer(self._plan).rows_per_example,
+                repeats=self._repeats(batch_size, accumulation),
             )
         return self._workloads[key]
+
+    def _repeats(self, batch_size: int, accumulation: int) -> Repeats | None:
+        run = replace(
+            self._plan.finetune, batch_size=batch_size, gradient_accumulation_steps=accumulation
+        )
+        return self._trainer(self._plan).repeats(with_trainer(run))
 
     def evaluation(
         self, model: str, batch_size: int, *, at_once: int = 1, accumulation: int | None = None
@@ -129,6 +137,8 @@ class TrainingData:
             at_once, accumulation: as of `workload`.
         """
         plan = self._plan
+        if self._trainer(plan).rows == "prompts":
+            return {}  # `train.py` evaluates none
         load = self.workload(model, batch_size, at_once=at_once, accumulation=accumulation)
         key = (*self._key(model), batch_size, at_once, load.num_steps)
         if key not in self._evaluated:

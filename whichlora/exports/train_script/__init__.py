@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Literal
@@ -125,6 +126,7 @@ def train_script(
     run = with_defaults(run)
     trainer = get_trainer(run.trainer)
     _check(run, weights, model_config, data_format)
+    keeping = _evaluated(trainer, keeping)
     random_config = model_config if weights == "random" else None
     takes_bytes = random_config is not None and tokenizer is None
     model_class = _model_class(trainer, masked_lm)
@@ -152,18 +154,31 @@ def train_script(
         *allocator_lines(run),
         *tokenizer_lines(tokenizer, takes_bytes, hub),
         *templates.CHAT_TEMPLATE_LINES * chats,
-        *templates.TRAIN_LINES,
-        *templates.VALIDATION_LINES * keeping.evaluates,
+        *_row_lines(trainer, keeping),
         *RANDOM_CHECKPOINT_LINES * (random_config is not None),
         "set_seed(SEED)",
         *attention_lines(run),
         *_with_arguments(model, run, keeping, reader, limited=max_steps is not None),
         *optimizer_lines(run) * (not trainer.makes_adapters),
     ]
-    random_class = None if random_config is None else model_class
+    random_class = model_class if random_config else None
     functions = _helper_functions(run, keeping, random_class, takes_bytes=takes_bytes)
-    functions += row_functions(data_format, trainer, train_on, reader, masked_lm=masked_lm)
+    functions += row_functions(data_format, run, train_on, reader, masked_lm=masked_lm)
     return _assembled(run, constants, functions, main, _tail(run, keeping, reader, masked_lm))
+
+
+def _evaluated(trainer: Trainer, keeping: Keeping) -> Keeping:
+    """`keeping`, without evaluations that would write answers."""
+    return replace(keeping, eval_steps=0) if trainer.rows == "prompts" else keeping
+
+
+def _row_lines(trainer: Trainer, keeping: Keeping) -> list[str]:
+    """The lines that read the rows, and what they are learnt by."""
+    return [
+        *templates.REWARD_LINES * (trainer.rows == "prompts"),
+        *templates.TRAIN_LINES,
+        *templates.VALIDATION_LINES * keeping.evaluates,
+    ]
 
 
 def _model_class(trainer: Trainer, masked_lm: bool) -> str:
@@ -271,7 +286,8 @@ def _tail(run: RunConfig, keeping: Keeping, reader: Collator, masked_lm: bool) -
         train=rows[0].format("train_rows"),
         evaluation=f"        eval_dataset={validation},\n" * keeping.evaluates,
         collator=collator * (trainer.rows == "texts"),
-        adapter="        peft_config=peft_config,\n" * has_config,
+        adapter="        peft_config=peft_config,\n" * has_config
+        + "        reward_funcs=reward_funcs,\n" * (trainer.rows == "prompts"),
         optimizer="        optimizers=(optimizer, None),\n" * (is_loraplus(run) and not has_config),
         after="".join(indent(line, "    ") for line in _after(run, keeping)),
         callbacks="        callbacks=[LogAtCheckpoints()],\n" * keeping.saves,
@@ -389,11 +405,6 @@ def _check(
         raise ConfigError(
             "quantize_moe_experts: train.py leaves experts in 16 bit; use --to axolotl, or leave "
             "it out"
-        )
-    if trainer.rows == "prompts":
-        raise ConfigError(
-            f"train.py: it can't be written for trainer {run.trainer}, whose rewards are functions "
-            "of yours"
         )
     data_format.require(trainer.rows)
     adapted = trainer.makes_adapters and not get_method(run.method).trains_base

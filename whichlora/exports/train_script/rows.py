@@ -5,7 +5,8 @@ from __future__ import annotations
 from whichlora.exports.python_source import literal
 from whichlora.spec.data_format import COLUMNS, DataFormat
 from whichlora.spec.plan import Collator, TrainOn
-from whichlora.trainers import Trainer
+from whichlora.spec.run import RunConfig
+from whichlora.trainers import get_trainer
 
 _END = '''\
 def with_end(ids, tokenizer):
@@ -200,7 +201,42 @@ def read_rows(path, tokenizer):
             except Exception as error:
                 kind = type(error).__name__
                 raise SystemExit(f"{{path}}:{{number}}: {{kind}}: {{error}}") from error
-    return rows
+    return {rows}
+
+
+'''
+_PROMPTS = '''\
+def short_prompts(rows, tokenizer):
+    """The rows whose prompt leaves room for {written} tokens of an answer within SEQ_LEN."""
+    short = []
+    for row in rows:
+        ids = row["prompt"]
+        if isinstance(ids, str):
+            ids = tokenizer(ids)["input_ids"]
+        else:
+            options = {{"add_generation_prompt": True, "return_dict": True}}
+            ids = tokenizer.apply_chat_template(ids, **options)["input_ids"]
+        short += [row] * (len(ids) + {written} <= SEQ_LEN)
+    if len(short) < len(rows):
+        few = f"{{len(rows) - len(short)}} of {{len(rows)}} rows"
+        say(f"{{few}} are left out: they are longer than SEQ_LEN allows")
+    return short
+
+
+def reward_functions():
+    """Every function of rewards.py, which you write beside this file."""
+    path = HERE / "rewards.py"
+    if not path.exists():
+        raise SystemExit(
+            f"{{path}}: is missing; write functions there that give each answer a number: "
+            "def reward(completions, **columns): return [...]"
+        )
+    named = runpy.run_path(str(path), run_name="rewards").items()
+    return [
+        value
+        for name, value in named
+        if getattr(value, "__module__", "") == "rewards" and name[0] != "_"
+    ]
 
 
 '''
@@ -214,25 +250,31 @@ def is_learned(row):
 '''
 
 
-def _answers(data: DataFormat, trainer: Trainer) -> str:
+def _answers(data: DataFormat, run: RunConfig) -> str:
     """The source of `read_rows` for rows that the trainer makes token ids of."""
+    trainer = get_trainer(run.trainer)
     # a prompt may be what both answers of a pair begin with
     needed = [name for name in COLUMNS[data.kind] if (name, data.kind) != ("prompt", "preference")]
-    read = _ANSWERS.format(needed=literal(needed))
+    written = trainer.scored_tokens(run)
+    prompts = trainer.rows == "prompts"
+    rows = "short_prompts(rows, tokenizer)" if prompts else "rows"
+    read = _ANSWERS.format(needed=literal(needed), rows=rows)
+    if prompts:
+        read += _PROMPTS.format(written=written)
     return read + _IS_LEARNED * trainer.keeps_unlearned
 
 
 def row_functions(
     data: DataFormat,
-    trainer: Trainer,
+    run: RunConfig,
     train_on: TrainOn,
     reader: Collator,
     *,
     masked_lm: bool,
 ) -> str:
     """The source of `read_rows` and of what it calls, for rows of one format."""
-    if trainer.rows != "texts":
-        return _answers(data, trainer)
+    if get_trainer(run.trainer).rows != "texts":
+        return _answers(data, run)
     encode = _masked(data, reader) if masked_lm else _causal(data, train_on)
     read = _READ.format(
         summary=_SUMMARIES[reader],

@@ -11,6 +11,7 @@ STANDARD = (
     ("import json", "json."),
     ("import os", "os."),
     ("import re", "re."),
+    ("import runpy", "runpy."),
     ("import shlex", "shlex."),
     ("import shutil", "shutil."),
     ("import sys", "sys."),
@@ -161,6 +162,9 @@ if num_left_out:
 if not len(trainer.train_dataset):
     raise SystemExit(f"{HERE / 'train.jsonl'}: no row is left to train on")
 """
+REWARD_LINES = """\
+reward_funcs = reward_functions()
+""".splitlines()
 TRAIN_LINES = """\
 train_rows = read_rows(HERE / "train.jsonl", tokenizer)
 if not train_rows:
