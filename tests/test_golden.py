@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import golden
 
 PARTS = 8  # for as many workers
+EXPLAINED_PARTS = 16
 
 
 @cache
@@ -35,10 +36,10 @@ def test_a_sample_is_predicted_as_it_was(part: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.oracle) for part in range(1, PARTS))]
+    "part", [0, *(pytest.param(part, marks=pytest.mark.oracle) for part in range(1, 4))]
 )
 def test_a_sample_is_explained_as_it_was(part: int) -> None:
-    rows = sample()[part::PARTS]
+    rows = sample()[part::EXPLAINED_PARTS]
     now = golden.answers([golden.job_of(row) for row in rows], processes=1)
     assert golden.compare(rows, now) == []
 
