@@ -8,6 +8,7 @@ the ledger is always asked anew.
     python benchmarks/memory_accuracy.py --slice 0:100     only these runs (also 0:400:2)
     python benchmarks/memory_accuracy.py --only mixtral --retrace
     python benchmarks/memory_accuracy.py --later                  types that came after the draws
+    python benchmarks/memory_accuracy.py --settings               one model, setting by setting
     python benchmarks/memory_accuracy.py --no-trace --write       docs/accuracy/ledger.md
 """
 
@@ -338,6 +339,7 @@ def main() -> None:
     parser.add_argument("--retrace", action="store_true", help="also what was traced before")
     parser.add_argument("--traces", type=Path, default=samples.FIRST_TRACES)
     parser.add_argument("--later", action="store_true", help="the types that came after the draws")
+    parser.add_argument("--settings", action="store_true", help="one model, setting by setting")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     options = parser.parse_args()
 
@@ -345,6 +347,8 @@ def main() -> None:
     drawn = [(index, samples.draw(options.seed, index)) for index in range(options.runs)]
     if options.later:
         drawn, options.traces = list(enumerate(samples.later_runs())), samples.LATER_TRACES
+    if options.settings:
+        drawn, options.traces = list(enumerate(samples.setting_runs())), samples.SETTING_TRACES
     drawn = drawn[wanted]
     if options.only:
         drawn = [

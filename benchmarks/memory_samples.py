@@ -37,6 +37,7 @@ ENDLESS = 2**60  # a full card gives idle segments back, an endless one never
 TRACES = Path(__file__).resolve().parent / "traces"  # a file for each draw
 FIRST_TRACES = TRACES / "draw-1.jsonl"
 LATER_TRACES = TRACES / "later-types.jsonl"
+SETTING_TRACES = TRACES / "settings.jsonl"
 RUNS_OF_LATER = 4  # of each type
 MAX_LAYERS = 8  # where layers differ all are traced, which takes a second or so each
 MAX_SECONDS = 200
@@ -155,6 +156,37 @@ OPTIMIZERS = (
 KERNELS = ("sdpa", "sdpa", "eager", "flash_attention_2")
 LOSS_HEADS = ("hf",) * 12 + ("raw", "raw")  # the tracer has no other
 
+_GENERATION = {"phase": "inference", "prompt_len": 64, "max_new_tokens": 4}
+SETTINGS: tuple[dict[str, Any], ...] = (  # of one small model, one or two changed at a time
+    {},
+    {"gradient_checkpointing": False},
+    {"seq_len": 1024},
+    {"seq_len": 1024, "method": "dora"},
+    {"gradient_checkpointing": False, "method": "dora"},
+    {"method": "qlora"},
+    {"method": "full", "precision": "bf16-pure"},
+    {"padding": "padded", "batch_size": 2},
+    {"lora_dropout": 0.1},
+    {"loss_head": "raw"},
+    {"modules_to_save": ("embed_tokens", "lm_head"), "seq_len": 128},
+    {"quant": "int8", "precision": "bf16-no-autocast"},
+    {"adapter_dtype": "bfloat16"},
+    {"base_dtype": "float32"},
+    {"base_dtype": "float32", "method": "full", "gradient_checkpointing": False},
+    {"base_dtype": "float32", "method": "dora", "lora_dropout": 0.1},
+    {"loss_head": "raw", "precision": "bf16-pure"},
+    {"trainer": "loop"},
+    {"trainer": "loop", "gradient_checkpointing": False, "method": "full"},
+    {"trainer": "loop", "quant": "int8", "precision": "fp16-no-autocast"},
+    {"trainer": "loop", "loss_head": "raw", "method": "qlora"},
+    {"trainer": "loop-function", "gradient_accumulation_steps": 2},
+    _GENERATION | {"prompt_len": 512},
+    _GENERATION | {"max_new_tokens": 2, "quant": "nf4-dq"},
+    _GENERATION | {"prompt_len": 512, "method": "qlora", "serve": "as-trained"},
+    _GENERATION | {"method": "qdora", "serve": "as-trained"},
+    _GENERATION | {"method": "dora", "serve": "as-trained", "r": 64},
+)
+
 
 @cache
 def models_by_type() -> dict[str, tuple[str, ...]]:
@@ -195,6 +227,10 @@ def draw_later(model_type: str, number: int) -> RunConfig:
 
 def later_types() -> tuple[str, ...]:
     return tuple(sorted(set(models_by_type()) - set(FIRST_TYPES)))
+
+
+def setting_runs() -> list[RunConfig]:
+    return [RunConfig(model="TinyLlama/TinyLlama-1.1B-Chat-v1.0", **each) for each in SETTINGS]
 
 
 def later_runs() -> list[RunConfig]:

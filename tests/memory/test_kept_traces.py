@@ -2,11 +2,13 @@
 
 from collections import defaultdict
 from statistics import mean, median
+from typing import Any
 
 import memory_samples as samples
 import pytest
 
 from whichlora.spec.run import RunConfig
+from whichlora.units import MiB
 
 BANDS = (1e-5, 1e-4, 5e-4, 5e-3)
 # How many of the largest live bytes of a moment are within each band of the trace, as the ledger is
@@ -55,6 +57,12 @@ NEAR = {
         "optimizer": (6, 18, 22, 25, 0.0035),
         "peak": (4, 7, 16, 27, 0.0225),
     },
+    "settings.jsonl": {  # one small model, setting by setting
+        "forward": (2, 6, 6, 20, None),
+        "backward": (2, 18, 19, 19, 0.033),
+        "optimizer": (1, 16, 22, 22, 0.00014),
+        "peak": (2, 13, 21, 25, 0.0125),
+    },
     "later-types.jsonl": {  # types of models that came after the draws
         "forward": (7, 27, 39, 78, None),
         "backward": (16, 52, 67, 81, 0.012),
@@ -96,3 +104,23 @@ def test_the_reserve_stays_as_near_to_the_replayed_one_as_now(
             errors.append(abs(predicted["peak_reserved_bytes"] / line["peak_reserved_bytes"] - 1))
     assert median(errors) < middle
     assert mean(errors) < average
+
+
+@pytest.mark.parametrize("settings", [{"seq_len": 1024}, {"gradient_checkpointing": False}])
+def test_dora_costs_beside_lora_what_the_traces_say(settings: dict[str, Any]) -> None:
+    lines = {str(line["run"]): line for line in samples.read_lines(samples.SETTING_TRACES)}
+
+    def peaks(method: str) -> tuple[int, int]:
+        (run,) = (
+            run
+            for run, chosen in zip(samples.setting_runs(), samples.SETTINGS, strict=True)
+            if {"method": "lora"} | chosen == settings | {"method": method}
+        )
+        traced = lines[str(samples.settings(run))]["peak_allocated_bytes"]
+        return samples.predicted_allocated(run)["peak_allocated_bytes"], traced
+
+    predicted, traced = (
+        dora - lora for lora, dora in zip(peaks("lora"), peaks("dora"), strict=True)
+    )
+    assert traced > 50 * MiB
+    assert predicted == pytest.approx(traced, rel=0.03)
