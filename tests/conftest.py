@@ -2,7 +2,9 @@
 
 import gc
 import os
+import random
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +33,29 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if any(".py" in argument for argument in config.args):
         return 0
     return len(os.sched_getaffinity(0))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-case", action="store_true", help="run every case, where else a sample runs"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked `sampled(n)` run n of its cases, the same each time."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    if config.getoption("every_case") or any("[" in argument for argument in config.args):
+        return
+    skipped: set[pytest.Item] = set()
+    for name, of_test in cases.items():
+        (count,) = of_test[0].get_closest_marker("sampled").args
+        chosen = random.Random(name).sample(of_test, min(count, len(of_test)))
+        skipped.update(set(of_test) - set(chosen))
+    config.hook.pytest_deselected(items=[item for item in items if item in skipped])
+    items[:] = [item for item in items if item not in skipped]
 
 
 def pytest_configure(config: pytest.Config) -> None:

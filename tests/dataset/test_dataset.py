@@ -763,6 +763,7 @@ def job_and_tokenizer(folder: Path, example: dict[str, Any], kind: str) -> tuple
     return script, tokenizer
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.oracle
 @pytest.mark.parametrize("example", EVERY_FORMAT)
 @pytest.mark.parametrize("kind", KINDS)
@@ -780,6 +781,7 @@ def test_planned_lengths_are_those_that_the_job_trains_on(
     assert planned.lengths["train"] == (len(ids),)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.oracle
 @pytest.mark.parametrize("example", EVERY_FORMAT)
 @pytest.mark.parametrize("kind", KINDS)

@@ -157,6 +157,7 @@ def all_linear_params(spec: ModelSpec) -> int:
     return int(trained_params(spec, targets, get_method("lora"), R))
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("model_type", [x for x in TYPES if x in FAMILIES], scope="module")
 def test_lora_on_all_linear_trains_what_the_description_says(model_type: str) -> None:
     peft = pytest.importorskip("peft")

@@ -36,6 +36,7 @@ def _own_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHICHLORA_CALIBRATION", str(tmp_path / "calibration"))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", oracle.CASES, ids=lambda case: case.name)
 def test_the_prediction_before_step_1_is_the_peak_of_the_run(case: oracle.Case) -> None:
     trained = oracle.train(case)

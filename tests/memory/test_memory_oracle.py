@@ -62,6 +62,7 @@ def test_a_layer_keeps_what_its_settings_say(family: str, settings: dict[str, An
     assert relative_error(measured, oracle.predicted_saved_per_layer(one)) < SAVED
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("method", ["full", "lora", "qlora", "dora", "qdora"])
 @pytest.mark.parametrize("family", QUICKSTART)
@@ -71,6 +72,7 @@ def test_the_peak_of_a_step_is_the_trainers(family: str, method: str, checkpoint
     assert relative_error(*oracle.peak(one)) < tolerance
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -125,6 +127,7 @@ def test_a_quantised_cache_peaks_as_predicted(backend: str) -> None:
     assert relative_error(*oracle.peak(one)) < GENERATION
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "settings", [{}, {"kv_cache": "static", "attn": "eager"}, {"prompt_len": 1, "r": 64}], ids=str
 )

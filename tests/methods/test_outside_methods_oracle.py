@@ -55,6 +55,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.invalidate_caches()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("config", "settings"),
     [

@@ -41,6 +41,7 @@ def forgetful_bitsandbytes() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -187,6 +187,7 @@ def tiny_run(method: str, *, gradient_checkpointing: bool) -> RunConfig:
     )
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.oracle
 @pytest.mark.parametrize("model_type", TINY)
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
@@ -210,6 +211,7 @@ def test_flops_are_those_that_pytorch_counts(
         assert done.product_flops == products
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.oracle
 @pytest.mark.parametrize("model_type", TINY_ENCODERS)
 @pytest.mark.parametrize(("method", "tolerance"), [("full", 0), ("lora", 0.05)])

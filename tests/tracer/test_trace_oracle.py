@@ -1,7 +1,6 @@
 """The tracer against itself, the ledger and the figures of docs/memory.md; needs torch."""
 
 import json
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -96,6 +95,7 @@ def traced_activations(name: str, run: RunConfig) -> float:
     return total / GiB
 
 
+@pytest.mark.sampled(4)
 # Live-bytes traces that `docs/memory.md` derives its closed forms from: r = 16, all-linear, B = 1,
 # S = 2048, SDPA without a mask; GiB of activations.
 @pytest.mark.parametrize(
@@ -137,12 +137,18 @@ def test_reserved_over_allocated_agrees_with_the_reference_replays(
     assert ratio == pytest.approx(reference, rel=0.01)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "settings",
     [
+        {},
         {"gradient_checkpointing": False, "lora_dropout": 0.1},
-        {"method": "dora", "padding": "padded", "batch_size": 2},
-        {"method": "qlora", "use_reentrant": True},
+        {"method": "dora"},
+        {"method": "qlora"},
+        {"optimizer": "adamw_torch"},
+        {"use_reentrant": True},
+        {"padding": "padded", "batch_size": 2},
+        {"phase": "inference", "prompt_len": 64, "max_new_tokens": 6},
         {"phase": "inference", "prompt_len": 64, "max_new_tokens": 3, "method": "qlora"},
     ],
     ids=str,
@@ -157,7 +163,8 @@ def test_four_layers_stretched_agree_with_all_layers(settings: dict[str, Any]) -
     assert short.peak_reserved_bytes == pytest.approx(whole.peak_reserved_bytes, rel=1e-3)
 
 
-@pytest.mark.parametrize("index", random.Random(20261123).sample(range(len(samples.SETTINGS)), 5))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("index", range(len(samples.SETTINGS)))
 def test_a_setting_is_traced_as_its_record_says(index: int) -> None:
     now = json.loads(json.dumps(samples.traced(samples.setting_runs()[index])))
     (kept,) = (
@@ -232,6 +239,7 @@ INPUTS = {  # of each layer, and keys that the second half borrows
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fields", "settings"),
     [
@@ -294,6 +302,7 @@ def test_a_tied_embedding_waits_for_the_sum_of_its_gradients() -> None:
     assert live > 4 * embedding  # itself, both parts of its gradient and their sum
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("gpu", "settings", "kernel"),
     [
