@@ -206,6 +206,7 @@ TIME_BOUNDS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("title", TIME_BOUNDS)
 def test_a_group_never_measured_is_predicted_as_well_as_now(title: str) -> None:
     found = held_out(title)

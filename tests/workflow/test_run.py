@@ -503,9 +503,8 @@ def test_the_answer_fits_a_terminal_with_numbers_and_words_whole(
 TWENTY = ", ".join(DEFAULT_MODELS)
 
 
-@pytest.mark.parametrize(
-    "gpu", ["rtx-4090-24gb", pytest.param("a100-sxm-80gb", marks=pytest.mark.oracle)]
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("gpu", ["rtx-4090-24gb", "a100-sxm-80gb"])
 def test_with_twenty_models_the_winner_stands_on_one_screen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str
 ) -> None:
