@@ -185,6 +185,7 @@ SHIPPED_BOUNDS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("left_out", SHIPPED_BOUNDS)
 def test_the_shipped_calibration_predicts_what_it_has_not_seen(left_out: str) -> None:
     found = list(times.shipped(times.SHIPPED[left_out]))
@@ -206,7 +207,7 @@ TIME_BOUNDS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("title", TIME_BOUNDS)
 def test_a_group_never_measured_is_predicted_as_well_as_now(title: str) -> None:
     found = held_out(title)

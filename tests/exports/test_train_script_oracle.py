@@ -199,6 +199,7 @@ def test_a_tokenizer_without_a_chat_template_is_saved_with_the_plain_one(tmp_pat
 # --- checkpoints
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_killed_run_resumes_to_the_same_steps_and_the_same_loss(
     tmp_path: Path, method: str

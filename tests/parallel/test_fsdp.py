@@ -151,7 +151,7 @@ def test_published_readings_are_as_near_as_now() -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("number", [7, 19])
 def test_a_rank_holds_what_the_real_library_holds(number: int) -> None:
     record = list(fsdp_traces.records())[number]
     run = RunConfig.from_dict({"model": "drawn", **record["run"]})

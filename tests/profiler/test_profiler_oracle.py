@@ -384,6 +384,7 @@ def test_two_ranks_measure_and_one_record_has_the_largest() -> None:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("settings", "limit_bytes", "outcome", "detail"),
     [
