@@ -582,7 +582,7 @@ def test_pairs_and_labelled_answers_are_written_for_the_command_of_trl(tmp_path:
         return made.paths[0].read_text(encoding="utf-8")
 
     dpo = written("dpo", trainer_options=(("beta", 0.3),), method="qlora")
-    assert "\nbeta: 0.3\ndisable_dropout: true\nprecompute_ref_log_probs: false\n" in dpo
+    assert "\nbeta: 0.3\ndisable_dropout: true\nlabel_smoothing: 0.0\nloss_type: sigmoid\n" in dpo
     assert "packing" not in dpo
     assert "lora_task_type: SEQ_CLS" in written("reward")
     assert "loss_type: kto" in written("kto")

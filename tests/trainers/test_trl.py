@@ -18,6 +18,7 @@ from whichlora.predict.predict import ledger, num_tokens, predict, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import added
+from whichlora.spec.options import OptionValue
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 from whichlora.workflow.export import make_recipe
@@ -48,6 +49,8 @@ def test_a_trainer_brings_its_loss_and_its_options(model: ModelSpec) -> None:
     assert run.prepare_kbit is False
     assert run.to_dict()["trainer_options"] == {
         "beta": 0.1,
+        "loss_type": "sigmoid",
+        "label_smoothing": 0.0,
         "precompute_ref_log_probs": False,
         "disable_dropout": True,
     }
@@ -61,7 +64,7 @@ def test_a_trainer_brings_its_loss_and_its_options(model: ModelSpec) -> None:
         ({"trainer": "dpo", "loss_head": "liger"}, "loss_head: liger is not in trainer dpo"),
         (
             {"trainer": "dpo", "trainer_options": (("bet", 1),)},
-            "'bet' is no option of trainer dpo, whose options are beta, precompute",
+            "'bet' is no option of trainer dpo, whose options are beta, loss_type, label_smooth",
         ),
         ({"trainer_options": (("beta", 0.1),)}, "no option of trainer sft, which has none"),
         ({"trainer": "dpo", "trainer_options": (("beta", "x"),)}, "beta: 'x' is not a number"),
@@ -224,3 +227,13 @@ def test_orpo_learns_from_models_that_continue_a_text() -> None:
     run = RunConfig(model="google-t5/t5-small", trainer="orpo")
     with pytest.raises(ConfigError, match="trainer orpo is predicted for models that continue"):
         resolve(load_model("google-t5/t5-small"), run, A100)
+
+
+def test_the_losses_of_dpo_hold_the_same_tensors(model: ModelSpec) -> None:
+    def peak(**options: OptionValue) -> int:
+        run = replace(SFT, trainer="dpo", trainer_options=tuple(options.items()))
+        return predict(model, run, A100, prior_calibration(A100)).memory.peak_allocated_bytes
+
+    assert peak(loss_type="ipo") == peak(loss_type="exo_pair", label_smoothing=0.001) == peak()
+    with pytest.raises(ConfigError, match="exo_pair needs label_smoothing above 0"):
+        peak(loss_type="exo_pair")

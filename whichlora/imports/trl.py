@@ -133,7 +133,11 @@ def _option(keys: Keys, option: Option) -> OptionValue:
     if isinstance(default, bool):
         return keys.flag(option.name, default)
     if isinstance(default, str):
-        return keys.word(option.name)
+        words = keys.names(option.name)
+        if len(words) == 1:
+            return words[0]
+        keys.assume(option.name, f"are several; assumed: {default}, which holds the same tensors")
+        return default
     if isinstance(default, float):
         return keys.number(option.name, default)
     return keys.count(option.name, 1)

@@ -10,9 +10,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from whichlora.errors import ConfigError
+from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import sft, trl
 from whichlora.trainers.base import Forwards
+
+_LOSS = Option(
+    name="loss_type",
+    summary="how the log-probabilities of a pair are compared; all hold the same tensors",
+    default="sigmoid",
+    choices=(
+        *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"),
+        *("aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+    ),
+)
+_SMOOTHING = Option(
+    name="label_smoothing",
+    summary="chance of a flipped label: robust, exo_pair",
+    default=0.0,
+)
 
 
 def _forwards(run: RunConfig) -> Forwards:
@@ -27,15 +44,22 @@ def _notes(run: RunConfig) -> tuple[str, ...]:
     )
 
 
+def _check(run: RunConfig) -> None:
+    smoothing = run.trainer_option(_SMOOTHING.name) or 0.0
+    if run.trainer_option(_LOSS.name) == "exo_pair" and not smoothing:
+        raise ConfigError("loss_type: exo_pair needs label_smoothing above 0; 0.001 is usual")
+
+
 TRAINER = replace(
     sft.TRAINER,
     name="dpo",
     summary="TRL's DPOTrainer: pairs of answers, and a reference",
     library_class="trl.DPOTrainer",
     config_class="trl.DPOConfig",
-    options=(trl.BETA, trl.PRECOMPUTE, trl.DISABLE_DROPOUT),
+    options=(trl.BETA, _LOSS, _SMOOTHING, trl.PRECOMPUTE, trl.DISABLE_DROPOUT),
     rows="pairs",
     rows_per_example=2,
     forwards=_forwards,
+    check=_check,
     notes=_notes,
 )
