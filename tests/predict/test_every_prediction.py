@@ -66,7 +66,7 @@ def total_s(prediction: Prediction) -> float:
     return time.time_per_token_s * prediction.tokens_per_generation
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(run=RUNS, gpu=EVERY_GPU)
 def test_the_parts_of_a_peak_are_not_negative_and_add_up(run: RunConfig, gpu: GpuSpec) -> None:
     job = resolved(run, gpu)
@@ -84,7 +84,7 @@ def test_the_parts_of_a_peak_are_not_negative_and_add_up(run: RunConfig, gpu: Gp
         assert 0 <= low <= value <= high
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(run=RUNS, gpu=EVERY_GPU)
 def test_every_moment_is_made_of_parts_that_are_not_negative(run: RunConfig, gpu: GpuSpec) -> None:
     job = resolved(run, gpu)
@@ -98,7 +98,7 @@ def test_every_moment_is_made_of_parts_that_are_not_negative(run: RunConfig, gpu
         assert sum(parts[part] for part in ALLOCATED_PARTS) == moments.moment_bytes(name)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(run=RUNS, gpu=EVERY_GPU)
 def test_the_parts_of_a_time_are_not_negative_and_add_up(run: RunConfig, gpu: GpuSpec) -> None:
     job = resolved(run, gpu)
@@ -185,7 +185,7 @@ def may_shrink_bytes(run: RunConfig, found: Ledger, moment: str) -> int:
     return sum(entry.num_bytes for entry in found.moments[moment] if entry.fact in shrinks)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(run=RUNS, gpu=EVERY_GPU, axis=st.integers(0, 2), more=st.integers(1, 64))
 def test_more_of_a_size_never_needs_less(
     run: RunConfig, gpu: GpuSpec, axis: int, more: int
@@ -214,7 +214,7 @@ def test_more_of_a_size_never_needs_less(
     assert total_s(larger) >= total_s(smaller) * (1 - 1e-12)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(run=RUNS, gpu=EVERY_GPU)
 def test_what_the_search_sees_of_a_run_is_what_is_predicted_of_it(
     run: RunConfig, gpu: GpuSpec

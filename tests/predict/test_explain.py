@@ -54,7 +54,7 @@ def all_lines(found: Explanation) -> list[Line]:
 
 
 @given(run=RUNS, gpu=DEVICES)
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_the_lines_add_up_to_the_largest_moment_and_each_says_why_it_is_there(
     run: RunConfig, gpu: GpuSpec
 ) -> None:
@@ -173,7 +173,7 @@ def test_equal_tensors_of_layers_of_two_kinds_are_one_line() -> None:
 
 
 @given(run=RUNS, gpu=DEVICES)
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_every_alternative_is_the_changed_run_and_half_of_a_size_never_holds_more(
     run: RunConfig, gpu: GpuSpec
 ) -> None:
@@ -195,7 +195,7 @@ def test_every_alternative_is_the_changed_run_and_half_of_a_size_never_holds_mor
 # tensors, and blocks of one rank leave remainders that those of the next one do not. Ranks that
 # double outweigh these.
 @given(run=finetune_runs(optimizer="adamw_torch_fused"), gpu=DEVICES)
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_the_largest_saving_comes_first_and_a_rank_never_gets_cheaper(
     run: RunConfig, gpu: GpuSpec
 ) -> None:

@@ -105,7 +105,7 @@ def assert_alike(
             assert block.least_bytes[index] <= one.usable_bytes
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_block_of_training_says_what_each_run_says(data: st.DataObject) -> None:
     gpu = data.draw(DEVICES)
@@ -114,7 +114,7 @@ def test_a_block_of_training_says_what_each_run_says(data: st.DataObject) -> Non
     assert_alike(run, gpu, data.draw(calibrations(gpu)), axes)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_block_of_inference_says_what_each_run_says(data: st.DataObject) -> None:
     gpu = data.draw(DEVICES)
@@ -128,7 +128,7 @@ def test_a_block_of_inference_says_what_each_run_says(data: st.DataObject) -> No
     assert_alike(run, gpu, data.draw(calibrations(gpu)), axes)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_batch_is_ruled_out_by_no_more_than_what_each_rank_needs(data: st.DataObject) -> None:
     gpu = data.draw(DEVICES)
