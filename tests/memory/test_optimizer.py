@@ -35,6 +35,13 @@ def launched(tensors: list[Trained], name: str, **settings: Any) -> int:
 
 # --- against the real code
 
+OF_BITSANDBYTES = {
+    "adamw_8bit": "AdamW8bit",
+    "paged_adamw_8bit": "PagedAdamW8bit",
+    "paged_adamw_32bit": "PagedAdamW",
+    "lion": "Lion",
+}
+
 
 class Recorded:
     """The operators that ran: bytes of the different tensors of each, and its lists of tensors."""
@@ -101,19 +108,26 @@ def parameters(tensor: Trained, count: int = 2, device: str = "cpu") -> list[Any
     return made
 
 
-def real_step(name: str, params: list[Any], *, foreach: bool) -> Recorded:
-    """The second step of the optimizer that the Trainer makes for `name`."""
+def real_optimizer(name: str, params: list[Any], *, foreach: bool = False) -> Any:
+    """What the Trainer makes for `name`."""
     torch = pytest.importorskip("torch")
     transformers_optimization = pytest.importorskip("transformers.optimization")
     settings: dict[str, Any] = {"lr": 0.1}
     if name == "adafactor":  # `Trainer.get_optimizer_cls_and_kwargs`
         settings |= {"scale_parameter": False, "relative_step": False}
-        made = transformers_optimization.Adafactor(params, **settings)
-    elif name == "sgd":
-        made = torch.optim.SGD(params, foreach=foreach, **settings)
-    else:
-        kernel = {"fused": True} if name == "adamw_torch_fused" else {"foreach": foreach}
-        made = torch.optim.AdamW(params, weight_decay=0.0, **settings, **kernel)
+        return transformers_optimization.Adafactor(params, **settings)
+    if name == "sgd":
+        return torch.optim.SGD(params, foreach=foreach, **settings)
+    if name in OF_BITSANDBYTES:
+        made = getattr(pytest.importorskip("bitsandbytes").optim, OF_BITSANDBYTES[name])
+        return made(params, **settings)
+    kernel = {"fused": True} if name == "adamw_torch_fused" else {"foreach": foreach}
+    return torch.optim.AdamW(params, weight_decay=0.0, **settings, **kernel)
+
+
+def real_step(name: str, params: list[Any], *, foreach: bool) -> Recorded:
+    """The second step."""
+    made = real_optimizer(name, params, foreach=foreach)
     made.step()
     return record(made.step)
 
@@ -129,6 +143,23 @@ def test_a_step_moves_what_the_real_operators_read_and_write(
     recorded = real_step(name, parameters(tensor), foreach=False)
     per_param = recorded.moved / (2 * tensor.num_params)
     assert per_param == pytest.approx(moved(tensor, name), rel=BETWEEN_ELEMENTWISE)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("tensor", [MATRIX, VECTOR], ids=["matrix", "vector"])
+@pytest.mark.parametrize("name", get_args(Optimizer))
+def test_a_checkpoint_has_the_states_of_the_real_optimizer(name: str, tensor: Trained) -> None:
+    made = real_optimizer(name, parameters(tensor))
+    made.step()
+    tensors = [
+        value
+        for state in made.state.values()
+        for key, value in state.items()
+        if hasattr(value, "numel") and not key.startswith("qmap")  # a table that all share
+    ]
+    stored = optimizer.num_stored_states([replace(tensor, count=2)], optimizer=name)
+    assert len(tensors) == stored
+    assert type(made).__module__.partition(".")[0] == optimizer.library_of(name)
 
 
 @pytest.mark.oracle

@@ -16,16 +16,6 @@ from whichlora.spec.numeric import Count
 # dtype and place; torch.save writes a record of a zip file for each storage.
 _TENSOR_HEADER_BYTES = 128
 _RECORD_HEADER_BYTES = 275
-# Of `torch.optim.Adam` `step`, `exp_avg`, `exp_avg_sq`; of Adafactor `RMS` and two factors.
-_RECORDS = {
-    "adamw_torch": 3,
-    "adamw_torch_fused": 3,
-    "paged_adamw_32bit": 2,
-    "adafactor": 3,
-    "lion": 1,
-    "sgd": 0,
-}
-_OF_8_BITS = 4
 # Of `_save_rng_state` 14.5 kB (2.5 of NumPy's, 5 of torch's, 3 of Python's generator),
 # `training_args.bin` 5.3, `scheduler.pt` 1.5, configs 1 to 2, `trainer_state.json` from 0.8 on.
 _SMALL_FILES_BYTES = 23_000
@@ -78,9 +68,7 @@ def checkpoint_bytes(
         stored = sum(size for name, size in loaded.items() if name != "buffers")
     states = optimizer.state_bytes(tensors, optimizer=optimizer_name, device_kind="cpu")
     num_tensors = sum(tensor.count for tensor in tensors)
-    records = _RECORDS.get(optimizer_name, _OF_8_BITS) * num_tensors
-    if optimizer_name == "adafactor":  # of a vector it keeps no factors, but one state
-        records -= sum(tensor.count for tensor in tensors if tensor.rows == 1)
+    records = optimizer.num_stored_states(tensors, optimizer=optimizer_name)
     return CheckpointBytes(
         weights=stored + _TENSOR_HEADER_BYTES * num_tensors,
         tensors=stored,

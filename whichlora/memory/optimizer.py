@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from whichlora.memory.entries import Fact
 from whichlora.memory.gradients import Trained
@@ -48,6 +49,10 @@ class Optimizer:
             other, as on a CPU.
         tensor_launches: kernels of one tensor where each is updated on its own.
         wide_states: states that are a tensor as large as an fp32 parameter, each.
+        update_bytes: temporaries of one tensor's step, which are gone before the next one's.
+        lists_temporary: on an accelerator one more list of tensors as large as the parameters.
+        stored_states: of one tensor, those that a checkpoint has, counts of steps among them.
+        library: whose code it is.
     """
 
     state_bytes: Callable[[Trained, bool], Count]
@@ -55,6 +60,10 @@ class Optimizer:
     lists: tuple[int, ...] = ()
     tensor_launches: Callable[[Trained], int]
     wide_states: int = 0
+    update_bytes: Callable[[Trained], Count] | None = None
+    lists_temporary: bool = False
+    stored_states: Callable[[Trained], Count]
+    library: Literal["torch", "transformers", "bitsandbytes"] = "torch"
 
 
 def _as_wide(number: int) -> Callable[[Trained, bool], Count]:
@@ -67,7 +76,7 @@ def _passes(number: int, other_bytes: int = 0) -> Callable[[Trained], Count]:
     return lambda tensor: (number * tensor.param_bytes + other_bytes) * tensor.num_params
 
 
-def _launches(number: int) -> Callable[[Trained], int]:
+def _always(number: int) -> Callable[[Trained], int]:
     return lambda tensor: number
 
 
@@ -87,6 +96,16 @@ def _factored_bytes(tensor: Trained) -> Count:
 
 def _factored_launches(tensor: Trained) -> Count:
     return 16 + 8 * _is_matrix(tensor) + (0 if tensor.param_bytes == 4 else 3)
+
+
+def _factored_update(tensor: Trained) -> Count:
+    # `update = (grad**2) + eps` has two fp32 tensors alive, and so has `add_(-update)` at the end;
+    # of a 16-bit parameter `grad.float()` and `p_data_fp32.float()` are two more
+    return (8 if tensor.param_bytes == 4 else 16) * tensor.num_params
+
+
+def _factored_stored(tensor: Trained) -> Count:
+    return 2 + _is_matrix(tensor)  # its size, and two factors or the one state of a vector
 
 
 def _keeps_8bit(tensor: Trained) -> Count:
@@ -138,40 +157,81 @@ _OPTIMIZERS = {
         state_bytes=_as_wide(2),
         moved_bytes=_passes(18),
         lists=(2, 1, 3, 2, 1, 1, 3),
-        tensor_launches=_launches(7),
+        tensor_launches=_always(7),
         wide_states=2,
+        # `torch._foreach_sqrt` of `_multi_tensor_adam` makes `exp_avg_sq_sqrt`, the other foreach
+        # calls work in place
+        lists_temporary=True,
+        stored_states=_always(3),
     ),
     "adamw_torch_fused": Optimizer(
         state_bytes=_as_wide(2),
         moved_bytes=_passes(7),
         lists=(1, 4),  # the first counts steps
-        tensor_launches=_launches(1),
+        tensor_launches=_always(1),
         wide_states=2,
+        stored_states=_always(3),
     ),
     "sgd": Optimizer(
-        state_bytes=_as_wide(0), moved_bytes=_passes(3), lists=(2,), tensor_launches=_launches(1)
+        state_bytes=_as_wide(0),
+        moved_bytes=_passes(3),
+        lists=(2,),
+        tensor_launches=_always(1),
+        stored_states=_always(0),
     ),
     "lion": Optimizer(
         state_bytes=lambda tensor, accelerated: 4 * tensor.num_params,
         moved_bytes=_passes(3, 8),
-        tensor_launches=_launches(1),
+        tensor_launches=_always(1),
         wide_states=1,
+        stored_states=_always(1),
+        library="bitsandbytes",
     ),
     "adafactor": Optimizer(
         state_bytes=_factored_states,
         moved_bytes=_factored_bytes,
         tensor_launches=_factored_launches,
+        update_bytes=_factored_update,
+        stored_states=_factored_stored,
+        library="transformers",
     ),
     "adamw_8bit": Optimizer(
-        state_bytes=_8bit_states, moved_bytes=_8bit_moved, tensor_launches=_launches(1)
+        state_bytes=_8bit_states,
+        moved_bytes=_8bit_moved,
+        tensor_launches=_always(1),
+        stored_states=_always(4),
+        library="bitsandbytes",
     ),
     "paged_adamw_8bit": Optimizer(
-        state_bytes=_paged_8bit_states, moved_bytes=_8bit_moved, tensor_launches=_launches(1)
+        state_bytes=_paged_8bit_states,
+        moved_bytes=_8bit_moved,
+        tensor_launches=_always(1),
+        stored_states=_always(4),
+        library="bitsandbytes",
     ),
     "paged_adamw_32bit": Optimizer(
-        state_bytes=_paged_states, moved_bytes=_passes(3, 16), tensor_launches=_launches(1)
+        state_bytes=_paged_states,
+        moved_bytes=_passes(3, 16),
+        tensor_launches=_always(1),
+        stored_states=_always(2),
+        library="bitsandbytes",
     ),
 }
+
+
+def library_of(optimizer: str) -> str:
+    """The package whose code an optimizer is. Kind: exact. Source: its `optim`."""
+    return _OPTIMIZERS[optimizer].library
+
+
+def num_stored_states(tensors: Iterable[Trained], *, optimizer: str) -> Count:
+    """Tensors of `optimizer.pt`.
+
+    Kind: exact. Source: torch 2.13 `Adam`: `step`, `exp_avg`, `exp_avg_sq`; transformers 5.23
+    `Adafactor`: `RMS` beside its factors; bitsandbytes 0.50.2: each state, and its scales.
+    """
+    stored = _OPTIMIZERS[optimizer].stored_states
+    return sum(stored(tensor) * tensor.count for tensor in tensors)
 
 
 def num_wide_states(optimizer: str) -> int:
@@ -311,22 +371,15 @@ def step_temporary_bytes(tensors: Sequence[Trained], *, optimizer: str, device_k
     the gradient and the parameter. SGD and bitsandbytes update in place.
     Kind: exact. Source: torch 2.13 `_multi_tensor_adam`; transformers 5.23 `Adafactor.step`.
     """
-    if optimizer == "adafactor":
-        return largest(*(_factored_update(tensor) * (tensor.count > 0) for tensor in tensors))
-    # `_multi_tensor_adam` of torch 2.13: `torch._foreach_sqrt` allocates `exp_avg_sq_sqrt`, the
-    # other foreach calls work in place; one list per dtype, one after the other
-    lists: dict[int, Count] = {}
+    rule = _OPTIMIZERS[optimizer]
+    if rule.update_bytes is not None:
+        return largest(*(rule.update_bytes(each) * (each.count > 0) for each in tensors))
+    lists: dict[int, Count] = {}  # one per dtype, one after the other
     for tensor in tensors:
         size = tensor.param_bytes * tensor.num_params * tensor.count
         lists[tensor.param_bytes] = lists.get(tensor.param_bytes, 0) + size
     of_all = largest(*lists.values())
-    return of_all if optimizer == "adamw_torch" and device_kind != "cpu" else 0 * of_all
-
-
-def _factored_update(tensor: Trained) -> Count:
-    # `update = (grad**2) + eps` has two fp32 tensors alive, and so has `add_(-update)` at the end;
-    # of a 16-bit parameter `grad.float()` and `p_data_fp32.float()` are two more
-    return (8 if tensor.param_bytes == 4 else 16) * tensor.num_params
+    return of_all if rule.lists_temporary and device_kind != "cpu" else 0 * of_all
 
 
 def temporary_blocks(
@@ -336,11 +389,12 @@ def temporary_blocks(
 
     Kind: exact. Source: as of `step_temporary_bytes`.
     """
-    if optimizer == "adafactor":
+    rule = _OPTIMIZERS[optimizer]
+    if rule.update_bytes is not None:
         for tensor in tensors:
             wide = 4 * tensor.num_params
-            yield [wide] * (_factored_update(tensor) // max(1, wide))
-    elif optimizer == "adamw_torch" and device_kind != "cpu":
+            yield [wide] * (rule.update_bytes(tensor) // max(1, wide))
+    elif rule.lists_temporary and device_kind != "cpu":
         lists: dict[int, list[int]] = {}
         for tensor in tensors:
             size = tensor.param_bytes * tensor.num_params

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whichlora.exports.python_source import Code, call, literal
+from whichlora.memory.optimizer import library_of
 from whichlora.methods import get_method, weight_dtype
 from whichlora.predict.resolve import layout_of
 from whichlora.spec.plan import Keeping
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
 from whichlora.trainers import get_trainer
 
-BNB_OPTIMIZERS = frozenset({"adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion"})
 DEEPSPEED_FILE = "deepspeed.json"  # beside the script
 RANDOM_CHECKPOINT_LINES = ["if not MODEL.exists():", "    write_random_model()"]
 
@@ -30,7 +30,8 @@ def predicted_versions(run: RunConfig) -> dict[str, str]:
     """Version of each library that the script uses, as the prediction takes it."""
     uses = {"torch": True, "transformers": True}
     uses["peft"] = not get_method(run.method).trains_base
-    uses["bitsandbytes"] = (run.quant or "none") in BNB_QUANTS or run.optimizer in BNB_OPTIMIZERS
+    uses["bitsandbytes"] = (run.quant or "none") in BNB_QUANTS
+    uses[library_of(run.optimizer)] = True
     package = get_trainer(run.trainer).library_class.partition(".")[0]
     if package and hasattr(run.versions, package):
         uses[package] = True
