@@ -27,6 +27,7 @@ from whichlora.search.grid import pareto
 from whichlora.search.loop import SearchLoop
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.parallel import ONE_GPU
+from whichlora.trainers import get_trainer
 from whichlora.units import format_bytes
 from whichlora.workflow.answer import Answer, Compared, Ending, Search
 from whichlora.workflow.session import Session
@@ -190,6 +191,8 @@ def _describe_tokens(session: Session, best: Candidate | None, model: str) -> st
 def _cautions(session: Session, best: Candidate | None, model: str) -> list[str]:
     """What must be known of the data of `model` and of the winner before either is acted on."""
     cautions = list(session.data.cautions(model))
+    if get_trainer(session.plan.finetune.trainer).gives_rewards:
+        cautions.append("stage 1 judges models that write texts, not ones that give rewards")
     if best is not None:
         of_model = session.models[model].notes
         notes = (note for note in best.prediction.notes if note not in of_model)
