@@ -63,6 +63,7 @@ def test_one_gpu_computes_at_a_time_and_the_batch_is_one() -> None:
         ("google-t5/t5-small", 2, {}, "layers stand in one row"),
         ("meta-llama/Llama-3.1-70B", 2, {"method": "full", "precision": "fp32"}, "can't place the"),
         (TIED, 2, {"loss_head": "raw"}, "loss_head: raw is not modelled with parallel device-map"),
+        (TIED, 2, {"trainer": "orpo"}, "trainer orpo has no other"),
     ],
 )
 def test_what_cannot_be_placed_is_refused(

@@ -21,6 +21,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model
+from whichlora.trainers import list_trainers
 
 RUNS = st.one_of(finetune_runs(), inference_runs())
 LLAMA = RunConfig(model="meta-llama/Llama-3.1-8B", method="qlora", batch_size=4)
@@ -86,6 +87,22 @@ def assert_numbers_give_its_bytes(line: Line) -> None:
         *factors, bits = line.numbers.removesuffix(" bit").split(" × ")
         size = math.prod(map(int, factors)) * float(bits) / 8
         assert size == pytest.approx(line.num_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("trainer", list_trainers())
+def test_the_numbers_of_a_line_give_its_bytes_in_every_trainer(
+    trainer: str, checkpointing: bool
+) -> None:
+    run = RunConfig(
+        model="meta-llama/Llama-3.2-1B",
+        trainer=trainer,
+        batch_size=8,
+        seq_len=512,
+        gradient_checkpointing=checkpointing,
+    )
+    for line in all_lines(explained(run)):
+        assert_numbers_give_its_bytes(line)
 
 
 def test_what_measured_runs_corrected_is_a_line_of_its_own() -> None:

@@ -8,6 +8,8 @@ from whichlora.errors import ConfigError
 from whichlora.memory.step import TrainingStep
 from whichlora.spec.architecture import LayerGroup, ModelSpec
 
+_LOSS_HEADS = ("hf", "liger")
+
 
 def placed_groups(model: ModelSpec) -> list[tuple[LayerGroup, tuple[int, ...]]]:
     """Each group of equal layers with their places; in order where nobody said them."""
@@ -74,7 +76,11 @@ def check_can_be_parted(step: TrainingStep, name: str) -> None:
             f"parallel: {name} is modelled for decoders whose layers stand in one row between the "
             f"embedding and the head, which {model.name} is not; use fsdp"
         )
-    if step.run.loss_head not in ("hf", "liger"):
+    if step.run.loss_head not in _LOSS_HEADS:
+        other = [head for head in _LOSS_HEADS if head in step.trainer.loss_heads]
+        advice = (
+            " or ".join(other) or f"ddp, fsdp or zero: trainer {step.trainer.name} has no other"
+        )
         raise ConfigError(
-            f"loss_head: {step.run.loss_head} is not modelled with parallel {name}; use hf"
+            f"loss_head: {step.run.loss_head} is not modelled with parallel {name}; use {advice}"
         )

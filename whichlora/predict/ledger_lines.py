@@ -90,7 +90,8 @@ def _rank_lines(job: ResolvedRun, entries: Iterable[Entry], moment: str) -> list
     kind = next((kind for kind in kinds if moment.startswith(f"{kind.name}: ")), kinds[0])
     wholes: dict[Fact, tuple[ResolvedRun, Entry]] = {}
     for step, is_kept in ((kind.step, False), (kind.at_rest, True)):
-        run = replace(job.run, batch_size=step.batch_size, seq_len=step.seq_len, r=step.r)
+        batch_size = step.batch_size // job.trainer.rows_per_example
+        run = replace(job.run, batch_size=batch_size, seq_len=step.seq_len, r=step.r)
         of_step = replace(job, model=step.model, run=run, dtypes=step.dtypes)
         moments = training_ledger(step).moments
         same_moment = moments.get(moment.removeprefix(f"{kind.name}: "), ())
@@ -131,12 +132,18 @@ def _ordered(lines: Iterable[Line]) -> tuple[Line, ...]:
     )
 
 
+def _num_sequences(job: ResolvedRun) -> int:
+    """Of one forward: a pair of answers is two."""
+    training = job.run.phase == "finetune"
+    return job.run.batch_size * (job.trainer.rows_per_example if training else 1)
+
+
 def _sizes(job: ResolvedRun) -> dict[str, int]:
     """The numbers behind the names in shapes and counts."""
     run, model = job.run, job.model
     training = run.phase == "finetune"
     sizes = {
-        "batch_size": run.batch_size,
+        "batch_size": _num_sequences(job),
         "hidden_size": model.hidden_size,
         "vocab_size": model.vocab_size,
         "num_hidden_layers": model.num_hidden_layers,
@@ -207,13 +214,13 @@ def _member(job: ResolvedRun, fact: Fact, group: Group) -> Line:
     width = tensor.element_bytes
     numbers = ""
     if width:
-        run = job.run
+        sequences, seq_len = _num_sequences(job), job.run.seq_len
         dims: list[int] = [group.count] if group.count > 1 else []
         if tensor.per_token_pair:
             pair = int(tensor.per_token_pair) // width
-            dims += [run.batch_size, *([pair] if pair > 1 else []), run.seq_len, run.seq_len]
+            dims += [sequences, *([pair] if pair > 1 else []), seq_len, seq_len]
         elif tensor.per_token:
-            dims += [run.batch_size, run.seq_len, int(tensor.per_token) // width]
+            dims += [sequences, seq_len, int(tensor.per_token) // width]
         else:
             dims.append(int(tensor.constant) // width)
         numbers = _times(dims, width)
