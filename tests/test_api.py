@@ -246,6 +246,7 @@ def test_a_fault_in_a_mapping_names_the_key() -> None:
         recommend({"stage1_profil": {}})
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

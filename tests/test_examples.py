@@ -81,6 +81,7 @@ def test_pairs_of_answers_lead_to_a_job_of_trl(example: Example, tmp_path: Path)
     assert "from trl import DPOConfig, DPOTrainer" in script
 
 
+@pytest.mark.slow
 def test_the_keys_of_the_original_report_lead_to_an_answer(example: Example) -> None:
     dry = "gpu: a100-sxm-80gb\nprofile: none\nweights: random\n"
     answer = run_plan(example("report.yaml", dry), progress=Silent())
@@ -88,6 +89,7 @@ def test_the_keys_of_the_original_report_lead_to_an_answer(example: Example) -> 
     assert answer.winner.run.model == "meta-llama/Llama-3.1-8B"
 
 
+@pytest.mark.slow
 def test_the_example_of_a_cluster_runs_on_the_gpus_of_one_machine(
     example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

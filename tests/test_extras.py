@@ -32,6 +32,7 @@ def write_plan(folder: Path, **changes: object) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_plan_of_predictions_alone_needs_no_extra(tmp_path: Path) -> None:
     done = whichlora("run", write_plan(tmp_path, profile="none"))
     assert done.returncode == 0, done.stderr

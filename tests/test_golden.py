@@ -35,15 +35,15 @@ def test_a_sample_is_predicted_as_it_was(part: int) -> None:
         assert list(golden.differences({name: before[name] for name in now}, now)) == [], row
 
 
-@pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.oracle) for part in range(1, 3))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(3))
 def test_a_sample_is_explained_as_it_was(part: int) -> None:
     rows = sample()[part::EXPLAINED_PARTS]
     now = golden.answers([golden.job_of(row) for row in rows], processes=1)
     assert golden.compare(rows, now) == []
 
 
+@pytest.mark.slow
 def test_there_are_3000_predictions_of_every_model_method_and_phase() -> None:
     explained = [row for row in golden.read_rows() if "explained" in row]
     assert len(explained) >= 3000

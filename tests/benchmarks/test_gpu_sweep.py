@@ -41,6 +41,7 @@ def planned() -> list[designs.Planned]:
     return designs.planned(H100, tuple(designs.GROUPS))
 
 
+@pytest.mark.slow
 def test_the_memory_design_meets_every_setting_with_every_family(
     planned: list[designs.Planned],
 ) -> None:
@@ -57,6 +58,7 @@ def test_the_memory_design_meets_every_setting_with_every_family(
     assert max(run.seq_len for run in runs) == 8192
 
 
+@pytest.mark.slow
 def test_every_run_but_those_at_the_boundary_fits_by_prediction(
     planned: list[designs.Planned],
 ) -> None:
@@ -64,6 +66,7 @@ def test_every_run_but_those_at_the_boundary_fits_by_prediction(
         assert predicted(one.run).verdict == (one.expected or "fits"), sweep.name(one)
 
 
+@pytest.mark.slow
 def test_the_same_command_plans_the_same_runs(planned: list[designs.Planned]) -> None:
     again = designs.planned(H100, tuple(designs.GROUPS))
     assert [sweep.design_of(one) for one in again] == [sweep.design_of(one) for one in planned]

@@ -138,6 +138,7 @@ MEMORY_BOUNDS = {
 }
 
 
+@pytest.mark.slow
 def test_memory_errors_stay_below_what_holds_now() -> None:
     groups: dict[tuple[str, str], list[float]] = {}
     for one in compared_memory():
@@ -185,7 +186,7 @@ SHIPPED_BOUNDS = {
 }
 
 
-@pytest.mark.oracle
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("left_out", SHIPPED_BOUNDS)
 def test_the_shipped_calibration_predicts_what_it_has_not_seen(left_out: str) -> None:
@@ -211,7 +212,7 @@ TIME_BOUNDS = {
 @pytest.mark.parametrize(
     "title",
     [
-        pytest.param(title, marks=[pytest.mark.oracle] * title.startswith("Decoding"))  # 14 s
+        pytest.param(title, marks=[pytest.mark.slow] * title.startswith("Decoding"))
         for title in TIME_BOUNDS
     ],
 )

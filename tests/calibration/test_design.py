@@ -100,6 +100,7 @@ def error(samples: Sequence[Sample], truth: TimeModel) -> float:
     )
 
 
+@pytest.mark.slow
 def test_designed_runs_teach_more_than_random_ones_and_than_a_grid() -> None:
     errors: dict[str, list[float]] = {"designed": [], "random": [], "grid": []}
     for seed in range(12):

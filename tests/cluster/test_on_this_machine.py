@@ -164,6 +164,7 @@ def test_each_gpu_of_this_machine_gets_a_child_of_its_own(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_as_a_plain_run_on_each_gpu_does(tmp_path: Path) -> None:
     engine = LocalEngine()
     found = follow(plan(write_config(tmp_path), engine), engine)
@@ -184,6 +185,7 @@ def test_a_sweep_ends_as_a_plain_run_on_each_gpu_does(tmp_path: Path) -> None:
     assert found.best.judged.group.gpu == min(ranks, key=lambda gpu: ranks[gpu])
 
 
+@pytest.mark.slow
 def test_a_killed_child_is_a_result_and_takes_no_other_task_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +219,7 @@ def test_a_follower_that_is_gone_leaves_its_children_at_work(
     assert len((tmp_path / "calls").read_text().splitlines()) == 8  # nothing ran twice
 
 
+@pytest.mark.slow
 def test_children_that_are_gone_run_again_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,6 +243,7 @@ def test_arrays_of_candidates_get_what_each_gets_alone_in_inference(
     assert together.peak_allocated_bytes.tolist() == [x.peak_allocated_bytes for x in alone]
 
 
+@pytest.mark.slow
 def test_a_million_candidates_are_one_call() -> None:
     one = job(RunConfig(model="HuggingFaceTB/SmolLM2-135M"))
     batch_size, seq_len, r = np.meshgrid(

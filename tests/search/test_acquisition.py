@@ -365,6 +365,7 @@ def test_a_replayed_run_that_ends_early_costs_what_it_made() -> None:
 # --- whole searches
 
 
+@pytest.mark.slow
 def test_searches_on_invented_devices_find_the_winner_in_a_few_runs() -> None:
     found = [
         result

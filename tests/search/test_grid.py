@@ -7,6 +7,7 @@ import os
 import tracemalloc
 
 import numpy as np
+import pytest
 from devices import CPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,6 +92,7 @@ def test_pruning_drops_no_run_whose_true_memory_is_within_the_limit(
             assert used > min(gpu.memory_bytes, num_bytes or gpu.memory_bytes)
 
 
+@pytest.mark.slow
 def test_a_large_space_needs_the_memory_of_one_block() -> None:
     lists = {"batch_size": range(1, 257), "seq_len": range(16, 528), "r": (8, 16)}
     found = judge_blocks(

@@ -66,6 +66,7 @@ def answers(
     return found[0], found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limits",
     [{}, {"total_time": "total_time: 5min"}, {"total_time": "total_time: 2min"}],

@@ -86,6 +86,7 @@ def test_the_winners_serving_was_measured_too(plain: Finished) -> None:
     assert any(one.measured and one.verdict == "meets" for one in serving)
 
 
+@pytest.mark.slow
 def test_the_frontier_finds_what_profiling_everything_finds_in_fewer_runs(
     tmp_path: Path, fake_device: type[FakeProfiler]
 ) -> None:
@@ -248,6 +249,7 @@ def test_each_gpu_of_a_list_is_answered_for_and_the_best_recommended(tmp_path: P
     assert any(line.startswith("GPU: rtx-4090-24gb is recomm") for line in written["explanation"])
 
 
+@pytest.mark.slow
 def test_of_a_list_only_the_device_of_this_machine_is_profiled(
     tmp_path: Path, fake_device: type[FakeProfiler]
 ) -> None:
@@ -503,6 +505,7 @@ def test_the_answer_fits_a_terminal_with_numbers_and_words_whole(
 TWENTY = ", ".join(DEFAULT_MODELS)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("gpu", ["rtx-4090-24gb", "a100-sxm-80gb"])
 def test_with_twenty_models_the_winner_stands_on_one_screen(
@@ -890,6 +893,7 @@ def test_a_second_start_in_the_same_folder_is_refused_before_it_measures(
     assert not fake_device.calls
 
 
+@pytest.mark.slow
 def test_killing_the_run_again_and_again_loses_no_finished_measurement(tmp_path: Path) -> None:
     path = write_config(tmp_path, profile="all", models=MODELS[0])
     calls = tmp_path / "calls"
