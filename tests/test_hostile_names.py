@@ -108,7 +108,7 @@ def parsed(name: str, text: str) -> Any:
     return yaml_shape(YAML(typ="safe", pure=True).load(text))
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_name_is_refused_or_changes_nothing_but_itself(to: str, field: str) -> None:

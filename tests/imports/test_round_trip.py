@@ -94,6 +94,7 @@ def read_back(made: Export, folder: Path, *, gpus: int) -> Prediction:
     return prediction
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("seed", range(DRAWS))
 @pytest.mark.parametrize("to", TOOLS)
 def test_an_exported_run_is_read_back(to: str, seed: int, tmp_path: Path) -> None:

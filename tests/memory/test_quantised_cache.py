@@ -49,6 +49,7 @@ def entry(one: ResolvedRun, moment: str, fact: Fact) -> int:
     return int(sum(each.num_bytes for each in ledger(one).moments[moment] if each.fact is fact))
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("row", RECORDED["rows"], ids=lambda row: " ".join(map(str, row.values())))
 def test_a_generation_peaks_where_the_libraries_did(row: dict[str, Any]) -> None:
     settings = {name: value for name, value in row.items() if name != "family"}

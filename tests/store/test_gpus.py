@@ -612,7 +612,7 @@ def test_the_catalog_is_listed_where_no_file_describes_the_gpu_here(
     assert "h100-sxm-80gb" in result.stdout
 
 
-@pytest.mark.sampled(200)
+@pytest.mark.sampled(120)
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("precision", get_args(Precision))
 def test_every_accelerator_predicts_in_every_precision_or_says_why_not(
