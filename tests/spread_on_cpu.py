@@ -64,6 +64,8 @@ if __name__ == "__main__":
     runpy.run_path(sys.argv[0], run_name="__main__")
     from accelerate.state import PartialState
 
-    print("distributed_type:", PartialState._shared_state["distributed_type"].value)
+    spread = PartialState._shared_state["distributed_type"].value
     threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    print("threads of gloo:", sum("gloo" in name for name in threads))
+    num_threads = sum("gloo" in name for name in threads)
+    # in one write: the other ranks write to the same pipe
+    sys.stdout.write(f"distributed_type: {spread}\nthreads of gloo: {num_threads}\n")
