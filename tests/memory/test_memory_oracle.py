@@ -34,6 +34,7 @@ def relative_error(measured: int, predicted: int) -> float:
     return abs(predicted - measured) / measured
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_keeps_what_autograd_packs(family: str) -> None:
     one = oracle.case(family)
@@ -41,6 +42,7 @@ def test_a_layer_keeps_what_autograd_packs(family: str) -> None:
     assert relative_error(measured, oracle.predicted_saved_per_layer(one)) < SAVED
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -81,6 +81,7 @@ def measure(
     )
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -123,6 +123,7 @@ def test_activations_agree_with_the_reference_traces(
 
 
 # Reserved over allocated, without the loading warm-up, as in `docs/memory.md`.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("batch_size", "checkpointing", "reference"),
     [(1, True, 1.070), (4, True, 1.130), (16, True, 1.196), (1, False, 1.034), (2, False, 1.038)],
@@ -137,7 +138,7 @@ def test_reserved_over_allocated_agrees_with_the_reference_replays(
     assert ratio == pytest.approx(reference, rel=0.01)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -163,7 +164,7 @@ def test_four_layers_stretched_agree_with_all_layers(settings: dict[str, Any]) -
     assert short.peak_reserved_bytes == pytest.approx(whole.peak_reserved_bytes, rel=1e-3)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("index", range(len(samples.SETTINGS)))
 def test_a_setting_is_traced_as_its_record_says(index: int) -> None:
     now = json.loads(json.dumps(samples.traced(samples.setting_runs()[index])))
