@@ -286,11 +286,18 @@ def test_other_versions_than_those_predicted_are_said(
     assert line.endswith(", predicted 0.10.0")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_train_what_the_strategy_spreads(tmp_path: Path, strategy: str) -> None:
-    run = replace(RUN, parallel=ParallelConfig(strategy=strategy, gpus=2))
+@pytest.mark.parametrize(
+    ("strategy", "method"), [("ddp", "lora"), ("fsdp", "lora"), ("fsdp", "qlora")]
+)
+def test_two_processes_train_what_the_strategy_spreads(
+    tmp_path: Path, strategy: str, method: str
+) -> None:
+    precision = "bf16" if method == "qlora" else "fp32"
+    parallel = ParallelConfig(strategy=strategy, gpus=2)
+    run = replace(RUN, method=method, precision=precision, parallel=parallel)
     rows = [{"text": f"row {number} " * 20} for number in range(32)]
-    path = write(tmp_path, rows, run, max_steps=3)
+    wide = {**LLAMA, "hidden_size": 64}  # 4-bit kernels of a CPU evaluate blocks of 64 in a row
+    path = write(tmp_path, rows, run, max_steps=3, model_config=wide)
     printed = "".join(run_ranks(ON_CPU, str(path), world_size=2, logs_folder=tmp_path))
     assert printed.count("final_loss: ") == 1
     spread = {"ddp": "MULTI_CPU", "fsdp": "FSDP"}[strategy]

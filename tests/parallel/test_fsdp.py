@@ -16,7 +16,7 @@ from whichlora.errors import ConfigError
 from whichlora.parallel.fsdp_units import mixed_precision, quant_storage
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.predict import predict, training_step
-from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.predict.resolve import ResolvedRun, layout_of, resolve
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
@@ -82,6 +82,15 @@ def test_four_bit_weights_are_sharded_only_where_their_storage_is_a_floating_dty
     assert held["uint8"] - held["bfloat16"] == pytest.approx(codes * 3 / 4, rel=0.01)
     notes = predicted(run_of("qlora", 4, bnb_4bit_quant_storage="uint8")).notes
     assert any("not sharded" in note for note in notes)
+
+
+def test_four_bit_weights_are_loaded_on_the_host_unless_they_are_not_sharded() -> None:
+    names = ("uint8", "bfloat16")
+    jobs = [resolve(MODEL, run_of("qlora", 4, bnb_4bit_quant_storage=n), GPU) for n in names]
+    loaded = ["loading" in ledger_bytes(job) for job in jobs]
+    arguments = [layout.model_arguments(job.run) for job in jobs if (layout := layout_of(job.run))]
+    maps = [given.get("device_map") for given in arguments]
+    assert (loaded, maps) == ([True, False], [None, {"": "cpu"}])
 
 
 def test_replicas_share_nothing_and_send_their_shards_of_gradients() -> None:

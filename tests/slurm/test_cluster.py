@@ -141,7 +141,16 @@ def test_what_is_preempted_is_submitted_again(accounted: Cluster, bench: MakeBen
     started = sweep.run_dir / "h100" / "started" / "1-0.json"
     wait_until(started.exists)
     started.unlink()
-    urgent = ["sbatch", "--parsable", "-p", "urgent", "--gres=gpu:h100:1", "--mem=1000", "--wrap"]
+    urgent = [
+        "sbatch",
+        "--parsable",
+        "-p",
+        "urgent",
+        "--gres=gpu:h100:1",
+        "--mem=1000",
+        "--output=/dev/null",
+        "--wrap",
+    ]
     accounted.run(*urgent, "sleep 5")
     wait_until(lambda: "urgent" in accounted.run("squeue", "-h", "-t", "R", "-o", "%P"))
     sweep.wake()

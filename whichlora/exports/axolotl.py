@@ -90,8 +90,8 @@ def export(recipe: Recipe) -> Export:
     )
     run, left_out = without(recipe.run, "Axolotl", *_UNKNOWN)
     run, notes = under_axolotl(run)
-    spread = spreading(run, "axolotl", keys=_SPREADS, implied=_STORED)
-    notes += left_out + WIDENS_NOTHING * ("fsdp" in spread.training)
+    spread = spreading(run, "axolotl", keys=_SPREADS, implied=_STORED, loads_on_gpu=True)
+    notes += spread.notes + left_out + WIDENS_NOTHING * ("fsdp" in spread.training)
     notes += padding_note(recipe)
     settings: dict[str, Any] = {"base_model": run.model, "attn_implementation": run.attn}
     if recipe.tokenizer is not None:

@@ -13,6 +13,7 @@ from whichlora.errors import ConfigError
 from whichlora.exports.train_script import torchrun, train_command
 from whichlora.exports.train_script.lines import DEEPSPEED_FILE, divides_while_loading
 from whichlora.exports.yaml import yaml_text
+from whichlora.parallel.base import ON_HOST
 from whichlora.parallel.layout import Layout
 from whichlora.predict.resolve import layout_of
 from whichlora.spec.run import RunConfig, autocast_precision
@@ -75,10 +76,12 @@ class Spreading:
         training: of `TrainingArguments`; "deepspeed" is the content of its JSON file.
         model: of `from_pretrained`.
         files: DeepSpeed's, if it has one.
+        notes: what a user must know of the tool.
     """
 
     training: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def files(self) -> dict[str, str]:
@@ -97,12 +100,14 @@ def spreading(
     *,
     keys: Collection[str],
     implied: Mapping[str, object] | None = None,
+    loads_on_gpu: bool = False,
 ) -> Spreading:
     """What spreads `run` over its GPUs, where `tool` can write it.
 
     Args:
         keys: that it can write, such as "deepspeed", "fsdp_config.version", "device_map".
         implied: keys of `from_pretrained` that it sets itself, and to what.
+        loads_on_gpu: it loads quantised weights on the GPU of each process, whatever is sharded.
 
     Raises:
         ConfigError: a setting that it can't write.
@@ -114,6 +119,13 @@ def spreading(
     for name, value in (implied or {}).items():
         if model.get(name) == value:
             del model[name]
+    notes: tuple[str, ...] = ()
+    if loads_on_gpu and model.get("device_map") == ON_HOST:
+        del model["device_map"]
+        notes = (
+            f"--to {tool}: it loads all weights on each GPU before they are sharded; where they "
+            "don't fit, use --to transformers or trl",
+        )
     for name in (*training, *model):
         inner = training[name] if name == "fsdp_config" else {}
         for key in [f"{name}.{part}" for part in inner] or [name]:
@@ -122,7 +134,7 @@ def spreading(
                     f"--to {tool}: parallel {layout.config.strategy} sets {key}, which {tool} "
                     "can't write; use --to transformers"
                 )
-    return Spreading(training=training, model=model)
+    return Spreading(training=training, model=model, notes=notes)
 
 
 def launch_line(

@@ -90,9 +90,9 @@ def export(recipe: Recipe) -> Export:
     if not get_method(recipe.run.method).trains_base:
         unknown += ("base_dtype",)
     run, left_out = without(recipe.run, "LLaMA-Factory", *unknown)
-    spread = spreading(run, "llamafactory", keys=_SPREADS, implied=_STORED)
+    spread = spreading(run, "llamafactory", keys=_SPREADS, implied=_STORED, loads_on_gpu=True)
     run, notes = under_llamafactory(run, divided=bool(spread.training.keys() & _DIVIDE))
-    notes += left_out
+    notes += spread.notes + left_out
     notes += padding_note(recipe)
     settings: dict[str, Any] = {
         "model_name_or_path": run.model,

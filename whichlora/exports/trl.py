@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.exports.launch import launch_line, spreading
+from whichlora.exports.launch import Spreading, launch_line, spreading
 from whichlora.exports.recipe import (
     BATCH,
     DATA_FILE,
@@ -24,6 +24,7 @@ from whichlora.exports.recipe import (
 )
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method, weight_dtype
+from whichlora.parallel.base import ON_HOST
 from whichlora.spec.data_format import (
     CHAT_LABELLED,
     CHAT_PAIRS,
@@ -102,7 +103,7 @@ def export(recipe: Recipe) -> Export:
         "model_name_or_path": run.model,
         "dtype": weight_dtype(run),
         "attn_implementation": run.attn,
-        **_model_keys(spread.model),
+        **_model_keys(spread),
     }
     settings |= quantisation(run.quant or "none") | _adapter(recipe, run)
     settings |= {
@@ -145,8 +146,14 @@ def export(recipe: Recipe) -> Export:
     )
 
 
-def _model_keys(options: Mapping[str, Any]) -> dict[str, Any]:
-    """TRL has a key for the storage of codes; other options go to `from_pretrained` as they are."""
+def _model_keys(spread: Spreading) -> dict[str, Any]:
+    """TRL has a key for the storage of codes; other options go to `from_pretrained` as they are.
+
+    Under FSDP its own device map, "auto", would cut the model over all GPUs in each process.
+    Source: TRL 1.16 `create_model_from_path`, and `SFTTrainer.__init__`, which resets it for DDP
+    and DeepSpeed alone.
+    """
+    options = {**({"device_map": ON_HOST} if "fsdp" in spread.training else {}), **spread.model}
     stored = {name: options[name] for name in options if name.startswith("bnb_4bit_")}
     rest = {name: options[name] for name in options if name not in stored}
     return {**stored, **({"model_init_kwargs": rest} if rest else {})}

@@ -25,6 +25,7 @@ Moments = Mapping[str, tuple[Entry, ...]]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "send", "to_host", "from_host"]
 Hidden = Literal["nothing", "forward", "backward", "optimizer"]
 Order = Literal["at once", "pipelined", "one after the other"]
+ON_HOST = {"": "cpu"}  # device_map of a model that is sharded from host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,17 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.memory.optimizer import state_bytes
 from whichlora.memory.step import TrainingStep
-from whichlora.parallel.base import Message, Moments, RankKind, Saving, Spread, Strategy, in_run
+from whichlora.memory.weights import weight_bytes
+from whichlora.parallel.base import (
+    ON_HOST,
+    Message,
+    Moments,
+    RankKind,
+    Saving,
+    Spread,
+    Strategy,
+    in_run,
+)
 from whichlora.parallel.fsdp1 import Rank1
 from whichlora.parallel.fsdp2 import Rank2
 from whichlora.parallel.fsdp_units import (
@@ -27,6 +37,7 @@ from whichlora.parallel.fsdp_units import (
 from whichlora.spec.numeric import largest
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import FOUR_BIT_BNB, Precision, RunConfig
+from whichlora.units import format_bytes
 
 _PURE: dict[str, Precision] = {"bf16": "bf16-pure", "fp16": "fp16-pure"}
 
@@ -59,7 +70,20 @@ def _computed(step: TrainingStep, spread: Spread) -> TrainingStep:
 def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
     sharding = _sharding(rank, spread)
     rank_of = Rank1 if spread.options["fsdp_version"] == "1" else Rank2
+    if not _loads_on_gpu(rank.at_rest.run, spread):  # it moves less at once than a step gathers
+        moments = {name: moments[name] for name in moments if name != "loading"}
     return rank_of(sharding).moments(moments)
+
+
+def _loads_on_gpu(run: RunConfig, spread: Spread) -> bool:
+    """Whether each process loads all weights on its GPU: those that are not sharded.
+
+    Others stay on the host until `fully_shard` moves and shards them, module by module; it moves
+    nothing that it does not shard. Without a device map a quantised base goes to the GPU.
+    Source: transformers 5.23 `Bnb4BitHfQuantizer.update_device_map`; torch 2.13 `fully_shard`,
+    `_move_states_to_device`; version 1: `_init_param_handle_from_module`.
+    """
+    return run.quant in FOUR_BIT_BNB and quant_storage(run, spread) == "uint8"
 
 
 def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
@@ -217,9 +241,12 @@ def _notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
             "fsdp: 4-bit weights stored as uint8 are not sharded, every GPU keeps all of them; "
             "set bnb_4bit_quant_storage to bfloat16",
         )
+    loaded = format_bytes(sum(weight_bytes(step.model, step.dtypes).values()))
     notes = [
         f"fsdp: 4-bit weights are sharded where BitsAndBytesConfig has bnb_4bit_quant_storage="
-        f"torch.{storage}; its own default, uint8, is not"
+        f"torch.{storage}; its own default, uint8, is not",
+        f"fsdp: each process first loads all weights, {loaded}, in host memory (device_map="
+        '{"": "cpu"}); without that, transformers loads them on its GPU',
     ]
     if spread.options["fsdp_version"] == "1" and step.run.prepare_kbit:
         notes.append(
@@ -261,10 +288,11 @@ def _training_arguments(run: RunConfig, spread: Spread) -> dict[str, Any]:
 
 
 def _model_arguments(run: RunConfig, spread: Spread) -> dict[str, Any]:
-    """What holds 4-bit weights, as `BitsAndBytesConfig` names it."""
+    """What holds 4-bit weights, as `BitsAndBytesConfig` names it, and where they are loaded."""
     if run.quant not in FOUR_BIT_BNB:
         return {}
-    return {"bnb_4bit_quant_storage": quant_storage(run, spread)}
+    placed = {} if _loads_on_gpu(run, spread) else {"device_map": ON_HOST}
+    return {"bnb_4bit_quant_storage": quant_storage(run, spread), **placed}
 
 
 def _accelerate(run: RunConfig, spread: Spread) -> dict[str, Any]:
