@@ -231,7 +231,7 @@ def explain(
         strategies=alternatives(_strategies(job.run)),
         scaling=_scaling(model, job, counted, prediction.memory.moment),
     )
-    if training or model.task == "encoder":
+    if training or model.task == "encoder" or job.engine.start is not None:
         return explained
     caches = []
     for name in get_args(KvCache):

@@ -18,7 +18,7 @@ from whichlora.spec.results import Prediction
 from whichlora.spec.run import MOST_COUNT, RunConfig
 from whichlora.units import format_bytes
 
-Size = Literal["batch_size", "seq_len"]
+Size = Literal["batch_size", "seq_len", "context"]
 MAX_SIZE = MOST_COUNT  # no run is that large; a search beyond ends here
 
 
@@ -94,6 +94,8 @@ def place(model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibrati
     except ConfigError as error:
         return Placement(gpu=gpu, prediction=None, refusal=str(error))
     job = resolve(model, replace(run, parallel=prediction.run.parallel), gpu)
+    if prediction.serving is not None:  # whatever is asked for beyond waits
+        return Placement(gpu=gpu, prediction=prediction, batch_size=prediction.serving.max_running)
     batch_size = last_that(lambda size: _fits_by_estimate(job, size, calibration), MAX_SIZE)
     several = prediction.several_gpus
     if several is not None and several.exceeds_host:
@@ -146,10 +148,28 @@ def largest_that_fits(
     )
 
 
+def largest_served(prediction: Prediction, setting: Size) -> tuple[int, str]:
+    """The most that the engine of `prediction` serves, and a sentence that says so.
+
+    Raises:
+        ConfigError: `setting` is neither sequences at once nor their length.
+    """
+    serving = prediction.serving
+    if serving is None or setting == "seq_len":
+        raise ConfigError(f"{setting}: max is not of serving {prediction.run.serving}")
+    if setting == "context":
+        most = serving.max_context
+        return most, f"context {most} is the longest of which a sequence fits the pool"
+    most = serving.max_running
+    return most, f"{most} sequences of {serving.context} tokens run at once, more wait"
+
+
 def with_size(run: RunConfig, setting: Size, value: int) -> RunConfig:
     """`run` with another value of `setting`."""
     if setting == "batch_size":
         return replace(run, batch_size=value)
+    if setting == "context":
+        return replace(run, context=value)
     return replace(run, seq_len=value)
 
 

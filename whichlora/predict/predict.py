@@ -44,6 +44,13 @@ from whichlora.predict.rank_time import (
 )
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.predict.rollout import check_rollout, rollout_job, rollout_sizes, with_rollout
+from whichlora.predict.serving import (
+    serving_notes,
+    serving_prediction,
+    start_ledger,
+    start_of,
+    taken_bytes,
+)
 from whichlora.predict.several_gpus import several_gpus
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
@@ -80,7 +87,8 @@ def ledger(job: ResolvedRun, **sizes: Count) -> Ledger:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
     if job.run.phase == "inference":
-        return inference_ledger(generation(job, **sizes))
+        start = start_of(job)
+        return start_ledger(start) if start else inference_ledger(generation(job, **sizes))
     step = training_step(job, **sizes)
     if job.layout is not None:
         return job.layout.merged_ledger(step)
@@ -150,8 +158,10 @@ def moment_parts(job: ResolvedRun, **sizes: Count) -> dict[str, dict[str, Count]
 
 def pool_bytes(job: ResolvedRun) -> int:
     """What a serving engine takes of the device at once; 0 where memory is taken as needed."""
-    training = job.run.phase == "finetune"
-    return 0 if training else allocator.pool_bytes(job.gpu, job.run.kv_cache)
+    if job.run.phase == "finetune":
+        return 0
+    start = start_of(job)
+    return taken_bytes(job, start) if start else allocator.pool_bytes(job.gpu, job.run.kv_cache)
 
 
 def step_features(job: ResolvedRun, **sizes: Count) -> dict[str, Real]:
@@ -271,7 +281,7 @@ def ledger_and_idle(job: ResolvedRun) -> tuple[Ledger, int | None]:
 
     Source: `memory.reserved`, where the events of the run are known.
     """
-    if job.layout is not None:  # no events are written of what a strategy adds
+    if job.layout is not None or start_of(job):  # no events are written of what these add
         return ledger(job), None
     run: TrainingStep | Generation
     if job.run.phase == "inference":
@@ -335,7 +345,7 @@ def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
         job=job,
         moments=moments,
         is_replayed=is_replayed,
-        passes=passes(job) if ranks is None else (),
+        passes=passes(job) if ranks is None and not start_of(job) else (),
         ranks=ranks,
         host_bytes=host_bytes(job),
     )
@@ -569,7 +579,7 @@ def predict_counted(
     training = job.run.phase == "finetune"
     ranks = None if counted.ranks is None else judged_ranks(job, counted.ranks, calibration)
     timed = None
-    if gpu.is_timed:
+    if gpu.is_timed and (counted.ranks or counted.passes):
         timed = judge_time(counted.passes, calibration.time) if ranks is None else ranks.time
     time = unknown_time(training=training) if timed is None else _time_prediction(job, timed)
     phases = () if timed is None else tuple(timed.pass_s)
@@ -580,6 +590,10 @@ def predict_counted(
     beyond_host = host_fault(counted.host_bytes, node)
     if beyond_host:
         outcome = "fails"
+    serving = None
+    if (start := start_of(job)) is not None:
+        serving = serving_prediction(job, start)
+        outcome = "fits" if serving.starts else "fails"
     num_params = model.num_params
     trained = num_trained(job) if training else 0
     if traced is not None:
@@ -603,6 +617,7 @@ def predict_counted(
         + ("" if gpu.is_timed else MEMORY_ONLY),
         notes=(
             *([beyond_host] if beyond_host else ()),
+            *(serving_notes(job, serving) if serving else ()),
             *notes_on(job),
             *(host_notes(job, timed.pass_parts) if timed and time.is_known else ()),
             *(job.layout.notes(training_step(job)) if job.layout else ()),
@@ -611,6 +626,7 @@ def predict_counted(
         several_gpus=(
             _several_gpus(counted, calibration, ranks, node[0]) if ranks and by_rank else None
         ),
+        serving=serving,
     )
 
 

@@ -11,11 +11,20 @@ from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
 from whichlora.parallel import get_strategy
 from whichlora.parallel.layout import Layout
+from whichlora.serving import get_engine
+from whichlora.serving.base import Engine, Served
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import ONE_DEVICE, micro_steps
-from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig
+from whichlora.spec.run import (
+    ALL_LINEAR,
+    BNB_QUANTS,
+    FOUR_BIT_BNB,
+    FP32_PRECISIONS,
+    TRANSFORMERS,
+    RunConfig,
+)
 from whichlora.spec.targets import check_saved_modules, resolve_targets
 from whichlora.symbolic.kernels import ASSUMED_CAPABILITY, FLASH_CAPABILITY, runs_efficient
 from whichlora.trainers import Trainer, get_trainer
@@ -29,6 +38,7 @@ _LEAST_CAPABILITY = (
     ("loss_head", "unsloth", "Triton", 7.0, "hf"),
     ("kv_cache", "vllm", "vLLM", 7.0, "dynamic"),
 )
+DYNAMIC = "dynamic"  # the cache of a run that names none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +46,7 @@ class ResolvedRun:
     """A run with every default resolved against its model, method and device.
 
     Args:
+        engine: who serves it, of an inference.
         layout: the strategies that spread it over several GPUs; None on one.
     """
 
@@ -46,7 +57,22 @@ class ResolvedRun:
     trainer: Trainer
     dtypes: Dtypes
     targets: tuple[str, ...]
+    engine: Engine
     layout: Layout | None = None
+
+    @property
+    def served(self) -> Served:
+        """The same as an engine is asked to serve it."""
+        return Served(
+            model=self.model,
+            run=self.run,
+            dtypes=self.dtypes,
+            method=self.method,
+            gpu=self.gpu,
+            targets=self.targets,
+            options=self.engine.filled(self.run),
+            libraries=self.engine.libraries(self.run),
+        )
 
     @property
     def has_adapters(self) -> bool:
@@ -146,7 +172,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)
     run, layout = spread(run)
-    return ResolvedRun(
+    job = ResolvedRun(
         model=model,
         run=run,
         gpu=gpu,
@@ -154,8 +180,31 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         trainer=trainer,
         dtypes=dtypes,
         targets=targets,
+        engine=get_engine(run.serving),
         layout=layout,
     )
+    _check_serving(job)
+    return job
+
+
+def _check_serving(job: ResolvedRun) -> None:
+    """Refuse an engine beside what it does not read, and what the engine refuses."""
+    run, engine = job.run, job.engine
+    if run.phase == "finetune":
+        if run.serving != TRANSFORMERS:
+            raise ConfigError(f"serving: {run.serving} is of inference; give phase inference")
+        return
+    if engine.start is not None:
+        if run.kv_cache != DYNAMIC:
+            raise ConfigError(
+                f"kv_cache: {run.kv_cache} is a cache of transformers; leave it out beside serving "
+                f"{engine.name}, which has its own"
+            )
+        if job.gpu.kind != "cuda":
+            raise ConfigError(
+                f"serving: {engine.name} is predicted for NVIDIA's GPUs, not {job.gpu.key}"
+            )
+    engine.check(job.served)
 
 
 def spread(run: RunConfig) -> tuple[RunConfig, Layout | None]:

@@ -226,6 +226,39 @@ class SeveralGpus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPrediction:
+    """What an engine with a pool of keys and values answers when it starts, on one GPU.
+
+    Args:
+        reason: why it does not start; empty where it does.
+        context: tokens of a prompt and its answer that it is started for.
+        kv_pool_bytes: left for keys and values; below 0 where the rest takes too much.
+        kv_pool_tokens: of sequences of `context` tokens, as vLLM logs them.
+        max_concurrency: sequences of `context` tokens that the pool holds, a fraction.
+        max_context: tokens of the longest sequence that the pool holds, 0 for none; at most the
+            model's positions.
+        concurrency: sequences that are asked for at once.
+        max_running: of `context` tokens each, that run at once; what is asked beyond waits.
+        left_bytes: of the GPU, beside all that the engine takes.
+    """
+
+    engine: str
+    version: str
+    starts: bool
+    reason: str
+    context: int
+    kv_pool_bytes: int
+    kv_pool_tokens: int
+    num_blocks: int
+    block_bytes: int
+    max_concurrency: float
+    max_context: int
+    concurrency: int
+    max_running: int
+    left_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """One candidate judged on one device.
 
@@ -234,6 +267,7 @@ class Prediction:
         verdict: "fits", "fails" or "undecided" (the interval contains the limit).
         basis: which formulas and which calibration stand behind the numbers.
         several_gpus: of a run that is spread over them, else None.
+        serving: of an engine with a pool, else None.
     """
 
     run: RunConfig
@@ -248,6 +282,7 @@ class Prediction:
     basis: str
     notes: tuple[str, ...] = ()
     several_gpus: SeveralGpus | None = None
+    serving: ServingPrediction | None = None
 
     @property
     def tokens_per_generation(self) -> int:
@@ -270,6 +305,7 @@ class Prediction:
             "basis": self.basis,
             "notes": list(self.notes),
             **({} if self.several_gpus is None else self.several_gpus.to_dict()),
+            **({} if self.serving is None else {"serving": dataclasses.asdict(self.serving)}),
         }
 
 

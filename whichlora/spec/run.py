@@ -178,6 +178,10 @@ class RunConfig:
         trainer: a name registered in `whichlora.trainers`.
         trainer_options: (name, value) pairs of what the trainer declares.
         parallel: the GPUs of the run, and how it is spread over them.
+        serving: a name registered in `whichlora.serving`; of an engine with a pool, `batch_size`
+            are the sequences that are asked for at once.
+        serving_options: (name, value) pairs of what the engine declares.
+        context: most tokens of a prompt and its answer; None for those of the run's own.
     """
 
     model: str
@@ -220,6 +224,9 @@ class RunConfig:
     trainer: str = "transformers"
     trainer_options: tuple[tuple[str, OptionValue], ...] = ()
     parallel: ParallelConfig = ONE_GPU
+    serving: str = TRANSFORMERS
+    serving_options: tuple[tuple[str, OptionValue], ...] = ()
+    context: int | None = None
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -268,6 +275,8 @@ class RunConfig:
                 f"loraplus_lr_ratio: must be above 0 and at most {MOST_RATIO}, got "
                 f"{self.loraplus_lr_ratio}; 16 is usual"
             )
+        if self.context is not None:
+            _at_least("context", self.context, 1)
         if not self.target_modules:
             raise ConfigError(
                 "target_modules: is empty; name at least one layer, such as q_proj, or all-linear"
@@ -281,6 +290,7 @@ class RunConfig:
             require_printable("model", self.model)
         require_printable("method", self.method)
         require_printable("trainer", self.trainer)
+        require_printable("serving", self.serving)
         for name in ("target_modules", "modules_to_save"):
             for module in getattr(self, name):
                 require_printable(name, module)
@@ -336,7 +346,12 @@ class RunConfig:
     @property
     def engine(self) -> str:
         """Whose forward serves it: that of transformers, or of an engine with its own kernels."""
-        return "vllm" if self.kv_cache == "vllm" else TRANSFORMERS
+        return "vllm" if self.kv_cache == "vllm" else self.serving
+
+    @property
+    def longest_sequence(self) -> int:
+        """The most tokens of a prompt and its answer."""
+        return self.context or self.prompt_len + self.max_new_tokens
 
     @property
     def trainer_optim(self) -> str:
@@ -367,12 +382,18 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Every setting as JSON types, in declaration order.
 
-        `parallel` is there of several GPUs alone, `trainer_options` where there are any.
+        `parallel` is there of several GPUs alone, `trainer_options` where there are any, `serving`
+        and its own of an engine other than transformers.
         """
         values = dataclasses.asdict(self)
         del values["parallel"], values["trainer_options"]
         if self.trainer_options:
             values["trainer_options"] = dict(self.trainer_options)
+        del values["serving"], values["serving_options"], values["context"]
+        if self.serving != TRANSFORMERS:
+            values |= {"serving": self.serving, "serving_options": dict(self.serving_options)}
+        if self.context is not None:
+            values["context"] = self.context
         if self.parallel != ONE_GPU:
             values["parallel"] = self.parallel.to_dict()
         values["target_modules"] = list(self.target_modules)
@@ -400,12 +421,11 @@ class RunConfig:
                 if not isinstance(fields[name], list | tuple):
                     raise ConfigError(f"{name}: {fields[name]!r} is not a list of names")
                 fields[name] = tuple(fields[name])
-        if "trainer_options" in fields:
-            if not isinstance(fields["trainer_options"], Mapping):
-                raise ConfigError(
-                    f"trainer_options: {fields['trainer_options']!r} is not an object of settings"
-                )
-            fields["trainer_options"] = tuple(sorted(fields["trainer_options"].items()))
+        for name in ("trainer_options", "serving_options"):
+            if name in fields:
+                if not isinstance(fields[name], Mapping):
+                    raise ConfigError(f"{name}: {fields[name]!r} is not an object of settings")
+                fields[name] = tuple(sorted(fields[name].items()))
         if "parallel" in fields:
             fields["parallel"] = ParallelConfig.from_dict(fields["parallel"])
         if "libraries" in fields:

@@ -1,0 +1,92 @@
+"""The engines: how they are found, also in another package, and what is refused of all."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from devices import A100, CPU
+
+from whichlora.calibration.load import load_calibration
+from whichlora.errors import ConfigError
+from whichlora.predict.predict import predict
+from whichlora.predict.resolve import resolve
+from whichlora.serving import Engine, get_engine, list_engines
+from whichlora.spec import members
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.results import Prediction
+from whichlora.spec.run import RunConfig
+from whichlora.store.hub import load_model
+
+OUTSIDE = Path(__file__).parents[1] / "outside_serving"
+RUN = RunConfig(model="HuggingFaceTB/SmolLM2-135M", phase="inference", serving="vllm")
+
+
+def predicted(run: RunConfig, gpu: GpuSpec = A100) -> Prediction:
+    return predict(load_model(run.model), run, gpu, load_calibration(gpu))
+
+
+def test_generate_of_transformers_is_the_default_and_has_no_pool() -> None:
+    default = RunConfig(model=RUN.model, phase="inference")
+    assert next(iter(list_engines())) == default.serving == "transformers"
+    assert predicted(default).serving is None
+    assert "serving" not in default.to_dict()
+
+
+def test_an_engine_of_another_package_answers_under_its_own_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(OUTSIDE)
+    monkeypatch.setattr(members, "entry_points", importlib.metadata.entry_points)
+    named = predicted(RUN).serving
+    renamed = predicted(replace(RUN, serving="outside-engine")).serving
+    assert named
+    assert renamed
+    assert replace(renamed, engine="vllm") == named
+
+
+def test_a_run_with_an_engine_survives_json() -> None:
+    run = replace(RUN, serving_options=(("max_num_seqs", 8),), context=4096)
+    assert RunConfig.from_dict(run.to_dict()) == run
+
+
+@pytest.mark.parametrize(
+    ("changed", "gpu", "message"),
+    [
+        ({"serving": "tgi"}, A100, "serving: 'tgi' is not known; accepted are transformers, vllm"),
+        ({"phase": "finetune"}, A100, "serving: vllm is of inference; give phase inference"),
+        ({"kv_cache": "static"}, A100, "kv_cache: static is a cache of transformers"),
+        ({}, CPU, "serving: vllm is predicted for NVIDIA's GPUs, not cpu"),
+        (
+            {"serving_options": (("max_seqs", 4),)},
+            A100,
+            "serving_options: 'max_seqs' is no option of vllm, whose options are gpu_memory_util",
+        ),
+        (
+            {"serving": "transformers", "serving_options": (("max_num_seqs", 4),)},
+            A100,
+            "serving_options: 'max_num_seqs' is no option of transformers, which has none",
+        ),
+        ({"serving_options": (("max_num_seqs", 0),)}, A100, "max_num_seqs: 0 is not a whole"),
+        (
+            {"serving_options": (("kv_cache_dtype", "int3"),)},
+            A100,
+            "kv_cache_dtype: 'int3' is not accepted; accepted are auto, fp8",
+        ),
+    ],
+)
+def test_what_no_engine_can_mean_is_refused_in_one_line(
+    changed: dict[str, object], gpu: GpuSpec, message: str
+) -> None:
+    run = replace(RUN, **changed)
+    with pytest.raises(ConfigError) as error:
+        resolve(load_model(run.model), run, gpu)
+    assert str(error.value).startswith(message)
+
+
+def test_an_engine_without_a_library_has_no_version() -> None:
+    engine = Engine(name="bare", summary="nothing")
+    assert engine.libraries(RUN) == RUN.versions
+    assert get_engine("vllm").libraries(RUN).vllm == "0.33.0"

@@ -1,0 +1,260 @@
+"""vLLM's pool: beside what its logs state, term by term, and by its own rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from devices import A100
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whichlora.errors import ConfigError
+from whichlora.predict.resolve import resolve
+from whichlora.serving.base import Pool, Served, Start
+from whichlora.serving.vllm import captured_sizes, graph_bytes, start
+from whichlora.serving.vllm_blocks import CachedLayers, blocks, cached_layers
+from whichlora.serving.vllm_rank import rank_model, rotary_bytes, slot_bytes
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import RunConfig
+from whichlora.store.hub import load_model
+from whichlora.units import GiB, MiB
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+RUN = RunConfig(model=LLAMA, phase="inference", serving="vllm", context=8192)
+
+
+def served(run: RunConfig = RUN, gpu: GpuSpec = A100, **options: object) -> Served:
+    run = replace(run, serving_options=tuple(sorted(options.items())))
+    return resolve(load_model(run.model), run, gpu).served
+
+
+def started(run: RunConfig = RUN, gpu: GpuSpec = A100, **options: object) -> Start:
+    return start(served(run, gpu, **options))
+
+
+def part_bytes(taken: Start, *parts: str) -> int:
+    return sum(entry.num_bytes for entry in taken.entries if entry.part in parts)
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "workspace_mib", "ranks", "weights_gib", "peak_gib"),
+    [  # "model weights take" and "PyTorch activation peak memory takes" of published logs
+        ("meta-llama/Meta-Llama-3-8B", "0.6.6", 32, 1, 14.96, 1.26),  # an H100
+        ("Qwen/Qwen3-8B", "0.8.5", 8.125, 4, 3.85, 1.45),  # one of four cards of 22 GB
+    ],
+)
+def test_weights_and_the_sampler_are_those_of_published_logs(
+    model: str, version: str, workspace_mib: float, ranks: int, weights_gib: float, peak_gib: float
+) -> None:
+    taken = started(
+        replace(RUN, model=model, libraries=(("vllm", version),)),
+        max_num_batched_tokens=8192,
+        max_num_seqs=256,
+        tensor_parallel_size=ranks,
+    )
+    peak = part_bytes(taken, "logits_and_loss") + workspace_mib * MiB
+    assert part_bytes(taken, "weights") / GiB == pytest.approx(weights_gib, abs=0.035)
+    assert peak / GiB == pytest.approx(peak_gib, abs=0.005)
+
+
+@pytest.mark.parametrize(("tokens", "peak_gib"), [(20000, 2.07), (29000, 2.99)])
+def test_without_chunked_prefill_the_mlp_over_the_whole_length_is_the_peak(
+    tokens: int, peak_gib: float
+) -> None:
+    run = replace(RUN, libraries=(("vllm", "0.6.4"),))
+    taken = started(run, max_num_batched_tokens=tokens, max_num_seqs=256)
+    peak = part_bytes(taken, "activations", "logits_and_loss") + 8.125 * MiB
+    assert peak / GiB == pytest.approx(peak_gib, abs=0.01)
+
+
+def test_the_pool_is_what_is_left_of_a_share_of_the_gpu() -> None:
+    taken = started()
+    held = sum(entry.num_bytes for entry in taken.entries if entry.part != "kv_cache")
+    assert taken.pool.num_bytes == taken.budget_bytes - held
+    assert taken.pool.block_bytes == 2 * MiB  # 32 layers, 2 x 8 heads x 128 x 16 tokens x 2 bytes
+    more = started(gpu_memory_utilization=0.95)
+    share = more.budget_bytes - taken.budget_bytes
+    assert more.pool.num_bytes - taken.pool.num_bytes == share
+    assert share == pytest.approx(0.03 * A100.memory_bytes, abs=2)
+
+
+def test_fp8_keys_and_values_double_the_tokens() -> None:
+    whole, narrow = started().pool, started(kv_cache_dtype="fp8").pool
+    assert narrow.block_bytes * 2 == whole.block_bytes
+    assert narrow.num_blocks in (2 * whole.num_blocks, 2 * whole.num_blocks + 1)
+
+
+def test_older_releases_take_less_and_leave_graphs_outside() -> None:
+    taken = started(replace(RUN, libraries=(("vllm", "0.11.0"),)))
+    assert taken.budget_bytes == -(-9 * A100.memory_bytes // 10)
+    assert taken.outside_bytes > 0
+    assert started().outside_bytes == 0
+    assert started(enforce_eager=True).pool.num_bytes - started().pool.num_bytes == graph_bytes(
+        served(), load_model(LLAMA)
+    )
+
+
+@pytest.mark.parametrize(("most", "step", "sizes"), [(512, 8, 67), (512, 16, 51), (16, 16, 5)])
+def test_sizes_that_are_captured_are_those_of_published_logs(
+    most: int, step: int, sizes: int
+) -> None:
+    assert captured_sizes(most, step_beyond=step) == sizes
+
+
+def test_a_slot_of_an_8b_has_84_mb_at_rank_16_beside_embeddings_and_head() -> None:
+    model = load_model(LLAMA)
+    outside = 2 * (model.vocab_size + model.hidden_size) * 16 * 2
+    assert slot_bytes(model, 1, 16) - outside == 83_886_080
+    with_slots = started(enable_lora=True, max_loras=4, max_lora_rank=16)
+    assert started().pool.num_bytes - with_slots.pool.num_bytes == 4 * slot_bytes(model, 1, 16)
+
+
+def test_an_unmerged_adapter_has_a_slot_of_the_next_rank() -> None:
+    run = replace(RUN, method="lora", serve="as-trained", r=24)
+    assert part_bytes(started(run), "adapters") == slot_bytes(load_model(LLAMA), 1, 32)
+
+
+def test_rotary_tables_are_shared_by_all_layers() -> None:
+    assert rotary_bytes(load_model(LLAMA), 2) == 131072 * 128 * 2
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(2, 4), (8, 1), (16, 1)])
+def test_heads_of_keys_are_repeated_where_there_are_fewer_than_ranks(
+    ranks: int, heads: int
+) -> None:
+    rank = rank_model(load_model(LLAMA), ranks)
+    attention = rank.groups[0].layer.attentions[0]
+    assert attention.num_key_value_heads == heads
+    assert attention.cache_elements == 2 * heads * 128
+    assert attention.num_attention_heads == 32 // ranks
+    assert attention.linears[1].out_features == heads * 128
+
+
+def test_experts_are_divided_by_their_width() -> None:
+    whole = load_model("Qwen/Qwen3-30B-A3B")
+    rank = rank_model(whole, 4)
+    before, after = whole.groups[0].layer.moe, rank.groups[0].layer.moe
+    assert before
+    assert after
+    assert after.expert.num_params * 4 == before.expert.num_params
+    assert after.router == before.router
+
+
+def test_a_window_takes_blocks_for_what_is_in_flight_and_one_more() -> None:
+    kinds = [CachedLayers(token_elements=1024, window=512, num_layers=4)]
+    cut = blocks(kinds, block_size=16, element_bytes=2, tokens_in_flight=2048)
+    assert cut.block_bytes == 4 * 1024 * 16 * 2
+    assert cut.blocks_of(100) == 7 + 1
+    assert cut.blocks_of(100_000) == (511 + 2048 + 15) // 16 + 1
+
+
+@pytest.mark.parametrize(
+    ("full", "sliding", "layers", "groups"),
+    [(8, 40, 8, 6), (5, 21, 5, 6), (12, 13, 13, 2)],  # the last: hardly more of one kind
+)
+def test_layers_of_two_kinds_share_blocks_in_groups(
+    full: int, sliding: int, layers: int, groups: int
+) -> None:
+    kinds = [
+        CachedLayers(token_elements=1024, window=window, num_layers=number)
+        for window, number in ((None, full), (1024, sliding))
+    ]
+    cut = blocks(kinds, block_size=16, element_bytes=2, tokens_in_flight=0)
+    assert cut.block_bytes == layers * 1024 * 16 * 2
+    of_window = 1023 // 16 + 1 + 1
+    of_full = 32768 // 16
+    num_full = -(-full // layers)
+    assert cut.blocks_of(32768) == num_full * of_full + (groups - num_full) * of_window
+
+
+def test_gemma_has_two_kinds_of_layers() -> None:
+    kinds = cached_layers(load_model("google/gemma-3-12b-pt"))
+    assert sorted((kind.window or 0, kind.num_layers) for kind in kinds) == [(0, 8), (1024, 40)]
+
+
+@given(
+    num_blocks=st.integers(0, 5000),
+    context=st.integers(1, 100_000),
+    window=st.sampled_from([None, 512, 4096]),
+)
+def test_a_sequence_of_the_longest_context_fits_and_one_token_more_does_not(
+    num_blocks: int, context: int, window: int | None
+) -> None:
+    kinds = [CachedLayers(token_elements=8, window=window, num_layers=1)]
+    cut = blocks(kinds, block_size=16, element_bytes=2, tokens_in_flight=64)
+    pool = Pool(
+        num_bytes=num_blocks * cut.block_bytes,
+        block_bytes=cut.block_bytes,
+        blocks_of=cut.blocks_of,
+    )
+    longest = pool.max_context(context)
+    assert longest == 0 or pool.max_concurrency(longest) >= 1
+    assert longest == context or pool.max_concurrency(longest + 1) < 1
+
+
+# --- starts -----------------------------------------------------------------------------------
+
+
+def test_it_starts_where_one_sequence_fits_the_pool() -> None:
+    gpu = replace(A100, memory_bytes=24 * GiB)
+    longest = started(gpu=gpu).pool.max_context(131072)
+    assert started(replace(RUN, context=longest), gpu).fault == ""
+    fault = started(replace(RUN, context=longest + 16), gpu).fault
+    assert fault.startswith(f"one sequence of {longest + 16} tokens takes ")
+    assert fault.endswith(f"the longest context is {longest}")
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "share", "fault"),
+    [
+        (16, 0.92, "gpu_memory_utilization 0.92 of 16.00 GiB is 14.72 GiB, and weights, profile"),
+        (24, 0.99, "gpu_memory_utilization 0.99 of 24.00 GiB is 23.76 GiB, more than the 23.51"),
+    ],
+)
+def test_why_it_does_not_start_is_one_line(memory_gib: int, share: float, fault: str) -> None:
+    gpu = replace(A100, memory_bytes=memory_gib * GiB)
+    assert started(gpu=gpu, gpu_memory_utilization=share).fault.startswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "message"),
+    [
+        ({"quant": "nf4"}, {}, "serving: vllm 0.33.0 reads no bitsandbytes weights, got quant nf4"),
+        ({"method": "dora", "serve": "as-trained"}, {}, "serving: vllm cannot serve DoRA's"),
+        (
+            {"method": "lora", "serve": "as-trained", "modules_to_save": ("lm_head",)},
+            {},
+            "serving: vllm cannot serve modules_to_save beside adapters; use serve merged",
+        ),
+        (
+            {"method": "lora", "serve": "as-trained", "r": 64},
+            {"max_lora_rank": 16},
+            "max_lora_rank: 16 is less than the adapter's rank 64; give 64 or more",
+        ),
+        (
+            {"method": "lora", "serve": "as-trained", "r": 1024},
+            {},
+            "r: vllm serves adapters up to rank 512, got 1024",
+        ),
+        ({}, {"tensor_parallel_size": 3}, "tensor_parallel_size: 32 heads and 8 heads of keys"),
+        ({"model": "google-bert/bert-base-uncased"}, {}, "serving: vllm is predicted for models"),
+        (
+            {"model": "Qwen/Qwen3-Next-80B-A3B-Instruct"},
+            {},
+            "serving: vllm's pool is not predicted for the recurrent layers of Qwen/Qwen3-Next",
+        ),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_in_one_line(
+    changed: dict[str, object], options: dict[str, object], message: str
+) -> None:
+    run = replace(RUN, **changed, serving_options=tuple(options.items()))
+    with pytest.raises(ConfigError) as error:
+        resolve(load_model(run.model), run, A100)
+    assert str(error.value).startswith(message)
+
+
+def test_an_older_release_reads_bitsandbytes_weights() -> None:
+    run = replace(RUN, quant="nf4", libraries=(("vllm", "0.27.1"),))
+    assert part_bytes(started(run), "weights") < 6 * GiB

@@ -1,0 +1,167 @@
+"""What a serving engine is: its options, what it refuses, and what its start takes of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from whichlora.errors import ConfigError
+from whichlora.memory.entries import Entry
+from whichlora.methods.base import Method
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.options import Option, OptionValue, filled
+from whichlora.spec.run import MOST_COUNT, RunConfig
+from whichlora.spec.versions import Libraries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A model in the form in which an engine is asked to serve it.
+
+    Args:
+        targets: names of the matrices whose adapters are not merged, if any.
+        options: the engine's own, defaults filled in.
+        libraries: their versions, the engine's among them.
+    """
+
+    model: ModelSpec
+    run: RunConfig
+    dtypes: Dtypes
+    method: Method
+    gpu: GpuSpec
+    targets: tuple[str, ...]
+    options: Mapping[str, OptionValue | None]
+    libraries: Libraries
+
+    @property
+    def ranks(self) -> int:
+        """GPUs that share every matrix."""
+        return self.count("tensor_parallel_size") or 1
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a prompt and its answer."""
+        return self.run.longest_sequence
+
+    def is_asked(self, option: str) -> bool:
+        """Whether the run names `option` itself."""
+        return option in dict(self.run.serving_options)
+
+    def count(self, option: str) -> int | None:
+        """The value of a whole number; None where the engine decides."""
+        value = self.options[option]
+        assert value is None or isinstance(value, int)
+        return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Blocks for keys and values, which an engine allocates when it starts.
+
+    Args:
+        num_bytes: what is left for it; below 0 where the rest already takes too much.
+        block_bytes: of one block, in all layers that share it.
+        blocks_of: blocks that a sequence of so many tokens takes.
+    """
+
+    num_bytes: int
+    block_bytes: int
+    blocks_of: Callable[[int], int]
+
+    @property
+    def num_blocks(self) -> int:
+        return max(0, self.num_bytes // self.block_bytes)
+
+    def sequence_bytes(self, context: int) -> int:
+        """Of one sequence of `context` tokens."""
+        return self.blocks_of(context) * self.block_bytes
+
+    def max_concurrency(self, context: int) -> float:
+        """Sequences of `context` tokens that the pool holds at once."""
+        return self.num_blocks / self.blocks_of(context)
+
+    def max_context(self, most: int | None) -> int:
+        """Tokens of the longest sequence that fits, at most `most`; 0 where none does."""
+        low, high = 0, most or MOST_COUNT
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.blocks_of(middle) <= self.num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What an engine takes of one GPU when it starts.
+
+    Args:
+        entries: what it holds, or reserves, beside the pool.
+        budget_bytes: what it allows itself of the GPU.
+        outside_bytes: what it takes beyond that, the context of its process left out.
+        max_num_seqs: sequences that run at once, however many the pool holds.
+        fault: why it does not start; empty where it does.
+    """
+
+    entries: tuple[Entry, ...]
+    budget_bytes: int
+    pool: Pool
+    max_num_seqs: int
+    outside_bytes: int = 0
+    fault: str = ""
+
+
+def _accepts(served: Served) -> None:
+    return None
+
+
+def _no_notes(served: Served) -> tuple[str, ...]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """Who serves a model.
+
+    Args:
+        library: the field of `Libraries` that is its version; empty where none is.
+        version: the release that its file was read from, which a run that names none is of.
+        options: its own settings, by its own names.
+        start: what it takes when it starts; None where memory is taken as sequences come, so that
+            the run is one call of `generate`.
+        check: refuses what the engine refuses, in one line.
+        notes: what a user must know of a run.
+    """
+
+    name: str
+    summary: str
+    library: str = ""
+    version: str = ""
+    options: tuple[Option, ...] = ()
+    start: Callable[[Served], Start] | None = None
+    check: Callable[[Served], None] = _accepts
+    notes: Callable[[Served], tuple[str, ...]] = _no_notes
+
+    def libraries(self, run: RunConfig) -> Libraries:
+        """Versions of `run`, this engine's own where it names none."""
+        defaults = {self.library: self.version} if self.library else {}
+        return Libraries.of((defaults | dict(run.libraries)).items())
+
+    def filled(self, run: RunConfig) -> dict[str, OptionValue | None]:
+        """Every option's value.
+
+        Raises:
+            ConfigError: `run` has an option that is not this engine's, or a value is not accepted.
+        """
+        asked = dict(run.serving_options)
+        names = [option.name for option in self.options]
+        for name in asked:
+            if name not in names:
+                accepted = f"whose options are {', '.join(names)}" if names else "which has none"
+                raise ConfigError(
+                    f"serving_options: {name!r} is no option of {self.name}, {accepted}"
+                )
+        return filled(self.options, asked)

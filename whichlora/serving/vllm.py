@@ -1,0 +1,385 @@
+"""vLLM: a pool of blocks that takes what a profile pass leaves of a share of the GPU.
+
+Read in vLLM 0.33.0, and where a release is named in 0.6.6, 0.8.5, 0.11.0, 0.20.0 and 0.27.1.
+"""
+
+from __future__ import annotations
+
+import math
+
+from whichlora.errors import ConfigError
+from whichlora.memory import allocator
+from whichlora.memory.entries import Entry, Fact
+from whichlora.serving.base import Engine, Pool, Served, Start
+from whichlora.serving.vllm_blocks import Blocks, blocks, cached_layers
+from whichlora.serving.vllm_profile import (
+    COUNTED_LOGIT_BITS,
+    MASKED_LOGIT_BYTES,
+    SORTED_LOGIT_BYTES,
+    layer_entry,
+    sampler_entries,
+)
+from whichlora.serving.vllm_rank import held_entries, rank_model
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.options import Option
+from whichlora.spec.run import BNB_QUANTS
+from whichlora.units import GiB, KiB, MiB, format_bytes
+
+OLDER_UTILIZATION = 0.90  # of releases before 0.20; config/cache.py
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
+MOST_CAPTURED_TOKENS = 512  # config/vllm.py:2464; 1024 on compute capability 10
+# Kernels that a first forward loads, and what libraries allocate by themselves. Kind: estimate.
+# Source: nine published logs that state `non_torch_memory` of one GPU, 0.02 to 0.12 GiB; median.
+KERNELS_BYTES = 72 * MiB
+# What the driver keeps of one captured graph. Kind: estimate. Source: published logs of 0.67 GiB
+# for 67 sizes of 33 pieces (0.10.2), 0.48 GiB for 51 sizes of 29 pieces (0.26).
+GRAPH_BYTES = 300 * KiB
+
+COUNTS = Fact(
+    part="logits_and_loss",
+    what="counts of tokens for penalties",
+    shape="[max_num_seqs, vocab_size]",
+    dtype="int32, and a bit",
+    why="one row for each sequence that may run, allocated at the start",
+    source="vLLM 0.33.0 v1/worker/gpu/sample/penalties.py:41 output_bin_counts",
+)
+KERNELS = Fact(
+    part="temporary",
+    what="kernels and libraries that the first forward loads",
+    shape="-",
+    dtype="bytes",
+    why="outside of the allocator, and counted with what the engine uses",
+    source="vLLM 0.33.0 utils/mem_utils.py:331 total_consumed; published logs",
+    kind="estimate",
+)
+GRAPHS = Fact(
+    part="temporary",
+    what="CUDA graphs",
+    shape="[sizes of a batch, pieces between attentions]",
+    dtype="bytes",
+    why="captured once for every size, and reserved before blocks are counted",
+    source="vLLM 0.33.0 v1/worker/gpu_worker.py:717 cudagraph_memory_estimate; published logs",
+    kind="estimate",
+)
+KV_POOL = Fact(
+    part="kv_cache",
+    what="pool of blocks",
+    shape="[num_blocks, block_size, keys and values of a group of layers]",
+    dtype="kv_cache_dtype",
+    why="takes all that is left of the engine's share of the GPU",
+    source="vLLM 0.33.0 v1/core/kv_cache_planning.py:642 get_kv_cache_config_from_groups",
+)
+
+
+# --- what it is asked for ---------------------------------------------------------------------
+
+
+def utilization(served: Served) -> float:
+    """Its share of the GPU; a release before 0.20 has another default."""
+    is_older = served.libraries.older("vllm", "0.20")
+    if is_older and not served.is_asked("gpu_memory_utilization"):
+        return OLDER_UTILIZATION
+    value = served.options["gpu_memory_utilization"]
+    assert isinstance(value, float)
+    return value
+
+
+def max_num_seqs(served: Served) -> int:
+    """Sequences that may run at once.
+
+    Kind: exact for `vllm serve`. Source: vLLM 0.33.0 engine/arg_utils.py:2973-3006.
+    """
+    return served.count("max_num_seqs") or (1024 if _is_large(served.gpu) else 256)
+
+
+def max_num_batched_tokens(served: Served) -> int:
+    """Tokens of one step at most.
+
+    Kind: exact for `vllm serve`; `LLM()` has larger defaults. Source: as of `max_num_seqs`.
+    """
+    stated = served.count("max_num_batched_tokens")
+    if stated is not None:
+        return stated
+    if served.gpu.memory_bytes >= 160 * GiB:
+        return 16384
+    return 8192 if _is_large(served.gpu) else 2048
+
+
+def _is_large(gpu: GpuSpec) -> bool:
+    """Whether a GPU has the defaults of an H100; an A100 of any size has not."""
+    return gpu.memory_bytes >= 70 * GiB and "a100" not in gpu.key
+
+
+def lora_slots(served: Served) -> tuple[int, int]:
+    """Slots for adapters, and their rank; (0, 0) where none is served."""
+    if not served.targets and not served.options["enable_lora"]:
+        return 0, 0
+    rank = served.count("max_lora_rank") or 16
+    if served.targets and not served.is_asked("max_lora_rank"):
+        rank = min(each for each in LORA_RANKS if each >= served.run.r)
+    return served.count("max_loras") or 1, rank
+
+
+# --- what it takes ----------------------------------------------------------------------------
+
+
+def start(served: Served) -> Start:
+    """What vLLM takes of one GPU, of equal ones where several share the matrices.
+
+    pool = ceil(total · gpu_memory_utilization) − weights, slots and what stays − the larger part
+    of the profile pass − graphs
+
+    Kind: estimate: kernels and graphs are not derived; the rest is exact.
+    Source: vLLM 0.33.0 `Worker.determine_available_memory`, v1/worker/gpu_worker.py:641;
+    `request_memory`, v1/worker/utils.py:716.
+    """
+    rank = rank_model(served.model, served.ranks)
+    num_slots, slot_rank = lora_slots(served)
+    entries = held_entries(served, rank, num_slots=num_slots, slot_rank=slot_rank)
+    entries += _resident(served)
+    entries += _profiled(served, rank)
+    graphs = Entry(GRAPHS, graph_bytes(served, rank))
+    reserves_graphs = not served.libraries.older("vllm", "0.20")
+    entries += [graphs] if reserves_graphs else []
+    budget = math.ceil(served.gpu.memory_bytes * utilization(served))
+    taken = sum(entry.num_bytes for entry in entries)
+    if _counts_context(served):
+        taken += allocator.context_bytes(served.gpu)
+    cut = pool_blocks(served, rank)
+    pool = Pool(num_bytes=budget - taken, block_bytes=cut.block_bytes, blocks_of=cut.blocks_of)
+    held = pool.num_blocks * pool.block_bytes
+    fault = _fault(served, pool, budget)
+    entries.append(Entry(KV_POOL, pool.sequence_bytes(served.context) if fault else held))
+    return Start(
+        entries=tuple(entries),
+        budget_bytes=budget,
+        pool=pool,
+        max_num_seqs=max_num_seqs(served),
+        outside_bytes=0 if reserves_graphs else graphs.num_bytes,
+        fault=fault,
+    )
+
+
+def _counts_context(served: Served) -> bool:
+    """Whether all that is in use on the GPU counts, and not what came since the process began.
+
+    It did before 0.6.5, and again in the first releases of the V1 engine, which needs compute
+    capability 8.0. Source: vLLM 0.8.5 v1/worker/gpu_worker.py:200-207; `memory_profiling` of 0.6.5.
+    """
+    libraries, capability = served.libraries, float(served.gpu.compute_capability or 8.0)
+    first_of_v1 = not libraries.older("vllm", "0.8") and libraries.older("vllm", "0.9.2")
+    return libraries.older("vllm", "0.6.5") or (first_of_v1 and capability >= 8.0)
+
+
+def _resident(served: Served) -> list[Entry]:
+    """What stays beside weights and slots."""
+    # a context that counts has its kernels in it
+    entries = [] if _counts_context(served) else [Entry(KERNELS, KERNELS_BYTES)]
+    if not served.libraries.older("vllm", "0.26"):
+        logits = max_num_seqs(served) * served.model.vocab_size
+        entries.append(Entry(COUNTS, logits * COUNTED_LOGIT_BITS // 8))
+    return entries
+
+
+def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
+    """The larger part of the profile pass: a layer's forward, or the sampler."""
+    tokens = max_num_batched_tokens(served)
+    element_bytes = served.dtypes.compute_bytes
+    layer = layer_entry(rank, tokens=tokens, element_bytes=element_bytes)
+    sorts = served.libraries.older("vllm", "0.16")
+    sampler = sampler_entries(
+        rank,
+        vocab_size=served.model.vocab_size,
+        tokens=tokens,
+        sequences=min(max_num_seqs(served), tokens),
+        logit_bytes=SORTED_LOGIT_BYTES if sorts else MASKED_LOGIT_BYTES,
+        element_bytes=element_bytes,
+    )
+    workspace = Entry(allocator.WORKSPACE, allocator.workspace_bytes(served.gpu, training=False))
+    larger = max([layer], [*sampler], key=lambda part: sum(entry.num_bytes for entry in part))
+    return [*larger, workspace]
+
+
+def graph_bytes(served: Served, rank: ModelSpec) -> int:
+    """CUDA graphs: one for each piece between two attentions and each size of a batch.
+
+    They share a pool that holds one layer's forward over the largest batch.
+    Kind: estimate. Source: vLLM 0.33.0 config/vllm.py:2452-2590; `GRAPH_BYTES`.
+    """
+    if served.options["enforce_eager"]:
+        return 0
+    most = min(2 * max_num_seqs(served), MOST_CAPTURED_TOKENS, max_num_batched_tokens(served))
+    sizes = captured_sizes(most, step_beyond=8 if served.libraries.older("vllm", "0.15") else 16)
+    pieces = rank.num_hidden_layers + 1
+    layer = layer_entry(rank, tokens=most, element_bytes=served.dtypes.compute_bytes)
+    shared: int = layer.num_bytes
+    return shared + pieces * sizes * GRAPH_BYTES
+
+
+def captured_sizes(most: int, *, step_beyond: int = 16) -> int:
+    """How many sizes up to `most` tokens are captured. Kind: exact.
+
+    Source: vLLM 0.33.0 `VllmConfig._set_cudagraph_sizes`, config/vllm.py:2579-2590.
+    """
+    sizes = [size for size in (1, 2, 4) if size <= most]
+    sizes += range(8, min(most + 1, 256), 8)
+    sizes += range(256, most + 1, step_beyond)
+    return len(sizes)
+
+
+def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
+    """How the pool of one rank is cut."""
+    fp8 = served.options["kv_cache_dtype"] == "fp8"
+    # asynchronous scheduling, the default since 0.14, has two steps in flight
+    steps = 1 if served.libraries.older("vllm", "0.14") else 2
+    return blocks(
+        cached_layers(rank),
+        block_size=served.count("block_size") or 16,
+        element_bytes=1 if fp8 else served.dtypes.compute_bytes,
+        tokens_in_flight=steps * max_num_batched_tokens(served),
+    )
+
+
+def _fault(served: Served, pool: Pool, budget: int) -> str:
+    """Why vLLM does not start; empty where it does.
+
+    Source: vLLM 0.33.0 `_check_enough_kv_cache_memory`, v1/core/kv_cache_planning.py:50;
+    `request_memory`, v1/worker/utils.py:761.
+    """
+    total, share = served.gpu.memory_bytes, utilization(served)
+    free = total - allocator.context_bytes(served.gpu)
+    asked = f"gpu_memory_utilization {share:g} of {format_bytes(total)} is {format_bytes(budget)}"
+    if free < budget:
+        return f"{asked}, more than the {format_bytes(free)} that are free; give a smaller one"
+    if pool.num_bytes < pool.block_bytes:
+        return (
+            f"{asked}, and weights, profile pass and graphs take "
+            f"{format_bytes(budget - pool.num_bytes)} of it: nothing is left for keys and values; "
+            "give a larger share, fewer max_num_seqs or max_num_batched_tokens, or a smaller model"
+        )
+    needed = pool.sequence_bytes(served.context)
+    if pool.blocks_of(served.context) > pool.num_blocks:
+        longest = pool.max_context(served.context)
+        return (
+            f"one sequence of {served.context} tokens takes {format_bytes(needed)} of keys and "
+            f"values, and the pool has {format_bytes(pool.num_bytes)}; the longest context is "
+            f"{longest}"
+        )
+    return ""
+
+
+# --- what it refuses --------------------------------------------------------------------------
+
+
+def check(served: Served) -> None:
+    """Refuse what vLLM cannot serve, and layers whose pool is not predicted.
+
+    Raises:
+        ConfigError: one line.
+    """
+    run, model = served.run, served.model
+    if model.task != "causal-lm":
+        raise ConfigError(
+            f"serving: vllm is predicted for models that continue a text, "
+            f"{model.name} is none; leave serving out"
+        )
+    kinds = {attention.kind for layer, _ in model.layers() for attention in layer.attentions}
+    if kinds != {"softmax"}:
+        raise ConfigError(
+            f"serving: vllm's pool is not predicted for the recurrent layers of {model.name}; "
+            "leave serving out"
+        )
+    if run.quant in BNB_QUANTS and not served.libraries.older("vllm", "0.28"):
+        raise ConfigError(
+            f"serving: vllm {served.libraries.vllm} reads no bitsandbytes weights, got quant "
+            f"{run.quant}; use awq-int4 or gptq-int4 of merged weights, or libraries vllm=0.27.1"
+        )
+    if served.targets:
+        _check_adapters(served)
+    _check_ranks(served)
+
+
+def _check_adapters(served: Served) -> None:
+    """Source: vLLM 0.33.0 lora/peft_helper.py:63-70: LoRA without DoRA, bias or saved modules."""
+    run, method = served.run, served.method
+    config = method.peft_config(run)
+    faults = (
+        (method.peft_class != "peft.LoraConfig", f"adapters of {method.name}"),
+        (bool(config.get("use_dora")), "DoRA's magnitudes"),
+        (bool(run.modules_to_save), "modules_to_save beside adapters"),
+        (run.bias != "none", "biases beside adapters"),
+    )
+    for is_wrong, what in faults:
+        if is_wrong:
+            raise ConfigError(f"serving: vllm cannot serve {what}; use serve merged")
+    rank = served.count("max_lora_rank") or 0
+    if served.is_asked("max_lora_rank") and rank < run.r:
+        raise ConfigError(
+            f"max_lora_rank: {rank} is less than the adapter's rank {run.r}; give {run.r} or more"
+        )
+    if run.r > LORA_RANKS[-1]:
+        raise ConfigError(f"r: vllm serves adapters up to rank {LORA_RANKS[-1]}, got {run.r}")
+
+
+def _check_ranks(served: Served) -> None:
+    """Source: vLLM 0.33.0 `LlamaAttention.__init__`, model_executor/models/llama.py:148-160."""
+    ranks = served.ranks
+    if ranks == 1:
+        return
+    for layer, _ in served.model.layers():
+        for attention in layer.attentions:
+            heads, keys = attention.num_attention_heads, attention.num_key_value_heads
+            if attention.projection != "plain":
+                raise ConfigError(
+                    f"tensor_parallel_size: not predicted for the attention of "
+                    f"{served.model.name}; use 1"
+                )
+            if heads % ranks or max(keys, ranks) % min(keys, ranks):
+                raise ConfigError(
+                    f"tensor_parallel_size: {heads} heads and {keys} heads of keys can't be "
+                    f"divided by {ranks}; use a divisor of both"
+                )
+
+
+def notes(served: Served) -> tuple[str, ...]:
+    """What a user must know."""
+    lines = [
+        f"vllm {served.libraries.vllm} as `vllm serve` starts it: max_num_batched_tokens "
+        f"{max_num_batched_tokens(served)}, max_num_seqs {max_num_seqs(served)}"
+    ]
+    if served.ranks > 1:
+        lines.append(f"tensor_parallel_size {served.ranks}: bytes are of each GPU")
+    return tuple(lines)
+
+
+ENGINE = Engine(
+    name="vllm",
+    summary="vLLM: a pool of blocks for keys and values; what does not fit waits",
+    library="vllm",
+    version="0.33.0",
+    options=(
+        Option(
+            name="gpu_memory_utilization",
+            summary="share of the GPU for weights, activations, graphs and pool",
+            default=0.92,
+        ),
+        Option(name="max_num_batched_tokens", summary="tokens of one step", default=None),
+        Option(name="max_num_seqs", summary="sequences that run at once", default=None),
+        Option(name="block_size", summary="tokens of a block", default=16),
+        Option(
+            name="kv_cache_dtype",
+            summary="of keys and values: as the model's, or in 8 bits",
+            default="auto",
+            choices=("auto", "fp8"),
+        ),
+        Option(name="enable_lora", summary="slots for adapters", default=False),
+        Option(name="max_loras", summary="adapters in one batch", default=1),
+        Option(name="max_lora_rank", summary="rank of a slot", default=16),
+        Option(name="tensor_parallel_size", summary="GPUs that share a matrix", default=1),
+        Option(name="enforce_eager", summary="no CUDA graphs", default=False),
+    ),
+    start=start,
+    check=check,
+    notes=notes,
+)

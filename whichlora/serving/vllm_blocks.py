@@ -1,0 +1,113 @@
+"""Blocks of vLLM's pool: groups of layers that share them, and how many a sequence takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.numeric import ceil_div
+
+UNEVEN = 1.5  # longest kind over the shortest, below which groups have the longest's layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedLayers:
+    """Layers of one kind: whole attention, or of one sliding window.
+
+    Args:
+        token_elements: keys and values of one token in one layer.
+        window: None for whole attention.
+    """
+
+    token_elements: int
+    window: int | None
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """How a pool is cut.
+
+    Args:
+        block_bytes: of one block, in all layers of a group.
+        blocks_of: blocks that a sequence of so many tokens takes, of all groups.
+    """
+
+    block_bytes: int
+    blocks_of: Callable[[int], int]
+
+
+def cached_layers(model: ModelSpec) -> list[CachedLayers]:
+    """The kinds of layers that keep keys and values, in the order of the model."""
+    numbers: dict[tuple[int, int | None], int] = {}
+    for layer, count in model.layers():
+        for attention in layer.attentions:
+            kind = attention.cache_elements, attention.sliding_window
+            numbers[kind] = numbers.get(kind, 0) + count
+    return [
+        CachedLayers(token_elements=elements, window=window, num_layers=number)
+        for (elements, window), number in numbers.items()
+    ]
+
+
+def blocks(
+    kinds: list[CachedLayers],
+    *,
+    block_size: int,
+    element_bytes: int,
+    tokens_in_flight: int,
+) -> Blocks:
+    """Blocks of a model with layers of `kinds`.
+
+    Layers of several kinds are divided into groups of equally many, each with a table of its own,
+    and every group takes blocks of the same size. A layer with fewer elements per token has more
+    tokens in a block.
+
+    Args:
+        block_size: tokens of a block, in the layers with most elements per token.
+        tokens_in_flight: scheduled and not yet done, whose keys a sliding layer keeps.
+
+    Kind: exact. Source: vLLM 0.33.0 `get_kv_cache_groups`, v1/core/kv_cache_planning.py:1113;
+    `_get_kv_cache_groups_uniform_page_size`:416, `unify_kv_cache_spec_page_size`:346;
+    `SlidingWindowSpec.max_admission_blocks_per_request`, v1/kv_cache_interface.py:918.
+    """
+    widest = max(kind.token_elements for kind in kinds)
+    if len({kind.window for kind in kinds}) == 1:  # one table for all layers
+        tokens = sum(kind.token_elements * kind.num_layers for kind in kinds)
+        return Blocks(
+            block_bytes=tokens * block_size * element_bytes,
+            blocks_of=lambda context: _blocks_of(
+                kinds[0].window, context, block_size, tokens_in_flight
+            ),
+        )
+    layers_per_group = _layers_per_group([kind.num_layers for kind in kinds])
+    groups = [
+        (kind.window, block_size * _times(kind.token_elements, widest))
+        for kind in kinds
+        for _ in range(ceil_div(kind.num_layers, layers_per_group))
+    ]
+    return Blocks(
+        block_bytes=widest * block_size * element_bytes * layers_per_group,
+        blocks_of=lambda context: sum(
+            _blocks_of(window, context, size, tokens_in_flight) for window, size in groups
+        ),
+    )
+
+
+def _times(elements: int, widest: int) -> int:
+    """How many times as many tokens a narrower layer's block has; its page is padded otherwise."""
+    return widest // elements if widest % elements == 0 else 1
+
+
+def _layers_per_group(numbers: list[int]) -> int:
+    """The fewest layers of a kind; the most where these are hardly more."""
+    fewest, most = min(numbers), max(numbers)
+    return most if most < UNEVEN * fewest else fewest
+
+
+def _blocks_of(window: int | None, context: int, block_size: int, in_flight: int) -> int:
+    """Blocks of a group's table for one sequence; a window may begin within one."""
+    kept = context if window is None else min(window - 1 + in_flight, context)
+    num_blocks: int = ceil_div(kept, block_size)
+    return num_blocks + (window is not None)

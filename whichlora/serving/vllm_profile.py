@@ -1,0 +1,116 @@
+"""The profile pass of vLLM: what it reserves for a forward before it counts blocks.
+
+One forward of `max_num_batched_tokens` tokens through the fused layers, then the sampler on the
+last tokens of `max_num_seqs` sequences; the larger of both is kept free.
+"""
+
+from __future__ import annotations
+
+from whichlora.memory.entries import Entry, Fact
+from whichlora.spec.architecture import Attention, Layer, Mlp, ModelSpec
+
+# Bytes per logit while the sampler runs. 16-bit logits and their fp32 copy, then
+# - a sort by torch: sorted values and 8-byte indices, and what `segmented_sort_pairs` allocates:
+#   reversed indices and the other half of a radix sort's double buffers;
+# - or a kernel of Triton or FlashInfer: masked logits (or probabilities), and probabilities (or
+#   noise).
+SORTED_LOGIT_BYTES = 2 + 4 + (4 + 8) + 8 + (4 + 8)
+MASKED_LOGIT_BYTES = 2 + 4 + 4 + 4
+COUNTED_LOGIT_BITS = 33  # a 4-byte count and one bit
+
+MLP_PASS = Fact(
+    part="activations",
+    what="profile pass: the fused MLP of one layer",
+    shape="[max_num_batched_tokens, 3 x intermediate_size + 3 x hidden_size]",
+    dtype="compute_bytes",
+    why="gate_up_proj's result lives until down_proj has returned; input and residual are held",
+    source="vLLM 0.33.0 model_executor/models/llama.py:115 LlamaMLP.forward",
+)
+ATTENTION_PASS = Fact(
+    part="activations",
+    what="profile pass: the fused attention of one layer",
+    shape="[max_num_batched_tokens, qkv + heads + 3 x hidden_size]",
+    dtype="compute_bytes",
+    why="queries, keys and values are views of qkv_proj's result; input and residual are held",
+    source="vLLM 0.33.0 model_executor/models/llama.py LlamaAttention.forward",
+)
+EXPERTS_PASS = Fact(
+    part="activations",
+    what="profile pass: the fused experts of one layer",
+    shape="[max_num_batched_tokens x top_k, max(2 x width, hidden_size) + width]",
+    dtype="compute_bytes",
+    why="both products of the fused kernel share one buffer, the activation has its own",
+    source="vLLM 0.33.0 model_executor/layers/fused_moe/fused_moe.py:1754 fused_experts_impl",
+)
+SAMPLER_PASS = Fact(
+    part="logits_and_loss",
+    what="profile pass: logits while tokens are sampled",
+    shape="[max_num_seqs, vocab_size]",
+    dtype="16-bit logits, fp32 copies and what the sampler makes of them",
+    why="top-k and top-p are profiled for as many sequences as may run at once",
+    source="vLLM 0.33.0 v1/worker/gpu/model_runner.py:993 _dummy_sampler_run",
+)
+LAST_STATES = Fact(
+    part="logits_and_loss",
+    what="profile pass: hidden states while tokens are sampled",
+    shape="[max_num_batched_tokens, hidden_size]",
+    dtype="compute_bytes",
+    why="the profile holds what the model returned until the sampler is done",
+    source="vLLM 0.33.0 v1/worker/gpu/model_runner.py:1034 profile_run",
+)
+
+
+def layer_entry(rank: ModelSpec, *, tokens: int, element_bytes: int) -> Entry:
+    """The largest part of one layer's forward over `tokens` tokens.
+
+    Kind: exact for the eager code; a compiled graph frees one hidden state more.
+    Source: `MLP_PASS`, `ATTENTION_PASS`, `EXPERTS_PASS`.
+    """
+    hidden = 3 * rank.hidden_size  # the input, the residual and the result
+    widths = [
+        (width + hidden, fact)
+        for layer, _ in rank.layers()
+        for width, fact in _widths(layer, rank.hidden_size)
+    ]
+    width, fact = max(widths, key=lambda each: each[0])
+    return Entry(fact, tokens * width * element_bytes)
+
+
+def _widths(layer: Layer, hidden_size: int) -> list[tuple[int, Fact]]:
+    """Elements per token beside the hidden states, of each part of a layer."""
+    widths = [(_attention_width(each), ATTENTION_PASS) for each in layer.attentions]
+    mlps = [layer.mlp, None if layer.moe is None else layer.moe.shared]
+    widths += [(_mlp_width(mlp), MLP_PASS) for mlp in mlps if mlp is not None]
+    if layer.moe is not None:
+        moe = layer.moe
+        products = max(2 * moe.expert.width, hidden_size)
+        widths.append((moe.experts_per_token * (products + moe.expert.width), EXPERTS_PASS))
+    return widths
+
+
+def _attention_width(attention: Attention) -> int:
+    return attention.q_width + attention.k_width + attention.v_width + attention.out_width
+
+
+def _mlp_width(mlp: Mlp) -> int:
+    return mlp.width * (3 if mlp.gated else 2)
+
+
+def sampler_entries(
+    rank: ModelSpec,
+    *,
+    vocab_size: int,
+    tokens: int,
+    sequences: int,
+    logit_bytes: int,
+    element_bytes: int,
+) -> tuple[Entry, Entry]:
+    """The sampler on the last token of each of `sequences`, and the states that are held.
+
+    Kind: exact. Source: `SAMPLER_PASS`; torch 2.13 `aten/src/ATen/native/cuda/SortStable.cu`;
+    logs of 1.26 GiB (Llama-3-8B, 0.6.5) and 1.45 GiB (Qwen3-8B, 0.8.5), both to the last digit.
+    """
+    return (
+        Entry(SAMPLER_PASS, sequences * vocab_size * logit_bytes),
+        Entry(LAST_STATES, tokens * rank.hidden_size * element_bytes),
+    )

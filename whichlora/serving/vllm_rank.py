@@ -1,0 +1,149 @@
+"""What one rank of vLLM holds of a model: its share of the matrices, and adapters' slots."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.weights import weight_entries
+from whichlora.parallel.division import COLUMNS, ROWS, divided_model
+from whichlora.serving.base import Served
+from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec
+from whichlora.spec.numeric import ceil_div
+
+KEYS_AND_VALUES = ("k_proj", "v_proj")
+
+ROTARY_TABLES = Fact(
+    part="weights",
+    what="cosines and sines of every position",
+    shape="[max_position_embeddings, rotary_dim]",
+    dtype="compute_bytes",
+    count="1 for each kind of rotation, shared by all layers",
+    why="a buffer of the rotary embedding",
+    source="vLLM 0.33.0 model_executor/layers/rotary_embedding/base.py:59 cos_sin_cache",
+)
+LORA_SLOTS = Fact(
+    part="adapters",
+    what="slots for adapters",
+    shape="[max_loras, max_lora_rank, in_features], [max_loras, out_features, max_lora_rank]",
+    dtype="of the model",
+    count="every matrix, embeddings and head",
+    why="allocated when the engine starts, whether adapters are loaded or not",
+    source="vLLM 0.33.0 lora/layers/column_parallel_linear.py:224, base_linear.py:133",
+)
+
+
+def rank_model(model: ModelSpec, size: int) -> ModelSpec:
+    """What one of `size` tensor-parallel ranks has of `model`.
+
+    Where there are fewer heads of keys than ranks, each rank has one of them.
+    Kind: exact. Source: vLLM 0.33.0 `LlamaAttention.__init__`, models/llama.py:152-160;
+    `FusedMoE` divides the width of every expert.
+    """
+    if size == 1:
+        return model
+    groups = tuple(
+        replace(group, layer=_with_divided_experts(_with_repeated_keys(group.layer, size), size))
+        for group in model.groups
+    )
+    return divided_model(replace(model, groups=groups), size)
+
+
+def _with_repeated_keys(layer: Layer, size: int) -> Layer:
+    return replace(layer, attentions=tuple(_repeated_keys(each, size) for each in layer.attentions))
+
+
+def _repeated_keys(attention: Attention, size: int) -> Attention:
+    """`attention` with as many heads of keys as ranks, where it has fewer."""
+    copies = ceil_div(size, attention.num_key_value_heads)
+    if copies == 1:
+        return attention
+    return replace(
+        attention,
+        num_key_value_heads=attention.num_key_value_heads * copies,
+        cache_elements=attention.cache_elements * copies,
+        linears=tuple(
+            replace(linear, out_features=linear.out_features * copies)
+            if linear.name in KEYS_AND_VALUES
+            else linear
+            for linear in attention.linears
+        ),
+    )
+
+
+def _with_divided_experts(layer: Layer, size: int) -> Layer:
+    if layer.moe is None:
+        return layer
+    shared = layer.moe.shared
+    return replace(
+        layer,
+        moe=replace(
+            layer.moe,
+            expert=_divided_experts(layer.moe.expert, size),
+            shared=None if shared is None else _divided_experts(shared, size),
+        ),
+    )
+
+
+def _divided_experts(mlp: Mlp, size: int) -> Mlp:
+    """The fused gate and up are divided by columns, the way back by rows."""
+    width = mlp.width
+    return replace(
+        mlp,
+        width=ceil_div(width, size),
+        linears=tuple(_divided_expert(linear, width, size) for linear in mlp.linears),
+    )
+
+
+def _divided_expert(linear: Linear, width: int, size: int) -> Linear:
+    if linear.in_features == width:
+        return replace(linear, in_features=ceil_div(width, size))
+    return replace(linear, out_features=ceil_div(linear.out_features, size))
+
+
+def held_entries(served: Served, rank: ModelSpec, *, num_slots: int, slot_rank: int) -> list[Entry]:
+    """Weights of one rank, their rotary tables, and the slots of adapters.
+
+    Kind: exact for whole models; under tensor parallelism a vocabulary is padded further.
+    """
+    entries = weight_entries(rank, served.dtypes, like=0)
+    entries.append(Entry(ROTARY_TABLES, rotary_bytes(rank, served.dtypes.compute_bytes)))
+    if num_slots:
+        slots = num_slots * slot_bytes(served.model, served.ranks, slot_rank)
+        entries.append(Entry(LORA_SLOTS, slots))
+    return entries
+
+
+def rotary_bytes(model: ModelSpec, element_bytes: int) -> int:
+    """Tables of all kinds of rotation: one, or two where sliding layers have their own.
+
+    Kind: exact; a scaled rotation has more positions than the config states. Source:
+    `ROTARY_TABLES`; Llama-3.1-8B logs 14.9889 GiB after loading, 32 MiB more than its weights.
+    """
+    rotations = {
+        (attention.rotary_dim or attention.head_dim, model.rotates_each_kind and window)
+        for layer, _ in model.layers()
+        for attention in layer.attentions
+        if attention.position == "rope"
+        for window in [attention.sliding_window is not None]
+    }
+    positions = model.max_position_embeddings or 0
+    return sum(positions * width * element_bytes for width, _ in rotations)
+
+
+def slot_bytes(model: ModelSpec, size: int, rank: int, *, element_bytes: int = 2) -> int:
+    """One adapter's slot on one of `size` tensor-parallel ranks: every matrix has one.
+
+    A matrix that is divided by columns keeps A whole, one divided by rows B.
+    Kind: exact for models without experts. Source: `LORA_SLOTS`; embeddings and head where the
+    class lists them, lora/layers/vocab_parallel_embedding.py:31, logits_processor.py:93.
+    """
+    per_rank = 0
+    for layer, count in model.layers():
+        for linear in layer.linears:
+            columns = ceil_div(linear.out_features, size if linear.name in COLUMNS else 1)
+            rows = ceil_div(linear.in_features, size if linear.name in ROWS else 1)
+            per_rank += count * linear.count * (rows + columns)
+    tables = [*model.embeddings[:1], *([] if model.head is None else [model.head])]
+    outside = len(tables) * (model.vocab_size + model.hidden_size)
+    return (per_rank + outside) * rank * element_bytes
