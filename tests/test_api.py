@@ -266,3 +266,21 @@ def test_the_notebook_shows_what_its_cells_gave() -> None:
     assert all(cell["outputs"] for cell in cells[1:])
     kinds = {output["output_type"] for cell in cells for output in cell["outputs"]}
     assert kinds == {"execute_result"}
+
+
+def test_python_asks_an_engine_as_the_command_does() -> None:
+    (answer,) = whichlora.estimate(
+        "meta-llama/Llama-3.1-8B",
+        "rtx-4090-24gb",
+        phase="inference",
+        serving="vllm",
+        serving_options={"max_num_seqs": 4},
+        concurrency=16,
+        context=4096,
+    )
+    assert answer.serving is not None
+    assert (answer.serving.concurrency, answer.serving.max_running) == (16, 4)
+    with pytest.raises(ConfigError, match="batch_size: is concurrency by another name"):
+        whichlora.estimate(
+            "smollm2-135m", "l4-24gb", phase="inference", batch_size=2, concurrency=2
+        )

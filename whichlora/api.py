@@ -93,6 +93,10 @@ class _RunSettings(TypedDict, total=False):
     cache_nbits: int | Sequence[int]
     cache_group_size: int | Sequence[int]
     cache_residual_length: int | Sequence[int]
+    serving: str | Sequence[str]
+    serving_options: Mapping[str, OptionValue]
+    concurrency: int | Sequence[int]
+    context: int | Sequence[int]
     nodes: int | Sequence[int]
     parallel: str | Sequence[str]
     interconnect: str | Sequence[str]
@@ -429,15 +433,15 @@ def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str,
             grid[name] = _numbers(value)
             if not grid[name]:
                 raise ConfigError(f"gpus: {value!r} is no number of GPUs; gpu= takes types")
-        elif name == "trainer_options":
+        elif name in ("trainer_options", "serving_options"):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"trainer_options: {value!r} is not a mapping of settings")
+                raise ConfigError(f"{name}: {value!r} is not a mapping of settings")
             grid[name] = [tuple(sorted(value.items()))]
         elif name == "target_modules":
             grid[name] = [(value,) if isinstance(value, str) else tuple(value)]
         else:
             grid[name] = _listed(value)
-    return grid
+    return combinations.with_concurrency(grid, states_batch_size="batch_size" in grid)
 
 
 def _one_run(function: str, grid: Mapping[str, list[Any]]) -> RunConfig:

@@ -636,3 +636,79 @@ def test_a_missing_choice_is_told_in_one_line() -> None:
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert "Missing option '--to'. Choose from: transformers, trl, axolotl" in line
+
+
+# --- a serving engine
+
+SERVED = ("estimate", "meta-llama/Llama-3.1-8B", "--phase", "inference", "--serving", "vllm")
+
+
+def test_an_engine_answers_whether_it_starts_and_how_much_it_serves_at_once() -> None:
+    result = whichlora(
+        *SERVED,
+        "--gpu",
+        "24GiB,rtx-4090-24gb",
+        "--concurrency",
+        "1,64",
+        "--context",
+        "8192",
+        "--json",
+    )
+    assert result.exit_code == 0, result.output
+    answers = json.loads(result.stdout)["predictions"]
+    assert len(answers) == 4
+    serving = answers[-1]["serving"]
+    assert serving["starts"] is True
+    assert serving["reason"] == ""
+    assert serving["concurrency"] == 64
+    assert serving["max_concurrency"] == serving["num_blocks"] / 512
+    assert serving["kv_pool_tokens"] == int(serving["max_concurrency"] * 8192)
+    assert serving["max_running"] == int(serving["max_concurrency"])
+    assert answers[-1]["fits"] is True
+    assert answers[-1]["time"]["time_per_token_s"] is None
+    waits = f"{serving['max_running']} of 64 sequences of 8192 tokens run at once, the others wait"
+    assert waits in answers[-1]["notes"]
+
+
+@pytest.mark.parametrize("setting", ["concurrency", "context"])
+def test_max_of_an_engine_is_what_it_serves(setting: str) -> None:
+    result = whichlora(*SERVED, "--gpu", "rtx-4090-24gb", f"--{setting}", "max", "--json")
+    (answer,) = json.loads(result.stdout)["predictions"]
+    serving = answer["serving"]
+    assert serving["starts"] is True
+    assert serving[setting] == serving["max_context" if setting == "context" else "max_running"]
+
+
+def test_an_engine_that_does_not_start_says_why_in_one_line() -> None:
+    result = whichlora(*SERVED, "--gpu", "rtx-4090-24gb", "--context", "100000")
+    assert "vllm does not start on rtx-4090-24gb: one sequence of 100000 tokens" in result.stdout
+    result = whichlora(*SERVED, "--gpu", "16GiB", "--concurrency", "max")
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--concurrency", "4", "--batch-size", "4"), "batch_size: is concurrency by another name"),
+        (("--batch-size", "4"), "batch_size: is not of serving vllm; give concurrency alone"),
+        (("--phase", "finetune", "--concurrency", "4"), "concurrency: is of phase inference"),
+        (("--serving", "transformers", "--context", "max"), "--context: max is of a serving"),
+        (("--serving-option", "block_size=x"), "block_size: 'x' is not a whole number from 1 on"),
+    ],
+)
+def test_what_an_engine_is_not_asked_is_one_line(args: tuple[str, ...], message: str) -> None:
+    result = whichlora(*SERVED, "--gpu", "rtx-4090-24gb", *args)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+
+
+def test_where_takes_an_engine() -> None:
+    result = whichlora(
+        "where", *SERVED[1:], "--context", "8192", "--gpu", "t4-16gb,l4-24gb", "--json"
+    )
+    small, large = sorted(
+        json.loads(result.stdout)["placements"], key=lambda each: each["gpu"] < "t"
+    )
+    assert [small["gpu"], large["gpu"]] == ["t4-16gb", "l4-24gb"]
+    assert small["largest_batch_size"] == 0
+    assert large["largest_batch_size"] == large["prediction"]["serving"]["max_running"] > 0

@@ -22,7 +22,7 @@ from whichlora.cli.options import (
 from whichlora.errors import ConfigError
 from whichlora.methods import BUILT_IN
 from whichlora.spec import run as specs
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.trainers import BUILT_IN as TRAINERS
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _QUANTISED = [name for name, method in BUILT_IN.items() if method.base_quant != "none"]
 _SERVED_AS_TRAINED = [name for name, method in BUILT_IN.items() if method.serve == "as-trained"]
-_SIZES: tuple[Size, ...] = ("batch_size", "seq_len")
+_SIZES: tuple[Size, ...] = ("batch_size", "seq_len", "context")
 _SETTINGS = (
     choices("phase", "finetune", "What runs", specs.Phase),
     list_option("method", "lora", f"{', '.join(BUILT_IN)}.", words("method")),
@@ -208,8 +208,12 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         "expandable_segments",
         "quantize_moe_experts",
     )
+    from whichlora.workflow.combinations import with_concurrency
+
+    source = click.get_current_context().get_parameter_source("batch_size")
+    states_batch_size = source is not click.core.ParameterSource.DEFAULT
     return {
-        **options,
+        **with_concurrency(options, states_batch_size=states_batch_size),
         **{name: [options[name]] for name in single},
         "model": list(models),
         "quant": quants,
@@ -229,11 +233,15 @@ def maximised(settings: dict[str, Any]) -> Size | None:
     if not maximised_sizes:
         return None
     if len(maximised_sizes) > 1:
-        raise ConfigError("--batch-size and --seq-len: only one of both can be max")
+        flags = " and ".join(map(_flag, maximised_sizes))
+        raise ConfigError(f"{flags}: only one of both can be max")
     if maximised_sizes[0] == "batch_size" and settings["global_batch_size"] != [None]:
         raise ConfigError("--batch-size: max and --global-batch-size exclude each other")
     if maximised_sizes[0] == "seq_len" and "inference" in settings["phase"]:
         raise ConfigError("--seq-len: max is of fine-tuning; inference takes --prompt-len")
+    engines = set(settings["serving"]) - {TRANSFORMERS}
+    if maximised_sizes[0] == "context" and not engines:
+        raise ConfigError("--context: max is of a serving engine; give --serving vllm")
     settings[maximised_sizes[0]] = [1]
     return maximised_sizes[0]
 

@@ -10,6 +10,7 @@ import click
 
 from whichlora.cli.completion import with_completion
 from whichlora.cli.options import counts, words
+from whichlora.cli.serving import serving_options
 from whichlora.spec.parallel import AUTO, MOST_GPUS, ONE_DEVICE
 from whichlora.units import parse_bytes
 
@@ -18,15 +19,17 @@ if TYPE_CHECKING:
 
 
 class SpreadCommand(click.Command):
-    """A command whose run may be spread over several GPUs.
+    """A command whose run may be spread over several GPUs, or served by an engine.
 
-    Strategies are imported when such a command runs or is completed, not when the program starts.
+    Strategies and engines are imported when such a command runs or is completed, not when the
+    program starts.
     """
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         params = super().get_params(ctx)
         position = len(self.params)  # before --help
-        return [*params[:position], *spread_options(), *params[position:]]
+        of_run = (*serving_options(), *spread_options())
+        return [*params[:position], *of_run, *params[position:]]
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from whichlora.spec.parallel import ONE_GPU
 from whichlora.spec.results import MemoryPrediction, Prediction, Refused
+from whichlora.terminal.serving import print_served
 from whichlora.terminal.several_gpus import count_lines, print_spread
 from whichlora.terminal.tables import new_table, open_console, print_table, say
 from whichlora.terminal.words import VERDICTS, refusals, shared_notes, variants
@@ -20,6 +21,25 @@ if TYPE_CHECKING:
 def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refused] = ()) -> None:
     """A table of all predictions; the byte breakdown as well when there is only one."""
     console = open_console()
+    served = [prediction for prediction in predictions if prediction.serving is not None]
+    if served:
+        print_served(console, served)
+    if generated := [prediction for prediction in predictions if prediction.serving is None]:
+        _print_table(console, generated)
+    if len(predictions) == 1:
+        _print_breakdown(console, predictions[0])
+        print_spread(console, predictions[0])
+    for text in count_lines(predictions):
+        say(console, text)
+    for text in refusals(refused):
+        say(console, text)
+    for text in dict.fromkeys(prediction.basis for prediction in predictions):
+        say(console, f"basis: {text}")
+    for text in shared_notes(predictions):
+        say(console, f"note: {text}")
+
+
+def _print_table(console: Console, predictions: Sequence[Prediction]) -> None:
     numbers = ("batch", "tokens", "peak", "95 % interval", "of the device", "time", "tokens/s")
     rows = []
     names = variants([p.run for p in predictions], [p.gpu for p in predictions])
@@ -58,17 +78,6 @@ def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refus
         lift=("device", "tokens", "model", "what"),
         spare=("tokens/s", "of the device", "95 % interval"),
     )
-    if len(predictions) == 1:
-        _print_breakdown(console, predictions[0])
-        print_spread(console, predictions[0])
-    for text in count_lines(predictions):
-        say(console, text)
-    for text in refusals(refused):
-        say(console, text)
-    for text in dict.fromkeys(prediction.basis for prediction in predictions):
-        say(console, f"basis: {text}")
-    for text in shared_notes(predictions):
-        say(console, f"note: {text}")
 
 
 def _print_counters(console: Console, memory: MemoryPrediction) -> None:
@@ -113,6 +122,8 @@ def _print_breakdown(console: Console, prediction: Prediction) -> None:
             table.add_row(part, format_bytes(size), f"{size / total:.1%}")
     table.add_row("device memory used", format_bytes(total), "100.0%")
     console.print(table)
+    if prediction.serving is not None:
+        return
     _print_counters(console, prediction.memory)
     low, high = prediction.time.interval_s
     unit = "step" if prediction.run.phase == "finetune" else "token"

@@ -12,7 +12,7 @@ from whichlora.search.feasibility import Candidate, Check, Relaxation
 from whichlora.serving.form import form_in_words
 from whichlora.spec.parallel import AUTO, ONE_GPU, ParallelConfig
 from whichlora.spec.results import Measurement, Prediction, Refused
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def kind(run: RunConfig) -> str:
     """Method or serving form of a run."""
     if run.phase == "finetune":
         return method_in_words(run)
+    if run.serving != TRANSFORMERS:
+        return f"{run.serving}, {form_in_words(run)}"
     stored = run.cache_format
     cache = run.kv_cache if stored is None else f"{stored.nbits}-bit {stored.backend}"
     return f"inference, {form_in_words(run)}, {cache} cache"
@@ -93,7 +95,8 @@ def _flat(run: RunConfig) -> dict[str, Any]:
     settings = run.to_dict()
     spread: dict[str, Any] = settings.pop("parallel", {})
     of_trainer: dict[str, Any] = settings.pop("trainer_options", {})
-    return settings | spread | of_trainer
+    of_engine: dict[str, Any] = settings.pop("serving_options", {})
+    return settings | spread | of_trainer | of_engine
 
 
 def _in_words(setting: str, value: Any) -> str:

@@ -12,7 +12,7 @@ from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requested
 from whichlora.spec.results import Refused
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.store.gpus import find_cards
 
 _ALONE = (None, AUTO, ONE_DEVICE)  # what one GPU is asked with
@@ -45,7 +45,16 @@ _FINETUNE_ONLY = (
 # Those of them that a generation with an unmerged adapter reads.
 _OF_ADAPTER = ("method", "r", "target_modules", "modules_to_save", "adapter_dtype")
 _QUANTISED_ONLY = ("cache_backend", "cache_nbits", "cache_group_size", "cache_residual_length")
-_INFERENCE_ONLY = ("prompt_len", "max_new_tokens", "serve", "kv_cache", *_QUANTISED_ONLY)
+_INFERENCE_ONLY = (
+    "prompt_len",
+    "max_new_tokens",
+    "serve",
+    "kv_cache",
+    *_QUANTISED_ONLY,
+    "serving",
+    "serving_options",
+    "context",
+)
 
 
 def grid(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
@@ -108,6 +117,24 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
             if run not in seen:
                 seen.add(run)
                 yield run
+
+
+def with_concurrency(settings: Mapping[str, Any], *, states_batch_size: bool) -> dict[str, Any]:
+    """`settings` with the sequences at once as what a run calls them, its batch size.
+
+    Raises:
+        ConfigError: both are given, or a batch size beside an engine that takes none.
+    """
+    asked = dict(settings)
+    concurrency = asked.pop("concurrency", [None])
+    engines = [name for name in asked.get("serving", ()) if name != TRANSFORMERS]
+    is_given = concurrency != [None]
+    if states_batch_size and (is_given or engines):
+        fault = "is concurrency by another name" if is_given else f"is not of serving {engines[0]}"
+        raise ConfigError(f"batch_size: {fault}; give concurrency alone")
+    if is_given and "inference" not in asked.get("phase", ()):
+        raise ConfigError("concurrency: is of phase inference; give batch_size")
+    return asked | ({"batch_size": concurrency} if is_given else {})
 
 
 def with_cards(

@@ -17,6 +17,7 @@ from whichlora.predict.explain import Explanation
 from whichlora.predict.largest import (
     Placement,
     Size,
+    largest_served,
     largest_that_fits,
     place,
     smallest_first,
@@ -32,7 +33,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.life import LifeConfig
 from whichlora.spec.parallel import AUTO, ONE_GPU
 from whichlora.spec.results import Answers, Prediction, Refused, TracedPeak
-from whichlora.spec.run import ALL_LINEAR, Engine, RunConfig
+from whichlora.spec.run import ALL_LINEAR, TRANSFORMERS, Engine, RunConfig
 from whichlora.spec.targets import resolve_targets
 from whichlora.store import hub, models
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus
@@ -55,8 +56,8 @@ def estimate(
     is among the `refused` of the answers.
 
     Args:
-        maximise: "batch_size" or "seq_len", which becomes the largest that fits each accelerator,
-            or 1 where nothing does; a note says which.
+        maximise: "batch_size", "seq_len" or, of an engine, "context", which becomes the largest
+            that fits each accelerator, or 1 where nothing does; a note says which.
         notes: of every run, beside those of its prediction.
         engine: "ledger" adds up what is known to live; "trace" runs the real code on tensors
             without storage, also of models that the ledger does not know, in seconds per run.
@@ -169,11 +170,26 @@ def _estimate(
         )
     if maximise is None:
         return predict(model, run, gpu, calibration, traced=traced)
+    if run.serving != TRANSFORMERS:
+        return _most_served(model, run, gpu, calibration, maximise)
     most = largest_that_fits(model, run, gpu, calibration, maximise)
     largest = with_size(run, maximise, max(1, most.value))
     kind = "inference" if run.phase == "inference" else run.method
     note = f"{run.model.rpartition('/')[2]} {kind} on {gpu.key}: {most.note}"
     prediction = predict(model, largest, gpu, calibration)
+    return replace(prediction, notes=(note, *prediction.notes))
+
+
+def _most_served(
+    model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration, maximise: Size
+) -> Prediction:
+    """As many sequences, or as long ones, as an engine serves.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    most, note = largest_served(predict(model, run, gpu, calibration), maximise)
+    prediction = predict(model, with_size(run, maximise, max(1, most)), gpu, calibration)
     return replace(prediction, notes=(note, *prediction.notes))
 
 
