@@ -3,17 +3,26 @@
 `python benchmarks/trainer_traces.py` prints errors of the peak by trainer, for docs/memory.md.
 `--draw 40` traces as many runs of each trainer anew, or of `--trainers dpo,kto`, which needs TRL
 (`pip install trl`). Of GRPO the steps alone are traced: a fake model writes no answers.
+The TRL that is installed is the one that is traced: `--trainers dpo,kto,orpo,cpo` beside TRL 1.9,
+which Axolotl 0.19 needs, and `--trainers llamafactory-dpo,llamafactory-kto` beside TRL 0.24 and
+LLaMA-Factory 0.9.5, which need `pip install --no-deps`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import sys
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
+from unittest import mock
 
 from whichlora import families
 from whichlora.memory.allocator import REMAINDERS
@@ -22,13 +31,16 @@ from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.numeric import added
 from whichlora.spec.options import OptionValue
 from whichlora.spec.run import RunConfig
+from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 
 RECORDS = Path(__file__).parent / "traces" / "trainers.jsonl"
 GPU = find_gpu("a100-sxm-80gb")
 TRAINERS = ("sft", "dpo", "kto", "grpo", "reward", "orpo", "cpo")
-_BATCH_SIZES = {"kto": (2, 4), "grpo": (4, 8)}
+OF_LLAMAFACTORY = ("llamafactory-dpo", "llamafactory-kto")
+OF_TRL_1_9 = ("dpo", "kto", "orpo", "cpo")  # which have another loss there
+_BATCH_SIZES = {"kto": (2, 4), "llamafactory-kto": (2, 4), "grpo": (4, 8)}
 MODELS = (
     "meta-llama/Llama-3.2-1B",
     "meta-llama/Llama-3.1-8B",
@@ -86,9 +98,12 @@ def traced(line: dict[str, Any]) -> int:
     return peak
 
 
-def draw(seed: int, trainer: str) -> dict[str, Any]:
+def draw(seed: int, trainer: str, trl: str = "") -> dict[str, Any]:
+    """A run of `trainer`, as the release `trl` has it."""
     rng = random.Random(f"{trainer} {seed}")
     method = rng.choice(("full", "lora", "lora", "dora", "qlora", "qdora"))
+    if trl and method == "qdora":  # refused there
+        method = "qlora"
     wide = method == "full" and rng.random() < 0.3
     run = RunConfig(
         model=rng.choice(MODELS),
@@ -103,6 +118,7 @@ def draw(seed: int, trainer: str) -> dict[str, Any]:
         gradient_checkpointing=rng.random() < 0.6,
         gradient_accumulation_steps=rng.choice((1, 1, 2)),
         trainer_options=_options(trainer, rng),
+        libraries={"trl": trl} if trl else {},
     )
     return {"layers": rng.choice((2, 3, 4)), "run": run.to_dict()}
 
@@ -110,6 +126,8 @@ def draw(seed: int, trainer: str) -> dict[str, Any]:
 def _options(trainer: str, rng: random.Random) -> tuple[tuple[str, OptionValue], ...]:
     if trainer == "cpo":
         return (("loss_type", rng.choice(("sigmoid", "simpo", "alphapo"))),)
+    if trainer == "llamafactory-dpo":
+        return (("pref_loss", rng.choice(("sigmoid", "sigmoid", "simpo"))),)
     if trainer != "grpo":
         return ()
     beta, length = rng.choice((0.0, 0.0, 0.04)), rng.choice((64, 128, 192))
@@ -122,12 +140,46 @@ def records() -> Iterator[dict[str, Any]]:
 
 
 def errors() -> dict[str, list[float]]:
-    """Relative errors of the ledger by trainer, over all kept records."""
+    """Relative errors of the ledger by trainer and release, over all kept records."""
     by_trainer: dict[str, list[float]] = {}
     for line in records():
         error = abs(predicted(line) / line["traced"] - 1)
-        by_trainer.setdefault(line["run"]["trainer"], []).append(error)
+        by_trainer.setdefault(" ".join(_kind(line)).strip(), []).append(error)
     return by_trainer
+
+
+def _kind(line: dict[str, Any]) -> tuple[str, str]:
+    """Trainer and release of TRL, where it is not the one of today."""
+    release = line["run"].get("libraries", {}).get("trl", "")
+    return line["run"]["trainer"], f"of TRL {release}" if release else ""
+
+
+def installed_release(trainer: str) -> str:
+    """The TRL that is traced, where a run has to name it."""
+    from importlib.metadata import version
+
+    installed = version("trl")
+    same = trainer in OF_LLAMAFACTORY or installed == Libraries().trl
+    return "" if same else installed
+
+
+def beside_transformers_5() -> None:
+    """Let TRL 0.24 and LLaMA-Factory be imported, which are older than transformers 5.
+
+    Its answer whether a package is there is a pair now, which they take for yes; packages for
+    sound and pictures, which no text needs, are stood in for.
+    """
+    os.environ["DISABLE_VERSION_CHECK"] = "1"
+    of_trl = vars(import_module("trl.import_utils"))
+    of_trl |= {
+        name: value[0]
+        for name, value in of_trl.items()
+        if name.endswith("_available") and isinstance(value, tuple)
+    }
+    for name in ("torchaudio", "torchvision", "torchvision.transforms", "av"):
+        if find_spec(name.partition(".")[0]) is None:
+            stand_in = mock.MagicMock(__spec__=ModuleSpec(name, None))
+            sys.modules.setdefault(name, stand_in)
 
 
 def table() -> str:
@@ -146,8 +198,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.draw:
         drawn = arguments.trainers.split(",")
-        others = [line for line in records() if line["run"]["trainer"] not in drawn]
-        lines = [draw(seed, trainer) for trainer in drawn for seed in range(arguments.draw)]
+        if set(drawn) & set(OF_LLAMAFACTORY):
+            beside_transformers_5()
+        lines = [
+            draw(seed, trainer, installed_release(trainer))
+            for trainer in drawn
+            for seed in range(arguments.draw)
+        ]
+        kinds = {_kind(line) for line in lines}
+        others = [line for line in records() if _kind(line) not in kinds]
         with RECORDS.open("w", encoding="utf-8") as file:
             for line in others:
                 print(json.dumps(line), file=file)

@@ -42,6 +42,8 @@ def in_rows(formula: Any, computed: LogitsLoss, *, pairs: int, **settings: Any) 
 
 
 SCORED = 1 - 1 / SEQ_LEN  # of all positions
+BY_ROWS, BY_SOFTMAX = (LogitsLoss(log_probabilities=way) for way in ("rows", "softmax"))
+OF_KTO = replace(BY_SOFTMAX, held_beside=1.0)
 
 
 def test_the_forward_holds_logits_and_what_the_chosen_half_saves() -> None:
@@ -92,3 +94,45 @@ def test_the_requests_of_a_step_have_the_peak_of_the_ledger(alpha: float, batch_
     moment = listed.moments["loss_backward"]
     live = added(entry.num_bytes for entry in moment if entry.fact is not REMAINDERS)
     assert training_events(training_step(job)).peak_bytes == pytest.approx(live, rel=0.005)
+
+
+def test_a_log_softmax_of_all_rows_is_saved_and_its_input_copied() -> None:
+    # logits, the copy that `log_softmax` makes of all but the last positions, and its result
+    assert in_rows(logits_loss.forward_bytes, BY_SOFTMAX, pairs=1) == pytest.approx(1 + 2 * SCORED)
+    assert in_rows(logits_loss.held_bytes, BY_SOFTMAX, pairs=1) == pytest.approx(1 + SCORED)
+    assert in_rows(logits_loss.backward_bytes, BY_SOFTMAX, pairs=1) == pytest.approx(3 * SCORED)
+    # fp32 whatever the logits are
+    narrow = in_rows(logits_loss.held_bytes, BY_SOFTMAX, pairs=1, precision="bf16-pure")
+    assert narrow == pytest.approx(1 + SCORED)
+
+
+def test_row_by_row_only_narrow_logits_leave_a_result() -> None:
+    assert in_rows(logits_loss.held_bytes, BY_ROWS, pairs=2) == 1
+    narrow = in_rows(logits_loss.held_bytes, BY_ROWS, pairs=2, precision="bf16-pure")
+    assert narrow == pytest.approx((1 + SCORED) / 2)
+
+
+def test_the_reference_scores_without_a_graph() -> None:
+    # widening takes 1.5; row by row a fourth is a temporary, of a log-softmax copy and result
+    assert in_rows(logits_loss.reference_bytes, BY_ROWS, pairs=2) == 1.5
+    softmax = in_rows(logits_loss.reference_bytes, BY_SOFTMAX, pairs=2)
+    assert softmax == pytest.approx(1 + 2 * SCORED)
+
+
+def test_logits_of_answers_are_held_while_those_of_the_kl_term_are_scored() -> None:
+    more = in_rows(logits_loss.held_bytes, OF_KTO, pairs=2)
+    assert more - in_rows(logits_loss.held_bytes, BY_SOFTMAX, pairs=2) == 1
+
+
+def test_metrics_copy_logits_beside_those_of_policy_and_reference() -> None:
+    logged = replace(BY_ROWS, copied_for_metrics=2.0)
+    alone = in_rows(logits_loss.forward_bytes, logged, pairs=2)
+    assert alone == 1 + 2
+
+    def both(*args: Any, **sized: Any) -> Any:
+        return logits_loss.forward_bytes(*args, **sized, has_reference=True)
+
+    assert in_rows(both, logged, pairs=2) == 2 + 2
+    # one copy is less than the copy and the chunks that the entropy takes
+    once = in_rows(both, replace(BY_ROWS, copied_for_metrics=1.0), pairs=2)
+    assert once == pytest.approx(2 + SCORED + 3 * 128 / (4 * SEQ_LEN))

@@ -1,12 +1,19 @@
-"""The loss that a trainer makes of whole logits: of all rows' answers, and of the chosen rows."""
+"""The loss that a trainer makes of whole logits: of all rows' answers, and of the chosen rows.
+
+Log-probabilities come from one kernel of TRL, row by row where there is no such kernel, or from a
+log-softmax of all rows in fp32 (`LogitsLoss.log_probabilities`).
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
 
 from whichlora.memory import loss
 from whichlora.memory.entries import Fact
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
-from whichlora.spec.numeric import Count, floor_div, largest
+from whichlora.spec.numeric import Count, floor_div, largest, smallest
 from whichlora.trainers.base import LogitsLoss, Trainer
 
 LOSS_FORWARD = Fact(
@@ -16,6 +23,15 @@ LOSS_FORWARD = Fact(
     dtype="fp32 under autocast",
     why="the end of the loss's forward",
     source="TRL 1.16 concatenated_forward; torch cross_entropy",
+)
+COMPARED = Fact(
+    part="logits_and_loss",
+    what="logits of the batch, and what their log-probabilities keep",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="fp32 under autocast, or in a log-softmax of all rows",
+    count="1, or 2 with a saved log-softmax",
+    why="the backward of the loss reads them",
+    source="TRL 1.9 DPOTrainer._compute_loss; LLaMA-Factory 0.9.5 get_batch_logps",
 )
 LOSS_BACKWARD = Fact(
     part="logits_and_loss",
@@ -28,6 +44,9 @@ LOSS_BACKWARD = Fact(
 )
 
 
+_ENTROPY_POSITIONS = 128  # at once. Source: TRL 1.9 `entropy_from_logits` of trainer/utils.py
+
+
 def forward_bytes(
     model: ModelSpec,
     dtypes: Dtypes,
@@ -36,25 +55,66 @@ def forward_bytes(
     *,
     tokens: Count,
     sequences: Count,
+    has_reference: bool = False,
 ) -> Count:
     """Alive at the worst point of the loss's forward: logits, shifted copy, log-softmax.
 
+    Args:
+        has_reference: a frozen reference scores the batch, too, before metrics are computed.
+
     Kind: exact. Source: TRL 1.16 `concatenated_forward` of orpo_trainer.py and cpo_trainer.py,
-    `selective_log_softmax` of trainer/utils.py; accelerate 1.15 `ConvertOutputsToFp32`.
+    `selective_log_softmax` of trainer/utils.py, 1.9 `_compute_loss` of dpo_trainer.py and
+    kto_trainer.py; accelerate 1.15 `ConvertOutputsToFp32`.
     """
-    size, logits, scored, likelihood = _sizes(
-        model, dtypes, trainer, computed, tokens=tokens, sequences=sequences
-    )
+    sizes = _Sizes.of(model, dtypes, trainer, computed, tokens=tokens, sequences=sequences)
     # `logits[..., :-1, :].contiguous()` of one row is a view
-    shifted = likelihood * (sequences > 2)
-    compared: Count = 0  # with Triton one kernel makes no tensor as wide as the vocabulary
-    if dtypes.device_kind == "cpu":
-        # row by row: `logsumexp` makes a temporary, `log_softmax` of 16-bit logits a saved result
-        compared = floor_div(scored, sequences) if size == 4 else scored
-    in_loss = logits + likelihood + largest(shifted, compared)
-    narrow = tokens * loss.logit_width(model) * dtypes.compute_bytes
-    widening = logits + narrow * (size != dtypes.compute_bytes)
-    return largest(widening, in_loss) + _saved_by_head(model, dtypes, tokens=tokens)
+    shifted = sizes.likelihood * (sequences > 2)
+    in_loss = sizes.logits + sizes.likelihood + largest(shifted, sizes.comparing)
+    points = [sizes.widening, in_loss]
+    if computed.copied_for_metrics:
+        of_both = sizes.held + sizes.logits * has_reference
+        # `entropy_from_logits` copies what it reshapes, and makes three tensors of a few positions
+        entropy = sizes.scored + 3 * smallest(_ENTROPY_POSITIONS * sizes.position, sizes.scored)
+        points.append(of_both + largest(entropy, sizes.times(computed.copied_for_metrics)))
+    return largest(*points) + _saved_by_head(model, dtypes, tokens=tokens)
+
+
+def held_bytes(
+    model: ModelSpec,
+    dtypes: Dtypes,
+    trainer: Trainer,
+    computed: LogitsLoss,
+    *,
+    tokens: Count,
+    sequences: Count,
+) -> Count:
+    """What a batch's scores keep while the reference scores it.
+
+    Kind: exact. Source: TRL 1.9 `_compute_loss` of dpo_trainer.py and kto_trainer.py;
+    LLaMA-Factory 0.9.5 `get_batch_logps` of train/trainer_utils.py, `concatenated_forward` of
+    train/dpo/trainer.py (line 218) and train/kto/trainer.py (line 183).
+    """
+    sizes = _Sizes.of(model, dtypes, trainer, computed, tokens=tokens, sequences=sequences)
+    beside = sizes.times(computed.held_beside)
+    return sizes.held + beside + _saved_by_head(model, dtypes, tokens=tokens)
+
+
+def reference_bytes(
+    model: ModelSpec,
+    dtypes: Dtypes,
+    trainer: Trainer,
+    computed: LogitsLoss,
+    *,
+    tokens: Count,
+    sequences: Count,
+) -> Count:
+    """Alive while the reference's logits are made and compared, without a graph.
+
+    Kind: exact. Source: as of `held_bytes`.
+    """
+    sizes = _Sizes.of(model, dtypes, trainer, computed, tokens=tokens, sequences=sequences)
+    compared = sizes.comparing if computed.log_probabilities == "softmax" else sizes.row
+    return largest(sizes.widening, sizes.logits + compared)
 
 
 def backward_bytes(
@@ -71,17 +131,12 @@ def backward_bytes(
     What came last in the forward goes back first: the log-probabilities, then the cross entropy.
 
     Kind: exact. Source: TRL 1.16 `_LogProbEntropyFunction` of kernels/logprob_entropy.py; torch
-    2.13 `slice_backward`, `InputBuffer::accumulate`.
+    2.13 `slice_backward`, `InputBuffer::accumulate`, `gather_backward`.
     """
-    size, logits, scored, likelihood = _sizes(
-        model, dtypes, trainer, computed, tokens=tokens, sequences=sequences
-    )
-    comparing = logits + scored  # the kernel has saved the logits
-    if dtypes.device_kind == "cpu":
-        # `gather` has saved the logits, too; rows of gradients are stacked
-        comparing = 2 * scored + logits * (size == 4)
+    sizes = _Sizes.of(model, dtypes, trainer, computed, tokens=tokens, sequences=sequences)
+    logits, scored, likelihood = sizes.logits, sizes.scored, sizes.likelihood
     points = [
-        likelihood + comparing,
+        likelihood + sizes.comparing_backward,
         likelihood + scored + logits,  # of all but the last positions, and of all
         logits + 3 * likelihood,  # `_log_softmax_backward_data`
     ]
@@ -90,20 +145,77 @@ def backward_bytes(
     return largest(*points) + _saved_by_head(model, dtypes, tokens=tokens)
 
 
-def _sizes(
-    model: ModelSpec,
-    dtypes: Dtypes,
-    trainer: Trainer,
-    computed: LogitsLoss,
-    *,
-    tokens: Count,
-    sequences: Count,
-) -> tuple[int, Count, Count, Count]:
-    """Bytes of one entry, of all logits, of those but each last position's, of the chosen half."""
-    vocab = loss.logit_width(model)
-    size = loss.returned_logit_bytes(model, dtypes, trainer)
-    scored = (tokens - sequences) * vocab * size
-    return size, tokens * vocab * size, scored, floor_div(scored, 2) * computed.has_cross_entropy
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """Bytes of the tensors of a batch.
+
+    Args:
+        position: the logits of one.
+        widening: logits, while a caller gets them in fp32.
+        logits: those of all positions, as they are compared.
+        scored: those of all but each last position.
+        likelihood: of those the chosen half, where there is a cross entropy.
+        row: a temporary of one row.
+        comparing: saved or temporary beside the logits, at the worst point of the comparison.
+        comparing_backward: alive at the worst point of its backward.
+        held: logits and what is saved beside them.
+    """
+
+    position: int
+    widening: Count
+    logits: Count
+    scored: Count
+    likelihood: Count
+    row: Count
+    comparing: Count
+    comparing_backward: Count
+    held: Count
+
+    def times(self, share: float) -> Count:
+        """Bytes of `share` of the logits, in halves."""
+        return int(2 * share) * floor_div(self.logits, 2)
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelSpec,
+        dtypes: Dtypes,
+        trainer: Trainer,
+        computed: LogitsLoss,
+        *,
+        tokens: Count,
+        sequences: Count,
+    ) -> Self:
+        vocab, narrow = loss.logit_width(model), dtypes.compute_bytes
+        size = loss.returned_logit_bytes(model, dtypes, trainer)
+        by = computed.way_on(dtypes.device_kind)
+        if by == "softmax":
+            size = 4  # `logits.to(torch.float32)`
+        logits, scored = tokens * vocab * size, (tokens - sequences) * vocab * size
+        # `logsumexp` makes a temporary, `log_softmax` of 16-bit logits a result
+        row, saved = floor_div(scored, sequences), 0 * scored
+        if by == "kernel":  # makes no tensor as wide as the vocabulary, and saves the logits
+            row, comparing, back = 0 * scored, 0 * scored, logits + scored
+        elif by == "softmax":
+            # `_log_softmax` makes its input contiguous, which that of one row is; its result
+            # is what `gather` and itself save, which is read while two gradients are made
+            saved = scored
+            comparing, back = scored + scored * (sequences > 1), 3 * scored
+        else:  # `gather` has saved fp32 logits; rows of gradients are stacked
+            saved = scored * (size != 4)
+            comparing = row if size == 4 else scored
+            back = 2 * scored + logits * (size == 4)
+        return cls(
+            position=vocab * size,
+            widening=logits + tokens * vocab * narrow * (size != narrow),
+            logits=logits,
+            scored=scored,
+            likelihood=floor_div(scored, 2) * computed.has_cross_entropy,
+            row=row,
+            comparing=comparing,
+            comparing_backward=back,
+            held=logits + saved,
+        )
 
 
 def _saved_by_head(model: ModelSpec, dtypes: Dtypes, *, tokens: Count) -> Count:

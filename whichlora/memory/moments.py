@@ -75,12 +75,19 @@ def loss_forward(step: TrainingStep) -> Entries:
         step.saved_for_backward,
         step.remainders,
         _decoder_cache(step),
-        Entry(step.loss_facts[0], step.loss_forward_bytes),
-        # `autocast.__exit__` of torch/amp/autocast_mode.py calls `clear_autocast_cache`: the
-        # context ends after the loss, which the model's forward computes
-        Entry(AUTOCAST_COPIES, step.autocast_copies),
+        *_loss_and_copies(step),
         _head_copy(step),
     )
+
+
+def _loss_and_copies(step: TrainingStep) -> Entries:
+    # `autocast.__exit__` of torch/amp/autocast_mode.py calls `clear_autocast_cache`: the context
+    # ends with the model's forward, which computes the loss, unless a trainer does of its logits
+    made, copies = step.loss_forward_bytes, step.autocast_copies
+    if step.compared is not None:
+        logits = step.tokens * loss.logit_width(step.model) * step.dtypes.compute_bytes
+        made, copies = largest(made, logits + copies), 0 * copies
+    return Entry(step.loss_facts[0], made), Entry(AUTOCAST_COPIES, copies)
 
 
 LOG_PROBABILITIES = Fact(
@@ -108,11 +115,12 @@ def reference_forward(step: TrainingStep) -> Entries:
         *step.always,
         step.saved_for_backward,
         step.remainders,
-        Entry(
+        step.compared
+        or Entry(
             LOG_PROBABILITIES,
             step.scored_tokens * loss.log_probability_bytes(step.model, step.dtypes),
         ),
-        Entry(REFERENCE_FORWARD, largest(in_layer, step.loss_forward_bytes)),
+        Entry(REFERENCE_FORWARD, largest(in_layer, step.reference_loss_bytes)),
     )
 
 

@@ -404,7 +404,9 @@ class TrainingStep:
             loss_head=self.run.loss_head,
         )
 
-    def _in_logits_loss(self, formula: Callable[..., Count], computed: LogitsLoss) -> Count:
+    def _in_logits_loss(
+        self, formula: Callable[..., Count], computed: LogitsLoss, **further: bool
+    ) -> Count:
         """A formula of `memory.logits_loss` for this step."""
         return formula(
             self.model,
@@ -413,7 +415,24 @@ class TrainingStep:
             computed,
             tokens=self.tokens,
             sequences=self.batch_size,
+            **further,
         )
+
+    @property
+    def compared(self) -> Entry | None:
+        """Logits of the policy while the reference scores, where a trainer compares them."""
+        computed = self.trainer.logits_loss(self.run)
+        if computed is None:
+            return None
+        return Entry(logits_loss.COMPARED, self._in_logits_loss(logits_loss.held_bytes, computed))
+
+    @property
+    def reference_loss_bytes(self) -> Count:
+        """What the reference's head and the comparison of its logits make."""
+        computed = self.trainer.logits_loss(self.run)
+        if computed is None:
+            return self.loss_forward_bytes
+        return self._in_logits_loss(logits_loss.reference_bytes, computed)
 
     @property
     def loss_facts(self) -> tuple[Fact, Fact]:
@@ -426,7 +445,9 @@ class TrainingStep:
     def loss_forward_bytes(self) -> Count:
         computed = self.trainer.logits_loss(self.run)
         if computed is not None:
-            return self._in_logits_loss(logits_loss.forward_bytes, computed)
+            return self._in_logits_loss(
+                logits_loss.forward_bytes, computed, has_reference=self.has_reference
+            )
         return self._in_loss(loss.loss_forward_bytes)
 
     @cached_property

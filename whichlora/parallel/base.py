@@ -122,7 +122,7 @@ def in_run(step: TrainingStep, run: RunConfig) -> TrainingStep:
         device_kind=step.gpu.kind,
         compute_capability=step.gpu.compute_capability,
         widens_result=bool(step.method.stays_wide),
-        narrows_adapters=step.trainer.keeps_base,
+        narrows_adapters=step.trainer.narrows_adapters,
     )
     dtypes = step.trainer.with_narrow_tables(dtypes, run, step.model)
     counted = step.dtypes

@@ -159,13 +159,15 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
             f"{model.name}: trainer {trainer.name} is predicted for models that continue a text; "
             f"{model.model_type} is none"
         )
+    if training and method.stays_wide and trainer.narrows_adapters:
+        _check_narrowed(run, method, trainer)
     dtypes = resolve_dtypes(
         run,
         trains_base=training and method.trains_base,
         device_kind=gpu.kind,
         compute_capability=gpu.compute_capability,
         widens_result=training and bool(method.stays_wide),
-        narrows_adapters=trainer.keeps_base,
+        narrows_adapters=trainer.narrows_adapters,
     )
     if training:
         dtypes = trainer.with_narrow_tables(dtypes, run, model)
@@ -359,6 +361,16 @@ def _check_device(run: RunConfig, gpu: GpuSpec) -> None:
                 f"{setting}: {value} does not run on {gpu.key} ({library} needs compute capability "
                 f"{least} or newer); use {instead}"
             )
+
+
+def _check_narrowed(run: RunConfig, method: Method, trainer: Trainer) -> None:
+    """Refuse a TRL that narrows what stays fp32 in later ones. Source: TRL 1.14 and 1.15."""
+    if run.quant in BNB_QUANTS and run.versions.trl_compares_logits:
+        raise ConfigError(
+            f"method: {method.name} in trainer {trainer.name} of TRL {run.versions.trl} has "
+            f"{method.stays_wide} parameters of 16 bit on a quantised base, which is not "
+            "predicted; use TRL 1.15 or later, or qlora"
+        )
 
 
 def _check_trained(model: ModelSpec, run: RunConfig, dtypes: Dtypes) -> None:

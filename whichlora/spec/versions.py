@@ -187,6 +187,22 @@ class Libraries:
         return self.older("trl", "0.14")
 
     @property
+    def trl_compares_logits(self) -> bool:
+        """DPO and KTO read whole logits, as of policy and reference; later tiles of them.
+
+        Read: `_compute_loss` of dpo_trainer.py and kto_trainer.py, 1.14 and 1.15.
+        """
+        return self.older("trl", "1.15")
+
+    @property
+    def trl_compares_by_rows(self) -> bool:
+        """Log-probabilities of whole logits are computed row after row, later by one kernel.
+
+        Read: 1.14 is the first with kernels/logprob_entropy.py.
+        """
+        return self.older("trl", "1.14")
+
+    @property
     def checkpoints_reentrant(self) -> bool:
         """Checkpointing runs the forward without a graph, unless it is told otherwise."""
         return self.older("transformers", "5")

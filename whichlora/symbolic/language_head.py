@@ -124,12 +124,16 @@ def cross_entropy(code: OpEmitter, logits: Tensor, *, width: int) -> Tensor:
 def compared_answers(
     code: OpEmitter, logits: Tensor, computed: LogitsLoss, *, sequences: int
 ) -> Tensor:
-    """The loss of pairs of answers, whose chosen rows are the first half, with TRL's kernel.
+    """The loss of pairs of answers, whose chosen rows are the first half.
 
     Source: TRL 1.16 `concatenated_forward` of orpo_trainer.py and cpo_trainer.py,
-    `_LogProbEntropyFunction` of kernels/logprob_entropy.py.
+    `_LogProbEntropyFunction` of kernels/logprob_entropy.py, 1.9 `selective_log_softmax` of
+    trainer/utils.py; LLaMA-Factory 0.9.5 `get_batch_logps` of train/trainer_utils.py.
     """
-    tape, width = code.tape, logits.elements.per_token
+    tape = code.tape
+    by_softmax = computed.log_probabilities == "softmax"
+    logits = code.cast(logits, 4) if by_softmax else logits
+    width = logits.elements.per_token
     parts = []
     if computed.has_cross_entropy:
         half = width // 2
@@ -140,6 +144,8 @@ def compared_answers(
         parts.append(tape.op([scores], constant(1), 4, saves=[scores]))
         tape.hold(shifted)
     (scored,) = tape.parts(logits, [plus(per_token(width), per_sequence(-width))])
+    if by_softmax or (computed.log_probabilities == "rows" and logits.size < 4):
+        scored = tape.op([scored], scored.elements, logits.size, saves_result=True)
     parts.append(tape.op([scored], per_token(1), 4, saves=[scored]))
     tape.hold(logits)
     return tape.op(parts, constant(1), 4)

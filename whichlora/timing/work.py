@@ -66,10 +66,15 @@ AUTOGRAD_LAUNCH = 0.5
 # Bytes that the loss reads and writes per token and vocabulary entry, forward and backward.
 LOSS_PASSES = {"hf": 30, "unsloth": 30, "raw": 8, "trl-fused": 16, "liger": 16}
 # The same of a trainer's own loss of fp32 logits. Kind: estimate, read. Logits are widened (6), and
-# read by a kernel and by metrics (8), then once more (8); their gradient is placed among those of
-# all positions (12). The cross entropy of the chosen half adds copy, log-softmax and their
-# backwards (16), two placed gradients (14) and a sum (12). Source: as of `memory.logits_loss`.
-_LOGITS_LOSS_PASSES, _CROSS_ENTROPY_PASSES = 34, 42
+# their gradient is placed among those of all positions (12). Between, a kernel and metrics read
+# them (8), and it once more (8). Row by row `logsumexp` subtracts, exponentiates and sums (24),
+# then does so again and multiplies (24), rows are stacked (8), `gather` adds its gradient (16), and
+# metrics read (8) and the gradient is narrowed (6). A log-softmax of all copies (8), reads and
+# writes (12), and so does its backward (12), beside `gather`'s zeros (4) and metrics (4).
+# The cross entropy of the chosen half adds copy, log-softmax and their backwards (16), two placed
+# gradients (14) and a sum (12). Source: as of `memory.logits_loss`.
+_LOGITS_LOSS_PASSES = {"kernel": 34, "rows": 104, "softmax": 58}
+_CROSS_ENTROPY_PASSES = 42
 
 # What a quantised product launches beside its kernel: AWQ sums split results, 8-bit GPTQ widens
 # and narrows, bitsandbytes expands scales and looks up its state in Python. Kind: fitted, whole
@@ -596,7 +601,8 @@ def training_work(
     vocab = model.vocab_size if head else 0
     loss_passes = LOSS_PASSES[run.loss_head]
     if logits_loss is not None:
-        loss_passes = _LOGITS_LOSS_PASSES + logits_loss.has_cross_entropy * _CROSS_ENTROPY_PASSES
+        loss_passes = _LOGITS_LOSS_PASSES[logits_loss.way_on(dtypes.device_kind)]
+        loss_passes += logits_loss.has_cross_entropy * _CROSS_ENTROPY_PASSES
     elementwise = layers.elementwise_bytes + loss_passes * vocab * scored
 
     steps = run.gradient_accumulation_steps

@@ -38,7 +38,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._run = run
         self._fused_rows = fused_rows
         self._prefix = get_method(run.method).parameter_prefix
-        self._scored = get_trainer(run.trainer).scored_tokens(run)
+        trainer = get_trainer(run.trainer)
+        self._scored = trainer.scored_tokens(run)
+        self._tells_unwanted = trainer.rows == "labelled"
+        self._unwanted: torch.Tensor | None = None  # a mask of the answers that are not wanted
         self.events: list[TracedEvent] = []
         self._layers = layers
         self._live: dict[int, tuple[int, int | None, weakref.ref[Any]]] = {}
@@ -146,12 +149,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._placeholder_value(args[0])
-        chosen = _chosen_by_mask(func, args, self._scored)
+        chosen = _chosen_by_mask(func, args, self._scored, self._unwanted)
         if chosen is not None:
+            self._note(chosen, func, args, -1)
             return chosen
         temporary_bytes = _temporary_bytes(func, args, kwargs or {}, self._fused_rows)
         temporary = self._write_birth(temporary_bytes, str(func), None) if temporary_bytes else 0
         result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.bitwise_not.default and self._tells_unwanted and result.ndim == 1:
+            self._unwanted = result
         if func is torch.ops.aten.lift_fresh.default:
             return result  # `torch.tensor(1.0)`: stays on the host
         self._sum = None
@@ -223,7 +229,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def _note_sum(self, result: torch.Tensor, func: Any, args: Any) -> None:
         """Remember a sum of two gradients; see `_added_in_place`."""
         in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        if not in_backward or func is not torch.ops.aten.add.Tensor:
+        if not in_backward or func not in _IN_PLACE:
             return
         first = args[0]
         if not isinstance(first, torch.Tensor) or first._is_view() or first.dtype != result.dtype:
@@ -269,6 +275,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             hook.remove()
 
 
+# `gather_backward` of FunctionsManual.cpp scatters in place, but for subclasses of a tensor
+_IN_PLACE = (torch.ops.aten.add.Tensor, torch.ops.aten.scatter_add.default)
+
+
 def _calls(function: Any, first: Any) -> Any:
     """`function` with its first argument; a hook's result must be None."""
 
@@ -278,24 +288,26 @@ def _calls(function: Any, first: Any) -> Any:
     return call
 
 
-def _chosen_by_mask(func: Any, args: Any, scored: int | None) -> torch.Tensor | None:
+def _chosen_by_mask(
+    func: Any, args: Any, scored: int | None, unwanted: torch.Tensor | None
+) -> torch.Tensor | None:
     """What a mask chooses, which a fake one can't tell: everything, as of a batch without padding.
-
-    Run as other operators, so that the results are recorded.
 
     Args:
         scored: positions of a sequence that are chosen, where a trainer scores a part of it.
+        unwanted: a mask that chooses nothing: all answers of a batch are wanted.
     """
     if func is torch.ops.aten.nonzero.default:
         mask = args[0]
-        rows = _num_chosen(mask, scored)
+        rows = _num_chosen(mask, scored) * (mask is not unwanted)
         return torch.zeros((rows, mask.ndim), dtype=torch.long, device=mask.device)
     if func is not torch.ops.aten.index.Tensor or len(args[1]) != 1:
         return None
     tensor, (mask,) = args
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
         return None
-    return tensor.flatten(0, mask.ndim - 1)[: _num_chosen(mask, scored)].clone()
+    rows = _num_chosen(mask, scored) * (mask is not unwanted)
+    return tensor.flatten(0, mask.ndim - 1)[:rows].clone()
 
 
 def _num_chosen(mask: torch.Tensor, scored: int | None) -> int:
@@ -312,10 +324,13 @@ def _temporary_bytes(func: Any, args: Any, kwargs: Mapping[str, Any], fused_rows
     the GPU, a 4-bit product expands its weight to the dtype of the input first, and scales that
     are quantised themselves to fp32, without their offset and with it. torch 2.13 `_safe_softmax`:
     a byte for each score that is -inf or not; its backward on CUDA, `softmax_backward_cuda_out`:
-    the product of gradient and result.
+    the product of gradient and result. `host_softmax` of SoftMax.cu makes its input contiguous.
     """
     if func is torch.ops.aten._safe_softmax.default:
         return int(args[0].numel())
+    if func is torch.ops.aten._log_softmax.default:
+        of_view = not args[0].is_contiguous()
+        return int(args[0].numel() * args[0].element_size()) if of_view else 0
     if func is torch.ops.aten._softmax_backward_data.default:
         node = torch._C._current_autograd_node()
         in_math_kernel = node is not None and node.name() == "SafeSoftmaxBackward0"

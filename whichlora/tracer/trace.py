@@ -119,8 +119,10 @@ def trace(
             patches.enter_context(with_flash_attention())
         if run.loss_head == "trl-fused":
             patches.enter_context(with_fused_head())
-        if run.phase == "finetune" and get_trainer(run.trainer).logits_loss(run) is not None:
-            patches.enter_context(with_fused_log_probabilities())
+        if run.phase == "finetune":
+            computed = get_trainer(run.trainer).logits_loss(run)
+            if computed is not None and computed.log_probabilities == "kernel":
+                patches.enter_context(with_fused_log_probabilities())
         model = meta_model(weights, config, device="cpu")
         with experts_quantised(model, weights):
             patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -17,6 +17,8 @@ from whichlora.trainers import (
     dpo,
     grpo,
     kto,
+    llamafactory_dpo,
+    llamafactory_kto,
     loop,
     loop_function,
     orpo,
@@ -43,6 +45,8 @@ _TRAINERS = Members[Trainer](
             reward,
             orpo,
             cpo,
+            llamafactory_dpo,
+            llamafactory_kto,
         )
     ),
 )
@@ -68,11 +72,21 @@ def with_trainer(run: RunConfig) -> RunConfig:
                 f"trainer_options: {name!r} is no option of trainer {trainer.name}, {accepted}"
             )
     values = filled(trainer.options, asked).items()
-    return replace(
-        run,
-        loss_head=trainer.loss_head(run),
-        trainer_options=tuple(sorted((name, value) for name, value in values if value is not None)),
-    )
+    options = tuple(sorted((name, value) for name, value in values if value is not None))
+    run = replace(run, trainer_options=options)
+    return replace(run, loss_head=trainer.loss_head(run))
+
+
+def trainer_of(library_class: str) -> Trainer:
+    """The trainer whose steps are those of `library_class`, a dotted name.
+
+    Raises:
+        ConfigError: none.
+    """
+    for trainer in list_trainers().values():
+        if library_class and trainer.library_class == library_class:
+            return trainer
+    raise ConfigError(f"trainer: no trainer has the steps of {library_class!r}")
 
 
 def requirement(run: RunConfig) -> str:
@@ -92,5 +106,6 @@ __all__ = [
     "get_trainer",
     "list_trainers",
     "requirement",
+    "trainer_of",
     "with_trainer",
 ]

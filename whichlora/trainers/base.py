@@ -73,9 +73,23 @@ class LogitsLoss:
 
     Args:
         has_cross_entropy: and the cross entropy of the chosen rows, the first half.
+        log_probabilities: by one kernel; row after row, where there is no such kernel; or of a
+            log-softmax of all rows in fp32.
+        copied_for_metrics: how often logits are copied for what is logged, once the loss and the
+            logits of the reference are there.
+        held_beside: of logits without gradients, how many more there are while the reference
+            scores its last rows.
     """
 
-    has_cross_entropy: bool
+    has_cross_entropy: bool = False
+    log_probabilities: Literal["kernel", "rows", "softmax"] = "kernel"
+    copied_for_metrics: float = 0.0
+    held_beside: float = 0.0
+
+    def way_on(self, device_kind: str) -> Literal["kernel", "rows", "softmax"]:
+        """How log-probabilities are made there: the kernel is Triton's, which a CPU lacks."""
+        without = device_kind == "cpu" and self.log_probabilities == "kernel"
+        return "rows" if without else self.log_probabilities
 
 
 def drops_outputs(run: RunConfig) -> OutputsHeld:
@@ -148,8 +162,8 @@ class Trainer:
         logits_loss: what it computes of the logits that the model returns; None where the model
             or its head computes the loss.
         narrows_embedding_states: an 8-bit optimizer has 8-bit states of embeddings, too.
-        keeps_base: a quantised base is not prepared, whose norms stay narrow, and its adapters are
-            cast to 16 bit.
+        keeps_base: a quantised base is not prepared, whose norms stay narrow.
+        narrows_adapters: those of a quantised base are cast to 16 bit.
         narrowed_names: embeddings and heads whose names contain one of these are cast to bf16, on a
             prepared 4-bit base that is trained in bf16 under autocast.
         clips_gradients: their norm is computed and cut before each optimizer step.
@@ -182,6 +196,7 @@ class Trainer:
     logits_loss: Callable[[RunConfig], LogitsLoss | None] = _of_model
     narrows_embedding_states: bool = False
     keeps_base: bool = False
+    narrows_adapters: bool = False
     narrowed_names: tuple[str, ...] = ()
     clips_gradients: bool = False
     check: Callable[[RunConfig], None] = _accepts
@@ -206,11 +221,12 @@ class Trainer:
         Raises:
             ConfigError: this trainer has no such loss.
         """
+        accepted = ("raw",) if self.logits_loss(run) is not None else self.loss_heads
         if run.loss_head == USUAL_HEAD:
-            return self.loss_heads[0]
-        if run.loss_head not in self.loss_heads:
+            return accepted[0]
+        if run.loss_head not in accepted:
             raise ConfigError(
                 f"loss_head: {run.loss_head} is not in trainer {self.name}, whose loss is "
-                f"{' or '.join(self.loss_heads)}; leave it out"
+                f"{' or '.join(accepted)}; leave it out"
             )
         return run.loss_head

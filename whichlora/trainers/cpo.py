@@ -29,7 +29,7 @@ def _logits_loss(run: RunConfig) -> LogitsLoss:
     # `__post_init__` of cpo_config.py makes alphapo simpo with cpo_alpha 0
     is_alpha_po = run.trainer_option(_LOSS.name) == "alphapo"
     weighs = float(str(run.trainer_option(_ALPHA.name))) != 0
-    return LogitsLoss(has_cross_entropy=weighs and not is_alpha_po)
+    return trl.loss_of_logits(run, has_cross_entropy=weighs and not is_alpha_po)
 
 
 TRAINER = replace(

@@ -14,7 +14,7 @@ from whichlora.errors import ConfigError
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import sft, trl
-from whichlora.trainers.base import Forwards
+from whichlora.trainers.base import Forwards, LogitsLoss, drops_outputs
 
 _LOSS = Option(
     name="loss_type",
@@ -30,6 +30,13 @@ _SMOOTHING = Option(
     summary="chance of a flipped label: robust, exo_pair",
     default=0.0,
 )
+
+
+def _logits_loss(run: RunConfig) -> LogitsLoss | None:
+    """Source: TRL 1.9 `DPOTrainer._compute_loss`: `entropy_from_logits` copies what it reshapes."""
+    if not run.versions.trl_compares_logits:
+        return None
+    return trl.loss_of_logits(run, copied_for_metrics=1.0)
 
 
 def _forwards(run: RunConfig) -> Forwards:
@@ -60,6 +67,8 @@ TRAINER = replace(
     rows="pairs",
     rows_per_example=2,
     forwards=_forwards,
+    outputs_held=drops_outputs,
+    logits_loss=_logits_loss,
     check=_check,
     notes=_notes,
 )

@@ -14,7 +14,7 @@ from whichlora.errors import ConfigError
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import sft, trl
-from whichlora.trainers.base import Forwards
+from whichlora.trainers.base import Forwards, LogitsLoss, drops_outputs
 
 _LOSS = Option(
     name="loss_type",
@@ -22,6 +22,16 @@ _LOSS = Option(
     default="kto",
     choices=("kto", "apo_zero_unpaired"),
 )
+
+
+def _logits_loss(run: RunConfig) -> LogitsLoss | None:
+    """Source: TRL 1.9 `KTOTrainer._compute_loss`: it logs a copy of the wanted answers' logits.
+
+    The positions of their completions are copied out of it. All answers of a batch may be wanted.
+    """
+    if not run.versions.trl_compares_logits:
+        return None
+    return trl.loss_of_logits(run, copied_for_metrics=2.0)
 
 
 def _forwards(run: RunConfig) -> Forwards:
@@ -46,5 +56,7 @@ TRAINER = replace(
     options=(trl.BETA, _LOSS, trl.PRECOMPUTE, trl.DISABLE_DROPOUT),
     rows="labelled",
     forwards=_forwards,
+    outputs_held=drops_outputs,
+    logits_loss=_logits_loss,
     check=_check,
 )

@@ -19,7 +19,7 @@ _BETA = Option(name="beta", summary="weight of the odds ratio's term", default=0
 
 
 def _logits_loss(run: RunConfig) -> LogitsLoss:
-    return LogitsLoss(has_cross_entropy=True)
+    return trl.loss_of_logits(run, has_cross_entropy=True)
 
 
 TRAINER = replace(

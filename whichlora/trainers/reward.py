@@ -29,5 +29,6 @@ TRAINER = replace(
     drops_longer=True,
     gives_rewards=True,
     keeps_base=True,
+    narrows_adapters=True,
     notes=dpo.TRAINER.notes,
 )

@@ -21,4 +21,5 @@ TRAINER = replace(
     makes_adapters=True,
     loss_heads=("trl-fused",),
     keeps_base=True,
+    narrows_adapters=True,
 )

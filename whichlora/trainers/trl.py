@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
+from whichlora.trainers.base import LogitsLoss
 
 TURNED_ON = ("bf16", "gradient_checkpointing")  # `_BaseConfig`
 BETA = Option(name="beta", summary="strength of the pull to the reference", default=0.1)
@@ -23,3 +24,14 @@ DISABLE_DROPOUT = Option(
 def computes_reference(run: RunConfig) -> bool:
     """Whether a step computes log-probabilities of the reference."""
     return not run.trainer_option(PRECOMPUTE.name)
+
+
+def loss_of_logits(
+    run: RunConfig, *, has_cross_entropy: bool = False, copied_for_metrics: float = 0.0
+) -> LogitsLoss:
+    """A loss of whole logits, as the TRL of `run` computes log-probabilities."""
+    return LogitsLoss(
+        has_cross_entropy=has_cross_entropy,
+        log_probabilities="rows" if run.versions.trl_compares_by_rows else "kernel",
+        copied_for_metrics=copied_for_metrics,
+    )

@@ -33,7 +33,7 @@ from whichlora.predict.resolve import layout_of
 from whichlora.spec.data_format import ALPACA_CHAT_TEMPLATE, TEXT_ROWS, DataFormat
 from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
 from whichlora.spec.run import BNB_QUANTS, RunConfig
-from whichlora.trainers import Trainer, get_trainer
+from whichlora.trainers import Trainer, get_trainer, list_trainers
 
 TRAINER_CLASS = "transformers.Trainer"  # whose steps the script's are
 Weights = Literal["pretrained", "random"]
@@ -262,7 +262,7 @@ def _keeping_constants(keeping: Keeping) -> dict[str, int | float | None]:
 
 def _is_narrow(run: RunConfig, keeping: Keeping) -> bool:
     """Whether adapters that a checkpoint brings back must be narrowed again."""
-    by_trainer = get_trainer(run.trainer).keeps_base and run.quant in BNB_QUANTS
+    by_trainer = get_trainer(run.trainer).narrows_adapters and run.quant in BNB_QUANTS
     narrow = run.narrows_adapters or by_trainer
     return keeping.saves and narrow and not get_method(run.method).trains_base
 
@@ -356,10 +356,12 @@ def require_library(run: RunConfig, place: str) -> None:
     Raises:
         ConfigError: its steps are written out by a script.
     """
-    if not get_trainer(run.trainer).config_class:
+    trainer = get_trainer(run.trainer)
+    if not trainer.config_class:
+        whose = trainer.library_class or "a script's own"
         raise ConfigError(
-            f"{place}: it can't be written for trainer {run.trainer}, whose steps are a script's "
-            "own; use trainer transformers"
+            f"{place}: it can't be written for trainer {run.trainer}, whose steps are {whose}; use "
+            "trainer transformers, or 'whichlora export' to its tool"
         )
 
 
@@ -380,9 +382,13 @@ def require_trainer(run: RunConfig, place: str, *others: str) -> None:
     """
     if not runs_in_trainer(run, *others):
         is_written = get_trainer(run.trainer).config_class
+        names = [
+            trainer.name
+            for trainer in list_trainers().values()
+            if trainer.library_class in (TRAINER_CLASS, *others)
+        ]
         raise ConfigError(
-            f"{place}: trainer {run.trainer} can't be written, its steps are those of "
-            f"{' or '.join((TRAINER_CLASS, *others))}; use "
+            f"{place}: trainer {run.trainer} can't be written, it runs {', '.join(names)}; use "
             f"{'--to transformers' if is_written else 'trainer transformers'}"
         )
 
