@@ -588,8 +588,84 @@ def test_pairs_and_labelled_answers_are_written_for_the_command_of_trl(tmp_path:
     assert "loss_type: kto" in written("kto")
 
 
-@pytest.mark.parametrize("to", ["trl", "axolotl", "llamafactory", "unsloth"])
-def test_trainers_that_a_tool_does_not_run_are_refused(to: str, tmp_path: Path) -> None:
-    recipe = export.make_recipe(RunConfig(model=MODEL, trainer="orpo"), "a100-sxm-80gb")
-    with pytest.raises(ConfigError, match=f"--to {to}: trainer orpo.*; use --to transformers"):
+@pytest.mark.parametrize(
+    ("to", "trainer"),
+    [("trl", "orpo"), ("unsloth", "orpo"), ("axolotl", "reward"), ("llamafactory", "reward")],
+)
+def test_trainers_that_a_tool_does_not_run_are_refused(
+    to: str, trainer: str, tmp_path: Path
+) -> None:
+    recipe = export.make_recipe(RunConfig(model=MODEL, trainer=trainer), "a100-sxm-80gb")
+    message = f"--to {to}: trainer {trainer} can't be written, it runs transformers.*; use --to"
+    with pytest.raises(ConfigError, match=message):
         export.write_export(recipe, to, tmp_path)
+
+
+SIMPO = (("loss_type", "simpo"),)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "keys"),
+    [
+        ("dpo", (("beta", 0.3),), ("rl: dpo", "rl_beta: 0.3", "dpo_loss_type:\n  - sigmoid")),
+        ("kto", (), ("rl: kto", "rl_beta: 0.1")),
+        ("orpo", (), ("rl: orpo",)),
+        ("cpo", SIMPO, ("rl: simpo", "cpo_alpha: 1.0")),
+    ],
+)
+def test_axolotl_learns_preferences_with_the_older_trl_that_it_needs(
+    trainer: str, options: Any, keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = RunConfig(model=MODEL, trainer=trainer, batch_size=2, trainer_options=options)
+    made = export.write_export(export.make_recipe(run, "a100-sxm-80gb"), "axolotl", tmp_path)
+    text = made.paths[0].read_text(encoding="utf-8")
+    assert all(f"\n{key}\n" in text for key in keys)
+    assert "\n    ds_type: json\nval_set_size: 0.0\nskip_prepare_dataset: true\n" in text
+    assert made.changes["libraries"] == ({}, {"trl": "1.9.0"})
+    assert made.after.memory.peak_allocated_bytes > made.before.memory.peak_allocated_bytes
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "keys", "peak_ratio"),
+    [
+        ("dpo", (("beta", 0.3),), ("stage: dpo", "pref_beta: 0.3", "pref_loss: sigmoid"), 4),
+        ("kto", (), ("stage: kto", "pref_beta: 0.1"), 3),
+        ("orpo", (), ("stage: dpo", "pref_loss: orpo"), 1),
+        ("cpo", SIMPO, ("stage: dpo", "pref_loss: simpo", "pref_ftx: 1.0"), 1),
+    ],
+)
+def test_llamafactory_learns_preferences_by_its_own_trainers(
+    trainer: str, options: Any, keys: tuple[str, ...], peak_ratio: int, tmp_path: Path
+) -> None:
+    run = RunConfig(
+        model=MODEL, method="qlora", trainer=trainer, batch_size=2, trainer_options=options
+    )
+    made = export.write_export(export.make_recipe(run, "a100-sxm-80gb"), "llamafactory", tmp_path)
+    text = made.paths[0].read_text(encoding="utf-8")
+    assert all(f"\n{key}\n" in text for key in keys)
+    data = json.loads(made.paths[1].read_text(encoding="utf-8"))["train"]
+    assert data["columns"]["prompt"] == "prompt"
+    assert data.get("ranking", False) is (trainer != "kto")
+    by = "kto" if trainer == "kto" else "dpo"
+    assert made.changes["trainer"] == (trainer, f"llamafactory-{by}")
+    before, after = made.before.memory, made.after.memory
+    assert after.peak_allocated_bytes > peak_ratio * before.peak_allocated_bytes
+
+
+@pytest.mark.parametrize(
+    ("to", "trainer", "options", "message"),
+    [
+        ("axolotl", "cpo", (), "its rl: simpo has loss_type simpo, not sigmoid"),
+        ("axolotl", "kto", (("precompute_ref_log_probs", True),), "rl: kto has precompute"),
+        ("axolotl", "dpo", (("disable_dropout", False),), "rl: dpo has disable_dropout True"),
+        ("llamafactory", "cpo", (), "its stage dpo has no loss sigmoid; it has simpo"),
+        ("llamafactory", "dpo", (("loss_type", "robust"),), "has no loss robust; it has sigmoid"),
+        ("llamafactory", "dpo", (("disable_dropout", False),), "stage dpo turns dropout off"),
+    ],
+)
+def test_what_a_tool_can_not_say_of_preferences_is_refused(
+    to: str, trainer: str, options: Any, message: str, tmp_path: Path
+) -> None:
+    run = RunConfig(model=MODEL, trainer=trainer, batch_size=2, trainer_options=options)
+    with pytest.raises(ConfigError, match=f"--to {to}: .*{message}"):
+        export.write_export(export.make_recipe(run, "a100-sxm-80gb"), to, tmp_path)

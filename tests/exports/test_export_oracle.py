@@ -149,6 +149,62 @@ def test_llamafactory_accepts_every_setting(
     assert model.use_reentrant_gc is False
 
 
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "dpo": {"trainer": "dpo", "trainer_options": (("beta", 0.3), ("loss_type", "ipo"))},
+    "kto": {"trainer": "kto"},
+    "orpo": {"trainer": "orpo"},
+    "simpo": {"trainer": "cpo", "trainer_options": (("loss_type", "simpo"),)},
+}
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_axolotl_accepts_what_learns_preferences(name: str, tmp_path: Path) -> None:
+    schemas = pytest.importorskip("axolotl.utils.schemas.config", reason="needs Axolotl")
+    path = written("axolotl", recipe({"method": "qlora"} | PREFERENCES[name]), tmp_path)
+    values = YAML(typ="safe", pure=True).load(path.read_text())
+    config = schemas.AxolotlInputConfig.model_validate(values)
+    assert set(values) <= set(schemas.AxolotlInputConfig.model_fields)
+    assert config.rl.value == name
+    assert config.rl_beta == (0.3 if name == "dpo" else 0.1)
+    assert config.datasets[0].type is None  # TRL gets the rows as they are
+    assert config.skip_prepare_dataset is True
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_llamafactory_reads_what_learns_preferences_and_its_rows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
+    monkeypatch.setitem(sys.modules, "torchaudio", ModuleType("torchaudio"))
+    hparams = pytest.importorskip("llamafactory.hparams", reason="needs LLaMA-Factory")
+    omegaconf = pytest.importorskip("omegaconf")
+    from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
+    from oracle_tokenizer import byte_tokenizer
+
+    path = written("llamafactory", recipe({"method": "qlora"} | PREFERENCES[name]), tmp_path)
+    row = {"prompt": "one?", "chosen": " two", "rejected": " three"}
+    if name == "kto":
+        row = {"prompt": "one?", "completion": " two", "label": True}
+    lines = json.dumps(row) + "\n" + json.dumps(row | ({"label": False} if name == "kto" else {}))
+    (tmp_path / "train.jsonl").write_text(lines, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    values = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path))
+    model, data, training, tuning, _ = hparams.get_train_args(values | {"use_cpu": True})
+    assert tuning.stage == ("kto" if name == "kto" else "dpo")
+    assert name == "kto" or tuning.pref_loss == ("ipo" if name == "dpo" else name)
+    assert tuning.use_ref_model is (name == "dpo")
+    tokenizer = byte_tokenizer()
+    template = get_template_and_fix_tokenizer(tokenizer, data)
+    stage = "kto" if name == "kto" else "rm"  # `run_dpo` asks for rows of `rm`
+    (read,) = get_dataset(template, model, data, training, stage, tokenizer=tokenizer).values()
+    assert len(read) == 2
+    if name == "kto":
+        assert read["kto_tags"] == [True, False]
+    else:
+        assert tokenizer.decode(read[0]["chosen_input_ids"]).startswith("one? two")
+        assert tokenizer.decode(read[0]["rejected_input_ids"]).startswith("one? three")
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp, whole after the forward", "fsdp 1"])
 def test_trl_reads_what_spreads_a_run(name: str, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="needs TRL beside the profile extra")

@@ -20,11 +20,22 @@ from whichlora.exports.recipe import (
     without_pinned_kernel,
     written,
 )
-from whichlora.exports.simpler import TRAINED, file_names, made_of, simpler_format
+from whichlora.exports.simpler import TRAINED, file_names, made_of, rows_format
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
-from whichlora.spec.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFormat
+from whichlora.spec.data_format import (
+    CHAT_LABELLED,
+    CHAT_PREFERENCES,
+    CHAT_ROWS,
+    TEXT_LABELLED,
+    TEXT_PAIRS,
+    TEXT_PREFERENCES,
+    TEXT_ROWS,
+    DataFormat,
+)
+from whichlora.spec.options import OptionValue
 from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, RunConfig, autocast_precision
+from whichlora.trainers import get_trainer
 
 FILE = "axolotl.yaml"
 LENGTH: Mapping[str, str] = {"sequence_len": "seq_len"}
@@ -70,12 +81,43 @@ _ROWS: Mapping[DataFormat, Mapping[str, Any]] = {
         "roles_to_train": ["assistant"],
         "train_on_eos": "turn",
     },
+    # without a type TRL gets the rows as they are
+    **{data: {} for data in (TEXT_PREFERENCES, CHAT_PREFERENCES, TEXT_LABELLED, CHAT_LABELLED)},
 }
 """How a data set of each format is named. Source: Axolotl 0.19, `utils/schemas/datasets.py`."""
 
 
+TRL = "1.9.0"  # that it needs, whose `DPOTrainer` and `KTOTrainer` read whole logits
+BETA = "rl_beta"
+# The class of TRL that it extends → `rl` (`core/builders/rl.py`), option → key, what it fixes
+PREFERENCES: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, OptionValue]]] = {
+    "trl.DPOTrainer": (
+        "dpo",
+        {
+            "beta": BETA,
+            "loss_type": "dpo_loss_type",
+            "label_smoothing": "dpo_label_smoothing",
+            "precompute_ref_log_probs": "precompute_ref_log_probs",
+        },
+        {"disable_dropout": True},
+    ),
+    "trl.KTOTrainer": (
+        "kto",
+        {"beta": BETA},
+        {"loss_type": "kto", "precompute_ref_log_probs": False, "disable_dropout": True},
+    ),
+    "trl.experimental.orpo.ORPOTrainer": ("orpo", {"beta": BETA}, {"disable_dropout": True}),
+    "trl.experimental.cpo.CPOTrainer": (
+        "simpo",
+        {"beta": BETA, "cpo_alpha": "cpo_alpha"},
+        {"loss_type": "simpo", "disable_dropout": True},
+    ),
+}
+_LISTS = ("dpo_loss_type",)
+
+
 def export(recipe: Recipe) -> Export:
-    """SFT, without Axolotl's LoRA kernels, which are not modelled.
+    """SFT, without Axolotl's LoRA kernels, which are not modelled; or preferences (`rl`).
 
     Raises:
         ConfigError: a setting that Axolotl lacks.
@@ -86,7 +128,8 @@ def export(recipe: Recipe) -> Export:
         adapters=LORA_KEYS,
         quants=QUANTS,
         rows=_ROWS,
-        data=simpler_format(recipe.data_format),
+        data=rows_format(recipe),
+        trainers=tuple(PREFERENCES),
     )
     run, left_out = without(recipe.run, "Axolotl", *_UNKNOWN)
     run, notes = under_axolotl(run)
@@ -100,12 +143,11 @@ def export(recipe: Recipe) -> Export:
         settings["trust_remote_code"] = True
     settings |= _adapter(recipe, run)
     settings |= {
+        **_preferences(run),
         "datasets": [_dataset(recipe, file_names(recipe)[0])],
         **_evaluation(recipe),
         "val_set_size": 0.0,
-        "train_on_inputs": recipe.train_on == "all",
-        **written(run, LENGTH),
-        "excess_length_strategy": "truncate",
+        **_learned(recipe, run),
         "sample_packing": False,
         "pad_to_sequence_len": False,
         **written(run, BATCH),
@@ -140,6 +182,39 @@ def export(recipe: Recipe) -> Export:
     )
 
 
+def _preferences(run: RunConfig) -> dict[str, Any]:
+    """The keys of a trainer of preferences; empty for another.
+
+    Raises:
+        ConfigError: a setting of the trainer that Axolotl has no key for.
+    """
+    trainer = get_trainer(run.trainer)
+    if trainer.library_class not in PREFERENCES:
+        return {}
+    rl, names, fixed = PREFERENCES[trainer.library_class]
+    for name, value in fixed.items():
+        if run.trainer_option(name) not in (None, value):
+            raise ConfigError(
+                f"--to axolotl: its rl: {rl} has {name} {value}, not {run.trainer_option(name)}; "
+                "use --to transformers"
+            )
+    stated = {names[name]: value for name, value in run.trainer_options if name in names}
+    lists = {name: [stated[name]] for name in _LISTS if name in stated}
+    return {"rl": rl, **stated, **lists}
+
+
+def _learned(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
+    """Which tokens have a loss, and what becomes of long rows, where TRL does not decide it."""
+    length = written(run, LENGTH)
+    if get_trainer(run.trainer).rows != "texts":
+        return {"skip_prepare_dataset": True, **length}
+    return {
+        "train_on_inputs": recipe.train_on == "all",
+        **length,
+        "excess_length_strategy": "truncate",
+    }
+
+
 def _spread(run: RunConfig, spread: Spreading) -> dict[str, Any]:
     """What spreads `run` over its GPUs, in Axolotl's keys.
 
@@ -165,7 +240,7 @@ def _launcher(run: RunConfig, spread: Spreading) -> str:
 
 
 def _dataset(recipe: Recipe, file: str) -> dict[str, Any]:
-    rows = _ROWS[simpler_format(recipe.data_format)]
+    rows = _ROWS[rows_format(recipe)]
     marked = rows is _ROWS[CHAT_ROWS] and recipe.data_format != CHAT_ROWS
     marks = {"message_field_training": TRAINED} if recipe.train_on == "completions" else {}
     return {"path": file, "ds_type": "json", **rows, **(marks if marked else {})}
@@ -225,7 +300,10 @@ def under_axolotl(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if precision != run.precision:
         notes.append(f"Axolotl has no {run.precision}: it runs under {precision} autocast")
         run = replace(run, precision=precision)
-    if run.loss_head != "hf":
+    if get_trainer(run.trainer).rows != "texts":
+        run = replace(run, libraries=tuple(sorted({**dict(run.libraries), "trl": TRL}.items())))
+        notes.append(f"Axolotl 0.19 needs TRL {TRL}, as which it is predicted")
+    elif run.loss_head != "hf":
         notes.append(f"the loss head {run.loss_head} is left out: it is a plugin of Axolotl")
     if get_method(run.method).trains_base and run.precision not in FP32_PRECISIONS:
         notes.append(WIDE_NORMS)

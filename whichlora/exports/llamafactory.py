@@ -23,12 +23,21 @@ from whichlora.exports.recipe import (
     without_pinned_kernel,
     written,
 )
-from whichlora.exports.simpler import file_names, made_of, simpler_format
+from whichlora.exports.simpler import file_names, made_of, rows_format
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
-from whichlora.spec.data_format import CHAT_ROWS, TEXT_PAIRS, TEXT_ROWS, DataFormat
+from whichlora.spec.data_format import (
+    CHAT_ROWS,
+    TEXT_LABELLED,
+    TEXT_PAIRS,
+    TEXT_PREFERENCES,
+    TEXT_ROWS,
+    DataFormat,
+)
 from whichlora.spec.dtypes import has_master_weights
+from whichlora.spec.options import OptionValue
 from whichlora.spec.run import FOUR_BIT_BNB, FP32_PRECISIONS, RunConfig, autocast_precision
+from whichlora.trainers import Trainer, get_trainer, llamafactory_dpo, llamafactory_kto
 
 FILE = "llamafactory.yaml"
 LENGTH: Mapping[str, str] = {"cutoff_len": "seq_len"}
@@ -51,6 +60,13 @@ ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 _ROWS: Mapping[DataFormat, Mapping[str, Any]] = {
     TEXT_ROWS: {"columns": {"prompt": "text"}},
     TEXT_PAIRS: {"columns": {"prompt": "prompt", "response": "completion"}},
+    TEXT_PREFERENCES: {
+        "ranking": True,
+        "columns": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+    },
+    TEXT_LABELLED: {
+        "columns": {"prompt": "prompt", "response": "completion", "kto_tag": "label"},
+    },
     CHAT_ROWS: {
         "formatting": "sharegpt",
         "columns": {"messages": "messages"},
@@ -69,11 +85,27 @@ _TURNS = (
     "any: name the model's own as template:, such as qwen or llama3",
     "LLaMA-Factory drops a conversation in which user and assistant do not take turns",
 )
+_PROMPTS = "LLaMA-Factory takes rows that have a prompt each"
 _END = "LLaMA-Factory's template without words, fewshot, puts two line breaks before the end"
 
 
+BETA, LOSS = llamafactory_dpo.BETA.name, llamafactory_dpo.LOSS.name
+STAGES: Mapping[str, Trainer] = {
+    "dpo": llamafactory_dpo.TRAINER,
+    "kto": llamafactory_kto.TRAINER,
+}
+# The class of a recipe → the stage that learns the same, and its loss where the class has one alone
+_LEARNS: Mapping[str, tuple[str, str]] = {
+    **{trainer.library_class: (stage, "") for stage, trainer in STAGES.items()},
+    "trl.DPOTrainer": ("dpo", ""),
+    "trl.experimental.orpo.ORPOTrainer": ("dpo", "orpo"),
+    "trl.experimental.cpo.CPOTrainer": ("dpo", "simpo"),
+    "trl.KTOTrainer": ("kto", "kto"),
+}
+
+
 def export(recipe: Recipe) -> Export:
-    """Stage `pt` for plain texts, without its default packing; `sft` for other rows.
+    """Stage `pt` for plain texts, without its default packing; `dpo`, `kto` or `sft` for others.
 
     Raises:
         ConfigError: a setting that LLaMA-Factory lacks.
@@ -84,7 +116,8 @@ def export(recipe: Recipe) -> Export:
         adapters=LORA_KEYS,
         quants=QUANTS,
         rows=_ROWS,
-        data=simpler_format(recipe.data_format),
+        data=rows_format(recipe),
+        trainers=tuple(_LEARNS),
     )
     unknown = _UNKNOWN
     if not get_method(recipe.run.method).trains_base:
@@ -128,7 +161,7 @@ def export(recipe: Recipe) -> Export:
         notes = (*notes, f"LLaMA-Factory takes the model's own tokenizer, not {recipe.tokenizer}")
     splits = ("train", "validation")[: 1 + bool(evaluation)]
     data = {
-        split: {"file_name": file, **_ROWS[simpler_format(recipe.data_format)]}
+        split: {"file_name": file, **_ROWS[rows_format(recipe)]}
         for split, file in zip(splits, file_names(recipe), strict=False)
     }
     command = _command(run, spread)
@@ -176,7 +209,10 @@ def _rows(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
         ConfigError: loss on prompts of plain text, where it appends no end token.
     """
     everything = recipe.train_on == "all"
-    data = simpler_format(recipe.data_format)
+    data = rows_format(recipe)
+    if get_trainer(recipe.run.trainer).rows != "texts":
+        stage, keys = _preferences(recipe.run)
+        return {"stage": stage, "template": "fewshot", **keys}, (_END, _PROMPTS)
     if data == TEXT_ROWS:
         return {"stage": "pt"}, ()
     if data == CHAT_ROWS:
@@ -189,6 +225,33 @@ def _rows(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
             "transformers"
         )
     return {"stage": "sft", "template": "fewshot", "train_on_prompt": False}, (_END,)
+
+
+def _preferences(run: RunConfig) -> tuple[str, dict[str, OptionValue]]:
+    """The stage that learns what the trainer of `run` does, and its keys.
+
+    Raises:
+        ConfigError: a loss or a setting that it lacks.
+    """
+    stage, fixed = _LEARNS[get_trainer(run.trainer).library_class]
+    asked = dict(run.trainer_options)
+    keys: dict[str, OptionValue] = {BETA: asked.get(BETA, asked.get("beta", 0.1))}
+    loss = str(asked.get(LOSS, asked.get("loss_type", fixed)))
+    accepted = (fixed,) if fixed else llamafactory_dpo.LOSS.choices
+    if loss not in accepted:
+        raise ConfigError(
+            f"--to llamafactory: its stage {stage} has no loss {loss}; it has "
+            f"{', '.join(accepted)}; use --to transformers"
+        )
+    if asked.get(llamafactory_dpo.NO_DROPOUT.name) is False:
+        raise ConfigError(
+            f"--to llamafactory: its stage {stage} turns dropout off; use --to transformers, or "
+            "disable_dropout true"
+        )
+    if stage == "dpo":
+        keys[LOSS] = loss
+    further = {"label_smoothing": "dpo_label_smoothing", "cpo_alpha": "pref_ftx"}
+    return stage, keys | {key: asked[name] for name, key in further.items() if asked.get(name)}
 
 
 def quantisation(quant: str) -> dict[str, Any]:
@@ -260,6 +323,22 @@ def under_llamafactory(
             notes.append(
                 f"LLaMA-Factory has no {width} without autocast: it runs under {width} autocast"
             )
-    if run.loss_head != "hf":
+    if get_trainer(run.trainer).rows != "texts":
+        run, how = _by_its_trainer(run)
+        notes.append(how)
+    elif run.loss_head != "hf":
         notes.append(f"the loss head {run.loss_head} is left out")
     return replace(run, **FIXED, precision=precision), tuple(notes)
+
+
+def _by_its_trainer(run: RunConfig) -> tuple[RunConfig, str]:
+    """`run` with LLaMA-Factory's own trainer of preferences, and what to say of it."""
+    stage, keys = _preferences(run)
+    trainer = STAGES[stage]
+    names = [option.name for option in trainer.options]
+    options = tuple(sorted((name, value) for name, value in keys.items() if name in names))
+    note = (
+        f"LLaMA-Factory's {trainer.library_class.rpartition('.')[2]} makes a log-softmax of whole "
+        "logits in fp32, also of the reference, as which it is predicted"
+    )
+    return replace(run, trainer=trainer.name, trainer_options=options), note

@@ -14,6 +14,7 @@ from whichlora.spec.data_format import (
     TEXT_PREFERENCES,
     DataFormat,
 )
+from whichlora.trainers import get_trainer
 
 TRAINED = "train"  # of a message: whether it is learned
 
@@ -29,9 +30,15 @@ def simpler_format(data: DataFormat) -> DataFormat:
     return _SIMPLER.get(data, data)
 
 
+def rows_format(recipe: Recipe) -> DataFormat:
+    """The format of the rows that a tool gets: a trainer on texts learns the chosen answers."""
+    learns_texts = get_trainer(recipe.run.trainer).rows == "texts"
+    return simpler_format(recipe.data_format) if learns_texts else recipe.data_format
+
+
 def file_names(recipe: Recipe) -> tuple[str, str]:
     """The files of rows for training and for validation."""
-    if recipe.data_format in _SIMPLER:
+    if rows_format(recipe) != recipe.data_format:
         return "train_sft.jsonl", "validation_sft.jsonl"
     return DATA_FILE, VALIDATION_FILE
 
