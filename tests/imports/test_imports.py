@@ -308,6 +308,64 @@ def test_trl_under_accelerate_with_deepspeed(tmp_path: Path) -> None:
     assert (prediction.run.parallel.strategy, prediction.run.parallel.gpus) == ("zero3", 8)
 
 
+@pytest.mark.parametrize(
+    ("lines", "trainer", "options"),
+    [
+        ("rl: dpo\nrl_beta: 0.2", "dpo", {"beta": 0.2, "disable_dropout": True}),
+        ("rl: ipo", "dpo", {"loss_type": "ipo", "disable_dropout": True}),
+        ("rl: simpo\ncpo_alpha: 0.5\nsimpo_gamma: 1", "cpo", {"loss_type": "simpo"}),
+        ("rl: orpo\norpo_alpha: 0.1", "orpo", {}),
+        ("rl: kto\nkto_desirable_weight: 1.0", "kto", {"loss_type": "kto"}),
+        ("reward_model: true", "reward", {}),
+    ],
+)
+def test_axolotl_s_preferences_are_those_of_the_trl_that_it_needs(
+    lines: str, trainer: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    text = AXOLOTL_QLORA.replace("liger_fused_linear_cross_entropy: true", lines)
+    files = files_of(tmp_path, a_yaml=text)
+    assert import_files(files).unknown == ()
+    (prediction,) = estimate(gpu=GPU, from_file=files)
+    assert prediction.run.trainer == trainer
+    assert dict(prediction.run.libraries) == {"trl": "1.9.0"}
+    assert options.items() <= dict(prediction.run.trainer_options).items()
+
+
+@pytest.mark.parametrize(
+    ("lines", "trainer"),
+    [
+        ("stage: dpo\npref_beta: 0.2\npref_ftx: 0", "llamafactory-dpo"),
+        ("stage: dpo\npref_loss: simpo\nsimpo_gamma: 0.5", "llamafactory-dpo"),
+        ("stage: kto\nkto_chosen_weight: 1.0", "llamafactory-kto"),
+    ],
+)
+def test_llamafactory_s_preferences_have_its_own_trainers(
+    lines: str, trainer: str, tmp_path: Path
+) -> None:
+    files = files_of(tmp_path, a_yaml=LLAMAFACTORY.replace("stage: sft", lines))
+    assert import_files(files).unknown == ()
+    (prediction,) = estimate(gpu=GPU, from_file=files)
+    assert prediction.run.trainer == trainer
+    options = {name: str(value) for name, value in prediction.run.trainer_options}
+    stated = dict(line.split(": ") for line in lines.splitlines())
+    assert {name: value for name, value in stated.items() if name in options}.items() <= (
+        options.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (LLAMAFACTORY.replace("stage: sft", "stage: rm"), "rm are not predicted, which keep"),
+        (LLAMAFACTORY.replace("stage: sft", "stage: ppo"), "ppo are not predicted, which write"),
+        (AXOLOTL_QLORA + "rl: grpo\n", "'grpo' is not predicted; dpo, kto, orpo, simpo, ipo are"),
+        (AXOLOTL_QLORA + "process_reward_model: true\n", "rewards of each step are not"),
+    ],
+)
+def test_steps_that_are_not_predicted_say_which_are(text: str, reason: str, tmp_path: Path) -> None:
+    assert reason in imported(tmp_path, a_yaml=text).refused["trainer"]
+
+
 def test_trl_dpo(tmp_path: Path) -> None:
     command = SFT.replace("sft.py", "dpo.py").replace("--packing", "--beta 0.2 --max_length 512")
     (prediction,) = estimate(gpu=GPU, from_file=files_of(tmp_path, dpo_sh=command))

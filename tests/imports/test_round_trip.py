@@ -105,6 +105,33 @@ def test_an_exported_run_is_read_back(to: str, seed: int, tmp_path: Path) -> Non
     assert after.time == before.time
 
 
+OF_PREFERENCES: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
+    ("dpo", ()),
+    ("dpo", (("beta", 0.3), ("loss_type", "ipo"))),
+    ("kto", ()),
+    ("orpo", ()),
+    ("cpo", (("cpo_alpha", 0.0), ("loss_type", "simpo"))),
+]
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("case", OF_PREFERENCES)
+@pytest.mark.parametrize("to", ["axolotl", "llamafactory"])
+def test_a_run_on_preferences_is_read_back(
+    to: str, case: tuple[str, Any], method: str, tmp_path: Path
+) -> None:
+    trainer, options = case
+    run = RunConfig(
+        model=MODEL, method=method, trainer=trainer, trainer_options=options, batch_size=2
+    )
+    made = FORMATS[to](export.make_recipe(run, GPU))
+    (before,) = estimates.estimate([made.run], [GPU])
+    after = read_back(made, tmp_path, gpus=1)
+    assert after.run.trainer == before.run.trainer
+    assert after.memory == before.memory
+    assert after.time == before.time
+
+
 def test_a_model_on_several_gpus_in_one_process_is_read_back(tmp_path: Path) -> None:
     spread = ParallelConfig(strategy="device-map", gpus=2)
     run = RunConfig(model=MODEL, method="qlora", parallel=spread)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from whichlora.exports.axolotl import (
     ADAPTER,
     BATCH,
     LENGTH,
+    PREFERENCES,
     QUANTS,
+    TRL,
     WIDE_NORMS,
     WIDENS_NOTHING,
     quantisation,
@@ -27,6 +30,7 @@ from whichlora.imports.trainer import (
 from whichlora.imports.trl import FULL_ROWS, PEFT_DEFAULT
 from whichlora.parallel import list_strategies
 from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FP32_PRECISIONS
+from whichlora.trainers import trainer_of
 
 _LENGTH_DEFAULT = 512
 _ADAPTERS = ("lora", "qlora")
@@ -47,7 +51,9 @@ _DIVIDES = (
     "sequence_parallel_degree",
     "expert_parallel_size",
 )
-_TRAINERS = {"dpo": "dpo", "kto": "kto"}
+_RL = {rl: library_class for library_class, (rl, _, _) in PREFERENCES.items()}
+_RL_LOSSES = {"ipo": ("dpo", "ipo")}  # `set_training_args_kwargs` of core/trainers/dpo
+_REWARD = "trl.RewardTrainer"
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
@@ -157,23 +163,41 @@ def _attention(keys: Keys) -> str:
 
 
 def _trainer(keys: Keys) -> dict[str, Any]:
+    rl = keys.word("rl")
+    if keys.flag("process_reward_model"):
+        keys.refuse("trainer", "process_reward_model", "rewards of each step are not predicted")
+    if rl or keys.flag("reward_model"):
+        return _preferences(keys, rl)
     for name in ("cut_cross_entropy", "chunked_cross_entropy"):
         if keys.flag(name):
             keys.assume(name, "is not predicted; assumed: Liger's loss")
             return {"loss_head": "liger"}
-    if keys.flag(_LIGER_LOSS):
-        return {"loss_head": "liger"}
-    for name in ("reward_model", "process_reward_model"):
-        if keys.flag(name):
-            keys.refuse("trainer", name, "Axolotl's reward trainer is not predicted")
-    rl = keys.word("rl")
+    return {"loss_head": "liger" if keys.flag(_LIGER_LOSS) else "hf"}
+
+
+def _preferences(keys: Keys, rl: str) -> dict[str, Any]:
+    """The trainer of TRL that Axolotl extends, with the options that the file states.
+
+    Source: Axolotl 0.19 `core/builders/rl.py`, `core/builders/causal.py`.
+    """
+    rl, loss = _RL_LOSSES.get(rl, (rl, ""))
+    of_trl = {"libraries": (("trl", TRL),)}
     if not rl:
-        return {"loss_head": "hf"}
-    if rl not in _TRAINERS:
-        keys.refuse("trainer", "rl", f"{rl[:40]!r} is not predicted; dpo and kto are")
+        return {"trainer": trainer_of(_REWARD).name, **of_trl}
+    if rl not in _RL:
+        known = ", ".join((*_RL, *_RL_LOSSES))
+        keys.refuse("trainer", "rl", f"{rl[:40]!r} is not predicted; {known} are")
         return {}
-    options = (("beta", keys.number("rl_beta", 0.1)),) if "rl_beta" in keys else ()
-    return {"trainer": _TRAINERS[rl], "trainer_options": options}
+    trainer = trainer_of(_RL[rl])
+    _, names, fixed = PREFERENCES[_RL[rl]]
+    options = {option.name: option for option in trainer.options}
+    stated = {name: value for name, value in fixed.items() if name in options}
+    for name, key in names.items():
+        if key in keys:
+            stated[name] = keys.option(replace(options[name], name=key))
+    if loss:
+        stated["loss_type"] = loss
+    return {"trainer": trainer.name, "trainer_options": tuple(sorted(stated.items())), **of_trl}
 
 
 TOOL = Tool(
@@ -206,6 +230,7 @@ TOOL = Tool(
         *("use_swanlab", "swanlab_*", "use_otel_metrics", "otel_*", "use_ray", "ray_*", "eta_min"),
         *("bfloat16", "float16", "total_num_tokens", "lr_quadratic_warmup", "revision_of_model"),
         *("num_labels", "flex_attn_compile_kwargs", "streaming_*", "vllm", "kto_*", "eaft_*"),
+        *("simpo_gamma", "orpo_alpha", "dpo_use_weighting", "rl_adapter_ref_model"),
         *("dp_shard_size", "dp_replicate_size", "device_map", "fsdp_config", "max_prompt_len"),
     ),
     unmodelled={
@@ -245,6 +270,8 @@ TOOL = Tool(
         "freeze_mm_modules": "the method of the file",
         "use_kernels": "the model's own code",
         "model_quantization_config": "the checkpoint's storage",
-        "precompute_ref_log_probs": "the reference runs in each step",
+        "dpo_use_liger_kernel": "TRL's own loss",
+        "dpo_padding_free": "rows of full length",
+        "dpo_loss_weights": "one loss",
     },
 )

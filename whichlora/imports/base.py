@@ -10,6 +10,7 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
+from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, OPTIMIZER_NAMES, RunConfig
 
 _SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -143,6 +144,26 @@ class Keys:
         if not math.isfinite(number):
             raise self.fault(name, "is not a number")
         return number
+
+    def option(self, option: Option) -> OptionValue:
+        """The value of a trainer's option, where the file has its key.
+
+        Raises:
+            ConfigError: a value of another type.
+        """
+        default = option.default
+        if isinstance(default, bool):
+            return self.flag(option.name, default)
+        if isinstance(default, str):
+            words = self.names(option.name)
+            if len(words) == 1:
+                return words[0]
+            text = f"are several; assumed: {default}, which holds the same tensors"
+            self.assume(option.name, text)
+            return default
+        if isinstance(default, float):
+            return self.number(option.name, default)
+        return self.count(option.name, 1)
 
     def word(self, name: str, default: str = "") -> str:
         value = self.raw(name)

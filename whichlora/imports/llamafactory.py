@@ -11,6 +11,7 @@ from whichlora.exports.llamafactory import (
     FIXED,
     LENGTH,
     QUANTS,
+    STAGES,
     quantisation,
 )
 from whichlora.exports.recipe import BATCH
@@ -31,6 +32,11 @@ _RANK = 8
 _BITS = {"quantization_type": "nf4", "double_quantization": True, "quantization_method": "bnb"}
 _KERNELS = {tool: ours for ours, tool in ATTENTION.items()} | {"auto": "sdpa"}
 _STAGES = ("sft", "pt")
+# `PairwiseTrainer.compute_loss` of train/rm/trainer.py, `CustomPPOTrainer` of train/ppo/trainer.py
+_WHY = {
+    "rm": ", which keep logits of the vocabulary and the result of every layer",
+    "ppo": ", which write answers and hold a model of rewards",
+}
 _TYPES = ("lora", "full")
 _OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon")
 _DIVIDES = (
@@ -61,9 +67,15 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
         settings["loss_head"] = "liger"
         keys.assume("enable_liger_kernel", "of its kernels only the loss is predicted")
     stage = keys.word("stage", "sft")
-    if stage not in _STAGES:
+    if stage in STAGES:
+        settings |= _preferences(keys, stage)
+    elif stage not in _STAGES:
+        known = ", ".join((*_STAGES, *STAGES))
         keys.refuse(
-            "trainer", "stage", f"the steps of LLaMA-Factory's {stage[:40]} are not predicted"
+            "trainer",
+            "stage",
+            f"the steps of LLaMA-Factory's {stage[:40]} are not predicted{_WHY.get(stage, '')}; "
+            f"those of {known} are",
         )
     if keys.flag("packing", stage == "pt") or keys.flag("neat_packing"):
         keys.assume("packing", FULL_ROWS)
@@ -76,6 +88,19 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     if _torchrun_of_its_own(launch, settings):
         settings["expandable_segments"] = True
     return settings
+
+
+def _preferences(keys: Keys, stage: str) -> dict[str, Any]:
+    """The trainer of a stage that learns preferences, with the options that the file states."""
+    trainer = STAGES[stage]
+    stated = tuple(
+        sorted(
+            (option.name, keys.option(option)) for option in trainer.options if option.name in keys
+        )
+    )
+    if keys.word("ref_model"):
+        keys.assume("ref_model", "is another model; assumed: the base itself")
+    return {"trainer": trainer.name, "trainer_options": stated}
 
 
 def _torchrun_of_its_own(launch: Launch, settings: Mapping[str, Any]) -> bool:
@@ -158,8 +183,9 @@ TOOL = Tool(
         *("freeze_vision_tower", "freeze_multi_modal_projector", "interleave_probs", "buffer_size"),
         *("enable_thinking", "preserve_thinking", "default_system", "tool_format", "predict_*"),
         *("swanlab_*", "use_swanlab", "export_*", "infer_*", "vllm_*", "generation_*", "top_p"),
-        *("low_cpu_mem_usage", "print_param_status", "ray_*", "cache_dir", "pref_*", "do_sample"),
+        *("low_cpu_mem_usage", "print_param_status", "ray_*", "cache_dir", "pref_*", "kto_*"),
         *("quantization_type", "double_quantization", "quantization_method", "loraplus_*"),
+        *("dpo_label_smoothing", "simpo_gamma", "ref_model_*", "do_sample", "ld_alpha"),
         *("gradient_checkpointing*", "galore_*", "apollo_*", "badam_*", "pissa_iter"),
         *("pissa_convert", "temperature", "max_new_tokens", "data_shared_file_system", "tf32"),
         *("disable_shuffling", "use_kv_cache", "split_special_tokens", "ignore_pad_token_for_loss"),
@@ -182,6 +208,7 @@ TOOL = Tool(
         "use_megatron_bridge": "transformers' Trainer",
         "use_v1_kernels": "the model's own code",
         "freeze_trainable_layers": "the method of the file",
+        "pref_bco_weight": "no loss of BCO",
         "use_asft_loss": "the usual loss",
         "use_dft_loss": "the usual loss",
         "use_eaft_loss": "the usual loss",

@@ -22,7 +22,7 @@ from whichlora.imports.trainer import (
     trainer_settings,
 )
 from whichlora.parallel import get_strategy
-from whichlora.spec.options import Option, OptionValue
+from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.trainers import BUILT_IN, get_trainer
 
@@ -107,7 +107,7 @@ def _trainer(keys: Keys, launch: Launch) -> dict[str, Any]:
         return {**FIXED, **({"loss_head": "liger"} if liger else {})}
     options = {option.name: option for option in get_trainer(name).options}
     stated = [
-        (option.name, _option(keys, option)) for option in options.values() if option.name in keys
+        (option.name, keys.option(option)) for option in options.values() if option.name in keys
     ]
     settings = {
         "prepare_kbit": FIXED["prepare_kbit"],
@@ -126,21 +126,6 @@ def _completed(keys: Keys, completion: Option) -> int:
     return keys.count(_PROMPT, _PROMPT_TOKENS) + keys.count(
         completion.name, int(str(completion.default))
     )
-
-
-def _option(keys: Keys, option: Option) -> OptionValue:
-    default = option.default
-    if isinstance(default, bool):
-        return keys.flag(option.name, default)
-    if isinstance(default, str):
-        words = keys.names(option.name)
-        if len(words) == 1:
-            return words[0]
-        keys.assume(option.name, f"are several; assumed: {default}, which holds the same tensors")
-        return default
-    if isinstance(default, float):
-        return keys.number(option.name, default)
-    return keys.count(option.name, 1)
 
 
 # `trl/accelerate_configs`
