@@ -10,6 +10,7 @@ import math
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
 from whichlora.memory.entries import Entry, Fact
+from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start
 from whichlora.serving.vllm_blocks import Blocks, blocks, cached_layers
 from whichlora.serving.vllm_profile import (
@@ -51,6 +52,15 @@ KERNELS = Fact(
     dtype="bytes",
     why="outside of the allocator, and counted with what the engine uses",
     source="vLLM 0.33.0 utils/mem_utils.py:331 total_consumed; published logs",
+    kind="estimate",
+)
+COMMUNICATOR = Fact(
+    part="temporary",
+    what="buffers of NCCL",
+    shape="[channels]",
+    dtype="bytes",
+    why="the ranks of one model add up their parts of every layer",
+    source="parallel.communicators; 0.41 GiB more on two H100 (logs of 0.11.0)",
     kind="estimate",
 )
 GRAPHS = Fact(
@@ -176,6 +186,8 @@ def _resident(served: Served) -> list[Entry]:
     """What stays beside weights and slots."""
     # a context that counts has its kernels in it
     entries = [] if _counts_context(served) else [Entry(KERNELS, KERNELS_BYTES)]
+    if served.ranks > 1:
+        entries.append(Entry(COMMUNICATOR, communicator_bytes(served.ranks)))
     if not served.libraries.older("vllm", "0.26"):
         logits = max_num_seqs(served) * served.model.vocab_size
         entries.append(Entry(COUNTS, logits * COUNTED_LOGIT_BITS // 8))
