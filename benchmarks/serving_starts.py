@@ -2,7 +2,7 @@
 
     python benchmarks/serving_starts.py --write    docs/accuracy/serving.md
 
-`published/serving_starts.csv` has one row per start: the engine's release, the GPU's memory as its
+`serving_starts.csv` has one row per start: the engine's release, the GPU's memory as its
 log states it, the settings, and what came of it. Where a log states bytes of the pool alone, its
 concurrency is these over a sequence's. Nothing is fitted to a row but two constants, which the
 page names.
@@ -28,7 +28,7 @@ from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
 from whichlora.units import GiB
 
-READINGS = Path(__file__).parent / "published" / "serving_starts.csv"
+READINGS = Path(__file__).parent / "serving_starts.csv"
 QUANTISED_COPY = "-AWQ"  # of a base whose config is the same
 HEADER = (
     "model", "GPU", "vLLM", "context", "settings", "starts", "published",
