@@ -14,7 +14,7 @@ from whichlora.spec.options import Option
 from whichlora.spec.run import FOUR_BIT_BNB, LossHead, RunConfig
 
 OutputsHeld = Literal["until_loss", "until_backward", "until_step_ends", "until_next_outputs"]
-USUAL_HEAD = "hf"  # of a run that names none
+USUAL_HEAD: LossHead = "hf"  # of a run that names none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
