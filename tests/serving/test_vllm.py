@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from whichlora.errors import ConfigError
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Pool, Served, Start
+from whichlora.serving.block_groups import CachedLayers, blocks, cached_layers
+from whichlora.serving.rank import rank_model, rotary_bytes, slot_bytes
 from whichlora.serving.vllm import captured_sizes, graph_bytes, start
-from whichlora.serving.vllm_blocks import CachedLayers, blocks, cached_layers
-from whichlora.serving.vllm_rank import rank_model, rotary_bytes, slot_bytes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model

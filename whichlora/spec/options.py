@@ -18,12 +18,14 @@ class Option:
         name: as the member's own library spells it.
         default: its type is the type of the setting; None: the member decides.
         choices: accepted values of a text; several may be given where `default` is a tuple.
+        is_number: any number is accepted, not a whole one alone, where there is no default.
     """
 
     name: str
     summary: str
     default: OptionValue | None
     choices: tuple[str, ...] = ()
+    is_number: bool = False
 
     def checked(self, value: OptionValue) -> OptionValue:
         """`value`, where it is accepted.
@@ -44,7 +46,7 @@ class Option:
             if not isinstance(value, bool):
                 raise ConfigError(f"{self.name}: {value!r} is neither true nor false")
             return value
-        if isinstance(self.default, float):
+        if isinstance(self.default, float) or self.is_number:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{self.name}: {value!r} is not a number")
             return float(value)
