@@ -216,7 +216,7 @@ def test_axolotl_lora(tmp_path: Path) -> None:
 def test_axolotl_fsdp(tmp_path: Path) -> None:
     text = AXOLOTL_FSDP_70B.replace("OFFLOADED", "true")
     offloaded = imported(tmp_path, fsdp_yaml=text)
-    assert "cpu_offload is not modelled of version 1; pass --p" in offloaded.refused["parallel"]
+    assert "cpu_offload is not modelled; pass --parallel" in offloaded.refused["parallel"]
     read = imported(tmp_path, fsdp_yaml=text.replace("fsdp_offload_params: true", ""))
     assert (read.settings["parallel"], read.settings["fsdp_version"]) == ("fsdp", "1")
     assert read.settings["method"] == "qlora"
@@ -233,10 +233,12 @@ def test_a_pattern_of_target_modules_is_refused(tmp_path: Path) -> None:
 
 def test_axolotl_plugins(tmp_path: Path) -> None:
     read = imported(tmp_path, qlora_yml=AXOLOTL_QLORA)
-    assert read.settings["loss_head"] == "liger"
+    options = dict(read.settings["trainer_options"])
+    asked = json.loads(options["liger_kernel_config"])
+    assert {name for name, on in asked.items() if on} == {"rms_norm", "fused_linear_cross_entropy"}
+    assert options["use_liger_kernel"] is True
     assert read.settings["attn"] == "flash_attention_2"
     assert read.settings["gradient_checkpointing"] is False
-    assert "liger_rms_norm: is not predicted; assumed: the model's own norms" in read.assumed
     assert any(text.startswith("lora_mlp_kernel: ") for text in read.assumed)
 
 

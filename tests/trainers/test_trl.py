@@ -66,7 +66,10 @@ def test_a_trainer_brings_its_loss_and_its_options(model: ModelSpec) -> None:
             {"trainer": "dpo", "trainer_options": (("bet", 1),)},
             "'bet' is no option of trainer dpo, whose options are beta, loss_type, label_smooth",
         ),
-        ({"trainer_options": (("beta", 0.1),)}, "no option of trainer sft, which has none"),
+        (
+            {"trainer_options": (("beta", 0.1),)},
+            "no option of trainer sft, whose options are use_li",
+        ),
         ({"trainer": "dpo", "trainer_options": (("beta", "x"),)}, "beta: 'x' is not a number"),
         (
             {"trainer": "kto", "trainer_options": (("loss_type", "kt"),)},

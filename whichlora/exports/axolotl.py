@@ -13,6 +13,7 @@ from whichlora.exports.recipe import (
     Export,
     Recipe,
     evaluating,
+    options_for_texts,
     padding_note,
     require_plain,
     saving,
@@ -131,7 +132,7 @@ def export(recipe: Recipe) -> Export:
         data=rows_format(recipe),
         trainers=tuple(PREFERENCES),
     )
-    run, left_out = without(recipe.run, "Axolotl", *_UNKNOWN)
+    run, left_out = without(recipe.run, "Axolotl", *_UNKNOWN, *options_for_texts(recipe.run))
     run, notes = under_axolotl(run)
     spread = spreading(run, "axolotl", keys=_SPREADS, implied=_STORED, loads_on_gpu=True)
     notes += spread.notes + left_out + WIDENS_NOTHING * ("fsdp" in spread.training)

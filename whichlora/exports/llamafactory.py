@@ -16,6 +16,7 @@ from whichlora.exports.recipe import (
     Recipe,
     evaluating,
     optimising,
+    options_for_texts,
     padding_note,
     require_plain,
     saving,
@@ -46,7 +47,12 @@ ADAPTER: Mapping[str, str] = {
     "lora_alpha": "lora_alpha",
     "lora_dropout": "lora_dropout",
 }
-_UNKNOWN: tuple[str, ...] = ("bias", "adapter_dtype", "expandable_segments", "quantize_moe_experts")
+_UNKNOWN: tuple[str, ...] = (
+    "bias",
+    "adapter_dtype",
+    "expandable_segments",
+    "quantize_moe_experts",
+)
 FIXED: Mapping[str, Any] = {"loss_head": "hf", "prepare_kbit": False}
 QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 # What spreads a run over several GPUs: FSDP through accelerate, whose file has all of its keys.
@@ -119,7 +125,7 @@ def export(recipe: Recipe) -> Export:
         data=rows_format(recipe),
         trainers=tuple(_LEARNS),
     )
-    unknown = _UNKNOWN
+    unknown = _UNKNOWN + options_for_texts(recipe.run)
     if not get_method(recipe.run.method).trains_base:
         unknown += ("base_dtype",)
     run, left_out = without(recipe.run, "LLaMA-Factory", *unknown)

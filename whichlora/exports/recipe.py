@@ -14,6 +14,7 @@ from whichlora.spec.data_format import TEXT_ROWS, DataFormat
 from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
 from whichlora.spec.run import RunConfig
 from whichlora.text import require_printable
+from whichlora.trainers import get_trainer
 
 RECIPE_SCHEMA_VERSION = 1
 MOST_EPOCHS = 10**12  # as in a config file
@@ -285,6 +286,11 @@ def without(run: RunConfig, tool: str, *names: str) -> tuple[RunConfig, tuple[st
     defaults: dict[str, Any] = {name: getattr(plain, name) for name in left_out}
     notes = tuple(f"{tool} has no {name}: {chosen[name]} is left out" for name in left_out)
     return dataclasses.replace(run, **defaults), notes
+
+
+def options_for_texts(run: RunConfig) -> tuple[str, ...]:
+    """The setting that holds options of a trainer on texts, of which most tools have none."""
+    return ("trainer_options",) if get_trainer(run.trainer).rows == "texts" else ()
 
 
 def optimising(recipe: Recipe, run: RunConfig) -> dict[str, Any]:

@@ -161,15 +161,17 @@ def _model_keys(spread: Spreading) -> dict[str, Any]:
 
 def _rows(recipe: Recipe) -> dict[str, Any]:
     """The columns of a row, and which tokens have a loss; or the options of another trainer."""
-    if get_trainer(recipe.run.trainer).rows != "texts":
-        return dict(recipe.run.trainer_options)
+    trainer = get_trainer(recipe.run.trainer)
+    options = dict(trainer.arguments(replace(recipe.run, **FIXED)))
+    if trainer.rows != "texts":
+        return options
     learned = recipe.train_on == "completions"
     match recipe.data_format.kind:
         case "prompt-completion":
-            return {"completion_only_loss": learned}
+            return {"completion_only_loss": learned, **options}
         case "messages":
-            return {"assistant_only_loss": learned}
-    return {"dataset_text_field": "text"}
+            return {"assistant_only_loss": learned, **options}
+    return {"dataset_text_field": "text", **options}
 
 
 def _batching(recipe: Recipe) -> dict[str, Any]:

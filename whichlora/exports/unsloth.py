@@ -15,6 +15,7 @@ from whichlora.exports.recipe import (
     Recipe,
     evaluating,
     optimising,
+    options_for_texts,
     padding_note,
     require_plain,
     saving,
@@ -78,7 +79,7 @@ def export(recipe: Recipe) -> Export:
         ConfigError: a setting that Unsloth lacks.
     """
     require_plain(recipe, "unsloth", adapters=LORA_KEYS, quants=_QUANTS, rows=_ROWS)
-    run, left_out = without(recipe.run, "Unsloth", *_UNKNOWN)
+    run, left_out = without(recipe.run, "Unsloth", *_UNKNOWN, *options_for_texts(recipe.run))
     run, notes = under_unsloth(run)
     spreading(run, "unsloth", keys=())  # it runs under torchrun, where DDP needs no key
     notes += left_out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,7 @@ from whichlora.imports.trainer import (
 from whichlora.imports.trl import FULL_ROWS, PEFT_DEFAULT
 from whichlora.parallel import list_strategies
 from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FP32_PRECISIONS
-from whichlora.trainers import trainer_of
+from whichlora.trainers import liger, trainer_of
 
 _LENGTH_DEFAULT = 512
 _ADAPTERS = ("lora", "qlora")
@@ -44,7 +45,15 @@ _LEGACY_ATTENTION = {
     "eager_attention": "eager",
 }
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
-_LIGER_LOSS = "liger_fused_linear_cross_entropy"
+# A kernel by Liger's own name, and the keys that ask for it.
+_LIGER = {
+    "rope": ("liger_rope",),
+    "rms_norm": ("liger_rms_norm",),
+    "swiglu": ("liger_glu_activation", "liger_swiglu"),
+    "geglu": ("liger_glu_activation",),
+    "cross_entropy": ("liger_cross_entropy",),
+    "fused_linear_cross_entropy": ("liger_fused_linear_cross_entropy",),
+}
 _DIVIDES = (
     "tensor_parallel_size",
     "context_parallel_size",
@@ -162,17 +171,37 @@ def _attention(keys: Keys) -> str:
     return attention(keys, "attn_implementation", kernels, default="sdpa")
 
 
+def _liger(keys: Keys) -> dict[str, Any]:
+    """The kernels of Liger's plugin: those alone that the file names.
+
+    Source: Axolotl 0.19 `integrations/liger/plugin.py`, `LigerPlugin.pre_model_load`.
+    """
+    on = {name: bool(sum(keys.flag(key) for key in names)) for name, names in _LIGER.items()}
+    if not any(on.values()):
+        return {}
+    return {
+        "loss_head": "hf",
+        "trainer_options": (
+            (liger.CONFIG.name, json.dumps(on)),
+            (liger.USE.name, True),
+        ),
+    }
+
+
 def _trainer(keys: Keys) -> dict[str, Any]:
     rl = keys.word("rl")
     if keys.flag("process_reward_model"):
         keys.refuse("trainer", "process_reward_model", "rewards of each step are not predicted")
+    kernels = _liger(keys)
     if rl or keys.flag("reward_model"):
+        if kernels:
+            keys.assume("liger_*", "are not predicted in this trainer; assumed: the model's code")
         return _preferences(keys, rl)
     for name in ("cut_cross_entropy", "chunked_cross_entropy"):
         if keys.flag(name):
             keys.assume(name, "is not predicted; assumed: Liger's loss")
             return {"loss_head": "liger"}
-    return {"loss_head": "liger" if keys.flag(_LIGER_LOSS) else "hf"}
+    return kernels or {"loss_head": "hf"}
 
 
 def _preferences(keys: Keys, rl: str) -> dict[str, Any]:
@@ -235,12 +264,7 @@ TOOL = Tool(
     ),
     unmodelled={
         **UNMODELLED,
-        "liger_rope": "the model's own rope",
-        "liger_rms_norm": "the model's own norms",
         "liger_layer_norm": "the model's own norms",
-        "liger_glu_activation": "the model's own MLP",
-        "liger_swiglu": "the model's own MLP",
-        "liger_cross_entropy": "the model's own loss",
         "flash_attn_cross_entropy": "the model's own loss",
         "layer_offloading": "layers on the GPU",
         "selective_checkpointing": "checkpointing of whole layers",

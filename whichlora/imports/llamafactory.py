@@ -27,6 +27,7 @@ from whichlora.imports.trainer import (
 )
 from whichlora.imports.trl import FULL_ROWS
 from whichlora.spec.run import ALL_LINEAR
+from whichlora.trainers import liger
 
 _RANK = 8
 _BITS = {"quantization_type": "nf4", "double_quantization": True, "quantization_method": "bnb"}
@@ -64,8 +65,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings["attn"] = attention(keys, "flash_attn", _KERNELS, default="auto")
     settings |= FIXED
     if keys.flag("enable_liger_kernel"):
-        settings["loss_head"] = "liger"
-        keys.assume("enable_liger_kernel", "of its kernels only the loss is predicted")
+        settings["trainer_options"] = ((liger.USE.name, True),)
     stage = keys.word("stage", "sft")
     if stage in STAGES:
         settings |= _preferences(keys, stage)

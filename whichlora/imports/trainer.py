@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from whichlora.exports.recipe import BATCH
 from whichlora.imports.base import Keys, Launch, Tool, full_method, optimizer
 from whichlora.imports.spread import checkpoints_in_fsdp, spread_settings
+from whichlora.trainers import liger
 
 BATCH_SIZE = 8  # `per_device_train_batch_size` where it is missing
 EXPANDABLE = "expandable_segments:true"
@@ -70,6 +72,15 @@ def checkpointing(keys: Keys, launch: Launch, *, default: bool) -> dict[str, Any
     if isinstance(options.get("use_reentrant"), bool):
         settings["use_reentrant"] = options["use_reentrant"]
     return settings
+
+
+def liger_options(keys: Keys) -> dict[str, Any]:
+    """Liger's kernels of `TrainingArguments`, as options of the Trainer."""
+    config = keys.mapping(liger.CONFIG.name)
+    if not keys.flag(liger.USE.name):
+        return {}
+    written = ((liger.CONFIG.name, json.dumps(dict(config))),) if config else ()
+    return {"trainer_options": (*written, (liger.USE.name, True))}
 
 
 def allocator(launch: Launch) -> dict[str, Any]:
@@ -143,9 +154,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings["attn"] = attention(
         keys, "attn_implementation", {name: name for name in KERNELS}, default="sdpa"
     )
-    if keys.flag("use_liger_kernel"):
-        settings["loss_head"] = "liger"
-        keys.assume("use_liger_kernel", "of its kernels only the loss is predicted")
+    settings |= liger_options(keys)
     keys.assume(launch.program or "the script", "full fine-tuning under transformers' Trainer")
     return settings
 

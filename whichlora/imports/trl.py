@@ -18,6 +18,7 @@ from whichlora.imports.trainer import (
     attention,
     autocast,
     dtype,
+    liger_options,
     precision,
     trainer_settings,
 )
@@ -100,11 +101,11 @@ def _trainer(keys: Keys, launch: Launch) -> dict[str, Any]:
     if name in _OTHERS:
         known = ", ".join(_TRAINERS)
         keys.refuse("trainer", "the trainer", f"{name} is not read; {known} are")
-    liger = keys.flag("use_liger_kernel")
-    if liger:
-        keys.assume("use_liger_kernel", "of its kernels only the loss of SFT is predicted")
+    liger = liger_options(keys)
     if name not in _TRAINERS or name == _SFT:
-        return {**FIXED, **({"loss_head": "liger"} if liger else {})}
+        return {**FIXED, **liger}
+    if liger:
+        keys.assume("use_liger_kernel", "of its kernels none is predicted in this trainer")
     options = {option.name: option for option in get_trainer(name).options}
     stated = [
         (option.name, keys.option(option)) for option in options.values() if option.name in keys

@@ -10,7 +10,7 @@ from whichlora.memory.entries import Fact
 from whichlora.memory.kv_cache import checkpointed_cache_copy_bytes
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
-from whichlora.spec.numeric import Count, largest, smallest
+from whichlora.spec.numeric import Count, ceil_div, largest, next_power_of_2, smallest
 from whichlora.trainers.base import Trainer
 
 WITHOUT_LOGITS = ("liger", "trl-fused")  # fused heads, which go backward in tiles
@@ -58,9 +58,10 @@ def loss_forward_bytes(
 ) -> Count:
     """Alive at the end of the loss's forward: logits, their fp32 copy, the log-softmax.
 
-    Kind: exact for hf, unsloth and raw; liger as lower bound (its chunk is not counted).
-    Source: transformers 5.23 `ForCausalLMLoss`; TRL 1.16 fused head. Older versions and unsloth:
-    slopes of published peaks, 12V + 8h and 8V + 6h per token to 0.02 %.
+    Kind: exact for hf, unsloth and raw.
+    Source: transformers 5.23 `ForCausalLMLoss`; TRL 1.16 fused head; liger-kernel 0.8.5
+    ops/fused_linear_cross_entropy.py, whose forward makes the gradients. Older versions and
+    unsloth: slopes of published peaks, 12V + 8h and 8V + 6h per token to 0.02 %.
     """
     vocab = logit_width(model)
     libraries = dtypes.libraries
@@ -84,7 +85,13 @@ def loss_forward_bytes(
         states = dtypes.stream_bytes * model.hidden_size + _selected_bytes(model, dtypes)
         return tokens * (states + 12 + 28) + tile + folded
     if loss_head == "liger":
-        return tokens * model.hidden_size * dtypes.compute_bytes
+        states = 2 * dtypes.stream_bytes * model.hidden_size  # the last norm's result, its gradient
+        logits = liger_chunk(model, tokens=tokens) * vocab * dtypes.compute_bytes
+        # autocast's cache has a 16-bit copy of a trained fp32 head; the product with its transpose,
+        # a view without a gradient, makes another (`cached_cast` of autocast_mode.cpp)
+        is_cast = dtypes.under_autocast and dtypes.trains_base and dtypes.head_bytes == 4
+        made = _liger_gradient(model, dtypes) + 2 * vocab * model.hidden_size * is_cast
+        return tokens * (states + _LIGER_VECTORS) + logits + made
     logits_bytes = dtypes.compute_bytes
     loss_bytes = loss_element_bytes(model, dtypes)
     # `ForCausalLMLoss` runs `logits = logits.float()`; `logits` of the model's `forward` still
@@ -101,6 +108,25 @@ def loss_forward_bytes(
             entry -= logits_bytes
         return tokens * (vocab * entry + hidden_bytes)
     return tokens * vocab * entry
+
+
+_LIGER_VECTORS = 4 + 8 + 8 + 1  # losses, labels padded and shifted, and which count
+
+
+def liger_chunk(model: ModelSpec, *, tokens: Count) -> Count:
+    """Tokens whose logits Liger's loss makes at once: as many bytes as all hidden states, or more.
+
+    Kind: exact. Source: liger-kernel 0.8.5 `fused_linear_cross_entropy_forward`: `inc_factor`,
+    `chunk_size`.
+    """
+    most = max(1, ceil_div(logit_width(model), model.hidden_size))  # chunks
+    least = ceil_div(tokens, most)
+    return smallest(next_power_of_2(least), tokens)
+
+
+def _liger_gradient(model: ModelSpec, dtypes: Dtypes) -> int:
+    """The gradient of a trained head, which the loss's forward makes."""
+    return logit_width(model) * model.hidden_size * dtypes.head_bytes * dtypes.trains_base
 
 
 def _narrow_loss_bytes(
@@ -256,7 +282,8 @@ def loss_backward_bytes(
         states = tokens * (_selected_bytes(model, dtypes) + 12 + (4 + narrowed) * hidden)
         return states + tile + slice_bytes + summed + folded
     if loss_head == "liger":
-        return tokens * hidden * 2 * dtypes.compute_bytes
+        states = 2 * dtypes.stream_bytes * hidden
+        return tokens * states + _liger_gradient(model, dtypes)
     softcap_bytes = dtypes.compute_bytes if model.logit_softcap else 0
     final_norm = 20 * hidden  # its backward; larger only where the vocabulary is tiny or absent
     # `nll_loss_backward` makes a gradient as large as the log-softmax, and

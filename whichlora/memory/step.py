@@ -527,7 +527,7 @@ class TrainingStep:
         `mm` of a head leaves its gradient; autocast's cast and a fused head make new tensors.
         """
         is_cast = self.dtypes.under_autocast and self.param_bytes == 4
-        return is_cast or self.run.loss_head == "trl-fused"
+        return is_cast or self.run.loss_head in loss.WITHOUT_LOGITS
 
     @cached_property
     def head_gradient(self) -> int:

@@ -430,7 +430,6 @@ class Sharding:
         prefetches: version 1 gathers the next unit of the backward ahead.
         reshards: blocks are freed after the forward.
         syncs_each_batch: gradients are sent in every micro-step.
-        offloads: shares of parameters, gradients and states are in host memory.
     """
 
     units: Units
@@ -440,7 +439,6 @@ class Sharding:
     reshards: bool
     prefetches: bool
     syncs_each_batch: bool
-    offloads: bool
 
 
 def mixed_precision(step: TrainingStep, spread: Spread) -> str:
@@ -504,5 +502,4 @@ def sharding_of(rest: TrainingStep, step: TrainingStep, spread: Spread) -> Shard
         reshards=bool(options["reshard_after_forward"]),
         prefetches=options["backward_prefetch"] == "BACKWARD_PRE",
         syncs_each_batch=bool(options["sync_each_batch"]),
-        offloads=bool(options["offload"]),
     )

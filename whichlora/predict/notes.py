@@ -102,6 +102,7 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     notes += job.method.notes(run, adapted_experts)
     if run.phase == "finetune":
         notes += job.trainer.notes(run)
+        notes += job.trainer.notes_of(run, job.model.model_type)
     if job.model.task == "seq2seq-lm" and run.phase == "finetune":
         notes.append("encoder and decoder are both taken at seq_len tokens")
     return tuple(notes)

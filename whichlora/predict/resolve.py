@@ -16,6 +16,7 @@ from whichlora.serving.base import Engine, Served
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.kernels import NO_KERNELS
 from whichlora.spec.parallel import ONE_DEVICE, micro_steps
 from whichlora.spec.run import (
     ALL_LINEAR,
@@ -32,10 +33,11 @@ from whichlora.trainers import Trainer, get_trainer
 # Setting, value, what computes it, and the least compute capability that has kernels for.
 # Source: installation pages of bitsandbytes 0.50 and vLLM; README of Triton, the language of
 # Liger's and unsloth's kernels.
+_TRITON = 7.0
 _LEAST_CAPABILITY = (
     ("quant", "int8", "bitsandbytes' LLM.int8()", 7.5, "nf4"),
-    ("loss_head", "liger", "Triton", 7.0, "hf"),
-    ("loss_head", "unsloth", "Triton", 7.0, "hf"),
+    ("loss_head", "liger", "Triton", _TRITON, "hf"),
+    ("loss_head", "unsloth", "Triton", _TRITON, "hf"),
     ("kv_cache", "vllm", "vLLM", 7.0, "dynamic"),
 )
 DYNAMIC = "dynamic"  # the cache of a run that names none
@@ -142,6 +144,9 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         model = with_reward_head(model)
     if run.versions.experts_are_modules:
         model = with_expert_modules(model)
+    trainer = get_trainer(run.trainer)
+    if training:
+        run = replace(run, loss_head=trainer.loss_of(run, model.model_type))
     _check_experts(model, run)
     _check_attention(model, run, gpu)
     _check_device(run, gpu)
@@ -153,7 +158,6 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         modules_only = method.folded is None or run.quantize_moe_experts
         targets = resolve_targets(model, run.target_modules, modules_only=modules_only)
         check_saved_modules(model, run.modules_to_save)
-    trainer = get_trainer(run.trainer)
     if training and trainer.logits_loss(run) is not None and model.task != "causal-lm":
         raise ConfigError(
             f"{model.name}: trainer {trainer.name} is predicted for models that continue a text; "
@@ -170,7 +174,9 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         narrows_adapters=trainer.narrows_adapters,
     )
     if training:
-        dtypes = trainer.with_narrow_tables(dtypes, run, model)
+        kernels = trainer.kernels(run, model.model_type)
+        dtypes = replace(trainer.with_narrow_tables(dtypes, run, model), kernels=kernels)
+        _check_kernels(dtypes, gpu)
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)
     run, layout = spread(run)
@@ -370,6 +376,17 @@ def _check_narrowed(run: RunConfig, method: Method, trainer: Trainer) -> None:
             f"method: {method.name} in trainer {trainer.name} of TRL {run.versions.trl} has "
             f"{method.stays_wide} parameters of 16 bit on a quantised base, which is not "
             "predicted; use TRL 1.15 or later, or qlora"
+        )
+
+
+def _check_kernels(dtypes: Dtypes, gpu: GpuSpec) -> None:
+    """Refuse fused kernels where Triton, their language, does not run."""
+    if dtypes.kernels == NO_KERNELS or not gpu.is_timed or gpu.kind != "cuda":
+        return
+    if float(gpu.compute_capability or ASSUMED_CAPABILITY) < _TRITON:
+        raise ConfigError(
+            f"use_liger_kernel: does not run on {gpu.key} (Triton needs compute capability "
+            f"{_TRITON} or newer); leave it out"
         )
 
 

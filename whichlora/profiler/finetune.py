@@ -16,6 +16,7 @@ from whichlora.errors import MeasurementError
 from whichlora.profiler.meter import Meter
 from whichlora.profiler.spread import spreading
 from whichlora.spec.run import RunConfig
+from whichlora.trainers import get_trainer
 
 _IGNORED_LABEL = -100
 _SHORTEST_ROW = 0.5  # of the padded length; rows of a padded batch lie between this and 1
@@ -220,7 +221,11 @@ def training_options(
         "optim": run.trainer_optim,
         "bf16": run.precision == "bf16",
         "fp16": run.precision == "fp16",
-        "use_liger_kernel": run.loss_head == "liger",
+        **{
+            name: value
+            for name, value in get_trainer(run.trainer).arguments(run).items()
+            if name in arguments
+        },
         "use_cpu": not meter.is_cuda,
         "dataloader_num_workers": 0,
         "logging_strategy": "no",

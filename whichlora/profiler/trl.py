@@ -217,7 +217,8 @@ def _usual_settings(
 def _own_settings(config_class: Any, run: RunConfig) -> dict[str, Any]:
     """The trainer's options, and a length that cuts no row."""
     known = {field.name for field in dataclasses.fields(config_class)}
-    options = {name: value for name, value in run.trainer_options if name in known}
+    arguments = get_trainer(run.trainer).arguments(run)
+    options = {name: value for name, value in arguments.items() if name in known}
     fixed: dict[str, Any] = {"max_length": None, "remove_unused_columns": False}
     if "generation_kwargs" in known:  # every answer has its full length
         fixed["generation_kwargs"] = {"min_new_tokens": options["max_completion_length"]}

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whichlora.spec.architecture import Linear
+from whichlora.spec.kernels import NO_KERNELS, FusedKernels
 from whichlora.spec.run import (
     AUTOCAST_PRECISIONS,
     BNB_QUANTS,
@@ -66,6 +67,7 @@ class Dtypes:
         libraries: their versions; older ones keep other things.
         narrow_head: it is in 16 bit, whatever the embeddings are.
         quantises_experts: those in one parameter are stored in 4 bit, too.
+        kernels: operators of the layers that the trainer replaces.
         stores: the format that a layer's keys and values are quantised to in this forward, if any.
     """
 
@@ -103,6 +105,7 @@ class Dtypes:
     adapters_drop: bool = False
     quantises_experts: bool = False
     narrow_head: bool = False
+    kernels: FusedKernels = NO_KERNELS
 
     @property
     def head_bytes(self) -> int:

@@ -171,3 +171,12 @@ def divides(divisor: Any, value: Any) -> Any:
 def round_up(value: Any, multiple: int) -> Any:
     """`value` rounded up to a multiple of `multiple`."""
     return ceil_div(value, multiple) * multiple
+
+
+def next_power_of_2(value: Any) -> Any:
+    """The least power of two that is no less than a whole number from 1 on, below 2^40."""
+    if is_plain(value):
+        return 1 << (int(value) - 1).bit_length()
+    import numpy as np
+
+    return np.exp2(np.ceil(np.log2(value))).astype(value.dtype)

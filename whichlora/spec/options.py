@@ -17,15 +17,15 @@ class Option:
     Args:
         name: as the member's own library spells it.
         default: its type is the type of the setting; None: the member decides.
+        kind: the type of the setting where `default` is None; a whole number where nobody says.
         choices: accepted values of a text; several may be given where `default` is a tuple.
-        is_number: any number is accepted, not a whole one alone, where there is no default.
     """
 
     name: str
     summary: str
     default: OptionValue | None
     choices: tuple[str, ...] = ()
-    is_number: bool = False
+    kind: type[bool] | type[str] | None = None
 
     def checked(self, value: OptionValue) -> OptionValue:
         """`value`, where it is accepted.
@@ -42,11 +42,15 @@ class Option:
                     f"{', '.join(self.choices)}"
                 )
             return value
-        if isinstance(self.default, bool):
+        if isinstance(self.default, bool) or self.kind is bool:
             if not isinstance(value, bool):
                 raise ConfigError(f"{self.name}: {value!r} is neither true nor false")
             return value
-        if isinstance(self.default, float) or self.is_number:
+        if self.kind is str:
+            if not isinstance(value, str):
+                raise ConfigError(f"{self.name}: {_shown(value)} is not a text")
+            return value
+        if isinstance(self.default, float):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{self.name}: {value!r} is not a number")
             return float(value)

@@ -120,8 +120,12 @@ def _by_heads(
     v: Tensor,
     gate: Tensor | None = None,
 ) -> Projected:
-    # the gradient comes back as [batch, heads, seq, head_dim]
-    q, k = code.tape.view(q, copies_gradient=True), code.tape.view(k, copies_gradient=True)
+    # the gradient comes back as [batch, heads, seq, head_dim]; a fused kernel's has the layout of
+    # what it read, which rotating in place keeps
+    in_place = code.dtypes.kernels.rope and _kernel_of(code, attention) in FUSED
+    repeated = repeats_keys(attention, code.dtypes, masked=code.masked, decoding=code.decoding)
+    q = code.tape.view(q, copies_gradient=not in_place)
+    k = code.tape.view(k, copies_gradient=not in_place or repeated)
     return Projected(attention=attention, q=q, k=k, v=v, gate=gate)
 
 
@@ -262,6 +266,10 @@ def _turned(
         q, k = code.norm(q_norm, q), code.norm(k_norm, k)
     if attention.position != "rope":
         return q, k
+    if code.dtypes.kernels.rope:  # which first lays out parts of one projection
+        if fused_qkv(attention) is not None:
+            return code.copy(q), code.copy(k)
+        return code.tape.written_over(q), code.tape.written_over(k)
     before = (q, k)
     q = rotate(code, q, attention, "query", local_variables)
     k = rotate(code, k, attention, "key", local_variables)

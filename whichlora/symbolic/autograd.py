@@ -320,6 +320,7 @@ class _Node:
     hidden: bool = False
     reshapes: bool = False
     casts: int = 0
+    overwrites: bool = False
 
 
 @dataclass(slots=True)
@@ -502,6 +503,7 @@ class Tape:
         detached: bool = False,
         hidden: bool = False,
         reshapes: bool = False,
+        overwrites: bool = False,
         joined: bool = False,
         what: str = "",
     ) -> Tensor:
@@ -520,6 +522,7 @@ class Tape:
             hidden: its tensors bypass the saved-tensor hooks, so checkpointing does not free them.
             reshapes: the gradients it returns are views, as those of a product of matrices are that
                 reads its input as rows.
+            overwrites: gradients are written over what it has saved.
             what: label of the tensors that it saves.
         """
         result = Tensor(len(self._forms), elements, size, self._edge(), joined=joined)
@@ -550,6 +553,7 @@ class Tape:
                     hidden,
                     reshapes,
                     self._packed(casts_gradients),
+                    overwrites,
                 )
             )
         self._steps.append(
@@ -571,6 +575,15 @@ class Tape:
             return tensor
         result = replace(tensor, edge=self._edge())
         self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, False, ()))
+        return result
+
+    def written_over(self, tensor: Tensor) -> Tensor:
+        """What a kernel writes over `tensor`, and over the gradient that comes back."""
+        self.hold(tensor)
+        if not tensor.needs_grad:
+            return tensor
+        result = replace(tensor, edge=self._edge())
+        self._nodes.append(_Node(len(self._steps) - 1, (result,), (tensor,), (), False, True, ()))
         return result
 
     def in_place(self, tensor: Tensor, added: Tensor | None = None) -> Tensor:
@@ -936,6 +949,8 @@ class Backward:
         temporaries = [self._new(form) for form in node.inner]
         self.events += zip(temporaries, node.inner, strict=True)
         made: list[tuple[Tensor, int]] = []
+        if node.overwrites:
+            self._free_saved(node)
         for tensor in node.inputs:
             form = tensor.packed
             if node.passes and self._sizes[gradients[0]] == form:
@@ -949,11 +964,8 @@ class Backward:
         casts_late = node.casts if unpacks_once else 0
         self.points.append(self.live + sum(node.inner) - casts_late)
         self.events += [(number, None) for number in temporaries]
-        for storage in sorted(set(node.saved)):
-            self._holders[storage] -= 1
-            if not self._holders[storage] and storage not in self._held | self._held_again:
-                self.live -= self._forms[storage]
-                self.events.append((storage, None))
+        if not node.overwrites:
+            self._free_saved(node)
         if casts_late:
             self.points.append(self.live + sum(node.inner))
         if node.saved and not node.hidden:
@@ -964,6 +976,13 @@ class Backward:
             self._release(gradient)
         for tensor, gradient in made:
             self._deliver(tensor, gradient)
+
+    def _free_saved(self, node: _Node) -> None:
+        for storage in sorted(set(node.saved)):
+            self._holders[storage] -= 1
+            if not self._holders[storage] and storage not in self._held | self._held_again:
+                self.live -= self._forms[storage]
+                self.events.append((storage, None))
 
     def _deliver(self, tensor: Tensor, gradient: int) -> None:
         if tensor.is_leaf:

@@ -82,13 +82,37 @@ def _xielu(code: OpEmitter, x: Tensor) -> Tensor:
     return result
 
 
+def _gated_in_kernel(code: OpEmitter, gate: Tensor, up: Tensor, *, copies: bool) -> Tensor:
+    """Activation and product in one kernel, whose backward writes over both factors.
+
+    Args:
+        copies: halves of one tensor, which are laid out anew.
+
+    Source: liger-kernel 0.8.5 `ops/swiglu.py`, `LigerSiLUMulFunction`, and `ops/geglu.py`,
+    `LigerGELUMulFunction`; `ensure_contiguous` of `ops/utils.py`.
+    """
+    return code.tape.op(
+        [gate, up],
+        up.elements,
+        up.size,
+        saves=[] if copies else [gate, up],
+        keeps=[gate.form, up.form] if copies else [],
+        overwrites=True,
+        what="gate and up: copies" if copies else "activation · up",
+    )
+
+
 def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
     tape, dtypes = code.tape, code.dtypes
     if mlp.gated and len(mlp.linears) > 2:
         gate_linear, up_linear, down_linear = mlp.linears[:3]
-        active = activate(code, mlp.activation, code.linear(gate_linear, x))
+        gate = code.linear(gate_linear, x)
+        active = gate if dtypes.kernels.gated else activate(code, mlp.activation, gate)
         up = code.linear(up_linear, x)
-        inner = code.multiply(active, up)
+        if dtypes.kernels.gated:
+            inner = _gated_in_kernel(code, gate, up, copies=False)
+        else:
+            inner = code.multiply(active, up)
         # `act_fn(gate_proj(x)) * up_proj(x)` of `LlamaMLP.forward`: the interpreter holds
         # both factors until the product exists
         tape.hold(active, up)
@@ -97,7 +121,10 @@ def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
         joint = code.linear(joint_linear, x)
         half = per_token(mlp.width)
         gate, up = tape.parts(joint, (half, half))
-        inner = code.multiply(up, activate(code, mlp.activation, gate))
+        if dtypes.kernels.gated:
+            inner = _gated_in_kernel(code, gate, up, copies=True)
+        else:
+            inner = code.multiply(up, activate(code, mlp.activation, gate))
         tape.hold(joint)
     else:
         in_linear, down_linear = mlp.linears[:2]
@@ -106,4 +133,6 @@ def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
         inner = code.dropout(inner)
     result = code.linear(down_linear, inner)
     tape.hold(x, inner)
+    if mlp.gated and dtypes.kernels.gated and len(mlp.linears) < 3:
+        tape.hold(joint)  # `gate` and `up_states` of `LigerPhi3SwiGLUMLP.forward` are parts of it
     return result

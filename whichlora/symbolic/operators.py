@@ -200,6 +200,8 @@ class OpEmitter:
         weight = tape.weight(
             constant(norm.width), dtypes.base_bytes, trained=dtypes.trains_base and norm.weight
         )
+        if dtypes.kernels.norm != "none" and norm.kind in ("rms", "rms_offset"):
+            return self._fused_norm(norm, x, weight)
         if norm.kind in ("layer", "layer_narrow"):
             on_cpu = dtypes.device_kind == "cpu"
             # OLMo's has no weight, and casts by itself
@@ -246,6 +248,21 @@ class OpEmitter:
         out = self._weighted(narrow, weight)
         tape.hold(y)
         return out
+
+    def _fused_norm(self, norm: Norm, x: Tensor, weight: Tensor) -> Tensor:
+        """An RMSNorm in one kernel; sums of a trained weight's gradient by multiprocessor left out.
+
+        Source: liger-kernel 0.8.5 `ops/rms_norm.py`, `LigerRMSNormFunction`: `dX = dY` in place.
+        """
+        return self.tape.op(
+            [x, weight],
+            x.elements,
+            x.size,
+            saves=[x],
+            keeps=[scaled(per_token(norm.rows), 4)],
+            passes=self.dtypes.kernels.norm == "in_place",
+            what=f"{norm.name}: reciprocal deviation",
+        )
 
     def _square(self, x: Tensor) -> Tensor:
         # its backward: x to a power, that times two, and the product with the gradient

@@ -375,7 +375,8 @@ def elementwise_forward_bytes(
     fused = run.loss_head in ("liger", "unsloth")
     moved = 0
     for norm in layer.norms + layer.inner_norms:
-        in_steps = norm.kind not in ("layer", "layer_narrow") and not fused
+        in_kernel = fused or dtypes.kernels.norm != "none"
+        in_steps = norm.kind not in ("layer", "layer_narrow") and not in_kernel
         # widen, square, mean, scale, narrow, weight: fp32 read four times and written three times
         passes = 7 * 4 + 4 * narrow if in_steps else 2 * narrow
         moved += passes * norm.width * norm.rows
@@ -383,7 +384,7 @@ def elementwise_forward_bytes(
     for attention in layer.attentions:
         q, k, v = attention.q_width, attention.k_width, attention.v_width
         if attention.position == "rope":  # two products, a half negated, both joined, their sum
-            moved += (2 if fused else 10) * narrow * (q + k)
+            moved += (2 if fused or dtypes.kernels.rope else 10) * narrow * (q + k)
         moved += 2 * narrow * (q + k + v)  # read by the kernel, or laid out for it
     moved += scan_bytes(layer)
     active = 1
@@ -392,7 +393,7 @@ def elementwise_forward_bytes(
         mlp, active = layer.moe.expert, layer.moe.experts_per_token
         moved += 6 * narrow * hidden_size * active  # gathered, weighted and added
     if mlp is not None:
-        passes = (3 if fused else 5) if mlp.gated else 2
+        passes = (3 if fused or dtypes.kernels.gated else 5) if mlp.gated else 2
         moved += passes * dtypes.mlp_bytes * mlp.width * active
     return moved
 

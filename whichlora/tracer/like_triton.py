@@ -14,6 +14,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+
 
 class _InPlace:
     """A Triton kernel, of which nothing is run."""
@@ -39,6 +41,61 @@ def with_fused_head() -> Iterator[None]:
             found = import_module(module) if isinstance(module, str) else module
             stack.enter_context(mock.patch.object(found, name, value, create=True))
         yield
+
+
+# Modules of Liger, and their kernels that a training step launches.
+_LIGER = {
+    "rms_norm": (
+        *("_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
+        *("_block_rms_norm_forward_kernel", "_block_rms_norm_backward_kernel"),
+    ),
+    "rope": ("_triton_rope",),
+    "swiglu": ("_swiglu_forward_kernel", "_swiglu_backward_kernel"),
+    "geglu": ("_geglu_tanh_forward_kernel", "_geglu_tanh_backward_kernel"),
+    "fused_linear_cross_entropy": ("liger_cross_entropy_kernel", "element_mul_kernel"),
+}
+
+
+@contextmanager
+def with_liger() -> Iterator[None]:
+    """Liger's functions run without their kernels, which make no tensor, inside this context.
+
+    Source: liger-kernel 0.8.5 `ops/`.
+    """
+    loss = import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    with ExitStack() as stack:
+        for module, kernels in _LIGER.items():
+            found = import_module(f"liger_kernel.ops.{module}")
+            for name in kernels:
+                stack.enter_context(mock.patch.object(found, name, _InPlace()))
+        # on a CPU the product makes a tensor for each chunk; CUDA's writes into one
+        stack.enter_context(mock.patch.object(loss, "_can_use_mm_out", _writes_products))
+        stack.enter_context(mock.patch.object(loss, "torch", _OnCuda("torch")))
+        yield
+
+
+class _OnCuda(ModuleType):
+    """torch as the fused loss finds it where its tensors are on CUDA."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def equal(self, *_: Any) -> bool:
+        """The gradient of the loss is multiplied with in place, whatever its value."""
+        return False
+
+    def mm(self, first: Any, second: Any, **written: Any) -> Any:
+        """A product for the gradient of the weight is added to it where it is."""
+        return torch.mm(first, second, **written) if written else first.new_zeros(())
+
+
+def _writes_products(hidden: Any, weight: Any) -> bool:
+    """Source: `_can_use_mm_out`, but for the device."""
+    if hidden.dtype != weight.dtype:
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        return bool(hidden.dtype == torch.get_autocast_dtype("cpu"))
+    return True
 
 
 class _FakeTriton(ModuleType):

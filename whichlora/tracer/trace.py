@@ -53,7 +53,7 @@ from whichlora.tracer.extrapolate import (
 )
 from whichlora.tracer.fake_weights import place_fake
 from whichlora.tracer.like_cuda import Device, like_cuda, with_flash_attention
-from whichlora.tracer.like_triton import with_fused_head, with_fused_log_probabilities
+from whichlora.tracer.like_triton import with_fused_head, with_fused_log_probabilities, with_liger
 from whichlora.tracer.recorder import Recorder
 from whichlora.trainers import get_trainer
 
@@ -119,6 +119,8 @@ def trace(
             patches.enter_context(with_flash_attention())
         if run.loss_head == "trl-fused":
             patches.enter_context(with_fused_head())
+        if "use_liger_kernel" in get_trainer(run.trainer).arguments(run):
+            patches.enter_context(with_liger())
         if run.phase == "finetune":
             computed = get_trainer(run.trainer).logits_loss(run)
             if computed is not None and computed.log_probabilities == "kernel":

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from whichlora.errors import ConfigError
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.data_format import Rows
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.kernels import NO_KERNELS, FusedKernels
 from whichlora.spec.options import Option
-from whichlora.spec.run import FOUR_BIT_BNB, LossHead, RunConfig
+from whichlora.spec.run import FOUR_BIT_BNB, USUAL_HEAD, LossHead, RunConfig
 
 OutputsHeld = Literal["until_loss", "until_backward", "until_step_ends", "until_next_outputs"]
-USUAL_HEAD: LossHead = "hf"  # of a run that names none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +120,22 @@ def _accepts(run: RunConfig) -> None:
     return None
 
 
+def _stock_code(run: RunConfig, model_type: str) -> FusedKernels:
+    return NO_KERNELS
+
+
+def _named(run: RunConfig, model_type: str) -> LossHead:
+    return run.loss_head
+
+
+def _nothing_to_say(run: RunConfig, model_type: str) -> tuple[str, ...]:
+    return ()
+
+
+def _own_options(run: RunConfig) -> Mapping[str, Any]:
+    return dict(run.trainer_options)
+
+
 def _no_notes(run: RunConfig) -> tuple[str, ...]:
     return ()
 
@@ -167,6 +183,10 @@ class Trainer:
         narrowed_names: embeddings and heads whose names contain one of these are cast to bf16, on a
             prepared 4-bit base that is trained in bf16 under autocast.
         clips_gradients: their norm is computed and cut before each optimizer step.
+        kernels: operators of the layers that it replaces in models of a type.
+        loss_of: who computes the loss of models of a type, where it replaces that, too.
+        notes_of: what a user must know of such kernels in models of a type.
+        arguments: its options as `config_class` takes them.
         check: refuses what the library refuses, in one line.
         notes: what a user must know of a run.
     """
@@ -199,6 +219,10 @@ class Trainer:
     narrows_adapters: bool = False
     narrowed_names: tuple[str, ...] = ()
     clips_gradients: bool = False
+    kernels: Callable[[RunConfig, str], FusedKernels] = _stock_code
+    loss_of: Callable[[RunConfig, str], LossHead] = _named
+    notes_of: Callable[[RunConfig, str], tuple[str, ...]] = _nothing_to_say
+    arguments: Callable[[RunConfig], Mapping[str, Any]] = _own_options
     check: Callable[[RunConfig], None] = _accepts
     notes: Callable[[RunConfig], tuple[str, ...]] = _no_notes
 

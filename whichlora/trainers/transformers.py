@@ -7,6 +7,7 @@ Source: transformers 5.23 `Trainer.training_step`, `compute_loss`; accelerate 1.
 from __future__ import annotations
 
 from whichlora.spec.run import RunConfig
+from whichlora.trainers import liger
 from whichlora.trainers.base import OutputsHeld, Trainer
 
 
@@ -21,6 +22,11 @@ TRAINER = Trainer(
     steps="whichlora.profiler.finetune:measure_finetune",
     library_class="transformers.Trainer",
     config_class="transformers.TrainingArguments",
+    options=liger.OPTIONS,
+    kernels=liger.kernels,
+    loss_of=liger.loss_of,
+    notes_of=liger.notes_of,
+    arguments=liger.arguments,
     outputs_held=_outputs_held,
     widens_outputs=True,  # `prepare_model` wraps `forward` in `convert_outputs_to_fp32`
     clips_gradients=True,  # `max_grad_norm` is 1.0 unless told

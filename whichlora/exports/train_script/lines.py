@@ -200,7 +200,6 @@ def argument_lines(run: RunConfig, keeping: Keeping, *, limited: bool, grouped: 
         **({"bf16": True} if run.precision == "bf16" else {}),
         **({"fp16": True} if run.precision == "fp16" else {}),
         **({"tf32": True} if run.precision == "tf32" else {}),
-        **({"use_liger_kernel": True} if run.loss_head == "liger" else {}),
         "use_cpu": Code("not torch.cuda.is_available()"),
         "seed": Code("SEED"),
         "prediction_loss_only": True,
@@ -213,7 +212,7 @@ def argument_lines(run: RunConfig, keeping: Keeping, *, limited: bool, grouped: 
     trainer = get_trainer(run.trainer)
     if trainer.length_argument:
         options[trainer.length_argument] = Code("SEQ_LEN")
-    options |= dict(run.trainer_options)
+    options |= trainer.arguments(run)
     lines = []
     renamed = []
     if run.gradient_checkpointing and "gradient_checkpointing" in trainer.turned_on:
