@@ -1,7 +1,8 @@
 """Trace ranks under FSDP on fake tensors, keep what they hold, and compare it with the formulas.
 
-`--draw SEED COUNT` appends traced runs to `traces/parallel/fsdp.jsonl`; without arguments the kept
-ones are compared and the table is printed.
+`--draw SEED COUNT` appends traced runs to `traces/parallel/fsdp.jsonl`, with `--offload` such
+with everything in host memory; without arguments the kept ones are compared and the table is
+printed.
 """
 
 from __future__ import annotations
@@ -84,10 +85,12 @@ def draw_config(chance: random.Random) -> dict[str, Any]:
     return config
 
 
-def draw_run(chance: random.Random) -> RunConfig:
+def draw_run(chance: random.Random, *, offloads: bool = False) -> RunConfig:
     method = chance.choice(["full", "full", "lora", "lora", "dora", "qlora", "qlora", "qdora"])
     version = "2" if method in ("dora", "qdora") else chance.choice(["1", "2"])
     options: dict[str, Any] = {}
+    if offloads:
+        version, options["offload"] = "2", ("optimizer", "params")
     if version == "1":
         options["fsdp_version"] = "1"
         if chance.random() < 0.5:
@@ -186,7 +189,12 @@ def traced(config: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
     storage = quant_storage(job.run, spread)
     is_stored = job.run.quant in FOUR_BIT_BNB and storage != "uint8"
     reshards = bool(options.get("reshard_after_forward", True))
-    wrap: Any = partial(fsdp.fully_sharded, mixed_precision=mixed, reshard_after_forward=reshards)
+    wrap: Any = partial(
+        fsdp.fully_sharded,
+        mixed_precision=mixed,
+        reshard_after_forward=reshards,
+        cpu_offload=bool(options.get("offload")),
+    )
     if options.get("fsdp_version") == "1":
         wrap = partial(
             fsdp.flat_sharded,
@@ -218,12 +226,12 @@ def run_dict(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def draw(seed: int, count: int) -> None:
+def draw(seed: int, count: int, *, offloads: bool) -> None:
     warnings.simplefilter("ignore")
     RECORDS.parent.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         chance = random.Random(1000 * seed + number)
-        config, run = draw_config(chance), draw_run(chance)
+        config, run = draw_config(chance), draw_run(chance, offloads=offloads)
         record: dict[str, Any] = {"config": config, "run": run_dict(run)}
         try:
             layout_of(record)
@@ -248,24 +256,26 @@ def errors(record: Mapping[str, Any]) -> dict[str, float]:
     formula, moments = predicted(record), record["moments"]
     run = RunConfig.from_dict({"model": "drawn", **record["run"]})
     batch = 3 * 8 * run.batch_size * run.seq_len  # which the traced loop still names
-    return {
-        "peak": max(formula.values()) / max(moments.values()) - 1,
-        "between steps": formula["rest"] / (moments["rest"] - batch) - 1,
-    }
+    found = {"peak": max(formula.values()) / max(moments.values()) - 1}
+    if not dict(run.parallel.options).get("offload"):  # which leaves next to nothing
+        found["between steps"] = formula["rest"] / (moments["rest"] - batch) - 1
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draw", nargs=2, type=int, metavar=("SEED", "COUNT"))
+    parser.add_argument("--offload", action="store_true")
     parser.add_argument("--worst", type=int, default=0, help="print this many of the worst")
     arguments = parser.parse_args()
     if arguments.draw:
-        draw(*arguments.draw)
+        draw(*arguments.draw, offloads=arguments.offload)
         return
     rows: dict[str, list[float]] = {}
     every: list[tuple[float, str]] = []
     for record in records():
-        version = dict(record["run"]["parallel"]).get("fsdp_version", "2")
+        options = dict(record["run"]["parallel"])
+        version = options.get("fsdp_version", "2") + ", offload" * ("offload" in options)
         found = errors(record)
         every.append((found["peak"], json.dumps(record)))
         for counter, error in found.items():

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 
@@ -29,6 +31,19 @@ def use_fsdp() -> None:
             state.PartialState._shared_state["distributed_type"] = self.distributed_type
 
     state.AcceleratorState.__init__ = init
+
+
+def use_one_backend() -> None:
+    """Offloading to the host has one for the GPU, too, and pins memory for it."""
+    from accelerate import state
+
+    unpatched = state.PartialState.__init__
+
+    def init(self: Any, *arguments: Any, backend: str | None = None, **options: Any) -> None:
+        unpatched(self, *arguments, backend=backend and "gloo", **options)
+
+    state.PartialState.__init__ = init
+    torch.Tensor.pin_memory = lambda self, *_: self
 
 
 def release_buffers_here() -> None:
@@ -57,6 +72,7 @@ def use_deepspeed() -> None:
 
 if __name__ == "__main__":
     use_fsdp()
+    use_one_backend()
     release_buffers_here()
     if find_spec("deepspeed"):
         use_deepspeed()

@@ -287,13 +287,19 @@ def test_other_versions_than_those_predicted_are_said(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "method"), [("ddp", "lora"), ("fsdp", "lora"), ("fsdp", "qlora")]
+    ("strategy", "method", "options"),
+    [
+        ("ddp", "lora", ()),
+        ("fsdp", "lora", ()),
+        ("fsdp", "qlora", ()),
+        ("fsdp", "qlora", (("offload", ("optimizer", "params")),)),
+    ],
 )
 def test_two_processes_train_what_the_strategy_spreads(
-    tmp_path: Path, strategy: str, method: str
+    tmp_path: Path, strategy: str, method: str, options: tuple[tuple[str, Any], ...]
 ) -> None:
     precision = "bf16" if method == "qlora" else "fp32"
-    parallel = ParallelConfig(strategy=strategy, gpus=2)
+    parallel = ParallelConfig(strategy=strategy, gpus=2, options=options)
     run = replace(RUN, method=method, precision=precision, parallel=parallel)
     rows = [{"text": f"row {number} " * 20} for number in range(32)]
     wide = {**LLAMA, "hidden_size": 64}  # 4-bit kernels of a CPU evaluate blocks of 64 in a row

@@ -21,11 +21,14 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from train_runs import run_ranks
 
 from whichlora.calibration.load import model_of, refit
+from whichlora.errors import ConfigError
 from whichlora.exports.launch import launch_files
+from whichlora.integrations.live import read_job
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.measurements import read_measurements
+from whichlora.trainers import get_trainer
 
 MEMORY_BAR = 0.06
 PLAIN = oracle.CASES[0]
@@ -338,6 +341,140 @@ def test_the_sft_trainer_of_trl_is_predicted_with_its_own_loss_head(case: oracle
     assert callback.forecast is not None
     assert callback.forecast.job.run.loss_head == "trl-fused"
     assert predicted == pytest.approx(measured, rel=MEMORY_BAR)
+
+
+def preferences(name: str) -> list[dict[str, Any]]:
+    """Rows of a trainer of TRL, whose third is the longest."""
+    texts = ["x" * (40 if number == 2 else 24) for number in range(24)]
+    match name:
+        case "kto":
+            return [
+                {"prompt": "y" * 20, "completion": text, "label": bool(number % 2)}
+                for number, text in enumerate(texts)
+            ]
+        case "grpo":
+            return [{"prompt": text} for text in texts]
+    return [{"prompt": "y" * 20, "chosen": text, "rejected": text[:-4]} for text in texts]
+
+
+def train_by_trl(
+    name: str, *, full: bool = False, load: dict[str, Any] | None = None, **settings: Any
+) -> oracle.Trained:
+    """A training by the trainer `name`, made as a user's script does."""
+    from pkgutil import resolve_name
+
+    from datasets import Dataset
+    from oracle_memory import CONFIGS
+    from oracle_tokenizer import byte_tokenizer
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        BitsAndBytesConfig,
+    )
+
+    trainer = get_trainer(name)
+    lines: list[str] = []
+    callback = oracle.WhichLoRACallback(say=lines.append)
+    further: dict[str, Any] = {}
+    if name == "grpo":
+        settings |= {"max_completion_length": 16, "num_generations": 2}
+        settings["generation_kwargs"] = {"min_new_tokens": 16}
+        further["reward_funcs"] = lambda completions, **_: [float(len(c)) for c in completions]
+    auto = AutoModelForCausalLM
+    config = AutoConfig.for_model("llama", **CONFIGS["llama"])
+    if trainer.gives_rewards:
+        auto, config.num_labels, config.pad_token_id = AutoModelForSequenceClassification, 1, 0
+    if not full:
+        task = "SEQ_CLS" if trainer.gives_rewards else "CAUSAL_LM"
+        further["peft_config"] = LoraConfig(r=8, target_modules="all-linear", task_type=task)
+    with tempfile.TemporaryDirectory() as folder, oracle.quiet():
+        torch.manual_seed(0)
+        auto.from_config(config).save_pretrained(f"{folder}/model")  # a reference is loaded again
+        quantised = {"quantization_config": BitsAndBytesConfig(**load)} if load else {}
+        dtype = torch.bfloat16 if load else torch.float32
+        made = resolve_name(trainer.library_class)(
+            model=auto.from_pretrained(f"{folder}/model", dtype=dtype, **quantised),
+            args=resolve_name(trainer.config_class)(
+                output_dir=folder,
+                max_steps=4,
+                per_device_train_batch_size=2,
+                use_cpu=True,
+                report_to="none",
+                save_strategy="no",
+                train_sampling_strategy="sequential",
+                **({"bf16": bool(load)} | settings),
+            ),
+            train_dataset=Dataset.from_list(preferences(name)),
+            processing_class=byte_tokenizer(),
+            callbacks=[callback],
+            **further,
+        )
+        made.train()
+    return oracle.Trained(callback=callback, lines=lines)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
+@pytest.mark.parametrize("name", ["dpo", "kto", "reward", "orpo", "cpo", "grpo"])
+def test_a_trainer_of_trl_is_predicted_as_itself(name: str, full: bool) -> None:
+    pytest.importorskip("trl", reason="pip install --no-deps trl beside the profile extra")
+    trained = train_by_trl(name, full=full)
+    forecast, measurement = trained.callback.forecast, trained.callback.measurement
+    assert forecast is not None, trained.lines
+    assert measurement is not None
+    assert forecast.job.run.trainer == name
+    assert forecast.batches.longest == (56 if name == "grpo" else 61)  # with the end, or an answer
+    # at the batch that was measured, which GRPO draws
+    at_it = forecast.at(measurement.run.seq_len, padded=True)
+    measured = measurement.peak_allocated_bytes
+    assert at_it.memory.peak_allocated_bytes == pytest.approx(measured, rel=0.01)
+    assert len(measurement.step_s) == 2  # forwards of a reference are no batches of their own
+
+
+def test_dpo_on_a_quantised_base_has_narrow_adapters() -> None:
+    pytest.importorskip("trl", reason="pip install --no-deps trl beside the profile extra")
+    trained = train_by_trl("dpo", load=NF4_BF16, beta=0.3)
+    forecast = trained.callback.forecast
+    assert forecast is not None, trained.lines
+    assert (forecast.job.run.method, forecast.job.run.trainer_option("beta")) == ("qlora", 0.3)
+    assert forecast.job.dtypes.adapter_bytes == 2
+    predicted, measured = trained.memory
+    assert predicted == pytest.approx(measured, rel=MEMORY_BAR)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("dpo", {"padding_free": True}, "padding_free=True of dpo is not modelled"),
+        ("dpo", {"loss_type": ["sigmoid", "sft"]}, "loss_type=['sigmoid', 'sft'] is not modelled"),
+    ],
+)
+def test_a_loss_of_trl_that_is_not_modelled_is_said(
+    name: str, settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trl = pytest.importorskip("trl", reason="pip install --no-deps trl beside the profile extra")
+    arguments = trl.DPOConfig(output_dir="x", use_cpu=True, bf16=False, report_to="none")
+    for key, value in settings.items():  # some need a GPU's kernels
+        monkeypatch.setattr(arguments, key, value)
+    with pytest.raises(ConfigError) as error:
+        read_job(
+            oracle.load(PLAIN, Path("unused")),
+            arguments,
+            None,
+            gpu=find_gpu("cpu"),
+            batch_size=2,
+            seq_len=64,
+            padded=False,
+        )
+    assert said in str(error.value)
+
+
+def test_rows_of_preferences_in_a_trainer_that_is_not_known_are_refused() -> None:
+    # those of LLaMA-Factory's stage kto, whose arguments are the Trainer's
+    rows = [row | {"kl_input_ids": row["input_ids"]} for row in oracle.rows(PLAIN)]
+    (line,) = oracle.train(PLAIN, dataset=rows).lines
+    assert "rows with kl_input_ids are those of preferences: its trainer is not known" in line
 
 
 # --- several GPUs: gloo processes

@@ -55,7 +55,11 @@ def test_a_run_with_an_engine_survives_json() -> None:
 @pytest.mark.parametrize(
     ("changed", "gpu", "message"),
     [
-        ({"serving": "tgi"}, A100, "serving: 'tgi' is not known; accepted are transformers, vllm"),
+        (
+            {"serving": "tgi"},
+            A100,
+            "serving: 'tgi' is not known; accepted are transformers, vllm, sglang",
+        ),
         ({"phase": "finetune"}, A100, "serving: vllm is of inference; give phase inference"),
         ({"kv_cache": "static"}, A100, "kv_cache: static is a cache of transformers"),
         ({}, CPU, "serving: vllm is predicted for NVIDIA's GPUs, not cpu"),

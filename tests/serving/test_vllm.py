@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from devices import A100
@@ -12,15 +14,16 @@ from hypothesis import strategies as st
 from whichlora.errors import ConfigError
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Pool, Served, Start
+from whichlora.serving.block_groups import CachedLayers, blocks, cached_layers
+from whichlora.serving.rank import rank_model, rotary_bytes, slot_bytes
 from whichlora.serving.vllm import captured_sizes, graph_bytes, start
-from whichlora.serving.vllm_blocks import CachedLayers, blocks, cached_layers
-from whichlora.serving.vllm_rank import rank_model, rotary_bytes, slot_bytes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 from whichlora.units import GiB, MiB
 
 LLAMA = "meta-llama/Llama-3.1-8B"
+PLANNED = Path(__file__).parents[1] / "golden" / "vllm_blocks.jsonl"
 RUN = RunConfig(model=LLAMA, phase="inference", serving="vllm", context=8192)
 
 
@@ -258,3 +261,21 @@ def test_what_it_cannot_serve_is_refused_in_one_line(
 def test_an_older_release_reads_bitsandbytes_weights() -> None:
     run = replace(RUN, quant="nf4", libraries=(("vllm", "0.27.1"),))
     assert part_bytes(started(run), "weights") < 6 * GiB
+
+
+def test_blocks_and_concurrency_are_those_of_its_own_planner() -> None:
+    """vLLM 0.33.0 `kv_cache_planning` answered; `benchmarks/vllm_blocks.py` asks it again."""
+    cases = [json.loads(line) for line in PLANNED.read_text(encoding="utf-8").splitlines()]
+    assert len(cases) == 120
+    for case in cases:
+        cut = blocks(
+            cached_layers(load_model(case["model"])),
+            block_size=case["block_size"],
+            element_bytes=2,
+            tokens_in_flight=case["tokens_in_flight"],
+        )
+        pool = Pool(
+            num_bytes=case["pool_bytes"], block_bytes=cut.block_bytes, blocks_of=cut.blocks_of
+        )
+        assert pool.num_blocks == case["num_blocks"], case
+        assert pool.max_concurrency(case["context"]) == case["max_concurrency"], case

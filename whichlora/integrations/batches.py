@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from whichlora.dataset import TokenLengths, workload
 from whichlora.errors import ConfigError
+from whichlora.trainers import Trainer
 
 _NUM_PROBES = 16  # rows that tell one rule of padding from another
 _MULTIPLES = (2, 4, 8, 16, 32, 64, 128, 256)
@@ -35,8 +36,31 @@ class Batches:
     padded: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowReader:
+    """How a trainer turns rows into sequences.
+
+    Args:
+        trainer: whose rows they are.
+        longest: tokens to which its collator cuts a row; None cuts none.
+        tokenizer: of prompts that it tokenizes as it goes.
+        answered: tokens that it adds to each of these.
+    """
+
+    trainer: Trainer
+    longest: int | None = None
+    tokenizer: Any = None
+    answered: int = 0
+
+
 def read_batches(
-    dataloader: Any, *, batch_size: int, num_micro_steps: int, seed: int, grouped: bool = False
+    dataloader: Any,
+    *,
+    reader: RowReader,
+    batch_size: int,
+    num_micro_steps: int,
+    seed: int,
+    grouped: bool = False,
 ) -> Batches:
     """What `dataloader` will hand out.
 
@@ -51,9 +75,12 @@ def read_batches(
         ConfigError: no lengths to read, or a collator whose widths follow no known rule.
     """
     dataset = dataloader.dataset
-    lengths = _row_lengths(dataset)
+    lengths = _row_lengths(dataset, reader)
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    padded_lengths = _padded_lengths(dataloader, lengths, order, batch_size)
+    padded_lengths = lengths
+    if reader.trainer.rows != "prompts":
+        per_row = reader.trainer.rows_per_example
+        padded_lengths = _padded_lengths(dataloader, lengths, order, batch_size, per_row)
     load = workload(
         TokenLengths(
             lengths={"train": tuple(padded_lengths)},
@@ -75,45 +102,107 @@ def read_batches(
     )
 
 
-def _row_lengths(dataset: Any) -> list[int]:
-    """Tokens of every row.
+def _row_lengths(dataset: Any, reader: RowReader) -> list[int]:
+    """Tokens of every row, of the longer one of a pair.
 
     Raises:
-        ConfigError: a stream, no rows, or rows without input_ids.
+        ConfigError: a stream, no rows, or rows without token ids.
     """
     if not hasattr(dataset, "__len__"):
         raise ConfigError("the dataset is a stream, whose lengths nobody knows before it ends")
     if not len(dataset):
         raise ConfigError("the dataset has no rows")
+    if reader.trainer.rows == "prompts":
+        rows = (dataset[number] for number in range(len(dataset)))
+        return [_prompt_tokens(row, reader.tokenizer) + reader.answered for row in rows]
     columns = getattr(dataset, "column_names", None)
     plain = getattr(dataset, "format", {}).get("type") != "custom"  # else rows are made on demand
+    counts = _token_columns(columns or (), reader.trainer) if plain else {}
     lengths: list[int] = []
-    if columns is not None and plain and "input_ids" in columns:
-        arrow = dataset.select_columns(["input_ids"]).with_format("arrow")
+    if counts:
+        arrow = dataset.select_columns(list(counts)).with_format("arrow")
         for table in arrow.iter(batch_size=10_000):
-            for chunk in table["input_ids"].chunks:
-                lengths += chunk.value_lengths().to_pylist()
+            chunked = [
+                [n for chunk in table[name].chunks for n in chunk.value_lengths().to_pylist()]
+                for name in counts
+            ]
+            lengths += [
+                _sequence_tokens(dict(zip(counts, row, strict=True)))
+                for row in zip(*chunked, strict=True)
+            ]
     else:
         for number in range(len(dataset)):
             row = dataset[number]
-            if not isinstance(row, Mapping) or "input_ids" not in row:
+            named = _token_columns(row, reader.trainer) if isinstance(row, Mapping) else {}
+            if not named:
                 raise ConfigError(f"row {number} of the dataset has no input_ids to count")
-            lengths.append(len(row["input_ids"]))
-    return lengths
+            lengths.append(_sequence_tokens({name: len(row[name]) for name in named}))
+    return [min(length, reader.longest or length) for length in lengths]
+
+
+# Columns of token ids, as TRL's trainers and others name them; of one sequence together, of pairs
+# the longer one counts
+_WHOLE = (("input_ids",), ("chosen_input_ids", "rejected_input_ids"))
+_AFTER_PROMPT = (("chosen_ids", "rejected_ids"), ("completion_ids",))
+_PROMPT = "prompt_ids"
+_OF_PREFERENCES = ("kl_input_ids", "KL_input_ids", "KL_completion_ids", "rejected_input_ids")
+
+
+def _token_columns(columns: Iterable[str], trainer: Trainer) -> dict[str, None]:
+    """Those of `columns` that a sequence is made of; empty for none.
+
+    Raises:
+        ConfigError: preferences, in a trainer that is known as one of texts.
+    """
+    known = set(columns)
+    odd = sorted(known & set(_OF_PREFERENCES))
+    if odd and trainer.rows == "texts":
+        raise ConfigError(f"rows with {odd[0]} are those of preferences: its trainer is not known")
+    for names in (*_WHOLE, *_AFTER_PROMPT):
+        if set(names) <= known:
+            joined = (_PROMPT,) if names in _AFTER_PROMPT and _PROMPT in known else ()
+            return dict.fromkeys((*joined, *names))
+    return {}
+
+
+def _sequence_tokens(counts: Mapping[str, int]) -> int:
+    """Of a row whose columns have so many tokens."""
+    return counts.get(_PROMPT, 0) + max(n for name, n in counts.items() if name != _PROMPT)
+
+
+def _prompt_tokens(row: Any, tokenizer: Any) -> int:
+    """Of a prompt as text or as messages.
+
+    Raises:
+        ConfigError: there is none, or nothing that tokenizes it.
+    """
+    prompt = row.get("prompt") if isinstance(row, Mapping) else None
+    if tokenizer is None or not isinstance(prompt, str | list):
+        raise ConfigError("rows have no prompt that the trainer's tokenizer could count")
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt)["input_ids"])
+    rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    return len(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
 def _padded_lengths(
-    dataloader: Any, lengths: Sequence[int], order: Sequence[int], batch_size: int
+    dataloader: Any, lengths: Sequence[int], order: Sequence[int], batch_size: int, per_row: int
 ) -> list[int]:
     """Width that each row would give a batch that it is the longest of.
+
+    Args:
+        per_row: sequences of a row.
 
     Raises:
         ConfigError: the collator joins rows, or follows no rule that we know.
     """
     picked = [order[i * (len(order) - 1) // (_NUM_PROBES - 1)] for i in range(_NUM_PROBES)]
     with _random_states_kept():
-        _collated_width(dataloader, order[-batch_size:])  # several rows stay several
-        widths = {lengths[row]: _collated_width(dataloader, [row]) for row in dict.fromkeys(picked)}
+        _collated_width(dataloader, order[-batch_size:], per_row)  # several rows stay several
+        widths = {
+            lengths[row]: _collated_width(dataloader, [row], per_row)
+            for row in dict.fromkeys(picked)
+        }
     if all(width == length for length, width in widths.items()):
         return list(lengths)
     if len(set(widths.values())) == 1 and max(widths) <= min(widths.values()):
@@ -132,16 +221,19 @@ def _rounded_up(length: int, multiple: int) -> int:
     return multiple * math.ceil(length / multiple)
 
 
-def _collated_width(dataloader: Any, rows: Sequence[int]) -> int:
+def _collated_width(dataloader: Any, rows: Sequence[int], per_row: int) -> int:
     batch = dataloader.collate_fn([dataloader.dataset[row] for row in rows])
-    ids = batch["input_ids"] if isinstance(batch, Mapping) else None
-    shape = tuple(getattr(ids, "shape", ()))
-    if len(shape) != 2 or shape[0] != len(rows):
+    made = batch if isinstance(batch, Mapping) else {}
+    names = next((names for names in _WHOLE if set(names) <= set(made)), ())
+    shapes = [tuple(getattr(made[name], "shape", ())) for name in names]
+    if not shapes or any(len(shape) != 2 for shape in shapes):
+        raise ConfigError(f"the collator makes no input_ids of rows and columns: {shapes}")
+    if sum(shape[0] for shape in shapes) != len(rows) * per_row:
         raise ConfigError(
-            f"the collator makes input_ids of shape {shape} of {len(rows)} rows: joined rows "
+            f"the collator makes input_ids of shape {shapes[0]} of {len(rows)} rows: joined rows "
             "(packing without padding) are not modelled"
         )
-    return int(shape[1])
+    return max(int(shape[1]) for shape in shapes)
 
 
 @contextmanager

@@ -13,12 +13,13 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from whichlora.calibration.load import calibration_roots, load_calibration
 from whichlora.errors import ConfigError, WhichLoraError
-from whichlora.integrations.batches import Batches, read_batches
-from whichlora.integrations.live import read_job, read_parallel
+from whichlora.integrations.batches import Batches, RowReader, read_batches
+from whichlora.integrations.live import read_job, read_parallel, read_trainer
 from whichlora.integrations.peers import Peers
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import time_interval
@@ -101,7 +102,9 @@ def _never_raises(event: Callable[..., None]) -> Callable[..., None]:
 
 
 class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
-    """Add to the `callbacks` of a `transformers.Trainer`, TRL's too.
+    """Add to the `callbacks` of a `transformers.Trainer`, or of a trainer of TRL.
+
+    Whose steps it predicts it reads from the class of the arguments.
 
     It reads the model, the arguments and the data that are there, says before step 1 whether the
     run will fit and how long it will take, and compares as it goes. What it can't read it says in
@@ -251,6 +254,7 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
         strategy = str(getattr(args, "train_sampling_strategy", "random"))
         batches = read_batches(
             live["train_dataloader"],
+            reader=_row_reader(args, live.get("processing_class")),
             batch_size=batch_size,
             num_micro_steps=num_steps * accumulation,
             seed=args.seed,
@@ -309,8 +313,8 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
         return resolve(job.model, run, job.gpu)
 
     def _on_forward(self, module: Any, positional: Any, named: dict[str, Any]) -> None:
-        if self._current is None or not module.training:
-            return
+        if self._current is None or not module.training or not torch.is_grad_enabled():
+            return  # of a reference, or while a trainer writes answers
         ids = named.get("input_ids", positional[0] if positional else None)
         if ids is not None and ids.dim() == 2:
             self._current.shapes.append((ids.shape[0], ids.shape[1]))
@@ -327,12 +331,13 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
     def _like(self, forecast: Forecast) -> list[_Step]:
         """Timed steps whose batches are whole and of one width each."""
         run = forecast.job.run
+        rows = run.batch_size * forecast.job.trainer.rows_per_example
         return [
             step
             for step in self._steps
             if step.timed
             and len(step.shapes) == run.gradient_accumulation_steps
-            and set(step.shapes) == {(run.batch_size, step.width)}
+            and set(step.shapes) == {(rows, step.width)}
         ]
 
     def _peak(self, forecast: Forecast) -> tuple[int, int] | None:
@@ -486,6 +491,14 @@ def _fault(error: Exception) -> str:
         f"by a fault of whichlora: {type(error).__name__}: {error}; "
         "please report it; the training goes on"
     )
+
+
+def _row_reader(args: Any, tokenizer: Any) -> RowReader:
+    """How the trainer of `args` turns rows into sequences."""
+    trainer = read_trainer(args)
+    longest = getattr(args, trainer.length_argument) if trainer.length_argument else None
+    answered = getattr(args, "max_completion_length", 0) if trainer.rows == "prompts" else 0
+    return RowReader(trainer=trainer, longest=longest, tokenizer=tokenizer, answered=answered)
 
 
 def _say_nothing(line: str) -> None:

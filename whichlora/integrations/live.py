@@ -26,6 +26,7 @@ from whichlora.spec.run import (
     ALL_LINEAR,
     FOUR_BIT_BNB,
     OPTIMIZER_NAMES,
+    USUAL_HEAD,
     AdapterDtype,
     AttentionKernel,
     BaseDtype,
@@ -35,10 +36,13 @@ from whichlora.spec.run import (
 )
 from whichlora.spec.targets import resolve_targets
 from whichlora.spec.versions import Libraries
-from whichlora.trainers import liger
+from whichlora.trainers import Trainer, liger, list_trainers
 
+_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 _COUNT_TOLERANCE = 0.005  # of the parameters: more is another model than its config describes
 _OPTIMIZER_CLASSES = {"adafactor": "Adafactor", "sgd": "SGD", "lion": "Lion"}  # else AdamW
+_REWARD_HEADS = re.compile(r"ForSequenceClassification$")
+_REWARD_MODULES = ("classifier", "score")  # that PEFT trains whole: of `SEQ_CLS`
 _LANGUAGE_HEADS = re.compile(r"(CausalLM|LMHeadModel|MaskedLM|ConditionalGeneration)$")
 
 
@@ -68,15 +72,15 @@ def read_job(
         ConfigError: something that a `RunConfig` can't say; one line.
     """
     _check_machinery(args)
+    trainer = read_trainer(args)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    spec = _read_model(base)
+    spec = _read_model(base, trainer)
     quant, quant_dtype = _read_quant(base)
-    method, adapters = _read_adapters(model, spec, quant)
-    loss_head = _read_loss_head(args)
+    method, adapters = _read_adapters(model, spec, quant, trainer)
     autocast = _read_autocast(args)
     adapter_dtype: AdapterDtype = "auto"
     if not method.trains_base:
-        adapter_dtype = _read_adapter_dtype(model, method, autocast, loss_head, quant)
+        adapter_dtype = _read_adapter_dtype(model, method, autocast, trainer, quant)
     run = RunConfig(
         model=spec.name,
         batch_size=batch_size,
@@ -90,9 +94,10 @@ def read_job(
         optimizer=_read_optimizer(args, optimizer),
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         attn=_read_attention(base),
-        loss_head=loss_head,
-        trainer_options=_read_liger(args),
-        libraries=_older_libraries(with_trl=loss_head == "trl-fused"),
+        loss_head=_read_loss_head(args, trainer),
+        trainer=trainer.name,
+        trainer_options=_read_options(args, trainer),
+        libraries=_older_libraries(trainer),
         **_read_checkpointing(base, args, before=parallel is not None),
         parallel=parallel or ParallelConfig(),
         method=method.name,
@@ -185,10 +190,12 @@ def _check_machinery(args: Any) -> None:
 # --- the model
 
 
-def _read_model(base: Any) -> ModelSpec:
+def _read_model(base: Any, trainer: Trainer) -> ModelSpec:
     kind = type(base).__name__
-    if not _LANGUAGE_HEADS.search(kind):
-        raise ConfigError(f"{kind} is not modelled; a model with a language-model head is")
+    heads = _REWARD_HEADS if trainer.gives_rewards else _LANGUAGE_HEADS
+    if not heads.search(kind):
+        part = "head of rewards" if trainer.gives_rewards else "language-model head"
+        raise ConfigError(f"{kind} is not modelled; a model with a {part} is")
     config = json.loads(base.config.to_json_string(use_diff=False))
     config.pop("quantization_config", None)  # how it is held is read from the tensors
     name = getattr(base.config, "_name_or_path", "") or str(config.get("model_type"))
@@ -237,7 +244,9 @@ def _read_quant(base: Any) -> tuple[Any, str | None]:
     return quant, dtype
 
 
-def _read_adapters(model: Any, spec: ModelSpec, quant: str) -> tuple[Method, Mapping[str, Any]]:
+def _read_adapters(
+    model: Any, spec: ModelSpec, quant: str, trainer: Trainer
+) -> tuple[Method, Mapping[str, Any]]:
     """The method, and its rank, targets and dropout."""
     configs = getattr(model, "peft_config", None)
     if not configs:
@@ -255,6 +264,9 @@ def _read_adapters(model: Any, spec: ModelSpec, quant: str) -> tuple[Method, Map
         if hasattr(module, "base_layer")
         and any(child.startswith(method.parameter_prefix) for child, _ in module.named_children())
     }
+    if trainer.gives_rewards:  # its head is trained with every method
+        saved = (name for name in settings["modules_to_save"] if name not in _REWARD_MODULES)
+        settings = {**settings, "modules_to_save": tuple(saved)}
     whole = leaves == set(resolve_targets(spec, (ALL_LINEAR,), modules_only=method.folded is None))
     targets = (ALL_LINEAR,) if whole else tuple(sorted(leaves))
     return method, {"target_modules": targets, **settings}
@@ -327,24 +339,77 @@ def _read_checkpointing(base: Any, args: Any, *, before: bool) -> dict[str, Any]
     return {"gradient_checkpointing": True, "use_reentrant": options.get("use_reentrant")}
 
 
-def _read_loss_head(args: Any) -> LossHead:
-    """Who computes the loss: transformers, Liger, or the trainer that the arguments belong to."""
-    kinds = [kind for kind in type(args).__mro__ if kind.__module__.partition(".")[0] == "trl"]
-    if not kinds:
-        return "hf"
-    if kinds[0].__name__ != "SFTConfig":
-        raise ConfigError(f"{kinds[0].__name__}: its loss is not modelled; that of SFTConfig is")
-    if args.loss_type != "nll":
+def read_trainer(args: Any) -> Trainer:
+    """The trainer whose arguments `args` are.
+
+    Raises:
+        ConfigError: one of TRL that is not known.
+    """
+    by_arguments = {
+        (package, name): trainer
+        for trainer in reversed(list_trainers().values())  # of equal ones the first
+        for package, _, path in [trainer.config_class.partition(".")]
+        for name in [path.rpartition(".")[2]]
+        if name
+    }
+    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(args).__mro__]
+    for package, name in kinds:
+        if (package, name) in by_arguments:
+            return by_arguments[package, name]
+        if package == "trl" and not name.startswith("_"):
+            known = ", ".join(config for of, config in by_arguments if of == package)
+            raise ConfigError(f"{name}: its trainer is not modelled; those of {known} are")
+    raise ConfigError(f"{kinds[0][1]}: its trainer is not modelled; use TrainingArguments")
+
+
+def _read_options(args: Any, trainer: Trainer) -> tuple[tuple[str, OptionValue], ...]:
+    """The trainer's own settings, as its arguments have them."""
+    values: dict[str, OptionValue] = {}
+    for option in trainer.options:
+        if option in liger.OPTIONS:
+            continue
+        value = getattr(args, option.name, None)
+        if isinstance(value, list):
+            if len(value) != 1:
+                raise ConfigError(f"{option.name}={value!r} is not modelled; one of them is")
+            (value,) = value
+        if value is not None:
+            values[option.name] = float(value) if isinstance(option.default, float) else value
+    return tuple(sorted((values | _read_liger(args, trainer)).items()))
+
+
+_OF_LOSSES = ("use_liger_kernel", "padding_free", "sync_ref_model", "use_weighting")
+
+
+def _read_loss_head(args: Any, trainer: Trainer) -> LossHead:
+    """Who computes the loss, where that is not the trainer's usual one.
+
+    Raises:
+        ConfigError: a loss of a trainer of TRL that is not modelled.
+    """
+    has_kernels = _has_kernels(trainer)
+    if "liger" in trainer.loss_heads and args.use_liger_kernel and not has_kernels:
+        return "liger"
+    for name in _OF_LOSSES if trainer.makes_adapters else ():
+        if getattr(args, name, False) and not (has_kernels and name == liger.USE.name):
+            raise ConfigError(f"{name}={getattr(args, name)!r} of {trainer.name} is not modelled")
+    known = any(option.name == "loss_type" for option in trainer.options)
+    if trainer.rows == "texts" and not known and getattr(args, "loss_type", "nll") != "nll":
         raise ConfigError("SFTConfig: only loss_type='nll' is modelled")
-    return "trl-fused"
+    return USUAL_HEAD
 
 
-def _read_liger(args: Any) -> tuple[tuple[str, OptionValue], ...]:
-    if not args.use_liger_kernel:
-        return ()
+def _read_liger(args: Any, trainer: Trainer) -> dict[str, OptionValue]:
+    """Liger's kernels, of a trainer whose options they are."""
+    if not args.use_liger_kernel or not _has_kernels(trainer):
+        return {}
     config = getattr(args, liger.CONFIG.name, None)
-    written = ((liger.CONFIG.name, json.dumps(dict(config))),) if config else ()
-    return (*written, (liger.USE.name, True))
+    written = {liger.CONFIG.name: json.dumps(dict(config))} if config else {}
+    return {**written, liger.USE.name: True}
+
+
+def _has_kernels(trainer: Trainer) -> bool:
+    return liger.USE in trainer.options
 
 
 def _read_autocast(args: Any) -> str:
@@ -385,11 +450,11 @@ def _read_base_dtype(base: Any, method: Method, autocast: str, quant: str) -> Ba
 
 
 def _read_adapter_dtype(
-    model: Any, method: Method, autocast: str, loss_head: LossHead, quant: str
+    model: Any, method: Method, autocast: str, trainer: Trainer, quant: str
 ) -> AdapterDtype:
     """The dtype of the adapters under bf16 autocast, where it is not the libraries' own choice."""
     dtype = _dtype(_adapters(model, method), "adapters")
-    usual = "bfloat16" if loss_head == "trl-fused" and quant in FOUR_BIT_BNB else "float32"
+    usual = "bfloat16" if trainer.narrows_adapters and quant in FOUR_BIT_BNB else "float32"
     if autocast != "bf16" or dtype == usual:
         return "auto"
     for modelled in get_args(AdapterDtype):
@@ -406,11 +471,13 @@ def _adapters(model: Any, method: Method) -> Iterator[Any]:
             yield parameter
 
 
-def _older_libraries(*, with_trl: bool) -> tuple[tuple[str, str], ...]:
+def _older_libraries(trainer: Trainer) -> tuple[tuple[str, str], ...]:
     """Installed versions that are older than the formulas'; newer ones are taken as these."""
     modelled = Libraries()
+    package = trainer.library_class.partition(".")[0]
+    of_trainer = [package] if package not in _LIBRARIES and hasattr(modelled, package) else []
     older = []
-    for name in ("torch", "transformers", "peft", "bitsandbytes", *(["trl"] if with_trl else [])):
+    for name in (*_LIBRARIES, *of_trainer):
         try:
             installed = re.match(r"[\d.]*\d", metadata.version(name))
         except metadata.PackageNotFoundError:

@@ -12,11 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.errors import ConfigError
+from whichlora.memory.entries import Entry
 from whichlora.memory.optimizer import state_bytes
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import weight_bytes
 from whichlora.parallel.base import (
     ON_HOST,
+    Hidden,
     Message,
     Moments,
     RankKind,
@@ -27,6 +29,7 @@ from whichlora.parallel.base import (
 )
 from whichlora.parallel.fsdp1 import Rank1
 from whichlora.parallel.fsdp2 import Rank2
+from whichlora.parallel.fsdp_rank import host_entries
 from whichlora.parallel.fsdp_units import (
     SentUnits,
     Sharding,
@@ -39,6 +42,12 @@ from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import FOUR_BIT_BNB, Precision, RunConfig
 from whichlora.units import format_bytes
 
+OFFLOADED = ("optimizer", "params")  # `cpu_offload`, with the gradients
+OFFLOAD = Option(
+    name="offload", summary="what is kept on the host, both", default=(), choices=OFFLOADED
+)
+_ON_HOST = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd")
+_BACKENDS = "cuda:nccl,cpu:gloo"  # gloo sums the gradients' norm on the host
 _PURE: dict[str, Precision] = {"bf16": "bf16-pure", "fp16": "fp16-pure"}
 
 
@@ -110,6 +119,8 @@ def _of_unit(
     reductions = micro_steps if spread.options["sync_each_batch"] else 1
     # version 1: `_should_free_in_backward` keeps them where gradients are not sent
     stays = sharding.units.flat and not sharding.reshards and reductions == 1
+    if sharding.offloads:
+        yield from _between_host(sent, sharding, step)
     if size > 1:
         yield Message(
             what=f"parameters of the {unit.name}, forward",
@@ -152,6 +163,49 @@ def _of_unit(
             micro_steps=reductions,
             stride=size,
         )
+
+
+def _between_host(sent: SentUnits, sharding: Sharding, step: TrainingStep) -> Iterator[Message]:
+    """Shares that go to the GPU before each gather, and gradients that leave it.
+
+    Source: torch 2.13 `FSDPParam.all_gather_inputs`, which copies them as they are kept;
+    `foreach_reduce`.
+    """
+    unit, number, size = sent.unit, sent.number, sharding.size
+    micro_steps = step.run.gradient_accumulation_steps
+    again = sent.gathers_in_backward(step.run) if sharding.reshards else 0
+    share = sum(p.shard(size) * p.rest_bytes for p in unit.parameters)
+    first: Hidden = "nothing" if unit.name == "embedding" else "forward"
+    for phase, hidden_by, count in (("forward", first, number), ("backward", "backward", again)):
+        if count:
+            yield Message(
+                what=f"shares of the {unit.name} to the GPU, {phase}",
+                collective="from_host",
+                num_bytes=share,
+                count=count * micro_steps,
+                size=1,
+                hidden_by=hidden_by,
+            )
+    gradients = unit.gradient_shard(size)
+    if any(parameter.trained for parameter in unit.parameters):
+        reductions = micro_steps if sharding.syncs_each_batch else 1
+        yield Message(
+            what=f"gradients of the {unit.name} to the host",
+            collective="to_host",
+            num_bytes=gradients,
+            count=number * reductions,
+            size=1,
+            hidden_by="nothing" if sent.is_last else "backward",
+            micro_steps=reductions,
+        )
+
+
+def _on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
+    return host_entries(_sharding(rank, spread))
+
+
+def _weights_share(spread: Spread) -> float:
+    return 0.0 if spread.options["offload"] else _update_share(spread)
 
 
 def _update_share(spread: Spread) -> float:
@@ -205,10 +259,30 @@ def _check(step: TrainingStep, spread: Spread) -> None:
         )
     if step.dtypes.quant in FOUR_BIT_BNB:
         _check_storage(step, spread)
+    if spread.options["offload"]:
+        _check_offload(step, spread)
     if spread.options["fsdp_version"] == "1" and step.method.stays_wide:
         raise ConfigError(
             f"method: {step.run.method} reads the weights of lora_A, which version 1 shards on "
             "their own under the Trainer's wrap policy for PEFT, and stops; use fsdp_version 2"
+        )
+
+
+def _check_offload(step: TrainingStep, spread: Spread) -> None:
+    """The host's kernels make the update, and the loss's scale is not searched for there."""
+    if spread.options["fsdp_version"] == "1":
+        raise ConfigError("offload: is not modelled of version 1; use fsdp_version 2")
+    if set(spread.options["offload"] or ()) != set(OFFLOADED):  # type: ignore[arg-type]
+        raise ConfigError(
+            f"offload: version 2 keeps {' and '.join(OFFLOADED)} on the host, or neither; give "
+            f"{','.join(OFFLOADED)}"
+        )
+    if mixed_precision(step, spread) == "fp16":
+        raise ConfigError("offload: fp16 gradients on the host are not modelled; use bf16")
+    if step.run.optimizer not in _ON_HOST:
+        raise ConfigError(
+            f"offload: optimizer {step.run.optimizer} has no kernels for the host; use "
+            f"{', '.join(_ON_HOST)}"
         )
 
 
@@ -233,8 +307,13 @@ def _check_storage(step: TrainingStep, spread: Spread) -> None:
 
 
 def _notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
-    if step.dtypes.quant not in FOUR_BIT_BNB:
-        return ()
+    notes = _notes_on_four_bit(step, spread) if step.dtypes.quant in FOUR_BIT_BNB else ()
+    if spread.options["offload"]:
+        notes += ("offload: the optimizer's seconds on the host are not counted",)
+    return notes
+
+
+def _notes_on_four_bit(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
     storage = quant_storage(step.run, spread)
     if storage == "uint8":
         return (
@@ -280,6 +359,9 @@ def _training_arguments(run: RunConfig, spread: Spread) -> dict[str, Any]:
         prefetch = options["backward_prefetch"]
         config |= {"reshard_after_forward": shards, "backward_prefetch": prefetch}
     arguments: dict[str, Any] = {"fsdp": True, "fsdp_config": config}
+    if options["offload"]:
+        config["cpu_offload"] = True
+        arguments["ddp_backend"] = _BACKENDS
     if options["sync_each_batch"]:
         arguments["accelerator_config"] = {
             "gradient_accumulation_kwargs": {"sync_each_batch": True}
@@ -311,6 +393,8 @@ def _accelerate(run: RunConfig, spread: Spread) -> dict[str, Any]:
             "fsdp_backward_prefetch": options["backward_prefetch"],
             "fsdp_use_orig_params": True,
         }
+    if options["offload"]:
+        config["fsdp_offload_params"] = True
     return {"distributed_type": "FSDP", "fsdp_config": config}
 
 
@@ -318,15 +402,17 @@ def _read_accelerator(accelerator: Mapping[str, Any]) -> dict[str, OptionValue] 
     plugin = accelerator.get("fsdp")
     if plugin is None:
         return None
-    for name in ("cpu_offload", "activation_checkpointing"):
-        if plugin[name]:
-            raise ConfigError(f"fsdp: {name} is not modelled")
+    if plugin["activation_checkpointing"]:
+        raise ConfigError("fsdp: activation_checkpointing is not modelled")
+    if plugin["cpu_offload"] and str(plugin["fsdp_version"]) == "1":
+        raise ConfigError("fsdp: cpu_offload is not modelled of version 1")
     if plugin["wraps"] != "transformer_auto_wrap_policy":
         raise ConfigError("fsdp: only TRANSFORMER_BASED_WRAP is modelled")
     read: dict[str, OptionValue] = {
         "fsdp_version": str(plugin["fsdp_version"]),
         "reshard_after_forward": plugin["shards"] is True or plugin["shards"] == "FULL_SHARD",
         "sync_each_batch": bool(accelerator["sync_each_batch"]),
+        "offload": OFFLOADED if plugin["cpu_offload"] else (),
     }
     if plugin["shards"] not in (True, False, "FULL_SHARD", "SHARD_GRAD_OP"):
         raise ConfigError(f"fsdp: {plugin['shards']} is not modelled")
@@ -379,6 +465,7 @@ STRATEGY = Strategy(
             summary="send gradients after every micro-step, which keeps shards of them alone",
             default=False,
         ),
+        OFFLOAD,
         Option(
             name="bnb_4bit_quant_storage",
             summary="dtype that stores 4-bit weights; uint8 is not sharded; default: as gathered",
@@ -386,13 +473,15 @@ STRATEGY = Strategy(
             choices=("uint8", "bfloat16", "float16", "float32"),
         ),
     ),
+    smallest=(("offload", OFFLOADED),),
     joins_shards=True,
     check=_check,
     split=_split,
     moments=_moments,
     update_share=_update_share,
-    weights_share=_update_share,
+    weights_share=_weights_share,
     messages=_messages,
+    on_host=_on_host,
     training_arguments=_training_arguments,
     model_arguments=_model_arguments,
     accelerate=_accelerate,

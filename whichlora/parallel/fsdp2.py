@@ -264,13 +264,11 @@ class Rank2(Rank):
         whole: Count = 0,
     ) -> tuple[Entry, ...]:
         """While the gradients of `unit` are sent: they, their copy, and the share that comes."""
-        sent = self._sent(unit)
-        narrow = sent != self._width_of_shards(unit)
-        share = sent // self._size * narrow
+        sent, shard = self._sent(unit), unit.gradient_shard(self._size)
+        share = sent // self._size * (sent != shard * self._size)  # in another dtype
+        if self.sharding.offloads:  # on its way to the host; else it is among `gradients`
+            share = share + shard
         unsharded_gradients = unit.gradients * (not self._keeps_whole)
         return self._entries(
             unsharded, gathered, sent + share, gradients, unsharded_gradients + whole
         )
-
-    def _width_of_shards(self, unit: Unit) -> Count:
-        return self._shards(unit) * self._size

@@ -75,29 +75,42 @@ REPLACED = ("weights", "adapters", "optimizer_states", "gradients")
 
 
 def static_entries(sharding: Sharding) -> tuple[Entry, ...]:
-    """What a rank keeps between steps, gradients apart."""
+    """What a GPU keeps between steps, gradients apart."""
+    units, rest = sharding.units, sharding.units.rest
+    like = 0 * rest.tokens + 0 * rest.num_trained
+    buffers = Entry(BUFFERS, weight_bytes(rest.model, rest.dtypes)["buffers"] + like)
+    whole = (Entry(LAYER_WEIGHTS, units.unsharded + like),) if units.unsharded else ()
+    return (*(() if sharding.offloads else shards(sharding)), *whole, buffers)
+
+
+def shards(sharding: Sharding) -> tuple[Entry, ...]:
+    """A rank's shares of weights, adapters and states."""
     units, size = sharding.units, sharding.size
     rest = units.rest
     like = 0 * rest.tokens + 0 * rest.num_trained
-    shares = [
-        Entry(fact, units.share(fact, size) + like)
-        for fact in (LAYER_WEIGHTS, EMBEDDING_WEIGHTS, OTHER_WEIGHTS)
-    ]
-    if units.unsharded:
-        shares.append(Entry(LAYER_WEIGHTS, units.unsharded + like))
-    shares.append(Entry(BUFFERS, weight_bytes(rest.model, rest.dtypes)["buffers"] + like))
+    facts = [LAYER_WEIGHTS, EMBEDDING_WEIGHTS, OTHER_WEIGHTS]
     if not rest.method.trains_base:
-        shares += [
-            Entry(fact, units.share(fact, size) + like)
-            for fact in (ADAPTERS, FROZEN_ADAPTERS, SAVED_MODULES)
-        ]
+        facts += [ADAPTERS, FROZEN_ADAPTERS, SAVED_MODULES]
     states = optimizer.state_bytes(
         units.trained_shards(size),
         optimizer=rest.run.optimizer,
-        device_kind=rest.gpu.kind,
+        device_kind="cpu" if sharding.offloads else rest.gpu.kind,
         narrow_embeddings=rest.trainer.narrows_embedding_states,
     )
+    shares = [Entry(fact, units.share(fact, size) + like) for fact in facts]
     return (*shares, Entry(optimizer.STATES, states + like))
+
+
+def host_entries(sharding: Sharding) -> tuple[Entry, ...]:
+    """What a rank keeps on the host: shares, and those of gradients.
+
+    Kind: exact, of tensors. Source: torch 2.13 `FSDPParam._init_sharded_param`, `foreach_reduce`.
+    """
+    if not sharding.offloads:
+        return ()
+    size = sharding.size
+    gradients = sum(count * unit.gradient_shard(size) for unit, count in sharding.units.all())
+    return (*shards(sharding), Entry(GRADIENT_SHARDS, gradients))
 
 
 @dataclass(frozen=True)
@@ -167,6 +180,9 @@ class Rank:
         return unit.reduced(self._size, self.sharding.reduce_bytes)
 
     def _shards(self, *units: Unit) -> Count:
+        """Sharded gradients of `units` on the GPU."""
+        if self.sharding.offloads:
+            return 0
         return sum(unit.gradient_shard(self._size) for unit in units)
 
     @cached_property
@@ -263,6 +279,8 @@ class Rank:
 
     def _optimizer_step(self) -> tuple[Entry, ...]:
         rest = self.sharding.units.rest
+        if self.sharding.offloads:
+            return ()
         lists = optimizer.step_temporary_bytes(
             self.sharding.units.trained_shards(self._size),
             optimizer=rest.run.optimizer,

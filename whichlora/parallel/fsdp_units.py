@@ -430,6 +430,7 @@ class Sharding:
         prefetches: version 1 gathers the next unit of the backward ahead.
         reshards: blocks are freed after the forward.
         syncs_each_batch: gradients are sent in every micro-step.
+        offloads: shares of parameters, gradients and states are in host memory.
     """
 
     units: Units
@@ -439,6 +440,7 @@ class Sharding:
     reshards: bool
     prefetches: bool
     syncs_each_batch: bool
+    offloads: bool
 
 
 def mixed_precision(step: TrainingStep, spread: Spread) -> str:
@@ -502,4 +504,5 @@ def sharding_of(rest: TrainingStep, step: TrainingStep, spread: Spread) -> Shard
         reshards=bool(options["reshard_after_forward"]),
         prefetches=options["backward_prefetch"] == "BACKWARD_PRE",
         syncs_each_batch=bool(options["sync_each_batch"]),
+        offloads=bool(options["offload"]),
     )

@@ -36,11 +36,6 @@ class Served:
     libraries: Libraries
 
     @property
-    def ranks(self) -> int:
-        """GPUs that share every matrix."""
-        return self.count("tensor_parallel_size") or 1
-
-    @property
     def context(self) -> int:
         """The most tokens of a prompt and its answer."""
         return self.run.longest_sequence

@@ -10,22 +10,31 @@ import math
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
 from whichlora.memory.entries import Entry, Fact
+from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start
-from whichlora.serving.vllm_blocks import Blocks, blocks, cached_layers
-from whichlora.serving.vllm_profile import (
+from whichlora.serving.block_groups import Blocks, blocks, cached_layers
+from whichlora.serving.profile_pass import (
     COUNTED_LOGIT_BITS,
     MASKED_LOGIT_BYTES,
     SORTED_LOGIT_BYTES,
     layer_entry,
     sampler_entries,
 )
-from whichlora.serving.vllm_rank import held_entries, rank_model
+from whichlora.serving.rank import (
+    LORA_SLOTS,
+    check_model,
+    check_ranks,
+    held_entries,
+    rank_model,
+    slot_bytes,
+)
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS
 from whichlora.units import GiB, KiB, MiB, format_bytes
 
+RANKS = "tensor_parallel_size"
 OLDER_UTILIZATION = 0.90  # of releases before 0.20; config/cache.py
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
 MOST_CAPTURED_TOKENS = 512  # config/vllm.py:2464; 1024 on compute capability 10
@@ -51,6 +60,15 @@ KERNELS = Fact(
     dtype="bytes",
     why="outside of the allocator, and counted with what the engine uses",
     source="vLLM 0.33.0 utils/mem_utils.py:331 total_consumed; published logs",
+    kind="estimate",
+)
+COMMUNICATOR = Fact(
+    part="temporary",
+    what="buffers of NCCL",
+    shape="[channels]",
+    dtype="bytes",
+    why="the ranks of one model add up their parts of every layer",
+    source="parallel.communicators; 0.41 GiB more on two H100 (logs of 0.11.0)",
     kind="estimate",
 )
 GRAPHS = Fact(
@@ -134,10 +152,11 @@ def start(served: Served) -> Start:
     Source: vLLM 0.33.0 `Worker.determine_available_memory`, v1/worker/gpu_worker.py:641;
     `request_memory`, v1/worker/utils.py:716.
     """
-    rank = rank_model(served.model, served.ranks)
-    num_slots, slot_rank = lora_slots(served)
-    entries = held_entries(served, rank, num_slots=num_slots, slot_rank=slot_rank)
-    entries += _resident(served)
+    ranks = served.count(RANKS) or 1
+    rank = rank_model(served.model, ranks)
+    element_bytes = served.dtypes.compute_bytes
+    entries = held_entries(served, rank, rotary_element_bytes=element_bytes)
+    entries += _resident(served, ranks)
     entries += _profiled(served, rank)
     graphs = Entry(GRAPHS, graph_bytes(served, rank))
     reserves_graphs = not served.libraries.older("vllm", "0.20")
@@ -172,10 +191,15 @@ def _counts_context(served: Served) -> bool:
     return libraries.older("vllm", "0.6.5") or (first_of_v1 and capability >= 8.0)
 
 
-def _resident(served: Served) -> list[Entry]:
-    """What stays beside weights and slots."""
-    # a context that counts has its kernels in it
-    entries = [] if _counts_context(served) else [Entry(KERNELS, KERNELS_BYTES)]
+def _resident(served: Served, ranks: int) -> list[Entry]:
+    """What stays beside weights."""
+    num_slots, slot_rank = lora_slots(served)
+    slots = num_slots * slot_bytes(served.model, ranks, slot_rank)
+    entries = [Entry(LORA_SLOTS, slots)] if slots else []
+    if not _counts_context(served):  # which has its kernels in it
+        entries.append(Entry(KERNELS, KERNELS_BYTES))
+    if ranks > 1:
+        entries.append(Entry(COMMUNICATOR, communicator_bytes(ranks)))
     if not served.libraries.older("vllm", "0.26"):
         logits = max_num_seqs(served) * served.model.vocab_size
         entries.append(Entry(COUNTS, logits * COUNTED_LOGIT_BITS // 8))
@@ -278,18 +302,8 @@ def check(served: Served) -> None:
     Raises:
         ConfigError: one line.
     """
-    run, model = served.run, served.model
-    if model.task != "causal-lm":
-        raise ConfigError(
-            f"serving: vllm is predicted for models that continue a text, "
-            f"{model.name} is none; leave serving out"
-        )
-    kinds = {attention.kind for layer, _ in model.layers() for attention in layer.attentions}
-    if kinds != {"softmax"}:
-        raise ConfigError(
-            f"serving: vllm's pool is not predicted for the recurrent layers of {model.name}; "
-            "leave serving out"
-        )
+    run = served.run
+    check_model(served)
     if run.quant in BNB_QUANTS and not served.libraries.older("vllm", "0.28"):
         raise ConfigError(
             f"serving: vllm {served.libraries.vllm} reads no bitsandbytes weights, got quant "
@@ -297,7 +311,7 @@ def check(served: Served) -> None:
         )
     if served.targets:
         _check_adapters(served)
-    _check_ranks(served)
+    check_ranks(served, RANKS)
 
 
 def _check_adapters(served: Served) -> None:
@@ -322,34 +336,14 @@ def _check_adapters(served: Served) -> None:
         raise ConfigError(f"r: vllm serves adapters up to rank {LORA_RANKS[-1]}, got {run.r}")
 
 
-def _check_ranks(served: Served) -> None:
-    """Source: vLLM 0.33.0 `LlamaAttention.__init__`, model_executor/models/llama.py:148-160."""
-    ranks = served.ranks
-    if ranks == 1:
-        return
-    for layer, _ in served.model.layers():
-        for attention in layer.attentions:
-            heads, keys = attention.num_attention_heads, attention.num_key_value_heads
-            if attention.projection != "plain":
-                raise ConfigError(
-                    f"tensor_parallel_size: not predicted for the attention of "
-                    f"{served.model.name}; use 1"
-                )
-            if heads % ranks or max(keys, ranks) % min(keys, ranks):
-                raise ConfigError(
-                    f"tensor_parallel_size: {heads} heads and {keys} heads of keys can't be "
-                    f"divided by {ranks}; use a divisor of both"
-                )
-
-
 def notes(served: Served) -> tuple[str, ...]:
     """What a user must know."""
     lines = [
         f"vllm {served.libraries.vllm} as `vllm serve` starts it: max_num_batched_tokens "
         f"{max_num_batched_tokens(served)}, max_num_seqs {max_num_seqs(served)}"
     ]
-    if served.ranks > 1:
-        lines.append(f"tensor_parallel_size {served.ranks}: bytes are of each GPU")
+    if (ranks := served.count(RANKS) or 1) > 1:
+        lines.append(f"{RANKS} {ranks}: bytes are of each GPU")
     return tuple(lines)
 
 
@@ -376,7 +370,7 @@ ENGINE = Engine(
         Option(name="enable_lora", summary="slots for adapters", default=False),
         Option(name="max_loras", summary="adapters in one batch", default=1),
         Option(name="max_lora_rank", summary="rank of a slot", default=16),
-        Option(name="tensor_parallel_size", summary="GPUs that share a matrix", default=1),
+        Option(name=RANKS, summary="GPUs that share a matrix", default=1),
         Option(name="enforce_eager", summary="no CUDA graphs", default=False),
     ),
     start=start,

@@ -25,7 +25,7 @@ class Option:
     summary: str
     default: OptionValue | None
     choices: tuple[str, ...] = ()
-    kind: type[bool] | type[str] | None = None
+    kind: type[bool] | type[str] | type[float] | None = None
 
     def checked(self, value: OptionValue) -> OptionValue:
         """`value`, where it is accepted.
@@ -50,7 +50,7 @@ class Option:
             if not isinstance(value, str):
                 raise ConfigError(f"{self.name}: {_shown(value)} is not a text")
             return value
-        if isinstance(self.default, float):
+        if isinstance(self.default, float) or self.kind is float:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{self.name}: {value!r} is not a number")
             return float(value)

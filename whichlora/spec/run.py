@@ -37,8 +37,8 @@ Optimizer = Literal[
 ]
 AttentionKernel = Literal["sdpa", "sdpa-efficient", "eager", "flash_attention_2"]
 Padding = Literal["none", "padded"]
-USUAL_HEAD = "hf"  # of a run that names none
 LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "raw"]
+USUAL_HEAD: LossHead = "hf"  # of a run that names none
 Quant = Literal["none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4"]
 Bias = Literal["none", "all", "lora_only"]
 BaseDtype = Literal["auto", "float32"]

@@ -42,6 +42,7 @@ class Libraries:
     bitsandbytes: str = "0.50.2"
     trl: str = "1.16.0"
     vllm: str = "0.6.3"
+    sglang: str = "0.5.23"
     gptqmodel: str = "7.3.4"  # 0 is AutoGPTQ, which it replaced
 
     def __post_init__(self) -> None:

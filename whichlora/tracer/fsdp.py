@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
-from whichlora.tracer.ranks import Wrapped
+from whichlora.tracer.ranks import RankRecorder, Wrapped
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.bfloat16, "fp32": torch.float32}  # fp16: as wide
 
@@ -23,10 +24,11 @@ def fully_sharded(
     mixed_precision: str,
     reduce_dtype: str | None = None,
     reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
 ) -> Wrapped:
     """Version 2: `fsdp2_prepare_model` with the plugin that the Trainer makes."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     policy = None
@@ -39,7 +41,7 @@ def fully_sharded(
     plugin = SimpleNamespace(
         set_auto_wrap_policy=lambda _: None,
         reshard_after_forward=reshard_after_forward,
-        cpu_offload=OffloadPolicy(),
+        cpu_offload=CPUOffloadPolicy(pin_memory=False) if cpu_offload else OffloadPolicy(),
         mixed_precision_policy=policy,
         ignored_modules=None,
         cpu_ram_efficient_loading=False,  # what it leaves is the same
@@ -64,7 +66,39 @@ def fully_sharded(
         finally:
             sharded.set_requires_gradient_sync(True)
 
-    return Wrapped(model=sharded, accumulating=accumulating)
+    return Wrapped(
+        model=sharded,
+        accumulating=accumulating,
+        on_host=_copied_for_the_gpu if cpu_offload else None,
+    )
+
+
+@contextmanager
+def _copied_for_the_gpu(recorder: RankRecorder) -> Iterator[None]:
+    """A CPU is host and device here, so that what FSDP copies between them is copied for it."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    inputs, makes_gradient = FSDPParam.all_gather_inputs, FSDPParam.to_sharded_dtensor
+
+    def copied_inputs(param: Any) -> list[torch.Tensor]:
+        recorder.leave(param._sharded_param_data)
+        own = param._sharded_param_data.untyped_storage()._cdata
+        return [
+            part.clone() if part.untyped_storage()._cdata == own else part
+            for part in inputs.fget(param)
+        ]
+
+    def copied_gradient(param: Any, gradient: torch.Tensor) -> Any:
+        with recorder.uncounted():
+            copy = gradient.clone()
+            recorder.leave(copy)
+            return makes_gradient(param, copy)
+
+    with (
+        mock.patch.object(FSDPParam, "all_gather_inputs", property(copied_inputs)),
+        mock.patch.object(FSDPParam, "to_sharded_dtensor", copied_gradient),
+    ):
+        yield
 
 
 def flat_sharded(

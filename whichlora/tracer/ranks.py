@@ -45,12 +45,15 @@ class Wrapped:
         autocast: whether the forward runs under autocast.
         accumulating: what surrounds a micro-step whose gradients are not sent.
         clip: what clips the gradients of `parameters()`; None: torch's function.
+        on_host: what surrounds the steps where parameters, gradients and states are on the host,
+            whose tensors it takes from the recorder. None: they are on the GPU.
     """
 
     model: nn.Module
     autocast: bool = False
     accumulating: Callable[[], AbstractContextManager[Any]] = nullcontext
     clip: Callable[[], Any] | None = None
+    on_host: Callable[[RankRecorder], AbstractContextManager[None]] | None = None
 
 
 Wrap = Callable[[nn.Module, Any], Wrapped]
@@ -136,6 +139,11 @@ def trace_rank(
         patches.enter_context(recorder.uncounted_propagation(fake))
         wrapped = wrap(model, mesh)
         recorder.watch(wrapped.model)
+        if wrapped.on_host is not None:
+            patches.enter_context(wrapped.on_host(recorder))
+            for parameter in wrapped.model.parameters():
+                if parameter is not local(parameter):  # else it is not sharded
+                    recorder.leave(parameter)
         with recorder:
             _steps(wrapped, run, recorder, num_steps, sync_each_batch)
         recorder.close()
@@ -185,6 +193,7 @@ class RankRecorder(Recorder):
         self.peaks: dict[str, int] = {}
         self.alive: dict[str, dict[str, int]] = {}
         self.sent: dict[str, tuple[int, int]] = {}
+        self._on_host: dict[int, Any] = {}  # references to storages, by key
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops._c10d_functional.wait_tensor.default:
@@ -255,19 +264,34 @@ class RankRecorder(Recorder):
         if key in self._live:
             super()._died(key, reference)
 
+    def leave(self, tensor: torch.Tensor) -> None:
+        """Count `tensor` no more, which is in host memory."""
+        storage = local(tensor).untyped_storage()
+        key = storage._cdata
+        if key not in self._on_host:
+            self._died(key, None)
+            self._on_host[key] = weakref.ref(storage, _calls(self._on_host.pop, key))
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is made here is made on the host."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
     def _uncounted(self, method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._paused += 1
-            try:
+            with self.uncounted():
                 return method(*args, **kwargs)
-            finally:
-                self._paused -= 1
 
         return call
 
     def _note(self, tensor: torch.Tensor, func: Any, args: Any, index: int) -> None:
         tensor = local(tensor)
-        if not self._paused and tensor.device.type != "meta":
+        is_counted = not self._paused and tensor.device.type != "meta"
+        if is_counted and tensor.untyped_storage()._cdata not in self._on_host:
             super()._note(tensor, func, args, index)
 
     def _place(self) -> tuple[int | None, str]:
@@ -354,8 +378,9 @@ def _steps(
                 loss.backward()
             del loss
         recorder.phase = "optimizer"
-        (wrapped.clip or (lambda: nn.utils.clip_grad_norm_(trained, 1.0)))()
-        optimizer.step()
+        with nullcontext() if wrapped.on_host is None else recorder.uncounted():
+            (wrapped.clip or (lambda: nn.utils.clip_grad_norm_(trained, 1.0)))()
+            optimizer.step()
         model.zero_grad()
         recorder.phase = "rest"
         recorder.measure()

@@ -1,4 +1,4 @@
-"""Blocks of vLLM's pool: groups of layers that share them, and how many a sequence takes."""
+"""Kinds of layers that cache, vLLM's groups of them, and the blocks that a sequence takes."""
 
 from __future__ import annotations
 

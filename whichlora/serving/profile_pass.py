@@ -1,4 +1,4 @@
-"""The profile pass of vLLM: what it reserves for a forward before it counts blocks.
+"""A forward of fused layers and the sampler: what vLLM reserves before it counts blocks.
 
 One forward of `max_num_batched_tokens` tokens through the fused layers, then the sampler on the
 last tokens of `max_num_seqs` sequences; the larger of both is kept free.

@@ -1,9 +1,10 @@
-"""What one rank of vLLM holds of a model: its share of the matrices, and adapters' slots."""
+"""What one tensor-parallel rank of an engine holds: weights, rotary tables, adapters' slots."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.weights import weight_entries
 from whichlora.parallel.division import COLUMNS, ROWS, divided_model
@@ -17,10 +18,11 @@ ROTARY_TABLES = Fact(
     part="weights",
     what="cosines and sines of every position",
     shape="[max_position_embeddings, rotary_dim]",
-    dtype="compute_bytes",
+    dtype="compute_bytes; fp32 in SGLang",
     count="1 for each kind of rotation, shared by all layers",
     why="a buffer of the rotary embedding",
-    source="vLLM 0.33.0 model_executor/layers/rotary_embedding/base.py:59 cos_sin_cache",
+    source="vLLM 0.33.0 model_executor/layers/rotary_embedding/base.py:59 cos_sin_cache; "
+    "SGLang 0.5.23 srt/layers/rotary_embedding/base.py:115",
 )
 LORA_SLOTS = Fact(
     part="adapters",
@@ -101,17 +103,58 @@ def _divided_expert(linear: Linear, width: int, size: int) -> Linear:
     return replace(linear, out_features=ceil_div(linear.out_features, size))
 
 
-def held_entries(served: Served, rank: ModelSpec, *, num_slots: int, slot_rank: int) -> list[Entry]:
-    """Weights of one rank, their rotary tables, and the slots of adapters.
+def held_entries(served: Served, rank: ModelSpec, *, rotary_element_bytes: int) -> list[Entry]:
+    """Weights of one rank, and its rotary tables.
 
     Kind: exact for whole models; under tensor parallelism a vocabulary is padded further.
     """
     entries = weight_entries(rank, served.dtypes, like=0)
-    entries.append(Entry(ROTARY_TABLES, rotary_bytes(rank, served.dtypes.compute_bytes)))
-    if num_slots:
-        slots = num_slots * slot_bytes(served.model, served.ranks, slot_rank)
-        entries.append(Entry(LORA_SLOTS, slots))
-    return entries
+    return [*entries, Entry(ROTARY_TABLES, rotary_bytes(rank, rotary_element_bytes))]
+
+
+def check_ranks(served: Served, option: str) -> None:
+    """Refuse ranks that cannot share the heads.
+
+    Source: vLLM 0.33.0 `LlamaAttention.__init__`, model_executor/models/llama.py:148-160.
+
+    Raises:
+        ConfigError: one line, which names `option`.
+    """
+    ranks = served.count(option) or 1
+    if ranks == 1:
+        return
+    for layer, _ in served.model.layers():
+        for attention in layer.attentions:
+            heads, keys = attention.num_attention_heads, attention.num_key_value_heads
+            if attention.projection != "plain":
+                raise ConfigError(
+                    f"{option}: not predicted for the attention of {served.model.name}; use 1"
+                )
+            if heads % ranks or max(keys, ranks) % min(keys, ranks):
+                raise ConfigError(
+                    f"{option}: {heads} heads and {keys} heads of keys can't be divided by "
+                    f"{ranks}; use a divisor of both"
+                )
+
+
+def check_model(served: Served) -> None:
+    """Refuse a model that generates nothing, or whose layers keep a state of fixed size.
+
+    Raises:
+        ConfigError: one line.
+    """
+    model, name = served.model, served.run.serving
+    if model.task != "causal-lm":
+        raise ConfigError(
+            f"serving: {name} is predicted for models that continue a text, {model.name} is none; "
+            "leave serving out"
+        )
+    kinds = {attention.kind for layer, _ in model.layers() for attention in layer.attentions}
+    if kinds != {"softmax"}:
+        raise ConfigError(
+            f"serving: {name}'s pool is not predicted for the recurrent layers of {model.name}; "
+            "leave serving out"
+        )
 
 
 def rotary_bytes(model: ModelSpec, element_bytes: int) -> int:

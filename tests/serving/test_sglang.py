@@ -1,0 +1,120 @@
+"""SGLang's pool, beside what its logs state before and after loading."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from devices import A100
+
+from whichlora.calibration.load import load_calibration
+from whichlora.errors import ConfigError
+from whichlora.parallel.communicators import communicator_bytes
+from whichlora.predict.predict import predict
+from whichlora.predict.resolve import resolve
+from whichlora.serving.base import Served
+from whichlora.serving.sglang import (
+    chunked_prefill_size,
+    mem_fraction_static,
+    prefill_sizes,
+    start,
+    token_bytes,
+)
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import RunConfig
+from whichlora.store.hub import load_model
+from whichlora.units import GiB
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+RUN = RunConfig(model=LLAMA, phase="inference", serving="sglang", context=8192)
+
+
+def served(run: RunConfig = RUN, gpu: GpuSpec = A100, **options: object) -> Served:
+    run = replace(run, serving_options=tuple(sorted(options.items())))
+    return resolve(load_model(run.model), run, gpu).served
+
+
+def free_before(free_gib: float) -> GpuSpec:
+    """A card with so much free memory before weights are loaded, whatever its context is."""
+    return replace(A100, memory_bytes=round(free_gib * GiB), context_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "free_gib", "share", "ranks", "pool_gib", "tokens"),
+    [  # "avail mem" before loading, mem_fraction_static, "K size" and "V size", "#tokens"
+        (LLAMA, 78.81, 0.88, 1, 54.26, 444_500),  # 0.4.1
+        (LLAMA, 78.59, 0.88, 1, 54.04, 442_750),  # 0.4.4
+        (LLAMA, 22.39, 0.879, 1, 4.66, 38_141),  # 0.4.9
+        ("Qwen/Qwen3-0.6B", 15.16, 0.817, 1, 11.14, 104_273),  # 0.4.10
+        ("Qwen/Qwen3-14B", 23.08, 0.80, 4, 11.38, 298_447),  # one of four cards
+    ],
+)
+def test_the_pool_is_that_of_published_logs(
+    model: str, free_gib: float, share: float, ranks: int, pool_gib: float, tokens: int
+) -> None:
+    run = replace(RUN, model=model)
+    card = free_before(free_gib + communicator_bytes(ranks) / GiB)
+    asked = served(run, card, mem_fraction_static=share, tp_size=ranks)
+    pool = start(asked).pool
+    assert pool.num_bytes / GiB == pytest.approx(pool_gib, rel=0.03)
+    assert pool.num_blocks == pytest.approx(tokens, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "chunk", "share"),
+    [
+        (15.6, 2048, 0.746),
+        (23.6, 4096, 0.699),
+        (39.4, 4096, 0.820),
+        (79.2, 8192, 0.829),
+        (140, 8192, 0.903),
+    ],
+)
+def test_the_static_share_follows_the_card_and_its_chunk(
+    memory_gib: float, chunk: int, share: float
+) -> None:
+    asked = served(gpu=free_before(memory_gib))
+    assert chunked_prefill_size(asked) == chunk
+    assert mem_fraction_static(asked) == pytest.approx(share, abs=0.002)
+    assert mem_fraction_static(served(gpu=A100, mem_fraction_static=0.5)) == 0.5
+
+
+def test_sizes_of_prompts_that_are_captured() -> None:
+    assert prefill_sizes(4) == 1
+    assert prefill_sizes(2048) == 8 + 14 + 8 + 8 + 4
+    assert prefill_sizes(8192) == 8 + 14 + 8 + 8 + 12 + 8
+
+
+def test_sliding_layers_have_four_fifths_of_the_tokens() -> None:
+    model = load_model("google/gemma-3-12b-pt")
+    asked = served(replace(RUN, model=model.name))
+    one_layer = 2 * 8 * 256 * 2
+    assert token_bytes(asked, model) == int((8 + 0.8 * 40) * one_layer)
+    llama = load_model(LLAMA)
+    assert token_bytes(served(kv_cache_dtype="fp8_e4m3"), llama) * 2 == 131_072
+
+
+def test_it_starts_with_a_context_that_its_pool_cannot_hold_and_says_so() -> None:
+    gpu = free_before(24)
+    run = replace(RUN, context=131072)
+    answer = predict(load_model(LLAMA), run, gpu, load_calibration(gpu))
+    assert answer.serving is not None
+    assert answer.serving.starts
+    assert answer.serving.max_running == 0
+    longest = answer.serving.max_context
+    assert f"it starts, and refuses sequences of more than {longest} tokens" in answer.notes
+
+
+def test_weights_beyond_the_share_are_a_fault_in_one_line() -> None:
+    fault = start(served(gpu=free_before(16))).fault
+    assert fault.startswith("mem_fraction_static 0.7")
+    assert "and weights take 15.02 GiB: nothing is left for keys and values" in fault
+
+
+def test_what_is_not_predicted_is_refused_in_one_line() -> None:
+    for changed, message in (
+        ({"quant": "nf4"}, "serving: sglang's bitsandbytes weights are not predicted"),
+        ({"method": "lora", "serve": "as-trained"}, "serving: sglang's unmerged adapters"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            served(replace(RUN, **changed))

@@ -1,0 +1,222 @@
+"""SGLang: a pool of tokens that takes what a static share of the GPU leaves beside the weights.
+
+Activations and CUDA graphs have the rest; how large it is, is a rule of the card and the chunk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from whichlora.errors import ConfigError
+from whichlora.memory import allocator
+from whichlora.memory.entries import Entry, Fact
+from whichlora.parallel.communicators import communicator_bytes
+from whichlora.serving.base import Engine, Pool, Served, Start
+from whichlora.serving.block_groups import cached_layers
+from whichlora.serving.profile_pass import layer_entry
+from whichlora.serving.rank import check_model, check_ranks, held_entries, rank_model
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.numeric import ceil_div
+from whichlora.spec.options import Option
+from whichlora.spec.run import BNB_QUANTS
+from whichlora.units import GiB, MiB, format_bytes
+
+RANKS = "tp_size"
+FP8 = ("fp8_e5m2", "fp8_e4m3")
+SLIDING_SHARE = 0.8  # tokens of sliding layers over those of others; fields/schedule.py:150
+MOST_REQUESTS, LEAST_REQUESTS = 4096, 2048  # mem_cache/kv_cache_configurator.py:3123
+
+# Below so many GiB: chunk of a prompt, and largest batch of a decode graph on fewer than four
+# ranks and on more. Source: SGLang 0.5.23 srt/arg_groups/memory_hook.py:90-166.
+_CARDS = (20, 35, 60, 90, 160)
+_CHUNKS = (2048, 4096, 4096, 8192, 8192, 16384)
+_GRAPHS = ((8, 8), (48, 160), (32, 160), (256, 512), (256, 512), (512, 512))
+
+KV_POOL = Fact(
+    part="kv_cache",
+    what="pool of tokens",
+    shape="[tokens, keys and values of all layers]",
+    dtype="kv_cache_dtype",
+    why="takes all that weights leave of the static share",
+    source="SGLang 0.5.23 srt/mem_cache/kv_cache_configurator.py:2990 _profile_available_bytes",
+)
+
+
+def chunked_prefill_size(served: Served) -> int:
+    """Tokens of a prompt in one step. Kind: exact. Source: `_CHUNKS`."""
+    return served.count("chunked_prefill_size") or _CHUNKS[_card(served)]
+
+
+def _card(served: Served) -> int:
+    """Which row of the tables of cards."""
+    return bisect_left(_CARDS, served.gpu.memory_bytes / GiB + 1e-9)
+
+
+def mem_fraction_static(served: Served) -> float:
+    """Share of the free memory for weights and pool.
+
+    Kind: exact, but for nvidia-smi's total, which is up to 1 % more than the framework's.
+    Source: SGLang 0.5.23 srt/arg_groups/memory_hook.py:297-326, `reserve_for_graph_mb`.
+    """
+    stated = served.options["mem_fraction_static"]
+    if stated is not None:
+        assert isinstance(stated, float)
+        return stated
+    total_mib = served.gpu.memory_bytes / MiB
+    ranks = served.count(RANKS) or 1
+    chunk = chunked_prefill_size(served)
+    reserved_mib = 512 + 1.5 * max(chunk, 2048) + ranks / 8 * 1024
+    if not served.options["disable_cuda_graph"]:
+        decode_graphs = _GRAPHS[_card(served)][ranks >= 4]
+        decode_graphs = min(decode_graphs, served.count("max_running_requests") or decode_graphs)
+        reserved_mib += 2 * decode_graphs + 8 * prefill_sizes(chunk)
+    if total_mib > 60 * 1024:
+        reserved_mib = max(reserved_mib, 10 * 1024)
+    return round((total_mib - reserved_mib) / total_mib, 3)
+
+
+def prefill_sizes(most: int) -> int:
+    """How many sizes of a prompt are captured. Kind: exact.
+
+    Source: SGLang 0.5.23 srt/arg_groups/cuda_graph_hook.py:480.
+    """
+    steps = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256))
+    sizes = [size for step in (*steps, (4608, most + 1, 512)) for size in range(*step)]
+    return sum(size <= most for size in sizes)
+
+
+def token_bytes(served: Served, rank: ModelSpec) -> int:
+    """Keys and values of one token in all layers; sliding layers have a part of the tokens.
+
+    Kind: exact. Source: SGLang 0.5.23 srt/model_executor/pool_configurator.py:340, :786.
+    """
+    width = 1 if served.options["kv_cache_dtype"] in FP8 else served.dtypes.compute_bytes
+    kinds = cached_layers(rank)
+    is_mixed = len({kind.window is None for kind in kinds}) > 1
+    shares = {True: SLIDING_SHARE if is_mixed else 1.0, False: 1.0}
+    return int(
+        sum(
+            shares[kind.window is not None] * kind.num_layers * kind.token_elements * width
+            for kind in kinds
+        )
+    )
+
+
+def free_bytes(served: Served) -> int:
+    """Free before weights are loaded, when the ranks know each other.
+
+    Kind: estimate. Source: SGLang 0.5.23 srt/distributed/bootstrap.py:193.
+    """
+    communicator = communicator_bytes(served.count(RANKS) or 1)
+    return served.gpu.memory_bytes - allocator.context_bytes(served.gpu) - communicator
+
+
+def start(served: Served) -> Start:
+    """What SGLang takes of one GPU, of equal ones where several share the matrices.
+
+    pool = free after loading − free before · (1 − mem_fraction_static)
+
+    Kind: exact for a given free memory; the context of the process is an estimate.
+    Source: SGLang 0.5.23 `KVCacheConfigurator._profile_available_bytes`; logs of 0.4 and 0.5.
+    """
+    ranks, page = served.count(RANKS) or 1, served.count("page_size") or 1
+    rank = rank_model(served.model, ranks)
+    entries = held_entries(served, rank, rotary_element_bytes=4)
+    taken = sum(entry.num_bytes for entry in entries)
+    free_before, share = free_bytes(served), mem_fraction_static(served)
+    budget = int(share * free_before)
+    pool = Pool(
+        num_bytes=budget - taken,
+        block_bytes=token_bytes(served, rank) * page,
+        blocks_of=lambda context: ceil_div(context, page),
+    )
+    fault = ""
+    if pool.num_bytes < pool.block_bytes:
+        fault = (
+            f"mem_fraction_static {share:g} of {format_bytes(free_before)} is "
+            f"{format_bytes(budget)}, and weights take {format_bytes(taken)}: nothing is left for "
+            "keys and values; give a larger one, or a smaller model"
+        )
+    held = pool.block_bytes if fault else pool.num_blocks * pool.block_bytes
+    return Start(
+        entries=(*entries, Entry(KV_POOL, held)),
+        budget_bytes=budget,
+        pool=pool,
+        max_num_seqs=_max_running_requests(served, pool.num_blocks * page),
+        fault=fault,
+    )
+
+
+def _max_running_requests(served: Served, tokens: int) -> int:
+    """Source: SGLang 0.5.23 srt/mem_cache/kv_cache_configurator.py:3119 resolve_max_num_reqs."""
+    by_context = int(tokens / served.context * 512)
+    usual = max(min(by_context, MOST_REQUESTS), LEAST_REQUESTS)
+    return min(served.count("max_running_requests") or usual, tokens // 2)
+
+
+def check(served: Served) -> None:
+    """Refuse what SGLang cannot serve, and what is not predicted of it.
+
+    Raises:
+        ConfigError: one line.
+    """
+    check_model(served)
+    if served.run.quant in BNB_QUANTS:
+        raise ConfigError(
+            f"serving: sglang's bitsandbytes weights are not predicted, got quant "
+            f"{served.run.quant}; use awq-int4 or gptq-int4 of merged weights"
+        )
+    if served.targets:
+        raise ConfigError("serving: sglang's unmerged adapters are not predicted; use serve merged")
+    check_ranks(served, RANKS)
+
+
+def notes(served: Served) -> tuple[str, ...]:
+    """What a user must know."""
+    chunk, taken = chunked_prefill_size(served), start(served)
+    rank = rank_model(served.model, served.count(RANKS) or 1)
+    free = free_bytes(served) - taken.budget_bytes
+    needed = layer_entry(rank, tokens=chunk, element_bytes=served.dtypes.compute_bytes).num_bytes
+    lines = [
+        f"sglang {served.libraries.sglang}: mem_fraction_static {mem_fraction_static(served):g}, "
+        f"chunked_prefill_size {chunk}; activations and graphs have {format_bytes(free)} beside it"
+    ]
+    longest = taken.pool.max_context(served.context)
+    if not taken.fault and longest < served.context:
+        lines.append(f"it starts, and refuses sequences of more than {longest} tokens")
+    if needed > free:
+        lines.append(
+            f"a layer over {chunk} tokens takes {format_bytes(needed)}, more than that: it can run "
+            "out of memory; give a smaller mem_fraction_static"
+        )
+    return tuple(lines)
+
+
+ENGINE = Engine(
+    name="sglang",
+    summary="SGLang: a pool of tokens beside the weights; what does not fit waits",
+    library="sglang",
+    version="0.5.23",
+    options=(
+        Option(
+            name="mem_fraction_static",
+            summary="share of the free memory for weights and pool",
+            default=None,
+            kind=float,
+        ),
+        Option(name="chunked_prefill_size", summary="tokens of a prompt in a step", default=None),
+        Option(name="max_running_requests", summary="sequences that run at once", default=None),
+        Option(name="page_size", summary="tokens of a page", default=1),
+        Option(
+            name="kv_cache_dtype",
+            summary="of keys and values: as the model's, or in 8 bits",
+            default="auto",
+            choices=("auto", *FP8),
+        ),
+        Option(name=RANKS, summary="GPUs that share a matrix", default=1),
+        Option(name="disable_cuda_graph", summary="no CUDA graphs", default=False),
+    ),
+    start=start,
+    check=check,
+    notes=notes,
+)
