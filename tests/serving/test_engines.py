@@ -11,6 +11,7 @@ from devices import A100, CPU
 
 from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
+from whichlora.predict.explain import explain
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving import Engine, get_engine, list_engines
@@ -19,6 +20,8 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
+from whichlora.units import GiB
+from whichlora.workflow.estimates import estimate
 
 OUTSIDE = Path(__file__).parents[1] / "outside_serving"
 RUN = RunConfig(model="HuggingFaceTB/SmolLM2-135M", phase="inference", serving="vllm")
@@ -94,3 +97,23 @@ def test_an_engine_without_a_library_has_no_version() -> None:
     engine = Engine(name="bare", summary="nothing")
     assert engine.libraries(RUN) == RUN.versions
     assert get_engine("vllm").libraries(RUN).vllm == "0.33.0"
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_what_an_engine_takes_is_explained_line_by_line(name: str) -> None:
+    run = replace(RUN, serving=name)
+    explained = explain(load_model(run.model), run, A100, load_calibration(A100))
+    assert sum(line.num_bytes for line in explained.lines if line.part == "kv_cache") > 40 * GiB
+    assert explained.savings == ()
+
+
+@pytest.mark.parametrize(("name", "least"), [("vllm", "7.0"), ("sglang", "7.5")])
+def test_a_card_older_than_an_engine_is_refused(name: str, least: str) -> None:
+    run = replace(RUN, serving=name, precision="fp16")
+    with pytest.raises(ConfigError, match=f"{name} does not run on .* capability {least} or newer"):
+        resolve(load_model(run.model), run, replace(A100, compute_capability="6.1"))
+
+
+def test_an_engine_is_not_traced() -> None:
+    with pytest.raises(ConfigError, match="a trace is of transformers' generate, got vllm"):
+        estimate([RUN], ["a100-80gb"], engine="trace")

@@ -303,7 +303,7 @@ def _embeddings(job: ResolvedRun, fact: Fact) -> Iterator[Line]:
 def _product(fact: Fact, num_bytes: int, sizes: Mapping[str, int], width: int) -> str:
     """Count, dimensions and bytes per element, where these are whole numbers."""
     dims = [_value(name, sizes) for name in fact.shape.strip("[]").split(", ")]
-    if not num_bytes or None in dims:
+    if not num_bytes or None in dims or 0 in dims:  # 0: a size that this model does not have
         return ""
     lengths = [dim for dim in dims if dim is not None]
     counts = [_value(name, sizes) for name in fact.count.split(" x ")]

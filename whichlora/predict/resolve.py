@@ -212,7 +212,18 @@ def _check_serving(job: ResolvedRun) -> None:
             raise ConfigError(
                 f"serving: {engine.name} is predicted for NVIDIA's GPUs, not {job.gpu.key}"
             )
+        _check_card(job.gpu, engine)
     engine.check(job.served)
+
+
+def _check_card(gpu: GpuSpec, engine: Engine) -> None:
+    """Refuse a card that is older than an engine's kernels."""
+    capability = gpu.compute_capability
+    if capability is not None and float(capability) < engine.least_capability:
+        raise ConfigError(
+            f"serving: {engine.name} does not run on {gpu.key}: it needs compute capability "
+            f"{engine.least_capability} or newer; leave serving out"
+        )
 
 
 def spread(run: RunConfig) -> tuple[RunConfig, Layout | None]:

@@ -216,6 +216,7 @@ ENGINE = Engine(
         Option(name=RANKS, summary="GPUs that share a matrix", default=1),
         Option(name="disable_cuda_graph", summary="no CUDA graphs", default=False),
     ),
+    least_capability=7.5,  # srt/model_executor/model_runner_components/load_model_utils.py:91
     start=start,
     check=check,
     notes=notes,

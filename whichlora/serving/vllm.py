@@ -373,6 +373,7 @@ ENGINE = Engine(
         Option(name=RANKS, summary="GPUs that share a matrix", default=1),
         Option(name="enforce_eager", summary="no CUDA graphs", default=False),
     ),
+    least_capability=7.0,  # as `kv_cache: vllm`; vLLM's installation page
     start=start,
     check=check,
     notes=notes,

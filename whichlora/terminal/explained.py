@@ -198,7 +198,8 @@ def _other_sheets(explanation: Explanation) -> Iterator[Sheet]:
         yield savings_sheet(explanation, explanation.strategies, "strategy")
     if explanation.scaling:
         yield scaling_sheet(explanation)
-    yield savings_sheet(explanation, explanation.savings, "change")
+    if explanation.savings:
+        yield savings_sheet(explanation, explanation.savings, "change")
     if explanation.ranks:
         yield ranks_sheet(explanation)
     several = explanation.prediction.several_gpus

@@ -123,6 +123,11 @@ def method_in_words(run: RunConfig) -> str:
 def describe(run: RunConfig) -> str:
     """One line that names a candidate."""
     name = run.model.split("/")[-1]
+    if run.phase == "inference" and run.serving != TRANSFORMERS:
+        return (
+            f"{name} served by {run.serving}, {form_in_words(run)}, {run.batch_size} at once, "
+            f"context {run.longest_sequence}"
+        )
     if run.phase == "inference":
         return (
             f"{name} inference, {form_in_words(run)}, batch {run.batch_size}, prompt "

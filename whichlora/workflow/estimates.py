@@ -307,6 +307,10 @@ def _load_traceable(name: str) -> ModelSpec:
 
 
 def _check_traceable(run: RunConfig) -> None:
+    if run.phase == "inference" and run.serving != TRANSFORMERS:
+        raise ConfigError(
+            f"serving: a trace is of transformers' generate, got {run.serving}; use --engine ledger"
+        )
     if run.parallel != ONE_GPU:
         raise ConfigError(
             f"gpus: a trace is of one GPU, got {run.parallel.gpus}; use --engine ledger"
