@@ -67,11 +67,16 @@ def build_model(
         MeasurementError: a quantisation that needs calibrated weights.
     """
     run = with_defaults(run)
-    torch.manual_seed(_SEED)
+    seed()
     model = meta_model(run, model_config, device=device, quant_storage=quant_storage)
     with experts_quantised(model, run):
         _materialise(model, stored_dtype(run), torch.device(device))
     return finished_model(model, run, target_modules)
+
+
+def seed() -> None:
+    """Every measurement starts from the same random numbers."""
+    torch.manual_seed(_SEED)
 
 
 def meta_model(

@@ -87,6 +87,8 @@ def _rank(device: str, folder: Path) -> None:
     """Measure in this rank, write what came out, and fail where it did."""
     import torch
 
+    from whichlora.profiler.kept_model import KeptModel
+
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     number = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
@@ -95,7 +97,7 @@ def _rank(device: str, folder: Path) -> None:
     request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
     facts = {"environment": worker.environment(device)} if number == 0 else {}
     start_s = time.perf_counter()
-    payload = facts | worker.answer(device, request, lambda phase: None)
+    payload = facts | worker.answer(device, KeptModel(), request, lambda phase: None)
     payload["device_s"] = time.perf_counter() - start_s  # without the imports of this process
     path = _file(folder, number)
     path.with_suffix(".tmp").write_text(json.dumps(payload), encoding="utf-8")

@@ -18,23 +18,28 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from whichlora.profiler.early_stop import is_enough
 from whichlora.profiler.installed import installed_versions
 
+if TYPE_CHECKING:
+    from whichlora.profiler.kept_model import KeptModel
+    from whichlora.profiler.meter import Meter
+
 Tell = Callable[[str], None]  # takes the worker's current stage, for the message of a timeout
 
 _PARENT_POLL_S = 1.0
-_LOOKUP_TABLES_BYTES = 2**20  # more than bitsandbytes keeps after its first use: kilobytes
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED|bad_alloc", re.IGNORECASE
 )
 
 
 def main() -> None:
+    from whichlora.profiler.kept_model import KeptModel
+
     device = sys.argv[1]
-    serve(partial(environment, device), partial(answer, device))
+    serve(partial(environment, device), partial(answer, device, KeptModel()))
 
 
 def serve(
@@ -89,23 +94,31 @@ def _read_requests(requests: queue.SimpleQueue[bytes]) -> None:
     os._exit(0)
 
 
-def answer(device: str, request: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """The outcome of one request; whatever the libraries raise is a result."""
+def answer(device: str, kept: KeptModel, request: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+    """The outcome of one request; whatever the libraries raise is a result.
+
+    Args:
+        kept: of an earlier request; afterwards that of this one, where nothing else is left of it.
+    """
     from whichlora.profiler.meter import Meter
 
     meter = Meter(device, keeps_history=request.get("keeps_history", False))
+    kept.drop_unless(request)
     _collect(meter)
-    gc.freeze()  # half a million objects of libraries, which each collection would pass again
-    start_bytes = meter.live_bytes()
+    if not kept.num_bytes:  # a frozen model would never be freed
+        gc.freeze()  # half a million objects of libraries, which each collection would pass again
+    start_bytes = meter.live_bytes() - kept.num_bytes
     try:
-        with _memory_limit(request["memory_limit_bytes"]):
-            payload = {"outcome": "ok"} | _measure(request, device, meter, tell)
+        with _memory_limit(request["memory_limit_bytes"], held_bytes=kept.num_bytes):
+            payload = {"outcome": "ok"} | _measure(request, device, meter, kept, tell)
+        kept.restore()
     except Exception as error:
+        kept.drop()
         detail = " ".join(f"{type(error).__name__}: {error}".split())
         oom = isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(detail)
         payload = {"outcome": "oom" if oom else "error", "detail": detail}
         _log(error)
-    return payload | {"clean": _is_clean(meter, start_bytes)}
+    return payload | {"clean": _is_clean(meter, start_bytes, kept)}
 
 
 def _log(error: BaseException) -> None:
@@ -114,11 +127,13 @@ def _log(error: BaseException) -> None:
     traceback.print_exception(error, file=sys.stderr)
 
 
-def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) -> dict[str, Any]:
+def _measure(
+    request: Mapping[str, Any], device: str, meter: Meter, kept: KeptModel, tell: Tell
+) -> dict[str, Any]:
     import torch
     from accelerate.state import AcceleratorState
 
-    from whichlora.profiler.build import build_model, with_efficient_attention
+    from whichlora.profiler.build import build_model, seed, with_efficient_attention
     from whichlora.profiler.inference import measure_inference
     from whichlora.profiler.spread import spreading
     from whichlora.spec.run import RunConfig
@@ -129,15 +144,20 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) ->
     run = RunConfig.from_dict(request["run"])
     # set for every run: the setting of the last run must not stay
     torch.set_float32_matmul_precision("high" if run.precision == "tf32" else "highest")
-    tell("building the model")
-    spread = spreading(run)
-    model = build_model(
-        run,
-        request["model_config"],
-        device="cpu" if spread.divides else device,
-        target_modules=request["target_modules"],
-        quant_storage=spread.quant_storage,
-    )
+
+    def build() -> Any:
+        tell("building the model")
+        spread = spreading(run)
+        return build_model(
+            run,
+            request["model_config"],
+            device="cpu" if spread.divides else device,
+            target_modules=request["target_modules"],
+            quant_storage=spread.quant_storage,
+        )
+
+    model = kept.model_for(request, meter, build)
+    seed()
     meter.forget_peak()
 
     def is_done(times_s: Sequence[float]) -> bool:
@@ -159,7 +179,7 @@ def _measure(request: Mapping[str, Any], device: str, meter: Any, tell: Tell) ->
     return fields
 
 
-def _collect(meter: Any) -> None:
+def _collect(meter: Meter) -> None:
     """Free the caches of the libraries, so that every measurement starts from the same state."""
     import torch
 
@@ -171,19 +191,29 @@ def _collect(meter: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def _is_clean(meter: Any, start_bytes: int) -> bool:
-    """Whether everything is freed and the device still works."""
+def _is_clean(meter: Meter, start_bytes: int, kept: KeptModel) -> bool:
+    """Whether everything but a model as it was built is freed, and the device still works."""
+    from whichlora.profiler.kept_model import leaves_no_bytes
+
     try:
         _collect(meter)
         meter.now()
-        return bool(meter.live_bytes() <= start_bytes + _LOOKUP_TABLES_BYTES)
+        if leaves_no_bytes(meter, start_bytes + kept.num_bytes):
+            return True
+        kept.drop()
+        _collect(meter)
+        return leaves_no_bytes(meter, start_bytes)
     except RuntimeError:  # after an illegal access a CUDA context answers nothing else
         return False
 
 
 @contextmanager
-def _memory_limit(limit_bytes: int | None) -> Iterator[None]:
-    """Let the process take `limit_bytes` beyond what it holds now; more is a failed allocation."""
+def _memory_limit(limit_bytes: int | None, *, held_bytes: int) -> Iterator[None]:
+    """Let the process take `limit_bytes` beyond what it holds now; more is a failed allocation.
+
+    Args:
+        held_bytes: of what it holds, those that count.
+    """
     if limit_bytes is None:
         yield
         return
@@ -191,7 +221,9 @@ def _memory_limit(limit_bytes: int | None) -> Iterator[None]:
     used = re.search(r"^VmData:\s+(\d+) kB", status, re.MULTILINE)
     assert used is not None
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (int(used.group(1)) * 1024 + limit_bytes, hard))
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (int(used.group(1)) * 1024 + limit_bytes - held_bytes, hard)
+    )
     try:
         yield
     finally:
