@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("liger_kernel", reason="pip install liger-kernel beside the profile extra")
 
-import liger_traces
+import kernel_traces
 import trainer_traces
 
 pytestmark = pytest.mark.oracle
@@ -14,5 +14,5 @@ pytestmark = pytest.mark.oracle
 
 @pytest.mark.parametrize("seed", [1000, 1001, 1002, 1003])
 def test_the_ledger_has_the_bytes_that_liger_s_code_makes(seed: int) -> None:
-    line = liger_traces.draw(seed)
-    assert trainer_traces.predicted(line) == pytest.approx(liger_traces.traced(line), rel=0.01)
+    line = kernel_traces.draw_liger(seed)
+    assert trainer_traces.predicted(line) == pytest.approx(kernel_traces.traced(line), rel=0.01)

@@ -34,8 +34,10 @@ from whichlora.spec.data_format import (
     TEXT_ROWS,
 )
 from whichlora.spec.run import FP32_PRECISIONS, RunConfig, autocast_precision
+from whichlora.trainers import get_trainer
 
 FILE = "train_unsloth.py"
+_CLASS = "unsloth.FastLanguageModel"
 _OUTPUT = "output-unsloth"
 _UNKNOWN = (
     "bias",
@@ -78,8 +80,12 @@ def export(recipe: Recipe) -> Export:
     Raises:
         ConfigError: a setting that Unsloth lacks.
     """
-    require_plain(recipe, "unsloth", adapters=LORA_KEYS, quants=_QUANTS, rows=_ROWS)
-    run, left_out = without(recipe.run, "Unsloth", *_UNKNOWN, *options_for_texts(recipe.run))
+    require_plain(
+        recipe, "unsloth", adapters=LORA_KEYS, quants=_QUANTS, rows=_ROWS, trainers=(_CLASS,)
+    )
+    is_own = get_trainer(recipe.run.trainer).library_class == _CLASS
+    options = () if is_own else options_for_texts(recipe.run)
+    run, left_out = without(recipe.run, "Unsloth", *_UNKNOWN, *options)
     run, notes = under_unsloth(run)
     spreading(run, "unsloth", keys=())  # it runs under torchrun, where DDP needs no key
     notes += left_out
@@ -141,10 +147,17 @@ def _adapter_lines(recipe: Recipe, run: RunConfig) -> list[str]:
         **({"use_rslora": True} if run.use_rslora else {}),
         modules_to_save=list(run.modules_to_save) or None,
         bias="none",
-        use_gradient_checkpointing=run.gradient_checkpointing,
+        use_gradient_checkpointing=_checkpointing(run),
         random_state=recipe.seed,
     )
     return [f"model = {adapted}"]
+
+
+def _checkpointing(run: RunConfig) -> bool | str:
+    """True is PyTorch's; the other one keeps inputs of layers on the host."""
+    if run.gradient_checkpointing and get_trainer(run.trainer).offloads(run):
+        return "unsloth"
+    return bool(run.gradient_checkpointing)
 
 
 def _trainer(recipe: Recipe, run: RunConfig) -> Code:
@@ -185,7 +198,9 @@ def under_unsloth(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if run.precision in FP32_PRECISIONS:
         raise ConfigError("--to unsloth: its kernels are 16-bit; set precision bf16 or fp16")
     run, pinned = without_pinned_kernel(run, "Unsloth")
-    notes = [*pinned, "of Unsloth's kernels only the loss is modelled; the others keep less"]
+    if get_trainer(run.trainer).library_class == _CLASS:
+        return run, pinned
+    notes = [*pinned, "of Unsloth's kernels only the loss is modelled: --trainer unsloth has all"]
     precision = autocast_precision(run.precision)
     if precision != run.precision:
         notes.append(f"Unsloth has no {run.precision}: it runs under {precision} autocast")

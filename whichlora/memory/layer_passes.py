@@ -7,7 +7,7 @@ saved.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whichlora.memory.entries import Fact, Group, Tensor, tensor_bytes
 from whichlora.memory.layer_bytes import LayerBytes
@@ -48,6 +48,71 @@ CHECKPOINTS = Fact(
     why="each layer's input, from which backward recomputes it",
     source="torch.utils.checkpoint; saved-tensor hooks",
 )
+
+
+OFFLOADED = Fact(
+    part="activations",
+    what="inputs of the first and the last layer",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="stream_bytes",
+    count="2",
+    why="the other layers' inputs lie in pinned host memory; embeddings that need a gradient are a "
+    "leaf of the graph, which holds them",
+    source="unsloth_zoo 2026.10.9 gradient_checkpointing.py, UnslothCheckpointFunction",
+)
+STAGING = Fact(
+    part="activations",
+    what="buffers through which inputs of layers come back from the host",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="bf16",
+    count="2",
+    why="they are made once, and stay",
+    source="unsloth_zoo 2026.10.9 gradient_checkpointing.py, GPU_BUFFERS, GPU_BUFFERS_B",
+    kind="upper bound",
+)
+LEAST_OFFLOADED_BYTES = 2 * 1024**2  # `MINIMUM_SIZE`; no staging buffer is smaller
+
+
+def offloaded_bytes(model: ModelSpec, *, tokens: Count) -> Count:
+    """Inputs of layers in pinned host memory: of all but the last, where they exceed 2 MiB.
+
+    Kind: exact; host buffers that are there before, 50 MiB, are left out. Source: unsloth_zoo
+    2026.10.9 gradient_checkpointing.py, lines 1403 to 1410: fp32 is stored as bf16.
+    """
+    size = 2 * model.hidden_size * tokens
+    return (model.num_hidden_layers - 1) * size * (size > LEAST_OFFLOADED_BYTES)
+
+
+def staging_bytes(model: ModelSpec, *, tokens: Count) -> Count:
+    """Two buffers as large as one input that goes to the host; none where none does.
+
+    Kind: upper bound: the second is there where 512 MiB are free after the first step. Source: as
+    of `STAGING`.
+    """
+    size = 2 * model.hidden_size * tokens
+    return 2 * size * (size > LEAST_OFFLOADED_BYTES)
+
+
+def offloaded_passes(
+    model: ModelSpec, layers: Sequence[LayerBytes], *, masks: Group, sized: Mapping[str, Count]
+) -> LayerPasses:
+    """Checkpoints that go to the host: the device has those of the first and the last layer.
+
+    Kind: exact. Source: `OFFLOADED`.
+    """
+    plain = checkpointed_passes(model, layers, masks=masks, sized=sized)
+    stays = 1 - (2 * model.hidden_size * sized["tokens"] > LEAST_OFFLOADED_BYTES)
+    stream = plain.saved[-1]
+    many = sum(layer.count for layer in layers) - 2
+    held = Tensor(LAYER_INPUT, constant=stream * (2 + many * stays), dims="hidden_size")
+    inputs = [Group(tensors=(), count=layer.count, **sized) for layer in layers]
+    inputs[-1] = Group(tensors=(held,), **sized)
+    return replace(
+        plain,
+        fact=OFFLOADED,
+        groups=(*inputs, *plain.groups[len(layers) :]),
+        saved=tuple(saved * stays for saved in plain.saved),
+    )
 
 
 def checkpointed_passes(

@@ -13,7 +13,7 @@ from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, ceil_div, largest, next_power_of_2, smallest
 from whichlora.trainers.base import Trainer
 
-WITHOUT_LOGITS = ("liger", "trl-fused")  # fused heads, which go backward in tiles
+WITHOUT_LOGITS = ("liger", "trl-fused", "unsloth-fused")  # fused heads, which go backward in tiles
 FUSED_TILE_TOKENS = 4096
 FUSED_TILE_VOCAB = 32_768
 
@@ -84,6 +84,10 @@ def loss_forward_bytes(
         folded = _fused_temporaries(model, dtypes, tokens=tokens, bytes_per_entry=13)
         states = dtypes.stream_bytes * model.hidden_size + _selected_bytes(model, dtypes)
         return tokens * (states + 12 + 28) + tile + folded
+    if loss_head == "unsloth-fused":
+        states = 2 * dtypes.stream_bytes * model.hidden_size
+        logits = unsloth_rows(model, tokens=tokens) * vocab * 4
+        return tokens * (states + _UNSLOTH_VECTORS) + logits
     if loss_head == "liger":
         states = 2 * dtypes.stream_bytes * model.hidden_size  # the last norm's result, its gradient
         logits = liger_chunk(model, tokens=tokens) * vocab * dtypes.compute_bytes
@@ -122,6 +126,34 @@ def liger_chunk(model: ModelSpec, *, tokens: Count) -> Count:
     most = max(1, ceil_div(logit_width(model), model.hidden_size))  # chunks
     least = ceil_div(tokens, most)
     return smallest(next_power_of_2(least), tokens)
+
+
+_UNSLOTH_VECTORS = 8 + 4  # shifted labels, log-probabilities
+_MOST_ROWS, _FEWEST_ROWS = 4096, 512
+_FEWEST_LOGITS = 512 * 151_936
+_MOST_LOGITS_BYTES = 2 * 1024**3
+
+
+def unsloth_rows(model: ModelSpec, *, tokens: Count) -> Count:
+    """Tokens whose fp32 logits Unsloth's loss makes at once.
+
+    As many as hidden states have bytes, rounded down to a power of two, within bounds of its own.
+
+    Kind: upper bound: from 4,096 tokens on (any number on cards of 24 GB) a tiled pass takes less;
+    with less than 4 GiB free the bound of 2 GiB is half of that.
+    Source: unsloth_zoo 2026.10.9 fused_losses/fused_linear.py, `fused_linear_rows` and
+    `_budget_bytes`.
+    """
+    vocab = max(1, logit_width(model))
+    fewest = min(max(_power_below(_FEWEST_LOGITS // vocab), _FEWEST_ROWS), _MOST_ROWS)
+    rows = _power_below(largest(tokens * model.hidden_size // vocab, 1))
+    most = max(2, _MOST_LOGITS_BYTES // (4 * vocab))
+    return smallest(largest(rows, fewest), min(_MOST_ROWS, most), tokens)
+
+
+def _power_below(value: Count) -> Count:
+    """The largest power of two that is no larger."""
+    return next_power_of_2(value + 1) // 2
 
 
 def _liger_gradient(model: ModelSpec, dtypes: Dtypes) -> int:
@@ -281,6 +313,8 @@ def loss_backward_bytes(
         narrowed = 0 if dtypes.stream_bytes == 4 else dtypes.stream_bytes  # the summed gradient
         states = tokens * (_selected_bytes(model, dtypes) + 12 + (4 + narrowed) * hidden)
         return states + tile + slice_bytes + summed + folded
+    if loss_head == "unsloth-fused":
+        return tokens * 2 * dtypes.stream_bytes * hidden
     if loss_head == "liger":
         states = 2 * dtypes.stream_bytes * hidden
         return tokens * states + _liger_gradient(model, dtypes)

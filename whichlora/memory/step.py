@@ -23,7 +23,15 @@ from whichlora.memory.gradients import (
     unwanted_gradient_bytes,
 )
 from whichlora.memory.layer_bytes import LayerBytes, layer_bytes
-from whichlora.memory.layer_passes import LayerPasses, checkpointed_passes, saved_passes
+from whichlora.memory.layer_passes import (
+    STAGING,
+    LayerPasses,
+    checkpointed_passes,
+    offloaded_passes,
+    saved_passes,
+    staging_bytes,
+)
+from whichlora.memory.loading import unquantised_matrix_bytes
 from whichlora.memory.weights import weight_entries
 from whichlora.memory.worst_layer import after, has_one_order, keeps_keys, worst_backward
 from whichlora.methods.base import Method
@@ -31,7 +39,7 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, added, largest
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
 from whichlora.trainers.base import LogitsLoss, Trainer
 
@@ -61,6 +69,15 @@ REFERENCE_WEIGHTS = Fact(
     dtype="of the trained weights",
     why="all weights are trained, so that the frozen reference is a model of its own",
     source="TRL 1.16 DPOTrainer.__init__, KTOTrainer.__init__: create_model_from_path",
+)
+
+EXPANSION = Fact(
+    part="temporary",
+    what="room for a quantised matrix in 16 bit",
+    shape="[out_features, in_features]",
+    dtype="compute_bytes",
+    why="one buffer, in which each forward expands its weights, is never freed",
+    source="unsloth 2026.10.9 kernels/utils.py, fast_dequantize, WEIGHT_BUFFERS",
 )
 
 ROLLOUT_POOL = Fact(
@@ -156,6 +173,12 @@ class TrainingStep:
         if self.has_reference and self.method.trains_base:
             copied = added(entry.num_bytes for entry in weights)
             entries.append(Entry(REFERENCE_WEIGHTS, copied))
+        in_buffer = self.trainer.keeps_expansion and not self.dtypes.adapters_drop
+        if in_buffer and self.dtypes.quant in FOUR_BIT_BNB:
+            expanded = unquantised_matrix_bytes(self.model, self.dtypes)
+            entries.append(Entry(EXPANSION, expanded + 0 * self.tokens))
+        if self.run.gradient_checkpointing and self.trainer.offloads(self.run):
+            entries.append(Entry(STAGING, staging_bytes(self.model, tokens=self.tokens)))
         rollout = self.trainer.rollout(self.run)
         if rollout is not None and rollout.pool_share:
             pool = int(rollout.pool_share * self.gpu.memory_bytes)
@@ -215,9 +238,9 @@ class TrainingStep:
     def passes(self) -> LayerPasses:
         """Tensors that layers keep from forward to backward, and temporaries of their passes."""
         if self.run.gradient_checkpointing:
-            return checkpointed_passes(
-                self.model, self.layers, masks=self.shared_masks, sized=self.sized
-            )
+            offloads = self.trainer.offloads(self.run)
+            passes = offloaded_passes if offloads else checkpointed_passes
+            return passes(self.model, self.layers, masks=self.shared_masks, sized=self.sized)
         return saved_passes(
             self.model,
             self.layers,

@@ -53,6 +53,8 @@ def with_defaults(run: RunConfig) -> RunConfig:
         prepare_kbit = quant in BNB_QUANTS and not keeps_base
     use_reentrant = run.use_reentrant
     if use_reentrant is None:
+        use_reentrant = get_trainer(run.trainer).reentrant if training else None
+    if use_reentrant is None:
         use_reentrant = run.versions.checkpoints_reentrant
     return replace(
         run, quant=quant, serve=serve, prepare_kbit=prepare_kbit, use_reentrant=use_reentrant

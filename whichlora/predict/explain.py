@@ -29,6 +29,7 @@ from whichlora.spec.numeric import round_up
 from whichlora.spec.parallel import ONE_GPU, ParallelConfig
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import ATTENTION, BNB_QUANTS, AttentionKernel, KvCache, Quant, RunConfig
+from whichlora.trainers import get_trainer
 
 RANKS = (4, 8, 16, 32, 64)
 STORAGES: tuple[Quant, ...] = ("none", "int8", "nf4-dq")
@@ -214,8 +215,8 @@ def explain(
     }
     lines, card = lines_at(job, counted, prediction.memory, calibration)
     training = job.run.phase == "finetune"
-    changes = iter(()) if job.has_pool else _changes(job.run, model)  # a pool takes what is saved
-    savings = alternatives(changes)
+    is_filled = not training and job.engine.start is not None  # the pool takes whatever is saved
+    savings = () if is_filled else alternatives(_changes(job.run, model))
     used = prediction.memory.device_used_bytes
     explained = Explanation(
         prediction=prediction,
@@ -232,7 +233,7 @@ def explain(
         strategies=alternatives(_strategies(job.run)),
         scaling=_scaling(model, job, counted, prediction.memory.moment),
     )
-    if training or model.task == "encoder" or job.has_pool:
+    if training or model.task == "encoder" or is_filled:
         return explained
     caches = []
     for name in get_args(KvCache):
@@ -332,6 +333,8 @@ def _loss_changes(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """Another loss head, and TRL's with the recipe that it belongs to."""
     held = {"prepare_kbit": run.prepare_kbit} if run.quant in BNB_QUANTS else {}
     if run.loss_head != "hf":
+        if "hf" not in get_trainer(run.trainer).loss_heads:
+            return
         yield "hf loss, with whole logits", {"loss_head": "hf"} | held
         return
     for head in ("trl-fused", "liger"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from whichlora.memory.layer_passes import offloaded_bytes
 from whichlora.predict.resolve import ResolvedRun, has_bf16
 from whichlora.spec.architecture import Attention
 from whichlora.spec.dtypes import is_quantised
@@ -12,6 +13,7 @@ from whichlora.spec.numeric import Real
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.spec.targets import all_linears
 from whichlora.symbolic.kernels import attention_kernel, runs_efficient
+from whichlora.units import format_bytes
 
 # Compute capability below which PyTorch's wheels for CUDA 12.8 and later have no kernels, since
 # which version. Source: release notes of 2.8; github.com/pytorch/pytorch, issue 172352.
@@ -103,6 +105,9 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     if run.phase == "finetune":
         notes += job.trainer.notes(run)
         notes += job.trainer.notes_of(run, job.model.model_type)
+        if run.gradient_checkpointing and job.trainer.offloads(run):
+            on_host = offloaded_bytes(job.model, tokens=run.batch_size * run.seq_len)
+            notes.append(f"{format_bytes(on_host)} of layers' inputs lie in pinned host memory")
     if job.model.task == "seq2seq-lm" and run.phase == "finetune":
         notes.append("encoder and decoder are both taken at seq_len tokens")
     return tuple(notes)

@@ -77,17 +77,6 @@ class ResolvedRun:
         )
 
     @property
-    def num_sequences(self) -> int:
-        """Of one forward: a pair of answers is two."""
-        training = self.run.phase == "finetune"
-        return self.run.batch_size * (self.trainer.rows_per_example if training else 1)
-
-    @property
-    def has_pool(self) -> bool:
-        """Whether an engine takes all its memory when it starts, whatever the requests are."""
-        return self.run.phase == "inference" and self.engine.start is not None
-
-    @property
     def has_adapters(self) -> bool:
         """Whether the run holds adapters beside the base: it trains them, or serves them so."""
         return bool(self.targets)
@@ -186,7 +175,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     )
     if training:
         kernels = trainer.kernels(run, model.model_type)
-        dtypes = replace(trainer.with_narrow_tables(dtypes, run, model), kernels=kernels)
+        dtypes = trainer.narrow_copies(trainer.with_narrow_tables(dtypes, run, model))
+        dtypes = replace(dtypes, kernels=kernels)
         _check_kernels(dtypes, gpu)
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)
@@ -407,8 +397,8 @@ def _check_kernels(dtypes: Dtypes, gpu: GpuSpec) -> None:
         return
     if float(gpu.compute_capability or ASSUMED_CAPABILITY) < _TRITON:
         raise ConfigError(
-            f"use_liger_kernel: does not run on {gpu.key} (Triton needs compute capability "
-            f"{_TRITON} or newer); leave it out"
+            f"use_liger_kernel, trainer: its kernels do not run on {gpu.key} (Triton needs compute "
+            f"capability {_TRITON} or newer); leave them out"
         )
 
 

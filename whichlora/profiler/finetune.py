@@ -46,7 +46,9 @@ def measure_finetune(
     Raises:
         MeasurementError: a loss head that can't be profiled.
     """
-    maker = {"trl-fused": "TRL", "unsloth": "unsloth"}.get(run.loss_head)
+    maker = {"trl-fused": "TRL", "unsloth": "unsloth", "unsloth-fused": "unsloth"}.get(
+        run.loss_head
+    )
     if maker is not None:
         raise MeasurementError(
             f"loss_head: {run.loss_head} runs inside {maker}'s own "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-NormKernel = Literal["none", "in_place", "apart"]
+Kernel = Literal["none", "in_place", "apart"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,14 +15,17 @@ class FusedKernels:
     Args:
         norm: an RMSNorm that keeps its input and a deviation for each row. Its gradient is written
             over the one that it gets ("in_place"), or into a new tensor ("apart").
-        rope: queries and keys are rotated where they are, and so are their gradients.
+        rope: queries and keys are rotated where they are; their gradients are, too ("in_place"),
+            or new tensors ("apart").
         gated: the activation of a gate and its product with the other half. It keeps both, and
             writes their gradients over them.
+        adapters: functions of whole groups of LoRA matrices (`symbolic.fused_lora`).
     """
 
-    norm: NormKernel = "none"
-    rope: bool = False
+    norm: Kernel = "none"
+    rope: Kernel = "none"
     gated: bool = False
+    adapters: bool = False
 
 
 NO_KERNELS = FusedKernels()

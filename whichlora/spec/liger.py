@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from whichlora.errors import ConfigError
-from whichlora.spec.kernels import FusedKernels, NormKernel
+from whichlora.spec.kernels import FusedKernels, Kernel
 
 VERSION = "0.8.5"
 LigerKernel = Literal[
@@ -34,7 +34,7 @@ class LigerPatch:
     """
 
     gated: Literal["swiglu", "geglu"] = "swiglu"
-    norm: NormKernel = "in_place"
+    norm: Kernel = "in_place"
     rope: bool = True
     experts: bool = False
     loss: Literal["cross_entropy", "fused_linear_cross_entropy"] = "fused_linear_cross_entropy"
@@ -126,6 +126,6 @@ def fused_kernels(model_type: str, on: frozenset[str]) -> FusedKernels:
     patch = _PATCHES.get(model_type, LigerPatch())
     return FusedKernels(
         norm=patch.norm if "rms_norm" in on else "none",
-        rope="rope" in on,
+        rope="in_place" if "rope" in on else "none",
         gated=patch.gated in on,
     )

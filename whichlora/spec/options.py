@@ -34,6 +34,8 @@ class Option:
             ConfigError: it is not.
         """
         if self.choices:
+            if isinstance(value, bool):  # a library's true beside its words
+                value = str(value).lower()
             of_choices = value if isinstance(self.default, tuple) else (value,)
             words: Iterable[object] = of_choices if isinstance(of_choices, tuple) else ()
             if not isinstance(value, tuple | str) or any(w not in self.choices for w in words):

@@ -20,6 +20,7 @@ from whichlora.symbolic.autograd import (
 from whichlora.symbolic.cache import store
 from whichlora.symbolic.deberta import attend_disentangled
 from whichlora.symbolic.delta_net import mix_recurrently
+from whichlora.symbolic.fused_lora import project_fused, runs_fused
 from whichlora.symbolic.gemma4 import project_in_turn
 from whichlora.symbolic.kernels import (
     FUSED,
@@ -108,7 +109,10 @@ def _project_plain(code: OpEmitter, attention: Attention, x: Tensor, read: Tenso
         _, (q, k, v) = _split_projection(code, attention, x)
         return Projected(attention=attention, q=q, k=k, v=v)
     q_linear, k_linear, v_linear, _ = attention.linears
-    q, k, v = code.linear(q_linear, x), code.linear(k_linear, read), code.linear(v_linear, read)
+    if read is x and runs_fused(code, attention.linears[:3]):
+        q, k, v = project_fused(code, attention.linears[:3], x)
+    else:
+        q, k, v = code.linear(q_linear, x), code.linear(k_linear, read), code.linear(v_linear, read)
     return _by_heads(code, attention, q, k, v)
 
 
@@ -122,7 +126,8 @@ def _by_heads(
 ) -> Projected:
     # the gradient comes back as [batch, heads, seq, head_dim]; a fused kernel's has the layout of
     # what it read, which rotating in place keeps
-    in_place = code.dtypes.kernels.rope and _kernel_of(code, attention) in FUSED
+    rotates = code.dtypes.kernels.rope
+    in_place = rotates != "none" and _kernel_of(code, attention) in FUSED
     repeated = repeats_keys(attention, code.dtypes, masked=code.masked, decoding=code.decoding)
     q = code.tape.view(q, copies_gradient=not in_place)
     k = code.tape.view(k, copies_gradient=not in_place or repeated)
@@ -243,7 +248,10 @@ def attend(
         open_ = tape.op([gate], gate.elements, gate.size, saves_result=True, what="attention: gate")
         out = code.multiply(out, open_)
         tape.hold(gate)
-    result = code.linear(attention.linears[-1], out)
+    if runs_fused(code, attention.linears[-1:]):
+        (result,) = project_fused(code, attention.linears[-1:], out)
+    else:
+        result = code.linear(attention.linears[-1], out)
     # local variables of `forward`, which Python drops when it returns
     tape.hold(x, q, k, v, out, *local_variables, *steps)
     # returned also where nobody uses them: `hidden_states, _ = self.self_attn(…)`
@@ -266,9 +274,12 @@ def _turned(
         q, k = code.norm(q_norm, q), code.norm(k_norm, k)
     if attention.position != "rope":
         return q, k
-    if code.dtypes.kernels.rope:  # which first lays out parts of one projection
+    if code.dtypes.kernels.rope != "none":  # which first lays out parts of one projection
         if fused_qkv(attention) is not None:
             return code.copy(q), code.copy(k)
+        if code.dtypes.kernels.rope == "apart":
+            tape = code.tape
+            return tape.view(q, copies_gradient=True), tape.view(k, copies_gradient=True)
         return code.tape.written_over(q), code.tape.written_over(k)
     before = (q, k)
     q = rotate(code, q, attention, "query", local_variables)

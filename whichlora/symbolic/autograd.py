@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import ge, itemgetter
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from whichlora.spec.numeric import Count, ceil_div, floor_div, largest, num_combinations
 
@@ -564,6 +564,28 @@ class Tape:
             )
         )
         return result
+
+    def several(
+        self, reads: Sequence[Tensor], results: Sequence[LinearForm], size: int, **settings: Any
+    ) -> tuple[Tensor, ...]:
+        """One function that makes several tensors, and goes backward once for all of them.
+
+        Args:
+            results: elements of each, of `size` bytes.
+            settings: as of `op`.
+        """
+        first = self.op(reads, results[0], size, **settings)
+        made = [first]
+        for elements in results[1:]:
+            made.append(
+                Tensor(len(self._forms), elements, size, self._edge(), needs_grad=first.needs_grad)
+            )
+            self._add(self._packed(elements) * size, str(settings.get("what", "")), size)
+        step = self._steps[-1]
+        self._steps[-1] = replace(step, makes=[*step.makes, *(t.storage for t in made[1:])])
+        if first.needs_grad:
+            self._nodes[-1].results = tuple(made)
+        return tuple(made)
 
     def view(self, tensor: Tensor, *, copies_gradient: bool = False) -> Tensor:
         """The same storage in another shape.

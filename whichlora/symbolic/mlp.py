@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from whichlora.spec.architecture import Mlp
 from whichlora.symbolic.autograd import Tensor, per_token, scaled
+from whichlora.symbolic.fused_lora import feed_fused, runs_fused
 from whichlora.symbolic.operators import OpEmitter
 
 
@@ -104,6 +105,8 @@ def _gated_in_kernel(code: OpEmitter, gate: Tensor, up: Tensor, *, copies: bool)
 
 def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
     tape, dtypes = code.tape, code.dtypes
+    if mlp.gated and len(mlp.linears) > 2 and runs_fused(code, mlp.linears[:3]):
+        return feed_fused(code, mlp, x)
     if mlp.gated and len(mlp.linears) > 2:
         gate_linear, up_linear, down_linear = mlp.linears[:3]
         gate = code.linear(gate_linear, x)

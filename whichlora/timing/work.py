@@ -64,7 +64,7 @@ BACKWARD_RATIO = 1.6  # 60 of 38
 # kernels take nearly no time, has 0.5; launches on A100 of published steps have 0.3.
 AUTOGRAD_LAUNCH = 0.5
 # Bytes that the loss reads and writes per token and vocabulary entry, forward and backward.
-LOSS_PASSES = {"hf": 30, "unsloth": 30, "raw": 8, "trl-fused": 16, "liger": 16}
+LOSS_PASSES = {"hf": 30, "unsloth": 30, "raw": 8, "trl-fused": 16, "liger": 16, "unsloth-fused": 16}
 # The same of a trainer's own loss of fp32 logits. Kind: estimate, read. Logits are widened (6), and
 # their gradient is placed among those of all positions (12). Between, a kernel and metrics read
 # them (8), and it once more (8). Row by row `logsumexp` subtracts, exponentiates and sums (24),
@@ -384,7 +384,7 @@ def elementwise_forward_bytes(
     for attention in layer.attentions:
         q, k, v = attention.q_width, attention.k_width, attention.v_width
         if attention.position == "rope":  # two products, a half negated, both joined, their sum
-            moved += (2 if fused or dtypes.kernels.rope else 10) * narrow * (q + k)
+            moved += (2 if fused or dtypes.kernels.rope != "none" else 10) * narrow * (q + k)
         moved += 2 * narrow * (q + k + v)  # read by the kernel, or laid out for it
     moved += scan_bytes(layer)
     active = 1
@@ -393,7 +393,11 @@ def elementwise_forward_bytes(
         mlp, active = layer.moe.expert, layer.moe.experts_per_token
         moved += 6 * narrow * hidden_size * active  # gathered, weighted and added
     if mlp is not None:
-        passes = (3 if fused or dtypes.kernels.gated else 5) if mlp.gated else 2
+        passes = (
+            (3 if fused or dtypes.kernels.gated or dtypes.kernels.adapters else 5)
+            if mlp.gated
+            else 2
+        )
         moved += passes * dtypes.mlp_bytes * mlp.width * active
     return moved
 

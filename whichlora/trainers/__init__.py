@@ -25,6 +25,7 @@ from whichlora.trainers import (
     reward,
     sft,
     transformers,
+    unsloth,
 )
 from whichlora.trainers.base import Repeats, Trainer
 
@@ -47,6 +48,7 @@ _TRAINERS = Members[Trainer](
             cpo,
             llamafactory_dpo,
             llamafactory_kto,
+            unsloth,
         )
     ),
 )

@@ -132,6 +132,10 @@ def _nothing_to_say(run: RunConfig, model_type: str) -> tuple[str, ...]:
     return ()
 
 
+def _as_resolved(dtypes: Dtypes) -> Dtypes:
+    return dtypes
+
+
 def _own_options(run: RunConfig) -> Mapping[str, Any]:
     return dict(run.trainer_options)
 
@@ -186,6 +190,11 @@ class Trainer:
         kernels: operators of the layers that it replaces in models of a type.
         loss_of: who computes the loss of models of a type, where it replaces that, too.
         notes_of: what a user must know of such kernels in models of a type.
+        narrow_copies: the dtypes of a run where its kernels cast adapters themselves.
+        reentrant: kind of its checkpointing where it has one of its own.
+        offloads: inputs of checkpointed layers lie in pinned host memory, but for the last.
+        keeps_expansion: one of the largest matrices that are quantised stays expanded, unless
+            adapters drop.
         arguments: its options as `config_class` takes them.
         check: refuses what the library refuses, in one line.
         notes: what a user must know of a run.
@@ -222,14 +231,13 @@ class Trainer:
     kernels: Callable[[RunConfig, str], FusedKernels] = _stock_code
     loss_of: Callable[[RunConfig, str], LossHead] = _named
     notes_of: Callable[[RunConfig, str], tuple[str, ...]] = _nothing_to_say
+    narrow_copies: Callable[[Dtypes], Dtypes] = _as_resolved
+    reentrant: bool | None = None
+    offloads: Callable[[RunConfig], bool] = lambda run: False
+    keeps_expansion: bool = False
     arguments: Callable[[RunConfig], Mapping[str, Any]] = _own_options
     check: Callable[[RunConfig], None] = _accepts
     notes: Callable[[RunConfig], tuple[str, ...]] = _no_notes
-
-    @property
-    def writes_answers(self) -> bool:
-        """Whether rows are prompts alone, which the model answers before it learns."""
-        return self.rows == "prompts"
 
     def narrows(self, run: RunConfig, name: str) -> bool:
         """Whether the fp32 embedding or head `name` of a prepared base becomes 16 bit."""

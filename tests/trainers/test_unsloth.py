@@ -1,0 +1,155 @@
+"""Unsloth's stack: what its functions keep, where checkpoints go, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import kernel_traces
+import pytest
+from devices import A100
+
+from whichlora.errors import ConfigError
+from whichlora.exports import FORMATS
+from whichlora.memory.layer_bytes import layer_bytes
+from whichlora.memory.layer_passes import OFFLOADED, offloaded_bytes
+from whichlora.memory.loss import loss_forward_bytes, unsloth_rows
+from whichlora.memory.step import EXPANSION
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.notes import notes_on
+from whichlora.predict.predict import ledger, predict
+from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.spec.numeric import added
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
+from whichlora.workflow.export import make_recipe
+
+LLAMA = "meta-llama/Meta-Llama-3-8B"
+RUN = RunConfig(model=LLAMA, trainer="unsloth", method="qlora", batch_size=2, seq_len=1024)
+H, F, Q = 4096, 14336, 4096
+
+
+def job(run: RunConfig) -> ResolvedRun:
+    return resolve(load_model(run.model), run, A100)
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_a_layer_keeps_what_its_functions_save(method: str) -> None:
+    """Each norm its input and a deviation; the projections and the MLP what a norm returned; the
+    kernel queries, repeated keys and values, its result and a log-sum-exp; the MLP gate and up.
+    """
+    found = job(replace(RUN, method=method, gradient_checkpointing=False))
+    layer, count = next(found.model.layers())
+    sized: Any = {"tokens": 1, "span": 1}
+    what = layer, count, found.model, found.targets, found.dtypes, found.method
+    kept = layer_bytes(*what, r=16, run=found.run, **sized)
+    norms = 2 * (2 * H + 4)
+    attention = 2 * H + 4 * 2 * Q + 4 * 32  # keys and values for each query head
+    assert int(kept.saved) == norms + attention + 2 * H + 2 * 2 * F
+
+
+def test_dropped_inputs_leave_a_byte_each() -> None:
+    found = job(replace(RUN, gradient_checkpointing=False))
+    dropping = job(replace(RUN, gradient_checkpointing=False, lora_dropout=0.1))
+    sized: Any = {"tokens": 1, "span": 1}
+    kept = []
+    for one in (found, dropping):
+        layer, count = next(one.model.layers())
+        what = layer, count, one.model, one.targets, one.dtypes, one.method
+        kept.append(int(layer_bytes(*what, r=16, run=one.run, **sized).saved))
+    assert kept[1] - kept[0] == 6 * H + F  # q, k, v, o, gate, up; down
+
+
+def test_inputs_of_all_layers_but_the_last_go_to_the_host() -> None:
+    model = load_model(LLAMA)
+    assert offloaded_bytes(model, tokens=2048) == 31 * 2 * H * 2048
+    assert offloaded_bytes(model, tokens=256) == 0  # 2 MiB each: kept
+    assert offloaded_bytes(model, tokens=257) > 0
+    assert "496.0 MiB of layers' inputs lie in pinned host memory" in notes_on(job(RUN))
+
+
+def test_the_device_has_two_checkpoints_and_two_buffers() -> None:
+    def checkpoints(run: RunConfig) -> int:
+        entries = ledger(job(run)).moments["loss_forward"]
+        return int(added(entry.num_bytes for entry in entries if entry.part == "activations"))
+
+    on_device = replace(RUN, trainer_options=(("use_gradient_checkpointing", "true"),))
+    stream = 2 * H * 2048
+    assert checkpoints(on_device) - checkpoints(RUN) == (32 - 2 - 2) * stream
+    facts = [entry.fact for entry in ledger(job(RUN)).moments["loss_forward"]]
+    assert OFFLOADED in facts
+
+
+def test_a_quantised_matrix_has_room_to_be_expanded() -> None:
+    entries = ledger(job(RUN)).moments["layer_forward"]
+    assert [e.num_bytes for e in entries if e.fact is EXPANSION] == [2 * H * F]
+    plain = ledger(job(replace(RUN, method="lora"))).moments["layer_forward"]
+    assert not [entry for entry in plain if entry.fact is EXPANSION]
+
+
+def test_the_loss_makes_logits_of_a_few_hundred_tokens() -> None:
+    """8,192 states of 4,096 are 261 rows of the vocabulary; 606 rows are a whole product."""
+    found = job(RUN)
+    assert unsloth_rows(found.model, tokens=8192) == 512
+    assert unsloth_rows(found.model, tokens=2**16) == 2048
+    assert unsloth_rows(found.model, tokens=2**24) == 4096
+    assert unsloth_rows(found.model, tokens=100) == 100
+    what = found.model, found.dtypes, found.trainer
+    size = loss_forward_bytes(*what, tokens=8192, loss_head="unsloth-fused")
+    assert size == 8192 * (4 * H + 12) + 512 * 4 * 128_256
+
+
+def test_adapters_are_wide_and_nobody_copies_them() -> None:
+    dtypes = job(replace(RUN, method="lora")).dtypes
+    assert dtypes.adapter_bytes == 4
+    assert not dtypes.autocast
+    assert job(RUN).run.use_reentrant is True
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "google/gemma-2-2b"}, "gemma2 has none there"),
+        ({"method": "dora"}, "method: trainer unsloth is predicted with lora or qlora, got dora"),
+        ({"method": "full"}, "got full"),
+        ({"quant": "int8"}, "quant: .* none or nf4-dq, got int8"),
+        ({"precision": "bf16-pure"}, "precision: .* with bf16, got bf16-pure"),
+        ({"attn": "eager"}, "attn: .* with sdpa"),
+        ({"loss_head": "liger"}, "loss_head: liger is not in trainer unsloth"),
+        (
+            {"trainer_options": (("use_gradient_checkpointing", "no"),)},
+            "'no' is not accepted; accepted are unsloth, true",
+        ),
+    ],
+)
+def test_what_is_not_predicted_is_refused(settings: dict[str, Any], message: str) -> None:
+    run = replace(RUN, **settings)
+    with pytest.raises(ConfigError, match=message):
+        predict(load_model(run.model), run, A100, prior_calibration(A100))
+
+
+def test_it_needs_triton() -> None:
+    old = find_gpu("p40-24gb")
+    with pytest.raises(ConfigError, match=r"does not run on p40|do not run on p40"):
+        resolve(load_model(LLAMA), replace(RUN, precision="fp16"), old)
+
+
+@pytest.mark.parametrize(("kind", "runs", "worst"), [("liger", 60, 0.002), ("unsloth", 40, 0.045)])
+def test_the_ledger_has_the_bytes_of_the_kept_traces(kind: str, runs: int, worst: float) -> None:
+    errors = kernel_traces.errors(kind)
+    assert len(errors) == runs
+    assert median(errors) < 0.0005
+    assert max(errors) < worst
+
+
+def test_its_script_says_where_checkpoints_go() -> None:
+    def script(run: RunConfig) -> str:
+        made = FORMATS["unsloth"](make_recipe(run, A100.key))
+        assert made.run == make_recipe(run, A100.key).run
+        return made.files["train_unsloth.py"].replace("'", '"')
+
+    on_device = replace(RUN, trainer_options=(("use_gradient_checkpointing", "true"),))
+    assert 'use_gradient_checkpointing="unsloth"' in script(RUN)
+    assert "use_gradient_checkpointing=True" in script(on_device)

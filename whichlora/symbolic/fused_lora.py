@@ -1,0 +1,117 @@
+"""LoRA matrices that read one tensor, each group in one function, as Unsloth runs them.
+
+Such a function keeps its input and what it cannot make again, and no product with a factor. The
+gradient of the input is written over the input.
+
+Source: unsloth 2026.10.9 `kernels/fast_lora.py`, `LoRA_QKV`, `LoRA_MLP`, `LoRA_W`;
+`kernels/utils.py`, `matmul_lora`, `fast_dequantize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whichlora.spec.architecture import Linear, Mlp
+from whichlora.spec.dtypes import is_quantised
+from whichlora.symbolic.autograd import LinearForm, Tensor, constant, per_rank, per_token, scaled
+from whichlora.symbolic.operators import OpEmitter
+
+
+def runs_fused(code: OpEmitter, linears: Sequence[Linear]) -> bool:
+    """Whether one function computes `linears`: all of them have adapters."""
+    return code.dtypes.kernels.adapters and all(code.adapts(linear) for linear in linears)
+
+
+def project_fused(code: OpEmitter, linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values, or one projection, which leaves its input as it is."""
+    tape = code.tape
+    small, dropped = _product(code, linears[0], x), _dropped(code, x.form)
+    results = tape.several(
+        [x, *_factors(code, linears)],
+        [per_token(linear.out_features) for linear in linears],
+        x.size,
+        saves=[x],
+        keeps=_masks(code, linears),
+        inner=[*dropped, *_expanded_anew(code, linears), small],
+        inner_backward=[_expanded(code, linears), small, *dropped, *dropped],
+        overwrites=len(linears) > 1,
+        what=f"{', '.join(linear.name for linear in linears)}: result",
+    )
+    tape.hold(x)
+    return results
+
+
+def feed_fused(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
+    """Gate, up, activation and down; the backward writes over gate, up and the input."""
+    tape = code.tape
+    gate_linear, _, down_linear = mlp.linears[:3]
+    inner = per_token(mlp.width)
+    small = _product(code, gate_linear, x)
+    linears = mlp.linears[:3]
+    beside = [*_dropped(code, x.form), *_expanded_anew(code, linears), small]
+    gate = tape.op([x], inner, x.size, detached=True, inner=beside, what="gate, up")
+    up = tape.op([x], inner, x.size, detached=True, inner=beside, what="gate, up")
+    active = tape.op([gate, up], inner, x.size, detached=True)
+    (result,) = tape.several(
+        [x, gate, up, active, *_factors(code, linears)],
+        [per_token(down_linear.out_features)],
+        x.size,
+        saves=[x, gate, up],
+        keeps=_masks(code, linears),
+        inner=[*_dropped(code, active.form), *_expanded_anew(code, linears), small],
+        # the gradient of what `down_proj` reads, beside those that take the place of gate and up
+        inner_backward=[
+            *(scaled(inner, x.size) for _ in range(3)),
+            _expanded(code, linears),
+            small,
+            *2 * _dropped(code, active.form),
+        ],
+        overwrites=True,
+        what=f"{down_linear.name}: result",
+    )
+    tape.hold(x, active)
+    return result
+
+
+def _factors(code: OpEmitter, linears: Sequence[Linear]) -> list[Tensor]:
+    return [
+        code.tape.weight(
+            per_rank(linear.rank_multiple * width), code.dtypes.adapter_bytes, trained=True
+        )
+        for linear in linears
+        for width in (linear.in_features, linear.out_features)
+    ]
+
+
+def _masks(code: OpEmitter, linears: Sequence[Linear]) -> list[LinearForm]:
+    """One byte per input of each adapter that drops."""
+    if not code.dtypes.adapters_drop:
+        return []
+    return [per_token(linear.in_features) for linear in linears]
+
+
+def _dropped(code: OpEmitter, form: LinearForm) -> list[LinearForm]:
+    """What dropout makes of a tensor, in the forward and again in the backward."""
+    return [form] if code.dtypes.adapters_drop else []
+
+
+def _expanded_anew(code: OpEmitter, linears: Sequence[Linear]) -> list[LinearForm]:
+    """A matrix in 16 bit that a forward with dropout makes: it does not use the buffer that stays.
+
+    Source: `_matmul_lora_ext`.
+    """
+    return [_expanded(code, linears)] if code.dtypes.adapters_drop else []
+
+
+def _product(code: OpEmitter, linear: Linear, x: Tensor) -> LinearForm:
+    """A·x, or its like in the backward, which nobody keeps."""
+    return scaled(code.rows.of_rank(linear.rank_multiple), x.size)
+
+
+def _expanded(code: OpEmitter, linears: Sequence[Linear]) -> LinearForm:
+    """The largest of the matrices in 16 bit, one at a time; the forward has room for it elsewhere.
+
+    Kind: exact. Source: `fast_dequantize` without its global buffer.
+    """
+    sizes = [linear.num_weights for linear in linears if is_quantised(linear, code.dtypes)]
+    return constant(max(sizes, default=0) * code.dtypes.four_bit_bytes)

@@ -1,0 +1,121 @@
+"""Unsloth's `FastLanguageModel` under TRL's `SFTTrainer`: LoRA and QLoRA with its own kernels.
+
+Inputs of checkpointed layers go to the host, LoRA matrices of a block run in one function, and the
+loss makes no whole logits.
+
+Source: unsloth 2026.10.9 `models/llama.py`, `FastLlamaModel`; `kernels/fast_lora.py`,
+`kernels/rms_layernorm.py`, `kernels/rope_embedding.py`; unsloth_zoo 2026.10.9
+`gradient_checkpointing.py`, `fused_losses/fused_linear.py`, `training_utils.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.errors import ConfigError
+from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.kernels import FusedKernels
+from whichlora.spec.options import Option
+from whichlora.spec.run import LossHead, RunConfig, autocast_precision
+from whichlora.trainers import sft
+
+CHECKPOINTING = Option(
+    name="use_gradient_checkpointing",
+    summary="unsloth: inputs of layers go to the host; true: PyTorch's",
+    default="unsloth",
+    choices=("unsloth", "true"),
+)
+# `FastLanguageModel.from_pretrained` of loader.py hands other types to code that it compiles; the
+# attention of Gemma 2 is written out.
+_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_METHODS = ("lora", "qlora")
+_QUANTS = ("none", "nf4-dq", "nf4")
+
+
+def _kernels(run: RunConfig, model_type: str) -> FusedKernels:
+    """Refuses other types of models, whose code is not that of these kernels.
+
+    Raises:
+        ConfigError: a type that Unsloth runs by its compiler.
+    """
+    if model_type not in _TYPES:
+        raise ConfigError(
+            f"trainer: unsloth is predicted for {', '.join(_TYPES)}, which have kernels of their "
+            f"own; {model_type} has none there; use another trainer"
+        )
+    return FusedKernels(norm="in_place", rope="apart", adapters=True)
+
+
+def _loss_of(run: RunConfig, model_type: str) -> LossHead:
+    return run.loss_head
+
+
+def _narrow_copies(dtypes: Dtypes) -> Dtypes:
+    """Adapters are fp32, and cast inside the functions: nobody keeps a copy of them or of inputs.
+
+    Without flash-attention its kernel is that of xformers, with keys and values repeated.
+    Source: `prepare_model_for_training` with `float32_mixed_precision`; `get_lora_parameters`;
+    `utils/attention_dispatch.py`, `select_attention_backend`.
+    """
+    return replace(
+        dtypes,
+        attn="sdpa-efficient" if dtypes.attn == "sdpa" else dtypes.attn,
+        mode="P",
+        autocast=False,
+        shared_inputs=True,
+        input_bytes=2,
+        dropped_bytes=2,
+        adapter_product_bytes=2,
+    )
+
+
+def _offloads(run: RunConfig) -> bool:
+    return run.trainer_option(CHECKPOINTING.name) != "true"
+
+
+def _check(run: RunConfig) -> None:
+    faults = (
+        (run.method not in _METHODS, "method", run.method, "lora or qlora"),
+        (run.quant not in (None, *_QUANTS), "quant", run.quant, "none or nf4-dq"),
+        (autocast_precision(run.precision) != run.precision, "precision", run.precision, "bf16"),
+        (run.precision in ("fp32", "tf32"), "precision", run.precision, "bf16"),
+        (run.attn == "eager", "attn", run.attn, "sdpa"),
+        (bool(run.prepare_kbit), "prepare_kbit", "true", "false"),
+        (run.base_dtype != "auto", "base_dtype", run.base_dtype, "auto"),
+        (run.bias != "none", "bias", run.bias, "none"),
+        (bool(run.modules_to_save), "modules_to_save", "set", "none of them"),
+        (run.padding == "padded", "padding", run.padding, "none"),
+        (run.parallel.gpus > 1, "gpus", run.parallel.gpus, "1"),
+    )
+    for is_wrong, name, value, accepted in faults:
+        if is_wrong:
+            raise ConfigError(f"{name}: trainer unsloth is predicted with {accepted}, got {value}")
+
+
+def _notes(run: RunConfig) -> tuple[str, ...]:
+    return (
+        "Unsloth's LoRA functions were traced; its other code is known by its sources",
+        "offload_embedding, which moves the embeddings to the host, is not predicted",
+    )
+
+
+TRAINER = replace(
+    sft.TRAINER,
+    name="unsloth",
+    summary="Unsloth's FastLanguageModel with its kernels, under TRL's SFTTrainer",
+    steps="whichlora.tracer.like_unsloth:measure_unsloth",
+    library_class="unsloth.FastLanguageModel",
+    makes_adapters=False,
+    options=(CHECKPOINTING,),
+    loss_heads=("unsloth-fused",),
+    narrows_adapters=False,
+    kernels=_kernels,
+    loss_of=_loss_of,
+    notes_of=lambda run, model_type: (),
+    narrow_copies=_narrow_copies,
+    reentrant=True,
+    offloads=_offloads,
+    keeps_expansion=True,
+    check=_check,
+    notes=_notes,
+)
