@@ -608,6 +608,15 @@ class Tape:
         self._nodes.append(_Node(len(self._steps) - 1, (result,), (tensor,), (), False, True, ()))
         return result
 
+    def works_before(self, tensor: Tensor, inner: Temporaries) -> Tensor:
+        """`tensor`, whose gradient comes while a backward has `inner` and has freed nothing yet."""
+        if not tensor.needs_grad:
+            return tensor
+        result = replace(tensor, edge=self._edge())
+        beside = self._blocks(inner)
+        self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, True, beside))
+        return result
+
     def in_place(self, tensor: Tensor, added: Tensor | None = None) -> Tensor:
         """An in-place sum with `added`, or an in-place product with a parameter or number."""
         operands = [tensor] if added is None else [tensor, added]

@@ -26,6 +26,7 @@ def project_fused(code: OpEmitter, linears: Sequence[Linear], x: Tensor) -> tupl
     """Queries, keys and values, or one projection, which leaves its input as it is."""
     tape = code.tape
     small, dropped = _product(code, linears[0], x), _dropped(code, x.form)
+    is_group = len(linears) > 1
     results = tape.several(
         [x, *_factors(code, linears)],
         [per_token(linear.out_features) for linear in linears],
@@ -33,12 +34,18 @@ def project_fused(code: OpEmitter, linears: Sequence[Linear], x: Tensor) -> tupl
         saves=[x],
         keeps=_masks(code, linears),
         inner=[*dropped, *_expanded_anew(code, linears), small],
-        inner_backward=[_expanded(code, linears), small, *dropped, *dropped],
-        overwrites=len(linears) > 1,
+        inner_backward=[
+            _expanded(code, linears),
+            small,
+            *(_masks(code, linears) if is_group else ()),  # which nothing is written over
+        ],
+        overwrites=is_group,
         what=f"{', '.join(linear.name for linear in linears)}: result",
     )
     tape.hold(x)
-    return results
+    # the gradient through dropout, and what it is made of, when no matrix is expanded
+    first = tape.works_before(results[0], (3 - is_group) * dropped)
+    return first, *results[1:]
 
 
 def feed_fused(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
@@ -64,13 +71,14 @@ def feed_fused(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
             *(scaled(inner, x.size) for _ in range(3)),
             _expanded(code, linears),
             small,
-            *2 * _dropped(code, active.form),
+            *_dropped(code, active.form),
+            *_masks(code, linears),
         ],
         overwrites=True,
         what=f"{down_linear.name}: result",
     )
     tape.hold(x, active)
-    return result
+    return tape.works_before(result, 3 * _dropped(code, active.form))
 
 
 def _factors(code: OpEmitter, linears: Sequence[Linear]) -> list[Tensor]:
