@@ -49,6 +49,7 @@ def serving_prediction(job: ResolvedRun, start: Start) -> ServingPrediction:
         concurrency=run.batch_size,
         max_running=min(start.max_num_seqs, int(concurrency)) if starts else 0,
         left_bytes=job.gpu.memory_bytes - taken_bytes(job, start),
+        command=job.engine.command(served) if starts else "",
     )
 
 

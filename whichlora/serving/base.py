@@ -113,6 +113,10 @@ def _accepts(served: Served) -> None:
     return None
 
 
+def _no_command(served: Served) -> str:
+    return ""
+
+
 def _no_notes(served: Served) -> tuple[str, ...]:
     return ()
 
@@ -129,6 +133,7 @@ class Engine:
         start: what it takes when it starts; None where memory is taken as sequences come, so that
             the run is one call of `generate`.
         check: refuses what the engine refuses, in one line.
+        command: starts it as it is judged, in a shell; empty where there is no such command.
         notes: what a user must know of a run.
     """
 
@@ -140,6 +145,7 @@ class Engine:
     least_capability: float = 0.0
     start: Callable[[Served], Start] | None = None
     check: Callable[[Served], None] = _accepts
+    command: Callable[[Served], str] = _no_command
     notes: Callable[[Served], tuple[str, ...]] = _no_notes
 
     def libraries(self, run: RunConfig) -> Libraries:

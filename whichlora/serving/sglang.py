@@ -13,6 +13,7 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start
 from whichlora.serving.block_groups import cached_layers
+from whichlora.serving.command import shell_command
 from whichlora.serving.profile_pass import layer_entry
 from whichlora.serving.rank import check_model, check_ranks, held_entries, rank_model
 from whichlora.spec.architecture import ModelSpec
@@ -171,6 +172,16 @@ def check(served: Served) -> None:
     check_ranks(served, RANKS)
 
 
+def command(served: Served) -> str:
+    """Source: SGLang 0.5.23 srt/arg_groups/fields/model.py:51, :110, exec_.py:662-670."""
+    return shell_command(
+        served,
+        "python -m sglang.launch_server --model-path",
+        context="--context-length",
+        disable_cuda_graph="--disable-prefill-cuda-graph --disable-decode-cuda-graph",
+    )
+
+
 def notes(served: Served) -> tuple[str, ...]:
     """What a user must know."""
     chunk, taken = chunked_prefill_size(served), start(served)
@@ -219,5 +230,6 @@ ENGINE = Engine(
     least_capability=7.5,  # srt/model_executor/model_runner_components/load_model_utils.py:91
     start=start,
     check=check,
+    command=command,
     notes=notes,
 )

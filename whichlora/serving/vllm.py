@@ -13,6 +13,7 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
+from whichlora.serving.command import shell_command
 from whichlora.serving.profile_pass import (
     COUNTED_LOGIT_BITS,
     MASKED_LOGIT_BYTES,
@@ -336,6 +337,20 @@ def _check_adapters(served: Served) -> None:
         raise ConfigError(f"r: vllm serves adapters up to rank {LORA_RANKS[-1]}, got {run.r}")
 
 
+def command(served: Served) -> str:
+    """Source: vLLM 0.33.0 engine/arg_utils.py:977-1000, :1389, :1610."""
+    if served.run.quant in BNB_QUANTS:  # files of which kind, only the directory says
+        return ""
+    flags = []
+    if served.targets:
+        if not served.options["enable_lora"]:
+            flags.append("--enable-lora")
+        if not served.is_asked("max_lora_rank"):
+            flags.append(f"--max-lora-rank {lora_slots(served)[1]}")
+        flags.append("--lora-modules adapter=ADAPTER")
+    return shell_command(served, "vllm serve", context="--max-model-len", flags=tuple(flags))
+
+
 def notes(served: Served) -> tuple[str, ...]:
     """What a user must know."""
     lines = [
@@ -376,5 +391,6 @@ ENGINE = Engine(
     least_capability=7.0,  # as `kv_cache: vllm`; vLLM's installation page
     start=start,
     check=check,
+    command=command,
     notes=notes,
 )

@@ -240,6 +240,7 @@ class ServingPrediction:
         concurrency: sequences that are asked for at once.
         max_running: of `context` tokens each, that run at once; what is asked beyond waits.
         left_bytes: of the GPU, beside all that the engine takes.
+        command: starts it as it is judged; empty where it does not start, or has none.
     """
 
     engine: str
@@ -256,6 +257,7 @@ class ServingPrediction:
     concurrency: int
     max_running: int
     left_bytes: int
+    command: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

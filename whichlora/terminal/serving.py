@@ -68,3 +68,5 @@ def _print_pool(console: Console, serving: ServingPrediction) -> None:
     ):
         table.add_row(what, value)
     console.print(table)
+    if serving.command:
+        say(console, serving.command)

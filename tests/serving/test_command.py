@@ -1,0 +1,50 @@
+"""The command that an answer hands out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from devices import A100
+
+from whichlora.calibration.load import load_calibration
+from whichlora.predict.predict import predict
+from whichlora.spec.options import OptionValue
+from whichlora.spec.run import RunConfig
+from whichlora.store.hub import load_model
+
+QWEN = "Qwen/Qwen3-0.6B"
+RUN = RunConfig(model=QWEN, phase="inference", serving="vllm", context=8192)
+
+
+def command(run: RunConfig = RUN, **options: OptionValue) -> str:
+    run = replace(run, serving_options=tuple(sorted(options.items())))
+    served = predict(load_model(run.model), run, A100, load_calibration(A100)).serving
+    assert served
+    return served.command
+
+
+def test_vllm_is_started_with_what_the_run_states() -> None:
+    assert command() == f"vllm serve {QWEN} --max-model-len 8192 --dtype bfloat16"
+    asked = command(replace(RUN, precision="fp16"), gpu_memory_utilization=0.9, enforce_eager=True)
+    assert asked.endswith("--dtype float16 --enforce-eager --gpu-memory-utilization 0.9")
+    assert "eager" not in command(enforce_eager=False)
+
+
+def test_vllm_has_slots_for_an_adapter_that_is_not_merged() -> None:
+    run = replace(RUN, serve="as-trained", method="lora", r=24)
+    slots = " --enable-lora --max-lora-rank 32 --lora-modules adapter=ADAPTER"
+    assert command(run).endswith(slots)
+    assert command(run, enable_lora=True, max_lora_rank=64).endswith(
+        "--enable-lora --max-lora-rank 64 --lora-modules adapter=ADAPTER"
+    )
+
+
+def test_sglang_has_other_flags() -> None:
+    assert command(replace(RUN, serving="sglang"), disable_cuda_graph=True) == (
+        f"python -m sglang.launch_server --model-path {QWEN} --context-length 8192 "
+        "--dtype bfloat16 --disable-prefill-cuda-graph --disable-decode-cuda-graph"
+    )
+
+
+def test_what_does_not_start_has_no_command() -> None:
+    assert command(gpu_memory_utilization=0.01) == ""

@@ -1,0 +1,36 @@
+"""The command that starts an engine as it was judged."""
+
+from __future__ import annotations
+
+import shlex
+
+from whichlora.serving.base import Served
+
+
+def shell_command(
+    served: Served, start: str, *, context: str, flags: tuple[str, ...] = (), **renamed: str
+) -> str:
+    """`start`, then the model, the context, the dtype and every option that the run states.
+
+    Args:
+        start: all before the model.
+        context: the flag of the most tokens of a sequence.
+        flags: further ones.
+        renamed: words in place of a switch that is turned on, where they are not its name.
+    """
+    words = [start, shlex.quote(served.model.name)]
+    words += [context, str(served.context), "--dtype", _dtype(served)]
+    for name, value in served.run.serving_options:
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(renamed.get(name, flag))
+        elif value is not False:
+            words += [flag, shlex.quote(f"{value:g}" if isinstance(value, float) else str(value))]
+    return " ".join((*words, *flags))
+
+
+def _dtype(served: Served) -> str:
+    """Of the products, as engines and frameworks spell it."""
+    if served.dtypes.compute_bytes == 4:
+        return "float32"
+    return "float16" if served.run.precision.startswith("fp16") else "bfloat16"
