@@ -868,6 +868,47 @@ def test_an_evaluation_is_one_forward_that_scores_every_token() -> None:
     assert counted.optimizer_bytes == counted.attention_bytes == 0
 
 
+def scored(head: str, trainer: str = "transformers", *, on: str = "l4-24gb") -> Work:
+    """The work of a step of a batch whose rows are all scored."""
+    run = RunConfig(model="m", method="full", trainer=trainer, loss_head=head)  # type: ignore[arg-type]
+    config = TINY["llama"] | {"model_type": "llama"}
+    job = resolve(families.build(config, name="m"), run, find_gpu(on))
+    return work.training_work(
+        job.model,
+        job.run,
+        job.dtypes,
+        job.method,
+        job.targets,
+        batch_size=2,
+        seq_len=48,
+        r=8,
+        logits_loss=job.trainer.logits_loss(job.run),
+        update=update_of(job),
+    )
+
+
+def test_the_fused_head_of_trl_projects_once_more_in_its_backward() -> None:
+    fused, usual = scored("trl-fused"), scored("hf")
+    assert fused.product_flops - usual.product_flops == 2 * 2 * 48 * HEAD_WEIGHTS
+
+
+def test_without_triton_the_tiles_of_trl_are_folded_operator_by_operator() -> None:
+    on_gpu, on_cpu = (
+        scored("trl-fused", on=on).elementwise_bytes - scored("hf", on=on).elementwise_bytes
+        for on in ("l4-24gb", "cpu")
+    )
+    # 16 and 174 of them, beside 30
+    assert (on_gpu, on_cpu) == (2 * 48 * 320 * (16 - 30), 2 * 48 * 320 * (174 - 30))
+
+
+def test_without_triton_log_probabilities_of_logits_are_made_by_rows() -> None:
+    by_kernel, by_rows = (
+        scored("hf", "orpo", on=on).elementwise_bytes - scored("hf", on=on).elementwise_bytes
+        for on in ("l4-24gb", "cpu")
+    )
+    assert by_rows - by_kernel == 2 * 48 * 320 * (88 - 28)
+
+
 def test_a_loop_over_experts_asks_each_for_its_rows() -> None:
     name = "Qwen/Qwen1.5-MoE-A2.7B"
     grouped = RunConfig(model=name, phase="inference")

@@ -77,6 +77,7 @@ def evaluation_features(job: ResolvedRun, *, width: Count) -> dict[str, Real]:
         job.method,
         job.targets,
         **sizes,
+        logits_loss=job.trainer.logits_loss(job.run),
         update=update_of(job),
         num_multiprocessors=timing.tiled_multiprocessors(job.gpu, job.dtype),
     )

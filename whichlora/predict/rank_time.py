@@ -91,6 +91,7 @@ def _without_gradients(step: TrainingStep) -> Iterator[work.Work]:
                 step.dtypes,
                 step.method,
                 targets,
+                logits_loss=step.trainer.logits_loss(step.run),
                 update=counted,
                 **_sizes(step),
             )

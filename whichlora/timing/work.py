@@ -65,16 +65,25 @@ BACKWARD_RATIO = 1.6  # 60 of 38
 AUTOGRAD_LAUNCH = 0.5
 # Bytes that the loss reads and writes per token and vocabulary entry, forward and backward.
 LOSS_PASSES = {"hf": 30, "unsloth": 30, "raw": 8, "trl-fused": 16, "liger": 16, "unsloth-fused": 16}
-# The same of a trainer's own loss of fp32 logits. Kind: estimate, read. Logits are widened (6), and
-# their gradient is placed among those of all positions (12). Between, a kernel and metrics read
-# them (8), and it once more (8). Row by row `logsumexp` subtracts, exponentiates and sums (24),
-# then does so again and multiplies (24), rows are stacked (8), `gather` adds its gradient (16), and
-# metrics read (8) and the gradient is narrowed (6). A log-softmax of all copies (8), reads and
-# writes (12), and so does its backward (12), beside `gather`'s zeros (4) and metrics (4).
+# The same of a trainer's own loss of fp32 logits. Kind: estimate, read. Those of 16 bit are widened
+# (6), and their gradient is narrowed (6). It is placed among those of all positions (12), and
+# metrics read the logits (4). Between, a kernel reads them (4), and writes their gradient (8).
+# Row by row `logsumexp` subtracts, exponentiates and sums (24), then does so again and multiplies
+# (24), rows are stacked (8), and `gather` adds its gradient (16). A log-softmax of all copies (8),
+# reads and writes (12), and so does its backward (12), beside `gather`'s zeros (4).
 # The cross entropy of the chosen half adds copy, log-softmax and their backwards (16), two placed
 # gradients (14) and a sum (12). Source: as of `memory.logits_loss`.
-_LOGITS_LOSS_PASSES = {"kernel": 34, "rows": 104, "softmax": 58}
+_LOGITS_LOSS_PASSES = {"kernel": 28, "rows": 88, "softmax": 52}
+_WIDENING_PASSES = 12
 _CROSS_ENTROPY_PASSES = 42
+# The same of TRL's fused head where there is no Triton: each operator of its tiles reads and writes
+# fp32 tensors. Kind: estimate, read. Forward: scaled twice (16), a mask (16), two largest (8),
+# exponents with their sum and their product (36). Backward: scaled twice (16), log-softmax and its
+# exponent (16), the target (6), gradients (52), a copy (8). Source: TRL 1.16
+# `_torch_transform`, `_forward_tile`, `_backward_tile` of kernels/chunked_logprob.py.
+_FOLDED_FORWARD_PASSES, _FOLDED_BACKWARD_PASSES = 76, 98
+# Of a loss without a graph: widened logits and what is computed of them.
+_FORWARD_PASSES = {"kernel": 12, "rows": 30, "softmax": 26}
 
 # What a quantised product launches beside its kernel: AWQ sums split results, 8-bit GPTQ widens
 # and narrows, bitsandbytes expands scales and looks up its state in Python. Kind: fitted, whole
@@ -599,15 +608,14 @@ def training_work(
         )
         for layer, count in model.layers()
     )
-    product_flops = layers.product_flops + 2 * (scored * head + tokens * around) * passes
+    # TRL's fused head makes each tile of the logits again in its backward
+    of_head = scored * head * (passes + (run.loss_head == "trl-fused"))
+    product_flops = layers.product_flops + 2 * (of_head + tokens * around * passes)
     weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
     if not method.trains_base:
         product_flops = product_flops + (6 + 2 * recompute) * tokens * update.num_params
     vocab = model.vocab_size if head else 0
-    loss_passes = LOSS_PASSES[run.loss_head]
-    if logits_loss is not None:
-        loss_passes = _LOGITS_LOSS_PASSES[logits_loss.way_on(dtypes.device_kind)]
-        loss_passes += logits_loss.has_cross_entropy * _CROSS_ENTROPY_PASSES
+    _, loss_passes = _loss_passes(run, dtypes, logits_loss)
     elementwise = layers.elementwise_bytes + loss_passes * vocab * scored
 
     steps = run.gradient_accumulation_steps
@@ -623,6 +631,21 @@ def training_work(
         optimizer_bytes=update_bytes(update) + 0 * tokens,
         launches=(layers.launches + OUTSIDE_OPS + LOSS_OPS) * steps + update_launches(update),
     )
+
+
+def _loss_passes(run: RunConfig, dtypes: Dtypes, logits_loss: LogitsLoss | None) -> tuple[int, int]:
+    """Bytes per token and vocabulary entry: of a forward without a graph; of forward and backward.
+
+    Kind: estimate. Source: the tables above.
+    """
+    if logits_loss is not None:
+        way = logits_loss.way_on(dtypes.device_kind)
+        of_chosen = logits_loss.has_cross_entropy * _CROSS_ENTROPY_PASSES
+        widened = _WIDENING_PASSES * (dtypes.compute_bytes == 2)
+        return _FORWARD_PASSES[way], _LOGITS_LOSS_PASSES[way] + of_chosen + widened
+    if run.loss_head == "trl-fused" and dtypes.device_kind == "cpu":
+        return _FOLDED_FORWARD_PASSES, _FOLDED_FORWARD_PASSES + _FOLDED_BACKWARD_PASSES
+    return _FORWARD_PASSES["kernel"], LOSS_PASSES[run.loss_head]
 
 
 def forward_share(run: RunConfig, method: Method) -> float:
@@ -645,6 +668,7 @@ def evaluation_work(
     batch_size: Count,
     seq_len: Count,
     r: Count,
+    logits_loss: LogitsLoss | None = None,
     update: Update,
     num_multiprocessors: int | None = None,
 ) -> Work:
@@ -672,6 +696,7 @@ def evaluation_work(
     tokens = batch_size * seq_len
     head, around = head_weights(model)
     vocab = model.vocab_size if head else 0
+    loss_passes, _ = _loss_passes(run, dtypes, logits_loss)
     return Work(
         product_flops=again.product_flops - once.product_flops + 2 * tokens * (head + around),
         idle_flops=again.idle_flops - once.idle_flops,
@@ -681,7 +706,9 @@ def evaluation_work(
         attention_flops=again.attention_flops - once.attention_flops,
         wide_attention_flops=again.wide_attention_flops - once.wide_attention_flops,
         attention_bytes=0 * tokens,
-        elementwise_bytes=again.elementwise_bytes - once.elementwise_bytes + 12 * tokens * vocab,
+        elementwise_bytes=again.elementwise_bytes
+        - once.elementwise_bytes
+        + loss_passes * tokens * vocab,
         dequant_bytes=again.dequant_bytes - once.dequant_bytes,
         optimizer_bytes=0 * tokens,
         launches=again.launches - once.launches + OUTSIDE_OPS,
