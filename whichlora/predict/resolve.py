@@ -138,13 +138,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
             f"gradient_checkpointing: true, but the {model.model_type} of transformers has none, "
             "so that the Trainer refuses it; use false"
         )
-    if training and run.trainer_option("disable_dropout"):
-        model = without_dropout(model)
-    if training and get_trainer(run.trainer).gives_rewards:
-        model = with_reward_head(model)
-    if run.versions.experts_are_modules:
-        model = with_expert_modules(model)
     trainer = get_trainer(run.trainer)
+    model = _as_run(model, run, trainer)
     if training:
         run = replace(run, loss_head=trainer.loss_of(run, model.model_type))
     _check_experts(model, run)
@@ -194,6 +189,16 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     )
     _check_serving(job)
     return job
+
+
+def _as_run(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec:
+    """`model` as trainer and libraries change its modules."""
+    training = run.phase == "finetune"
+    if training and run.trainer_option("disable_dropout"):
+        model = without_dropout(model)
+    if training and trainer.gives_rewards:
+        model = with_reward_head(model)
+    return with_expert_modules(model) if run.versions.experts_are_modules else model
 
 
 def _check_serving(job: ResolvedRun) -> None:

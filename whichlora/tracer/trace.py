@@ -91,16 +91,7 @@ def trace(
     """
     run = with_defaults(run)
     config = dict(model_config) if num_layers is None else shallow(model_config, num_layers)
-    if run.attn == "flash_attention_2" and run.padding == "padded":
-        raise ConfigError(
-            "attn: flash_attention_2 of padded batches can't be traced, it counts their tokens; "
-            "use engine ledger, or padding none"
-        )
-    if run.cache_format is not None and run.cache_format.backend != "fp8":
-        raise ConfigError(
-            f"cache_backend: {run.cache_backend} can't be traced, its operators look at values; "
-            "use engine ledger, or cache_backend fp8"
-        )
+    _check_traceable(run)
     # fp16 has no CPU kernels in some places, and the bytes of bf16.
     stand_in = dataclasses.replace(run, precision=_STAND_INS.get(run.precision, run.precision))
     trains_base = get_method(run.method).trains_base
@@ -152,6 +143,20 @@ def trace(
                 measure(model, stand_in, _NoMeter(), [run.seq_len])
         recorder.close()
     return recorder.events
+
+
+def _check_traceable(run: RunConfig) -> None:
+    """Refuse operators that look at values, which tensors without storage lack."""
+    if run.attn == "flash_attention_2" and run.padding == "padded":
+        raise ConfigError(
+            "attn: flash_attention_2 of padded batches can't be traced, it counts their tokens; "
+            "use engine ledger, or padding none"
+        )
+    if run.cache_format is not None and run.cache_format.backend != "fp8":
+        raise ConfigError(
+            f"cache_backend: {run.cache_backend} can't be traced, its operators look at values; "
+            "use engine ledger, or cache_backend fp8"
+        )
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
