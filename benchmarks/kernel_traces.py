@@ -13,7 +13,7 @@ import argparse
 import json
 import random
 from collections.abc import Iterator
-from multiprocessing import Pool
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -97,9 +97,7 @@ DRAWS = {"liger": draw_liger, "unsloth": draw_unsloth}
 
 def traced(line: dict[str, Any]) -> int:
     """In a process of its own: Liger changes the modules of transformers for good."""
-    import whichlora.tracer.trace  # noqa: F401  (once, before the process is forked)
-
-    with Pool(1) as pool:
+    with get_context("spawn").Pool(1) as pool:
         return pool.apply(trainer_traces.traced, (line,))
 
 
