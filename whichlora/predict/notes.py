@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from whichlora.memory.layer_passes import offloaded_bytes
@@ -40,6 +40,26 @@ def host_notes(job: ResolvedRun, pass_parts: Mapping[str, Mapping[str, Real]]) -
     return (f"bound by the host: launching kernels takes longest in {' and '.join(bound)}",)
 
 
+def _on_gpu(job: ResolvedRun) -> Iterator[str]:
+    """What the GPU lacks for the run."""
+    run, gpu = job.run, job.gpu
+    lacks_units = gpu.is_timed and job.dtype not in gpu.peak_flops_per_s
+    if job.dtype in ("bf16", "fp16") and lacks_units:
+        yield f"{gpu.key} has no {job.dtype} matrix units: time is taken from its fp32 rate" + (
+            "; precision fp16 uses its fp16 units" if "fp16" in gpu.peak_flops_per_s else ""
+        )
+    if run.precision == "fp16" and not has_bf16(gpu):
+        yield f"precision fp16: {gpu.key} has no bf16"
+    if gpu.kind == "cuda" and gpu.compute_capability is not None:
+        capability = float(gpu.compute_capability)
+        since = next((torch for least, torch in _DROPPED if capability < least), None)
+        if since is not None and not run.versions.older("torch", since):
+            yield (
+                f"PyTorch has kernels for compute capability {gpu.compute_capability} in its "
+                "CUDA 12.6 wheels only"
+            )
+
+
 def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     """The notes on `job`, as sentences without a full stop."""
     run, gpu = job.run, job.gpu
@@ -51,22 +71,7 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     if limit and length > limit:
         fails = ", and looking up more fails" if job.model.longest_input else ""
         notes.append(f"{length} tokens exceed the model's {limit} positions{fails}")
-    lacks_units = gpu.is_timed and job.dtype not in gpu.peak_flops_per_s
-    if job.dtype in ("bf16", "fp16") and lacks_units:
-        notes.append(
-            f"{gpu.key} has no {job.dtype} matrix units: time is taken from its fp32 rate"
-            + ("; precision fp16 uses its fp16 units" if "fp16" in gpu.peak_flops_per_s else "")
-        )
-    if run.precision == "fp16" and not has_bf16(gpu):
-        notes.append(f"precision fp16: {gpu.key} has no bf16")
-    if gpu.kind == "cuda" and gpu.compute_capability is not None:
-        capability = float(gpu.compute_capability)
-        since = next((torch for least, torch in _DROPPED if capability < least), None)
-        if since is not None and not run.versions.older("torch", since):
-            notes.append(
-                f"PyTorch has kernels for compute capability {gpu.compute_capability} in its "
-                "CUDA 12.6 wheels only"
-            )
+    notes += _on_gpu(job)
     if _writes_scores(job):
         notes.append(
             "SDPA has no fused kernel for this attention: its math kernel writes every score in "

@@ -118,30 +118,14 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     Raises:
         ConfigError: settings that exclude each other.
     """
-    method = get_method(run.method)
-    run = with_precision(with_checkpointing(model, with_defaults(run)), gpu)
+    method, trainer = get_method(run.method), get_trainer(run.trainer)
+    run = _filled(model, run, gpu, method)
     training = run.phase == "finetune"
-    if training and method.trains_base and run.quant != "none":
-        quantised = [
-            built_in.name for built_in in BUILT_IN.values() if built_in.base_quant != "none"
-        ]
-        raise ConfigError(
-            f"quant: {run.quant!r} weights cannot be trained; use method {' or '.join(quantised)}, "
-            "or quant none for full fine-tuning"
-        )
-    if "modules_to_save" in method.ignores:
-        run = replace(run, modules_to_save=())
-    if "bias" in method.ignores:
-        run = replace(run, bias="none")
-    if training and run.gradient_checkpointing and not model.supports_checkpointing:
-        raise ConfigError(
-            f"gradient_checkpointing: true, but the {model.model_type} of transformers has none, "
-            "so that the Trainer refuses it; use false"
-        )
-    trainer = get_trainer(run.trainer)
-    model = _as_run(model, run, trainer)
     if training:
+        model = _trained_model(model, run, trainer)
         run = replace(run, loss_head=trainer.loss_of(run, model.model_type))
+    if run.versions.experts_are_modules:
+        model = with_expert_modules(model)
     _check_experts(model, run)
     _check_attention(model, run, gpu)
     _check_device(run, gpu)
@@ -153,26 +137,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         modules_only = method.folded is None or run.quantize_moe_experts
         targets = resolve_targets(model, run.target_modules, modules_only=modules_only)
         check_saved_modules(model, run.modules_to_save)
-    if training and trainer.logits_loss(run) is not None and model.task != "causal-lm":
-        raise ConfigError(
-            f"{model.name}: trainer {trainer.name} is predicted for models that continue a text; "
-            f"{model.model_type} is none"
-        )
-    if training and method.stays_wide and trainer.narrows_adapters:
-        _check_narrowed(run, method, trainer)
-    dtypes = resolve_dtypes(
-        run,
-        trains_base=training and method.trains_base,
-        device_kind=gpu.kind,
-        compute_capability=gpu.compute_capability,
-        widens_result=training and bool(method.stays_wide),
-        narrows_adapters=trainer.narrows_adapters,
-    )
-    if training:
-        kernels = trainer.kernels(run, model.model_type)
-        dtypes = trainer.narrow_copies(trainer.with_narrow_tables(dtypes, run, model))
-        dtypes = replace(dtypes, kernels=kernels)
-        _check_kernels(dtypes, gpu)
+    dtypes = _dtypes_of(model, run, gpu, method, trainer)
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)
     run, layout = spread(run)
@@ -191,14 +156,64 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     return job
 
 
-def _as_run(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec:
-    """`model` as trainer and libraries change its modules."""
+def _filled(model: ModelSpec, run: RunConfig, gpu: GpuSpec, method: Method) -> RunConfig:
+    """`run` with its defaults, and without what its method ignores."""
+    run = with_precision(with_checkpointing(model, with_defaults(run)), gpu)
     training = run.phase == "finetune"
-    if training and run.trainer_option("disable_dropout"):
+    if training and method.trains_base and run.quant != "none":
+        quantised = [
+            built_in.name for built_in in BUILT_IN.values() if built_in.base_quant != "none"
+        ]
+        raise ConfigError(
+            f"quant: {run.quant!r} weights cannot be trained; use method {' or '.join(quantised)}, "
+            "or quant none for full fine-tuning"
+        )
+    if training and run.gradient_checkpointing and not model.supports_checkpointing:
+        raise ConfigError(
+            f"gradient_checkpointing: true, but the {model.model_type} of transformers has none, "
+            "so that the Trainer refuses it; use false"
+        )
+    if "modules_to_save" in method.ignores:
+        run = replace(run, modules_to_save=())
+    if "bias" in method.ignores:
+        run = replace(run, bias="none")
+    return run
+
+
+def _trained_model(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec:
+    """`model` as the trainer makes it."""
+    if trainer.logits_loss(run) is not None and model.task != "causal-lm":
+        raise ConfigError(
+            f"{model.name}: trainer {trainer.name} is predicted for models that continue a text; "
+            f"{model.model_type} is none"
+        )
+    if run.trainer_option("disable_dropout"):
         model = without_dropout(model)
-    if training and trainer.gives_rewards:
-        model = with_reward_head(model)
-    return with_expert_modules(model) if run.versions.experts_are_modules else model
+    return with_reward_head(model) if trainer.gives_rewards else model
+
+
+def _dtypes_of(
+    model: ModelSpec, run: RunConfig, gpu: GpuSpec, method: Method, trainer: Trainer
+) -> Dtypes:
+    """What tensors are stored and computed in, and by whose kernels."""
+    training = run.phase == "finetune"
+    if training and method.stays_wide and trainer.narrows_adapters:
+        _check_narrowed(run, method, trainer)
+    dtypes = resolve_dtypes(
+        run,
+        trains_base=training and method.trains_base,
+        device_kind=gpu.kind,
+        compute_capability=gpu.compute_capability,
+        widens_result=training and bool(method.stays_wide),
+        narrows_adapters=trainer.narrows_adapters,
+    )
+    if not training:
+        return dtypes
+    kernels = trainer.kernels(run, model.model_type)
+    dtypes = trainer.narrow_copies(trainer.with_narrow_tables(dtypes, run, model))
+    dtypes = replace(dtypes, kernels=kernels)
+    _check_kernels(dtypes, gpu)
+    return dtypes
 
 
 def _check_serving(job: ResolvedRun) -> None:
