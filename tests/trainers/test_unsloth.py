@@ -17,6 +17,7 @@ from whichlora.memory.layer_passes import OFFLOADED, offloaded_bytes
 from whichlora.memory.loss import loss_forward_bytes, unsloth_rows
 from whichlora.memory.step import EXPANSION
 from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.explain import explain
 from whichlora.predict.notes import notes_on
 from whichlora.predict.predict import ledger, predict
 from whichlora.predict.resolve import ResolvedRun, resolve
@@ -29,6 +30,7 @@ from whichlora.workflow.export import make_recipe
 LLAMA = "meta-llama/Meta-Llama-3-8B"
 RUN = RunConfig(model=LLAMA, trainer="unsloth", method="qlora", batch_size=2, seq_len=1024)
 H, F, Q = 4096, 14336, 4096
+PRIORS = prior_calibration(A100)
 
 
 def job(run: RunConfig) -> ResolvedRun:
@@ -48,6 +50,20 @@ def test_a_layer_keeps_what_its_functions_save(method: str) -> None:
     norms = 2 * (2 * H + 4)
     attention = 2 * H + 4 * 2 * Q + 4 * 32  # keys and values for each query head
     assert int(kept.saved) == norms + attention + 2 * H + 2 * 2 * F
+
+
+def test_an_untied_token_table_leaves_the_gpu_and_a_tied_one_stays() -> None:
+    hosted = {"offload_embedding": "true"}
+    for name, table in ((LLAMA, 128256 * H * 2), ("meta-llama/Llama-3.2-1B", 0)):
+        runs = [replace(RUN, model=name, trainer_options=tuple(o.items())) for o in ({}, hosted)]
+        kept, moved = (predict(load_model(name), run, A100, PRIORS).memory for run in runs)
+        assert kept.breakdown["weights"] - moved.breakdown["weights"] == table
+        said = [any("offload_embedding" in note for note in notes_on(job(run))) for run in runs]
+        assert said == [True, False]
+        lines = explain(load_model(name), runs[1], A100, PRIORS).lines
+        tables = next(line for line in lines if line.what == "embeddings and head")
+        members = sum(member.num_bytes for member in tables.members) or tables.num_bytes
+        assert members == tables.num_bytes
 
 
 def test_dropped_inputs_leave_a_byte_each() -> None:
@@ -127,7 +143,7 @@ def test_adapters_are_wide_and_nobody_copies_them() -> None:
 def test_what_is_not_predicted_is_refused(settings: dict[str, Any], message: str) -> None:
     run = replace(RUN, **settings)
     with pytest.raises(ConfigError, match=message):
-        predict(load_model(run.model), run, A100, prior_calibration(A100))
+        predict(load_model(run.model), run, A100, PRIORS)
 
 
 def test_it_needs_triton() -> None:

@@ -128,6 +128,7 @@ def _load(run: RunConfig) -> Code:
         load_in_4bit=quant == "nf4-dq",
         load_in_8bit=quant == "int8",
         full_finetuning=get_method(run.method).trains_base,
+        **({"offload_embedding": True} if get_trainer(run.trainer).hosts_embedding(run) else {}),
     )
 
 

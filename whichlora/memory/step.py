@@ -7,7 +7,7 @@ here, once, when it is first asked for. All sizes may be arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whichlora.memory import activations, allocator, logits_loss, loss, optimizer
@@ -32,7 +32,7 @@ from whichlora.memory.layer_passes import (
     staging_bytes,
 )
 from whichlora.memory.loading import unquantised_matrix_bytes
-from whichlora.memory.weights import weight_entries
+from whichlora.memory.weights import EMBEDDING_WEIGHTS, token_table_bytes, weight_entries
 from whichlora.memory.worst_layer import after, has_one_order, keeps_keys, worst_backward
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
@@ -157,7 +157,7 @@ class TrainingStep:
     @cached_property
     def static(self) -> tuple[Entry, ...]:
         """Entries of the whole step: weights, adapters and the optimizer's states."""
-        weights = weight_entries(self.model, self.dtypes, like=self.tokens)
+        weights = self._weights
         entries = [*weights]
         if not self.method.trains_base:
             entries += adapter_entries(
@@ -184,6 +184,20 @@ class TrainingStep:
             pool = int(rollout.pool_share * self.gpu.memory_bytes)
             entries.append(Entry(ROLLOUT_POOL, pool + 0 * self.tokens))
         return tuple(entries)
+
+    @property
+    def _weights(self) -> list[Entry]:
+        """On the GPU: the token table may lie in host memory."""
+        weights = weight_entries(self.model, self.dtypes, like=self.tokens)
+        if not self.trainer.hosts_embedding(self.run):
+            return weights
+        table = token_table_bytes(self.model, self.dtypes)
+        return [
+            replace(entry, num_bytes=entry.num_bytes - table)
+            if entry.fact is EMBEDDING_WEIGHTS
+            else entry
+            for entry in weights
+        ]
 
     @property
     def has_reference(self) -> bool:

@@ -221,6 +221,14 @@ def weight_bytes(model: ModelSpec, dtypes: Dtypes) -> dict[str, int]:
     }
 
 
+def token_table_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+    """The token table, where the head does not share it; 0 where it does.
+
+    Kind: exact.
+    """
+    return 0 if model.head_tied else model.embeddings[0].num_params * dtypes.embedding_bytes
+
+
 def weight_entries(model: ModelSpec, dtypes: Dtypes, *, like: Count) -> list[Entry]:
     """What loading leaves, in the shape of `like` where that is an array."""
     stored = weight_bytes(model, dtypes)

@@ -280,6 +280,9 @@ def _embeddings(job: ResolvedRun, fact: Fact) -> Iterator[Line]:
     """The tables, and the head where it is not one of them."""
     model = job.model
     tables = [table for table in model.embeddings if table.kind != "buffer"]
+    on_host = job.run.phase == "finetune" and job.trainer.hosts_embedding(job.run)
+    if on_host and not model.head_tied:
+        tables = tables[1:]
     shapes = [(table.name, [table.rows, table.width], table.num_params) for table in tables]
     head = model.head
     if head is not None and not model.head_tied:

@@ -140,6 +140,10 @@ def _own_options(run: RunConfig) -> Mapping[str, Any]:
     return dict(run.trainer_options)
 
 
+def _never(run: RunConfig) -> bool:
+    return False
+
+
 def _no_notes(run: RunConfig) -> tuple[str, ...]:
     return ()
 
@@ -193,6 +197,7 @@ class Trainer:
         narrow_copies: the dtypes of a run where its kernels cast adapters themselves.
         reentrant: kind of its checkpointing where it has one of its own.
         offloads: inputs of checkpointed layers lie in pinned host memory, but for the last.
+        hosts_embedding: the token table lies in host memory, where the head does not share it.
         keeps_expansion: one of the largest matrices that are quantised stays expanded, unless
             adapters drop.
         arguments: its options as `config_class` takes them.
@@ -233,7 +238,8 @@ class Trainer:
     notes_of: Callable[[RunConfig, str], tuple[str, ...]] = _nothing_to_say
     narrow_copies: Callable[[Dtypes], Dtypes] = _as_resolved
     reentrant: bool | None = None
-    offloads: Callable[[RunConfig], bool] = lambda run: False
+    offloads: Callable[[RunConfig], bool] = _never
+    hosts_embedding: Callable[[RunConfig], bool] = _never
     keeps_expansion: bool = False
     arguments: Callable[[RunConfig], Mapping[str, Any]] = _own_options
     check: Callable[[RunConfig], None] = _accepts

@@ -25,6 +25,12 @@ CHECKPOINTING = Option(
     default="unsloth",
     choices=("unsloth", "true"),
 )
+OFFLOADED_EMBEDDING = Option(
+    name="offload_embedding",
+    summary="true: the token table lies in host memory; auto: only where memory is tight",
+    default="auto",
+    choices=("auto", "true", "false"),
+)
 # `FastLanguageModel.from_pretrained` of loader.py hands other types to code that it compiles; the
 # attention of Gemma 2 is written out.
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -73,6 +79,11 @@ def _offloads(run: RunConfig) -> bool:
     return run.trainer_option(CHECKPOINTING.name) != "true"
 
 
+def _hosts_embedding(run: RunConfig) -> bool:
+    """Source: unsloth 2026.10.9 `models/vision.py`, `offload_input_embedding`; tied ones stay."""
+    return run.trainer_option(OFFLOADED_EMBEDDING.name) == "true"
+
+
 def _check(run: RunConfig) -> None:
     faults = (
         (run.method not in _METHODS, "method", run.method, "lora or qlora"),
@@ -93,10 +104,13 @@ def _check(run: RunConfig) -> None:
 
 
 def _notes(run: RunConfig) -> tuple[str, ...]:
-    return (
-        "Unsloth's LoRA functions were traced; its other code is known by its sources",
-        "offload_embedding, which moves the embeddings to the host, is not predicted",
-    )
+    notes = ["Unsloth's LoRA functions were traced; its other code is known by its sources"]
+    if run.trainer_option(OFFLOADED_EMBEDDING.name) == "auto":
+        notes.append(
+            "offload_embedding auto moves an untied token table to the host where memory is tight, "
+            "and is predicted without; true always does"
+        )
+    return tuple(notes)
 
 
 TRAINER = replace(
@@ -106,7 +120,7 @@ TRAINER = replace(
     steps="whichlora.tracer.like_unsloth:measure_unsloth",
     library_class="unsloth.FastLanguageModel",
     makes_adapters=False,
-    options=(CHECKPOINTING,),
+    options=(CHECKPOINTING, OFFLOADED_EMBEDDING),
     loss_heads=("unsloth-fused",),
     narrows_adapters=False,
     kernels=_kernels,
@@ -115,6 +129,7 @@ TRAINER = replace(
     narrow_copies=_narrow_copies,
     reentrant=True,
     offloads=_offloads,
+    hosts_embedding=_hosts_embedding,
     keeps_expansion=True,
     check=_check,
     notes=_notes,
