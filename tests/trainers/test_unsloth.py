@@ -12,14 +12,21 @@ from devices import A100
 
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
+from whichlora.memory.entries import Group
 from whichlora.memory.layer_bytes import layer_bytes
-from whichlora.memory.layer_passes import OFFLOADED, offloaded_bytes
+from whichlora.memory.layer_passes import (
+    OFFLOADED,
+    offloaded_bytes,
+    offloaded_passes,
+    staging_bytes,
+)
 from whichlora.memory.loss import loss_forward_bytes, unsloth_rows
 from whichlora.memory.step import EXPANSION
+from whichlora.memory.weights import token_table_bytes
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.explain import explain
 from whichlora.predict.notes import notes_on
-from whichlora.predict.predict import ledger, predict
+from whichlora.predict.predict import ledger, predict, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.numeric import added
 from whichlora.spec.run import RunConfig
@@ -58,6 +65,7 @@ def test_an_untied_token_table_leaves_the_gpu_and_a_tied_one_stays() -> None:
         runs = [replace(RUN, model=name, trainer_options=tuple(o.items())) for o in ({}, hosted)]
         kept, moved = (predict(load_model(name), run, A100, PRIORS).memory for run in runs)
         assert kept.breakdown["weights"] - moved.breakdown["weights"] == table
+        assert token_table_bytes(load_model(name), job(runs[1]).dtypes) == table
         said = [any("offload_embedding" in note for note in notes_on(job(run))) for run in runs]
         assert said == [True, False]
         lines = explain(load_model(name), runs[1], A100, PRIORS).lines
@@ -96,6 +104,18 @@ def test_the_device_has_two_checkpoints_and_two_buffers() -> None:
     assert checkpoints(on_device) - checkpoints(RUN) == (32 - 2 - 2) * stream
     facts = [entry.fact for entry in ledger(job(RUN)).moments["loss_forward"]]
     assert OFFLOADED in facts
+
+
+def test_inputs_above_2_mib_leave_two_buffers_and_the_first_and_last_one() -> None:
+    """Of h 4096 in 16 bit, 256 tokens are 2 MiB: those stay, and need no buffer."""
+    found = job(RUN)
+    assert staging_bytes(found.model, tokens=257) == 2 * (2 * H * 257)
+    assert staging_bytes(found.model, tokens=256) == 0
+    for tokens, held in ((257, 2), (256, 32)):
+        step = training_step(found, batch_size=1, seq_len=tokens)
+        masks = Group(tensors=(), **step.sized)
+        passes = offloaded_passes(found.model, step.layers, masks=masks, sized=step.sized)
+        assert sum(group.num_bytes for group in passes.groups) == held * 2 * H * tokens
 
 
 def test_a_quantised_matrix_has_room_to_be_expanded() -> None:

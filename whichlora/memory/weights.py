@@ -224,7 +224,7 @@ def weight_bytes(model: ModelSpec, dtypes: Dtypes) -> dict[str, int]:
 def token_table_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     """The token table, where the head does not share it; 0 where it does.
 
-    Kind: exact.
+    Kind: exact. Source: as of `weight_bytes`.
     """
     return 0 if model.head_tied else model.embeddings[0].num_params * dtypes.embedding_bytes
 
