@@ -78,7 +78,7 @@ def read_batches(
     lengths = _row_lengths(dataset, reader)
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     padded_lengths = lengths
-    if reader.trainer.rows != "prompts":
+    if not reader.trainer.writes_answers:
         per_row = reader.trainer.rows_per_example
         padded_lengths = _padded_lengths(dataloader, lengths, order, batch_size, per_row)
     load = workload(
@@ -112,7 +112,7 @@ def _row_lengths(dataset: Any, reader: RowReader) -> list[int]:
         raise ConfigError("the dataset is a stream, whose lengths nobody knows before it ends")
     if not len(dataset):
         raise ConfigError("the dataset has no rows")
-    if reader.trainer.rows == "prompts":
+    if reader.trainer.writes_answers:
         rows = (dataset[number] for number in range(len(dataset)))
         return [_prompt_tokens(row, reader.tokenizer) + reader.answered for row in rows]
     columns = getattr(dataset, "column_names", None)

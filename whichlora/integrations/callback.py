@@ -330,8 +330,7 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
 
     def _like(self, forecast: Forecast) -> list[_Step]:
         """Timed steps whose batches are whole and of one width each."""
-        run = forecast.job.run
-        rows = run.batch_size * forecast.job.trainer.rows_per_example
+        run, rows = forecast.job.run, forecast.job.num_sequences
         return [
             step
             for step in self._steps
@@ -497,7 +496,7 @@ def _row_reader(args: Any, tokenizer: Any) -> RowReader:
     """How the trainer of `args` turns rows into sequences."""
     trainer = read_trainer(args)
     longest = getattr(args, trainer.length_argument) if trainer.length_argument else None
-    answered = getattr(args, "max_completion_length", 0) if trainer.rows == "prompts" else 0
+    answered = getattr(args, "max_completion_length", 0) if trainer.writes_answers else 0
     return RowReader(trainer=trainer, longest=longest, tokenizer=tokenizer, answered=answered)
 
 

@@ -68,8 +68,7 @@ def evaluation_features(job: ResolvedRun, *, width: Count) -> dict[str, Real]:
 
     A trainer's reference computes as many as the model does.
     """
-    sequences = job.run.batch_size * job.trainer.rows_per_example
-    sizes = {"batch_size": sequences, "seq_len": width, "r": job.run.r}
+    sizes = {"batch_size": job.num_sequences, "seq_len": width, "r": job.run.r}
     done = work.evaluation_work(
         job.model,
         job.run,

@@ -132,18 +132,12 @@ def _ordered(lines: Iterable[Line]) -> tuple[Line, ...]:
     )
 
 
-def _num_sequences(job: ResolvedRun) -> int:
-    """Of one forward: a pair of answers is two."""
-    training = job.run.phase == "finetune"
-    return job.run.batch_size * (job.trainer.rows_per_example if training else 1)
-
-
 def _sizes(job: ResolvedRun) -> dict[str, int]:
     """The numbers behind the names in shapes and counts."""
     run, model = job.run, job.model
     training = run.phase == "finetune"
     sizes = {
-        "batch_size": _num_sequences(job),
+        "batch_size": job.num_sequences,
         "hidden_size": model.hidden_size,
         "vocab_size": model.vocab_size,
         "num_hidden_layers": model.num_hidden_layers,
@@ -214,7 +208,7 @@ def _member(job: ResolvedRun, fact: Fact, group: Group) -> Line:
     width = tensor.element_bytes
     numbers = ""
     if width:
-        sequences, seq_len = _num_sequences(job), job.run.seq_len
+        sequences, seq_len = job.num_sequences, job.run.seq_len
         dims: list[int] = [group.count] if group.count > 1 else []
         if tensor.per_token_pair:
             pair = int(tensor.per_token_pair) // width

@@ -77,6 +77,12 @@ class ResolvedRun:
         )
 
     @property
+    def num_sequences(self) -> int:
+        """Of one forward: a pair of answers is two."""
+        training = self.run.phase == "finetune"
+        return self.run.batch_size * (self.trainer.rows_per_example if training else 1)
+
+    @property
     def has_adapters(self) -> bool:
         """Whether the run holds adapters beside the base: it trains them, or serves them so."""
         return bool(self.targets)

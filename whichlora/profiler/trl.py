@@ -70,7 +70,7 @@ def measure_trl(
         meter, num_untimed=len(lengths) - len(seq_lens), is_done=is_done, steps=steps, tell=tell
     )
     watch_moments(model, meter)
-    rows, writes = random_rows(model.config, run, lengths), trainer.rows == "prompts"
+    rows, writes = random_rows(model.config, run, lengths), trainer.writes_answers
     prepared = _prepared(library_class)
     # a `Dataset` alone is accepted; it holds the numbers of the rows
     numbers: dict[str, Sequence[Any]] = {"row": range(len(rows))}

@@ -75,14 +75,15 @@ def count_training(
     )
     if job.layout is not None:
         return CountedCandidate(counted, evaluations, (), SpreadSteps.of(job, steps))
-    rows = features_by_length(lambda width: step_features(job, seq_len=width), steps)
-    trained = tuple(("finetune", count, _row(rows[length])) for length, count in steps.items())
     if len(counted.passes) > 1:  # answers are written, too
         trained = tuple(
             (phase, count * float(times), _row(features))
             for length, count in steps.items()
             for phase, times, features in passes(job, seq_len=length)
         )
+    else:
+        rows = features_by_length(lambda width: step_features(job, seq_len=width), steps)
+        trained = tuple(("finetune", count, _row(rows[length])) for length, count in steps.items())
     of_step = tuple((phase, float(times), _row(row)) for phase, times, row in counted.passes)
     trial = _scaled(of_step, float(num_batches + UNTIMED_STEPS))
     return CountedCandidate(counted, trained + evaluations, trial)

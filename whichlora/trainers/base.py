@@ -245,6 +245,11 @@ class Trainer:
     check: Callable[[RunConfig], None] = _accepts
     notes: Callable[[RunConfig], tuple[str, ...]] = _no_notes
 
+    @property
+    def writes_answers(self) -> bool:
+        """Whether rows are prompts alone, which the model answers before it learns."""
+        return self.rows == "prompts"
+
     def narrows(self, run: RunConfig, name: str) -> bool:
         """Whether the fp32 embedding or head `name` of a prepared base becomes 16 bit."""
         is_cast = bool(run.prepare_kbit) and run.quant in FOUR_BIT_BNB and run.precision == "bf16"

@@ -156,7 +156,7 @@ class Session:
 
         A shortlist knows no time of answers that are written within a step.
         """
-        writes = get_trainer(self.plan.finetune.trainer).rows == "prompts"
+        writes = get_trainer(self.plan.finetune.trainer).writes_answers
         return self.plan.profile != "all" and not writes and sum(self.space.number()) > MANY
 
     def runs(self) -> list[RunConfig]:

@@ -137,7 +137,7 @@ class TrainingData:
             at_once, accumulation: as of `workload`.
         """
         plan = self._plan
-        if self._trainer(plan).rows == "prompts":
+        if self._trainer(plan).writes_answers:
             return {}  # `train.py` evaluates none
         load = self.workload(model, batch_size, at_once=at_once, accumulation=accumulation)
         key = (*self._key(model), batch_size, at_once, load.num_steps)

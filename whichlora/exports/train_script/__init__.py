@@ -169,13 +169,13 @@ def train_script(
 
 def _evaluated(trainer: Trainer, keeping: Keeping) -> Keeping:
     """`keeping`, without evaluations that would write answers."""
-    return replace(keeping, eval_steps=0) if trainer.rows == "prompts" else keeping
+    return replace(keeping, eval_steps=0) if trainer.writes_answers else keeping
 
 
 def _row_lines(trainer: Trainer, keeping: Keeping) -> list[str]:
     """The lines that read the rows, and what they are learnt by."""
     return [
-        *templates.REWARD_LINES * (trainer.rows == "prompts"),
+        *templates.REWARD_LINES * trainer.writes_answers,
         *templates.TRAIN_LINES,
         *templates.VALIDATION_LINES * keeping.evaluates,
     ]
@@ -287,7 +287,7 @@ def _tail(run: RunConfig, keeping: Keeping, reader: Collator, masked_lm: bool) -
         evaluation=f"        eval_dataset={validation},\n" * keeping.evaluates,
         collator=collator * (trainer.rows == "texts"),
         adapter="        peft_config=peft_config,\n" * has_config
-        + "        reward_funcs=reward_funcs,\n" * (trainer.rows == "prompts"),
+        + "        reward_funcs=reward_funcs,\n" * trainer.writes_answers,
         optimizer="        optimizers=(optimizer, None),\n" * (is_loraplus(run) and not has_config),
         after="".join(indent(line, "    ") for line in _after(run, keeping)),
         callbacks="        callbacks=[LogAtCheckpoints()],\n" * keeping.saves,

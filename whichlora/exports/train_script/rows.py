@@ -256,7 +256,7 @@ def _answers(data: DataFormat, run: RunConfig) -> str:
     # a prompt may be what both answers of a pair begin with
     needed = [name for name in COLUMNS[data.kind] if (name, data.kind) != ("prompt", "preference")]
     written = trainer.scored_tokens(run)
-    prompts = trainer.rows == "prompts"
+    prompts = trainer.writes_answers
     rows = "short_prompts(rows, tokenizer)" if prompts else "rows"
     read = _ANSWERS.format(needed=literal(needed), rows=rows)
     if prompts:
