@@ -215,8 +215,8 @@ def explain(
     }
     lines, card = lines_at(job, counted, prediction.memory, calibration)
     training = job.run.phase == "finetune"
-    is_filled = not training and job.engine.start is not None  # the pool takes whatever is saved
-    savings = () if is_filled else alternatives(_changes(job.run, model))
+    changes = iter(()) if job.has_pool else _changes(job.run, model)  # a pool takes what is saved
+    savings = alternatives(changes)
     used = prediction.memory.device_used_bytes
     explained = Explanation(
         prediction=prediction,
@@ -233,7 +233,7 @@ def explain(
         strategies=alternatives(_strategies(job.run)),
         scaling=_scaling(model, job, counted, prediction.memory.moment),
     )
-    if training or model.task == "encoder" or is_filled:
+    if training or model.task == "encoder" or job.has_pool:
         return explained
     caches = []
     for name in get_args(KvCache):

@@ -281,7 +281,7 @@ def ledger_and_idle(job: ResolvedRun) -> tuple[Ledger, int | None]:
 
     Source: `memory.reserved`, where the events of the run are known.
     """
-    if job.layout is not None or start_of(job):  # no events are written of what these add
+    if job.layout is not None or job.has_pool:  # no events are written of what these add
         return ledger(job), None
     run: TrainingStep | Generation
     if job.run.phase == "inference":
@@ -345,7 +345,7 @@ def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
         job=job,
         moments=moments,
         is_replayed=is_replayed,
-        passes=passes(job) if ranks is None and not start_of(job) else (),
+        passes=passes(job) if ranks is None and not job.has_pool else (),
         ranks=ranks,
         host_bytes=host_bytes(job),
     )

@@ -83,6 +83,11 @@ class ResolvedRun:
         return self.run.batch_size * (self.trainer.rows_per_example if training else 1)
 
     @property
+    def has_pool(self) -> bool:
+        """Whether an engine takes all its memory when it starts, whatever the requests are."""
+        return self.run.phase == "inference" and self.engine.start is not None
+
+    @property
     def has_adapters(self) -> bool:
         """Whether the run holds adapters beside the base: it trains them, or serves them so."""
         return bool(self.targets)

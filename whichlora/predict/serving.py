@@ -13,7 +13,7 @@ MOMENT = "serving"
 
 def start_of(job: ResolvedRun) -> Start | None:
     """What the engine of `job` takes when it starts; None where it takes memory as it goes."""
-    if job.run.phase == "finetune" or job.engine.start is None:
+    if not job.has_pool or job.engine.start is None:
         return None
     return job.engine.start(job.served)
 
