@@ -54,14 +54,7 @@ def measure_finetune(
             f"loss_head: {run.loss_head} runs inside {maker}'s own "
             "trainer and can't be profiled; profile hf, liger or raw instead"
         )
-    lengths, steps = stages(meter, seq_lens)
-    timer = StepTimer(
-        meter,
-        num_untimed=len(lengths) - len(seq_lens),
-        is_done=is_done,
-        steps=steps,
-        tell=tell,
-    )
+    lengths, timer = timed_stages(meter, seq_lens, is_done, tell)
     watch_moments(model, meter)
     with tempfile.TemporaryDirectory() as output_dir:
         spread = spreading(run)
@@ -80,10 +73,7 @@ def measure_finetune(
         if "fsdp" in spread.training and not trainer.is_fsdp_enabled:
             raise MeasurementError("parallel: accelerate runs no FSDP on a CPU, it takes DDP")
         trainer.train()
-    peaks = meter.peaks()
-    trainer.accelerator.free_memory()
-    timed = {"step_s": timer.step_s, "batch_seq_len": list(seq_lens[: len(timer.step_s)])}
-    return timed | {"warm_up_s": timer.warm_up_s} | peaks
+    return measured(trainer, timer, meter, seq_lens)
 
 
 def stages(
@@ -100,7 +90,41 @@ def stages(
     return [*untimed, *seq_lens], steps
 
 
-class _Trainer(Trainer):  # type: ignore[misc]
+def timed_stages(
+    meter: Meter,
+    seq_lens: Sequence[int],
+    is_done: Callable[[Sequence[float]], bool],
+    tell: Callable[[str], None],
+) -> tuple[list[int], StepTimer]:
+    """Length of every step as of `stages`, and the callback that times those of `seq_lens`."""
+    lengths, steps = stages(meter, seq_lens)
+    num_untimed = len(lengths) - len(seq_lens)
+    return lengths, StepTimer(
+        meter, num_untimed=num_untimed, is_done=is_done, steps=steps, tell=tell
+    )
+
+
+def measured(
+    trainer: Any, timer: StepTimer, meter: Meter, seq_lens: Sequence[int]
+) -> dict[str, Any]:
+    """The fields of a `Measurement`, once `trainer` has freed what it holds."""
+    peaks = meter.peaks()
+    trainer.accelerator.free_memory()
+    timed = {"step_s": timer.step_s, "batch_seq_len": list(seq_lens[: len(timer.step_s)])}
+    return timed | {"warm_up_s": timer.warm_up_s} | peaks
+
+
+def in_given_order(library_class: Any) -> Any:
+    """`library_class` without shuffled rows."""
+
+    class InGivenOrder(library_class):  # type: ignore[misc]
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    return InGivenOrder
+
+
+class _Trainer(in_given_order(Trainer)):  # type: ignore[misc]
     """The Trainer, with batches in the given order and the loss head `raw`.
 
     `raw` is a loop that asks the model for logits, keeps its outputs, and computes its own loss.
@@ -110,9 +134,6 @@ class _Trainer(Trainer):  # type: ignore[misc]
         super().__init__(**keywords)
         self._raw_loss = run.loss_head == "raw"
         self._outputs: Any = None
-
-    def _get_train_sampler(self, *_: Any) -> Any:
-        return SequentialSampler(self.train_dataset)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **keywords: Any) -> Any:
         if not self._raw_loss:

@@ -36,6 +36,10 @@ class KeptModel:
     """
 
     def __init__(self) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """Free the model."""
         self.num_bytes = 0
         self._key = ""
         self._model: Any = None
@@ -46,9 +50,6 @@ class KeptModel:
         """Free the model where `request` needs another one."""
         if self._key != _key_of(request):
             self.drop()
-
-    def drop(self) -> None:
-        self.__init__()  # type: ignore[misc]
 
     def model_for(self, request: Mapping[str, Any], meter: Meter, build: Callable[[], Any]) -> Any:
         """The kept model, or the one that `build` makes, which is kept from now on."""

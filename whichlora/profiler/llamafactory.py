@@ -14,15 +14,15 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from torch.utils.data import SequentialSampler
 from transformers import TrainingArguments
 
 from whichlora.errors import MeasurementError
 from whichlora.profiler.finetune import (
-    StepTimer,
     collate,
+    in_given_order,
+    measured,
     random_rows,
-    stages,
+    timed_stages,
     training_options,
     watch_moments,
 )
@@ -56,15 +56,12 @@ def measure_llamafactory(
             f"trainer: {run.trainer} needs LLaMA-Factory and its TRL ({error}); "
             "pip install llamafactory"
         ) from None
-    lengths, steps = stages(meter, seq_lens)
-    timer = StepTimer(
-        meter, num_untimed=len(lengths) - len(seq_lens), is_done=is_done, steps=steps, tell=tell
-    )
+    lengths, timer = timed_stages(meter, seq_lens, is_done, tell)
     watch_moments(model, meter)
     rows = random_rows(model.config, run, lengths)
     made = _BATCHES[trainer.rows]
     with tempfile.TemporaryDirectory() as output_dir:
-        tuned = _prepared(library_class)(
+        tuned = in_given_order(library_class)(
             model=model,
             ref_model=_reference(model, run),
             args=TrainingArguments(
@@ -81,10 +78,7 @@ def measure_llamafactory(
             callbacks=[timer],
         )
         tuned.train()
-    peaks = meter.peaks()
-    tuned.accelerator.free_memory()
-    timed = {"step_s": timer.step_s, "batch_seq_len": list(seq_lens[: len(timer.step_s)])}
-    return timed | {"warm_up_s": timer.warm_up_s} | peaks
+    return measured(tuned, timer, meter, seq_lens)
 
 
 def _own_settings(arguments_class: Any, run: RunConfig) -> dict[str, Any]:
@@ -97,16 +91,6 @@ def _reference(model: Any, run: RunConfig) -> Any:
     if not get_trainer(run.trainer).forwards(run).reference or hasattr(model, "peft_config"):
         return None
     return copy.deepcopy(model).requires_grad_(False)
-
-
-def _prepared(library_class: Any) -> Any:
-    """`library_class` for rows in the given order."""
-
-    class Prepared(library_class):  # type: ignore[misc]
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return SequentialSampler(self.train_dataset)
-
-    return Prepared
 
 
 def _pairs(rows: list[Mapping[str, Any]]) -> Batch:

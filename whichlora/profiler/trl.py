@@ -20,15 +20,15 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerFast
 
 from whichlora.errors import MeasurementError
 from whichlora.profiler.finetune import (
-    StepTimer,
     collate,
+    in_given_order,
+    measured,
     random_rows,
-    stages,
+    timed_stages,
     training_options,
     watch_moments,
 )
@@ -65,10 +65,7 @@ def measure_trl(
         raise MeasurementError(
             f"trainer: {run.trainer} needs TRL, which is not installed ({error}); pip install trl"
         ) from None
-    lengths, steps = stages(meter, seq_lens)
-    timer = StepTimer(
-        meter, num_untimed=len(lengths) - len(seq_lens), is_done=is_done, steps=steps, tell=tell
-    )
+    lengths, timer = timed_stages(meter, seq_lens, is_done, tell)
     watch_moments(model, meter)
     rows, writes = random_rows(model.config, run, lengths), trainer.writes_answers
     prepared = _prepared(library_class)
@@ -108,10 +105,7 @@ def measure_trl(
             # of an adapter that is handed over trained; a `peft_config` makes none
             model.delete_adapter(_REFERENCE)
         tuned.train()
-    peaks = meter.peaks()
-    tuned.accelerator.free_memory()
-    timed = {"step_s": timer.step_s, "batch_seq_len": list(seq_lens[: len(timer.step_s)])}
-    return timed | {"warm_up_s": timer.warm_up_s} | peaks
+    return measured(tuned, timer, meter, seq_lens)
 
 
 def _writing(
@@ -180,12 +174,9 @@ def _reference(library_class: Any, model: Any, run: RunConfig) -> Iterator[dict[
 def _prepared(library_class: Any) -> Any:
     """`library_class` for rows that are tokenised, in the given order."""
 
-    class Prepared(library_class):  # type: ignore[misc]
+    class Prepared(in_given_order(library_class)):  # type: ignore[misc]
         def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
             return dataset
-
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return SequentialSampler(self.train_dataset)
 
         def create_model_card(self, *_: Any, **__: Any) -> None:
             pass
