@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from whichlora.errors import ConfigError
 from whichlora.spec.parallel import ParallelConfig, requested
 from whichlora.spec.plan import Budget, DatasetConfig, Keeping, Limits, Objective, Plan, SlurmConfig
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import TRANSFORMERS, RunConfig
 
 if TYPE_CHECKING:  # pydantic and ruamel.yaml cost 100 ms, which only `run` needs to pay
     from whichlora.config.schema import Dataset, PlanFile, Slurm
@@ -124,7 +124,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         models=models,
         tokenizers=_tokenizers(stage1.tokenizers, names, folder),
         inference=_inference(settings, models[0]),
-        inference_batch_sizes=stage1.batch_size,
+        inference_batch_sizes=_sequences_at_once(settings),
         prompt_lens=stage1.prefill_length,
         max_new_tokens=stage1.tokens_to_generate,
         finetune=_finetune(settings, models[0]),
@@ -193,14 +193,27 @@ def _shared(settings: PlanFile, model: str) -> dict[str, Any]:
     }
 
 
-def _inference(settings: PlanFile, model: str) -> RunConfig:
+def _sequences_at_once(settings: PlanFile) -> tuple[int, ...]:
+    """The batches to compare, or the one number of sequences that an engine must run."""
     stage = settings.stage1_profile
+    return stage.batch_size if settings.serving == TRANSFORMERS else (stage.concurrency or 1,)
+
+
+def _inference(settings: PlanFile, model: str) -> RunConfig:
+    from whichlora.serving import get_engine
+
+    stage, version = settings.stage1_profile, settings.serving_version
     return RunConfig(
         **_shared(settings, model),
         phase="inference",
-        batch_size=stage.batch_size[0],
+        batch_size=_sequences_at_once(settings)[0],
         prompt_len=stage.prefill_length[0],
         max_new_tokens=stage.tokens_to_generate[0],
+        serving=settings.serving,
+        serving_options=tuple(sorted((settings.serving_options or {}).items())),
+        context=stage.context,
+        shared_prompt_fraction=stage.shared_prompt_fraction,
+        libraries=() if version is None else ((get_engine(settings.serving).library, version),),
     )
 
 
@@ -302,6 +315,9 @@ def _limits(settings: PlanFile) -> Limits:
         inference_bytes=_bytes(stage1.peak_memory, stage1.peak_memory_gb),
         total_time_s=_either(stage2.total_time, stage2.total_time_mins, 60.0),
         finetune_bytes=_bytes(stage2.peak_memory, stage2.peak_memory_gb),
+        ttft_s=_either(stage1.ttft, stage1.ttft_ms, 1e-3),
+        tpot_s=_either(stage1.tpot, stage1.tpot_ms, 1e-3),
+        requests_per_s=stage1.requests_per_s,
     )
 
 
@@ -315,6 +331,9 @@ def _gpu_limits(settings: PlanFile) -> dict[str, Limits]:
             inference_bytes=limits.inference_memory,
             total_time_s=limits.total_time,
             finetune_bytes=limits.finetune_memory,
+            ttft_s=limits.ttft,
+            tpot_s=limits.tpot,
+            requests_per_s=limits.requests_per_s,
         )
         for name, limits in (settings.gpu_limits or {}).items()
     }

@@ -11,19 +11,21 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from whichlora.config.document import Loc, Problem
-from whichlora.config.schema import MOST_TOKENS, Dataset
+from whichlora.config.schema import MOST_TOKENS, Dataset, Stage1
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
 from whichlora.parallel import get_strategy, list_strategies, strategy_options
+from whichlora.serving import list_engines
 from whichlora.spec.data_format import Rows
+from whichlora.spec.options import Option
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig
 from whichlora.spec.plan import DATA_FILE_SUFFIXES, DatasetConfig, DatasetKind
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.models import resolve_name
 from whichlora.trainers import Trainer, list_trainers
@@ -38,6 +40,12 @@ _SPELLINGS = (
     ("peak_memory_gb", "peak_memory"),
     ("time_per_token_ms", "time_per_token"),
     ("total_time_mins", "total_time"),
+    ("ttft_ms", "ttft"),
+    ("tpot_ms", "tpot"),
+)
+_OF_ENGINES = (
+    *("concurrency", "context", "shared_prompt_fraction"),
+    *("ttft_ms", "ttft", "tpot_ms", "tpot", "requests_per_s"),
 )
 _COUNTS = ("tokens", "samples", "mean_tokens", "p95_tokens", "max_tokens")
 _ROW_SETTINGS: Mapping[Rows, tuple[str, ...]] = {
@@ -60,6 +68,8 @@ def check(data: Data, folder: Path) -> Iterator[Problem]:
     yield from _check_names(data, "methods", list_methods)
     yield from _check_names(data, "trainer", list_trainers)
     yield from _check_trainer(data)
+    yield from _check_names(data, "serving", list_engines)
+    yield from _check_serving(data)
     yield from _check_gpus(data)
     yield from _check_spread(data)
     yield from _check_preference(data)
@@ -189,12 +199,25 @@ def _check_trainer(data: Data) -> Iterator[Problem]:
     trainer = _trainer(data)
     if trainer is None:
         return
-    options = {option.name: option for option in trainer.options}
-    for name, value in _section(data, "trainer_options").items():
+    yield from _check_options(data, "trainer_options", f"trainer {trainer.name}", trainer.options)
+    if trainer.rows == "texts":
+        return
+    for key, accepted in (("collator", "longest"), ("train_on", "completions")):
+        if data.get(key, accepted) != accepted:
+            fault = f"is for texts, and trainer {trainer.name} takes {trainer.rows}"
+            yield Problem(loc=(key,), fault=fault, accepted=f"{accepted}, or no such line")
+
+
+def _check_options(
+    data: Data, section: str, owner: str, declared: Sequence[Option]
+) -> Iterator[Problem]:
+    """Settings under `section` that `owner` does not declare, or whose values it refuses."""
+    options = {option.name: option for option in declared}
+    for name, value in _section(data, section).items():
         if name not in options:
             yield Problem(
-                loc=("trainer_options", name),
-                fault=f"is no option of trainer {trainer.name}",
+                loc=(section, name),
+                fault=f"is no option of {owner}",
                 accepted=", ".join(options) or "none",
                 hint="".join(difflib.get_close_matches(str(name), options, n=1)),
                 show_value=False,
@@ -204,13 +227,43 @@ def _check_trainer(data: Data) -> Iterator[Problem]:
             options[name].checked(value)
         except ConfigError as error:
             fault = str(error).partition(": ")[2]
-            yield Problem(loc=("trainer_options", name), fault=fault, show_value=False)
-    if trainer.rows == "texts":
+            yield Problem(loc=(section, name), fault=fault, show_value=False)
+
+
+def _check_serving(data: Data) -> Iterator[Problem]:
+    """What an engine does not declare, and limits of stage 1 that are not of who serves."""
+    name = data.get("serving", TRANSFORMERS)
+    engine = list_engines().get(name) if isinstance(name, str) else None
+    if engine is None:
         return
-    for key, accepted in (("collator", "longest"), ("train_on", "completions")):
-        if data.get(key, accepted) != accepted:
-            fault = f"is for texts, and trainer {trainer.name} takes {trainer.rows}"
-            yield Problem(loc=(key,), fault=fault, accepted=f"{accepted}, or no such line")
+    yield from _check_options(data, "serving_options", f"serving {engine.name}", engine.options)
+    if "serving_version" in data and not engine.library:
+        fault = f"is the release of an engine, and serving {engine.name} has none"
+        yield Problem(loc=("serving_version",), fault=fault, accepted="no such line")
+    stage1, limits = _section(data, "stage1_profile"), _section(data, "gpu_limits")
+    if engine.name == TRANSFORMERS:
+        of_gpus = [(("gpu_limits", gpu), _section(limits, gpu)) for gpu in limits]
+        for loc, section in ((("stage1_profile",), stage1), *of_gpus):
+            for key in _OF_ENGINES:
+                if key in section:
+                    fault = "is of a serving engine, and serving is transformers"
+                    accepted = "serving: vllm beside it, or batch_size and time_per_token"
+                    yield Problem(loc=(*loc, key), fault=fault, accepted=accepted)
+        return
+    if "batch_size" in stage1:
+        fault = f"is of transformers, and {engine.name} has as many sequences as its pool holds"
+        accepted = "concurrency, the fewest that must run at once"
+        yield Problem(loc=("stage1_profile", "batch_size"), fault=fault, accepted=accepted)
+    if "kv_cache" in data:
+        fault = f"is a cache of transformers, and {engine.name} has its own"
+        yield Problem(loc=("kv_cache",), fault=fault, accepted="serving_options, or no such line")
+    context, lengths = stage1.get("context"), Stage1()
+    prompt = _numbers(stage1.get("prefill_length", list(lengths.prefill_length)))
+    answer = _numbers(stage1.get("tokens_to_generate", list(lengths.tokens_to_generate)))
+    if type(context) is int and prompt and answer and max(prompt) + max(answer) > context:
+        fault = f"is less than a prompt of {max(prompt)} tokens and its {max(answer)} new ones"
+        accepted = "their sum or more, or a smaller prefill_length or tokens_to_generate"
+        yield Problem(loc=("stage1_profile", "context"), fault=fault, accepted=accepted)
 
 
 def _check_gpus(data: Data) -> Iterator[Problem]:

@@ -115,6 +115,7 @@ Positive = Annotated[float, Field(gt=0, le=MOST_RATIO, allow_inf_nan=False)]
 Gigabytes = Annotated[float, Field(ge=1e-9, le=MOST_RATIO, allow_inf_nan=False)]
 Text = Annotated[str, Field(pattern=r"\S")]
 Name = Annotated[Text, AfterValidator(_seen)]
+Version = Annotated[str, Field(pattern=r"^\d+(\.\d+)*$")]
 Fractions = Annotated[tuple[Positive, ...], Field(min_length=1), _OneOrMany()]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1), _OneOrMany()]
 # "gpu: 4090" is a number to YAML
@@ -181,6 +182,22 @@ class Stage1(_Section):
     """Limit on the device memory, in GB of 10**9 bytes."""
     peak_memory: Size | None = None
     """The same limit with a unit; 24GiB and 24GB are different amounts."""
+    concurrency: Count | None = None
+    """Limit of a serving engine: sequences that run at once, in place of batch_size."""
+    context: Count | None = None
+    """Limit of a serving engine: tokens of a prompt and its answer; without it, those asked for."""
+    shared_prompt_fraction: Annotated[float, Field(ge=0, le=1)] = _RUN.shared_prompt_fraction
+    """Share of the prompt that all sequences begin with, such as a system prompt."""
+    ttft_ms: Positive | None = None
+    """Limit of a serving engine: time to the first token."""
+    ttft: Duration | None = None
+    """The same limit with a unit."""
+    tpot_ms: Positive | None = None
+    """Limit of a serving engine: time of each further token of one sequence."""
+    tpot: Duration | None = None
+    """The same limit with a unit."""
+    requests_per_s: Positive | None = None
+    """Limit of a serving engine: the fewest requests that it answers."""
 
 
 class Stage2(_Section):
@@ -246,6 +263,12 @@ class GpuLimits(_Section):
     """Inference: the whole generation over the generated tokens of all sequences."""
     inference_memory: Size | None = None
     """Device memory of inference."""
+    ttft: Duration | None = None
+    """A serving engine: time to the first token."""
+    tpot: Duration | None = None
+    """A serving engine: time of each further token of one sequence."""
+    requests_per_s: Positive | None = None
+    """A serving engine: the fewest requests that it answers."""
     total_time: Duration | None = None
     """The whole fine-tuning."""
     finetune_memory: Size | None = None
@@ -375,6 +398,12 @@ class PlanFile(_Section):
     serve: Serve | Quant | None = None
     """How stage 1 judges a model: as-trained (the base as it was trained on, with its adapter),
     merged (16 bit), or merged in a storage; without it, as each method says."""
+    serving: Name = _RUN.serving
+    """Who serves the model: transformers' generate, or a serving engine."""
+    serving_options: Annotated[dict[Name, bool | int | float | str], _TextKeys] | None = None
+    """Settings of the engine's own, such as {gpu_memory_utilization: 0.9} of vllm."""
+    serving_version: Version | None = None
+    """Release of the engine; without it, the one that its file was read from."""
     quant_group_size: Count = _RUN.quant_group_size
     """Weights that share a scale in a GPTQ or AWQ checkpoint."""
     expandable_segments: bool = _RUN.expandable_segments

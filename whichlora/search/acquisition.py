@@ -8,8 +8,8 @@ that it wins, per device second.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from whichlora.search.posterior import Posterior
@@ -41,6 +41,8 @@ class SearchProblem:
             user's order); all equal where the preference is a quantity.
         price: of an hour on its device.
         most_bytes, most_s: its limits, infinite where there are none.
+        answered: forms that no run has to confirm, as a serving engine says whether it starts;
+            whether each meets the limits.
     """
 
     training: Flags
@@ -50,6 +52,7 @@ class SearchProblem:
     most_bytes: Array
     most_s: Array
     prefer: Prefer
+    answered: Mapping[int, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +145,14 @@ def decide(
 def _per_form(problem: SearchProblem, flags: Flags) -> Flags:
     """Whether an inference of each form is flagged, shape [num_samples, num_forms].
 
-    A form without an inference candidate is not part of the plan and counts as flagged.
+    A form without an inference candidate is not part of the plan and counts as flagged, unless an
+    engine has answered for it.
     """
     import numpy as np
 
     flagged = np.ones((len(flags), int(problem.form.max()) + 1), dtype=bool)
+    for form, meets in problem.answered.items():
+        flagged[:, form] = meets
     for form in range(flagged.shape[1]):
         inferences = ~problem.training & (problem.form == form)
         if inferences.any():

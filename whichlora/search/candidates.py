@@ -20,6 +20,7 @@ from whichlora.predict.predict import check_layout, host_bytes
 from whichlora.predict.rank_time import links_of
 from whichlora.predict.resolve import ResolvedRun, layout_of, resolve
 from whichlora.search.shortlist import Group
+from whichlora.serving import get_engine
 from whichlora.serving.form import serving_form, serving_run
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
@@ -55,6 +56,7 @@ class Candidates:
     _expanded: dict[ParallelConfig, Sequence[ParallelConfig]] = field(default_factory=dict)
     _layouts: dict[ParallelConfig, Layout | None] = field(default_factory=dict)
     _alone: dict[object, ResolvedRun] = field(default_factory=dict)
+    _refusals: dict[RunConfig, str] = field(default_factory=dict)
 
     def inference_runs(self) -> list[RunConfig]:
         """Every candidate of stage 1, its defaults filled in.
@@ -107,16 +109,43 @@ class Candidates:
         lists = (plan.prompt_lens, plan.max_new_tokens, plan.inference_batch_sizes)
         prompt_len, new_tokens, batch_size = np.ix_(*lists)
         axes = {"batch_size": batch_size, "prompt_len": prompt_len, "max_new_tokens": new_tokens}
-        forms = dict.fromkeys(self.form(run) for run in self._variants(models))
-        for form in forms:
+        for form in self.forms(models):
             for job in self._jobs(form, ONE_GPU, {"attn": plan.attn}, self.refused):
                 yield Group(job=job, axes=axes)
 
+    def forms(self, models: Sequence[str]) -> list[RunConfig]:
+        """In which forms `models` are served, each once."""
+        return list(dict.fromkeys(self.form(run) for run in self._variants(models)))
+
     def form(self, run: RunConfig) -> RunConfig:
-        """In which form the model of `run`, a candidate of either stage, is served."""
-        if run.phase == "finetune":
-            run = serving_run(self.plan.inference, run, self.plan.serve)
-        return serving_form(run)
+        """In which form the model of `run`, a candidate of either stage, is served.
+
+        A serving engine that refuses a method's weights or adapter has them merged, unless the
+        plan asks for the form.
+        """
+        if run.phase != "finetune":
+            return serving_form(run)
+        form = serving_form(serving_run(self.plan.inference, run, self.plan.serve))
+        if self.plan.serve is None and self.why_merged(form):
+            return serving_form(serving_run(self.plan.inference, run, "merged"))
+        return form
+
+    def why_merged(self, form: RunConfig) -> str:
+        """Why a serving engine does not take `form`, an unmerged one; empty where it does."""
+        if not self.is_answered or form.serve != "as-trained":
+            return ""
+        if form not in self._refusals:
+            try:
+                self._resolved(form, {"attn": self.plan.attn[0]})
+                self._refusals[form] = ""
+            except ConfigError as error:
+                self._refusals[form] = str(error)
+        return self._refusals[form]
+
+    @cached_property
+    def is_answered(self) -> bool:
+        """Whether a serving engine says what stage 1 asks, so that nothing of it is measured."""
+        return get_engine(self.plan.inference.serving).start is not None
 
     def _variants(self, models: Sequence[str]) -> Iterator[RunConfig]:
         """A fine-tuning of every model, method and rank."""

@@ -15,10 +15,11 @@ from typing import Literal
 from whichlora.predict.parallel_choice import is_last_resort
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.plan import LAST_RESORT, Limits, Objective, Plan
-from whichlora.spec.results import Measurement, Prediction
+from whichlora.spec.results import Measurement, Prediction, ServingPrediction
 from whichlora.spec.run import RunConfig
 
 Verdict = Literal["meets", "misses", "undecided"]
+Unit = Literal["bytes", "s", "sequences", "tokens", "requests/s"]
 
 MIN_CHANCE = 0.05  # a candidate with less is not worth a run
 LIKELY = 0.5
@@ -76,21 +77,35 @@ class Check:
     """One limit applied to one candidate.
 
     Args:
-        limit: name of the limit as messages show it; `unit` is "bytes" or "s".
+        limit: name of the limit as messages show it.
         chance: probability that the candidate meets it.
+        is_least: whether the quantity must be `bound` or more, not at most that.
     """
 
     limit: str
-    unit: Literal["bytes", "s"]
+    unit: Unit
     quantity: Quantity
     bound: float
     chance: float
+    is_least: bool = False
 
     @property
     def verdict(self) -> Verdict:
         if self.chance >= 1 - MIN_CHANCE:
             return "meets"
         return "misses" if self.chance < MIN_CHANCE else "undecided"
+
+    @property
+    def needed(self) -> float:
+        """The bound that this candidate surely meets."""
+        return self.quantity.low if self.is_least else self.quantity.high
+
+    @property
+    def excess(self) -> float:
+        """How many times too much the quantity is, or too little; 1 where it equals the bound."""
+        if not self.is_least:
+            return self.quantity.value / self.bound
+        return self.bound / self.quantity.value if self.quantity.value else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,20 +233,23 @@ def judge(
         time = _time_per_token(prediction, good)
     if total_s is not None and total_tokens is not None:
         time = total_s.divided(total_tokens)
+    serving = prediction.serving
+    if serving is not None and not serving.starts and not serving.lacks_context:
+        failure = f"{serving.engine} does not start: {serving.reason}"
     training = prediction.run.phase == "finetune"
     limit_bytes = limits.finetune_bytes if training else limits.inference_bytes
     of_device, usable = "memory of the device", prediction.usable_bytes
     if serving_gpus > 1 and not training:
         of_device, usable = f"memory of {serving_gpus} devices", serving_gpus * usable
-    bounds: list[tuple[str, Literal["bytes", "s"], Quantity, float | None]] = [
-        (of_device, "bytes", memory, usable),
+    bounds: list[tuple[str, Unit, Quantity, float | None]] = [
+        (of_device, "bytes", memory, None if serving else usable),  # its share is a starting rule
         ("peak memory limit", "bytes", memory, limit_bytes),
     ]
     if total_s is not None:
         bounds.append(("total time limit", "s", total_s, limits.total_time_s))
     if not training:
         bounds.append(("time per token limit", "s", time, limits.time_per_token_s))
-    checks = tuple(
+    checks = [
         Check(
             limit=name,
             unit=unit,
@@ -241,17 +259,37 @@ def judge(
         )
         for name, unit, quantity, bound in bounds
         if bound is not None
-    )
+    ]
     return Candidate(
         prediction=prediction,
         memory_bytes=memory,
         time_per_token_s=time,
         total_s=total_s,
-        checks=checks,
+        checks=(*checks, *(() if serving is None else serving_checks(serving))),
         measurement=measurement,
         failure=failure,
         objective=objective,
         form=form,
+    )
+
+
+def serving_checks(serving: ServingPrediction) -> tuple[Check, ...]:
+    """Whether an engine takes sequences as long, and as many at once, as it is asked to."""
+    asked: list[tuple[str, Unit, int, int]] = [
+        ("context", "tokens", serving.max_context, serving.context)
+    ]
+    if serving.concurrency > 1 or not serving.lacks_context:
+        asked.append(("concurrency", "sequences", serving.max_running, serving.concurrency))
+    return tuple(
+        Check(
+            limit=name,
+            unit=unit,
+            quantity=replace(_exactly(most), measured=False),
+            bound=bound,
+            chance=float(most >= bound),
+            is_least=True,
+        )
+        for name, unit, most, bound in asked
     )
 
 
@@ -394,11 +432,11 @@ def relaxations(candidates: Iterable[Candidate]) -> list[Relaxation]:
     for candidate in candidates:
         missed = [check for check in candidate.checks if check.chance < LIKELY]
         # the device and the user's limit bound the same memory: the tighter one names it
-        missed.sort(key=lambda check: check.bound)
+        missed.sort(key=lambda check: (check.is_least, check.bound))
         if candidate.failure or len({check.quantity for check in missed}) != 1:
             continue
         check = missed[0]
         best = closest.get(check.limit)
-        if best is None or check.quantity.value < best.check.quantity.value:
+        if best is None or check.excess < best.check.excess:
             closest[check.limit] = Relaxation(check=check, candidate=candidate)
     return list(closest.values())

@@ -148,8 +148,8 @@ class SearchLoop:
         self._posteriors = None
 
     def _serving(self) -> set[int]:
-        """Forms with a measured inference that meets its limits."""
-        forms = set()
+        """Forms with a measured inference that meets its limits, or an engine that does."""
+        forms = {form for form, meets in self.problem.answered.items() if meets}
         for position, measurement in self.measured.items():
             if measurement.outcome == "ok" and not self.problem.training[position]:
                 time, memory = self.quantities(position)

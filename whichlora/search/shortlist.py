@@ -117,6 +117,7 @@ class CountedPlan:
     Args:
         serving, training: the groups of a model in either stage.
         form: in which a candidate of either stage is served.
+        answered: whether a serving engine meets the limits in a form; None where shapes are judged.
     """
 
     def __init__(
@@ -124,7 +125,9 @@ class CountedPlan:
         serving: Callable[[str], Iterable[Group]],
         training: Callable[[str], Iterable[Group]],
         form: Callable[[RunConfig], RunConfig],
+        answered: Callable[[RunConfig], bool | None] = lambda form: None,
     ) -> None:
+        self.answered = answered
         self._serving_of = serving
         self._training_of = training
         self._form = form
@@ -221,9 +224,13 @@ class _Shortlist:
         """In which samples the form of each candidate meets the limits of inference."""
         import numpy as np
 
-        not_planned = np.ones(NUM_SAMPLES, dtype=bool)
-        shapes = self.shapes
-        served = [shapes[f].served if f in shapes else not_planned for f in counted.forms]
+        def of_form(form: RunConfig) -> Flags:
+            if form in self.shapes:
+                return np.asarray(self.shapes[form].served)
+            not_planned = self._plan.answered(form) is None
+            return np.full(NUM_SAMPLES, not_planned or self._plan.answered(form))
+
+        served = [of_form(form) for form in counted.forms]
         repeated = counted.group.size // len(counted.forms)
         return np.repeat(np.stack(served, axis=1), repeated, axis=1)
 

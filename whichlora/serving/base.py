@@ -24,6 +24,7 @@ class Served:
         targets: names of the matrices whose adapters are not merged, if any.
         options: the engine's own, defaults filled in.
         libraries: their versions, the engine's among them.
+        weights, adapter: where its command finds them; without `weights`, under the model's name.
     """
 
     model: ModelSpec
@@ -34,6 +35,8 @@ class Served:
     targets: tuple[str, ...]
     options: Mapping[str, OptionValue | None]
     libraries: Libraries
+    weights: str = ""
+    adapter: str = "ADAPTER"
 
     @property
     def context(self) -> int:

@@ -18,7 +18,7 @@ def shell_command(
         flags: further ones.
         renamed: words in place of a switch that is turned on, where they are not its name.
     """
-    words = [start, shlex.quote(served.model.name)]
+    words = [start, shlex.quote(served.weights or served.model.name)]
     words += [context, str(served.context), "--dtype", _dtype(served)]
     for name, value in served.run.serving_options:
         flag = "--" + name.replace("_", "-")

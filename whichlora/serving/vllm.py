@@ -6,6 +6,7 @@ Read in vLLM 0.33.0, and where a release is named in 0.6.6, 0.8.5, 0.11.0, 0.20.
 from __future__ import annotations
 
 import math
+import shlex
 
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
@@ -347,7 +348,7 @@ def command(served: Served) -> str:
             flags.append("--enable-lora")
         if not served.is_asked("max_lora_rank"):
             flags.append(f"--max-lora-rank {lora_slots(served)[1]}")
-        flags.append("--lora-modules adapter=ADAPTER")
+        flags.append(f"--lora-modules adapter={shlex.quote(served.adapter)}")
     return shell_command(served, "vllm serve", context="--max-model-len", flags=tuple(flags))
 
 

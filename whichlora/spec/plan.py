@@ -35,12 +35,17 @@ class Limits:
         inference_bytes: peak device memory of inference.
         total_time_s: the whole fine-tuning.
         finetune_bytes: peak device memory of fine-tuning.
+        ttft_s, tpot_s: of a serving engine, time to the first token and for each further one.
+        requests_per_s: of a serving engine, the fewest that it answers.
     """
 
     time_per_token_s: float | None = None
     inference_bytes: int | None = None
     total_time_s: float | None = None
     finetune_bytes: int | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    requests_per_s: float | None = None
 
     def but(self, overrides: Limits) -> Limits:
         """These limits, replaced by those that `overrides` sets."""

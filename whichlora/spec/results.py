@@ -259,6 +259,11 @@ class ServingPrediction:
     left_bytes: int
     command: str = ""
 
+    @property
+    def lacks_context(self) -> bool:
+        """Whether shorter sequences would do."""
+        return 0 < self.max_context < self.context
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:

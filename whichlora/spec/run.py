@@ -183,6 +183,8 @@ class RunConfig:
             are the sequences that are asked for at once.
         serving_options: (name, value) pairs of what the engine declares.
         context: most tokens of a prompt and its answer; None for those of the run's own.
+        shared_prompt_fraction: of the prompt, what all sequences begin with; an engine that caches
+            prefixes keeps its keys and values once.
     """
 
     model: str
@@ -228,6 +230,7 @@ class RunConfig:
     serving: str = TRANSFORMERS
     serving_options: tuple[tuple[str, OptionValue], ...] = ()
     context: int | None = None
+    shared_prompt_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -278,6 +281,10 @@ class RunConfig:
             )
         if self.context is not None:
             _at_least("context", self.context, 1)
+        if not 0.0 <= self.shared_prompt_fraction <= 1.0:
+            raise ConfigError(
+                f"shared_prompt_fraction: must be from 0 to 1, got {self.shared_prompt_fraction}"
+            )
         if not self.target_modules:
             raise ConfigError(
                 "target_modules: is empty; name at least one layer, such as q_proj, or all-linear"
@@ -395,6 +402,8 @@ class RunConfig:
             values |= {"serving": self.serving, "serving_options": dict(self.serving_options)}
         if self.context is not None:
             values["context"] = self.context
+        if not self.shared_prompt_fraction:  # an engine's own, too
+            del values["shared_prompt_fraction"]
         if self.parallel != ONE_GPU:
             values["parallel"] = self.parallel.to_dict()
         values["target_modules"] = list(self.target_modules)

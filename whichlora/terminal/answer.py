@@ -14,11 +14,13 @@ from whichlora.search.gpu_counts import gpu_seconds
 from whichlora.serving.form import form_in_words
 from whichlora.terminal.plane import plane
 from whichlora.terminal.rows import comparison_rows, comparison_summary
+from whichlora.terminal.serving import print_stage_served
 from whichlora.terminal.tables import MAX_REASONS, new_table, open_console, print_table, say
 from whichlora.terminal.words import (
     certainty,
     deciding,
     describe,
+    in_unit,
     method_in_words,
     reason,
     refusals,
@@ -212,7 +214,7 @@ def _winner(answer: Answer, best: Candidate) -> list[str]:
         f"batch size {run.batch_size} ({how})."
     ]
     if best.form is not None:
-        lines.append(f"  served as {form_in_words(best.form)}")
+        lines.append(f"  served as {form_in_words(best.form)}{_by_engine(answer.serving)}")
     if best.measured:
         lines.append(f"  {certainty(answer.search, has_winner=True)}")
     if answer.repeatability is not None:
@@ -226,6 +228,18 @@ def _winner(answer: Answer, best: Candidate) -> list[str]:
         lines.append(f"  costs {cost:.2f} at {price:g} an hour{each}")
     lines.extend(f"  {reason(check)}" for check in best.checks)
     return lines
+
+
+def _by_engine(served: Candidate | None) -> str:
+    """What the engine that serves the winner takes and holds; empty for transformers."""
+    serving = None if served is None else served.prediction.serving
+    if serving is None:
+        return ""
+    return (
+        f" by {serving.engine} {serving.version}: {serving.max_running} sequences of "
+        f"{serving.context:,} tokens at once, pool {format_bytes(serving.kv_pool_bytes)} "
+        f"({serving.kv_pool_tokens:,} tokens), longest {serving.max_context:,}"
+    )
 
 
 def repeated(of: Repeatability) -> str:
@@ -285,8 +299,8 @@ def _nothing(answer: Answer) -> list[str]:
     if closest is not None:
         lines.append(f"Closest: {describe(closest.run)}.")
         lines.extend(
-            f"  it would need {check.limit} of at least "
-            + (format_bytes if check.unit == "bytes" else format_seconds)(check.quantity.high)
+            f"  it would need {check.limit} of at {'most' if check.is_least else 'least'} "
+            + in_unit(check, check.needed)
             for check in closest.checks
             if check.verdict != "meets"
         )
@@ -414,6 +428,10 @@ def _print_stage(
         )
     numbers = ("batch", "tokens", "peak", "per token", "total")
     more = len(ranked) - len(shown)
+    caption = f"… and {more} predicted ones, see candidates.csv" if more else ""
+    if shown and shown[0].prediction.serving is not None:
+        print_stage_served(console, shown, title=title, caption=caption)
+        return
     print_table(
         console,
         ("model", "variant", *numbers, "source", "verdict"),
@@ -422,7 +440,7 @@ def _print_stage(
         lift=("total", "tokens", "variant"),
         spare=("per token", "source", "tokens"),
         title=title,
-        caption=f"… and {more} predicted ones, see candidates.csv" if more else "",
+        caption=caption,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ def detailed_row(candidate: Candidate, plan: Plan | None = None) -> dict[str, An
         "breakdown": {part: size for part, size in prediction.memory.breakdown.items() if size},
         "chance": candidate.chance,
         "chance_of_both_stages": candidate.chance_of_both_stages,
+        **({} if prediction.serving is None else {"engine": asdict(prediction.serving)}),
     }
 
 
@@ -53,6 +55,9 @@ def answer_facts(answer: Answer) -> dict[str, Any]:
             "finetune_bytes": limits.finetune_bytes,
             "time_per_token_s": limits.time_per_token_s,
             "total_time_s": limits.total_time_s,
+            "ttft_s": limits.ttft_s,
+            "tpot_s": limits.tpot_s,
+            "requests_per_s": limits.requests_per_s,
         },
         "dataset": dict(answer.dataset),
         "besides_training": None if answer.besides is None else answer.besides.to_dict(),

@@ -52,6 +52,18 @@ def candidate_row(candidate: Candidate) -> dict[str, Any]:
         "total_time_low_s": "" if total is None else total.low,
         "total_time_high_s": "" if total is None else total.high,
         "gpu_time_s": "" if total is None else run.parallel.gpus * total.value,
+        **_serving_cells(candidate),
+    }
+
+
+def _serving_cells(candidate: Candidate) -> dict[str, Any]:
+    """What a serving engine answers; empty for a fine-tuning, and of transformers' generate."""
+    run, serving = candidate.run, candidate.prediction.serving
+    answers = ("context", "concurrency", "kv_pool_bytes", "kv_pool_tokens")
+    names = (*answers, "max_running", "max_context")
+    return {
+        "serving": run.serving if run.phase == "inference" else "",
+        **{name: "" if serving is None else getattr(serving, name) for name in names},
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from whichlora.search.feasibility import Candidate
 from whichlora.spec.results import Prediction, ServingPrediction
 from whichlora.terminal.tables import new_table, print_table, say
 from whichlora.terminal.words import variants
@@ -38,6 +39,30 @@ def print_served(console: Console, predictions: Sequence[Prediction]) -> None:
             say(console, f"{serving.engine} does not start on {prediction.gpu}: {serving.reason}")
     if len(predictions) == 1 and predictions[0].serving is not None:
         _print_pool(console, predictions[0].serving)
+
+
+def print_stage_served(
+    console: Console, candidates: Sequence[Candidate], *, title: str, caption: str
+) -> None:
+    """Stage 1 of a plan whose engine answers it."""
+    numbers = (*_NUMBERS[:-1], "peak")
+    rows = []
+    for candidate in candidates:
+        run, serving = candidate.run, candidate.prediction.serving
+        if serving is not None:
+            peak = format_bytes(candidate.memory_bytes.value)
+            cells = (*_cells(serving)[:-1], peak, candidate.verdict)
+            rows.append((run.model, variants([run], [""])[0], *cells))
+    print_table(
+        console,
+        ("model", "what", "starts", *numbers, "verdict"),
+        rows,
+        right=numbers,
+        lift=("what",),
+        spare=("peak", "tokens", "what"),
+        title=title,
+        caption=caption,
+    )
 
 
 def _cells(serving: ServingPrediction) -> tuple[str, ...]:

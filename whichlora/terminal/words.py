@@ -163,12 +163,19 @@ def times(prediction: Prediction, measurement: Measurement) -> list[tuple[str, f
     return rows
 
 
+def in_unit(check: Check, value: float) -> str:
+    """`value` in the unit of `check`."""
+    if check.unit == "bytes":
+        return format_bytes(value)
+    return format_seconds(value) if check.unit == "s" else f"{value:,.6g} {check.unit}"
+
+
 def reason(check: Check) -> str:
     """One limit in words: the value, the bound, and where the value is from."""
-    show = format_bytes if check.unit == "bytes" else format_seconds
     quantity = check.quantity
     how = "measured" if quantity.measured else "predicted"
-    text = f"{how} {show(quantity.value)} against {check.limit} {show(check.bound)}"
+    value, bound = in_unit(check, quantity.value), in_unit(check, check.bound)
+    text = f"{how} {value} against {check.limit} {bound}"
     if not quantity.measured:
         text += f" ({check.chance:.0%} chance to meet it)"
     return text
@@ -177,11 +184,11 @@ def reason(check: Check) -> str:
 def relaxed(relaxation: Relaxation) -> str:
     """The value that one limit would need, and the candidate that then meets it."""
     check = relaxation.check
-    show = format_bytes if check.unit == "bytes" else format_seconds
     how = "measured" if check.quantity.measured else "predicted"
     more = check.quantity.value / check.bound - 1
+    value, bound = in_unit(check, check.quantity.value), in_unit(check, check.bound)
     return (
-        f"{check.limit} {show(check.quantity.value)} instead of {show(check.bound)} (+{more:.0%}) "
+        f"{check.limit} {value} instead of {bound} ({more:+.0%}) "
         f"would do for {describe(relaxation.candidate.run)} ({how})"
     )
 

@@ -73,6 +73,7 @@ class Answer:
         inference, finetune: every candidate of the two stages, as it stands at the end.
         kept: models that meet the inference limits in a form in which they may be served, largest
             first.
+        serving: stage 1 of the winner where a serving engine answers it, else None.
         front: fine-tuning candidates that meet the limits and that no other beats in both time
             and memory, fastest first.
         compared: every candidate measured in this run, beside its predictions.
@@ -106,6 +107,7 @@ class Answer:
     cautions: Sequence[str] = ()
     may_fit: Sequence[Candidate] = ()
     side_by_side: Sequence[Candidate] = ()
+    serving: Candidate | None = None
     besides: Besides | None = None
     repeatability: Repeatability | None = None
     refused: Sequence[Refused] = ()
@@ -140,5 +142,6 @@ class Answer:
             "files": {name: str(path) for name, path in self.files.items()},
             "training": None if self.training is None else dict(self.training),
             **({} if self.choice is None else {"gpus": self.choice.to_rows()}),
+            **({} if self.serving is None else {"serving": detailed_row(self.serving, self.plan)}),
             **({} if self.counts is None else {"gpu_counts": self.counts.to_rows()}),
         } | answer_facts(self)

@@ -69,11 +69,7 @@ def _learn_launch(session: Session) -> None:
 
 
 def _spend(session: Session, budget_s: float) -> None:
-    alive = [
-        run
-        for run in (*session.space.inference_runs(), *session.space.finetune_runs())
-        if _may_fit(session, run)
-    ]
+    alive = [run for run in session.measurable_runs() if _may_fit(session, run)]
     predicted_times = {run: _predicted_times(session, run) for run in alive}
     targets = [predicted_time for some in predicted_times.values() for predicted_time in some]
     search_loop = session.search_loop(alive)

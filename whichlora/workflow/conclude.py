@@ -25,6 +25,7 @@ from whichlora.search.feasibility import (
 from whichlora.search.gpu_counts import GpuCounts, compare_counts
 from whichlora.search.grid import pareto
 from whichlora.search.loop import SearchLoop
+from whichlora.serving.form import serving_form, serving_run
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.parallel import ONE_GPU
 from whichlora.trainers import get_trainer
@@ -43,7 +44,10 @@ def conclude(
     """
     plan = session.plan
     candidates = session.candidates(search_loop)
-    inference = [candidate for candidate in candidates if candidate.run.phase == "inference"]
+    inference = [
+        *session.served,
+        *(candidate for candidate in candidates if candidate.run.phase == "inference"),
+    ]
     served_models = kept_models(inference)
     serves = chance_to_serve(inference)
     candidates = [
@@ -79,7 +83,6 @@ def conclude(
         default=None,
     )
     model = plan.models[0] if shown is None else shown.run.model
-    lengths = session.data.lengths(model)
     return Answer(
         plan=plan,
         gpu=session.gpu,
@@ -94,6 +97,7 @@ def conclude(
         kept=served_models,
         winner=best,
         may_fit=may_fit,
+        serving=_served(session, best),
         front=_front(finetune, least),
         search=search,
         compared=compared,
@@ -104,14 +108,26 @@ def conclude(
         side_by_side=[] if shown is None else session.side_by_side(search_loop, shown.run),
         besides=None if best is None else session.besides(best.run),
         repeatability=_repeatability(session, best),
-        dataset={
-            "num_sequences": lengths.num_sequences(),
-            "tokens_per_epoch": lengths.total_tokens(),
-            "longest": lengths.longest(),
-            "epochs": plan.epochs,
-        },
+        dataset=_dataset_facts(session, model),
         calibration=session.calibration,
     )
+
+
+def _dataset_facts(session: Session, model: str) -> dict[str, float]:
+    """What total times are for, in tokens of `model`."""
+    lengths = session.data.lengths(model)
+    return {
+        "num_sequences": lengths.num_sequences(),
+        "tokens_per_epoch": lengths.total_tokens(),
+        "longest": lengths.longest(),
+        "epochs": session.plan.epochs,
+    }
+
+
+def _served(session: Session, best: Candidate | None) -> Candidate | None:
+    """Stage 1 of the winner where an engine answers: the likeliest shape of its form."""
+    shapes = [each for each in session.served if best is not None and each.form == best.form]
+    return max(shapes, key=lambda each: each.chance, default=None)
 
 
 def _replayed(
@@ -194,10 +210,21 @@ def _cautions(session: Session, best: Candidate | None, model: str) -> list[str]
     if get_trainer(session.plan.finetune.trainer).gives_rewards:
         cautions.append("stage 1 judges models that write texts, not ones that give rewards")
     if best is not None:
+        cautions += _merged_instead(session, best)
         of_model = session.models[model].notes
         notes = (note for note in best.prediction.notes if note not in of_model)
         cautions += [note for note in notes if not note.startswith(UNVERIFIED)]
     return cautions
+
+
+def _merged_instead(session: Session, best: Candidate) -> list[str]:
+    """Why the winner is judged merged, where its method is served unmerged elsewhere."""
+    plan = session.plan
+    if plan.serve is not None:
+        return []
+    unmerged = serving_form(serving_run(plan.inference, best.run, None))
+    refusal = session.space.why_merged(unmerged)
+    return [f"judged merged: {refusal.removeprefix('serving: ')}"] if refusal else []
 
 
 def _of_several_gpus(

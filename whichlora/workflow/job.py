@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.errors import ConfigError
+from whichlora.search.feasibility import Candidate
+from whichlora.serving.form import form_in_words
 from whichlora.spec.data_format import KINDS, DataFormat
 from whichlora.spec.run import RunConfig
 from whichlora.store.jsonfiles import read_object, write_object, write_text
@@ -32,6 +34,8 @@ def write_files(session: Session, answer: Answer) -> dict[str, Path]:
         files["measurements"] = session.log.path
     if answer.winner is not None:
         files |= _write_job(session, answer.winner.run)
+        if "job" in files and answer.serving is not None:
+            files |= _write_serving(session, answer.winner.run, answer.serving)
     elif (folder / "train.py").is_file():
         session.progress.say(f"{folder / 'train.py'}: is of an earlier answer, not of this one")
     return files
@@ -86,6 +90,28 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
         if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != text:
             write_text(file, text)  # else checkpoints newer than the script are its own
     return {"job": path} | job
+
+
+def _write_serving(session: Session, best: RunConfig, judged: Candidate) -> dict[str, Path]:
+    """The script that starts the engine on the trained model; none where nothing can load it."""
+    from whichlora.exports.serve_script import serve_script
+
+    serving = judged.prediction.serving
+    assert serving is not None  # an engine's answer
+    if session.plan.weights == "random":
+        return {}
+    text = serve_script(
+        session.job(judged.run),
+        best.method,
+        form=form_in_words(judged.run),
+        concurrency=serving.max_running,
+    )
+    path = session.plan.output_dir / "serve.sh"
+    if not text:
+        session.progress.say(f"no serve.sh: {serving.engine} has no command for {best.method}")
+        return {}
+    write_text(path, text)
+    return {"serving": path}
 
 
 def train(session: Session, answer: Answer) -> dict[str, Any]:

@@ -163,6 +163,11 @@ def search(session: Session) -> Answer:
         f"{'1 model' if len(plan.models) == 1 else f'{len(plan.models)} models'} "
         f"on {session.gpu.key}"
     )
+    if session.space.is_answered and plan.profile != "none":
+        session.progress.say(
+            f"stage 1 is what {plan.inference.serving} answers when it starts: no inference is "
+            "profiled; `whichlora calibrate --from-log` takes a running engine's log"
+        )
     runs = session.runs()
     if session.is_large:
         session.progress.say(f"{len(runs)} of them may win and are looked at one by one")

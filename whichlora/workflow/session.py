@@ -36,10 +36,19 @@ from whichlora.search.acquisition import Decision, SearchProblem, tiers
 from whichlora.search.candidate_posterior import CandidatePosterior
 from whichlora.search.candidates import Candidates
 from whichlora.search.counted_candidate import CountedCandidate, count_inference, count_training
-from whichlora.search.feasibility import Candidate, Quantity, dominated, judge, least_chance
+from whichlora.search.feasibility import (
+    LIKELY,
+    Candidate,
+    Quantity,
+    chance_to_serve,
+    dominated,
+    judge,
+    least_chance,
+)
 from whichlora.search.loop import SearchLoop
 from whichlora.search.shortlist import MANY, CountedPlan, Requirements
 from whichlora.search.total import profiled_total
+from whichlora.serving import get_engine
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.plan import LAST_RESORT, Plan
@@ -91,6 +100,7 @@ class Session:
             raise ConfigError(
                 f"prefer: price needs the price of an hour on {gpu.key}; add it to gpu_prices"
             )
+        _check_time_limits(plan, gpu)
         plan = replace(
             plan,
             inference=with_precision(plan.inference, gpu),
@@ -162,12 +172,17 @@ class Session:
     def runs(self) -> list[RunConfig]:
         """The candidates to decide on: all, or of many a shortlist and what was measured."""
         if not self.is_large:
-            return [*self.space.inference_runs(), *self.space.finetune_runs()]
+            return self.measurable_runs()
         runs = self._shortlist()
         if not any(run.phase == "finetune" for run in runs):
             self.space.finetune_runs()  # says why all are refused
         resumed = () if self.plan.is_spread else self._resumed  # profiled for runs of several GPUs
         return list(dict.fromkeys([*runs, *resumed]))
+
+    def measurable_runs(self) -> list[RunConfig]:
+        """Every candidate; of stage 1 none where a serving engine answers."""
+        serving = [] if self.space.is_answered else self.space.inference_runs()
+        return [*serving, *self.space.finetune_runs()]
 
     def _shortlist(self) -> list[RunConfig]:
         limits, objective = self.limits, self.plan.objective
@@ -189,10 +204,35 @@ class Session:
     def _counted_plan(self) -> CountedPlan:
         space = self.space
         return CountedPlan(
-            lambda model: space.serving_of((model,)),
+            lambda model: () if space.is_answered else space.serving_of((model,)),
             lambda model: space.training_of((model,)),
             space.form,
+            self.answered.get,
         )
+
+    @cached_property
+    def served(self) -> list[Candidate]:
+        """Stage 1 where a serving engine answers: every candidate, as predicted; else none."""
+        if not self.space.is_answered:
+            return []
+        return [
+            judge(
+                self.predict(run),
+                self.limits,
+                form=self.space.form(run),
+                objective=self.plan.objective,
+            )
+            for run in self.space.inference_runs()
+        ]
+
+    @cached_property
+    def answered(self) -> dict[RunConfig, bool]:
+        """Whether a serving engine meets the limits in each form; False where it refuses it."""
+        if not self.space.is_answered:
+            return {}
+        chances = chance_to_serve(self.served)
+        forms = self.space.forms(self.plan.models)
+        return {form: chances.get(form, 0.0) >= LIKELY for form in forms}
 
     def side_by_side(self, search_loop: SearchLoop, run: RunConfig) -> list[Candidate]:
         """`run` with every method and rank; what its model or its libraries refuse is left out."""
@@ -302,6 +342,9 @@ class Session:
             ),
             most_s=per_stage(limits.total_time_s, limits.time_per_token_s, np.inf),
             prefer=plan.objective.prefer,
+            answered={
+                n: self.answered[form] for form, n in numbers.items() if form in self.answered
+            },
         )
         return SearchLoop(problem, CandidatePosterior(counted_candidates), self.calibration)
 
@@ -563,6 +606,28 @@ class Session:
         if self._profiler is not None:
             self._profiler.close()
             self._profiler = None
+
+
+def _check_time_limits(plan: Plan, gpu: GpuSpec) -> None:
+    """Refuse limits on times that the engine of `plan` has not.
+
+    Raises:
+        ConfigError: one line.
+    """
+    limits, engine = plan.limits_on(gpu.key), get_engine(plan.inference.serving)
+    if engine.start is None:
+        return
+    for key, limit in (
+        ("time_per_token", limits.time_per_token_s),
+        ("ttft", limits.ttft_s),
+        ("tpot", limits.tpot_s),
+        ("requests_per_s", limits.requests_per_s),
+    ):
+        if limit is not None:
+            raise ConfigError(
+                f"stage1_profile.{key}: no times are predicted of serving {engine.name} yet; leave "
+                "it out, or give serving transformers and time_per_token"
+            )
 
 
 def _run_id(folder: Path, *, fresh: bool) -> str:

@@ -1,0 +1,199 @@
+"""A plan whose models a serving engine serves: stage 1 is what the engine answers when it starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_runs import Silent
+
+from whichlora.errors import ConfigError
+from whichlora.spec.results import ServingPrediction
+from whichlora.terminal.answer import explanation, print_answer
+from whichlora.workflow import estimates
+from whichlora.workflow.answer import Answer
+from whichlora.workflow.run import run_plan
+
+LLAMA, QWEN = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-14B"
+SMALL = "Qwen/Qwen2.5-0.5B"
+
+
+def answered(folder: Path, **keys: Any) -> Answer:
+    plan = {
+        "gpu": "rtx-3090-24gb",
+        "profile": "none",
+        "models": [LLAMA, QWEN],
+        "methods": ["qlora"],
+        "serving": "vllm",
+        "stage1_profile": {"concurrency": 4, "context": 4096},
+        "stage2_profile": {"batch_size": [1, 2]},
+        "sequence_length": 512,
+        "dataset": {"samples": 1000, "tokens": 200_000},
+        "output_dir": "out",
+    }
+    path = folder / "plan.yaml"
+    merged = {k: v for k, v in (plan | keys).items() if v is not None}
+    path.write_text(json.dumps(merged))
+    return run_plan(path, progress=Silent())
+
+
+def engine_of(answer: Answer) -> ServingPrediction:
+    assert answer.serving is not None
+    serving = answer.serving.prediction.serving
+    assert serving is not None
+    return serving
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Answer:
+    return answered(tmp_path_factory.mktemp("plain"))
+
+
+def test_a_model_goes_on_only_if_the_engine_starts_with_it(plain: Answer) -> None:
+    assert plain.kept == (LLAMA,)
+    assert {each.run.model for each in plain.finetune} == {LLAMA}
+    assert plain.winner is not None
+    assert plain.winner.run.model == LLAMA
+    assert any("vllm does not start: " in line and QWEN in line for line in explanation(plain))
+
+
+def test_the_answer_is_what_an_estimate_of_the_same_engine_says(plain: Answer) -> None:
+    assert plain.serving is not None
+    (estimated,) = estimates.estimate([plain.serving.run], ["rtx-3090-24gb"])
+    assert estimated.serving == engine_of(plain)
+    assert engine_of(plain).max_running >= 4
+
+
+def test_the_files_and_the_terminal_name_engine_pool_concurrency_and_context(
+    plain: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serving = engine_of(plain)
+    said = f"by vllm {serving.version}: {serving.max_running} sequences of 4,096 tokens at once"
+    print_answer(plain)
+    shown = " ".join(capsys.readouterr().out.split())
+    page = plain.files["report"].read_text()
+    for text in (shown, plain.files["summary"].read_text(), page):
+        assert said in text
+        assert f"longest {serving.max_context:,}" in text
+    row = json.loads(plain.files["answer"].read_text())["serving"]
+    assert row["engine"]["kv_pool_bytes"] == serving.kv_pool_bytes
+    assert row["max_running"] == serving.max_running
+
+
+def test_the_script_starts_the_engine_exactly_as_it_was_judged(plain: Answer) -> None:
+    text = plain.files["serving"].read_text()
+    command = shlex.split(re.findall(r"^exec (.+)$", text, flags=re.MULTILINE)[0])
+    judged = shlex.split(engine_of(plain).command)
+    # the merged weights have a place of their own
+    assert command == [*judged[:2], "./merged", *judged[3:], "$@"]
+    assert 'PeftModel.from_pretrained(base, "output")' in text
+    compile(re.findall(r"<<'END'\n(.+)END\n", text, flags=re.DOTALL)[0], "merge", "exec")
+
+
+def test_weights_that_the_engine_does_not_load_are_judged_merged(plain: Answer) -> None:
+    assert plain.winner is not None
+    assert plain.winner.form is not None
+    assert (plain.winner.form.serve, plain.winner.form.quant) == ("merged", "none")
+    assert any(line.startswith("judged merged: vllm 0.33.0 reads no") for line in plain.cautions)
+
+
+def test_a_form_that_is_asked_for_and_not_served_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="^serving: vllm 0.33.0 reads no bitsandbytes weights"):
+        answered(tmp_path, serve="as-trained")
+    with pytest.raises(ConfigError, match="vllm cannot serve DoRA's magnitudes; use serve merged"):
+        answered(tmp_path, serve="as-trained", methods=["dora"])
+
+
+def test_a_refused_form_takes_no_part_beside_one_that_is_served(tmp_path: Path) -> None:
+    answer = answered(tmp_path, serve="as-trained", methods=["lora", "dora"], models=[SMALL])
+    assert {each.run.method for each in answer.finetune} == {"lora"}
+    assert [(each.settings["phase"], each.settings["method"]) for each in answer.refused] == [
+        ("inference", "dora")
+    ]
+    script = answer.files["serving"].read_text()
+    assert "--enable-lora --max-lora-rank 16 --lora-modules adapter=./output" in script
+    assert f"exec vllm serve {SMALL} " in script
+    assert "merge" not in script.partition("\nset -e")[2]
+
+
+@pytest.mark.parametrize(
+    ("stage", "missed"),
+    [
+        ({"concurrency": 500, "context": 4096}, "concurrency"),
+        ({"context": 60_000}, "context"),
+    ],
+)
+def test_limits_on_sequences_reject_and_say_what_would_do(
+    tmp_path: Path, stage: dict[str, int], missed: str
+) -> None:
+    answer = answered(tmp_path, models=[LLAMA], stage1_profile=stage)
+    assert answer.winner is None
+    (shape,) = answer.inference
+    assert [check.limit for check in shape.checks if check.verdict == "misses"] == [missed]
+    most = next(check.quantity.value for check in shape.checks if check.limit == missed)
+    said = "\n".join(explanation(answer))
+    assert f"Alone, {missed} {most:,.6g}" in said
+    # just that much is met
+    again = stage | {missed: int(most)}
+    assert answered(tmp_path, models=[LLAMA], stage1_profile=again).winner is not None
+
+
+def test_memory_is_the_engines_share_of_the_card(tmp_path: Path) -> None:
+    limit = {"concurrency": 1, "context": 4096, "peak_memory": "20GiB"}
+    assert answered(tmp_path, models=[LLAMA], stage1_profile=limit).winner is None
+    answer = answered(
+        tmp_path,
+        models=[LLAMA],
+        stage1_profile=limit,
+        serving_options={"gpu_memory_utilization": 0.8},
+    )
+    assert answer.winner is not None
+    assert answer.serving is not None
+    assert 0.8 * 23.5 * 2**30 < answer.serving.memory_bytes.value < 20 * 2**30
+
+
+@pytest.mark.parametrize("limit", ["time_per_token_ms", "ttft_ms", "tpot_ms", "requests_per_s"])
+def test_limits_on_times_are_refused_in_one_line(tmp_path: Path, limit: str) -> None:
+    with pytest.raises(ConfigError, match="no times are predicted of serving vllm yet"):
+        answered(tmp_path, stage1_profile={limit: 20})
+
+
+def test_an_older_release_serves_quantised_weights_as_they_were_trained(tmp_path: Path) -> None:
+    answer = answered(tmp_path, serving_version="0.27.1", models=[QWEN])
+    assert answer.winner is not None
+    assert answer.winner.form is not None
+    assert answer.winner.form.serve == "as-trained"
+    assert engine_of(answer).version == "0.27.1"
+
+
+def test_a_shortlisted_plan_drops_the_same_models(tmp_path: Path) -> None:
+    answer = answered(
+        tmp_path,
+        methods=["lora", "qlora"],
+        ranks=[4, 8, 16, 32, 64],
+        optimizer=["adamw_torch_fused", "paged_adamw_8bit"],
+        attn=["sdpa", "eager"],
+        stage2_profile={"batch_size": [1, 2, 4, 8]},
+    )
+    assert answer.kept == (LLAMA,)
+    assert answer.winner is not None
+    assert {each.run.model for each in answer.finetune} == {LLAMA}
+
+
+def test_a_profiled_plan_measures_no_inference(tmp_path: Path) -> None:
+    from whichlora.config import load_plan
+    from whichlora.store.gpus import find_gpu
+    from whichlora.workflow.session import Session
+
+    answered(tmp_path, models=[LLAMA])
+    plan = load_plan(tmp_path / "plan.yaml")
+    session = Session(plan, find_gpu("rtx-3090-24gb"), Silent(), fresh=True)
+    loop = session.search_loop(session.runs())
+    assert {run.phase for run in loop.runs} == {"finetune"}
+    decision = loop.decide()
+    assert decision.next_run is not None
+    assert loop.problem.answered == {0: True}

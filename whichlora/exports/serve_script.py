@@ -1,0 +1,66 @@
+"""`serve.sh`: starts the engine that stage 1 judged on the model that `train.py` leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.methods import get_method
+from whichlora.predict.resolve import ResolvedRun
+from whichlora.spec.run import BNB_QUANTS
+
+TRAINED, MERGED, QUANTISED = "./output", "./merged", "./quantised"
+
+_HEAD = """#!/bin/sh
+# {model} by {engine} {version}, {form}, as whichlora judged it: \
+{concurrency} sequences of {context} tokens at once
+set -e
+cd "$(dirname "$0")"
+"""
+_MERGE = """if [ ! -d merged ]; then
+  python - <<'END'
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained({model!r}, dtype={dtype!r})
+PeftModel.from_pretrained(base, "output").merge_and_unload().save_pretrained("merged")
+AutoTokenizer.from_pretrained("output").save_pretrained("merged")
+END
+fi
+"""
+_QUANTISE = """if [ ! -d quantised ]; then
+  echo "merged/ is to be stored as {quant} in quantised/ first" >&2
+  exit 1
+fi
+"""
+
+
+def serve_script(job: ResolvedRun, method: str, *, form: str, concurrency: int) -> str:
+    """The text of `serve.sh`; empty where the engine has no command for it.
+
+    Args:
+        job: the inference, as it was judged.
+        method: that the model is trained with.
+        form: of weights and adapter, in words.
+        concurrency: sequences that run at once.
+    """
+    run, served = job.run, job.served
+    quant = run.quant or "none"
+    text = _HEAD.format(
+        model=job.model.name,
+        engine=job.engine.name,
+        version=getattr(served.libraries, job.engine.library, ""),
+        form=form,
+        concurrency=concurrency,
+        context=served.context,
+    )
+    weights = ""  # of the base, by its name
+    if run.serve == "merged":
+        weights = TRAINED if get_method(method).trains_base else MERGED
+        if weights == MERGED:
+            dtype = {"fp16": "float16", "fp32": "float32"}.get(job.dtype, "bfloat16")
+            text += _MERGE.format(model=job.model.name, dtype=dtype)
+        if quant != "none" and quant not in BNB_QUANTS:  # bitsandbytes quantises as it loads
+            text += _QUANTISE.format(quant=quant)
+            weights = QUANTISED
+    command = job.engine.command(replace(served, weights=weights, adapter=TRAINED))
+    return f'{text}exec {command} "$@"\n' if command else ""
