@@ -1,4 +1,4 @@
-"""A plan whose models a serving engine serves: stage 1 is what the engine answers when it starts."""
+"""A plan whose models an engine serves: stage 1 is what the engine answers when it starts."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_weights_that_the_engine_does_not_load_are_judged_merged(plain: Answer) 
 
 
 def test_a_form_that_is_asked_for_and_not_served_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="^serving: vllm 0.33.0 reads no bitsandbytes weights"):
+    with pytest.raises(ConfigError, match=r"^serving: vllm 0\.33\.0 reads no bitsandbytes"):
         answered(tmp_path, serve="as-trained")
     with pytest.raises(ConfigError, match="vllm cannot serve DoRA's magnitudes; use serve merged"):
         answered(tmp_path, serve="as-trained", methods=["dora"])
