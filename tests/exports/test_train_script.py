@@ -273,6 +273,13 @@ def test_a_batch_script_starts_one_launcher_on_each_node() -> None:
     assert one_node == [f"exec {launch_line(on_gpus('fsdp', gpus=4), 'train.py')}"]
 
 
+def test_threads_of_an_offloaded_update_are_set_for_the_processes() -> None:
+    options = (("offload", ("optimizer",)), ("omp_num_threads", 8))
+    run = on_gpus("zero2", gpus=2, options=options)
+    assert launch_line(run, "train.py").startswith("OMP_NUM_THREADS=8 python -m torch.distributed")
+    assert train_command(Path("train.py"), run)[:3] == ["env", "OMP_NUM_THREADS=8", sys.executable]
+
+
 def test_several_nodes_are_not_started_from_one() -> None:
     with pytest.raises(ConfigError, match="nodes: 2 can't be started from one of them"):
         train_command(Path("train.py"), on_gpus("ddp", gpus=4, nodes=2))

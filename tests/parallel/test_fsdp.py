@@ -160,6 +160,18 @@ def test_what_is_offloaded_is_on_the_host_and_goes_to_the_gpu_before_each_gather
     assert collectives == {"all_gather", "reduce_scatter"}
 
 
+def test_an_offloaded_update_reads_and_writes_the_shares_on_the_host() -> None:
+    run = run_of("full", 4, offload=("optimizer", "params"))
+    job = resolve(MODEL, run, GPU)
+    assert job.layout is not None
+    (kind,) = job.layout.rank_kinds(training_step(job))
+    update = job.layout.host_update(kind)
+    assert update is not None
+    # a fused update of fp32 has 7 passes, the norm of the gradients and its scale have 3
+    assert update.num_bytes == pytest.approx(4 * 10 * MODEL.num_params / 4, rel=0.01)
+    assert job.layout.update_share == 0
+
+
 def test_the_trainer_is_told_to_offload_with_a_backend_for_the_host() -> None:
     run = resolve(MODEL, run_of("lora", 2, offload=("optimizer", "params")), GPU).run
     layout = layout_of(run)

@@ -16,6 +16,7 @@ from whichlora.memory.training import training_ledger
 from whichlora.memory.weights import LAYER_WEIGHTS, quantised_state_bytes
 from whichlora.parallel import deepspeed, get_strategy, zero3
 from whichlora.parallel.base import RankKind, Spread
+from whichlora.parallel.host_update import threads_of
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.predict import predict, training_step
 from whichlora.predict.resolve import resolve
@@ -277,3 +278,38 @@ def test_the_trainer_gets_deepspeeds_own_file() -> None:
     assert zero["stage3_prefetch_bucket_size"] == "auto"
     assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
     assert "offload_optimizer" not in zero
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_an_offloaded_update_takes_time_on_the_host_and_copies_over_pcie(strategy: str) -> None:
+    options = {"offload": ("optimizer",)}
+    alone, offloaded = predicted(strategy), predicted(strategy, options=options)
+    kind, spread = a_rank(a_run(strategy, options=options))
+    update = get_strategy(strategy).host_update(kind, spread)
+    share = MODEL.num_params / 8
+    assert update is not None
+    assert update.threads == threads_of(spread) == 1
+    # 28 of the update, 8 of the gradients' scale, 6 of the cast to 16 bit
+    assert update.num_bytes == pytest.approx(42 * share, rel=1e-3)
+    assert deepspeed.update_share(spread) == 0
+    assert alone.several_gpus is not None
+    assert offloaded.several_gpus is not None
+    assert {m.size for m in alone.several_gpus.communication.messages} == {8}
+    copies = [m for m in offloaded.several_gpus.communication.messages if m.size == 1]
+    sent = {
+        what: sum(m.num_bytes * m.count for m in copies if m.collective == what)
+        for what in ("to_host", "from_host")
+    }
+    # fp32 gradients leave, 16-bit parameters come; stage 3 stores and fetches 16-bit gradients, too
+    more = 2 * (strategy == "zero3")
+    assert sent["to_host"] == pytest.approx((4 + more) * share, rel=1e-3)
+    assert sent["from_host"] == pytest.approx((2 + more) * share, rel=1e-3)
+
+
+def test_offloaded_parameters_come_to_the_gpu_before_each_gather() -> None:
+    options = {"offload": ("optimizer", "params")}
+    several = predicted("zero3", options=options, gradient_accumulation_steps=3).several_gpus
+    assert several is not None
+    shares = [m for m in several.communication.messages if "shares to the GPU" in m.what]
+    assert [m.count for m in shares] == [3, 3]
+    assert shares[0].num_bytes == pytest.approx(2 * MODEL.num_params / 8, rel=0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from whichlora.timing.links import (
     collective_s,
     extends_measurements,
     group_of,
+    host_update_s,
     on_node_s,
 )
 
@@ -109,3 +111,13 @@ def test_the_host_is_as_far_as_its_link() -> None:
 )
 def test_what_nobody_knows_is_nan(links: LinkSpec, group: Any) -> None:
     assert math.isnan(collective_s(links, "all_reduce", 1e6, group))
+
+
+def test_an_update_on_the_host_is_as_fast_as_its_threads_until_memory_is_the_limit() -> None:
+    unknown = LinkSpec(key="a", name="a", relative_deviation=0.1)
+    measured = replace(unknown, host_thread_bytes_per_s=10e9, host_update_bytes_per_s=40e9)
+    one, deviation = host_update_s(measured, 80e9, threads=1, processes=2)
+    assert one == pytest.approx(8.0)
+    assert host_update_s(measured, 80e9, threads=8, processes=2)[0] == pytest.approx(4.0)
+    assert host_update_s(measured, 80e9, threads=8, processes=8)[0] == pytest.approx(16.0)
+    assert deviation < host_update_s(unknown, 80e9, threads=1, processes=2)[1]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.exports.train_script import torchrun, train_command
+from whichlora.exports.train_script import thread_setting, torchrun, train_command
 from whichlora.exports.train_script.lines import DEEPSPEED_FILE, divides_while_loading
 from whichlora.exports.yaml import yaml_text
 from whichlora.parallel.base import ON_HOST
@@ -149,9 +149,9 @@ def launch_line(
     command = f"-m {script}" if module else shlex.quote(script)
     if layout is None or layout.launcher == "python":
         return f"{shlex.quote(python)} {command}"
-    return " ".join(
-        [shlex.quote(python), "-m", "torch.distributed.run", *launcher_options(run), command]
-    )
+    environment = " ".join(thread_setting(run))
+    torchrun_module = [shlex.quote(python), "-m", "torch.distributed.run"]
+    return f"{environment} {' '.join([*torchrun_module, *launcher_options(run), command])}".lstrip()
 
 
 def launcher_options(run: RunConfig) -> list[str]:
@@ -174,7 +174,7 @@ def slurm_lines(run: RunConfig, script: str, *, python: str) -> list[str]:
     """
     if run.parallel.nodes == 1:
         return [f"exec {shlex.join(train_command(Path(script), run, python=python))}"]
-    start = shlex.join(torchrun(python, run.parallel.gpus_per_node))
+    start = shlex.join(torchrun(python, run))
     meeting = _meeting(run, '--rdzv-id="$SLURM_JOB_ID"', '--rdzv-endpoint="$meeting"')
     each = " ".join([start, *meeting, shlex.quote(script)])
     return [

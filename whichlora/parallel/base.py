@@ -93,6 +93,19 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostUpdate:
+    """What the processor of a rank does in the update of offloaded states.
+
+    Args:
+        num_bytes: of host memory that are read and written.
+        threads: of the rank's process.
+    """
+
+    num_bytes: Count
+    threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
     """What a checkpoint makes of tensors that ranks divide.
 
@@ -154,6 +167,10 @@ def _nothing_on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
     return ()
 
 
+def _updates_on_device(rank: RankKind, spread: Spread) -> HostUpdate | None:
+    return None
+
+
 def _saves_what_it_holds(rank: RankKind, spread: Spread) -> Saving | None:
     return None
 
@@ -198,9 +215,10 @@ class Strategy:
         check: refuse what the libraries refuse, with one line (`ConfigError`).
         split: what the ranks of one kind compute, once this strategy has divided their work.
         moments: what a rank holds at each moment, of the entries that its step would have alone.
-        update_share: of the trained parameters, what one rank's optimizer updates.
+        update_share: of the trained parameters, what one rank's optimizer updates on its GPU.
         weights_share: of the weights of a rank's step, what it holds at least between steps.
         messages: what one rank sends and receives in one optimizer step.
+        host_update: what the processor updates in place of the GPU; None where it does not.
         on_host: what it keeps in pinned host memory, by entry.
         saving: what is copied or gathered for a checkpoint of the Trainer.
         training_arguments: what `transformers.TrainingArguments` takes to turn it on; "deepspeed"
@@ -231,6 +249,7 @@ class Strategy:
     update_share: Callable[[Spread], float] = _updates_all
     weights_share: Callable[[Spread], float] = _updates_all
     messages: Callable[[RankKind, Spread], tuple[Message, ...]] = _no_messages
+    host_update: Callable[[RankKind, Spread], HostUpdate | None] = _updates_on_device
     on_host: Callable[[RankKind, Spread], tuple[Entry, ...]] = _nothing_on_host
     saving: Callable[[RankKind, Spread], Saving | None] = _saves_what_it_holds
     training_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _not_in_the_trainer

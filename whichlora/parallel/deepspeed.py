@@ -18,8 +18,9 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import BUFFERS
-from whichlora.parallel.base import Message, Moments, RankKind, Saving, Spread, in_run
+from whichlora.parallel.base import HostUpdate, Message, Moments, RankKind, Saving, Spread, in_run
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
+from whichlora.parallel.host_update import threads_of, update_note
 from whichlora.spec.numeric import Count, ceil_div, largest, smallest
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import RunConfig, autocast_precision
@@ -407,6 +408,75 @@ def with_partitioned_states(entries: Iterable[Entry], part: Partitioned) -> Iter
         yield Entry(MASTER, MASTER_BYTES * part.elements * on_device)
 
 
+# Bytes of host memory that the update of a parameter reads and writes: DeepSpeedCPUAdam reads the
+# parameter, its gradient and two states, and writes all but the gradient; `mul_` scales gradients.
+CPU_ADAM_BYTES = 7 * MASTER_BYTES
+CLIP_BYTES = 2 * MASTER_BYTES
+
+
+def host_update(rank: RankKind, spread: Spread, *, part: Partitioned) -> HostUpdate | None:
+    """The update of the partition on the host, and the cast of what is copied to the GPU.
+
+    Kind: exact. Source: deepspeed 0.19.8 `cpu_adam_impl.cpp` `Step_AVX`, `unscale_and_clip_grads`,
+    `param_buffer_of_bit16_for_cpu_offload_groups`; stage 3 `_reassign_or_swap_out_partitioned_
+    parameters`.
+    """
+    if not offloads(spread, "optimizer"):
+        return None
+    scales = rank.step.trainer.clips_gradients or rank.step.run.precision.startswith("fp16")
+    cast = (MASTER_BYTES + part.width) * (part.width != MASTER_BYTES)
+    each = CPU_ADAM_BYTES + CLIP_BYTES * scales + cast
+    return HostUpdate(num_bytes=each * part.elements, threads=threads_of(spread))
+
+
+def flat_host_update(rank: RankKind, spread: Spread) -> HostUpdate | None:
+    """The same in stages 1 and 2."""
+    return host_update(rank, spread, part=Partitioned(rank.step, spread))
+
+
+def to_and_from_host(
+    spread: Spread,
+    part: Partitioned,
+    *,
+    accumulated: Count = 0,
+    stores: int = 0,
+    fetches: int = 0,
+    sent_back: int,
+) -> tuple[Message, ...]:
+    """Copies of an offloaded update: gradients, widened on the GPU, leave; parameters come back.
+
+    Args:
+        accumulated: bytes of gradients that micro-steps store on the host, and fetch to add to.
+        stores, fetches: how many micro-steps do so.
+        sent_back: bytes of a parameter that comes back; 0 where it stays on the host.
+
+    Kind: estimate: one copy of all, where the library makes one per parameter. Source: deepspeed
+    0.19.8 `async_inplace_copy_grad_to_fp32_buffer_from_gpu`, `async_accumulate_grad_in_cpu_via_
+    gpu`; stage 3 `partition_grads`, `_offload_grad_partition_at_boundary`.
+    """
+    if not offloads(spread, "optimizer"):
+        return ()
+    copies = [("gradients to the host", "to_host", MASTER_BYTES * part.elements, 1)]
+    copies += [
+        ("gradients of micro-steps to the host", "to_host", accumulated, stores),
+        ("gradients of earlier micro-steps", "from_host", accumulated, fetches),
+    ]
+    if sent_back:
+        copies.append(("updated shares to the GPU", "from_host", sent_back * part.elements, 1))
+    return tuple(
+        Message(
+            what=what,
+            collective=collective,  # type: ignore[arg-type]
+            num_bytes=num_bytes,
+            count=count,
+            size=1,
+            micro_steps=1 if count == 1 else None,
+        )
+        for what, collective, num_bytes, count in copies
+        if count
+    )
+
+
 def gathered_once(rank: RankKind, spread: Spread) -> Message:
     """All updated parameters, which every rank gathers after its update."""
     step = rank.step
@@ -450,18 +520,18 @@ def reduced(rank: RankKind, spread: Spread, *, micro_steps: int | None) -> Messa
 
 
 def update_share(spread: Spread) -> float:
-    """Share of the trained parameters that one rank updates.
+    """Share of the trained parameters that one rank updates on its GPU.
 
     Kind: exact but for padding. Source: deepspeed 0.19.8 `get_data_parallel_partitions`.
     """
-    return 1 / spread.size
+    return 0.0 if offloads(spread, "optimizer") else 1 / spread.size
 
 
 def notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
     if offloads(spread, "optimizer"):
         return (
-            "offload: accelerate replaces the optimizer by DeepSpeedCPUAdam, whose seconds on the "
-            "host are not counted",
+            "offload: accelerate replaces the optimizer by DeepSpeedCPUAdam",
+            update_note(spread),
         )
     return ()
 

@@ -13,12 +13,13 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
-from whichlora.memory.optimizer import state_bytes
+from whichlora.memory.optimizer import Update, state_bytes, update_bytes
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import weight_bytes
 from whichlora.parallel.base import (
     ON_HOST,
     Hidden,
+    HostUpdate,
     Message,
     Moments,
     RankKind,
@@ -37,6 +38,7 @@ from whichlora.parallel.fsdp_units import (
     quant_storage,
     sharding_of,
 )
+from whichlora.parallel.host_update import OMP_NUM_THREADS, threads_of, update_note
 from whichlora.spec.numeric import largest
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import FOUR_BIT_BNB, Precision, RunConfig
@@ -204,11 +206,34 @@ def _on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
     return host_entries(_sharding(rank, spread))
 
 
-def _weights_share(spread: Spread) -> float:
-    return 0.0 if spread.options["offload"] else _update_share(spread)
+def _host_update(rank: RankKind, spread: Spread) -> HostUpdate | None:
+    """The update of a rank's shares by torch's operators on the host, after the norm of gradients.
+
+    Kind: exact. Source: `memory.optimizer.update_bytes`; torch 2.13 `foreach_reduce`, which adds
+    gradients of further micro-steps on the host where these are sent.
+    """
+    sharding = _sharding(rank, spread)
+    if not sharding.offloads:
+        return None
+    run = rank.at_rest.run
+    sent = run.gradient_accumulation_steps if sharding.syncs_each_batch else 1
+    update = Update(
+        tensors=tuple(sharding.units.trained_shards(sharding.size)),
+        optimizer=run.optimizer,
+        device_kind="cpu",
+        clips=rank.step.trainer.clips_gradients,
+        unscales=False,
+        num_micro_batches=sent,
+    )
+    return HostUpdate(num_bytes=update_bytes(update), threads=threads_of(spread))
 
 
-def _update_share(spread: Spread) -> float:
+def _device_share(spread: Spread) -> float:
+    """Of weights and of the update, what is on the GPU."""
+    return 0.0 if spread.options["offload"] else _share(spread)
+
+
+def _share(spread: Spread) -> float:
     replicas = int(spread.options["dp_replicate_size"] or 1)  # type: ignore
     return 1 / (spread.size * spread.joined // replicas)
 
@@ -309,7 +334,7 @@ def _check_storage(step: TrainingStep, spread: Spread) -> None:
 def _notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
     notes = _notes_on_four_bit(step, spread) if step.dtypes.quant in FOUR_BIT_BNB else ()
     if spread.options["offload"]:
-        notes += ("offload: the optimizer's seconds on the host are not counted",)
+        notes += (update_note(spread),)
     return notes
 
 
@@ -466,6 +491,7 @@ STRATEGY = Strategy(
             default=False,
         ),
         OFFLOAD,
+        OMP_NUM_THREADS,
         Option(
             name="bnb_4bit_quant_storage",
             summary="dtype that stores 4-bit weights; uint8 is not sharded; default: as gathered",
@@ -478,9 +504,10 @@ STRATEGY = Strategy(
     check=_check,
     split=_split,
     moments=_moments,
-    update_share=_update_share,
-    weights_share=_weights_share,
+    update_share=_device_share,
+    weights_share=_device_share,
     messages=_messages,
+    host_update=_host_update,
     on_host=_on_host,
     training_arguments=_training_arguments,
     model_arguments=_model_arguments,

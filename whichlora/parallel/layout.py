@@ -12,7 +12,7 @@ from whichlora.memory.entries import Entry
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import Ledger, training_ledger
 from whichlora.memory.weights import weight_bytes
-from whichlora.parallel.base import Message, Order, RankKind, Saving, Spread, Strategy
+from whichlora.parallel.base import HostUpdate, Message, Order, RankKind, Saving, Spread, Strategy
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.spec.numeric import largest
 from whichlora.spec.options import OptionValue, filled
@@ -210,6 +210,11 @@ class Layout:
             for strategy, spread in self.strategies
             for entry in strategy.on_host(kind, spread)
         )
+
+    def host_update(self, kind: RankKind) -> HostUpdate | None:
+        """What the processor of one rank of `kind` updates; None where GPUs do."""
+        of_strategies = [each.host_update(kind, spread) for each, spread in self.strategies]
+        return next((each for each in of_strategies if each is not None), None)
 
     def saving(self, kind: RankKind) -> Saving | None:
         """What a checkpoint copies or gathers, of the strategy that divides most; None: nothing."""

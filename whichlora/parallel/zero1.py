@@ -9,6 +9,7 @@ from functools import partial
 
 from whichlora.parallel import deepspeed
 from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
+from whichlora.parallel.host_update import OMP_NUM_THREADS
 
 
 def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
@@ -18,13 +19,25 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
 
 def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
     # `reduce_ready_partitions_and_remove_grads` waits for the last micro-step
+    part = deepspeed.Partitioned(rank.step, spread)
+    # and adds to a buffer on the host, which is empty
+    accumulates = int(rank.step.accumulates)
+    copies = deepspeed.to_and_from_host(
+        spread,
+        part,
+        accumulated=part.whole * part.width,
+        stores=accumulates,
+        fetches=accumulates,
+        sent_back=part.width,
+    )
     return (
         deepspeed.reduced(rank, spread, micro_steps=1),
+        *copies,
         deepspeed.gathered_once(rank, spread),
     )
 
 
-_OPTIONS = (deepspeed.BUCKET, deepspeed.OVERLAP, deepspeed.OFFLOAD_OPTIMIZER)
+_OPTIONS = (deepspeed.BUCKET, deepspeed.OVERLAP, deepspeed.OFFLOAD_OPTIMIZER, OMP_NUM_THREADS)
 STRATEGY = Strategy(
     name="zero1",
     summary="DeepSpeed: optimizer states divided",
@@ -36,6 +49,7 @@ STRATEGY = Strategy(
     moments=_moments,
     update_share=deepspeed.update_share,
     messages=_messages,
+    host_update=deepspeed.flat_host_update,
     on_host=deepspeed.on_host,
     saving=deepspeed.saving,
     training_arguments=partial(deepspeed.training_arguments, stage=1),

@@ -18,8 +18,19 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
 
 
 def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
+    part = deepspeed.Partitioned(rank.step, spread)
+    steps = rank.step.run.gradient_accumulation_steps
+    copies = deepspeed.to_and_from_host(
+        spread,
+        part,
+        accumulated=part.whole * part.width,  # each parameter that the partition touches, whole
+        stores=steps if steps > 1 else 0,
+        fetches=steps - 1,
+        sent_back=part.width,
+    )
     return (
         deepspeed.reduced(rank, spread, micro_steps=None),
+        *copies,
         deepspeed.gathered_once(rank, spread),
     )
 

@@ -23,9 +23,10 @@ from whichlora.memory.moments import HEAD_GRADIENT, LOGITS_GRADIENT
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import BUFFERS, LAYER_WEIGHTS, quantised_state_bytes
 from whichlora.parallel import deepspeed
-from whichlora.parallel.base import Message, Moments, RankKind, Saving, Spread, Strategy
+from whichlora.parallel.base import HostUpdate, Message, Moments, RankKind, Saving, Spread, Strategy
 from whichlora.parallel.deepspeed import Partitioned, Shares
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
+from whichlora.parallel.host_update import OMP_NUM_THREADS
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Count, ceil_div, largest
 from whichlora.spec.options import Option
@@ -53,7 +54,13 @@ _OF_STAGE = (
         default=None,
     ),
 )
-_OPTIONS = (deepspeed.BUCKET, deepspeed.OVERLAP, deepspeed.OFFLOAD_BOTH, *_OF_STAGE)
+_OPTIONS = (
+    deepspeed.BUCKET,
+    deepspeed.OVERLAP,
+    deepspeed.OFFLOAD_BOTH,
+    OMP_NUM_THREADS,
+    *_OF_STAGE,
+)
 SMALL_PARAMETERS = Fact(
     part="weights",
     what="small parameters, which stay gathered",
@@ -467,7 +474,47 @@ def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
             size=spread.size,
             hidden_by="backward" if overlaps else "nothing",
         ),
+        *_copies(rank, spread, live, again),
     )
+
+
+def _copies(rank: RankKind, spread: Spread, live: Live, again: int) -> tuple[Message, ...]:
+    """What goes to and from the host where optimizer or parameters are offloaded.
+
+    Source: deepspeed 0.19.8 `partition_grads`, `_reassign_or_swap_out_partitioned_parameters`;
+    `_all_gather_dtype`, which copies a share to the GPU before its gather.
+    """
+    step, on_host = rank.step, deepspeed.offloads(spread, "params")
+    part = partitioned(step, spread)
+    steps = step.run.gradient_accumulation_steps
+    updates = deepspeed.to_and_from_host(
+        spread,
+        part,
+        accumulated=part.elements * part.width,
+        stores=steps,
+        fetches=steps,
+        sent_back=0 if on_host else part.width,
+    )
+    if not on_host:
+        return updates
+    gathers: tuple[tuple[str, int], ...] = (("forward", live.total), ("backward", again))
+    return (
+        *(
+            Message(
+                what=f"shares to the GPU, {phase}",
+                collective="from_host",
+                num_bytes=total // spread.size,
+                count=steps,
+                size=1,
+            )
+            for phase, total in gathers
+        ),
+        *updates,
+    )
+
+
+def _host_update(rank: RankKind, spread: Spread) -> HostUpdate | None:
+    return deepspeed.host_update(rank, spread, part=partitioned(rank.step, spread))
 
 
 def _on_host(rank: RankKind, spread: Spread) -> tuple[Entry, ...]:
@@ -548,6 +595,7 @@ STRATEGY = Strategy(
     update_share=deepspeed.update_share,
     weights_share=_weights_share,
     messages=_messages,
+    host_update=_host_update,
     on_host=_on_host,
     saving=saving,
     training_arguments=_training_arguments,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from whichlora.errors import ConfigError
-from whichlora.parallel import Strategy, get_strategy, list_strategies
+from whichlora.parallel import Strategy, list_strategies
 from whichlora.spec.options import OptionValue
-from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig
+from whichlora.spec.parallel import AUTO, ParallelConfig
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.units import format_bytes, format_count
@@ -111,18 +111,6 @@ def smallest_candidates(config: ParallelConfig) -> Iterator[ParallelConfig]:
 def every(config: ParallelConfig) -> tuple[ParallelConfig, ...]:
     """All of `candidates` and `smallest_candidates`."""
     return (*candidates(config), *smallest_candidates(config))
-
-
-def is_last_resort(config: ParallelConfig) -> bool:
-    """Whether `config` keeps off the GPUs what it can, which is best only where nothing else fits.
-
-    The time of what is kept there is not modelled.
-    """
-    if config.strategy == ONE_DEVICE:
-        return False
-    options = dict(config.options)
-    smallest = [dict(get_strategy(name).smallest) for name in config.names]
-    return any(each and all(options.get(k) == v for k, v in each.items()) for each in smallest)
 
 
 def _combinations(

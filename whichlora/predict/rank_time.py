@@ -12,7 +12,7 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.memory.optimizer import Update
 from whichlora.memory.step import TrainingStep
-from whichlora.parallel.base import Message, RankKind
+from whichlora.parallel.base import HostUpdate, Message, RankKind
 from whichlora.parallel.communication import (
     PHASES,
     CommunicationTime,
@@ -29,6 +29,7 @@ from whichlora.spec.numeric import Real, sqrt, where
 from whichlora.spec.parallel import AUTO_INTERCONNECT, ParallelConfig
 from whichlora.timing import model as timing
 from whichlora.timing import work
+from whichlora.timing.links import host_update_s
 from whichlora.timing.model import TimeModel
 
 # "25GB/s", "200 Gb/s"
@@ -114,12 +115,14 @@ class RankWork:
     Args:
         stages: of a pipeline, how many of them these ranks are.
         forward_share: of the computing, the optimizer's left out.
+        host_update: of offloaded states.
     """
 
     features: Mapping[str, Real]
     messages: tuple[Message, ...]
     stages: int
     forward_share: float
+    host_update: HostUpdate | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +159,7 @@ def count_ranks(
                 messages=layout.messages(kind),
                 stages=layout.num_stages(kind),
                 forward_share=work.forward_share(kind.step.run, kind.step.method),
+                host_update=layout.host_update(kind),
             )
             for kind in (kinds or layout.rank_kinds(step))
         ),
@@ -170,7 +174,8 @@ class RanksJudgement:
         time: NaN where the links are not known.
         communication: of every kind of rank, in the order of the layout's; empty likewise.
         features: of all computing that the step takes, idle stages among it.
-        waits_s, waits_deviation_s: the rest of the step, and its standard deviation.
+        waits_s, waits_deviation_s: the rest of the step, the host's update among it, and its
+            standard deviation.
     """
 
     time: TimeJudgement
@@ -204,9 +209,11 @@ def judge_ranks(counted: RanksWork, model: TimeModel, links: LinkSpec | None) ->
     for kind in kinds[1:]:
         slowest = _slower(slowest, kind)
     parts = slowest.parts | {"communication": slowest.exposed_s, "contention": slowest.slowdown_s}
+    if any(rank.host_update for rank in counted.ranks):
+        parts["host_update"] = slowest.host_s
     if counted.order != "at once":
         parts["pipeline_idle"] = idle
-    waits = slowest.exposed_s + slowest.slowdown_s
+    waits = slowest.exposed_s + slowest.slowdown_s + slowest.host_s
     computing = total - waits
     with_idle = computing / (slowest.total_s - waits)
     deviation = sqrt((slowest.log_deviation * computing) ** 2 + slowest.waits_deviation_s**2)
@@ -230,7 +237,8 @@ class _Rank:
     """Time of ranks of one kind, without what they wait for other stages.
 
     Args:
-        waits_deviation_s: of exposed seconds and slowdown, one standard deviation.
+        host_s: of the update of offloaded states.
+        waits_deviation_s: of exposed seconds, slowdown and `host_s`, one standard deviation.
     """
 
     features: Mapping[str, Real]
@@ -238,6 +246,7 @@ class _Rank:
     update_s: Real
     exposed_s: Real
     slowdown_s: Real
+    host_s: Real
     total_s: Real
     log_deviation: Real
     waits_deviation_s: Real
@@ -266,13 +275,23 @@ def _judge_rank(counted: RanksWork, rank: RankWork, model: TimeModel, links: Lin
     waits, longer, shorter = (at(slower) for slower in (1.0, 1 + by, max(0.0, 1 - by)))
     # what overlaps is the least known: its deviation is as large as its mean
     open_s = (longer.exposed_s - shorter.exposed_s) / 2 + waits.slowdown_s
+    host_s: Real = 0.0 * computing
+    if rank.host_update is not None:
+        host_s, host_deviation = host_update_s(
+            links,
+            rank.host_update.num_bytes,
+            threads=rank.host_update.threads,
+            processes=counted.config.gpus_per_node,
+        )
+        open_s = sqrt(open_s**2 + (host_deviation * host_s) ** 2)
     return _Rank(
         features=rank.features,
         parts=parts,
-        update_s=update_s,
+        update_s=update_s + host_s,
         exposed_s=waits.exposed_s,
         slowdown_s=waits.slowdown_s,
-        total_s=computing + waits.exposed_s + waits.slowdown_s,
+        host_s=host_s,
+        total_s=computing + waits.exposed_s + waits.slowdown_s + host_s,
         log_deviation=deviation,
         waits_deviation_s=open_s,
         communication=waits,
@@ -292,6 +311,7 @@ def _slower(rank: _Rank, other: _Rank) -> _Rank:
         update_s=of(rank.update_s, other.update_s),
         exposed_s=of(rank.exposed_s, other.exposed_s),
         slowdown_s=of(rank.slowdown_s, other.slowdown_s),
+        host_s=of(rank.host_s, other.host_s),
         total_s=of(rank.total_s, other.total_s),
         log_deviation=of(rank.log_deviation, other.log_deviation),
         waits_deviation_s=of(rank.waits_deviation_s, other.waits_deviation_s),

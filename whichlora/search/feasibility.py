@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from whichlora.predict.parallel_choice import is_last_resort
 from whichlora.spec.numeric import TWO_SIDED_Z
-from whichlora.spec.plan import LAST_RESORT, Limits, Objective, Plan
+from whichlora.spec.plan import Limits, Objective, Plan
 from whichlora.spec.results import Measurement, Prediction, ServingPrediction
 from whichlora.spec.run import RunConfig
 
@@ -189,7 +188,6 @@ class Candidate:
         if self.objective.prefer == "memory":
             return (memory, time)
         place = self.objective.place(self.run.model, self.prediction.num_params)
-        place += LAST_RESORT * is_last_resort(self.run.parallel)
         if self.objective.prefer == "price":
             time *= self.run.parallel.gpus
         return (place, time, memory)

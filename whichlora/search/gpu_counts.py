@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from whichlora.predict.parallel_choice import is_last_resort
 from whichlora.search.feasibility import Candidate, accepted
 
 
@@ -33,18 +32,12 @@ class GpuCounts:
 
     @property
     def fastest(self) -> Candidate:
-        return min(self._timed, key=_seconds)
+        return min(self.candidates, key=_seconds)
 
     @property
     def cheapest(self) -> Candidate:
         """That of the least GPU time, which is what an hour's price is paid for."""
-        return min(self._timed, key=gpu_seconds)
-
-    @property
-    def _timed(self) -> Sequence[Candidate]:
-        """Those whose time is all modelled, if there are any."""
-        timed = [each for each in self.candidates if not is_last_resort(each.run.parallel)]
-        return timed or self.candidates
+        return min(self.candidates, key=gpu_seconds)
 
     def cost(self, candidate: Candidate) -> float | None:
         return None if self.price is None else gpu_seconds(candidate) / 3600 * self.price

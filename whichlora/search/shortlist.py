@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
-from whichlora.predict.parallel_choice import is_last_resort
 from whichlora.predict.predict import (
     CountedBlock,
     count_block,
@@ -27,7 +26,7 @@ from whichlora.search.correlation import METHOD_SHARE, MODEL_SHARE, VARIANT_SHAR
 from whichlora.search.counted_training import TrainingGroup, count_together, mean_of
 from whichlora.search.spread_steps import WholeTraining
 from whichlora.spec.numeric import TWO_SIDED_Z
-from whichlora.spec.plan import LAST_RESORT, Prefer
+from whichlora.spec.plan import Prefer
 from whichlora.spec.run import RunConfig
 from whichlora.timing.model import FEATURES
 
@@ -242,7 +241,6 @@ class _Shortlist:
         if requirements.prefer == "price":
             quantity = quantity * config.gpus
         tier = requirements.tier[counted.group.job.run.model]
-        tier += LAST_RESORT * is_last_resort(config)
         return np.where(meets, np.log(quantity) + 1e3 * tier, np.inf)
 
     def _may_win(self, cost: Array) -> bool:

@@ -37,6 +37,9 @@ class LinkSpec:
         bandwidth_bytes_per_s: that one GPU sends with in a collective, where nothing is measured.
         latency_s: of a collective of a few bytes among two GPUs, likewise.
         host_bytes_per_s: that a GPU reaches to and from pinned host memory.
+        host_thread_bytes_per_s: that one thread reads and writes host memory with in an optimizer's
+            update; None where nobody measured.
+        host_update_bytes_per_s: that all processes of a node do so with; likewise.
         host_memory_bytes: of a node; None where such machines differ.
         contention: seconds that a second of communication costs the computing beside it, whose
             multiprocessors and memory NCCL's kernels take.
@@ -55,6 +58,8 @@ class LinkSpec:
     bandwidth_bytes_per_s: float | None = None
     latency_s: float = 10e-6
     host_bytes_per_s: float = 12e9
+    host_thread_bytes_per_s: float | None = None
+    host_update_bytes_per_s: float | None = None
     host_memory_bytes: int | None = None
     contention: float = 0.0
     relative_deviation: float

@@ -75,9 +75,6 @@ class Objective:
         return float(self.order.index(model)) if self.prefer == "order" else 0.0
 
 
-LAST_RESORT = 0.5  # of a place: what is preferred to a candidate whose time is not all modelled
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """When to stop measuring.

@@ -101,6 +101,8 @@ def read_links(path: Path) -> LinkSpec:
         bandwidth_bytes_per_s=values.get("bandwidth_bytes_per_s"),
         latency_s=values["latency_s"],
         host_bytes_per_s=float(values["host_bytes_per_s"]),
+        host_thread_bytes_per_s=values.get("host_thread_bytes_per_s"),
+        host_update_bytes_per_s=values.get("host_update_bytes_per_s"),
         host_memory_bytes=values.get("host_memory_bytes"),
         contention=float(values["contention"]),
         relative_deviation=float(values["relative_deviation"]),
@@ -176,6 +178,8 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bandwidth_bytes_per_s": ("a rate, or null", lambda v: v is None or is_rate(v)),
     "latency_s": ("seconds", lambda value: is_number(value, *_SECONDS)),
     "host_bytes_per_s": ("a rate", is_rate),
+    "host_thread_bytes_per_s": ("a rate, or null", lambda v: v is None or is_rate(v)),
+    "host_update_bytes_per_s": ("a rate, or null", lambda v: v is None or is_rate(v)),
     "host_memory_bytes": (
         "a whole number, or null",
         lambda v: v is None or (type(v) is int and 0 < v <= MAX_BYTES),

@@ -14,6 +14,14 @@ from whichlora.spec.numeric import Real, is_plain, largest
 # `doc/PERFORMANCE.md`.
 RING_FACTORS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 TO_HOST = ("to_host", "from_host")
+# What an optimizer's update reads and writes of host memory in a second: one thread, and all
+# processes of a node. Kind: estimate, the geometric means of published and measured hosts
+# (`benchmarks/host_update.py`): 13, 13 and 26 GB/s; 15, 48, 54 and 76 GB/s, from which the
+# deviation of the time is, too.
+HOST_THREAD_BYTES_PER_S = 17e9
+HOST_UPDATE_BYTES_PER_S = 42e9
+HOST_UPDATE_DEVIATION = 0.6
+MEASURED_UPDATE_DEVIATION = 0.2  # where this host was measured. Kind: estimate.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +140,25 @@ def collective_s(links: LinkSpec, collective: str, num_bytes: Real, group: Group
     passing = factor * (group.size - 1) / group.size * num_bytes / rate
     inside = on_node_s(links, collective, num_bytes, group.on_node)
     return hops * network.latency_s + largest(inside, passing)
+
+
+def host_update_s(
+    links: LinkSpec, num_bytes: Real, *, threads: int, processes: int
+) -> tuple[Real, float]:
+    """Seconds of an update that reads and writes so much host memory, and their deviation.
+
+    Args:
+        threads: of each process.
+        processes: of a node, which update at once.
+
+    Kind: estimate: threads add up until the memory of the node is the limit.
+    Source: `HOST_THREAD_BYTES_PER_S`, or what `whichlora calibrate --links` measured.
+    """
+    thread, node = links.host_thread_bytes_per_s, links.host_update_bytes_per_s
+    deviation = MEASURED_UPDATE_DEVIATION if thread and node else HOST_UPDATE_DEVIATION
+    of_threads = threads * (thread or HOST_THREAD_BYTES_PER_S)
+    rate = min(of_threads, (node or HOST_UPDATE_BYTES_PER_S) / processes)
+    return num_bytes / rate, deviation
 
 
 def extends_measurements(

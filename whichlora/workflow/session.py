@@ -19,7 +19,6 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import list_methods
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.evaluation_and_saving import Besides, besides, evaluation_seconds
-from whichlora.predict.parallel_choice import is_last_resort
 from whichlora.predict.predict import (
     CountedRun,
     count_run,
@@ -51,7 +50,7 @@ from whichlora.search.total import profiled_total
 from whichlora.serving import get_engine
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.plan import LAST_RESORT, Plan
+from whichlora.spec.plan import Plan
 from whichlora.spec.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
@@ -332,8 +331,7 @@ class Session:
             form=np.array([numbers[form] for form in forms]),
             tier=np.array(
                 tiers([plan.objective.place(n, self.models[n].num_params) for n in names])
-            )
-            + LAST_RESORT * np.array([is_last_resort(run.parallel) for run in runs]),
+            ),
             price=np.array([float(run.parallel.gpus) for run in runs])
             * plan.objective.price_per_hour.get(self.gpu.key, 1.0),
             most_bytes=np.minimum(

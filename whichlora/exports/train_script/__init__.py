@@ -29,6 +29,7 @@ from whichlora.exports.train_script.lines import (
 )
 from whichlora.exports.train_script.rows import row_functions
 from whichlora.methods import get_method, weight_dtype, with_defaults
+from whichlora.parallel.host_update import OMP_NUM_THREADS
 from whichlora.predict.resolve import layout_of
 from whichlora.spec.data_format import ALPACA_CHAT_TEMPLATE, TEXT_ROWS, DataFormat
 from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
@@ -77,12 +78,27 @@ def train_command(path: Path, run: RunConfig, *, python: str = sys.executable) -
             f"nodes: {layout.config.nodes} can't be started from one of them; submit the batch "
             "script of 'whichlora export --to slurm'"
         )
-    return [*torchrun(python, layout.config.gpus_per_node), str(path)]
+    return [*torchrun(python, run), str(path)]
 
 
-def torchrun(python: str, processes: int) -> list[str]:
-    """The command that starts a script in as many processes of this node."""
-    return [python, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+def thread_setting(run: RunConfig) -> list[str]:
+    """What the environment of its processes says of threads, where that is not torchrun's 1."""
+    threads = dict(run.parallel.options).get(OMP_NUM_THREADS.name, 1)
+    return [] if threads == 1 else [f"OMP_NUM_THREADS={threads}"]
+
+
+def torchrun(python: str, run: RunConfig) -> list[str]:
+    """The command that starts a script in a process for each GPU of this node."""
+    processes = run.parallel.gpus_per_node
+    threads = thread_setting(run)
+    return [
+        *(["env"] if threads else []),
+        *threads,
+        python,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={processes}",
+    ]
 
 
 def train_script(
