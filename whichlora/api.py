@@ -97,6 +97,7 @@ class _RunSettings(TypedDict, total=False):
     serving_options: Mapping[str, OptionValue]
     concurrency: int | Sequence[int]
     context: int | Sequence[int]
+    shared_prompt_fraction: float
     nodes: int | Sequence[int]
     parallel: str | Sequence[str]
     interconnect: str | Sequence[str]

@@ -39,6 +39,16 @@ def test_vllm_has_slots_for_an_adapter_that_is_not_merged() -> None:
     )
 
 
+def test_vllm_quantises_16_bit_files_as_it_loads_them() -> None:
+    older = replace(RUN, quant="nf4", libraries=(("vllm", "0.27.1"),))
+    assert command(older).endswith("--dtype bfloat16 --quantization bitsandbytes")
+    assert command(replace(older, quant="int8")) == ""  # its files are made before
+
+
+def test_prefix_caching_is_turned_off_where_the_run_says_so() -> None:
+    assert command(enable_prefix_caching=False).endswith(" --no-enable-prefix-caching")
+
+
 def test_sglang_has_other_flags() -> None:
     assert command(replace(RUN, serving="sglang"), disable_cuda_graph=True) == (
         f"python -m sglang.launch_server --model-path {QWEN} --context-length 8192 "

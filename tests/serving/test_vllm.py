@@ -16,7 +16,7 @@ from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Pool, Served, Start
 from whichlora.serving.block_groups import CachedLayers, blocks, cached_layers
 from whichlora.serving.rank import rank_model, rotary_bytes, slot_bytes
-from whichlora.serving.vllm import captured_sizes, graph_bytes, start
+from whichlora.serving.vllm import captured_sizes, expanded_bytes, graph_bytes, start
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
@@ -108,14 +108,84 @@ def test_sizes_that_are_captured_are_those_of_published_logs(
 def test_a_slot_of_an_8b_has_84_mb_at_rank_16_beside_embeddings_and_head() -> None:
     model = load_model(LLAMA)
     outside = 2 * (model.vocab_size + model.hidden_size) * 16 * 2
-    assert slot_bytes(model, 1, 16) - outside == 83_886_080
-    with_slots = started(enable_lora=True, max_loras=4, max_lora_rank=16)
-    assert started().pool.num_bytes - with_slots.pool.num_bytes == 4 * slot_bytes(model, 1, 16)
+    assert slot_bytes(model, 1, 16, has_tables=False) == 83_886_080
+    slot = slot_bytes(model, 1, 16, has_tables=True)
+    assert slot == 83_886_080 + outside
+    eager = {"enforce_eager": True}  # graphs are captured twice, with adapters and without
+    with_slots = started(enable_lora=True, max_loras=4, max_lora_rank=16, **eager)
+    assert started(**eager).pool.num_bytes - with_slots.pool.num_bytes == 4 * slot
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "has_tables"),
+    [
+        ("Qwen/Qwen2.5-7B", "0.33.0", False),
+        ("Qwen/Qwen3-8B", "0.15.0", False),
+        ("Qwen/Qwen3-8B", "0.20.0", True),
+        ("mistralai/Mistral-7B-v0.3", "0.6.6", True),
+    ],
+)
+def test_embeddings_and_head_have_slots_where_the_class_of_that_release_lists_them(
+    model: str, version: str, has_tables: bool
+) -> None:
+    run = replace(RUN, model=model, context=4096, libraries=(("vllm", version),))
+    slots = part_bytes(started(run, enable_lora=True, max_lora_rank=64), "adapters")
+    assert slots == slot_bytes(load_model(model), 1, 64, has_tables=has_tables)
+
+
+def test_graphs_are_captured_with_adapters_and_without() -> None:
+    asked, rank = served(), load_model(LLAMA)
+    with_slots = served(enable_lora=True)
+    one = graph_bytes(asked, rank)
+    shared = one - 33 * 51 * 300 * 1024
+    assert graph_bytes(with_slots, rank) == 2 * (one - shared) + shared
+    older = replace(RUN, libraries=(("vllm", "0.11.0"),))
+    assert graph_bytes(served(older, enable_lora=True), rank) == graph_bytes(served(older), rank)
 
 
 def test_an_unmerged_adapter_has_a_slot_of_the_next_rank() -> None:
     run = replace(RUN, method="lora", serve="as-trained", r=24)
-    assert part_bytes(started(run), "adapters") == slot_bytes(load_model(LLAMA), 1, 32)
+    slot = slot_bytes(load_model(LLAMA), 1, 32, has_tables=True)
+    assert part_bytes(started(run), "adapters") == slot
+
+
+def test_a_common_prefix_is_kept_once() -> None:
+    long = replace(RUN, prompt_len=8000, max_new_tokens=192)
+    pool = started(long).pool
+    whole, blocks_of_one = pool.num_sequences(8192), pool.blocks_of(8192)
+    assert whole == pool.num_blocks // blocks_of_one
+    shared = started(replace(long, shared_prompt_fraction=0.5)).pool
+    assert shared.num_shared_blocks == 4000 // 16
+    own = blocks_of_one - 250
+    assert shared.num_sequences(8192) == (pool.num_blocks - 250) // own > 1.9 * whole
+    # the last token of a prompt is computed for each: of 500 blocks the last is not shared
+    assert started(replace(long, shared_prompt_fraction=1.0)).pool.num_shared_blocks == 499
+    for off in (
+        started(replace(long, shared_prompt_fraction=0.5), enable_prefix_caching=False),
+        started(replace(long, shared_prompt_fraction=0.5, libraries=(("vllm", "0.6.6"),))),
+    ):
+        assert off.pool.num_shared_blocks == 0
+
+
+@given(num_blocks=st.integers(0, 500), of_one=st.integers(1, 50), shared=st.integers(0, 50))
+def test_sequences_with_a_common_prefix_are_counted_by_their_blocks(
+    num_blocks: int, of_one: int, shared: int
+) -> None:
+    shared = min(shared, of_one - 1)
+    pool = Pool(
+        num_bytes=num_blocks, block_bytes=1, blocks_of=lambda _: of_one, num_shared_blocks=shared
+    )
+    number = pool.num_sequences(1)
+    assert number == 0 or shared + number * (of_one - shared) <= num_blocks
+    assert shared + (number + 1) * (of_one - shared) > num_blocks
+
+
+def test_a_window_shares_no_prefix() -> None:
+    kinds = [CachedLayers(token_elements=2048, window=w, num_layers=8) for w in (None, 1024)]
+    cut = blocks(kinds, block_size=16, element_bytes=2, tokens_in_flight=8192)
+    assert cut.shared_of(100) == 6
+    alone = blocks(kinds[1:], block_size=16, element_bytes=2, tokens_in_flight=8192)
+    assert alone.shared_of(100) == 0
 
 
 def test_rotary_tables_are_shared_by_all_layers() -> None:
@@ -261,6 +331,32 @@ def test_what_it_cannot_serve_is_refused_in_one_line(
 def test_an_older_release_reads_bitsandbytes_weights() -> None:
     run = replace(RUN, quant="nf4", libraries=(("vllm", "0.27.1"),))
     assert part_bytes(started(run), "weights") < 6 * GiB
+
+
+@pytest.mark.parametrize(("version", "scale_bits"), [("0.8.5", 8.127), ("0.27.1", 32)])
+def test_scales_of_scales_are_expanded_since_0_9(version: str, scale_bits: float) -> None:
+    run = replace(RUN, libraries=(("vllm", version),))
+    plain = part_bytes(started(run), "weights")
+    in_blocks = load_model(LLAMA).groups[0].layer.linears
+    num_weights = 32 * sum(linear.num_weights for linear in in_blocks)
+    for quant in ("nf4", "nf4-dq"):
+        saved = plain - part_bytes(started(replace(run, quant=quant)), "weights")
+        assert saved == pytest.approx(
+            num_weights * (16 - 4 - scale_bits / 64) / 8, rel=1e-4
+        )  # but for code tables
+
+
+def test_its_4_bit_products_expand_a_matrix_in_the_profile_pass() -> None:
+    version = (("vllm", "0.27.1"),)
+    assert expanded_bytes(load_model(LLAMA), 2) == 2 * 4096 * 14336
+    mixtral = load_model("mistralai/Mixtral-8x7B-v0.1")
+    assert expanded_bytes(mixtral, 2) == 8 * 3 * 2 * 4096 * 14336
+    # without a sampler to speak of, a layer is the peak, and its matrix beside it
+    few = {"max_num_seqs": 1, "max_num_batched_tokens": 8192}
+    plain = started(replace(RUN, libraries=version), **few)
+    quantised = started(replace(RUN, quant="nf4", libraries=version), **few)
+    temporary = part_bytes(quantised, "temporary") - part_bytes(plain, "temporary")
+    assert temporary == 2 * 4096 * 14336
 
 
 def test_blocks_and_concurrency_are_those_of_its_own_planner() -> None:

@@ -49,6 +49,13 @@ def serving_options() -> tuple[click.Option, ...]:
             help="Most tokens of a prompt and its answer; max for as many as the engine can take; "
             "default: --prompt-len and --max-new-tokens.",
         ),
+        click.Option(
+            ["--shared-prompt-fraction"],
+            type=click.FloatRange(0, 1),
+            default=0.0,
+            callback=lambda ctx, param, value: [value],
+            help="Share of the prompt that all sequences begin with, which engines keep once.",
+        ),
     )
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from whichlora.methods import get_method
 from whichlora.predict.resolve import ResolvedRun
-from whichlora.spec.run import BNB_QUANTS
 
 TRAINED, MERGED, QUANTISED = "./output", "./merged", "./quantised"
 
@@ -59,7 +58,7 @@ def serve_script(job: ResolvedRun, method: str, *, form: str, concurrency: int) 
         if weights == MERGED:
             dtype = {"fp16": "float16", "fp32": "float32"}.get(job.dtype, "bfloat16")
             text += _MERGE.format(model=job.model.name, dtype=dtype)
-        if quant != "none" and quant not in BNB_QUANTS:  # bitsandbytes quantises as it loads
+        if quant not in ("none", "nf4", "nf4-dq"):  # which an engine makes as it loads
             text += _QUANTISE.format(quant=quant)
             weights = QUANTISED
     command = job.engine.command(replace(served, weights=weights, adapter=TRAINED))

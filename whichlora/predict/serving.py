@@ -47,7 +47,7 @@ def serving_prediction(job: ResolvedRun, start: Start) -> ServingPrediction:
         max_concurrency=concurrency,
         max_context=pool.max_context(job.model.max_position_embeddings),
         concurrency=run.batch_size,
-        max_running=min(start.max_num_seqs, int(concurrency)) if starts else 0,
+        max_running=min(start.max_num_seqs, pool.num_sequences(served.context)) if starts else 0,
         left_bytes=job.gpu.memory_bytes - taken_bytes(job, start),
         command=job.engine.command(served) if starts else "",
     )

@@ -47,6 +47,15 @@ class Served:
         """Whether the run names `option` itself."""
         return option in dict(self.run.serving_options)
 
+    @property
+    def shared_tokens(self) -> int:
+        """Of a prompt, what all sequences begin with; its last token is computed for each.
+
+        Source: vLLM 0.33.0 v1/core/kv_cache_manager.py:302 max_cache_hit_length.
+        """
+        prompt_len = self.run.prompt_len
+        return min(int(self.run.shared_prompt_fraction * prompt_len), prompt_len - 1)
+
     def count(self, option: str) -> int | None:
         """The value of a whole number; None where the engine decides."""
         value = self.options[option]
@@ -62,11 +71,13 @@ class Pool:
         num_bytes: what is left for it; below 0 where the rest already takes too much.
         block_bytes: of one block, in all layers that share it.
         blocks_of: blocks that a sequence of so many tokens takes.
+        num_shared_blocks: of these, the ones of a prefix that all sequences have in common.
     """
 
     num_bytes: int
     block_bytes: int
     blocks_of: Callable[[int], int]
+    num_shared_blocks: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -77,8 +88,19 @@ class Pool:
         return self.blocks_of(context) * self.block_bytes
 
     def max_concurrency(self, context: int) -> float:
-        """Sequences of `context` tokens that the pool holds at once."""
+        """Sequences of `context` tokens that the pool holds at once, none of them sharing blocks.
+
+        Engines log it so.
+        """
         return self.num_blocks / self.blocks_of(context)
+
+    def num_sequences(self, context: int) -> int:
+        """Whole sequences of `context` tokens that it holds; a common prefix is there once."""
+        needed = self.blocks_of(context)
+        if needed > self.num_blocks:
+            return 0
+        own = max(1, needed - self.num_shared_blocks)
+        return (self.num_blocks - needed) // own + 1
 
     def max_context(self, most: int | None) -> int:
         """Tokens of the longest sequence that fits, at most `most`; 0 where none does."""

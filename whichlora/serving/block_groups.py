@@ -32,10 +32,13 @@ class Blocks:
     Args:
         block_bytes: of one block, in all layers of a group.
         blocks_of: blocks that a sequence of so many tokens takes, of all groups.
+        shared_of: of these, the whole ones of a first part of so many tokens that others have, too;
+            none of a sliding window, which may have passed it.
     """
 
     block_bytes: int
     blocks_of: Callable[[int], int]
+    shared_of: Callable[[int], int]
 
 
 def cached_layers(model: ModelSpec) -> list[CachedLayers]:
@@ -80,6 +83,7 @@ def blocks(
             blocks_of=lambda context: _blocks_of(
                 kinds[0].window, context, block_size, tokens_in_flight
             ),
+            shared_of=lambda tokens: 0 if kinds[0].window else tokens // block_size,
         )
     layers_per_group = _layers_per_group([kind.num_layers for kind in kinds])
     groups = [
@@ -92,6 +96,7 @@ def blocks(
         blocks_of=lambda context: sum(
             _blocks_of(window, context, size, tokens_in_flight) for window, size in groups
         ),
+        shared_of=lambda tokens: sum(tokens // size for window, size in groups if window is None),
     )
 
 

@@ -10,6 +10,7 @@ from whichlora.memory.weights import weight_entries
 from whichlora.parallel.division import COLUMNS, ROWS, divided_model
 from whichlora.serving.base import Served
 from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
 
 KEYS_AND_VALUES = ("k_proj", "v_proj")
@@ -29,7 +30,7 @@ LORA_SLOTS = Fact(
     what="slots for adapters",
     shape="[max_loras, max_lora_rank, in_features], [max_loras, out_features, max_lora_rank]",
     dtype="of the model",
-    count="every matrix, embeddings and head",
+    count="every matrix; embeddings and head where the model's class lists them",
     why="allocated when the engine starts, whether adapters are loaded or not",
     source="vLLM 0.33.0 lora/layers/column_parallel_linear.py:224, base_linear.py:133",
 )
@@ -103,12 +104,17 @@ def _divided_expert(linear: Linear, width: int, size: int) -> Linear:
     return replace(linear, out_features=ceil_div(linear.out_features, size))
 
 
-def held_entries(served: Served, rank: ModelSpec, *, rotary_element_bytes: int) -> list[Entry]:
+def held_entries(
+    served: Served, rank: ModelSpec, *, rotary_element_bytes: int, dtypes: Dtypes | None = None
+) -> list[Entry]:
     """Weights of one rank, and its rotary tables.
+
+    Args:
+        dtypes: of the weights, where the engine stores them otherwise than transformers.
 
     Kind: exact for whole models; under tensor parallelism a vocabulary is padded further.
     """
-    entries = weight_entries(rank, served.dtypes, like=0)
+    entries = weight_entries(rank, dtypes or served.dtypes, like=0)
     return [*entries, Entry(ROTARY_TABLES, rotary_bytes(rank, rotary_element_bytes))]
 
 
@@ -174,12 +180,18 @@ def rotary_bytes(model: ModelSpec, element_bytes: int) -> int:
     return sum(positions * width * element_bytes for width, _ in rotations)
 
 
-def slot_bytes(model: ModelSpec, size: int, rank: int, *, element_bytes: int = 2) -> int:
+def slot_bytes(
+    model: ModelSpec, size: int, rank: int, *, has_tables: bool, element_bytes: int = 2
+) -> int:
     """One adapter's slot on one of `size` tensor-parallel ranks: every matrix has one.
 
     A matrix that is divided by columns keeps A whole, one divided by rows B.
-    Kind: exact for models without experts. Source: `LORA_SLOTS`; embeddings and head where the
-    class lists them, lora/layers/vocab_parallel_embedding.py:31, logits_processor.py:93.
+    Kind: exact for models without experts; the kernels' indices (48 bytes for each token of a
+    step) are left out. Source: `LORA_SLOTS`; lora/layers/vocab_parallel_embedding.py:31,
+    logits_processor.py:93.
+
+    Args:
+        has_tables: whether embeddings and head have slots.
     """
     per_rank = 0
     for layer, count in model.layers():
@@ -188,5 +200,5 @@ def slot_bytes(model: ModelSpec, size: int, rank: int, *, element_bytes: int = 2
             rows = ceil_div(linear.in_features, size if linear.name in ROWS else 1)
             per_rank += count * linear.count * (rows + columns)
     tables = [*model.embeddings[:1], *([] if model.head is None else [model.head])]
-    outside = len(tables) * (model.vocab_size + model.hidden_size)
+    outside = has_tables * len(tables) * (model.vocab_size + model.hidden_size)
     return (per_rank + outside) * rank * element_bytes

@@ -130,6 +130,7 @@ def start(served: Served) -> Start:
         num_bytes=budget - taken,
         block_bytes=token_bytes(served, rank) * page,
         blocks_of=lambda context: ceil_div(context, page),
+        num_shared_blocks=_shared_pages(served, rank, page),
     )
     fault = ""
     if pool.num_bytes < pool.block_bytes:
@@ -146,6 +147,17 @@ def start(served: Served) -> Start:
         max_num_seqs=_max_running_requests(served, pool.num_blocks * page),
         fault=fault,
     )
+
+
+def _shared_pages(served: Served, rank: ModelSpec, page: int) -> int:
+    """Pages of a common prefix, which the radix tree keeps once; not of sliding layers.
+
+    Kind: lower bound where layers slide. Source: SGLang 0.5.23 srt/mem_cache/radix_cache.py.
+    """
+    slides = any(kind.window for kind in cached_layers(rank))
+    if slides or served.options["disable_radix_cache"]:
+        return 0
+    return served.shared_tokens // page
 
 
 def _max_running_requests(served: Served, tokens: int) -> int:
@@ -225,6 +237,7 @@ ENGINE = Engine(
             choices=("auto", *FP8),
         ),
         Option(name=RANKS, summary="GPUs that share a matrix", default=1),
+        Option(name="disable_radix_cache", summary="no prefix is kept", default=False),
         Option(name="disable_cuda_graph", summary="no CUDA graphs", default=False),
     ),
     least_capability=7.5,  # srt/model_executor/model_runner_components/load_model_utils.py:91

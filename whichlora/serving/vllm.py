@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from dataclasses import replace
 
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
@@ -31,14 +32,25 @@ from whichlora.serving.rank import (
     slot_bytes,
 )
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.options import Option
-from whichlora.spec.run import BNB_QUANTS
+from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.units import GiB, KiB, MiB, format_bytes
 
 RANKS = "tensor_parallel_size"
+LOADED_AS_NF4 = ("nf4", "nf4-dq")  # by bitsandbytes, of files of 16 bit
 OLDER_UTILIZATION = 0.90  # of releases before 0.20; config/cache.py
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
+# Model types whose class lists embeddings and head for adapters, and since which release.
+# Source: `embedding_modules` of vLLM 0.6.6, 0.8.5, 0.11.0, 0.15.0, 0.20.0, 0.27.1 and 0.33.0.
+TABLES_WITH_SLOTS = {
+    **dict.fromkeys(("llama", "mistral", "ministral3", "phi3", "internlm3", "mixtral"), "0"),
+    **dict.fromkeys(("granite", "granitemoe", "nemotron", "phimoe"), "0"),
+    "lfm2": "0.11",
+    **dict.fromkeys(("qwen3", "qwen3_moe"), "0.20"),
+    **dict.fromkeys(("cohere", "cohere2"), "0.28"),
+}
 MOST_CAPTURED_TOKENS = 512  # config/vllm.py:2464; 1024 on compute capability 10
 # Kernels that a first forward loads, and what libraries allocate by themselves. Kind: estimate.
 # Source: nine published logs that state `non_torch_memory` of one GPU, 0.02 to 0.12 GiB; median.
@@ -81,6 +93,16 @@ GRAPHS = Fact(
     why="captured once for every size, and reserved before blocks are counted",
     source="vLLM 0.33.0 v1/worker/gpu_worker.py:717 cudagraph_memory_estimate; published logs",
     kind="estimate",
+)
+EXPANDED = Fact(
+    part="temporary",
+    what="profile pass: a quantised matrix in 16 bit",
+    shape="[out_features, in_features]",
+    dtype="compute_bytes",
+    count="1; of experts all of a layer",
+    why="bitsandbytes multiplies more than one row by the expanded matrix",
+    source="vLLM 0.27.1 model_executor/layers/quantization/bitsandbytes.py:597; bitsandbytes "
+    "0.50.2 autograd/_functions.py MatMul4Bit.forward",
 )
 KV_POOL = Fact(
     part="kv_cache",
@@ -131,6 +153,15 @@ def _is_large(gpu: GpuSpec) -> bool:
     return gpu.memory_bytes >= 70 * GiB and "a100" not in gpu.key
 
 
+def keeps_prefixes(served: Served) -> bool:
+    """Whether blocks of a common prefix are kept once: the default since the V1 engine.
+
+    Source: vLLM 0.8.5 engine/arg_utils.py:1572, 0.33.0 config/cache.py:257.
+    """
+    stated = served.options["enable_prefix_caching"]
+    return not served.libraries.older("vllm", "0.8") if stated is None else bool(stated)
+
+
 def lora_slots(served: Served) -> tuple[int, int]:
     """Slots for adapters, and their rank; (0, 0) where none is served."""
     if not served.targets and not served.options["enable_lora"]:
@@ -157,7 +188,7 @@ def start(served: Served) -> Start:
     ranks = served.count(RANKS) or 1
     rank = rank_model(served.model, ranks)
     element_bytes = served.dtypes.compute_bytes
-    entries = held_entries(served, rank, rotary_element_bytes=element_bytes)
+    entries = held_entries(served, rank, rotary_element_bytes=element_bytes, dtypes=_stored(served))
     entries += _resident(served, ranks)
     entries += _profiled(served, rank)
     graphs = Entry(GRAPHS, graph_bytes(served, rank))
@@ -168,7 +199,12 @@ def start(served: Served) -> Start:
     if _counts_context(served):
         taken += allocator.context_bytes(served.gpu)
     cut = pool_blocks(served, rank)
-    pool = Pool(num_bytes=budget - taken, block_bytes=cut.block_bytes, blocks_of=cut.blocks_of)
+    pool = Pool(
+        num_bytes=budget - taken,
+        block_bytes=cut.block_bytes,
+        blocks_of=cut.blocks_of,
+        num_shared_blocks=cut.shared_of(served.shared_tokens) if keeps_prefixes(served) else 0,
+    )
     held = pool.num_blocks * pool.block_bytes
     fault = _fault(served, pool, budget)
     entries.append(Entry(KV_POOL, pool.sequence_bytes(served.context) if fault else held))
@@ -180,6 +216,29 @@ def start(served: Served) -> Start:
         outside_bytes=0 if reserves_graphs else graphs.num_bytes,
         fault=fault,
     )
+
+
+def _stored(served: Served) -> Dtypes:
+    """What weights are stored in.
+
+    Files of 16 bit become nf4 with quantised scales. Since the releases after 0.8.5 these scales
+    are expanded to fp32 as they are loaded, and experts are in 4 bit, too.
+    Kind: exact. Source: vLLM 0.8.5, and 0.27.1 model_loader/bitsandbytes_loader.py:433
+    quantize_4bit, :579 `_dequantize_dq`; quantization/bitsandbytes.py `BitsAndBytesMoEMethod`.
+    """
+    if served.dtypes.quant not in FOUR_BIT_BNB:
+        return served.dtypes
+    is_older = served.libraries.older("vllm", "0.9")
+    quant = served.dtypes.quant
+    if quant in LOADED_AS_NF4:
+        quant = "nf4-dq" if is_older else "nf4"
+    return replace(served.dtypes, quant=quant, quantises_experts=not is_older)
+
+
+def _has_table_slots(served: Served) -> bool:
+    """Whether embeddings and head have slots for adapters."""
+    since = TABLES_WITH_SLOTS.get(served.model.model_type)
+    return since is not None and not served.libraries.older("vllm", since)
 
 
 def _counts_context(served: Served) -> bool:
@@ -196,7 +255,9 @@ def _counts_context(served: Served) -> bool:
 def _resident(served: Served, ranks: int) -> list[Entry]:
     """What stays beside weights."""
     num_slots, slot_rank = lora_slots(served)
-    slots = num_slots * slot_bytes(served.model, ranks, slot_rank)
+    slots = num_slots * slot_bytes(
+        served.model, ranks, slot_rank, has_tables=_has_table_slots(served)
+    )
     entries = [Entry(LORA_SLOTS, slots)] if slots else []
     if not _counts_context(served):  # which has its kernels in it
         entries.append(Entry(KERNELS, KERNELS_BYTES))
@@ -223,8 +284,24 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
         element_bytes=element_bytes,
     )
     workspace = Entry(allocator.WORKSPACE, allocator.workspace_bytes(served.gpu, training=False))
-    larger = max([layer], [*sampler], key=lambda part: sum(entry.num_bytes for entry in part))
+    forward = [layer]
+    if served.dtypes.quant in FOUR_BIT_BNB:
+        forward.append(Entry(EXPANDED, expanded_bytes(rank, element_bytes)))
+    larger = max(forward, [*sampler], key=lambda part: sum(entry.num_bytes for entry in part))
     return [*larger, workspace]
+
+
+def expanded_bytes(rank: ModelSpec, element_bytes: int) -> int:
+    """The largest matrix of one layer in 16 bit; of experts all of a layer.
+
+    Kind: exact. Source: `EXPANDED`.
+    """
+    sizes = []
+    for layer, _ in rank.layers():
+        sizes += [linear.num_weights // linear.count for linear in layer.linears]
+        if layer.moe is not None:
+            sizes.append(sum(linear.num_weights for linear in layer.moe.expert.linears))
+    return max(sizes) * element_bytes
 
 
 def graph_bytes(served: Served, rank: ModelSpec) -> int:
@@ -237,6 +314,8 @@ def graph_bytes(served: Served, rank: ModelSpec) -> int:
         return 0
     most = min(2 * max_num_seqs(served), MOST_CAPTURED_TOKENS, max_num_batched_tokens(served))
     sizes = captured_sizes(most, step_beyond=8 if served.libraries.older("vllm", "0.15") else 16)
+    if lora_slots(served)[0] and not served.libraries.older("vllm", "0.15"):
+        sizes *= 2  # with adapters and without; v1/cudagraph_dispatcher.py:110 _get_lora_cases
     pieces = rank.num_hidden_layers + 1
     layer = layer_entry(rank, tokens=most, element_bytes=served.dtypes.compute_bytes)
     shared: int = layer.num_bytes
@@ -340,9 +419,13 @@ def _check_adapters(served: Served) -> None:
 
 def command(served: Served) -> str:
     """Source: vLLM 0.33.0 engine/arg_utils.py:977-1000, :1389, :1610."""
-    if served.run.quant in BNB_QUANTS:  # files of which kind, only the directory says
+    quant, flags = served.run.quant, list[str]()
+    if quant in LOADED_AS_NF4:
+        flags.append("--quantization bitsandbytes")
+    elif quant in BNB_QUANTS:  # files of which kind, only the directory says
         return ""
-    flags = []
+    if served.options["enable_prefix_caching"] is False:
+        flags.append("--no-enable-prefix-caching")
     if served.targets:
         if not served.options["enable_lora"]:
             flags.append("--enable-lora")
@@ -382,6 +465,12 @@ ENGINE = Engine(
             summary="of keys and values: as the model's, or in 8 bits",
             default="auto",
             choices=("auto", "fp8"),
+        ),
+        Option(
+            name="enable_prefix_caching",
+            summary="blocks of a common prefix are kept once",
+            default=None,
+            kind=bool,
         ),
         Option(name="enable_lora", summary="slots for adapters", default=False),
         Option(name="max_loras", summary="adapters in one batch", default=1),

@@ -54,6 +54,7 @@ _INFERENCE_ONLY = (
     "serving",
     "serving_options",
     "context",
+    "shared_prompt_fraction",
 )
 
 
