@@ -29,6 +29,11 @@ _gpu_option = gpu_option(None, "Accelerators; default: every one with records.")
     type=float,
     help="Microseconds that this host takes to launch a kernel; kept for --gpu.",
 )
+@click.option(
+    "--links",
+    is_flag=True,
+    help="Measure the links between this machine's GPUs, and keep them for predictions.",
+)
 @click.pass_context
 def calibrate(
     ctx: click.Context,
@@ -37,6 +42,7 @@ def calibrate(
     config: Path | None,
     budget: str,
     launch_us: float | None,
+    links: bool,
 ) -> None:
     """Fit predictors to recorded runs; share and merge records. Alone: fit.
 
@@ -45,6 +51,7 @@ def calibrate(
       whichlora calibrate --gpu a100-sxm-80gb
       whichlora calibrate --measure plan.yaml --budget 10min
       whichlora calibrate --gpu t4 --launch-us 28
+      whichlora calibrate --links --gpu rtx-3090-24gb
     """
     options = {"gpu": ",".join(gpu) or None, "calibration_dir": calibration_dir}
     ctx.default_map = dict.fromkeys(calibrate.commands, options)
@@ -54,6 +61,11 @@ def calibrate(
         from whichlora.calibration.database import state_launch
 
         click.echo(f"kept in {state_launch(gpu[0], launch_us, calibration_dir)}")
+    elif links:
+        from whichlora import terminal
+        from whichlora.workflow.own_links import measure_own_links
+
+        terminal.print_own_links(measure_own_links(gpu, calibration_dir))
     elif config is not None:
         from whichlora import terminal
         from whichlora.config import parse_duration

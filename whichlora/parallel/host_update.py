@@ -25,6 +25,5 @@ def update_note(spread: Spread) -> str:
     """What decides the seconds of an update on the host."""
     return (
         f"offload: the host's update is timed with OMP_NUM_THREADS={threads_of(spread)} in each "
-        "process (torchrun sets 1), and without knowledge of this host's memory unless "
-        "'whichlora calibrate --links' measured it"
+        "process (torchrun sets 1), on an average host; 'whichlora calibrate --links' measures one"
     )

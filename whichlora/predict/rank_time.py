@@ -343,7 +343,8 @@ def links_of(
                 f"the time is not known: no links of machines with {gpu.key} are known; give "
                 "interconnect, such as 25GB/s"
             )
-        links = usual[0]
+        # those of the user's folder come first, and may be of fewer GPUs or without a network
+        links = next((each for each in usual if _reaches(each, config)), usual[0])
     elif name in machines:
         links = machines[name]
     else:
@@ -364,6 +365,13 @@ def links_of(
         )
     network = f", {links.network.name}" if config.nodes > 1 and links.network else ""
     return links, f"links of {links.key}: {links.name}{network}"
+
+
+def _reaches(links: LinkSpec, config: ParallelConfig) -> bool:
+    """Whether `links` are between as many GPUs and nodes as `config` has."""
+    return config.gpus_per_node <= links.gpus_per_node and (
+        config.nodes == 1 or links.network is not None
+    )
 
 
 def _of_bandwidth(bytes_per_s: float, config: ParallelConfig) -> LinkSpec:

@@ -44,7 +44,7 @@ def _answer(device: str, request: Mapping[str, Any], tell: worker.Tell) -> dict[
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
-        failures = _launch(device, folder, count)
+        failures = launch(__spec__.name, device, folder, count)
         told = {
             rank: json.loads(path.read_text(encoding="utf-8"))
             for rank in range(count)
@@ -61,8 +61,8 @@ def _missing_devices(device: str, count: int) -> str:
     return f"gpus: {count} are needed, {visible} visible" if visible < count else ""
 
 
-def _launch(device: str, folder: Path, count: int) -> dict[int, int]:
-    """Run the ranks to their end; exit codes of those that failed by themselves."""
+def launch(module: str, device: str, folder: Path, count: int) -> dict[int, int]:
+    """Run `module` as ranks to their end; exit codes of those that failed by themselves."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -77,7 +77,7 @@ def _launch(device: str, folder: Path, count: int) -> dict[int, int]:
         monitor_interval=0.1,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", __spec__.name, device, str(folder))
+        elastic_launch(config, sys.executable)("-m", module, device, str(folder))
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
@@ -89,7 +89,7 @@ def _rank(device: str, folder: Path) -> None:
 
     from whichlora.profiler.kept_model import KeptModel
 
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     number = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(number)
@@ -106,7 +106,7 @@ def _rank(device: str, folder: Path) -> None:
     os._exit(0 if payload["outcome"] == "ok" else 1)
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """A killed launcher leaves its ranks, which have sessions of their own."""
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_S)

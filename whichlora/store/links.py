@@ -11,7 +11,13 @@ from typing import Any
 from whichlora.errors import DataFileError
 from whichlora.spec.links import LinkSpec, NetworkSpec
 from whichlora.store.gpu_file import is_number, is_rate, is_text
-from whichlora.store.jsonfiles import check_fields, check_schema_version, is_slug, read_object
+from whichlora.store.jsonfiles import (
+    check_fields,
+    check_schema_version,
+    is_slug,
+    read_object,
+    write_object,
+)
 from whichlora.timing.links import RING_FACTORS
 from whichlora.units import MAX_BYTES
 
@@ -111,7 +117,22 @@ def read_links(path: Path) -> LinkSpec:
     )
 
 
+def write_links(root: Path, key: str, values: Mapping[str, Any]) -> Path:
+    """Replace the machine `key` of the folder `root`; returns the path.
+
+    Args:
+        values: the fields of the file, but for its key and schema.
+    """
+    path = root / FOLDER / f"{key}.json"
+    fields = {**values, "schema_version": SCHEMA_VERSION, "key": key}
+    check_fields(fields, _FIELDS, str(path))
+    write_object(path, fields)
+    _machines.cache_clear()
+    return path
+
+
 _SECONDS = (1e-9, 1.0)
+_COLLECTIVES = (*RING_FACTORS, "send")
 
 
 def _are_sizes(value: object) -> bool:
@@ -126,7 +147,7 @@ def _are_sizes(value: object) -> bool:
 def _are_times(value: object) -> bool:
     return (
         isinstance(value, dict)
-        and value.keys() <= RING_FACTORS.keys()
+        and value.keys() <= set(_COLLECTIVES)
         and all(isinstance(tables, dict) and tables for tables in value.values())
         and all(
             number.isdecimal() and int(number) > 1 and isinstance(times, list)
@@ -172,7 +193,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "sizes_bytes": ("rising whole numbers, or null", lambda v: v is None or _are_sizes(v)),
     "microseconds": (
-        f"an object: {', '.join(RING_FACTORS)} to an object: number of GPUs to times, or null",
+        f"an object: {', '.join(_COLLECTIVES)} to an object: number of GPUs to times, or null",
         lambda v: v is None or _are_times(v),
     ),
     "bandwidth_bytes_per_s": ("a rate, or null", lambda v: v is None or is_rate(v)),

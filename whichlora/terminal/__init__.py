@@ -11,6 +11,7 @@ from whichlora.terminal.files import write_candidates, write_comparison, write_s
 from whichlora.terminal.guides import flat_rows, print_guide, write_guide
 from whichlora.terminal.life import life_markdown, print_life
 from whichlora.terminal.live import SweepProgress
+from whichlora.terminal.own_links import print_own_links
 from whichlora.terminal.placements import print_placements
 from whichlora.terminal.progress import Progress
 from whichlora.terminal.rows import candidate_row, comparison_rows, comparison_summary
@@ -43,6 +44,7 @@ __all__ = [
     "print_life",
     "print_merged",
     "print_models",
+    "print_own_links",
     "print_placements",
     "print_predictions",
     "print_recommendation",

@@ -91,7 +91,10 @@ def on_node_s(links: LinkSpec, collective: str, num_bytes: Real, size: int) -> R
     """
     if size < 2:
         return 0.0 * num_bytes
-    if collective == "send":  # of two ranks that gather, each sends half
+    if collective == "send":
+        if "send" in links.seconds:
+            return between(links.sizes_bytes, links.seconds["send"][2], num_bytes)
+        # of two ranks that gather, each sends half
         return on_node_s(links, "all_gather", 2 * num_bytes, 2)
     factor, share = RING_FACTORS[collective], (size - 1) / size
     tables = links.seconds.get(collective)

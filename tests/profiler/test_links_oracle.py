@@ -1,0 +1,29 @@
+"""Two gloo processes measure their links for real."""
+
+from __future__ import annotations
+
+import pytest
+
+from whichlora.errors import MeasurementError
+from whichlora.profiler.links import COLLECTIVES, SIZES_ON_CPU, measure_links
+
+pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+
+
+def test_gloo_ranks_measure_their_collectives_and_their_host() -> None:
+    told = measure_links("cpu", 2)
+    assert told["sizes_bytes"] == list(SIZES_ON_CPU)
+    assert set(told["microseconds"]) == set(COLLECTIVES)
+    for by_count in told["microseconds"].values():
+        times = by_count["2"]
+        assert len(times) == len(SIZES_ON_CPU)
+        assert times[-1] > 3 * min(times)  # 16 MiB and the fastest of the small ones
+        assert 1e8 < SIZES_ON_CPU[-1] / (1e-6 * times[-1]) < 1e11
+    assert 5e8 < told["host_thread_bytes_per_s"] < 2e11
+    assert 5e8 < told["host_update_bytes_per_s"] < 2e12
+    assert told["environment"]["libraries"]["torch"]
+
+
+def test_ranks_that_fail_are_one_line() -> None:
+    with pytest.raises(MeasurementError, match="links: 2 ranks failed: "):
+        measure_links("cuda", 2)  # this machine has none
