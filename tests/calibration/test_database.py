@@ -336,6 +336,7 @@ def test_every_field_of_every_outcome_comes_back_from_a_table(
         device_used_bytes=data.draw(size),
         moment_peak_bytes=data.draw(st.dictionaries(TEXTS, st.integers(0, 10**14), max_size=3)),
         largest_blocks_bytes=data.draw(st.lists(st.integers(0, 10**14), max_size=3).map(tuple)),
+        engine_log=data.draw(st.dictionaries(TEXTS, st.floats(-1e14, 1e14), max_size=3)),
         device_s=data.draw(st.floats(0, 1e6)),
         warm_up_s=data.draw(st.floats(0, 1e6)),
         environment=data.draw(GROUPS),

@@ -34,6 +34,14 @@ _gpu_option = gpu_option(None, "Accelerators; default: every one with records.")
     is_flag=True,
     help="Measure the links between this machine's GPUs, and keep them for predictions.",
 )
+@click.option(
+    "--from-log",
+    "log",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Record what a serving engine's log or /metrics states of its run on --gpu.",
+)
+@click.option("--model", help="Of --from-log, where the log names a folder.")
 @click.pass_context
 def calibrate(
     ctx: click.Context,
@@ -43,6 +51,8 @@ def calibrate(
     budget: str,
     launch_us: float | None,
     links: bool,
+    log: Path | None,
+    model: str | None,
 ) -> None:
     """Fit predictors to recorded runs; share and merge records. Alone: fit.
 
@@ -52,6 +62,7 @@ def calibrate(
       whichlora calibrate --measure plan.yaml --budget 10min
       whichlora calibrate --gpu t4 --launch-us 28
       whichlora calibrate --links --gpu rtx-3090-24gb
+      whichlora calibrate --gpu l40s --from-log vllm.log
     """
     options = {"gpu": ",".join(gpu) or None, "calibration_dir": calibration_dir}
     ctx.default_map = dict.fromkeys(calibrate.commands, options)
@@ -66,6 +77,13 @@ def calibrate(
         from whichlora.workflow.own_links import measure_own_links
 
         terminal.print_own_links(measure_own_links(gpu, calibration_dir))
+    elif log is not None:
+        if len(gpu) != 1:
+            raise click.UsageError("--from-log needs one --gpu: which accelerator did it run on?")
+        from whichlora.terminal.engine_log import print_log_record
+        from whichlora.workflow.engine_log import record_log
+
+        print_log_record(record_log(log, gpu[0], model=model, calibration_dir=calibration_dir))
     elif config is not None:
         from whichlora import terminal
         from whichlora.config import parse_duration

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
 from whichlora.methods.base import Method
+from whichlora.serving.log import EngineLog
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
@@ -160,6 +161,7 @@ class Engine:
         check: refuses what the engine refuses, in one line.
         command: starts it as it is judged, in a shell; empty where there is no such command.
         notes: what a user must know of a run.
+        log: how what it prints is read.
     """
 
     name: str
@@ -172,6 +174,7 @@ class Engine:
     check: Callable[[Served], None] = _accepts
     command: Callable[[Served], str] = _no_command
     notes: Callable[[Served], tuple[str, ...]] = _no_notes
+    log: EngineLog | None = None
 
     def libraries(self, run: RunConfig) -> Libraries:
         """Versions of `run`, this engine's own where it names none."""

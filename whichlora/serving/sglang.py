@@ -16,6 +16,7 @@ from whichlora.serving.block_groups import cached_layers
 from whichlora.serving.command import shell_command
 from whichlora.serving.profile_pass import layer_entry
 from whichlora.serving.rank import check_model, check_ranks, held_entries, rank_model
+from whichlora.serving.sglang_log import LOG
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
@@ -245,4 +246,5 @@ ENGINE = Engine(
     check=check,
     command=command,
     notes=notes,
+    log=LOG,
 )

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
-from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.entries import Entry
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
@@ -31,6 +31,15 @@ from whichlora.serving.rank import (
     rank_model,
     slot_bytes,
 )
+from whichlora.serving.vllm_entries import (
+    COMMUNICATOR,
+    COUNTS,
+    EXPANDED,
+    GRAPHS,
+    KERNELS,
+    KV_POOL,
+)
+from whichlora.serving.vllm_log import LOG
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
@@ -58,60 +67,6 @@ KERNELS_BYTES = 72 * MiB
 # What the driver keeps of one captured graph. Kind: estimate. Source: published logs of 0.67 GiB
 # for 67 sizes of 33 pieces (0.10.2), 0.48 GiB for 51 sizes of 29 pieces (0.26).
 GRAPH_BYTES = 300 * KiB
-
-COUNTS = Fact(
-    part="logits_and_loss",
-    what="counts of tokens for penalties",
-    shape="[max_num_seqs, vocab_size]",
-    dtype="int32, and a bit",
-    why="one row for each sequence that may run, allocated at the start",
-    source="vLLM 0.33.0 v1/worker/gpu/sample/penalties.py:41 output_bin_counts",
-)
-KERNELS = Fact(
-    part="temporary",
-    what="kernels and libraries that the first forward loads",
-    shape="-",
-    dtype="bytes",
-    why="outside of the allocator, and counted with what the engine uses",
-    source="vLLM 0.33.0 utils/mem_utils.py:331 total_consumed; published logs",
-    kind="estimate",
-)
-COMMUNICATOR = Fact(
-    part="temporary",
-    what="buffers of NCCL",
-    shape="[channels]",
-    dtype="bytes",
-    why="the ranks of one model add up their parts of every layer",
-    source="parallel.communicators; 0.41 GiB more on two H100 (logs of 0.11.0)",
-    kind="estimate",
-)
-GRAPHS = Fact(
-    part="temporary",
-    what="CUDA graphs",
-    shape="[sizes of a batch, pieces between attentions]",
-    dtype="bytes",
-    why="captured once for every size, and reserved before blocks are counted",
-    source="vLLM 0.33.0 v1/worker/gpu_worker.py:717 cudagraph_memory_estimate; published logs",
-    kind="estimate",
-)
-EXPANDED = Fact(
-    part="temporary",
-    what="profile pass: a quantised matrix in 16 bit",
-    shape="[out_features, in_features]",
-    dtype="compute_bytes",
-    count="1; of experts all of a layer",
-    why="bitsandbytes multiplies more than one row by the expanded matrix",
-    source="vLLM 0.27.1 model_executor/layers/quantization/bitsandbytes.py:597; bitsandbytes "
-    "0.50.2 autograd/_functions.py MatMul4Bit.forward",
-)
-KV_POOL = Fact(
-    part="kv_cache",
-    what="pool of blocks",
-    shape="[num_blocks, block_size, keys and values of a group of layers]",
-    dtype="kv_cache_dtype",
-    why="takes all that is left of the engine's share of the GPU",
-    source="vLLM 0.33.0 v1/core/kv_cache_planning.py:642 get_kv_cache_config_from_groups",
-)
 
 
 # --- what it is asked for ---------------------------------------------------------------------
@@ -483,4 +438,5 @@ ENGINE = Engine(
     check=check,
     command=command,
     notes=notes,
+    log=LOG,
 )

@@ -396,6 +396,7 @@ class Measurement:
             where the device's allocator has no counters.
         largest_blocks_bytes: the largest blocks that the allocator handed out, where its history
             was asked for.
+        engine_log: what a serving engine's log or metrics state, by name with its unit.
         device_s: seconds of device time that the measurement cost, building included.
         environment: device name, driver, library versions, host facts.
         provenance: who measured (free text), command, commit, run id.
@@ -418,6 +419,7 @@ class Measurement:
     device_used_bytes: int | None = None
     moment_peak_bytes: Mapping[str, int] = field(default_factory=dict)
     largest_blocks_bytes: tuple[int, ...] = ()
+    engine_log: Mapping[str, float] = field(default_factory=dict)
     device_s: float = 0.0
     warm_up_s: float = 0.0
     environment: Mapping[str, Any] = field(default_factory=dict)

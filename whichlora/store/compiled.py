@@ -79,6 +79,9 @@ def _record_schema() -> Any:
         "device_used_bytes": size,
         "moment_peak_bytes": core.dict_schema(text, count),
         "largest_blocks_bytes": core.tuple_variable_schema(count),
+        "engine_log": core.dict_schema(
+            text, core.float_schema(strict=True, ge=-MAX_BYTES, le=MAX_BYTES, allow_inf_nan=False)
+        ),
         "device_s": seconds(ge=0),
         "warm_up_s": seconds(ge=0),
         "environment": free,

@@ -168,6 +168,12 @@ def _are_bytes_by_name(value: object) -> bool:
     return isinstance(value, dict) and _are_bytes(list(value.values()))
 
 
+def _are_numbers_by_name(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        type(number) in (int, float) and abs(number) <= MAX_BYTES for number in value.values()
+    )
+
+
 _SECONDS = f"from 0 to {MAX_SECONDS} seconds"
 _BYTES = f"a whole number of bytes from 0 to below {MAX_BYTES}, or null"
 _COUNTS = f"whole numbers of bytes from 0 to below {MAX_BYTES}"
@@ -191,6 +197,7 @@ _CHECKS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "device_used_bytes": (_BYTES, _is_bytes_or_null),
     "moment_peak_bytes": (f"an object of {_COUNTS}", _are_bytes_by_name),
     "largest_blocks_bytes": (f"a list of {_COUNTS}", _are_bytes),
+    "engine_log": (f"an object of numbers up to {MAX_BYTES}", _are_numbers_by_name),
     "device_s": (f"a number {_SECONDS}", _is_seconds),
     "warm_up_s": (f"a number {_SECONDS}", _is_seconds),
     "environment": ("an object", _is_object),

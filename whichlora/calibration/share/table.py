@@ -46,7 +46,7 @@ MAY_BE_ZERO = (  # as in a record, which refuses no bytes of a run that ended we
 )
 SETTINGS = tuple(field.name for field in dataclasses.fields(RunConfig))
 PLAIN = ("id", "gpu", "date", "outcome", "detail", "source", "batch_seq_len", "model_config")
-COUNTED = ("moment_peak_bytes", "largest_blocks_bytes")  # as a record has them
+COUNTED = ("moment_peak_bytes", "largest_blocks_bytes", "engine_log")  # as a record has them
 # Any column below them: environment.driver. The bare name holds the whole as JSON.
 FREE = ("environment", "provenance")
 # A default there would be a guess about what was measured.
@@ -265,8 +265,9 @@ def _record(row: Mapping[str, str], columns: Sequence[Column], gpu: GpuSpec) -> 
         return record
     # settings at their defaults are left out: one that is added must not make another record of it
     chosen = record.to_dict() | {"config": run.chosen()}
-    if not record.warm_up_s:
-        del chosen["warm_up_s"]
+    for name in ("warm_up_s", "engine_log"):
+        if not chosen[name]:
+            del chosen[name]
     content = json.dumps(chosen, sort_keys=True)
     return dataclasses.replace(
         record, id=f"import-{hashlib.sha256(content.encode()).hexdigest()[:32]}"

@@ -1,0 +1,172 @@
+"""`calibrate --from-log`: a start of an engine as a record, beside what is predicted of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from whichlora.calibration.database import calibrate_all, export_records, import_table
+from whichlora.cli import main
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.units import GiB
+from whichlora.workflow.engine_log import LogRecord, record_log
+
+# Qwen3-8B on one H100 by vLLM 0.11, as LMCache's questions and answers print it.
+QWEN = """\
+INFO [core.py:77] Initializing a V1 LLM engine (v0.11.0) with config: model='Qwen/Qwen3-8B', \
+dtype=torch.bfloat16, max_seq_len=40960, tensor_parallel_size=1, quantization=None, \
+enforce_eager=False, kv_cache_dtype=auto
+INFO [gpu_worker.py:298] Available KV cache memory: 50.32 GiB
+INFO [kv_cache_utils.py:1087] GPU KV cache size: 366,480 tokens
+INFO [kv_cache_utils.py:1091] Maximum concurrency for 40,960 tokens per request: 8.95x
+INFO [other.py:1] the host has memory
+"""
+# Meta-Llama-3-8B on one H100 by vLLM 0.6.4 and 0.6.5, as its pull request 10511 prints it.
+LLAMA = """\
+INFO vLLM API server version 0.6.5
+INFO args: Namespace(model='meta-llama/Meta-Llama-3-8B', max_model_len=8192, max_num_seqs=256, \
+max_num_batched_tokens=8192, gpu_memory_utilization=0.9, quantization=None)
+INFO worker.py:240] the current vLLM instance can use total_gpu_memory (79.22GiB) x \
+gpu_memory_utilization (0.90) = 71.30GiB
+INFO worker.py:240] model weights take 14.96GiB; non_torch_memory takes 0.10GiB; PyTorch \
+activation peak memory takes 1.26GiB; the rest of the memory reserved for KV Cache is 54.98GiB.
+"""
+# Llama-3.1-8B on one A100 by SGLang 0.4.1.
+SGLANG = """\
+server_args=ServerArgs(model_path='meta-llama/Llama-3.1-8B', mem_fraction_static=0.88, tp_size=1)
+Load weight begin. avail mem=78.81 GB
+Load weight end. type=LlamaForCausalLM, dtype=torch.bfloat16, avail mem=63.72 GB, mem usage=15.09 GB.
+KV Cache is allocated. #tokens: 444500, K size: 27.13 GB, V size: 27.13 GB
+max_total_num_tokens=444500, chunked_prefill_size=8192, context_len=131072
+"""  # noqa: E501
+
+
+def record(
+    folder: Path, text: str, gpu: str = "h100-sxm-80gb", model: str | None = None
+) -> LogRecord:
+    path = folder / "engine.log"
+    path.write_text(text)
+    os.utime(path, (1_760_000_000, 1_760_000_000))
+    return record_log(path, gpu, model=model, calibration_dir=folder / "calibration")
+
+
+def test_a_log_becomes_a_record_beside_its_prediction(tmp_path: Path) -> None:
+    found = record(tmp_path, QWEN)
+    run = found.record.run
+    assert (run.model, run.serving, run.context) == ("Qwen/Qwen3-8B", "vllm", 40_960)
+    assert dict(run.libraries) == {"vllm": "0.11.0"}
+    assert run.serving_options == ()  # all are at their defaults
+    assert found.record.engine_log == {
+        "kv_pool_bytes": 50.32 * GiB,
+        "kv_pool_tokens": 366_480.0,
+        "max_concurrency": 8.95,
+        "context_tokens": 40_960.0,
+    }
+    for name in ("kv_pool_bytes", "kv_pool_tokens", "max_concurrency"):
+        assert found.predicted[name] == pytest.approx(found.record.engine_log[name], rel=0.01)
+    assert found.note == "read 4 of 6 lines; not understood, though they speak of memory: 5"
+
+
+def test_the_terms_of_a_profile_are_compared_on_the_memory_that_the_log_states(
+    tmp_path: Path,
+) -> None:
+    found = record(tmp_path, LLAMA)
+    options = dict(found.record.run.serving_options)
+    assert options == {
+        "gpu_memory_utilization": 0.9,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 256,
+    }
+    stated = found.record.engine_log
+    for name, within in (("weights_bytes", 0.002), ("activation_bytes", 0.005)):
+        assert found.predicted[name] == pytest.approx(stated[name], rel=within)
+    # what is left of 0.9 of the stated memory, all terms of the log taken off
+    left = 71.30 - 14.96 - 0.10 - 1.26
+    assert stated["kv_pool_bytes"] / GiB == pytest.approx(left, abs=0.01)
+    assert found.predicted["kv_pool_bytes"] == pytest.approx(stated["kv_pool_bytes"], rel=0.01)
+
+
+def test_sglang_is_told_from_vllm_by_its_lines(tmp_path: Path) -> None:
+    found = record(tmp_path, SGLANG, gpu="a100-sxm-80gb")
+    run = found.record.run
+    assert (run.serving, run.context) == ("sglang", 131_072)
+    assert dict(run.serving_options) == {"mem_fraction_static": 0.88, "chunked_prefill_size": 8192}
+    assert found.predicted["kv_pool_tokens"] == pytest.approx(444_500, rel=0.03)
+
+
+def test_the_same_log_is_recorded_once_and_survives_a_table(tmp_path: Path) -> None:
+    first = record(tmp_path, QWEN)
+    again = record(tmp_path, QWEN)
+    assert (first.is_new, again.is_new) == (True, False)
+    assert first.record == again.record
+    assert len(first.path.read_text().splitlines()) == 1
+    table = tmp_path / "records.csv"
+    assert export_records(table, ["h100-sxm-80gb"], calibration_dir=tmp_path / "calibration") == 1
+    _, refused = import_table(table, calibration_dir=tmp_path / "other")
+    assert not refused
+    (refit,) = calibrate_all(["h100-sxm-80gb"], tmp_path / "other")
+    assert refit.after.num_records == 1
+    (file,) = (tmp_path / "other" / "h100-sxm-80gb" / "measurements").glob("*.jsonl")
+    assert json.loads(file.read_text())["engine_log"] == dict(first.record.engine_log)
+
+
+def test_an_engine_that_gave_up_is_an_error_with_its_line(tmp_path: Path) -> None:
+    head = QWEN.split("\n")[0].replace("40960", "2000000")
+    refusal = (
+        "ValueError: To serve at least one request with the models's max seq len (2000000), (274.66"
+        " GiB KV cache is needed, which is larger than the available KV cache memory (50.32 GiB)."
+    )
+    found = record(tmp_path, f"{head}\n{refusal}\n")
+    assert found.record.outcome == "error"
+    assert found.record.detail == refusal
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("nothing of an engine\n", "has no line of vllm or sglang"),
+        (QWEN.replace("Qwen/Qwen3-8B", "/models/mine"), "model '/models/mine' of the log is not"),
+        ("Available KV cache memory: 5.0 GiB\n", "names no model; name it with --model"),
+        (QWEN.replace("quantization=None", "quantization=fp8"), "quantization fp8 is not"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_in_one_line(
+    tmp_path: Path, text: str, fault: str
+) -> None:
+    with pytest.raises((ConfigError, DataFileError), match=fault) as error:
+        record(tmp_path, text)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "calibration").exists()
+
+
+def test_a_folder_of_another_machine_is_named_by_the_user(tmp_path: Path) -> None:
+    log = QWEN.replace("Qwen/Qwen3-8B", "/models/mine")
+    assert record(tmp_path, log, model="Qwen/Qwen3-8B").record.run.model == "Qwen/Qwen3-8B"
+
+
+def test_nothing_of_a_log_is_evaluated_or_opened(tmp_path: Path) -> None:
+    """Names in it are texts, also those that look like code, a path or an escape."""
+    planted = tmp_path / "planted"
+    hostile = QWEN.replace(
+        "enforce_eager=False", f"max_num_seqs=__import__('os').mkdir('{planted}')"
+    ).replace("INFO [other.py:1]", "\x1b[2J args: block_size=1e309")
+    found = record(tmp_path, hostile)
+    assert not planted.exists()
+    assert found.record.run.serving_options == ()
+
+
+def test_the_command_prints_errors_and_where_it_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "vllm.log"
+    log.write_text(QWEN)
+    asked = ["calibrate", "--from-log", str(log), "--calibration-dir", str(tmp_path / "c")]
+    done = CliRunner().invoke(main, [*asked, "--gpu", "h100"])
+    assert done.exit_code == 0, done.output
+    assert "50.32 GiB" in done.output
+    assert "kept in" in done.output
+    refused = CliRunner().invoke(main, asked)
+    assert refused.exit_code == 2
+    assert "--from-log needs one --gpu" in refused.output

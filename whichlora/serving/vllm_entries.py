@@ -1,0 +1,59 @@
+"""What vLLM holds beside weights and a forward, as entries of its start."""
+
+from __future__ import annotations
+
+from whichlora.memory.entries import Fact
+
+COUNTS = Fact(
+    part="logits_and_loss",
+    what="counts of tokens for penalties",
+    shape="[max_num_seqs, vocab_size]",
+    dtype="int32, and a bit",
+    why="one row for each sequence that may run, allocated at the start",
+    source="vLLM 0.33.0 v1/worker/gpu/sample/penalties.py:41 output_bin_counts",
+)
+KERNELS = Fact(
+    part="temporary",
+    what="kernels and libraries that the first forward loads",
+    shape="-",
+    dtype="bytes",
+    why="outside of the allocator, and counted with what the engine uses",
+    source="vLLM 0.33.0 utils/mem_utils.py:331 total_consumed; published logs",
+    kind="estimate",
+)
+COMMUNICATOR = Fact(
+    part="temporary",
+    what="buffers of NCCL",
+    shape="[channels]",
+    dtype="bytes",
+    why="the ranks of one model add up their parts of every layer",
+    source="parallel.communicators; 0.41 GiB more on two H100 (logs of 0.11.0)",
+    kind="estimate",
+)
+GRAPHS = Fact(
+    part="temporary",
+    what="CUDA graphs",
+    shape="[sizes of a batch, pieces between attentions]",
+    dtype="bytes",
+    why="captured once for every size, and reserved before blocks are counted",
+    source="vLLM 0.33.0 v1/worker/gpu_worker.py:717 cudagraph_memory_estimate; published logs",
+    kind="estimate",
+)
+EXPANDED = Fact(
+    part="temporary",
+    what="profile pass: a quantised matrix in 16 bit",
+    shape="[out_features, in_features]",
+    dtype="compute_bytes",
+    count="1; of experts all of a layer",
+    why="bitsandbytes multiplies more than one row by the expanded matrix",
+    source="vLLM 0.27.1 model_executor/layers/quantization/bitsandbytes.py:597; bitsandbytes "
+    "0.50.2 autograd/_functions.py MatMul4Bit.forward",
+)
+KV_POOL = Fact(
+    part="kv_cache",
+    what="pool of blocks",
+    shape="[num_blocks, block_size, keys and values of a group of layers]",
+    dtype="kv_cache_dtype",
+    why="takes all that is left of the engine's share of the GPU",
+    source="vLLM 0.33.0 v1/core/kv_cache_planning.py:642 get_kv_cache_config_from_groups",
+)
