@@ -90,7 +90,7 @@ def draw_run(chance: random.Random, *, offloads: bool = False) -> RunConfig:
     version = "2" if method in ("dora", "qdora") else chance.choice(["1", "2"])
     options: dict[str, Any] = {}
     if offloads:
-        version, options["offload"] = "2", ("optimizer", "params")
+        options["offload"] = ("optimizer", "params")
     if version == "1":
         options["fsdp_version"] = "1"
         if chance.random() < 0.5:
@@ -202,6 +202,7 @@ def traced(config: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
             reshard_after_forward=reshards,
             backward_prefetch=options.get("backward_prefetch") == "BACKWARD_PRE",
             quant_storage=getattr(torch, storage) if is_stored else None,
+            cpu_offload=bool(options.get("offload")),
         )
     with fake_group(run.parallel.gpus) as mesh:
         trace = trace_rank(

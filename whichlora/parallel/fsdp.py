@@ -295,11 +295,15 @@ def _check(step: TrainingStep, spread: Spread) -> None:
 
 def _check_offload(step: TrainingStep, spread: Spread) -> None:
     """The host's kernels make the update, and the loss's scale is not searched for there."""
-    if spread.options["fsdp_version"] == "1":
-        raise ConfigError("offload: is not modelled of version 1; use fsdp_version 2")
+    accumulates = step.run.gradient_accumulation_steps > 1
+    if spread.options["fsdp_version"] == "1" and accumulates and spread.options["sync_each_batch"]:
+        raise ConfigError(
+            "offload: version 1 replaces gradients on the host by those of the next micro-step; "
+            "use sync_each_batch false, or fsdp_version 2"
+        )
     if set(spread.options["offload"] or ()) != set(OFFLOADED):  # type: ignore[arg-type]
         raise ConfigError(
-            f"offload: version 2 keeps {' and '.join(OFFLOADED)} on the host, or neither; give "
+            f"offload: FSDP keeps {' and '.join(OFFLOADED)} on the host, or neither; give "
             f"{','.join(OFFLOADED)}"
         )
     if mixed_precision(step, spread) == "fp16":
@@ -386,7 +390,8 @@ def _training_arguments(run: RunConfig, spread: Spread) -> dict[str, Any]:
     arguments: dict[str, Any] = {"fsdp": True, "fsdp_config": config}
     if options["offload"]:
         config["cpu_offload"] = True
-        arguments["ddp_backend"] = _BACKENDS
+        if options["fsdp_version"] == "2":  # version 1 sums norms on the GPU
+            arguments["ddp_backend"] = _BACKENDS
     if options["sync_each_batch"]:
         arguments["accelerator_config"] = {
             "gradient_accumulation_kwargs": {"sync_each_batch": True}
@@ -429,8 +434,6 @@ def _read_accelerator(accelerator: Mapping[str, Any]) -> dict[str, OptionValue] 
         return None
     if plugin["activation_checkpointing"]:
         raise ConfigError("fsdp: activation_checkpointing is not modelled")
-    if plugin["cpu_offload"] and str(plugin["fsdp_version"]) == "1":
-        raise ConfigError("fsdp: cpu_offload is not modelled of version 1")
     if plugin["wraps"] != "transformer_auto_wrap_policy":
         raise ConfigError("fsdp: only TRANSFORMER_BASED_WRAP is modelled")
     read: dict[str, OptionValue] = {

@@ -86,6 +86,14 @@ class Rank1(Rank):
             return 0
         return self._gathered(self._block(place))
 
+    def _shards(self, *units: Unit) -> Count:
+        """As of both versions; what is copied to the host lives to the end of the backward.
+
+        Source: torch 2.13 `_accumulate_sharded_grad`, whose `_saved_grad_shard` is dropped by
+        `prepare_gradient_for_optim`.
+        """
+        return self._made(*units)
+
     # --- moments --------------------------------------------------------------------------------
 
     def during(self, name: str) -> tuple[Entry, ...]:
@@ -181,7 +189,8 @@ class Rank1(Rank):
         if self._keeps_leaves:
             yield "first_layer_backward_of_leaves", self._with_leaves(one_device)
         # with `use_orig_params` the views of the gradients' shards live to the next forward
-        yield "between_steps", (*self.static, Entry(GRADIENT_SHARDS, self._all_shards))
+        kept = 0 if self.sharding.offloads else self._all_shards
+        yield "between_steps", (*self.static, Entry(GRADIENT_SHARDS, kept + zero))
 
     def _prefetching(self, place: int) -> tuple[Entry, ...]:
         """At the end of a block's backward: the one before it is gathered, and a norm is left."""

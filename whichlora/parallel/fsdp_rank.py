@@ -104,12 +104,20 @@ def shards(sharding: Sharding) -> tuple[Entry, ...]:
 def host_entries(sharding: Sharding) -> tuple[Entry, ...]:
     """What a rank keeps on the host: shares, and those of gradients.
 
-    Kind: exact, of tensors. Source: torch 2.13 `FSDPParam._init_sharded_param`, `foreach_reduce`.
+    Kind: exact, of tensors. Source: torch 2.13 `FSDPParam._init_sharded_param`, `foreach_reduce`;
+    version 1 `init_flat_param_attributes`, whose `_cpu_grad` frozen weights have, too.
     """
     if not sharding.offloads:
         return ()
     size = sharding.size
-    gradients = sum(count * unit.gradient_shard(size) for unit, count in sharding.units.all())
+    if sharding.units.flat:
+        gradients = sum(
+            count * p.shard(size) * p.rest_bytes
+            for unit, count in sharding.units.all()
+            for p in unit.parameters
+        )
+    else:
+        gradients = sum(count * unit.gradient_shard(size) for unit, count in sharding.units.all())
     return (*shards(sharding), Entry(GRADIENT_SHARDS, gradients))
 
 
@@ -180,9 +188,12 @@ class Rank:
         return unit.reduced(self._size, self.sharding.reduce_bytes)
 
     def _shards(self, *units: Unit) -> Count:
-        """Sharded gradients of `units` on the GPU."""
+        """Sharded gradients of `units` on the GPU, once they are made."""
         if self.sharding.offloads:
             return 0
+        return self._made(*units)
+
+    def _made(self, *units: Unit) -> Count:
         return sum(unit.gradient_shard(self._size) for unit in units)
 
     @cached_property

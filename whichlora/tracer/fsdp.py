@@ -110,6 +110,7 @@ def flat_sharded(
     reshard_after_forward: bool = True,
     backward_prefetch: bool = False,
     quant_storage: torch.dtype | None = None,
+    cpu_offload: bool = False,
 ) -> Wrapped:
     """Version 1: `FullyShardedDataParallel` with the policies that the Trainer gives it.
 
@@ -120,6 +121,7 @@ def flat_sharded(
     from peft.utils.other import fsdp_auto_wrap_policy
     from torch.distributed.fsdp import (
         BackwardPrefetch,
+        CPUOffload,
         FullyShardedDataParallel,
         MixedPrecision,
         ShardingStrategy,
@@ -146,6 +148,7 @@ def flat_sharded(
         mixed_precision=policy,
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE if backward_prefetch else None,
         use_orig_params=True,
+        cpu_offload=CPUOffload(offload_params=True) if cpu_offload else None,
         limit_all_gathers=True,
         device_id=torch.device("cpu"),
     )
@@ -160,4 +163,61 @@ def flat_sharded(
         autocast=mixed_precision != "no",
         accumulating=sharded.no_sync,
         clip=partial(sharded.clip_grad_norm_, 1.0),
+        on_host=_flat_on_host if cpu_offload else None,
     )
+
+
+@contextmanager
+def _flat_on_host(recorder: RankRecorder) -> Iterator[None]:
+    """The same of version 1: what it pins is the host's, and shares are copied before a gather."""
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+    from torch.distributed.utils import _alloc_storage
+
+    on_host: list[Any] = []  # storages, whose views must find them as they were left
+
+    def leave(tensor: torch.Tensor) -> None:
+        on_host.append(tensor.untyped_storage())
+        recorder.leave(tensor)
+
+    def pinned(tensor: torch.Tensor) -> torch.Tensor:
+        with recorder.uncounted():
+            copy = tensor.clone()
+        leave(copy)
+        return copy
+
+    starts, unshards = FlatParamHandle.init_flat_param_attributes, FlatParamHandle.pre_unshard
+    writes_back = FlatParamHandle._writeback_orig_params
+
+    def started(handle: Any) -> None:
+        leave(handle.flat_param.data)
+        starts(handle)
+
+    def written_back(handle: Any) -> bool:
+        with recorder.uncounted():
+            changed: bool = writes_back(handle)
+        gradient, share = handle.flat_param.grad, handle.flat_param._local_shard
+        if gradient is not None and gradient.size() == share.size():
+            leave(gradient)
+        return changed
+
+    def copied(handle: Any) -> bool:
+        changed: bool = unshards(handle)
+        if not handle._uses_param_mixed_precision and handle.needs_unshard():
+            handle.flat_param.data = handle.flat_param.data.clone()
+        return changed
+
+    def narrowed(handle: Any) -> None:
+        flat = handle.flat_param
+        _alloc_storage(flat._mp_shard, flat._local_shard.size())
+        flat._mp_shard.copy_(flat._local_shard.clone())
+        flat.data = flat._mp_shard
+
+    with (
+        mock.patch.object(torch.Tensor, "pin_memory", pinned),
+        mock.patch.object(FlatParamHandle, "init_flat_param_attributes", started),
+        mock.patch.object(FlatParamHandle, "pre_unshard", copied),
+        mock.patch.object(FlatParamHandle, "_writeback_orig_params", written_back),
+        mock.patch.object(FlatParamHandle, "_use_low_precision_shard", narrowed),
+        mock.patch.object(torch.cpu.Stream, "synchronize", mock.Mock(), create=True),
+    ):
+        yield
