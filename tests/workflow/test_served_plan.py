@@ -14,6 +14,7 @@ from plan_runs import Silent
 from whichlora.errors import ConfigError
 from whichlora.spec.results import ServingPrediction
 from whichlora.terminal.answer import explanation, print_answer
+from whichlora.terminal.short import print_short
 from whichlora.workflow import estimates
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.run import run_plan
@@ -75,6 +76,8 @@ def test_the_files_and_the_terminal_name_engine_pool_concurrency_and_context(
     said = f"by vllm {serving.version}: {serving.max_running} sequences of 4,096 tokens at once"
     print_answer(plain)
     shown = " ".join(capsys.readouterr().out.split())
+    print_short(plain)
+    assert f"serve it with: sh {plain.files['serving']}" in capsys.readouterr().out
     page = plain.files["report"].read_text()
     for text in (shown, plain.files["summary"].read_text(), page):
         assert said in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from math import isnan
@@ -343,7 +344,15 @@ def print_answer(answer: Answer) -> None:
         if "data_train" not in answer.files:
             data = answer.files["job"].with_name("train.jsonl")
             say(console, f'put your rows into {data} first, as {{"text": ...}} lines', whole=True)
-        say(console, f"start the fine-tuning with: {start_command(answer)}", whole=True)
+        print_starts(console, answer)
+
+
+def print_starts(console: Console, answer: Answer) -> None:
+    """What starts the winner's fine-tuning, and then the engine that serves it."""
+    say(console, f"start the fine-tuning with: {start_command(answer)}", whole=True)
+    if "serving" in answer.files:
+        script = shlex.quote(str(answer.files["serving"]))
+        say(console, f"and then serve it with: sh {script}", whole=True)
 
 
 def start_command(answer: Answer) -> str:

@@ -10,8 +10,8 @@ from whichlora.terminal.answer import (
     explanation,
     print_counts,
     print_gpus_of,
+    print_starts,
     print_training,
-    start_command,
     verdict_of,
 )
 from whichlora.terminal.tables import open_console, print_table, say
@@ -58,7 +58,7 @@ def print_short(answer: Answer) -> None:
     if answer.training is not None and "error" not in answer.training:
         print_training(console, answer)
     elif "job" in answer.files and answer.winner is not None:
-        say(console, f"start the fine-tuning with: {start_command(answer)}", whole=True)
+        print_starts(console, answer)
 
 
 def best_of_each_model(answer: Answer) -> list[Candidate]:
