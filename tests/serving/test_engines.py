@@ -61,7 +61,7 @@ def test_a_run_with_an_engine_survives_json() -> None:
         (
             {"serving": "tgi"},
             A100,
-            "serving: 'tgi' is not known; accepted are transformers, vllm, sglang",
+            "serving: 'tgi' is not known; accepted are transformers, vllm, sglang, llama-cpp",
         ),
         ({"phase": "finetune"}, A100, "serving: vllm is of inference; give phase inference"),
         ({"kv_cache": "static"}, A100, "kv_cache: static is a cache of transformers"),

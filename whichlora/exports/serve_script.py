@@ -10,7 +10,7 @@ from whichlora.predict.resolve import ResolvedRun
 TRAINED, MERGED, QUANTISED = "./output", "./merged", "./quantised"
 
 _HEAD = """#!/bin/sh
-# {model} by {engine} {version}, {form}, as whichlora judged it: \
+# {model} by {engine}, {form}, as whichlora judged it: \
 {concurrency} sequences of {context} tokens at once
 set -e
 cd "$(dirname "$0")"
@@ -44,10 +44,10 @@ def serve_script(job: ResolvedRun, method: str, *, form: str, concurrency: int) 
     """
     run, served = job.run, job.served
     quant = run.quant or "none"
+    version = getattr(served.libraries, job.engine.library, "")
     text = _HEAD.format(
         model=job.model.name,
-        engine=job.engine.name,
-        version=getattr(served.libraries, job.engine.library, ""),
+        engine=f"{job.engine.name} {version}".rstrip(),
         form=form,
         concurrency=concurrency,
         context=served.context,

@@ -240,7 +240,7 @@ def _check_serving(job: ResolvedRun) -> None:
                 f"kv_cache: {run.kv_cache} is a cache of transformers; leave it out beside serving "
                 f"{engine.name}, which has its own"
             )
-        if job.gpu.kind != "cuda":
+        if job.gpu.kind not in engine.device_kinds:
             raise ConfigError(
                 f"serving: {engine.name} is predicted for NVIDIA's GPUs, not {job.gpu.key}"
             )

@@ -6,12 +6,15 @@ A package adds its own engine with an entry point in the group `whichlora.servin
 
 from __future__ import annotations
 
-from whichlora.serving import sglang, transformers, vllm
+from whichlora.serving import llama_cpp, sglang, transformers, vllm
 from whichlora.serving.base import Engine
 from whichlora.spec.members import Members
 
 _ENGINES = Members[Engine](
-    "serving", "serving", Engine, (module.ENGINE for module in (transformers, vllm, sglang))
+    "serving",
+    "serving",
+    Engine,
+    (module.ENGINE for module in (transformers, vllm, sglang, llama_cpp)),
 )
 BUILT_IN = _ENGINES.built_in
 ENTRY_POINT_GROUP = _ENGINES.group

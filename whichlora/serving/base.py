@@ -155,6 +155,7 @@ class Engine:
         library: the field of `Libraries` that is its version; empty where none is.
         version: the release that its file was read from, which a run that names none is of.
         options: its own settings, by its own names.
+        device_kinds: those that it is predicted for.
         least_capability: the oldest compute capability that it has kernels for.
         start: what it takes when it starts; None where memory is taken as sequences come, so that
             the run is one call of `generate`.
@@ -169,6 +170,7 @@ class Engine:
     library: str = ""
     version: str = ""
     options: tuple[Option, ...] = ()
+    device_kinds: tuple[str, ...] = ("cuda",)
     least_capability: float = 0.0
     start: Callable[[Served], Start] | None = None
     check: Callable[[Served], None] = _accepts

@@ -1,0 +1,136 @@
+"""GGUF files of a model's shape without its weights: sparse, so that 70B take no disk.
+
+llama.cpp refuses a file whose tensors are not those of the architecture, in name or shape: that it
+loads one shows that `whichlora.serving.gguf` has them all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from whichlora.serving.gguf import BLOCKS, NAMES, Tensor, in_order, tensors
+from whichlora.serving.llama_cpp import ARCHITECTURES
+from whichlora.spec.architecture import Layer, ModelSpec
+
+# Norms of a layer, by the names of our architectures; those of gemma lie around both halves.
+_NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+}
+
+
+def write(model: ModelSpec, file_type: str, path: Path, *, seed: int | None = None) -> None:
+    """Write `path`; with a `seed` its weights are random, else there are none."""
+    architecture = ARCHITECTURES[model.model_type].name
+    writer = gguf.GGUFWriter(str(path), architecture)
+    _settings(writer, model, architecture)
+    rng = None if seed is None else np.random.default_rng(seed)
+    for tensor in tensors(model, file_type):
+        if tensor.name == "norms and biases":
+            assert tensor.layer is not None
+            _narrow(writer, model, in_order(model)[tensor.layer], tensor.layer, rng)
+        elif tensor.name == "output_norm":
+            for norm in model.final_norms:
+                _add(writer, "output_norm.weight", (norm.width,), "F32", rng)
+                if norm.bias:
+                    _add(writer, "output_norm.bias", (norm.width,), "F32", rng)
+        else:
+            prefix = "" if tensor.layer is None else f"blk.{tensor.layer}."
+            _add(writer, f"{prefix}{tensor.name}.weight", _shape(tensor), tensor.type, rng)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    if rng is None:
+        writer.write_ti_data_to_file()
+        sizes = (info.nbytes for shard in writer.tensors for info in shard.values())
+        whole = sum(-(-size // 32) * 32 for size in sizes)
+        writer.close()
+        with path.open("r+b") as file:
+            file.truncate(-(-path.stat().st_size // 32) * 32 + whole)
+    else:
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    rows = tensor.num_rows // tensor.num_experts
+    experts = () if tensor.num_experts == 1 else (tensor.num_experts,)
+    return (*experts, rows, tensor.row)
+
+
+def _add(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], stored: str, rng: Any) -> None:
+    kind = gguf.GGMLQuantizationType[stored]
+    elements, block_bytes = BLOCKS[stored]
+    if rng is None:
+        row_bytes = shape[-1] // elements * block_bytes
+        num_bytes = int(np.prod(shape[:-1], dtype=np.int64)) * row_bytes
+        raw = (*shape[:-1], row_bytes) if stored not in ("F32", "F16") else shape
+        dtype = {"F32": np.float32, "F16": np.float16}.get(stored, np.uint8)
+        writer.add_tensor_info(name, raw, np.dtype(dtype), num_bytes, raw_dtype=kind)
+        return
+    values = (0.02 * rng.standard_normal(shape)).astype(np.float32)
+    if "norm" in name:
+        values += 1
+    quantised = values if stored == "F32" else gguf.quantize(values, kind)
+    writer.add_tensor(name, quantised, raw_dtype=kind)
+
+
+def _narrow(writer: gguf.GGUFWriter, model: ModelSpec, layer: Layer, index: int, rng: Any) -> None:
+    """Norms and biases."""
+    around = len(layer.norms) == 4 or layer.post_norm
+    for norm in (*layer.norms, *layer.inner_norms):
+        name = _NORMS[norm.name]
+        if around and norm.name == "post_attention_layernorm":
+            name = "post_attention_norm"
+        width = norm.width
+        _add(writer, f"blk.{index}.{name}.weight", (width,), "F32", rng)
+        if norm.bias:
+            _add(writer, f"blk.{index}.{name}.bias", (width,), "F32", rng)
+    for linear in layer.linears:
+        if linear.bias:
+            name = f"blk.{index}.{NAMES[linear.name]}.bias"
+            _add(writer, name, (linear.out_features,), "F32", rng)
+
+
+def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
+    layers = in_order(model)
+    attention = layers[0].attentions[0]
+    writer.add_file_type(0)
+    writer.add_vocab_size(model.vocab_size)
+    writer.add_tokenizer_model("none")
+    writer.add_context_length(model.max_position_embeddings or 2048)
+    writer.add_embedding_length(model.hidden_size)
+    writer.add_block_count(len(layers))
+    moe = layers[0].moe
+    width = moe.expert.width if moe else layers[0].mlp.width  # type: ignore[union-attr]
+    writer.add_feed_forward_length(width)
+    if moe:
+        writer.add_expert_count(moe.num_experts)
+        writer.add_expert_used_count(moe.experts_per_token)
+        writer.add_expert_feed_forward_length(width)
+    writer.add_head_count(attention.num_attention_heads)
+    writer.add_head_count_kv(attention.num_key_value_heads)
+    writer.add_key_length(attention.head_dim)
+    writer.add_value_length(attention.v_head_dim)
+    writer.add_rope_dimension_count(attention.rotary_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_layer_norm_eps(1e-6)
+    if name == "granite":
+        writer.add_logit_scale(8.0)
+        writer.add_embedding_scale(12.0)
+        writer.add_residual_scale(0.22)
+        writer.add_attention_scale(0.0156)
+    windows = {each.attentions[0].sliding_window for each in layers} - {None}
+    if ARCHITECTURES[model.model_type].windows and windows:
+        writer.add_sliding_window(max(each for each in windows if each))
+    if model.logit_softcap:
+        writer.add_final_logit_softcapping(model.logit_softcap)
+    if attention.softcap:
+        writer.add_attn_logit_softcapping(attention.softcap)

@@ -1,0 +1,34 @@
+"""What llama.cpp planned is what we predict: the bar of issue 18 is 2 %."""
+
+from __future__ import annotations
+
+import llama_cpp_runs
+import pytest
+
+
+@pytest.mark.slow
+def test_memory_is_as_llama_cpp_plans_it() -> None:
+    found = list(llama_cpp_runs.compared())
+    assert len(found) == 1673 - 1
+    plans = [each for each in found if each.row["check"] == "plan"]
+    whole = [each for each in plans if "n_gpu_layers" not in each.row["settings"]]
+    assert all(abs(each.error or 0.0) < 0.0105 for each in whole)
+    exact = sum(abs(each.error or 0.0) < 1e-3 for each in whole)
+    assert exact > 0.99 * len(whole)
+    partial = [each for each in plans if "n_gpu_layers" in each.row["settings"]]
+    held = [each for each in partial if each.row["what"] in ("weights", "cache", "host")]
+    assert all(abs(each.error or 0.0) < 0.005 for each in held)
+    totals = llama_cpp_runs.device_totals(partial)
+    assert max(map(abs, totals)) < 0.11  # one GPU layer: a copy more or less is a tenth
+
+
+def test_mixes_are_those_of_llama_quantize() -> None:
+    mixes = [each for each in llama_cpp_runs.compared() if each.row["check"] == "mix"]
+    assert len(mixes) == 361
+    assert all(abs(each.ours - each.published) < 0.006 for each in mixes)  # MiB, two digits
+
+
+def test_fit_leaves_the_same_layers_on_a_gpu() -> None:
+    fits = [each for each in llama_cpp_runs.compared() if each.row["check"] == "fit"]
+    assert len(fits) == 152
+    assert sum(each.ours == each.published for each in fits) >= 150

@@ -1,0 +1,48 @@
+"""The layout of ggml's buffer; its size for 19 models is in tests/benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.serving.ggml_graph import Batch, compute_bytes
+from whichlora.store.hub import load_model
+
+LLAMA = load_model("meta-llama/Llama-3.1-8B")
+BATCH = Batch(tokens=512, outputs=1, cells=((None, 8192),))
+
+
+def test_a_dense_layer_takes_three_widths_of_its_mlp_and_three_hidden_states() -> None:
+    hidden, mlp, numbers = 4096, 14336, 4 + 8 + 8
+    # gate, up and their product; the stream, and gaps that inputs and norms have left
+    expected = 512 * (4 * (3 * mlp + 3 * hidden) + 2 * 8192 + numbers)
+    assert compute_bytes(LLAMA, BATCH) == expected + 128  # one number of a row, padded
+
+
+def test_rows_of_logits_count_once_they_are_larger_than_a_layer() -> None:
+    few, many = compute_bytes(LLAMA, replace(BATCH, outputs=4)), replace(BATCH, outputs=512)
+    assert few == compute_bytes(LLAMA, BATCH)
+    assert compute_bytes(LLAMA, many) > 512 * LLAMA.vocab_size * 4 > few
+
+
+def test_masks_grow_with_the_context_and_scores_without_flash_attention() -> None:
+    longer = replace(BATCH, cells=((None, 16384),))
+    assert compute_bytes(LLAMA, longer) - compute_bytes(LLAMA, BATCH) == 8192 * 512 * 2
+    eager = compute_bytes(LLAMA, replace(BATCH, flash=False))
+    assert eager > 32 * 8192 * 512 * 4
+
+
+def test_a_cache_in_blocks_is_widened_behind_the_attention() -> None:
+    long = replace(BATCH, cells=((None, 131072),))
+    widened = replace(long, widens_keys=True, widens_values=True)
+    assert compute_bytes(LLAMA, widened) - compute_bytes(LLAMA, long) > 131072 * 1024 * 2
+
+
+def test_copies_of_what_the_host_holds_come_on_top() -> None:
+    largest = 14336 * 4096 * 2
+    copied = replace(BATCH, copied=(("ffn_down", largest),))
+    assert compute_bytes(LLAMA, copied) > largest
+
+
+def test_a_cpu_looks_tokens_up_in_the_same_buffer() -> None:
+    on_cpu = compute_bytes(LLAMA, replace(BATCH, alignment=32), reads_tokens=True)
+    assert on_cpu - compute_bytes(LLAMA, BATCH) == 512 * (4 * 4096 + 4) - 96  # row numbers padded

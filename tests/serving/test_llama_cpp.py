@@ -1,0 +1,167 @@
+"""llama.cpp's start: what is held where, what --fit moves, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from devices import A100, CPU
+
+from whichlora.calibration.load import load_calibration
+from whichlora.errors import ConfigError
+from whichlora.predict.predict import predict
+from whichlora.predict.resolve import resolve
+from whichlora.serving.base import Served
+from whichlora.serving.llama_cpp import (
+    MARGIN_BYTES,
+    cache,
+    cache_bytes,
+    file_type,
+    free_bytes,
+    micro_batch,
+    placement,
+    slots,
+    start,
+    taken,
+)
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import RunConfig
+from whichlora.store.hub import load_model
+from whichlora.units import GiB
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+GEMMA = "google/gemma-3-12b-pt"
+RUN = RunConfig(model=LLAMA, phase="inference", serving="llama-cpp", context=8192)
+
+
+def card(gib: float) -> GpuSpec:
+    return replace(A100, memory_bytes=round(gib * GiB), context_bytes=0)
+
+
+def served(run: RunConfig = RUN, gpu: GpuSpec = A100, **options: object) -> Served:
+    run = replace(run, serving_options=tuple(sorted(options.items())))
+    return resolve(load_model(run.model), run, gpu).served
+
+
+def test_the_cache_has_every_cell_of_every_slot() -> None:
+    asked = served(replace(RUN, batch_size=4))
+    assert slots(asked) == 4
+    per_token = 32 * 2 * 1024 * 2  # layers, keys and values, their width, fp16
+    assert sum(cache_bytes(asked, cache(asked, 8192, 4))) == 4 * 8192 * per_token
+    in_blocks = served(RUN, cache_type_k="q8_0", cache_type_v="q8_0")
+    assert sum(cache_bytes(in_blocks, cache(in_blocks, 8192, 1))) == 8192 * per_token * 34 // 64
+
+
+def test_a_slot_is_padded_to_256_tokens() -> None:
+    assert cache(served(), 8193, 1).cells == ((None, 8448),)
+
+
+def test_sliding_layers_keep_their_window_and_a_micro_batch() -> None:
+    run = replace(RUN, model=GEMMA, batch_size=2)
+    assert dict(cache(served(run), 8192, 2).cells) == {None: 8192, 1024: 1536}
+    shared = served(run, kv_unified=True)
+    assert dict(cache(shared, 8192, 2).cells) == {None: 16384, 1024: 2560}
+    assert set(dict(cache(served(run, swa_full=True), 8192, 2).cells).values()) == {8192}
+
+
+def test_a_micro_batch_is_no_larger_than_the_batch_or_the_cache() -> None:
+    assert micro_batch(served(), 8192) == 512
+    assert micro_batch(served(RUN, batch_size=64), 8192) == 64
+    assert micro_batch(served(RUN, ubatch_size=4096), 256) == 256
+
+
+def test_the_file_is_of_the_precision_unless_a_type_is_stated() -> None:
+    assert file_type(served()) == "BF16"
+    assert file_type(served(replace(RUN, precision="fp16"))) == "F16"
+    assert file_type(served(RUN, file_type="Q4_K_M")) == "Q4_K_M"
+
+
+def test_what_does_not_fit_goes_to_the_host_until_the_margin_is_free() -> None:
+    asked = served(RUN, card(12))
+    placed = placement(asked)
+    assert 0 < placed.layers < 33
+    room = free_bytes(asked) - MARGIN_BYTES
+    assert taken(asked, placed, 8192, 1).device <= room
+    one_more = replace(placed, layers=placed.layers + 1)
+    assert taken(asked, one_more, 8192, 1).device > room
+    assert not start(asked).fault
+
+
+def test_experts_go_to_the_host_before_layers_do() -> None:
+    run = replace(RUN, model="Qwen/Qwen3-30B-A3B")
+    placed = placement(served(run, card(24), file_type="Q8_0"))
+    assert placed.layers == 49
+    assert 0 < placed.expert_layers < 48
+
+
+def test_stated_layers_stay_and_may_not_fit() -> None:
+    asked = served(RUN, card(12), n_gpu_layers=99)
+    assert placement(asked).layers == 33
+    fault = start(asked).fault
+    assert fault.startswith("weights take 13.98 GiB, the cache of 1 x 8192 tokens 1.00 GiB")
+    few = served(RUN, card(12), n_gpu_layers=10)
+    assert placement(few).layers == 10
+    assert not start(few).fault
+
+
+def test_without_fit_a_card_that_is_too_small_is_told_the_longest_context() -> None:
+    asked = served(replace(RUN, context=131072), card(17), fit=False)
+    found = start(asked)
+    longest = found.pool.max_context(131072)
+    assert f"a context up to {longest} for one slot" in found.fault
+    assert not start(served(replace(RUN, context=longest), card(17), fit=False)).fault
+    assert start(served(replace(RUN, context=longest + 512), card(17), fit=False)).fault
+
+
+def test_a_cpu_holds_everything() -> None:
+    asked = served(replace(RUN, context=2048), replace(CPU, memory_bytes=64 * GiB))
+    found = taken(asked, placement(asked), 2048, 1)
+    assert found.host == 0
+    assert found.layers + found.output == pytest.approx(16.06e9, rel=1e-3)
+    assert (
+        "give a smaller file_type"
+        in start(replace(asked, gpu=replace(CPU, memory_bytes=GiB))).fault
+    )
+
+
+def test_the_answer_has_the_command_as_it_was_judged() -> None:
+    run = replace(
+        RUN,
+        batch_size=4,
+        serving_options=(("cache_type_k", "q8_0"), ("file_type", "Q4_K_M"), ("fit", False)),
+    )
+    answer = predict(load_model(LLAMA), run, A100, load_calibration(A100)).serving
+    assert answer
+    assert answer.command == (
+        "llama-server -m Llama-3.1-8B-Q4_K_M.gguf -c 32768 -np 4 --cache-type-k q8_0 --fit off"
+    )
+    assert answer.starts
+    assert answer.max_running > 40
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "message"),
+    [
+        ({"quant": "awq-int4"}, {}, "serving: llama-cpp reads GGUF files, got quant awq-int4"),
+        ({"model": "bigscience/bloom-1b1"}, {}, "serving: llama-cpp is not predicted for the arch"),
+        (
+            {"model": "Qwen/Qwen3.5-27B"},
+            {},
+            "serving: llama-cpp's pool is not predicted for the re",
+        ),
+        ({"precision": "fp32"}, {}, "serving: llama-cpp takes its weights from file_type, got"),
+        ({}, {"cache_type_v": "q8_0", "flash_attn": "off"}, "cache_type_v: q8_0 needs flash"),
+        ({}, {"file_type": "Q4_K"}, "file_type: 'Q4_K' is not accepted; accepted are F32, F16"),
+        (
+            {"serve": "as-trained", "method": "lora"},
+            {},
+            "serving: llama-cpp's unmerged adapters are not predicted; use serve merged",
+        ),
+    ],
+)
+def test_what_is_not_served_is_refused_in_one_line(
+    changed: dict[str, object], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        served(replace(RUN, **changed), **options)
+    assert str(error.value).startswith(message)

@@ -1,0 +1,589 @@
+"""llama.cpp's server: weights of a GGUF file, and a cache for every slot, allocated at the start.
+
+Read in llama.cpp 0c1e570 (llama-cpp-python 0.3.36). What a GPU cannot hold lies in host memory.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from whichlora.errors import ConfigError
+from whichlora.memory import allocator
+from whichlora.memory.entries import Entry, Fact
+from whichlora.serving.base import Engine, Pool, Served, Start
+from whichlora.serving.ggml_graph import FP32, Batch, compute_bytes
+from whichlora.serving.gguf import (
+    BLOCKS,
+    FILE_TYPES,
+    Tensor,
+    in_order,
+    row_bytes,
+    tensors,
+    unknown_matrices,
+)
+from whichlora.serving.rank import check_model
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.numeric import ceil_div
+from whichlora.spec.options import Option
+from whichlora.units import MiB, format_bytes
+
+CELLS = 256  # a cache has a multiple of them; src/llama-context.cpp:293
+MOST_SLOTS = 256  # src/llama-cparams.h LLAMA_MAX_SEQ
+MARGIN_BYTES = 1024 * MiB  # what --fit leaves free; common/common.h:483
+OFFLOADED_TOKENS = 32  # of a batch from which on a GPU computes with copies; ggml-cuda.cu
+CACHE_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+_WIDE = ("f16", "bf16", "f32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """How llama.cpp calls a model type of transformers.
+
+    Args:
+        windows: sliding layers have a smaller cache; elsewhere their window is ignored.
+    """
+
+    name: str
+    windows: bool = False
+
+
+# Source: llama.cpp 0c1e570 conversion/, and `load_arch_hparams` of src/models/.
+ARCHITECTURES = {
+    "llama": Architecture(name="llama"),
+    "mistral": Architecture(name="llama"),
+    "mixtral": Architecture(name="llama"),
+    "internlm3": Architecture(name="llama"),
+    "qwen2": Architecture(name="qwen2"),
+    "qwen3": Architecture(name="qwen3"),
+    "qwen3_moe": Architecture(name="qwen3moe"),
+    "gemma": Architecture(name="gemma"),
+    "gemma2": Architecture(name="gemma2", windows=True),
+    "gemma3_text": Architecture(name="gemma3", windows=True),
+    "phi3": Architecture(name="phi3"),
+    "granite": Architecture(name="granite"),
+    "olmo2": Architecture(name="olmo2"),
+    "starcoder2": Architecture(name="starcoder2"),
+    "smollm3": Architecture(name="smollm3"),
+}
+
+LAYERS = Fact(
+    part="weights",
+    what="tensors of the layers in the device's memory",
+    shape="[out_features, in_features] of every matrix, norms",
+    dtype="file_type; norms and biases in fp32",
+    why="loaded from the file; the last n_gpu_layers lie on the GPU",
+    source="llama.cpp 0c1e570 src/llama-quant.cpp:717 llama_tensor_get_type",
+)
+OUTPUT = Fact(
+    part="weights",
+    what="output matrix, and token embeddings of a CPU",
+    shape="[vocab_size, hidden_size]",
+    dtype="file_type",
+    why="token embeddings stay on the host: a head tied to them is a second copy on the GPU",
+    source="llama.cpp 0c1e570 src/llama-model.cpp load_tensors, TENSOR_DUPLICATED",
+)
+KV_CACHE = Fact(
+    part="kv_cache",
+    what="cache of all slots",
+    shape="[layers, slots, context, keys and values]",
+    dtype="cache_type_k, cache_type_v",
+    why="allocated at the start for the whole context, with the layers it belongs to",
+    source="llama.cpp 0c1e570 src/llama-kv-cache.cpp:66",
+)
+COMPUTE = Fact(
+    part="activations",
+    what="buffer for computing one micro-batch",
+    shape="[ubatch_size, widths of a layer]",
+    dtype="fp32",
+    why="reserved once for the largest graph, by ggml's allocator",
+    source="llama.cpp 0c1e570 src/llama-context.cpp:615 sched_reserve; serving.ggml_graph",
+)
+
+
+# --- what it is asked for ---------------------------------------------------------------------
+
+
+def file_type(served: Served) -> str:
+    """The type of the file; 16 bit where nobody states one."""
+    stated = served.options["file_type"]
+    if stated is not None:
+        return str(stated)
+    return "F16" if served.run.precision.startswith("fp16") else "BF16"
+
+
+def slots(served: Served) -> int:
+    """Sequences that are served at once."""
+    return served.count("parallel") or int(served.run.batch_size)
+
+
+def micro_batch(served: Served, cells: int) -> int:
+    """Tokens of one graph. Kind: exact. Source: llama.cpp 0c1e570 src/llama-context.cpp:246."""
+    batch = min(served.count("batch_size") or 2048, cells)
+    return min(batch, served.count("ubatch_size") or 512)
+
+
+def uses_flash(served: Served) -> bool:
+    """Whether attention is one fused kernel, which every GPU that we know has."""
+    return served.options["flash_attn"] != "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """The cells of a slot, or of all slots where they share one cache.
+
+    Args:
+        cells: by sliding window; None is whole attention.
+        streams: caches beside each other.
+    """
+
+    cells: tuple[tuple[int | None, int], ...]
+    streams: int
+
+
+def cache(served: Served, context: int, num_slots: int) -> Cache:
+    """How many tokens each layer keeps.
+
+    Kind: exact. Source: llama.cpp 0c1e570 src/llama-context.cpp:293-311;
+    `llama_kv_cache_iswa`, src/llama-kv-cache-iswa.cpp:68.
+    """
+    unified = bool(served.options["kv_unified"])
+    whole = _padded(context * num_slots if unified else context)
+    cells: dict[int | None, int] = {None: whole}
+    total = whole if unified else whole * num_slots
+    tokens = micro_batch(served, total)
+    for layer, _ in served.model.layers():
+        window = _window(served.model, layer.attentions[0].sliding_window)
+        if window is not None:
+            kept = window * (num_slots if unified else 1) + tokens
+            full = bool(served.options["swa_full"])
+            cells[window] = whole if full else _padded(min(whole, kept))
+    return Cache(cells=tuple(cells.items()), streams=1 if unified else num_slots)
+
+
+def _padded(cells: int) -> int:
+    padded: int = ceil_div(cells, CELLS) * CELLS
+    return padded
+
+
+def _window(model: ModelSpec, window: int | None) -> int | None:
+    return window if ARCHITECTURES[model.model_type].windows else None
+
+
+def cache_bytes(served: Served, kept: Cache) -> list[int]:
+    """Bytes of every layer's cache, of all slots.
+
+    Kind: exact. Source: llama.cpp 0c1e570 src/llama-kv-cache.cpp:232.
+    """
+    cells = dict(kept.cells)
+    return [
+        kept.streams
+        * cells[_window(served.model, layer.attentions[0].sliding_window)]
+        * sum(_token_bytes(served, layer.attentions[0].k_width, layer.attentions[0].v_width))
+        for layer in in_order(served.model)
+    ]
+
+
+def _token_bytes(served: Served, k_width: int, v_width: int) -> tuple[int, int]:
+    keys, values = (str(served.options[name]).upper() for name in ("cache_type_k", "cache_type_v"))
+    return row_bytes(k_width, keys), row_bytes(v_width, values)
+
+
+# --- where it lies ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What the GPU holds.
+
+    Args:
+        layers: the last ones, and one more is the output matrix.
+        expert_layers: of the first layers the GPU has the experts, too.
+    """
+
+    layers: int
+    expert_layers: int
+
+
+@lru_cache(maxsize=256)
+def _file(model: ModelSpec, stored: str) -> tuple[Tensor, ...]:
+    return tuple(tensors(model, stored))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """Bytes of the device, and of the host beside a GPU."""
+
+    layers: int
+    output: int
+    cache: int
+    compute: int
+    host: int
+
+    @property
+    def device(self) -> int:
+        return self.layers + self.output + self.cache + self.compute
+
+
+def taken(served: Served, placed: Placement, context: int, num_slots: int) -> Taken:
+    """What llama.cpp takes of the device and of the host.
+
+    Kind: exact. Source: llama.cpp 0c1e570 src/llama-model.cpp load_tensors; `LAYERS` and others.
+    """
+    model, kept = served.model, cache(served, context, num_slots)
+    first = len(in_order(model)) + 1 - placed.layers  # the first layer on the GPU
+    table, *others = _file(model, file_type(served))
+    on_cpu = served.gpu.kind == "cpu"
+    head = table if model.head_tied else others[0]
+    layers = output = 0
+    on_host = table.num_bytes
+    for tensor in others:
+        if tensor.layer is None:
+            output += tensor.num_bytes if placed.layers or on_cpu else 0
+        elif on_cpu or _is_on_gpu(tensor, first, placed.expert_layers):
+            layers += tensor.num_bytes
+        else:
+            on_host += tensor.num_bytes
+    if on_cpu:
+        output += table.num_bytes
+    elif model.head_tied:
+        output += head.num_bytes
+    by_layer = cache_bytes(served, kept)
+    on_device = sum(by_layer if on_cpu else by_layer[first:])
+    batch = _batch(served, placed, kept)
+    return Taken(
+        layers=layers,
+        output=output,
+        cache=on_device,
+        compute=compute_bytes(model, batch, reads_tokens=on_cpu),
+        host=0 if on_cpu else on_host + sum(by_layer) - on_device + host_buffer_bytes(model, batch),
+    )
+
+
+def _is_on_gpu(tensor: Tensor, first: int, expert_layers: int) -> bool:
+    assert tensor.layer is not None
+    if tensor.name.endswith("_exps") and tensor.layer >= expert_layers:
+        return False
+    return tensor.layer >= first
+
+
+def host_buffer_bytes(model: ModelSpec, batch: Batch) -> int:
+    """The host's buffer beside a GPU: token numbers, embeddings, positions and masks.
+
+    Kind: exact where every layer lies on the GPU. Source: llama.cpp 0c1e570
+    `build_inp_embd`, src/llama-graph.cpp:2376.
+    """
+    hidden = 2 * FP32 * model.hidden_size  # looked up, and room for embeddings that are handed in
+    width = in_order(model)[0].attentions[0].v_width
+    rows = 4 + 4 + len(batch.cells) * 8 * (1 + (1 if batch.flash else width))
+    masks = sum(cells for _, cells in batch.cells) * (2 if batch.flash else FP32)
+    return batch.tokens * (hidden + rows + masks)
+
+
+def _batch(served: Served, placed: Placement, kept: Cache) -> Batch:
+    """What a graph is reserved for; a row of logits for each slot."""
+    keys, values = (str(served.options[name]) for name in ("cache_type_k", "cache_type_v"))
+    windows = {
+        _window(served.model, layer.attentions[0].sliding_window)
+        for layer, _ in served.model.layers()
+    }
+    tokens = micro_batch(served, sum(cells for _, cells in kept.cells[:1]) * kept.streams)
+    batch = Batch(
+        tokens=ceil_div(tokens, slots(served)) * slots(served),
+        outputs=min(tokens, slots(served)),
+        cells=tuple((window, cells) for window, cells in kept.cells if window in windows),
+        streams=kept.streams,
+        flash=uses_flash(served),
+        widens_keys=keys != "f16",
+        widens_values=values != "f16",
+        rotates_keys=keys not in _WIDE,
+        rotates_values=values not in _WIDE,
+    )
+    if served.gpu.kind == "cpu":
+        return replace(batch, alignment=32, widens_keys=False, widens_values=False)
+    return _with_copies(served, placed, batch, kept)
+
+
+def _with_copies(served: Served, placed: Placement, batch: Batch, kept: Cache) -> Batch:
+    """`batch` with the copies that a GPU makes of what lies in host memory."""
+    if batch.tokens < OFFLOADED_TOKENS:
+        return batch
+    first = len(in_order(served.model)) + 1 - placed.layers
+    copied: dict[str, int] = {}
+    for tensor in _file(served.model, file_type(served)):
+        is_matrix = tensor.layer is not None and tensor.num_rows > 1
+        if is_matrix and not _is_on_gpu(tensor, first, placed.expert_layers):
+            copied[tensor.name] = max(copied.get(tensor.name, 0), tensor.num_bytes)
+    if not copied:
+        return batch
+    batch = replace(batch, copied=tuple(copied.items()))
+    if first <= 0:
+        return batch
+    attention = in_order(served.model)[0].attentions[0]
+    keys, values = _token_bytes(served, attention.k_width, attention.v_width)
+    cells = kept.streams * max(cells for _, cells in batch.cells)
+    return replace(batch, copied_keys=cells * keys, copied_values=cells * values)
+
+
+def all_of(model: ModelSpec) -> Placement:
+    num_layers = len(in_order(model))
+    return Placement(layers=num_layers + 1, expert_layers=num_layers)
+
+
+def placement(served: Served) -> Placement:
+    """What lies on the GPU: all layers, those that are asked for, or those that fit.
+
+    `--fit` first leaves the experts of the last layers on the host, then whole layers, until the
+    margin stays free.
+    Kind: exact for dense models; of experts, whole layers (it may add a part of one more).
+    Source: llama.cpp 0c1e570 `common_params_fit_impl`, common/fit.cpp:173.
+    """
+    whole = all_of(served.model)
+    stated = served.count("n_gpu_layers")
+    if stated is not None:
+        return replace(whole, layers=min(stated, whole.layers))
+    room = free_bytes(served) - MARGIN_BYTES
+    if served.gpu.kind == "cpu" or not served.options["fit"] or _needs(served, whole) <= room:
+        return whole
+    has_experts = any(layer.moe is not None for layer, _ in served.model.layers())
+    if has_experts and _needs(served, replace(whole, expert_layers=0)) <= room:
+        most = _most(
+            whole.expert_layers,
+            lambda number: _needs(served, replace(whole, expert_layers=number)) <= room,
+        )
+        return replace(whole, expert_layers=most)
+    experts = 0 if has_experts else whole.expert_layers
+    most = _most(
+        whole.layers,
+        lambda number: _needs(served, Placement(layers=number, expert_layers=experts)) <= room,
+    )
+    return Placement(layers=most, expert_layers=experts)
+
+
+def _most(high: int, holds: Callable[[int], bool]) -> int:
+    """The largest number up to `high` that holds; 0 where none does."""
+    low = 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _needs(served: Served, placed: Placement) -> int:
+    return taken(served, placed, served.context, slots(served)).device
+
+
+def free_bytes(served: Served) -> int:
+    """Free when the model is loaded."""
+    return served.gpu.memory_bytes - allocator.context_bytes(served.gpu)
+
+
+# --- what it takes ----------------------------------------------------------------------------
+
+
+def start(served: Served) -> Start:
+    """What llama-server takes of one device when it starts.
+
+    Kind: exact, but for the context of the process. Source: `taken`, `placement`.
+    """
+    placed, num_slots = placement(served), slots(served)
+    needed = taken(served, placed, served.context, num_slots)
+    room = free_bytes(served)
+    if served.options["fit"] and served.count("n_gpu_layers") is None and served.gpu.kind == "cuda":
+        room -= MARGIN_BYTES
+    pool = _pool(served, placed, needed, room)
+    entries = (
+        Entry(LAYERS, needed.layers),
+        Entry(OUTPUT, needed.output),
+        Entry(KV_CACHE, needed.cache),
+        Entry(COMPUTE, needed.compute),
+    )
+    fault = ""
+    if needed.device > free_bytes(served):
+        fault = _fault(served, needed, pool)
+    return Start(
+        entries=entries,
+        budget_bytes=needed.device,
+        pool=pool,
+        max_num_seqs=served.count("parallel") or MOST_SLOTS,
+        fault=fault,
+    )
+
+
+def _pool(served: Served, placed: Placement, needed: Taken, room: int) -> Pool:
+    """What could be had for keys and values, in cells of one layer.
+
+    A longer context has larger masks, too, which are counted with it.
+    """
+    attention = in_order(served.model)[0].attentions[0]
+    cell_bytes = CELLS * sum(_token_bytes(served, attention.k_width, attention.v_width))
+
+    def blocks_of(context: int) -> int:
+        each = taken(served, placed, context, 1)
+        masks = each.compute - taken(served, placed, served.context, 1).compute
+        blocks: int = ceil_div(each.cache + masks, cell_bytes)
+        return max(1, blocks)
+
+    held = needed.layers + needed.output + needed.compute
+    return Pool(num_bytes=room - held, block_bytes=cell_bytes, blocks_of=blocks_of)
+
+
+def _fault(served: Served, needed: Taken, pool: Pool) -> str:
+    free = format_bytes(free_bytes(served))
+    wants = (
+        f"weights take {format_bytes(needed.layers + needed.output)}, the cache of "
+        f"{slots(served)} x {served.context} tokens {format_bytes(needed.cache)} and computing "
+        f"{format_bytes(needed.compute)}, and {free} are free"
+    )
+    if served.gpu.kind == "cpu":
+        return f"{wants}; give a smaller file_type or context"
+    longest = pool.max_context(served.model.max_position_embeddings)
+    return (
+        f"{wants}; give fewer n_gpu_layers or fit true, a smaller file_type, or a context up to "
+        f"{longest} for one slot"
+    )
+
+
+# --- what it refuses --------------------------------------------------------------------------
+
+
+def check(served: Served) -> None:
+    """Refuse what llama.cpp cannot serve, and what is not predicted of it.
+
+    Raises:
+        ConfigError: one line.
+    """
+    check_model(served)
+    model, run = served.model, served.run
+    if model.model_type not in ARCHITECTURES or unknown_matrices(model):
+        raise ConfigError(
+            f"serving: llama-cpp is not predicted for the architecture {model.model_type}; known "
+            f"are {', '.join(ARCHITECTURES)}"
+        )
+    if run.quant not in (None, "none"):
+        raise ConfigError(
+            f"serving: llama-cpp reads GGUF files, got quant {run.quant}; use quant none and "
+            "serving option file_type, such as Q4_K_M"
+        )
+    if served.targets:
+        raise ConfigError(
+            "serving: llama-cpp's unmerged adapters are not predicted; use serve merged"
+        )
+    if run.precision in ("fp32", "tf32"):
+        raise ConfigError(
+            f"serving: llama-cpp takes its weights from file_type, got precision {run.precision}; "
+            "leave precision out"
+        )
+    if not uses_flash(served) and str(served.options["cache_type_v"]) not in _WIDE:
+        raise ConfigError(
+            f"cache_type_v: {served.options['cache_type_v']} needs flash attention; leave "
+            "flash_attn out, or use f16"
+        )
+    _check_rows(served)
+
+
+def _check_rows(served: Served) -> None:
+    """A cache in blocks needs rows of whole blocks."""
+    for name in ("cache_type_k", "cache_type_v"):
+        elements = BLOCKS[str(served.options[name]).upper()][0]
+        for layer, _ in served.model.layers():
+            for attention in layer.attentions:
+                width = attention.head_dim
+                if width % elements:
+                    raise ConfigError(
+                        f"{name}: {served.options[name]} has blocks of {elements}, and heads of "
+                        f"{served.model.name} have {width} elements; use f16"
+                    )
+
+
+def command(served: Served) -> str:
+    """Source: llama.cpp 0c1e570 common/arg.cpp."""
+    name, stored = served.model.name.rpartition("/")[2], file_type(served)
+    file = f"{served.weights}/model-{stored}.gguf" if served.weights else f"{name}-{stored}.gguf"
+    num_slots = slots(served)
+    words = ["llama-server", "-m", shlex.quote(file)]
+    words += ["-c", str(served.context * num_slots), "-np", str(num_slots)]
+    for option, value in served.run.serving_options:
+        if option in ("file_type", "parallel"):
+            continue
+        flag = "--" + option.replace("_", "-")
+        if option == "fit":
+            words += [flag, "on" if value else "off"]
+        elif value is True:
+            words.append(flag)
+        elif value is not False:
+            words += [flag, str(value)]
+    return " ".join(words)
+
+
+def notes(served: Served) -> tuple[str, ...]:
+    """What a user must know."""
+    placed, whole = placement(served), all_of(served.model)
+    needed = taken(served, placed, served.context, slots(served))
+    lines = [f"llama.cpp with a file of type {file_type(served)}, {slots(served)} slots"]
+    if served.gpu.kind == "cpu":
+        return tuple(lines)
+    if placed.layers < whole.layers:
+        lines.append(
+            f"the GPU holds {placed.layers} of {whole.layers} layers, the output matrix included; "
+            "the host computes the others, far slower"
+        )
+    elif placed.expert_layers < whole.expert_layers:
+        lines.append(
+            f"the experts of {whole.expert_layers - placed.expert_layers} of "
+            f"{whole.expert_layers} layers lie on the host, far slower"
+        )
+    lines.append(
+        f"the host holds {format_bytes(needed.host)}: token embeddings, buffers and what the GPU "
+        "does not hold"
+    )
+    return tuple(lines)
+
+
+ENGINE = Engine(
+    name="llama-cpp",
+    summary="llama.cpp: a GGUF file, and a cache of every slot from the start",
+    device_kinds=("cuda", "cpu"),
+    options=(
+        Option(
+            name="file_type",
+            summary="mix of types in the GGUF file",
+            default=None,
+            kind=str,
+            choices=tuple(FILE_TYPES),
+        ),
+        Option(name="parallel", summary="slots (-np); default: --concurrency", default=None),
+        Option(
+            name="n_gpu_layers",
+            summary="layers on the GPU (-ngl), the output matrix is one; default: all, or as fit",
+            default=None,
+        ),
+        Option(
+            name="fit",
+            summary="layers that do not fit beside 1 GiB lie on the host",
+            default=True,
+        ),
+        Option(name="batch_size", summary="tokens of a logical batch (-b)", default=2048),
+        Option(name="ubatch_size", summary="tokens of one graph (-ub)", default=512),
+        Option(name="cache_type_k", summary="of keys (-ctk)", default="f16", choices=CACHE_TYPES),
+        Option(name="cache_type_v", summary="of values (-ctv)", default="f16", choices=CACHE_TYPES),
+        Option(
+            name="flash_attn",
+            summary="fused attention (-fa)",
+            default="auto",
+            choices=("auto", "on", "off"),
+        ),
+        Option(name="kv_unified", summary="slots share one cache (-kvu)", default=False),
+        Option(name="swa_full", summary="sliding layers keep everything", default=False),
+    ),
+    least_capability=5.0,  # docs/build.md
+    start=start,
+    check=check,
+    command=command,
+    notes=notes,
+)
