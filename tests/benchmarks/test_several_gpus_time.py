@@ -17,3 +17,12 @@ def test_steps_and_scaling_are_as_published() -> None:
     assert len(points) > 5
     assert median(points) < 5
     assert sum(run.is_inside for run in found) / len(found) > 0.8
+
+
+def test_steps_over_stated_pcie_lanes_are_as_published_offloaded_or_not() -> None:
+    runs = [run for run in several_gpus_time.published() if run.gpu == "rtx-4090-24gb"]
+    found = several_gpus_time.compared(runs)
+    assert len(found) == 11
+    assert sum("offload" in dict(run.published.options) for run in found) == 6
+    assert median(abs(run.error) for run in found) < 0.1
+    assert all(run.is_inside for run in found)
