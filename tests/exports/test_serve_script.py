@@ -50,5 +50,17 @@ def test_quantised_weights_are_asked_for(tmp_path: Path) -> None:
     assert done.stderr == "merged/ is to be stored as awq-int4 in quantised/ first\n"
 
 
+def test_a_gguf_file_is_made_of_the_merged_weights() -> None:
+    run = replace(RUN, serving="llama-cpp", serving_options=(("file_type", "Q4_K_M"),))
+    text = script(run)
+    convert = 'convert_hf_to_gguf.py" ./merged --outtype bf16 --outfile ./merged/model-BF16.gguf'
+    assert convert in text
+    assert "llama-quantize ./merged/model-BF16.gguf ./merged/model-Q4_K_M.gguf Q4_K_M" in text
+    assert text.index("merge_and_unload") < text.index(convert) < text.index("exec llama-server")
+    plain = script(replace(run, serving_options=()))
+    assert "llama-quantize" not in plain
+    assert "exec llama-server -m ./merged/model-BF16.gguf " in plain
+
+
 def test_what_the_engine_has_no_command_for_has_no_script() -> None:
     assert script(replace(RUN, quant="int8", libraries=(("vllm", "0.27.1"),))) == ""

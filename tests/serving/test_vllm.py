@@ -117,6 +117,25 @@ def test_a_slot_of_an_8b_has_84_mb_at_rank_16_beside_embeddings_and_head() -> No
 
 
 @pytest.mark.parametrize(
+    ("model", "ranks", "slots", "rank", "matrices", "with_tables"),
+    [  # bytes that `create_lora_weights` of vLLM 0.33.0's own layers allocates on meta tensors
+        (LLAMA, 1, 4, 64, 1_342_177_280, 1_477_705_728),
+        (LLAMA, 2, 2, 8, 56_623_104, 65_093_632),
+        ("Qwen/Qwen3-8B", 2, 2, 8, 60_162_048, 70_148_096),
+        ("Qwen/Qwen2.5-7B", 1, 1, 16, 80_740_352, 90_701_824),
+        ("meta-llama/Llama-3.2-1B", 1, 1, 16, 22_544_384, 30_883_840),
+        ("Qwen/Qwen3-0.6B", 2, 2, 8, 13_303_808, 23_093_248),
+    ],
+)
+def test_slots_are_those_that_its_own_layers_allocate(
+    model: str, ranks: int, slots: int, rank: int, matrices: int, with_tables: int
+) -> None:
+    spec = load_model(model)
+    assert slots * slot_bytes(spec, ranks, rank, has_tables=False) == matrices
+    assert slots * slot_bytes(spec, ranks, rank, has_tables=True) == with_tables
+
+
+@pytest.mark.parametrize(
     ("model", "version", "has_tables"),
     [
         ("Qwen/Qwen2.5-7B", "0.33.0", False),

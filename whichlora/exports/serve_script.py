@@ -61,5 +61,7 @@ def serve_script(job: ResolvedRun, method: str, *, form: str, concurrency: int) 
         if quant not in ("none", "nf4", "nf4-dq"):  # which an engine makes as it loads
             text += _QUANTISE.format(quant=quant)
             weights = QUANTISED
-    command = job.engine.command(replace(served, weights=weights, adapter=TRAINED))
+    placed = replace(served, weights=weights, adapter=TRAINED)
+    text += job.engine.prepare(placed)
+    command = job.engine.command(placed)
     return f'{text}exec {command} "$@"\n' if command else ""

@@ -161,6 +161,8 @@ class Engine:
             the run is one call of `generate`.
         check: refuses what the engine refuses, in one line.
         command: starts it as it is judged, in a shell; empty where there is no such command.
+        prepare: lines of a shell that make what the command loads from the directory of
+            `Served.weights`; empty where it loads that.
         notes: what a user must know of a run.
         log: how what it prints is read.
     """
@@ -175,6 +177,7 @@ class Engine:
     start: Callable[[Served], Start] | None = None
     check: Callable[[Served], None] = _accepts
     command: Callable[[Served], str] = _no_command
+    prepare: Callable[[Served], str] = _no_command
     notes: Callable[[Served], tuple[str, ...]] = _no_notes
     log: EngineLog | None = None
 

@@ -501,12 +501,37 @@ def _check_rows(served: Served) -> None:
                     )
 
 
+def _file_path(served: Served, stored: str) -> str:
+    """The GGUF file whose mix of types is `stored`."""
+    if served.weights:
+        return f"{served.weights}/model-{stored}.gguf"
+    return f"{served.model.name.rpartition('/')[2]}-{stored}.gguf"
+
+
+def prepare(served: Served) -> str:
+    """Makes the file of merged weights, with a checkout of llama.cpp and its programs.
+
+    Source: llama.cpp 0c1e570 convert_hf_to_gguf.py --outtype, tools/quantize/quantize.cpp.
+    """
+    if not served.weights:
+        return ""
+    stored = file_type(served)
+    plain = stored if stored in ("BF16", "F16", "F32") else "BF16"
+    file, source = _file_path(served, stored), _file_path(served, plain)
+    lines = [
+        f'python "${{LLAMA_CPP:-llama.cpp}}/convert_hf_to_gguf.py" {served.weights} '
+        f"--outtype {plain.lower()} --outfile {source}"
+    ]
+    if stored != plain:
+        lines.append(f"llama-quantize {source} {file} {stored}")
+    steps = "\n  ".join(lines)
+    return f"if [ ! -f {file} ]; then\n  {steps}\nfi\n"
+
+
 def command(served: Served) -> str:
     """Source: llama.cpp 0c1e570 common/arg.cpp."""
-    name, stored = served.model.name.rpartition("/")[2], file_type(served)
-    file = f"{served.weights}/model-{stored}.gguf" if served.weights else f"{name}-{stored}.gguf"
     num_slots = slots(served)
-    words = ["llama-server", "-m", shlex.quote(file)]
+    words = ["llama-server", "-m", shlex.quote(_file_path(served, file_type(served)))]
     words += ["-c", str(served.context * num_slots), "-np", str(num_slots)]
     for option, value in served.run.serving_options:
         if option in ("file_type", "parallel"):
@@ -585,5 +610,6 @@ ENGINE = Engine(
     start=start,
     check=check,
     command=command,
+    prepare=prepare,
     notes=notes,
 )

@@ -236,8 +236,9 @@ def _by_engine(served: Candidate | None) -> str:
     serving = None if served is None else served.prediction.serving
     if serving is None:
         return ""
+    engine = f"{serving.engine} {serving.version}".rstrip()
     return (
-        f" by {serving.engine} {serving.version}: {serving.max_running} sequences of "
+        f" by {engine}: {serving.max_running} sequences of "
         f"{serving.context:,} tokens at once, pool {format_bytes(serving.kv_pool_bytes)} "
         f"({serving.kv_pool_tokens:,} tokens), longest {serving.max_context:,}"
     )
