@@ -313,3 +313,9 @@ def test_offloaded_parameters_come_to_the_gpu_before_each_gather() -> None:
     shares = [m for m in several.communication.messages if "shares to the GPU" in m.what]
     assert [m.count for m in shares] == [3, 3]
     assert shares[0].num_bytes == pytest.approx(2 * MODEL.num_params / 8, rel=0.01)
+
+
+def test_a_four_bit_base_loads_whole_on_each_gpu_under_stage_3_and_a_note_says_so() -> None:
+    prediction = predicted("zero3", 4, method="qlora", quant="nf4")
+    assert any("each GPU first loads all 4-bit weights" in note for note in prediction.notes)
+    assert not any("4-bit" in note for note in predicted("zero3", 4, method="lora").notes)

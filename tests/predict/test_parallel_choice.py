@@ -120,3 +120,13 @@ def test_what_every_strategy_refuses_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"^bias: cannot be divided$"):
         best_first(RUN, refuses)
+
+
+def test_what_most_strategies_refuse_is_said_alone() -> None:
+    def refuse(run: RunConfig) -> Prediction:
+        reason = "one of its own" if run.parallel.strategy == "cp" else "interconnect: 'warp'"
+        raise ConfigError(reason)
+
+    run = RunConfig(model="m", parallel=ParallelConfig(strategy="auto", gpus=4))
+    with pytest.raises(ConfigError, match=r"^interconnect: 'warp'$"):
+        best_first(run, refuse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,19 +46,23 @@ def best_first(
         ConfigError: none accepts it.
     """
     accepted: list[Spreading] = []
-    refusals: dict[str, None] = {}
+    refusals: Counter[str] = Counter()
     for propose in (candidates, smallest_candidates):
         for config in propose(run.parallel):
             try:
                 prediction = predicted(replace(run, parallel=config))
             except ConfigError as error:
-                refusals[str(error)] = None
+                refusals[str(error)] += 1
                 continue
             accepted.append(Spreading(config=config, prediction=prediction))
         if any(spreading.prediction.verdict == "fits" for spreading in accepted):
             break
     if not accepted:
-        raise ConfigError("; ".join(refusals))
+        reasons = refusals.most_common()
+        reason, number = reasons[0]
+        if 2 * number > refusals.total():  # what most of them refuse was asked wrongly
+            raise ConfigError(reason)
+        raise ConfigError("; ".join(reason for reason, _ in reasons))
     return tuple(sorted(accepted, key=_order))
 
 
