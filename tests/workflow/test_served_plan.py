@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_runs import Silent
+from fake_profiler import FakeProfiler, pretend_device
+from plan_runs import Silent, write_config
 
 from whichlora.errors import ConfigError
 from whichlora.spec.results import ServingPrediction
@@ -200,3 +201,24 @@ def test_a_profiled_plan_measures_no_inference(tmp_path: Path) -> None:
     decision = loop.decide()
     assert decision.next_run is not None
     assert loop.problem.answered == {0: True}
+
+
+@pytest.mark.parametrize("profile", ["frontier", "all"])
+def test_a_whole_search_measures_no_inference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str
+) -> None:
+    """llama.cpp runs on a CPU, which the fake profiler has."""
+    pretend_device(monkeypatch)
+    path = write_config(tmp_path, profile=profile, models="HuggingFaceTB/SmolLM2-135M")
+    text = path.read_text().replace("  batch_size: [1, 2]\n  prefill", "  prefill", 1)
+    text = text.replace("precision: fp32\n", "")  # its weights are a file's
+    path.write_text(f"{text}serving: llama-cpp\n")
+    progress = Silent()
+    answer = run_plan(path, progress=progress)
+    assert answer.winner is not None
+    assert answer.winner.measured
+    assert {run.phase for run in FakeProfiler.calls} == {"finetune"}
+    assert any("no inference is profiled" in line for line in progress.said)
+    # qlora's weights are no GGUF file: merged, and so served in one form
+    assert {each.form for each in answer.finetune} == {answer.winner.form}
+    assert "serving" not in answer.files  # random weights are nothing to serve
