@@ -201,7 +201,10 @@ def models_by_type() -> dict[str, tuple[str, ...]]:
 
 @cache
 def model_of(name: str) -> ModelSpec:
-    """The architecture; one whose layers differ has only its first `MAX_LAYERS`."""
+    """The architecture; one whose layers differ has only its first `MAX_LAYERS`.
+
+    Its weights are random, so that how a checkpoint is stored is left out.
+    """
     if name in families.FAMILIES:
         wanted = INVENTED | OTHER_NAMES.get(name, {}) | {"model_type": name}
         config = {key: value for key, value in wanted.items() if value is not None}
@@ -210,7 +213,8 @@ def model_of(name: str) -> ModelSpec:
     assert found is not None
     if len({layer for layer, _ in found.layers()}) == 1:
         return found
-    return families.build(shallow(found.config, MAX_LAYERS), name=name)
+    config = {key: value for key, value in found.config.items() if key != "quantization_config"}
+    return families.build(shallow(config, MAX_LAYERS), name=name)
 
 
 def draw(seed: int, index: int) -> RunConfig:

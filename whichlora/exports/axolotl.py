@@ -24,6 +24,7 @@ from whichlora.exports.recipe import (
 from whichlora.exports.simpler import TRAINED, file_names, made_of, rows_format
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
+from whichlora.spec.checkpoint import is_expanded
 from whichlora.spec.data_format import (
     CHAT_LABELLED,
     CHAT_PREFERENCES,
@@ -142,7 +143,7 @@ def export(recipe: Recipe) -> Export:
         settings["tokenizer_config"] = recipe.tokenizer
     if recipe.trust_remote_code:
         settings["trust_remote_code"] = True
-    settings |= _adapter(recipe, run)
+    settings |= _expanded(recipe) | _adapter(recipe, run)
     settings |= {
         **_preferences(run),
         "datasets": [_dataset(recipe, file_names(recipe)[0])],
@@ -281,6 +282,19 @@ def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
         "lora_mlp_kernel": False,
         "lora_qkv_kernel": False,
         "lora_o_kernel": False,
+    }
+
+
+def _expanded(recipe: Recipe) -> dict[str, Any]:
+    """The keys that expand the experts of an mxfp4 checkpoint.
+
+    Source: Axolotl 0.19 `loaders/model.py`, `_set_quantization_config`.
+    """
+    if not is_expanded(recipe.model_config or {}, recipe.run.quant or "none"):
+        return {}
+    return {
+        "model_quantization_config": "Mxfp4Config",
+        "model_quantization_config_kwargs": {"dequantize": True},
     }
 
 

@@ -25,6 +25,7 @@ from whichlora.exports.recipe import (
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method, weight_dtype
 from whichlora.parallel.base import ON_HOST
+from whichlora.spec.checkpoint import is_expanded
 from whichlora.spec.data_format import (
     CHAT_LABELLED,
     CHAT_PAIRS,
@@ -68,6 +69,10 @@ _ROWS: Mapping[Rows, Sequence[DataFormat]] = {
 }
 _TEMPLATE = "TRL needs a chat template in the tokenizer; without one, add chat_template_path"
 _MARKS = "TRL tells the assistant's turns by the marks {% generation %} of the chat template"
+_PACKED = (
+    "TRL's command line has no key for Mxfp4Config(dequantize=True): where the kernels package is "
+    "installed, name a 16-bit copy of the model"
+)
 FIXED: Mapping[str, Any] = {"loss_head": "trl-fused", "prepare_kbit": False}
 QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 # What spreads a run over several GPUs: those of TrainingArguments, which SFTConfig extends.
@@ -99,6 +104,8 @@ def export(recipe: Recipe) -> Export:
     spread = spreading(run, "trl", keys=_SPREADS)
     notes += left_out
     notes += padding_note(recipe, "packed", "grouped")
+    if is_expanded(recipe.model_config or {}, run.quant or "none"):
+        notes = (*notes, _PACKED)
     settings: dict[str, Any] = {
         "model_name_or_path": run.model,
         "dtype": weight_dtype(run),

@@ -105,11 +105,21 @@ def _spread(keys: Keys, launch: Launch) -> dict[str, Any]:
     return settings
 
 
+def _check_expanded(keys: Keys) -> None:
+    """Expects that the experts of an mxfp4 checkpoint are expanded, since none are trained else."""
+    if keys.word("model_quantization_config") != "Mxfp4Config":
+        return
+    if not keys.mapping("model_quantization_config_kwargs").get("dequantize"):
+        name = "model_quantization_config_kwargs"
+        keys.assume(name, "the Trainer refuses packed experts; assumed: dequantize: true")
+
+
 def _adapter(keys: Keys) -> dict[str, Any]:
     quant = keys.like({name: quantisation(name) for name in sorted(QUANTS)}, quantisation("none"))
     if quant is None or keys.flag("gptq"):
         keys.refuse("quant", "gptq", "this storage of the base is not read from the file")
     quant = quant or "none"
+    _check_expanded(keys)
     adapter = keys.word("adapter")
     if not adapter:
         return method_settings(quant, adapts=False, use_dora=False, targets=())
@@ -293,7 +303,7 @@ TOOL = Tool(
         "use_eaft": "the usual loss",
         "freeze_mm_modules": "the method of the file",
         "use_kernels": "the model's own code",
-        "model_quantization_config": "the checkpoint's storage",
+        "model_quantization_config": "16 bit",
         "dpo_use_liger_kernel": "TRL's own loss",
         "dpo_padding_free": "rows of full length",
         "dpo_loss_weights": "one loss",

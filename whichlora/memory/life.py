@@ -11,10 +11,12 @@ from whichlora.memory.checkpoint import CheckpointBytes
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.evaluation import evaluation_moments
 from whichlora.memory.loading import TIED_TABLE, UNQUANTISED_MATRIX, loading_moment
+from whichlora.memory.mxfp4 import EXPANDED_EXPERTS, expanding_bytes
 from whichlora.memory.step import ACCUMULATED, TrainingStep
 from whichlora.memory.training import Ledger
 from whichlora.memory.weights import BUFFERS, EMBEDDING_WEIGHTS, weight_entries
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.checkpoint import is_expanded, stored_quant
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.life import LifeConfig
 from whichlora.spec.numeric import ceil_div
@@ -131,6 +133,8 @@ def stored_dtypes(model: ModelSpec, dtypes: Dtypes) -> Dtypes:
     width = FP32 if name == "float32" else 2
     is_stored = dtypes.quant not in BNB_QUANTS or "quantization_config" in config
     quant = dtypes.quant if is_stored else "none"
+    if stored_quant(config) == "mxfp4":  # of gpt-oss, whose config names no dtype
+        quant, width = "mxfp4", 2
     return replace(dtypes, quant=quant, base_bytes=width, embedding_bytes=width)
 
 
@@ -163,7 +167,16 @@ def loading(step: TrainingStep) -> Stage:
     else:
         size = _copied(step, _size(weights))
         on_host = Held("host", Entry(WEIGHTS_ON_HOST, size), 'device_map={"": 0}')
-    return Stage(name="loading", held=(*_on_gpu(step, largest), on_host))
+    return Stage(name="loading", held=(*_on_gpu(step, largest), on_host, *_expanding(step)))
+
+
+def _expanding(step: TrainingStep) -> tuple[Held, ...]:
+    """Experts of an mxfp4 checkpoint that are being expanded, before the GPU has the model."""
+    if not is_expanded(step.model.config, step.dtypes.quant):
+        return ()
+    place: Place = "gpu" if step.gpu.kind == "cpu" else "host"  # whose GPU is the host
+    num_bytes = expanding_bytes(step.model, step.dtypes.base_bytes)
+    return (Held(place, Entry(EXPANDED_EXPERTS, num_bytes)),)
 
 
 # --- training ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.mxfp4 import SWIZZLED_BLOCKS, swizzling_bytes
 from whichlora.memory.weights import BUFFERS, quantised_matrices, weight_entries
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised
@@ -72,6 +73,7 @@ def loading_moment(
     extra = {
         TIED_TABLE: tied_table_bytes(model, dtypes),
         UNQUANTISED_MATRIX: unquantised_matrix_bytes(model, dtypes),
+        SWIZZLED_BLOCKS: swizzling_bytes(model, dtypes),
     }
     if not any(extra.values()):
         return {}

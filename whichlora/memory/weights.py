@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.mxfp4 import packed_parts
 from whichlora.spec.architecture import Linear, ModelSpec
 from whichlora.spec.dtypes import BNB_BLOCK, Dtypes, is_quantised
 from whichlora.spec.numeric import Count, ceil_div
@@ -64,16 +65,21 @@ def quantised_parts(
         bits = 8 if quant == "gptq-int8" else 4
         packed: int = ceil_div(bits * (num_weights + groups), 8)  # codes, and a zero per group
         return packed, 2 * groups  # fp16 scale
+    if quant == "mxfp4":
+        return packed_parts(num_weights)
     raise ConfigError(f"quant: {quant!r} has no storage formula")
 
 
 def linear_bytes(linear: Linear, dtypes: Dtypes) -> int:
     """One layer's matrices called `linear.name`, biases included.
 
-    Kind: exact. Source: `quantised_bytes`; else the dtype of the base.
+    Kind: exact. Source: `quantised_bytes`; else the dtype of the base; transformers 5.23
+    `Mxfp4GptOssExperts`, whose biases are fp32.
     """
-    bias_bytes = linear.count * linear.out_features * dtypes.base_bytes if linear.bias else 0
-    if not is_quantised(linear, dtypes):
+    quantised = is_quantised(linear, dtypes)
+    bias_width = 4 if quantised and dtypes.wide_expert_biases else dtypes.base_bytes
+    bias_bytes = linear.count * linear.out_features * bias_width if linear.bias else 0
+    if not quantised:
         return linear.num_weights * dtypes.base_bytes + bias_bytes
     matrices, rows, num_weights = quantised_matrices(linear)
     matrix_bytes = quantised_bytes(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from whichlora.memory.layer_passes import offloaded_bytes
 from whichlora.predict.resolve import ResolvedRun, has_bf16
 from whichlora.spec.architecture import Attention
+from whichlora.spec.checkpoint import stored_quant
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Real
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
@@ -149,7 +149,9 @@ def _stored(job: ResolvedRun) -> str:
     config = job.model.config.get("quantization_config")
     if not isinstance(config, Mapping):
         return ""
-    quant = _quant_of(config)
+    quant = stored_quant(job.model.config)
+    if quant == "mxfp4":
+        return _mxfp4_in_words(job)
     counted = "16-bit" if job.dtypes.quant == "none" else job.dtypes.quant
     if quant is None:
         method = config.get("quant_method", "an unknown format")
@@ -162,19 +164,15 @@ def _stored(job: ResolvedRun) -> str:
     return f"the checkpoint is stored as {quant}, counted is {counted}: give quant {quant}{size}"
 
 
-def _quant_of(config: Mapping[str, Any]) -> str | None:
-    """Our name of a `quantization_config`, where there is one."""
-    match config:
-        case {"quant_method": "gptq", "bits": (4 | 8) as bits}:
-            return f"gptq-int{bits}"
-        case {"quant_method": "awq", "bits": 4}:
-            return "awq-int4"
-        case {"quant_method": "bitsandbytes", "load_in_8bit": True}:
-            return "int8"
-        case {"quant_method": "bitsandbytes", "load_in_4bit": True}:
-            kind = str(config.get("bnb_4bit_quant_type", "fp4"))
-            return f"{kind}-dq" if config.get("bnb_4bit_use_double_quant") else kind
-    return None
+def _mxfp4_in_words(job: ResolvedRun) -> str:
+    """What becomes of experts that the checkpoint has in mxfp4."""
+    stored = "the checkpoint stores its experts in mxfp4"
+    if job.run.quant == "mxfp4":
+        merged = "; with an adapter merged into them they take 16 bit (--serve merged)"
+        return f"{stored}, and they are served so" + merged * (job.run.serve == "merged")
+    if job.run.phase == "finetune":
+        return f"{stored}; training needs Mxfp4Config(dequantize=True), so they are held in 16 bit"
+    return f"{stored}, counted is 16-bit: give quant mxfp4 for a GPU that has kernels for it"
 
 
 def _experts_in_words(job: ResolvedRun) -> str:

@@ -14,6 +14,7 @@ from whichlora.parallel.layout import Layout
 from whichlora.serving import get_engine
 from whichlora.serving.base import Engine, Served
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.checkpoint import packed_experts, refuses_bitsandbytes, stored_quant
 from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.kernels import NO_KERNELS
@@ -24,6 +25,7 @@ from whichlora.spec.run import (
     FOUR_BIT_BNB,
     FP32_PRECISIONS,
     TRANSFORMERS,
+    Quant,
     RunConfig,
 )
 from whichlora.spec.targets import check_saved_modules, resolve_targets
@@ -34,8 +36,10 @@ from whichlora.trainers import Trainer, get_trainer
 # Source: installation pages of bitsandbytes 0.50 and vLLM; README of Triton, the language of
 # Liger's and unsloth's kernels.
 _TRITON = 7.0
+MXFP4_CAPABILITY = 7.5  # transformers 5.23 `Mxfp4HfQuantizer.validate_environment`
 _LEAST_CAPABILITY = (
     ("quant", "int8", "bitsandbytes' LLM.int8()", 7.5, "nf4"),
+    ("quant", "mxfp4", "transformers' Mxfp4GptOssExperts", MXFP4_CAPABILITY, "none"),
     ("loss_head", "liger", "Triton", _TRITON, "hf"),
     ("loss_head", "unsloth", "Triton", _TRITON, "hf"),
     ("kv_cache", "vllm", "vLLM", 7.0, "dynamic"),
@@ -138,6 +142,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     if run.versions.experts_are_modules:
         model = with_expert_modules(model)
     _check_experts(model, run)
+    _check_storage(model, run, gpu)
     _check_attention(model, run, gpu)
     _check_device(run, gpu)
     if not training and run.cache_format is not None:
@@ -145,7 +150,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     targets: tuple[str, ...] = ()
     if not method.trains_base and (training or run.serve == "as-trained"):
         # PEFT can't wrap a parameter that is expanded when it is read
-        modules_only = method.folded is None or run.quantize_moe_experts
+        modules_only = method.folded is None or run.quantize_moe_experts or run.quant == "mxfp4"
         targets = resolve_targets(model, run.target_modules, modules_only=modules_only)
         check_saved_modules(model, run.modules_to_save)
     dtypes = _dtypes_of(model, run, gpu, method, trainer)
@@ -169,7 +174,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
 
 def _filled(model: ModelSpec, run: RunConfig, gpu: GpuSpec, method: Method) -> RunConfig:
     """`run` with its defaults, and without what its method ignores."""
-    run = with_precision(with_checkpointing(model, with_defaults(run)), gpu)
+    run = with_defaults(replace(run, quant=_shipped_quant(model, run, gpu)))
+    run = with_precision(with_checkpointing(model, run), gpu)
     training = run.phase == "finetune"
     if training and method.trains_base and run.quant != "none":
         quantised = [
@@ -335,6 +341,41 @@ def _check_experts(model: ModelSpec, run: RunConfig) -> None:
     ):
         if is_wrong:
             raise ConfigError(f"quantize_moe_experts: {message}; leave it out")
+
+
+def _shipped_quant(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Quant | None:
+    """`run.quant`, and that of an mxfp4 checkpoint where an inference names no other form."""
+    is_asked = run.quant is not None or run.serve is not None or run.phase == "finetune"
+    if is_asked or stored_quant(model.config) != "mxfp4" or gpu.kind != "cuda":
+        return run.quant
+    if (
+        get_method(run.method).serve == "as-trained"
+        or not get_engine(run.serving).reads_checkpoints
+    ):
+        return run.quant
+    capability = float(gpu.compute_capability or ASSUMED_CAPABILITY)
+    return "mxfp4" if capability >= MXFP4_CAPABILITY else None
+
+
+def _check_storage(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
+    """Refuse what transformers refuses beside, or without, experts in mxfp4."""
+    quant = run.quant or "none"
+    if refuses_bitsandbytes(model.config, quant):
+        raise ConfigError(
+            f"quant: {model.name} is stored in mxfp4, beside which transformers refuses "
+            f"bitsandbytes, got {quant}; use method lora, which expands it to 16 bit, or name a "
+            "16-bit copy of the model, such as one that ends in -BF16"
+        )
+    if quant != "mxfp4":
+        return
+    for is_wrong, fault in (
+        (not packed_experts(model), f"{model.name} has no experts of gpt-oss's class; use none"),
+        (run.phase == "finetune", "transformers trains no packed experts; use none, or leave out"),
+        (gpu.kind != "cuda", f"is predicted on NVIDIA's GPUs, not on {gpu.key}; use none"),
+        (run.precision in FP32_PRECISIONS, f"needs 16 bit, got precision {run.precision}"),
+    ):
+        if is_wrong:
+            raise ConfigError(f"quant: mxfp4: {fault}")
 
 
 def _check_attention(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:

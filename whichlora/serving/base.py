@@ -159,6 +159,7 @@ class Engine:
         least_capability: the oldest compute capability that it has kernels for.
         start: what it takes when it starts; None where memory is taken as sequences come, so that
             the run is one call of `generate`.
+        reads_checkpoints: it loads the files of the hub as they are stored.
         check: refuses what the engine refuses, in one line.
         command: starts it as it is judged, in a shell; empty where there is no such command.
         prepare: lines of a shell that make what the command loads from the directory of
@@ -175,6 +176,7 @@ class Engine:
     device_kinds: tuple[str, ...] = ("cuda",)
     least_capability: float = 0.0
     start: Callable[[Served], Start] | None = None
+    reads_checkpoints: bool = True
     check: Callable[[Served], None] = _accepts
     command: Callable[[Served], str] = _no_command
     prepare: Callable[[Served], str] = _no_command

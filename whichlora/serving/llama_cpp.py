@@ -574,6 +574,7 @@ ENGINE = Engine(
     name="llama-cpp",
     summary="llama.cpp: a GGUF file, and a cache of every slot from the start",
     device_kinds=("cuda", "cpu"),
+    reads_checkpoints=False,
     options=(
         Option(
             name="file_type",

@@ -104,6 +104,33 @@ def _divided_expert(linear: Linear, width: int, size: int) -> Linear:
     return replace(linear, out_features=ceil_div(linear.out_features, size))
 
 
+def with_aligned_experts(rank: ModelSpec, *, hidden: int, width: int) -> ModelSpec:
+    """`rank` whose experts a kernel pads: both of their sizes to multiples.
+
+    Args:
+        hidden, width: what the hidden size and the width of an expert are multiples of.
+
+    Kind: exact. Source: vLLM 0.33.0 fused_moe/oracle/mxfp4.py:837
+    `mxfp4_round_up_hidden_size_and_intermediate_size`.
+    """
+
+    def aligned(layer: Layer) -> Layer:
+        if layer.moe is None:
+            return layer
+        mlp = layer.moe.expert
+        inner = ceil_div(mlp.width, width) * width
+        outer = ceil_div(rank.hidden_size, hidden) * hidden
+        joint, down = mlp.linears
+        linears = (
+            replace(joint, in_features=outer, out_features=2 * inner),
+            replace(down, in_features=inner, out_features=outer),
+        )
+        return replace(layer, moe=replace(layer.moe, expert=replace(mlp, linears=linears)))
+
+    groups = tuple(replace(group, layer=aligned(group.layer)) for group in rank.groups)
+    return replace(rank, groups=groups)
+
+
 def held_entries(
     served: Served, rank: ModelSpec, *, rotary_element_bytes: int, dtypes: Dtypes | None = None
 ) -> list[Entry]:

@@ -15,7 +15,13 @@ from whichlora.serving.base import Engine, Pool, Served, Start
 from whichlora.serving.block_groups import cached_layers
 from whichlora.serving.command import shell_command
 from whichlora.serving.profile_pass import layer_entry
-from whichlora.serving.rank import check_model, check_ranks, held_entries, rank_model
+from whichlora.serving.rank import (
+    check_model,
+    check_ranks,
+    held_entries,
+    rank_model,
+    with_aligned_experts,
+)
 from whichlora.serving.sglang_log import LOG
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import ceil_div
@@ -123,7 +129,9 @@ def start(served: Served) -> Start:
     """
     ranks, page = served.count(RANKS) or 1, served.count("page_size") or 1
     rank = rank_model(served.model, ranks)
-    entries = held_entries(served, rank, rotary_element_bytes=4)
+    is_packed = served.run.quant == "mxfp4"  # layers/quantization/mxfp4.py:545, of Triton's kernels
+    stored = with_aligned_experts(rank, hidden=1, width=64) if is_packed else rank
+    entries = held_entries(served, stored, rotary_element_bytes=4)
     taken = sum(entry.num_bytes for entry in entries)
     free_before, share = free_bytes(served), mem_fraction_static(served)
     budget = int(share * free_before)

@@ -30,6 +30,7 @@ from whichlora.serving.rank import (
     held_entries,
     rank_model,
     slot_bytes,
+    with_aligned_experts,
 )
 from whichlora.serving.vllm_entries import (
     COMMUNICATOR,
@@ -67,6 +68,10 @@ KERNELS_BYTES = 72 * MiB
 # What the driver keeps of one captured graph. Kind: estimate. Source: published logs of 0.67 GiB
 # for 67 sizes of 33 pieces (0.10.2), 0.48 GiB for 51 sizes of 29 pieces (0.26).
 GRAPH_BYTES = 300 * KiB
+
+# What the hidden size and the width of experts in mxfp4 are multiples of, from a compute capability
+# on: Marlin's kernels, TensorRT-LLM's, Triton's, Marlin's.
+_ALIGNED_EXPERTS = ((12.0, (256, 128)), (10.0, (256, 128)), (9.0, (1, 64)), (0.0, (256, 128)))
 
 
 # --- what it is asked for ---------------------------------------------------------------------
@@ -142,8 +147,7 @@ def start(served: Served) -> Start:
     """
     ranks = served.count(RANKS) or 1
     rank = rank_model(served.model, ranks)
-    element_bytes = served.dtypes.compute_bytes
-    entries = held_entries(served, rank, rotary_element_bytes=element_bytes, dtypes=_stored(served))
+    entries = _loaded(served, rank)
     entries += _resident(served, ranks)
     entries += _profiled(served, rank)
     graphs = Entry(GRAPHS, graph_bytes(served, rank))
@@ -171,6 +175,20 @@ def start(served: Served) -> Start:
         outside_bytes=0 if reserves_graphs else graphs.num_bytes,
         fault=fault,
     )
+
+
+def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
+    """Weights and rotary tables; experts in mxfp4 are padded for their kernels.
+
+    Kind: exact. Source: vLLM 0.33.0 fused_moe/oracle/mxfp4.py:402, :837; a log of 65.97 GiB of
+    gpt-oss-120b with the Marlin kernels. Its tables are in fp32, models/gpt_oss.py.
+    """
+    element_bytes = served.dtypes.compute_bytes
+    if served.run.quant == "mxfp4":
+        capability = float(served.gpu.compute_capability or 8.0)
+        hidden, width = next(sizes for least, sizes in _ALIGNED_EXPERTS if capability >= least)
+        rank, element_bytes = with_aligned_experts(rank, hidden=hidden, width=width), 4
+    return held_entries(served, rank, rotary_element_bytes=element_bytes, dtypes=_stored(served))
 
 
 def _stored(served: Served) -> Dtypes:

@@ -23,6 +23,8 @@ from whichlora.spec.run import (
     BNB_QUANTS,
     FOUR_BIT_BNB,
     FP32_PRECISIONS,
+    MOST_COUNT,
+    TRANSFORMERS,
     CacheFormat,
     RunConfig,
 )
@@ -67,6 +69,7 @@ class Dtypes:
         libraries: their versions; older ones keep other things.
         narrow_head: it is in 16 bit, whatever the embeddings are.
         quantises_experts: those in one parameter are stored in 4 bit, too.
+        wide_expert_biases: those of experts in mxfp4 are fp32 parameters.
         kernels: operators of the layers that the trainer replaces.
         stores: the format that a layer's keys and values are quantised to in this forward, if any.
     """
@@ -105,6 +108,7 @@ class Dtypes:
     adapters_drop: bool = False
     quantises_experts: bool = False
     narrow_head: bool = False
+    wide_expert_biases: bool = False
     kernels: FusedKernels = NO_KERNELS
 
     @property
@@ -207,6 +211,7 @@ def resolve_dtypes(
         compute_capability=compute_capability,
         libraries=run.versions,
         quantises_experts=run.quantize_moe_experts,
+        wide_expert_biases=quant == "mxfp4" and run.engine == TRANSFORMERS,
     )
 
 
@@ -228,7 +233,7 @@ def _narrow_mode(run: RunConfig, *, autocast: bool, trains_base: bool) -> Mode:
 
 # Rows up to which a product unpacks weights inside its kernel. Kind: estimate, what the kernels'
 # authors state.
-_FUSED_ROWS = {"gptq-int4": 50, "gptq-int8": 50, "awq-int4": 1024}
+_FUSED_ROWS = {"gptq-int4": 50, "gptq-int8": 50, "awq-int4": 1024, "mxfp4": MOST_COUNT}
 
 
 def fused_rows(dtypes: Dtypes) -> int:
@@ -252,10 +257,11 @@ def is_quantised(linear: Linear, dtypes: Dtypes) -> bool:
     """Whether `linear` is stored in few bits: experts kept as 3-D parameters are where asked for.
 
     Source: bitsandbytes 0.50.2 `replace_parameter_4bit`, which Axolotl's `quantize_moe_experts`
-    calls for each of them.
+    calls for each of them; transformers 5.23 `Mxfp4GptOssExperts`, which packs nothing else.
     """
-    if not linear.is_module:
-        return dtypes.quantises_experts and linear.count > 1
+    if dtypes.quant == "mxfp4" or not linear.is_module:
+        packs = dtypes.quantises_experts or dtypes.quant == "mxfp4"
+        return packs and not linear.is_module and linear.count > 1
     if linear.is_subclass and not dtypes.libraries.quantises_subclasses:
         return False
     return dtypes.quant != "none" and linear.is_module and linear.quantisable

@@ -39,7 +39,9 @@ AttentionKernel = Literal["sdpa", "sdpa-efficient", "eager", "flash_attention_2"
 Padding = Literal["none", "padded"]
 LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "unsloth-fused", "raw"]
 USUAL_HEAD: LossHead = "hf"  # of a run that names none
-Quant = Literal["none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4"]
+Quant = Literal[
+    "none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4", "mxfp4"
+]
 Bias = Literal["none", "all", "lora_only"]
 BaseDtype = Literal["auto", "float32"]
 AdapterDtype = Literal["auto", "float32", "bfloat16"]

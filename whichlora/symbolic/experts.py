@@ -19,6 +19,8 @@ _INDEX = 8  # torch indexes with int64
 def mix_experts(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
     """The block in the place of a feed-forward."""
     tape = code.tape
+    if code.dtypes.quant == "mxfp4" and moe.clamped:
+        return _run_packed(code, moe, x)
     shared = feed_forward(code, moe.shared, x) if moe.shared and moe.shared_first else None
     weights, chosen, logits = route(code, moe, x)
     run = run_each_expert if moe.one_by_one else run_experts
@@ -164,6 +166,26 @@ def run_experts(code: OpEmitter, moe: Moe, x: Tensor, weights: Tensor, chosen: T
     result = code.cast(summed, x.size)
     tape.hold(x, selected, picked, sorted_numbers, order, out, places, back, summed)
     tape.hold(up_weight, down_weight, down_bias)  # PEFT's until the experts return
+    return result
+
+
+def _run_packed(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
+    """Experts in mxfp4: kernels that gather rows, unpack weights and gate in registers.
+
+    Rows of the second product lie in a buffer of their own before they are added up; a kernel that
+    adds them at once has none, so that this is an upper bound.
+    Source: transformers 5.23 `Mxfp4GptOssMLP.forward`; `init_allocation` of the kernels'
+    `matmul_ogs`.
+    """
+    tape, few = code.tape, moe.experts_per_token
+    rows, hidden = per_token(few), moe.router.in_features
+    logits = _logits(code, moe, x)
+    scales = tape.op([logits], rows, logits.size)
+    gather, scatter = tape.op([], rows, _INDEX), tape.op([], rows, _INDEX)  # two of int32 each
+    inner = tape.op([x], per_token(few * moe.expert.width), x.size, what="experts: gated")
+    outputs = tape.op([inner], per_token(few * hidden), x.size, what="experts: outputs")
+    result = tape.op([outputs], per_token(hidden), x.size)
+    tape.hold(x, logits, scales, gather, scatter, inner, outputs)
     return result
 
 

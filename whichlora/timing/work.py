@@ -161,6 +161,18 @@ def visited_weights(layer: Layer, tokens: Count) -> Count:
     return total
 
 
+def visited_bytes(layer: Layer, dtypes: Dtypes, tokens: Count) -> Real:
+    """What those matrices take as they are stored, which experts may be in a format of their own.
+
+    Kind: estimate. Source: `visited_matrices`, `linear_bytes`.
+    """
+    total = 0.0 * tokens
+    for linear in layer.linears:
+        stored = weights.linear_bytes(linear, dtypes) / linear.count
+        total = total + visited_matrices(linear, tokens) * stored
+    return total
+
+
 def head_weights(model: ModelSpec) -> tuple[int, int]:
     """Elements of the projection to the words, and of other matrices around the layers.
 
@@ -830,9 +842,9 @@ def _served_layers(
     if not decoding:
         product_flops = product_flops + count * 2 * tokens * of_encoder
     visited = visited_weights(layer, rows) - of_encoder * decoding
-    stored = sum(weights.linear_bytes(linear, dtypes) for linear in layer.linears)
-    all_weights = max(1, sum(linear.num_weights for linear in layer.linears))
-    weight_read = count * (visited * stored / all_weights)
+    weight_read = count * visited_bytes(layer, dtypes, rows)
+    if of_encoder and decoding:
+        weight_read = weight_read * visited / (visited + of_encoder)
     attention_flops = count * rows * scan_flops_per_token(layer, context, decoding=alone)
     attentions = [
         _attention_work(

@@ -31,6 +31,7 @@ from whichlora.exports.train_script.rows import row_functions
 from whichlora.methods import get_method, weight_dtype, with_defaults
 from whichlora.parallel.host_update import OMP_NUM_THREADS
 from whichlora.predict.resolve import layout_of
+from whichlora.spec.checkpoint import is_expanded
 from whichlora.spec.data_format import ALPACA_CHAT_TEMPLATE, TEXT_ROWS, DataFormat
 from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
 from whichlora.spec.run import BNB_QUANTS, RunConfig
@@ -56,6 +57,7 @@ _IMPORTABLE: Mapping[str, Sequence[str]] = {
         "BitsAndBytesConfig",
         "DataCollatorForLanguageModeling",
         "DataCollatorForSeq2Seq",
+        "Mxfp4Config",
         "PreTrainedTokenizerFast",
         "TrainerCallback",
         "set_seed",
@@ -163,7 +165,9 @@ def train_script(
         "MODEL_CONFIG": _without_quantisation(random_config),
     }
     reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
-    model = [*model_lines(run, model_class, hub), *adapter_lines(run, target_modules)]
+    stored = {} if random_config is not None else model_config or {}
+    loading = model_lines(run, model_class, hub, expanded=is_expanded(stored, run.quant or "none"))
+    model = [*loading, *adapter_lines(run, target_modules)]
     main = [
         *templates.RESUME_LINES * keeping.saves,
         "compare_versions()",

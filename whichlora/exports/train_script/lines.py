@@ -115,7 +115,14 @@ def divides_while_loading(run: RunConfig) -> bool:
     return bool(deepspeed) and deepspeed["zero_optimization"]["stage"] == 3
 
 
-def model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> list[str]:
+def model_lines(
+    run: RunConfig, model_class: str, hub: Mapping[str, Any], *, expanded: bool = False
+) -> list[str]:
+    """The lines that load the model.
+
+    Args:
+        expanded: loading expands the experts of an mxfp4 checkpoint.
+    """
     spread, _ = _spread_arguments(run)
     stored = {name: spread.pop(name) for name in list(spread) if name.startswith("bnb_4bit_")}
     options: dict[str, Any] = {"dtype": Code(f"torch.{weight_dtype(run)}"), **spread}
@@ -138,6 +145,8 @@ def model_lines(run: RunConfig, model_class: str, hub: Mapping[str, Any]) -> lis
         )
     elif quant == "int8":
         options["quantization_config"] = call("BitsAndBytesConfig", load_in_8bit=True)
+    elif expanded:
+        options["quantization_config"] = call("Mxfp4Config", dequantize=True)
     load = call(f"{model_class}.from_pretrained", Code("MODEL"), **options, **hub)
     lines = [f"model = {load}"]
     if run.prepare_kbit and not trainer.makes_adapters:
