@@ -369,3 +369,18 @@ def test_a_gpu_that_the_cloud_has_no_name_for_is_refused(tmp_path: Path) -> None
 def test_auto_names_no_gpu_of_a_cloud(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gpu: auto names no GPU of a cloud; write gpu: h100"):
         plan(write_config(tmp_path), SkyPilotEngine(), name="skypilot")
+
+
+def test_runs_over_several_gpus_are_predicted_where_there_are_as_many(tmp_path: Path) -> None:
+    engine = LocalEngine()
+    spread = {"gpus": [2], "parallel": ["ddp", "fsdp"]}
+    with pytest.raises(ConfigError, match="gpus: a sweep profiles on one GPU so far"):
+        plan(write_config(tmp_path, **spread), engine)
+    sweep = plan(write_config(tmp_path, profile="none", **spread), engine)
+    assert not sweep.arrays  # nothing is measured
+    assert [group.most_on_a_node for group in sweep.groups] == [2, 1]
+    answers = follow(sweep, engine)
+    (answer,) = answers.groups  # the other type has one GPU
+    assert answer.judged.group.gpu == H100
+    assert answer.answer.winner is not None
+    assert answer.answer.winner.run.parallel.gpus == 2

@@ -275,3 +275,25 @@ def test_a_job_trains_on_all_gpus_of_its_nodes(
     assert result["num_steps"] == num_steps
     assert log.count("final_loss: ") == 1
     assert (job.folder / "output" / "adapter_model.safetensors").stat().st_size > 1000
+
+
+def test_runs_over_several_gpus_are_predicted_for_every_type_that_has_as_many(
+    plain: Cluster, bench: MakeBench
+) -> None:
+    sweep = bench(plain)
+    sweep.settings = {"profile": "none", "gpus": [2, 4], "parallel": ["ddp", "fsdp", "zero2"]}
+    said = sweep.whichlora(sweep.write(partition="gpu"), "--submit")
+    answer = sweep.recommendation()
+    winners = {row["group"]: row["winner"] for row in answer["groups"]}
+    assert set(winners) == {"h100", "a100", "gpu-l40s"}
+    # the node of the H100 has two of them
+    gpus = {name: winner["gpus"] for name, winner in winners.items()}
+    assert gpus["h100"] == 2
+    for row in answer["groups"]:
+        script = Path(row["files"]["script"])
+        text = script.read_text()
+        assert f":{gpus[row['group']]}\n" in text  # --gres
+        assert f"--nproc-per-node={gpus[row['group']]}" in text
+        assert sweep.cluster.ok("sbatch", "--test-only", str(script))
+    assert not sweep.records()
+    assert "train.sbatch" in said

@@ -37,7 +37,11 @@ class LocalEngine:
         keys = [key for _, key in _devices()]
         return [
             GpuGroup(
-                name=key.replace(".", "-")[:60], gpu=key, num_nodes=1, num_gpus=keys.count(key)
+                name=key.replace(".", "-")[:60],
+                gpu=key,
+                num_nodes=1,
+                num_gpus=keys.count(key),
+                most_on_a_node=keys.count(key),
             )
             for key in dict.fromkeys(keys)
         ], []

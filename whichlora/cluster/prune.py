@@ -12,6 +12,7 @@ from whichlora.errors import ConfigError
 from whichlora.search.acquisition import Decision, Spent, exhausted
 from whichlora.search.feasibility import MIN_CHANCE, Candidate
 from whichlora.search.loop import SearchLoop
+from whichlora.spec.parallel import ONE_GPU
 from whichlora.spec.plan import Budget, Plan, ProfilePolicy
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -49,10 +50,10 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
     for group in sweep.groups:
         folder = sweep.run_dir / group.name
         for key in _met(sweep, group) or [group.gpu]:
-            group_plan = replace(plan, output_dir=folder, gpu=key)
             gpu = find_gpu(key)
-            session = Session(group_plan, gpu, progress, fresh=False, lengths=lengths)
             try:
+                group_plan = replace(_on_group(plan, group), output_dir=folder, gpu=key)
+                session = Session(group_plan, gpu, progress, fresh=False, lengths=lengths)
                 runs = session.runs()
             except ConfigError as error:  # the other groups may run what this one refuses
                 refusals.append(error)
@@ -79,6 +80,21 @@ def judge_groups(plan: Plan, sweep: Sweep, progress: Progress) -> list[Judged]:
     if refusals and not judged:
         raise refusals[0]
     return judged
+
+
+def _on_group(plan: Plan, group: GpuGroup) -> Plan:
+    """`plan` without the spreads that need more GPUs on a node, or more nodes, than there are.
+
+    Raises:
+        ConfigError: none is left.
+    """
+    spreads = tuple(config for config in plan.spreads if config == ONE_GPU or group.has(config))
+    if not spreads:
+        raise ConfigError(
+            f"gpus: the plan needs more than the {group.most_on_a_node} on each of "
+            f"{group.num_nodes} nodes"
+        )
+    return replace(plan, spreads=spreads)
 
 
 def _met(sweep: Sweep, group: GpuGroup) -> list[str]:

@@ -29,10 +29,10 @@ def plan_sweep(
         MeasurementError: the cluster does not answer.
     """
     plan = load_plan(config)
-    if plan.is_spread:
+    if plan.is_spread and plan.profile != "none":
         raise ConfigError(
-            f"{config}: gpus: a sweep profiles on one GPU so far; leave gpus out, or use "
-            "'whichlora run' with profile: none"
+            f"{config}: gpus: a sweep profiles on one GPU so far; set profile: none, and each GPU "
+            "type of the cluster is predicted, or leave gpus out"
         )
     with hold_folder(plan.output_dir.absolute()):
         return _plan_sweep(plan, config, engine, name=name, progress=progress, fresh=fresh)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.parallel import ParallelConfig
 
 # Old option letters, since the JSON of sinfo changes its schema between releases.
 SINFO_FORMAT = "%R|%a|%N|%t|%G|%f"
@@ -44,6 +45,7 @@ class GpuGroup:
         gpu: key of the catalogue; until a node's driver has said it, an assumption.
         others: keys that the type and features would also allow.
         constraint: what tells these nodes from others of the same type; empty where none is needed.
+        most_on_a_node: of these GPUs, those of the node with most; 0 where that is not known.
         note: what the user should know about how these GPUs are asked for.
     """
 
@@ -56,7 +58,14 @@ class GpuGroup:
     constraint: str = ""
     num_nodes: int = 0
     num_gpus: int = 0
+    most_on_a_node: int = 0
     note: str = ""
+
+    def has(self, config: ParallelConfig) -> bool:
+        """Whether there are as many nodes with as many GPUs; a cloud has any number."""
+        if not self.most_on_a_node:
+            return True
+        return config.nodes <= self.num_nodes and config.gpus_per_node <= self.most_on_a_node
 
     def gres(self, count: int = 1) -> str:
         """So many of these GPUs on a node, as `--gres` spells it."""
@@ -138,6 +147,7 @@ def gpu_groups(
                 constraint=constraint,
                 num_nodes=len({node.name for node in group_nodes}),
                 num_gpus=sum(node.num_gpus for node in group_nodes),
+                most_on_a_node=max(node.num_gpus for node in group_nodes),
                 note=note,
             )
         )
