@@ -584,3 +584,24 @@ def test_without_a_file_a_model_is_needed() -> None:
 def test_no_tool_has_a_key_in_two_tables() -> None:
     for tool in list_tools().values():
         assert not set(tool.unmodelled) & set(tool.without_effect), tool.name
+
+
+@pytest.mark.parametrize(
+    ("base", "key"),
+    [
+        *(
+            (f"base_model: {MODEL}\nload_in_4bit: true\nadapter: qlora\n", key)
+            for key in ("lora_r", "lora_target_linear", "sample_packing", "micro_batch_size")
+        ),
+        *(
+            (f"model_name_or_path: {MODEL}\nstage: sft\nfinetuning_type: lora\n", key)
+            for key in ("lora_rank", "lora_target", "cutoff_len", "per_device_train_batch_size")
+        ),
+    ],
+)
+def test_a_misspelt_key_is_unknown_and_not_without_effect(
+    tmp_path: Path, base: str, key: str
+) -> None:
+    misspelt = key[:-2] + key[-1] + "x"
+    read = imported(tmp_path, file_yaml=f"{base}{misspelt}: 4\n")
+    assert read.unknown == (misspelt,)

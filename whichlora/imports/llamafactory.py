@@ -175,7 +175,7 @@ TOOL = Tool(
     without_effect=(
         *WITHOUT_EFFECT,
         *ADAPTER,  # of full fine-tuning
-        *("lora_*", "use_dora", "use_rslora", "additional_target", "create_new_adapter"),
+        *("lora_target", "use_dora", "use_rslora", "additional_target", "create_new_adapter"),
         *("dataset", "template", "train_on_prompt", "mask_history", "mix_strategy", "media_dir"),
         *("max_samples", "val_size", "overwrite_cache", "preprocessing_*", "tokenized_path"),
         *("plot_loss", "ddp_*", "report_to", "compute_accuracy", "early_stopping_steps"),
@@ -184,9 +184,21 @@ TOOL = Tool(
         *("enable_thinking", "preserve_thinking", "default_system", "tool_format", "predict_*"),
         *("swanlab_*", "use_swanlab", "export_*", "infer_*", "vllm_*", "generation_*", "top_p"),
         *("low_cpu_mem_usage", "print_param_status", "ray_*", "cache_dir", "pref_*", "kto_*"),
-        *("quantization_type", "double_quantization", "quantization_method", "loraplus_*"),
+        *(
+            "quantization_type",
+            "double_quantization",
+            "quantization_method",
+            "loraplus_lr_embedding",
+        ),
         *("dpo_label_smoothing", "simpo_gamma", "ref_model_*", "do_sample", "ld_alpha"),
-        *("gradient_checkpointing*", "galore_*", "apollo_*", "badam_*", "pissa_iter"),
+        *(
+            "gradient_checkpointing",
+            "gradient_checkpointing_kwargs",
+            "galore_*",
+            "apollo_*",
+            "badam_*",
+            "pissa_iter",
+        ),
         *("pissa_convert", "temperature", "max_new_tokens", "data_shared_file_system", "tf32"),
         *("disable_shuffling", "use_kv_cache", "split_special_tokens", "ignore_pad_token_for_loss"),
     ),

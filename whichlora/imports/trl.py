@@ -175,7 +175,15 @@ TOOL = Tool(
     without_effect=(
         *WITHOUT_EFFECT,
         *ADAPTER,  # without use_peft
-        *("lora_*", "use_rslora", "use_dora", "bnb_4bit_*", "use_bnb_nested_quant"),
+        *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+        *(
+            "lora_modules_to_save",
+            "lora_task_type",
+            "use_rslora",
+            "use_dora",
+            "bnb_4bit_*",
+            "use_bnb_nested_quant",
+        ),
         *("chat_template_path", "eos_token", "pad_token", "completion_only_loss", "config"),
         *("assistant_only_loss", "truncation_mode", "shuffle_dataset", "packing_strategy"),
         *("eval_packing", "pad_to_multiple_of", "max_prompt_length", "max_completion_length"),
