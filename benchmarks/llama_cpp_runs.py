@@ -62,6 +62,11 @@ SETTINGS: tuple[dict[str, OptionValue], ...] = (
     {"context": 8192, "swa_full": True, "file_type": "Q5_K_M", "concurrency": 2},
 )
 HOST_LAYERS = (1, 9, 17)
+# Small enough to be allocated, and run, on the CPU.
+RUN_MODELS = (
+    "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "google/gemma-3-270m",
+    "google/gemma-3-1b-pt", "meta-llama/Llama-3.2-1B",
+)  # fmt: skip
 FREE_MIB = (3000, 6000, 12000, 20000)
 
 
@@ -104,6 +109,10 @@ def cases() -> Iterator[Case]:
         for layers in HOST_LAYERS:
             part = {"context": 8192, "n_gpu_layers": layers, "file_type": "Q4_K_M"}
             yield Case(model=name, device="cuda", settings=tuple(part.items()))
+
+    for name in RUN_MODELS:
+        for settings in SETTINGS:
+            yield Case(model=name, device="cpu, run", settings=tuple(settings.items()))
 
 
 # --- measuring --------------------------------------------------------------------------------
@@ -161,7 +170,12 @@ def _environment(build: Path, free_mib: int) -> dict[str, str]:
 def _planned(build: Path, device: Path, file: Path, case: Case) -> Iterator[tuple[object, ...]]:
     on_cpu = case.device.startswith("cpu")
     asked = json.dumps(
-        {**dict(case.settings), "device": str(device), "on_cpu": on_cpu, "file": str(file)}
+        {
+            **dict(case.settings),
+            "device": str(device),
+            "runs": "run" in case.device,
+            "file": str(file),
+        }
     )
     environment = _environment(build, 0 if on_cpu else WHOLE)
     done = subprocess.run(
@@ -195,7 +209,7 @@ def probe(asked: dict[str, Any]) -> None:
     library.llama_log_set(log, None)
     library.llama_backend_init()
     loading = library.llama_model_default_params()
-    loading.no_alloc, loading.load_mode = True, 0
+    loading.no_alloc, loading.load_mode = not asked["runs"], 0
     loading.use_extra_bufts = False  # no second layout for one kind of CPU
     loading.n_gpu_layers = asked.get("n_gpu_layers", -2)
     model = library.llama_model_load_from_file(asked["file"].encode(), loading)
@@ -210,7 +224,12 @@ def probe(asked: dict[str, Any]) -> None:
     context.flash_attn_type = 0 if asked.get("flash_attn") == "off" else -1
     context.kv_unified = asked.get("kv_unified", False)
     context.swa_full = asked.get("swa_full", False)
-    device.print_memory(library.llama_init_from_model(model, context))
+    started = library.llama_init_from_model(model, context)
+    if asked["runs"]:
+        tokens = (ctypes.c_int32 * 4)(1, 2, 3, 4)
+        if library.llama_decode(started, library.llama_batch_get_one(tokens, 4)):
+            raise SystemExit("llama_decode failed")
+    device.print_memory(started)
     sys.stdout.flush()
     os._exit(0)
 
@@ -304,6 +323,11 @@ def _fit(row: Mapping[str, str]) -> float:
     return on_gpu - placed.expert_layers if placed.expert_layers else placed.layers - 1
 
 
+_PLACES = (
+    ("cuda", "device of CUDA's rules"),
+    ("cpu", "CPU"),
+    ("cpu, run", "CPU, allocated and run"),
+)
 _CHECKS = {"plan": _plan, "mix": _mix, "fit": _fit}
 
 
@@ -328,7 +352,7 @@ def device_totals(found: Iterable[Compared]) -> list[float]:
 
 def document(found: list[Compared]) -> str:
     rows = []
-    for device, title in (("cuda", "device of CUDA's rules"), ("cpu", "CPU")):
+    for device, title in _PLACES:
         plans = [each for each in found if each.row["device"] == device]
         for what in ("weights", "cache", "compute", "host"):
             errors = [each.error for each in plans if each.row["what"] == what]
@@ -350,6 +374,7 @@ def document(found: list[Compared]) -> str:
         (
             f"llama.cpp 0c1e570 plans {len(MODELS)} models from 0.5 to 70 B parameters without "
             "allocating them: on a CPU, and on a device with the rules of its CUDA backend. "
+            f"Another {len(RUN_MODELS)} are allocated, and run, on the CPU. "
             "Files have the shapes that we predict, and llama.cpp accepts them.",
             markdown_table(("where", "what", "n", "median", "p90", "worst"), rows, first_figure=2),
             f"Layers that `--fit` leaves on the GPU: equal in {equal} of {len(fits)} cases, and in "

@@ -9,9 +9,11 @@ from devices import A100, CPU
 
 from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
+from whichlora.predict.explain import explain
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Served
+from whichlora.serving.form import form_in_words
 from whichlora.serving.llama_cpp import (
     MARGIN_BYTES,
     cache,
@@ -137,6 +139,21 @@ def test_the_answer_has_the_command_as_it_was_judged() -> None:
     )
     assert answer.starts
     assert answer.max_running > 40
+
+
+def test_what_it_takes_is_explained_line_by_line() -> None:
+    explained = explain(load_model(LLAMA), RUN, A100, load_calibration(A100))
+    parts = {line.part: line.num_bytes for line in explained.lines}
+    needed = taken(served(), placement(served()), 8192, 1)
+    assert parts["kv_cache"] == needed.cache == GiB
+    assert parts["activations"] == needed.compute
+
+
+def test_words_for_the_form_name_the_type_of_the_file() -> None:
+    assert (
+        form_in_words(replace(RUN, serving_options=(("file_type", "Q4_K_M"),))) == "merged Q4_K_M"
+    )
+    assert form_in_words(RUN) == "merged 16-bit"
 
 
 @pytest.mark.parametrize(

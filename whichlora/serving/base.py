@@ -156,6 +156,7 @@ class Engine:
         version: the release that its file was read from, which a run that names none is of.
         options: its own settings, by its own names.
         device_kinds: those that it is predicted for.
+        stored_by: its option that says how weights are stored, where it has one of its own.
         least_capability: the oldest compute capability that it has kernels for.
         start: what it takes when it starts; None where memory is taken as sequences come, so that
             the run is one call of `generate`.
@@ -174,6 +175,7 @@ class Engine:
     version: str = ""
     options: tuple[Option, ...] = ()
     device_kinds: tuple[str, ...] = ("cuda",)
+    stored_by: str = ""
     least_capability: float = 0.0
     start: Callable[[Served], Start] | None = None
     reads_checkpoints: bool = True

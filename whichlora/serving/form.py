@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from whichlora.methods import get_method, with_defaults
+from whichlora.serving import get_engine
 from whichlora.spec.run import FP32_PRECISIONS, Quant, RunConfig, Serve
 
 ServeAs: TypeAlias = Serve | Quant
@@ -47,6 +48,8 @@ def form_in_words(form: RunConfig) -> str:
     """How weights and adapter are stored; of an inference, its defaults filled in."""
     width = "32-bit" if form.precision in FP32_PRECISIONS else "16-bit"
     stored = width if (form.quant or "none") == "none" else str(form.quant)
+    option = get_engine(form.serving).stored_by
+    stored = str(dict(form.serving_options).get(option, stored))
     if form.serve == "as-trained":
         return f"{stored} + {form.method} r={form.r}"
     return f"merged {stored}"

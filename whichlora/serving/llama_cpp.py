@@ -550,7 +550,9 @@ def notes(served: Served) -> tuple[str, ...]:
     """What a user must know."""
     placed, whole = placement(served), all_of(served.model)
     needed = taken(served, placed, served.context, slots(served))
-    lines = [f"llama.cpp with a file of type {file_type(served)}, {slots(served)} slots"]
+    count = slots(served)
+    words = "1 slot" if count == 1 else f"{count} slots"
+    lines = [f"llama.cpp with a file of type {file_type(served)}, {words}"]
     if served.gpu.kind == "cpu":
         return tuple(lines)
     if placed.layers < whole.layers:
@@ -575,6 +577,7 @@ ENGINE = Engine(
     summary="llama.cpp: a GGUF file, and a cache of every slot from the start",
     device_kinds=("cuda", "cpu"),
     reads_checkpoints=False,
+    stored_by="file_type",
     options=(
         Option(
             name="file_type",
