@@ -145,7 +145,7 @@ def trace_rank(
                 if parameter is not local(parameter):  # else it is not sharded
                     recorder.leave(parameter)
         with recorder:
-            _steps(wrapped, run, recorder, num_steps, sync_each_batch)
+            take_steps(wrapped, run, recorder, num_steps, sync_each_batch)
         recorder.close()
     return recorder.result()
 
@@ -351,7 +351,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(held, "elem", held)
 
 
-def _steps(
+def take_steps(
     wrapped: Wrapped, run: RunConfig, recorder: RankRecorder, count: int, sync_each_batch: bool
 ) -> None:
     """Optimizer steps as the Trainer makes them; all but the first are measured."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
@@ -14,9 +15,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,6 +29,7 @@ from whichlora.profiler import plain_loop
 from whichlora.profiler.build import finished_model, meta_model, stored_dtype
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import RunConfig
+from whichlora.tracer import fsdp, ranks
 from whichlora.tracer.extrapolate import TracedEvent
 from whichlora.tracer.fake_weights import place_fake
 from whichlora.tracer.like_cuda import Device, like_cuda
@@ -115,6 +117,59 @@ def trace_rank(
             measure(model, run, _NoMeter(), [run.seq_len])
         recorder.close()
     return recorder.events, at_rest
+
+
+def trace_sharded_rank(
+    run: RunConfig,
+    model_config: Mapping[str, Any],
+    *,
+    tp_size: int,
+    dp_size: int,
+    target_modules: Sequence[str] | str,
+    compute_capability: str | None = "8.0",
+) -> ranks.RankTrace:
+    """Storages of the first rank where `dp_size` groups of `tp_size` shard by FSDP, version 2.
+
+    Gradients are not clipped: torch 2.13 refuses the norm of tensors of several meshes.
+    """
+    run = with_defaults(run)
+    mixed = run.precision if run.precision in ("bf16", "fp16") else "no"
+    with ExitStack() as patches:
+        mesh = patches.enter_context(
+            ranks.fake_group(tp_size * dp_size, (dp_size, tp_size), ("dp", "tp"))
+        )
+        model = meta_model(run, model_config, device="cpu")
+        _divide(model, mesh["tp"], tp_size)
+        fake = patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        patches.enter_context(like_cuda(Device(compute_capability=compute_capability)))
+        _place_locals(model, run)
+        model = finished_model(model, run, target_modules)
+        if run.gradient_checkpointing:
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": bool(run.use_reentrant)}
+            )
+            model.enable_input_require_grads() if run.method != "full" else None
+        patches.enter_context(mock.patch.object(DeviceMesh, "_concatenate", _real_mesh()))
+        recorder = ranks.RankRecorder(run, False)
+        patches.enter_context(recorder.uncounted_propagation(fake))
+        wrapped = fsdp.fully_sharded(model, mesh["dp"], mixed_precision=mixed)
+        wrapped = replace(wrapped, clip=lambda: None)
+        recorder.watch(wrapped.model)
+        with recorder:
+            ranks.take_steps(wrapped, run, recorder, 2, False)
+        recorder.close()
+    return recorder.result()
+
+
+def _real_mesh() -> Any:
+    """`DeviceMesh._concatenate` on real numbers of ranks, which it looks for."""
+    joined = DeviceMesh._concatenate
+
+    def outside(meshes: Any) -> Any:
+        with unset_fake_temporarily():
+            return joined(meshes)
+
+    return staticmethod(outside)
 
 
 class _NoMeter(Meter):
