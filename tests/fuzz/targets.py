@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 from contextlib import chdir
 from functools import cache
@@ -41,6 +42,7 @@ from whichlora.store.models import list_models
 from whichlora.store.paths import data_folder
 from whichlora.terminal import Progress
 from whichlora.workflow import estimates, export
+from whichlora.workflow.engine_log import record_log
 from whichlora.workflow.run import run_plan
 
 MODEL, GPU = "HuggingFaceTB/SmolLM2-135M", "l4-24gb"
@@ -230,8 +232,24 @@ PLAN: dict[str, Any] = {
 }
 
 
+SERVED_PLAN = PLAN | {
+    "serving": "vllm",
+    "serving_options": {"gpu_memory_utilization": 0.9, "max_num_seqs": 64, "enforce_eager": True},
+    "serving_version": "0.27.1",
+    "serve": "as-trained",
+    "stage1_profile": {
+        "concurrency": 8,
+        "context": 2048,
+        "prefill_length": [512, 1024],
+        "shared_prompt_fraction": 0.5,
+        "peak_memory": "23GiB",
+    },
+}
+
+
 def make_plan(rng: random.Random) -> str:
-    text = json.dumps(mutated(rng, PLAN), indent=1)  # is YAML, too
+    plan = rng.choice((PLAN, PLAN, SERVED_PLAN))
+    text = json.dumps(mutated(rng, plan), indent=1)  # is YAML, too
     for _ in range(rng.choice((0, 0, 0, 1, 3))):
         place = rng.randrange(len(text))
         text = text[:place] + rng.choice((*TEXTS, "\n", ":", "&a", "*a", "!!x", "- ", "#", "\t"))
@@ -264,6 +282,49 @@ def make_answer(rng: random.Random) -> Any:
 def run_answer(case: Any, folder: Path) -> None:
     text = page(read_source(write_json(folder / "answer.json", case)))
     assert "</html>" in text
+
+
+# --- the log of a serving engine
+
+
+LOG_LINES = (
+    f"INFO core.py:77] Initializing a V1 LLM engine (v0.11.0) with config: model='{MODEL}', "
+    "dtype=torch.bfloat16, max_seq_len=2048, tensor_parallel_size=1, quantization=None",
+    "INFO args: {'gpu_memory_utilization': 0.8, 'kv_cache_dtype': 'fp8', 'max_num_seqs': 16}",
+    "model weights take 0.25GiB; non_torch_memory takes 0.10GiB; PyTorch activation peak memory "
+    "takes 0.26GiB; the rest of the memory reserved for KV Cache is 14.98GiB.",
+    "total_gpu_memory (21.95GiB) x gpu_memory_utilization (0.80) = 17.56GiB",
+    "GPU KV cache size: 366,480 tokens",
+    "Maximum concurrency for 2,048 tokens per request: 178.95x",
+    f"server_args=ServerArgs(model_path='{MODEL}', mem_fraction_static=0.8, tp_size=1)",
+    "KV Cache is allocated. #tokens: 444500, K size: 7.13 GB, V size: 7.13 GB",
+    "max_total_num_tokens=444500, chunked_prefill_size=8192, context_len=2048",
+    'vllm:time_to_first_token_seconds_bucket{le="0.1"} 10.0',
+    'vllm:time_to_first_token_seconds_bucket{le="+Inf"} 12.0',
+    "vllm:request_prompt_tokens_sum 5120.0",
+    "vllm:request_prompt_tokens_count 10",
+    'vllm:cache_config_info{block_size="16",num_gpu_blocks="12345"} 1.0',
+)
+_PART = re.compile(r"[\w.]+|\W")
+
+
+def make_log(rng: random.Random) -> list[str]:
+    lines = rng.sample(LOG_LINES, rng.randrange(1, len(LOG_LINES)))
+    for _ in range(rng.randrange(4)):
+        number = rng.randrange(len(lines))
+        parts = _PART.findall(lines[number])
+        value = odd_value(rng)
+        parts[rng.randrange(len(parts))] = value if isinstance(value, str) else json.dumps(value)
+        lines[number] = "".join(parts)
+    return lines
+
+
+def run_log(lines: list[str], folder: Path) -> None:
+    path = emptied(folder) / "engine.log"
+    path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+    found = record_log(path, GPU, calibration_dir=folder / "own")
+    assert list(read_measurements([folder / "own"], GPU)) == [found.record]
+    json.dumps(found.record.to_dict(), allow_nan=False)
 
 
 # --- records, tables, coefficients, gpu.json
@@ -534,6 +595,7 @@ TARGETS = {
         Target(name="command_line", make=make_command_line, run=run_command_line),
         Target(name="model", make=make_model, run=run_model),
         Target(name="plan", make=make_plan, run=run_text),
+        Target(name="log", make=make_log, run=run_log),
         Target(name="answer", make=make_answer, run=run_answer),
         Target(name="records", make=make_records, run=run_records),
         Target(name="table", make=make_table, run=run_table),

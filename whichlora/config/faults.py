@@ -112,10 +112,11 @@ def _phrase(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(map(str, schema["enum"]))
     if "anyOf" in schema:
-        first, second = schema["anyOf"]
-        if second.get("type") == "array":
-            return f"{_phrase(first)}, or a list of such"
-        return f"{_phrase(first)}, or {_phrase(_resolve(second))}"
+        *others, last = schema["anyOf"]
+        first = ", ".join(map(_phrase, others))
+        if last.get("type") == "array":
+            return f"{first}, or a list of such"
+        return f"{first}, or {_phrase(_resolve(last))}"
     match schema.get("type"):
         case "boolean":
             return "true or false"

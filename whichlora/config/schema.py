@@ -146,6 +146,7 @@ Duration = Annotated[
     PlainValidator(parse_seconds),
     WithJsonSchema({"type": "string", "examples": ["20ms", "90s", "2h 30min"]}),
 ]
+OptionValues = Annotated[dict[Name, Any], _TextKeys]  # who declares an option checks its value
 # The tags become parts of an error's path; no key looks like them, so the mapper passes them over.
 Tokenizers = Annotated[
     Annotated[Names, Tag("[]")] | Annotated[dict[Name, Name], Tag("{}")],
@@ -391,7 +392,7 @@ class PlanFile(_Section):
     loss_head: LossHead = _RUN.loss_head
     trainer: Name = _RUN.trainer
     """Who runs the training steps."""
-    trainer_options: Annotated[dict[Name, bool | int | float | str], _TextKeys] | None = None
+    trainer_options: OptionValues | None = None
     """Settings of the trainer's own, such as {beta: 0.1} of dpo."""
     quant: Quant | None = None
     """Storage of the base weights in both stages; without it, the method decides."""
@@ -400,7 +401,7 @@ class PlanFile(_Section):
     merged (16 bit), or merged in a storage; without it, as each method says."""
     serving: Name = _RUN.serving
     """Who serves the model: transformers' generate, or a serving engine."""
-    serving_options: Annotated[dict[Name, bool | int | float | str], _TextKeys] | None = None
+    serving_options: OptionValues | None = None
     """Settings of the engine's own, such as {gpu_memory_utilization: 0.9} of vllm."""
     serving_version: Version | None = None
     """Release of the engine; without it, the one that its file was read from."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from whichlora.errors import ConfigError
 
+MOST_NUMBER = 10**12  # keeps later arithmetic finite
 OptionValue = bool | int | float | str | tuple[str, ...]
 
 
@@ -55,9 +56,13 @@ class Option:
         if isinstance(self.default, float) or self.kind is float:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{self.name}: {value!r} is not a number")
+            if not abs(value) <= MOST_NUMBER:  # nor is not-a-number
+                raise ConfigError(f"{self.name}: {value!r} is out of range; give a usual number")
             return float(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{self.name}: {value!r} is not a whole number from 1 on")
+        if value > MOST_NUMBER:
+            raise ConfigError(f"{self.name}: is above {MOST_NUMBER:,}; give a usual number")
         return value
 
 

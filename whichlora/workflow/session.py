@@ -323,7 +323,7 @@ class Session:
         device = float(self.gpu.memory_bytes)
 
         def per_stage(finetune: float | None, inference: float | None, most: float) -> Any:
-            bounds = (most if each is None else each for each in (finetune, inference))
+            bounds = (most if each is None else float(each) for each in (finetune, inference))
             return np.where(training, *bounds)
 
         problem = SearchProblem(
