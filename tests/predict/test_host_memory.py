@@ -9,12 +9,15 @@ import pytest
 from devices import A100
 
 from whichlora.errors import ConfigError
+from whichlora.memory.layer_passes import offloaded_bytes
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.host_memory import check_host, host_fault, memory_of_node, pinned_bytes
+from whichlora.predict.life import Life, life_of
 from whichlora.predict.parallel_choice import best_spread
 from whichlora.predict.predict import predict, training_step
 from whichlora.predict.resolve import resolve
-from whichlora.spec.parallel import AUTO, ParallelConfig
+from whichlora.spec.life import LifeConfig
+from whichlora.spec.parallel import AUTO, ParallelConfig, requested
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
@@ -103,3 +106,32 @@ def test_auto_passes_over_what_the_host_cannot_hold() -> None:
     assert "offload" in roomy.run.parallel.in_words
     assert "offload" not in tight.run.parallel.in_words
     assert any(note.endswith("does not fit in host memory") for note in tight.notes)
+
+
+def test_what_a_trainer_keeps_on_the_host_is_a_limit_on_one_gpu() -> None:
+    run = RunConfig(
+        model="meta-llama/Llama-3.1-8B", method="qlora", trainer="unsloth", seq_len=32768
+    )
+    model = load_model(run.model)
+
+    def verdict(host_bytes: int) -> str:
+        stated = requested({"host_memory_bytes": host_bytes})
+        at = replace(run, parallel=stated)
+        return predict(model, at, A100, prior_calibration(A100)).verdict
+
+    needed = offloaded_bytes(model, tokens=32768)
+    assert verdict(needed) == "fits"
+    assert verdict(needed - 1) == "fails"
+
+
+def test_a_life_fails_where_a_stage_holds_more_than_the_stated_host() -> None:
+    run = RunConfig(model="Qwen/Qwen2.5-0.5B")
+
+    def lived(host_bytes: int) -> Life:
+        at = replace(run, parallel=requested({"host_memory_bytes": host_bytes}))
+        settings = LifeConfig()
+        return life_of(load_model(run.model), at, A100, prior_calibration(A100), settings)
+
+    needed = lived(2**40).largest_on_host.host_bytes
+    assert lived(needed).verdict == "fits"
+    assert lived(needed - 1).verdict == "fails"

@@ -12,7 +12,6 @@ from whichlora.errors import ConfigError
 from whichlora.search.acquisition import Decision, Spent, exhausted
 from whichlora.search.feasibility import MIN_CHANCE, Candidate
 from whichlora.search.loop import SearchLoop
-from whichlora.spec.parallel import ONE_GPU
 from whichlora.spec.plan import Budget, Plan, ProfilePolicy
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -88,7 +87,7 @@ def _on_group(plan: Plan, group: GpuGroup) -> Plan:
     Raises:
         ConfigError: none is left.
     """
-    spreads = tuple(config for config in plan.spreads if config == ONE_GPU or group.has(config))
+    spreads = tuple(config for config in plan.spreads if config.is_one_device or group.has(config))
     if not spreads:
         raise ConfigError(
             f"gpus: the plan needs more than the {group.most_on_a_node} on each of "

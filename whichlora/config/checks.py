@@ -305,9 +305,7 @@ def _check_spread(data: Data) -> Iterator[Problem]:
         yield Problem(loc=("gradient_accumulation_steps",), fault=fault, accepted=accepted_keys)
     counts = _numbers(data.get("gpus"))
     stated = [
-        key
-        for key in ("nodes", "parallel", "interconnect", "host_memory", *strategy_options())
-        if key in data
+        key for key in ("nodes", "parallel", "interconnect", *strategy_options()) if key in data
     ]
     if "gpus" not in data:
         for key in stated[:1]:

@@ -26,7 +26,7 @@ from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import round_up
-from whichlora.spec.parallel import ONE_GPU, ParallelConfig
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import ATTENTION, BNB_QUANTS, AttentionKernel, KvCache, Quant, RunConfig
 from whichlora.trainers import get_trainer
@@ -266,7 +266,7 @@ def _ranks(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _strategies(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every strategy alone, with its default options but for the run's own."""
-    if run.parallel == ONE_GPU:
+    if run.parallel.is_one_device:
         return
     yield run.parallel.strategy, {}
     for config in candidates(replace(run.parallel, options=())):
@@ -279,7 +279,7 @@ def _scaling(
 ) -> tuple[Scaling, ...]:
     """What twice as many GPUs change of each entry at `moment`; the largest entries first."""
     config = job.run.parallel
-    if config == ONE_GPU:
+    if config.is_one_device:
         return ()
     nodes = config.nodes if config.nodes == 1 else 2 * config.nodes
     try:

@@ -26,7 +26,6 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.life import LifeConfig
 from whichlora.spec.numeric import Count
-from whichlora.spec.parallel import ONE_GPU
 from whichlora.spec.results import Verdict
 from whichlora.spec.run import RunConfig
 
@@ -70,12 +69,14 @@ class Life:
 
     Args:
         usable_bytes: of the GPU.
+        host_memory_bytes: what the run states of it; None where it does not.
         notes: what is left out.
     """
 
     run: RunConfig
     gpu: str
     usable_bytes: int
+    host_memory_bytes: int | None
     stages: tuple[StageUse, ...]
     notes: tuple[str, ...]
 
@@ -88,8 +89,14 @@ class Life:
         )
 
     @property
+    def exceeds_host(self) -> bool:
+        """Whether a stage holds more on the host than the run states that it has."""
+        host_bytes = self.largest_on_host.host_bytes
+        return self.host_memory_bytes is not None and host_bytes > self.host_memory_bytes
+
+    @property
     def verdict(self) -> Verdict:
-        return self.largest.verdict
+        return "fails" if self.exceeds_host else self.largest.verdict
 
     @property
     def largest_on_host(self) -> StageUse:
@@ -106,6 +113,7 @@ class Life:
             "run": self.run.to_dict(),
             "gpu": self.gpu,
             "usable_bytes": self.usable_bytes,
+            "host_memory_bytes": self.host_memory_bytes,
             "verdict": self.verdict,
             "largest_stage": self.largest.name,
             "largest_stage_on_host": self.largest_on_host.name,
@@ -160,13 +168,14 @@ def life_of(
     Raises:
         ConfigError: settings that exclude each other, or a run whose life is not known.
     """
-    if run.parallel != ONE_GPU:
+    if not run.parallel.is_one_device:
         raise ConfigError("life: is known of one GPU; leave gpus and parallel out")
     job = resolve(model, run, gpu)
     return Life(
         run=job.run,
         gpu=gpu.key,
         usable_bytes=gpu.memory_bytes,
+        host_memory_bytes=job.run.parallel.host_memory_bytes,
         stages=tuple(_use(job, stage, calibration) for stage in stages_of(job, settings)),
         notes=_notes(job),
     )

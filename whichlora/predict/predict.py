@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from whichlora.memory import allocator
 from whichlora.memory.inference import Generation, inference_ledger
+from whichlora.memory.layer_passes import offloaded_bytes
 from whichlora.memory.optimizer import Update
 from whichlora.memory.reserved import replayed_idle_bytes
 from whichlora.memory.step import TrainingStep
@@ -352,8 +353,16 @@ def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
 
 
 def host_bytes(job: ResolvedRun, **sizes: Count) -> int:
-    """Host memory that all ranks of a node of `job` pin; args as of `ledger`, no arrays."""
-    return 0 if job.layout is None else pinned_bytes(job.layout, training_step(job, **sizes))
+    """Host memory that all ranks of a node of `job` pin; args as of `ledger`, no arrays.
+
+    On one GPU these are the inputs of layers that a trainer keeps on the host.
+    """
+    if job.layout is not None:
+        return pinned_bytes(job.layout, training_step(job, **sizes))
+    run = job.run
+    if run.phase != "finetune" or not run.gradient_checkpointing or not job.trainer.offloads(run):
+        return 0
+    return int(offloaded_bytes(job.model, tokens=run.batch_size * run.seq_len))
 
 
 def ranks_work(job: ResolvedRun, **sizes: Count) -> RanksWork | None:

@@ -13,7 +13,7 @@ from whichlora.predict.parallel_choice import best_spread
 from whichlora.predict.rank_time import links_of
 from whichlora.predict.resolve import has_bf16, with_precision
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.parallel import AUTO, AUTO_INTERCONNECT, ONE_GPU, ParallelConfig
+from whichlora.spec.parallel import AUTO, AUTO_INTERCONNECT, ParallelConfig
 from whichlora.spec.results import Prediction, RankPrediction
 from whichlora.spec.run import RunConfig
 from whichlora.units import format_bytes, format_seconds
@@ -45,7 +45,7 @@ def over_cards(run: RunConfig, name: str, cards: Sequence[Card]) -> RunConfig:
     """
     count = sum(len(card.ranks) for card in cards)
     config = run.parallel
-    if config == ONE_GPU:
+    if config.is_one_device:
         config = ParallelConfig(strategy=AUTO, gpus=count)
     if config.gpus != count:
         raise ConfigError(f"gpus: {name} are {count} cards, got {config.gpus}; leave gpus out")

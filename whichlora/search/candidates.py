@@ -342,7 +342,7 @@ class Candidates:
         reason: str,
     ) -> None:
         settings: dict[str, Any] = {"phase": base.phase, "method": base.method, **chosen}
-        if config != ONE_GPU:
+        if not config.is_one_device:
             settings["parallel"] = config.to_dict()
         refused[base, config, *chosen.values()] = Refused(
             model=base.model, gpu=self.gpu.key, settings=settings, reason=reason

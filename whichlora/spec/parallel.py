@@ -66,6 +66,11 @@ class ParallelConfig:
             )
 
     @property
+    def is_one_device(self) -> bool:
+        """Whether nothing is spread, whatever the host of the GPU has."""
+        return self.strategy == ONE_DEVICE
+
+    @property
     def gpus_per_node(self) -> int:
         return self.gpus // self.nodes
 
@@ -131,6 +136,8 @@ def requested(settings: Mapping[str, Any]) -> ParallelConfig:
     options = {k: v for k, v in settings.items() if k != "parallel" and v is not None}
     if not options and strategy in (None, ONE_DEVICE):
         return ONE_GPU
+    if set(options) == {"host_memory_bytes"} and strategy in (None, ONE_DEVICE):
+        options["gpus"] = 1
     if "gpus" not in options:
         raise ConfigError(
             f"gpus: is missing beside {next(iter(options), f'parallel {strategy}')}; say how many "
@@ -141,8 +148,7 @@ def requested(settings: Mapping[str, Any]) -> ParallelConfig:
         strategy = AUTO
         if of_gpus["gpus"] == 1:  # nothing is spread, so no option of a strategy is read
             strategy, options = ONE_DEVICE, {}
-            for name in ("interconnect", "host_memory_bytes"):
-                of_gpus.pop(name, None)
+            of_gpus.pop("interconnect", None)
     return ParallelConfig(strategy=strategy, options=tuple(sorted(options.items())), **of_gpus)
 
 

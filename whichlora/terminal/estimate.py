@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.spec.parallel import ONE_GPU
 from whichlora.spec.results import MemoryPrediction, Prediction, Refused
 from whichlora.terminal.serving import print_served
 from whichlora.terminal.several_gpus import count_lines, print_spread
@@ -43,7 +42,7 @@ def _print_table(console: Console, predictions: Sequence[Prediction]) -> None:
     numbers = ("batch", "tokens", "peak", "95 % interval", "of the device", "time", "tokens/s")
     rows = []
     names = variants([p.run for p in predictions], [p.gpu for p in predictions])
-    spread = any(prediction.run.parallel != ONE_GPU for prediction in predictions)
+    spread = any(not prediction.run.parallel.is_one_device for prediction in predictions)
     for prediction, name in zip(predictions, names, strict=True):
         memory, time = prediction.memory, prediction.time
         low, high = memory.interval_bytes

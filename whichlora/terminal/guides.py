@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
-from whichlora.spec.parallel import ONE_GPU
 from whichlora.spec.results import Refused
 from whichlora.store.jsonfiles import write_text
 from whichlora.terminal.sheet import as_csv
@@ -44,7 +43,7 @@ th, td { padding: .3em .8em; border-bottom: 1px solid #8884; text-align: left; }
 
 def is_spread(rows: Iterable[GuideRow]) -> bool:
     """Whether some run has several GPUs."""
-    return any(row.prediction.run.parallel != ONE_GPU for row in rows)
+    return any(not row.prediction.run.parallel.is_one_device for row in rows)
 
 
 def flat_rows(rows: Sequence[GuideRow]) -> list[dict[str, Any]]:

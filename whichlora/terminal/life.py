@@ -96,7 +96,11 @@ def _closing(life: Life) -> Iterator[str]:
         )
     on_host = life.largest_on_host
     if on_host.host_bytes:
-        yield f"host memory: {format_bytes(on_host.host_bytes)} in {on_host.name}"
+        has = ""
+        if life.host_memory_bytes is not None:
+            kind = "more than" if life.exceeds_host else "of"
+            has = f", {kind} the {format_bytes(life.host_memory_bytes)} stated"
+        yield f"host memory: {format_bytes(on_host.host_bytes)} in {on_host.name}{has}"
     yield f"disk: {format_bytes(life.disk_bytes)} of all stages together"
     for note in life.notes:
         yield f"note: {note}"

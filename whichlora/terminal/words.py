@@ -10,7 +10,7 @@ from whichlora.methods import get_method
 from whichlora.predict.parallel_choice import ON_CHOICE
 from whichlora.search.feasibility import Candidate, Check, Relaxation
 from whichlora.serving.form import form_in_words
-from whichlora.spec.parallel import AUTO, ONE_GPU, ParallelConfig
+from whichlora.spec.parallel import AUTO, ParallelConfig
 from whichlora.spec.results import Measurement, Prediction, Refused
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.units import format_bytes, format_seconds
@@ -30,7 +30,7 @@ def variant(run: RunConfig, plan: Plan | None = None) -> str:
     """
     training = run.phase == "finetune"
     words = [kind(run)]
-    if run.parallel != ONE_GPU:
+    if not run.parallel.is_one_device:
         words.append(_on_gpus(run.parallel))
     elif training and plan is not None and plan.is_spread:
         words.append(_gpus(1))
@@ -134,7 +134,7 @@ def describe(run: RunConfig) -> str:
             f"{run.prompt_len}, {run.max_new_tokens} new tokens"
         )
     text = f"{name} {method_in_words(run)}, batch {run.batch_size}, {run.seq_len} tokens"
-    return f"{text}, {_on_gpus(run.parallel)}" if run.parallel != ONE_GPU else text
+    return f"{text}, {_on_gpus(run.parallel)}" if not run.parallel.is_one_device else text
 
 
 def _on_gpus(config: ParallelConfig) -> str:

@@ -27,7 +27,6 @@ from whichlora.search.grid import pareto
 from whichlora.search.loop import SearchLoop
 from whichlora.serving.form import serving_form, serving_run
 from whichlora.spec.numeric import TWO_SIDED_Z
-from whichlora.spec.parallel import ONE_GPU
 from whichlora.trainers import get_trainer
 from whichlora.units import format_bytes
 from whichlora.workflow.answer import Answer, Compared, Ending, Search
@@ -234,7 +233,7 @@ def _of_several_gpus(
     if not session.plan.is_spread:
         return []
     lines = []
-    alone = sum(run.parallel == ONE_GPU for _, run, _ in session.compared)
+    alone = sum(run.parallel.is_one_device for _, run, _ in session.compared)
     if alone:
         runs = "1 run" if alone == 1 else f"{alone} runs"
         lines.append(

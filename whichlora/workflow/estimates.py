@@ -31,7 +31,7 @@ from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.life import LifeConfig
-from whichlora.spec.parallel import AUTO, ONE_GPU
+from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import Answers, Prediction, Refused, TracedPeak
 from whichlora.spec.run import ALL_LINEAR, TRANSFORMERS, Engine, RunConfig
 from whichlora.spec.targets import resolve_targets
@@ -311,7 +311,7 @@ def _check_traceable(run: RunConfig) -> None:
         raise ConfigError(
             f"serving: a trace is of transformers' generate, got {run.serving}; use --engine ledger"
         )
-    if run.parallel != ONE_GPU:
+    if not run.parallel.is_one_device:
         raise ConfigError(
             f"gpus: a trace is of one GPU, got {run.parallel.gpus}; use --engine ledger"
         )

@@ -42,12 +42,12 @@ def profile_best(session: Session) -> SearchLoop:
 def _with_measured(session: Session, measured: dict[RunConfig, Measurement]) -> SearchLoop:
     """The search over all candidates; `measured` are profiles, also of runs that are none."""
     runs = session.runs()
-    of_several = [run for run in measured if run.parallel != ONE_GPU]
+    of_several = [run for run in measured if not run.parallel.is_one_device]
     search_loop = session.search_loop(list(dict.fromkeys([*runs, *of_several])))
     search_loop.measured = {
         position: measured[run]
         for position, run in enumerate(search_loop.runs)
-        if run.parallel != ONE_GPU and run in measured
+        if not run.parallel.is_one_device and run in measured
     }
     return search_loop
 
