@@ -9,7 +9,7 @@ import pytest
 @pytest.mark.slow
 def test_memory_is_as_llama_cpp_plans_it() -> None:
     found = list(llama_cpp_runs.compared())
-    assert len(found) == 1673 - 1
+    assert len(found) == 1799 - 1
     plans = [each for each in found if each.row["check"] == "plan"]
     whole = [each for each in plans if "n_gpu_layers" not in each.row["settings"]]
     assert all(abs(each.error or 0.0) < 0.0105 for each in whole)
