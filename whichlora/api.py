@@ -98,6 +98,7 @@ class _RunSettings(TypedDict, total=False):
     concurrency: int | Sequence[int]
     context: int | Sequence[int]
     shared_prompt_fraction: float
+    request_rate: float | None
     nodes: int | Sequence[int]
     parallel: str | Sequence[str]
     interconnect: str | Sequence[str]

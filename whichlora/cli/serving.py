@@ -50,6 +50,13 @@ def serving_options() -> tuple[click.Option, ...]:
             "default: --prompt-len and --max-new-tokens.",
         ),
         click.Option(
+            ["--request-rate"],
+            type=click.FloatRange(0, min_open=True),
+            callback=lambda ctx, param, value: [value],
+            help="Requests a second that arrive by chance at an engine; default: --concurrency of "
+            "them under way at any time.",
+        ),
+        click.Option(
             ["--shared-prompt-fraction"],
             type=click.FloatRange(0, 1),
             default=0.0,

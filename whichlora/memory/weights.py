@@ -45,7 +45,8 @@ def quantised_parts(
 
     Kind: exact; for GPTQ and AWQ where groups divide the rows.
     Source: Dettmers et al. 2023, arXiv:2305.14314, section 3; bitsandbytes 0.50.2
-    `functional.quantize_4bit`; AutoGPTQ and AutoAWQ packed layouts.
+    `functional.quantize_4bit`; AutoGPTQ and AutoAWQ packed layouts; compressed-tensors'
+    FP8 of channels, vLLM 0.33.0 schemes/compressed_tensors_w8a8_fp8.py.
 
     Raises:
         ConfigError: an unknown format.
@@ -58,8 +59,8 @@ def quantised_parts(
             return code_bytes, num_scales, 4 * ceil_div(num_scales, NESTED_BLOCK), CODE_TABLE_BYTES
         # fp32 scale: 32/64 = 0.5 bit per weight
         return code_bytes, 4 * num_scales, CODE_TABLE_BYTES
-    if quant == "int8":
-        return num_weights, 4 * out_features  # `Int8Params.SCB`: one fp32 scale per row
+    if quant in ("int8", "fp8"):  # one fp32 scale per row: `Int8Params.SCB`, `weight_scale`
+        return num_weights, 4 * out_features
     if quant in ("gptq-int4", "gptq-int8", "awq-int4"):
         groups: int = ceil_div(num_weights, group_size)
         bits = 8 if quant == "gptq-int8" else 4

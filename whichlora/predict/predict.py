@@ -601,7 +601,7 @@ def predict_counted(
         outcome = "fails"
     serving = None
     if (start := start_of(job)) is not None:
-        serving = serving_prediction(job, start)
+        serving = serving_prediction(job, start, calibration.machines)
         outcome = "fits" if serving.starts else "fails"
     num_params = model.num_params
     trained = num_trained(job) if training else 0

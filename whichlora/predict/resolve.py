@@ -11,7 +11,7 @@ from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
 from whichlora.parallel import get_strategy
 from whichlora.parallel.layout import Layout
-from whichlora.serving import get_engine
+from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Engine, Served
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.checkpoint import packed_experts, refuses_bitsandbytes, stored_quant
@@ -145,6 +145,11 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     _check_storage(model, run, gpu)
     _check_attention(model, run, gpu)
     _check_device(run, gpu)
+    if run.quant == "fp8" and (training or not get_engine(run.serving).reads_fp8):
+        engines = " or ".join(name for name, each in list_engines().items() if each.reads_fp8)
+        raise ConfigError(
+            f"quant: fp8 is how {engines} serve weights; give serving one of them, or quant none"
+        )
     if not training and run.cache_format is not None:
         check_quantisable(model, run.cache_format)
     targets: tuple[str, ...] = ()

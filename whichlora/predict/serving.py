@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from whichlora.memory import allocator
 from whichlora.memory.training import Ledger
 from whichlora.predict.resolve import ResolvedRun
+from whichlora.predict.serving_time import serving_time
 from whichlora.serving.base import Start
+from whichlora.spec.links import LinkSpec
 from whichlora.spec.results import ServingPrediction
 
 MOMENT = "serving"
@@ -29,8 +33,14 @@ def taken_bytes(job: ResolvedRun, start: Start) -> int:
     return start.budget_bytes + start.outside_bytes + context
 
 
-def serving_prediction(job: ResolvedRun, start: Start) -> ServingPrediction:
-    """The answer of an engine: whether it starts, and how much it serves at once."""
+def serving_prediction(
+    job: ResolvedRun, start: Start, machines: Mapping[str, LinkSpec]
+) -> ServingPrediction:
+    """The answer of an engine: whether it starts, how much it serves at once, and how fast.
+
+    Args:
+        machines: links between GPUs, by name.
+    """
     run, pool, served = job.run, start.pool, job.served
     concurrency = pool.max_concurrency(served.context)
     starts = not start.fault
@@ -50,6 +60,7 @@ def serving_prediction(job: ResolvedRun, start: Start) -> ServingPrediction:
         max_running=min(start.max_num_seqs, pool.num_sequences(served.context)) if starts else 0,
         left_bytes=job.gpu.memory_bytes - taken_bytes(job, start),
         command=job.engine.command(served) if starts else "",
+        time=serving_time(job, start, machines),
     )
 
 
@@ -61,5 +72,19 @@ def serving_notes(job: ResolvedRun, answer: ServingPrediction) -> tuple[str, ...
             f"{answer.max_running} of {answer.concurrency} sequences of {answer.context} tokens "
             "run at once, the others wait"
         )
-    lines.append("no time: the scheduler of a serving engine is not predicted yet")
+    if answer.starts and answer.time is None:
+        lines.append(_without_time(job))
+    elif answer.time is not None and answer.time.queue_grows:
+        lines.append(
+            f"requests arrive faster than they are answered, {answer.time.requests_per_s:.3g} a "
+            "second: the queue grows, and waits with it"
+        )
     return (*lines, *job.engine.notes(job.served))
+
+
+def _without_time(job: ResolvedRun) -> str:
+    if job.engine.stepping is None:
+        return f"no time: the steps of {job.engine.name} are not predicted"
+    if not job.gpu.is_timed:
+        return f"no time: the rates of {job.gpu.key} are not known"
+    return f"no time: no links of machines with {job.gpu.key} are known"

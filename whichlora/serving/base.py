@@ -135,6 +135,36 @@ class Start:
     fault: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepping:
+    """How an engine steps, as it is asked to serve.
+
+    Args:
+        ranks: GPUs that share every matrix.
+        step_s: what its host does between two steps, for which the GPU waits; `sequence_s` for each
+            sequence that runs.
+        max_step_tokens: of prompts and answers in one step.
+        mixes: whether prompts and answers share a step; else prompts go first, alone.
+        whole_prompts: whether a prompt is read in one step, however long it is.
+        captured_tokens: of the largest step that is one CUDA graph.
+        launch_s: what a kernel of a larger step costs the host.
+        cache_bytes: of one element of keys and values.
+        code_reads: of the bandwidth that current kernels reach with quantised weights, what its
+            own do.
+    """
+
+    ranks: int
+    step_s: float
+    sequence_s: float
+    max_step_tokens: int
+    mixes: bool
+    whole_prompts: bool = False
+    captured_tokens: int
+    launch_s: float
+    cache_bytes: float
+    code_reads: float = 1.0
+
+
 def _accepts(served: Served) -> None:
     return None
 
@@ -161,6 +191,8 @@ class Engine:
         start: what it takes when it starts; None where memory is taken as sequences come, so that
             the run is one call of `generate`.
         reads_checkpoints: it loads the files of the hub as they are stored.
+        reads_fp8: whether it serves weights in 8-bit floats.
+        stepping: how it steps; None where its times are not predicted.
         check: refuses what the engine refuses, in one line.
         command: starts it as it is judged, in a shell; empty where there is no such command.
         prepare: lines of a shell that make what the command loads from the directory of
@@ -179,6 +211,8 @@ class Engine:
     least_capability: float = 0.0
     start: Callable[[Served], Start] | None = None
     reads_checkpoints: bool = True
+    reads_fp8: bool = False
+    stepping: Callable[[Served], Stepping] | None = None
     check: Callable[[Served], None] = _accepts
     command: Callable[[Served], str] = _no_command
     prepare: Callable[[Served], str] = _no_command

@@ -11,7 +11,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory import allocator
 from whichlora.memory.entries import Entry, Fact
 from whichlora.parallel.communicators import communicator_bytes
-from whichlora.serving.base import Engine, Pool, Served, Start
+from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import cached_layers
 from whichlora.serving.command import shell_command
 from whichlora.serving.profile_pass import layer_entry
@@ -27,6 +27,7 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS
+from whichlora.timing.model import LAUNCH_S
 from whichlora.units import GiB, MiB, format_bytes
 
 RANKS = "tp_size"
@@ -39,6 +40,9 @@ MOST_REQUESTS, LEAST_REQUESTS = 4096, 2048  # mem_cache/kv_cache_configurator.py
 _CARDS = (20, 35, 60, 90, 160)
 _CHUNKS = (2048, 4096, 4096, 8192, 8192, 16384)
 _GRAPHS = ((8, 8), (48, 160), (32, 160), (256, 512), (256, 512), (512, 512))
+
+# What the host does between two steps: the rest is done while the GPU computes. Kind: estimate.
+HOST_S, SEQUENCE_S = 0.4e-3, 5e-6
 
 KV_POOL = Fact(
     part="kv_cache",
@@ -75,12 +79,17 @@ def mem_fraction_static(served: Served) -> float:
     chunk = chunked_prefill_size(served)
     reserved_mib = 512 + 1.5 * max(chunk, 2048) + ranks / 8 * 1024
     if not served.options["disable_cuda_graph"]:
-        decode_graphs = _GRAPHS[_card(served)][ranks >= 4]
-        decode_graphs = min(decode_graphs, served.count("max_running_requests") or decode_graphs)
-        reserved_mib += 2 * decode_graphs + 8 * prefill_sizes(chunk)
+        reserved_mib += 2 * decode_graphs(served) + 8 * prefill_sizes(chunk)
     if total_mib > 60 * 1024:
         reserved_mib = max(reserved_mib, 10 * 1024)
     return round((total_mib - reserved_mib) / total_mib, 3)
+
+
+def decode_graphs(served: Served) -> int:
+    """Largest batch of a decode graph. Kind: exact. Source: `_GRAPHS`."""
+    ranks, asked = served.count(RANKS) or 1, served.count("max_running_requests")
+    largest = _GRAPHS[_card(served)][ranks >= 4]
+    return min(largest, asked or largest)
 
 
 def prefill_sizes(most: int) -> int:
@@ -176,6 +185,26 @@ def _max_running_requests(served: Served, tokens: int) -> int:
     return min(served.count("max_running_requests") or usual, tokens // 2)
 
 
+def stepping(served: Served) -> Stepping:
+    """Prompts first, in chunks and alone; the host prepares a step while the GPU does the last one.
+
+    Kind: exact; `HOST_S` is an estimate. Source: SGLang 0.5.23 srt/managers/scheduler.py
+    `get_next_batch_to_run`, `event_loop_overlap`.
+    """
+    is_eager = bool(served.options["disable_cuda_graph"])
+    fp8 = served.options["kv_cache_dtype"] in FP8
+    return Stepping(
+        ranks=served.count(RANKS) or 1,
+        step_s=HOST_S,
+        sequence_s=SEQUENCE_S,
+        max_step_tokens=chunked_prefill_size(served),
+        mixes=False,
+        captured_tokens=0 if is_eager else decode_graphs(served),
+        launch_s=LAUNCH_S,
+        cache_bytes=1 if fp8 else served.dtypes.compute_bytes,
+    )
+
+
 def check(served: Served) -> None:
     """Refuse what SGLang cannot serve, and what is not predicted of it.
 
@@ -251,6 +280,8 @@ ENGINE = Engine(
     ),
     least_capability=7.5,  # srt/model_executor/model_runner_components/load_model_utils.py:91
     start=start,
+    reads_fp8=True,
+    stepping=stepping,
     check=check,
     command=command,
     notes=notes,

@@ -13,7 +13,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory import allocator
 from whichlora.memory.entries import Entry
 from whichlora.parallel.communicators import communicator_bytes
-from whichlora.serving.base import Engine, Pool, Served, Start
+from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
 from whichlora.serving.command import shell_command
 from whichlora.serving.profile_pass import (
@@ -46,11 +46,27 @@ from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
+from whichlora.timing.model import LAUNCH_S
+from whichlora.timing.work import VLLM_CAPTURED_TOKENS
 from whichlora.units import GiB, KiB, MiB, format_bytes
 
 RANKS = "tensor_parallel_size"
 LOADED_AS_NF4 = ("nf4", "nf4-dq")  # by bitsandbytes, of files of 16 bit
 OLDER_UTILIZATION = 0.90  # of releases before 0.20; config/cache.py
+# What the host does between two steps, before a release. Kind: fitted, to published speeds of one
+# sequence on an A100 (Qwen2 under 0.4.2, Qwen2.5 under 0.6.3), and to four sequences of a 70B on
+# two to eight H100 and H200 (0.11). What it does for each sequence: estimate.
+HOST_S = (("0.6", 2.0e-3), ("0.8", 1.3e-3), ("", 0.8e-3))
+OLDER_SEQUENCE_S, SEQUENCE_S = 20e-6, 5e-6
+# What a kernel of a step that is too large for a graph costs the host, whose code is compiled.
+# Kind: estimate: half of a launch from Python.
+COMPILED_LAUNCH_S = LAUNCH_S / 2
+# The same of its eager code, which calls more Python around each kernel than transformers does.
+# Kind: fitted, to Qwen2 0.5B and 1.5B past the longest captured sequence of 0.4.2.
+EAGER_LAUNCH_S = 34e-6
+# Of the bandwidth that a product of stored codes reaches, what AWQ's first kernel does; Marlin
+# reads AWQ's codes, too, from 0.5.4 on. Kind: fitted, to Qwen2-7B under 0.4.2.
+FIRST_AWQ_READS = 0.36
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
 # Model types whose class lists embeddings and head for adapters, and since which release.
 # Source: `embedding_modules` of vLLM 0.6.6, 0.8.5, 0.11.0, 0.15.0, 0.20.0, 0.27.1 and 0.33.0.
@@ -347,6 +363,39 @@ def _fault(served: Served, pool: Pool, budget: int) -> str:
     return ""
 
 
+# --- how it steps -----------------------------------------------------------------------------
+
+
+def stepping(served: Served) -> Stepping:
+    """Requests come first, then prompts in chunks, in one step; before 0.8 whole prompts, alone.
+
+    Kind: exact; `HOST_S` and `COMPILED_LAUNCH_S` are estimates.
+    Source: vLLM 0.33.0 v1/core/sched/scheduler.py `Scheduler.schedule`; 0.6.3 core/scheduler.py
+    `_schedule_default`.
+    """
+    is_older = served.libraries.older("vllm", "0.8")
+    beyond = served.context > VLLM_CAPTURED_TOKENS and served.libraries.graphs_end_early
+    is_eager = bool(served.options["enforce_eager"]) or beyond
+    is_first_awq = served.run.quant == "awq-int4" and served.libraries.older("vllm", "0.5.4")
+    step_s = next(
+        seconds
+        for version, seconds in HOST_S
+        if not version or served.libraries.older("vllm", version)
+    )
+    return Stepping(
+        ranks=served.count(RANKS) or 1,
+        step_s=step_s,
+        sequence_s=OLDER_SEQUENCE_S if is_older else SEQUENCE_S,
+        max_step_tokens=max(max_num_batched_tokens(served), served.context if is_older else 0),
+        mixes=not is_older,
+        whole_prompts=is_older,
+        captured_tokens=0 if is_eager else MOST_CAPTURED_TOKENS,
+        launch_s=EAGER_LAUNCH_S if is_eager else COMPILED_LAUNCH_S,
+        cache_bytes=1 if served.options["kv_cache_dtype"] == "fp8" else served.dtypes.compute_bytes,
+        code_reads=FIRST_AWQ_READS if is_first_awq else 1.0,
+    )
+
+
 # --- what it refuses --------------------------------------------------------------------------
 
 
@@ -453,6 +502,8 @@ ENGINE = Engine(
     ),
     least_capability=7.0,  # as `kv_cache: vllm`; vLLM's installation page
     start=start,
+    reads_fp8=True,
+    stepping=stepping,
     check=check,
     command=command,
     notes=notes,

@@ -226,6 +226,36 @@ class SeveralGpus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServingTime:
+    """What users of a serving engine wait, and what it answers.
+
+    Args:
+        ttft_s: to the first token of an answer, median of the requests; `tpot_s` for each further
+            one. Where many begin at once, `mean_ttft_s` is far longer.
+        output_tokens_per_s, requests_per_s: of the whole engine.
+        ttft_percentiles_s, tpot_percentiles_s: by the percent of requests that wait no longer.
+        queue_grows: more requests arrive than are answered, so that waits have no end.
+        step_sequences: that decode at once, in the middle; `step_parts_s` is one step of them by
+            kind of work.
+    """
+
+    ttft_s: float
+    tpot_s: float
+    mean_ttft_s: float
+    output_tokens_per_s: float
+    requests_per_s: float
+    interval_ttft_s: tuple[float, float]
+    interval_tpot_s: tuple[float, float]
+    interval_output_tokens_per_s: tuple[float, float]
+    ttft_percentiles_s: Mapping[int, float]
+    tpot_percentiles_s: Mapping[int, float]
+    queue_grows: bool
+    step_sequences: int
+    step_parts_s: Mapping[str, float]
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPrediction:
     """What an engine with a pool of keys and values answers when it starts, on one GPU.
 
@@ -241,6 +271,7 @@ class ServingPrediction:
         max_running: of `context` tokens each, that run at once; what is asked beyond waits.
         left_bytes: of the GPU, beside all that the engine takes.
         command: starts it as it is judged; empty where it does not start, or has none.
+        time: what users wait; None where it is not predicted.
     """
 
     engine: str
@@ -258,6 +289,14 @@ class ServingPrediction:
     max_running: int
     left_bytes: int
     command: str = ""
+    time: ServingTime | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: the waits beside the pool, null where they are not predicted."""
+        values = dataclasses.asdict(self)
+        waits = values.pop("time")
+        names = (field.name for field in dataclasses.fields(ServingTime))
+        return values | (dict.fromkeys(names) if waits is None else waits)
 
     @property
     def lacks_context(self) -> bool:
@@ -312,7 +351,7 @@ class Prediction:
             "basis": self.basis,
             "notes": list(self.notes),
             **({} if self.several_gpus is None else self.several_gpus.to_dict()),
-            **({} if self.serving is None else {"serving": dataclasses.asdict(self.serving)}),
+            **({} if self.serving is None else {"serving": self.serving.to_dict()}),
         }
 
 

@@ -40,8 +40,8 @@ Padding = Literal["none", "padded"]
 LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "unsloth-fused", "raw"]
 USUAL_HEAD: LossHead = "hf"  # of a run that names none
 Quant = Literal[
-    "none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4", "mxfp4"
-]
+    "none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4", "mxfp4", "fp8"
+]  # fmt: skip
 Bias = Literal["none", "all", "lora_only"]
 BaseDtype = Literal["auto", "float32"]
 AdapterDtype = Literal["auto", "float32", "bfloat16"]
@@ -187,6 +187,8 @@ class RunConfig:
         context: most tokens of a prompt and its answer; None for those of the run's own.
         shared_prompt_fraction: of the prompt, what all sequences begin with; an engine that caches
             prefixes keeps its keys and values once.
+        request_rate: requests a second that arrive by chance; None where `batch_size` of them are
+            under way at any time.
     """
 
     model: str
@@ -233,6 +235,7 @@ class RunConfig:
     serving_options: tuple[tuple[str, OptionValue], ...] = ()
     context: int | None = None
     shared_prompt_fraction: float = 0.0
+    request_rate: float | None = None
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -286,6 +289,10 @@ class RunConfig:
         if not 0.0 <= self.shared_prompt_fraction <= 1.0:
             raise ConfigError(
                 f"shared_prompt_fraction: must be from 0 to 1, got {self.shared_prompt_fraction}"
+            )
+        if self.request_rate is not None and not 0.0 < self.request_rate <= MOST_COUNT:
+            raise ConfigError(
+                f"request_rate: must be above 0 and at most {MOST_COUNT}, got {self.request_rate}"
             )
         if not self.target_modules:
             raise ConfigError(
@@ -406,6 +413,8 @@ class RunConfig:
             values["context"] = self.context
         if not self.shared_prompt_fraction:  # an engine's own, too
             del values["shared_prompt_fraction"]
+        if self.request_rate is None:
+            del values["request_rate"]
         if self.parallel != ONE_GPU:
             values["parallel"] = self.parallel.to_dict()
         values["target_modules"] = list(self.target_modules)

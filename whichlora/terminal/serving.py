@@ -6,15 +6,24 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from whichlora.search.feasibility import Candidate
-from whichlora.spec.results import Prediction, ServingPrediction
+from whichlora.spec.results import Prediction, ServingPrediction, ServingTime
 from whichlora.terminal.tables import new_table, print_table, say
 from whichlora.terminal.words import variants
-from whichlora.units import format_bytes
+from whichlora.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_NUMBERS = ("context", "asked", "at once", "pool", "tokens", "longest", "left")
+_POOL = ("context", "asked", "at once", "pool", "tokens", "longest", "left")
+_PARTS = {
+    "products": "products, or reading their weights",
+    "attention": "attention, or reading keys and values",
+    "elementwise": "norms, activations, sampling",
+    "kernels": "starting kernels on the GPU",
+    "communication": "adding up between GPUs",
+    "engine": "the engine's host",
+}
+_WAITS = ("first token", "per token", "tokens/s")
 
 
 def print_served(console: Console, predictions: Sequence[Prediction]) -> None:
@@ -24,14 +33,15 @@ def print_served(console: Console, predictions: Sequence[Prediction]) -> None:
     for prediction, name in zip(predictions, names, strict=True):
         serving = prediction.serving
         if serving is not None:
-            rows.append((prediction.run.model, name, *_cells(serving), prediction.gpu))
+            cells = (*_cells(serving), *_waits(serving))
+            rows.append((prediction.run.model, name, *cells, prediction.gpu))
     print_table(
         console,
-        ("model", "what", "starts", *_NUMBERS, "device"),
+        ("model", "what", "starts", *_POOL, *_WAITS, "device"),
         rows,
-        right=_NUMBERS,
+        right=(*_POOL, *_WAITS),
         lift=("device", "model", "what"),
-        spare=("left", "tokens"),
+        spare=("left", "tokens", "longest", "pool"),
     )
     for prediction in predictions:
         serving = prediction.serving
@@ -45,13 +55,13 @@ def print_stage_served(
     console: Console, candidates: Sequence[Candidate], *, title: str, caption: str
 ) -> None:
     """Stage 1 of a plan whose engine answers it."""
-    numbers = (*_NUMBERS[:-1], "peak")
+    numbers = (*_POOL[:-1], *_WAITS, "peak")
     rows = []
     for candidate in candidates:
         run, serving = candidate.run, candidate.prediction.serving
         if serving is not None:
             peak = format_bytes(candidate.memory_bytes.value)
-            cells = (*_cells(serving)[:-1], peak, candidate.verdict)
+            cells = (*_cells(serving)[:-1], *_waits(serving), peak, candidate.verdict)
             rows.append((run.model, variants([run], [""])[0], *cells))
     print_table(
         console,
@@ -59,7 +69,7 @@ def print_stage_served(
         rows,
         right=numbers,
         lift=("what",),
-        spare=("peak", "tokens", "what"),
+        spare=("peak", "tokens", "what", "longest", "pool"),
         title=title,
         caption=caption,
     )
@@ -78,6 +88,43 @@ def _cells(serving: ServingPrediction) -> tuple[str, ...]:
     )
 
 
+def _waits(serving: ServingPrediction) -> tuple[str, ...]:
+    time = serving.time
+    if time is None:
+        return ("-", "-", "-")
+    return (
+        format_seconds(time.ttft_s),
+        format_seconds(time.tpot_s),
+        format_count(time.output_tokens_per_s),
+    )
+
+
+def _print_waits(console: Console, time: ServingTime) -> None:
+    """What users wait, by percentile, and what one step is made of."""
+    confidence = f"{100 * time.confidence:.0f} % interval of the median"
+    shares = tuple(f"{share} %" for share in time.ttft_percentiles_s)
+    table = new_table("of requests wait no longer", *shares, confidence, right=shares)
+    for what, percentiles, (low, high) in (
+        ("first token", time.ttft_percentiles_s, time.interval_ttft_s),
+        ("each further token", time.tpot_percentiles_s, time.interval_tpot_s),
+    ):
+        between = f"{format_seconds(low)} to {format_seconds(high)}"
+        table.add_row(what, *map(format_seconds, percentiles.values()), between)
+    console.print(table)
+    low, high = time.interval_output_tokens_per_s
+    say(
+        console,
+        f"{format_count(time.output_tokens_per_s)} tokens/s in all, between {format_count(low)} "
+        f"and {format_count(high)}; {time.requests_per_s:.3g} requests/s",
+    )
+    step = new_table(f"one step of {time.step_sequences}", "", right=("",))
+    for part, seconds in time.step_parts_s.items():
+        if seconds:
+            step.add_row(_PARTS[part], format_seconds(seconds))
+    step.add_row("in all", format_seconds(sum(time.step_parts_s.values())))
+    console.print(step)
+
+
 def _print_pool(console: Console, serving: ServingPrediction) -> None:
     table = new_table(f"{serving.engine} {serving.version}", "", right=("",))
     for what, value in (
@@ -93,5 +140,7 @@ def _print_pool(console: Console, serving: ServingPrediction) -> None:
     ):
         table.add_row(what, value)
     console.print(table)
+    if serving.time is not None:
+        _print_waits(console, serving.time)
     if serving.command:
         say(console, serving.command)

@@ -55,6 +55,7 @@ _INFERENCE_ONLY = (
     "serving_options",
     "context",
     "shared_prompt_fraction",
+    "request_rate",
 )
 
 

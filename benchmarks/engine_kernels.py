@@ -1,0 +1,179 @@
+"""Fit what the kernels of serving engines reach of a datasheet, by GPU.
+
+    git clone https://github.com/ai-dynamo/aiconfigurator    (tables with Git LFS)
+    python benchmarks/engine_kernels.py aiconfigurator --write    docs/accuracy/engine_kernels.md
+
+The tables state the seconds of vLLM's products, attention over a prompt and attention while
+decoding. A kernel is fitted as a time of its own plus the slower of arithmetic and memory, in
+relative error; `whichlora/serving/kernel_rates.py` has the results, rounded. Apache-2.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from markdown_tables import markdown_table, write_page
+from scipy.optimize import least_squares
+
+from whichlora.store.gpus import find_target
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+SYSTEMS = Path("aic-core/src/aiconfigurator_core/systems/data")
+GPUS = {
+    "a100_sxm": "a100-sxm-80gb",
+    "l40s": "l40s-48gb",
+    "h100_sxm": "h100-sxm-80gb",
+    "h200_sxm": "h200-sxm-141gb",
+    "b200_sxm": "b200-180gb",
+    "rtx_pro_6000_server": "rtx-pro-6000-blackwell-server-96gb",
+}
+LEAST_WEIGHTS = 4_000_000  # of a matrix, so that its reads matter
+HEAD_DIM = 128
+HEADER = (
+    "GPU",
+    "kernel",
+    "n",
+    "its own time",
+    "bandwidth",
+    "peak",
+    "query passes",
+    "median",
+    "p90",
+)
+
+
+def table(clone: Path, system: str, operation: str, name: str) -> pd.DataFrame:
+    """The newest of vLLM's tables."""
+    found = sorted(
+        (clone / SYSTEMS / system / operation / "vllm").glob(f"*/{name}_perf.parquet"),
+        key=lambda path: [int(part) for part in path.parent.name.split(".")],
+    )
+    return pd.read_parquet(found[-1])
+
+
+def _fitted(
+    predicted: Callable[[Array], Array], measured: Array, first: list[float]
+) -> tuple[Array, float, float]:
+    """Coefficients, and the median and p90 of relative errors."""
+
+    def residuals(logs: Array) -> Array:
+        return np.log(predicted(np.exp(logs)) / measured)
+
+    logs = least_squares(residuals, np.log(first), loss="soft_l1", f_scale=0.1).x
+    errors = np.abs(np.expm1(residuals(logs)))
+    return np.exp(logs), float(np.median(errors)), float(np.quantile(errors, 0.9))
+
+
+def products(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
+    frame = table(clone, system, "gemm", "gemm")
+    frame = frame[(frame.gemm_dtype == "bfloat16") & (frame.n * frame.k >= LEAST_WEIGHTS)]
+    m, n, k = (frame[name].to_numpy(float) for name in ("m", "n", "k"))
+    flops, moved = 2 * m * n * k, 2 * (n * k + m * k + m * n)
+
+    def seconds(c: Array) -> Array:
+        return c[0] + np.maximum(c[1] * moved / bandwidth, c[2] * flops / peak)
+
+    c, median, p90 = _fitted(seconds, 1e-3 * frame.latency.to_numpy(float), [4e-6, 1.2, 1.4])
+    return (
+        "products",
+        str(len(frame)),
+        _us(c[0]),
+        f"{1 / c[1]:.2f}",
+        f"{1 / c[2]:.2f}",
+        "",
+        *(
+            _percent(median),
+            _percent(p90),
+        ),
+    )
+
+
+def decoding(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
+    frame = table(clone, system, "attention", "generation_attention")
+    groups = frame.num_heads / frame.num_key_value_heads
+    usual = (frame.head_dim == HEAD_DIM) & groups.between(2, 8)
+    usual &= frame.kv_cache_dtype == "bfloat16"
+    if "window_size" in frame:
+        usual &= frame.window_size == 0
+    frame = frame[usual]
+    batch, heads, keys = (
+        frame[name].to_numpy(float) for name in ("batch_size", "num_heads", "num_key_value_heads")
+    )
+    cached = batch * (frame.step.to_numpy(float) + 1) * keys * 2 * HEAD_DIM * 2
+    queries = batch * heads * 2 * HEAD_DIM * 2
+
+    def seconds(c: Array) -> Array:
+        return c[0] + (c[1] * cached + c[2] * queries) / bandwidth
+
+    c, median, p90 = _fitted(seconds, 1e-3 * frame.latency.to_numpy(float), [1e-5, 1.2, 10.0])
+    return (
+        "attention, decoding", str(len(frame)), _us(c[0]), f"{1 / c[1]:.2f}", "", f"{c[2]:.0f}",
+        _percent(median), _percent(p90),
+    )  # fmt: skip
+
+
+def prompts(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
+    frame = table(clone, system, "attention", "context_attention")
+    usual = (frame.head_dim == HEAD_DIM) & (frame.kv_cache_dtype == "bfloat16")
+    if "window_size" in frame:
+        usual &= frame.window_size == 0
+    frame = frame[usual & (frame.attn_dtype == "bfloat16")]
+    batch, heads, tokens = (
+        frame[name].to_numpy(float) for name in ("batch_size", "num_heads", "isl")
+    )
+    flops = batch * heads * tokens**2 * 2 * HEAD_DIM
+
+    def seconds(c: Array) -> Array:
+        return c[0] + c[1] * flops / peak + c[2] * batch * tokens * heads
+
+    c, median, p90 = _fitted(seconds, 1e-3 * frame.latency.to_numpy(float), [1e-5, 1.8, 1e-9])
+    return (
+        "attention, prompt", str(len(frame)), _us(c[0]), "", f"{1 / c[1]:.2f}", "",
+        _percent(median), _percent(p90),
+    )  # fmt: skip
+
+
+def rows(clone: Path) -> Iterator[tuple[str, ...]]:
+    for system, key in GPUS.items():
+        gpu = find_target(key)
+        for fit in (products, decoding, prompts):
+            yield (
+                key,
+                *fit(clone, system, gpu.peak_flops_per_s["bf16"], gpu.bandwidth_bytes_per_s),
+            )
+
+
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:.1f} µs"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("clone", type=Path)
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    text = (
+        "Tables of [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator) (Apache-2.0): "
+        "vLLM's operators, 16 bit, the newest release of each GPU. Shares are of the datasheet."
+        "\n\n" + markdown_table(HEADER, rows(asked.clone))
+    )
+    print(text)
+    if asked.write:
+        write_page("engine_kernels", "Kernels of serving engines", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Compare the waits and speeds of serving engines with what others measured.
+
+    python benchmarks/serving_speeds.py --write    docs/accuracy/serving_speeds.md
+
+Two sources: Qwen's speed pages (one sequence under vLLM 0.4.2 to 0.6.3, one A100) and
+`serving_speeds.csv`, rows of the measurements that aiconfigurator collects (InferenceMAX:
+clients that begin at once and each wait for their answer, ten requests each; prompts and answers
+are 0.8 to 1 times the length named). Its engines run with 0.9 of the memory, 8,192 tokens a step
+and as many sequences as there are clients; keys and values of Llama are in 8 bits on B200, as its
+scripts say, and on H200, where 32 prompts of 8,192 tokens do not wait for room, as they do on H100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+
+from markdown_tables import markdown_table, write_page
+
+from whichlora.calibration.load import load_calibration
+from whichlora.predict.predict import predict
+from whichlora.spec.results import ServingTime
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_target
+from whichlora.store.hub import load_model
+
+HERE = Path(__file__).parent
+SPEED_PAGES = ("qwen25_speed", "qwen2_speed")
+BUSY = HERE / "serving_speeds.csv"
+MEAN_SHARE = 0.9  # of the length named: lengths are uniform from 0.8 of it
+EQUAL = 0.02  # two speeds that differ by less have no order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One measured number beside ours; `group` is its line in the tables."""
+
+    what: str
+    group: str
+    case: tuple[str, ...]
+    quant: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def _time(run: RunConfig, gpu_name: str) -> ServingTime | None:
+    gpu = find_target(gpu_name)
+    answer = predict(load_model(run.model), run, gpu, load_calibration(gpu)).serving
+    return None if answer is None else answer.time
+
+
+def one_sequence() -> Iterator[Compared]:
+    """Tokens per second of a whole answer, its prompt included."""
+    for page in SPEED_PAGES:
+        with (HERE / "published" / f"{page}.csv").open(encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["framework"] == "vllm"]
+        for row in rows:
+            version = row["versions"].split("vllm ")[1].split(";")[0]
+            if "vllm==" in row["notes"]:
+                version = row["notes"].split("vllm==")[1].split(",")[0]
+            prompt_len, new_tokens = int(row["prefill_len"]), int(row["decode_len"])
+            run = RunConfig(
+                model=row["model_id"],
+                phase="inference",
+                serving="vllm",
+                serving_options=(("gpu_memory_utilization", 0.98),),  # most are not stated
+                prompt_len=prompt_len,
+                max_new_tokens=new_tokens,
+                quant=row["quant"],  # type: ignore[arg-type]
+                libraries=(("vllm", version),),
+            )
+            if (time := _time(run, "a100-sxm-80gb")) is None:
+                continue
+            seconds = time.ttft_s + (new_tokens - 1) * time.tpot_s
+            yield Compared(
+                what="tokens/s of one sequence",
+                group=f"{page}, {row['quant']}",
+                case=(page, row["model_id"], row["prefill_len"]),
+                quant=row["quant"],
+                measured=float(row["time_value"]),
+                predicted=new_tokens / seconds,
+            )
+
+
+def busy() -> Iterator[Compared]:
+    """Waits of many clients at once."""
+    with BUSY.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            prompt_len, new_tokens = (round(MEAN_SHARE * int(row[name])) for name in ("isl", "osl"))
+            ranks = "tp_size" if row["backend"] == "sglang" else "tensor_parallel_size"
+            run = RunConfig(
+                model=row["model_path"],
+                phase="inference",
+                serving=row["backend"],
+                serving_options=(
+                    (ranks, int(row["tp_size"])),
+                    ("gpu_memory_utilization", 0.9),
+                    ("kv_cache_dtype", row["kv_cache_dtype"]),
+                    ("max_num_batched_tokens", 8192),
+                    ("max_num_seqs", int(row["concurrency"])),
+                ),
+                batch_size=int(row["concurrency"]),
+                prompt_len=prompt_len,
+                max_new_tokens=new_tokens,
+                context=int(row["isl"]) + int(row["osl"]) + 200,
+                quant=row["quant"],  # type: ignore[arg-type]
+            )
+            time = _time(run, row["gpu"])
+            if time is None:
+                continue
+            group = f"{row['model_path'].rpartition('/')[2]}, {row['backend']}, {row['gpu']}"
+            for what, measured, predicted in (
+                ("time per output token", row["tpot_ms"], time.tpot_s),
+                ("mean time to first token", row["ttft_ms"], time.mean_ttft_s),
+            ):
+                yield Compared(
+                    what=what,
+                    group=group,
+                    case=(row["tp_size"], row["isl"], row["osl"], row["concurrency"]),
+                    quant=row["quant"],
+                    measured=float(measured) / 1e3,
+                    predicted=predicted,
+                )
+
+
+def ordered_pairs(found: Sequence[Compared]) -> tuple[int, int]:
+    """Of pairs of storages of one model and prompt whose speeds differ: right order, and all."""
+    by_case = defaultdict(list)
+    for each in found:
+        by_case[each.case].append(each)
+    right = pairs = 0
+    for same in by_case.values():
+        for one, other in combinations(same, 2):
+            if abs(one.measured / other.measured - 1) > EQUAL:
+                pairs += 1
+                right += (one.measured > other.measured) == (one.predicted > other.predicted)
+    return right, pairs
+
+
+def _summary(found: Sequence[Compared]) -> list[tuple[str, ...]]:
+    groups = defaultdict(list)
+    for each in found:
+        groups[each.what, "**all**"].append(each)
+        groups[each.what, each.group].append(each)
+    rows = []
+    for (what, group), members in sorted(groups.items()):
+        errors = sorted(abs(each.error) for each in members)
+        worst = max(members, key=lambda each: abs(each.error))
+        p90 = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
+        rows.append(
+            (
+                what,
+                group,
+                str(len(members)),
+                f"{100 * median(errors):.1f} %",
+                f"{100 * p90:.0f} %",
+                f"{100 * worst.error:+.0f} % ({' '.join(worst.case)})",
+            )
+        )
+    return rows
+
+
+def document(single: Sequence[Compared], many: Sequence[Compared]) -> str:
+    right, pairs = ordered_pairs(single)
+    return "\n\n".join(
+        (
+            "One sequence: [Qwen's pages](https://github.com/QwenLM/Qwen2.5), A100-SXM-80GB. "
+            "Clients: [InferenceMAX](https://github.com/SemiAnalysisAI/InferenceMAX), as "
+            "aiconfigurator collects it (Apache-2.0). The kernels' constants are fitted to other "
+            "tables ([engine_kernels.md](engine_kernels.md)), the host's to Qwen's pages and to "
+            "four clients of Llama; gpt-oss is not fitted at all. Its rows of 512 clients are "
+            "left out: they state fewer milliseconds than the arithmetic takes at the peak. "
+            "Misses: prompts of gpt-oss take 2.5 times as long as we say, its kernels on B200 are "
+            "faster; short prompts on several B200 wait for something beside the GPU; and "
+            "quantised prompts of 129,024 tokens under 0.6.2.",
+            f"Storages of one model are ordered right in {right} of {pairs} pairs that differ by "
+            f"more than {EQUAL:.0%}.".replace("%", " %"),
+            markdown_table(
+                ("what", "of", "n", "median", "p90", "worst"), _summary([*single, *many])
+            ),
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    text = document(list(one_sequence()), list(busy()) if BUSY.exists() else [])
+    print(text)
+    if parser.parse_args().write:
+        write_page("serving_speeds", "Published speeds of serving engines", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What users of a serving engine wait, with intervals: timed steps under its scheduler's rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from whichlora.predict.judgement import TIME_CONFIDENCE, time_interval
+from whichlora.predict.rank_time import links_of
+from whichlora.predict.resolve import ResolvedRun
+from whichlora.serving.base import Start, Stepping
+from whichlora.serving.scheduler import PERCENTILES, Load, Rules, Waits, percentile, simulate
+from whichlora.serving.step_time import Step, StepTimer, own_all_reduce, step_timer
+from whichlora.spec.links import LinkSpec
+from whichlora.spec.parallel import ONE_GPU
+from whichlora.spec.results import ServingTime
+from whichlora.timing.links import on_node_s
+from whichlora.units import MiB
+
+_LARGE_BYTES = 128 * MiB  # of an all-reduce that has the full bandwidth
+# Bandwidth in a collective above which GPUs are joined by NVLink, and the engines' own all-reduce
+# runs. Source: vLLM 0.33.0 distributed/device_communicators/custom_all_reduce.py; measured PCIe
+# machines of `calibration/links` have 10 to 25 GB/s.
+_JOINED_BYTES_PER_S = 50e9
+
+
+def serving_time(
+    job: ResolvedRun, start: Start, machines: Mapping[str, LinkSpec]
+) -> ServingTime | None:
+    """Waits of what `job` asks for; None where the engine or the device is not timed.
+
+    Args:
+        machines: links between GPUs, by name.
+    """
+    if job.engine.stepping is None or not job.gpu.is_timed or start.fault:
+        return None
+    stepping = job.engine.stepping(job.served)
+    reduction_s = _reduction_s(job, stepping, machines)
+    if reduction_s is None:
+        return None
+    timer = step_timer(job.served, stepping=stepping, reduction_s=reduction_s)
+    run = job.run
+    load = Load(
+        prompt_len=run.prompt_len,
+        new_tokens=run.max_new_tokens,
+        cached_prompt=job.served.shared_tokens,
+        concurrency=run.batch_size,
+        requests_per_s=run.request_rate,
+    )
+    rules = Rules(
+        max_num_seqs=start.max_num_seqs,
+        max_step_tokens=stepping.max_step_tokens,
+        mixes=stepping.mixes,
+        whole_prompts=stepping.whole_prompts,
+        pool_tokens=int(start.pool.max_concurrency(job.served.context) * job.served.context),
+    )
+    return _with_intervals(rules, load, timer)
+
+
+def _reduction_s(
+    job: ResolvedRun, stepping: Stepping, machines: Mapping[str, LinkSpec]
+) -> Callable[[float], float] | None:
+    """Of the ranks that share every matrix; None where their links are not known."""
+    ranks = stepping.ranks
+    if ranks == 1:
+        return own_all_reduce(math.nan, 1)
+    links, _ = links_of(ONE_GPU, job.gpu, machines)
+    if links is None:
+        return None
+    bandwidth = 2 * (ranks - 1) / ranks * _LARGE_BYTES
+    bandwidth /= float(on_node_s(links, "all_reduce", _LARGE_BYTES, ranks))
+    if math.isnan(bandwidth):
+        return None
+    if bandwidth > _JOINED_BYTES_PER_S:
+        return own_all_reduce(bandwidth, ranks)
+    return lambda num_bytes: float(on_node_s(links, "all_reduce", num_bytes, ranks))
+
+
+def _with_intervals(rules: Rules, load: Load, timer: StepTimer) -> ServingTime:
+    """At the predicted times, and at both ends of their interval.
+
+    Of a concurrency all waits are proportional to the steps; of arrivals they are not.
+    """
+
+    def at(factor: float) -> Waits:
+        return simulate(rules, load, lambda step: factor * timer.seconds(step))
+
+    factors = [float(end) for end in time_interval(1.0, timer.deviation)]
+    waits = at(1.0)
+    is_open = load.requests_per_s is not None
+    ends = [at(factor) if is_open else waits.slower(factor) for factor in factors]
+    running = _running(rules, load, waits)
+    cached = running * (load.prompt_len + load.new_tokens / 2)
+    middle = Step(decoding=running, cached_tokens=cached, sampled=running)
+    return ServingTime(
+        ttft_s=percentile(waits.ttft_s, 50),
+        tpot_s=percentile(waits.tpot_s, 50),
+        mean_ttft_s=sum(waits.ttft_s) / len(waits.ttft_s),
+        output_tokens_per_s=waits.output_tokens_per_s,
+        requests_per_s=waits.requests_per_s,
+        interval_ttft_s=_interval(percentile(end.ttft_s, 50) for end in ends),
+        interval_tpot_s=_interval(percentile(end.tpot_s, 50) for end in ends),
+        interval_output_tokens_per_s=_interval(end.output_tokens_per_s for end in ends),
+        ttft_percentiles_s=_percentiles(waits.ttft_s),
+        tpot_percentiles_s=_percentiles(waits.tpot_s),
+        queue_grows=waits.queue_grows,
+        step_sequences=running,
+        step_parts_s=timer.parts(middle),
+        confidence=TIME_CONFIDENCE,
+    )
+
+
+def _running(rules: Rules, load: Load, waits: Waits) -> int:
+    """Sequences that decode at once; of arrivals by Little's law."""
+    asked = float(load.concurrency)
+    if load.requests_per_s is not None:
+        held_s = load.new_tokens * percentile(waits.tpot_s, 50)
+        asked = waits.requests_per_s * held_s
+    in_pool = rules.pool_tokens // (load.prompt_len + load.new_tokens)
+    return max(1, min(round(asked), rules.max_num_seqs, in_pool))
+
+
+def _interval(ends: Iterable[float]) -> tuple[float, float]:
+    low, high = sorted(ends)
+    return low, high
+
+
+def _percentiles(values: Sequence[float]) -> dict[int, float]:
+    return {share: percentile(values, share) for share in PERCENTILES}

@@ -1,0 +1,148 @@
+"""What the kernels of serving engines reach of a datasheet, by compute capability.
+
+Kind: fitted, to the operator times of vLLM 0.14 to 0.24 that aiconfigurator publishes for A100,
+H100, H200, B200, L40S and RTX PRO 6000 (`benchmarks/engine_kernels.py`). Every kernel takes a time
+of its own, then what the slower of arithmetic and memory takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from whichlora.spec.gpu import GpuSpec
+from whichlora.timing.model import power_factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRates:
+    """Seconds of a kernel in a CUDA graph beside its work, and shares of the datasheet's rates.
+
+    Args:
+        product_s: of one matrix product; `attention_s` of one attention while decoding;
+            `prefill_attention_s` of one over a prompt.
+        reads: of the bandwidth, while a product reads its weights; `cache` while attention reads
+            keys and values.
+        products: of the peak, in large products; `attention` in attention over a prompt.
+        power: `timing.model.power_factor` of the board that was measured: one that draws more of
+            what its units need is as much faster, up to `MOST_PRODUCTS`.
+        query_passes: times that the queries of a decoding step are read, as far as bytes go: blocks
+            of few keys do not fill a multiprocessor.
+        deviation: relative, of a step on a GPU of this kind.
+    """
+
+    product_s: float
+    reads: float
+    products: float
+    power: float
+    attention_s: float
+    cache: float
+    query_passes: float
+    prefill_attention_s: float
+    attention: float
+    deviation: float = 0.12
+
+
+_BY_CAPABILITY = {
+    "8.0": KernelRates(
+        product_s=6.8e-6,
+        reads=0.73,
+        products=0.77,
+        power=1.01,
+        attention_s=17.6e-6,
+        cache=0.75,
+        query_passes=23,
+        prefill_attention_s=12.7e-6,
+        attention=0.58,
+    ),
+    "8.9": KernelRates(
+        product_s=1.0e-6,
+        reads=0.77,
+        products=0.60,
+        power=0.92,
+        attention_s=9.6e-6,
+        cache=0.90,
+        query_passes=7,
+        prefill_attention_s=8.3e-6,
+        attention=0.53,
+    ),
+    "9.0": KernelRates(
+        product_s=4.0e-6,
+        reads=0.84,
+        products=0.80,
+        power=0.83,
+        attention_s=11.7e-6,
+        cache=0.90,
+        query_passes=36,
+        prefill_attention_s=13.1e-6,
+        attention=0.67,
+    ),
+    "10.0": KernelRates(
+        product_s=4.0e-6,
+        reads=0.77,
+        products=0.70,
+        power=0.71,
+        attention_s=9.0e-6,
+        cache=0.91,
+        query_passes=27,
+        prefill_attention_s=12.0e-6,
+        attention=0.62,
+    ),
+    "12.0": KernelRates(
+        product_s=1.0e-6,
+        reads=0.87,
+        products=0.79,
+        power=1.01,
+        attention_s=11.5e-6,
+        cache=0.95,
+        query_passes=10,
+        prefill_attention_s=9.1e-6,
+        attention=0.64,
+    ),
+}
+_ELSEWHERE = KernelRates(
+    product_s=2.6e-6,
+    reads=0.79,
+    products=0.73,
+    power=0.89,
+    attention_s=11.5e-6,
+    cache=0.88,
+    query_passes=17,
+    prefill_attention_s=10.9e-6,
+    attention=0.61,
+    deviation=0.25,
+)  # the geometric means of those above
+# An 8-bit product narrows its inputs in a kernel of its own, and reaches less of a peak twice as
+# high. Source: the same tables.
+NARROWING_S = 4e-6
+NARROW_PRODUCTS = 0.60  # of the share of 16 bit
+# One of stored codes (Marlin) has a longer prologue, and unpacks weights for every tile. AWQ's
+# zeros are subtracted. Kind: fitted, to published vLLM speeds of Qwen2 and Qwen2.5: 24 layers of
+# four products took 0.5 to 0.7 ms more than in 16 bit (0.5B), prompts of 14,336 and 30,720 tokens
+# 0.5 to 0.8 s more (7B), and AWQ 4 to 7 % more than GPTQ (7B and 32B).
+UNPACKING_S = 8e-6
+UNPACKING_PRODUCTS = 0.66  # of the rate of 16 bit
+ZEROED_READS = 0.9  # of the bandwidth of GPTQ's codes
+POINTWISE_S = 2.5e-6  # of a kernel without products. Kind: estimate.
+POINTWISE_READS = 0.8  # of the bandwidth, as the prior of `timing.model`
+
+
+MOST_PRODUCTS = 0.92  # of a peak, what products reach that power does not limit
+
+
+def kernel_rates(gpu: GpuSpec) -> KernelRates:
+    """Of `gpu`'s compute capability; means with a wider deviation where it was not measured."""
+    rates = _measured(gpu)
+    more = power_factor(gpu, "bf16") / rates.power
+    return replace(
+        rates,
+        products=min(MOST_PRODUCTS, more * rates.products),
+        attention=min(MOST_PRODUCTS, more * rates.attention),
+    )
+
+
+def _measured(gpu: GpuSpec) -> KernelRates:
+    capability = str(gpu.compute_capability or "")
+    major = capability.split(".")[0]
+    return _BY_CAPABILITY.get(capability) or (
+        _BY_CAPABILITY["10.0"] if major == "10" else _ELSEWHERE
+    )

@@ -1,0 +1,348 @@
+"""What users of a serving engine wait: its scheduler's rules, step by step, with timed steps.
+
+Requests arrive, wait for room in the pool, have their prompts read in chunks, and then get a token
+with every step. Steps between two events are alike but for their context, and taken at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from whichlora.serving.step_time import Step
+
+PERCENTILES = (50, 90, 99)
+# Requests of each client, as many as `vllm bench serve` is usually asked for; fewer of many.
+_MOST_EACH, _LEAST_EACH, _CLOSED_REQUESTS = 10, 4, 640
+_OPEN_REQUESTS = 400
+_WARM_SHARE = 0.2
+_QUEUED_SHARE = 0.05  # of all requests that wait at the last arrival: the queue grows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How an engine chooses what a step does.
+
+    Args:
+        max_num_seqs: sequences that run at once.
+        max_step_tokens: of prompts and answers in one step.
+        mixes: whether prompts and answers share a step; else prompts go first, alone.
+        whole_prompts: whether a prompt is read in one step, however long it is.
+        pool_tokens: that the pool holds.
+    """
+
+    max_num_seqs: int
+    max_step_tokens: int
+    mixes: bool
+    whole_prompts: bool = False
+    pool_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is asked for.
+
+    Args:
+        prompt_len, new_tokens: of each request; `cached_prompt` of the prompt is in the pool.
+        concurrency: clients that begin at once, and send the next request when one is answered.
+        requests_per_s: that arrive by chance instead; None for the former.
+        spread: lengths are up to this share more or less.
+    """
+
+    prompt_len: int
+    new_tokens: int
+    cached_prompt: int = 0
+    concurrency: int = 1
+    requests_per_s: float | None = None
+    spread: float = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """What requests waited, and what was answered.
+
+    Args:
+        ttft_s: to the first token, of each request; `tpot_s` for each further one.
+        output_tokens_per_s, requests_per_s: of the server.
+        queue_grows: more requests arrive than are answered.
+    """
+
+    ttft_s: Sequence[float]
+    tpot_s: Sequence[float]
+    output_tokens_per_s: float
+    requests_per_s: float
+    queue_grows: bool = False
+
+    def slower(self, factor: float) -> Waits:
+        """The same where every step takes `factor` times as long, and no one else sets the pace."""
+        return replace(
+            self,
+            ttft_s=[factor * value for value in self.ttft_s],
+            tpot_s=[factor * value for value in self.tpot_s],
+            output_tokens_per_s=self.output_tokens_per_s / factor,
+            requests_per_s=self.requests_per_s / factor,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One request; one that was put back has read its own answer as its prompt.
+
+    Args:
+        read: tokens of the prompt whose keys are there.
+        first_s: when its first token came; below 0 before.
+        ends_at: the step of its last token.
+        made: tokens of its answer before it was put back.
+    """
+
+    arrived_s: float
+    prompt: int
+    cached: int
+    output: int
+    read: int = 0
+    first_s: float = -1.0
+    ends_at: int = 0
+    made: int = 0
+
+    def waits(self, now_s: float) -> tuple[float, float]:
+        """Seconds to its first token, and for each further one, its last being there now."""
+        further = max(1, self.made + self.output - 1)
+        return self.first_s - self.arrived_s, (now_s - self.first_s) / further
+
+
+@dataclass(slots=True)
+class _Server:
+    """The state of an engine between two steps."""
+
+    rules: Rules
+    seconds: Callable[[Step], float]
+    now_s: float = 0.0
+    num_steps: int = 0
+    made: int = 0
+    used_tokens: int = 0
+    cached_tokens: int = 0
+    waiting: deque[_Request] = field(default_factory=deque)
+    reading: list[_Request] = field(default_factory=list)
+    decoding: list[tuple[int, int, _Request]] = field(default_factory=list)  # a heap
+    order: itertools.count[int] = field(default_factory=itertools.count)
+
+    def admit(self) -> None:
+        while self.waiting:
+            request = self.waiting[0]
+            busy = len(self.reading) + len(self.decoding)
+            beyond = self.used_tokens + request.prompt > self.rules.pool_tokens
+            if busy >= self.rules.max_num_seqs or (busy and beyond):
+                return
+            self.waiting.popleft()
+            request.read = request.cached
+            self.used_tokens += request.prompt
+            self.reading.append(request)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.reading or self.decoding)
+
+    def step(self, until_s: float) -> list[_Request]:
+        """Do the next steps, at most until an arrival at `until_s`; those whose answer is done."""
+        done = self._read_prompts() if self.reading else self._decode(until_s)
+        self._make_room()
+        return done
+
+    def _read_prompts(self) -> list[_Request]:
+        decoding = len(self.decoding) if self.rules.mixes else 0
+        room = max(1, self.rules.max_step_tokens - decoding)
+        tokens, pairs, finished = 0, 0.0, []
+        for request in self.reading:
+            left = request.prompt - request.read
+            fits = left if self.rules.whole_prompts else min(left, room - tokens)
+            if fits <= 0 or (tokens and tokens + fits > room):
+                break
+            pairs += fits * (request.read + (fits + 1) / 2)
+            tokens, request.read = tokens + fits, request.read + fits
+            if request.read == request.prompt:
+                finished.append(request)
+        self.now_s += self.seconds(
+            Step(
+                decoding=decoding,
+                cached_tokens=self.cached_tokens if decoding else 0,
+                prompt_tokens=tokens,
+                prompt_pairs=pairs,
+                sampled=decoding + len(finished),
+            )
+        )
+        done = self._advance(1) if decoding else []
+        for request in finished:
+            self.reading.remove(request)
+            done += self._begin(request)
+        return done
+
+    def _begin(self, request: _Request) -> list[_Request]:
+        """The first token, and the last one where there is no other."""
+        if request.first_s < 0:
+            request.first_s = self.now_s
+        self.made += 1
+        self.used_tokens += 1
+        if request.output <= 1:
+            self.used_tokens -= request.prompt + 1
+            return [request]
+        request.ends_at = self.num_steps + request.output - 1
+        self.cached_tokens += request.prompt + 1
+        heapq.heappush(self.decoding, (request.ends_at, next(self.order), request))
+        return []
+
+    def _decode(self, until_s: float) -> list[_Request]:
+        running = len(self.decoding)
+        steps = self.decoding[0][0] - self.num_steps
+        room = self.rules.pool_tokens - self.used_tokens
+        if running > 1:
+            steps = min(steps, max(1, room // running))
+        step_s = self._step_s(running, steps)
+        if self.now_s + steps * step_s > until_s:
+            steps = max(1, min(steps, -int(-(until_s - self.now_s) // step_s)))
+            step_s = self._step_s(running, steps)
+        self.now_s += steps * step_s
+        return self._advance(steps)
+
+    def _step_s(self, running: int, steps: int) -> float:
+        """Of the middle one of `steps`."""
+        cached = self.cached_tokens + running * (steps - 1) / 2
+        return self.seconds(Step(decoding=running, cached_tokens=cached, sampled=running))
+
+    def _advance(self, steps: int) -> list[_Request]:
+        running = len(self.decoding)
+        self.num_steps += steps
+        self.made += steps * running
+        self.cached_tokens += steps * running
+        self.used_tokens += steps * running
+        done = []
+        while self.decoding and self.decoding[0][0] <= self.num_steps:
+            request = heapq.heappop(self.decoding)[2]
+            self._leave(request)
+            done.append(request)
+        return done
+
+    def _leave(self, request: _Request) -> None:
+        context = request.prompt + request.output - (request.ends_at - self.num_steps)
+        self.cached_tokens -= context
+        self.used_tokens -= context
+
+    def _make_room(self) -> None:
+        """Put the latest sequence back where the pool is full: it is read anew.
+
+        Source: vLLM 0.33.0 v1/core/sched/scheduler.py `_preempt_request`.
+        """
+        while len(self.decoding) > 1 and (
+            self.used_tokens + len(self.decoding) > self.rules.pool_tokens
+        ):
+            entry = max(self.decoding, key=lambda each: each[1])
+            self.decoding.remove(entry)
+            heapq.heapify(self.decoding)
+            request = entry[2]
+            left = request.ends_at - self.num_steps
+            self._leave(request)
+            made = request.output - left
+            request.prompt, request.output = request.prompt + made, left
+            request.made += made
+            self.waiting.appendleft(request)
+
+
+def simulate(rules: Rules, load: Load, seconds: Callable[[Step], float]) -> Waits:
+    """Waits of the requests of `load` under `rules`, each step taking `seconds`.
+
+    A concurrency is what `vllm bench serve --max-concurrency` measures, from the first request to
+    the last answer. At a rate, arrivals are a Poisson process with a fixed seed, and the first
+    fifth of the answers is left out.
+
+    Kind: estimate. Source: vLLM 0.33.0 v1/core/sched/scheduler.py `Scheduler.schedule`; SGLang
+    0.5.23 srt/managers/schedule_policy.py `PrefillAdder`.
+    """
+    server = _Server(rules, seconds)
+    if load.requests_per_s is None:
+        return _closed(server, load)
+    return _open(server, load, load.requests_per_s)
+
+
+def _requests(load: Load, number: int) -> list[_Request]:
+    """`number` of them, whose lengths are spread evenly by chance, with a fixed seed."""
+    chance = random.Random(0)
+
+    def near(mean: int) -> int:
+        return max(1, round(mean * chance.uniform(1 - load.spread, 1 + load.spread)))
+
+    return [
+        _Request(
+            0.0,
+            max(load.cached_prompt + 1, near(load.prompt_len)),
+            load.cached_prompt,
+            near(load.new_tokens),
+        )
+        for _ in range(number)
+    ]
+
+
+def _closed(server: _Server, load: Load) -> Waits:
+    each = min(_MOST_EACH, max(_LEAST_EACH, _CLOSED_REQUESTS // load.concurrency))
+    coming = deque(_requests(load, each * load.concurrency))
+    waits: list[tuple[float, float]] = []
+    server.waiting.extend(coming.popleft() for _ in range(load.concurrency))
+    while server.waiting or not server.is_idle:
+        server.admit()
+        for request in server.step(math.inf):
+            waits.append(request.waits(server.now_s))
+            if coming:
+                following = coming.popleft()
+                following.arrived_s = server.now_s
+                server.waiting.append(following)
+    return _answered(waits, server, 0.0, 0)
+
+
+def _open(server: _Server, load: Load, rate: float) -> Waits:
+    chance = random.Random(0)
+    arriving = deque(_requests(load, _OPEN_REQUESTS))
+    now_s = 0.0
+    for request in arriving:
+        now_s += chance.expovariate(rate)
+        request.arrived_s = now_s
+    num_warm = int(_WARM_SHARE * _OPEN_REQUESTS)
+    warm_s, warm_made = 0.0, 0
+    num_waiting, num_done = 0, 0
+    waits: list[tuple[float, float]] = []
+    while num_done < _OPEN_REQUESTS:
+        while arriving and arriving[0].arrived_s <= server.now_s:
+            server.waiting.append(arriving.popleft())
+            num_waiting = len(server.waiting)
+        server.admit()
+        if server.is_idle:
+            server.now_s = arriving[0].arrived_s
+            continue
+        for request in server.step(arriving[0].arrived_s if arriving else math.inf):
+            num_done += 1
+            if num_done > num_warm:
+                waits.append(request.waits(server.now_s))
+            else:
+                warm_s, warm_made = server.now_s, server.made
+    answered = _answered(waits, server, warm_s, warm_made)
+    return replace(answered, queue_grows=num_waiting > _QUEUED_SHARE * _OPEN_REQUESTS)
+
+
+def _answered(
+    waits: list[tuple[float, float]], server: _Server, warm_s: float, warm_made: int
+) -> Waits:
+    lasted_s = server.now_s - warm_s
+    return Waits(
+        ttft_s=[first for first, _ in waits],
+        tpot_s=[further for _, further in waits],
+        output_tokens_per_s=(server.made - warm_made) / lasted_s,
+        requests_per_s=len(waits) / lasted_s,
+    )
+
+
+def percentile(values: Sequence[float], share: int) -> float:
+    """The least of `values` that `share` percent of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -(-share * len(ordered) // 100) - 1))]

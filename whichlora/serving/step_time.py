@@ -1,0 +1,400 @@
+"""Seconds of one step of a serving engine: some sequences decode, some tokens of prompts are read.
+
+An engine joins the matrices that read one input, and the small operators between them; it captures
+a step as one CUDA graph. So a step is a sum over kernels, each with a time of its own and the
+slower of its arithmetic and its memory, plus what the host does between two steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from whichlora.memory.weights import linear_bytes
+from whichlora.serving.base import Served, Stepping
+from whichlora.serving.kernel_rates import (
+    NARROW_PRODUCTS,
+    NARROWING_S,
+    POINTWISE_READS,
+    POINTWISE_S,
+    UNPACKING_PRODUCTS,
+    UNPACKING_S,
+    ZEROED_READS,
+    KernelRates,
+    kernel_rates,
+)
+from whichlora.serving.rank import rank_model
+from whichlora.spec.architecture import Layer, Linear, ModelSpec
+from whichlora.spec.dtypes import is_quantised
+from whichlora.spec.targets import adapted
+from whichlora.timing.model import product_rate, tiled_multiprocessors
+from whichlora.timing.products import idle_flops
+
+FP8_CAPABILITY = 8.9  # of the first units for products of 8-bit floats
+PARTS = ("products", "attention", "elementwise", "kernels", "communication", "engine")
+# Bytes per logit while a token is chosen: 16 bit, widened, and read again as probabilities.
+SAMPLED_LOGIT_BYTES = 12
+# All-reduce of few bytes by the engine's own kernel, over NVLink; NCCL's latency is three times it.
+# Source: `vLLM_custom_graph` of the tables of `kernel_rates`: 4 to 8 µs for 16 KiB.
+OWN_ALL_REDUCE_S = 5e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one step does.
+
+    Args:
+        decoding: sequences that get one more token; `cached_tokens` that they attend to, in all.
+        prompt_tokens: of prompts; `prompt_pairs` of queries and keys among and before them.
+        sampled: sequences whose next token is chosen.
+    """
+
+    decoding: int
+    cached_tokens: float
+    prompt_tokens: int = 0
+    prompt_pairs: float = 0.0
+    sampled: int
+
+    @property
+    def tokens(self) -> int:
+        return self.decoding + self.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """Matrices that read one input, in `count` layers, as one kernel.
+
+    Args:
+        num_bytes: of one of them that is stored, all experts included.
+        shapes: (inputs, outputs) of each.
+        experts, active: how many there are, and how many a token passes through.
+        kernel_s: beside its work.
+        reads: share of the bandwidth; `rate` of FLOP/s that it reaches.
+    """
+
+    count: int
+    num_bytes: float
+    shapes: tuple[tuple[int, int], ...]
+    experts: int
+    active: int
+    kernel_s: float
+    reads: float
+    rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attention:
+    """Equal attentions of `count` layers.
+
+    Args:
+        token_bytes: of keys and values, one token in one layer.
+        query_bytes: of queries and what they give, likewise.
+        pair_flops: of one query and one key.
+        window: tokens that a query sees, None for all.
+    """
+
+    count: int
+    token_bytes: float
+    query_bytes: int
+    pair_flops: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimer:
+    """Times the steps of one model on one engine and GPU.
+
+    Args:
+        pointwise: bytes per token between products, and kernels; `reduced_bytes` of a token that
+            ranks add up, `num_reductions` times.
+        reduction_s: seconds of one all-reduce of so many bytes.
+        num_launches: kernels of a step that no graph captures, which can wait for the host.
+        deviation: of the log of a step's time.
+    """
+
+    products: tuple[_Product, ...]
+    attentions: tuple[_Attention, ...]
+    head: _Product
+    vocab_size: int
+    pointwise_bytes: float
+    pointwise_kernels: int
+    reduced_bytes: int
+    num_reductions: int
+    reduction_s: Callable[[float], float]
+    rates: KernelRates
+    bandwidth: float
+    peak: float
+    num_multiprocessors: int | None
+    stepping: Stepping
+    num_launches: int
+    deviation: float
+
+    def parts(self, step: Step) -> dict[str, float]:
+        """Seconds of `step` by `PARTS`, which add up to it.
+
+        Kind: estimate. Source: `kernel_rates`.
+        """
+        kernels = products = 0.0
+        for product in self.products:
+            kernel_s, work_s = self._product(product, step.tokens)
+            kernels, products = kernels + kernel_s, products + work_s
+        kernel_s, work_s = self._product(self.head, max(1, step.sampled))
+        kernels, products = kernels + kernel_s, products + work_s
+        attention = 0.0
+        for each in self.attentions:
+            kernel_s, work_s = self._attention(each, step)
+            kernels, attention = kernels + kernel_s, attention + work_s
+        kernels += self.pointwise_kernels * POINTWISE_S
+        moved = step.tokens * self.pointwise_bytes
+        moved += step.sampled * self.vocab_size * SAMPLED_LOGIT_BYTES
+        reduced = step.tokens * self.reduced_bytes
+        parts = {
+            "products": products,
+            "attention": attention,
+            "elementwise": moved / (POINTWISE_READS * self.bandwidth),
+            "kernels": kernels,
+            "communication": self.num_reductions * self.reduction_s(reduced)
+            if self.num_reductions
+            else 0.0,
+        }
+        waits = 0.0
+        own = self.stepping
+        if step.tokens > own.captured_tokens:
+            waits = max(0.0, self.num_launches * own.launch_s - sum(parts.values()))
+        parts["engine"] = own.step_s + own.sequence_s * step.sampled + waits
+        return parts
+
+    def seconds(self, step: Step) -> float:
+        """Of `step`."""
+        return sum(self.parts(step).values())
+
+    def _product(self, product: _Product, tokens: int) -> tuple[float, float]:
+        rows, visited = float(tokens), 1.0
+        if product.experts > 1:
+            # experts that at least one token chose, each by chance
+            missed = (1 - product.active / product.experts) ** tokens
+            visited = product.experts * (1 - missed)
+            rows = tokens * product.active / visited
+        flops = 0.0
+        for inputs, outputs in product.shapes:
+            idle = idle_flops(
+                rows if rows >= 1 else 1.0, outputs, inputs, self.num_multiprocessors, count=1
+            )
+            flops += 2 * rows * inputs * outputs + idle
+        arithmetic = visited * flops / product.rate
+        reads = visited / product.experts * product.num_bytes
+        reads_s = reads / (product.reads * self.bandwidth)
+        return product.count * product.kernel_s, product.count * max(arithmetic, reads_s)
+
+    def _attention(self, attention: _Attention, step: Step) -> tuple[float, float]:
+        kernels = work = 0.0
+        if step.decoding:
+            cached = step.cached_tokens
+            if attention.window is not None:
+                cached = min(cached, step.decoding * attention.window)
+            read = cached * attention.token_bytes / self.rates.cache
+            read += step.decoding * attention.query_bytes * self.rates.query_passes
+            kernels += self.rates.attention_s
+            work += read / self.bandwidth
+        if step.prompt_tokens:
+            pairs = step.prompt_pairs
+            if attention.window is not None:
+                pairs = min(pairs, step.prompt_tokens * attention.window)
+            kernels += self.rates.prefill_attention_s
+            work += pairs * attention.pair_flops / (self.rates.attention * self.peak)
+            work += step.prompt_tokens * attention.query_bytes / self.bandwidth
+        return attention.count * kernels, attention.count * work
+
+
+def _joined(linears: Sequence[Linear]) -> Iterator[tuple[Linear, ...]]:
+    """Those that read one input, which engines keep as one matrix."""
+    groups: dict[tuple[str, int], list[Linear]] = {}
+    for linear in linears:
+        groups.setdefault((linear.reads, linear.count), []).append(linear)
+    return (tuple(group) for group in groups.values())
+
+
+def step_timer(
+    served: Served,
+    *,
+    stepping: Stepping,
+    reduction_s: Callable[[float], float],
+) -> StepTimer:
+    """The timer of `served` on one of the engine's equal GPUs.
+
+    Args:
+        reduction_s: seconds of an all-reduce among them, by bytes.
+    """
+    model, gpu = rank_model(served.model, stepping.ranks), served.gpu
+    rates = kernel_rates(gpu)
+    products, attentions = [], []
+    moved, pointwise, reductions = 0.0, 0, 0
+    for layer, count in model.layers():
+        products += [
+            _product_of(group, count, served, rates, stepping.code_reads)
+            for group in _joined(layer.linears)
+        ]
+        products += list(_adapter_products(layer, count, served, rates))
+        for attention in layer.attentions:
+            query = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
+            attentions.append(
+                _Attention(
+                    count=count,
+                    token_bytes=attention.cache_elements * stepping.cache_bytes,
+                    query_bytes=query * served.dtypes.compute_bytes,
+                    pair_flops=2 * query,
+                    window=attention.sliding_window,
+                )
+            )
+        moved += count * _pointwise_bytes(layer, model, served.dtypes.compute_bytes)
+        pointwise += count * _pointwise_kernels(layer)
+        blocks = len(layer.attentions) + (layer.mlp is not None) + (layer.moe is not None)
+        reductions += count * blocks * (stepping.ranks > 1)
+    head = _head(model, served, rates)
+    kernels = sum(product.count for product in products) + pointwise
+    kernels += sum(attention.count for attention in attentions)
+    return StepTimer(
+        products=tuple(products),
+        attentions=tuple(attentions),
+        head=head,
+        vocab_size=model.vocab_size,
+        pointwise_bytes=moved,
+        pointwise_kernels=pointwise,
+        reduced_bytes=model.hidden_size * served.dtypes.compute_bytes,
+        num_reductions=reductions,
+        reduction_s=reduction_s,
+        rates=rates,
+        bandwidth=gpu.bandwidth_bytes_per_s,
+        peak=product_rate(gpu, _dtype(served)),
+        num_multiprocessors=tiled_multiprocessors(gpu, _dtype(served)),
+        stepping=stepping,
+        num_launches=kernels,
+        deviation=rates.deviation,
+    )
+
+
+def _dtype(served: Served) -> str:
+    return served.dtypes.half if served.dtypes.compute_bytes == 2 else "fp32"
+
+
+def _product_of(
+    group: Sequence[Linear], count: int, served: Served, rates: KernelRates, code_reads: float
+) -> _Product:
+    """`group` as one kernel, in the storage of its weights."""
+    gpu, first = served.gpu, group[0]
+    extra_s, reads, rate = 0.0, rates.reads, rates.products * product_rate(gpu, _dtype(served))
+    if is_quantised(first, served.dtypes):
+        extra_s, reads = UNPACKING_S, code_reads * rates.reads
+        rate *= UNPACKING_PRODUCTS
+        if served.dtypes.quant == "awq-int4":
+            reads *= ZEROED_READS
+        if served.dtypes.quant == "fp8" and float(gpu.compute_capability or 0) >= FP8_CAPABILITY:
+            extra_s = NARROWING_S  # the peak is twice that of 16 bit
+            rate = 2 * NARROW_PRODUCTS * rates.products * product_rate(gpu, _dtype(served))
+    return _Product(
+        count=count,
+        num_bytes=float(sum(linear_bytes(linear, served.dtypes) for linear in group)),
+        shapes=tuple((linear.in_features, linear.out_features) for linear in group),
+        experts=first.count,
+        active=first.active,
+        kernel_s=rates.product_s + extra_s,
+        reads=reads,
+        rate=rate,
+    )
+
+
+def _adapter_products(
+    layer: Layer, count: int, served: Served, rates: KernelRates
+) -> Iterator[_Product]:
+    """Both factors of unmerged adapters: two kernels for each joined matrix.
+
+    Source: vLLM 0.33.0 lora/ops/triton_ops/lora_shrink_op.py, lora_expand_op.py.
+    """
+    r, width = served.run.r, served.dtypes.compute_bytes
+    rate = rates.products * product_rate(served.gpu, _dtype(served))
+    for group in _joined(adapted(layer, served.targets)):
+        first = group[0]
+        for shapes in (
+            [(linear.in_features, r) for linear in group],
+            [(r, linear.out_features) for linear in group],
+        ):
+            yield _Product(
+                count=count,
+                num_bytes=float(first.count * width * sum(a * b for a, b in shapes)),
+                shapes=tuple(shapes),
+                experts=first.count,
+                active=first.active,
+                kernel_s=rates.product_s,
+                reads=rates.reads,
+                rate=rate,
+            )
+
+
+def _head(model: ModelSpec, served: Served, rates: KernelRates) -> _Product:
+    width = served.dtypes.embedding_bytes
+    head = model.head
+    inputs, outputs = (
+        (model.hidden_size, model.vocab_size)
+        if head is None
+        else (head.in_features, head.out_features)
+    )
+    return _Product(
+        count=1,
+        num_bytes=float(inputs * outputs * width),
+        shapes=((inputs, outputs),),
+        experts=1,
+        active=1,
+        kernel_s=rates.product_s,
+        reads=rates.reads,
+        rate=rates.products * product_rate(served.gpu, _dtype(served)),
+    )
+
+
+def _pointwise_bytes(layer: Layer, model: ModelSpec, width: int) -> float:
+    """Bytes per token that a layer's joined small operators read and write.
+
+    A norm reads its input and the residual and writes both; the gate reads two halves and writes
+    one; rotation reads and writes queries and keys, whose keys and values then go to the cache.
+
+    Kind: estimate. Source: vLLM 0.33.0 csrc/layernorm_kernels.cu, activation_kernels.cu,
+    pos_encoding_kernels.cu, cache_kernels.cu.
+    """
+    moved = 4.0 * model.hidden_size * len(layer.norms)
+    moved += sum(2.0 * norm.width * norm.rows for norm in layer.inner_norms)
+    for attention in layer.attentions:
+        moved += 2 * (attention.q_width + attention.k_width)
+        moved += 2 * (attention.k_width + attention.v_width)
+    if layer.mlp is not None:
+        moved += (3 if layer.mlp.gated else 2) * layer.mlp.width
+    if layer.moe is not None:
+        active = layer.moe.experts_per_token
+        moved += active * (3 * layer.moe.expert.width + 2 * model.hidden_size)
+        if layer.moe.shared is not None:
+            moved += 3 * layer.moe.shared.width
+    return moved * width
+
+
+def _pointwise_kernels(layer: Layer) -> int:
+    """Kernels of a layer beside products and attention, joined as vLLM's are.
+
+    Kind: estimate. Source: as of `_pointwise_bytes`; routing, sorting and adding up of experts are
+    vLLM 0.33.0 model_executor/layers/fused_moe/fused_moe.py: topk_softmax, moe_align_block_size,
+    moe_sum.
+    """
+    kernels = len(layer.norms) + len(layer.inner_norms)
+    kernels += 2 * len(layer.attentions) + (layer.mlp is not None)
+    if layer.moe is not None:
+        kernels += 5 + (layer.moe.shared is not None)
+    return kernels
+
+
+def own_all_reduce(bandwidth_bytes_per_s: float, ranks: int) -> Callable[[float], float]:
+    """Seconds of an all-reduce by the engine's own kernel, by bytes.
+
+    Kind: estimate. Source: `OWN_ALL_REDUCE_S`; a ring's bytes, nccl-tests `doc/PERFORMANCE.md`.
+    """
+    if ranks == 1 or math.isnan(bandwidth_bytes_per_s):
+        return lambda num_bytes: 0.0 if ranks == 1 else math.nan
+    share = 2 * (ranks - 1) / ranks / bandwidth_bytes_per_s
+    return lambda num_bytes: OWN_ALL_REDUCE_S + share * num_bytes
