@@ -84,7 +84,7 @@ def read(engine: str, *lines: str) -> LogReading:
             "vllm",
             "Engine 000: Avg prompt throughput: 120.3 tokens/s, Avg generation throughput: 512.5 "
             "tokens/s, Running: 9 reqs, Waiting: 0 reqs",
-            {"output_tokens_per_s": 512.5},
+            {"output_tokens_per_s": 512.5, "num_running": 9},
         ),
         (
             "sglang",

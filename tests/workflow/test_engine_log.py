@@ -98,6 +98,14 @@ def test_sglang_is_told_from_vllm_by_its_lines(tmp_path: Path) -> None:
     assert found.predicted["kv_pool_tokens"] == pytest.approx(444_500, rel=0.03)
 
 
+def test_times_are_predicted_for_as_many_as_ran(tmp_path: Path) -> None:
+    line = "INFO Avg generation throughput: 900.5 tokens/s, Running: 16 reqs, Waiting: 0 reqs\n"
+    found = record(tmp_path, QWEN + line)
+    assert found.record.run.batch_size == 16
+    assert found.predicted["output_tokens_per_s"] > 500
+    assert "output_tokens_per_s" not in record(tmp_path, QWEN).predicted
+
+
 def test_the_same_log_is_recorded_once_and_survives_a_table(tmp_path: Path) -> None:
     first = record(tmp_path, QWEN)
     again = record(tmp_path, QWEN)

@@ -13,9 +13,11 @@ from fake_profiler import FakeProfiler, pretend_device
 from plan_runs import Silent, write_config
 
 from whichlora.errors import ConfigError
+from whichlora.search.feasibility import Candidate
 from whichlora.spec.results import ServingPrediction
 from whichlora.terminal.answer import explanation, print_answer
 from whichlora.terminal.short import print_short
+from whichlora.units import format_seconds
 from whichlora.workflow import estimates
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.run import run_plan
@@ -161,9 +163,73 @@ def test_memory_is_the_engines_share_of_the_card(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", ["time_per_token_ms", "ttft_ms", "tpot_ms", "requests_per_s"])
-def test_limits_on_times_are_refused_in_one_line(tmp_path: Path, limit: str) -> None:
-    with pytest.raises(ConfigError, match="no times are predicted of serving vllm yet"):
-        answered(tmp_path, stage1_profile={limit: 20})
+def test_limits_on_times_are_refused_of_an_engine_without_them(tmp_path: Path, limit: str) -> None:
+    with pytest.raises(ConfigError, match="no times are predicted of serving llama-cpp"):
+        answered(tmp_path, serving="llama-cpp", stage1_profile={limit: 20})
+    with pytest.raises(ConfigError, match="is an amount of memory, which has no time"):
+        answered(tmp_path, gpu="24GB", stage1_profile={limit: 20})
+
+
+def waits(folder: Path, **limits: float) -> Candidate:
+    """Stage 1 of a Llama on an A100 under limits on its users' waits."""
+    stage = {"concurrency": 8, "context": 4096, **limits}
+    answer = answered(folder, gpu="a100-sxm-80gb", models=[LLAMA], stage1_profile=stage)
+    (shape,) = answer.inference
+    assert (answer.winner is None) == (shape.chance < 0.95)
+    return shape
+
+
+def test_limits_on_waits_are_judged_by_the_engines_times(tmp_path: Path) -> None:
+    serving = waits(tmp_path).prediction.serving
+    assert serving is not None
+    time = serving.time
+    assert time is not None
+    for key, name, value, (low, high) in (
+        ("ttft_ms", "ttft limit", time.ttft_s, time.interval_ttft_s),
+        ("tpot_ms", "tpot limit", time.tpot_s, time.interval_tpot_s),
+    ):
+        for bound, chance in ((1.02 * high, 0.95), (0.98 * low, 0.05), (value, 0.5)):
+            shape = waits(tmp_path, **{key: 1e3 * bound})
+            (check,) = (each for each in shape.checks if each.limit == name)
+            assert check.quantity.value == value
+            if bound == value:
+                assert check.chance == pytest.approx(chance, abs=0.01)
+            else:
+                assert (check.chance > chance) == (bound > value)
+
+
+def test_the_old_limit_on_time_is_of_all_tokens_of_the_engine(tmp_path: Path) -> None:
+    serving = waits(tmp_path).prediction.serving
+    assert serving is not None
+    assert serving.time is not None
+    per_token_ms = 1e3 / serving.time.output_tokens_per_s
+    assert waits(tmp_path, time_per_token_ms=1.5 * per_token_ms).chance > 0.95
+    assert waits(tmp_path, time_per_token_ms=per_token_ms / 1.5).chance < 0.05
+
+
+def test_a_rate_of_requests_is_the_load_and_the_limit(tmp_path: Path) -> None:
+    idle = waits(tmp_path, requests_per_s=0.2)
+    serving = idle.prediction.serving
+    assert serving is not None
+    assert serving.time is not None
+    assert idle.run.request_rate == 0.2
+    assert idle.chance == pytest.approx(0.95)
+    assert not serving.time.queue_grows
+    flooded = waits(tmp_path, requests_per_s=500)
+    (check,) = (each for each in flooded.checks if each.limit == "requests limit")
+    assert check.chance == 0.0
+    assert 1 < check.quantity.value < 100
+    assert check.excess == pytest.approx(500 / check.quantity.value)
+
+
+def test_the_answer_says_what_users_wait(tmp_path: Path) -> None:
+    answer = answered(tmp_path, gpu="a100-sxm-80gb", models=[LLAMA])
+    time = engine_of(answer).time
+    assert time is not None
+    line = next(line for line in explanation(answer) if "served as" in line)
+    assert f"first token after {format_seconds(time.ttft_s)}" in line
+    row = json.loads(answer.files["answer"].read_text())["serving"]
+    assert row["tpot_s"] == row["engine"]["tpot_s"] == time.tpot_s
 
 
 def test_an_older_release_serves_quantised_weights_as_they_were_trained(tmp_path: Path) -> None:

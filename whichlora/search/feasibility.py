@@ -7,19 +7,25 @@ intervals where it was not.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.plan import Limits, Objective, Plan
-from whichlora.spec.results import Measurement, Prediction, ServingPrediction
+from whichlora.spec.results import (
+    Measurement,
+    Prediction,
+    ServingPrediction,
+    ServingTime,
+)
 from whichlora.spec.run import RunConfig
 
 Verdict = Literal["meets", "misses", "undecided"]
 Unit = Literal["bytes", "s", "sequences", "tokens", "requests/s"]
 
+KEEPS_UP = 0.95  # of the rate of arrivals: a finite number of them is not answered faster
 MIN_CHANCE = 0.05  # a candidate with less is not worth a run
 LIKELY = 0.5
 LARGEST = Objective()
@@ -232,8 +238,8 @@ def judge(
     if total_s is not None and total_tokens is not None:
         time = total_s.divided(total_tokens)
     serving = prediction.serving
-    if serving is not None and not serving.starts and not serving.lacks_context:
-        failure = f"{serving.engine} does not start: {serving.reason}"
+    if serving is not None:
+        failure = _failure_to_serve(serving, prediction.gpu, limits)
     training = prediction.run.phase == "finetune"
     limit_bytes = limits.finetune_bytes if training else limits.inference_bytes
     of_device, usable = "memory of the device", prediction.usable_bytes
@@ -263,7 +269,7 @@ def judge(
         memory_bytes=memory,
         time_per_token_s=time,
         total_s=total_s,
-        checks=(*checks, *(() if serving is None else serving_checks(serving))),
+        checks=(*checks, *(() if serving is None else serving_checks(serving, limits))),
         measurement=measurement,
         failure=failure,
         objective=objective,
@@ -271,14 +277,23 @@ def judge(
     )
 
 
-def serving_checks(serving: ServingPrediction) -> tuple[Check, ...]:
-    """Whether an engine takes sequences as long, and as many at once, as it is asked to."""
+def _failure_to_serve(serving: ServingPrediction, gpu: str, limits: Limits) -> str:
+    """Why an engine cannot be judged at all; empty where it can."""
+    if serving.starts and serving.time is None and limits.on_waits:
+        return f"no times of {serving.engine} on {gpu} are known, and the plan limits them"
+    if serving.starts or serving.lacks_context:
+        return ""
+    return f"{serving.engine} does not start: {serving.reason}"
+
+
+def serving_checks(serving: ServingPrediction, limits: Limits) -> tuple[Check, ...]:
+    """Whether an engine takes sequences as long and as many as it is asked to, and in time."""
     asked: list[tuple[str, Unit, int, int]] = [
         ("context", "tokens", serving.max_context, serving.context)
     ]
     if serving.concurrency > 1 or not serving.lacks_context:
         asked.append(("concurrency", "sequences", serving.max_running, serving.concurrency))
-    return tuple(
+    of_size = (
         Check(
             limit=name,
             unit=unit,
@@ -288,6 +303,54 @@ def serving_checks(serving: ServingPrediction) -> tuple[Check, ...]:
             is_least=True,
         )
         for name, unit, most, bound in asked
+    )
+    return (*of_size, *(() if serving.time is None else _wait_checks(serving.time, limits)))
+
+
+def _wait_checks(time: ServingTime, limits: Limits) -> Iterator[Check]:
+    """The median waits of an engine's users, and whether it answers as many as arrive."""
+    for name, value, (low, high), bound in (
+        ("ttft limit", time.ttft_s, time.interval_ttft_s, limits.ttft_s),
+        ("tpot limit", time.tpot_s, time.interval_tpot_s, limits.tpot_s),
+    ):
+        if bound is not None:
+            quantity = Quantity(
+                value=value, low=low, high=high, measured=False, confidence=time.confidence
+            )
+            chance = quantity.chance_below(bound)
+            yield Check(limit=name, unit="s", quantity=quantity, bound=bound, chance=chance)
+    if limits.requests_per_s is not None:
+        yield _rate_check(time, limits.requests_per_s)
+
+
+def _rate_check(time: ServingTime, rate: float) -> Check:
+    """Whether requests that arrive at `rate` are answered as fast.
+
+    Steps were timed as predicted and at both ends of their interval. What is known of the chance
+    is its least value: of an end at which the queue does not grow, what lies beyond it.
+    """
+    share = time.requests_per_s / time.output_tokens_per_s
+    low, high = (share * tokens for tokens in time.interval_output_tokens_per_s)
+    beyond = (1 - time.confidence) / 2
+    steps = (
+        (low >= KEEPS_UP * rate, 1 - beyond),
+        (not time.queue_grows, 0.5),
+        (high >= KEEPS_UP * rate, beyond),
+    )
+    value = time.requests_per_s if time.queue_grows else max(rate, time.requests_per_s)
+    return Check(
+        limit="requests limit",
+        unit="requests/s",
+        quantity=Quantity(
+            value=value,
+            low=min(low, value),
+            high=max(high, value),
+            measured=False,
+            confidence=time.confidence,
+        ),
+        bound=rate,
+        chance=next((chance for holds, chance in steps if holds), 0.0),
+        is_least=True,
     )
 
 
@@ -307,6 +370,16 @@ def _memory(prediction: Prediction, measurement: Measurement | None) -> Quantity
 
 def _time_per_token(prediction: Prediction, measurement: Measurement | None) -> Quantity:
     run = prediction.run
+    if prediction.serving is not None and prediction.serving.time is not None:
+        served = prediction.serving.time
+        low, high = served.interval_output_tokens_per_s
+        return Quantity(
+            value=1 / served.output_tokens_per_s,
+            low=1 / high,
+            high=1 / low,
+            measured=False,
+            confidence=served.confidence,
+        )
     if measurement is not None and measurement.generate_s:
         return _exactly(median(measurement.generate_s) / prediction.tokens_per_generation)
     if measurement is not None and measurement.step_s:

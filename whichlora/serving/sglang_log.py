@@ -55,6 +55,7 @@ LOG = EngineLog(
             states="output_tokens_per_s",
             pattern=rf"gen throughput \(token/s\): {_NUMBER}",
         ),
+        LogLine(states="num_running", pattern=r"#running-req: (\d+)"),
     ),
     settings=r"server_args=|\bmax_total_num_tokens=",
     names={

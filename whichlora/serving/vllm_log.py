@@ -103,6 +103,7 @@ LOG = EngineLog(
             states="output_tokens_per_s",
             pattern=rf"Avg generation throughput: {_NUMBER} tokens/s",
         ),
+        LogLine(states="num_running", pattern=r"\bRunning: (\d+) reqs"),
     ),
     settings=r"Initializing an? (?:V\d )?LLM engine|\bargs: |cache_config_info\{",
     names={

@@ -47,6 +47,12 @@ class Limits:
     tpot_s: float | None = None
     requests_per_s: float | None = None
 
+    @property
+    def on_waits(self) -> bool:
+        """Whether they limit what the users of a serving engine wait."""
+        waits = (self.time_per_token_s, self.ttft_s, self.tpot_s, self.requests_per_s)
+        return any(limit is not None for limit in waits)
+
     def but(self, overrides: Limits) -> Limits:
         """These limits, replaced by those that `overrides` sets."""
         changed = {name: value for name, value in asdict(overrides).items() if value is not None}

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from whichlora.search.gpu_choice import GpuChoice, OnGpu
     from whichlora.search.gpu_counts import GpuCounts
+    from whichlora.spec.results import ServingPrediction
     from whichlora.workflow.answer import Answer
 
 
@@ -240,7 +241,18 @@ def _by_engine(served: Candidate | None) -> str:
     return (
         f" by {engine}: {serving.max_running} sequences of "
         f"{serving.context:,} tokens at once, pool {format_bytes(serving.kv_pool_bytes)} "
-        f"({serving.kv_pool_tokens:,} tokens), longest {serving.max_context:,}"
+        f"({serving.kv_pool_tokens:,} tokens), longest {serving.max_context:,}{_waits(serving)}"
+    )
+
+
+def _waits(serving: ServingPrediction) -> str:
+    """The median waits of its users, where they are predicted."""
+    time = serving.time
+    if time is None:
+        return ""
+    return (
+        f"; first token after {format_seconds(time.ttft_s)}, each further one "
+        f"{format_seconds(time.tpot_s)}, {time.output_tokens_per_s:,.4g} tokens/s in all"
     )
 
 

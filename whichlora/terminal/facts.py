@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,7 @@ def detailed_row(candidate: Candidate, plan: Plan | None = None) -> dict[str, An
         "breakdown": {part: size for part, size in prediction.memory.breakdown.items() if size},
         "chance": candidate.chance,
         "chance_of_both_stages": candidate.chance_of_both_stages,
-        **({} if prediction.serving is None else {"engine": asdict(prediction.serving)}),
+        **({} if prediction.serving is None else {"engine": prediction.serving.to_dict()}),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods import get_method
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 def candidate_row(candidate: Candidate) -> dict[str, Any]:
     """One candidate as a flat row of the table: settings, values, and whether they are measured."""
     run, memory, time = candidate.run, candidate.memory_bytes, candidate.time_per_token_s
-    total, is_timed = candidate.total_s, candidate.prediction.time.is_known
+    total, is_timed = candidate.total_s, not isnan(time.value)
     training = run.phase == "finetune"
     has_method = training or run.serve == "as-trained"
     return {
@@ -61,9 +62,12 @@ def _serving_cells(candidate: Candidate) -> dict[str, Any]:
     run, serving = candidate.run, candidate.prediction.serving
     answers = ("context", "concurrency", "kv_pool_bytes", "kv_pool_tokens")
     names = (*answers, "max_running", "max_context")
+    waits = None if serving is None else serving.time
+    of_waits = ("ttft_s", "tpot_s", "output_tokens_per_s", "requests_per_s")
     return {
         "serving": run.serving if run.phase == "inference" else "",
         **{name: "" if serving is None else getattr(serving, name) for name in names},
+        **{name: "" if waits is None else getattr(waits, name) for name in of_waits},
     }
 
 

@@ -170,6 +170,8 @@ def _run(engine: Engine, reading: LogReading, path: Path, model: str | None) -> 
         )
         if mean in reading.values
     }
+    if running := reading.values.get("num_running"):
+        means["batch_size"] = round(running)
     context = reading.values.get("context_tokens") or _whole(stated.get("context", ""))
     dtype = stated.get("dtype", "").removeprefix("torch.")
     version = ((engine.library, reading.version),) if reading.version else ()
@@ -238,10 +240,9 @@ def _predicted(
     serving = predict(model, run, gpu, load_calibration(gpu, calibration_dir)).serving
     assert serving is not None  # an engine with a log has a pool
     predicted = _of_start(job)
-    for name in (*_OF_ANSWER, *_OF_TIMES):
-        value = getattr(serving, name, None)
-        if isinstance(value, int | float):
-            predicted[name] = value
+    predicted |= {name: getattr(serving, name) for name in _OF_ANSWER}
+    if serving.time is not None and "num_running" in measured:
+        predicted |= {name: getattr(serving.time, name) for name in _OF_TIMES}
     return {name: value for name, value in predicted.items() if name in measured}
 
 

@@ -142,6 +142,9 @@ def _check_memory_only(plan: Plan) -> None:
         name
         for name, is_set in (
             ("stage1_profile.time_per_token", limits.time_per_token_s is not None),
+            ("stage1_profile.ttft", limits.ttft_s is not None),
+            ("stage1_profile.tpot", limits.tpot_s is not None),
+            ("stage1_profile.requests_per_s", limits.requests_per_s is not None),
             ("stage2_profile.total_time", limits.total_time_s is not None),
             (f"prefer: {plan.objective.prefer}", plan.objective.prefer in ("time", "price")),
         )

@@ -100,9 +100,10 @@ class Session:
                 f"prefer: price needs the price of an hour on {gpu.key}; add it to gpu_prices"
             )
         _check_time_limits(plan, gpu)
+        rate = plan.limits_on(gpu.key).requests_per_s
         plan = replace(
             plan,
-            inference=with_precision(plan.inference, gpu),
+            inference=replace(with_precision(plan.inference, gpu), request_rate=rate),
             finetune=with_precision(plan.finetune, gpu),
         )
         self.plan = plan
@@ -613,7 +614,7 @@ def _check_time_limits(plan: Plan, gpu: GpuSpec) -> None:
         ConfigError: one line.
     """
     limits, engine = plan.limits_on(gpu.key), get_engine(plan.inference.serving)
-    if engine.start is None:
+    if engine.start is None or engine.stepping is not None:
         return
     for key, limit in (
         ("time_per_token", limits.time_per_token_s),
@@ -623,8 +624,8 @@ def _check_time_limits(plan: Plan, gpu: GpuSpec) -> None:
     ):
         if limit is not None:
             raise ConfigError(
-                f"stage1_profile.{key}: no times are predicted of serving {engine.name} yet; leave "
-                "it out, or give serving transformers and time_per_token"
+                f"stage1_profile.{key}: no times are predicted of serving {engine.name}; leave it "
+                "out, or give another engine"
             )
 
 
