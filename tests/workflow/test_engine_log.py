@@ -139,7 +139,7 @@ def test_an_engine_that_gave_up_is_an_error_with_its_line(tmp_path: Path) -> Non
         ("nothing of an engine\n", "has no line of vllm or sglang"),
         (QWEN.replace("Qwen/Qwen3-8B", "/models/mine"), "model '/models/mine' of the log is not"),
         ("Available KV cache memory: 5.0 GiB\n", "names no model; name it with --model"),
-        (QWEN.replace("quantization=None", "quantization=fp8"), "quantization fp8 is not"),
+        (QWEN.replace("quantization=None", "quantization=aqlm"), "quantization aqlm is not"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_in_one_line(
@@ -154,6 +154,12 @@ def test_what_cannot_be_recorded_is_refused_in_one_line(
 def test_a_folder_of_another_machine_is_named_by_the_user(tmp_path: Path) -> None:
     log = QWEN.replace("Qwen/Qwen3-8B", "/models/mine")
     assert record(tmp_path, log, model="Qwen/Qwen3-8B").record.run.model == "Qwen/Qwen3-8B"
+
+
+def test_quantised_weights_of_a_log_are_ours(tmp_path: Path) -> None:
+    for theirs, ours in (("fp8", "fp8"), ("awq_marlin", "awq-int4"), ("bitsandbytes", "nf4")):
+        log = QWEN.replace("quantization=None", f"quantization={theirs}")
+        assert record(tmp_path, log).record.run.quant == ours
 
 
 def test_nothing_of_a_log_is_evaluated_or_opened(tmp_path: Path) -> None:

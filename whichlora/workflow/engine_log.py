@@ -34,6 +34,7 @@ QUANTISED = {
     **dict.fromkeys(("awq", "awq_marlin"), "awq-int4"),
     **dict.fromkeys(("gptq", "gptq_marlin"), "gptq-int4"),
     "bitsandbytes": "nf4",
+    "fp8": "fp8",
 }
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 # What an answer calls a number that logs state, too.
