@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from whichlora.memory.weights import linear_bytes
 from whichlora.serving.base import Served, Stepping
@@ -129,16 +129,14 @@ class StepTimer:
     stepping: Stepping
     num_launches: int
     deviation: float
+    _products: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False)
 
     def parts(self, step: Step) -> dict[str, float]:
         """Seconds of `step` by `PARTS`, which add up to it.
 
         Kind: estimate. Source: `kernel_rates`.
         """
-        kernels = products = 0.0
-        for product in self.products:
-            kernel_s, work_s = self._product(product, step.tokens)
-            kernels, products = kernels + kernel_s, products + work_s
+        kernels, products = self._layer_products(step.tokens)
         kernel_s, work_s = self._product(self.head, max(1, step.sampled))
         kernels, products = kernels + kernel_s, products + work_s
         attention = 0.0
@@ -168,6 +166,16 @@ class StepTimer:
     def seconds(self, step: Step) -> float:
         """Of `step`."""
         return sum(self.parts(step).values())
+
+    def _layer_products(self, tokens: int) -> tuple[float, float]:
+        """Of all layers: their own times, and their work; most steps have as many tokens."""
+        if tokens not in self._products:
+            of_each = [self._product(product, tokens) for product in self.products]
+            self._products[tokens] = (
+                sum(kernel_s for kernel_s, _ in of_each),
+                sum(work_s for _, work_s in of_each),
+            )
+        return self._products[tokens]
 
     def _product(self, product: _Product, tokens: int) -> tuple[float, float]:
         rows, visited = float(tokens), 1.0
