@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from whichlora.memory.weights import linear_bytes
 from whichlora.serving.base import Served, Stepping
 from whichlora.serving.kernel_rates import (
+    EXPERTS_PRODUCTS,
+    EXPERTS_S,
     NARROW_PRODUCTS,
     NARROWING_S,
     POINTWISE_READS,
@@ -27,11 +29,13 @@ from whichlora.serving.kernel_rates import (
 from whichlora.serving.rank import rank_model
 from whichlora.spec.architecture import Layer, Linear, ModelSpec
 from whichlora.spec.dtypes import is_quantised
+from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.targets import adapted
 from whichlora.timing.model import product_rate, tiled_multiprocessors
 from whichlora.timing.products import idle_flops
 
-FP8_CAPABILITY = 8.9  # of the first units for products of 8-bit floats
+# Compute capability of the first units that multiply what is stored so.
+NARROW_UNITS = {"fp8": 8.9, "mxfp4": 10.0}
 PARTS = ("products", "attention", "elementwise", "kernels", "communication", "engine")
 # Bytes per logit while a token is chosen: 16 bit, widened, and read again as probabilities.
 SAMPLED_LOGIT_BYTES = 12
@@ -290,26 +294,30 @@ def _product_of(
     group: Sequence[Linear], count: int, served: Served, rates: KernelRates, code_reads: float
 ) -> _Product:
     """`group` as one kernel, in the storage of its weights."""
-    gpu, first = served.gpu, group[0]
-    extra_s, reads, rate = 0.0, rates.reads, rates.products * product_rate(gpu, _dtype(served))
+    first, is_expert = group[0], group[0].count > 1
+    kernel_s, reads = rates.product_s, rates.reads
+    rate = rates.products * product_rate(served.gpu, _dtype(served))
     if is_quantised(first, served.dtypes):
-        extra_s, reads = UNPACKING_S, code_reads * rates.reads
-        rate *= UNPACKING_PRODUCTS
-        if served.dtypes.quant == "awq-int4":
-            reads *= ZEROED_READS
-        if served.dtypes.quant == "fp8" and float(gpu.compute_capability or 0) >= FP8_CAPABILITY:
-            extra_s = NARROWING_S  # the peak is twice that of 16 bit
-            rate = 2 * NARROW_PRODUCTS * rates.products * product_rate(gpu, _dtype(served))
+        if _has_units(served.dtypes.quant, served.gpu):  # whose peak is twice that of 16 bit
+            kernel_s, rate = kernel_s + NARROWING_S, 2 * NARROW_PRODUCTS * rate
+        else:
+            kernel_s, rate = kernel_s + UNPACKING_S, UNPACKING_PRODUCTS * rate
+            reads *= code_reads * (ZEROED_READS if served.dtypes.quant == "awq-int4" else 1.0)
     return _Product(
         count=count,
         num_bytes=float(sum(linear_bytes(linear, served.dtypes) for linear in group)),
         shapes=tuple((linear.in_features, linear.out_features) for linear in group),
         experts=first.count,
         active=first.active,
-        kernel_s=rates.product_s + extra_s,
+        kernel_s=EXPERTS_S if is_expert else kernel_s,
         reads=reads,
-        rate=rate,
+        rate=EXPERTS_PRODUCTS * rate if is_expert else rate,
     )
+
+
+def _has_units(quant: str, gpu: GpuSpec) -> bool:
+    """Whether `gpu` multiplies what is stored, its inputs narrowed to 8-bit floats."""
+    return float(gpu.compute_capability or 0) >= NARROW_UNITS.get(quant, math.inf)
 
 
 def _adapter_products(

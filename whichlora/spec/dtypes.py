@@ -174,6 +174,7 @@ def resolve_dtypes(
     by_trl = (cast_by_autocast or wide_result) and _trl_narrows(run, narrows_adapters)
     fp32_adapters = not narrow and not by_trl and (widens_input or cast_by_autocast)
     wide = mode in ("Q", "F")
+    drops = training and run.lora_dropout > 0 and not run.trainer_option("disable_dropout")
     return Dtypes(
         mode=mode,
         quant=quant,
@@ -195,9 +196,7 @@ def resolve_dtypes(
         shared_inputs=mode in ("P", "F") and not narrow_adapters,
         input_bytes=4 if mode in ("C", "F") and not narrow_adapters else 2,
         lora_dropout=run.lora_dropout if training else 0.0,
-        adapters_drop=training
-        and run.lora_dropout > 0
-        and not run.trainer_option("disable_dropout"),
+        adapters_drop=drops,
         # PEFT widens the input to the adapter's dtype before it drops; autocast narrows it after.
         dropped_bytes=4 if widens_input else half,
         training=training,

@@ -131,8 +131,7 @@ def train_script(
         tokenizer: hub id or path; None takes the model's own.
         weights: "random" needs `model_config`, downloads no weights and, unless `tokenizer` is
             given, takes bytes for tokens.
-        batching: as `Plan.collator`. None follows `run.padding`: packed without padding, longest
-            with it.
+        batching: as `Plan.collator`; None: packed without `run.padding`, longest with it.
         masked_lm: an encoder, trained to fill in masked tokens.
         max_steps: stop after so many optimizer steps instead of `epochs`.
         data_format: what a row of `train.jsonl` looks like.
@@ -165,9 +164,8 @@ def train_script(
         "MODEL_CONFIG": _without_quantisation(random_config),
     }
     reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
-    stored = {} if random_config is not None else model_config or {}
-    loading = model_lines(run, model_class, hub, expanded=is_expanded(stored, run.quant or "none"))
-    model = [*loading, *adapter_lines(run, target_modules)]
+    model = _loading(run, model_class, hub, {} if random_config is not None else model_config or {})
+    model += adapter_lines(run, target_modules)
     main = [
         *templates.RESUME_LINES * keeping.saves,
         "compare_versions()",
@@ -185,6 +183,14 @@ def train_script(
     functions = _helper_functions(run, keeping, random_class, takes_bytes=takes_bytes)
     functions += row_functions(data_format, run, train_on, reader, masked_lm=masked_lm)
     return _assembled(run, constants, functions, main, _tail(run, keeping, reader, masked_lm))
+
+
+def _loading(
+    run: RunConfig, model_class: str, hub: Mapping[str, Any], stored: Mapping[str, Any]
+) -> list[str]:
+    """Lines that load the model, whose checkpoint has the config `stored`."""
+    expanded = is_expanded(stored, run.quant or "none")
+    return model_lines(run, model_class, hub, expanded=expanded)
 
 
 def _evaluated(trainer: Trainer, keeping: Keeping) -> Keeping:
