@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from whichlora.predict.largest import Placement
@@ -38,7 +39,10 @@ def print_placements(placements: Sequence[Placement]) -> None:
         say(console, f"note: {text}" if of_all else f"note: {text} ({', '.join(keys)})")
     if any(placement.gpu.unverified for placement in judged):
         say(console, "* a fact of its datasheet is not confirmed; `whichlora gpus` says which")
-    say(console, "a nearly full card needs less: PyTorch gives idle memory back before it fails")
+    if not any(each.prediction and each.prediction.serving for each in judged):
+        say(
+            console, "a nearly full card needs less: PyTorch gives idle memory back before it fails"
+        )
     bases = {placement.prediction.basis for placement in judged if placement.prediction is not None}
     for text in sorted(bases):
         say(console, f"basis: {text}")
@@ -47,13 +51,18 @@ def print_placements(placements: Sequence[Placement]) -> None:
 def placements_sheet(placements: Sequence[Placement], *, wide: bool) -> Sheet:
     """One row per accelerator; a narrow sheet leaves out the upper bound of the memory."""
     rows: list[tuple[str, ...]] = []
-    time_column = "time"
+    time_columns: tuple[str, ...] = ("time",)
     for placement in placements:
         prediction = placement.prediction
         if prediction is None:
             continue
         time = prediction.time
-        time_column = "per step" if time.step_s else "per token"
+        waits: tuple[float, ...] = (time.step_s or time.time_per_token_s,)
+        time_columns = ("per step",) if time.step_s else ("per token",)
+        if (serving := prediction.serving) is not None:
+            time_columns = ("first token", "each further")
+            engine = serving.time
+            waits = (math.nan, math.nan) if engine is None else (engine.ttft_s, engine.tpot_s)
         bound = format_bytes(prediction.memory.interval_bytes[1])
         rows.append(
             (
@@ -63,13 +72,14 @@ def placements_sheet(placements: Sequence[Placement], *, wide: bool) -> Sheet:
                 *([bound] if wide else []),
                 VERDICTS[prediction.verdict],
                 str(placement.batch_size) if placement.batch_size else "-",
-                format_seconds(time.step_s or time.time_per_token_s),
+                *map(format_seconds, waits),
             )
         )
     needs = ("memory", "need", "at most") if wide else ("memory", "need")
+    most = "most at once" if len(time_columns) > 1 else "largest batch"
     return Sheet(
         title="cards that fit, the smallest first; then the others",
-        columns=("accelerator", *needs, "fits", "largest batch", time_column),
-        right=(*needs, "largest batch", time_column),
+        columns=("accelerator", *needs, "fits", most, *time_columns),
+        right=(*needs, most, *time_columns),
         rows=rows,
     )
