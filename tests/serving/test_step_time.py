@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import whichlora
 from whichlora.calibration.load import load_calibration
+from whichlora.errors import ConfigError
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving.kernel_rates import MOST_PRODUCTS, kernel_rates
@@ -178,3 +180,23 @@ def test_boards_that_power_does_not_limit_reach_more_of_their_peak() -> None:
 def test_a_card_that_nobody_measured_has_a_wider_interval() -> None:
     known, other = (kernel_rates(find_target(name)) for name in ("a100-sxm-80gb", "rtx-3090-24gb"))
     assert other.deviation > known.deviation
+
+
+def test_a_rate_is_of_an_engine_and_not_of_clients() -> None:
+    with pytest.raises(ConfigError, match="request_rate: is of an engine that serves"):
+        served(serving="transformers", request_rate=2.0)
+    with pytest.raises(ConfigError, match="give one of them"):
+        whichlora.estimate(
+            MODEL, gpu="a100-sxm-80gb", phase="inference", serving="vllm",
+            concurrency=4, request_rate=2.0,
+        )  # fmt: skip
+
+
+def test_json_states_waits_flat_and_null_where_unknown() -> None:
+    known, unknown = (
+        served().to_dict(),
+        served(serving_options=(("gpu_memory_utilization", 0.1),)).to_dict(),
+    )
+    assert known["ttft_s"] < known["interval_ttft_s"][1]
+    assert set(known) == set(unknown)
+    assert unknown["tpot_s"] is None

@@ -241,6 +241,11 @@ def _dtypes_of(
 def _check_serving(job: ResolvedRun) -> None:
     """Refuse an engine beside what it does not read, and what the engine refuses."""
     run, engine = job.run, job.engine
+    if run.request_rate is not None and not job.has_pool:
+        raise ConfigError(
+            "request_rate: is of an engine that serves; give phase inference and serving vllm, or "
+            "leave it out"
+        )
     if run.phase == "finetune":
         if run.serving != TRANSFORMERS:
             raise ConfigError(f"serving: {run.serving} is of inference; give phase inference")

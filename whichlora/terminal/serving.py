@@ -33,7 +33,7 @@ def print_served(console: Console, predictions: Sequence[Prediction]) -> None:
     for prediction, name in zip(predictions, names, strict=True):
         serving = prediction.serving
         if serving is not None:
-            cells = (*_cells(serving), *_waits(serving))
+            cells = (*_cells(serving, prediction.run.request_rate), *_waits(serving))
             rows.append((prediction.run.model, name, *cells, prediction.gpu))
     print_table(
         console,
@@ -61,7 +61,12 @@ def print_stage_served(
         run, serving = candidate.run, candidate.prediction.serving
         if serving is not None:
             peak = format_bytes(candidate.memory_bytes.value)
-            cells = (*_cells(serving)[:-1], *_waits(serving), peak, candidate.verdict)
+            cells = (
+                *_cells(serving, run.request_rate)[:-1],
+                *_waits(serving),
+                peak,
+                candidate.verdict,
+            )
             rows.append((run.model, variants([run], [""])[0], *cells))
     print_table(
         console,
@@ -75,11 +80,11 @@ def print_stage_served(
     )
 
 
-def _cells(serving: ServingPrediction) -> tuple[str, ...]:
+def _cells(serving: ServingPrediction, rate: float | None) -> tuple[str, ...]:
     return (
         "yes" if serving.starts else "no",
         str(serving.context),
-        str(serving.concurrency),
+        str(serving.concurrency) if rate is None else f"{rate:g}/s",
         str(serving.max_running),
         format_bytes(serving.kv_pool_bytes),
         f"{serving.kv_pool_tokens:,}",

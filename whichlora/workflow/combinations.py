@@ -136,6 +136,8 @@ def with_concurrency(settings: Mapping[str, Any], *, states_batch_size: bool) ->
         raise ConfigError(f"batch_size: {fault}; give concurrency alone")
     if is_given and "inference" not in asked.get("phase", ()):
         raise ConfigError("concurrency: is of phase inference; give batch_size")
+    if is_given and any(asked.get("request_rate") or ()):
+        raise ConfigError("concurrency: is what request_rate leads to; give one of them")
     return asked | ({"batch_size": concurrency} if is_given else {})
 
 
