@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_profiler import FakeProfiler, pretend_device
 from plan_runs import Silent, write_config
@@ -22,11 +23,13 @@ from whichlora.predict.predict import (
     predict,
 )
 from whichlora.predict.resolve import ResolvedRun
+from whichlora.search import shortlist
+from whichlora.search.counted_training import TrainingGroup
 from whichlora.spec.results import MemoryPrediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.workflow.answer import Answer
-from whichlora.workflow.run import run_plan
+from whichlora.workflow.run import run_plan, search
 from whichlora.workflow.session import Session
 
 
@@ -238,3 +241,38 @@ def test_of_a_large_plan_only_what_is_near_a_limit_is_replayed(
     answer = run_plan(path, progress=Silent())
     assert answer.winner is not None
     assert answer.winner.prediction.memory == alone(answer.winner.run)
+
+
+def test_what_waits_too_long_is_left_out_before_its_memory_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        "models: [Qwen/Qwen3-0.6B, meta-llama/Llama-3.1-8B]\n"
+        "dataset: {samples: 2000, mean_tokens: 300, p95_tokens: 800}\n"
+        "gpu: a100-sxm-80gb\ngpus: [1, 2, 4, 8]\nparallel: auto\nsequence_length: 1024\n"
+        f"weights: random\nprofile: none\noutput_dir: {tmp_path / 'out'}\n"
+    )
+    counted: list[TrainingGroup] = []
+    whole_counted = shortlist._PosteriorSamples.num_bytes
+
+    def noting(samples: Any, group: TrainingGroup) -> Any:
+        counted.append(group)
+        return whole_counted(samples, group)
+
+    def listed() -> tuple[list[RunConfig], Answer]:
+        session = Session(load_plan(plan), find_gpu("a100-sxm-80gb"), Silent(), fresh=True)
+        return session.runs(), search(session)
+
+    monkeypatch.setattr(shortlist._PosteriorSamples, "num_bytes", noting)
+    runs, answer = listed()
+    num_counted = len(counted)
+    counted.clear()
+    monkeypatch.setattr(shortlist._Shortlist, "_cost_in_time", lambda *_: np.array([[-np.inf]]))
+    every_run, every = listed()
+    assert num_counted < 0.7 * len(counted)
+    assert answer.winner is not None
+    assert every.winner is not None
+    assert answer.winner.run == every.winner.run
+    offloaded = [run for run in every_run if dict(run.parallel.options).get("offload")]
+    assert {*every_run} - {*runs} <= {*offloaded}, "only the smallest of a model may differ"

@@ -144,12 +144,13 @@ def live_parameters(
     following = _next_uses(trace)
     width_of = dict(widths)
     live: dict[int, int] = {}
-    num_live = ahead = 0
+    num_live = ahead = held = 0  # `held` of `num_live` elements, in bytes where widths are given
     by_step = []
     for index, (_, key, size) in enumerate(trace):
         if key >= 0 and key not in live:
             live[key] = size
             num_live += size
+            held += size * width_of.get(key, 1)
         ahead = max(ahead, index + 1)
         wanted, fetched = min(max_live - num_live, prefetch), 0
         while ahead < len(trace) and fetched < wanted:
@@ -157,13 +158,15 @@ def live_parameters(
             if next_key >= 0 and next_key not in live:
                 live[next_key] = next_size
                 fetched += next_size
+                held += next_size * width_of.get(next_key, 1)
             ahead += 1
         num_live += fetched
-        by_step.append(sum(held * width_of.get(name, 1) for name, held in live.items()))
+        by_step.append(held)
         again = following[index]
         skipped = again is not None and again < ahead
         near = again is not None and starts[again] - starts[index + 1] < max_reuse
         if key >= 0 and not (skipped or near):
+            held -= live[key] * width_of.get(key, 1)
             num_live -= live.pop(key)
     last = max(layer for layer, _, _ in trace)
     steps = [(layer, count) for (layer, _, _), count in zip(trace, by_step, strict=True)]

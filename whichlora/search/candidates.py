@@ -255,8 +255,13 @@ class Candidates:
                         at_once=at_once,
                         accumulation=accumulation,
                     )
-                run = replace(base, batch_size=size, gradient_accumulation_steps=accumulation)
-                get_trainer(run.trainer).check(with_trainer(replace(run, parallel=config)))
+                run = replace(
+                    base,
+                    batch_size=size,
+                    gradient_accumulation_steps=accumulation,
+                    parallel=config,
+                )
+                get_trainer(run.trainer).check(with_trainer(run))
             except ConfigError as error:
                 reason = str(error)
                 continue

@@ -182,6 +182,7 @@ class _Shortlist:
         self._extremes: dict[str, _Extremes] = {}
         self._on_gpus: dict[tuple[str, int], _Extremes] = {}
         self._judged: set[int] = set()  # groups by id
+        self._seconds_of: dict[int, Array] = {}  # by id of the group
         self._by_cost: dict[str, list[tuple[TrainingGroup, Array]]] = {}
         self._num_meeting = 0
         self.shapes: dict[RunConfig, _Shapes] = {}
@@ -199,10 +200,13 @@ class _Shortlist:
         extremes = self._extremes[model] = _Extremes()
         optimistic = self._optimistic(model)
         for counted, cost in optimistic:
-            if (self._may_win(cost) or self._is_faster(counted, cost)) and self._may_fit(counted):
+            if self._may_be_listed(counted, cost) and self._may_be_listed(
+                counted, self._cost_in_time(counted)
+            ):
                 self._judge(counted)
         if not extremes.counted and optimistic:
-            self._judge(optimistic[0][0])
+            timed = [counted for counted, _ in optimistic if id(counted) in self._seconds_of]
+            self._judge(min(timed or [optimistic[0][0]], key=self._least_seconds))
             self._judge(min((counted for counted, _ in optimistic), key=self._least_bytes))
         self._num_meeting += math.isfinite(self._least_cost(model))
 
@@ -243,6 +247,27 @@ class _Shortlist:
         tier = requirements.tier[counted.group.job.run.model]
         return np.where(meets, np.log(quantity) + 1e3 * tier, np.inf)
 
+    def _seconds(self, counted: TrainingGroup) -> Array:
+        """With what each candidate waits for, counted once."""
+        if id(counted) not in self._seconds_of:
+            whole = counted.whole_training(self._calibration)
+            self._seconds_of[id(counted)] = self._samples.seconds(counted, whole)
+        return self._seconds_of[id(counted)]
+
+    def _least_seconds(self, counted: TrainingGroup) -> float:
+        return float(self._seconds(counted)[0].min())
+
+    def _cost_in_time(self, counted: TrainingGroup) -> Array:
+        """The cost of those that meet all limits but memory's, which takes longer to count."""
+        seconds = self._seconds(counted)
+        in_time = (seconds <= self._requirements.total_s) & self._served(counted)
+        return self._cost(counted, seconds, in_time)
+
+    def _may_be_listed(self, counted: TrainingGroup, cost: Array) -> bool:
+        """Whether candidates of no less than `cost` may be among the best, or their model's."""
+        is_better = self._may_win(cost) or self._is_faster(counted, cost)
+        return is_better and self._may_fit(counted)
+
     def _may_win(self, cost: Array) -> bool:
         import numpy as np
 
@@ -274,7 +299,7 @@ class _Shortlist:
         if id(counted) in self._judged:
             return
         self._judged.add(id(counted))
-        seconds = self._samples.seconds(counted, counted.whole_training(self._calibration))
+        seconds = self._seconds(counted)
         in_time = (seconds <= requirements.total_s) & self._served(counted)
         num_bytes = self._samples.num_bytes(counted)
         meets = in_time & (num_bytes <= requirements.finetune_bytes)
@@ -303,7 +328,8 @@ class _Shortlist:
         optimistic = self._optimistic(model)
         for group, cost in optimistic:
             of_count = self._on_gpus.setdefault((model, group.gpus), _Extremes())
-            if cost[0].min() < of_count.least_cost and self._may_fit(group):
+            may_fit = cost[0].min() < of_count.least_cost and self._may_fit(group)
+            if may_fit and self._cost_in_time(group)[0].min() < of_count.least_cost:
                 self._judge(group)
         of_model = (on for (name, _), on in self._on_gpus.items() if name == model)
         return [on.fastest for on in of_model if math.isfinite(on.least_cost)]

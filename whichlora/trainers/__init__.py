@@ -75,8 +75,10 @@ def with_trainer(run: RunConfig) -> RunConfig:
             )
     values = filled(trainer.options, asked).items()
     options = tuple(sorted((name, value) for name, value in values if value is not None))
-    run = replace(run, trainer_options=options)
-    return replace(run, loss_head=trainer.loss_head(run))
+    if options != run.trainer_options:
+        run = replace(run, trainer_options=options)
+    loss_head = trainer.loss_head(run)
+    return run if loss_head == run.loss_head else replace(run, loss_head=loss_head)
 
 
 def trainer_of(library_class: str) -> Trainer:
