@@ -5,6 +5,7 @@ Source: transformers 5.23 `distributed/tensor_parallel.py`, `base_model_tp_plan`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,9 @@ from whichlora.methods import lora
 from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
 from whichlora.parallel.division import COLUMNS, PLANNED, ROWS, WITHOUT_PLAN, divided_model
 from whichlora.spec.architecture import Linear
-from whichlora.spec.numeric import Count
+from whichlora.spec.numeric import Count, added, largest
 from whichlora.spec.options import Option
+from whichlora.spec.run import USUAL_HEAD
 from whichlora.spec.targets import adapted
 
 PARTIAL_SUM = Fact(
@@ -27,6 +29,15 @@ PARTIAL_SUM = Fact(
     dtype="compute_bytes",
     why="the all-reduce of a product divided by rows makes a new tensor",
     source="torch DTensor redistribute: funcol.all_reduce",
+)
+GATHERED_LOGITS = Fact(
+    part="logits_and_loss",
+    what="logits while they are gathered, beyond those of the loss",
+    shape="[batch_size, seq_len, vocab_size]",
+    dtype="compute_bytes",
+    count="2 + 1 / ranks, less the logits of the loss",
+    why="a rank's own columns, what the gather puts one after the other, and the columns in order",
+    source="torch 2.13 _functional_collectives.py _maybe_view_chunk_cat",
 )
 WHOLE_TABLE_GRADIENT = Fact(
     part="gradients",
@@ -48,6 +59,18 @@ def _table_bytes(step: TrainingStep, spread: Spread) -> int:
     return step.model.embeddings[0].num_params * spread.size * step.param_bytes
 
 
+def _gathered_logits(step: TrainingStep, spread: Spread, entries: Sequence[Entry]) -> Entry:
+    """Exceeds the loss's own memory only where logits are not widened after the gather.
+
+    Kind: exact. Source: torch 2.13 `_functional_collectives.py`, `_maybe_view_chunk_cat`: ranks
+    are gathered one after the other, and their columns joined by `torch.cat`; fake tensors.
+    """
+    vocab_bytes = loss.logit_width(step.model) * step.dtypes.compute_bytes
+    gathering = step.tokens * (2 * vocab_bytes + vocab_bytes // spread.size)
+    of_loss = added(entry.num_bytes for entry in entries if entry.fact is loss.LOSS_FORWARD)
+    return Entry(GATHERED_LOGITS, largest(gathering - of_loss, 0))
+
+
 def _split(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
     divided = divided_model(rank.step.model, spread.size)
     return (
@@ -67,6 +90,10 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
     changed = dict(moments)
     if "layer_forward" in changed:
         changed["layer_forward"] = (*changed["layer_forward"], summed)
+    in_loss = changed.get("loss_forward", ())
+    has_logits = step.run.loss_head == USUAL_HEAD  # fused heads make them in tiles
+    if has_logits and any(entry.fact is loss.LOSS_FORWARD for entry in in_loss):
+        changed["loss_forward"] = (*in_loss, _gathered_logits(step, spread, in_loss))
     if not step.method.trains_base:
         return changed
     # the sum with the head's gradient is divided by rows; alone, the whole table stays a part of a
@@ -81,9 +108,9 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
             for name, entries in changed.items()
         }
     update = changed["optimizer_step"]
-    added = (waiting, whole) if step.accumulates else (waiting,)
+    tables = (waiting, whole) if step.accumulates else (waiting,)
     return changed | {
-        "embedding_backward": (*update, *added),
+        "embedding_backward": (*update, *tables),
         "optimizer_step": (*update, whole),
     }
 
