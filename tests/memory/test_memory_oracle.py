@@ -120,6 +120,17 @@ def test_other_families_peak_as_predicted(family: str) -> None:
     assert relative_error(*oracle.peak(oracle.case(family))) < LOOSE_STEP
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"batch_size": 4, "prompt_len": 128}, {"serve": "as-trained", "method": "qlora"}],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "qwen3", "phi3", "mixtral"])
+def test_a_model_of_rewards_peaks_as_predicted(family: str, settings: dict[str, Any]) -> None:
+    one = oracle.case(family, phase="inference", trainer="reward", **settings)
+    assert relative_error(*oracle.peak(one)) < GENERATION
+
+
 @pytest.mark.parametrize("backend", ["fp8", "quanto", "hqq"])
 def test_a_quantised_cache_peaks_as_predicted(backend: str) -> None:
     if backend != "fp8":

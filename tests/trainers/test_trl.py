@@ -14,7 +14,7 @@ from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
 from whichlora.memory.step import REFERENCE_WEIGHTS
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import ledger, num_tokens, predict, training_step
+from whichlora.predict.predict import ledger, num_tokens, passes, predict, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import added
@@ -172,6 +172,34 @@ def test_a_reward_model_has_a_head_of_one_output_and_pairs(model: ModelSpec) -> 
         entry.num_bytes for entry in moments["loss_forward"] if entry.part == "logits_and_loss"
     )
     assert logits < 100 * 2 * 4 * 256  # one number per position, not a vocabulary
+
+
+def test_a_reward_model_scores_in_one_forward(model: ModelSpec) -> None:
+    """No cache, no logits of a vocabulary and no decoding: whatever number of tokens is asked."""
+    asked = {"model": NAME, "phase": "inference", "batch_size": 4, "prompt_len": 512}
+    run = RunConfig(**asked, max_new_tokens=64)
+    scoring = resolve(model, replace(run, trainer="reward"), A100)
+    assert num_tokens(scoring) == 4 * 512
+    assert [name for name, _, _ in passes(scoring)] == ["prefill"]
+    moments = ledger(scoring).moments
+    assert set(moments) == {"forward", "logits"}
+    held = [entry for entries in moments.values() for entry in entries]
+    assert not any(entry.part == "kv_cache" for entry in held)
+    rewards = added(entry.num_bytes for entry in held if entry.part == "logits_and_loss")
+    assert rewards == 4 * 512 * 2
+    longer = resolve(model, replace(run, trainer="reward", max_new_tokens=4096), A100)
+    assert ledger(longer).peak_allocated_bytes == ledger(scoring).peak_allocated_bytes
+    written = ledger(resolve(model, run, A100)).peak_allocated_bytes
+    assert ledger(scoring).peak_allocated_bytes < written
+
+
+@pytest.mark.parametrize("setting", [{"serving": "vllm"}, {"kv_cache": "static"}], ids=str)
+def test_what_writes_texts_is_refused_beside_a_reward_model(
+    model: ModelSpec, setting: dict[str, Any]
+) -> None:
+    run = RunConfig(model=NAME, phase="inference", trainer="reward", **setting)
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))}: .* one that scores them"):
+        resolve(model, run, A100)
 
 
 def test_a_reward_model_is_made_of_one_that_continues_texts() -> None:

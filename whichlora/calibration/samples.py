@@ -111,7 +111,7 @@ def time_samples(job: ResolvedRun, measurement: Measurement) -> dict[str, list[S
         context = mean_context(prompt, job.run.max_new_tokens)
         features = forward_features(job, context=context, decoding=True)
         add("decode", features, list(measurement.decode_s_per_token), context)
-    elif measurement.generate_s and job.run.max_new_tokens > 1 and job.model.task != "encoder":
+    elif measurement.generate_s and job.run.max_new_tokens > 1 and job.model.can_generate:
         context, steps = mean_context(prompt, job.run.max_new_tokens), job.run.max_new_tokens - 1
         whole = median(measurement.generate_s)
         first = _first_token_s(job)

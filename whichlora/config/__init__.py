@@ -201,11 +201,14 @@ def _sequences_at_once(settings: PlanFile) -> tuple[int, ...]:
 
 def _inference(settings: PlanFile, model: str) -> RunConfig:
     from whichlora.serving import get_engine
+    from whichlora.trainers import list_trainers
 
     stage, version = settings.stage1_profile, settings.serving_version
+    scores = list_trainers()[settings.trainer].gives_rewards
     return RunConfig(
         **_shared(settings, model),
         phase="inference",
+        trainer=settings.trainer if scores else RunConfig(model="").trainer,
         batch_size=_sequences_at_once(settings)[0],
         prompt_len=stage.prefill_length[0],
         max_new_tokens=stage.tokens_to_generate[0],

@@ -250,6 +250,11 @@ def _check_serving(data: Data) -> Iterator[Problem]:
                     accepted = "serving: vllm beside it, or batch_size and time_per_token"
                     yield Problem(loc=(*loc, key), fault=fault, accepted=accepted)
         return
+    trainer = _trainer(data)
+    if trainer is not None and trainer.gives_rewards:
+        fault = f"writes texts, and trainer {trainer.name} makes models that score them"
+        yield Problem(loc=("serving",), fault=fault, accepted=f"{TRANSFORMERS}, or no such line")
+        return
     if "batch_size" in stage1:
         fault = f"is of transformers, and {engine.name} has as many sequences as its pool holds"
         accepted = "concurrency, the fewest that must run at once"

@@ -136,6 +136,7 @@ def with_reward_head(model: ModelSpec) -> ModelSpec:
         vocab_size=head.out_features,
         logit_softcap=None,
         scales_logits=False,
+        gives_rewards=True,
     )
 
 

@@ -33,7 +33,7 @@ _MOST_STEPS = 32  # of a cache that grows; each takes most of a millisecond
 
 
 class GenerationEvents(BlockPlayer):
-    """The events of loading and of one call of `generate`, or of an encoder's forward."""
+    """The events of loading and of one call of `generate`, or of one forward."""
 
     def __init__(self, run: Generation) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ class GenerationEvents(BlockPlayer):
         return self.run.run.kv_cache == "static"
 
     @property
-    def _is_encoder(self) -> bool:
-        return self.run.model.task == "encoder"
+    def _is_one_forward(self) -> bool:
+        return not self.run.model.can_generate
 
     def _width(self, layer: Layer) -> int:
         model = self.run.model
@@ -91,7 +91,7 @@ class GenerationEvents(BlockPlayer):
             ragged=ragged,
             stream=self._width(layer),
             decoding=decoding,
-            writes_cache=not (self._is_encoder or (decoding and self._is_static)),
+            writes_cache=not (self._is_one_forward or (decoding and self._is_static)),
             reads_own=reads_own,
         )
         size = rounded(self._width(layer) * run.model.hidden_size * tokens)
@@ -165,7 +165,7 @@ class GenerationEvents(BlockPlayer):
         rows, stream, embedded = self._embedded(
             block, model, rows_bytes=rows_bytes, keeps_rows=False
         )
-        positions = queries if self._is_encoder else tokens
+        positions = queries if self._is_one_forward else tokens
         around = self._rotary(
             activations.rotary_bytes(model, dtypes, span=positions),
             stream_bytes=dtypes.stream_bytes,
@@ -191,7 +191,7 @@ class GenerationEvents(BlockPlayer):
     def _finish(
         self, stream: int, rows: int, around: list[int], *, tokens: int, sizes: dict[str, int]
     ) -> None:
-        """The last norm of every position, and the logits of the last, or all of an encoder."""
+        """The last norm of every position, and the logits of the last, or all of one forward."""
         run, model, dtypes = self.run, self.run.model, self.run.dtypes
         events = self._stack_end_events
         if events is not None:
@@ -203,7 +203,7 @@ class GenerationEvents(BlockPlayer):
         self._let_go(rows)
         self.list.die(*around)
         width = loss.logit_width(model)
-        if self._is_encoder:
+        if self._is_one_forward:
             events = logits_events(
                 model, dtypes, run.method, run.targets, stream=dtypes.stream_bytes
             )
@@ -232,7 +232,7 @@ class GenerationEvents(BlockPlayer):
         run = self.run
         play_loading(self.list, run.model, run.dtypes)
         self._pass(queries=run.prompt_len, span=run.sized["span"], decoding=False)
-        last = 0 if self._is_encoder else run.max_new_tokens - 1
+        last = 0 if self._is_one_forward else run.max_new_tokens - 1
         count = min(last, 2 if self._is_static else _MOST_STEPS)  # steps of a static one are alike
         self.list.skips_steps = count < last and not self._is_static
         yield self.list

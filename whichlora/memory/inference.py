@@ -27,7 +27,7 @@ Entries = tuple[Entry, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One call of `generate`, or the forward of an encoder.
+    """One call of `generate`, or the forward of a model that generates nothing.
 
     Args:
         targets: names of the matrices whose adapters are not merged, if any.
@@ -155,16 +155,16 @@ class Generation:
             model,
             self.reader,
             side="encoder" if self.has_encoder else "",
-            prompt=True,
+            prompt=not model.gives_rewards,
             queries=self.prompt_len,
-            fills_cache=self.run.kv_cache == "dynamic",
+            fills_cache=self.run.kv_cache == "dynamic" and not model.gives_rewards,
             targets=self.targets,
             method=self.method,
             r=self.r,
             **self.sized,
         )
         # `generate` makes position ids per sequence, the other models one row for all
-        positions = self.prompt_tokens if is_decoder else self.prompt_len
+        positions = self.prompt_tokens if is_decoder and model.can_generate else self.prompt_len
         working = working + activations.rotary_bytes(model, self.dtypes, span=positions)
         if is_decoder:
             masks = activations.kept_mask_bytes(model, self.reader, checkpointed=True, **self.sized)
@@ -407,7 +407,7 @@ def quantised_moments(run: Generation, stored: CacheFormat) -> dict[str, Entries
     return moments | {"last_logits": (*run.static, *cache, run.last_logits)}
 
 
-# --- an encoder, alone or before a decoder ----------------------------------------------------
+# --- an encoder, alone or before a decoder, and a model of rewards -----------------------------
 
 ENCODED = Fact(
     part="activations",
@@ -481,9 +481,17 @@ EVERY_LOGIT = Fact(
     why="an encoder's own head returns them",
     source="transformers BertForMaskedLM.forward",
 )
+EVERY_REWARD = Fact(
+    part="logits_and_loss",
+    what="rewards of every position",
+    shape="[batch_size, prompt_len, 1]",
+    dtype="compute_bytes",
+    why="the head scores all positions, of which the last is picked",
+    source="transformers 5.23 GenericForSequenceClassification.forward",
+)
 
 
-def encoder_moments(run: Generation) -> dict[str, Entries]:
+def forward_moments(run: Generation) -> dict[str, Entries]:
     """In the worst layer, and at the head that scores every position."""
     hidden = 2 * run.model.hidden_size * run.prompt_tokens * run.element_bytes
     return {
@@ -491,7 +499,7 @@ def encoder_moments(run: Generation) -> dict[str, Entries]:
         "logits": (
             *run.static,
             Entry(LAST_HIDDEN, hidden),
-            Entry(EVERY_LOGIT, _every_logit(run)),
+            Entry(EVERY_REWARD if run.model.gives_rewards else EVERY_LOGIT, _every_logit(run)),
         ),
     }
 
@@ -504,16 +512,15 @@ def _every_logit(run: Generation) -> Count:
 
 
 def inference_ledger(generation: Generation) -> Ledger:
-    """Moments of one generation: the prompt pass and the last decoding step."""
+    """Moments of one generation, the prompt pass and the last decoding step, or of one forward."""
     model, like = generation.model, generation.batch_size
-    is_encoder = model.task == "encoder"
     ledger = Ledger(
-        moments=(encoder_moments if is_encoder else generation_moments)(generation)
+        moments=(generation_moments if model.can_generate else forward_moments)(generation)
         | loading_moment(model, generation.dtypes, like=like),
         idle_bytes=0,
         workspace_bytes=allocator.workspace_bytes(generation.gpu, training=False),
     )
-    idle = (_idle_of_encoder if is_encoder else _idle)(generation, ledger)
+    idle = (_idle if model.can_generate else _idle_of_forward)(generation, ledger)
     return replace(ledger, idle_bytes=idle)
 
 
@@ -559,7 +566,7 @@ def _idle(run: Generation, ledger: Ledger) -> Count:
     return largest(idle, after_prompt - ledger.peak_allocated_bytes)
 
 
-def _idle_of_encoder(run: Generation, ledger: Ledger) -> Count:
+def _idle_of_forward(run: Generation, ledger: Ledger) -> Count:
     """Blocks as wide as the vocabulary can't be cut from what the layers leave."""
     if run.gpu.kind == "cpu":
         return 0 * run.batch_size

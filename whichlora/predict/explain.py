@@ -233,7 +233,7 @@ def explain(
         strategies=alternatives(_strategies(job.run)),
         scaling=_scaling(model, job, counted, prediction.memory.moment),
     )
-    if training or model.task == "encoder" or job.has_pool:
+    if training or not job.model.can_generate or job.has_pool:
         return explained
     caches = []
     for name in get_args(KvCache):

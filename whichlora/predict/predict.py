@@ -117,7 +117,7 @@ def training_step(job: ResolvedRun, **sizes: Count) -> TrainingStep:
 
 
 def generation(job: ResolvedRun, **sizes: Count) -> Generation:
-    """One generation of `job`, or an encoder's forward; args as of `ledger`."""
+    """One generation of `job`, or the forward of a model that makes none; args as of `ledger`."""
     return Generation(
         model=job.model,
         run=job.run,
@@ -227,8 +227,8 @@ def mean_context(prompt_len: Count, max_new_tokens: Count) -> Count:
 def passes(job: ResolvedRun, **sizes: Count) -> tuple[Pass, ...]:
     """What one optimizer step is, or one generation.
 
-    The prompt pass gives the first token, decoding the others. An encoder without a head generates
-    nothing: its one forward is the answer.
+    The prompt pass gives the first token, decoding the others. An encoder or a model of rewards
+    generates nothing: its one forward is the answer.
 
     Args:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
@@ -248,7 +248,7 @@ def passes(job: ResolvedRun, **sizes: Count) -> tuple[Pass, ...]:
         )
 
     prefill: Pass = ("prefill", 1, forward(prompt_len, decoding=False))
-    if job.model.task == "encoder":
+    if not job.model.can_generate:
         return (prefill,)
     decode = forward(mean_context(prompt_len, new_tokens), decoding=True)
     return prefill, ("decode", new_tokens - 1, decode)
@@ -264,7 +264,7 @@ def _rollout_passes(job: ResolvedRun, sizes: Mapping[str, Count]) -> Iterator[Pa
 
 
 def num_tokens(job: ResolvedRun, **sizes: Count) -> Count:
-    """What a step trains on, padding included, or a generation makes; an encoder reads them.
+    """What a step trains on, padding included, or a generation makes; one forward reads them.
 
     Args:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
@@ -273,8 +273,8 @@ def num_tokens(job: ResolvedRun, **sizes: Count) -> Count:
     if job.run.phase == "finetune":
         sequences = counts["batch_size"] * job.trainer.rows_per_example
         return sequences * counts["seq_len"] * job.micro_batches
-    encoder = job.model.task == "encoder"
-    return counts["batch_size"] * counts["prompt_len" if encoder else "max_new_tokens"]
+    made = "max_new_tokens" if job.model.can_generate else "prompt_len"
+    return counts["batch_size"] * counts[made]
 
 
 def ledger_and_idle(job: ResolvedRun) -> tuple[Ledger, int | None]:

@@ -139,6 +139,9 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     if training:
         model = _trained_model(model, run, trainer)
         run = replace(run, loss_head=trainer.loss_of(run, model.model_type))
+    elif trainer.gives_rewards:
+        _check_scoring(run, trainer)
+        model = with_reward_head(model)
     if run.versions.experts_are_modules:
         model = with_expert_modules(model)
     _check_experts(model, run)
@@ -212,6 +215,16 @@ def _trained_model(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelS
     if run.trainer_option("disable_dropout"):
         model = without_dropout(model)
     return with_reward_head(model) if trainer.gives_rewards else model
+
+
+def _check_scoring(run: RunConfig, trainer: Trainer) -> None:
+    """Refuse what is there for the writing of texts beside a model that only scores them."""
+    for setting, usual in (("serving", TRANSFORMERS), ("kv_cache", DYNAMIC)):
+        if getattr(run, setting) != usual:
+            raise ConfigError(
+                f"{setting}: {getattr(run, setting)} is for models that write texts, and trainer "
+                f"{trainer.name} makes one that scores them; leave {setting} out"
+            )
 
 
 def _dtypes_of(

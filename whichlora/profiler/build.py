@@ -144,7 +144,7 @@ def finished_model(model: Any, run: RunConfig, target_modules: Sequence[str] | s
 
 
 def _auto_class(run: RunConfig, config: PretrainedConfig) -> Any:
-    if run.phase == "finetune" and get_trainer(run.trainer).gives_rewards:
+    if get_trainer(run.trainer).gives_rewards:
         config.num_labels = 1
         return AutoModelForSequenceClassification
     return auto_class_of(config)

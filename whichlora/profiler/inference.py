@@ -27,7 +27,7 @@ def measure_inference(
     *,
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Time `num_batches` generations after a warm-up; an encoder runs its forward only.
+    """Time `num_batches` generations after a warm-up; one that has none runs its forward only.
 
     The warm-up has the full length, since a static cache is compiled for it. A device without
     memory counters generates once more under the profiler, after bitsandbytes has repacked 4-bit
@@ -85,10 +85,16 @@ class _Forward:
     def __init__(self, model: Any, meter: Meter, input_ids: torch.Tensor) -> None:
         self._model, self._meter, self._input_ids = model, meter, input_ids
         self._mask = torch.ones_like(input_ids)
+        text = model.config.get_text_config()
+        if text.pad_token_id is None:  # `GenericForSequenceClassification` scores no batch without
+            text.pad_token_id = 0
+        # transformers 5.23 `TextClassificationPipeline._forward` turns the cache of a decoder off
+        keeps = getattr(text, "use_cache", False)
+        self._options = {"use_cache": False} if keeps else {}
 
     def __call__(self) -> dict[str, float]:
         start_s = self._meter.now()
-        self._model(input_ids=self._input_ids, attention_mask=self._mask)
+        self._model(input_ids=self._input_ids, attention_mask=self._mask, **self._options)
         elapsed_s = self._meter.now() - start_s
         return {"generate_s": elapsed_s, "prefill_s": elapsed_s}
 

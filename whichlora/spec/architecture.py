@@ -496,6 +496,7 @@ class ModelSpec:
             with checkpointing, too.
         supports_checkpointing: the class has gradient checkpointing; the Trainer refuses one that
             has not.
+        gives_rewards: its head gives one number for each position in place of logits.
         scales_logits: the model multiplies its logits by a number (Cohere, Granite).
         biases_logits: it adds a buffer to them (BART).
         other_params: parameters outside all of the above (a vision tower, a pooler).
@@ -525,6 +526,7 @@ class ModelSpec:
     idle_linears: tuple[Linear, ...] = ()
     masked_head: MaskedHead | None = None
     logit_softcap: float | None = None
+    gives_rewards: bool = False
     scales_logits: bool = False
     biases_logits: bool = False
     rotates_each_kind: bool = False
@@ -548,6 +550,11 @@ class ModelSpec:
     @property
     def num_hidden_layers(self) -> int:
         return sum(group.count for group in self.groups)
+
+    @property
+    def can_generate(self) -> bool:
+        """Whether it writes texts; an encoder or a model of rewards reads them in one forward."""
+        return self.task != "encoder" and not self.gives_rewards
 
     @property
     def outer_linears(self) -> tuple[Linear, ...]:

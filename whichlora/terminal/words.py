@@ -13,6 +13,7 @@ from whichlora.serving.form import form_in_words
 from whichlora.spec.parallel import AUTO, ParallelConfig
 from whichlora.spec.results import Measurement, Prediction, Refused
 from whichlora.spec.run import TRANSFORMERS, RunConfig
+from whichlora.trainers import get_trainer
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def kind(run: RunConfig) -> str:
         return method_in_words(run)
     if run.serving != TRANSFORMERS:
         return f"{run.serving}, {form_in_words(run)}"
+    if get_trainer(run.trainer).gives_rewards:
+        return f"rewards, {form_in_words(run)}"
     stored = run.cache_format
     cache = run.kv_cache if stored is None else f"{stored.nbits}-bit {stored.backend}"
     return f"inference, {form_in_words(run)}, {cache} cache"

@@ -910,15 +910,15 @@ def inference_work(
     Each adapter that is not merged (of the matrices named in `targets`) does in every forward what
     it does in one of training: PEFT caches nothing of DoRA's norms between tokens.
 
-    The head sees the last position only, an encoder's every one. Of two stacks the first reads the
-    prompt, and the second begins with one token.
+    The head sees the last position only, that of an encoder or of rewards every one. Of two stacks
+    the first reads the prompt, and the second begins with one token.
 
     Kind: estimate. Source: `docs/time.md`.
     """
     tokens = batch_size if decoding else batch_size * context
     head, around = head_weights(model)
     vocab = model.vocab_size if head else 0
-    scores_all = dtypes.libraries.scores_whole_prompt or model.task == "encoder"
+    scores_all = dtypes.libraries.scores_whole_prompt or not model.can_generate
     scored = tokens if scores_all else batch_size
     if model.task == "encoder":
         head = head + around

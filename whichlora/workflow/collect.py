@@ -106,7 +106,7 @@ def _may_fit(session: Session, run: RunConfig) -> bool:
 def _predicted_times(session: Session, run: RunConfig) -> tuple[PredictedTime, ...]:
     """The times that a profile of `run` shows: every width, or prompt pass and decoding step.
 
-    An encoder decodes nothing.
+    An encoder or a model of rewards decodes nothing.
     """
     job = session.job(run)
     if run.phase == "finetune":
@@ -116,7 +116,7 @@ def _predicted_times(session: Session, run: RunConfig) -> tuple[PredictedTime, .
             PredictedTime("finetune", step_features(job, seq_len=width)) for width in widths
         )
     prompt = PredictedTime("prefill", forward_features(job, context=run.prompt_len, decoding=False))
-    if job.model.task == "encoder":
+    if not job.model.can_generate:
         return (prompt,)
     context = mean_context(run.prompt_len, run.max_new_tokens)
     return prompt, PredictedTime("decode", forward_features(job, context=context, decoding=True))

@@ -14,6 +14,7 @@ from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requ
 from whichlora.spec.results import Refused
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.store.gpus import find_cards
+from whichlora.trainers import get_trainer
 
 _ALONE = (None, AUTO, ONE_DEVICE)  # what one GPU is asked with
 MOST_COMBINATIONS = 20_000  # half a minute of predictions
@@ -101,10 +102,12 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
     for phase in settings.get("phase", ("finetune",)):
         unread: Collection[str] = _INFERENCE_ONLY
         if phase == "inference":
-            unread = set(_FINETUNE_ONLY) - set(_OF_ADAPTER)
+            unread = set(_FINETUNE_ONLY) - {*_OF_ADAPTER, "trainer"}
         names = [name for name in settings if name not in unread and name != "phase"]
         for values in itertools.product(*(settings[name] for name in names)):
             chosen = dict(zip(names, values, strict=True))
+            if phase == "inference" and not _scores(chosen):
+                chosen.pop("trainer", None)
             if phase == "inference" and _is_merged(chosen):
                 merged = (*_OF_ADAPTER, "serve")
                 chosen = {name: chosen[name] for name in chosen if name not in merged}
@@ -193,6 +196,11 @@ def _check_number(settings: Mapping[str, Sequence[Any]]) -> None:
             f"{MOST_COMBINATIONS}; give fewer values, or let 'whichlora run' search them with "
             "profile: none"
         )
+
+
+def _scores(inference: Mapping[str, Any]) -> bool:
+    """Whether an inference is of a model that its trainer makes to give rewards."""
+    return "trainer" in inference and get_trainer(inference["trainer"]).gives_rewards
 
 
 def _is_merged(inference: Mapping[str, Any]) -> bool:

@@ -27,7 +27,6 @@ from whichlora.search.grid import pareto
 from whichlora.search.loop import SearchLoop
 from whichlora.serving.form import serving_form, serving_run
 from whichlora.spec.numeric import TWO_SIDED_Z
-from whichlora.trainers import get_trainer
 from whichlora.units import format_bytes
 from whichlora.workflow.answer import Answer, Compared, Ending, Search
 from whichlora.workflow.session import Session
@@ -206,8 +205,6 @@ def _describe_tokens(session: Session, best: Candidate | None, model: str) -> st
 def _cautions(session: Session, best: Candidate | None, model: str) -> list[str]:
     """What must be known of the data of `model` and of the winner before either is acted on."""
     cautions = list(session.data.cautions(model))
-    if get_trainer(session.plan.finetune.trainer).gives_rewards:
-        cautions.append("stage 1 judges models that write texts, not ones that give rewards")
     if best is not None:
         cautions += _merged_instead(session, best)
         of_model = session.models[model].notes
