@@ -12,7 +12,7 @@ from whichlora.errors import ConfigError
 from whichlora.predict.explain import explain
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
-from whichlora.serving.base import Served
+from whichlora.serving.base import Served, Stepping
 from whichlora.serving.form import form_in_words
 from whichlora.serving.llama_cpp import (
     MARGIN_BYTES,
@@ -24,10 +24,14 @@ from whichlora.serving.llama_cpp import (
     placement,
     slots,
     start,
+    stepping,
     taken,
+    weight_bytes,
 )
+from whichlora.serving.step_time import Step, StepTimer, own_all_reduce, step_timer
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
 from whichlora.units import GiB
 
@@ -182,3 +186,97 @@ def test_what_is_not_served_is_refused_in_one_line(
     with pytest.raises(ConfigError) as error:
         served(replace(RUN, **changed), **options)
     assert str(error.value).startswith(message)
+
+
+# --- steps ------------------------------------------------------------------------------------
+
+
+def stepped(asked: Served) -> Stepping:
+    own = stepping(asked)
+    assert own is not None
+    return own
+
+
+def timer(asked: Served) -> StepTimer:
+    return step_timer(asked, stepping=stepped(asked), reduction_s=own_all_reduce(0.0, 1))
+
+
+def test_a_step_reads_the_file_but_for_its_token_table() -> None:
+    asked = served(file_type="Q4_K_M")
+    model = asked.model
+    read = weight_bytes(asked, None) + sum(
+        count * weight_bytes(asked, linear)
+        for layer, count in model.layers()
+        for linear in layer.linears
+    )
+    whole = taken(asked, placement(asked), 8192, 1)
+    assert read == pytest.approx(whole.layers + whole.output, rel=1e-3)
+
+
+def test_experts_are_all_in_the_file() -> None:
+    asked = served(replace(RUN, model="Qwen/Qwen3-30B-A3B"), file_type="Q4_K_M")
+    model = asked.model
+    read = weight_bytes(asked, None) + sum(
+        count * weight_bytes(asked, linear)
+        for layer, count in model.layers()
+        for linear in layer.linears
+    )
+    whole = taken(asked, placement(asked), 8192, 1)
+    assert read == pytest.approx(whole.layers + whole.output, rel=1e-3)
+
+
+def test_each_row_of_few_takes_as_long_as_published() -> None:
+    """RTX 3090, Llama 3 8B, Q4_0: 6.4 ms for one row, 13.7 ms for eight (pull request 15802)."""
+    asked = served(gpu=find_target("rtx-3090-24gb"), file_type="Q4_0")
+    one, eight = (
+        timer(asked).seconds(Step(decoding=rows, cached_tokens=rows, sampled=rows))
+        for rows in (1, 8)
+    )
+    assert 1e3 * one == pytest.approx(6.39, rel=0.1)
+    assert 1e3 * eight == pytest.approx(13.7, rel=0.1)
+
+
+def test_a_large_batch_is_read_in_micro_batches() -> None:
+    def prompt(tokens: int) -> Step:
+        pairs = tokens**2 / 2
+        return Step(
+            decoding=0, cached_tokens=0, prompt_tokens=tokens, prompt_pairs=pairs, sampled=1
+        )
+
+    asked = served(file_type="Q4_0")
+    assert stepped(asked).max_step_tokens == 2048
+    small, large = (timer(asked).parts(prompt(tokens)) for tokens in (512, 2048))
+    head_s = timer(asked).parts(prompt(0))["products"]
+    assert large["products"] - head_s == pytest.approx(4 * (small["products"] - head_s), rel=1e-3)
+    once = timer(served(file_type="Q4_0", ubatch_size=2048)).parts(prompt(2048))
+    assert once["products"] < large["products"]
+
+
+def test_narrow_keys_are_fewer_bytes() -> None:
+    wide, narrow = (
+        stepped(served(cache_type_k=kind, cache_type_v=kind)).cache_bytes
+        for kind in ("f16", "q8_0")
+    )
+    assert wide == 2
+    assert narrow == 34 / 32
+
+
+def test_what_lies_on_the_host_is_not_timed() -> None:
+    assert stepping(served(n_gpu_layers=20)) is None
+    assert stepping(served(gpu=CPU)) is None
+    assert stepping(served()) is not None
+
+
+def test_a_queue_waits_for_slots() -> None:
+    gpu = find_target("rtx-3090-24gb")
+    speeds = []
+    for num_slots in (1, 4):
+        run = replace(
+            RUN, batch_size=8, context=2048, prompt_len=500, max_new_tokens=100,
+            serving_options=(("file_type", "Q4_K_M"), ("parallel", num_slots)),
+        )  # fmt: skip
+        answer = predict(load_model(LLAMA), run, gpu, load_calibration(gpu)).serving
+        assert answer is not None
+        assert answer.time is not None
+        speeds.append(answer.time.output_tokens_per_s)
+    assert 1.5 < speeds[1] / speeds[0] < 4

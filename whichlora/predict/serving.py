@@ -87,4 +87,6 @@ def _without_time(job: ResolvedRun) -> str:
         return f"no time: the steps of {job.engine.name} are not predicted"
     if not job.gpu.is_timed:
         return f"no time: the rates of {job.gpu.key} are not known"
+    if job.engine.stepping(job.served) is None:
+        return f"no time: the steps of {job.engine.name} are not predicted as it is asked"
     return f"no time: no links of machines with {job.gpu.key} are known"

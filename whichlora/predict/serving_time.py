@@ -35,6 +35,8 @@ def serving_time(
     if job.engine.stepping is None or not job.gpu.is_timed or start.fault:
         return None
     stepping = job.engine.stepping(job.served)
+    if stepping is None:
+        return None
     reduction_s = _reduction_s(job, stepping, machines)
     if reduction_s is None:
         return None
@@ -48,7 +50,7 @@ def serving_time(
         requests_per_s=run.request_rate,
     )
     rules = Rules(
-        max_num_seqs=start.max_num_seqs,
+        max_num_seqs=min(start.max_num_seqs, stepping.max_num_seqs or start.max_num_seqs),
         max_step_tokens=stepping.max_step_tokens,
         mixes=stepping.mixes,
         whole_prompts=stepping.whole_prompts,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
 from whichlora.methods.base import Method
+from whichlora.serving.kernel_rates import KernelRates
 from whichlora.serving.log import EngineLog
-from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.architecture import Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.options import Option, OptionValue, filled
@@ -151,6 +152,12 @@ class Stepping:
         cache_bytes: of one element of keys and values.
         code_reads: of the bandwidth that current kernels reach with quantised weights, what its
             own do.
+        rates: of its own kernels; None where they are those of `kernel_rates`.
+        weight_bytes: of a matrix as the engine stores it, all experts, the mean of the layers; None
+            asks for the head. None where the run's dtypes say it.
+        joins: whether matrices that read one input are one product.
+        max_num_seqs: that run at once, where fewer than `Start` could be had are allocated.
+        graph_tokens: of one pass over the layers; a larger step is several. None for no limit.
     """
 
     ranks: int
@@ -163,6 +170,11 @@ class Stepping:
     launch_s: float
     cache_bytes: float
     code_reads: float = 1.0
+    rates: KernelRates | None = None
+    weight_bytes: Callable[[Linear | None], float] | None = None
+    joins: bool = True
+    max_num_seqs: int | None = None
+    graph_tokens: int | None = None
 
 
 def _accepts(served: Served) -> None:
@@ -192,7 +204,7 @@ class Engine:
             the run is one call of `generate`.
         reads_checkpoints: it loads the files of the hub as they are stored.
         reads_fp8: whether it serves weights in 8-bit floats.
-        stepping: how it steps; None where its times are not predicted.
+        stepping: how it steps; None where its times are not predicted, or not as it is asked.
         check: refuses what the engine refuses, in one line.
         command: starts it as it is judged, in a shell; empty where there is no such command.
         prepare: lines of a shell that make what the command loads from the directory of
@@ -212,7 +224,7 @@ class Engine:
     start: Callable[[Served], Start] | None = None
     reads_checkpoints: bool = True
     reads_fp8: bool = False
-    stepping: Callable[[Served], Stepping] | None = None
+    stepping: Callable[[Served], Stepping | None] | None = None
     check: Callable[[Served], None] = _accepts
     command: Callable[[Served], str] = _no_command
     prepare: Callable[[Served], str] = _no_command

@@ -27,6 +27,10 @@ class KernelRates:
             what its units need is as much faster, up to `MOST_PRODUCTS`.
         query_passes: times that the queries of a decoding step are read, as far as bytes go: blocks
             of few keys do not fill a multiprocessor.
+        pointwise_s: of a kernel without products.
+        overlaps: whether a product reads weights while it computes; else one follows the other.
+        few_rows: up to which a product has a kernel without matrix units; `few_products` of the
+            fp32 peak. The arithmetic of the first row hides behind the reads.
         deviation: relative, of a step on a GPU of this kind.
     """
 
@@ -39,6 +43,10 @@ class KernelRates:
     query_passes: float
     prefill_attention_s: float
     attention: float
+    pointwise_s: float = 2.5e-6
+    overlaps: bool = True
+    few_rows: int = 0
+    few_products: float = 1.0
     deviation: float = 0.12
 
 
@@ -127,7 +135,6 @@ ZEROED_READS = 0.9  # of the bandwidth of GPTQ's codes
 # 0.34 of the peak where dense products reach 0.6 to 0.8. The same tables.
 EXPERTS_S = 10e-6
 EXPERTS_PRODUCTS = 0.39  # of the rate of a dense product
-POINTWISE_S = 2.5e-6  # of a kernel without products. Kind: estimate.
 POINTWISE_READS = 0.8  # of the bandwidth, as the prior of `timing.model`
 
 

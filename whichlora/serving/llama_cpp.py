@@ -13,21 +13,27 @@ from functools import lru_cache
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
 from whichlora.memory.entries import Entry, Fact
-from whichlora.serving.base import Engine, Pool, Served, Start
+from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.ggml_graph import FP32, Batch, compute_bytes
 from whichlora.serving.gguf import (
     BLOCKS,
     FILE_TYPES,
+    NAMES,
+    UNQUANTISED,
     Tensor,
     in_order,
     row_bytes,
     tensors,
     unknown_matrices,
 )
+from whichlora.serving.kernel_rates import KernelRates, kernel_rates
 from whichlora.serving.rank import check_model
-from whichlora.spec.architecture import ModelSpec
+from whichlora.serving.step_time import compute_dtype
+from whichlora.spec.architecture import Linear, ModelSpec
+from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
+from whichlora.timing.model import power_factor, product_rate
 from whichlora.units import MiB, format_bytes
 
 CELLS = 256  # a cache has a multiple of them; src/llama-context.cpp:293
@@ -449,6 +455,116 @@ def _fault(served: Served, needed: Taken, pool: Pool) -> str:
     )
 
 
+# --- how it steps -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRates:
+    """What products with weights in blocks reach on GPUs of one compute capability.
+
+    Args:
+        kernel_s: of a kernel beside its work; a product also narrows its input to 8 bit.
+        products: of the fp32 peak, in many rows, where `power_factor` is 1.
+        deviation: wider where fewer than five cards were measured.
+    """
+
+    kernel_s: float
+    products: float
+    deviation: float = 0.12
+
+
+# Kind: fitted, to the published speeds of one 7B model in Q4_0 on 25 cards
+# (`benchmarks/llama_cpp_gpus.py --fit`); those of few rows to an RTX 3090, whose steps of 1 to 8
+# tokens take 1.04 ms longer for each (pull request 15802).
+BLOCK_READS = 0.86  # of the bandwidth
+FEW_PRODUCTS = 0.38  # of the fp32 peak, of at most FEW_ROWS rows
+BLOCK_RATES = {
+    "6.1": BlockRates(kernel_s=13.2e-6, products=1.09, deviation=0.25),
+    "7.0": BlockRates(kernel_s=6.8e-6, products=2.89, deviation=0.25),
+    "7.5": BlockRates(kernel_s=7.6e-6, products=2.31, deviation=0.25),
+    "8.0": BlockRates(kernel_s=7.6e-6, products=3.72, deviation=0.25),
+    "8.6": BlockRates(kernel_s=3.7e-6, products=1.75),
+    "8.9": BlockRates(kernel_s=2.5e-6, products=1.90),
+    "9.0": BlockRates(kernel_s=5.8e-6, products=2.57, deviation=0.25),
+    "12.0": BlockRates(kernel_s=2.4e-6, products=1.87),
+    "12.1": BlockRates(kernel_s=3.1e-6, products=1.73, deviation=0.25),
+}
+_BLOCKS_ELSEWHERE = BlockRates(kernel_s=5.1e-6, products=2.09, deviation=0.25)  # geometric means
+PLAIN_DEVIATION = 0.25  # of 16-bit files: only releases of 2024 were measured
+FEW_ROWS = 8  # ggml/src/ggml-cuda/mmvq.cuh MMVQ_MAX_BATCH_SIZE
+
+
+def block_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
+    """Of kernels that read weights in blocks and compute in 8 bit, and of those beside them.
+
+    Source: llama.cpp 0c1e570 ggml/src/ggml-cuda/mmvq.cu, mmq.cuh.
+    """
+    capability = str(gpu.compute_capability or "")
+    own = BLOCK_RATES.get(capability) or _BLOCKS_ELSEWHERE
+    rate = own.products * power_factor(gpu, "bf16") * product_rate(gpu, "fp32")
+    return replace(
+        kernel_rates(gpu),
+        product_s=own.kernel_s,
+        attention_s=own.kernel_s,
+        prefill_attention_s=own.kernel_s,
+        pointwise_s=own.kernel_s,
+        reads=BLOCK_READS,
+        products=rate / product_rate(gpu, dtype),
+        overlaps=False,
+        few_rows=FEW_ROWS,
+        few_products=FEW_PRODUCTS,
+        deviation=own.deviation,
+    )
+
+
+def weight_bytes(served: Served, linear: Linear | None) -> float:
+    """Bytes of a matrix in the file, the mean of the layers that have it; of the head for None."""
+    file = _file(served.model, file_type(served))
+    if linear is None:
+        name = "token_embd" if served.model.head_tied or served.model.head is None else "output"
+        return float(sum(tensor.num_bytes for tensor in file if tensor.name == name))
+    names = {NAMES[linear.name]}
+    if linear.count > 1:
+        own = NAMES[linear.name]
+        fused = linear.name == "gate_up_proj"
+        names = {"ffn_gate_exps", "ffn_up_exps"} if fused else {f"{own}_exps"}
+    found = [tensor for tensor in file if tensor.layer is not None and tensor.name in names]
+    return sum(tensor.num_bytes for tensor in found) / len({tensor.layer for tensor in found})
+
+
+def stepping(served: Served) -> Stepping | None:
+    """Slots that decode and prompts share a batch, which is read in micro-batches.
+
+    None on a CPU, and where a part of the model lies on the host.
+
+    Kind: exact; what the host does between two steps is in the kernels' times.
+    Source: llama.cpp 0c1e570 tools/server/server-context.cpp `update_slots`.
+    """
+    if served.gpu.kind != "cuda" or placement(served) != all_of(served.model):
+        return None
+    in_blocks = file_type(served) not in UNQUANTISED
+    keys, values = (str(served.options[name]).upper() for name in ("cache_type_k", "cache_type_v"))
+    in_block = 256
+    cached = (row_bytes(in_block, keys) + row_bytes(in_block, values)) / (2 * in_block)
+    batch = served.count("batch_size") or 2048
+    plain = replace(kernel_rates(served.gpu), deviation=PLAIN_DEVIATION)
+    return Stepping(
+        ranks=1,
+        step_s=0.0,
+        sequence_s=0.0,
+        max_step_tokens=batch,
+        mixes=True,
+        captured_tokens=batch,
+        launch_s=0.0,
+        cache_bytes=cached,
+        rates=block_rates(served.gpu, compute_dtype(served)) if in_blocks else plain,
+        weight_bytes=lambda linear: weight_bytes(served, linear),
+        joins=False,
+        max_num_seqs=slots(served),
+        graph_tokens=min(batch, served.count("ubatch_size") or 512),
+    )
+
+
 # --- what it refuses --------------------------------------------------------------------------
 
 
@@ -553,6 +669,8 @@ def notes(served: Served) -> tuple[str, ...]:
     count = slots(served)
     words = "1 slot" if count == 1 else f"{count} slots"
     lines = [f"llama.cpp with a file of type {file_type(served)}, {words}"]
+    if stepping(served) is None:
+        lines.append("times are predicted of GPUs that hold all layers")
     if served.gpu.kind == "cpu":
         return tuple(lines)
     if placed.layers < whole.layers:
@@ -612,6 +730,7 @@ ENGINE = Engine(
     ),
     least_capability=5.0,  # docs/build.md
     start=start,
+    stepping=stepping,
     check=check,
     command=command,
     prepare=prepare,

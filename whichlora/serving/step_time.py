@@ -19,7 +19,6 @@ from whichlora.serving.kernel_rates import (
     NARROW_PRODUCTS,
     NARROWING_S,
     POINTWISE_READS,
-    POINTWISE_S,
     UNPACKING_PRODUCTS,
     UNPACKING_S,
     ZEROED_READS,
@@ -113,6 +112,7 @@ class StepTimer:
         pointwise: bytes per token between products, and kernels; `reduced_bytes` of a token that
             ranks add up, `num_reductions` times.
         reduction_s: seconds of one all-reduce of so many bytes.
+        few_rate: FLOP/s of products of at most `KernelRates.few_rows` rows.
         num_launches: kernels of a step that no graph captures, which can wait for the host.
         deviation: of the log of a step's time.
     """
@@ -129,25 +129,31 @@ class StepTimer:
     rates: KernelRates
     bandwidth: float
     peak: float
+    few_rate: float
     num_multiprocessors: int | None
     stepping: Stepping
     num_launches: int
     deviation: float
-    _products: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False)
+    _products: dict[float, tuple[float, float]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def parts(self, step: Step) -> dict[str, float]:
         """Seconds of `step` by `PARTS`, which add up to it.
 
         Kind: estimate. Source: `kernel_rates`.
         """
-        kernels, products = self._layer_products(step.tokens)
+        passes = math.ceil(step.tokens / (self.stepping.graph_tokens or step.tokens or 1))
+        kernels, products = (
+            passes * each for each in self._layer_products(step.tokens / max(1, passes))
+        )
         kernel_s, work_s = self._product(self.head, max(1, step.sampled))
         kernels, products = kernels + kernel_s, products + work_s
         attention = 0.0
-        for each in self.attentions:
-            kernel_s, work_s = self._attention(each, step)
-            kernels, attention = kernels + kernel_s, attention + work_s
-        kernels += self.pointwise_kernels * POINTWISE_S
+        for same in self.attentions:
+            kernel_s, work_s = self._attention(same, step)
+            kernels, attention = kernels + passes * kernel_s, attention + work_s
+        kernels += passes * self.pointwise_kernels * self.rates.pointwise_s
         moved = step.tokens * self.pointwise_bytes
         moved += step.sampled * self.vocab_size * SAMPLED_LOGIT_BYTES
         reduced = step.tokens * self.reduced_bytes
@@ -171,7 +177,7 @@ class StepTimer:
         """Of `step`."""
         return sum(self.parts(step).values())
 
-    def _layer_products(self, tokens: int) -> tuple[float, float]:
+    def _layer_products(self, tokens: float) -> tuple[float, float]:
         """Of all layers: their own times, and their work; most steps have as many tokens."""
         if tokens not in self._products:
             of_each = [self._product(product, tokens) for product in self.products]
@@ -181,23 +187,27 @@ class StepTimer:
             )
         return self._products[tokens]
 
-    def _product(self, product: _Product, tokens: int) -> tuple[float, float]:
-        rows, visited = float(tokens), 1.0
+    def _product(self, product: _Product, tokens: float) -> tuple[float, float]:
+        rows, visited = tokens, 1.0
         if product.experts > 1:
             # experts that at least one token chose, each by chance
             missed = (1 - product.active / product.experts) ** tokens
             visited = product.experts * (1 - missed)
             rows = tokens * product.active / visited
+        rate = product.rate
+        if rows <= self.rates.few_rows:
+            rate, rows = self.few_rate, max(0.0, rows - 1)
         flops = 0.0
         for inputs, outputs in product.shapes:
             idle = idle_flops(
                 rows if rows >= 1 else 1.0, outputs, inputs, self.num_multiprocessors, count=1
             )
             flops += 2 * rows * inputs * outputs + idle
-        arithmetic = visited * flops / product.rate
+        arithmetic = visited * flops / rate
         reads = visited / product.experts * product.num_bytes
         reads_s = reads / (product.reads * self.bandwidth)
-        return product.count * product.kernel_s, product.count * max(arithmetic, reads_s)
+        work = max(arithmetic, reads_s) if self.rates.overlaps else arithmetic + reads_s
+        return product.count * product.kernel_s, product.count * work
 
     def _attention(self, attention: _Attention, step: Step) -> tuple[float, float]:
         kernels = work = 0.0
@@ -219,8 +229,10 @@ class StepTimer:
         return attention.count * kernels, attention.count * work
 
 
-def _joined(linears: Sequence[Linear]) -> Iterator[tuple[Linear, ...]]:
-    """Those that read one input, which engines keep as one matrix."""
+def _joined(linears: Sequence[Linear], joins: bool = True) -> Iterator[tuple[Linear, ...]]:
+    """Those that read one input, which most engines keep as one matrix; else each alone."""
+    if not joins:
+        return ((linear,) for linear in linears)
     groups: dict[tuple[str, int], list[Linear]] = {}
     for linear in linears:
         groups.setdefault((linear.reads, linear.count), []).append(linear)
@@ -239,13 +251,13 @@ def step_timer(
         reduction_s: seconds of an all-reduce among them, by bytes.
     """
     model, gpu = rank_model(served.model, stepping.ranks), served.gpu
-    rates = kernel_rates(gpu)
+    rates = stepping.rates or kernel_rates(gpu)
     products, attentions = [], []
     moved, pointwise, reductions = 0.0, 0, 0
     for layer, count in model.layers():
         products += [
-            _product_of(group, count, served, rates, stepping.code_reads)
-            for group in _joined(layer.linears)
+            _product_of(group, count, served, rates, stepping)
+            for group in _joined(layer.linears, stepping.joins)
         ]
         products += list(_adapter_products(layer, count, served, rates))
         for attention in layer.attentions:
@@ -263,7 +275,7 @@ def step_timer(
         pointwise += count * _pointwise_kernels(layer)
         blocks = len(layer.attentions) + (layer.mlp is not None) + (layer.moe is not None)
         reductions += count * blocks * (stepping.ranks > 1)
-    head = _head(model, served, rates)
+    head = _head(model, served, rates, stepping)
     kernels = sum(product.count for product in products) + pointwise
     kernels += sum(attention.count for attention in attentions)
     return StepTimer(
@@ -278,34 +290,43 @@ def step_timer(
         reduction_s=reduction_s,
         rates=rates,
         bandwidth=gpu.bandwidth_bytes_per_s,
-        peak=product_rate(gpu, _dtype(served)),
-        num_multiprocessors=tiled_multiprocessors(gpu, _dtype(served)),
+        peak=product_rate(gpu, compute_dtype(served)),
+        few_rate=rates.few_products * product_rate(gpu, "fp32"),
+        num_multiprocessors=tiled_multiprocessors(gpu, compute_dtype(served))
+        if rates.overlaps
+        else None,
         stepping=stepping,
         num_launches=kernels,
         deviation=rates.deviation,
     )
 
 
-def _dtype(served: Served) -> str:
+def compute_dtype(served: Served) -> str:
+    """In which products are computed that have no weights in blocks."""
     return served.dtypes.half if served.dtypes.compute_bytes == 2 else "fp32"
 
 
 def _product_of(
-    group: Sequence[Linear], count: int, served: Served, rates: KernelRates, code_reads: float
+    group: Sequence[Linear], count: int, served: Served, rates: KernelRates, stepping: Stepping
 ) -> _Product:
     """`group` as one kernel, in the storage of its weights."""
     first, is_expert = group[0], group[0].count > 1
     kernel_s, reads = rates.product_s, rates.reads
-    rate = rates.products * product_rate(served.gpu, _dtype(served))
+    rate = rates.products * product_rate(served.gpu, compute_dtype(served))
     if is_quantised(first, served.dtypes):
         if _has_units(served.dtypes.quant, served.gpu):  # whose peak is twice that of 16 bit
             kernel_s, rate = kernel_s + NARROWING_S, 2 * NARROW_PRODUCTS * rate
         else:
             kernel_s, rate = kernel_s + UNPACKING_S, UNPACKING_PRODUCTS * rate
-            reads *= code_reads * (ZEROED_READS if served.dtypes.quant == "awq-int4" else 1.0)
+            reads *= stepping.code_reads * (
+                ZEROED_READS if served.dtypes.quant == "awq-int4" else 1.0
+            )
+    stored = stepping.weight_bytes
     return _Product(
         count=count,
-        num_bytes=float(sum(linear_bytes(linear, served.dtypes) for linear in group)),
+        num_bytes=float(
+            sum(stored(each) if stored else linear_bytes(each, served.dtypes) for each in group)
+        ),
         shapes=tuple((linear.in_features, linear.out_features) for linear in group),
         experts=first.count,
         active=first.active,
@@ -328,7 +349,7 @@ def _adapter_products(
     Source: vLLM 0.33.0 lora/ops/triton_ops/lora_shrink_op.py, lora_expand_op.py.
     """
     r, width = served.run.r, served.dtypes.compute_bytes
-    rate = rates.products * product_rate(served.gpu, _dtype(served))
+    rate = rates.products * product_rate(served.gpu, compute_dtype(served))
     for group in _joined(adapted(layer, served.targets)):
         first = group[0]
         for shapes in (
@@ -347,8 +368,8 @@ def _adapter_products(
             )
 
 
-def _head(model: ModelSpec, served: Served, rates: KernelRates) -> _Product:
-    width = served.dtypes.embedding_bytes
+def _head(model: ModelSpec, served: Served, rates: KernelRates, stepping: Stepping) -> _Product:
+    width, stored = served.dtypes.embedding_bytes, stepping.weight_bytes
     head = model.head
     inputs, outputs = (
         (model.hidden_size, model.vocab_size)
@@ -357,13 +378,13 @@ def _head(model: ModelSpec, served: Served, rates: KernelRates) -> _Product:
     )
     return _Product(
         count=1,
-        num_bytes=float(inputs * outputs * width),
+        num_bytes=stored(None) if stored else float(inputs * outputs * width),
         shapes=((inputs, outputs),),
         experts=1,
         active=1,
         kernel_s=rates.product_s,
         reads=rates.reads,
-        rate=rates.products * product_rate(served.gpu, _dtype(served)),
+        rate=rates.products * product_rate(served.gpu, compute_dtype(served)),
     )
 
 
