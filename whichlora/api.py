@@ -261,27 +261,63 @@ def where(
     return estimates.where(run, _types(gpu), calibration_dir=_path(calibration_dir), notes=notes)
 
 
+class _Question(TypedDict, total=False):
+    """What `recommend` takes in place of a plan: fields of `workflow.recommend.Question`."""
+
+    gpu: str
+    gpus: int
+    models: Sequence[str]
+    seq_len: int
+    data: str
+    samples: int
+    epochs: float
+    within: str
+    budget: str
+    price_per_hour: float
+    serving: str
+    tpot: str
+
+
 def recommend(
-    plan: AnyPath | Mapping[str, Any], *, fresh: bool = False, quiet: bool = True
+    plan: AnyPath | Mapping[str, Any] | None = None,
+    *,
+    fresh: bool = False,
+    quiet: bool = True,
+    save: AnyPath | None = None,
+    calibration_dir: AnyPath | None = None,
+    **question: Unpack[_Question],
 ) -> Answer:
-    """The largest model, variant and batch size that meet the limits: `whichlora run`.
+    """The largest model, variant and batch size that meet the limits.
+
+    With a plan this is `whichlora run`, with keywords `whichlora recommend`, which measures and
+    writes nothing.
+
+    >>> recommend(gpu="4090", seq_len=4096).winner.run.model
+    'Qwen/Qwen3-14B'
 
     Args:
         plan: a config file, or its content as a mapping (docs/config.md has the keys); paths in
             a mapping start in the current folder.
         fresh: measure again what an earlier run measured.
         quiet: say nothing on stderr while it works.
+        save: a file for the plan that the keywords mean.
+        calibration_dir: your calibrations; None is your own folder. A plan has its own key.
+        question: the options of `whichlora recommend`, where there is no plan.
 
     Returns:
         The winner (None where nothing fits), every candidate, and the files that were written.
 
     Raises:
-        ConfigError: a fault in the plan, the data, a model or the device.
+        ConfigError: a fault in the plan or a keyword, the data, a model or the device.
         MeasurementError: the profiler cannot start.
     """
     from whichlora.workflow.run import run_plan
 
     with Progress(quiet=quiet) as progress:
+        if plan is None:
+            return _recommended(question, _path(save), _path(calibration_dir), progress)
+        if given := [*question, *(["save"] if save else [])]:
+            raise ConfigError(f"{', '.join(given)}: a plan says it all; give one or the other")
         if not isinstance(plan, Mapping):
             return run_plan(Path(plan), fresh=fresh, progress=progress)
         text = json.dumps({"output_dir": "runs/recommend"} | dict(plan), indent=1)  # is YAML, too
@@ -291,6 +327,28 @@ def recommend(
             file.write(text)
             file.flush()
             return run_plan(Path(file.name), fresh=fresh, progress=progress)
+
+
+def _recommended(
+    question: _Question, save: Path | None, folder: Path | None, progress: Progress
+) -> Answer:
+    """The answer to keywords.
+
+    Raises:
+        ConfigError: one that does not exist, or as `recommend`.
+    """
+    from whichlora.workflow.recommend import Question, save_plan
+    from whichlora.workflow.recommend import recommend as answered
+
+    accepted = _Question.__annotations__
+    if unknown := [name for name in question if name not in accepted]:
+        raise ConfigError(f"{unknown[0]}: is not a keyword; accepted are {', '.join(accepted)}")
+    asked: dict[str, Any] = dict(question)
+    asked["models"] = tuple(_listed(asked.get("models", ())))
+    recommendation = answered(Question(**asked), progress=progress, calibration_dir=folder)
+    if save is not None:
+        save_plan(recommendation, save)
+    return recommendation.answer
 
 
 def calibrate(

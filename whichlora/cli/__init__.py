@@ -16,6 +16,7 @@ from whichlora.cli.estimates import estimate, explain, where
 from whichlora.cli.exports import export
 from whichlora.cli.faults import Group
 from whichlora.cli.guides import guide
+from whichlora.cli.recommend import recommend
 from whichlora.cli.runs import report, run
 
 
@@ -33,6 +34,7 @@ def main() -> None:
 
 
 _COMMANDS = (
+    recommend,
     estimate,
     explain,
     where,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from whichlora.spec.plan import Budget, DatasetConfig, Keeping, Limits, Objectiv
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 
 if TYPE_CHECKING:  # pydantic and ruamel.yaml cost 100 ms, which only `run` needs to pay
+    from whichlora.config.document import Document
     from whichlora.config.schema import Dataset, PlanFile, Slurm
 
 # Models to compare when the user names none: the families that most people fine-tune, from the
@@ -71,12 +74,33 @@ def load_plan(path: Path) -> Plan:
     Raises:
         ConfigError: every fault of the file, one line each, in the order of the file.
     """
+    from whichlora.config.document import read_document
+
+    return _plan_of(read_document(path))
+
+
+def plan_of(data: Mapping[str, Any], *, source: Path) -> Plan:
+    """The plan that `data`, the content of a config file, stands for.
+
+    Args:
+        source: what messages call it; relative paths start in its folder.
+
+    Raises:
+        ConfigError: every fault, one line each.
+    """
+    from whichlora.config.document import parse_document
+
+    text = json.dumps(dict(data), indent=1)  # is YAML, too
+    document = parse_document(source, text, example="dataset: data.jsonl")
+    return _plan_of(replace(document, is_file=False))
+
+
+def _plan_of(document: Document) -> Plan:
     from pydantic import ValidationError
 
     from whichlora.config import checks, faults, schema
-    from whichlora.config.document import read_document
 
-    document = read_document(path)
+    path = document.path
     problems = list(document.structure_problems())
     data = _well_formed(document.data)
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from whichlora.errors import ConfigError
+from whichlora.errors import ConfigError, DataFileError
 
 MAX_BYTES = 2**20  # a config is a page of text; a data file given by mistake is not
 
@@ -39,17 +40,23 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One YAML mapping, twice: as plain `data` and as the nodes that know their places."""
+    """One YAML mapping, twice: as plain `data` and as the nodes that know their places.
+
+    Args:
+        is_file: whether faults are told with their line and column in `path`.
+    """
 
     path: Path
     root: Any
     data: dict[Any, Any]
+    is_file: bool = True
 
     def render(self, problem: Problem) -> str:
         """`problem` as one line: place, key, fault, value, what was meant, what is accepted."""
         located, name, node = self._locate(problem.loc)
         line, column = problem.place or located
-        text = f"{self.path}:{line}:{column}: {name or 'the file'}: {problem.fault}"
+        place = f"{self.path}:{line}:{column}: " if self.is_file else ""
+        text = f"{place}{name or 'the file'}: {problem.fault}"
         if problem.show_value:
             text += f" (got {_describe(node)})"
         if problem.hint:  # first: what is accepted may be a long list
@@ -198,6 +205,26 @@ def parse_document(path: Path, text: str, *, example: str) -> Document:
             f"accepted: lines of the form 'key: value', such as '{example}'"
         )
     return Document(path=path, root=root, data=data)
+
+
+def write_document(path: Path, data: Mapping[str, Any], *, comment: str) -> None:
+    """Write `data` as YAML below the line `comment`.
+
+    Raises:
+        DataFileError: the file can't be written.
+    """
+    from ruamel.yaml import YAML
+
+    yaml: Any = YAML(typ="safe", pure=True)
+    text = StringIO()
+    yaml.sort_base_mapping_type_on_output = False
+    yaml.dump(dict(data), text)
+    try:
+        path.write_text(f"# {comment}\n{text.getvalue()}", encoding="utf-8")
+    except OSError as error:
+        raise DataFileError(
+            f"{path}: can't be written ({error.strerror}); give a file in a folder of yours"
+        ) from None
 
 
 def read_text(path: Path) -> str:

@@ -103,6 +103,9 @@ class CountedDataset(BaseDataset):
         else:
             longest_method = f"the longest of {self.max_tokens} tokens"
         shape = "as public instruction data" if self.spread is None else "as p95_tokens tells"
+        lengths = f"log-normal around the mean of {self.mean_tokens:.4g} tokens, spread {shape}"
+        if self.spread == 0:
+            lengths, longest_method = "all rows are equal", f"{longest} tokens each"
         return replace(
             self._spread(self.typical if self.spread is None else self.spread, max_length),
             longest_possible=None if longest == UNCUT else longest,
@@ -112,8 +115,7 @@ class CountedDataset(BaseDataset):
                 )
                 for spread in spreads
             ),
-            method=f"assumed, as only counts are given: log-normal around the mean of "
-            f"{self.mean_tokens:.4g} tokens, spread {shape}; {longest_method}",
+            method=f"assumed, as only counts are given: {lengths}; {longest_method}",
         )
 
     def _spread(self, spread: float, max_length: int) -> TokenLengths:

@@ -452,6 +452,11 @@ def bolder_than(
     return sorted(bolder, key=lambda candidate: candidate.rank)
 
 
+def closest(candidates: Iterable[Candidate]) -> Candidate | None:
+    """Of candidates that miss the limits, the likeliest; of equally likely ones the smallest."""
+    return max(candidates, key=lambda each: (each.chance, -each.memory_bytes.value), default=None)
+
+
 def kept_models(candidates: Sequence[Candidate]) -> tuple[str, ...]:
     """Models with at least one accepted inference configuration, the best ranked first."""
     serving = [candidate for candidate in candidates if accepted(candidate)]

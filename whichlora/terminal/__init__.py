@@ -14,6 +14,7 @@ from whichlora.terminal.live import SweepProgress
 from whichlora.terminal.own_links import print_own_links
 from whichlora.terminal.placements import print_placements
 from whichlora.terminal.progress import Progress
+from whichlora.terminal.recommended import print_recommended
 from whichlora.terminal.rows import candidate_row, comparison_rows, comparison_summary
 from whichlora.terminal.short import print_short
 from whichlora.terminal.sweep import print_recommendation, print_status, print_sweep
@@ -48,6 +49,7 @@ __all__ = [
     "print_placements",
     "print_predictions",
     "print_recommendation",
+    "print_recommended",
     "print_refit",
     "print_short",
     "print_status",

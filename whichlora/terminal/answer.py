@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.repeated_times import KNOWN_TO, Repeatability
-from whichlora.search.feasibility import LIKELY, Candidate, rejected_before, relaxations
+from whichlora.search.feasibility import LIKELY, Candidate, closest, rejected_before, relaxations
 from whichlora.search.gpu_counts import gpu_seconds
 from whichlora.serving.form import form_in_words
 from whichlora.terminal.plane import plane
@@ -307,15 +307,13 @@ def _nothing(answer: Answer) -> list[str]:
         ]
     lines = ["Nothing meets every limit.", f"  {certainty(answer.search, has_winner=False)}"]
     pool = [*answer.finetune] or [*answer.inference]
-    closest = max(
-        pool, key=lambda candidate: (candidate.chance, -candidate.memory_bytes.value), default=None
-    )
-    if closest is not None:
-        lines.append(f"Closest: {describe(closest.run)}.")
+    nearest = closest(pool)
+    if nearest is not None:
+        lines.append(f"Closest: {describe(nearest.run)}.")
         lines.extend(
             f"  it would need {check.limit} of at {'most' if check.is_least else 'least'} "
             + in_unit(check, check.needed)
-            for check in closest.checks
+            for check in nearest.checks
             if check.verdict != "meets"
         )
     lines.extend(f"Alone, {relaxed(relaxation)}." for relaxation in relaxations(pool))

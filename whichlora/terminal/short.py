@@ -37,6 +37,11 @@ def print_short(answer: Answer) -> None:
         _print_models(console, answer)
     else:
         print_gpus_of(console, answer.choice)
+    print_reasons(console, answer)
+
+
+def print_reasons(console: Console, answer: Answer) -> None:
+    """What stands below the table: the winner with its reasons, notes, and where the rest is."""
     print_counts(console, answer)
     blocks = _blocks(explanation(answer))
     on_gpus = ("GPU: ", "GPUs: ")

@@ -1,0 +1,161 @@
+"""`whichlora recommend`: a few words mean a plan, and have its answer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from plan_runs import Silent
+
+from whichlora.api import recommend as recommended
+from whichlora.cli import main
+from whichlora.errors import ConfigError
+from whichlora.workflow import estimates
+from whichlora.workflow.recommend import Question, plan_content, recommend
+from whichlora.workflow.run import run_plan
+
+SMALL, LARGE = "Qwen/Qwen3-4B", "Qwen/Qwen3-14B"
+MODELS = (SMALL, LARGE)
+
+
+def said(*words: str) -> Result:
+    return CliRunner(env={"COLUMNS": "160"}).invoke(main, ["recommend", *words])
+
+
+def test_the_saved_plan_has_the_same_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = said("--gpu", "4090", "--models", ",".join(MODELS), "--save", "plan.yaml")
+    assert result.exit_code == 0, result.output
+    assert "whichlora run plan.yaml" in result.output
+    assert list(tmp_path.iterdir()) == [tmp_path / "plan.yaml"]
+    again = run_plan(Path("plan.yaml"), progress=Silent())
+    assert again.winner is not None
+    assert again.winner.run.model == LARGE
+    assert f"Winner: {LARGE}" in result.output
+    answer = recommended(gpu="4090", models=MODELS)
+    assert answer.winner is not None
+    assert answer.winner.run == again.winner.run
+    assert answer.winner.memory_bytes == again.winner.memory_bytes
+
+
+def test_the_time_of_a_million_tokens_is_that_of_the_steps() -> None:
+    answer = recommended(gpu="4090", models=[SMALL], samples=1000, seq_len=1024)
+    best = answer.winner
+    assert best is not None
+    assert best.total_s is not None
+    (prediction,) = estimates.estimate([best.run], ["4090"])
+    assert prediction.time.step_s is not None
+    steps = 1000 / best.run.batch_size
+    assert best.total_s.value == pytest.approx(steps * prediction.time.step_s, rel=0.02)
+
+
+def test_where_nothing_fits_every_saving_is_what_an_estimate_says() -> None:
+    question = Question(gpu="4090", models=("meta-llama/Llama-3.1-70B",))
+    found = recommend(question, progress=Silent())
+    assert found.answer.winner is None
+    assert found.nearest is not None
+    run, used = found.nearest.prediction.run, found.nearest.prediction.memory.device_used_bytes
+    saved = [found.nearest.saved_bytes(each) for each in found.savings]
+    assert saved == sorted(saved, reverse=True)
+    assert saved[-1] > 0
+    half = next(each for each in found.savings if each.settings == {"seq_len": run.seq_len // 2})
+    (shorter,) = estimates.estimate([replace(run, seq_len=run.seq_len // 2)], ["4090"])
+    assert found.nearest.saved_bytes(half) == used - shorter.memory.device_used_bytes
+    assert found.smallest_gpu is not None
+    (there,) = estimates.estimate([run], [found.smallest_gpu.gpu.key])
+    assert there.verdict == "fits"
+
+
+def test_where_nothing_fits_the_menu_is_printed() -> None:
+    result = said("--gpu", "4090", "--models", "meta-llama/Llama-3.1-70B")
+    assert result.exit_code == 1
+    assert "give up" in result.output
+    assert "another card: Llama-3.1-70B" in result.output
+    as_json = said("--gpu", "4090", "--models", "meta-llama/Llama-3.1-70B", "--json")
+    answer = json.loads(as_json.output)
+    assert answer["winner"] is None
+    assert answer["savings"][0]["saved_bytes"] > 0
+    assert answer["plan"]["models"] == ["meta-llama/Llama-3.1-70B"]
+
+
+def test_an_engine_and_its_wait_are_asked() -> None:
+    result = said("--gpu", "4090", "--models", SMALL, "--serving", "vllm", "--tpot", "50ms")
+    assert result.exit_code == 0, result.output
+    assert "by vllm" in result.output
+    slow = said("--gpu", "4090", "--models", SMALL, "--serving", "vllm", "--tpot", "1ms")
+    assert slow.exit_code == 1
+    assert "tpot" in slow.output
+
+
+def test_memory_alone_has_no_time() -> None:
+    result = said("--gpu", "24GB", "--models", SMALL)
+    assert result.exit_code == 0, result.output
+    assert "memory of the device" in result.output
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"),
+    [
+        ({"within": "8h"}, "28800s"),
+        ({"budget": "10h"}, "36000s"),
+        ({"budget": "10h", "gpus": 4}, "9000s"),
+        ({"budget": "20usd", "price_per_hour": 0.5}, "144000s"),
+        ({"budget": "$20", "price_per_hour": 0.5, "within": "2h"}, "7200s"),
+    ],
+)
+def test_time_and_money_are_a_limit_on_the_time(asked: dict[str, Any], seconds: str) -> None:
+    content = plan_content(Question(gpu="4090", samples=1000, **asked))
+    assert content["stage2_profile"] == {"total_time": seconds}
+
+
+@pytest.mark.parametrize(
+    ("asked", "fault"),
+    [
+        ({"gpu": "4o90"}, "did you mean rtx-4090-24gb"),
+        ({"within": "8h"}, "within: how long a training takes depends on its data"),
+        ({"within": "8hrs", "samples": 9}, "within: '8hrs' is not a duration with a unit"),
+        ({"budget": "20usd", "samples": 9}, "no prices are known; give price_per_hour"),
+        ({"budget": "5kWh", "samples": 9}, "is energy, which is not predicted"),
+        ({"budget": "0usd", "samples": 9, "price_per_hour": 1.0}, "must be above 0"),
+        ({"tpot": "50ms"}, "is a limit of a serving engine; give serving"),
+        ({"serving": "vlm"}, "serving: 'vlm' is not known; accepted are transformers, vllm"),
+        ({"serving": "vllm", "tpot": "50"}, "tpot: '50' is not a duration with a unit"),
+        ({"data": "no.jsonl"}, "dataset.path: is not there"),
+        ({"data": "no.jsonl", "samples": 9}, "data and samples: give one of both"),
+        ({"models": ("qwen3-4c",)}, "did you mean Qwen/Qwen3-4B"),
+        ({"seq_len": 1}, "seq_len: must be a whole number from 2"),
+        ({"gpus": 0}, "gpus: must be a whole number from 1"),
+        ({"epochs": -1.0}, "epochs: must be a number above 0"),
+    ],
+)
+def test_a_fault_is_one_line(asked: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        recommend(Question(**({"gpu": "4090"} | asked)), progress=Silent())
+    assert fault in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_without_a_gpu_here_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = said()
+    assert result.exit_code == 2
+    assert "this machine has no GPU; name one" in result.output
+
+
+def test_python_takes_a_plan_or_keywords() -> None:
+    with pytest.raises(ConfigError, match="a plan says it all"):
+        recommended({"dataset": "a.jsonl"}, gpu="4090")
+    with pytest.raises(ConfigError, match="lengt: is not a keyword; accepted are gpu"):
+        recommended(gpu="4090", lengt=4)  # type: ignore[call-arg]
+
+
+def test_a_plan_that_can_not_be_written_says_so(tmp_path: Path) -> None:
+    result = said("--gpu", "4090", "--models", SMALL, "--save", str(tmp_path / "no" / "plan.yaml"))
+    assert result.exit_code == 2
+    assert "can't be written" in result.output

@@ -1,0 +1,87 @@
+"""`whichlora recommend`: the largest model for a GPU, without a config file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from whichlora.cli.faults import EXIT_NOTHING_FITS
+from whichlora.cli.options import Positive, calibration_option, json_option, print_json, words
+from whichlora.spec.parallel import MOST_GPUS
+from whichlora.spec.run import MOST_COUNT, RunConfig
+from whichlora.text import visible
+
+
+def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    return () if value is None else tuple(words("models")(ctx, param, value))
+
+
+@click.command()
+@click.option("--gpu", help="Accelerator, see `whichlora gpus`, or memory such as 24GB.")
+@click.option(
+    "--gpus",
+    type=click.IntRange(1, MOST_GPUS),
+    default=1,
+    show_default=True,
+    help="How many GPUs share the fine-tuning.",
+)
+@click.option("--models", callback=_models, help="Models to choose from, with commas.")
+@click.option(
+    "--seq-len",
+    type=click.IntRange(2, MOST_COUNT),
+    default=RunConfig(model="any").seq_len,
+    show_default=True,
+    help="Longest training sequence in tokens.",
+)
+@click.option("--data", help="The training data: a file, a folder or a dataset of the hub.")
+@click.option(
+    "--samples",
+    type=click.IntRange(1, 10**7),
+    help="Without --data: rows of --seq-len tokens each.",
+)
+@click.option("--epochs", type=Positive(1000), default=1.0, show_default=True, help="Passes.")
+@click.option("--within", help="Most time of the whole fine-tuning, such as 8h.")
+@click.option("--budget", help="GPU-hours such as 10h, or money such as 20usd.")
+@click.option("--price-per-hour", type=Positive(10**6), help="What an hour of one GPU costs.")
+@click.option("--serving", help="Who serves the model: vllm, sglang, llama-cpp, transformers.")
+@click.option("--tpot", help="With an engine: most time of each further token, such as 50ms.")
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the plan that was answered, for `whichlora run`.",
+)
+@calibration_option
+@json_option
+def recommend(
+    save: Path | None, calibration_dir: Path | None, as_json: bool, **options: Any
+) -> None:
+    """The largest models that train on a GPU; no data and no file needed.
+
+    Of each model the fastest variant and batch, and what serving it takes. Without --gpu, the GPU
+    of this machine. Nothing is measured; `whichlora run` on the file of --save does that.
+
+    \b
+    Example:
+      whichlora recommend --gpu 4090 --seq-len 4096
+      whichlora recommend --gpu l4 --data train.jsonl --within 8h --save plan.yaml
+    """
+    from whichlora import terminal
+    from whichlora.workflow.recommend import Question, save_plan
+    from whichlora.workflow.recommend import recommend as answered
+
+    question = Question(**options)
+    with terminal.Progress(quiet=True) as progress:
+        recommendation = answered(question, progress=progress, calibration_dir=calibration_dir)
+    if save is not None:
+        save_plan(recommendation, save)
+    if as_json:
+        print_json(recommendation.to_dict())
+    else:
+        terminal.print_recommended(recommendation)
+        if save is not None:
+            click.echo(visible(f"plan: {save}; measure it with: whichlora run {save}"))
+    if recommendation.answer.winner is None:
+        sys.exit(EXIT_NOTHING_FITS)

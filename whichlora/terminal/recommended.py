@@ -1,0 +1,119 @@
+"""The answer to `whichlora recommend`: the largest models, or what may be given up."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from whichlora.search.feasibility import Candidate
+from whichlora.terminal.answer import verdict_of
+from whichlora.terminal.short import best_of_each_model, print_reasons
+from whichlora.terminal.tables import open_console, print_table, say
+from whichlora.terminal.words import VERDICTS, describe, variant
+from whichlora.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from whichlora.workflow.answer import Answer
+    from whichlora.workflow.recommend import Recommendation
+
+MAX_MODELS = 5
+MAX_SAVINGS = 6
+_MILLION = 10**6
+
+
+def print_recommended(recommendation: Recommendation) -> None:
+    """The largest models that fit with what they take, the best one with its reasons.
+
+    Where nothing fits, what each other choice would save.
+    """
+    console, answer = open_console(), recommendation.answer
+    _print_models(console, answer)
+    print_reasons(console, answer)
+    if recommendation.nearest is not None:
+        _print_savings(console, recommendation)
+
+
+def _print_models(console: Console, answer: Answer) -> None:
+    counts_only = answer.plan.dataset.kind == "counts"
+    time_column = "per 1M tokens" if counts_only else "total"
+    numbers = ("batch", "tokens", "peak", time_column, "serving")
+    rows = [
+        (
+            candidate.run.model,
+            variant(candidate.run, answer.plan),
+            str(candidate.run.batch_size),
+            str(candidate.run.seq_len),
+            format_bytes(candidate.memory_bytes.value),
+            _time(answer, candidate, per_million=counts_only),
+            *_serving(answer, candidate),
+            verdict_of(answer, candidate),
+        )
+        for candidate in best_of_each_model(answer)[:MAX_MODELS]
+    ]
+    if not rows:
+        return
+    print_table(
+        console,
+        ("model", "variant", *numbers, "per answer token", "verdict"),
+        rows,
+        right=(*numbers, "per answer token"),
+        lift=("variant",),
+        spare=("per answer token", "variant"),
+        title=f"the largest models that train on {answer.gpu.key}",
+    )
+
+
+def _time(answer: Answer, candidate: Candidate, *, per_million: bool) -> str:
+    """Of the whole fine-tuning, or of a million tokens where only counts are given."""
+    if candidate.total_s is None:
+        return "-"
+    if not per_million:
+        return format_seconds(candidate.total_s.value)
+    num_tokens = answer.dataset["num_sequences"] * candidate.run.seq_len * answer.plan.epochs
+    return format_seconds(candidate.total_s.value / num_tokens * _MILLION)
+
+
+def _serving(answer: Answer, candidate: Candidate) -> tuple[str, str]:
+    """What serving takes, and the time of a token of one sequence."""
+    shapes = [each for each in answer.inference if each.form == candidate.form]
+    if not shapes:
+        return "-", "-"
+    best = max(shapes, key=lambda each: each.chance)
+    serving = best.prediction.serving
+    seconds = math.nan
+    if serving is None and best.prediction.time.is_known:
+        seconds = best.time_per_token_s.value
+    elif serving is not None and serving.time is not None:
+        seconds = serving.time.tpot_s
+    return format_bytes(best.memory_bytes.value), format_seconds(seconds)
+
+
+def _print_savings(console: Console, recommendation: Recommendation) -> None:
+    nearest = recommendation.nearest
+    assert nearest is not None  # nothing fits
+    rows = [
+        (
+            saving.name,
+            format_bytes(nearest.saved_bytes(saving)),
+            format_bytes(saving.prediction.memory.device_used_bytes),
+            VERDICTS[saving.prediction.verdict],
+        )
+        for saving in recommendation.savings[:MAX_SAVINGS]
+    ]
+    if rows:
+        print_table(
+            console,
+            ("give up", "saves", "peak", "fits"),
+            rows,
+            right=("saves", "peak"),
+            title=f"{describe(nearest.prediction.run)}, with one choice made differently",
+        )
+    placement = recommendation.smallest_gpu
+    if placement is not None:
+        say(
+            console,
+            f"another card: {describe(nearest.prediction.run)} fits on {placement.gpu.key}, "
+            "the smallest of `whichlora where`",
+        )

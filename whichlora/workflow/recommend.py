@@ -1,0 +1,285 @@
+"""`whichlora recommend`: a few words instead of a config file → the plan they mean, answered."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from whichlora.config import parse_duration, plan_of
+from whichlora.config.document import write_document
+from whichlora.errors import ConfigError
+from whichlora.predict.explain import Alternative, Explanation
+from whichlora.predict.largest import Placement
+from whichlora.search.feasibility import closest
+from whichlora.serving import get_engine
+from whichlora.spec.parallel import MOST_GPUS
+from whichlora.spec.run import MOST_COUNT, MOST_RATIO, TRANSFORMERS, RunConfig
+from whichlora.store.gpus import find_target
+from whichlora.workflow import estimates
+from whichlora.workflow.answer import Answer
+from whichlora.workflow.profiling import gpus_of
+from whichlora.workflow.run import search
+from whichlora.workflow.session import Progress, Session
+
+NUM_SAMPLES = 10_000  # rows of full length where no data is given, as `whichlora guide` has them
+_PLAN = Path("recommend")  # what messages call a plan that is in no file
+_MONEY = re.compile(r"[$€£]?\s*(\d+(?:\.\d+)?)\s*(?:[$€£]|[a-z]{3})?", re.IGNORECASE)
+_ENERGY = re.compile(r"[\d.\s]*[km]?wh", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a person says who has no config file; the rest is the default of a plan.
+
+    Args:
+        gpu: as `estimate` takes one; None is the GPU of this machine.
+        gpus: that share the fine-tuning.
+        models: to choose from; empty is the default list of a plan.
+        data: a file, folder or hub dataset; None is `samples` rows of `seq_len` tokens.
+        within: most time of the whole fine-tuning, such as "8h".
+        budget: GPU-hours ("10h"), or money ("20usd") beside `price_per_hour`.
+        price_per_hour: of one GPU, in the currency of `budget`.
+        serving: who serves the model; None is transformers' generate.
+        tpot: most time of each further token there, such as "50ms".
+
+    Raises:
+        ConfigError: a value that is not accepted, or one that needs another beside it.
+    """
+
+    gpu: str | None = None
+    gpus: int = 1
+    models: tuple[str, ...] = ()
+    seq_len: int = RunConfig(model="any").seq_len
+    data: str | None = None
+    samples: int | None = None
+    epochs: float = 1.0
+    within: str | None = None
+    budget: str | None = None
+    price_per_hour: float | None = None
+    serving: str | None = None
+    tpot: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("gpus", 1, MOST_GPUS),
+            ("seq_len", 2, MOST_COUNT),
+            ("samples", 1, 10**7),
+        ):
+            value = getattr(self, name)
+            if value is None and name == "samples":
+                continue
+            if type(value) is not int or not least <= value <= most:
+                raise ConfigError(
+                    f"{name}: must be a whole number from {least} to {most:,}, got {value!r}"
+                )
+        for name, number in (("epochs", self.epochs), ("price_per_hour", self.price_per_hour)):
+            if number is not None and not 0 < number <= MOST_RATIO:
+                raise ConfigError(f"{name}: must be a number above 0, got {number!r}")
+        if self.data is not None and self.samples is not None:
+            raise ConfigError("data and samples: give one of both; data has its own rows")
+        if self.tpot is not None and self.serving in (None, TRANSFORMERS):
+            raise ConfigError(
+                f"tpot: {self.tpot} is a limit of a serving engine; give serving, such as vllm"
+            )
+
+    @property
+    def total_time_s(self) -> float | None:
+        """The most that the whole fine-tuning may take.
+
+        Raises:
+            ConfigError: no duration, money without a price, energy, or nothing says how much data.
+        """
+        limits_s = []
+        if self.within is not None:
+            limits_s.append(parse_duration(self.within, setting="within"))
+        if self.budget is not None:
+            limits_s.append(self._budget_s(self.budget) / self.gpus)
+        if not limits_s:
+            return None
+        if self.data is None and self.samples is None:
+            name = "budget" if self.within is None else "within"
+            raise ConfigError(
+                f"{name}: how long a training takes depends on its data; give data, or the number "
+                "of samples"
+            )
+        return min(limits_s)
+
+    def _budget_s(self, budget: str) -> float:
+        """GPU-seconds that `budget` pays."""
+        if _ENERGY.fullmatch(budget.strip()):
+            raise ConfigError(
+                f"budget: {budget!r} is energy, which is not predicted; give GPU-hours such as "
+                "10h, or money such as 20usd with price_per_hour"
+            )
+        money = _MONEY.fullmatch(budget.strip())
+        if money is None:
+            return parse_duration(budget, setting="budget")
+        if self.price_per_hour is None:
+            raise ConfigError(
+                f"budget: {budget!r} is money, and no prices are known; give price_per_hour, what "
+                "an hour of one GPU costs, or GPU-hours such as 10h"
+            )
+        seconds = 3600 * float(money[1]) / self.price_per_hour
+        if not seconds:
+            raise ConfigError(f"budget: must be above 0, got {budget!r}")
+        return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """The answer to a question, and what may be given up where nothing fits.
+
+    Args:
+        plan: content of a config file that asks the same.
+        nearest: where nothing fits, the candidate that comes closest, with its other choices.
+        smallest_gpu: the smallest accelerator of the catalog that this one fits on.
+    """
+
+    answer: Answer
+    plan: Mapping[str, Any]
+    nearest: Explanation | None = None
+    smallest_gpu: Placement | None = None
+
+    @property
+    def savings(self) -> tuple[Alternative, ...]:
+        """`nearest` with one choice made differently, the largest saving first."""
+        if self.nearest is None:
+            return ()
+        saved = self.nearest.saved_bytes
+        less = [each for each in (*self.nearest.savings, *self.nearest.ranks) if saved(each) > 0]
+        return tuple(sorted(less, key=saved, reverse=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON shape: that of an answer, the plan, and what may be given up."""
+        savings = [
+            {
+                "change": saving.name,
+                "saved_bytes": self.nearest.saved_bytes(saving),
+                "device_used_bytes": saving.prediction.memory.device_used_bytes,
+                "verdict": saving.prediction.verdict,
+            }
+            for saving in self.savings
+            if self.nearest is not None
+        ]
+        smallest = None if self.smallest_gpu is None else self.smallest_gpu.gpu.key
+        menu = {"savings": savings, "smallest_gpu": smallest}
+        return self.answer.to_dict() | {"plan": dict(self.plan)} | menu
+
+
+def recommend(
+    question: Question, *, progress: Progress, calibration_dir: Path | None = None
+) -> Recommendation:
+    """Predict the plan that `question` means; nothing is measured or written.
+
+    Raises:
+        ConfigError: an unknown name, no GPU here where none is named, or a fault of the data.
+    """
+    content = plan_content(question)
+    plan = replace(plan_of(content, source=_PLAN), calibration_dir=calibration_dir)
+    (gpu,) = gpus_of(plan)
+    with tempfile.TemporaryDirectory() as folder:
+        plan = replace(plan, output_dir=Path(folder))
+        session = Session(plan, gpu, progress, fresh=True)
+        try:
+            answer = search(session)
+        finally:
+            session.close()
+    recommendation = Recommendation(answer=answer, plan=content)
+    if answer.winner is not None:
+        return recommendation
+    return _with_menu(recommendation, calibration_dir)
+
+
+def plan_content(question: Question) -> dict[str, Any]:
+    """What a config file that asks `question` says."""
+    gpu = _gpu(question)
+    limit_s = question.total_time_s
+    content: dict[str, Any] = {"gpu": gpu}
+    if question.gpus > 1:
+        content["gpus"] = question.gpus
+    if question.models:
+        content["models"] = list(question.models)
+    content |= {"sequence_length": question.seq_len, "epochs": float(question.epochs)}
+    if question.data is None:
+        length = question.seq_len
+        samples = question.samples or NUM_SAMPLES
+        lengths = {"mean_tokens": length, "p95_tokens": length, "max_tokens": length}
+        content |= {"dataset": {"samples": samples} | lengths, "padding": "none"}
+    else:
+        is_here = os.path.exists(os.path.expanduser(question.data))
+        path = os.path.abspath(os.path.expanduser(question.data)) if is_here else question.data
+        content["dataset"] = {"path": path}
+    content["stage1_profile"] = {"batch_size": 1}
+    if question.serving not in (None, TRANSFORMERS):
+        content["serving"] = question.serving
+        content["stage1_profile"] = {"concurrency": 1}
+        if question.tpot is not None:
+            parse_duration(question.tpot, setting="tpot")
+            content["stage1_profile"]["tpot"] = question.tpot
+    if limit_s is not None:
+        content["stage2_profile"] = {"total_time": f"{limit_s:.0f}s"}
+    if question.price_per_hour is not None:
+        content["gpu_prices"] = {gpu: float(question.price_per_hour)}
+    return content | {"profile": "none"}
+
+
+def save_plan(recommendation: Recommendation, path: Path) -> None:
+    """Write the plan for `whichlora run`.
+
+    Raises:
+        DataFileError: the file can't be written.
+    """
+    comment = "the plan of `whichlora recommend`; `profile: frontier` measures on this machine"
+    write_document(path, recommendation.plan, comment=comment)
+
+
+def _gpu(question: Question) -> str:
+    """The GPU as a plan names it.
+
+    Raises:
+        ConfigError: an unknown name or engine, or no GPU here where none is named.
+    """
+    if question.serving is not None:
+        get_engine(question.serving)
+    spec = find_target(question.gpu or "auto")
+    if question.gpu is None and spec.kind == "cpu":
+        raise ConfigError(
+            "gpu: is left out, and this machine has no GPU; name one, such as 4090 "
+            "('whichlora gpus' lists them), or cpu"
+        )
+    return spec.key if spec.is_timed or question.gpu is None else question.gpu
+
+
+def _with_menu(recommendation: Recommendation, calibration_dir: Path | None) -> Recommendation:
+    """What each other choice would save of the candidate that comes closest, and who has room."""
+    answer = recommendation.answer
+    candidate = closest([*answer.finetune] or [*answer.inference])
+    if candidate is None:
+        return recommendation
+    gpu, run = recommendation.plan["gpu"], candidate.run
+    if run.phase == "inference":
+        run = _smallest_training(answer, run.model, calibration_dir)
+    placements = estimates.where(run, calibration_dir=calibration_dir)
+    fitting = (each for each in placements if each.prediction and each.prediction.verdict == "fits")
+    return replace(
+        recommendation,
+        nearest=estimates.explain(run, gpu, calibration_dir=calibration_dir),
+        smallest_gpu=next(fitting, None),
+    )
+
+
+def _smallest_training(answer: Answer, model: str, calibration_dir: Path | None) -> RunConfig:
+    """The fine-tuning of `model` that takes the least memory, of a model that is not served."""
+    plan = answer.plan
+    runs = [
+        replace(plan.finetune, model=model, method=method, parallel=spread, batch_size=1)
+        for method in plan.methods
+        for spread in plan.spreads[:1]
+    ]
+    predictions = estimates.estimate(runs, [plan.gpu], calibration_dir=calibration_dir)
+    return min(predictions, key=lambda each: each.memory.device_used_bytes).run
