@@ -30,7 +30,7 @@ from whichlora.spec.run import BNB_QUANTS, RunConfig
 from whichlora.store.gpus import find_gpu
 
 EVAL_ROWS = 8
-ON_DEVICE = ("evaluating", "saving", "resuming", "merging")
+ON_DEVICE = ("loading", "evaluating", "saving", "resuming", "merging")
 TO_THE_BYTE = ("downloaded", "checkpoint weights", "merged model")
 ON_DISK = ("checkpoint optimizer", "checkpoint")
 
@@ -132,6 +132,8 @@ def _reading(case: Mapping[str, Any], folder: Path) -> dict[str, int]:
     gc.collect()
     found = {"downloaded": tensor_bytes(folder / "base")}
     held = _held_bytes()
+    found["loading"] = peak(lambda: _loaded(job, folder)) - held
+    gc.collect()
     trainer = _trainer(job, folder)
     trainer.train()
     checkpoint = folder / "out" / "checkpoint-2"
@@ -181,8 +183,9 @@ def _base(job: ResolvedRun, folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype, **options)
 
 
-def _model(job: ResolvedRun, folder: Path) -> Any:
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+def _loaded(job: ResolvedRun, folder: Path) -> Any:
+    """The base as it is before PEFT adds adapters to it."""
+    from peft import prepare_model_for_kbit_training
     from transformers import BitsAndBytesConfig
 
     options: dict[str, Any] = {}
@@ -196,6 +199,13 @@ def _model(job: ResolvedRun, folder: Path) -> Any:
     model = _base(job, folder, **options)
     if job.run.prepare_kbit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return model
+
+
+def _model(job: ResolvedRun, folder: Path) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = _loaded(job, folder)
     if job.method.peft_class:
         settings = job.method.peft_config(job.run) | {"target_modules": job.peft_targets}
         model = get_peft_model(model, LoraConfig(**settings))

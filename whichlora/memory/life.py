@@ -14,7 +14,12 @@ from whichlora.memory.loading import TIED_TABLE, UNQUANTISED_MATRIX, loading_mom
 from whichlora.memory.mxfp4 import EXPANDED_EXPERTS, expanding_bytes
 from whichlora.memory.step import ACCUMULATED, TrainingStep
 from whichlora.memory.training import Ledger
-from whichlora.memory.weights import BUFFERS, EMBEDDING_WEIGHTS, weight_entries
+from whichlora.memory.weights import (
+    BUFFERS,
+    EMBEDDING_WEIGHTS,
+    quantised_matrices,
+    weight_entries,
+)
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.checkpoint import is_expanded, stored_quant
 from whichlora.spec.dtypes import Dtypes
@@ -122,6 +127,24 @@ TENSOR_ON_HOST = Fact(
     source="transformers 5.23 core_model_loading._materialize_copy; Bnb4BitHfQuantizer",
     kind="estimate",
 )
+NARROW_TABLE = Fact(
+    part="temporary",
+    what="16-bit table that is being widened",
+    shape="[vocab_size, hidden_size]",
+    dtype="four_bit_bytes",
+    why="preparing a quantised base for training makes an fp32 copy before the 16-bit one goes",
+    source="peft 0.21 prepare_model_for_kbit_training",
+    kind="upper bound",
+)
+CAST_TENSOR = Fact(
+    part="weights",
+    what="tensor that is being cast",
+    shape="[out_features, in_features]",
+    dtype="of the checkpoint",
+    why="the file has another dtype than the run: a tensor is read whole before it is cast",
+    source="transformers 5.23 core_model_loading._materialize_copy",
+    kind="upper bound",
+)
 
 
 def stored_dtypes(model: ModelSpec, dtypes: Dtypes) -> Dtypes:
@@ -159,7 +182,10 @@ def loading(step: TrainingStep) -> Stage:
     """
     weights = weight_entries(step.model, step.dtypes, like=0)
     moment = loading_moment(step.model, step.dtypes, like=0)
-    largest = max([*moment.values(), weights], key=_size)
+    moments = [*moment.values(), weights]
+    if narrow := _narrow_table_bytes(step):
+        moments.append((*weights, Entry(NARROW_TABLE, narrow)))
+    largest = max(moments, key=_size)
     if step.dtypes.quant in BNB_QUANTS:  # `update_device_map` puts the model on the GPU
         width = stored_dtypes(step.model, step.dtypes).embedding_bytes
         tables = [table.num_params for table in step.model.embeddings]
@@ -167,7 +193,44 @@ def loading(step: TrainingStep) -> Stage:
     else:
         size = _copied(step, _size(weights))
         on_host = Held("host", Entry(WEIGHTS_ON_HOST, size), 'device_map={"": 0}')
-    return Stage(name="loading", held=(*_on_gpu(step, largest), on_host, *_expanding(step)))
+    held = (*_on_gpu(step, largest), on_host, *_casting(step, _size(weights)), *_expanding(step))
+    return Stage(name="loading", held=held)
+
+
+def _table_sizes(model: ModelSpec) -> list[int]:
+    """Elements of each table outside the layers; a tied head is its embedding."""
+    untied = [] if model.head is None or model.head_tied else [model.head.num_weights]
+    return [table.num_params for table in model.embeddings] + untied
+
+
+def _narrow_table_bytes(step: TrainingStep) -> int:
+    """The largest table in 16 bit, beside all weights in the width that k-bit training wants."""
+    dtypes = step.dtypes
+    widens = step.run.prepare_kbit and dtypes.embedding_bytes > dtypes.four_bit_bytes
+    if dtypes.quant not in BNB_QUANTS or not widens:
+        return 0
+    return max(_table_sizes(step.model)) * dtypes.four_bit_bytes
+
+
+def _casting(step: TrainingStep, weights_bytes: int) -> tuple[Held, ...]:
+    """A tensor of the file beside its cast copy, by name: tables, layers, then such as "wte".
+
+    Args:
+        weights_bytes: of all weights once they are there.
+
+    Matrices of the last layer that come after it are counted although they are not there yet.
+    """
+    model, dtypes = step.model, step.dtypes
+    width = stored_dtypes(model, dtypes).base_bytes
+    if dtypes.quant != "none" or width == dtypes.base_bytes:
+        return ()
+    tables = _table_sizes(model)
+    at_tables = sum(tables) * dtypes.embedding_bytes + max(tables) * width - weights_bytes
+    matrices = [quantised_matrices(x)[2] for layer, _ in model.layers() for x in layer.linears]
+    last = [table.num_params for table in model.embeddings if table.name > "layers"]
+    place: Place = "gpu" if step.gpu.kind == "cpu" else "host"  # whose GPU is the host
+    num_bytes = max(at_tables, max([*matrices, *last], default=0) * width)
+    return (Held(place, Entry(CAST_TENSOR, num_bytes)),)
 
 
 def _expanding(step: TrainingStep) -> tuple[Held, ...]:
