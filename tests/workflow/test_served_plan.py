@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from plan_runs import Silent, write_config
 
 from whichlora.errors import ConfigError
 from whichlora.search.feasibility import Candidate
+from whichlora.serving import get_engine
 from whichlora.spec.results import ServingPrediction
 from whichlora.terminal.answer import explanation, print_answer
 from whichlora.terminal.short import print_short
 from whichlora.units import format_seconds
-from whichlora.workflow import estimates
+from whichlora.workflow import estimates, session
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.run import run_plan
 
@@ -163,9 +165,14 @@ def test_memory_is_the_engines_share_of_the_card(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", ["time_per_token_ms", "ttft_ms", "tpot_ms", "requests_per_s"])
-def test_limits_on_times_are_refused_of_an_engine_without_them(tmp_path: Path, limit: str) -> None:
-    with pytest.raises(ConfigError, match="no times are predicted of serving llama-cpp"):
-        answered(tmp_path, serving="llama-cpp", stage1_profile={limit: 20})
+def test_limits_on_times_are_refused_of_an_engine_without_them(
+    tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untimed = replace(get_engine("vllm"), stepping=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "get_engine", lambda name: untimed)
+        with pytest.raises(ConfigError, match="no times are predicted of serving vllm"):
+            answered(tmp_path, stage1_profile={limit: 20})
     with pytest.raises(ConfigError, match="is an amount of memory, which has no time"):
         answered(tmp_path, gpu="24GB", stage1_profile={limit: 20})
 
