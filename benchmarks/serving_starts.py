@@ -40,8 +40,6 @@ OUTLIERS = """\
   the code before, and suspects what is allocated beside torch.
 - L40S under 0.8.4: 3.9 GiB that nothing in its log explains; it states neither the share of the GPU
   nor other processes.
-- Qwen2-7B under 0.10.1: FlashInfer was installed and samples without a sort of logits. We assume
-  that it is not: 0.9 GiB, of a pool of 5.0 GiB in one start. The start on two nodes had none.
 - gpt-oss-120b: 0.30 GiB of a pool of 3.3 GiB.
 - Llama-3.1-8B under 0.6.4: the whole context of the process counted. We assume 500 MiB on an
   RTX 3090, the log states 0.35 GiB. Its chunked prefill took 0.06 GiB where we count the sampler,
@@ -92,7 +90,7 @@ def _predicted(row: Mapping[str, str]) -> ServingPrediction:
         serving_options=tuple(sorted((name, _value(text)) for name, text in settings)),
         context=int(row["context"]),
         quant=row["quant"],  # type: ignore[arg-type]
-        libraries=(("vllm", row["version"]),),
+        libraries=(("vllm", row["version"]), ("flashinfer", row["flashinfer"] or "0")),
     )
     answer = predict(model, run, gpu, load_calibration(gpu)).serving
     assert answer is not None

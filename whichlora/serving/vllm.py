@@ -259,11 +259,15 @@ def _resident(served: Served, ranks: int) -> list[Entry]:
 
 
 def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
-    """The larger part of the profile pass: a layer's forward, or the sampler."""
+    """The larger part of the profile pass: a layer's forward, or the sampler.
+
+    Source: vLLM 0.10.1 v1/sample/ops/topk_topp_sampler.py `TopKTopPSampler`.
+    """
     tokens = max_num_batched_tokens(served)
     element_bytes = served.dtypes.compute_bytes
     layer = layer_entry(rank, tokens=tokens, element_bytes=element_bytes)
-    sorts = served.libraries.older("vllm", "0.16")
+    libraries = served.libraries  # FlashInfer's sampler masks, too, where it is installed
+    sorts = libraries.older("vllm", "0.16") and libraries.older("flashinfer", "0.0.1")
     sampler = sampler_entries(
         rank,
         vocab_size=served.model.vocab_size,

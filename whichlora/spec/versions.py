@@ -44,6 +44,7 @@ class Libraries:
     vllm: str = "0.6.3"
     sglang: str = "0.5.23"
     gptqmodel: str = "7.3.4"  # 0 is AutoGPTQ, which it replaced
+    flashinfer: str = "0"  # 0: not installed, which only a vLLM before 0.16 asks
 
     def __post_init__(self) -> None:
         for field in fields(self):
