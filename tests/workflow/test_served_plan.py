@@ -13,7 +13,9 @@ import pytest
 from fake_profiler import FakeProfiler, pretend_device
 from plan_runs import Silent, write_config
 
-from whichlora.errors import ConfigError
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.html.figures import build_figures
+from whichlora.html.source import read_source
 from whichlora.search.feasibility import Candidate
 from whichlora.serving import get_engine
 from whichlora.spec.results import ServingPrediction
@@ -295,3 +297,24 @@ def test_a_whole_search_measures_no_inference(
     # qlora's weights are no GGUF file: merged, and so served in one form
     assert {each.form for each in answer.finetune} == {answer.winner.form}
     assert "serving" not in answer.files  # random weights are nothing to serve
+
+
+def test_the_page_draws_what_more_users_wait(tmp_path: Path) -> None:
+    answer = answered(
+        tmp_path, models=[LLAMA], gpu="a100-sxm-80gb", stage1_profile={"context": 4096}
+    )
+    place = tmp_path / "out" / "answer.json"
+    values = json.loads(place.read_text())
+    users = [row["concurrency"] for row in values["waits"]]
+    assert answer.serving is not None
+    assert answer.serving.prediction.serving is not None
+    assert users[:3] == [1, 2, 4]
+    assert users[-1] == answer.serving.prediction.serving.max_running
+    (figure,) = (each for each in build_figures(read_source(place)) if each["id"] == "waits")
+    (trace,) = figure["data"]
+    assert trace["x"] == [row["output_tokens_per_s"] for row in values["waits"]]
+    assert trace["y"] == sorted(row["tpot_s"] for row in values["waits"])
+    values["waits"][0]["tpot_s"] = "<script>"
+    place.write_text(json.dumps(values))
+    with pytest.raises(DataFileError, match="is not an answer of whichlora run"):
+        read_source(place)

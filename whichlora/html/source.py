@@ -111,6 +111,16 @@ class OnGpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """What so many users of a serving engine wait for a further token, and get in all."""
+
+    engine: str
+    concurrency: int
+    tpot_s: Estimate
+    output_tokens_per_s: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Everything that the report shows.
 
@@ -122,6 +132,7 @@ class Source:
             Pareto front of fine-tuning candidates in time and memory.
         side_by_side: one shape with every method and rank.
         gpus: every GPU of the plan's list; empty where it has one.
+        waits: of the winner, where an engine serves it.
         missing: parts of the report that this answer has no data for.
     """
 
@@ -139,6 +150,7 @@ class Source:
     comparison: Sequence[Compared]
     missing: Sequence[str]
     gpus: Sequence[OnGpu] = ()
+    waits: Sequence[Wait] = ()
 
     def limit(self, name: str) -> float | None:
         """The limit called `name`; None where there is none."""
@@ -252,6 +264,23 @@ def _source(values: Mapping[str, Any]) -> Source:
         comparison=[_compared(row) for row in values.get("comparison", ())],
         missing=missing,
         gpus=[_on_gpu(row) for row in values.get("gpus", ())],
+        waits=[_wait(row) for row in values.get("waits", ())],
+    )
+
+
+def _wait(row: Mapping[str, Any]) -> Wait:
+    def within(quantity: str) -> Estimate:
+        low, high = row[f"interval_{quantity}"]
+        value = _number(row[quantity], positive=True)
+        return Estimate(
+            value=value, low=_number(low, positive=True), high=_number(high, positive=True)
+        )
+
+    return Wait(
+        engine=str(row["engine"]),
+        concurrency=_count(row["concurrency"], positive=True),
+        tpot_s=within("tpot_s"),
+        output_tokens_per_s=within("output_tokens_per_s"),
     )
 
 

@@ -18,7 +18,13 @@ from whichlora.search.gpu_choice import GpuChoice
 from whichlora.search.gpu_counts import GpuCounts
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.plan import Plan
-from whichlora.spec.results import SCHEMA_VERSION, Measurement, Prediction, Refused
+from whichlora.spec.results import (
+    SCHEMA_VERSION,
+    Measurement,
+    Prediction,
+    Refused,
+    ServingPrediction,
+)
 from whichlora.spec.run import RunConfig
 
 Ending: TypeAlias = StoppedBy | Literal["everything measured", "not measured", "under way"]
@@ -74,6 +80,7 @@ class Answer:
         kept: models that meet the inference limits in a form in which they may be served, largest
             first.
         serving: stage 1 of the winner where a serving engine answers it, else None.
+        waits: what more and more users of `serving` wait.
         front: fine-tuning candidates that meet the limits and that no other beats in both time
             and memory, fastest first.
         compared: every candidate measured in this run, beside its predictions.
@@ -108,6 +115,7 @@ class Answer:
     may_fit: Sequence[Candidate] = ()
     side_by_side: Sequence[Candidate] = ()
     serving: Candidate | None = None
+    waits: Sequence[ServingPrediction] = ()
     besides: Besides | None = None
     repeatability: Repeatability | None = None
     refused: Sequence[Refused] = ()
@@ -143,5 +151,6 @@ class Answer:
             "training": None if self.training is None else dict(self.training),
             **({} if self.choice is None else {"gpus": self.choice.to_rows()}),
             **({} if self.serving is None else {"serving": detailed_row(self.serving, self.plan)}),
+            **({"waits": [each.to_dict() for each in self.waits]} if self.waits else {}),
             **({} if self.counts is None else {"gpu_counts": self.counts.to_rows()}),
         } | answer_facts(self)

@@ -27,6 +27,7 @@ from whichlora.search.grid import pareto
 from whichlora.search.loop import SearchLoop
 from whichlora.serving.form import serving_form, serving_run
 from whichlora.spec.numeric import TWO_SIDED_Z
+from whichlora.spec.results import ServingPrediction
 from whichlora.units import format_bytes
 from whichlora.workflow.answer import Answer, Compared, Ending, Search
 from whichlora.workflow.session import Session
@@ -81,6 +82,7 @@ def conclude(
         default=None,
     )
     model = plan.models[0] if shown is None else shown.run.model
+    serving = _served(session, best)
     return Answer(
         plan=plan,
         gpu=session.gpu,
@@ -95,7 +97,8 @@ def conclude(
         kept=served_models,
         winner=best,
         may_fit=may_fit,
-        serving=_served(session, best),
+        serving=serving,
+        waits=_waits(session, serving),
         front=_front(finetune, least),
         search=search,
         compared=compared,
@@ -126,6 +129,20 @@ def _served(session: Session, best: Candidate | None) -> Candidate | None:
     """Stage 1 of the winner where an engine answers: the likeliest shape of its form."""
     shapes = [each for each in session.served if best is not None and each.form == best.form]
     return max(shapes, key=lambda each: each.chance, default=None)
+
+
+def _waits(session: Session, serving: Candidate | None) -> list[ServingPrediction]:
+    """What one user waits, two, four and so on, up to as many as run at once."""
+    if serving is None or serving.prediction.serving is None:
+        return []
+    most = serving.prediction.serving.max_running
+    waits = []
+    for number in [*(2**power for power in range(most.bit_length()) if 2**power < most), most]:
+        run = replace(serving.run, batch_size=number, request_rate=None)
+        answered = session.predict(run).serving
+        if answered is not None and answered.time is not None:
+            waits.append(answered)
+    return waits
 
 
 def _replayed(

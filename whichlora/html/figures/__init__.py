@@ -13,6 +13,7 @@ from whichlora.html.figures.dataset import dataset_size
 from whichlora.html.figures.pairs import finetune_batches, inference_shapes
 from whichlora.html.figures.parts import breakdown, side_by_side
 from whichlora.html.figures.planes import finetune_plane, inference_plane
+from whichlora.html.figures.waits import waits
 from whichlora.html.marks import Figure, Marks, marks_of
 from whichlora.html.source import Source
 
@@ -23,6 +24,7 @@ def build_figures(source: Source) -> list[Figure]:
     makers: tuple[Callable[[Source, Marks], Figure | None], ...] = (
         finetune_plane,
         inference_plane,
+        waits,
         inference_shapes,
         finetune_batches,
         dataset_size,
