@@ -2,12 +2,14 @@
 
     python benchmarks/serving_speeds.py --write    docs/accuracy/serving_speeds.md
 
-Two sources: Qwen's speed pages (one sequence under vLLM 0.4.2 to 0.6.3, one A100) and
+Three sources: Qwen's speed pages (one sequence under vLLM 0.4.2 to 0.6.3, one A100) and
 `serving_speeds.csv`, rows of the measurements that aiconfigurator collects (InferenceMAX:
 clients that begin at once and each wait for their answer, ten requests each; prompts and answers
 are 0.8 to 1 times the length named). Its engines run with 0.9 of the memory, 8,192 tokens a step
 and as many sequences as there are clients; keys and values of Llama are in 8 bits on B200, as its
-scripts say, and on H200, where 32 prompts of 8,192 tokens do not wait for room, as they do on H100.
+scripts say, and on H200, where 32 prompts of 8,192 tokens do not wait for room, as they do on
+H100. And `serving_capacity.csv`: tokens a second under vLLM 0.30 on an H100, with the most users
+that silybench found within its limits.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from whichlora.store.hub import load_model
 HERE = Path(__file__).parent
 SPEED_PAGES = ("qwen25_speed", "qwen2_speed")
 BUSY = HERE / "serving_speeds.csv"
+CAPACITY = HERE / "serving_capacity.csv"
 MEAN_SHARE = 0.9  # of the length named: lengths are uniform from 0.8 of it
 EQUAL = 0.02  # two speeds that differ by less have no order
 
@@ -133,6 +136,32 @@ def busy() -> Iterator[Compared]:
                 )
 
 
+def capacity() -> Iterator[Compared]:
+    """Tokens a second of many users; found when the formulas were finished."""
+    with CAPACITY.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            run = RunConfig(
+                model=row["model_path"],
+                phase="inference",
+                serving="vllm",
+                batch_size=int(row["users"]),
+                prompt_len=int(row["prompt_len"]),
+                max_new_tokens=int(row["max_new_tokens"]),
+                quant=row["quant"],  # type: ignore[arg-type]
+                libraries=(("vllm", "0.30.0"),),
+            )
+            time = _time(run, "h100-sxm-80gb")
+            assert time is not None
+            yield Compared(
+                what="tokens/s of all users",
+                group="Qwen3-8B, vllm, h100-sxm-80gb",
+                case=(row["quant"], row["prompt_len"], row["max_new_tokens"], row["users"]),
+                quant=row["quant"],
+                measured=float(row["output_tokens_per_s"]),
+                predicted=time.output_tokens_per_s,
+            )
+
+
 def ordered_pairs(found: Sequence[Compared]) -> tuple[int, int]:
     """Of pairs of storages of one model and prompt whose speeds differ: right order, and all."""
     by_case = defaultdict(list)
@@ -152,7 +181,7 @@ def _summary(found: Sequence[Compared]) -> list[tuple[str, ...]]:
     for each in found:
         groups[each.what, "**all**"].append(each)
         groups[each.what, each.group].append(each)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for (what, group), members in sorted(groups.items()):
         errors = sorted(abs(each.error) for each in members)
         worst = max(members, key=lambda each: abs(each.error))
@@ -178,11 +207,12 @@ def document(single: Sequence[Compared], many: Sequence[Compared]) -> str:
             "Clients: [InferenceMAX](https://github.com/SemiAnalysisAI/InferenceMAX), as "
             "aiconfigurator collects it (Apache-2.0). The kernels' constants are fitted to other "
             "tables ([engine_kernels.md](engine_kernels.md)), the host's to Qwen's pages and to "
-            "four clients of Llama; gpt-oss is not fitted at all. Its rows of 512 clients are "
-            "left out: they state fewer milliseconds than the arithmetic takes at the peak. "
-            "Misses: prompts of gpt-oss take 2.5 times as long as we say, its kernels on B200 are "
-            "faster; short prompts on several B200 wait for something beside the GPU; and "
-            "quantised prompts of 129,024 tokens under 0.6.2.",
+            "four clients of Llama; gpt-oss is not fitted at all. Users: "
+            "[silybench](https://github.com/tgarg01/silybench-data), read when the formulas were "
+            "finished. Its rows of 512 clients are left out: they state fewer milliseconds than "
+            "the arithmetic takes at the peak. Misses: prompts of gpt-oss take 2.5 times as long "
+            "as we say, its kernels on B200 are faster; short prompts on several B200 wait for "
+            "something beside the GPU; and quantised prompts of 129,024 tokens under 0.6.2.",
             f"Storages of one model are ordered right in {right} of {pairs} pairs that differ by "
             f"more than {EQUAL:.0%}.".replace("%", " %"),
             markdown_table(
@@ -195,7 +225,7 @@ def document(single: Sequence[Compared], many: Sequence[Compared]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
-    text = document(list(one_sequence()), list(busy()) if BUSY.exists() else [])
+    text = document(list(one_sequence()), [*busy(), *capacity()])
     print(text)
     if parser.parse_args().write:
         write_page("serving_speeds", "Published speeds of serving engines", text)
