@@ -39,6 +39,7 @@ def measured(
         assert (device, ranks) == ("cuda", count)
         return TOLD | {"environment": {"host": "node7", "libraries": {"torch": "2.13.0"}}}
 
+    monkeypatch.setattr(own_links, "installed_versions", lambda: {"torch": "2.13.0"})
     monkeypatch.setattr(own_links, "measure_links", told)
     monkeypatch.setattr(own_links, "gpus_here", lambda: [(None, GPU)] * count)
     return own_links.measure_own_links([GPU.key], folder)
