@@ -42,7 +42,6 @@ def serving_prediction(
         machines: links between GPUs, by name.
     """
     run, pool, served = job.run, start.pool, job.served
-    concurrency = pool.max_concurrency(served.context)
     starts = not start.fault
     return ServingPrediction(
         engine=job.engine.name,
@@ -51,10 +50,10 @@ def serving_prediction(
         reason=start.fault,
         context=served.context,
         kv_pool_bytes=pool.num_bytes,
-        kv_pool_tokens=int(concurrency * served.context),
+        kv_pool_tokens=pool.num_tokens(served.context),
         num_blocks=pool.num_blocks,
         block_bytes=pool.block_bytes,
-        max_concurrency=concurrency,
+        max_concurrency=pool.max_concurrency(served.context),
         max_context=pool.max_context(job.model.max_position_embeddings),
         concurrency=run.batch_size,
         max_running=min(start.max_num_seqs, pool.num_sequences(served.context)) if starts else 0,

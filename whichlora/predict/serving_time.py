@@ -54,7 +54,7 @@ def serving_time(
         max_step_tokens=stepping.max_step_tokens,
         mixes=stepping.mixes,
         whole_prompts=stepping.whole_prompts,
-        pool_tokens=int(start.pool.max_concurrency(job.served.context) * job.served.context),
+        pool_tokens=start.pool.num_tokens(job.served.context),
     )
     return _with_intervals(rules, load, timer)
 
@@ -65,7 +65,7 @@ def _reduction_s(
     """Of the ranks that share every matrix; None where their links are not known."""
     ranks = stepping.ranks
     if ranks == 1:
-        return own_all_reduce(math.nan, 1)
+        return lambda num_bytes: 0.0
     links, _ = links_of(ONE_GPU, job.gpu, machines)
     if links is None:
         return None

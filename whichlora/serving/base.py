@@ -96,6 +96,10 @@ class Pool:
         """
         return self.num_blocks / self.blocks_of(context)
 
+    def num_tokens(self, context: int) -> int:
+        """That it holds of sequences of `context` tokens, as engines log it."""
+        return int(self.max_concurrency(context) * context)
+
     def num_sequences(self, context: int) -> int:
         """Whole sequences of `context` tokens that it holds; a common prefix is there once."""
         needed = self.blocks_of(context)

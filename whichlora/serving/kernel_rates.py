@@ -136,8 +136,6 @@ ZEROED_READS = 0.9  # of the bandwidth of GPTQ's codes
 EXPERTS_S = 10e-6
 EXPERTS_PRODUCTS = 0.39  # of the rate of a dense product
 POINTWISE_READS = 0.8  # of the bandwidth, as the prior of `timing.model`
-
-
 MOST_PRODUCTS = 0.92  # of a peak, what products reach that power does not limit
 
 

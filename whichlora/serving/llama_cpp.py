@@ -270,7 +270,7 @@ def taken(served: Served, placed: Placement, context: int, num_slots: int) -> Ta
 
 def _is_on_gpu(tensor: Tensor, first: int, expert_layers: int) -> bool:
     assert tensor.layer is not None
-    if tensor.name.endswith("_exps") and tensor.layer >= expert_layers:
+    if tensor.num_experts > 1 and tensor.layer >= expert_layers:
         return False
     return tensor.layer >= first
 
@@ -500,20 +500,20 @@ def block_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
     Source: llama.cpp 0c1e570 ggml/src/ggml-cuda/mmvq.cu, mmq.cuh.
     """
     capability = str(gpu.compute_capability or "")
-    own = BLOCK_RATES.get(capability) or _BLOCKS_ELSEWHERE
-    rate = own.products * power_factor(gpu, "bf16") * product_rate(gpu, "fp32")
+    blocks = BLOCK_RATES.get(capability) or _BLOCKS_ELSEWHERE
+    rate = blocks.products * power_factor(gpu, "bf16") * product_rate(gpu, "fp32")
     return replace(
         kernel_rates(gpu),
-        product_s=own.kernel_s,
-        attention_s=own.kernel_s,
-        prefill_attention_s=own.kernel_s,
-        pointwise_s=own.kernel_s,
+        product_s=blocks.kernel_s,
+        attention_s=blocks.kernel_s,
+        prefill_attention_s=blocks.kernel_s,
+        pointwise_s=blocks.kernel_s,
         reads=BLOCK_READS,
         products=rate / product_rate(gpu, dtype),
         overlaps=False,
         few_rows=FEW_ROWS,
         few_products=FEW_PRODUCTS,
-        deviation=own.deviation,
+        deviation=blocks.deviation,
     )
 
 
@@ -521,15 +521,14 @@ def weight_bytes(served: Served, linear: Linear | None) -> float:
     """Bytes of a matrix in the file, the mean of the layers that have it; of the head for None."""
     file = _file(served.model, file_type(served))
     if linear is None:
-        name = "token_embd" if served.model.head_tied or served.model.head is None else "output"
+        name = "token_embd" if served.model.head_tied else "output"
         return float(sum(tensor.num_bytes for tensor in file if tensor.name == name))
     names = {NAMES[linear.name]}
     if linear.count > 1:
-        own = NAMES[linear.name]
         fused = linear.name == "gate_up_proj"
-        names = {"ffn_gate_exps", "ffn_up_exps"} if fused else {f"{own}_exps"}
-    found = [tensor for tensor in file if tensor.layer is not None and tensor.name in names]
-    return sum(tensor.num_bytes for tensor in found) / len({tensor.layer for tensor in found})
+        names = {"ffn_gate_exps", "ffn_up_exps"} if fused else {f"{NAMES[linear.name]}_exps"}
+    stored = [tensor for tensor in file if tensor.layer is not None and tensor.name in names]
+    return sum(tensor.num_bytes for tensor in stored) / len({tensor.layer for tensor in stored})
 
 
 def stepping(served: Served) -> Stepping | None:

@@ -19,6 +19,8 @@ _PAIR = re.compile(
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)\s*$")
 _EDGE = re.compile(r'\ble="([^"]+)"')
 
+NUMBER = r"(-?[\d,]*\.?\d+)"  # as engines print one, in a group of its own
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:

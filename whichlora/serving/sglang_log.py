@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from whichlora.memory.weights import WEIGHTS
-from whichlora.serving.log import EngineLog, LogLine
+from whichlora.serving.log import NUMBER, EngineLog, LogLine
 from whichlora.serving.rank import ROTARY_TABLES
 from whichlora.units import GiB
-
-_NUMBER = r"(-?[\d,]*\.?\d+)"
 
 # Source: SGLang 0.5.23 srt/model_executor/model_runner.py:1372, model_runner_components/
 # cuda_graph_setup.py:696, srt/managers/scheduler.py:1268; "KV Cache is allocated" of 0.4 and 0.5.
@@ -15,25 +13,25 @@ LOG = EngineLog(
     lines=(
         LogLine(
             states="weights_bytes",
-            pattern=rf"Load weight end\..*mem usage={_NUMBER} GB",
+            pattern=rf"Load weight end\..*mem usage={NUMBER} GB",
             unit=GiB,
             facts=(*WEIGHTS.values(), ROTARY_TABLES),
         ),
         LogLine(
             states="free_before_bytes",
-            pattern=rf"Load weight begin\..*avail mem={_NUMBER} GB",
+            pattern=rf"Load weight begin\..*avail mem={NUMBER} GB",
             unit=GiB,
             least=True,
         ),
         LogLine(
             states="keys_bytes",
-            pattern=rf"KV Cache is allocated\..*\bK size: {_NUMBER} GB",
+            pattern=rf"KV Cache is allocated\..*\bK size: {NUMBER} GB",
             unit=GiB,
             least=True,
         ),
         LogLine(
             states="values_bytes",
-            pattern=rf"KV Cache is allocated\..*\bV size: {_NUMBER} GB",
+            pattern=rf"KV Cache is allocated\..*\bV size: {NUMBER} GB",
             unit=GiB,
             least=True,
         ),
@@ -48,12 +46,12 @@ LOG = EngineLog(
         ),
         LogLine(
             states="graphs_bytes",
-            pattern=rf"Capture .*graph.* end\..*mem usage={_NUMBER} GB",
+            pattern=rf"Capture .*graph.* end\..*mem usage={NUMBER} GB",
             unit=GiB,
         ),
         LogLine(
             states="output_tokens_per_s",
-            pattern=rf"gen throughput \(token/s\): {_NUMBER}",
+            pattern=rf"gen throughput \(token/s\): {NUMBER}",
         ),
         LogLine(states="num_running", pattern=r"#running-req: (\d+)"),
     ),

@@ -162,15 +162,13 @@ class StepTimer:
             "attention": attention,
             "elementwise": moved / (POINTWISE_READS * self.bandwidth),
             "kernels": kernels,
-            "communication": self.num_reductions * self.reduction_s(reduced)
-            if self.num_reductions
-            else 0.0,
+            "communication": self.num_reductions * self.reduction_s(reduced),
         }
         waits = 0.0
-        own = self.stepping
-        if step.tokens > own.captured_tokens:
-            waits = max(0.0, self.num_launches * own.launch_s - sum(parts.values()))
-        parts["engine"] = own.step_s + own.sequence_s * step.sampled + waits
+        stepping = self.stepping
+        if step.tokens > stepping.captured_tokens:
+            waits = max(0.0, self.num_launches * stepping.launch_s - sum(parts.values()))
+        parts["engine"] = stepping.step_s + stepping.sequence_s * step.sampled + waits
         return parts
 
     def seconds(self, step: Step) -> float:
@@ -371,15 +369,11 @@ def _adapter_products(
 def _head(model: ModelSpec, served: Served, rates: KernelRates, stepping: Stepping) -> _Product:
     width, stored = served.dtypes.embedding_bytes, stepping.weight_bytes
     head = model.head
-    inputs, outputs = (
-        (model.hidden_size, model.vocab_size)
-        if head is None
-        else (head.in_features, head.out_features)
-    )
+    assert head is not None  # of every model that continues a text
     return _Product(
         count=1,
-        num_bytes=stored(None) if stored else float(inputs * outputs * width),
-        shapes=((inputs, outputs),),
+        num_bytes=stored(None) if stored else float(head.num_weights * width),
+        shapes=((head.in_features, head.out_features),),
         experts=1,
         active=1,
         kernel_s=rates.product_s,
@@ -431,7 +425,7 @@ def own_all_reduce(bandwidth_bytes_per_s: float, ranks: int) -> Callable[[float]
 
     Kind: estimate. Source: `OWN_ALL_REDUCE_S`; a ring's bytes, nccl-tests `doc/PERFORMANCE.md`.
     """
-    if ranks == 1 or math.isnan(bandwidth_bytes_per_s):
-        return lambda num_bytes: 0.0 if ranks == 1 else math.nan
+    if ranks == 1:
+        return lambda num_bytes: 0.0
     share = 2 * (ranks - 1) / ranks / bandwidth_bytes_per_s
     return lambda num_bytes: OWN_ALL_REDUCE_S + share * num_bytes

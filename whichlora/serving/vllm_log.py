@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from whichlora.memory import allocator
 from whichlora.memory.weights import WEIGHTS
-from whichlora.serving.log import EngineLog, LogLine
+from whichlora.serving.log import NUMBER, EngineLog, LogLine
 from whichlora.serving.profile_pass import (
     ATTENTION_PASS,
     EXPERTS_PASS,
@@ -16,7 +16,6 @@ from whichlora.serving.rank import LORA_SLOTS, ROTARY_TABLES
 from whichlora.serving.vllm_entries import COMMUNICATOR, GRAPHS, KERNELS
 from whichlora.units import GiB
 
-_NUMBER = r"(-?[\d,]*\.?\d+)"
 _LOADED = (*WEIGHTS.values(), ROTARY_TABLES, LORA_SLOTS)
 _ACTIVATIONS = (MLP_PASS, ATTENTION_PASS, EXPERTS_PASS, SAMPLER_PASS, LAST_STATES)
 
@@ -27,81 +26,81 @@ LOG = EngineLog(
     lines=(
         LogLine(
             states="weights_bytes",
-            pattern=rf"(?:Model loading|Loading model weights) took {_NUMBER} Gi?B",
+            pattern=rf"(?:Model loading|Loading model weights) took {NUMBER} Gi?B",
             unit=GiB,
             facts=_LOADED,
         ),
         LogLine(
             states="weights_bytes",
-            pattern=rf"model weights take {_NUMBER}\s?GiB",
+            pattern=rf"model weights take {NUMBER}\s?GiB",
             unit=GiB,
             facts=_LOADED,
         ),
         LogLine(
             states="activation_bytes",
-            pattern=rf"PyTorch activation peak memory takes {_NUMBER}\s?GiB",
+            pattern=rf"PyTorch activation peak memory takes {NUMBER}\s?GiB",
             unit=GiB,
             facts=(*_ACTIVATIONS, allocator.WORKSPACE),
         ),
         LogLine(
             states="non_torch_bytes",
-            pattern=rf"non_torch_memory takes {_NUMBER}\s?GiB",
+            pattern=rf"non_torch_memory takes {NUMBER}\s?GiB",
             unit=GiB,
             facts=(KERNELS, COMMUNICATOR),
         ),
         LogLine(
             states="total_bytes",
-            pattern=rf"total_gpu_memory \({_NUMBER}\s?GiB\)",
+            pattern=rf"total_gpu_memory \({NUMBER}\s?GiB\)",
             unit=GiB,
             least=True,
         ),
         LogLine(
             states="total_bytes",
-            pattern=rf"Free memory on device[^(]*\([\d.]+/{_NUMBER} GiB\)",
+            pattern=rf"Free memory on device[^(]*\([\d.]+/{NUMBER} GiB\)",
             unit=GiB,
             least=True,
         ),
         LogLine(
             states="kv_pool_bytes",
-            pattern=rf"(?:Available KV cache memory: |reserved for KV Cache is ){_NUMBER}\s?GiB",
+            pattern=rf"(?:Available KV cache memory: |reserved for KV Cache is ){NUMBER}\s?GiB",
             unit=GiB,
             least=True,
         ),
         LogLine(
             states="kv_pool_bytes",
-            pattern=rf"the available KV cache\s+memory \({_NUMBER} GiB\)",
+            pattern=rf"the available KV cache\s+memory \({NUMBER} GiB\)",
             unit=GiB,
             least=True,
         ),
         LogLine(
             states="num_blocks",
-            pattern=rf"# (?:GPU|cuda) blocks: {_NUMBER}",
+            pattern=rf"# (?:GPU|cuda) blocks: {NUMBER}",
             least=True,
         ),
         LogLine(states="num_blocks", pattern=r'\bnum_gpu_blocks="(\d+)"', least=True),
         LogLine(
             states="kv_pool_tokens",
-            pattern=rf"KV cache size: {_NUMBER} tokens",
+            pattern=rf"KV cache size: {NUMBER} tokens",
             least=True,
         ),
         LogLine(
             states="max_concurrency",
-            pattern=rf"Maximum concurrency for [\d,]+ tokens per request: {_NUMBER}x",
+            pattern=rf"Maximum concurrency for [\d,]+ tokens per request: {NUMBER}x",
             least=True,
         ),
         LogLine(
             states="context_tokens",
-            pattern=rf"Maximum concurrency for {_NUMBER} tokens per request",
+            pattern=rf"Maximum concurrency for {NUMBER} tokens per request",
         ),
         LogLine(
             states="graphs_bytes",
-            pattern=rf"Graph capturing finished in \d+ secs, took {_NUMBER} GiB",
+            pattern=rf"Graph capturing finished in \d+ secs, took {NUMBER} GiB",
             unit=GiB,
             facts=(GRAPHS,),
         ),
         LogLine(
             states="output_tokens_per_s",
-            pattern=rf"Avg generation throughput: {_NUMBER} tokens/s",
+            pattern=rf"Avg generation throughput: {NUMBER} tokens/s",
         ),
         LogLine(states="num_running", pattern=r"\bRunning: (\d+) reqs"),
     ),

@@ -18,7 +18,6 @@ def waits(source: Source, marks: Marks) -> Figure | None:
         return None
     rates = [each.output_tokens_per_s for each in shown]
     times = [each.tpot_s for each in shown]
-    users = [f"{each.concurrency} user{'s' if each.concurrency > 1 else ''}" for each in shown]
     model = source.points[source.winner].model
     values, latencies = shown_values(rates), shown_values(times)
     lines, labels, beyond = limit_lines(
@@ -30,12 +29,14 @@ def waits(source: Source, marks: Marks) -> Figure | None:
         "name": escape(f"{marks.labels[model]} in {shown[0].engine}", quote=False),
         "x": [each.value for each in rates],
         "y": [each.value for each in times],
-        "text": [text.split()[0] for text in users],
+        "text": [str(each.concurrency) for each in shown],
         "textposition": "top left",
         "hoverinfo": "text",
         "hovertext": [
-            f"{text}: {format_seconds(time.value)} per token, {format_count(rate.value)} tokens/s"
-            for text, time, rate in zip(users, times, rates, strict=True)
+            f"{each.concurrency} user{'s' if each.concurrency > 1 else ''}: "
+            f"{format_seconds(each.tpot_s.value)} per token, "
+            f"{format_count(each.output_tokens_per_s.value)} tokens/s"
+            for each in shown
         ],
         "error_x": error_bars(rates),
         "error_y": error_bars(times),
