@@ -168,9 +168,9 @@ def profile_task(tasks: Path, indices: tuple[int, ...], calibration_dir: Path | 
     Example:
       whichlora profile-task runs/slurm/h100/tasks-1.json 0
     """
-    from whichlora import terminal
     from whichlora.cluster.tasks import profile_task as profile
+    from whichlora.predict.words import describe
 
     for measurement in profile(tasks, indices, calibration_dir=calibration_dir):
-        run, outcome = terminal.describe(measurement.run), measurement.outcome
+        run, outcome = describe(measurement.run), measurement.outcome
         click.echo(visible(f"{run}: {outcome} on {measurement.gpu}"))

@@ -11,10 +11,10 @@ from whichlora.cluster.state import Array, Sweep
 from whichlora.cluster.tasks import Task, TaskList
 from whichlora.config import load_plan
 from whichlora.errors import ConfigError
+from whichlora.predict.words import describe
 from whichlora.search.feasibility import Candidate
 from whichlora.spec.plan import Plan
 from whichlora.store.locks import hold_folder
-from whichlora.terminal import describe
 from whichlora.workflow.session import Progress, Session
 
 

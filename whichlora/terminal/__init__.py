@@ -19,7 +19,7 @@ from whichlora.terminal.rows import candidate_row, comparison_rows, comparison_s
 from whichlora.terminal.short import print_short
 from whichlora.terminal.sweep import print_recommendation, print_status, print_sweep
 from whichlora.terminal.tables import MAX_REASONS
-from whichlora.terminal.words import deciding, describe, reason, times, variant
+from whichlora.terminal.words import deciding, reason, times, variant
 
 __all__ = [
     "MAX_REASONS",
@@ -30,7 +30,6 @@ __all__ = [
     "comparison_rows",
     "comparison_summary",
     "deciding",
-    "describe",
     "detailed_row",
     "explanation",
     "explanation_markdown",

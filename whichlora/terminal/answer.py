@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.repeated_times import KNOWN_TO, Repeatability
+from whichlora.predict.words import describe, method_in_words
 from whichlora.search.feasibility import LIKELY, Candidate, closest, rejected_before, relaxations
 from whichlora.search.gpu_counts import gpu_seconds
 from whichlora.serving.form import form_in_words
@@ -20,9 +21,7 @@ from whichlora.terminal.tables import MAX_REASONS, new_table, open_console, prin
 from whichlora.terminal.words import (
     certainty,
     deciding,
-    describe,
     in_unit,
-    method_in_words,
     reason,
     refusals,
     relaxed,

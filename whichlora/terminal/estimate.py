@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from whichlora.predict.words import VERDICTS
 from whichlora.spec.results import MemoryPrediction, Prediction, Refused
 from whichlora.terminal.serving import print_served
 from whichlora.terminal.several_gpus import count_lines, print_spread
 from whichlora.terminal.tables import new_table, open_console, print_table, say
-from whichlora.terminal.words import VERDICTS, refusals, shared_notes, variants
+from whichlora.terminal.words import refusals, shared_notes, variants
 from whichlora.trainers import get_trainer
 from whichlora.units import format_bytes, format_count, format_seconds
 

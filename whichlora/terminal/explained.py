@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from whichlora.memory.training import PARTS
 from whichlora.predict.explain import Alternative, Explanation
 from whichlora.predict.ledger_lines import Line
+from whichlora.predict.words import VERDICTS, describe
 from whichlora.spec.results import Prediction
 from whichlora.terminal.several_gpus import kinds_sheet, messages_sheet, spread_lines
 from whichlora.terminal.sheet import WIDE, Sheet, as_markdown, show
 from whichlora.terminal.tables import open_console, say
-from whichlora.terminal.words import VERDICTS, describe
 from whichlora.units import format_bytes, format_count, format_seconds
 
 SMALL_SHARE = 0.002  # of the device memory used; smaller tensors of a group are summed up

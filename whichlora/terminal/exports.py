@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from whichlora.predict.words import VERDICTS, describe
 from whichlora.terminal.tables import new_table, open_console, say
-from whichlora.terminal.words import VERDICTS, describe
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -9,11 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from whichlora import __version__
+from whichlora.predict.words import describe
 from whichlora.search.feasibility import Candidate, Quantity, judge
 from whichlora.spec.plan import Limits, Plan
 from whichlora.terminal.answer import explanation
 from whichlora.terminal.rows import candidate_row
-from whichlora.terminal.words import describe, times, variant
+from whichlora.terminal.words import times, variant
 
 if TYPE_CHECKING:
     from whichlora.workflow.answer import Answer, Compared

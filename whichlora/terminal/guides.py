@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
+from whichlora.predict.words import VERDICTS, kind
 from whichlora.spec.results import Refused
 from whichlora.store.jsonfiles import write_text
 from whichlora.terminal.sheet import as_csv
 from whichlora.terminal.tables import open_console, print_table, say
-from whichlora.terminal.words import VERDICTS, kind, refusals, shared_notes
+from whichlora.terminal.words import refusals, shared_notes
 from whichlora.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:

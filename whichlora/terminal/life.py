@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whichlora.predict.life import TRAINING, Life, StageUse
+from whichlora.predict.words import VERDICTS, describe
 from whichlora.terminal.sheet import Sheet, as_markdown, show
 from whichlora.terminal.tables import open_console, say
-from whichlora.terminal.words import VERDICTS, describe
 from whichlora.units import format_bytes
 
 SMALL_SHARE = 0.01  # of a stage's bytes in one place; smaller lines are left to the JSON

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from whichlora.predict.largest import Placement
 from whichlora.predict.notes import UNVERIFIED
+from whichlora.predict.words import VERDICTS, describe
 from whichlora.terminal.sheet import WIDE, Sheet, show
 from whichlora.terminal.tables import open_console, say
-from whichlora.terminal.words import VERDICTS, describe, without_key
+from whichlora.terminal.words import without_key
 from whichlora.units import format_bytes, format_seconds
 
 

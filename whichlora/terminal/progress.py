@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
+from whichlora.predict.words import describe
 from whichlora.spec.results import Measurement, Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.terminal.tables import open_console, say
-from whichlora.terminal.words import describe, times
+from whichlora.terminal.words import times
 from whichlora.units import format_bytes, format_seconds
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from whichlora.predict.words import VERDICTS, describe
 from whichlora.search.feasibility import Candidate
 from whichlora.terminal.answer import verdict_of
 from whichlora.terminal.short import best_of_each_model, print_reasons
 from whichlora.terminal.tables import open_console, print_table, say
-from whichlora.terminal.words import VERDICTS, describe, variant
+from whichlora.terminal.words import variant
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from whichlora.memory.training import PARTS
+from whichlora.predict.words import describe
 from whichlora.spec.parallel import ONE_DEVICE, ONE_GPU
 from whichlora.spec.results import (
     Communication,
@@ -21,7 +22,6 @@ from whichlora.spec.results import (
 from whichlora.spec.run import RunConfig
 from whichlora.terminal.sheet import Sheet, show
 from whichlora.terminal.tables import say
-from whichlora.terminal.words import describe
 from whichlora.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from whichlora.exports.train_script import train_command
+from whichlora.predict.words import describe
 from whichlora.terminal.live import counts
 from whichlora.terminal.tables import open_console, print_table, say
-from whichlora.terminal.words import certainty, describe
+from whichlora.terminal.words import certainty
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Runs, checks and times in words."""
+"""Checks, answers and times in words."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods import get_method
 from whichlora.predict.parallel_choice import ON_CHOICE
+from whichlora.predict.words import describe, gpus_in_words, kind, on_gpus
 from whichlora.search.feasibility import Candidate, Check, Relaxation
-from whichlora.serving.form import form_in_words
 from whichlora.spec.parallel import AUTO, ParallelConfig
 from whichlora.spec.results import Measurement, Prediction, Refused
-from whichlora.spec.run import TRANSFORMERS, RunConfig
-from whichlora.trainers import get_trainer
+from whichlora.spec.run import RunConfig
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from whichlora.spec.plan import Plan
     from whichlora.workflow.answer import Search
-
-VERDICTS = {"fits": "yes", "fails": "no", "undecided": "maybe"}
 
 
 def variant(run: RunConfig, plan: Plan | None = None) -> str:
@@ -32,9 +28,9 @@ def variant(run: RunConfig, plan: Plan | None = None) -> str:
     training = run.phase == "finetune"
     words = [kind(run)]
     if not run.parallel.is_one_device:
-        words.append(_on_gpus(run.parallel))
+        words.append(on_gpus(run.parallel))
     elif training and plan is not None and plan.is_spread:
-        words.append(_gpus(1))
+        words.append(gpus_in_words(1))
     if plan is None:
         return ", ".join(words)
     if len(plan.attn) > 1:
@@ -44,19 +40,6 @@ def variant(run: RunConfig, plan: Plan | None = None) -> str:
     if training and len(plan.gradient_checkpointing) > 1 and not run.gradient_checkpointing:
         words.append("no checkpointing")
     return ", ".join(words)
-
-
-def kind(run: RunConfig) -> str:
-    """Method or serving form of a run."""
-    if run.phase == "finetune":
-        return method_in_words(run)
-    if run.serving != TRANSFORMERS:
-        return f"{run.serving}, {form_in_words(run)}"
-    if get_trainer(run.trainer).gives_rewards:
-        return f"rewards, {form_in_words(run)}"
-    stored = run.cache_format
-    cache = run.kv_cache if stored is None else f"{stored.nbits}-bit {stored.backend}"
-    return f"inference, {form_in_words(run)}, {cache} cache"
 
 
 def variants(runs: Sequence[RunConfig], devices: Sequence[str]) -> list[str]:
@@ -116,36 +99,6 @@ def shared_notes(predictions: Sequence[Prediction]) -> list[str]:
     if len(predictions) == 1:
         return list(notes)
     return [note for note in notes if not note.startswith(ON_CHOICE)]
-
-
-def method_in_words(run: RunConfig) -> str:
-    """The method, and its rank if it has one."""
-    return run.method if "r" in get_method(run.method).ignores else f"{run.method} r={run.r}"
-
-
-def describe(run: RunConfig) -> str:
-    """One line that names a candidate."""
-    name = run.model.split("/")[-1]
-    if run.phase == "inference" and run.serving != TRANSFORMERS:
-        return (
-            f"{name} served by {run.serving}, {form_in_words(run)}, {run.batch_size} at once, "
-            f"context {run.longest_sequence}"
-        )
-    if run.phase == "inference":
-        return (
-            f"{name} inference, {form_in_words(run)}, batch {run.batch_size}, prompt "
-            f"{run.prompt_len}, {run.max_new_tokens} new tokens"
-        )
-    text = f"{name} {method_in_words(run)}, batch {run.batch_size}, {run.seq_len} tokens"
-    return f"{text}, {_on_gpus(run.parallel)}" if not run.parallel.is_one_device else text
-
-
-def _on_gpus(config: ParallelConfig) -> str:
-    return f"{config.in_words} on {_gpus(config.gpus)}"
-
-
-def _gpus(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def times(prediction: Prediction, measurement: Measurement) -> list[tuple[str, float, float]]:
@@ -225,9 +178,9 @@ def _combination(refused: Refused, gpu: str) -> str:
         words.append(str(refused.settings["method"]))
     parallel = refused.settings.get("parallel")
     if isinstance(parallel, Mapping):
-        words.append(_on_gpus(ParallelConfig.from_dict(parallel)))
+        words.append(on_gpus(ParallelConfig.from_dict(parallel)))
     elif refused.settings.get("gpus"):
-        words.append(f"{parallel or AUTO} on {_gpus(refused.settings['gpus'])}")
+        words.append(f"{parallel or AUTO} on {gpus_in_words(refused.settings['gpus'])}")
     if gpu:
         words.append(f"on {gpu}")
     return " ".join(words)

@@ -10,6 +10,7 @@ from whichlora.config import load_plan
 from whichlora.errors import ConfigError
 from whichlora.exports.train_script import require_library
 from whichlora.html import write_report
+from whichlora.predict.words import describe
 from whichlora.profiler.installed import installed_versions
 from whichlora.search.acquisition import Decision
 from whichlora.search.feasibility import (
@@ -185,8 +186,6 @@ def _run_loop(session: Session, search_loop: SearchLoop) -> tuple[SearchLoop, Se
 
     The search loop is a longer one where what was measured has lengthened its shortlist.
     """
-    from whichlora.terminal import describe
-
     plan = session.plan
     stopped_by: Ending
 

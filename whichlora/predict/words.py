@@ -1,0 +1,56 @@
+"""Runs in words."""
+
+from __future__ import annotations
+
+from whichlora.methods import get_method
+from whichlora.serving.form import form_in_words
+from whichlora.spec.parallel import ParallelConfig
+from whichlora.spec.run import TRANSFORMERS, RunConfig
+from whichlora.trainers import get_trainer
+
+VERDICTS = {"fits": "yes", "fails": "no", "undecided": "maybe"}
+
+
+def kind(run: RunConfig) -> str:
+    """Method or serving form of a run."""
+    if run.phase == "finetune":
+        return method_in_words(run)
+    if run.serving != TRANSFORMERS:
+        return f"{run.serving}, {form_in_words(run)}"
+    if get_trainer(run.trainer).gives_rewards:
+        return f"rewards, {form_in_words(run)}"
+    stored = run.cache_format
+    cache = run.kv_cache if stored is None else f"{stored.nbits}-bit {stored.backend}"
+    return f"inference, {form_in_words(run)}, {cache} cache"
+
+
+def method_in_words(run: RunConfig) -> str:
+    """The method, and its rank if it has one."""
+    return run.method if "r" in get_method(run.method).ignores else f"{run.method} r={run.r}"
+
+
+def describe(run: RunConfig) -> str:
+    """One line that names a candidate."""
+    name = run.model.split("/")[-1]
+    if run.phase == "inference" and run.serving != TRANSFORMERS:
+        return (
+            f"{name} served by {run.serving}, {form_in_words(run)}, {run.batch_size} at once, "
+            f"context {run.longest_sequence}"
+        )
+    if run.phase == "inference":
+        return (
+            f"{name} inference, {form_in_words(run)}, batch {run.batch_size}, prompt "
+            f"{run.prompt_len}, {run.max_new_tokens} new tokens"
+        )
+    text = f"{name} {method_in_words(run)}, batch {run.batch_size}, {run.seq_len} tokens"
+    return f"{text}, {on_gpus(run.parallel)}" if not run.parallel.is_one_device else text
+
+
+def on_gpus(config: ParallelConfig) -> str:
+    """The strategy and its number of GPUs."""
+    return f"{config.in_words} on {gpus_in_words(config.gpus)}"
+
+
+def gpus_in_words(count: int) -> str:
+    """The number with its noun."""
+    return "1 GPU" if count == 1 else f"{count} GPUs"
