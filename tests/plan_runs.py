@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from whichlora import terminal
+from whichlora.predict.words import describe
 from whichlora.spec.run import RunConfig
 
 MODELS = ("HuggingFaceTB/SmolLM2-135M", "EleutherAI/pythia-160m", "Qwen/Qwen2.5-0.5B")
@@ -45,7 +45,7 @@ class Silent:
         self.said.append(text)
 
     def profiling(self, run: RunConfig, *, number: int, open_candidates: int) -> None:
-        self.said.append(f"profile {number}: {terminal.describe(run)}")
+        self.said.append(f"profile {number}: {describe(run)}")
 
     def learned(self, measurement: Any, prediction: Any) -> None:
         self.said.append(f"learned {measurement.outcome}")

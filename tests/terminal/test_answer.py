@@ -9,6 +9,7 @@ from candidates import USABLE_BYTES, measurement, prediction
 
 from whichlora.errors import DataFileError
 from whichlora.predict.repeated_times import Repeatability
+from whichlora.predict.words import describe
 from whichlora.search.feasibility import Candidate, Quantity, judge
 from whichlora.spec.plan import DatasetConfig, Limits, Plan
 from whichlora.spec.run import RunConfig
@@ -19,7 +20,6 @@ from whichlora.terminal import (
     comparison_rows,
     comparison_summary,
     deciding,
-    describe,
     explanation,
     print_answer,
     reason,

@@ -28,6 +28,7 @@ from whichlora import terminal
 from whichlora.cli import main
 from whichlora.config import DEFAULT_MODELS
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.predict.words import describe
 from whichlora.profiler.installed import installed_versions
 from whichlora.search.feasibility import Candidate
 from whichlora.spec.run import RunConfig
@@ -339,10 +340,10 @@ def test_a_dry_run_crowns_no_coin_flip_and_says_what_may_fit(tmp_path: Path) -> 
     assert answer.winner.chance_of_both_stages >= 0.95
     assert bold.run in [one.run for one in answer.may_fit]
     text = (tmp_path / "out" / "answer.md").read_text()
-    line = next(line for line in text.splitlines() if terminal.describe(bold.run) in line)
+    line = next(line for line in text.splitlines() if describe(bold.run) in line)
     assert line.startswith("may fit, 50% chance: ")
     rows = json.loads((tmp_path / "out" / "answer.json").read_text())["may_fit"]
-    assert [row["name"] for row in rows] == [terminal.describe(one.run) for one in answer.may_fit]
+    assert [row["name"] for row in rows] == [describe(one.run) for one in answer.may_fit]
     assert rows[0]["chance_of_both_stages"] < 0.95
     assert "may fit, 50% chance" in (tmp_path / "out" / "report.html").read_text()
     assert all(one.chance_of_both_stages >= 0.95 for one in answer.front)
