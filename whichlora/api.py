@@ -475,11 +475,7 @@ def _with_files(
 
 def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str, list[Any]]:
     accepted = RunSettings.__annotations__
-    grid: dict[str, list[Any]] = {
-        "model": _listed(models),
-        "gradient_checkpointing": [None],
-        "precision": ["auto"],
-    }
+    grid: dict[str, Any] = {"model": _listed(models), **combinations.UNSTATED}
     for name, value in settings.items():
         if name not in accepted:
             options = strategy_options()

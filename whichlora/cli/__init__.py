@@ -16,6 +16,7 @@ from whichlora.cli.estimates import estimate, explain, where
 from whichlora.cli.exports import export
 from whichlora.cli.faults import Group
 from whichlora.cli.guides import guide
+from whichlora.cli.page import page
 from whichlora.cli.recommend import recommend
 from whichlora.cli.runs import report, run
 
@@ -43,6 +44,7 @@ _COMMANDS = (
     slurm,
     profile_task,
     report,
+    page,
     export,
     gpus,
     models,

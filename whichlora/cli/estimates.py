@@ -103,12 +103,7 @@ def estimate(
         notes=notes,
     )
     if as_json:
-        print_json(
-            {
-                "predictions": [prediction.to_dict() for prediction in predictions],
-                "refused": [combination.to_dict() for combination in predictions.refused],
-            }
-        )
+        print_json(estimates.document(predictions))
     else:
         from whichlora import terminal
 

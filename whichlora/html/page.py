@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from html import escape
@@ -12,6 +11,7 @@ from typing import Any
 
 from whichlora.html.figures import build_figures
 from whichlora.html.source import Estimate, Point, Source, read_source
+from whichlora.html.template import filled, script_json
 from whichlora.store.jsonfiles import write_bytes
 from whichlora.units import format_bytes, format_count, format_seconds
 
@@ -41,9 +41,11 @@ def page(source: Source) -> str:
     """The whole HTML document."""
     figures = build_figures(source)
     folder = files("whichlora.html")
-    filled = {
+    texts = {
         "title": escape(f"WhichLoRA on {_device_name(source)}"),
-        "style": (folder / "page.css").read_text(encoding="utf-8"),
+        "style": "".join(
+            (folder / name).read_text(encoding="utf-8") for name in ("base.css", "page.css")
+        ),
         "answer": _answer(source),
         "lead": "".join(
             _figure_slot(figure) for figure in figures if figure["id"] == _lead(figures)
@@ -55,23 +57,11 @@ def page(source: Source) -> str:
         "side_by_side": _side_by_side(source),
         "missing": _missing(source),
         "provenance": _provenance(source),
-        "data": _script_json(_data(source, figures)),
+        "data": script_json(_data(source, figures)),
         "plotly": (folder / "plotlyjs" / "plotly.min.js").read_text(encoding="utf-8"),
         "script": (folder / "page.js").read_text(encoding="utf-8"),
     }
-    # split at the slots once: filled-in text may itself look like a slot
-    first, *slots = (folder / "page.html").read_text(encoding="utf-8").split("{{")
-    parts = [first]
-    for piece in slots:
-        slot, _, text = piece.partition("}}")
-        parts += [filled[slot], text]
-    return "".join(parts)
-
-
-def _script_json(values: Any) -> str:
-    """JSON that is safe inside a script element: no text in it can close the element."""
-    text = json.dumps(values, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return filled((folder / "page.html").read_text(encoding="utf-8"), texts)
 
 
 def _lead(figures: Sequence[dict[str, Any]]) -> str:

@@ -90,14 +90,17 @@ def _hub_config(name: str, *, offline: bool) -> dict[str, Any]:
         raise ConfigError(f"{name}: is a page; give the hub id, {name.removeprefix(_PAGE)!r}")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(f"{name}: no such file or folder; check the path")
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            GatedRepoError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+        )
+    except ModuleNotFoundError:  # in a browser, where predicting needs the standard library alone
+        raise _unknown(name, "and the hub can't be asked without huggingface_hub") from None
 
     away = "the hub is switched off" if offline else why_offline()
     try:

@@ -27,3 +27,9 @@ def user_calibration_folder() -> Path:
         return Path(os.path.expanduser(chosen))
     data_home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     return Path(os.path.expanduser(data_home)) / "whichlora" / "calibration"
+
+
+def cache_folder() -> Path:
+    """Folder of what was downloaded and can be again: the XDG cache folder."""
+    cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(cache_home)) / "whichlora"

@@ -17,6 +17,7 @@ from whichlora.store.gpus import find_cards
 from whichlora.trainers import get_trainer
 
 _ALONE = (None, AUTO, ONE_DEVICE)  # what one GPU is asked with
+UNSTATED: Mapping[str, Sequence[Any]] = {"gradient_checkpointing": [None], "precision": ["auto"]}
 MOST_COMBINATIONS = 20_000  # half a minute of predictions
 _RUN_SETTINGS = frozenset(field.name for field in dataclasses.fields(RunConfig)) - {"parallel"}
 # Settings that a phase does not read: a grid over them would only repeat itself.

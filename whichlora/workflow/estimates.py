@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from whichlora import families
 from whichlora.calibration.load import load_calibration, stale_note
@@ -117,6 +118,14 @@ def estimate(
                 )
             )
     return Answers(predictions, refused)
+
+
+def document(answers: Answers[Prediction]) -> dict[str, Any]:
+    """What `whichlora estimate --json` prints, but for the version of its form."""
+    return {
+        "predictions": [prediction.to_dict() for prediction in answers],
+        "refused": [combination.to_dict() for combination in answers.refused],
+    }
 
 
 def _targets(names: Sequence[str], calibration_dir: Path | None) -> dict[str, tuple[Card, ...]]:

@@ -1,0 +1,4 @@
+"""A static site that answers in the browser, with the same Python.
+
+This package is imported there, too, so it names nothing here.
+"""

@@ -1,0 +1,247 @@
+"use strict";
+// Lays out what Python says. Every text goes in as text, never as HTML.
+(() => {
+  const byId = (id) => document.getElementById(id);
+  const form = byId("question");
+  const [status, fault] = [byId("status"), byId("fault")];
+  const MOST_ROWS = 12; // of a table, before it is asked for all
+  const MARKS = { fits: "✓", undecided: "?", fails: "✕" };
+
+  const make = (tag, properties = {}, ...children) => {
+    const element = document.createElement(tag);
+    for (const [name, value] of Object.entries(properties)) {
+      if (name in element) element[name] = value;
+      else element.setAttribute(name, value);
+    }
+    element.append(...children);
+    return element;
+  };
+  const percent = (share) => `${(100 * share).toFixed(3)}%`; // a length of the style sheet
+  const say = (text) => { status.textContent = text; };
+  const complain = (text) => {
+    fault.textContent = text;
+    fault.hidden = !text;
+    byId("parts").classList.toggle("stale", Boolean(text));
+  };
+
+  // --- the question
+
+  const phaseOf = () => form.elements.phase.value;
+  const showPhase = () => {
+    for (const group of form.querySelectorAll("[data-phase]")) {
+      group.hidden = group.disabled = group.dataset.phase !== phaseOf(); // a disabled one is not asked
+    }
+  };
+  const asked = () => Object.fromEntries(
+    [...new FormData(form)].filter(([name, value]) => value.trim() && value !== defaults.get(name)),
+  );
+  const fill = (question) => {
+    form.reset();
+    for (const [name, value] of Object.entries(question)) {
+      const field = form.elements.namedItem(name);
+      if (field) field.value = value;
+    }
+    showPhase();
+    for (const folded of form.querySelectorAll("details")) {
+      const names = [...folded.querySelectorAll("[name]")].map((field) => field.name);
+      if (names.some((name) => name in question)) folded.open = true;
+    }
+  };
+  const defaults = new Map([...form.elements].filter((field) => field.name).map((field) => [field.name, field.dataset.default ?? ""]));
+  const fragment = (question) => `#${new URLSearchParams(question)}`;
+  const linked = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+
+  // --- Python
+
+  let worker = null;
+  let id = 0;
+  let begun = 0;
+  let ready = false;
+  let latest = null;
+  const ask = (question) => {
+    id += 1;
+    begun = performance.now();
+    document.body.dataset.state = "asked";
+    latest = { id, question: JSON.stringify(question) };
+    if (!ready) return; // asked when it is: a worker that still loads would lose it
+    say("computing");
+    worker.postMessage(latest);
+  };
+  const start = () => {
+    const module = new URL("worker.js", document.baseURI).href;
+    // from a blob, so that the policy of this page holds in the worker, too
+    const code = `import(${JSON.stringify(module)}).catch((error) => postMessage({ fault: String(error) }));`;
+    worker = new Worker(URL.createObjectURL(new Blob([code], { type: "text/javascript" })), { type: "module" });
+    worker.addEventListener("error", () => failed("the worker did not start"));
+    worker.addEventListener("message", ({ data }) => {
+      if (data.fault) failed(data.fault);
+      else if (data.ready) started();
+      else if (data.id === id && data.done) { say("ready"); document.body.dataset.state = "done"; }
+      else if (data.id === id) show(data.part);
+    });
+  };
+  const started = () => {
+    ready = true;
+    performance.mark("ready");
+    say(latest ? "computing" : "ready");
+    if (latest) worker.postMessage(latest);
+  };
+  const failed = (text) => {
+    say("not ready");
+    complain(`Python did not start: ${text}`);
+    document.body.dataset.state = "failed";
+  };
+
+  // --- the answer
+
+  const show = (part) => {
+    if (part.part === "refusal") { complain(part.text); return; }
+    complain("");
+    SHOW[part.part](part);
+    if (part.part === "run" || (part.part === "models" && part.done === 1)) {
+      performance.measure("answer", { start: begun, end: performance.now() });
+    }
+    document.body.dataset.state = part.part;
+    document.body.dataset.id = id;
+  };
+  const clear = (...ids) => { for (const each of ids) byId(each).replaceChildren(); };
+  const copied = (text, label) => {
+    const shown = make("code", { textContent: text });
+    const button = make("button", { type: "button", textContent: "copy", ariaLabel: `copy ${label}` });
+    button.addEventListener("click", async () => {
+      try {
+        await navigator.clipboard.writeText(text);
+        button.textContent = "copied";
+      } catch { // not allowed here: the reader copies what is selected
+        getSelection().selectAllChildren(shown);
+        button.textContent = "selected";
+      }
+      setTimeout(() => { button.textContent = "copy"; }, 2000);
+    });
+    return make("p", { className: "copy" }, shown, button);
+  };
+  const headline = (verdict, words, title) => {
+    byId("headline").replaceChildren(
+      make("p", { className: `verdict ${verdict}` }, make("span", { className: "mark", ariaHidden: "true", textContent: MARKS[verdict] }), words),
+      make("h2", { textContent: title }),
+    );
+  };
+  const again = (commands) => [
+    make("h2", { textContent: "The same elsewhere" }),
+    ...commands.map((command) => copied(command, "the command")),
+    copied(new URL(location.href).href, "the link"),
+  ];
+
+  const showRun = (part) => {
+    headline(part.verdict, part.headline, `${part.title} on ${part.gpu}`);
+    const bar = make("div", { className: "bytes", role: "img", ariaLabel: `${part.need} of ${part.usable}: ${part.bytes.map((each) => `${each.name} ${each.size}`).join(", ")}` });
+    for (const each of part.bytes) {
+      const piece = make("span", { className: `piece part-${each.kind}`, title: `${each.name} ${each.size}` });
+      piece.style.width = percent(each.width);
+      bar.append(piece);
+    }
+    const limit = make("span", { className: "limit", title: `the card: ${part.usable}` });
+    limit.style.left = percent(part.limit);
+    const bounds = make("span", { className: "bounds", title: `between ${part.interval}` });
+    bounds.style.left = percent(part.bounds[0]);
+    bounds.style.width = percent(part.bounds[1] - part.bounds[0]);
+    bar.append(limit, bounds);
+    const rows = part.bytes.map((each) => make("li", {}, make("span", { className: `swatch part-${each.kind}`, ariaHidden: "true" }), make("span", { className: "name", textContent: each.name }), make("span", { className: "size", textContent: each.size }), make("span", { className: "share", textContent: each.share })));
+    rows.push(make("li", { className: "total" }, make("span"), make("span", { className: "name", textContent: "in all" }), make("span", { className: "size", textContent: part.need }), make("span", { className: "share" })));
+    const facts = make("dl", { className: "cards" });
+    const fact = (name, value, bounds_) => make("div", {}, make("dt", { textContent: name }), make("dd", {}, value, " ", make("small", { textContent: bounds_ })));
+    for (const each of part.facts) facts.append(fact(...each));
+    facts.append(make("div", { id: "largest" }, make("dt", { textContent: "Largest batch" }), make("dd", { textContent: "…" })));
+    byId("detail").replaceChildren(
+      ...(part.reason ? [make("p", { className: "reason", textContent: part.reason })] : []),
+      bar,
+      make("p", { className: "about scale" }, make("span", { textContent: `at its peak, ${part.moment}` }), make("span", { textContent: `the card gives ${part.usable}` })),
+      make("ul", { className: "legend" }, ...rows),
+      facts,
+    );
+    const notes = [...part.notes.map((text) => make("li", { textContent: text })), make("li", { textContent: `basis: ${part.basis}` })];
+    const open = byId("more").querySelector("details[open]") !== null;
+    byId("more").replaceChildren(
+      make("h2", { textContent: "Notes" }),
+      make("ul", { className: "reasons" }, ...notes),
+      ...again(part.commands),
+      make("details", { open }, make("summary", { textContent: "The answer as JSON" }), make("pre", { id: "document", textContent: part.document, tabIndex: 0 })),
+    );
+  };
+  const showLargest = (part) => {
+    byId("largest")?.replaceChildren(make("dt", { textContent: part.name }), make("dd", {}, part.value, " ", make("small", { textContent: part.note })));
+  };
+
+  let allRows = false;
+  const table = (title, about, columns, rows, cells) => {
+    const shown = allRows ? rows : rows.slice(0, MOST_ROWS);
+    const head = make("tr", {}, ...columns.map((name, i) => make("th", { scope: "col", className: i ? "number" : "", textContent: name })));
+    const body = shown.map((row) => {
+      const [name, ...rest] = cells(row);
+      const link = make("a", { href: fragment(row.question), textContent: name });
+      return make("tr", { className: row.verdict }, make("th", { scope: "row" }, link), ...rest.map((text) => make("td", { className: "number", textContent: text })));
+    });
+    const all = make("button", { type: "button", textContent: `show all ${rows.length}`, hidden: shown.length === rows.length });
+    all.addEventListener("click", () => { allRows = true; table(title, about, columns, rows, cells); });
+    const scroll = make("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: title }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...body)));
+    byId("table").replaceChildren(make("h2", { textContent: title }), make("p", { className: "about", textContent: about }), scroll, all);
+  };
+  const showCards = (part) => table(
+    "On every card",
+    part.done < part.of ? `${part.done} of ${part.of} cards so far; the smallest that fits comes first` : "The smallest that fits comes first; a name asks about that card.",
+    part.columns,
+    part.rows,
+    (row) => [row.gpu, ...row.cells],
+  );
+  const showModels = (part) => {
+    const last = part.done === part.of;
+    if (part.title) headline("fits", "The largest that trains", `${part.title} on ${part.gpu}`);
+    else if (last) headline("fails", "No model of the list surely fits", `on ${part.gpu}`);
+    else byId("headline").replaceChildren(make("h2", { textContent: `Models on ${part.gpu}` }));
+    clear("detail");
+    table(
+      `Models on ${part.gpu}, ${part.usable}`,
+      last ? "The largest that fits comes first; a name takes it apart. Type any other model above." : `${part.done} of ${part.of} models so far`,
+      part.columns,
+      part.rows,
+      (row) => [row.model, ...row.cells],
+    );
+    byId("more").replaceChildren(...part.notes.map((text) => make("p", { className: "about", textContent: text })), ...again(part.commands));
+  };
+  const SHOW = { run: showRun, largest: showLargest, cards: showCards, models: showModels };
+
+  // --- what the reader does
+
+  let last = "";
+  const submit = () => {
+    const question = asked();
+    if (fragment(question) === last) return;
+    last = fragment(question);
+    history.replaceState(null, "", last);
+    allRows = false;
+    ask(question);
+  };
+  form.addEventListener("change", () => { showPhase(); submit(); });
+  form.addEventListener("submit", (event) => { event.preventDefault(); last = ""; submit(); byId("answer").scrollIntoView({ block: "nearest" }); });
+  form.addEventListener("reset", () => setTimeout(() => { showPhase(); submit(); }));
+  addEventListener("hashchange", () => {
+    if (location.hash === last) return;
+    fill(linked());
+    submit();
+    byId("answer").focus();
+    scrollTo({ top: byId("answer").offsetTop < innerHeight ? 0 : byId("answer").offsetTop });
+  });
+
+  if (location.protocol === "file:") {
+    failed("a browser loads none of its files from a folder; serve it, such as with: python -m http.server");
+    return;
+  }
+  if (location.hash.length > 1) fill(linked());
+  showPhase();
+  last = fragment(asked());
+  const first = JSON.parse(byId("first").textContent);
+  const isFirst = last === fragment(first.question);
+  if (isFirst) show(first.answer); // computed when the page was built
+  start();
+  if (!isFirst) ask(asked());
+})();
