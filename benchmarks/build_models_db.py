@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 1
+from whichlora.store.models import SCHEMA_VERSION, index_of
 
 
 def entry(row: dict[str, str], source: Path) -> dict[str, Any]:
@@ -35,33 +35,6 @@ def entry(row: dict[str, str], source: Path) -> dict[str, Any]:
     }
 
 
-def index(entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What a look-up and a listing need: every name in lower case, and three facts per file."""
-    names: dict[str, str] = {}
-    for stem, model in entries.items():
-        for name in (model["hub_id"], *model["aliases"]):
-            taken = names.setdefault(name.lower(), stem)
-            if taken != stem:
-                raise SystemExit(f"{name}: named by both {taken} and {stem}")
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "names": dict(sorted(names.items())),
-        "models": {
-            stem: {
-                "hub_id": model["hub_id"],
-                "aliases": model["aliases"],
-                "model_type": model["config"]["model_type"],
-                "params": model["params"],
-                "check": model["check"],
-                "license": model["license"],
-                "gated": model["gated"],
-                "release_year": model["release_year"],
-            }
-            for stem, model in sorted(entries.items())
-        },
-    }
-
-
 def main() -> None:
     if len(sys.argv) not in (2, 3):
         raise SystemExit(__doc__)
@@ -73,7 +46,7 @@ def main() -> None:
             row["hub_id"].replace("/", "--"): entry(row, source) for row in csv.DictReader(file)
         }
     target.mkdir(exist_ok=True)
-    for stem, value in {**entries, "index": index(entries)}.items():
+    for stem, value in {**entries, "index": index_of(entries)}.items():
         text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
         (target / f"{stem}.json").write_text(text, encoding="utf-8")
     print(f"{len(entries)} models written to {target}", file=sys.stderr)

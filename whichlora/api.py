@@ -119,7 +119,7 @@ def estimate(
     from_file: AnyPath | Sequence[AnyPath] = (),
     gpus: int | Sequence[int] | str | Sequence[str] | None = None,
     calibration_dir: AnyPath | None = None,
-    engine: Engine = "ledger",
+    engine: Engine = "auto",
     **settings: Unpack[_RunSettings],
 ) -> Answers[Prediction]:
     """Peak memory and time of every combination; nothing is run or downloaded but a config.
@@ -137,7 +137,8 @@ def estimate(
             memory ("24GB"), which has no time.
         gpus: how many, over all nodes; types, an older meaning, are accepted with a warning.
         calibration_dir: your calibrations; None is your own folder.
-        engine: "trace" asks the real code instead of the formulas (needs torch).
+        engine: "trace" asks the real code instead of the formulas (needs torch); "auto" does so
+            for models that the formulas do not know.
         settings: fields of `RunConfig`; a list makes a grid. `nodes`, `parallel` and the options
             of its strategies say how several GPUs share a run.
 

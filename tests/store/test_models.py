@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from whichlora import families
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.spec.architecture import ModelSpec
 from whichlora.store import models
-from whichlora.store.models import find_model, list_models, near_matches, resolve_name
+from whichlora.store.models import (
+    add_model,
+    find_model,
+    is_known_model,
+    list_models,
+    near_matches,
+    resolve_name,
+)
 from whichlora.store.paths import data_folder
 
 INDEX = json.loads((data_folder("models_db") / "index.json").read_text(encoding="utf-8"))
@@ -334,3 +343,51 @@ def test_a_missing_file_and_a_broken_record_are_named(folder: Path) -> None:
         find_model("a/tiny")
     with pytest.raises(DataFileError, match=r"index.json: models.b--tiny: "):
         list_models()
+
+
+# --- models that the user added
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WHICHLORA_MODELS", str(tmp_path / "own"))
+    return tmp_path / "own"
+
+
+def small_qwen() -> ModelSpec:
+    packaged = find_model("Qwen/Qwen3-8B")
+    assert packaged is not None
+    return families.build({**packaged.config, "num_hidden_layers": 3}, name="My-Org/Small-Qwen")
+
+
+def test_an_added_model_is_found_listed_and_suggested(own: Path) -> None:
+    assert find_model("my-org/small-qwen") is None
+    path = add_model(small_qwen(), check="module", source="config.json")
+    assert path == own / "My-Org--Small-Qwen.json"
+    found = find_model("my-org/small-qwen")
+    assert found == small_qwen()
+    assert find_model("small-qwen") == found
+    assert [one.hub_id for one in list_models() if one.check == "module"] == ["My-Org/Small-Qwen"]
+    assert near_matches("my-org/smal-qwen")[0] == "My-Org/Small-Qwen"
+
+
+def test_a_record_of_an_added_model_carries_its_config(own: Path) -> None:
+    add_model(small_qwen(), check="none", source="config.json")
+    assert not is_known_model("My-Org/Small-Qwen")
+    assert is_known_model("Qwen/Qwen3-8B")
+
+
+def test_an_added_file_does_not_hide_a_packaged_model(own: Path) -> None:
+    path = add_model(small_qwen(), check="none", source="config.json")
+    entry = json.loads(path.read_text())
+    path.write_text(json.dumps({**entry, "hub_id": "Qwen/Qwen3-8B"}))
+    found = find_model("Qwen/Qwen3-8B")
+    assert found is not None
+    assert found.num_params > 8e9
+
+
+def test_a_broken_file_of_the_user_is_named(own: Path) -> None:
+    own.mkdir()
+    (own / "a--b.json").write_text('{"schema_version": 1, "hub_id": "a/b", "config": {}}')
+    with pytest.raises(DataFileError, match=r"a--b\.json: aliases: missing; 'whichlora models add"):
+        find_model("a/b")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from whichlora.cli.options import print_json
 from whichlora.errors import WhichLoraError
 from whichlora.spec.gpu import GpuSpec
+from whichlora.text import visible
 
 
 @click.command()
@@ -34,15 +37,71 @@ def gpus(as_json: bool) -> None:
     terminal.print_gpus(catalog, here=here)
 
 
-@click.command()
+class _ListsByDefault(click.Group):
+    """A group whose first argument is a pattern where it is no command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_ListsByDefault)
+def models() -> None:
+    """List the models whose name or alias contains PATTERN; add one.
+
+    \b
+    Examples:
+      whichlora models qwen
+      whichlora models add Qwen/Qwen3-8B-Instruct
+    """
+
+
+@models.command()
+@click.argument("name", metavar="ORGANISATION/NAME")
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path, exists=True),
+    help="Its config.json, or the folder with it; default: the hub's.",
+)
+def add(name: str, config_path: Path | None) -> None:
+    """Add a model to your database: its config alone, no weights.
+
+    The parameters that the formulas count are compared with those of the real module, where
+    torch and transformers are installed. Your database is $WHICHLORA_MODELS, or
+    ~/.local/share/whichlora/models_db.
+
+    \b
+    Example:
+      whichlora models add my-org/my-model --config ./my-model
+    """
+    from whichlora.units import format_count
+    from whichlora.workflow.add_model import add as add_model
+
+    added = add_model(name, config_path)
+    checked = (
+        "as the module of transformers has"
+        if added.is_checked
+        else "not compared with the module: pip install 'whichlora[profile]' does that"
+    )
+    click.echo(
+        visible(
+            f"{added.name}: {added.model_type}, {format_count(added.num_params)} parameters, "
+            f"{checked}; kept in {added.path}"
+        )
+    )
+
+
+@models.command("list")
 @click.argument("pattern", default="")
 @click.option("--json", "as_json", is_flag=True, help="Print every field.")
-def models(pattern: str, as_json: bool) -> None:
+def list_(pattern: str, as_json: bool) -> None:
     """List the models whose name or alias contains PATTERN, blanks and dashes aside.
 
     \b
     Example:
-      whichlora models qwen
+      whichlora models list qwen
     """
     from whichlora import terminal
     from whichlora.store.models import list_models

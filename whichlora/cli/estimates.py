@@ -53,9 +53,10 @@ if TYPE_CHECKING:
 @click.option(
     "--engine",
     type=click.Choice(get_args(specs.Engine)),
-    default="ledger",
+    default="auto",
     show_default=True,
-    help="Where memory comes from: formulas, or a trace of the real code (needs torch).",
+    help="Where memory comes from: formulas (ledger), or a trace of the real code (needs torch); "
+    "auto traces models that the formulas do not know.",
 )
 @click.option(
     "--trace-layers",

@@ -90,8 +90,8 @@ def build(config: Mapping[str, Any], *, name: str) -> ModelSpec:
         return build_multimodal(whole, partial(build, name=name), TOWERS[model_type])
     if model_type not in FAMILIES:
         raise ConfigError(
-            f"{name}: model_type {config.get('model_type')!r} is not known; "
-            f"known are {', '.join(known_types())}"
+            f"{name}: model_type {config.get('model_type')!r} is not known to the formulas; "
+            "'whichlora estimate' traces its real code"
         )
     fields = Fields(
         name=name,

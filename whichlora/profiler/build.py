@@ -9,9 +9,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
+import transformers
 from peft import get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -164,11 +166,22 @@ def auto_class_of(config: PretrainedConfig) -> Any:
 
 
 def config_object(model_config: Mapping[str, Any]) -> PretrainedConfig:
+    """The config of transformers that `model_config`, the content of a `config.json`, means.
+
+    Raises:
+        MeasurementError: a `model_type` that the installed transformers lacks.
+    """
     values = dict(model_config)
     # The storage of the checkpoint; the run decides the dtype of its weights.
     for key in ("quantization_config", "torch_dtype", "dtype", "transformers_version"):
         values.pop(key, None)
-    return AutoConfig.for_model(values.pop("model_type"), **values)
+    model_type = values.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        raise MeasurementError(
+            f"transformers {transformers.__version__} has no model_type {model_type!r}; "
+            "install one that has, or give another model"
+        )
+    return AutoConfig.for_model(model_type, **values)
 
 
 def _quantizer(run: RunConfig, dtype: torch.dtype, quant_storage: str) -> Any | None:

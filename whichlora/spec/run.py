@@ -45,7 +45,7 @@ Quant = Literal[
 Bias = Literal["none", "all", "lora_only"]
 BaseDtype = Literal["auto", "float32"]
 AdapterDtype = Literal["auto", "float32", "bfloat16"]
-Engine = Literal["ledger", "trace"]
+Engine = Literal["auto", "ledger", "trace"]
 Serve = Literal["as-trained", "merged"]
 TRANSFORMERS = "transformers"  # the engine that profiles run
 KvCache = Literal["dynamic", "static", "quantized", "paged", "vllm"]
@@ -73,6 +73,15 @@ OPTIMIZER_NAMES: Mapping[str, Optimizer] = {
     "sgd": "sgd",
     "lion_32bit": "lion",
 }
+# In which runs may differ that one built model serves.
+BATCH_SETTINGS = (
+    "batch_size",
+    "seq_len",
+    "gradient_accumulation_steps",
+    "prompt_len",
+    "max_new_tokens",
+    "padding",
+)
 ALL_LINEAR = "all-linear"
 ATTENTION = "attention"
 

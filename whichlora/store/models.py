@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 from whichlora import families
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.spec.architecture import ModelSpec
-from whichlora.store.jsonfiles import check_schema_version, read_object
-from whichlora.store.paths import data_folder
+from whichlora.store.jsonfiles import check_schema_version, read_object, write_object
+from whichlora.store.paths import data_folder, user_models_folder
 from whichlora.store.spellings import MAX_NEAR, match, nearest, quantised
 
 SCHEMA_VERSION = 1
@@ -27,7 +27,8 @@ class ModelRecord:
     Args:
         aliases: further hub ids of the same shapes; context length and dtype may differ.
         params: parameters, each tied tensor once.
-        check: "exact" or "rounded": how our count agrees with the published one.
+        check: "exact" or "rounded": how our count agrees with the published one; "module": it is
+            that of the module of transformers; "none".
         gated: whether the hub asks for an agreement, None where that is unknown.
     """
 
@@ -38,7 +39,7 @@ class ModelRecord:
     check: str
     license: str
     gated: bool | None
-    release_year: int
+    release_year: int | None
 
 
 def find_model(name: str) -> ModelSpec | None:
@@ -52,12 +53,12 @@ def find_model(name: str) -> ModelSpec | None:
         ConfigError: a short name that several architectures have.
         DataFileError: the database is broken.
     """
-    index = _index(_folder())
+    index = _index()
     stem = _stem(name, index)
     if stem is None:
         return None
     record = _record(stem, index)
-    return _spec(_folder() / f"{stem}.json", _spelling(name, record), record.hub_id)
+    return _spec(_path(stem), _spelling(name, record), record.hub_id)
 
 
 @cache
@@ -82,7 +83,7 @@ def _spec(path: Path, known_as: str, hub_id: str) -> ModelSpec:
 
 def list_models() -> tuple[ModelRecord, ...]:
     """Every architecture of the database, by hub id in alphabetical order."""
-    index = _index(_folder())
+    index = _index()
     records = (_record(stem, index) for stem in index["models"])
     return tuple(sorted(records, key=lambda record: record.hub_id.lower()))
 
@@ -97,7 +98,7 @@ def resolve_name(name: str) -> tuple[str, str]:
     Raises:
         ConfigError: the name is ambiguous, or means a quantised copy of a model.
     """
-    index = _index(_folder())
+    index = _index()
     wanted = name.strip().lower()
     if wanted in index["names"]:
         return _spelling(name, _record(index["names"][wanted], index)), ""
@@ -129,7 +130,7 @@ def refuse_copy(name: str) -> str:
 
 
 def _match(name: str) -> str | None:
-    index = _index(_folder())
+    index = _index()
     params = {stem: _record(stem, index).params for stem in index["models"]}
     return match(name.strip(), _preferred_names(), params)
 
@@ -142,7 +143,7 @@ def _is_path_or_hub_id(name: str) -> bool:
 
 def _preferred_names() -> dict[str, str]:
     """Every name in the hub's letter case to its architecture, each hub id before its aliases."""
-    index = _index(_folder())
+    index = _index()
     records = {stem: _record(stem, index) for stem in index["models"]}
     return {
         name: stem
@@ -168,8 +169,101 @@ def _folder() -> Path:
     return data_folder("models_db")
 
 
+def _path(stem: str) -> Path:
+    packaged = stem in _packaged_index(_folder())["models"]
+    return (_folder() if packaged else user_models_folder()) / f"{stem}.json"
+
+
+def _index() -> Mapping[str, Any]:
+    """What both folders hold: a packaged name always means the packaged model."""
+    own = user_models_folder()
+    packaged = _packaged_index(_folder())
+    if not own.is_dir():
+        return packaged
+    return _with_own(_folder(), own, own.stat().st_mtime_ns)
+
+
 @cache
-def _index(folder: Path) -> Mapping[str, Any]:
+def _with_own(folder: Path, own: Path, changed_ns: int) -> Mapping[str, Any]:
+    """The index of `folder` with what `own` adds, where a file changed last at `changed_ns`."""
+    packaged = _packaged_index(folder)
+    added = index_of({path.stem: _checked_entry(path) for path in sorted(own.glob("*--*.json"))})
+    return {
+        "names": {**added["names"], **packaged["names"]},
+        "models": {**added["models"], **packaged["models"]},
+    }
+
+
+def _checked_entry(path: Path) -> dict[str, Any]:
+    values = read_object(path)
+    check_schema_version(values, SCHEMA_VERSION, str(path))
+    needed = {field.name for field in fields(ModelRecord)} - {"model_type"} | {"config"}
+    missing = sorted(needed - set(values))
+    if missing:
+        raise DataFileError(f"{path}: {missing[0]}: missing; 'whichlora models add' writes it")
+    return values
+
+
+def index_of(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What a look-up and a listing need of `entries`, the files of a folder by their stems.
+
+    Raises:
+        DataFileError: two files claim one name.
+    """
+    names: dict[str, str] = {}
+    for stem, entry in entries.items():
+        for name in (entry["hub_id"], *entry["aliases"]):
+            taken = names.setdefault(name.lower(), stem)
+            if taken != stem:
+                raise DataFileError(f"{name}: named by both {taken} and {stem}; remove one")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "names": dict(sorted(names.items())),
+        "models": {
+            stem: {
+                field.name: (entry["config"] if field.name == "model_type" else entry)[field.name]
+                for field in fields(ModelRecord)
+            }
+            for stem, entry in sorted(entries.items())
+        },
+    }
+
+
+def add_model(model: ModelSpec, *, check: str, source: str) -> Path:
+    """Keep the config of `model` in this user's folder, for look-ups without the hub.
+
+    Args:
+        check: as `ModelRecord.check`.
+        source: where the config came from.
+
+    Returns:
+        The file.
+
+    Raises:
+        DataFileError: the disk refused.
+    """
+    path = user_models_folder() / f"{model.name.replace('/', '--')}.json"
+    write_object(
+        path,
+        {
+            "schema_version": SCHEMA_VERSION,
+            "hub_id": model.name,
+            "aliases": [],
+            "params": model.num_params,
+            "check": check,
+            "source": source,
+            "license": "",
+            "gated": None,
+            "release_year": None,
+            "note": "",
+            "config": dict(model.config),
+        },
+    )
+    return path
+
+
+@cache
+def _packaged_index(folder: Path) -> Mapping[str, Any]:
     path = folder / "index.json"
     values = read_object(path)
     check_schema_version(values, SCHEMA_VERSION, str(path))
@@ -216,5 +310,5 @@ def _spelling(name: str, record: ModelRecord) -> str:
 
 
 def is_known_model(name: str) -> bool:
-    """Whether the database holds `name`, so that a record need not carry its config."""
-    return find_model(name) is not None
+    """Whether every installation has `name`, so that a record need not carry its config."""
+    return _stem(name, _packaged_index(_folder())) is not None

@@ -22,11 +22,20 @@ def data_folder(name: str) -> Path:
 
 def user_calibration_folder() -> Path:
     """Folder of this user's own measurements: `$WHICHLORA_CALIBRATION`, or the XDG data folder."""
-    chosen = os.environ.get("WHICHLORA_CALIBRATION")
+    return _user_folder("WHICHLORA_CALIBRATION", "calibration")
+
+
+def user_models_folder() -> Path:
+    """Folder of the models that this user added: `$WHICHLORA_MODELS`, or the XDG data folder."""
+    return _user_folder("WHICHLORA_MODELS", "models_db")
+
+
+def _user_folder(variable: str, name: str) -> Path:
+    chosen = os.environ.get(variable)
     if chosen:
         return Path(os.path.expanduser(chosen))
     data_home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(os.path.expanduser(data_home)) / "whichlora" / "calibration"
+    return Path(os.path.expanduser(data_home)) / "whichlora" / name
 
 
 def cache_folder() -> Path:

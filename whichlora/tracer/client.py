@@ -26,6 +26,15 @@ _ENVIRONMENT = {
 }
 
 
+def require_tracing(asker: str) -> None:
+    """Refuse the request of `asker` where the libraries of a trace are missing.
+
+    Raises:
+        ConfigError: as `extras.require`.
+    """
+    require(asker, *_NEEDED, extra="profile")
+
+
 def trace_peaks(
     run: RunConfig,
     *,
@@ -46,7 +55,7 @@ def trace_peaks(
     Raises:
         ConfigError: the libraries are missing, or cannot build or run the model.
     """
-    require("engine: trace", *_NEEDED, extra="profile")
+    require_tracing("engine: trace")
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     request = {
         "run": run.to_dict(),

@@ -39,6 +39,7 @@ from whichlora.spec.targets import resolve_targets
 from whichlora.store import hub, models
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus
 from whichlora.store.hub import load_model
+from whichlora.tracer.client import require_tracing
 
 
 def estimate(
@@ -46,7 +47,7 @@ def estimate(
     gpus: Sequence[str] = ("auto",),
     *,
     calibration_dir: Path | None = None,
-    engine: Engine = "ledger",
+    engine: Engine = "auto",
     trace_layers: str = "2,4",
     maximise: Size | None = None,
     notes: tuple[str, ...] = (),
@@ -61,7 +62,8 @@ def estimate(
             that fits each accelerator, or 1 where nothing does; a note says which.
         notes: of every run, beside those of its prediction.
         engine: "ledger" adds up what is known to live; "trace" runs the real code on tensors
-            without storage, also of models that the ledger does not know, in seconds per run.
+            without storage, in seconds per run; "auto" is "trace" for models that the ledger does
+            not know.
         trace_layers: "2,4" stretches the trace of four layers to all, "all" traces all.
 
     Raises:
@@ -80,9 +82,14 @@ def estimate(
             refused.append(run)
             continue
         if run.model not in models:
-            load = load_model if engine == "ledger" else _load_traceable
-            models[run.model] = load(run.model)
+            models[run.model] = _load(run.model, engine)
         model = models[run.model]
+        is_traced = engine == "trace" or _is_unknown(model)
+        if maximise and is_traced:
+            raise ConfigError(
+                f"{maximise}: max needs a model that the formulas know, got {model.name}; "
+                "give values, which are traced"
+            )
         run = with_checkpointing(model, replace(run, model=model.name))
         as_requested = run
         traces: dict[tuple[str, str, str | None], TracedPeak] = {}  # by what chooses the kernels
@@ -93,7 +100,7 @@ def estimate(
                 traced = None
                 if len(cards) > 1:
                     run = over_cards(as_requested, name, cards)
-                if engine == "trace":
+                if is_traced:
                     _check_traceable(run)
                     device = run.precision, gpu.kind, gpu.compute_capability
                     if device not in traces:
@@ -293,26 +300,35 @@ def _with_notes(placement: Placement, notes: tuple[str, ...]) -> Placement:
     return replace(placement, prediction=replace(prediction, notes=(*notes, *prediction.notes)))
 
 
-def _load_traceable(name: str) -> ModelSpec:
+def _load(name: str, engine: Engine) -> ModelSpec:
     """The model called `name`; one of an unknown family as a Llama of its sizes, and saying so.
 
     Raises:
-        ConfigError: no such model, or a config whose sizes go by other names.
+        ConfigError: no such model, a config whose sizes go by other names, or no libraries that
+            trace it.
     """
     try:
         return load_model(name)
     except ConfigError:
-        if models.find_model(name) is not None:
+        if engine == "ledger" or models.find_model(name) is not None:
             raise
         config = hub.load_config(name)
     if config.get("model_type") in families.known_types():
         return load_model(name)  # it has another fault
+    require_tracing(
+        f"{name}: model_type {config.get('model_type')!r} is not known; tracing its real code"
+    )
     as_llama = families.build(config | {"model_type": "llama"}, name=name)
     note = (
         f"model_type {config.get('model_type')!r} is not known to the ledger: memory is traced, "
         "time is that of a Llama of the same sizes"
     )
     return replace(as_llama, config=config, notes=(*as_llama.notes, note))
+
+
+def _is_unknown(model: ModelSpec) -> bool:
+    """Whether `_load` took it for a Llama."""
+    return model.config.get("model_type") not in families.known_types()
 
 
 def _check_traceable(run: RunConfig) -> None:
