@@ -7,15 +7,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from search.replay import Device, Limited, Result, judged, searching
+from search.replay import Device, Limited, Result, all_measured, judged, searching
 
 
 def exhaustive(problem: Limited) -> Result:
     """Everything is measured, as the original WhichLoRA did."""
-    device = Device(problem)
-    for position in range(len(problem.table.records)):
-        device.measure(position)
-    return judged(problem, device, problem.winner)
+    return judged(problem, all_measured(problem), problem.winner)
 
 
 def random_order(problem: Limited, dice: random.Random) -> Result:

@@ -15,6 +15,7 @@ from search.tables import Table, batch_s
 from whichlora.calibration.fit import fit
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.profiler.early_stop import is_enough
+from whichlora.profiler.kept_model import build_key
 from whichlora.search.acquisition import WORTHWHILE_GAIN, Decision, SearchProblem, tiers
 from whichlora.search.candidate_posterior import CandidatePosterior
 from whichlora.search.loop import Learn, Measure, SearchLoop
@@ -84,6 +85,7 @@ class Device:
     asked: list[int] = field(default_factory=list)
     device_s: float = 0.0
     num_oom: int = 0
+    kept: str = ""  # of the model of the run before, as the profiler keeps it; none after a failure
 
     def measure(self, position: int, decisive_s: float | None = None) -> Measurement:
         """What a profile of a candidate answers.
@@ -94,10 +96,15 @@ class Device:
         """
         record = self.problem.table.records[position]
         self.asked.append(position)
+        key = _key_of(record)
+        if key == self.kept:
+            record = replace(record, device_s=record.device_s - record.build_s, build_s=0.0)
+        self.kept = key
         if self.problem.table.num_bytes[position] > self.problem.problem.most_bytes[position]:
             steps = record.step_s or record.generate_s
             cost = max(0.0, record.device_s - (len(steps) + 2 - OOM_STEPS) * median(steps))
             self.num_oom += 1
+            self.kept = ""
             failed = replace(
                 record,
                 outcome="oom",
@@ -116,6 +123,19 @@ class Device:
             record = ended_early(record, batch_s(record.run, decisive_s))
         self.device_s += record.device_s
         return record
+
+
+def all_measured(problem: Limited) -> Device:
+    """The device after every run of the table, each model's runs in a row: it is built once."""
+    device = Device(problem)
+    records = problem.table.records
+    for position in sorted(range(len(records)), key=lambda position: _key_of(records[position])):
+        device.measure(position)
+    return device
+
+
+def _key_of(record: Measurement) -> str:
+    return build_key({"run": record.config, "model_config": None, "target_modules": None})
 
 
 def ended_early(record: Measurement, decisive_s: float) -> Measurement:
@@ -199,9 +219,7 @@ def searching(
 
 
 def judged(problem: Limited, device: Device, answer: int | None, **more: object) -> Result:
-    everything = Device(problem)
-    for position in range(len(problem.table.records)):
-        everything.measure(position)
+    everything = all_measured(problem)
     right = answer == problem.winner
     near = right
     if answer is not None and problem.winner is not None and not right:

@@ -127,7 +127,7 @@ def load_gpu(folder: Path = FOLDER) -> GpuSpec:
     """The device that the table was measured on, which need not be this machine's."""
     fields = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
     fields.pop("schema_version")
-    for name in ("aliases", "names", "unverified"):
+    for name in ("aliases", "names", "notes", "unverified"):
         fields[name] = tuple(fields[name])
     return GpuSpec(**fields)
 

@@ -5,21 +5,15 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from whichlora.spec.run import BATCH_SETTINGS
 
-from whichlora.profiler.meter import Meter
+if TYPE_CHECKING:
+    from torch import nn
 
-# What a run may differ in where its model is the same.
-_OF_BATCHES = (
-    "batch_size",
-    "seq_len",
-    "gradient_accumulation_steps",
-    "prompt_len",
-    "max_new_tokens",
-    "padding",
-)
+    from whichlora.profiler.meter import Meter
+
 _LOOKUP_TABLES_BYTES = 2**20  # more than bitsandbytes keeps after its first use: kilobytes
 
 
@@ -48,14 +42,14 @@ class KeptModel:
 
     def drop_unless(self, request: Mapping[str, Any]) -> None:
         """Free the model where `request` needs another one."""
-        if self._key != _key_of(request):
+        if self._key != build_key(request):
             self.drop()
 
     def model_for(self, request: Mapping[str, Any], meter: Meter, build: Callable[[], Any]) -> Any:
         """The kept model, or the one that `build` makes, which is kept from now on."""
         if self._model is None:
             before = meter.live_bytes()
-            self._model, self._key = build(), _key_of(request)
+            self._model, self._key = build(), build_key(request)
             self.num_bytes = meter.live_bytes() - before
             self._attributes = [
                 (module, {name: _copied(value) for name, value in vars(module).items()})
@@ -79,6 +73,7 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, dict) else value
 
 
-def _key_of(request: Mapping[str, Any]) -> str:
-    run = {name: value for name, value in request["run"].items() if name not in _OF_BATCHES}
+def build_key(request: Mapping[str, Any]) -> str:
+    """What the model of a measurement is built from: equal where it can be kept."""
+    run = {name: value for name, value in request["run"].items() if name not in BATCH_SETTINGS}
     return json.dumps([run, request["model_config"], request["target_modules"]], sort_keys=True)

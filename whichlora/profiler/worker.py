@@ -145,16 +145,22 @@ def _measure(
     # set for every run: the setting of the last run must not stay
     torch.set_float32_matmul_precision("high" if run.precision == "tf32" else "highest")
 
+    build_s = 0.0
+
     def build() -> Any:
+        nonlocal build_s
         tell("building the model")
+        build_start_s = time.monotonic()
         spread = spreading(run)
-        return build_model(
+        model = build_model(
             run,
             request["model_config"],
             device="cpu" if spread.divides else device,
             target_modules=request["target_modules"],
             quant_storage=spread.quant_storage,
         )
+        build_s = time.monotonic() - build_start_s
+        return model
 
     model = kept.model_for(request, meter, build)
     seed()
@@ -176,7 +182,7 @@ def _measure(
         else:
             measure = resolve_name(get_trainer(run.trainer).steps)
             fields = measure(model, run, meter, request["seq_lens"], is_done, tell=tell)
-    return fields
+    return fields | {"build_s": build_s}
 
 
 def _collect(meter: Meter) -> None:

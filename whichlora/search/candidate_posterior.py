@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import median
 from typing import TYPE_CHECKING, Self
 
@@ -17,6 +17,7 @@ from whichlora.search.correlation import residual_correlation
 from whichlora.search.counted_candidate import CountedCandidate, PassRow
 from whichlora.search.posterior import Coefficients, Posterior, condition, square_root
 from whichlora.spec.results import Measurement
+from whichlora.spec.run import BATCH_SETTINGS
 from whichlora.timing import model as timing
 from whichlora.timing.model import FEATURES, TimeModel
 
@@ -50,6 +51,8 @@ class CandidatePosterior:
         self._correlation = residual_correlation(self.jobs)
         weights = PARTS.index("weights")
         self._build_s = BUILD_S + self._moments[:, 0, weights] / LOAD_BYTES_PER_S
+        numbers: dict[object, int] = {}
+        self._model = np.array([numbers.setdefault(_built(job), len(numbers)) for job in self.jobs])
 
     def time(
         self,
@@ -124,8 +127,12 @@ class CandidatePosterior:
         serving = next((job for job in self.jobs if job.run.phase == "inference"), self.jobs[0])
         return calibration.for_engine(serving.run.engine, serving.gpu)
 
-    def run_s(self, calibration: Calibration) -> Array:
-        """Device seconds that profiling each candidate is expected to take."""
+    def run_s(self, calibration: Calibration, *, after: int | None = None) -> Array:
+        """Device seconds that profiling each candidate is expected to take.
+
+        Args:
+            after: position of the candidate before, whose model its profiler has kept.
+        """
         import numpy as np
 
         calibration = self._for_engine(calibration)
@@ -133,7 +140,10 @@ class CandidatePosterior:
             summed @ np.array([calibration.time[phase].mean[name] for name in FEATURES])
             for phase, summed in self._trials.by_phase(calibration).items()
         )
-        return np.asarray(self._build_s + steps_s)
+        build_s = self._build_s
+        if after is not None:
+            build_s = np.where(self._model == self._model[after], 0.0, build_s)
+        return np.asarray(build_s + steps_s)
 
     def time_error(self, position: int, measured: Measurement, calibration: Calibration) -> float:
         """Log of measured over predicted seconds of one candidate."""
@@ -203,6 +213,14 @@ def _scaled_root(before: TimeModel, now: TimeModel) -> Array:
     growth = [now.mean[name] / before.mean[name] if before.mean[name] else 1.0 for name in FEATURES]
     root = square_root(np.array(before.covariance))
     return np.asarray(before.interval_scale * np.array(growth)[:, None] * root)
+
+
+def _built(job: ResolvedRun) -> tuple[object, ...]:
+    """What the profiler builds for `job`: equal where it can keep the model of the run before."""
+    settings = fields(job.run)
+    return job.gpu.key, *(
+        getattr(job.run, setting.name) for setting in settings if setting.name not in BATCH_SETTINGS
+    )
 
 
 def _blocks(matrices: Sequence[Array]) -> Array:

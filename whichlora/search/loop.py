@@ -48,6 +48,7 @@ class SearchLoop:
     spent: Spent = field(default_factory=Spent)
     before: Calibration = field(init=False)
     _posteriors: tuple[Posterior, Posterior] | None = None
+    _kept: int | None = None  # the candidate whose model the profiler has kept
 
     def __post_init__(self) -> None:
         self.before = self.calibration
@@ -98,7 +99,7 @@ class SearchLoop:
                 ),
             ),
             *self._posteriors,
-            self.candidate_posterior.run_s(self.calibration),
+            self.candidate_posterior.run_s(self.calibration, after=self._kept),
         )
 
     def decisive_s(self, position: int, decision: Decision) -> float:
@@ -142,6 +143,7 @@ class SearchLoop:
     def take(self, position: int, measurement: Measurement, learn: Learn) -> None:
         """Record the measurement of one candidate and refit."""
         self.measured[position] = measurement
+        self._kept = position if measurement.outcome == "ok" else None
         self.spent.runs += 1
         self.spent.device_s += measurement.device_s
         self.calibration = learn(measurement)

@@ -437,6 +437,8 @@ class Measurement:
             was asked for.
         engine_log: what a serving engine's log or metrics state, by name with its unit.
         device_s: seconds of device time that the measurement cost, building included.
+        build_s: of these, until the model was built; 0 where it was kept from the run before, or
+            not recorded.
         environment: device name, driver, library versions, host facts.
         provenance: who measured (free text), command, commit, run id.
     """
@@ -460,6 +462,7 @@ class Measurement:
     largest_blocks_bytes: tuple[int, ...] = ()
     engine_log: Mapping[str, float] = field(default_factory=dict)
     device_s: float = 0.0
+    build_s: float = 0.0
     warm_up_s: float = 0.0
     environment: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -83,6 +83,7 @@ def _record_schema() -> Any:
             text, core.float_schema(strict=True, ge=-MAX_BYTES, le=MAX_BYTES, allow_inf_nan=False)
         ),
         "device_s": seconds(ge=0),
+        "build_s": seconds(ge=0),
         "warm_up_s": seconds(ge=0),
         "environment": free,
         "provenance": free,

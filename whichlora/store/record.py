@@ -199,6 +199,7 @@ _CHECKS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "largest_blocks_bytes": (f"a list of {_COUNTS}", _are_bytes),
     "engine_log": (f"an object of numbers up to {MAX_BYTES}", _are_numbers_by_name),
     "device_s": (f"a number {_SECONDS}", _is_seconds),
+    "build_s": (f"a number {_SECONDS}", _is_seconds),
     "warm_up_s": (f"a number {_SECONDS}", _is_seconds),
     "environment": ("an object", _is_object),
     "provenance": ("an object", _is_object),

@@ -35,13 +35,14 @@ QUANTITIES: dict[str, tuple[str, str, bool]] = {
     "decode_per_token": ("decode_s_per_token", "time", True),
     "generate": ("generate_s", "time", True),
     "device_time": ("device_s", "time", False),
+    "build": ("build_s", "time", False),
     "warm_up": ("warm_up_s", "time", False),
     "peak_allocated": ("peak_allocated_bytes", "bytes", False),
     "peak_reserved": ("peak_reserved_bytes", "bytes", False),
     "device_used": ("device_used_bytes", "bytes", False),
 }
 MAY_BE_ZERO = (  # as in a record, which refuses no bytes of a run that ended well
-    *("prefill", "decode_per_token", "device_time", "warm_up"),
+    *("prefill", "decode_per_token", "device_time", "build", "warm_up"),
     *("peak_allocated", "peak_reserved", "device_used"),
 )
 SETTINGS = tuple(field.name for field in dataclasses.fields(RunConfig))
@@ -265,7 +266,7 @@ def _record(row: Mapping[str, str], columns: Sequence[Column], gpu: GpuSpec) -> 
         return record
     # settings at their defaults are left out: one that is added must not make another record of it
     chosen = record.to_dict() | {"config": run.chosen()}
-    for name in ("warm_up_s", "engine_log"):
+    for name in ("build_s", "warm_up_s", "engine_log"):
         if not chosen[name]:
             del chosen[name]
     content = json.dumps(chosen, sort_keys=True)
