@@ -149,9 +149,9 @@ def test_what_a_terminal_or_a_reader_would_not_see_is_shown_as_its_escape(tmp_pa
 def test_any_text_comes_back_from_the_data_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
-    from whichlora.html.page import _script_json
+    from whichlora.html.template import script_json
 
-    text = _script_json({"name": name})
+    text = script_json({"name": name})
     assert "<" not in text
     assert json.loads(text) == {"name": name}
 
