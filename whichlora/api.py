@@ -38,6 +38,7 @@ from whichlora.spec.run import (
     Quant,
     RunConfig,
 )
+from whichlora.store.costs import load_rates
 from whichlora.store.gpus import is_count
 from whichlora.terminal import Progress
 from whichlora.workflow import combinations, estimates
@@ -120,9 +121,11 @@ def estimate(
     gpus: int | Sequence[int] | str | Sequence[str] | None = None,
     calibration_dir: AnyPath | None = None,
     engine: Engine = "auto",
+    prices: AnyPath | None = None,
+    country: str | None = None,
     **settings: Unpack[_RunSettings],
 ) -> Answers[Prediction]:
-    """Peak memory and time of every combination; nothing is run or downloaded but a config.
+    """Peak memory, time and cost of every combination; nothing is run or downloaded but a config.
 
     >>> (prediction,) = estimate("Qwen/Qwen2.5-7B", "rtx-4090-24gb", method="qlora", seq_len=1024)
     >>> prediction.verdict
@@ -139,6 +142,9 @@ def estimate(
         calibration_dir: your calibrations; None is your own folder.
         engine: "trace" asks the real code instead of the formulas (needs torch); "auto" does so
             for models that the formulas do not know.
+        prices: a CSV file of your prices, with columns gpu and usd_per_hour; others come from the
+            table of this release.
+        country: whose electricity tells the CO2, by name or code.
         settings: fields of `RunConfig`; a list makes a grid. `nodes`, `parallel` and the options
             of its strategies say how several GPUs share a run.
 
@@ -163,6 +169,7 @@ def estimate(
         calibration_dir=_path(calibration_dir),
         engine=engine,
         notes=notes,
+        rates=load_rates(_path(prices), country),
     )
 
 
@@ -242,6 +249,8 @@ def where(
     *,
     from_file: AnyPath | Sequence[AnyPath] = (),
     calibration_dir: AnyPath | None = None,
+    prices: AnyPath | None = None,
+    country: str | None = None,
     **settings: Unpack[RunSettings],
 ) -> list[Placement]:
     """One run on every accelerator of the catalog, or on some, the smallest that fits first.
@@ -251,7 +260,7 @@ def where(
 
     Args:
         gpu: accelerators, as `estimate` takes them; "all" is the catalog.
-        from_file: as `estimate` takes it.
+        from_file, prices, country: as `estimate` takes them.
         settings: fields of `RunConfig`, one value each.
 
     Raises:
@@ -259,7 +268,13 @@ def where(
     """
     grid, notes = _with_files(_grid(model or (), settings), from_file, stated=settings)
     run = _one_run("where", grid)
-    return estimates.where(run, _types(gpu), calibration_dir=_path(calibration_dir), notes=notes)
+    return estimates.where(
+        run,
+        _types(gpu),
+        calibration_dir=_path(calibration_dir),
+        notes=notes,
+        rates=load_rates(_path(prices), country),
+    )
 
 
 class _Question(TypedDict, total=False):
@@ -275,6 +290,8 @@ class _Question(TypedDict, total=False):
     within: str
     budget: str
     price_per_hour: float
+    prices: AnyPath
+    country: str
     serving: str
     tpot: str
 

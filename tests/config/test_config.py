@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from whichlora.config import DEFAULT_MODELS, load_plan
 from whichlora.config.schema import json_schema
 from whichlora.errors import ConfigError
+from whichlora.spec.costs import own_price
 from whichlora.spec.plan import Budget, Limits, Objective, Plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -115,7 +116,7 @@ def test_names_that_yaml_reads_as_numbers_and_names_as_people_write_them_are_tak
     (folder / "config.yaml").write_text(text + "models: ['llama3.1:8b', meta-llama/Llama-3.1-8B]\n")
     plan = load_plan(folder / "config.yaml")
     assert plan.gpu == "4090"
-    assert plan.objective.price_per_hour == {"rtx-4090-24gb": 0.4}
+    assert plan.objective.offer("rtx-4090-24gb") == own_price("rtx-4090-24gb", 0.4)
     assert plan.models == ("meta-llama/Llama-3.1-8B",)
     assert plan.notes == ("llama3.1:8b: taken as meta-llama/Llama-3.1-8B",)
 
@@ -303,7 +304,9 @@ def test_preference_prices_limits_and_budget_reach_the_plan(folder: Path) -> Non
         "gpu_limits: {a100-sxm-80gb: {total_time: 2h, finetune_memory: 70GiB}}\n"
     )
     assert plan.objective == Objective(
-        prefer="order", order=("org/b", "org/a"), price_per_hour={"a100-sxm-80gb": 1.5}
+        prefer="order",
+        order=("org/b", "org/a"),
+        prices={"a100-sxm-80gb": (own_price("a100-sxm-80gb", 1.5),)},
     )
     assert plan.budget == Budget(confidence=0.9, runs=4, device_s=120.0)
     limits = Limits(total_time_s=7200.0, finetune_bytes=70 * 2**30)

@@ -6,6 +6,7 @@ from candidates import prediction
 
 from whichlora.search.feasibility import Candidate, Quantity, judge
 from whichlora.search.gpu_counts import GpuCounts, compare_counts, gpu_seconds
+from whichlora.spec.costs import own_price
 from whichlora.spec.parallel import ONE_GPU, ParallelConfig
 from whichlora.spec.plan import Limits
 from whichlora.spec.run import RunConfig
@@ -20,7 +21,8 @@ def candidate(gpus: int, total_s: float, *, used_bytes: float = 8 * GiB) -> Cand
 
 
 def compared(*candidates: Candidate, price: float | None = None) -> GpuCounts:
-    counts = compare_counts(candidates, "m", counts=(1, 2, 4, 8), least=0.9, price=price)
+    offers = [] if price is None else [own_price("gpu", price)]
+    counts = compare_counts(candidates, "m", counts=(1, 2, 4, 8), least=0.9, offers=offers)
     assert counts is not None
     return counts
 
@@ -39,4 +41,4 @@ def test_the_fewest_the_cheapest_and_the_fastest_are_found_among_what_fits() -> 
 
 def test_without_a_candidate_that_meets_the_limits_nothing_is_compared() -> None:
     too_large = [candidate(1, 10, used_bytes=30 * GiB)]
-    assert compare_counts(too_large, "m", counts=(1, 2), least=0.9, price=None) is None
+    assert compare_counts(too_large, "m", counts=(1, 2), least=0.9) is None

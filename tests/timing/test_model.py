@@ -313,3 +313,15 @@ def test_a_known_launch_moves_the_coefficient_as_far_as_the_other_is_unsure() ->
     assert here.mean["launch"] == pytest.approx(model.mean["launch"], rel=0.01)
     beside = timing.with_launch(fitted, 12e-6, other_host=True)
     assert beside.mean["launch"] == pytest.approx(12e-6, rel=0.03)
+
+
+def test_a_board_draws_its_limit_at_most_and_what_its_products_take_at_least() -> None:
+    half = {"products": 1.0, "elementwise": 1.0}
+    strong = find_gpu("rtx-3090-24gb")  # 350 W for 71 TFLOP/s: products need half of it
+    low, high = timing.power_w(strong, "bf16", half) or (0.0, 0.0)
+    assert high == strong.power_w
+    assert low == pytest.approx(2.5 * strong.peak_flops_per_s["bf16"] / 1e12 / 2)
+    weak = find_gpu("l4")  # 72 W for 121 TFLOP/s: its limit slows them
+    assert timing.power_w(weak, "bf16", half) == pytest.approx((36.0, 72.0))
+    assert timing.power_w(weak, "bf16", {}) is None
+    assert timing.power_w(replace(weak, power_w=None), "bf16", half) is None

@@ -107,6 +107,9 @@ def test_memory_alone_has_no_time() -> None:
         ({"budget": "10h", "gpus": 4}, "9000s"),
         ({"budget": "20usd", "price_per_hour": 0.5}, "144000s"),
         ({"budget": "$20", "price_per_hour": 0.5, "within": "2h"}, "7200s"),
+        ({"budget": "20€", "price_per_hour": 0.5}, "144000s"),
+        ({"budget": "4.5kWh"}, "36000s"),  # a board of 450 W
+        ({"budget": "4.5kWh", "gpus": 2}, "18000s"),
     ],
 )
 def test_time_and_money_are_a_limit_on_the_time(asked: dict[str, Any], seconds: str) -> None:
@@ -120,8 +123,12 @@ def test_time_and_money_are_a_limit_on_the_time(asked: dict[str, Any], seconds: 
         ({"gpu": "4o90"}, "did you mean rtx-4090-24gb"),
         ({"within": "8h"}, "within: how long a training takes depends on its data"),
         ({"within": "8hrs", "samples": 9}, "within: '8hrs' is not a duration with a unit"),
-        ({"budget": "20usd", "samples": 9}, "no prices are known; give price_per_hour"),
-        ({"budget": "5kWh", "samples": 9}, "is energy, which is not predicted"),
+        ({"budget": "20eur", "samples": 9}, "is not in USD, which the price table is in; give"),
+        ({"gpu": "p4", "budget": "20usd", "samples": 9}, "the price table has no p4-8gb; give"),
+        ({"gpu": "24GB", "budget": "5kWh", "samples": 9}, "the power of 24gb is not known"),
+        ({"prices": "no.csv", "price_per_hour": 1.0}, "prices and price_per_hour: give one"),
+        ({"prices": "no.csv"}, "prices: can't be used: "),
+        ({"country": "Frence"}, "did you mean France, Greece, French Polynesia"),
         ({"budget": "0usd", "samples": 9, "price_per_hour": 1.0}, "must be above 0"),
         ({"tpot": "50ms"}, "is a limit of a serving engine; give serving"),
         ({"serving": "vlm"}, "serving: 'vlm' is not known; accepted are transformers, vllm"),

@@ -237,8 +237,7 @@ def test_each_gpu_of_a_list_is_answered_for_and_the_best_recommended(tmp_path: P
     assert seconds[choice.fastest.gpu] == min(seconds.values())
     assert choice.cheapest is not None
     costs = {
-        on.gpu: seconds[on.gpu] / 3600 * answer.plan.objective.price_per_hour[on.gpu]
-        for on in choice.gpus[:2]
+        on.gpu: answer.plan.objective.money(on.gpu, 1, seconds[on.gpu]) for on in choice.gpus[:2]
     }
     assert choice.cost_of_model(choice.cheapest) == pytest.approx(min(costs.values()))
     written = json.loads((tmp_path / "out" / "answer.json").read_text())

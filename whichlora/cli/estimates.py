@@ -11,8 +11,10 @@ import click
 from whichlora.cli.faults import EXIT_NOTHING_FITS
 from whichlora.cli.options import (
     calibration_option,
+    cost_options,
     gpu_option,
     print_json,
+    rates_of,
     split_models,
 )
 from whichlora.cli.settings import (
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Trace four layers and stretch them to all, checked by two; or trace all.",
 )
+@cost_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
 @click.pass_context
 def estimate(
@@ -76,10 +79,12 @@ def estimate(
     calibration_dir: Path | None,
     engine: specs.Engine,
     trace_layers: str,
+    prices: Path | None,
+    country: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Predict peak memory and time; nothing is run.
+    """Predict peak memory, time and cost; nothing is run.
 
     Every list with commas makes a grid.
 
@@ -102,6 +107,7 @@ def estimate(
         trace_layers=trace_layers,
         maximise=maximise,
         notes=notes,
+        rates=rates_of(prices, country),
     )
     if as_json:
         print_json(estimates.document(predictions))
@@ -226,6 +232,7 @@ def _print_life(life: Life, *, as_json: bool, as_markdown: bool) -> None:
 @run_options
 @gpu_option("all", "Accelerators to compare; all: those of the catalog.", counted=True)
 @calibration_option
+@cost_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
 @click.pass_context
 def where(
@@ -235,10 +242,12 @@ def where(
     from_files: tuple[Path, ...],
     gpu: list[str],
     calibration_dir: Path | None,
+    prices: Path | None,
+    country: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Which accelerators one run fits on, the smallest first.
+    """Which accelerators one run fits on, the smallest first, and which is cheapest.
 
     \b
     Example:
@@ -250,7 +259,10 @@ def where(
     settings = plain_settings([model] if model else [], options, command="where")
     settings, notes = with_from_files(ctx, settings, from_files)
     run = only_run(settings, command="where")
-    placements = estimates.where(run, gpu, calibration_dir=calibration_dir, notes=notes)
+    rates = rates_of(prices, country)
+    placements = estimates.where(
+        run, gpu, calibration_dir=calibration_dir, notes=notes, rates=rates
+    )
     if as_json:
         print_json({"placements": [placement.to_dict() for placement in placements]})
     else:

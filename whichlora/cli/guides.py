@@ -10,9 +10,11 @@ import click
 from whichlora.cli.options import (
     Positive,
     calibration_option,
+    cost_options,
     gpu_option,
     json_option,
     print_json,
+    rates_of,
     words,
 )
 from whichlora.cli.settings import plain_settings, run_options
@@ -44,6 +46,7 @@ from whichlora.text import visible
 )
 @run_options
 @calibration_option
+@cost_options
 @json_option
 def guide(
     models: list[str],
@@ -52,10 +55,12 @@ def guide(
     epochs: float,
     output: Path | None,
     calibration_dir: Path | None,
+    prices: Path | None,
+    country: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """A parameter guide: memory, time for the data, throughput.
+    """A parameter guide: memory, time and cost for the data, throughput.
 
     Every list with commas makes a grid, the number of GPUs too: --gpus 2,4,8 --parallel fsdp.
 
@@ -74,6 +79,7 @@ def guide(
         num_samples=samples,
         epochs=epochs,
         calibration_dir=calibration_dir,
+        rates=rates_of(prices, country),
     )
     if as_json:
         print_json(

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -16,6 +16,9 @@ from whichlora.spec.options import OptionValue
 from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.text import visible
+
+if TYPE_CHECKING:
+    from whichlora.store.costs import Rates
 
 _MAX_COUNT = 10**9  # no batch, no length: a slipped key
 
@@ -40,6 +43,30 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print every 
 calibration_option = click.option(
     "--calibration-dir", type=click.Path(path_type=Path, file_okay=False), help="Your calibrations."
 )
+
+
+def cost_options(command: Any) -> Any:
+    """`--prices` and `--country`, which `rates_of` reads."""
+    command = click.option(
+        "--country", help="Where it runs, such as FR: the CO2 of its electricity."
+    )(command)
+    return click.option(
+        "--prices",
+        type=click.Path(path_type=Path),
+        help="CSV of your prices, columns gpu and usd_per_hour; others come from the table.",
+    )(command)
+
+
+def rates_of(prices: Path | None, country: str | None) -> Rates:
+    """What costs are predicted from.
+
+    Raises:
+        ConfigError: no such country.
+        DataFileError: a fault of the file.
+    """
+    from whichlora.store.costs import load_rates
+
+    return load_rates(prices, country)
 
 
 def words(setting: str, accepted: tuple[str, ...] | None = None) -> Callable[..., list[str]]:

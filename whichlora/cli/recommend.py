@@ -9,7 +9,14 @@ from typing import Any
 import click
 
 from whichlora.cli.faults import EXIT_NOTHING_FITS
-from whichlora.cli.options import Positive, calibration_option, json_option, print_json, words
+from whichlora.cli.options import (
+    Positive,
+    calibration_option,
+    cost_options,
+    json_option,
+    print_json,
+    words,
+)
 from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.run import MOST_COUNT, RunConfig
 from whichlora.text import visible
@@ -44,8 +51,13 @@ def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 )
 @click.option("--epochs", type=Positive(1000), default=1.0, show_default=True, help="Passes.")
 @click.option("--within", help="Most time of the whole fine-tuning, such as 8h.")
-@click.option("--budget", help="GPU-hours such as 10h, or money such as 20usd.")
-@click.option("--price-per-hour", type=Positive(10**6), help="What an hour of one GPU costs.")
+@click.option("--budget", help="GPU-hours (10h), money (20usd) or electricity (5kWh).")
+@click.option(
+    "--price-per-hour",
+    type=Positive(10**6),
+    help="What an hour of one GPU costs you, in place of the price table.",
+)
+@cost_options
 @click.option("--serving", help="Who serves the model: vllm, sglang, llama-cpp, transformers.")
 @click.option("--tpot", help="With an engine: most time of each further token, such as 50ms.")
 @click.option(

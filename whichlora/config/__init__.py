@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
+from whichlora.spec.costs import Offer, own_price
 from whichlora.spec.parallel import ParallelConfig, requested
 from whichlora.spec.plan import Budget, DatasetConfig, Keeping, Limits, Objective, Plan, SlurmConfig
 from whichlora.spec.run import TRANSFORMERS, RunConfig
@@ -134,6 +135,7 @@ def _well_formed(data: dict[Any, Any]) -> dict[Any, Any]:
 
 def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
     from whichlora.config.checks import resolve_model
+    from whichlora.store.costs import find_grid
 
     folder = path.parent
     stage1, stage2 = settings.stage1_profile, settings.stage2_profile
@@ -162,7 +164,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         optimizers=settings.optimizer,
         limits=_limits(settings),
         gpu_limits=_gpu_limits(settings),
-        objective=_objective(settings, models),
+        objective=_objective(settings, models, folder),
         budget=Budget(
             confidence=settings.confidence,
             runs=settings.max_profile_runs,
@@ -188,6 +190,7 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         trust_remote_code=settings.trust_remote_code,
         calibration_dir=_folder(settings.calibration_dir, folder),
         slurm=_slurm(settings.slurm),
+        grid=None if settings.country is None else find_grid(settings.country),
         notes=_name_notes(names),
         raw=data,
     )
@@ -305,15 +308,18 @@ def _spreads(settings: PlanFile) -> tuple[ParallelConfig, ...]:
     return tuple(spreads)
 
 
-def _objective(settings: PlanFile, models: tuple[str, ...]) -> Objective:
+def _objective(settings: PlanFile, models: tuple[str, ...], folder: Path) -> Objective:
+    """With the prices that the file states, in a currency of its own; else those of the tables."""
+    from whichlora.store.costs import load_rates
     from whichlora.store.gpus import find_gpu
 
-    prices = (settings.gpu_prices or {}).items()
-    return Objective(
-        prefer=settings.prefer,
-        order=models,
-        price_per_hour={find_gpu(name).key: price for name, price in prices},
-    )
+    prices: Mapping[str, Sequence[Offer]]
+    if settings.gpu_prices:
+        own = ((find_gpu(name).key, price) for name, price in settings.gpu_prices.items())
+        prices = {key: (own_price(key, price),) for key, price in own}
+    else:
+        prices = load_rates(_folder(settings.prices, folder)).prices
+    return Objective(prefer=settings.prefer, order=models, prices=prices)
 
 
 def _folder(name: str | None, folder: Path) -> Path | None:

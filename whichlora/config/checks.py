@@ -17,7 +17,7 @@ from typing import Any
 
 from whichlora.config.document import Loc, Problem
 from whichlora.config.schema import MOST_TOKENS, Dataset, Stage1
-from whichlora.errors import ConfigError
+from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import list_methods
 from whichlora.parallel import get_strategy, list_strategies, strategy_options
 from whichlora.serving import list_engines
@@ -26,6 +26,7 @@ from whichlora.spec.options import Option
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig
 from whichlora.spec.plan import DATA_FILE_SUFFIXES, DatasetConfig, DatasetKind
 from whichlora.spec.run import TRANSFORMERS, RunConfig
+from whichlora.store.costs import find_grid, near_countries, read_prices
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.models import resolve_name
 from whichlora.trainers import Trainer, list_trainers
@@ -73,6 +74,7 @@ def check(data: Data, folder: Path) -> Iterator[Problem]:
     yield from _check_gpus(data)
     yield from _check_spread(data)
     yield from _check_preference(data)
+    yield from _check_costs(data, folder)
     yield from _check_budget(data)
     yield from _check_dataset(data, folder)
     yield from _check_folders(data, folder)
@@ -363,13 +365,33 @@ def _gpu_keys() -> list[str]:
 
 def _check_preference(data: Data) -> Iterator[Problem]:
     prefer = data.get("prefer")
-    if prefer == "price" and not _section(data, "gpu_prices"):
-        fault = "needs gpu_prices, the price of an hour by GPU"
-        yield Problem(loc=("prefer",), fault=fault, accepted="another preference, or gpu_prices")
     named = "models" in data or "model_names" in _section(data, "stage1_profile")
     if prefer == "order" and not named:
         fault = "needs models, in your order with the best first"
         yield Problem(loc=("prefer",), fault=fault, accepted="another preference, or models")
+
+
+def _check_costs(data: Data, folder: Path) -> Iterator[Problem]:
+    country, prices = data.get("country"), data.get("prices")
+    if isinstance(country, str) and country.strip():
+        try:
+            find_grid(country)
+        except ConfigError:
+            yield Problem(
+                loc=("country",),
+                fault="is not known",
+                accepted="a country's name or its code, such as FR or FRA",
+                hint="".join(near_countries(country)[:1]),
+            )
+    if not isinstance(prices, str) or not prices.strip():
+        return
+    if "gpu_prices" in data:
+        fault = "and gpu_prices both state prices"
+        yield Problem(loc=("prices",), fault=fault, accepted="one of both")
+    try:
+        read_prices(Path(_absolute(prices, folder)))
+    except DataFileError as error:
+        yield Problem(loc=("prices",), fault=f"can't be used: {error}", show_value=False)
 
 
 def _check_budget(data: Data) -> Iterator[Problem]:

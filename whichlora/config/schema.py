@@ -425,7 +425,11 @@ class PlanFile(_Section):
     prefer: Prefer = "size"
     """What ranks the candidates that meet the limits; order takes that of models, best first."""
     gpu_prices: Annotated[dict[Name, Positive], _TextKeys] | None = None
-    """Price of an hour by GPU, for prefer: price."""
+    """Price of an hour by GPU, in any currency; without it, that of the price table."""
+    prices: Name | None = None
+    """A CSV file of prices that come before the table: columns gpu and usd_per_hour."""
+    country: Name | None = None
+    """Where it runs: its electricity tells the CO2."""
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
     """How sure the winner must be before the search ends."""
     max_profile_runs: Count | None = None

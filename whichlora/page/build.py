@@ -29,7 +29,8 @@ _PACKAGES = (
     "serving", "spec", "store", "symbolic", "timing", "trainers", "workflow",
 )  # fmt: skip
 _MODULES = ("__init__", "errors", "extras", "text", "units")
-_DATA = ("models_db", "calibration")
+_DATA = ("models_db", "calibration", "costs")
+_KINDS = ("*.json", "*.jsonl", "*.csv")
 _SCRIPTS = ("page.js", "theme.js", "worker.js")
 _SUGGESTED = {"gpu": "gpu-names", "model": "model-names"}
 _WIDTHS = dict.fromkeys(("model", "phase", "method", "trainer", "serving"), "wide")
@@ -91,7 +92,7 @@ def bundle() -> bytes:
             members[f"whichlora/{path.relative_to(root).as_posix()}"] = path
     for name in _DATA:
         source = data_folder(name)
-        for path in (*source.rglob("*.json"), *source.rglob("*.jsonl")):
+        for path in (each for kind in _KINDS for each in source.rglob(kind)):
             members[f"whichlora/data/{name}/{path.relative_to(source).as_posix()}"] = path
     written = io.BytesIO()
     with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:

@@ -124,7 +124,7 @@ class ResolvedRun:
     @property
     def dtype(self) -> str:
         """Dtype of the matrix products, as the datasheet names it."""
-        return self.run.precision[:4]
+        return self.run.product_dtype
 
 
 def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:

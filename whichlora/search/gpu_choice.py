@@ -35,16 +35,19 @@ class OnGpu:
         """Of the likeliest fine-tuning to meet every limit."""
         return max((candidate.chance_of_both_stages for candidate in self.finetune), default=0.0)
 
-    def least_s(self, model: str) -> float | None:
-        """Seconds of the fastest fine-tuning of `model` that meets the limits."""
-        times = (
-            candidate.total_s.value
+    def timed(self, model: str) -> list[tuple[float, int]]:
+        """Seconds and GPUs of each fine-tuning of `model` that meets the limits."""
+        return [
+            (candidate.total_s.value, candidate.run.parallel.gpus)
             for candidate in self.finetune
             if candidate.run.model == model
             and candidate.total_s
             and accepted(candidate, self.least_chance)
-        )
-        return min(times, default=None)
+        ]
+
+    def least_s(self, model: str) -> float | None:
+        """Seconds of the fastest fine-tuning of `model` that meets the limits."""
+        return min((seconds for seconds, _ in self.timed(model)), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +72,16 @@ class GpuChoice:
 
     def cost(self, on: OnGpu) -> float | None:
         """What the winner on one GPU costs, where an hour has a price."""
-        price = self.objective.price_per_hour.get(on.gpu)
-        if price is None or on.winner is None or on.winner.total_s is None:
+        if on.winner is None or on.winner.total_s is None:
             return None
-        return on.winner.run.parallel.gpus * on.winner.total_s.value / 3600 * price
+        gpus = on.winner.run.parallel.gpus
+        return self.objective.money(on.gpu, gpus, on.winner.total_s.value)
 
     def cost_of_model(self, on: OnGpu) -> float | None:
-        """What the fastest fine-tuning of `model` costs on one GPU."""
-        seconds, price = on.least_s(self.model), self.objective.price_per_hour.get(on.gpu)
-        return None if seconds is None or price is None else seconds / 3600 * price
+        """What the cheapest fine-tuning of `model` costs on one GPU."""
+        timed = on.timed(self.model)
+        costs = (self.objective.money(on.gpu, gpus, seconds) for seconds, gpus in timed)
+        return min((cost for cost in costs if cost is not None), default=None)
 
     def to_rows(self) -> list[dict[str, Any]]:
         """The key `gpus` of `answer.json`, in the order of the plan."""
@@ -127,6 +131,7 @@ def rank_across(objective: Objective, winner: Candidate | None, gpu: str) -> tup
     assert winner is not None
     place, *tie_breaks = winner.rank
     if objective.prefer == "price" and winner.total_s is not None:
-        gpu_s = winner.run.parallel.gpus * winner.total_s.value
-        return (place, gpu_s * objective.price_per_hour[gpu], *tie_breaks)
+        cost = objective.money(gpu, winner.run.parallel.gpus, winner.total_s.value)
+        assert cost is not None  # a GPU without a price is refused
+        return (place, cost, *tie_breaks)
     return winner.rank

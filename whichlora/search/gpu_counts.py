@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whichlora.search.feasibility import Candidate, accepted
+from whichlora.spec.costs import Offer, cheapest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,12 +15,12 @@ class GpuCounts:
     """The best candidate of a model on each number of GPUs that meets the limits.
 
     Args:
-        price: of an hour of one GPU, where the plan states it.
+        offers: prices of an hour of this GPU, where any is known.
         lacking: numbers on which nothing meets them.
     """
 
     candidates: Sequence[Candidate]
-    price: float | None = None
+    offers: Sequence[Offer] = ()
     lacking: Sequence[int] = ()
 
     @property
@@ -36,17 +37,19 @@ class GpuCounts:
 
     @property
     def cheapest(self) -> Candidate:
-        """That of the least GPU time, which is what an hour's price is paid for."""
-        return min(self.candidates, key=gpu_seconds)
+        """That of the least money; of the least GPU time, where no price is known."""
+        return min(self.candidates, key=lambda each: self.cost(each) or gpu_seconds(each))
 
     def cost(self, candidate: Candidate) -> float | None:
-        return None if self.price is None else gpu_seconds(candidate) / 3600 * self.price
+        gpus = candidate.run.parallel.gpus
+        offer = cheapest(self.offers, gpus)
+        return None if offer is None else _seconds(candidate) / 3600 * offer.per_hour(gpus)
 
     def marks(self, candidate: Candidate) -> list[str]:
         """What is best about one of them."""
         best = {
             "fewest GPUs": self.fewest,
-            "least GPU time" if self.price is None else "cheapest": self.cheapest,
+            "cheapest" if self.offers else "least GPU time": self.cheapest,
             "fastest": self.fastest,
         }
         return [mark for mark, marked in best.items() if marked is candidate]
@@ -85,7 +88,7 @@ def compare_counts(
     *,
     counts: Sequence[int],
     least: float,
-    price: float | None,
+    offers: Sequence[Offer] = (),
 ) -> GpuCounts | None:
     """The candidates of `model` that meet the limits, by number of GPUs; None without times.
 
@@ -102,6 +105,6 @@ def compare_counts(
         return None
     return GpuCounts(
         candidates=[best[number] for number in sorted(best)],
-        price=price,
+        offers=offers,
         lacking=sorted(set(counts) - set(best)),
     )

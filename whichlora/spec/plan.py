@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
 
 from whichlora.errors import ConfigError
+from whichlora.spec.costs import Grid, Offer, cheapest
 from whichlora.spec.parallel import ONE_GPU, ParallelConfig
 from whichlora.spec.run import AttentionKernel, Optimizer, Quant, RunConfig, Serve
 
@@ -67,12 +68,21 @@ class Objective:
         prefer: the largest model ("size"), or the first of `order` ("order"), with its fastest
             variant and best batch; or whatever takes the least time, memory or money.
         order: models, the best first where the user's order is asked for.
-        price_per_hour: by device key.
+        prices: of an hour, by device key.
     """
 
     prefer: Prefer = "size"
     order: tuple[str, ...] = ()
-    price_per_hour: Mapping[str, float] = field(default_factory=dict)
+    prices: Mapping[str, Sequence[Offer]] = field(default_factory=dict)
+
+    def offer(self, gpu: str, num_gpus: int = 1) -> Offer | None:
+        """The cheapest price of `num_gpus` on demand; None where none is known."""
+        return cheapest(self.prices.get(gpu, ()), num_gpus)
+
+    def money(self, gpu: str, num_gpus: int, seconds: float) -> float | None:
+        """What `seconds` of `num_gpus` cost; None where no price is known."""
+        offer = self.offer(gpu, num_gpus)
+        return None if offer is None else offer.per_hour(num_gpus) * seconds / 3600
 
     def place(self, model: str, num_params: int) -> float:
         """What goes before any time or memory, the least first."""
@@ -297,6 +307,7 @@ class Plan:
             trying the whole path where nothing can be downloaded.
         train: run the winning job at the end.
         timeout_s: device seconds after which one profile is stopped.
+        grid: the electricity of the country where it runs; None where that is not said.
         notes: names of models that do not mean them exactly, and what they were taken as.
     """
 
@@ -340,6 +351,7 @@ class Plan:
     trust_remote_code: bool = False
     calibration_dir: Path | None = None
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    grid: Grid | None = None
     notes: tuple[str, ...] = ()
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from whichlora.errors import ConfigError
+from whichlora.spec.costs import RunningCost
 from whichlora.spec.run import RunConfig
 
 SCHEMA_VERSION = 1
@@ -314,6 +315,7 @@ class Prediction:
         basis: which formulas and which calibration stand behind the numbers.
         several_gpus: of a run that is spread over them, else None.
         serving: of an engine with a pool, else None.
+        cost: of an hour of it, where the one who predicts looked up prices.
     """
 
     run: RunConfig
@@ -329,6 +331,7 @@ class Prediction:
     notes: tuple[str, ...] = ()
     several_gpus: SeveralGpus | None = None
     serving: ServingPrediction | None = None
+    cost: RunningCost | None = None
 
     @property
     def tokens_per_generation(self) -> int:
@@ -352,6 +355,7 @@ class Prediction:
             "notes": list(self.notes),
             **({} if self.several_gpus is None else self.several_gpus.to_dict()),
             **({} if self.serving is None else {"serving": self.serving.to_dict()}),
+            **({} if self.cost is None else {"cost": self.cost.to_dict()}),
         }
 
 

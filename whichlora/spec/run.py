@@ -351,6 +351,11 @@ class RunConfig:
             )
 
     @property
+    def product_dtype(self) -> str:
+        """Dtype of the matrix products, as datasheets name it."""
+        return self.precision[:4]
+
+    @property
     def cache_format(self) -> CacheFormat | None:
         """How the key-value cache is quantised, if it is."""
         if self.kv_cache != "quantized":

@@ -9,7 +9,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def data_folder(name: str) -> Path:
-    """The folder `models_db` or `calibration` that came with this installation.
+    """The folder `models_db`, `calibration` or `costs` that came with this installation.
 
     Raises:
         FileNotFoundError: the installation is broken (neither wheel data nor checkout).

@@ -14,6 +14,7 @@ from whichlora.predict.words import describe, method_in_words
 from whichlora.search.feasibility import LIKELY, Candidate, closest, rejected_before, relaxations
 from whichlora.search.gpu_counts import gpu_seconds
 from whichlora.serving.form import form_in_words
+from whichlora.terminal.costs import cost_of, format_money, price_in_words
 from whichlora.terminal.plane import plane
 from whichlora.terminal.rows import comparison_rows, comparison_summary
 from whichlora.terminal.serving import print_stage_served
@@ -89,8 +90,11 @@ def _of_gpus(choice: GpuChoice | None, shown: str) -> list[str]:
             f"  fastest for {choice.model}: {choice.fastest.gpu}, {format_seconds(seconds)}"
         )
     if choice.cheapest is not None:
-        cost, gpu = choice.cost_of_model(choice.cheapest), choice.cheapest.gpu
-        lines.append(f"  cheapest for {choice.model}: {gpu}, {cost:.2f}")
+        gpu = choice.cheapest.gpu
+        offer = choice.objective.offer(gpu)
+        assert offer is not None  # the cheapest has a price
+        cost = format_money(choice.cost_of_model(choice.cheapest), offer.currency)
+        lines.append(f"  cheapest for {choice.model}: {gpu}, {cost} at {price_in_words(offer, 1)}")
     elif choice.fastest is not None:
         lines.append("  gpu_prices, the price of an hour, is needed to name the cheapest")
     return lines
@@ -221,14 +225,19 @@ def _winner(answer: Answer, best: Candidate) -> list[str]:
     if answer.repeatability is not None:
         lines.append(f"  {repeated(answer.repeatability)}")
     lines.append(f"  {_PREFERENCE[objective.prefer]}")
-    price = objective.price_per_hour.get(answer.gpu.key)
-    if price is not None and best.total_s is not None:
-        gpus = run.parallel.gpus
-        each = f" on each of {gpus} GPUs" if gpus > 1 else ""
-        cost = gpus * best.total_s.value / 3600 * price
-        lines.append(f"  costs {cost:.2f} at {price:g} an hour{each}")
+    if answer.cost is not None and best.total_s is not None:
+        costs = cost_of(answer.cost, best.total_s.value, _whole(answer))
+        lines.extend(f"  {line}" for line in costs)
     lines.extend(f"  {reason(check)}" for check in best.checks)
     return lines
+
+
+def _whole(answer: Answer) -> str:
+    """What a total is of; of assumed data its tokens, which the user may scale."""
+    if answer.plan.dataset.kind != "counts":
+        return "the fine-tuning"
+    num_tokens = answer.dataset["tokens_per_epoch"] * answer.plan.epochs
+    return f"{format_count(num_tokens)} tokens"
 
 
 def _by_engine(served: Candidate | None) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from whichlora.predict.words import VERDICTS
 from whichlora.spec.results import MemoryPrediction, Prediction, Refused
+from whichlora.terminal.costs import cost_of, per_million, price_lines
 from whichlora.terminal.serving import print_served
 from whichlora.terminal.several_gpus import count_lines, print_spread
 from whichlora.terminal.tables import new_table, open_console, print_table, say
@@ -33,14 +34,25 @@ def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refus
         say(console, text)
     for text in refusals(refused):
         say(console, text)
+    for text in _costs(predictions):
+        say(console, text)
     for text in dict.fromkeys(prediction.basis for prediction in predictions):
         say(console, f"basis: {text}")
     for text in shared_notes(predictions):
         say(console, f"note: {text}")
 
 
+def _costs(predictions: Sequence[Prediction]) -> list[str]:
+    """What a million tokens of one run cost; of several, the prices behind their column."""
+    first = predictions[0]
+    if len(predictions) > 1 or first.cost is None:
+        return price_lines(predictions)
+    return cost_of(first.cost, first.cost.s_per_million, "1M tokens")
+
+
 def _print_table(console: Console, predictions: Sequence[Prediction]) -> None:
-    numbers = ("batch", "tokens", "peak", "95 % interval", "of the device", "time", "tokens/s")
+    of_time = ("time", "tokens/s", "1M tokens")
+    numbers = ("batch", "tokens", "peak", "95 % interval", "of the device", *of_time)
     rows = []
     names = variants([p.run for p in predictions], [p.gpu for p in predictions])
     spread = any(not prediction.run.parallel.is_one_device for prediction in predictions)
@@ -66,6 +78,7 @@ def _print_table(console: Console, predictions: Sequence[Prediction]) -> None:
                 f"{memory.device_used_bytes / prediction.usable_bytes:.0%}",
                 seconds,
                 format_count(time.tokens_per_s),
+                per_million(prediction),
                 VERDICTS[prediction.verdict],
                 prediction.gpu,
             )
@@ -76,7 +89,7 @@ def _print_table(console: Console, predictions: Sequence[Prediction]) -> None:
         rows,
         right=("GPUs", *numbers),
         lift=("device", "tokens", "model", "what"),
-        spare=("tokens/s", "of the device", "95 % interval"),
+        spare=("1M tokens", "tokens/s", "of the device", "95 % interval"),
     )
 
 

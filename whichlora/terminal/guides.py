@@ -11,6 +11,7 @@ from whichlora.errors import ConfigError
 from whichlora.predict.words import VERDICTS, kind
 from whichlora.spec.results import Refused
 from whichlora.store.jsonfiles import write_text
+from whichlora.terminal.costs import cost_of, format_money, price_lines
 from whichlora.terminal.sheet import as_csv
 from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import refusals, shared_notes
@@ -30,6 +31,7 @@ _COLUMNS = (
     "fits",
     "time for the data",
     "90 % interval",
+    "cost",
     "tokens/s",
 )
 _TEXTS = ("model", "accelerator", "method", "strategy", "fits")
@@ -162,8 +164,17 @@ def _cells(row: GuideRow, *, spread: bool) -> tuple[str, ...]:
         VERDICTS[prediction.verdict],
         format_seconds(row.total_s),
         f"{format_seconds(low_s)} - {format_seconds(high_s)}" if prediction.time.is_known else "-",
+        format_money(row.money, "" if row.offer is None else row.offer.currency),
         format_count(prediction.time.tokens_per_s),
     )
+
+
+def _costs(rows: Sequence[GuideRow]) -> list[str]:
+    """What the only training takes; of several, the prices behind their column."""
+    cost = rows[0].prediction.cost if len(rows) == 1 else None
+    if cost is None:
+        return price_lines([row.prediction for row in rows])
+    return cost_of(cost, rows[0].total_s, "the data")
 
 
 def _footer(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> list[str]:
@@ -171,6 +182,7 @@ def _footer(rows: Sequence[GuideRow], refused: Sequence[Refused]) -> list[str]:
     notes = shared_notes([row.prediction for row in rows])
     return [
         *refusals(refused),
+        *_costs(rows),
         *(f"basis: {text}" for text in bases),
         *(f"note: {text}" for text in notes),
     ]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from whichlora.predict.largest import Placement
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.words import VERDICTS, describe
+from whichlora.terminal.costs import cost_of, per_million
 from whichlora.terminal.sheet import WIDE, Sheet, show
 from whichlora.terminal.tables import open_console, say
 from whichlora.terminal.words import without_key
@@ -44,9 +45,27 @@ def print_placements(placements: Sequence[Placement]) -> None:
         say(
             console, "a nearly full card needs less: PyTorch gives idle memory back before it fails"
         )
+    for text in _cheapest(judged):
+        say(console, text)
     bases = {placement.prediction.basis for placement in judged if placement.prediction is not None}
     for text in sorted(bases):
         say(console, f"basis: {text}")
+
+
+def _cheapest(placements: Sequence[Placement]) -> list[str]:
+    """The accelerator on which a million tokens cost least, of those that fit, with its price."""
+    costs = {
+        placement.gpu.key: (money, cost)
+        for placement in placements
+        if (prediction := placement.prediction) is not None
+        and prediction.verdict == "fits"
+        and (cost := prediction.cost) is not None
+        and (money := cost.money(cost.s_per_million)) is not None
+    }
+    if not costs:
+        return []
+    key, (_, cost) = min(costs.items(), key=lambda each: each[1][0])
+    return cost_of(cost, cost.s_per_million, f"cheapest, 1M tokens on {key}")
 
 
 def placements_sheet(placements: Sequence[Placement], *, wide: bool) -> Sheet:
@@ -74,13 +93,17 @@ def placements_sheet(placements: Sequence[Placement], *, wide: bool) -> Sheet:
                 VERDICTS[prediction.verdict],
                 str(placement.batch_size) if placement.batch_size else "-",
                 *map(format_seconds, waits),
+                "-" if prediction.verdict == "fails" else per_million(prediction),
             )
         )
     needs = ("memory", "need", "at most") if wide else ("memory", "need")
     most = "most at once" if len(time_columns) > 1 else "largest batch"
+    cost: tuple[str, ...] = ("1M tokens",)
+    if all(row[-1] == "-" for row in rows):
+        cost, rows = (), [row[:-1] for row in rows]
     return Sheet(
         title="cards that fit, the smallest first; then the others",
-        columns=("accelerator", *needs, "fits", most, *time_columns),
-        right=(*needs, most, *time_columns),
+        columns=("accelerator", *needs, "fits", most, *time_columns, *cost),
+        right=(*needs, most, *time_columns, *cost),
         rows=rows,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from whichlora.predict.words import VERDICTS, describe
 from whichlora.search.feasibility import Candidate
 from whichlora.terminal.answer import verdict_of
+from whichlora.terminal.costs import format_money
 from whichlora.terminal.short import best_of_each_model, print_reasons
 from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import variant
@@ -30,16 +31,17 @@ def print_recommended(recommendation: Recommendation) -> None:
     Where nothing fits, what each other choice would save.
     """
     console, answer = open_console(), recommendation.answer
-    _print_models(console, answer)
+    _print_models(console, recommendation)
     print_reasons(console, answer)
     if recommendation.nearest is not None:
         _print_savings(console, recommendation)
 
 
-def _print_models(console: Console, answer: Answer) -> None:
-    counts_only = answer.plan.dataset.kind == "counts"
-    time_column = "per 1M tokens" if counts_only else "total"
-    numbers = ("batch", "tokens", "peak", time_column, "serving")
+def _print_models(console: Console, recommendation: Recommendation) -> None:
+    answer = recommendation.answer
+    per_million = recommendation.assumes_data
+    time_column = "per 1M tokens" if per_million else "total"
+    numbers = ("batch", "tokens", "peak", time_column, "cost", "serving")
     rows = [
         (
             candidate.run.model,
@@ -47,7 +49,7 @@ def _print_models(console: Console, answer: Answer) -> None:
             str(candidate.run.batch_size),
             str(candidate.run.seq_len),
             format_bytes(candidate.memory_bytes.value),
-            _time(answer, candidate, per_million=counts_only),
+            *_time_and_cost(answer, candidate, per_million=per_million),
             *_serving(answer, candidate),
             verdict_of(answer, candidate),
         )
@@ -66,14 +68,18 @@ def _print_models(console: Console, answer: Answer) -> None:
     )
 
 
-def _time(answer: Answer, candidate: Candidate, *, per_million: bool) -> str:
-    """Of the whole fine-tuning, or of a million tokens where only counts are given."""
+def _time_and_cost(answer: Answer, candidate: Candidate, *, per_million: bool) -> tuple[str, str]:
+    """Of the whole fine-tuning, or of a million tokens where the data is assumed."""
     if candidate.total_s is None:
-        return "-"
-    if not per_million:
-        return format_seconds(candidate.total_s.value)
-    num_tokens = answer.dataset["num_sequences"] * candidate.run.seq_len * answer.plan.epochs
-    return format_seconds(candidate.total_s.value / num_tokens * _MILLION)
+        return "-", "-"
+    seconds = candidate.total_s.value
+    if per_million:
+        num_tokens = answer.dataset["num_sequences"] * candidate.run.seq_len * answer.plan.epochs
+        seconds *= _MILLION / num_tokens
+    objective, gpus = answer.plan.objective, candidate.run.parallel.gpus
+    offer = objective.offer(answer.gpu.key, gpus)
+    money = objective.money(answer.gpu.key, gpus, seconds)
+    return format_seconds(seconds), format_money(money, "" if offer is None else offer.currency)
 
 
 def _serving(answer: Answer, candidate: Candidate) -> tuple[str, str]:

@@ -211,6 +211,26 @@ def power_factor(gpu: GpuSpec, dtype: str) -> float:
     return share / _USUAL_SHARE * min(1.0, math.cbrt(watts / full_watts))
 
 
+def power_w(gpu: GpuSpec, dtype: str, breakdown: Mapping[str, float]) -> tuple[float, float] | None:
+    """What a board draws at least and at most, mean over a run; None where its limit is not known.
+
+    At most its limit, which it keeps by itself. At least what matrix products alone take, for
+    their share of the time: products at full rate draw the power from which a limit slows them.
+
+    Args:
+        breakdown: seconds by feature, as in `TimePrediction`.
+
+    Kind: upper bound, and an estimate of the lower one, which leaves idle power out.
+    Source: the datasheet; `benchmarks/board_power.py`.
+    """
+    total_s = sum(breakdown.values())
+    if gpu.power_w is None or not total_s > 0:
+        return None
+    full_watts, _ = _FULL_POWER[dtype if dtype in gpu.peak_flops_per_s else "fp32"]
+    needed = min(gpu.power_w, full_watts * product_rate(gpu, dtype) / 1e12)
+    return needed * breakdown.get("products", 0.0) / total_s, gpu.power_w
+
+
 def tiled_multiprocessors(gpu: GpuSpec, dtype: str) -> int | None:
     """Multiprocessors that products in `dtype` fill tile by tile; None where nothing is known.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -16,6 +16,7 @@ from whichlora.search.feasibility import (
 )
 from whichlora.search.gpu_choice import GpuChoice
 from whichlora.search.gpu_counts import GpuCounts
+from whichlora.spec.costs import RunningCost
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.plan import Plan
 from whichlora.spec.results import (
@@ -91,6 +92,7 @@ class Answer:
         choice: what every GPU of a list comes to; this is the answer of the recommended one.
         counts: the model of the winner on each number of GPUs that the plan asks for; None where it
             asks for one.
+        cost: what the winner takes of money and electricity; None where it has no time.
         besides: what the winner's evaluations and checkpoints take.
         cautions: what must be known of the data and the winner before either is acted on.
         repeatability: of the device, and what the winner's profile knows of its time; None where
@@ -116,6 +118,7 @@ class Answer:
     side_by_side: Sequence[Candidate] = ()
     serving: Candidate | None = None
     waits: Sequence[ServingPrediction] = ()
+    cost: RunningCost | None = None
     besides: Besides | None = None
     repeatability: Repeatability | None = None
     refused: Sequence[Refused] = ()
@@ -125,6 +128,17 @@ class Answer:
     calibration: Calibration | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
     training: Mapping[str, Any] | None = None
+
+    def _prices(self) -> dict[str, float]:
+        """Of the GPUs that are compared."""
+        gpus = [self.gpu.key] if self.choice is None else [on.gpu for on in self.choice.gpus]
+        offers = {gpu: self.plan.objective.offer(gpu) for gpu in gpus}
+        return {gpu: offer.usd_per_hour for gpu, offer in offers.items() if offer is not None}
+
+    def _cost(self) -> dict[str, Any] | None:
+        if self.cost is None or self.winner is None or self.winner.total_s is None:
+            return None
+        return self.cost.to_dict(self.winner.total_s.value)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of `answer.json`."""
@@ -138,7 +152,12 @@ class Answer:
             "tokens": self.tokens,
             "cautions": list(self.cautions),
             "winner": None if self.winner is None else detailed_row(self.winner, self.plan),
-            "objective": asdict(self.plan.objective),
+            "objective": {
+                "prefer": self.plan.objective.prefer,
+                "order": self.plan.objective.order,
+                "price_per_hour": self._prices(),
+            },
+            "cost": self._cost(),
             "search": self.search.to_dict(),
             "repeatability": self.repeatability and self.repeatability.to_dict(),
             "may_fit": [detailed_row(candidate, self.plan) for candidate in self.may_fit],

@@ -11,6 +11,7 @@ from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.predict import MEMORY_ONLY
 from whichlora.predict.repeated_times import Repeatability
+from whichlora.predict.running_cost import running_cost
 from whichlora.search.acquisition import Decision
 from whichlora.search.feasibility import (
     LIKELY,
@@ -26,6 +27,7 @@ from whichlora.search.gpu_counts import GpuCounts, compare_counts
 from whichlora.search.grid import pareto
 from whichlora.search.loop import SearchLoop
 from whichlora.serving.form import serving_form, serving_run
+from whichlora.spec.costs import RunningCost
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.results import ServingPrediction
 from whichlora.units import format_bytes
@@ -107,11 +109,20 @@ def conclude(
         refused=list(session.space.refused.values()),
         counts=_counts(session, best, finetune, least),
         side_by_side=[] if shown is None else session.side_by_side(search_loop, shown.run),
+        cost=_cost(session, best),
         besides=None if best is None else session.besides(best.run),
         repeatability=_repeatability(session, best),
         dataset=_dataset_facts(session, model),
         calibration=session.calibration,
     )
+
+
+def _cost(session: Session, best: Candidate | None) -> RunningCost | None:
+    if best is None:
+        return None
+    plan, gpu = session.plan, session.gpu
+    offers = plan.objective.prices.get(gpu.key, ())
+    return running_cost(best.prediction, gpu, offers, plan.grid)
 
 
 def _dataset_facts(session: Session, model: str) -> dict[str, float]:
@@ -165,7 +176,7 @@ def _counts(
         best.run.model,
         counts=sorted(counts),
         least=least,
-        price=session.plan.objective.price_per_hour.get(session.gpu.key),
+        offers=session.plan.objective.prices.get(session.gpu.key, ()),
     )
 
 

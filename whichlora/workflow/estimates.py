@@ -28,8 +28,10 @@ from whichlora.predict.life import Life, life_of
 from whichlora.predict.parallel_choice import best_spread
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import with_checkpointing, with_precision
+from whichlora.predict.running_cost import running_cost
 from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.costs import RunningCost
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.life import LifeConfig
 from whichlora.spec.parallel import AUTO
@@ -37,6 +39,7 @@ from whichlora.spec.results import Answers, Prediction, Refused, TracedPeak
 from whichlora.spec.run import ALL_LINEAR, TRANSFORMERS, Engine, RunConfig
 from whichlora.spec.targets import resolve_targets
 from whichlora.store import hub, models
+from whichlora.store.costs import Rates, load_rates
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus
 from whichlora.store.hub import load_model
 from whichlora.tracer.client import require_tracing
@@ -51,6 +54,7 @@ def estimate(
     trace_layers: str = "2,4",
     maximise: Size | None = None,
     notes: tuple[str, ...] = (),
+    rates: Rates | None = None,
 ) -> Answers[Prediction]:
     """Peak memory and time of every run on every accelerator. Nothing is run or downloaded.
 
@@ -61,6 +65,7 @@ def estimate(
         maximise: "batch_size", "seq_len" or, of an engine, "context", which becomes the largest
             that fits each accelerator, or 1 where nothing does; a note says which.
         notes: of every run, beside those of its prediction.
+        rates: prices and electricity; None are those of the tables.
         engine: "ledger" adds up what is known to live; "trace" runs the real code on tensors
             without storage, in seconds per run; "auto" is "trace" for models that the ledger does
             not know.
@@ -74,6 +79,7 @@ def estimate(
     if "all" in gpus:
         raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
     targets = _targets(gpus, calibration_dir)
+    rates = rates or load_rates()
     models: dict[str, ModelSpec] = {}
     predictions: list[Prediction] = []
     refused: list[Refused] = []
@@ -116,14 +122,7 @@ def estimate(
                     Refused(model=run.model, gpu=name, settings=settings, reason=str(error))
                 )
                 continue
-            stale = dict.fromkeys(stale_note(card.calibration, calibration_dir) for card in cards)
-            predictions.append(
-                replace(
-                    prediction,
-                    basis=prediction.basis + "".join(stale),
-                    notes=(*notes, *prediction.notes),
-                )
-            )
+            predictions.append(_finished(prediction, cards, notes, rates, calibration_dir))
     return Answers(predictions, refused)
 
 
@@ -133,6 +132,27 @@ def document(answers: Answers[Prediction]) -> dict[str, Any]:
         "predictions": [prediction.to_dict() for prediction in answers],
         "refused": [combination.to_dict() for combination in answers.refused],
     }
+
+
+def _finished(
+    prediction: Prediction,
+    cards: Sequence[Card],
+    notes: tuple[str, ...],
+    rates: Rates,
+    calibration_dir: Path | None,
+) -> Prediction:
+    """With notes, how old its calibration is, and its cost, where all its cards are equal."""
+    stale = dict.fromkeys(stale_note(card.calibration, calibration_dir) for card in cards)
+    return replace(
+        prediction,
+        basis=prediction.basis + "".join(stale),
+        notes=(*notes, *prediction.notes),
+        cost=_cost(prediction, cards[0].gpu, rates) if len(cards) == 1 else None,
+    )
+
+
+def _cost(prediction: Prediction, gpu: GpuSpec, rates: Rates) -> RunningCost | None:
+    return running_cost(prediction, gpu, rates.prices.get(gpu.key, ()), rates.grid)
 
 
 def _targets(names: Sequence[str], calibration_dir: Path | None) -> dict[str, tuple[Card, ...]]:
@@ -237,7 +257,12 @@ def explain(
         explained = explanation.explain(model, run, device, calibration)
         prediction = explained.prediction
     basis = prediction.basis + stale_note(calibration, calibration_dir)
-    prediction = replace(prediction, basis=basis, notes=(*notes, *prediction.notes))
+    prediction = replace(
+        prediction,
+        basis=basis,
+        notes=(*notes, *prediction.notes),
+        cost=_cost(prediction, device, load_rates()),
+    )
     return replace(explained, prediction=prediction)
 
 
@@ -271,11 +296,13 @@ def where(
     *,
     calibration_dir: Path | None = None,
     notes: tuple[str, ...] = (),
+    rates: Rates | None = None,
 ) -> list[Placement]:
     """`run` on each of `gpus`, the smallest that fits first; "all" means those of the catalog.
 
     Args:
         notes: of every prediction, beside its own.
+        rates: as `estimate` takes them.
 
     Raises:
         ConfigError: an unknown model or accelerator, or settings that none of them can run.
@@ -290,14 +317,18 @@ def where(
     placements = [place(model, run, gpu, load_calibration(gpu, calibration_dir)) for gpu in devices]
     if all(placement.prediction is None for placement in placements):
         raise ConfigError(placements[0].refusal)
-    return smallest_first([_with_notes(placement, notes) for placement in placements])
+    rates = rates or load_rates()
+    return smallest_first([_completed(placement, notes, rates) for placement in placements])
 
 
-def _with_notes(placement: Placement, notes: tuple[str, ...]) -> Placement:
+def _completed(placement: Placement, notes: tuple[str, ...], rates: Rates) -> Placement:
+    """With `notes` and what the run costs there."""
     prediction = placement.prediction
     if prediction is None:
         return placement
-    return replace(placement, prediction=replace(prediction, notes=(*notes, *prediction.notes)))
+    cost = _cost(prediction, placement.gpu, rates)
+    prediction = replace(prediction, notes=(*notes, *prediction.notes), cost=cost)
+    return replace(placement, prediction=prediction)
 
 
 def _load(name: str, engine: Engine) -> ModelSpec:

@@ -9,9 +9,11 @@ from typing import Any
 
 from whichlora.dataset.workload import count_steps
 from whichlora.errors import ConfigError
+from whichlora.spec.costs import Offer
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.results import Answers, Interval, Prediction, Refused, known_values
 from whichlora.spec.run import RunConfig
+from whichlora.store.costs import Rates
 from whichlora.workflow import estimates
 
 
@@ -28,6 +30,29 @@ class GuideRow:
     num_steps: int
     total_s: float
     total_interval_s: Interval
+
+    @property
+    def offer(self) -> Offer | None:
+        cost = self.prediction.cost
+        return None if cost is None else cost.offer
+
+    @property
+    def money(self) -> float | None:
+        """What the whole training costs, in the currency of `offer`."""
+        cost = self.prediction.cost
+        return None if cost is None else cost.money(self.total_s)
+
+    @property
+    def kwh(self) -> Interval | None:
+        """Bounds of the electricity that the boards take for it."""
+        cost = self.prediction.cost
+        return None if cost is None else cost.kwh(self.total_s)
+
+    @property
+    def co2_kg(self) -> Interval | None:
+        """Bounds of the CO2 of that electricity."""
+        cost = self.prediction.cost
+        return None if cost is None else cost.co2_kg(self.total_s)
 
     def to_row(self) -> dict[str, Any]:
         """Flat, in base units: a row of a CSV file or of a DataFrame."""
@@ -52,6 +77,12 @@ class GuideRow:
             "total_low_s": self.total_interval_s[0],
             "total_high_s": self.total_interval_s[1],
             "basis": prediction.basis,
+            "money": self.money,
+            "currency": None if self.offer is None else self.offer.currency,
+            "kwh_low": None if self.kwh is None else self.kwh[0],
+            "kwh_high": None if self.kwh is None else self.kwh[1],
+            "co2_low_kg": None if self.co2_kg is None else self.co2_kg[0],
+            "co2_high_kg": None if self.co2_kg is None else self.co2_kg[1],
         }
         return known_values(row)
 
@@ -74,6 +105,7 @@ def make_guide(
     num_samples: int,
     epochs: float = 1.0,
     calibration_dir: Path | None = None,
+    rates: Rates | None = None,
 ) -> Answers[GuideRow]:
     """A row for every run on every accelerator, `num_samples` rows of full length as data.
 
@@ -82,7 +114,7 @@ def make_guide(
             phase without training.
     """
     rows = []
-    predictions = estimates.estimate(runs, gpus, calibration_dir=calibration_dir)
+    predictions = estimates.estimate(runs, gpus, calibration_dir=calibration_dir, rates=rates)
     for prediction in predictions:
         if prediction.time.step_s is None:
             raise ConfigError("phase: a guide is of fine-tuning; estimate shows inference")

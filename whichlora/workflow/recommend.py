@@ -17,8 +17,11 @@ from whichlora.predict.explain import Alternative, Explanation
 from whichlora.predict.largest import Placement
 from whichlora.search.feasibility import closest
 from whichlora.serving import get_engine
+from whichlora.spec.costs import Offer, cheapest, own_price
+from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.run import MOST_COUNT, MOST_RATIO, TRANSFORMERS, RunConfig
+from whichlora.store.costs import find_grid, load_rates
 from whichlora.store.gpus import find_target
 from whichlora.workflow import estimates
 from whichlora.workflow.answer import Answer
@@ -28,8 +31,11 @@ from whichlora.workflow.session import Progress, Session
 
 NUM_SAMPLES = 10_000  # rows of full length where no data is given, as `whichlora guide` has them
 _PLAN = Path("recommend")  # what messages call a plan that is in no file
-_MONEY = re.compile(r"[$€£]?\s*(\d+(?:\.\d+)?)\s*(?:[$€£]|[a-z]{3})?", re.IGNORECASE)
-_ENERGY = re.compile(r"[\d.\s]*[km]?wh", re.IGNORECASE)
+_MONEY = re.compile(
+    r"(?P<sign>[$€£]?)\s*(?P<amount>\d+(?:\.\d+)?)\s*(?P<unit>[$€£]|[a-z]{3})?", re.IGNORECASE
+)
+_ENERGY = re.compile(r"(\d+(?:\.\d+)?)\s*(wh|kwh|mwh)", re.IGNORECASE)
+_WATT_HOURS = {"wh": 1.0, "kwh": 1e3, "mwh": 1e6}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +48,10 @@ class Question:
         models: to choose from; empty is the default list of a plan.
         data: a file, folder or hub dataset; None is `samples` rows of `seq_len` tokens.
         within: most time of the whole fine-tuning, such as "8h".
-        budget: GPU-hours ("10h"), or money ("20usd") beside `price_per_hour`.
-        price_per_hour: of one GPU, in the currency of `budget`.
+        budget: GPU-hours ("10h"), money ("20usd") or electricity of the boards ("5kWh").
+        price_per_hour: of one GPU, in the currency of `budget`; None is that of the price table.
+        prices: a CSV file that goes before the table.
+        country: whose electricity tells the CO2.
         serving: who serves the model; None is transformers' generate.
         tpot: most time of each further token there, such as "50ms".
 
@@ -61,6 +69,8 @@ class Question:
     within: str | None = None
     budget: str | None = None
     price_per_hour: float | None = None
+    prices: str | Path | None = None
+    country: str | None = None
     serving: str | None = None
     tpot: str | None = None
 
@@ -80,6 +90,8 @@ class Question:
         for name, number in (("epochs", self.epochs), ("price_per_hour", self.price_per_hour)):
             if number is not None and not 0 < number <= MOST_RATIO:
                 raise ConfigError(f"{name}: must be a number above 0, got {number!r}")
+        if self.prices is not None and self.price_per_hour is not None:
+            raise ConfigError("prices and price_per_hour: give one of both")
         if self.data is not None and self.samples is not None:
             raise ConfigError("data and samples: give one of both; data has its own rows")
         if self.tpot is not None and self.serving in (None, TRANSFORMERS):
@@ -87,18 +99,18 @@ class Question:
                 f"tpot: {self.tpot} is a limit of a serving engine; give serving, such as vllm"
             )
 
-    @property
-    def total_time_s(self) -> float | None:
-        """The most that the whole fine-tuning may take.
+    def most_s(self, gpu: GpuSpec) -> float | None:
+        """The most that the whole fine-tuning may take on `gpu`.
 
         Raises:
-            ConfigError: no duration, money without a price, energy, or nothing says how much data.
+            ConfigError: no duration or budget, money without a price, energy without a power, or
+                nothing says how much data.
         """
         limits_s = []
         if self.within is not None:
             limits_s.append(parse_duration(self.within, setting="within"))
         if self.budget is not None:
-            limits_s.append(self._budget_s(self.budget) / self.gpus)
+            limits_s.append(self._budget_s(self.budget, gpu))
         if not limits_s:
             return None
         if self.data is None and self.samples is None:
@@ -107,27 +119,47 @@ class Question:
                 f"{name}: how long a training takes depends on its data; give data, or the number "
                 "of samples"
             )
+        if not min(limits_s):
+            raise ConfigError(f"budget: must be above 0, got {self.budget!r}")
         return min(limits_s)
 
-    def _budget_s(self, budget: str) -> float:
-        """GPU-seconds that `budget` pays."""
-        if _ENERGY.fullmatch(budget.strip()):
-            raise ConfigError(
-                f"budget: {budget!r} is energy, which is not predicted; give GPU-hours such as "
-                "10h, or money such as 20usd with price_per_hour"
-            )
+    def _budget_s(self, budget: str, gpu: GpuSpec) -> float:
+        """Seconds of all GPUs that `budget` pays."""
+        if energy := _ENERGY.fullmatch(budget.strip()):
+            if gpu.power_w is None:
+                raise ConfigError(
+                    f"budget: {budget!r} is energy, and the power of {gpu.key} is not known; give "
+                    "GPU-hours such as 10h"
+                )
+            joules = 3600 * float(energy[1]) * _WATT_HOURS[energy[2].lower()]
+            return joules / (self.gpus * gpu.power_w)
         money = _MONEY.fullmatch(budget.strip())
         if money is None:
-            return parse_duration(budget, setting="budget")
-        if self.price_per_hour is None:
+            return parse_duration(budget, setting="budget") / self.gpus
+        return 3600 * float(money["amount"]) / self._price(gpu, budget, money).per_hour(self.gpus)
+
+    def _price(self, gpu: GpuSpec, budget: str, money: re.Match[str]) -> Offer:
+        """What an hour costs in the currency of `budget`."""
+        if self.price_per_hour is not None:
+            return own_price(gpu.key, float(self.price_per_hour))
+        currency = "".join(filter(None, (money["sign"], money["unit"]))).lower()
+        if currency not in ("", "$", "usd", "$usd"):
             raise ConfigError(
-                f"budget: {budget!r} is money, and no prices are known; give price_per_hour, what "
-                "an hour of one GPU costs, or GPU-hours such as 10h"
+                f"budget: {budget!r} is not in USD, which the price table is in; give "
+                "price_per_hour in your currency"
             )
-        seconds = 3600 * float(money[1]) / self.price_per_hour
-        if not seconds:
-            raise ConfigError(f"budget: must be above 0, got {budget!r}")
-        return seconds
+        offers = load_rates(_path(self.prices)).prices.get(gpu.key, ())
+        offer = cheapest(offers, self.gpus)
+        if offer is None:
+            raise ConfigError(
+                f"budget: {budget!r} is money, and the price table has no {gpu.key}; give "
+                "price_per_hour, what an hour of one GPU costs, or GPU-hours such as 10h"
+            )
+        return offer
+
+
+def _path(text: str | Path | None) -> Path | None:
+    return None if text is None else Path(os.path.abspath(os.path.expanduser(text)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +168,14 @@ class Recommendation:
 
     Args:
         plan: content of a config file that asks the same.
+        assumes_data: nobody said how much data there is, so that a total means nothing.
         nearest: where nothing fits, the candidate that comes closest, with its other choices.
         smallest_gpu: the smallest accelerator of the catalog that this one fits on.
     """
 
     answer: Answer
     plan: Mapping[str, Any]
+    assumes_data: bool = False
     nearest: Explanation | None = None
     smallest_gpu: Placement | None = None
 
@@ -189,7 +223,8 @@ def recommend(
             answer = search(session)
         finally:
             session.close()
-    recommendation = Recommendation(answer=answer, plan=content)
+    assumes_data = question.data is None and question.samples is None
+    recommendation = Recommendation(answer=answer, plan=content, assumes_data=assumes_data)
     if answer.winner is not None:
         return recommendation
     return _with_menu(recommendation, calibration_dir)
@@ -197,8 +232,8 @@ def recommend(
 
 def plan_content(question: Question) -> dict[str, Any]:
     """What a config file that asks `question` says."""
-    gpu = _gpu(question)
-    limit_s = question.total_time_s
+    gpu, spec = _gpu(question)
+    limit_s = question.most_s(spec)
     content: dict[str, Any] = {"gpu": gpu}
     if question.gpus > 1:
         content["gpus"] = question.gpus
@@ -225,6 +260,10 @@ def plan_content(question: Question) -> dict[str, Any]:
         content["stage2_profile"] = {"total_time": f"{limit_s:.0f}s"}
     if question.price_per_hour is not None:
         content["gpu_prices"] = {gpu: float(question.price_per_hour)}
+    if question.prices is not None:
+        content["prices"] = str(_path(question.prices))
+    if question.country is not None:
+        content["country"] = find_grid(question.country).country
     return content | {"profile": "none"}
 
 
@@ -238,8 +277,8 @@ def save_plan(recommendation: Recommendation, path: Path) -> None:
     write_document(path, recommendation.plan, comment=comment)
 
 
-def _gpu(question: Question) -> str:
-    """The GPU as a plan names it.
+def _gpu(question: Question) -> tuple[str, GpuSpec]:
+    """The GPU, and how a plan names it.
 
     Raises:
         ConfigError: an unknown name or engine, or no GPU here where none is named.
@@ -252,7 +291,8 @@ def _gpu(question: Question) -> str:
             "gpu: is left out, and this machine has no GPU; name one, such as 4090 "
             "('whichlora gpus' lists them), or cpu"
         )
-    return spec.key if spec.is_timed or question.gpu is None else question.gpu
+    named = spec.key if spec.is_timed or question.gpu is None else question.gpu
+    return named, spec
 
 
 def _with_menu(recommendation: Recommendation, calibration_dir: Path | None) -> Recommendation:

@@ -95,9 +95,10 @@ class Session:
         lengths: Counted | None = None,
     ) -> None:
         objective = plan.objective
-        if objective.prefer == "price" and gpu.key not in objective.price_per_hour:
+        if objective.prefer == "price" and objective.offer(gpu.key) is None:
             raise ConfigError(
-                f"prefer: price needs the price of an hour on {gpu.key}; add it to gpu_prices"
+                f"prefer: price needs the price of an hour on {gpu.key}, which the price table "
+                "lacks; add it to gpu_prices"
             )
         _check_time_limits(plan, gpu)
         rate = plan.limits_on(gpu.key).requests_per_s
@@ -311,6 +312,11 @@ class Session:
         self._counted.pop(run, None)
         return self._judge(self.search_loop([run]), 0)
 
+    def _price_per_hour(self, num_gpus: int) -> float:
+        """Of so many GPUs; where no price is known, as if an hour of each cost one."""
+        offer = self.plan.objective.offer(self.gpu.key, num_gpus)
+        return float(num_gpus) if offer is None else offer.per_hour(num_gpus)
+
     def search_loop(self, runs: Sequence[RunConfig]) -> SearchLoop:
         """The search over `runs`, which are of both stages."""
         import numpy as np
@@ -333,8 +339,7 @@ class Session:
             tier=np.array(
                 tiers([plan.objective.place(n, self.models[n].num_params) for n in names])
             ),
-            price=np.array([float(run.parallel.gpus) for run in runs])
-            * plan.objective.price_per_hour.get(self.gpu.key, 1.0),
+            price=np.array([self._price_per_hour(run.parallel.gpus) for run in runs]),
             most_bytes=np.minimum(
                 np.where(training, device, plan.most_gpus * device),
                 per_stage(limits.finetune_bytes, limits.inference_bytes, np.inf),

@@ -1,0 +1,40 @@
+"""What a predicted run takes of money and electricity for as long as it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from whichlora.spec.costs import Grid, Offer, RunningCost, cheapest
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.results import Prediction
+from whichlora.timing.model import power_w
+
+
+def running_cost(
+    prediction: Prediction, gpu: GpuSpec, offers: Sequence[Offer], grid: Grid | None
+) -> RunningCost | None:
+    """The price and the power of all GPUs of a run; None where its time is not known.
+
+    Args:
+        offers: prices of an hour of `gpu`.
+    """
+    time, run, serving = prediction.time, prediction.run, prediction.serving
+    tokens_per_s = time.tokens_per_s
+    breakdown = time.breakdown
+    if serving is not None:
+        engine = serving.time
+        tokens_per_s = math.nan if engine is None else engine.output_tokens_per_s
+        breakdown = {} if engine is None else engine.step_parts_s
+    if not tokens_per_s > 0:
+        return None
+    gpus = run.parallel.gpus
+    power = power_w(gpu, run.product_dtype, breakdown)
+    return RunningCost(
+        num_gpus=gpus,
+        offer=cheapest(offers, gpus),
+        spot=cheapest(offers, gpus, spot=True),
+        power_w=None if power is None else (gpus * power[0], gpus * power[1]),
+        grid=grid,
+        tokens_per_s=tokens_per_s,
+    )

@@ -1,0 +1,180 @@
+"""Prices of accelerators and CO2 of electricity: `costs/prices.csv`, `costs/grid_carbon.csv`."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from whichlora.errors import ConfigError, DataFileError
+from whichlora.spec.costs import Grid, Offer
+from whichlora.store.gpus import find_gpu
+from whichlora.store.jsonfiles import check_plain_file
+from whichlora.store.paths import data_folder
+from whichlora.units import MiB
+
+FOLDER, PRICES, GRID = "costs", "prices.csv", "grid_carbon.csv"
+PRICE_COLUMNS = (
+    "gpu",
+    "usd_per_hour",
+    "kind",
+    "provider",
+    "region",
+    "gpus",
+    "date",
+    "url",
+    "source",
+    "licence",
+)
+NEEDED = ("gpu", "usd_per_hour")
+GRID_COLUMNS = ("iso3", "iso2", "country", "g_per_kwh", "year", "source", "licence")
+KINDS = {"": False, "on-demand": False, "spot": True}
+_MOST_BYTES = 4 * MiB
+
+
+def read_table(
+    path: Path, columns: tuple[str, ...], needed: tuple[str, ...]
+) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Rows of the CSV file at `path`, each with its place for messages, "prices.csv:3".
+
+    Raises:
+        DataFileError: the file can't be read, or a column or a value is missing or unknown.
+    """
+    try:
+        check_plain_file(path, _MOST_BYTES)
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise DataFileError(f"{path}: can't be read ({reason}); check the file") from None
+    reader = csv.DictReader(text.splitlines(), restkey="")
+    found = tuple(name.strip() for name in reader.fieldnames or ())
+    if missing := [name for name in needed if name not in found]:
+        raise DataFileError(f"{path}: has no column {missing[0]}; needed are {', '.join(needed)}")
+    if unknown := [name for name in found if name not in columns]:
+        raise DataFileError(
+            f"{path}: column {unknown[0]!r} is not known; accepted are {', '.join(columns)}"
+        )
+    reader.fieldnames = list(found)
+    for row in reader:
+        where = f"{path}:{reader.line_num}"
+        if "" in row:
+            raise DataFileError(f"{where}: has more cells than the {len(found)} columns; mend it")
+        cells = {name: (value or "").strip() for name, value in row.items()}
+        for name in needed:
+            if not cells[name]:
+                raise DataFileError(f"{where}: {name} is empty; fill it or remove the row")
+        yield where, cells
+
+
+def number(cells: Mapping[str, str], name: str, where: str) -> float:
+    """The number in one cell.
+
+    Raises:
+        DataFileError: it is none.
+    """
+    try:
+        return float(cells[name])
+    except ValueError:
+        raise DataFileError(f"{where}: {name} is not a number, got {cells[name]!r}") from None
+
+
+@cache
+def read_prices(path: Path | None = None) -> Mapping[str, tuple[Offer, ...]]:
+    """Offers by key of the accelerator; without `path` those that came with this installation.
+
+    Raises:
+        DataFileError: naming file, line, column and what is accepted.
+    """
+    offers: dict[str, tuple[Offer, ...]] = {}
+    for where, cells in read_table(path or data_folder(FOLDER) / PRICES, PRICE_COLUMNS, NEEDED):
+        kind = cells.get("kind", "").lower()
+        if kind not in KINDS:
+            raise DataFileError(f"{where}: kind is {kind!r}; accepted are on-demand and spot")
+        together = number(cells, "gpus", where) if cells.get("gpus") else 1.0
+        if not together.is_integer():
+            raise DataFileError(f"{where}: gpus is not a whole number, got {cells['gpus']!r}")
+        texts = ("provider", "region", "date", "url", "source", "licence")
+        try:
+            offer = Offer(
+                # the keys of our own file are checked by a test: a name costs 0.1 ms to look up
+                gpu=cells["gpu"] if path is None else find_gpu(cells["gpu"]).key,
+                usd_per_hour=number(cells, "usd_per_hour", where),
+                gpus=int(together),
+                spot=KINDS[kind],
+                **{name: cells.get(name, "") for name in texts},
+            )
+        except ConfigError as error:
+            raise DataFileError(f"{where}: {error}") from None
+        offers[offer.gpu] = (*offers.get(offer.gpu, ()), offer)
+    if not offers:
+        raise DataFileError(f"{path}: has no row; give one price or leave the file out")
+    return offers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What costs are predicted from.
+
+    Args:
+        prices: offers by key of the accelerator.
+        grid: None where no country is named.
+    """
+
+    prices: Mapping[str, tuple[Offer, ...]]
+    grid: Grid | None = None
+
+
+def load_rates(prices: Path | None = None, country: str | None = None) -> Rates:
+    """The price table, of which the file `prices` replaces accelerators, and a country.
+
+    Raises:
+        ConfigError: no such country.
+        DataFileError: a fault of the file.
+    """
+    offers = read_prices()
+    if prices is not None:
+        offers = {**offers, **read_prices(prices)}
+    return Rates(prices=offers, grid=None if country is None else find_grid(country))
+
+
+@cache
+def _grids() -> tuple[tuple[str, Grid], ...]:
+    path = data_folder(FOLDER) / GRID
+    return tuple(
+        (
+            cells["iso2"],
+            Grid(
+                country=cells["country"],
+                code=cells["iso3"],
+                g_per_kwh=number(cells, "g_per_kwh", where),
+                year=int(cells["year"]),
+                source=cells["source"],
+            ),
+        )
+        for where, cells in read_table(path, GRID_COLUMNS, ("iso3", "country", "g_per_kwh", "year"))
+    )
+
+
+def find_grid(name: str) -> Grid:
+    """The electricity of the country that `name` means: its name, or a code of ISO 3166.
+
+    Raises:
+        ConfigError: no such country, with the nearest names.
+    """
+    asked = name.strip().casefold()
+    for iso2, grid in _grids():
+        if asked in (iso2.casefold(), grid.code.casefold(), grid.country.casefold()):
+            return grid
+    near = near_countries(name)
+    hint = f"did you mean {', '.join(near)}" if near else "give its name, such as France"
+    raise ConfigError(f"country: {name!r} is not known; {hint}, or its code, such as FR or FRA")
+
+
+def near_countries(name: str) -> list[str]:
+    """Countries whose names are spelled like `name`, the most similar first."""
+    names = {grid.country.casefold(): grid.country for _, grid in _grids()}
+    found = difflib.get_close_matches(name.strip().casefold(), names, n=3, cutoff=0.5)
+    return [names[each] for each in found]

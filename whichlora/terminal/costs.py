@@ -1,0 +1,80 @@
+"""Money, electricity and CO2 in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from whichlora.spec.costs import Interval, Offer, RunningCost
+from whichlora.spec.results import Prediction
+
+
+def format_money(amount: float | None, currency: str = "USD") -> str:
+    """`amount` as people read it: 12.30 USD, 0.084 USD; - for None."""
+    if amount is None:
+        return "-"
+    number = f"{amount:,.2f}" if amount >= 1 else _two_digits(amount)
+    return f"{number} {currency}".rstrip()
+
+
+def price_in_words(offer: Offer, num_gpus: int) -> str:
+    """The price of an hour with its place and age."""
+    hour = format_money(offer.per_hour(num_gpus), offer.currency)
+    of = f" for {num_gpus} GPUs" if num_gpus > 1 else ""
+    return f"{hour} an hour{of} ({offer.in_words})"
+
+
+def cost_of(cost: RunningCost, seconds: float, what: str) -> list[str]:
+    """What `seconds` of a run take: money with the age of its price, electricity, CO2.
+
+    Args:
+        what: that takes the seconds, such as "1M tokens".
+    """
+    lines = []
+    if cost.offer is not None:
+        money = format_money(cost.money(seconds), cost.offer.currency)
+        lines.append(f"{what}: {money} at {price_in_words(cost.offer, cost.num_gpus)}{_spot(cost)}")
+    kwh = cost.kwh(seconds)
+    if kwh is not None:
+        line = f"{what}: {_between(kwh)} kWh of the GPU boards"
+        if (co2 := cost.co2_kg(seconds)) is not None and cost.grid is not None:
+            grid = cost.grid
+            line += (
+                f", {_between(co2)} kg CO2 in {grid.country} "
+                f"({grid.g_per_kwh:.0f} g/kWh in {grid.year})"
+            )
+        lines.append(line)
+    return lines
+
+
+def price_lines(predictions: Iterable[Prediction]) -> list[str]:
+    """Of each accelerator and number of them, the price that costs were counted with."""
+    lines: dict[str, None] = {}
+    for prediction in predictions:
+        cost = prediction.cost
+        if cost is not None and cost.offer is not None:
+            words = price_in_words(cost.offer, cost.num_gpus)
+            lines[f"price of {prediction.gpu}: {words}{_spot(cost)}"] = None
+    return list(lines)
+
+
+def per_million(prediction: Prediction) -> str:
+    """Money for a million tokens of a run, - where no price or time is known."""
+    cost = prediction.cost
+    if cost is None or cost.offer is None:
+        return "-"
+    return format_money(cost.money(cost.s_per_million), cost.offer.currency)
+
+
+def _spot(cost: RunningCost) -> str:
+    if cost.spot is None:
+        return ""
+    return f"; spot {format_money(cost.spot.per_hour(cost.num_gpus), cost.spot.currency)}"
+
+
+def _between(bounds: Interval) -> str:
+    low, high = map(_two_digits, bounds)
+    return f"{low} to {high}"
+
+
+def _two_digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:#.2g}"
