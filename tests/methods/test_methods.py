@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from whichlora import methods
 from whichlora.errors import ConfigError
-from whichlora.methods import Method, get_method, list_methods
+from whichlora.methods import COMPARED, Method, get_method, list_methods, with_defaults
 from whichlora.methods.base import Method as BaseMethod
 from whichlora.predict.resolve import resolve
 from whichlora.spec import members
@@ -31,8 +31,10 @@ def linear(in_features: int = 64, out_features: int = 96, **rest: Any) -> Linear
     )
 
 
-def test_the_report_knows_five_methods() -> None:
-    assert list(list_methods()) == ["full", "lora", "qlora", "dora", "qdora"]
+def test_the_report_compares_five_methods_and_knows_more() -> None:
+    known = list(list_methods())
+    assert tuple(known[:5]) == COMPARED == ("full", "lora", "qlora", "dora", "qdora")
+    assert {"pissa", "olora", "miss", "oft", "c3a", "vera", "ia3"} < set(known)
 
 
 @given(in_features=SIZES, out_features=SIZES, r=st.integers(1, 512))
@@ -107,8 +109,8 @@ def test_peft_resolves_all_linear_itself() -> None:
 
 
 def test_an_unknown_method_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'vera' is not known; accepted are full, lora, qlora"):
-        get_method("vera")
+    with pytest.raises(ConfigError, match="'veera' is not known; accepted are full, lora, qlora"):
+        get_method("veera")
 
 
 @dataclass
@@ -134,8 +136,8 @@ def foreign(name: str) -> Method:
 
 
 def test_an_installed_package_brings_its_method(installed: list[Point]) -> None:
-    installed.append(Point(foreign("vera")))
-    assert get_method("vera").summary == "from elsewhere"
+    installed.append(Point(foreign("hypernet")))
+    assert get_method("hypernet").summary == "from elsewhere"
 
 
 def test_a_package_cannot_take_a_built_in_name(installed: list[Point]) -> None:
@@ -170,4 +172,89 @@ def test_an_installed_package_changes_nothing_here(
     (info / "entry_points.txt").write_text(point, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     assert "outside" in importlib.metadata.entry_points(group=methods.ENTRY_POINT_GROUP).names
-    assert list(list_methods()) == ["full", "lora", "qlora", "dora", "qdora"]
+    assert "outside" not in list_methods()
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "fault"),
+    [
+        ("lora", {"init_lora_weight": "pissa"}, "whose options are init_lora_weights"),
+        ("lora", {"init_lora_weights": "svd"}, "'svd' is not accepted; accepted are true"),
+        ("qdora", {"r": 4}, "'r' is no option of method qdora, which has none"),
+        ("oft", {"oft_block_size": 0}, "0 is not a whole number from 1 on"),
+    ],
+)
+def test_an_option_that_a_method_does_not_have_is_refused(
+    method: str, options: dict[str, Any], fault: str
+) -> None:
+    run = RunConfig(model="m", method=method, method_options=tuple(options.items()))
+    with pytest.raises(ConfigError, match=fault):
+        with_defaults(run)
+
+
+def test_an_option_at_its_default_names_no_other_run() -> None:
+    stated = RunConfig(model="m", method_options=(("init_lora_weights", "true"),))
+    assert with_defaults(stated) == with_defaults(RunConfig(model="m"))
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("pissa", "pissa"), ("olora", "olora"), ("lora-ga", "lora_ga")]
+)
+def test_a_short_name_is_lora_with_that_start(name: str, start: str) -> None:
+    stated = RunConfig(model="m", method_options=(("init_lora_weights", start),))
+    short = get_method(name).peft_config(RunConfig(model="m"))
+    assert short == get_method("lora").peft_config(stated)
+    assert short["init_lora_weights"] == start
+
+
+def test_a_start_changes_loading_and_no_step() -> None:
+    model = find_model("HuggingFaceTB/SmolLM2-135M")
+    assert model is not None
+    plain, started = (
+        resolve(model, RunConfig(model=model.name, method=name), A100) for name in ("lora", "pissa")
+    )
+    assert started.method.forward is plain.method.forward
+    one = linear(512, 512)
+    assert plain.method.start_bytes([(one, 1)], plain.dtypes, 16) == 0
+    # the fp32 weight, its vectors, the product and the residual
+    assert started.method.start_bytes([(one, 1)], started.dtypes, 16) == 4 * 5 * 512 * 512
+
+
+@pytest.mark.parametrize(
+    ("model_name", "method", "settings", "fault"),
+    [
+        ("openai-community/gpt2", "miss", {}, "takes nn.Linear, quantised or not, and no Conv1D"),
+        ("openai-community/gpt2", "olora", {}, "takes no Conv1D that is not square"),
+        ("HuggingFaceTB/SmolLM2-135M", "c3a", {}, "block_size must divide 576, got 256"),
+        ("HuggingFaceTB/SmolLM2-135M", "pissa", {"quant": "nf4"}, "in 16 or 32 bits, not nf4"),
+    ],
+)
+def test_what_peft_cannot_adapt_is_refused_with_its_reason(
+    model_name: str, method: str, settings: dict[str, Any], fault: str
+) -> None:
+    model = find_model(model_name)
+    assert model is not None
+    with pytest.raises(ConfigError, match=fault):
+        resolve(model, RunConfig(model=model.name, method=method, **settings), A100)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "num_params"),
+    [  # of 64 inputs and 96 outputs at rank 8
+        ("miss", {}, 8 * 96),
+        ("miss", {"init_weights": "bat"}, 96 * 8),
+        ("miss", {"init_weights": "mini", "mini_r": 4}, 8 * 4),
+        ("vera", {}, 8 + 96),
+        ("ia3", {}, 96),
+        ("ia3", {"feedforward_modules": "q_proj"}, 64),
+        ("oft", {}, 2 * 32 * 31 // 2),
+        ("oft", {"block_share": True}, 32 * 31 // 2),
+        ("oft", {"oft_block_size": 30}, 2 * 32 * 31 // 2),  # no divisor: PEFT takes the nearest
+        ("c3a", {"block_size": 32}, 64 * 96 // 32),
+    ],
+)
+def test_each_method_trains_as_many_parameters_as_peft_makes(
+    method: str, options: dict[str, Any], num_params: int
+) -> None:
+    run = RunConfig(model="m", method=method, r=8, method_options=tuple(sorted(options.items())))
+    assert get_method(method).of(run).adapter_params(linear(), 8) == num_params

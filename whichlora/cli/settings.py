@@ -46,6 +46,14 @@ _SETTINGS = (
         "Tokens per sequence, padding included; max for the most that fit.",
         counts_or_max("seq-len"),
     ),
+    click.option(
+        "--method-option",
+        "method_options",
+        multiple=True,
+        callback=named_values,
+        help="A setting of the method's own, such as init_lora_weights=pissa; several times for "
+        "several (whichlora methods).",
+    ),
     list_option("r", "16", "Rank of the adapters.", counts("r")),
     list_option("lora-dropout", "0", "Dropout before the adapters.", fractions("lora-dropout")),
     click.option(
@@ -202,6 +210,7 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         "use_reentrant",
         "prepare_kbit",
         "libraries",
+        "method_options",
         "trainer_options",
         "use_rslora",
         "loraplus_lr_ratio",

@@ -252,6 +252,7 @@ def _finetune(settings: PlanFile, model: str) -> RunConfig:
         **_shared(settings, model),
         phase="finetune",
         method=settings.methods[0],
+        method_options=tuple(sorted((settings.method_options or {}).items())),
         batch_size=settings.stage2_profile.batch_size[0],
         seq_len=settings.sequence_length,
         r=settings.ranks[0],

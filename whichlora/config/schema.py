@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from whichlora.errors import ConfigError
-from whichlora.methods import BUILT_IN
+from whichlora.methods import BUILT_IN, COMPARED
 from whichlora.parallel import strategy_options
 from whichlora.spec.options import Option
 from whichlora.spec.parallel import MOST_GPUS
@@ -354,8 +354,10 @@ class PlanFile(_Section):
     """How training batches are made: padded to their longest, of similar lengths, or packed."""
     sequence_length: Annotated[int, Field(ge=2, le=MOST_COUNT)] = _RUN.seq_len
     """Longest training sequence in tokens; longer ones are truncated."""
-    methods: Names = tuple(name for name, method in BUILT_IN.items() if not method.trains_base)
+    methods: Names = tuple(name for name in COMPARED if not BUILT_IN[name].trains_base)
     """Fine-tuning methods to compare."""
+    method_options: OptionValues | None = None
+    """Settings of the method's own, such as {init_lora_weights: pissa} of lora."""
     ranks: Counts = (_RUN.r,)
     """Ranks of the adapters."""
     target_modules: Names = _RUN.target_modules

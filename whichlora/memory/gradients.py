@@ -68,6 +68,19 @@ def trained_params(
     return total
 
 
+def cached_params(model: ModelSpec, targets: tuple[str, ...], method: Method, r: Count) -> Count:
+    """Parameters of the adapters that autocast casts once and caches.
+
+    Kind: exact. Source: `Method.autocast_shapes`; torch 2.13 `autocast_mode.cpp`, `cached_cast`.
+    """
+    shapes = method.autocast_shapes or method.adapter_shapes
+    total: Count = 0 * r
+    for linear, count in adapted_linears(model, targets):
+        for rows, width in shapes(linear, r):
+            total = total + count * linear.count * rows * width
+    return total
+
+
 ADAPTERS = Fact(
     part="adapters",
     what="adapter weights",
@@ -118,11 +131,12 @@ def adapter_entries(
 
 
 def _frozen_group(frozen: FrozenTensor, dtypes: Dtypes) -> Group:
+    element_bytes = frozen.element_bytes or dtypes.adapter_bytes
     tensor = Tensor(
         frozen.name,
-        constant=frozen.rows * frozen.width * dtypes.adapter_bytes,
+        constant=frozen.rows * frozen.width * element_bytes,
         dims=frozen.dims,
-        element_bytes=dtypes.adapter_bytes,
+        element_bytes=element_bytes,
     )
     return Group(tensors=(tensor,), count=frozen.count, tokens=0, span=0)
 

@@ -185,6 +185,9 @@ def loading(step: TrainingStep) -> Stage:
     moments = [*moment.values(), weights]
     if narrow := _narrow_table_bytes(step):
         moments.append((*weights, Entry(NARROW_TABLE, narrow)))
+    if started := _start_bytes(step):
+        adapters = (entry for entry in step.static if entry.part == "adapters")
+        moments.append((*weights, *adapters, Entry(START, started)))
     largest = max(moments, key=_size)
     if step.dtypes.quant in BNB_QUANTS:  # `update_device_map` puts the model on the GPU
         width = stored_dtypes(step.model, step.dtypes).embedding_bytes
@@ -195,6 +198,22 @@ def loading(step: TrainingStep) -> Stage:
         on_host = Held("host", Entry(WEIGHTS_ON_HOST, size), 'device_map={"": 0}')
     held = (*_on_gpu(step, largest), on_host, *_casting(step, _size(weights)), *_expanding(step))
     return Stage(name="loading", held=held)
+
+
+START = Fact(
+    part="temporary",
+    what="what the adapters start from",
+    shape="[out_features, in_features]",
+    dtype="float32",
+    why="one weight after another is decomposed, or all have a gradient",
+    source="the method's start_bytes; workspaces of the decomposition are left out",
+    kind="lower bound",
+)
+
+
+def _start_bytes(step: TrainingStep) -> int:
+    linears = adapted_linears(step.model, step.targets)
+    return int(step.method.start_bytes(linears, step.dtypes, step.r))
 
 
 def _table_sizes(model: ModelSpec) -> list[int]:

@@ -16,6 +16,7 @@ from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.gradients import (
     Trained,
     adapter_entries,
+    cached_params,
     gradient_bytes,
     saved_modules,
     trained_params,
@@ -626,7 +627,8 @@ class TrainingStep:
         if not dtypes.autocast or not self.run.gradient_checkpointing:
             return 0 * num_trained
         if not self.method.trains_base:
-            return 2 * num_trained if dtypes.adapter_bytes == 4 else 0 * num_trained
+            copied = cached_params(self.model, self.targets, self.method, self.r)
+            return 2 * copied if dtypes.adapter_bytes == 4 else 0 * num_trained
         matrices = sum(
             count * sum(linear.num_weights for linear in layer.linears if linear.is_module)
             for layer, count in self.model.layers()

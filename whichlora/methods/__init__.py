@@ -9,21 +9,30 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from whichlora.methods import dora, full, lora, qdora, qlora
+from whichlora.methods import c3a, dora, full, ia3, lora, miss, oft, qdora, qlora, starts, vera
 from whichlora.methods.base import Method
 from whichlora.spec.dtypes import has_master_weights
 from whichlora.spec.members import Members
+from whichlora.spec.options import OptionValue, known
 from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, RunConfig
 from whichlora.trainers import get_trainer, with_trainer
 
 WeightDtype = Literal["bfloat16", "float16", "float32"]
 
 _METHODS = Members[Method](
-    "method", "methods", Method, (module.METHOD for module in (full, lora, qlora, dora, qdora))
+    "method",
+    "methods",
+    Method,
+    (
+        *(module.METHOD for module in (full, lora, qlora, dora, qdora)),
+        *starts.METHODS,
+        *(module.METHOD for module in (miss, oft, c3a, vera, ia3)),
+    ),
 )
 BUILT_IN = _METHODS.built_in
 ENTRY_POINT_GROUP = _METHODS.group
 list_methods = _METHODS.all
+COMPARED = ("full", "lora", "qlora", "dora", "qdora")  # where nobody names the methods to compare
 get_method = _METHODS.get
 
 
@@ -38,6 +47,9 @@ def with_defaults(run: RunConfig) -> RunConfig:
         ConfigError: no such method or trainer, or one that has no such setting.
     """
     method = get_method(run.method)
+    options = _stated(method, run)
+    if options != run.method_options:
+        run = replace(run, method_options=options)
     training = run.phase == "finetune"
     if training:
         run = with_trainer(run)
@@ -61,6 +73,30 @@ def with_defaults(run: RunConfig) -> RunConfig:
     )
 
 
+def _stated(method: Method, run: RunConfig) -> tuple[tuple[str, OptionValue], ...]:
+    """The options of `run` that are not at their defaults.
+
+    Raises:
+        ConfigError: the method has no such option, or does not accept its value.
+    """
+    asked = dict(run.method_options)
+    owner = f"method {method.name}"
+    known(method.options, asked, setting="method_options", owner=owner)
+    values = (
+        (option, option.checked(asked[option.name]))
+        for option in method.options
+        if option.name in asked
+    )
+    return tuple(sorted((o.name, value) for o, value in values if value != o.default))
+
+
+def with_method(run: RunConfig, name: str) -> RunConfig:
+    """`run` with another method, and those of its options that this one has, too."""
+    names = {option.name for option in get_method(name).options}
+    kept = tuple(pair for pair in run.method_options if pair[0] in names)
+    return replace(run, method=name, method_options=kept)
+
+
 def weight_dtype(run: RunConfig) -> WeightDtype:
     """Dtype of the weights of `run` that are not quantised.
 
@@ -75,10 +111,12 @@ def weight_dtype(run: RunConfig) -> WeightDtype:
 
 __all__ = [
     "BUILT_IN",
+    "COMPARED",
     "ENTRY_POINT_GROUP",
     "Method",
     "get_method",
     "list_methods",
     "weight_dtype",
     "with_defaults",
+    "with_method",
 ]

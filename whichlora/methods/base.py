@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import repeat
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from whichlora.errors import ConfigError
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
-from whichlora.spec.run import Quant, RunConfig, Serve
+from whichlora.spec.options import Option, OptionValue
+from whichlora.spec.run import ALL_LINEAR, Quant, RunConfig, Serve
 
 if TYPE_CHECKING:  # a method uses the operators that it is given, so it lies below them
     from whichlora.symbolic.autograd import Tensor
@@ -24,6 +28,7 @@ class FrozenTensor:
     Args:
         name, dims: what `explain` calls it, and its shape in words.
         count: how many equal ones there are.
+        element_bytes: as wide as the adapters where it is None.
     """
 
     name: str
@@ -31,6 +36,7 @@ class FrozenTensor:
     rows: Count
     width: Count
     count: int = 1
+    element_bytes: int | None = None
 
     @property
     def num_params(self) -> Count:
@@ -46,7 +52,9 @@ class AdapterWork:
 
     Args:
         token_flops: products per token of one forward; the input's gradient takes as many again.
+        backward_token_flops: products per token of a backward beyond those.
         weight_flops, weight_bytes: of one forward whatever the number of tokens.
+        backward_weight_flops, backward_weight_bytes: the same of a backward.
         elementwise_bytes: read and written per token of one forward; a backward takes one and a
             half times as many, as it does for the layers themselves.
         forward_bytes, backward_bytes: so per token, where a backward has been counted apart.
@@ -55,8 +63,11 @@ class AdapterWork:
     """
 
     token_flops: Count = 0
+    backward_token_flops: Count = 0
     weight_flops: Count = 0
     weight_bytes: Count = 0
+    backward_weight_flops: Count = 0
+    backward_weight_bytes: Count = 0
     elementwise_bytes: Count = 0
     forward_bytes: Count = 0
     backward_bytes: Count = 0
@@ -90,8 +101,62 @@ def _product_and_scaled(base_bytes: int) -> int:
     return 8
 
 
+def _no_refusal(linear: Linear, quant: str) -> str:
+    return ""
+
+
+def _nothing_bound(run: RunConfig) -> Mapping[str, Any]:
+    return {}
+
+
+def _no_start(linears: Sequence[tuple[Linear, int]], dtypes: Dtypes, r: Count) -> Count:
+    return 0
+
+
 def _no_notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
     return ()
+
+
+def adapted_modules(run: RunConfig) -> dict[str, Any]:
+    """What every PEFT config says of the modules; the caller resolves groups but all-linear."""
+    targets = run.target_modules
+    saved = {"modules_to_save": list(run.modules_to_save)} if run.modules_to_save else {}
+    return {"target_modules": ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets)} | saved
+
+
+def stated_options(run: RunConfig, options: Iterable[Option]) -> dict[str, Any]:
+    """Those of `options` that `run` states, by the names that PEFT gives them."""
+    stated = dict(run.method_options)
+    return {option.name: stated[option.name] for option in options if option.name in stated}
+
+
+def read_options(
+    config: Any,
+    options: Iterable[Option],
+    *,
+    plain: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+) -> Mapping[str, Any]:
+    """The settings that all PEFT configs share, and `options` that are not at their defaults.
+
+    Args:
+        plain: fields of the config that are not modelled, and the values that mean so.
+
+    Raises:
+        ConfigError: another value of one of them.
+    """
+    kind = type(config).__name__
+    usual: dict[str, tuple[Any, ...]] = {"layers_to_transform": (None, []), "bias": ("none",)}
+    for name, accepted in {**usual, **plain}.items():
+        value = getattr(config, name, None)
+        if value is not None and value not in accepted:
+            raise ConfigError(f"{kind}.{name}={value!r} is not modelled")
+    values = ((option, getattr(config, option.name)) for option in options)
+    return {
+        "modules_to_save": tuple(sorted(config.modules_to_save or ())),
+        "method_options": tuple(
+            sorted((option.name, value) for option, value in values if value != option.default)
+        ),
+    }
 
 
 def _not_its_own(config: Any) -> Mapping[str, Any] | None:
@@ -112,11 +177,21 @@ class Method:
         parameter_prefix: how PEFT's names of its parameters begin.
         stays_wide: word in the names of those that stay fp32 where adapters are narrowed, and that
             a layer's result is multiplied with.
+        widens_result: a layer of a quantised base returns fp32, as the parameter is that it is
+            multiplied with, and does not cast it back under autocast.
+        reads_batches: the function of PEFT that must see batches before the first step, if any.
         ignores: settings of `RunConfig` that mean nothing to it.
+        options: its own settings, as its PEFT config names them.
+        with_options: fields of the method that these settings, or the rank, decide; told a run
+            that has nothing else.
+        one_rank: its operators are not linear in the rank, so that each rank is counted alone.
+        refuses: why PEFT can't adapt a matrix stored as a `Quant`; empty where it can.
         trains_base: all base weights get gradients.
         base_quant: storage of the base weights where the user does not say.
         serve: how its model is served where the user does not say.
         adapter_shapes: (rows, width) of the trained tensors that one of the `count` matrices gets.
+        autocast_shapes: those of them that a product reads as they are, which autocast casts once
+            and caches; None for all.
         adapter_widths: bytes of one element of each of them.
         frozen_tensors: matrices of the adapters that are not trained, of all adapted matrices of a
             model, each given with the number of layers that have it.
@@ -125,6 +200,8 @@ class Method:
             with its adapter; None where the method adapts modules alone.
         trains_frozen: whether a gradient is made for the frozen weight, which nobody asked for.
         work: what it adds to the time of a step.
+        start_bytes: beside the loaded weights at the largest moment of making the adapters, of all
+            adapted matrices; of a start that decomposes weights or gradients.
         merging: bytes per weight that PEFT makes beside the matrix into which it merges an fp32
             adapter, told those of the matrix's own elements.
         notes: what a user must know of a run; told whether experts are adapted.
@@ -137,11 +214,18 @@ class Method:
     read_peft: Callable[[Any], Mapping[str, Any] | None] = _not_its_own
     parameter_prefix: str = ""
     stays_wide: str = ""
+    widens_result: bool = False
+    reads_batches: str = ""
     ignores: frozenset[str] = frozenset()
+    options: tuple[Option, ...] = ()
+    with_options: Callable[[RunConfig], Mapping[str, Any]] = _nothing_bound
+    one_rank: bool = False
+    refuses: Callable[[Linear, str], str] = _no_refusal
     trains_base: bool = False
     base_quant: Quant = "none"
     serve: Serve = "merged"
     adapter_shapes: Callable[[Linear, Count], tuple[tuple[Count, Count], ...]] = _no_shapes
+    autocast_shapes: Callable[[Linear, Count], tuple[tuple[Count, Count], ...]] | None = None
     adapter_widths: Callable[[Linear, Dtypes], Iterable[int]] = _as_wide_as_adapters
     frozen_tensors: Callable[[Sequence[tuple[Linear, int]], Count], tuple[FrozenTensor, ...]] = (
         _nothing_frozen
@@ -150,8 +234,15 @@ class Method:
     folded: Callable[[OpEmitter, Linear], Tensor] | None = None
     trains_frozen: Callable[[Linear, Dtypes], bool] = lambda linear, dtypes: False
     work: Callable[[Linear, Dtypes, Count], AdapterWork] = _no_work
+    start_bytes: Callable[[Sequence[tuple[Linear, int]], Dtypes, Count], Count] = _no_start
     merging: Callable[[int], int] = _product_and_scaled
     notes: Callable[[RunConfig, bool], tuple[str, ...]] = _no_notes
+
+    def of(self, run: RunConfig) -> Method:
+        """The method as the options and the rank of `run` make it."""
+        if not self.options and not self.one_rank:
+            return self
+        return _bound(self, run.method_options, run.r)
 
     def adapter_params(self, linear: Linear, r: Count) -> Count:
         """Trained parameters that the `count` matrices of `linear` get. Kind: exact."""
@@ -169,6 +260,12 @@ class Method:
         ):
             total = total + rows * width * element_bytes
         return total * linear.count
+
+
+@lru_cache(maxsize=256)  # equal runs share one value, by which symbolic layers are cached
+def _bound(method: Method, options: tuple[tuple[str, OptionValue], ...], r: int) -> Method:
+    run = RunConfig(model="", method_options=options, r=r)
+    return replace(method, **method.with_options(run))
 
 
 NO_ADAPTERS = Method(name="none", summary="a model as it was loaded")

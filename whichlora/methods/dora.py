@@ -235,10 +235,13 @@ def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
 METHOD = replace(
     lora.METHOD,
     name="dora",
+    options=(),
+    with_options=lambda run: {},
     summary="LoRA with a trained magnitude per output",
     peft_config=peft_config,
     read_peft=read_peft,
     stays_wide="magnitude",
+    widens_result=True,
     adapter_shapes=adapter_shapes,
     adapter_widths=adapter_widths,
     trains_frozen=trains_frozen,

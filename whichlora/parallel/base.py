@@ -134,7 +134,7 @@ def in_run(step: TrainingStep, run: RunConfig) -> TrainingStep:
         trains_base=step.method.trains_base,
         device_kind=step.gpu.kind,
         compute_capability=step.gpu.compute_capability,
-        widens_result=bool(step.method.stays_wide),
+        widens_result=step.method.widens_result,
         narrows_adapters=step.trainer.narrows_adapters,
     )
     dtypes = step.trainer.with_narrow_tables(dtypes, run, step.model)

@@ -15,7 +15,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory import allocator, kv_cache
 from whichlora.memory.entries import Entry
 from whichlora.memory.training import Ledger
-from whichlora.methods import BUILT_IN, get_method
+from whichlora.methods import COMPARED, get_method
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import allocated_bytes, corrected
 from whichlora.predict.ledger_lines import Line, layer_lines, lines_at
@@ -245,11 +245,11 @@ def explain(
 
 
 def _methods(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name in dict.fromkeys((*BUILT_IN, run.method)):
+    for name in dict.fromkeys((*COMPARED, run.method)):
         if name == run.method:
             yield name, {}
         else:  # each with its own storage of the base
-            yield name, {"method": name, "quant": None, "prepare_kbit": None}
+            yield name, {"method": name, "method_options": (), "quant": None, "prepare_kbit": None}
 
 
 def _storages(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:

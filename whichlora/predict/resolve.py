@@ -28,7 +28,7 @@ from whichlora.spec.run import (
     Quant,
     RunConfig,
 )
-from whichlora.spec.targets import check_saved_modules, resolve_targets
+from whichlora.spec.targets import adapted_linears, check_saved_modules, resolve_targets
 from whichlora.symbolic.kernels import ASSUMED_CAPABILITY, FLASH_CAPABILITY, runs_efficient
 from whichlora.trainers import Trainer, get_trainer
 
@@ -135,6 +135,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     """
     method, trainer = get_method(run.method), get_trainer(run.trainer)
     run = _filled(model, run, gpu, method)
+    method = method.of(run)
     training = run.phase == "finetune"
     if training:
         model = _trained_model(model, run, trainer)
@@ -161,6 +162,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         modules_only = method.folded is None or run.quantize_moe_experts or run.quant == "mxfp4"
         targets = resolve_targets(model, run.target_modules, modules_only=modules_only)
         check_saved_modules(model, run.modules_to_save)
+        _check_adapted(model, run, method, targets)
     dtypes = _dtypes_of(model, run, gpu, method, trainer)
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)
@@ -178,6 +180,16 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     )
     _check_serving(job)
     return job
+
+
+def _check_adapted(
+    model: ModelSpec, run: RunConfig, method: Method, targets: tuple[str, ...]
+) -> None:
+    """Refuse a matrix that PEFT's code of the method can't adapt."""
+    for linear, _ in adapted_linears(model, targets):
+        reason = method.refuses(linear, run.quant or "none")
+        if reason:
+            raise ConfigError(f"method: {method.name} of {linear.name}: {reason}")
 
 
 def _filled(model: ModelSpec, run: RunConfig, gpu: GpuSpec, method: Method) -> RunConfig:
@@ -239,7 +251,7 @@ def _dtypes_of(
         trains_base=training and method.trains_base,
         device_kind=gpu.kind,
         compute_capability=gpu.compute_capability,
-        widens_result=training and bool(method.stays_wide),
+        widens_result=training and method.widens_result,
         narrows_adapters=trainer.narrows_adapters,
     )
     if not training:

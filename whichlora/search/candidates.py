@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from whichlora.dataset.workload import Workload
 from whichlora.errors import ConfigError
-from whichlora.methods import get_method
+from whichlora.methods import get_method, with_method
 from whichlora.parallel import get_strategy
 from whichlora.parallel.layout import Layout
 from whichlora.predict import parallel_choice
@@ -88,7 +88,7 @@ class Candidates:
 
     def _number_asked(self) -> int:
         plan = self.plan
-        ranks = (1 if get_method(name).trains_base else len(plan.ranks) for name in plan.methods)
+        ranks = (len(self._ranks(name)) for name in plan.methods)
         spreads = sum(len(self._strategies(config)) for config in plan.spreads)
         lists = (plan.models, plan.finetune_batch_sizes, *self._stacks.values())
         return sum(ranks) * spreads * math.prod(map(len, lists))
@@ -151,7 +151,7 @@ class Candidates:
         """A fine-tuning of every model, method and rank."""
         plan = self.plan
         for name, method, r in itertools.product(models, plan.methods, plan.ranks):
-            yield replace(plan.finetune, model=name, method=method, r=r)
+            yield replace(with_method(plan.finetune, method), model=name, r=r)
 
     def training(self) -> Iterator[Group]:
         """Stage 2 of all models."""
@@ -160,7 +160,7 @@ class Candidates:
     def training_of(self, models: Sequence[str]) -> Iterator[Group]:
         """Stage 2, one group for each model, method, stack, strategy and kind of padding."""
         for name, method in itertools.product(models, self.plan.methods):
-            base = replace(self.plan.finetune, model=name, method=method)
+            base = replace(with_method(self.plan.finetune, method), model=name)
             for config in self.plan.spreads:
                 if config.strategy == AUTO:
                     yield from self._under_any_strategy(base, config)
@@ -211,12 +211,12 @@ class Candidates:
         import numpy as np
 
         plan = self.plan
-        ranks = plan.ranks[:1] if get_method(base.method).trains_base else plan.ranks
+        ranks = self._ranks(base.method)
+        together = [(rank,) for rank in ranks] if get_method(base.method).one_rank else [ranks]
         for (accumulation, padding), loads in self._loads(base, config, refused).items():
             axes = {
                 "batch_size": np.array([list(loads)]),
                 "seq_len": np.array([[load.longest for load in loads.values()]]),
-                "r": np.array(ranks)[:, None],
             }
             steps = tuple(
                 {width: n / accumulation for width, n in load.widths.items()}
@@ -226,8 +226,14 @@ class Candidates:
                 "padding": (padding,),
                 "gradient_accumulation_steps": (accumulation,),
             }
-            for job in self._jobs(base, config, stacks, refused):
-                yield Group(job=job, axes=axes, steps=steps, lora_alpha=plan.lora_alpha)
+            for some in together:
+                of_ranks = axes | {"r": np.array(some)[:, None]}
+                for job in self._jobs(replace(base, r=some[0]), config, stacks, refused):
+                    yield Group(job=job, axes=of_ranks, steps=steps, lora_alpha=plan.lora_alpha)
+
+    def _ranks(self, method: str) -> tuple[int, ...]:
+        """The ranks to compare: one of a method without a rank."""
+        return self.plan.ranks[:1] if "r" in get_method(method).ignores else self.plan.ranks
 
     def _loads(
         self, base: RunConfig, config: ParallelConfig, refused: dict[object, Refused]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
 from whichlora.methods.base import Method
 from whichlora.serving.kernel_rates import KernelRates
@@ -13,7 +12,7 @@ from whichlora.serving.log import EngineLog
 from whichlora.spec.architecture import Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.options import Option, OptionValue, filled
+from whichlora.spec.options import Option, OptionValue, filled, known
 from whichlora.spec.run import MOST_COUNT, RunConfig
 from whichlora.spec.versions import Libraries
 
@@ -247,11 +246,5 @@ class Engine:
             ConfigError: `run` has an option that is not this engine's, or a value is not accepted.
         """
         asked = dict(run.serving_options)
-        names = [option.name for option in self.options]
-        for name in asked:
-            if name not in names:
-                accepted = f"whose options are {', '.join(names)}" if names else "which has none"
-                raise ConfigError(
-                    f"serving_options: {name!r} is no option of {self.name}, {accepted}"
-                )
+        known(self.options, asked, setting="serving_options", owner=self.name)
         return filled(self.options, asked)

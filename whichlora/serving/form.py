@@ -13,7 +13,15 @@ from whichlora.spec.run import FP32_PRECISIONS, Quant, RunConfig, Serve
 ServeAs: TypeAlias = Serve | Quant
 
 # What an unmerged adapter's bytes and work depend on, beside the storage of its base.
-_OF_ADAPTER = ("method", "r", "target_modules", "modules_to_save", "adapter_dtype", "quant")
+_OF_ADAPTER = (
+    "method",
+    "method_options",
+    "r",
+    "target_modules",
+    "modules_to_save",
+    "adapter_dtype",
+    "quant",
+)
 # What the candidates of one form differ in.
 _SHAPE = ("batch_size", "prompt_len", "max_new_tokens", "attn")
 

@@ -28,6 +28,10 @@ class Option:
     choices: tuple[str, ...] = ()
     kind: type[bool] | type[str] | type[float] | None = None
 
+    def of(self, stated: Iterable[tuple[str, OptionValue]]) -> OptionValue | None:
+        """Its value among (name, value) pairs, or the default."""
+        return dict(stated).get(self.name, self.default)
+
     def checked(self, value: OptionValue) -> OptionValue:
         """`value`, where it is accepted.
 
@@ -64,6 +68,21 @@ class Option:
         if value > MOST_NUMBER:
             raise ConfigError(f"{self.name}: is above {MOST_NUMBER:,}; give a usual number")
         return value
+
+
+def known(
+    options: Sequence[Option], asked: Mapping[str, OptionValue], *, setting: str, owner: str
+) -> None:
+    """Refuse what `owner` does not declare.
+
+    Raises:
+        ConfigError: a name in `asked` is none of `options`.
+    """
+    names = [option.name for option in options]
+    for name in asked:
+        if name not in names:
+            accepted = f"whose options are {', '.join(names)}" if names else "which has none"
+            raise ConfigError(f"{setting}: {name!r} is no option of {owner}, {accepted}")
 
 
 def filled(

@@ -187,6 +187,7 @@ class RunConfig:
         expandable_segments: setting of PyTorch's CUDA allocator.
         use_reentrant: kind of checkpointing; None: what this version of transformers does.
         libraries: (library, version) pairs where they are not the current ones.
+        method_options: (name, value) pairs of what the method declares.
         trainer: a name registered in `whichlora.trainers`.
         trainer_options: (name, value) pairs of what the trainer declares.
         parallel: the GPUs of the run, and how it is spread over them.
@@ -237,6 +238,7 @@ class RunConfig:
     quant_group_size: int = 128
     expandable_segments: bool = False
     quantize_moe_experts: bool = False
+    method_options: tuple[tuple[str, OptionValue], ...] = ()
     trainer: str = "transformers"
     trainer_options: tuple[tuple[str, OptionValue], ...] = ()
     parallel: ParallelConfig = ONE_GPU
@@ -413,13 +415,15 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Every setting as JSON types, in declaration order.
 
-        `parallel` is there of several GPUs alone, `trainer_options` where there are any, `serving`
-        and its own of an engine other than transformers.
+        `parallel` is there of several GPUs alone, `method_options` and `trainer_options` where
+        there are any, `serving` and its own of an engine other than transformers.
         """
         values = dataclasses.asdict(self)
-        del values["parallel"], values["trainer_options"]
-        if self.trainer_options:
-            values["trainer_options"] = dict(self.trainer_options)
+        del values["parallel"]
+        for name in ("method_options", "trainer_options"):
+            pairs = values.pop(name)
+            if pairs:
+                values[name] = dict(pairs)
         del values["serving"], values["serving_options"], values["context"]
         if self.serving != TRANSFORMERS:
             values |= {"serving": self.serving, "serving_options": dict(self.serving_options)}
@@ -456,7 +460,7 @@ class RunConfig:
                 if not isinstance(fields[name], list | tuple):
                     raise ConfigError(f"{name}: {fields[name]!r} is not a list of names")
                 fields[name] = tuple(fields[name])
-        for name in ("trainer_options", "serving_options"):
+        for name in ("method_options", "trainer_options", "serving_options"):
             if name in fields:
                 if not isinstance(fields[name], Mapping):
                     raise ConfigError(f"{name}: {fields[name]!r} is not an object of settings")

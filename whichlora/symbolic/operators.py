@@ -146,15 +146,28 @@ class OpEmitter:
             what="product",
         )
 
-    def multiply_rows(self, x: Tensor, row: Tensor) -> Tensor:
-        """`x` times a smaller tensor, which is repeated; its gradient is summed up."""
+    def multiply_rows(self, x: Tensor, row: Tensor, *, row_last: bool = False) -> Tensor:
+        """`x` times a smaller tensor, which is repeated; its gradient is summed up.
+
+        Args:
+            row_last: the code writes `x * row`. `validate_outputs` treats gradients in that order:
+                that of `x` is cast before that of `row` is summed up.
+        """
         size = max(x.size, row.size)
         saves = [factor for factor, partner in ((row, x), (x, row)) if partner.needs_grad]
-        inner = _before_cast(x, size)
-        if row.needs_grad:  # summed up before the gradient of x is cast
-            inner = scaled(x.elements, 2 * size - x.size)
+        inner, casts = _before_cast(x, size), NOTHING
+        if row.needs_grad and row_last and x.needs_grad and x.size < size:
+            inner, casts = scaled(x.elements, 2 * size), x.form
+        elif row.needs_grad:  # summed up before the gradient of x is cast
+            inner = scaled(x.elements, 2 * size - (x.size if x.needs_grad else 0))
         return self.tape.op(
-            [x, row], x.elements, size, saves=saves, inner_backward=inner, what="product"
+            [x, row],
+            x.elements,
+            size,
+            saves=saves,
+            inner_backward=inner,
+            casts_gradients=casts,
+            what="product",
         )
 
     def copy(self, x: Tensor) -> Tensor:

@@ -77,12 +77,11 @@ def variants(runs: Sequence[RunConfig], devices: Sequence[str]) -> list[str]:
 
 
 def _flat(run: RunConfig) -> dict[str, Any]:
-    """The settings of `run`, the options of its strategy and trainer beside the others."""
+    """The settings of `run`, the options of its strategy, method and trainer beside the others."""
     settings = run.to_dict()
-    spread: dict[str, Any] = settings.pop("parallel", {})
-    of_trainer: dict[str, Any] = settings.pop("trainer_options", {})
-    of_engine: dict[str, Any] = settings.pop("serving_options", {})
-    return settings | spread | of_trainer | of_engine
+    for name in ("parallel", "method_options", "trainer_options", "serving_options"):
+        settings |= settings.pop(name, {})
+    return settings
 
 
 def _in_words(setting: str, value: Any) -> str:

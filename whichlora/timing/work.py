@@ -563,11 +563,13 @@ def _trained_adapter(
 ) -> Work:
     """One micro-step of one matrix's adapter in `count` layers."""
     # the input's gradient is one product more
-    token_flops = tokens * adapter.token_flops * (2 + recompute)
+    token_flops = tokens * (adapter.token_flops * (2 + recompute) + adapter.backward_token_flops)
+    weight_flops = adapter.weight_flops * (1 + recompute) + adapter.backward_weight_flops
+    of_weight = adapter.weight_bytes * (1 + recompute) + adapter.backward_weight_bytes
     moved = adapter.forward_bytes * (1 + recompute) + adapter.backward_bytes
     return Work(
-        product_flops=count * (adapter.weight_flops * (1 + recompute) + token_flops),
-        elementwise_bytes=count * (tokens * moved + adapter.weight_bytes * (1 + recompute)),
+        product_flops=count * (weight_flops + token_flops),
+        elementwise_bytes=count * (tokens * moved + of_weight),
         dequant_bytes=count * _expanded_again(linear, adapter, dtypes) * (1 + recompute),
         launches=count
         * (

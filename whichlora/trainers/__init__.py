@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from whichlora.errors import ConfigError
 from whichlora.spec.members import Members
-from whichlora.spec.options import filled
+from whichlora.spec.options import filled, known
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import (
     cpo,
@@ -66,13 +66,7 @@ def with_trainer(run: RunConfig) -> RunConfig:
     """
     trainer = get_trainer(run.trainer)
     asked = dict(run.trainer_options)
-    names = [option.name for option in trainer.options]
-    for name in asked:
-        if name not in names:
-            accepted = f"whose options are {', '.join(names)}" if names else "which has none"
-            raise ConfigError(
-                f"trainer_options: {name!r} is no option of trainer {trainer.name}, {accepted}"
-            )
+    known(trainer.options, asked, setting="trainer_options", owner=f"trainer {trainer.name}")
     values = filled(trainer.options, asked).items()
     options = tuple(sorted((name, value) for name, value in values if value is not None))
     if options != run.trainer_options:

@@ -23,6 +23,7 @@ _RUN_SETTINGS = frozenset(field.name for field in dataclasses.fields(RunConfig))
 # Settings that a phase does not read: a grid over them would only repeat itself.
 _FINETUNE_ONLY = (
     "method",
+    "method_options",
     "seq_len",
     "r",
     "lora_alpha",
@@ -45,7 +46,14 @@ _FINETUNE_ONLY = (
     "trainer_options",
 )
 # Those of them that a generation with an unmerged adapter reads.
-_OF_ADAPTER = ("method", "r", "target_modules", "modules_to_save", "adapter_dtype")
+_OF_ADAPTER = (
+    "method",
+    "method_options",
+    "r",
+    "target_modules",
+    "modules_to_save",
+    "adapter_dtype",
+)
 _QUANTISED_ONLY = ("cache_backend", "cache_nbits", "cache_group_size", "cache_residual_length")
 _INFERENCE_ONLY = (
     "prompt_len",

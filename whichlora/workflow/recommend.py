@@ -13,6 +13,7 @@ from typing import Any
 from whichlora.config import parse_duration, plan_of
 from whichlora.config.document import write_document
 from whichlora.errors import ConfigError
+from whichlora.methods import with_method
 from whichlora.predict.explain import Alternative, Explanation
 from whichlora.predict.largest import Placement
 from whichlora.search.feasibility import closest
@@ -317,7 +318,7 @@ def _smallest_training(answer: Answer, model: str, calibration_dir: Path | None)
     """The fine-tuning of `model` that takes the least memory, of a model that is not served."""
     plan = answer.plan
     runs = [
-        replace(plan.finetune, model=model, method=method, parallel=spread, batch_size=1)
+        replace(with_method(plan.finetune, method), model=model, parallel=spread, batch_size=1)
         for method in plan.methods
         for spread in plan.spreads[:1]
     ]

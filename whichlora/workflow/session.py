@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from whichlora.calibration.load import calibration_roots, load_calibration, model_of, stale_note
 from whichlora.dataset.workload import Workload
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.methods import list_methods
+from whichlora.methods import COMPARED, get_method, with_method
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.evaluation_and_saving import Besides, besides, evaluation_seconds
 from whichlora.predict.predict import (
@@ -239,12 +239,12 @@ class Session:
         """`run` with every method and rank; what its model or its libraries refuse is left out."""
         position = {each: i for i, each in enumerate(search_loop.runs)}
         rows = []
-        for method, kind in list_methods().items():
-            for r in SIDE_BY_SIDE_RANKS[:1] if kind.trains_base else SIDE_BY_SIDE_RANKS:
+        for method in dict.fromkeys((*COMPARED, *self.plan.methods)):
+            has_ranks = "r" not in get_method(method).ignores
+            for r in SIDE_BY_SIDE_RANKS if has_ranks else SIDE_BY_SIDE_RANKS[:1]:
                 changed = replace(
-                    self.plan.finetune,
+                    with_method(self.plan.finetune, method),
                     model=run.model,
-                    method=method,
                     r=r,
                     lora_alpha=self.plan.lora_alpha or 2 * r,
                     batch_size=run.batch_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from whichlora.errors import ConfigError
 from whichlora.exports.python_source import Code, call, literal
 from whichlora.memory.optimizer import library_of
 from whichlora.methods import get_method, weight_dtype
@@ -157,9 +158,14 @@ def model_lines(
 
 
 def adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[str]:
-    method = get_method(run.method)
+    method = get_method(run.method).of(run)
     if not method.peft_class:
         return []
+    if method.reads_batches:
+        raise ConfigError(
+            f"method: {run.method} needs {method.reads_batches} of PEFT before the first step, "
+            "which train.py does not run; use method pissa or olora, or write it by hand"
+        )
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     settings = {**method.peft_config(run), "target_modules": targets}
     trainer = get_trainer(run.trainer)

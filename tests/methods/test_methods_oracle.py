@@ -1,0 +1,98 @@
+"""What each method trains, and the bytes of its step, against PEFT on fake tensors; needs torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from traced import live_bytes
+
+from whichlora import families
+from whichlora.memory.gradients import cached_params, trained_params
+from whichlora.methods import get_method
+from whichlora.predict import predict as prediction
+from whichlora.predict import resolve as resolution
+from whichlora.profiler.build import finished_model, meta_model
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.tracer.trace import trace
+
+pytestmark = pytest.mark.oracle
+
+GPU = find_gpu("a100-sxm-80gb")
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("miss", {}),
+    ("miss", {"init_weights": "mini", "mini_r": 4}),
+    ("oft", {}),
+    ("oft", {"oft_block_size": 16, "num_cayley_neumann_terms": 3}),
+    ("c3a", {"block_size": 128}),
+    ("vera", {}),
+    ("ia3", {}),
+    ("ia3", {"feedforward_modules": "down_proj"}),
+    ("pissa", {}),
+]
+STACKS: list[dict[str, Any]] = [
+    {},
+    {"gradient_checkpointing": False},
+    {"gradient_checkpointing": False, "lora_dropout": 0.1},
+    {"gradient_checkpointing": False, "precision": "bf16-no-autocast"},
+    {"gradient_checkpointing": False, "precision": "fp32"},
+    {"gradient_checkpointing": False, "quant": "nf4-dq"},
+]
+
+
+def run_of(method: str, options: dict[str, Any], **settings: Any) -> RunConfig:
+    settings = {"seq_len": 256, "expandable_segments": True} | settings  # no remainders
+    return RunConfig(
+        model="x", method=method, method_options=tuple(sorted(options.items())), **settings
+    )
+
+
+@pytest.mark.parametrize(("method", "options"), METHODS, ids=str)
+def test_peft_trains_as_many_parameters(method: str, options: dict[str, Any]) -> None:
+    run = run_of(method, options, precision="fp32", seq_len=16)
+    job = resolution.resolve(families.build(LLAMA, name="x"), run, GPU)
+    expected = trained_params(job.model, job.targets, job.method, job.run.r)
+    # on the meta device, where no start is computed
+    model = meta_model(job.run, LLAMA, device="cpu")
+    if get_method(method).peft_class == "peft.LoraConfig":
+        assert cached_params(job.model, job.targets, job.method, job.run.r) == expected
+        return
+    wrapped = finished_model(model, job.run, "all-linear")
+    trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
+    assert trained == expected
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("settings", STACKS, ids=str)
+@pytest.mark.parametrize(("method", "options"), METHODS[:-1], ids=str)
+def test_the_ledger_agrees_with_the_trace(
+    method: str, options: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    if method == "c3a" and "quant" in settings:
+        pytest.skip("refused")
+    run = run_of(method, options, **settings)
+    job = resolution.resolve(families.build(LLAMA, name="x"), run, GPU)
+    found = prediction.ledger(job)
+    events = trace(
+        job.run,
+        LLAMA,
+        target_modules="all-linear",
+        compute_capability=GPU.compute_capability,
+    )
+    traced = max(num_bytes for _, num_bytes in live_bytes(events))
+    predicted = int(found.peak_allocated_bytes) - found.workspace_bytes
+    assert predicted == pytest.approx(traced, rel=0.012)

@@ -1,0 +1,153 @@
+"""C3A: a trained block-circular convolution of each input.
+
+Chen et al. 2024, arXiv:2407.19342; peft 0.21.2 `tuners/c3a`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from whichlora.methods.base import (
+    AdapterWork,
+    Method,
+    adapted_modules,
+    read_options,
+    stated_options,
+)
+from whichlora.methods.operators import counted
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.numeric import Count
+from whichlora.spec.options import Option
+from whichlora.spec.run import RunConfig
+
+if TYPE_CHECKING:
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.operators import OpEmitter
+
+_BLOCK = Option(name="block_size", summary="of the convolution; it divides all widths", default=256)
+_FP32 = 4
+_COMPLEX = 8  # bytes of one complex number of two fp32
+
+
+def adapter_shapes(
+    linear: Linear, r: Count, *, block: int = 256
+) -> tuple[tuple[Count, Count], ...]:
+    """[out_features / block, in_features / block, block]. Kind: exact."""
+    return ((linear.out_features + 0 * r, linear.in_features // block),)
+
+
+def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, block: int = 256) -> Tensor:
+    """The result, to which the convolution of the fp32 input is added in place.
+
+    Source: peft 0.21.2 `C3ALinear.forward`, `BlockCircularConvolution`.
+    """
+    tape, dtypes, what = ops.tape, ops.dtypes, linear.name
+    kernel_elements = ops.constant(linear.in_features * linear.out_features // block)
+    result = ops.base(linear, x)
+    wide = ops.cast(x, _FP32, f"{what}: fp32 input")
+    stored = tape.weight(kernel_elements, dtypes.adapter_bytes, trained=True)
+    kernel = ops.cast(stored, _FP32, f"{what}: fp32 kernel")
+    rows = ops.rows.of
+    in_frequencies = rows(_COMPLEX * linear.in_features)
+    frequencies = rows(_COMPLEX * linear.out_features)
+    of_kernel = ops.constant(_COMPLEX * linear.in_features * linear.out_features // block)
+    # transforms of input and kernel, their product, and that transformed back; all are one node
+    # of the graph, and the gradient's way back has as many
+    products = tape.op(
+        [wide, kernel], frequencies, 1, inner=(in_frequencies, of_kernel), detached=True
+    )
+    convolved = tape.op([products], frequencies, 1, detached=True)
+    outputs = rows(linear.out_features)
+    divided = tape.op(
+        [convolved, wide, kernel],
+        outputs,
+        _FP32,
+        saves=[wide, kernel],
+        inner_backward=rows(
+            (_FP32 + _COMPLEX) * linear.out_features + (2 * _COMPLEX - _FP32) * linear.in_features
+        ),
+        what=f"{what}: input and kernel of the convolution",
+    )
+    result = tape.in_place(result, ops.cast(divided, result.size))
+    tape.hold(divided, kernel, x)
+    return ops.cast(result, x.size)
+
+
+def work(linear: Linear, dtypes: Dtypes, r: Count, *, block: int = 256) -> AdapterWork:
+    """Fourier transforms of input and kernel, and a complex product per frequency.
+
+    Kind: estimate: a transform of n numbers takes 5 n log2 n operations.
+    Source: Cooley and Tukey 1965; `BlockCircularConvolution`.
+    """
+    params = linear.in_features * linear.out_features // block
+    both = linear.in_features + linear.out_features
+    transforms = 5 * both * block.bit_length()
+    products = 8 * params  # four products and four sums for each complex one
+    return AdapterWork(
+        **counted(
+            linear,
+            params,
+            forward_flops=transforms + products,
+            backward_flops=2 * (transforms + products),
+        ),
+        weight_flops=linear.count * 5 * params * block.bit_length(),
+        weight_bytes=linear.count * params * (_FP32 + 3 * _COMPLEX),
+        elementwise_bytes=linear.in_features * (2 + _FP32 + 4 * _COMPLEX)
+        + linear.out_features * (4 * _COMPLEX + 3 * _FP32),
+        forward_launches=12,
+        backward_launches=16,
+    )
+
+
+def with_options(run: RunConfig) -> dict[str, Any]:
+    block = int(str(_BLOCK.of(run.method_options)))
+    bound: dict[str, Any] = {
+        "adapter_shapes": adapter_shapes,
+        "forward": forward,
+        "work": work,
+        "refuses": refuses,
+    }
+    return {name: partial(function, block=block) for name, function in bound.items()}
+
+
+def refuses(linear: Linear, quant: str, *, block: int = 256) -> str:
+    """Source: peft 0.21.2 `C3ALayer.update_layer`, `C3AModel._create_new_module`."""
+    if linear.transposed:
+        return "PEFT's C3A takes nn.Linear alone, and no Conv1D; use method lora"
+    if quant != "none" and linear.quantisable:
+        return f"its kernel is predicted beside weights that are not quantised, not {quant}"
+    for width in (linear.in_features, linear.out_features):
+        if width % block:
+            return f"block_size must divide {width}, got {block}; use one that does"
+    return ""
+
+
+def peft_config(run: RunConfig) -> dict[str, Any]:
+    return stated_options(run, (_BLOCK,)) | adapted_modules(run)
+
+
+def read_peft(config: Any) -> Mapping[str, Any]:
+    return read_options(config, (_BLOCK,), plain={"block_size_pattern": ({},)})
+
+
+METHOD = Method(
+    name="c3a",
+    summary="a block-circular convolution beside each layer",
+    peft_class="peft.C3AConfig",
+    peft_config=peft_config,
+    read_peft=read_peft,
+    parameter_prefix="c3a_",
+    ignores=frozenset(
+        {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}
+    ),
+    options=(_BLOCK,),
+    with_options=with_options,
+    adapter_shapes=adapter_shapes,
+    autocast_shapes=lambda linear, r: (),
+    refuses=refuses,
+    forward=forward,
+    work=work,
+)

@@ -1,0 +1,116 @@
+"""Operators that several methods of PEFT have in common, and how their work is counted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from whichlora.methods.base import AdapterWork
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.numeric import Count
+from whichlora.spec.run import FOUR_BIT_BNB
+
+if TYPE_CHECKING:
+    from whichlora.symbolic.autograd import LinearForm, Tensor
+    from whichlora.symbolic.operators import OpEmitter
+
+
+def base_result(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
+    """The base's product, a copy of its own where 4-bit kernels made it.
+
+    Source: peft 0.21.2 `Bnb4bitBackend.maybe_clone_base_result`.
+    """
+    result = ops.base(linear, x)
+    if is_quantised(linear, ops.dtypes) and ops.dtypes.quant in FOUR_BIT_BNB:
+        result = ops.copy(result)
+    return result
+
+
+def parameter(ops: OpEmitter, elements: LinearForm, *, trained: bool = True) -> Tensor:
+    """A tensor of the adapter, counted with the adapters."""
+    return ops.tape.weight(elements, ops.dtypes.adapter_bytes, trained=trained)
+
+
+def widened(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
+    """`_cast_input_dtype` of PEFT's layers."""
+    return ops.cast(x, ops.dtypes.adapter_bytes, f"{linear.name}: own copy of the input")
+
+
+def dropped(ops: OpEmitter, x: Tensor) -> Tensor:
+    return ops.dropout(x) if ops.dtypes.adapters_drop else x
+
+
+def product(ops: OpEmitter, x: Tensor, factor: Tensor, elements: LinearForm, what: str) -> Tensor:
+    """`x` times a matrix, both narrowed by autocast; each gradient reads the other factor."""
+    narrow = ops.autocast(x, f"{what}: input, cast")
+    used = ops.autocast(factor, f"{what}: factor, cast")
+    saves = [used] if x.needs_grad else []
+    if factor.needs_grad:
+        saves.append(narrow)
+    return ops.tape.op(
+        [narrow, used],
+        elements,
+        max(narrow.size, used.size),
+        saves=saves,
+        reshapes=True,
+        what=f"{what}: product",
+    )
+
+
+def dense_weight(ops: OpEmitter, linear: Linear) -> Tensor:
+    """The base's weight as `get_base_weight` of PEFT gives it, expanded if it is quantised."""
+    dtypes = ops.dtypes
+    elements = ops.constant(linear.in_features * linear.out_features)
+    if not is_quantised(linear, dtypes):
+        return ops.tape.weight(elements, dtypes.base_bytes)
+    four_bit = dtypes.quant in FOUR_BIT_BNB
+    return ops.tape.op([], elements, dtypes.four_bit_bytes if four_bit else dtypes.compute_bytes)
+
+
+def counted(
+    linear: Linear,
+    params: Count,
+    *,
+    forward_flops: Count,
+    backward_flops: Count,
+) -> dict[str, Count]:
+    """Fields of `AdapterWork` for products per token that are not two for each parameter.
+
+    Args:
+        params: trained ones of one matrix.
+        forward_flops, backward_flops: of one token through one matrix.
+    """
+    beyond = forward_flops - 2 * params
+    return {
+        "token_flops": linear.active * beyond,
+        "backward_token_flops": linear.active * (backward_flops - 4 * params - beyond),
+    }
+
+
+def added_bytes(dtypes: Dtypes, product_bytes: int) -> int:
+    """Read and written per output where an update is added to the base's result, and narrowed."""
+    result = dtypes.linear_out_bytes
+    wide = max(product_bytes, result)
+    return result + product_bytes + wide + (wide + result if wide != result else 0)
+
+
+def cast_bytes(dtypes: Dtypes) -> int:
+    """Read and written per input that is widened to the adapter's dtype, and narrowed again."""
+    wide, narrow = dtypes.adapter_bytes, dtypes.compute_bytes
+    if wide == narrow:
+        return 0
+    return (narrow + wide) * (2 if dtypes.autocast else 1)
+
+
+__all__ = [
+    "AdapterWork",
+    "added_bytes",
+    "base_result",
+    "cast_bytes",
+    "counted",
+    "dense_weight",
+    "dropped",
+    "parameter",
+    "product",
+    "widened",
+]

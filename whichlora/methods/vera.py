@@ -1,0 +1,121 @@
+"""VeRA: two random matrices shared by all targets, and two trained vectors for each.
+
+Kopiczko et al. 2024, arXiv:2310.11454; peft 0.21.2 `tuners/vera`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from whichlora.methods.base import (
+    AdapterWork,
+    FrozenTensor,
+    Method,
+    adapted_modules,
+    read_options,
+    stated_options,
+)
+from whichlora.methods.operators import added_bytes, base_result, cast_bytes, dropped, widened
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.numeric import Count
+from whichlora.spec.options import Option
+from whichlora.spec.run import RunConfig
+
+if TYPE_CHECKING:
+    from whichlora.symbolic.autograd import LinearForm, Tensor
+    from whichlora.symbolic.operators import OpEmitter
+
+_OPTIONS = (
+    Option(name="d_initial", summary="first value of the trained factors of ranks", default=0.1),
+)
+
+
+def adapter_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
+    """One factor per rank, one per output. Kind: exact."""
+    return (1, r), (1, linear.out_features)
+
+
+def frozen_tensors(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[FrozenTensor, ...]:
+    """A and B as large as the largest target; the others read a part. `VeraModel._find_dim`."""
+    if not linears:
+        return ()
+    width = max(linear.in_features for linear, _ in linears)
+    rows = max(linear.out_features for linear, _ in linears)
+    return (
+        FrozenTensor(name="vera_A", dims="r, largest in_features", rows=r, width=width),
+        FrozenTensor(name="vera_B", dims="largest out_features, r", rows=rows, width=r),
+    )
+
+
+def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
+    """The result plus lambda_b * (B (lambda_d * (A x))). Source: `vera.Linear.forward`."""
+    tape, dtypes = ops.tape, ops.dtypes
+    result = base_result(ops, linear, x)
+    size = result.size
+    wide = widened(ops, linear, x)
+    of_rank = ops.rows.of_rank(1)
+    inner = _shared(ops, dropped(ops, wide), linear.in_features, of_rank, f"{linear.name}: A·x")
+    by_rank = tape.weight(ops.per_rank(1), dtypes.adapter_bytes, trained=True)
+    inner = ops.multiply_rows(inner, by_rank)
+    outputs = ops.rows.of(linear.out_features)
+    outer = _shared(ops, inner, linear.out_features, outputs, f"{linear.name}: B·A·x")
+    by_output = tape.weight(ops.constant(linear.out_features), dtypes.adapter_bytes, trained=True)
+    result = ops.add(result, ops.multiply_rows(outer, by_output), f"{linear.name}: result")
+    result = ops.cast(ops.cast(result, size), x.size)  # orig_dtype, then previous_dtype
+    tape.hold(wide, x)
+    return result
+
+
+def _shared(ops: OpEmitter, x: Tensor, width: int, elements: LinearForm, what: str) -> Tensor:
+    """With a part of a shared matrix, which autocast copies for every product anew."""
+    shared = ops.tape.weight(ops.per_rank(width), ops.dtypes.adapter_bytes)
+    part = ops.autocast(shared, f"{what}, part of the shared matrix, cast")
+    narrow = ops.autocast(x)
+    saves = [part] if x.needs_grad else []
+    return ops.tape.op([narrow, part], elements, narrow.size, saves=saves, reshapes=True, what=what)
+
+
+def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
+    """Counted per operator of `vera.Linear.forward`."""
+    wide, narrow = dtypes.adapter_bytes, dtypes.compute_bytes
+    both = linear.in_features + linear.out_features
+    cast = wide + narrow if dtypes.autocast else 0
+    scaled = narrow + wide  # a product with a vector, read and written
+    return AdapterWork(
+        token_flops=2 * r * both,
+        weight_bytes=r * both * (cast + narrow),
+        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
+        + linear.out_features * (scaled + added_bytes(dtypes, wide))
+        + r * (scaled + cast),
+        forward_launches=12 if dtypes.autocast else 8,
+        backward_launches=14 if dtypes.autocast else 10,
+    )
+
+
+def peft_config(run: RunConfig) -> dict[str, Any]:
+    own = {"r": run.r, "vera_dropout": run.lora_dropout}
+    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
+
+
+def read_peft(config: Any) -> Mapping[str, Any]:
+    own = {"r": config.r, "lora_dropout": float(config.vera_dropout)}
+    return own | dict(read_options(config, _OPTIONS))
+
+
+METHOD = Method(
+    name="vera",
+    summary="trained vectors around two random matrices that all layers share",
+    peft_class="peft.VeraConfig",
+    peft_config=peft_config,
+    read_peft=read_peft,
+    parameter_prefix="vera_lambda_",
+    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    options=_OPTIONS,
+    adapter_shapes=adapter_shapes,
+    autocast_shapes=lambda linear, r: (),
+    frozen_tensors=frozen_tensors,
+    forward=forward,
+    work=work,
+)
