@@ -249,7 +249,8 @@ def _methods(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         if name == run.method:
             yield name, {}
         else:  # each with its own storage of the base
-            yield name, {"method": name, "method_options": (), "quant": None, "prepare_kbit": None}
+            plain = {"method_options": ()} if run.method_options else {}
+            yield name, {"method": name, "quant": None, "prepare_kbit": None, **plain}
 
 
 def _storages(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
