@@ -293,6 +293,7 @@ class _Question(TypedDict, total=False):
     price_per_hour: float
     prices: AnyPath
     country: str
+    quality: AnyPath
     serving: str
     tpot: str
 

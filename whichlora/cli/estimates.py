@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -128,6 +129,12 @@ def estimate(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every line.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown document.")
 @click.option(
+    "--advice",
+    "with_advice",
+    is_flag=True,
+    help="Rules for rank, targets and learning rate, with their papers.",
+)
+@click.option(
     "--life",
     "whole_life",
     is_flag=True,
@@ -169,6 +176,7 @@ def explain(
     calibration_dir: Path | None,
     as_json: bool,
     as_markdown: bool,
+    with_advice: bool,
     whole_life: bool,
     eval_rows: int,
     eval_accumulation_steps: int | None,
@@ -182,6 +190,7 @@ def explain(
     Example:
       whichlora explain meta-llama/Llama-3.1-8B --gpu rtx-4090-24gb --method qlora
     """
+    from whichlora.predict.advice import advice
     from whichlora.workflow import estimates
 
     if as_json and as_markdown:
@@ -204,8 +213,10 @@ def explain(
         _print_life(lived, as_json=as_json, as_markdown=as_markdown)
         return
     explanation = estimates.explain(run, gpu, calibration_dir=calibration_dir, notes=notes)
+    rules = advice(explanation.prediction.run, explanation.prediction.num_trainable_params)
     if as_json:
-        print_json({"explanation": explanation.to_dict()})
+        advised = {"advice": [asdict(rule) for rule in rules]} if with_advice else {}
+        print_json({"explanation": explanation.to_dict()} | advised)
         return
     from whichlora import terminal
 
@@ -213,6 +224,8 @@ def explain(
         click.echo(visible(terminal.explanation_markdown(explanation), keep="\n"), nl=False)
     else:
         terminal.print_explanation(explanation)
+    for rule in rules if with_advice else ():
+        click.echo(f"advice: {rule.in_words}")
 
 
 def _print_life(life: Life, *, as_json: bool, as_markdown: bool) -> None:

@@ -58,6 +58,11 @@ def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     help="What an hour of one GPU costs you, in place of the price table.",
 )
 @cost_options
+@click.option(
+    "--quality",
+    type=click.Path(path_type=Path),
+    help="CSV of scores, columns model and score; the best model, not the largest.",
+)
 @click.option("--serving", help="Who serves the model: vllm, sglang, llama-cpp, transformers.")
 @click.option("--tpot", help="With an engine: most time of each further token, such as 50ms.")
 @click.option(

@@ -22,7 +22,7 @@ ImageFormat = Literal["png", "svg"]
 @click.option("--fresh", is_flag=True, help="Measure again what an earlier run measured.")
 @click.option(
     "--prefer",
-    type=click.Choice(["size", "time", "memory", "price", "order"]),
+    type=click.Choice(get_args(Prefer)),
     help="What ranks the candidates that meet the limits, in place of what CONFIG says.",
 )
 @click.option("--all", "show_all", is_flag=True, help="Print every candidate and every reason.")

@@ -313,6 +313,7 @@ def _objective(settings: PlanFile, models: tuple[str, ...], folder: Path) -> Obj
     """With the prices that the file states, in a currency of its own; else those of the tables."""
     from whichlora.store.costs import load_rates
     from whichlora.store.gpus import find_gpu
+    from whichlora.store.quality import read_scores
 
     prices: Mapping[str, Sequence[Offer]]
     if settings.gpu_prices:
@@ -320,7 +321,9 @@ def _objective(settings: PlanFile, models: tuple[str, ...], folder: Path) -> Obj
         prices = {key: (own_price(key, price),) for key, price in own}
     else:
         prices = load_rates(_folder(settings.prices, folder)).prices
-    return Objective(prefer=settings.prefer, order=models, prices=prices)
+    quality = _folder(settings.quality, folder)
+    scores = {} if quality is None else read_scores(quality)
+    return Objective(prefer=settings.prefer, order=models, scores=scores, prices=prices)
 
 
 def _folder(name: str | None, folder: Path) -> Path | None:

@@ -29,6 +29,7 @@ from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.store.costs import find_grid, near_countries, read_prices
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.models import resolve_name
+from whichlora.store.quality import read_scores
 from whichlora.trainers import Trainer, list_trainers
 
 Data = Mapping[Any, Any]
@@ -74,7 +75,7 @@ def check(data: Data, folder: Path) -> Iterator[Problem]:
     yield from _check_gpus(data)
     yield from _check_spread(data)
     yield from _check_preference(data)
-    yield from _check_costs(data, folder)
+    yield from _check_tables(data, folder)
     yield from _check_budget(data)
     yield from _check_dataset(data, folder)
     yield from _check_folders(data, folder)
@@ -365,14 +366,32 @@ def _gpu_keys() -> list[str]:
 
 def _check_preference(data: Data) -> Iterator[Problem]:
     prefer = data.get("prefer")
+    if prefer == "quality" and "quality" not in data:
+        fault = "needs quality, a CSV file with the columns model and score; none ships"
+        yield Problem(loc=("prefer",), fault=fault, accepted="another preference, or quality")
     named = "models" in data or "model_names" in _section(data, "stage1_profile")
     if prefer == "order" and not named:
         fault = "needs models, in your order with the best first"
         yield Problem(loc=("prefer",), fault=fault, accepted="another preference, or models")
 
 
-def _check_costs(data: Data, folder: Path) -> Iterator[Problem]:
-    country, prices = data.get("country"), data.get("prices")
+def _check_tables(data: Data, folder: Path) -> Iterator[Problem]:
+    tables: Mapping[str, Callable[[Path], object]] = {
+        "prices": read_prices,
+        "quality": read_scores,
+    }
+    for key, read in tables.items():
+        name = data.get(key)
+        if not isinstance(name, str) or not name.strip():
+            continue
+        try:
+            read(Path(_absolute(name, folder)))
+        except DataFileError as error:
+            yield Problem(loc=(key,), fault=f"can't be used: {error}", show_value=False)
+    if "prices" in data and "gpu_prices" in data:
+        fault = "and gpu_prices both state prices"
+        yield Problem(loc=("prices",), fault=fault, accepted="one of both")
+    country = data.get("country")
     if isinstance(country, str) and country.strip():
         try:
             find_grid(country)
@@ -383,15 +402,6 @@ def _check_costs(data: Data, folder: Path) -> Iterator[Problem]:
                 accepted="a country's name or its code, such as FR or FRA",
                 hint="".join(near_countries(country)[:1]),
             )
-    if not isinstance(prices, str) or not prices.strip():
-        return
-    if "gpu_prices" in data:
-        fault = "and gpu_prices both state prices"
-        yield Problem(loc=("prices",), fault=fault, accepted="one of both")
-    try:
-        read_prices(Path(_absolute(prices, folder)))
-    except DataFileError as error:
-        yield Problem(loc=("prices",), fault=f"can't be used: {error}", show_value=False)
 
 
 def _check_budget(data: Data) -> Iterator[Problem]:

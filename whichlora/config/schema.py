@@ -430,6 +430,8 @@ class PlanFile(_Section):
     """Price of an hour by GPU, in any currency; without it, that of the price table."""
     prices: Name | None = None
     """A CSV file of prices that come before the table: columns gpu and usd_per_hour."""
+    quality: Name | None = None
+    """A CSV file of scores, for prefer: quality: columns model and score, the higher the better."""
     country: Name | None = None
     """Where it runs: its electricity tells the CO2."""
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95

@@ -13,10 +13,11 @@ from typing import Any, Literal
 from whichlora.errors import ConfigError
 from whichlora.spec.costs import Grid, Offer, cheapest
 from whichlora.spec.parallel import ONE_GPU, ParallelConfig
+from whichlora.spec.quality import Score
 from whichlora.spec.run import AttentionKernel, Optimizer, Quant, RunConfig, Serve
 
 ProfilePolicy = Literal["none", "frontier", "all"]
-Prefer = Literal["size", "time", "memory", "price", "order"]
+Prefer = Literal["size", "quality", "time", "memory", "price", "order"]
 Collator = Literal["longest", "grouped", "fixed", "packed", "packed-bfd"]
 TrainOn = Literal["completions", "all"]
 DatasetKind = Literal["counts", "class", "file", "hub"]
@@ -68,11 +69,13 @@ class Objective:
         prefer: the largest model ("size"), or the first of `order` ("order"), with its fastest
             variant and best batch; or whatever takes the least time, memory or money.
         order: models, the best first where the user's order is asked for.
+        scores: by model, for "quality"; a model without one ranks after them, by its size.
         prices: of an hour, by device key.
     """
 
     prefer: Prefer = "size"
     order: tuple[str, ...] = ()
+    scores: Mapping[str, Score] = field(default_factory=dict)
     prices: Mapping[str, Sequence[Offer]] = field(default_factory=dict)
 
     def offer(self, gpu: str, num_gpus: int = 1) -> Offer | None:
@@ -88,6 +91,10 @@ class Objective:
         """What goes before any time or memory, the least first."""
         if self.prefer == "size":
             return -float(num_params)
+        if self.prefer == "quality":
+            better = sorted({each.score for each in self.scores.values()}, reverse=True)
+            score = self.scores.get(model)
+            return len(better) + 1 / num_params if score is None else better.index(score.score)
         return float(self.order.index(model)) if self.prefer == "order" else 0.0
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,9 +11,8 @@ from pathlib import Path
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.spec.costs import Grid, Offer
 from whichlora.store.gpus import find_gpu
-from whichlora.store.jsonfiles import check_plain_file
 from whichlora.store.paths import data_folder
-from whichlora.units import MiB
+from whichlora.store.table import number, read_table
 
 FOLDER, PRICES, GRID = "costs", "prices.csv", "grid_carbon.csv"
 PRICE_COLUMNS = (
@@ -32,53 +30,6 @@ PRICE_COLUMNS = (
 NEEDED = ("gpu", "usd_per_hour")
 GRID_COLUMNS = ("iso3", "iso2", "country", "g_per_kwh", "year", "source", "licence")
 KINDS = {"": False, "on-demand": False, "spot": True}
-_MOST_BYTES = 4 * MiB
-
-
-def read_table(
-    path: Path, columns: tuple[str, ...], needed: tuple[str, ...]
-) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Rows of the CSV file at `path`, each with its place for messages, "prices.csv:3".
-
-    Raises:
-        DataFileError: the file can't be read, or a column or a value is missing or unknown.
-    """
-    try:
-        check_plain_file(path, _MOST_BYTES)
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise DataFileError(f"{path}: can't be read ({reason}); check the file") from None
-    reader = csv.DictReader(text.splitlines(), restkey="")
-    found = tuple(name.strip() for name in reader.fieldnames or ())
-    if missing := [name for name in needed if name not in found]:
-        raise DataFileError(f"{path}: has no column {missing[0]}; needed are {', '.join(needed)}")
-    if unknown := [name for name in found if name not in columns]:
-        raise DataFileError(
-            f"{path}: column {unknown[0]!r} is not known; accepted are {', '.join(columns)}"
-        )
-    reader.fieldnames = list(found)
-    for row in reader:
-        where = f"{path}:{reader.line_num}"
-        if "" in row:
-            raise DataFileError(f"{where}: has more cells than the {len(found)} columns; mend it")
-        cells = {name: (value or "").strip() for name, value in row.items()}
-        for name in needed:
-            if not cells[name]:
-                raise DataFileError(f"{where}: {name} is empty; fill it or remove the row")
-        yield where, cells
-
-
-def number(cells: Mapping[str, str], name: str, where: str) -> float:
-    """The number in one cell.
-
-    Raises:
-        DataFileError: it is none.
-    """
-    try:
-        return float(cells[name])
-    except ValueError:
-        raise DataFileError(f"{where}: {name} is not a number, got {cells[name]!r}") from None
 
 
 @cache

@@ -209,7 +209,7 @@ def _left_out_in_stage_1(answer: Answer) -> list[Candidate]:
 
 
 def _winner(answer: Answer, best: Candidate) -> list[str]:
-    run, objective = best.run, answer.plan.objective
+    run = best.run
     size = format_count(best.prediction.num_params)
     how = "measured"
     if not best.measured:
@@ -224,7 +224,7 @@ def _winner(answer: Answer, best: Candidate) -> list[str]:
         lines.append(f"  {certainty(answer.search, has_winner=True)}")
     if answer.repeatability is not None:
         lines.append(f"  {repeated(answer.repeatability)}")
-    lines.append(f"  {_PREFERENCE[objective.prefer]}")
+    lines.append(f"  {_preferred(answer, run.model)}")
     if answer.cost is not None and best.total_s is not None:
         costs = cost_of(answer.cost, best.total_s.value, _whole(answer))
         lines.extend(f"  {line}" for line in costs)
@@ -279,8 +279,20 @@ def repeated(of: Repeatability) -> str:
     return f"{line}; a repeated run differs by {of.run_deviation:.1%} ({basis})"
 
 
+def _preferred(answer: Answer, model: str) -> str:
+    """What ranked the candidates; of quality the winner's score, and what has none."""
+    objective = answer.plan.objective
+    if objective.prefer != "quality":
+        return _PREFERENCE[objective.prefer]
+    score = objective.scores.get(model)
+    won = "the largest model, as it has no score" if score is None else f"score {score.in_words}"
+    unknown = [name for name in answer.plan.models if name not in objective.scores]
+    after = f"; without a score, after the others by size: {', '.join(unknown)}" if unknown else ""
+    return f"preferred: quality, {won}{after}"
+
+
 _PREFERENCE = {
-    "size": "preferred: the largest model; size alone is not quality, see `prefer: order`",
+    "size": "preferred: the largest model; size alone is not quality, see `prefer: quality`",
     "order": "preferred: the first of your order of models",
     "time": "preferred: the least time; a smaller model may be less good",
     "memory": "preferred: the least memory; a smaller model may be less good",

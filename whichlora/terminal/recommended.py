@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_MODELS = 5
 MAX_SAVINGS = 6
 _MILLION = 10**6
+_FIRST = {"quality": "best"}
 
 
 def print_recommended(recommendation: Recommendation) -> None:
@@ -33,6 +34,8 @@ def print_recommended(recommendation: Recommendation) -> None:
     console, answer = open_console(), recommendation.answer
     _print_models(console, recommendation)
     print_reasons(console, answer)
+    for rule in recommendation.advice:
+        say(console, f"advice: {rule.in_words}")
     if recommendation.nearest is not None:
         _print_savings(console, recommendation)
 
@@ -64,7 +67,8 @@ def _print_models(console: Console, recommendation: Recommendation) -> None:
         right=(*numbers, "per answer token"),
         lift=("variant",),
         spare=("per answer token", "variant"),
-        title=f"the largest models that train on {answer.gpu.key}",
+        title=f"the {_FIRST.get(answer.plan.objective.prefer, 'largest')} models that train on "
+        f"{answer.gpu.key}",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -155,6 +155,11 @@ class Answer:
             "objective": {
                 "prefer": self.plan.objective.prefer,
                 "order": self.plan.objective.order,
+                "scores": {
+                    name: asdict(score)
+                    for name, score in self.plan.objective.scores.items()
+                    if name in self.plan.models
+                },
                 "price_per_hour": self._prices(),
             },
             "cost": self._cost(),

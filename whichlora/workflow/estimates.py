@@ -42,7 +42,6 @@ from whichlora.store import hub, models
 from whichlora.store.costs import Rates, load_rates
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus
 from whichlora.store.hub import load_model
-from whichlora.tracer.client import require_tracing
 
 
 def estimate(
@@ -346,6 +345,8 @@ def _load(name: str, engine: Engine) -> ModelSpec:
         config = hub.load_config(name)
     if config.get("model_type") in families.known_types():
         return load_model(name)  # it has another fault
+    from whichlora.tracer.client import require_tracing
+
     require_tracing(
         f"{name}: model_type {config.get('model_type')!r} is not known; tracing its real code"
     )

@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from whichlora.config import parse_duration, plan_of
 from whichlora.config.document import write_document
 from whichlora.errors import ConfigError
 from whichlora.methods import with_method
+from whichlora.predict.advice import Advice, advice
 from whichlora.predict.explain import Alternative, Explanation
 from whichlora.predict.largest import Placement
 from whichlora.search.feasibility import closest
@@ -53,6 +54,7 @@ class Question:
         price_per_hour: of one GPU, in the currency of `budget`; None is that of the price table.
         prices: a CSV file that goes before the table.
         country: whose electricity tells the CO2.
+        quality: a CSV file of scores by model, which then go before size.
         serving: who serves the model; None is transformers' generate.
         tpot: most time of each further token there, such as "50ms".
 
@@ -72,6 +74,7 @@ class Question:
     price_per_hour: float | None = None
     prices: str | Path | None = None
     country: str | None = None
+    quality: str | Path | None = None
     serving: str | None = None
     tpot: str | None = None
 
@@ -181,6 +184,15 @@ class Recommendation:
     smallest_gpu: Placement | None = None
 
     @property
+    def advice(self) -> tuple[Advice, ...]:
+        """Rules for the adapter of the winner."""
+        winner = self.answer.winner
+        if winner is None:
+            return ()
+        tokens = None if self.assumes_data else self.answer.dataset["tokens_per_epoch"]
+        return advice(winner.run, winner.prediction.num_trainable_params, tokens)
+
+    @property
     def savings(self) -> tuple[Alternative, ...]:
         """`nearest` with one choice made differently, the largest saving first."""
         if self.nearest is None:
@@ -202,7 +214,8 @@ class Recommendation:
             if self.nearest is not None
         ]
         smallest = None if self.smallest_gpu is None else self.smallest_gpu.gpu.key
-        menu = {"savings": savings, "smallest_gpu": smallest}
+        menu: dict[str, Any] = {"savings": savings, "smallest_gpu": smallest}
+        menu["advice"] = [asdict(rule) for rule in self.advice]
         return self.answer.to_dict() | {"plan": dict(self.plan)} | menu
 
 
@@ -263,6 +276,8 @@ def plan_content(question: Question) -> dict[str, Any]:
         content["gpu_prices"] = {gpu: float(question.price_per_hour)}
     if question.prices is not None:
         content["prices"] = str(_path(question.prices))
+    if question.quality is not None:
+        content |= {"prefer": "quality", "quality": str(_path(question.quality))}
     if question.country is not None:
         content["country"] = find_grid(question.country).country
     return content | {"profile": "none"}

@@ -100,6 +100,8 @@ class Session:
                 f"prefer: price needs the price of an hour on {gpu.key}, which the price table "
                 "lacks; add it to gpu_prices"
             )
+        if objective.prefer == "quality" and not objective.scores:
+            raise ConfigError("prefer: quality needs quality, a CSV file of scores by model")
         _check_time_limits(plan, gpu)
         rate = plan.limits_on(gpu.key).requests_per_s
         plan = replace(
