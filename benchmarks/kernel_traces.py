@@ -3,8 +3,9 @@
 `python benchmarks/kernel_traces.py` prints the errors of the peak, for docs/memory.md.
 `--draw 60 --kinds liger` traces as many runs anew. Liger's own functions run in the Trainer
 (`pip install liger-kernel==0.8.5 triton`), Unsloth's functions of LoRA in its trainer
-(`pip install --no-deps unsloth==2026.10.9`), without their Triton kernels, which make no tensor.
-What else is Unsloth's is written in `whichlora.tracer.like_unsloth`.
+(`pip install --no-deps unsloth==2026.10.9`), those of experts too
+(`pip install --no-deps unsloth_zoo==2026.10.9`), without their Triton kernels, which make no
+tensor. What else is Unsloth's is written in `whichlora.tracer.like_unsloth`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median, quantiles
@@ -46,6 +48,7 @@ UNSLOTH_MODELS = (
     "Qwen/Qwen3-8B",
     "mistralai/Mistral-7B-v0.3",
 )
+UNSLOTH_MIXTURES = ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1")
 _CONFIGS = ("{}", '{"rope": false}', '{"rms_norm": false}')
 _ALONE = '{"swiglu": false, "geglu": false, "fused_linear_cross_entropy": false}'
 
@@ -92,7 +95,25 @@ def draw_unsloth(seed: int) -> dict[str, Any]:
     return {"layers": rng.choice((2, 3, 4)), "run": run.to_dict()}
 
 
-DRAWS = {"liger": draw_liger, "unsloth": draw_unsloth}
+def draw_unsloth_experts(seed: int) -> dict[str, Any]:
+    rng = random.Random(f"unsloth experts {seed}")
+    drawn = draw_unsloth(seed)
+    run = replace(
+        RunConfig.from_dict(drawn["run"]),
+        model=rng.choice(UNSLOTH_MIXTURES),
+        quant=None,
+        method=rng.choice(("lora", "qlora", "qlora")),
+        lora_dropout=0.0,  # which PEFT refuses on experts
+        target_modules=rng.choice((("all-linear",), ("all-linear",), ("attention",))),
+    )
+    return {"layers": drawn["layers"], "run": run.to_dict()}
+
+
+DRAWS = {
+    "liger": draw_liger,
+    "unsloth": draw_unsloth,
+    "unsloth-experts": draw_unsloth_experts,
+}
 
 
 def traced(line: dict[str, Any]) -> int:

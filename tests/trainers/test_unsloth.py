@@ -30,11 +30,14 @@ from whichlora.predict.predict import ledger, predict, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.numeric import added
 from whichlora.spec.run import RunConfig
+from whichlora.spec.targets import adapted_linears
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
+from whichlora.timing.expansion import backward_bytes, forward_bytes
 from whichlora.workflow.export import make_recipe
 
 LLAMA = "meta-llama/Meta-Llama-3-8B"
+MIXTURE = "Qwen/Qwen3-30B-A3B"
 RUN = RunConfig(model=LLAMA, trainer="unsloth", method="qlora", batch_size=2, seq_len=1024)
 H, F, Q = 4096, 14336, 4096
 PRIORS = prior_calibration(A100)
@@ -147,7 +150,9 @@ def test_adapters_are_wide_and_nobody_copies_them() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": "google/gemma-2-2b"}, "gemma2 has none there"),
+        ({"model": "google/gemma-2-2b"}, "it compiles gemma2, or runs other code for it"),
+        ({"model": "openai/gpt-oss-20b", "method": "lora"}, "it compiles gpt_oss"),
+        ({"model": MIXTURE, "quantize_moe_experts": True}, "with false: it always does, got true"),
         ({"method": "dora"}, "method: trainer unsloth is predicted with lora or qlora, got dora"),
         ({"method": "full"}, "got full"),
         ({"quant": "int8"}, "quant: .* none or nf4-dq, got int8"),
@@ -166,17 +171,82 @@ def test_what_is_not_predicted_is_refused(settings: dict[str, Any], message: str
         predict(load_model(run.model), run, A100, PRIORS)
 
 
+def test_each_expert_has_an_adapter_of_the_asked_rank_and_the_router_none() -> None:
+    """48 layers of hidden 2,048: q 4,096, k and v 512, 128 experts of width 768."""
+    attention = (2048 + 4096) * 2 + (2048 + 512) * 2
+    experts = 128 * ((2048 + 2 * 768) + (768 + 2048))
+    for targets, each_layer in (("all-linear", attention + experts), ("attention", attention)):
+        found = job(replace(RUN, model=MIXTURE, target_modules=(targets,)))
+        trained = sum(
+            count * found.method.adapter_params(linear, 16)
+            for linear, count in adapted_linears(found.model, found.targets)
+        )
+        assert trained == 16 * 48 * each_layer
+
+
+def test_products_of_experts_keep_rows_and_factors_and_no_weight() -> None:
+    """Of 8 rows per token: what the adapters of both products read, and their small products."""
+    kept = []
+    for targets in (("all-linear",), ("attention",)):
+        run = replace(RUN, model=MIXTURE, target_modules=targets, gradient_checkpointing=False)
+        found = job(run)
+        layer, count = next(found.model.layers())
+        what = layer, count, found.model, found.targets, found.dtypes, found.method
+        one, two = (
+            int(layer_bytes(*what, r=16, run=run, tokens=tokens, span=1).saved) for tokens in (1, 2)
+        )
+        kept += [two - one, 2 * one - two]
+    full, factors, plain, no_factors = kept
+    rows = 8
+    assert full - plain == 2 * rows * (2048 + 2 * 16)  # what `down` reads is kept in any case
+    assert factors - no_factors == 2 * 128 * 16 * (2048 + 2 * 768 + 768 + 2048)
+
+
+def test_a_layer_s_experts_are_expanded_for_one_product_at_a_time() -> None:
+    """LoRA in 16 bit expands nothing: of QLoRA's peak, more than half is the larger weight."""
+    peaks = []
+    for name in ("qlora", "lora"):
+        run = replace(RUN, model=MIXTURE, method=name)
+        found = job(run)
+        layer, count = next(found.model.layers())
+        what = layer, count, found.model, found.targets, found.dtypes, found.method
+        peaks.append(int(layer_bytes(*what, r=16, run=run, tokens=1024, span=1024).backward))
+    gate_and_up = 2 * 128 * 2 * 768 * 2048
+    assert 0.5 * gate_and_up < peaks[0] - peaks[1] <= gate_and_up
+
+
+def test_a_base_in_16_bit_keeps_its_experts_so() -> None:
+    assert job(replace(RUN, model=MIXTURE)).dtypes.quantises_experts
+    assert not job(replace(RUN, model=MIXTURE, method="lora")).dtypes.quantises_experts
+
+
+def test_experts_are_expanded_again_in_the_backward() -> None:
+    """Axolotl keeps what a repeated forward expanded."""
+    runs = (
+        replace(RUN, model=MIXTURE),
+        RunConfig(model=MIXTURE, method="qlora", quantize_moe_experts=True),
+    )
+    for run, again in zip(runs, (True, False), strict=True):
+        found = job(run)
+        layer, _ = next(found.model.layers())
+        expanded, _ = forward_bytes(layer, found.dtypes, 1024)
+        assert (backward_bytes(layer, found.dtypes)[0] > 0.9 * expanded) == again
+
+
 def test_it_needs_triton() -> None:
     old = find_gpu("p40-24gb")
     with pytest.raises(ConfigError, match=r"does not run on p40|do not run on p40"):
         resolve(load_model(LLAMA), replace(RUN, precision="fp16"), old)
 
 
-@pytest.mark.parametrize(("kind", "runs", "worst"), [("liger", 60, 0.002), ("unsloth", 40, 0.002)])
+@pytest.mark.parametrize(
+    ("kind", "runs", "worst"),
+    [("liger", 60, 0.002), ("unsloth", 40, 0.002), ("unsloth-experts", 24, 0.002)],
+)
 def test_the_ledger_has_the_bytes_of_the_kept_traces(kind: str, runs: int, worst: float) -> None:
     errors = kernel_traces.errors(kind)
     assert len(errors) == runs
-    assert median(errors) < 0.0005
+    assert median(errors) < worst / 4
     assert max(errors) < worst
 
 

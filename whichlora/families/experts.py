@@ -66,6 +66,27 @@ def with_adapter_ranks(spec: ModelSpec) -> ModelSpec:
     return replace(spec, groups=groups)
 
 
+def with_named_experts(spec: ModelSpec) -> ModelSpec:
+    """`spec` where parameters of experts are named to PEFT: nothing is translated.
+
+    Kind: exact. Source: peft 0.21.2 `LoraConfig.target_parameters`.
+    """
+    groups = tuple(replace(group, layer=_with_named_experts(group.layer)) for group in spec.groups)
+    return replace(spec, groups=groups)
+
+
+def _with_named_experts(layer: Layer) -> Layer:
+    if layer.moe is None:
+        return layer
+    expert = layer.moe.expert
+    linears = tuple(replace(linear, adapter_rank=1) for linear in expert.linears)
+    router = layer.moe.router
+    if not router.is_module:
+        router = replace(router, adapter_rank=0)
+    named = replace(layer.moe, expert=replace(expert, linears=linears), router=router)
+    return replace(layer, moe=named)
+
+
 def _layer(layer: Layer, names: frozenset[str]) -> Layer:
     return replace(
         layer,

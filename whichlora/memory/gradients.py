@@ -68,16 +68,27 @@ def trained_params(
     return total
 
 
-def cached_params(model: ModelSpec, targets: tuple[str, ...], method: Method, r: Count) -> Count:
+def cached_params(
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    method: Method,
+    r: Count,
+    *,
+    modules_only: bool = False,
+) -> Count:
     """Parameters of the adapters that autocast casts once and caches.
+
+    Args:
+        modules_only: adapters of bare parameters are laid out anew before they are cast.
 
     Kind: exact. Source: `Method.autocast_shapes`; torch 2.13 `autocast_mode.cpp`, `cached_cast`.
     """
     shapes = method.autocast_shapes or method.adapter_shapes
     total: Count = 0 * r
     for linear, count in adapted_linears(model, targets):
+        is_cached = linear.is_module or not modules_only
         for rows, width in shapes(linear, r):
-            total = total + count * linear.count * rows * width
+            total = total + count * linear.count * rows * width * is_cached
     return total
 
 

@@ -174,7 +174,7 @@ class TrainingStep:
         if self.has_reference and self.method.trains_base:
             copied = added(entry.num_bytes for entry in weights)
             entries.append(Entry(REFERENCE_WEIGHTS, copied))
-        in_buffer = self.trainer.keeps_expansion and not self.dtypes.adapters_drop
+        in_buffer = self.dtypes.kernels.adapters and not self.dtypes.adapters_drop
         if in_buffer and self.dtypes.quant in FOUR_BIT_BNB:
             expanded = unquantised_matrix_bytes(self.model, self.dtypes)
             entries.append(Entry(EXPANSION, expanded + 0 * self.tokens))
@@ -627,7 +627,13 @@ class TrainingStep:
         if not dtypes.autocast or not self.run.gradient_checkpointing:
             return 0 * num_trained
         if not self.method.trains_base:
-            copied = cached_params(self.model, self.targets, self.method, self.r)
+            copied = cached_params(
+                self.model,
+                self.targets,
+                self.method,
+                self.r,
+                modules_only=self.dtypes.kernels.experts,
+            )
             return 2 * copied if dtypes.adapter_bytes == 4 else 0 * num_trained
         matrices = sum(
             count * sum(linear.num_weights for linear in layer.linears if linear.is_module)

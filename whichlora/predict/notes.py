@@ -185,6 +185,11 @@ def _experts_in_words(job: ResolvedRun) -> str:
             "experts are in 4 bit and expanded a layer at a time, as Axolotl's "
             "quantize_moe_experts does; transformers alone leaves them in 16 bit"
         )
+    if job.dtypes.quantises_experts:
+        return (
+            "experts are in 4 bit; each product expands a layer's to 16 bit, in the forward and "
+            "again in the backward"
+        )
     told = "experts are 3-D parameters in transformers 5: bitsandbytes leaves them 16-bit"
     in_four_bits = job.dtypes.quant in FOUR_BIT_BNB and job.run.phase == "finetune"
     return f"{told}; Axolotl and Unsloth do not (--quantize-moe-experts)" if in_four_bits else told

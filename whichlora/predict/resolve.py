@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from whichlora.errors import ConfigError
 from whichlora.families import with_reward_head, without_dropout
-from whichlora.families.experts import with_expert_modules
+from whichlora.families.experts import with_expert_modules, with_named_experts
 from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
 from whichlora.parallel import get_strategy
@@ -226,6 +226,8 @@ def _trained_model(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelS
         )
     if run.trainer_option("disable_dropout"):
         model = without_dropout(model)
+    if trainer.names_experts:
+        model = with_named_experts(model)
     return with_reward_head(model) if trainer.gives_rewards else model
 
 
@@ -256,9 +258,13 @@ def _dtypes_of(
     )
     if not training:
         return dtypes
-    kernels = trainer.kernels(run, model.model_type)
+    in_four_bits = trainer.quantises_experts and dtypes.quant in FOUR_BIT_BNB
+    dtypes = replace(
+        dtypes,
+        kernels=trainer.kernels(run, model.model_type),
+        quantises_experts=dtypes.quantises_experts or in_four_bits,
+    )
     dtypes = trainer.narrow_copies(trainer.with_narrow_tables(dtypes, run, model))
-    dtypes = replace(dtypes, kernels=kernels)
     _check_kernels(dtypes, gpu)
     return dtypes
 

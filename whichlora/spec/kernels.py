@@ -19,13 +19,16 @@ class FusedKernels:
             or new tensors ("apart").
         gated: the activation of a gate and its product with the other half. It keeps both, and
             writes their gradients over them.
-        adapters: functions of whole groups of LoRA matrices (`symbolic.fused_lora`).
+        adapters: functions of whole groups of LoRA matrices (`symbolic.fused_lora`). One of the
+            largest matrices that are quantised stays expanded, unless adapters drop.
+        experts: grouped products of all experts of a layer (`symbolic.grouped_experts`).
     """
 
     norm: Kernel = "none"
     rope: Kernel = "none"
     gated: bool = False
     adapters: bool = False
+    experts: bool = False
 
 
 NO_KERNELS = FusedKernels()

@@ -10,6 +10,7 @@ from whichlora.spec.architecture import Linear, Moe, Norm
 from whichlora.spec.dtypes import BNB_BLOCK, is_quantised
 from whichlora.symbolic.autograd import Tensor, constant, per_token, scaled
 from whichlora.symbolic.expert_loop import run_each_expert
+from whichlora.symbolic.grouped_experts import run_grouped
 from whichlora.symbolic.mlp import activate, feed_forward
 from whichlora.symbolic.operators import OpEmitter
 
@@ -23,7 +24,8 @@ def mix_experts(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
         return _run_packed(code, moe, x)
     shared = feed_forward(code, moe.shared, x) if moe.shared and moe.shared_first else None
     weights, chosen, logits = route(code, moe, x)
-    run = run_each_expert if moe.one_by_one else run_experts
+    grouped = run_grouped if code.dtypes.kernels.experts else run_experts
+    run = run_each_expert if moe.one_by_one else grouped
     result = run(code, moe, x, weights, chosen)
     if moe.shared and shared is None:
         shared = feed_forward(code, moe.shared, x)

@@ -141,7 +141,8 @@ def backward_bytes(layer: Layer, dtypes: Dtypes) -> tuple[Real, Real]:
     moved = more_read = 0.0
     for linear in layer.linears:
         if is_quantised(linear, dtypes):
-            is_kept = expands_by_operators(dtypes) or not linear.is_module
+            is_saved = not linear.is_module and not dtypes.kernels.experts
+            is_kept = expands_by_operators(dtypes) or is_saved
             expanded = 0.0 if is_kept else expansion_bytes(linear, dtypes)
             moved += linear.count * expanded
             more_read += linear.count * (

@@ -34,6 +34,7 @@ from whichlora.profiler.finetune import measure_finetune
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import RunConfig
 from whichlora.tracer import like_cuda
+from whichlora.tracer.unsloth_experts import group_experts
 from whichlora.trainers import get_trainer
 
 _PACKAGE = "_whichlora_unsloth"
@@ -50,11 +51,15 @@ def measure_unsloth(
     if not all(isinstance(weight, FakeTensor) for weight in model.parameters()):
         raise MeasurementError("trainer: unsloth can't be profiled; use profile: none")
     base = model.get_base_model()
-    functions = _functions(_Expansion())
-    offloads = get_trainer(run.trainer).offloads(run)
-    for layer in base.model.layers:
-        _patch_layer(layer, functions)
-    base.model.norm.forward = MethodType(_norm, base.model.norm)
+    trainer = get_trainer(run.trainer)
+    offloads = trainer.offloads(run)
+    if trainer.kernels(run, base.config.model_type).experts:
+        group_experts(base)
+    else:
+        functions = _functions(_Expansion())
+        for layer in base.model.layers:
+            _patch_layer(layer, functions)
+        base.model.norm.forward = MethodType(_norm, base.model.norm)
     spec = build(base.config.to_dict(), name="traced")
     rows = partial(unsloth_rows, spec)
     base.forward = MethodType(partial(_with_loss, rows), base)
@@ -282,6 +287,7 @@ class _Checkpoint(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, function: Any, owner: _Checkpoints, stays: bool, *args: Any) -> Any:
         ctx.function, ctx.owner, ctx.stays, ctx.rest = function, owner, stays, args[1:]
+        ctx.autocast = torch.is_autocast_enabled("cpu")
         kept = args[0]
         if not stays:
             like_cuda._host_tensors = True
@@ -295,7 +301,7 @@ class _Checkpoint(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *grads: Any) -> Any:
         (kept,) = ctx.saved_tensors
         x = (kept if ctx.stays else ctx.owner.buffers[0]).detach().requires_grad_()
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=ctx.autocast):
             outputs = ctx.function(x, *ctx.rest)
         torch.autograd.backward([outputs], list(grads))
         return None, None, None, x.grad, *(None for _ in ctx.rest)

@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             owner = self._owner_of_name(name)
             state = getattr(tensor, "quant_state", None)
             if state is not None:  # quantised on the device, from the dtype of the model
-                wide = state.shape[0] * state.shape[1] * state.dtype.itemsize
+                wide = state.shape.numel() * state.dtype.itemsize
                 self._write_death(self._write_birth(wide, "weight to be quantised", owner), owner)
             self._born(tensor, name, owner)
 

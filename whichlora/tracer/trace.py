@@ -55,6 +55,7 @@ from whichlora.tracer.fake_weights import place_fake
 from whichlora.tracer.like_cuda import Device, like_cuda, with_flash_attention
 from whichlora.tracer.like_triton import with_fused_head, with_fused_log_probabilities, with_liger
 from whichlora.tracer.recorder import Recorder
+from whichlora.tracer.unsloth_experts import adapt_experts, module_targets, pack_experts
 from whichlora.trainers import get_trainer
 
 _KINDS = (
@@ -117,11 +118,17 @@ def trace(
             if computed is not None and computed.log_probabilities == "kernel":
                 patches.enter_context(with_fused_log_probabilities())
         model = meta_model(weights, config, device="cpu")
+        trainer = get_trainer(run.trainer)
+        if trainer.quantises_experts:
+            pack_experts(model, run)
+        modules = module_targets(model, target_modules) if trainer.names_experts else target_modules
         with experts_quantised(model, weights):
             patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             patches.enter_context(like_cuda(device))
             place_fake(model, stored_dtype(weights))
-        model = without_cpu_packing(finished_model(model, stand_in, target_modules))
+        model = without_cpu_packing(finished_model(model, stand_in, modules))
+        if trainer.names_experts:
+            adapt_experts(model, run, target_modules)
         for module in model.modules():
             if hasattr(module, "state") and hasattr(module.state, "threshold"):
                 module.state.threshold = 0.0  # how many columns stand out depends on values

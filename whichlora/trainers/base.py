@@ -198,8 +198,9 @@ class Trainer:
         reentrant: kind of its checkpointing where it has one of its own.
         offloads: inputs of checkpointed layers lie in pinned host memory, but for the last.
         hosts_embedding: the token table lies in host memory, where the head does not share it.
-        keeps_expansion: one of the largest matrices that are quantised stays expanded, unless
-            adapters drop.
+        quantises_experts: those in one parameter are stored in 4 bit with the rest of the base.
+        names_experts: their adapters are asked for by the names of the parameters: at the asked
+            rank, and none of a router.
         arguments: its options as `config_class` takes them.
         check: refuses what the library refuses, in one line.
         notes: what a user must know of a run.
@@ -240,7 +241,8 @@ class Trainer:
     reentrant: bool | None = None
     offloads: Callable[[RunConfig], bool] = _never
     hosts_embedding: Callable[[RunConfig], bool] = _never
-    keeps_expansion: bool = False
+    quantises_experts: bool = False
+    names_experts: bool = False
     arguments: Callable[[RunConfig], Mapping[str, Any]] = _own_options
     check: Callable[[RunConfig], None] = _accepts
     notes: Callable[[RunConfig], tuple[str, ...]] = _no_notes

@@ -1,11 +1,12 @@
 """Unsloth's `FastLanguageModel` under TRL's `SFTTrainer`: LoRA and QLoRA with its own kernels.
 
 Inputs of checkpointed layers go to the host, LoRA matrices of a block run in one function, and the
-loss makes no whole logits.
+loss makes no whole logits. Experts are stored in 4 bit, and run in grouped products.
 
 Source: unsloth 2026.10.9 `models/llama.py`, `FastLlamaModel`; `kernels/fast_lora.py`,
 `kernels/rms_layernorm.py`, `kernels/rope_embedding.py`; unsloth_zoo 2026.10.9
-`gradient_checkpointing.py`, `fused_losses/fused_linear.py`, `training_utils.py`.
+`gradient_checkpointing.py`, `fused_losses/fused_linear.py`, `training_utils.py`,
+`temporary_patches/moe_utils.py`, `moe_utils_bnb4bit.py`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ OFFLOADED_EMBEDDING = Option(
 # `FastLanguageModel.from_pretrained` of loader.py hands other types to code that it compiles; the
 # attention of Gemma 2 is written out.
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# `FastModel` quantises the experts of these, and runs them in grouped products. It compiles their
+# layers, which are counted as transformers and PEFT write them.
+_MIXTURES = ("mixtral", "qwen3_moe")
 _METHODS = ("lora", "qlora")
 _QUANTS = ("none", "nf4-dq", "nf4")
 
@@ -44,10 +48,12 @@ def _kernels(run: RunConfig, model_type: str) -> FusedKernels:
     Raises:
         ConfigError: a type that Unsloth runs by its compiler.
     """
+    if model_type in _MIXTURES:
+        return FusedKernels(experts=True)
     if model_type not in _TYPES:
         raise ConfigError(
-            f"trainer: unsloth is predicted for {', '.join(_TYPES)}, which have kernels of their "
-            f"own; {model_type} has none there; use another trainer"
+            f"trainer: unsloth is predicted for {', '.join((*_TYPES, *_MIXTURES))}; it compiles "
+            f"{model_type}, or runs other code for it; use another trainer"
         )
     return FusedKernels(norm="in_place", rope="apart", adapters=True)
 
@@ -59,10 +65,13 @@ def _loss_of(run: RunConfig, model_type: str) -> LossHead:
 def _narrow_copies(dtypes: Dtypes) -> Dtypes:
     """Adapters are fp32, and cast inside the functions: nobody keeps a copy of them or of inputs.
 
-    Without flash-attention its kernel is that of xformers, with keys and values repeated.
+    Without flash-attention its kernel is that of xformers, with keys and values repeated. What it
+    compiles has PEFT's own layers.
     Source: `prepare_model_for_training` with `float32_mixed_precision`; `get_lora_parameters`;
     `utils/attention_dispatch.py`, `select_attention_backend`.
     """
+    if not dtypes.kernels.adapters:
+        return dtypes
     return replace(
         dtypes,
         attn="sdpa-efficient" if dtypes.attn == "sdpa" else dtypes.attn,
@@ -94,6 +103,7 @@ def _check(run: RunConfig) -> None:
         (bool(run.prepare_kbit), "prepare_kbit", "true", "false"),
         (run.base_dtype != "auto", "base_dtype", run.base_dtype, "auto"),
         (run.bias != "none", "bias", run.bias, "none"),
+        (run.quantize_moe_experts, "quantize_moe_experts", "true", "false: it always does"),
         (bool(run.modules_to_save), "modules_to_save", "set", "none of them"),
         (run.padding == "padded", "padding", run.padding, "none"),
         (run.parallel.gpus > 1, "gpus", run.parallel.gpus, "1"),
@@ -103,8 +113,17 @@ def _check(run: RunConfig) -> None:
             raise ConfigError(f"{name}: trainer unsloth is predicted with {accepted}, got {value}")
 
 
+def _notes_of(run: RunConfig, model_type: str) -> tuple[str, ...]:
+    if model_type in _MIXTURES:
+        return (
+            "Unsloth's products of experts were traced; it compiles the layers around them, which "
+            "take at most what is counted",
+        )
+    return ("Unsloth's LoRA functions were traced; its other code is known by its sources",)
+
+
 def _notes(run: RunConfig) -> tuple[str, ...]:
-    notes = ["Unsloth's LoRA functions were traced; its other code is known by its sources"]
+    notes = []
     if run.trainer_option(OFFLOADED_EMBEDDING.name) == "auto":
         notes.append(
             "offload_embedding auto moves an untied token table to the host where memory is tight, "
@@ -125,12 +144,13 @@ TRAINER = replace(
     narrows_adapters=False,
     kernels=_kernels,
     loss_of=_loss_of,
-    notes_of=lambda run, model_type: (),
+    notes_of=_notes_of,
     narrow_copies=_narrow_copies,
     reentrant=True,
     offloads=_offloads,
     hosts_embedding=_hosts_embedding,
-    keeps_expansion=True,
+    quantises_experts=True,
+    names_experts=True,
     check=_check,
     notes=_notes,
 )
