@@ -35,7 +35,7 @@ _KERNELS = {tool: ours for ours, tool in ATTENTION.items()} | {"auto": "sdpa"}
 _STAGES = ("sft", "pt")
 # `PairwiseTrainer.compute_loss` of train/rm/trainer.py, `CustomPPOTrainer` of train/ppo/trainer.py
 _WHY = {
-    "rm": ", which train a value head and keep logits of the vocabulary and the result of every layer",
+    "rm": ", which train a value head and keep logits and the result of every layer",
     "ppo": ", which write answers and hold a model of rewards",
 }
 _TYPES = ("lora", "full")
