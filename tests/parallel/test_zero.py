@@ -197,9 +197,22 @@ def test_small_parameters_stay_gathered() -> None:
 
 def test_adapters_are_gathered_beside_their_matrices() -> None:
     kind, spread = a_rank(a_run("zero3", method="lora", r=64))
-    total = zero3.live_of(kind.step, spread).total
-    whole = zero3.live_bytes(kind.step, spread, total, total)
-    assert whole == total + 2 * kind.step.num_trained
+    kept = zero3.live_of(kind.step, spread)
+    whole = zero3.live_bytes(kind.step, spread, kept, "backward")
+    assert whole == kept.total + 2 * kind.step.num_trained
+    keys = zero3.adapted_keys(kind.step)
+    assert len({key for key, _ in keys}) == 7 * MODEL.num_hidden_layers
+
+
+def test_the_head_has_the_adapters_of_no_released_matrix_beside_it() -> None:
+    at_once = {"stage3_max_reuse_distance": 1, "stage3_max_live_parameters": 1}
+    kind, spread = a_rank(a_run("zero3", method="lora", r=64, options=at_once))
+    gathered = zero3.live_of(kind.step, spread)
+    assert sum(gathered.kinds["loss"]) == 0
+    assert zero3.live_bytes(kind.step, spread, gathered, "loss") == gathered.loss
+    moments = zero3.STRATEGY.moments(kind, training_ledger(kind.step).moments, spread)
+    (held,) = [e.num_bytes for e in moments["loss_forward"] if e.fact is zero3.LIVE_PARAMETERS]
+    assert held == gathered.loss == 2 * MODEL.head.num_weights
 
 
 def test_codes_are_gathered_as_bytes_and_their_scales_stay_whole() -> None:

@@ -10,10 +10,11 @@ checkpointing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
+from operator import itemgetter
 
 from whichlora.errors import ConfigError
 from whichlora.memory import optimizer
@@ -27,10 +28,12 @@ from whichlora.parallel.base import HostUpdate, Message, Moments, RankKind, Savi
 from whichlora.parallel.deepspeed import Partitioned, Shares
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.parallel.host_update import OMP_NUM_THREADS
+from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Count, ceil_div, largest
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
+from whichlora.spec.targets import adapted
 
 _OF_STAGE = (
     Option(
@@ -102,7 +105,11 @@ SMALL, CONTAINER = -1, -2  # keys of modules that have no parameter to gather
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Most gathered elements, or bytes, in a pass or a part of it."""
+    """Most gathered elements, or bytes, in a pass or a part of it.
+
+    Args:
+        kinds: of each of those by its name, how many matrices of each kind are among them.
+    """
 
     forward: int
     loss: int
@@ -111,6 +118,7 @@ class Live:
     table: int
     backward: int
     total: int
+    kinds: Mapping[str, tuple[int, ...]]
 
 
 @lru_cache(maxsize=256)
@@ -123,6 +131,7 @@ def live_parameters(
     max_reuse: int,
     prefetch: int,
     widths: tuple[tuple[int, int], ...] = (),
+    kinds: tuple[tuple[int, int], ...] = (),
 ) -> Live:
     """Elements of gathered parameters through one micro-step.
 
@@ -132,6 +141,7 @@ def live_parameters(
             parameters have `SMALL` or, where they contain those after them, `CONTAINER`.
         reads_table_again: the embedding's backward runs.
         widths: bytes of an element by key, to count bytes in the place of elements.
+        kinds: number of the kind by key, of keys that are to be counted.
 
     Kind: exact in the order of the given modules. Source: deepspeed 0.19.8
     `PartitionedParameterCoordinator`: `fetch_sub_module`, `__params_to_release`.
@@ -142,15 +152,18 @@ def live_parameters(
         trace = trace[: len(forward)] + [step for step in trace[len(forward) :] if step[0] >= 0]
     starts = [0, *accumulate(size for _, _, size in trace)]
     following = _next_uses(trace)
-    width_of = dict(widths)
+    width_of, kind_of = dict(widths), dict(kinds)
     live: dict[int, int] = {}
     num_live = ahead = held = 0  # `held` of `num_live` elements, in bytes where widths are given
     by_step = []
+    counts = [0] * (1 + max(kind_of.values(), default=-1))
     for index, (_, key, size) in enumerate(trace):
         if key >= 0 and key not in live:
             live[key] = size
             num_live += size
             held += size * width_of.get(key, 1)
+            if key in kind_of:
+                counts[kind_of[key]] += 1
         ahead = max(ahead, index + 1)
         wanted, fetched = min(max_live - num_live, prefetch), 0
         while ahead < len(trace) and fetched < wanted:
@@ -159,32 +172,53 @@ def live_parameters(
                 live[next_key] = next_size
                 fetched += next_size
                 held += next_size * width_of.get(next_key, 1)
+                if next_key in kind_of:
+                    counts[kind_of[next_key]] += 1
             ahead += 1
         num_live += fetched
-        by_step.append(held)
+        by_step.append((held, tuple(counts)))
         again = following[index]
         skipped = again is not None and again < ahead
         near = again is not None and starts[again] - starts[index + 1] < max_reuse
         if key >= 0 and not (skipped or near):
             held -= live[key] * width_of.get(key, 1)
             num_live -= live.pop(key)
+            if key in kind_of:
+                counts[kind_of[key]] -= 1
+    sizes = {key: size * width_of.get(key, 1) for _, key, size in forward if key >= 0}
+    return _peaks(trace, by_step, len(forward), sum(sizes.values()))
+
+
+def _peaks(
+    trace: Sequence[tuple[int, int, int]],
+    by_step: Sequence[tuple[int, tuple[int, ...]]],
+    num_forward: int,
+    total: int,
+) -> Live:
+    """The largest of `by_step` in each part of `trace`, which begins with the forward."""
     last = max(layer for layer, _, _ in trace)
-    steps = [(layer, count) for (layer, _, _), count in zip(trace, by_step, strict=True)]
-    behind = steps[len(forward) :]
-    layers = [layer for layer, _ in behind if layer >= 0]
-    deepest = max((layer for layer in layers if layer < last), default=last)
+    behind = [(step[0], found) for step, found in zip(trace, by_step, strict=True)][num_forward:]
+    deepest = max((layer for layer, _ in behind if 0 <= layer < last), default=last)
+    none = 0, (0,) * len(by_step[0][1])
+    peaks = {
+        "forward": _most(by_step[:num_forward], none),
+        "loss": by_step[num_forward - 1],
+        "last_layer": _most((found for layer, found in behind if layer == deepest), none),
+        "first_layer": _most((found for layer, found in behind if layer == 0), none),
+        "table": _most((found for layer, found in behind if layer < 0), none),
+        "backward": _most((found for _, found in behind), none),
+    }
     return Live(
-        forward=max(by_step[: len(forward)]),
-        loss=by_step[len(forward) - 1],
-        last_layer=max((n for layer, n in behind if layer == deepest), default=0),
-        first_layer=max((n for layer, n in behind if layer == 0), default=0),
-        table=max((n for layer, n in behind if layer < 0), default=0),
-        backward=max((n for _, n in behind), default=0),
-        total=sum(
-            size * width_of.get(key, 1)
-            for key, size in {key: size for _, key, size in forward if key >= 0}.items()
-        ),
+        **{name: found[0] for name, found in peaks.items()},
+        total=total,
+        kinds={name: found[1] for name, found in peaks.items()},
     )
+
+
+def _most(
+    found: Iterable[tuple[int, tuple[int, ...]]], none: tuple[int, tuple[int, ...]]
+) -> tuple[int, tuple[int, ...]]:
+    return max(found, key=itemgetter(0), default=none)
 
 
 def _backward_order(
@@ -301,6 +335,7 @@ def live_of(step: TrainingStep, spread: Spread) -> Live:
         max_reuse=int(options["stage3_max_reuse_distance"]),  # type: ignore[arg-type]
         prefetch=_option(step, spread, "stage3_prefetch_bucket_size", int(0.9 * hidden**2)),
         widths=element_widths(step),
+        kinds=adapted_keys(step),
     )
 
 
@@ -345,19 +380,43 @@ def small_parameter_bytes(step: TrainingStep, spread: Spread) -> Count:
     )
 
 
-def live_bytes(step: TrainingStep, spread: Spread, of_base: int, total: int) -> Count:
-    """So many gathered bytes of the base, and those of the adapters beside them.
+def live_bytes(step: TrainingStep, spread: Spread, live: Live, name: str) -> Count:
+    """Gathered bytes of the base at one of the peaks of `live`, and of adapters beside them.
 
-    Kind: estimate of the adapters: as many of them as of the base. Source: `live_parameters`.
+    Kind: estimate of the adapters: gathered and released with their matrix. Source:
+    `live_parameters`.
     """
-    if step.method.trains_base or not total:
-        return of_base
-    threshold = persistence_threshold(step, spread)
-    adapters = sum(
-        tensor.num_params * tensor.count * tensor.param_bytes * (tensor.num_params > threshold)
-        for tensor in step.tensors
+    threshold, width = persistence_threshold(step, spread), step.dtypes.adapter_bytes
+    total: Count = getattr(live, name)
+    for number, linear in zip(live.kinds[name], _adapted_kinds(step), strict=True):
+        for rows, columns in step.method.adapter_shapes(linear, step.r):
+            elements = rows * columns
+            total = total + number * linear.count * elements * width * (elements > threshold)
+    return total
+
+
+def _adapted_kinds(step: TrainingStep) -> tuple[Linear, ...]:
+    """Matrices of each distinct layer that have adapters."""
+    if step.method.trains_base:
+        return ()
+    return tuple(
+        linear for group in step.model.groups for linear in adapted(group.layer, step.targets)
     )
-    return of_base + adapters * of_base // total
+
+
+def adapted_keys(step: TrainingStep) -> tuple[tuple[int, int], ...]:
+    """The place in `_adapted_kinds` of each key of `gathered_modules` whose matrix is adapted."""
+    kinds: list[tuple[int, int]] = []
+    key, first = len(step.model.embeddings), 0
+    for group in step.model.groups:
+        of_layer = () if step.method.trains_base else adapted(group.layer, step.targets)
+        for _ in range(group.count):
+            for linear in group.layer.linears:
+                if linear in of_layer:
+                    kinds.append((key, first + of_layer.index(linear)))
+                key += not group.shared
+        first += len(of_layer)
+    return tuple(kinds)
 
 
 def _divided(entries: tuple[Entry, ...], part: Partitioned) -> tuple[Entry, ...]:
@@ -392,25 +451,25 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
     part = partitioned(step, spread)
     live = live_of(step, spread)
     gathered = {
-        "layer_forward": live.forward,
-        "loss_forward": live.forward,
-        "loss_backward": live.loss,
-        "head_backward": live.loss,
-        "layer_backward": live.last_layer,
-        "first_layer_backward": live.first_layer,
-        "embedding_backward": live.table,
+        "layer_forward": "forward",
+        "loss_forward": "loss",
+        "loss_backward": "loss",
+        "head_backward": "loss",
+        "layer_backward": "last_layer",
+        "first_layer_backward": "first_layer",
+        "embedding_backward": "table",
     }
     small = Entry(SMALL_PARAMETERS, small_parameter_bytes(step, spread))
     changed: dict[str, tuple[Entry, ...]] = {}
     for name, entries in as_accumulated(step).items():
         if name == "optimizer_step":
             continue
-        of_base = gathered.get(name, live.backward)
+        peak = gathered.get(name, "backward")
         entries = (
             *without(_divided(entries, part), *GRADIENTS),
             *_lasting(part),
             small,
-            Entry(LIVE_PARAMETERS, live_bytes(step, spread, of_base, live.total)),
+            Entry(LIVE_PARAMETERS, live_bytes(step, spread, live, peak)),
         )
         if name not in (*deepspeed.BEFORE_GRADIENTS, "head_backward"):
             entries = (*entries, Entry(deepspeed.WAITING, part.waiting_bytes))
