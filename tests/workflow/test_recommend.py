@@ -55,6 +55,19 @@ def test_the_time_of_a_million_tokens_is_that_of_the_steps() -> None:
     assert best.total_s.value == pytest.approx(steps * prediction.time.step_s, rel=0.02)
 
 
+def test_where_shorter_sequences_fit_the_longest_of_them_is_named() -> None:
+    question = Question(gpu="3060", models=("meta-llama/Llama-3.1-8B",), seq_len=8192)
+    found = recommend(question, progress=Silent())
+    assert found.nearest is not None
+    assert found.nearest.prediction.run.method == "qlora"  # it takes the least memory
+    assert found.longest is not None
+    assert found.longest.verdict == "fits"
+    longer = replace(found.longest.run, seq_len=found.longest.run.seq_len + 1)
+    (prediction,) = estimates.estimate([longer], ["3060"])
+    assert prediction.verdict != "fits"
+    assert found.to_dict()["longest_seq_len"] == found.longest.run.seq_len
+
+
 def test_where_nothing_fits_every_saving_is_what_an_estimate_says() -> None:
     question = Question(gpu="4090", models=("meta-llama/Llama-3.1-70B",))
     found = recommend(question, progress=Silent())
@@ -67,6 +80,7 @@ def test_where_nothing_fits_every_saving_is_what_an_estimate_says() -> None:
     half = next(each for each in found.savings if each.settings == {"seq_len": run.seq_len // 2})
     (shorter,) = estimates.estimate([replace(run, seq_len=run.seq_len // 2)], ["4090"])
     assert found.nearest.saved_bytes(half) == used - shorter.memory.device_used_bytes
+    assert found.longest is None  # its weights alone do not
     assert found.smallest_gpu is not None
     (there,) = estimates.estimate([run], [found.smallest_gpu.gpu.key])
     assert there.verdict == "fits"

@@ -58,9 +58,9 @@ def price_lines(predictions: Iterable[Prediction]) -> list[str]:
 
 
 def per_million(prediction: Prediction) -> str:
-    """Money for a million tokens of a run, - where no price or time is known."""
+    """Money for a million tokens; - where the run fails, or no price or time is known."""
     cost = prediction.cost
-    if cost is None or cost.offer is None:
+    if cost is None or cost.offer is None or prediction.verdict == "fails":
         return "-"
     return format_money(cost.money(cost.s_per_million), cost.offer.currency)
 

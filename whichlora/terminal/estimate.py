@@ -51,7 +51,8 @@ def _costs(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def _print_table(console: Console, predictions: Sequence[Prediction]) -> None:
-    of_time = ("time", "tokens/s", "1M tokens")
+    several = len(predictions) > 1  # the cost of one has a line of its own
+    of_time = ("time", "tokens/s", *(("1M tokens",) if several else ()))
     numbers = ("batch", "tokens", "peak", "95 % interval", "of the device", *of_time)
     rows = []
     names = variants([p.run for p in predictions], [p.gpu for p in predictions])
@@ -78,7 +79,7 @@ def _print_table(console: Console, predictions: Sequence[Prediction]) -> None:
                 f"{memory.device_used_bytes / prediction.usable_bytes:.0%}",
                 seconds,
                 format_count(time.tokens_per_s),
-                per_million(prediction),
+                *((per_million(prediction),) if several else ()),
                 VERDICTS[prediction.verdict],
                 prediction.gpu,
             )

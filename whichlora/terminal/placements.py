@@ -93,7 +93,7 @@ def placements_sheet(placements: Sequence[Placement], *, wide: bool) -> Sheet:
                 VERDICTS[prediction.verdict],
                 str(placement.batch_size) if placement.batch_size else "-",
                 *map(format_seconds, waits),
-                "-" if prediction.verdict == "fails" else per_million(prediction),
+                per_million(prediction),
             )
         )
     needs = ("memory", "need", "at most") if wide else ("memory", "need")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from whichlora.predict.words import VERDICTS, describe
 from whichlora.search.feasibility import Candidate
 from whichlora.terminal.answer import verdict_of
-from whichlora.terminal.costs import format_money
+from whichlora.terminal.costs import format_money, price_in_words
 from whichlora.terminal.short import best_of_each_model, print_reasons
 from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import variant
@@ -60,11 +60,14 @@ def _print_models(console: Console, recommendation: Recommendation) -> None:
     ]
     if not rows:
         return
+    heads = ("model", "variant", *numbers, "per answer token", "verdict")
+    known = [i for i in range(len(heads)) if any(row[i] != "-" for row in rows)]
+    shown = tuple(heads[i] for i in known)
     print_table(
         console,
-        ("model", "variant", *numbers, "per answer token", "verdict"),
-        rows,
-        right=(*numbers, "per answer token"),
+        shown,
+        [tuple(row[i] for i in known) for row in rows],
+        right=tuple(head for head in (*numbers, "per answer token") if head in shown),
         lift=("variant",),
         spare=("per answer token", "variant"),
         title=f"the {_FIRST.get(answer.plan.objective.prefer, 'largest')} models that train on "
@@ -121,10 +124,17 @@ def _print_savings(console: Console, recommendation: Recommendation) -> None:
             right=("saves", "peak"),
             title=f"{describe(nearest.prediction.run)}, with one choice made differently",
         )
+    longest = recommendation.longest
+    if longest is not None:
+        say(console, f"shorter: {longest.run.seq_len} tokens fit on {longest.gpu}")
     placement = recommendation.smallest_gpu
     if placement is not None:
+        price = ""
+        cost = None if placement.prediction is None else placement.prediction.cost
+        if cost is not None and cost.offer is not None:
+            price = f", {price_in_words(cost.offer, cost.num_gpus)}"
         say(
             console,
             f"another card: {describe(nearest.prediction.run)} fits on {placement.gpu.key}, "
-            "the smallest of `whichlora where`",
+            f"the smallest of `whichlora where`{price}",
         )

@@ -17,11 +17,12 @@ from whichlora.methods import with_method
 from whichlora.predict.advice import Advice, advice
 from whichlora.predict.explain import Alternative, Explanation
 from whichlora.predict.largest import Placement
-from whichlora.search.feasibility import closest
+from whichlora.search.feasibility import Candidate, closest
 from whichlora.serving import get_engine
 from whichlora.spec.costs import Offer, cheapest, own_price
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import MOST_GPUS
+from whichlora.spec.results import Prediction
 from whichlora.spec.run import MOST_COUNT, MOST_RATIO, TRANSFORMERS, RunConfig
 from whichlora.store.costs import find_grid, load_rates
 from whichlora.store.gpus import find_target
@@ -31,6 +32,7 @@ from whichlora.workflow.profiling import gpus_of
 from whichlora.workflow.run import search
 from whichlora.workflow.session import Progress, Session
 
+_NEGLIGIBLE = 0.01  # chance below which a wider interval makes the likeliest
 NUM_SAMPLES = 10_000  # rows of full length where no data is given, as `whichlora guide` has them
 _PLAN = Path("recommend")  # what messages call a plan that is in no file
 _MONEY = re.compile(
@@ -174,6 +176,7 @@ class Recommendation:
         plan: content of a config file that asks the same.
         assumes_data: nobody said how much data there is, so that a total means nothing.
         nearest: where nothing fits, the candidate that comes closest, with its other choices.
+        longest: it with as many tokens as fit this GPU; None where not even a few do.
         smallest_gpu: the smallest accelerator of the catalog that this one fits on.
     """
 
@@ -181,6 +184,7 @@ class Recommendation:
     plan: Mapping[str, Any]
     assumes_data: bool = False
     nearest: Explanation | None = None
+    longest: Prediction | None = None
     smallest_gpu: Placement | None = None
 
     @property
@@ -214,7 +218,11 @@ class Recommendation:
             if self.nearest is not None
         ]
         smallest = None if self.smallest_gpu is None else self.smallest_gpu.gpu.key
-        menu: dict[str, Any] = {"savings": savings, "smallest_gpu": smallest}
+        menu: dict[str, Any] = {
+            "savings": savings,
+            "longest_seq_len": None if self.longest is None else self.longest.run.seq_len,
+            "smallest_gpu": smallest,
+        }
         menu["advice"] = [asdict(rule) for rule in self.advice]
         return self.answer.to_dict() | {"plan": dict(self.plan)} | menu
 
@@ -314,7 +322,9 @@ def _gpu(question: Question) -> tuple[str, GpuSpec]:
 def _with_menu(recommendation: Recommendation, calibration_dir: Path | None) -> Recommendation:
     """What each other choice would save of the candidate that comes closest, and who has room."""
     answer = recommendation.answer
-    candidate = closest([*answer.finetune] or [*answer.inference])
+    candidates = [*answer.finetune] or [*answer.inference]
+    likely = [each for each in candidates if each.chance >= _NEGLIGIBLE]
+    candidate = closest(likely) or min(candidates, key=_memory, default=None)
     if candidate is None:
         return recommendation
     gpu, run = recommendation.plan["gpu"], candidate.run
@@ -325,8 +335,22 @@ def _with_menu(recommendation: Recommendation, calibration_dir: Path | None) -> 
     return replace(
         recommendation,
         nearest=estimates.explain(run, gpu, calibration_dir=calibration_dir),
+        longest=_longest(run, gpu, calibration_dir),
         smallest_gpu=next(fitting, None),
     )
+
+
+def _memory(candidate: Candidate) -> float:
+    return candidate.memory_bytes.value
+
+
+def _longest(run: RunConfig, gpu: str, calibration_dir: Path | None) -> Prediction | None:
+    """`run` with the longest sequences that fit, where they are shorter."""
+    (prediction,) = estimates.estimate(
+        [run], [gpu], calibration_dir=calibration_dir, maximise="seq_len"
+    )
+    shorter = prediction.verdict == "fits" and prediction.run.seq_len < run.seq_len
+    return prediction if shorter else None
 
 
 def _smallest_training(answer: Answer, model: str, calibration_dir: Path | None) -> RunConfig:
