@@ -43,6 +43,7 @@ from whichlora.store.gpus import is_count
 from whichlora.terminal import Progress
 from whichlora.workflow import combinations, estimates
 from whichlora.workflow.guide import GuideRow
+from whichlora.workflow.methods import COMMON_GPU, COMMON_MODEL, MethodRow, method_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -276,6 +277,20 @@ def where(
         notes=notes,
         rates=load_rates(_path(prices), country),
     )
+
+
+def compare_methods(
+    model: str = COMMON_MODEL, gpu: str = COMMON_GPU, *, calibration_dir: AnyPath | None = None
+) -> list[MethodRow]:
+    """What each fine-tuning method trains on `model`, and takes against LoRA, with usual settings.
+
+    >>> [row.name for row in compare_methods() if not row.merges]
+    ['full']
+
+    Raises:
+        ConfigError: an unknown model or accelerator, or one that LoRA does not run on.
+    """
+    return method_rows(model, gpu, calibration_dir=_path(calibration_dir))
 
 
 class _Question(TypedDict, total=False):
@@ -591,6 +606,7 @@ def _path(folder: AnyPath | None) -> Path | None:
 __all__ = [
     "RunSettings",
     "calibrate",
+    "compare_methods",
     "estimate",
     "explain",
     "life",

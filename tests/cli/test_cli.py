@@ -1,6 +1,7 @@
 """The command line: what it loads, what it prints, and how it refuses."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -608,7 +609,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", ["estimate", "explain", "where", "run", "gpus", "models"])
 def test_help_shows_an_example_that_can_be_copied(command: str) -> None:
     text = CliRunner().invoke(main, [command, "--help"]).output
-    example = text.split("Example:\n", 1)[1].splitlines()[0]
+    example = re.split("Examples?:\n", text, maxsplit=1)[1].splitlines()[0]
     assert example.startswith(f"    whichlora {command}")
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from whichlora import methods
 from whichlora.errors import ConfigError
+from whichlora.exports import FORMATS
+from whichlora.exports.train_script import train_script
 from whichlora.methods import COMPARED, Method, get_method, list_methods, with_defaults
 from whichlora.methods.base import Method as BaseMethod
 from whichlora.predict.resolve import resolve
@@ -21,6 +23,7 @@ from whichlora.spec import members
 from whichlora.spec.architecture import Linear
 from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model
+from whichlora.workflow.export import make_recipe
 
 SIZES = st.integers(1, 2**14)
 
@@ -251,6 +254,10 @@ def test_what_peft_cannot_adapt_is_refused_with_its_reason(
         ("oft", {"block_share": True}, 32 * 31 // 2),
         ("oft", {"oft_block_size": 30}, 2 * 32 * 31 // 2),  # no divisor: PEFT takes the nearest
         ("c3a", {"block_size": 32}, 64 * 96 // 32),
+        ("shira", {}, 8 * (64 + 96)),
+        ("loha", {}, 2 * 8 * (64 + 96)),
+        ("lokr", {}, 8 * 8 + 12 * 8),  # kron([8, 8], [12, 8]): rank 8 is not low for 12
+        ("lokr", {"decompose_factor": 2}, 2 * 2 + 8 * (48 + 32)),
     ],
 )
 def test_each_method_trains_as_many_parameters_as_peft_makes(
@@ -258,3 +265,30 @@ def test_each_method_trains_as_many_parameters_as_peft_makes(
 ) -> None:
     run = RunConfig(model="m", method=method, r=8, method_options=tuple(sorted(options.items())))
     assert get_method(method).of(run).adapter_params(linear(), 8) == num_params
+
+
+def test_lora_fa_is_an_optimizer_that_trains_b_alone() -> None:
+    run = with_defaults(RunConfig(model="m", method="lora-fa", r=8))
+    method = get_method("lora-fa").of(run)
+    assert run.optimizer == "lora_fa"
+    assert method.adapter_params(linear(), 8) == 96 * 8
+    (frozen,) = method.frozen_tensors([(linear(), 2)], 8)
+    assert frozen.num_params == 2 * 8 * 64
+    with pytest.raises(ConfigError, match="optimizer: lora_fa is method lora-fa, got method lora"):
+        with_defaults(RunConfig(model="m", optimizer="lora_fa"))
+
+
+def test_train_py_hands_the_trainer_the_optimizer_of_lora_fa() -> None:
+    run = RunConfig(model="HuggingFaceTB/SmolLM2-135M", method="lora-fa", lora_alpha=8)
+    script = train_script(run, target_modules="all-linear")
+    made = "create_lorafa_optimizer(model, r=16, lora_alpha=8, lr=LEARNING_RATE)"
+    assert f"optimizer = {made}" in script
+    assert "optimizers=(optimizer, None)" in script
+    with pytest.raises(ConfigError, match=r"needs peft\.optimizers\.create_lorafa_optimizer"):
+        FORMATS["trl"](make_recipe(run, "a100-sxm-80gb"))
+
+
+def test_train_py_refuses_a_start_that_reads_batches() -> None:
+    run = RunConfig(model="HuggingFaceTB/SmolLM2-135M", method="corda")
+    with pytest.raises(ConfigError, match="corda needs preprocess_corda of PEFT"):
+        train_script(run, target_modules="all-linear")

@@ -9,7 +9,7 @@ import click
 
 from whichlora import __version__
 from whichlora.cli.calibration import calibrate
-from whichlora.cli.catalog import gpus, models
+from whichlora.cli.catalog import gpus, methods, models
 from whichlora.cli.cluster import profile_task, slurm
 from whichlora.cli.completion import add_completion, completion
 from whichlora.cli.estimates import estimate, explain, where
@@ -48,6 +48,7 @@ _COMMANDS = (
     export,
     gpus,
     models,
+    methods,
     calibrate,
     completion,
 )

@@ -123,5 +123,30 @@ def list_(pattern: str, as_json: bool) -> None:
         click.echo(f"no model has {pattern!r} in its name; 'whichlora models' lists all")
 
 
+@click.command()
+@click.argument("model", default="")
+@click.option("--gpu", default="", help="Accelerator of the times; default: an A100 with 80 GB.")
+@click.option("--json", "as_json", is_flag=True, help="Print every field.")
+def methods(model: str, gpu: str, as_json: bool) -> None:
+    """List the fine-tuning methods, and what each takes of MODEL against LoRA.
+
+    The default is Llama 3.1 8B. Settings are those of `whichlora estimate`.
+
+    \b
+    Example:
+      whichlora methods Qwen/Qwen3-8B --gpu 4090
+    """
+    from whichlora import api, terminal
+
+    asked = {name: value for name, value in (("model", model), ("gpu", gpu)) if value}
+    rows = api.compare_methods(**asked)
+    if as_json:
+        import dataclasses
+
+        print_json({"methods": [dataclasses.asdict(row) for row in rows]})
+        return
+    terminal.print_methods(rows)
+
+
 def _letters(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum() or letter in "./")

@@ -379,7 +379,7 @@ class PlanFile(_Section):
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = _RUN.lora_dropout
     precision: Precision = "auto"
     """Base weights, adapters and autocast; auto: bf16, or fp16 where the GPU has no bf16."""
-    optimizer: Optimizers = (_RUN.optimizer,)
+    optimizer: Optimizers = ("adamw_torch_fused",)
     """Optimizers to compare."""
     gradient_checkpointing: Switches | None = None
     """Whether activations are computed again in the backward, or both to compare; without it, where

@@ -264,6 +264,11 @@ def _require_adapter(run: RunConfig, tool: str, adapters: Mapping[str, frozenset
     method = get_method(run.method)
     if not method.peft_class:
         return
+    if method.makes_optimizer:
+        raise ConfigError(
+            f"--to {tool}: method {method.name} needs {method.makes_optimizer}, which {tool} can't "
+            "write; use --to transformers"
+        )
     if method.peft_class not in adapters:
         raise ConfigError(
             f"--to {tool}: method {method.name} needs {method.peft_class}, which {tool} can't "

@@ -63,7 +63,7 @@ class Optimizer:
     update_bytes: Callable[[Trained], Count] | None = None
     lists_temporary: bool = False
     stored_states: Callable[[Trained], Count]
-    library: Literal["torch", "transformers", "bitsandbytes"] = "torch"
+    library: Literal["torch", "transformers", "bitsandbytes", "peft"] = "torch"
 
 
 def _as_wide(number: int) -> Callable[[Trained, bool], Count]:
@@ -194,6 +194,16 @@ _OPTIMIZERS = {
         update_bytes=_factored_update,
         stored_states=_factored_stored,
         library="transformers",
+    ),
+    "lora_fa": Optimizer(
+        state_bytes=_as_wide(2),
+        # the gradient cast, projected, scaled and cast back, then AdamW without foreach
+        moved_bytes=_passes(26),
+        tensor_launches=_always(24),
+        # `grad_B`, and the root of the second state
+        update_bytes=lambda tensor: 2 * tensor.param_bytes * tensor.num_params,
+        stored_states=_always(3),
+        library="peft",
     ),
     "adamw_8bit": Optimizer(
         state_bytes=_8bit_states,

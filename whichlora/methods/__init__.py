@@ -9,7 +9,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from whichlora.methods import c3a, dora, full, ia3, lora, miss, oft, qdora, qlora, starts, vera
+from whichlora.errors import ConfigError
+from whichlora.methods import (
+    c3a,
+    dora,
+    full,
+    ia3,
+    loha,
+    lokr,
+    lora,
+    lora_fa,
+    miss,
+    oft,
+    qdora,
+    qlora,
+    shira,
+    starts,
+    vera,
+)
 from whichlora.methods.base import Method
 from whichlora.spec.dtypes import has_master_weights
 from whichlora.spec.members import Members
@@ -26,7 +43,7 @@ _METHODS = Members[Method](
     (
         *(module.METHOD for module in (full, lora, qlora, dora, qdora)),
         *starts.METHODS,
-        *(module.METHOD for module in (miss, oft, c3a, vera, ia3)),
+        *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -52,7 +69,7 @@ def with_defaults(run: RunConfig) -> RunConfig:
         run = replace(run, method_options=options)
     training = run.phase == "finetune"
     if training:
-        run = with_trainer(run)
+        run = with_trainer(_with_optimizer(method, run))
     serve = run.serve or method.serve
     if training or method.trains_base:  # which do not ask
         serve = "merged"
@@ -71,6 +88,23 @@ def with_defaults(run: RunConfig) -> RunConfig:
     return replace(
         run, quant=quant, serve=serve, prepare_kbit=prepare_kbit, use_reentrant=use_reentrant
     )
+
+
+def _with_optimizer(method: Method, run: RunConfig) -> RunConfig:
+    """`run` with the optimizer that its method is.
+
+    Raises:
+        ConfigError: the optimizer is another method.
+    """
+    if method.optimizer is not None:
+        return replace(run, optimizer=method.optimizer)
+    owners = [each.name for each in BUILT_IN.values() if each.optimizer == run.optimizer]
+    if owners:
+        raise ConfigError(
+            f"optimizer: {run.optimizer} is method {owners[0]}, got method {method.name}; use "
+            f"method {owners[0]}, or another optimizer"
+        )
+    return run
 
 
 def _stated(method: Method, run: RunConfig) -> tuple[tuple[str, OptionValue], ...]:

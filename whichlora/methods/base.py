@@ -14,7 +14,7 @@ from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option, OptionValue
-from whichlora.spec.run import ALL_LINEAR, Quant, RunConfig, Serve
+from whichlora.spec.run import ALL_LINEAR, MethodOptimizer, Quant, RunConfig, Serve
 
 if TYPE_CHECKING:  # a method uses the operators that it is given, so it lies below them
     from whichlora.symbolic.autograd import Tensor
@@ -179,6 +179,10 @@ class Method:
             a layer's result is multiplied with.
         widens_result: a layer of a quantised base returns fp32, as the parameter is that it is
             multiplied with, and does not cast it back under autocast.
+        keeps_input_dtype: a layer returns the dtype of its input, whatever the base returns.
+        merges: PEFT can make its update a part of the weights.
+        optimizer: the one that the method is, where it is one.
+        makes_optimizer: the function of PEFT that makes it, as a dotted name.
         reads_batches: the function of PEFT that must see batches before the first step, if any.
         ignores: settings of `RunConfig` that mean nothing to it.
         options: its own settings, as its PEFT config names them.
@@ -215,6 +219,10 @@ class Method:
     parameter_prefix: str = ""
     stays_wide: str = ""
     widens_result: bool = False
+    keeps_input_dtype: bool = False
+    optimizer: MethodOptimizer | None = None
+    makes_optimizer: str = ""
+    merges: bool = True
     reads_batches: str = ""
     ignores: frozenset[str] = frozenset()
     options: tuple[Option, ...] = ()

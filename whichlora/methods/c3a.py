@@ -139,6 +139,7 @@ METHOD = Method(
     peft_class="peft.C3AConfig",
     peft_config=peft_config,
     read_peft=read_peft,
+    keeps_input_dtype=True,
     parameter_prefix="c3a_",
     ignores=frozenset(
         {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}

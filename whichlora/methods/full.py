@@ -8,6 +8,7 @@ METHOD = Method(
     name="full",
     summary="all weights trained",
     trains_base=True,
+    merges=False,
     ignores=frozenset(
         {
             "r",

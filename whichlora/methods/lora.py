@@ -67,7 +67,7 @@ def low_rank_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]
 
 def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     """The base's product, and B·A·x scaled and added to it."""
-    return around(ops, linear, x, _added)
+    return around(ops, linear, x, added)
 
 
 def around(
@@ -108,19 +108,22 @@ def widened(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     return ops.cast(x, ops.dtypes.adapter_bytes, f"{linear.name}: own copy of the input")
 
 
-def _added(ops: OpEmitter, linear: Linear, x: Tensor, result: Tensor) -> Tensor:
-    product = ops.scale(low_rank(ops, linear, x))
+def added(
+    ops: OpEmitter, linear: Linear, x: Tensor, result: Tensor, *, trains_a: bool = True
+) -> Tensor:
+    """B·A·x scaled, and added to the base's result."""
+    product = ops.scale(low_rank(ops, linear, x, trains_a=trains_a))
     if is_quantised(linear, ops.dtypes) and not _leaves_cast(linear, ops.dtypes):
         product = ops.cast(product, result.size)
     return ops.add(result, product, f"{linear.name}: result")
 
 
-def low_rank(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
+def low_rank(ops: OpEmitter, linear: Linear, x: Tensor, *, trains_a: bool = True) -> Tensor:
     """B·A·x; autocast copies the factors, and the input, to 16 bit."""
     dtypes, rank = ops.dtypes, linear.rank_multiple
     factors = []
-    for width in (linear.in_features, linear.out_features):
-        factor = ops.tape.weight(ops.per_rank(rank * width), dtypes.adapter_bytes, trained=True)
+    for width, trained in ((linear.in_features, trains_a), (linear.out_features, True)):
+        factor = ops.tape.weight(ops.per_rank(rank * width), dtypes.adapter_bytes, trained=trained)
         factors.append(ops.autocast(factor, f"{linear.name}: adapter, cast"))
     a, b = factors
     narrow = ops.autocast(x, f"{linear.name}: own copy of the input")
@@ -128,7 +131,7 @@ def low_rank(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
         [narrow, a],
         ops.rows.of_rank(rank * linear.active),
         narrow.size,
-        saves=[narrow, a] if x.needs_grad else [narrow],
+        saves=[narrow] * trains_a + [a] * x.needs_grad,
         reshapes=True,
         what=f"{linear.name}: A·x",
     )

@@ -175,8 +175,8 @@ def refuses(
         return f"init_weights bat needs widths that r divides, got {r}; use another r"
     if linear.out_features % mini_r:
         return f"mini_r must divide out_features, {linear.out_features}, got {mini_r}"
-    if divides and quant not in ("none", "nf4", "nf4-dq", "fp4", "int8"):
-        return f"init_weights bat needs weights that PEFT expands, not {quant}"
+    if divides and quant != "none" and linear.quantisable:
+        return f"its expanded copies of {quant} weights are not predicted; use quant none"
     return ""
 
 
@@ -204,6 +204,7 @@ METHOD = Method(
     peft_class="peft.MissConfig",
     peft_config=peft_config,
     read_peft=read_peft,
+    keeps_input_dtype=True,
     parameter_prefix="miss_",
     ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
     options=(_KIND, _MINI),

@@ -109,7 +109,7 @@ def forward(
     rotated = ops.cast(tape.op([by_block], rows, by_block.size), wide.size)
     tape.hold(wide, rotation, by_block)  # local variables of the rotation's module
     argument = ops.cast(rotated, x.size, f"{what}: rotated input")
-    result = ops.base(linear, argument)
+    result = ops.cast(ops.base(linear, argument), x.size)
     tape.hold(rotated, x)
     return result
 
@@ -181,6 +181,13 @@ def work(
     )
 
 
+def refuses(linear: Linear, quant: str) -> str:
+    """Source: peft 0.21.2 `OFTModel._create_new_module`."""
+    if linear.transposed:
+        return "PEFT's OFT takes nn.Linear, quantised or not, and no Conv1D; use method lora"
+    return ""
+
+
 def with_options(run: RunConfig) -> dict[str, Any]:
     asked = int(str(_BLOCK.of(run.method_options)))
     share = bool(_SHARE.of(run.method_options))
@@ -215,6 +222,7 @@ METHOD = Method(
     peft_class="peft.OFTConfig",
     peft_config=peft_config,
     read_peft=read_peft,
+    keeps_input_dtype=True,
     parameter_prefix="oft_",
     ignores=frozenset(
         {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}
@@ -224,6 +232,7 @@ METHOD = Method(
     adapter_shapes=adapter_shapes,
     frozen_tensors=frozen_tensors,
     autocast_shapes=lambda linear, r: (),
+    refuses=refuses,
     forward=forward,
     work=work,
 )

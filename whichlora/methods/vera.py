@@ -110,6 +110,7 @@ METHOD = Method(
     peft_class="peft.VeraConfig",
     peft_config=peft_config,
     read_peft=read_peft,
+    keeps_input_dtype=True,
     parameter_prefix="vera_lambda_",
     ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
     options=_OPTIONS,

@@ -30,6 +30,7 @@ from whichlora.spec.run import (
 )
 from whichlora.spec.targets import adapted_linears, check_saved_modules, resolve_targets
 from whichlora.symbolic.kernels import ASSUMED_CAPABILITY, FLASH_CAPABILITY, runs_efficient
+from whichlora.symbolic.layer import result_bytes
 from whichlora.trainers import Trainer, get_trainer
 
 # Setting, value, what computes it, and the least compute capability that has kernels for.
@@ -164,6 +165,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         check_saved_modules(model, run.modules_to_save)
         _check_adapted(model, run, method, targets)
     dtypes = _dtypes_of(model, run, gpu, method, trainer)
+    dtypes = _with_stream(model, targets, dtypes, method)
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)
     run, layout = spread(run)
@@ -267,6 +269,21 @@ def _dtypes_of(
     dtypes = trainer.narrow_copies(trainer.with_narrow_tables(dtypes, run, model))
     _check_kernels(dtypes, gpu)
     return dtypes
+
+
+def _with_stream(
+    model: ModelSpec, targets: tuple[str, ...], dtypes: Dtypes, method: Method
+) -> Dtypes:
+    """`dtypes` with the stream that adapters make which return the dtype of their input.
+
+    Under autocast a LayerNorm returns fp32, so that such a layer after it does, too; the sum with
+    a 16-bit stream is fp32.
+    """
+    if not (method.keeps_input_dtype and dtypes.under_autocast and targets):
+        return dtypes
+    hidden = model.hidden_size
+    widths = [result_bytes(layer, hidden, targets, dtypes, method) for layer, _ in model.layers()]
+    return replace(dtypes, stream_bytes=max(dtypes.stream_bytes, *widths))
 
 
 def _check_serving(job: ResolvedRun) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from whichlora.errors import MeasurementError
+from whichlora.methods import get_method
 from whichlora.profiler.meter import Meter
 from whichlora.profiler.spread import spreading
 from whichlora.spec.run import RunConfig
@@ -69,11 +71,20 @@ def measure_finetune(
             train_dataset=random_rows(model.config, run, lengths),
             data_collator=collate,
             callbacks=[timer],
+            optimizers=(own_optimizer(model, run), None),
         )
         if "fsdp" in spread.training and not trainer.is_fsdp_enabled:
             raise MeasurementError("parallel: accelerate runs no FSDP on a CPU, it takes DDP")
         trainer.train()
     return measured(trainer, timer, meter, seq_lens)
+
+
+def own_optimizer(model: Any, run: RunConfig) -> Any:
+    """The optimizer that the method is; None where the Trainer makes one by its name."""
+    maker = get_method(run.method).makes_optimizer
+    if not maker:
+        return None
+    return resolve_name(maker)(model, r=run.r, lora_alpha=run.lora_alpha, lr=1e-4)
 
 
 def stages(

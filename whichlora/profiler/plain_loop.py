@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from whichlora.errors import MeasurementError
-from whichlora.profiler.finetune import collate, random_rows, stages, watch_moments
+from whichlora.profiler.finetune import collate, own_optimizer, random_rows, stages, watch_moments
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import AUTOCAST_PRECISIONS, RunConfig
 from whichlora.trainers import get_trainer
@@ -46,7 +46,7 @@ def measure_loop(
     watch_moments(model, meter)
     model.config.use_cache = False  # else the outputs hold keys and values, too
     _enable_checkpointing(model, run)
-    optimizer = _optimizer(model, run)
+    optimizer = own_optimizer(model, run) or _optimizer(model, run)
     device = next(model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=run.precision == "fp16" and meter.is_cuda)
     is_function = get_trainer(run.trainer).outputs_held(run) == "until_step_ends"

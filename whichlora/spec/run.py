@@ -35,6 +35,7 @@ Optimizer = Literal[
     "sgd",
     "lion",
 ]
+MethodOptimizer = Literal["lora_fa"]  # which a method is, and nobody chooses
 AttentionKernel = Literal["sdpa", "sdpa-efficient", "eager", "flash_attention_2"]
 Padding = Literal["none", "padded"]
 LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "unsloth-fused", "raw"]
@@ -117,7 +118,7 @@ class CacheFormat:
 _CHOICES: dict[str, tuple[str, ...]] = {
     "phase": get_args(Phase),
     "precision": get_args(Precision),
-    "optimizer": get_args(Optimizer),
+    "optimizer": get_args(Optimizer) + get_args(MethodOptimizer),
     "attn": get_args(AttentionKernel),
     "padding": get_args(Padding),
     "loss_head": get_args(LossHead),
@@ -211,7 +212,7 @@ class RunConfig:
     lora_dropout: float = 0.0
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
     precision: Precision = "bf16"
-    optimizer: Optimizer = "adamw_torch_fused"
+    optimizer: Optimizer | MethodOptimizer = "adamw_torch_fused"
     gradient_checkpointing: bool | None = True
     gradient_accumulation_steps: int = 1
     attn: AttentionKernel = "sdpa"
@@ -389,7 +390,8 @@ class RunConfig:
     @property
     def trainer_optim(self) -> str:
         """The optimizer as `transformers.TrainingArguments` names it."""
-        return next(name for name, ours in OPTIMIZER_NAMES.items() if ours == self.optimizer)
+        names = (name for name, ours in OPTIMIZER_NAMES.items() if ours == self.optimizer)
+        return next(names, "adamw_torch")  # one that is handed to the Trainer has no name there
 
     @property
     def narrows_adapters(self) -> bool:

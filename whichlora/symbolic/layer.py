@@ -222,6 +222,19 @@ def _tape_of(layer: Layer, hidden_size: int, code: OpEmitter, *, needs_grad: boo
     return code.tape
 
 
+@lru_cache(maxsize=64)
+def result_bytes(
+    layer: Layer, hidden_size: int, targets: tuple[str, ...], dtypes: Dtypes, method: Method
+) -> int:
+    """Width of one element of what `layer` returns; wider than its input where adapters widen it.
+
+    Kind: exact. Source: the `forward` of the method's layers: `result.to(previous_dtype)`.
+    """
+    code = OpEmitter(Tape(), dtypes, targets, method, stream_bytes=dtypes.stream_bytes)
+    x = code.tape.input(per_token(hidden_size), code.stream_bytes, needs_grad=True)
+    return run_layer(code, layer, x).size
+
+
 @lru_cache(maxsize=16)  # what the points of a layer are read from, its events are, too
 def _training_tape(
     layer: Layer,

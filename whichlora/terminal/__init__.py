@@ -2,7 +2,7 @@
 
 from whichlora.terminal.answer import explanation, print_answer
 from whichlora.terminal.calibrations import print_calibration, print_merged, print_refit
-from whichlora.terminal.catalogs import print_gpus, print_models
+from whichlora.terminal.catalogs import print_gpus, print_methods, print_models
 from whichlora.terminal.estimate import print_predictions
 from whichlora.terminal.explained import explanation_markdown, print_explanation
 from whichlora.terminal.exports import print_export
@@ -43,6 +43,7 @@ __all__ = [
     "print_guide",
     "print_life",
     "print_merged",
+    "print_methods",
     "print_models",
     "print_own_links",
     "print_placements",

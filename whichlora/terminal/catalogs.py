@@ -11,6 +11,7 @@ from whichlora.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from whichlora.store.models import ModelRecord
+    from whichlora.workflow.methods import MethodRow
 
 
 def print_gpus(gpus: Sequence[GpuSpec], *, here: GpuSpec | str) -> None:
@@ -42,6 +43,38 @@ def print_gpus(gpus: Sequence[GpuSpec], *, here: GpuSpec | str) -> None:
     if not isinstance(here, str):
         here = f"{here.key} ({here.name}, {format_bytes(here.memory_bytes)})"
     say(console, f"this machine: {here}; every figure's source is in calibration/<key>/gpu.json")
+
+
+def print_methods(rows: Sequence[MethodRow]) -> None:
+    """What each method trains and takes; where it does not run, why."""
+    console = open_console()
+    numbers = ("trained", "peak", "of LoRA", "step of LoRA")
+    shown = []
+    for row in rows:
+        if row.refusal:
+            shown.append((row.name, *["-"] * len(numbers), "-", "-", "-", row.refusal))
+            continue
+        shares = ("-" if x is None else f"{x:.2f}" for x in (row.peak_share, row.step_share))
+        shown.append(
+            (
+                row.name,
+                format_count(row.num_trainable_params or 0),
+                format_bytes(row.peak_bytes or 0),
+                *shares,
+                "yes" if row.merges else "no",
+                "yes" if row.quantised else "no",
+                ", ".join(row.engines) or "merged alone",
+                f"{row.summary} ({', '.join(row.options)})" if row.options else row.summary,
+            )
+        )
+    print_table(
+        console,
+        ("method", *numbers, "merges", "4 bit", "unmerged by", "what it is (its settings)"),
+        shown,
+        right=numbers,
+        spare=("unmerged by", "what it is (its settings)"),
+    )
+    say(console, "of PEFT 0.21.2; --method-option name=value gives a setting")
 
 
 def print_models(models: Sequence[ModelRecord]) -> None:

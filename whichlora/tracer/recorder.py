@@ -51,6 +51,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._layer_task = -1  # the backward pass in which `_layer` was entered
         self._in_model = self._num_forwards = 0
         self._last_owner: int | None = None
+        self._drawn: int | None = None  # storage of a random number, then of what it is compared to
         self._sum: tuple[int, int] | None = None  # storages of a sum just made, of what it adds to
         self._closed = False
         self._global_hooks: tuple[Any, ...] = ()
@@ -156,6 +157,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         temporary_bytes = _temporary_bytes(func, args, kwargs or {}, self._fused_rows)
         temporary = self._write_birth(temporary_bytes, str(func), None) if temporary_bytes else 0
         result = func(*args, **(kwargs or {}))
+        if _draws(func, args, result, self._drawn):
+            self._drawn = _storage_of(result)
         if func is torch.ops.aten.bitwise_not.default and self._tells_unwanted and result.ndim == 1:
             self._unwanted = result
         if func is torch.ops.aten.lift_fresh.default:
@@ -176,8 +179,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         """A number for code that asks a fake tensor for its value.
 
         In training it is asked whether a padding mask is all ones; in generation, whether every
-        sequence is finished.
+        sequence is finished. PEFT's LyCORIS layers draw whether they are dropped: never.
         """
+        if tensor.dtype == torch.bool and _storage_of(tensor) == self._drawn:
+            return True
         if tensor.dtype == torch.bool:
             generating = self._run.phase == "inference"
             return generating and self._num_forwards >= self._run.max_new_tokens
@@ -345,6 +350,17 @@ def _temporary_bytes(func: Any, args: Any, kwargs: Mapping[str, Any], fused_rows
     scales = {**dict(zip(names, args, strict=False)), **kwargs}.get("absmax_8bit")
     of_scales = 0 if scales is None else 2 * 4 * scales.numel()
     return int(out_features * in_features * args[0].element_size()) + of_scales
+
+
+def _draws(func: Any, args: Any, result: Any, drawn: int | None) -> bool:
+    """Whether `result` is one random number, or the comparison of the one that was drawn."""
+    if func is torch.ops.aten.gt.Scalar:
+        return _storage_of(args[0]) == drawn
+    return func is torch.ops.aten.rand.default and bool(result.numel() == 1)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _quant_tensors(state: Any) -> Iterator[torch.Tensor]:

@@ -20,7 +20,7 @@ from whichlora.exports.train_script.lines import (
     argument_lines,
     attention_lines,
     divides_while_loading,
-    is_loraplus,
+    has_optimizer,
     model_lines,
     optimizer_lines,
     predicted_versions,
@@ -46,7 +46,7 @@ _IMPORTABLE: Mapping[str, Sequence[str]] = {
     "accelerate": ("PartialState",),
     "datasets": ("Dataset",),
     "peft": ("get_peft_model", "prepare_model_for_kbit_training"),
-    "peft.optimizers": ("create_loraplus_optimizer",),
+    "peft.optimizers": ("create_loraplus_optimizer", "create_lorafa_optimizer"),
     "tokenizers": ("Tokenizer", "decoders", "models", "pre_tokenizers"),
     "transformers": (
         "AutoConfig",
@@ -314,7 +314,8 @@ def _tail(run: RunConfig, keeping: Keeping, reader: Collator, masked_lm: bool) -
         collator=collator * (trainer.rows == "texts"),
         adapter="        peft_config=peft_config,\n" * has_config
         + "        reward_funcs=reward_funcs,\n" * trainer.writes_answers,
-        optimizer="        optimizers=(optimizer, None),\n" * (is_loraplus(run) and not has_config),
+        optimizer="        optimizers=(optimizer, None),\n"
+        * (has_optimizer(run) and not has_config),
         after="".join(indent(line, "    ") for line in _after(run, keeping)),
         callbacks="        callbacks=[LogAtCheckpoints()],\n" * keeping.saves,
         resume="resume_from_checkpoint=checkpoint" * keeping.saves,
@@ -328,7 +329,7 @@ def _after(run: RunConfig, keeping: Keeping) -> list[str]:
     """The lines that follow the trainer: of the adapters that it made, and of rows it left out."""
     trainer = get_trainer(run.trainer)
     lines = []
-    if trainer.makes_adapters and is_loraplus(run):
+    if trainer.makes_adapters and has_optimizer(run):
         lines += ["model = trainer.model\n", *(f"{line}\n" for line in optimizer_lines(run))]
         lines.append("trainer.optimizer = optimizer\n")
     if trainer.rows != "texts":

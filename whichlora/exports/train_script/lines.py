@@ -40,7 +40,13 @@ def predicted_versions(run: RunConfig) -> dict[str, str]:
 
 
 def is_loraplus(run: RunConfig) -> bool:
-    return run.loraplus_lr_ratio != 1 and not get_method(run.method).trains_base
+    method = get_method(run.method)
+    return run.loraplus_lr_ratio != 1 and not (method.trains_base or method.makes_optimizer)
+
+
+def has_optimizer(run: RunConfig) -> bool:
+    """Whether the script makes the optimizer, which the Trainer is handed."""
+    return is_loraplus(run) or bool(get_method(run.method).makes_optimizer)
 
 
 def trainer_name(run: RunConfig) -> str:
@@ -50,6 +56,10 @@ def trainer_name(run: RunConfig) -> str:
 
 def optimizer_lines(run: RunConfig) -> list[str]:
     """LoRA+: the Trainer's optimizer with a higher learning rate for B."""
+    maker = get_method(run.method).makes_optimizer
+    if maker:
+        settings = {"r": run.r, "lora_alpha": run.lora_alpha, "lr": Code("LEARNING_RATE")}
+        return [f"optimizer = {call(maker.rpartition('.')[2], Code('model'), **settings)}"]
     if not is_loraplus(run):
         return []
     make = call(

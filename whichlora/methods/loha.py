@@ -1,0 +1,125 @@
+"""LoHa: the elementwise product of two low-rank matrices is added to each weight.
+
+Hyeon-Woo et al. 2021, arXiv:2108.06098; peft 0.21.2 `tuners/loha`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from whichlora.methods.base import AdapterWork, Method, adapted_modules, read_options
+from whichlora.methods.operators import added_bytes, counted, parameter, product
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.numeric import Count
+from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
+
+if TYPE_CHECKING:
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.operators import OpEmitter
+
+
+def adapter_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
+    """Two pairs of factors, [out_features, r] and [r, in_features]. Kind: exact."""
+    return (
+        (linear.out_features, r),
+        (r, linear.in_features),
+        (linear.out_features, r),
+        (r, linear.in_features),
+    )
+
+
+def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
+    """The result plus a product with the dense update.
+
+    Source: peft 0.21.2 `LoHaLayer.forward`, `Linear._get_delta_activations`, `HadaWeight`.
+    """
+    tape, dtypes, what = ops.tape, ops.dtypes, linear.name
+    result = ops.base(linear, x)
+    num_weights = linear.in_features * linear.out_features
+    dense = ops.constant(num_weights)
+    factors = [
+        parameter(ops, ops.per_rank(width))
+        for width in (linear.out_features, linear.in_features) * 2
+    ]
+    size = dtypes.adapter_bytes
+    if dtypes.under_autocast:
+        size = dtypes.compute_bytes
+        for factor in factors:  # cast within the function, and cached
+            ops.autocast(factor)
+    # backward, outside of autocast: the scaled gradient, a product of two factors, that times the
+    # gradient, and what the other two factors had, which their variable still holds
+    update = tape.op(
+        factors,
+        dense,
+        size,
+        inner=(ops.constant(num_weights * size), ops.constant(num_weights * size)),
+        inner_backward=(
+            ops.constant(num_weights * size),
+            *[ops.constant(num_weights * dtypes.adapter_bytes)] * 3,
+        ),
+    )
+    argument = ops.cast(x, size, f"{what}: own copy of the input")
+    rows = ops.rows.of(linear.out_features)
+    added = product(ops, argument, update, rows, f"{what}: dense update")
+    tape.hold(update, argument)
+    summed = ops.add(result, added, f"{what}: result")
+    tape.hold(x)
+    return ops.cast(summed, x.size)
+
+
+def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
+    """A second dense product, and the update built in every forward and twice backward."""
+    both = linear.in_features + linear.out_features
+    num_weights = linear.in_features * linear.out_features
+    built = linear.count * 4 * r * num_weights
+    wide, narrow = dtypes.adapter_bytes, dtypes.compute_bytes
+    return AdapterWork(
+        **counted(
+            linear, 2 * r * both, forward_flops=2 * num_weights, backward_flops=4 * num_weights
+        ),
+        weight_flops=built,
+        weight_bytes=linear.count * num_weights * 8 * narrow,
+        backward_weight_flops=3 * built,
+        backward_weight_bytes=linear.count * num_weights * (4 * narrow + 10 * wide),
+        elementwise_bytes=linear.out_features * added_bytes(dtypes, narrow),
+        forward_launches=8 if dtypes.autocast else 6,
+        backward_launches=14,
+    )
+
+
+def refuses(linear: Linear, quant: str) -> str:
+    """Source: peft 0.21.2 `LycorisTuner._create_new_module`, `LoHaLayer.update_layer`."""
+    if linear.transposed:
+        return "PEFT's LyCORIS methods take nn.Linear, and no Conv1D; use method lora"
+    if quant != "none" and linear.quantisable:
+        kind = "packed codes" if quant in FOUR_BIT_BNB else f"weights in {quant}"
+        return f"PEFT gives its update the shape of the stored weight, which is none of {kind}"
+    return ""
+
+
+def peft_config(run: RunConfig) -> dict[str, Any]:
+    return {"r": run.r, "alpha": run.lora_alpha} | adapted_modules(run)
+
+
+def read_peft(config: Any) -> Mapping[str, Any]:
+    plain = {"rank_dropout": (0.0,), "module_dropout": (0.0,), "rank_pattern": ({},)}
+    own = {"r": config.r, "lora_alpha": max(1, round(config.alpha))}
+    return own | dict(read_options(config, (), plain=plain))
+
+
+METHOD = Method(
+    name="loha",
+    summary="the elementwise product of two low-rank updates",
+    peft_class="peft.LoHaConfig",
+    peft_config=peft_config,
+    read_peft=read_peft,
+    keeps_input_dtype=True,
+    parameter_prefix="hada_",
+    ignores=frozenset({"lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    refuses=refuses,
+    adapter_shapes=adapter_shapes,
+    forward=forward,
+    work=work,
+)
