@@ -123,11 +123,8 @@ def page() -> str:
         "Formulas were finished on seeds below 200; the others were drawn after. SHiRA's mask "
         "needs values, so that real steps on a CPU test it "
         "(`tests/methods/test_methods_oracle.py`, every method within 1 %). MiSS's `bat` with "
-        "16-bit adapters is left out: PEFT widens its blocks on a CPU alone, which a trace runs on.\n\n"
-        + "\n".join([header, *rows])
-        + "\n\nModels: "
-        + ", ".join(models)
-        + ".\n"
+        "16-bit adapters is left out: PEFT widens its blocks on a CPU alone, which a trace "
+        "runs on.\n\n" + "\n".join([header, *rows]) + "\n\nModels: " + ", ".join(models) + ".\n"
     )
 
 
