@@ -116,6 +116,11 @@ def test_an_unknown_method_names_the_known_ones() -> None:
         get_method("veera")
 
 
+def test_a_type_of_peft_that_is_not_modelled_is_named_so() -> None:
+    with pytest.raises(ConfigError, match="method: boft of PEFT is not modelled; 'whichlora met"):
+        get_method("boft")
+
+
 @dataclass
 class Point:
     """An entry point of an installed package."""

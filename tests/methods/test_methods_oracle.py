@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 import oracle_memory as oracle
+from peft import PeftType
 from traced import live_bytes
 
 from whichlora import families
 from whichlora.memory.gradients import cached_params, trained_params
-from whichlora.methods import get_method
+from whichlora.methods import BUILT_IN, NOT_MODELLED, get_method
 from whichlora.predict import predict as prediction
 from whichlora.predict import resolve as resolution
 from whichlora.profiler.build import finished_model, meta_model
@@ -71,6 +73,13 @@ def run_of(method: str, options: dict[str, Any], **settings: Any) -> RunConfig:
     return RunConfig(
         model="x", method=method, method_options=tuple(sorted(options.items())), **settings
     )
+
+
+def test_every_type_of_peft_is_modelled_or_named_as_not() -> None:
+    kinds = {kind.value for kind in PeftType}
+    classes = {method.peft_class for method in BUILT_IN.values() if method.peft_class}
+    modelled = {resolve_name(name)().peft_type.value for name in classes}
+    assert kinds - modelled == {name.upper().replace("-", "_") for name in NOT_MODELLED}
 
 
 @pytest.mark.parametrize(("method", "options"), METHODS, ids=str)

@@ -50,7 +50,63 @@ BUILT_IN = _METHODS.built_in
 ENTRY_POINT_GROUP = _METHODS.group
 list_methods = _METHODS.all
 COMPARED = ("full", "lora", "qlora", "dora", "qdora")  # where nobody names the methods to compare
-get_method = _METHODS.get
+# types of peft 0.21.2 that no file here describes
+NOT_MODELLED = frozenset(
+    {
+        "adalora",
+        "adamss",
+        "adaption-prompt",
+        "beft",
+        "boft",
+        "cartridge",
+        "cpt",
+        "deft",
+        "delora",
+        "fourierft",
+        "frod",
+        "glora",
+        "gralora",
+        "hira",
+        "hra",
+        "lily",
+        "ln-tuning",
+        "multitask-prompt-tuning",
+        "osf",
+        "p-tuning",
+        "peanut",
+        "poly",
+        "prefix-tuning",
+        "prompt-tuning",
+        "psoft",
+        "pvera",
+        "randlora",
+        "road",
+        "shadow",
+        "supertuning",
+        "tinylora",
+        "trainable-tokens",
+        "unilora",
+        "vblora",
+        "waveft",
+        "xlora",
+    }
+)
+
+
+def get_method(name: str) -> Method:
+    """The method called `name`.
+
+    Raises:
+        ConfigError: there is none, or it is a type of PEFT that is not modelled.
+    """
+    try:
+        return _METHODS.get(name)
+    except ConfigError:
+        if name not in NOT_MODELLED:
+            raise
+        raise ConfigError(
+            f"method: {name} of PEFT is not modelled; 'whichlora methods' lists those that are"
+        ) from None
 
 
 def with_defaults(run: RunConfig) -> RunConfig:
@@ -147,6 +203,7 @@ __all__ = [
     "BUILT_IN",
     "COMPARED",
     "ENTRY_POINT_GROUP",
+    "NOT_MODELLED",
     "Method",
     "get_method",
     "list_methods",

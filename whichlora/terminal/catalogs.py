@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from whichlora.methods import NOT_MODELLED
 from whichlora.spec.gpu import GpuSpec
 from whichlora.terminal.tables import new_table, open_console, print_table, say
 from whichlora.units import format_bytes, format_count
@@ -75,6 +76,7 @@ def print_methods(rows: Sequence[MethodRow]) -> None:
         spare=("unmerged by", "what it is (its settings)"),
     )
     say(console, "of PEFT 0.21.2; --method-option name=value gives a setting")
+    say(console, f"not modelled: {', '.join(sorted(NOT_MODELLED))}")
 
 
 def print_models(models: Sequence[ModelRecord]) -> None:
