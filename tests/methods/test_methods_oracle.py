@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
@@ -15,8 +16,10 @@ pytest.importorskip("peft")
 import oracle_memory as oracle
 from peft import PeftType
 from traced import live_bytes
+from train_runs import run_script
 
 from whichlora import families
+from whichlora.exports.train_script import train_script
 from whichlora.memory.gradients import cached_params, trained_params
 from whichlora.methods import BUILT_IN, NOT_MODELLED, get_method
 from whichlora.predict import predict as prediction
@@ -140,3 +143,22 @@ def test_a_real_step_on_a_cpu_takes_the_predicted_bytes(
         "llama", config=size | heads, method=method, method_options=tuple(sorted(stated.items()))
     )
     assert oracle.predicted_peak(one) == pytest.approx(oracle.step_peak(one), rel=0.01)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("method", "options"), CPU_RUNS, ids=str)
+def test_train_py_trains_it(tmp_path: Path, method: str, options: dict[str, Any]) -> None:
+    stated = {"block_size": 16} if method == "c3a" else options
+    run = run_of(method, stated, padding="padded", seq_len=32, batch_size=2, precision="fp32", r=4)
+    config = LLAMA | {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128}
+    path = tmp_path / "train.py"
+    path.write_text(
+        train_script(
+            run, target_modules="all-linear", weights="random", model_config=config, max_steps=2
+        )
+    )
+    rows = "".join(json.dumps({"text": "to be or not to be"}) + "\n" for _ in range(4))
+    (tmp_path / "train.jsonl").write_text(rows)
+    done = run_script(path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "output" / "result.json").read_text())
