@@ -17,12 +17,12 @@ from whichlora.cli import main
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.html.marks import PART_COLOURS
 from whichlora.page import pyodide
-from whichlora.page.build import bundle, site_files
+from whichlora.page.build import build, bundle, site_files
 
 
 @pytest.fixture(scope="module")
 def site() -> dict[str, bytes]:
-    return site_files()
+    return site_files(has_snapshot=False)
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def stand_in(tmp_path: Path) -> Path:
     folder = tmp_path / "pyodide"
     folder.mkdir()
     for name in pyodide.FILES:
-        (folder / name).write_text(name)
+        (folder / name).write_text("{}" if name == pyodide.LOCK else name)
     return folder
 
 
@@ -45,8 +45,9 @@ def packed(folder: Path, names: tuple[str, ...] = pyodide.FILES) -> bytes:
 
 
 def test_the_command_writes_a_site_from_a_folder_or_a_package(
-    tmp_path: Path, stand_in: Path
+    tmp_path: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Node.js
     package = tmp_path / "pyodide.tgz"
     package.write_bytes(packed(stand_in))
     for source in (stand_in, package):
@@ -54,6 +55,7 @@ def test_the_command_writes_a_site_from_a_folder_or_a_package(
         done = CliRunner().invoke(main, ["page", str(target), "--pyodide", str(source)])
         assert done.exit_code == 0, done.output
         assert f"page: {target / 'index.html'}" in done.output
+        assert "if Node.js is on the path" in done.output
         names = {path.name for path in target.iterdir()}
         assert names == {
             "index.html", "page.css", "page.js", "theme.js", "worker.js", "whichlora.zip",
@@ -98,6 +100,20 @@ def test_without_network_the_error_says_what_to_give(
     assert done.output.count("\n") == 1
     assert "can't be downloaded (Name or service not known)" in done.output
     assert "--pyodide FILE" in done.output
+    assert not (tmp_path / "site").exists()
+
+
+def test_a_node_that_cannot_run_pyodide_is_refused_with_its_last_words(
+    tmp_path: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "node"
+    program.write_text(
+        "#!/bin/sh\necho 'first' >&2\necho 'SyntaxError: await' >&2\necho 'Node.js v1' >&2\nexit 1\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(ConfigError, match=r"node: .*can't run Pyodide \(SyntaxError: await\)"):
+        build(tmp_path / "site", stand_in)
     assert not (tmp_path / "site").exists()
 
 

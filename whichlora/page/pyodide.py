@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import tarfile
 import urllib.request
 from pathlib import Path
 
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.store.jsonfiles import write_bytes
+from whichlora.store.jsonfiles import parse_object, write_bytes
 from whichlora.store.paths import cache_folder
 
 VERSION = "314.0.7"  # CPython 3.14.2
@@ -18,7 +19,8 @@ SHA512 = (  # what https://registry.npmjs.org/pyodide/314.0.7 says of the tarbal
     "8c716930abe1db139bb2b860fcd8b37bcb6abe48dbe2ffa579244b0e943d91d4"
 )
 URL = f"https://registry.npmjs.org/pyodide/-/pyodide-{VERSION}.tgz"
-FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
+LOCK = "pyodide-lock.json"
+FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", LOCK)
 _TIMEOUT_S = 60
 _MOST_BYTES = 64 * 1024**2
 
@@ -35,17 +37,28 @@ def pyodide_files(source: Path | None = None) -> dict[str, bytes]:
         DataFileError: `source` lacks a file.
     """
     if source is not None and source.is_dir():
-        return {name: _read(source / name) for name in FILES}
+        return _without_packages({name: _read(source / name) for name in FILES}, source)
     path = source or cached()
     if source is None and not path.is_file():
         write_bytes(path, _checked(_download(), URL))
     data = _read(path)
-    return _unpacked(data if source is not None else _checked(data, str(path)), path)
+    found = _unpacked(data if source is not None else _checked(data, str(path)), path)
+    return _without_packages(found, path)
 
 
 def cached() -> Path:
     """Where the pinned release is kept."""
     return cache_folder() / f"pyodide-{VERSION}.tgz"
+
+
+def _without_packages(found: dict[str, bytes], path: Path) -> dict[str, bytes]:
+    """`found`, whose list of packages is empty: predicting needs none.
+
+    Raises:
+        DataFileError: the list is none.
+    """
+    lock = parse_object(found[LOCK], str(path / LOCK))
+    return found | {LOCK: json.dumps({"info": lock.get("info"), "packages": {}}).encode()}
 
 
 def _download() -> bytes:

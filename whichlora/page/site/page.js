@@ -3,6 +3,7 @@
 (() => {
   const byId = (id) => document.getElementById(id);
   const form = byId("question");
+  const first = JSON.parse(byId("first").textContent);
   const [status, fault] = [byId("status"), byId("fault")];
   const MOST_ROWS = 12; // of a table, before it is asked for all
   const MARKS = { fits: "✓", undecided: "?", fails: "✕" };
@@ -68,7 +69,7 @@
     worker.postMessage(latest);
   };
   const start = () => {
-    const module = new URL("worker.js", document.baseURI).href;
+    const module = new URL(first.hasSnapshot ? "worker.js?snapshot" : "worker.js", document.baseURI).href;
     // from a blob, so that the policy of this page holds in the worker, too
     const code = `import(${JSON.stringify(module)}).catch((error) => postMessage({ fault: String(error) }));`;
     worker = new Worker(URL.createObjectURL(new Blob([code], { type: "text/javascript" })), { type: "module" });
@@ -239,7 +240,6 @@
   if (location.hash.length > 1) fill(linked());
   showPhase();
   last = fragment(asked());
-  const first = JSON.parse(byId("first").textContent);
   const isFirst = last === fragment(first.question);
   if (isFirst) show(first.answer); // computed when the page was built
   start();

@@ -1,30 +1,38 @@
 // Python in a thread of its own: the page stays usable while it computes.
+import createPyodideModule from "./pyodide.asm.mjs";
 import { loadPyodide } from "./pyodide.mjs";
 
 const here = (name) => new URL(name, import.meta.url).href;
 const fetched = async (name) => {
   const answer = await fetch(here(name));
   if (!answer.ok) throw new Error(`${name}: ${answer.status}`);
-  return answer.arrayBuffer();
+  return answer;
 };
+const unzipped = (answer) => new Response(answer.body.pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
 
 let waiting = null; // the latest question alone
 let wake = () => {};
 addEventListener("message", ({ data }) => { waiting = data; wake(); });
 const breath = () => new Promise((done) => { setTimeout(done); });
 
-async function start() {
-  const [python, code, lock] = await Promise.all([
-    loadPyodide({ indexURL: here("./"), lockFileContents: LOCK, packageBaseUrl: here("./") }),
-    fetched("whichlora.zip"),
-  ]);
-  python.unpackArchive(code, "zip", { extractDir: "/whichlora" });
-  python.runPython("import sys; sys.path.insert(0, '/whichlora')");
-  return python.runPython("from whichlora.page.questions import answer; answer");
+// The memory of a Python that has answered, made when the page was built; null without one.
+async function restored() {
+  if (!new URL(import.meta.url).searchParams.has("snapshot")) return {};
+  const snapshot = new Uint8Array(await unzipped(await fetched("snapshot.gz")));
+  const enlarged = async (settings) => { // Pyodide restores it into the memory that is there
+    const module = await createPyodideModule(settings);
+    module._free(module._malloc(snapshot.length));
+    return module;
+  };
+  return { _loadSnapshot: snapshot, createPyodideModule: enlarged };
 }
 
-// a page has no packages beside the standard library
-const LOCK = { info: { abi_version: "2026_0", arch: "wasm32", platform: "emscripten_5_0_3", python: "3.14.2" }, packages: {} };
+async function start() {
+  const code = fetched("whichlora.zip").then((answer) => answer.arrayBuffer());
+  const python = await loadPyodide({ indexURL: here("./"), ...await restored() });
+  python.unpackArchive(await code, "zip", { extractDir: "/whichlora" });
+  return python.runPython("import sys; sys.path.insert(0, '/whichlora')\nfrom whichlora.page.questions import answer; answer");
+}
 
 try {
   const answer = await start();
