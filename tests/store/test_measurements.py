@@ -154,7 +154,8 @@ def test_both_checks_accept_the_ends_of_a_range_and_nothing_beyond(
 
 
 def test_compiled_checks_accept_every_setting_that_is_accepted() -> None:
-    for changes in ({"quant": "nf4"}, {"prepare_kbit": True}, {"lora_dropout": 0.5}):
+    settings_ = ({"quant": "nf4"}, {"prepare_kbit": True}, {"lora_dropout": 0.5})
+    for changes in (*settings_, {"optimizer": "lora_fa"}, {"optimizer": "sgd"}):
         config = RunConfig(model="m", **changes).to_dict()  # type: ignore[arg-type]
         assert parse_record(a_line(config=config)) is not None
 
