@@ -107,9 +107,9 @@ def test_a_node_that_cannot_run_pyodide_is_refused_with_its_last_words(
     tmp_path: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "node"
-    program.write_text(
-        "#!/bin/sh\necho 'first' >&2\necho 'SyntaxError: await' >&2\necho 'Node.js v1' >&2\nexit 1\n"
-    )
+    said = ("first", "SyntaxError: await", "Node.js v1")
+    lines = [f"echo '{line}' >&2" for line in said]
+    program.write_text("\n".join(["#!/bin/sh", *lines, "exit 1"]))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     with pytest.raises(ConfigError, match=r"node: .*can't run Pyodide \(SyntaxError: await\)"):

@@ -70,8 +70,9 @@ def test_after_the_run_come_the_largest_batch_and_every_card_as_where_has_them()
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("gpu", "seq_len"), [("4090", 4096), ("8GB", 2048), ("a100-sxm-80gb", 512)]
+    ("gpu", "seq_len"), [("4090", 4096), ("8GB", 2048), ("a100-sxm-80gb", 512), ("l4", 2048)]
 )
 def test_without_a_model_the_largest_that_fits_is_what_recommend_takes(
     gpu: str, seq_len: int
