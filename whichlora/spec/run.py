@@ -36,6 +36,7 @@ Optimizer = Literal[
     "lion",
 ]
 MethodOptimizer = Literal["lora_fa"]  # which a method is, and nobody chooses
+AnyOptimizer = Literal[Optimizer, MethodOptimizer]
 AttentionKernel = Literal["sdpa", "sdpa-efficient", "eager", "flash_attention_2"]
 Padding = Literal["none", "padded"]
 LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "unsloth-fused", "raw"]
@@ -118,7 +119,7 @@ class CacheFormat:
 _CHOICES: dict[str, tuple[str, ...]] = {
     "phase": get_args(Phase),
     "precision": get_args(Precision),
-    "optimizer": get_args(Optimizer) + get_args(MethodOptimizer),
+    "optimizer": get_args(AnyOptimizer),
     "attn": get_args(AttentionKernel),
     "padding": get_args(Padding),
     "loss_head": get_args(LossHead),
@@ -212,7 +213,7 @@ class RunConfig:
     lora_dropout: float = 0.0
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
     precision: Precision = "bf16"
-    optimizer: Optimizer | MethodOptimizer = "adamw_torch_fused"
+    optimizer: AnyOptimizer = "adamw_torch_fused"
     gradient_checkpointing: bool | None = True
     gradient_accumulation_steps: int = 1
     attn: AttentionKernel = "sdpa"

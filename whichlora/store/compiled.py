@@ -124,10 +124,8 @@ def _setting_schema(hint: Any) -> Any:
     if origin is Literal:
         return core.literal_schema(list(get_args(hint)))
     if origin in (Union, types.UnionType):
-        options = get_args(hint)
-        accepted = [_setting_schema(option) for option in options if option is not type(None)]
-        schema = accepted[0] if len(accepted) == 1 else core.union_schema(accepted)
-        return core.nullable_schema(schema) if type(None) in options else schema
+        (inner,) = (option for option in get_args(hint) if option is not type(None))
+        return core.nullable_schema(_setting_schema(inner))
     if hint == tuple[str, ...]:
         return core.list_schema(_name_schema())
     if origin is tuple:  # structured settings are rare: absent, or for the slow checks
