@@ -266,8 +266,11 @@ def test_a_length_ends_at_the_positions_of_the_model() -> None:
     assert "the model has no more positions" in one["notes"][0]
 
 
+QLORA_8BIT = ("--method", "qlora", "--optimizer", "adamw_8bit")
+
+
 def test_where_lists_every_accelerator_the_smallest_that_fits_first() -> None:
-    found = json.loads(whichlora("where", LLAMA, "--method", "qlora", "--json").stdout)
+    found = json.loads(whichlora("where", LLAMA, *QLORA_8BIT, "--json").stdout)
     assert found["schema_version"] == 1
     placements = found["placements"]
     assert len(placements) == len(json.loads(whichlora("gpus", "--json").stdout)["gpus"])
@@ -277,7 +280,7 @@ def test_where_lists_every_accelerator_the_smallest_that_fits_first() -> None:
     assert sizes == sorted(sizes)
     assert all(one["largest_batch_size"] >= 1 for one in fitting)
     (gaudi,) = (one for one in placements if one["gpu"] == "gaudi2-96gb")
-    assert gaudi["refusal"].startswith("quant: 'nf4-dq' needs bitsandbytes, which has no hpu")
+    assert gaudi["refusal"].startswith("optimizer: adamw_8bit does not run on Gaudi: bitsandbytes")
 
 
 def test_where_says_which_cards_lack_units_and_what_has_some() -> None:
@@ -407,7 +410,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--phase", "inference", "--serve", "nf4"), "--serve: 'nf4' is not known; accepted are"),
     (("--quant", "int3"), "--quant: 'int3' is not known; accepted are none, nf4"),
     (("--quant", "nf4", "--method", "full"), "quant: 'nf4' weights cannot be trained"),
-    (("--quant", "nf4", "--gpu", "gaudi2-96gb"), "bitsandbytes, which has no hpu backend"),
+    (("--quant", "fp4", "--gpu", "gaudi2-96gb"), "not among what bitsandbytes has for hpu"),
     (("--target-modules", "c_attn"), "target_modules: 'c_attn' is no linear layer of"),
     (("--target-modules", "q_proj,"), "--target-modules: has an empty name"),
     (("--gpu", "nosuch"), "unknown GPU 'nosuch'"),

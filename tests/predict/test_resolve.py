@@ -80,10 +80,12 @@ REFUSED: dict[str, tuple[GpuSpec, str, dict[str, Any], str]] = {
         HALF_ONLY, LLAMA, {"precision": "fp16"}, r"precision: fp16 has no known rate.*bf16",
     ),
     "segments of another allocator": (
-        CPU, LLAMA, {"expandable_segments": True}, r"expandable_segments: .*not on cpu",
+        CPU, LLAMA, {"expandable_segments": True},
+        r"expandable_segments: torch's allocator of cpu has none.*leave it out",
     ),
-    "bitsandbytes without a backend": (
-        GAUDI, LLAMA, {"method": "qlora"}, r"which has no hpu backend; use quant none",
+    "a format that bitsandbytes lacks there": (
+        GAUDI, LLAMA, {"method": "qlora", "quant": "fp4"},
+        r"quant: 'fp4' is not among what bitsandbytes has for hpu, int8, nf4, nf4-dq; use one",
     ),
     "copies in fp16": (
         A100, LLAMA, {"precision": "fp16", "modules_to_save": ("embed_tokens",)},

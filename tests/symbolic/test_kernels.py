@@ -12,17 +12,13 @@ from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.predict import predict_memory
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import Attention
+from whichlora.spec.backends import SdpaCall, backend_of
+from whichlora.spec.backends.cuda import ASSUMED_CAPABILITY
 from whichlora.spec.run import RunConfig
 from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
-from whichlora.symbolic.kernels import (
-    ASSUMED_CAPABILITY,
-    attention_kernel,
-    repeats_keys,
-    runs_efficient,
-    sdpa_kernel,
-)
+from whichlora.symbolic.kernels import attention_kernel, repeats_keys, runs_efficient
 
 GROUPED = "Qwen/Qwen2.5-0.5B"
 CALL: dict[str, Any] = {
@@ -38,8 +34,11 @@ CALL: dict[str, Any] = {
     "needs_grad": True,
 }
 
+ON_XPU: dict[str, Any] = {"device_kind": "xpu", "compute_capability": "bmg_g21"}
+ON_MPS: dict[str, Any] = {"device_kind": "mps", "compute_capability": None, "needs_grad": False}
 
-# Each line is a check of torch 2.13's sdp_utils.cpp.
+
+# Each line is a check of torch 2.13's sdp_utils.cpp, mkldnn/xpu/Attention.cpp or Attention.mm.
 @pytest.mark.parametrize(
     ("changes", "kernel"),
     [
@@ -68,12 +67,38 @@ CALL: dict[str, Any] = {
         ),
         ({"device_kind": "rocm", "compute_capability": "gfx942", "groups": "enabled"}, "flash"),
         ({"device_kind": "rocm", "compute_capability": "gfx908"}, "math"),  # AOTriton has none
+        ({"device_kind": "rocm", "compute_capability": "gfx1100"}, "flash"),
+        ({"device_kind": "rocm", "compute_capability": "gfx1101"}, "math"),  # experimental
+        ({"device_kind": "rocm", "compute_capability": None, "masked": True}, "efficient"),
+        (  # aotriton_max_hdim
+            {"device_kind": "rocm", "compute_capability": "gfx942"}
+            | {"head_dim": 512, "v_head_dim": 512},
+            "flash",
+        ),
+        (
+            {"device_kind": "rocm", "compute_capability": "gfx1100"}
+            | {"head_dim": 512, "v_head_dim": 512},
+            "math",
+        ),
+        # check_no_grad: oneDNN's kernel reads masks and has no backward
+        (ON_XPU | {"masked": True, "needs_grad": False}, "flash"),
+        (ON_XPU | {"groups": "enabled"}, "flash"),
+        (ON_XPU | {"masked": True}, "math"),
+        (ON_XPU | {"head_dim": 256, "v_head_dim": 256}, "math"),
+        (ON_XPU | {"compute_capability": "acm_g10"}, "math"),  # no SYCL-TLA on Alchemist
+        (ON_XPU | {"dtype": "fp32"}, "math"),
+        ({"device_kind": "mps", "compute_capability": None}, "math"),  # no backward
+        (ON_MPS, "flash"),
+        (ON_MPS | {"head_dim": 48, "v_head_dim": 48}, "math"),
+        (ON_MPS | {"libraries": Libraries(torch="2.12.0")}, "math"),
         ({"device_kind": "cpu", "dtype": "fp32", "groups": "enabled"}, "flash"),
         ({"device_kind": "cpu", "dtype": "fp32", "dropout": True}, "math"),  # check_for_dropout
     ],
 )
 def test_sdpa_dispatches_as_torch_2_13_does(changes: dict[str, Any], kernel: str) -> None:
-    assert sdpa_kernel(**CALL | changes) == kernel
+    call = CALL | changes
+    device_kind = call.pop("device_kind")
+    assert backend_of(device_kind).sdpa(SdpaCall(**call)) == kernel
 
 
 def job_of(gpu: str = "a100-sxm-80gb", name: str = GROUPED, **settings: Any) -> ResolvedRun:

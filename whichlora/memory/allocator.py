@@ -19,8 +19,6 @@ from whichlora.units import MiB
 PAGES_BYTES = (2 + 20) * MiB  # the last page of the small and of the large pool, where expandable
 SEGMENT_BYTES = 20 * MiB  # a request between 1 and 10 MiB reserves this much
 TYPICAL_CONTEXT_BYTES = 500 * MiB  # 250 to 600 MiB where somebody looked
-WORKSPACE_BYTES = {"9": 32 * MiB, "10": 32 * MiB, "12": 32 * MiB}  # cuBLAS, by major capability
-OLDER_WORKSPACE_BYTES = 8_519_680  # ":4096:2:16:8": 2 of 4 MiB and 8 of 16 KiB
 
 
 WORKSPACE = Fact(
@@ -34,24 +32,20 @@ WORKSPACE = Fact(
 
 
 def workspace_bytes(gpu: GpuSpec, *, training: bool) -> int:
-    """cuBLAS workspaces in the framework's pool: one per thread that runs products.
+    """Workspaces of cuBLAS or hipBLAS in the framework's pool: one per thread that runs products.
 
-    Kind: exact before Hopper, unmeasured after. Source: torch 2.13 `CublasHandlePool.cpp`,
-    `parseChosenWorkspaceSize`; two published figures of 8.5 and 17 MB left after inference and
-    after training.
+    Kind: exact before Hopper, unmeasured after and on AMD. Source: `workspace_bytes` of the
+    backend; two published figures of 8.5 and 17 MB left after inference and after training.
     """
-    if gpu.kind != "cuda":
-        return 0
-    # a workspace belongs to a cuBLAS handle, and handles to a thread (`getCurrentCUDABlasHandle` of
-    # torch CublasHandlePool.cpp); autograd runs the backward in a thread of its own
-    major = (gpu.compute_capability or "8.0").split(".")[0]
-    each = WORKSPACE_BYTES.get(major, OLDER_WORKSPACE_BYTES)
-    return each * (2 if training else 1)
+    # a workspace belongs to a handle of the library, and handles to a thread
+    # (`getCurrentCUDABlasHandle` of torch CublasHandlePool.cpp); autograd runs the backward in a
+    # thread of its own
+    return gpu.backend.workspace_bytes(gpu.compute_capability) * (2 if training else 1)
 
 
 def splits_all(gpu: GpuSpec, *, expandable: bool) -> bool:
     """Whether no block is larger than what was asked, 512 bytes apart."""
-    return gpu.kind not in ("cuda", "rocm") or expandable
+    return gpu.backend.allocator != "segments" or expandable
 
 
 REMAINDERS = Fact(
@@ -133,7 +127,7 @@ def idle_cache_bytes(
     Kind: fitted to nothing; an estimate that replays of Llama-3-8B bracket (`docs/memory.md`).
     Source: replays in `docs/memory.md`, section 6.
     """
-    if gpu.kind == "cpu":
+    if gpu.backend.allocator == "host":
         return 0 * logits_bytes
     if expandable:
         return 0 * logits_bytes + layer_bytes + PAGES_BYTES
@@ -166,7 +160,7 @@ def idle_after_step_bytes(
     published A100 runs, and its mechanism is not known (`docs/accuracy/published.md`).
     Source: torch 2.13 `CUDACachingAllocator.cpp`, `get_free_block`.
     """
-    if gpu.kind == "cpu":
+    if gpu.backend.allocator == "host":
         return 0 * loss_bytes
     segments = largest(loss_bytes + narrow_logits_bytes + left_bytes, layer_bytes)
     last = PAGES_BYTES if expandable else 2 * SEGMENT_BYTES
@@ -183,7 +177,7 @@ def idle_after_prompt_bytes(gpu: GpuSpec, *, forward_bytes: Count, cache_bytes: 
     `benchmarks/traces/draw-1.jsonl`; the odd ones are `docs/accuracy/ledger.md`'s check of it.
     Source: torch 2.13 `CUDACachingAllocator.cpp`, `should_split`.
     """
-    if gpu.kind == "cpu":
+    if gpu.backend.allocator == "host":
         return 0 * forward_bytes
     return (forward_bytes + cache_bytes) // 4 + SEGMENT_BYTES
 
@@ -239,8 +233,9 @@ CONTEXT = Fact(
 def context_bytes(gpu: GpuSpec) -> int:
     """Device memory of the process outside the allocator: context, kernels, driver's share.
 
-    Kind: estimate. Source: `gpu.json` of the device, else `TYPICAL_CONTEXT_BYTES`.
+    Kind: estimate. Source: `gpu.json` of the device, else its backend, else what is typical.
     """
-    if gpu.kind == "cpu":
-        return 0
-    return TYPICAL_CONTEXT_BYTES if gpu.context_bytes is None else gpu.context_bytes
+    if gpu.context_bytes is not None:
+        return gpu.context_bytes
+    of_backend = gpu.backend.context_bytes
+    return TYPICAL_CONTEXT_BYTES if of_backend is None else of_backend

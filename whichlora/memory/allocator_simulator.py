@@ -108,6 +108,11 @@ class Pool:
         del keys[bisect_left(keys, size << _ADDRESS_BITS | start)]
         return size
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest range; 0 where there is none."""
+        return self._keys[-1] >> _ADDRESS_BITS if self._keys else 0
+
     def size_before(self, end: int) -> int:
         """Bytes of the range that ends at `end`; 0 where there is none."""
         start = self._start_before.get(end)

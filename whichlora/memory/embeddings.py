@@ -54,7 +54,7 @@ def outside_saved(
         saved += listed_tensors(_norm_kept(norm, dtypes), 1, tokens=0, span=0, r=0)
     # torch 2.13 `native_dropout` saves a boolean mask; a CPU's `dropout_impl` multiplies by a mask
     # in the dtype of the input
-    mask_bytes = dtypes.stream_bytes if dtypes.device_kind == "cpu" else 1
+    mask_bytes = dtypes.stream_bytes if dtypes.backend.wide_dropout_masks else 1
     saved += [per_token("dropout mask", mask_bytes, width, "hidden_size") for width in dropped]
     has_head = model.head is not None or model.task != "causal-lm"
     if dtypes.trains_base and after_layers and has_head and model.masked_head is None:

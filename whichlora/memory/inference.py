@@ -13,6 +13,7 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import adapter_entries
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.loading import loading_moment
+from whichlora.memory.metal_heaps import idle_in_heaps
 from whichlora.memory.training import Ledger
 from whichlora.memory.weights import weight_entries
 from whichlora.methods.base import Method
@@ -521,6 +522,7 @@ def inference_ledger(generation: Generation) -> Ledger:
         workspace_bytes=allocator.workspace_bytes(generation.gpu, training=False),
     )
     idle = (_idle if model.can_generate else _idle_of_forward)(generation, ledger)
+    idle = idle_in_heaps(generation.gpu, peak_bytes=ledger.peak_allocated_bytes, idle_bytes=idle)
     return replace(ledger, idle_bytes=idle)
 
 
@@ -568,7 +570,7 @@ def _idle(run: Generation, ledger: Ledger) -> Count:
 
 def _idle_of_forward(run: Generation, ledger: Ledger) -> Count:
     """Blocks as wide as the vocabulary can't be cut from what the layers leave."""
-    if run.gpu.kind == "cpu":
+    if run.gpu.backend.allocator == "host":
         return 0 * run.batch_size
     model, row_bytes = run.model, run.prompt_tokens * run.element_bytes
     working = run.prompt_forward

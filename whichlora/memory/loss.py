@@ -231,7 +231,7 @@ def _fused_temporaries(
     Kind: exact on CPU. Source: TRL 1.16 `kernels/chunked_logprob.py`, `_forward_tile`,
     `_backward_tile`.
     """
-    if dtypes.device_kind != "cpu":
+    if dtypes.backend.has_triton:
         return 0 * tokens
     entries = smallest(tokens, FUSED_TILE_TOKENS) * min(logit_width(model), FUSED_TILE_VOCAB)
     capped = 4 if model.logit_softcap else 0  # its tanh

@@ -12,6 +12,7 @@ from typing import Literal
 
 from whichlora.memory.entries import Fact
 from whichlora.memory.gradients import Trained
+from whichlora.spec.backends import backend_of
 from whichlora.spec.numeric import Count, ceil_div, largest
 
 _MIN_8BIT_PARAMS = 4096  # smaller tensors keep 32-bit states
@@ -271,14 +272,17 @@ def state_bytes(
     Args:
         narrow_embeddings: 8-bit states of embeddings have 8 bits, too; the Trainer keeps them wide.
 
-    Kind: exact. Paged states live outside the allocator; a CPU has none.
+    Kind: exact. Paged states live outside the allocator, where there are any.
     Source: torch 2.13 `optim`; bitsandbytes 0.50.2 `Optimizer2State.init_state` and
     `get_state_buffer`; transformers 5.23 `Adafactor.step`, `Trainer.create_optimizer`.
     """
     of_tensor = _OPTIMIZERS[optimizer].state_bytes
     if narrow_embeddings:
         tensors = [replace(tensor, is_embedding=False) for tensor in tensors]
-    return sum(of_tensor(tensor, device_kind != "cpu") * tensor.count for tensor in tensors)
+    return sum(
+        of_tensor(tensor, backend_of(device_kind).has_paged_states) * tensor.count
+        for tensor in tensors
+    )
 
 
 def state_blocks(tensor: Trained, *, optimizer: str, device_kind: str) -> list[int]:
@@ -289,7 +293,7 @@ def state_blocks(tensor: Trained, *, optimizer: str, device_kind: str) -> list[i
     """
     rule = _OPTIMIZERS[optimizer]
     number = rule.wide_states or 2
-    return [rule.state_bytes(tensor, device_kind != "cpu") // number] * number
+    return [rule.state_bytes(tensor, backend_of(device_kind).has_paged_states) // number] * number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +346,7 @@ def update_launches(update: Update) -> Count:
     Source: as of `update_bytes`; torch 2.13 `MultiTensorApply.cuh`.
     """
     called = _OPTIMIZERS[update.optimizer]
-    accelerated = update.device_kind != "cpu"  # `_default_to_fused_or_foreach`
+    accelerated = backend_of(update.device_kind).has_foreach  # `_default_to_fused_or_foreach`
     together = CLIP_LISTS * update.clips + UNSCALE_LISTS * update.unscales
     launches: Count = CLIP_LAUNCHES * update.clips
     num_tensors: Count = 0
@@ -376,8 +380,8 @@ def step_temporary_bytes(tensors: Sequence[Trained], *, optimizer: str, device_k
     """Temporaries at the peak of the step.
 
     The foreach implementation of AdamW makes one list of tensors as large as the parameters; the
-    fused one makes none, and neither does the CPU, which loops over parameters. Adafactor makes an
-    fp32 update and its next stage of one parameter at a time, and of 16-bit ones fp32 copies of
+    fused one makes none, and neither do a CPU and others that loop over parameters. Adafactor makes
+    an fp32 update and its next stage of one parameter at a time, and of 16-bit ones fp32 copies of
     the gradient and the parameter. SGD and bitsandbytes update in place.
     Kind: exact. Source: torch 2.13 `_multi_tensor_adam`; transformers 5.23 `Adafactor.step`.
     """
@@ -389,7 +393,7 @@ def step_temporary_bytes(tensors: Sequence[Trained], *, optimizer: str, device_k
         size = tensor.param_bytes * tensor.num_params * tensor.count
         lists[tensor.param_bytes] = lists.get(tensor.param_bytes, 0) + size
     of_all = largest(*lists.values())
-    return of_all if rule.lists_temporary and device_kind != "cpu" else 0 * of_all
+    return of_all if rule.lists_temporary and backend_of(device_kind).has_foreach else 0 * of_all
 
 
 def temporary_blocks(
@@ -404,7 +408,7 @@ def temporary_blocks(
         for tensor in tensors:
             wide = 4 * tensor.num_params
             yield [wide] * (rule.update_bytes(tensor) // max(1, wide))
-    elif rule.lists_temporary and device_kind != "cpu":
+    elif rule.lists_temporary and backend_of(device_kind).has_foreach:
         lists: dict[int, list[int]] = {}
         for tensor in tensors:
             size = tensor.param_bytes * tensor.num_params

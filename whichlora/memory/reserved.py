@@ -10,11 +10,13 @@ from whichlora.memory import generation_events, step_events
 from whichlora.memory.allocator_simulator import SMALL_SEGMENT_BYTES, LargeReplay
 from whichlora.memory.event_list import EventList
 from whichlora.memory.inference import Generation
+from whichlora.memory.metal_heaps import SMALL_HEAP_BYTES, HeapReplay
 from whichlora.memory.step import TrainingStep
 from whichlora.spec.numeric import round_up
 
 _AGREES = 0.01  # of the peak: further off, a tensor that matters is missing among the events
-_HAVE_THESE_RULES = ("cuda", "rocm")
+# Of the backends whose rules are public: bytes of what serves small requests.
+_SMALL_POOL_STEP = {"segments": SMALL_SEGMENT_BYTES, "heaps": SMALL_HEAP_BYTES}
 
 
 class _Replayed(NamedTuple):
@@ -52,9 +54,15 @@ class _OnAnyCard:
         return isinstance(other, _OnAnyCard) and self._key == other._key
 
 
+def _replay(*, in_heaps: bool, expandable_segments: bool) -> LargeReplay | HeapReplay:
+    return HeapReplay() if in_heaps else LargeReplay(expandable_segments=expandable_segments)
+
+
 @lru_cache(maxsize=8)  # a fifth of the alternatives of an explanation have the requests of another
-def _replayed_once(requests: EventList, *, expandable_segments: bool) -> tuple[int, int]:
-    replayed = LargeReplay(expandable_segments=expandable_segments)
+def _replayed_once(
+    requests: EventList, *, in_heaps: bool, expandable_segments: bool
+) -> tuple[int, int]:
+    replayed = _replay(in_heaps=in_heaps, expandable_segments=expandable_segments)
     replayed.play(requests.plays)
     return replayed.peak_allocated_bytes, replayed.reserved_bytes
 
@@ -64,7 +72,9 @@ def _replayed_training(step: TrainingStep) -> _Replayed | None:
         return None
     requests = step_events.training_events(step)
     allocated_bytes, reserved_bytes = _replayed_once(
-        requests, expandable_segments=bool(step.run.expandable_segments)
+        requests,
+        in_heaps=step.gpu.backend.allocator == "heaps",
+        expandable_segments=bool(step.run.expandable_segments),
     )
     return _Replayed.of(requests, allocated_bytes=allocated_bytes, reserved_bytes=reserved_bytes)
 
@@ -73,7 +83,10 @@ def _replayed_generation(run: Generation) -> _Replayed | None:
     """Pass by pass; none where steps are left out and one of the others needs a new segment."""
     if not generation_events.has_events(run):
         return None
-    replayed = LargeReplay(expandable_segments=bool(run.run.expandable_segments))
+    replayed = _replay(
+        in_heaps=run.gpu.backend.allocator == "heaps",
+        expandable_segments=bool(run.run.expandable_segments),
+    )
     num_played = reserved_bytes = 0
     for number, requests in enumerate(generation_events.generation_stages(run)):
         replayed.play(requests.plays[num_played:])
@@ -98,18 +111,20 @@ def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> i
     """Bytes that the allocator has beyond the peak of live tensors; None where nobody can say.
 
     Loading and two steps, or one generation, are replayed through the allocator's rules without a
-    limit of memory. Small requests have a pool of their own, and fill its segments of 2 MiB nearly
-    to the end. Where the events do not add up to the ledger's peak, a tensor is missing among them,
-    and the estimate stands. So it does where decoding needs new segments and has steps that are
-    left out: how many segments a cache outgrows depends on each of them.
+    limit of memory. Small requests have a pool of their own, and fill its segments of 2 MiB, or
+    Metal's heaps of 8 MiB, nearly to the end. Where the events do not add up to the ledger's peak,
+    a tensor is missing among them, and the estimate stands. So it does where decoding needs new
+    segments and has steps that are left out: how many segments a cache outgrows depends on each.
 
     Args:
         live_bytes: the ledger's peak without workspaces, which the events leave out, too.
 
-    Kind: exact as far as the events are. Source: torch 2.13 `CUDACachingAllocator.cpp`; the errors
-    against replays of traced runs are in `docs/accuracy/reserved.md`.
+    Kind: exact as far as the events are. Source: torch 2.13 `CUDACachingAllocator.cpp`,
+    `XPUCachingAllocator.cpp`, `MPSAllocator.mm`; the errors against replays of traced runs are in
+    `docs/accuracy/reserved.md`.
     """
-    if run.gpu.kind not in _HAVE_THESE_RULES:
+    step_bytes = _SMALL_POOL_STEP.get(run.gpu.backend.allocator)
+    if step_bytes is None:
         return None
     replayed = _replay_of(_OnAnyCard(run))
     if replayed is None:
@@ -118,5 +133,5 @@ def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> i
     live = replayed.peak_bytes + replayed.allocated_bytes - replayed.large_peak_bytes
     if abs(live / live_bytes - 1) > _AGREES:
         return None
-    small: int = round_up(replayed.small_peak_bytes, SMALL_SEGMENT_BYTES)
+    small: int = round_up(replayed.small_peak_bytes, step_bytes)
     return max(0, replayed.reserved_bytes + small - live)

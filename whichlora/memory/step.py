@@ -428,7 +428,7 @@ class TrainingStep:
         labels.
         """
         scored = self.trainer.scored_tokens(self.run)
-        if scored is not None and self.dtypes.device_kind != "cpu":
+        if scored is not None and self.dtypes.backend.has_triton:
             return self.batch_size * scored
         return self.tokens - self.batch_size * (self.run.loss_head == "trl-fused")
 

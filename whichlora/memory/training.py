@@ -14,6 +14,7 @@ from whichlora.memory.entries import Entry
 from whichlora.memory.gradients import trained_params
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.loading import loading_moment
+from whichlora.memory.metal_heaps import idle_in_heaps
 from whichlora.memory.moments import training_moments
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import weight_entries
@@ -107,7 +108,8 @@ def _idle_bytes(step: TrainingStep, ledger: Ledger) -> Count:
     ]
     later = largest(*in_layers) + idle - peak
     idle = largest(later, smallest(idle, allocator.PAGES_BYTES))
-    if step.gpu.kind == "cpu" or step.run.expandable_segments:
+    idle = idle_in_heaps(step.gpu, peak_bytes=peak, idle_bytes=idle)
+    if step.gpu.backend.allocator != "segments" or step.run.expandable_segments:
         return idle
     # The optimizer's lists of small tensors find no use for the segments of the activations.
     left_behind = largest(in_loss, in_layer) + step.saved_for_backward.num_bytes

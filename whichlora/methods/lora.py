@@ -97,10 +97,11 @@ def around(
 def _leaves_cast(linear: Linear, dtypes: Dtypes) -> bool:
     """Whether the layer leaves it to autocast to cast its input, as quantised ones do.
 
-    PEFT asks `torch.is_autocast_enabled()`, which speaks of CUDA only: under CPU autocast the layer
-    casts its input itself.
+    PEFT asks `torch.is_autocast_enabled()`, which speaks of CUDA only: under the autocast of other
+    devices the layer casts its input itself.
     """
-    return is_quantised(linear, dtypes) and dtypes.under_autocast and dtypes.device_kind != "cpu"
+    on_cuda = dtypes.backend.torch_device == "cuda"
+    return on_cuda and dtypes.under_autocast and is_quantised(linear, dtypes)
 
 
 def widened(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:

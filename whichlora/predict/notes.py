@@ -72,6 +72,7 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
         fails = ", and looking up more fails" if job.model.longest_input else ""
         notes.append(f"{length} tokens exceed the model's {limit} positions{fails}")
     notes += _on_gpu(job)
+    notes += gpu.backend.notes(run)
     if _writes_scores(job):
         notes.append(
             "SDPA has no fused kernel for this attention: its math kernel writes every score in "
@@ -130,7 +131,7 @@ def _attentions(job: ResolvedRun) -> list[Attention]:
 def _writes_scores(job: ResolvedRun) -> bool:
     """Whether a GPU's SDPA falls back to plain operators in some layer."""
     dtypes = job.dtypes
-    return dtypes.device_kind in ("cuda", "rocm") and "math" in (
+    return dtypes.device_kind != "cpu" and "math" in (
         attention_kernel(
             attention,
             dtypes,

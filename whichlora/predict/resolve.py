@@ -14,6 +14,7 @@ from whichlora.parallel.layout import Layout
 from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Engine, Served
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.backends.cuda import ASSUMED_CAPABILITY, FLASH_CAPABILITY
 from whichlora.spec.checkpoint import packed_experts, refuses_bitsandbytes, stored_quant
 from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
@@ -29,7 +30,7 @@ from whichlora.spec.run import (
     RunConfig,
 )
 from whichlora.spec.targets import adapted_linears, check_saved_modules, resolve_targets
-from whichlora.symbolic.kernels import ASSUMED_CAPABILITY, FLASH_CAPABILITY, runs_efficient
+from whichlora.symbolic.kernels import runs_efficient
 from whichlora.symbolic.layer import result_bytes
 from whichlora.trainers import Trainer, get_trainer
 
@@ -37,6 +38,7 @@ from whichlora.trainers import Trainer, get_trainer
 # Source: installation pages of bitsandbytes 0.50 and vLLM; README of Triton, the language of
 # Liger's and unsloth's kernels.
 _TRITON = 7.0
+_TRITON_HEADS = ("liger", "unsloth", "unsloth-fused")
 MXFP4_CAPABILITY = 7.5  # transformers 5.23 `Mxfp4HfQuantizer.validate_environment`
 _LEAST_CAPABILITY = (
     ("quant", "int8", "bitsandbytes' LLM.int8()", 7.5, "nf4"),
@@ -267,7 +269,7 @@ def _dtypes_of(
         quantises_experts=dtypes.quantises_experts or in_four_bits,
     )
     dtypes = trainer.narrow_copies(trainer.with_narrow_tables(dtypes, run, model))
-    _check_kernels(dtypes, gpu)
+    _check_kernels(run, dtypes, gpu)
     return dtypes
 
 
@@ -364,9 +366,8 @@ def layout_of(run: RunConfig) -> Layout | None:
 
 def has_bf16(gpu: GpuSpec) -> bool:
     """Whether `gpu` multiplies in bf16: all do but NVIDIA's before compute capability 8.0."""
-    return gpu.kind != "cuda" or (
-        float(gpu.compute_capability or ASSUMED_CAPABILITY) >= FLASH_CAPABILITY
-    )
+    since = gpu.backend.has_bf16_since
+    return since is None or float(gpu.compute_capability or ASSUMED_CAPABILITY) >= since
 
 
 def with_precision(run: RunConfig, gpu: GpuSpec) -> RunConfig:
@@ -404,7 +405,7 @@ def _check_experts(model: ModelSpec, run: RunConfig) -> None:
 def _shipped_quant(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Quant | None:
     """`run.quant`, and that of an mxfp4 checkpoint where an inference names no other form."""
     is_asked = run.quant is not None or run.serve is not None or run.phase == "finetune"
-    if is_asked or stored_quant(model.config) != "mxfp4" or gpu.kind != "cuda":
+    if is_asked or stored_quant(model.config) != "mxfp4" or not gpu.backend.keeps_mxfp4:
         return run.quant
     if (
         get_method(run.method).serve == "as-trained"
@@ -429,7 +430,7 @@ def _check_storage(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
     for is_wrong, fault in (
         (not packed_experts(model), f"{model.name} has no experts of gpt-oss's class; use none"),
         (run.phase == "finetune", "transformers trains no packed experts; use none, or leave out"),
-        (gpu.kind != "cuda", f"is predicted on NVIDIA's GPUs, not on {gpu.key}; use none"),
+        (not gpu.backend.keeps_mxfp4, f"is predicted on NVIDIA's GPUs, not on {gpu.key}; use none"),
         (run.precision in FP32_PRECISIONS, f"needs 16 bit, got precision {run.precision}"),
     ):
         if is_wrong:
@@ -483,7 +484,8 @@ def _check_device(run: RunConfig, gpu: GpuSpec) -> None:
     """Refuse settings that the device has no units, no allocator or no library for."""
     if not gpu.is_timed:  # any card of so much memory
         return
-    if run.precision == "tf32" and (gpu.kind != "cuda" or "tf32" not in gpu.peak_flops_per_s):
+    backend = gpu.backend
+    if run.precision == "tf32" and not (backend.has_tf32 and "tf32" in gpu.peak_flops_per_s):
         usable = [name for name in ("fp32", "bf16", "fp16") if name in gpu.peak_flops_per_s]
         raise ConfigError(f"precision: tf32 has no units on {gpu.key}; use {' or '.join(usable)}")
     if not {run.precision[:4], "fp32"} & set(gpu.peak_flops_per_s):
@@ -491,16 +493,25 @@ def _check_device(run: RunConfig, gpu: GpuSpec) -> None:
         raise ConfigError(
             f"precision: {run.precision} has no known rate on {gpu.key}; use one of {rated}"
         )
-    if run.expandable_segments and gpu.kind != "cuda":
+    since = backend.expandable_since
+    if run.expandable_segments and (since is None or run.versions.older("torch", since)):
+        of_torch = f"torch's allocator of {backend.kind} has them since {since}"
         raise ConfigError(
-            f"expandable_segments: supported only by the CUDA allocator, not on {gpu.key}; "
-            "leave it out"
+            "expandable_segments: "
+            + (of_torch if since else f"torch's allocator of {backend.kind} has none")
+            + f", which {gpu.key} uses; leave it out"
         )
-    if run.quant in BNB_QUANTS and gpu.kind not in ("cuda", "cpu", "rocm"):
+    if run.quant in BNB_QUANTS - backend.quants:
         raise ConfigError(
-            f"quant: {run.quant!r} needs bitsandbytes, which has no {gpu.kind} backend; use quant "
-            "none, or a method on 16-bit weights"
+            f"quant: {run.quant!r} is not among what bitsandbytes has for {backend.kind}, "
+            f"{', '.join(sorted(backend.quants))}; use one of these, or quant none"
         )
+    for lack in backend.lacks:
+        if getattr(run, lack.setting) in lack.values:
+            value = getattr(run, lack.setting)
+            raise ConfigError(f"{lack.setting}: {value} {lack.why}; {lack.instead}")
+    if run.parallel.gpus > 1 and backend.lacks_groups:
+        raise ConfigError(f"gpus: {backend.lacks_groups}")
     if gpu.kind != "cuda" or gpu.compute_capability is None:
         return
     for setting, value, library, least, instead in _LEAST_CAPABILITY:
@@ -521,8 +532,14 @@ def _check_narrowed(run: RunConfig, method: Method, trainer: Trainer) -> None:
         )
 
 
-def _check_kernels(dtypes: Dtypes, gpu: GpuSpec) -> None:
+def _check_kernels(run: RunConfig, dtypes: Dtypes, gpu: GpuSpec) -> None:
     """Refuse fused kernels where Triton, their language, does not run."""
+    lacks = gpu.backend.lacks_kernels
+    if lacks and (dtypes.kernels != NO_KERNELS or run.loss_head in _TRITON_HEADS):
+        raise ConfigError(
+            f"use_liger_kernel, trainer, loss_head: fused kernels do not run on {gpu.key}: "
+            f"{lacks}; leave them out"
+        )
     if dtypes.kernels == NO_KERNELS or not gpu.is_timed or gpu.kind != "cuda":
         return
     if float(gpu.compute_capability or ASSUMED_CAPABILITY) < _TRITON:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whichlora.spec.architecture import Linear
+from whichlora.spec.backends import Backend, backend_of
 from whichlora.spec.kernels import NO_KERNELS, FusedKernels
 from whichlora.spec.run import (
     AUTOCAST_PRECISIONS,
@@ -62,7 +63,7 @@ class Dtypes:
             probability to 0, as TRL's `disable_dropout` does.
         training: dropout is on and tensors are kept for backward.
         half: which of the 16-bit dtypes, "bf16" or "fp16": older devices lack kernels for one.
-        device_kind: "cuda", "cpu", …: CPU kernels keep other things.
+        device_kind: "cuda", "cpu", …, a key of `spec.backends`.
         kernel_buffers: what a GPU's kernels allocate for themselves counts; no trace sees it.
         fused_fp16_softmax: a softmax in fp32 of fp16 scores makes no copy of them first.
         compute_capability: of the device, as its datasheet facts state it; None where unknown.
@@ -112,6 +113,11 @@ class Dtypes:
     kernels: FusedKernels = NO_KERNELS
 
     @property
+    def backend(self) -> Backend:
+        """What kernels there keep, beside the dtypes."""
+        return backend_of(self.device_kind)
+
+    @property
     def head_bytes(self) -> int:
         """One element of a head that is not tied to the embeddings, or of both."""
         return 2 if self.narrow_head else self.embedding_bytes
@@ -149,6 +155,7 @@ def resolve_dtypes(
 
     Source: MODES of `docs/memory.md`, read and traced on transformers 5.23, peft 0.21.2.
     """
+    backend = backend_of(device_kind)
     quant, precision, narrow = run.quant or "none", run.precision, run.narrows_adapters
     training = run.phase == "finetune"
     half = 4 if precision in FP32_PRECISIONS else 2
@@ -205,8 +212,8 @@ def resolve_dtypes(
         trains_base=trains_base,
         half="fp16" if precision.startswith("fp16") else "bf16",
         device_kind=device_kind,
-        kernel_buffers=device_kind in ("cuda", "rocm"),
-        fused_fp16_softmax=precision.startswith("fp16") and device_kind in ("cuda", "rocm"),
+        kernel_buffers=backend.multiplies_before_softmax,
+        fused_fp16_softmax=precision.startswith("fp16") and backend.fuses_half_softmax,
         compute_capability=compute_capability,
         libraries=run.versions,
         quantises_experts=run.quantize_moe_experts,
@@ -248,7 +255,7 @@ def expands_by_operators(dtypes: Dtypes) -> bool:
 
     Kind: exact. Source: `Libraries.trains_gptq_by_triton`.
     """
-    by_triton = dtypes.libraries.trains_gptq_by_triton and dtypes.device_kind != "cpu"
+    by_triton = dtypes.libraries.trains_gptq_by_triton and dtypes.backend.has_triton
     return dtypes.training and dtypes.quant in ("gptq-int4", "gptq-int8") and not by_triton
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+
+from whichlora.spec.backends import Backend, backend_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +14,7 @@ class GpuSpec:
 
     Args:
         key: folder name under `calibration/`.
-        kind: "cuda", "rocm", "hpu" or "cpu".
+        kind: its backend, a key of `spec.backends`: "cuda", "rocm", "xpu", "hpu", "mps" or "cpu".
         memory_bytes: total that the driver reports to the framework.
         bandwidth_bytes_per_s: peak memory bandwidth.
         power_w: what the board may draw, memory included; None where not known.
@@ -29,7 +30,7 @@ class GpuSpec:
 
     key: str
     name: str
-    kind: Literal["cuda", "rocm", "hpu", "cpu"]
+    kind: str
     memory_bytes: int
     bandwidth_bytes_per_s: float
     peak_flops_per_s: Mapping[str, float]
@@ -43,6 +44,11 @@ class GpuSpec:
     sources: Mapping[str, str] = field(default_factory=dict)
     unverified: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def backend(self) -> Backend:
+        """What torch, and the libraries on it, have for devices of its kind."""
+        return backend_of(self.kind)
 
     @property
     def is_timed(self) -> bool:

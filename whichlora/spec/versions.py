@@ -8,6 +8,7 @@ from functools import cache
 from typing import Self
 
 from whichlora.errors import ConfigError
+from whichlora.spec.backends import backend_of
 
 # Rows up to which bitsandbytes 0.50 multiplies with stored 4-bit weights, by compute capability:
 # of a weight of [14336, 4096] on the GPU with the most multiprocessors. Of older ones, and of
@@ -93,18 +94,19 @@ class Libraries:
 
         Above, it expands the weight first. Read: `matmul_4bit` expands for any row before 0.40,
         then for two (`gemv_4bit` takes one); from 0.50 `gemm_4bit` asks the card and the shape
-        (`_gemm_4bit_use_custom_cuda`), of which the table has the card. On a CPU and on Gaudi it
-        always expands.
+        (`_gemm_4bit_use_custom_cuda`), of which the table has the card. Other backends say it.
 
         Args:
             dtype: of the product, "fp32", "bf16" or "fp16".
         """
-        if device_kind not in ("cuda", "rocm") or self.older("bitsandbytes", "0.40"):
+        of_backend = backend_of(device_kind).fused_4bit_rows
+        rows = of_backend and of_backend(compute_capability)
+        if rows == 0 or self.older("bitsandbytes", "0.40"):
             return 0
         if self.older("bitsandbytes", "0.50"):
             return 1
-        if device_kind == "rocm":
-            return 8 if (compute_capability or "").startswith(("gfx11", "gfx12")) else 4
+        if rows is not None:
+            return rows
         capability = compute_capability or _UNKNOWN
         if dtype == "fp32" or (capability == "7.5" and dtype != "fp16"):
             return FEW_FUSED_4BIT_ROWS

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from whichlora.errors import DataFileError
+from whichlora.spec.backends import BACKENDS
 from whichlora.spec.gpu import GpuSpec
 from whichlora.store.jsonfiles import check_fields, check_schema_version, is_slug, read_object
 
 SCHEMA_VERSION = 1
-KINDS: tuple[str, ...] = get_args(get_type_hints(GpuSpec)["kind"])
+KINDS = tuple(BACKENDS)
 DTYPES = ("bf16", "fp16", "tf32", "fp32", "int8")
 _RATES = (1e6, 1e21)  # per second: a slipped unit is outside, every device since the 1980s inside
 _RATE = f"a number from {_RATES[0]:g} to {_RATES[1]:g}"
@@ -62,7 +63,8 @@ def read_gpu(path: Path) -> GpuSpec:
     )
 
 
-_CAPABILITY = re.compile(r"[0-9]{1,2}\.[0-9]{1,2}|gfx[0-9a-f]{3,8}")
+# CUDA's compute capability, AMD's architecture, SYCL's without its "intel_gpu_"
+_CAPABILITY = re.compile(r"[0-9]{1,2}\.[0-9]{1,2}|gfx[0-9a-f]{3,8}|[a-z]{3}(_[a-z]{1,2}[0-9]*)?")
 
 
 def is_text(value: object) -> bool:
@@ -120,7 +122,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "num_multiprocessors": ("a count, or null", lambda v: v is None or _is_count(v)),
     "l2_bytes": ("a count, or null", lambda v: v is None or _is_count(v)),
     "compute_capability": (
-        "a text such as 9.0, for kind rocm such as gfx942, or null",
+        "a text such as 9.0, for kind rocm such as gfx942, for kind xpu such as bmg_g21, or null",
         lambda v: v is None or (is_text(v) and _CAPABILITY.fullmatch(v) is not None),
     ),
     "context_bytes": ("a count, or null", lambda v: v is None or _is_count(v)),

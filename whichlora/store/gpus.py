@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.errors import ConfigError, MeasurementError
+from whichlora.spec.backends import BACKENDS
+from whichlora.spec.backends.cuda import ASSUMED_CAPABILITY
 from whichlora.spec.gpu import GpuSpec
 
 # "cpu" and "auto" name detected devices, so that this module imports detection.
@@ -21,13 +24,15 @@ from whichlora.store.detect import DetectedDevice, detect_cpu, detect_gpus
 from whichlora.store.gpu_file import SCHEMA_VERSION, read_gpu
 from whichlora.store.jsonfiles import is_slug, read_object
 from whichlora.store.paths import data_folder, user_calibration_folder
-from whichlora.symbolic.kernels import ASSUMED_CAPABILITY
 from whichlora.text import visible
 from whichlora.units import GiB, format_bytes
 
 # Driver totals of a board differ by ECC (7 %) and driver; the next size is 20 % away.
 _SAME_BOARD_FRACTION = 0.1
-_AMD_DRIVER = Path("/dev/kfd")
+# A file of the driver of each device that nothing here asks, and of which kind the device is.
+_OTHER_DRIVERS = {
+    Path(path): backend.kind for backend in BACKENDS.values() for path in backend.driver_files
+}
 
 # "2x4090", "8 x H100", "t4x2", "a100:4"
 _SEVERAL = re.compile(r"\d{1,3} ?[x*] ?(?P<after>.+)|(?P<before>.+?) ?[x*:] ?\d{1,3}")
@@ -41,7 +46,8 @@ _AMOUNT = re.compile(
 )
 MOST_GB = 10_000
 _VENDOR_WORDS = re.compile(
-    r"\b(nvidia|amd|instinct|tesla|quadro|geforce|graphics|generation|edition|corporation)\b"
+    r"\b(nvidia|amd|intel|apple|instinct|radeon|tesla|quadro|geforce|graphics|generation|edition"
+    r"|corporation|data center gpu)\b"
     r"|\((r|tm)\)"
 )
 
@@ -243,13 +249,14 @@ def build_index(root: Path) -> dict[str, Any]:
     `names` are driver names, in lower case; `aliases` are all spellings without punctuation, so
     that RTX4090, rtx-4090 and "RTX 4090" are equal. A driver name is tried first: "Quadro RTX 6000"
     is one board, "RTX 6000" may be two. `usual` is the board that people mean by a shared name;
-    `words` are all words of a board's names; `sold_as_gb` is the smallest card of a size.
+    `words` are all words of a board's names; `sold_as_gb` is the smallest card of a size, of CUDA
+    where there is one.
     """
     names: dict[str, list[str]] = {}
     aliases: dict[str, list[str]] = {}
     usual: dict[str, str] = {}
     words: dict[str, list[str]] = {}
-    sold: dict[str, dict[str, Any]] = {}
+    sold: dict[str, tuple[bool, int, str]] = {}
     for path in _gpu_files(root):
         spec = read_gpu(path)
         for name in sorted({name.lower() for name in spec.names}):
@@ -260,17 +267,21 @@ def build_index(root: Path) -> dict[str, Any]:
         words[spec.key] = sorted(set().union(*map(_words, spellings)))
         values = read_object(path)
         usual |= {_squash(alias): spec.key for alias in values.get("usual_for") or ()}
-        if nominal := values.get("nominal_memory_gb"):
-            card = {"key": spec.key, "memory_bytes": spec.memory_bytes}
-            size = f"{nominal:g}"
-            sold[size] = min(sold.get(size, card), card, key=lambda board: board["memory_bytes"])
+        nominal = values.get("nominal_memory_gb")
+        if nominal and not spec.backend.shares_host_memory:  # a Mac of 24 GB is no card of 24 GB
+            # the run on such a card is predicted as on CUDA
+            card = (spec.backend.torch_device != "cuda", spec.memory_bytes, spec.key)
+            sold[f"{nominal:g}"] = min(sold.get(f"{nominal:g}", card), card)
     return {
         "schema_version": SCHEMA_VERSION,
         "names": names,
         "aliases": aliases,
         "usual": usual,
         "words": words,
-        "sold_as_gb": sold,
+        "sold_as_gb": {
+            size: {"key": key, "memory_bytes": memory_bytes}
+            for size, (_, memory_bytes, key) in sold.items()
+        },
     }
 
 
@@ -323,10 +334,16 @@ def gpus_here() -> list[tuple[DetectedDevice, GpuSpec]]:
 def _gpu_here() -> GpuSpec:
     detected = detect_gpus()
     if not detected:
-        if _AMD_DRIVER.exists():  # the CPU would be a wrong answer there, not a fallback
+        # the CPU would be a wrong answer there, not a fallback
+        if other := next((path for path in _OTHER_DRIVERS if path.exists()), None):
             raise ConfigError(
-                f"auto: finds NVIDIA GPUs only, and this machine has an AMD one ({_AMD_DRIVER}); "
-                "pass --gpu with a key of 'whichlora gpus', or cpu"
+                f"auto: finds NVIDIA GPUs only, and this machine has {_OTHER_DRIVERS[other]} "
+                f"({other}); pass --gpu with a key of 'whichlora gpus', or cpu"
+            )
+        if sys.platform == "darwin":
+            raise ConfigError(
+                "auto: finds NVIDIA GPUs only, and this machine is a Mac; pass --gpu with its chip "
+                "and memory, such as m4-max-64gb ('whichlora gpus' lists them)"
             )
         return _cpu_here()
     first = _require_described(detected[0])

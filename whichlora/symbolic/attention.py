@@ -568,7 +568,7 @@ _SCORES: dict[EagerScores, Callable[[OpEmitter, Tensor, Tensor, int], Scores]] =
 def _softmax(code: OpEmitter, attention: Attention, scores: Tensor, size: int) -> Tensor:
     """Probabilities, of `size` bytes each where the class widens the scores itself."""
     dtypes = code.dtypes
-    widened = attention.wide_softmax or (dtypes.under_autocast and dtypes.device_kind != "cpu")
+    widened = attention.wide_softmax or (dtypes.under_autocast and dtypes.backend.widens_norms)
     # `F.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)`: the backward of
     # `_softmax` reads its result, in fp32
     # `softmax` of torch 2.13 has a kernel from fp16 to fp32, and none from bf16
@@ -643,7 +643,7 @@ def _math_kernel(
         scores = code.add(scores, tape.weight(shape, 4))
     # `_safe_softmax` looks for -inf in the scores; `softmax_backward_cuda_out` multiplies gradient
     # and result before it reduces the product
-    product = NOTHING if dtypes.device_kind == "cpu" else scaled(shape, 4)
+    product = scaled(shape, 4) if dtypes.backend.multiplies_before_softmax else NOTHING
     softmax = tape.op(
         [scores],
         shape,

@@ -72,7 +72,7 @@ def _to_quanto(code: OpEmitter, x: Tensor, cache: CacheFormat) -> None:
 def _to_hqq(code: OpEmitter, x: Tensor, cache: CacheFormat) -> None:
     """Twice through the loop that fits the zeros: the second time holds the results of the first.
 
-    On a CPU in fp32, on a GPU in fp16.
+    On torch's "cuda" in fp16, elsewhere in fp32.
     """
     tape, dtypes, groups = code.tape, code.dtypes, _groups(x, cache)
     wide = code.cast(x, 4)
@@ -81,7 +81,7 @@ def _to_hqq(code: OpEmitter, x: Tensor, cache: CacheFormat) -> None:
     spread = tape.op([low, high], groups, 4)
     scale = tape.op([spread], groups, 4, inner=scaled(groups, 4))
     zero = tape.op([low, scale], groups, 4, inner=scaled(groups, 4))
-    size = 4 if dtypes.device_kind == "cpu" else 2
+    size = 2 if dtypes.backend.torch_device == "cuda" else 4
     fitted, fitted_scale, fitted_zero = code.cast(wide, size), code.cast(scale, size), zero
     before: list[Tensor] = []
     for _ in range(2):

@@ -36,7 +36,7 @@ def attend_disentangled(code: OpEmitter, attention: Attention, x: Tensor) -> Ten
     boolean = tape.op([], per_pair(1), 1)
     negated = tape.op([boolean], per_pair(1), 1, what="mask, negated")
     masked = tape.op([scores, negated], scores.elements, scores.size, saves=[negated])
-    widened = dtypes.under_autocast and dtypes.device_kind != "cpu"
+    widened = dtypes.under_autocast and dtypes.backend.widens_norms
     wide = code.cast(masked, 4) if widened else masked
     probabilities = code.softmax(wide)
     if attention.dropout and dtypes.training:
@@ -64,7 +64,7 @@ def _table(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     """The embedded positions, which all layers read; dropped anew in each."""
     tape, dtypes = code.tape, code.dtypes
     rows = constant(attention.relative_rows * attention.linears[0].in_features)
-    widened = dtypes.under_autocast and dtypes.device_kind != "cpu"  # out of a LayerNorm
+    widened = dtypes.under_autocast and dtypes.backend.widens_norms  # out of a LayerNorm
     table = tape.shared(rows, 4 if widened else x.size, needs_grad=dtypes.trains_base)
     if attention.dropout and dtypes.training:
         table = code.dropout(table)

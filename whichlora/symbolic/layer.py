@@ -60,7 +60,7 @@ def _memory(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor | None:
     if len(layer.attentions) < 2:
         return None
     widened = (
-        layer.norms[0].kind == "layer" and dtypes.under_autocast and dtypes.device_kind != "cpu"
+        layer.norms[0].kind == "layer" and dtypes.under_autocast and dtypes.backend.widens_norms
     )
     size = 4 if widened else dtypes.stream_bytes
     return code.tape.shared(x.elements, size, needs_grad=dtypes.training)
@@ -172,7 +172,7 @@ def stream_bytes(layer: Layer, dtypes: Dtypes, *, after_norm: bool) -> int:
     Source: torch 2.13 `autocast_mode.h`: `layer_norm` is in its fp32 list; bitsandbytes 0.50.2
     `Linear4bit.forward`: `.to(inp_dtype)`.
     """
-    if not dtypes.under_autocast or dtypes.device_kind == "cpu":
+    if not (dtypes.under_autocast and dtypes.backend.widens_norms):
         return dtypes.stream_bytes
     is_last_wide = bool(layer.norms) and layer.norms[-1].kind == "layer"
     if after_norm or (is_last_wide and (layer.post_norm or _keeps_wide(layer, dtypes))):

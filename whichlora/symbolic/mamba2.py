@@ -129,7 +129,7 @@ def _step_sizes(code: OpEmitter, step: Tensor, few: LinearForm) -> Tensor:
     """`softplus(dt + dt_bias)`, which is also clamped."""
     tape, dtypes = code.tape, code.dtypes
     shifted = tape.op([step], few, step.size)
-    if dtypes.under_autocast and dtypes.device_kind != "cpu":
+    if dtypes.under_autocast and dtypes.backend.widens_norms:
         shifted = code.cast(shifted, 4)
     soft = tape.op([shifted], few, shifted.size, saves=[shifted])
     return tape.op([soft], few, soft.size, saves=[soft])

@@ -30,7 +30,7 @@ def _activated(code: OpEmitter, activation: str, x: Tensor) -> Tensor:
         # 0.5 * x * (1 + tanh(c * (x + 0.044715 * x³))), a tensor for each operator
         dtypes = code.dtypes
         half = code.scale(x)
-        widened = dtypes.under_autocast and dtypes.device_kind != "cpu"
+        widened = dtypes.under_autocast and dtypes.backend.widens_norms
         base = code.cast(x, 4) if widened else x
         inner = scaled(base.elements, 2 * base.size)
         cubed = tape.op([base], base.elements, base.size, saves=[base], inner_backward=inner)
@@ -45,7 +45,7 @@ def _activated(code: OpEmitter, activation: str, x: Tensor) -> Tensor:
         return code.multiply(half, tape.op([erf], x.elements, x.size, passes=True))
     if activation == "relu2":
         rectified = tape.op([x], x.elements, x.size, saves_result=True, what="rectified")
-        widened = code.dtypes.under_autocast and code.dtypes.device_kind != "cpu"
+        widened = code.dtypes.under_autocast and code.dtypes.backend.widens_norms
         base = code.cast(rectified, 4) if widened else rectified
         inner = scaled(base.elements, 2 * base.size)
         squared = tape.op([base], base.elements, base.size, saves=[base], inner_backward=inner)
@@ -65,7 +65,7 @@ def _activated(code: OpEmitter, activation: str, x: Tensor) -> Tensor:
 def _xielu(code: OpEmitter, x: Tensor) -> Tensor:
     """One formula above zero, another below. Source: `XIELUActivation._xielu_python`."""
     tape, dtypes = code.tape, code.dtypes
-    widened = dtypes.under_autocast and dtypes.device_kind != "cpu"
+    widened = dtypes.under_autocast and dtypes.backend.widens_norms
     size = 4 if widened else x.size
     positive = tape.op([x], x.elements, 1, detached=True)
     slope_reads = [x] if dtypes.trains_base else []

@@ -186,9 +186,10 @@ class OpEmitter:
         )
 
     def dropout(self, x: Tensor) -> Tensor:
-        # `native_dropout_backward` reads the mask alone, not the input. CUDA's fused dropout keeps
-        # a boolean mask, a CPU's product one as wide as `x`: torch 2.13 `dropout_impl`
-        mask = scaled(x.elements, x.size if self.dtypes.device_kind == "cpu" else 1)
+        # `native_dropout_backward` reads the mask alone, not the input. The fused dropout of CUDA
+        # and XPU keeps a boolean mask, the product elsewhere one as wide as `x`: torch 2.13
+        # `dropout_impl`
+        mask = scaled(x.elements, x.size if self.dtypes.backend.wide_dropout_masks else 1)
         return self.tape.op([x], x.elements, x.size, keeps=[mask], what="dropout: result, mask")
 
     def convolve(self, x: Tensor, channels: int, kernel: int) -> Tensor:
@@ -219,10 +220,14 @@ class OpEmitter:
             on_cpu = dtypes.device_kind == "cpu"
             # OLMo's has no weight, and casts by itself
             widened = norm.kind == "layer" and (
-                not norm.weight or (dtypes.under_autocast and not on_cpu)
+                not norm.weight or (dtypes.under_autocast and dtypes.backend.widens_norms)
             )
             wide = self.cast(x, 4, f"{norm.name}: fp32 input") if widened else x
-            if norm.kind == "layer_narrow" and dtypes.under_autocast and not on_cpu:
+            if (
+                norm.kind == "layer_narrow"
+                and dtypes.under_autocast
+                and dtypes.backend.widens_norms
+            ):
                 wide = self.cast(x, dtypes.compute_bytes, f"{norm.name}: input, cast")
             stats = scaled(rows, 2 * (wide.size if on_cpu else 4))
             out = tape.op(

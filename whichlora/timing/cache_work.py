@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from whichlora.spec.backends import backend_of
 from whichlora.spec.run import CacheFormat
 
 HQQ_ROUNDS = 20  # of fitting the zeros; 11 of 12 random tensors took all that it allows
@@ -57,6 +58,6 @@ def storing(stored: CacheFormat, element_bytes: int, device_kind: str) -> Conver
     parts = 8 // stored.nbits
     if stored.backend == "quanto":  # copied, both ends, five operators to a code, packed
         return Conversion(13 * size + 8 + 1 / parts, 2 * (12 + 3 * parts))
-    fitted = 4 if device_kind == "cpu" else 2
+    fitted = 2 if backend_of(device_kind).torch_device == "cuda" else 4
     rounds = HQQ_ROUNDS * HQQ_ROUND_ELEMENTS * fitted
     return Conversion(3 * size + 59 + rounds, 2 * (26 + HQQ_ROUNDS * HQQ_ROUND_OPS))

@@ -43,12 +43,12 @@ def multiplies_stored(dtypes: Dtypes) -> bool:
     """Whether a forward multiplies stored weights, which are then expanded for a backward alone.
 
     Kind: exact.
-    Source: bitsandbytes 0.50.2 `matmul`: `MatMul8bitLt`, and `MatMul8bitFp` for training on a CPU;
-    `matmul_ogs` of the kernels of gpt-oss, which unpacks mxfp4 in registers.
+    Source: bitsandbytes 0.50.2 `matmul`: `MatMul8bitLt`, and `MatMul8bitFp` for training on a CPU
+    and on XPU; `matmul_ogs` of the kernels of gpt-oss, which unpacks mxfp4 in registers.
     """
     if dtypes.quant == "mxfp4":
         return True
-    return dtypes.quant == "int8" and not (dtypes.training and dtypes.device_kind == "cpu")
+    return dtypes.quant == "int8" and not (dtypes.training and dtypes.backend.expands_int8_to_train)
 
 
 def _expanded_bytes(linear: Linear, dtypes: Dtypes) -> int:

@@ -657,7 +657,7 @@ def _loss_passes(run: RunConfig, dtypes: Dtypes, logits_loss: LogitsLoss | None)
         of_chosen = logits_loss.has_cross_entropy * _CROSS_ENTROPY_PASSES
         widened = _WIDENING_PASSES * (dtypes.compute_bytes == 2)
         return _FORWARD_PASSES[way], _LOGITS_LOSS_PASSES[way] + of_chosen + widened
-    if run.loss_head == "trl-fused" and dtypes.device_kind == "cpu":
+    if run.loss_head == "trl-fused" and not dtypes.backend.has_triton:
         return _FOLDED_FORWARD_PASSES, _FOLDED_FORWARD_PASSES + _FOLDED_BACKWARD_PASSES
     return _FORWARD_PASSES["kernel"], LOSS_PASSES[run.loss_head]
 

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils import _pytree
 
+from whichlora.spec.backends import SdpaCall, SdpaKernel, backend_of
 from whichlora.spec.versions import Libraries
-from whichlora.symbolic.kernels import SdpaKernel, sdpa_kernel
 
 # Operators that autocast runs in fp32 on CUDA and not on a CPU. Source: torch 2.13
 # `aten/src/ATen/autocast_mode.h`, AT_FORALL_FP32; only those that language models use.
@@ -40,7 +40,7 @@ class Device:
     """What the choice of an attention kernel asks of the device, and of the run on it.
 
     Args:
-        kind: "cuda" or "rocm".
+        kind: of its backend, which chooses the kernel.
         compute_capability: None where it is not known.
         half: the 16-bit dtype of the run, whatever stands in for it here.
         pinned: the only kernel that is allowed, if there is one.
@@ -65,8 +65,7 @@ class Device:
             return self.pinned
         grouped = key.shape[1] != query.shape[1]
         inputs = (query, key, value)
-        return sdpa_kernel(
-            device_kind=self.kind,
+        call = SdpaCall(
             compute_capability=self.compute_capability,
             libraries=Libraries(),
             dtype="fp32" if query.dtype == torch.float32 else self.half,
@@ -77,6 +76,7 @@ class Device:
             dropout=dropout_p > 0.0,
             needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in inputs),
         )
+        return backend_of(self.kind).sdpa(call)
 
 
 @contextmanager

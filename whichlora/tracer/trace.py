@@ -99,7 +99,8 @@ def trace(
     weights = run if has_master_weights(run, trains_base=trains_base) else stand_in
     efficient = run.attn == "sdpa-efficient"
     device = Device(
-        kind="rocm" if device_kind == "rocm" else "cuda",  # of others the kernels are as fused
+        # a CPU and Gaudi are traced as a card that fuses
+        kind="cuda" if device_kind in ("cpu", "hpu") else device_kind,
         compute_capability=compute_capability,
         half="fp16" if run.precision.startswith("fp16") else "bf16",
         pinned="efficient" if efficient else None,

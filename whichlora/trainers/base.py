@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from whichlora.errors import ConfigError
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.backends import backend_of
 from whichlora.spec.data_format import Rows
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.kernels import NO_KERNELS, FusedKernels
@@ -87,8 +88,8 @@ class LogitsLoss:
     held_beside: float = 0.0
 
     def way_on(self, device_kind: str) -> Literal["kernel", "rows", "softmax"]:
-        """How log-probabilities are made there: the kernel is Triton's, which a CPU lacks."""
-        without = device_kind == "cpu" and self.log_probabilities == "kernel"
+        """How log-probabilities are made there: the kernel is in Triton, which not all have."""
+        without = not backend_of(device_kind).has_triton and self.log_probabilities == "kernel"
         return "rows" if without else self.log_probabilities
 
 

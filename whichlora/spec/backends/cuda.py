@@ -1,0 +1,71 @@
+"""NVIDIA's GPUs."""
+
+from __future__ import annotations
+
+from whichlora.spec.backends.base import Backend, SdpaCall, SdpaKernel
+
+MAX_FLASH_HEAD_DIM = 256
+FLASH_CAPABILITY = 8.0  # so much has units for bf16, too
+# Of a target that is an amount of memory; `store.gpus` says so.
+ASSUMED_CAPABILITY = "8.0"
+_MIB = 1024**2
+_WORKSPACE_BYTES = {"9": 32 * _MIB, "10": 32 * _MIB, "12": 32 * _MIB}  # by major capability
+_OLDER_WORKSPACE_BYTES = 8_519_680  # ":4096:2:16:8": 2 of 4 MiB and 8 of 16 KiB
+
+
+def workspace_bytes(compute_capability: str | None) -> int:
+    """Of cuBLAS. Source: torch 2.13 `CublasHandlePool.cpp`, `parseChosenWorkspaceSize`."""
+    major = (compute_capability or ASSUMED_CAPABILITY).split(".")[0]
+    return _WORKSPACE_BYTES.get(major, _OLDER_WORKSPACE_BYTES)
+
+
+def sdpa(call: SdpaCall) -> SdpaKernel:
+    """The kernel that runs.
+
+    cuDNN's, which Hopper and data-centre Blackwell try first, keeps what flash keeps and takes no
+    call that flash and the memory-efficient kernel both refuse: it counts as flash.
+
+    Source: torch 2.13 `sdp_utils.cpp`: `can_use_flash_attention`,
+    `can_use_mem_efficient_attention`, `select_sdp_backend`.
+    """
+    if call.groups == "broadcast":
+        return "math"
+    capability = float(call.compute_capability or ASSUMED_CAPABILITY)
+    is_half = call.dtype != "fp32"
+    # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
+    small_shared_memory = 8.6 <= capability < 9.0 or capability >= 12.0
+    too_wide_backward = call.needs_grad and small_shared_memory and call.head_dim > 192
+    flash = (
+        is_half
+        and not call.masked
+        and capability >= FLASH_CAPABILITY
+        and call.head_dim == call.v_head_dim <= MAX_FLASH_HEAD_DIM
+        and not (too_wide_backward and (call.dropout or call.head_dim <= 224))
+    )
+    if flash:
+        return "flash"
+    # minimum_gemm_alignment, less_than_sm80_mem_efficient_dtypes
+    alignment = 8 if is_half else 4 if capability >= FLASH_CAPABILITY else 1
+    efficient = (
+        (call.groups == "none" or call.libraries.efficient_takes_groups)
+        and (call.dtype != "bf16" or capability >= FLASH_CAPABILITY)
+        and call.head_dim % alignment == call.v_head_dim % alignment == 0
+    )
+    return "efficient" if efficient else "math"
+
+
+BACKEND = Backend(
+    kind="cuda",
+    torch_device="cuda",
+    allocator="segments",
+    sdpa=sdpa,
+    has_efficient=True,
+    workspace_bytes=workspace_bytes,
+    multiplies_before_softmax=True,  # torch 2.13 `softmax_backward_cuda_out`
+    fuses_half_softmax=True,  # torch 2.13 `SoftMax.cpp`: `half_to_float`
+    has_bf16_since=FLASH_CAPABILITY,
+    has_tf32=True,
+    quants=frozenset({"nf4", "nf4-dq", "fp4", "int8"}),
+    expandable_since="2.0",
+    keeps_mxfp4=True,
+)
