@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from devices import A100
 
-from whichlora.memory.allocator import OLDER_WORKSPACE_BYTES
 from whichlora.memory.loading import loading_moment, tied_table_bytes, unquantised_matrix_bytes
 from whichlora.memory.weights import weight_bytes
 from whichlora.predict.predict import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.spec.backends.cuda import OLDER_WORKSPACE_BYTES
 from whichlora.spec.run import Quant, RunConfig
 from whichlora.store.models import find_model
 from whichlora.units import GiB

@@ -784,7 +784,9 @@ def test_a_bias_of_the_logits_is_a_buffer_beside_the_parameters() -> None:
         ("cuda", None, 8_519_680),
         ("cuda", "9.0", 32 * MiB),
         ("cuda", "12.0", 32 * MiB),
-        ("rocm", None, 0),
+        ("rocm", "gfx942", 128 * MiB),
+        ("rocm", "gfx90a", 32 * MiB),
+        ("xpu", None, 0),
         ("cpu", None, 0),
     ],
 )

@@ -130,7 +130,9 @@ def test_the_note_says_what_ended_the_search(found: Largest, note: str) -> None:
 
 
 def test_cards_that_fit_come_first_and_the_closest_of_the_others_next() -> None:
-    run = RunConfig(model="meta-llama/Llama-3.1-8B", method="qlora", batch_size=4)
+    run = RunConfig(
+        model="meta-llama/Llama-3.1-8B", method="qlora", batch_size=4, optimizer="adamw_8bit"
+    )
 
     def on(size: int, **changes: object) -> Placement:
         gpu = replace(A100, key=f"card-{size}", memory_bytes=size * GiB, **changes)

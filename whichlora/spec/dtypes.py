@@ -155,9 +155,8 @@ def resolve_dtypes(
 
     Source: MODES of `docs/memory.md`, read and traced on transformers 5.23, peft 0.21.2.
     """
-    backend = backend_of(device_kind)
     quant, precision, narrow = run.quant or "none", run.precision, run.narrows_adapters
-    training = run.phase == "finetune"
+    training, backend = run.phase == "finetune", backend_of(device_kind)
     half = 4 if precision in FP32_PRECISIONS else 2
     prepared = training and bool(run.prepare_kbit) and quant in BNB_QUANTS
     autocast = training and precision in AUTOCAST_PRECISIONS

@@ -10,13 +10,13 @@ FLASH_CAPABILITY = 8.0  # so much has units for bf16, too
 ASSUMED_CAPABILITY = "8.0"
 _MIB = 1024**2
 _WORKSPACE_BYTES = {"9": 32 * _MIB, "10": 32 * _MIB, "12": 32 * _MIB}  # by major capability
-_OLDER_WORKSPACE_BYTES = 8_519_680  # ":4096:2:16:8": 2 of 4 MiB and 8 of 16 KiB
+OLDER_WORKSPACE_BYTES = 8_519_680  # ":4096:2:16:8": 2 of 4 MiB and 8 of 16 KiB
 
 
 def workspace_bytes(compute_capability: str | None) -> int:
     """Of cuBLAS. Source: torch 2.13 `CublasHandlePool.cpp`, `parseChosenWorkspaceSize`."""
     major = (compute_capability or ASSUMED_CAPABILITY).split(".")[0]
-    return _WORKSPACE_BYTES.get(major, _OLDER_WORKSPACE_BYTES)
+    return _WORKSPACE_BYTES.get(major, OLDER_WORKSPACE_BYTES)
 
 
 def sdpa(call: SdpaCall) -> SdpaKernel:
