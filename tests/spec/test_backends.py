@@ -12,6 +12,7 @@ from whichlora.memory.gradients import Trained
 from whichlora.predict.notes import notes_on
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.backends import BACKENDS, backend_of
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import BNB_QUANTS, RunConfig
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.hub import load_model
@@ -54,6 +55,11 @@ def test_every_device_has_a_backend_and_every_backend_but_the_cpu_a_device() -> 
             "gaudi2-96gb",
             {"quant": "fp4", "method": "qlora"},
             r"has for hpu, int8, nf4, nf4-dq",
+        ),
+        (
+            "m4-max-64gb",
+            {"parallel": ParallelConfig(gpus=2, strategy="ddp")},
+            r"^gpus: Apple's GPUs have no communication library in torch; give gpus 1$",
         ),
         ("m4-max-64gb", {"precision": "tf32"}, r"^precision: tf32 has no units on m4-max-64gb"),
     ],
