@@ -39,10 +39,21 @@ from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.results import Measurement
 from whichlora.spec.run import RunConfig
-from whichlora.store.gpus import find_gpu
+from whichlora.store.cpu_prior import cpu_spec
+from whichlora.store.detect import DetectedDevice
+from whichlora.units import GiB
 
 RECORDS = Path(__file__).parent / "trainers_on_cpu.jsonl"
-GPU = find_gpu("cpu")
+# The machine that made the records, not the one that reads them: priors follow the instruction set.
+GPU = cpu_spec(
+    DetectedDevice(
+        name="AMD EPYC",
+        kind="cpu",
+        memory_bytes=24 * GiB,
+        num_cores=2,
+        flags=frozenset({"avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni"}),
+    )
+)
 NUM_STEPS = 5
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 _SIZES = {"num_attention_heads": 8, "max_position_embeddings": 2048, "pad_token_id": 0}
