@@ -327,7 +327,7 @@ def _rank(root: Path) -> None:
         import deepspeed.comm.torch
 
         # it compiles an operator in shared memory first, which gloo does without
-        deepspeed.comm.torch.build_shm_op = lambda: None
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
         import deepspeed
 
         deepspeed.init_distributed("gloo")

@@ -65,9 +65,9 @@ def release_buffers_here() -> None:
 
 def use_deepspeed() -> None:
     """Without the operator for shared memory, which would be compiled; gloo does without."""
-    import deepspeed.comm.torch
+    import deepspeed.comm.torch  # noqa: F401 whose name the package hides
 
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

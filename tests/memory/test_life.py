@@ -104,6 +104,15 @@ def test_an_unquantised_base_lies_on_the_host_first_and_a_4_bit_one_does_not() -
     assert 0 < quantised.num_bytes("host") < quantised.num_bytes("gpu")
 
 
+def test_nothing_is_evaluated_where_there_are_no_rows() -> None:
+    job = job_of()
+    assert "evaluating" not in stages(job, eval_seq_len=0)
+    short, long = (
+        stages(job, eval_seq_len=length)["evaluating"].num_bytes("gpu") for length in (64, 4096)
+    )
+    assert short < long
+
+
 def test_one_checkpoint_more_than_are_kept_is_on_disk() -> None:
     job = job_of()
     one, three = (

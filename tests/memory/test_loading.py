@@ -7,9 +7,19 @@ from dataclasses import replace
 import pytest
 from devices import A100
 
-from whichlora.memory.loading import loading_moment, tied_table_bytes, unquantised_matrix_bytes
+from whichlora.memory.loading import (
+    NARROW_TABLE,
+    START,
+    loading_moment,
+    loading_temporaries,
+    narrow_table_bytes,
+    table_sizes,
+    tied_table_bytes,
+    unquantised_matrix_bytes,
+)
+from whichlora.memory.training import training_loading
 from whichlora.memory.weights import weight_bytes
-from whichlora.predict.predict import ledger
+from whichlora.predict.predict import ledger, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.backends.cuda import OLDER_WORKSPACE_BYTES
 from whichlora.spec.run import Quant, RunConfig
@@ -67,3 +77,28 @@ def test_nothing_has_run_a_product_and_no_buffer_is_there_while_loading() -> Non
     counted = ledger(older)
     assert counted.moment_bytes("loading") == on_device
     assert counted.workspace_in("decode") == OLDER_WORKSPACE_BYTES
+
+
+SHORT_TRAINING = RunConfig(model="Qwen/Qwen2.5-7B", method="qlora", batch_size=1, seq_len=8)
+
+
+def test_a_table_is_widened_beside_its_16_bit_copy() -> None:
+    run = replace(SHORT_TRAINING, model="google/gemma-2-2b", target_modules=("q_proj", "v_proj"))
+    prepared = job(replace(run, loss_head="trl-fused", prepare_kbit=True))
+    model, dtypes = prepared.model, prepared.dtypes
+    largest = max(table_sizes(model))
+    assert narrow_table_bytes(model, dtypes, prepare_kbit=True) == 2 * largest
+    assert narrow_table_bytes(model, dtypes, prepare_kbit=False) == 0
+    assert 2 * largest > sum(loading_temporaries(model, dtypes).values())
+    counted = ledger(prepared)
+    assert counted.peak_moment == "loading"
+    assert counted.moments["loading"][-1].fact is NARROW_TABLE
+
+
+def test_a_start_from_gradients_decides_whether_a_run_fits() -> None:
+    plain, started = (job(replace(SHORT_TRAINING, method=name)) for name in ("lora", "lora-ga"))
+    assert training_loading(training_step(plain), like=1) == {}
+    counted = ledger(started)
+    assert counted.peak_moment == "loading"
+    assert counted.moments["loading"][-1].fact is START
+    assert counted.peak_allocated_bytes > 1.7 * ledger(plain).peak_allocated_bytes

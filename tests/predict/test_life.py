@@ -33,6 +33,14 @@ def test_a_run_that_trains_fits_only_where_all_its_stages_do() -> None:
     assert moved.largest_on_host.name == "evaluating"
 
 
+def test_each_stage_that_is_less_sure_than_training_is_named() -> None:
+    settings = {"method": "qlora", "seq_len": 512, "batch_size": 2}
+    assert life(MODEL, GPU, **settings).faults() == []
+    (fault,) = life(MODEL, "rtx-4080-16gb", **settings).faults()
+    assert fault.startswith("merging takes")
+    assert fault.endswith("lower it by dtype, merge_on")
+
+
 def test_training_is_what_estimate_says() -> None:
     from whichlora import estimate
 

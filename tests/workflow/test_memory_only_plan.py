@@ -81,6 +81,10 @@ def test_no_time_is_written_anywhere(tmp_path: Path) -> None:
     assert besides["evaluations"] == 1
     assert besides["evaluation_s"] is None
     assert besides["evaluation_peak_bytes"] > 0
+    stages = {stage["name"]: stage for stage in json.loads(text)["life"]["stages"]}
+    assert stages["evaluating"]["device_used_bytes"] > stages["saving"]["device_used_bytes"]
+    assert stages["saving"]["disk_bytes"] > 0
+    assert "| merging" in found.files["summary"].read_text()
     page = found.files["report"].read_text()
     assert "Peak memory" in page
     assert "<dt>Time per token" not in page

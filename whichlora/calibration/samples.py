@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -150,6 +150,9 @@ def stack_of(measurement: Measurement) -> str:
 def memory_samples(job: ResolvedRun, measurement: Measurement) -> list[Sample]:
     """Parts of the ledger at its peak against the measured counters, one sample each."""
     counted = ledger(job)
+    if job.run.phase == "finetune":  # a profile forgets its loading
+        moments = {name: held for name, held in counted.moments.items() if name != "loading"}
+        counted = replace(counted, moments=moments)
     parts = {
         name: float(size) for name, size in part_bytes(job, counted, counted.peak_moment).items()
     }

@@ -10,10 +10,10 @@ from whichlora.memory import allocator, gradients, loss, optimizer
 from whichlora.memory.checkpoint import CheckpointBytes
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.evaluation import evaluation_moments
-from whichlora.memory.loading import TIED_TABLE, UNQUANTISED_MATRIX, loading_moment
+from whichlora.memory.loading import TIED_TABLE, UNQUANTISED_MATRIX, table_sizes
 from whichlora.memory.mxfp4 import EXPANDED_EXPERTS, expanding_bytes
 from whichlora.memory.step import ACCUMULATED, TrainingStep
-from whichlora.memory.training import Ledger
+from whichlora.memory.training import Ledger, training_loading
 from whichlora.memory.weights import (
     BUFFERS,
     EMBEDDING_WEIGHTS,
@@ -127,15 +127,6 @@ TENSOR_ON_HOST = Fact(
     source="transformers 5.23 core_model_loading._materialize_copy; Bnb4BitHfQuantizer",
     kind="estimate",
 )
-NARROW_TABLE = Fact(
-    part="temporary",
-    what="16-bit table that is being widened",
-    shape="[vocab_size, hidden_size]",
-    dtype="four_bit_bytes",
-    why="preparing a quantised base for training makes an fp32 copy before the 16-bit one goes",
-    source="peft 0.21 prepare_model_for_kbit_training",
-    kind="upper bound",
-)
 CAST_TENSOR = Fact(
     part="weights",
     what="tensor that is being cast",
@@ -181,13 +172,7 @@ def loading(step: TrainingStep) -> Stage:
     Pages of the mapped checkpoint are left out: the kernel may drop them.
     """
     weights = weight_entries(step.model, step.dtypes, like=0)
-    moment = loading_moment(step.model, step.dtypes, like=0)
-    moments = [*moment.values(), weights]
-    if narrow := _narrow_table_bytes(step):
-        moments.append((*weights, Entry(NARROW_TABLE, narrow)))
-    if started := _start_bytes(step):
-        adapters = (entry for entry in step.static if entry.part == "adapters")
-        moments.append((*weights, *adapters, Entry(START, started)))
+    moments = [weights, *training_loading(step, like=0).values()]
     largest = max(moments, key=_size)
     if step.dtypes.quant in BNB_QUANTS:  # `update_device_map` puts the model on the GPU
         width = stored_dtypes(step.model, step.dtypes).embedding_bytes
@@ -198,37 +183,6 @@ def loading(step: TrainingStep) -> Stage:
         on_host = Held("host", Entry(WEIGHTS_ON_HOST, size), 'device_map={"": 0}')
     held = (*_on_gpu(step, largest), on_host, *_casting(step, _size(weights)), *_expanding(step))
     return Stage(name="loading", held=held)
-
-
-START = Fact(
-    part="temporary",
-    what="what the adapters start from",
-    shape="[out_features, in_features]",
-    dtype="float32",
-    why="one weight after another is decomposed, or all have a gradient",
-    source="the method's start_bytes; workspaces of the decomposition are left out",
-    kind="lower bound",
-)
-
-
-def _start_bytes(step: TrainingStep) -> int:
-    linears = adapted_linears(step.model, step.targets)
-    return int(step.method.start_bytes(linears, step.dtypes, step.r))
-
-
-def _table_sizes(model: ModelSpec) -> list[int]:
-    """Elements of each table outside the layers; a tied head is its embedding."""
-    untied = [] if model.head is None or model.head_tied else [model.head.num_weights]
-    return [table.num_params for table in model.embeddings] + untied
-
-
-def _narrow_table_bytes(step: TrainingStep) -> int:
-    """The largest table in 16 bit, beside all weights in the width that k-bit training wants."""
-    dtypes = step.dtypes
-    widens = step.run.prepare_kbit and dtypes.embedding_bytes > dtypes.four_bit_bytes
-    if dtypes.quant not in BNB_QUANTS or not widens:
-        return 0
-    return max(_table_sizes(step.model)) * dtypes.four_bit_bytes
 
 
 def _casting(step: TrainingStep, weights_bytes: int) -> tuple[Held, ...]:
@@ -243,7 +197,7 @@ def _casting(step: TrainingStep, weights_bytes: int) -> tuple[Held, ...]:
     width = stored_dtypes(model, dtypes).base_bytes
     if dtypes.quant != "none" or width == dtypes.base_bytes:
         return ()
-    tables = _table_sizes(model)
+    tables = table_sizes(model)
     at_tables = sum(tables) * dtypes.embedding_bytes + max(tables) * width - weights_bytes
     matrices = [quantised_matrices(x)[2] for layer, _ in model.layers() for x in layer.linears]
     last = [table.num_params for table in model.embeddings if table.name > "layers"]
@@ -580,7 +534,7 @@ def resuming(step: TrainingStep, checkpoint: CheckpointBytes) -> Stage:
 def stages(
     step: TrainingStep,
     ledger: Ledger,
-    checkpointed: TrainingStep,
+    checkpointed: TrainingStep | None,
     checkpoint: CheckpointBytes,
     life: LifeConfig,
     *,
@@ -589,16 +543,16 @@ def stages(
     """Every stage of a run on one GPU, in the order in which they happen.
 
     Args:
-        checkpointed: the same run with gradient checkpointing.
+        checkpointed: the same run with gradient checkpointing; None where nothing is evaluated.
         merged_base_bytes: of one element of the base when the adapter is merged into it.
     """
-    evaluation = evaluating(step, checkpointed, life)
+    evaluation = evaluating(step, checkpointed, life) if checkpointed is not None else None
     merged = merging(step, life, merged_base_bytes)
     return (
         downloading(step),
         loading(step),
         training(step, ledger, checkpoint, life),
-        evaluation,
+        *([evaluation] if evaluation is not None else []),
         saving(step, checkpoint),
         *([merged] if merged is not None else []),
         resuming(step, checkpoint),

@@ -29,6 +29,25 @@ UNQUANTISED_MATRIX = Fact(
     kind="upper bound",
 )
 
+NARROW_TABLE = Fact(
+    part="temporary",
+    what="16-bit table that is being widened",
+    shape="[vocab_size, hidden_size]",
+    dtype="four_bit_bytes",
+    why="preparing a quantised base for training makes an fp32 copy before the 16-bit one goes",
+    source="peft 0.21 prepare_model_for_kbit_training",
+    kind="upper bound",
+)
+START = Fact(
+    part="temporary",
+    what="what the adapters start from",
+    shape="[out_features, in_features]",
+    dtype="float32",
+    why="one weight after another is decomposed, or all have a gradient",
+    source="the method's start_bytes; workspaces of the decomposition are left out",
+    kind="lower bound",
+)
+
 
 def tied_table_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     """The tied head of an AWQ checkpoint, which is loaded apart from the embedding.
@@ -62,6 +81,36 @@ def unquantised_matrix_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     return max(sizes, default=0) * dtypes.four_bit_bytes
 
 
+def table_sizes(model: ModelSpec) -> list[int]:
+    """Elements of each table outside the layers; a tied head is its embedding.
+
+    Kind: exact. Source: the config.
+    """
+    untied = [] if model.head is None or model.head_tied else [model.head.num_weights]
+    return [table.num_params for table in model.embeddings] + untied
+
+
+def narrow_table_bytes(model: ModelSpec, dtypes: Dtypes, *, prepare_kbit: bool) -> int:
+    """The largest table in 16 bit, beside all weights in the width that k-bit training wants.
+
+    Kind: upper bound, exact where the largest table comes last. Source: peft 0.21.2
+    `prepare_model_for_kbit_training`, which widens one parameter after the other.
+    """
+    widens = prepare_kbit and dtypes.embedding_bytes > dtypes.four_bit_bytes
+    if dtypes.quant not in BNB_QUANTS or not widens:
+        return 0
+    return max(table_sizes(model)) * dtypes.four_bit_bytes
+
+
+def loading_temporaries(model: ModelSpec, dtypes: Dtypes) -> dict[Fact, int]:
+    """What the end of loading has beside the weights. Kind: as of its facts. Source: theirs."""
+    return {
+        TIED_TABLE: tied_table_bytes(model, dtypes),
+        UNQUANTISED_MATRIX: unquantised_matrix_bytes(model, dtypes),
+        SWIZZLED_BLOCKS: swizzling_bytes(model, dtypes),
+    }
+
+
 def loading_moment(
     model: ModelSpec, dtypes: Dtypes, *, like: Count
 ) -> dict[str, tuple[Entry, ...]]:
@@ -70,11 +119,7 @@ def loading_moment(
     Buffers are not there yet: transformers 4.38 `from_pretrained` moves them in `dispatch_model`,
     5.23 in `_move_missing_keys_from_meta_to_device`.
     """
-    extra = {
-        TIED_TABLE: tied_table_bytes(model, dtypes),
-        UNQUANTISED_MATRIX: unquantised_matrix_bytes(model, dtypes),
-        SWIZZLED_BLOCKS: swizzling_bytes(model, dtypes),
-    }
+    extra = loading_temporaries(model, dtypes)
     if not any(extra.values()):
         return {}
     loaded = [x for x in weight_entries(model, dtypes, like=like) if x.fact is not BUFFERS]

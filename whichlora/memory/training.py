@@ -13,12 +13,19 @@ from whichlora.memory import allocator, loss
 from whichlora.memory.entries import Entry
 from whichlora.memory.gradients import trained_params
 from whichlora.memory.layer_bytes import forward_bytes
-from whichlora.memory.loading import loading_moment
+from whichlora.memory.loading import (
+    NARROW_TABLE,
+    START,
+    loading_moment,
+    loading_temporaries,
+    narrow_table_bytes,
+)
 from whichlora.memory.metal_heaps import idle_in_heaps
 from whichlora.memory.moments import training_moments
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import weight_entries
 from whichlora.spec.numeric import Count, added, largest, smallest
+from whichlora.spec.targets import adapted_linears
 
 __all__ = ["PARTS", "Ledger", "least_parts", "trained_params", "training_ledger"]
 
@@ -70,12 +77,33 @@ class Ledger:
 def training_ledger(step: TrainingStep) -> Ledger:
     """Moments of loading and of `step`."""
     ledger = Ledger(
-        moments=training_moments(step)
-        | loading_moment(step.model, step.dtypes, like=step.batch_size),
+        moments=training_moments(step) | training_loading(step, like=step.batch_size),
         idle_bytes=0,
         workspace_bytes=allocator.workspace_bytes(step.gpu, training=True),
     )
     return replace(ledger, idle_bytes=_idle_bytes(step, ledger))
+
+
+def training_loading(step: TrainingStep, *, like: Count) -> dict[str, tuple[Entry, ...]]:
+    """The largest moment before the first step, where more is there than what stays.
+
+    The base is loaded, its tables are widened, then adapters are made. Of these the largest is
+    taken by what it holds beside the weights.
+    Kind: as of its entries. Source: their facts.
+    """
+    weights = weight_entries(step.model, step.dtypes, like=like)
+    adapters = tuple(entry for entry in step.static if entry.part == "adapters")
+    narrow = narrow_table_bytes(step.model, step.dtypes, prepare_kbit=bool(step.run.prepare_kbit))
+    linears = adapted_linears(step.model, step.targets)
+    started = int(step.method.start_bytes(linears, step.dtypes, step.r))
+    later = {
+        narrow: (*weights, Entry(NARROW_TABLE, narrow + 0 * like)),
+        started: (*weights, *adapters, Entry(START, started + 0 * like)),
+    }
+    most = max(later)
+    if most <= sum(loading_temporaries(step.model, step.dtypes).values()):
+        return loading_moment(step.model, step.dtypes, like=like)
+    return {"loading": later[most]}
 
 
 def least_parts(step: TrainingStep) -> dict[str, Count]:

@@ -20,7 +20,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory import optimizer
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained, base_tensors
-from whichlora.memory.moments import HEAD_GRADIENT, LOGITS_GRADIENT
+from whichlora.memory.moments import HEAD_GRADIENT, LAYER_BACKWARD, LOGITS_GRADIENT
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import BUFFERS, LAYER_WEIGHTS, quantised_state_bytes
 from whichlora.parallel import deepspeed
@@ -419,6 +419,16 @@ def adapted_keys(step: TrainingStep) -> tuple[tuple[int, int], ...]:
     return tuple(kinds)
 
 
+def trained_table_bytes(step: TrainingStep) -> Count:
+    """Gradient of the embedding, the last of the backward; a tied one is summed with the head's.
+
+    Kind: exact. Source: torch `embedding_dense_backward`.
+    """
+    if not step.method.trains_base or step.tied_gradients_wait:
+        return 0
+    return step.model.embeddings[0].num_params * step.param_bytes
+
+
 def _divided(entries: tuple[Entry, ...], part: Partitioned) -> tuple[Entry, ...]:
     on_device = not deepspeed.offloads(part.spread, "params")
     ranks, step = part.spread.size, part.step
@@ -475,10 +485,21 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
             entries = (*entries, Entry(deepspeed.WAITING, part.waiting_bytes))
         changed[name] = entries
     changed["bucket_reduced"] = deepspeed.reducing(part, changed["first_layer_backward"])
+    if tables := trained_table_bytes(step):
+        # a post-backward hook releases the table after its gradient is reduced
+        between = without(
+            changed["first_layer_backward"], LAYER_BACKWARD, LIVE_PARAMETERS, deepspeed.WAITING
+        )
+        changed["table_reduced"] = (
+            *between,
+            Entry(LIVE_PARAMETERS, live_bytes(step, spread, live, "table")),
+            Entry(deepspeed.WAITING, tables),
+        )
     if deepspeed.offloads(spread, "optimizer"):
         # `_offload_grad_partition_at_boundary` takes the norm of each gradient as it goes
         norm = Entry(deepspeed.NORM_COPY, part.piece * deepspeed.NORM_BYTES)
-        changed["bucket_reduced"] = (*changed["bucket_reduced"], norm)
+        for name in changed.keys() & {"bucket_reduced", "table_reduced"}:
+            changed[name] = (*changed[name], norm)
         if "head_backward" in changed:
             rest = without(changed["head_backward"], HEAD_GRADIENT, LOGITS_GRADIENT)
             changed["head_reduced"] = (*rest, norm)

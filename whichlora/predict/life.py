@@ -28,6 +28,7 @@ from whichlora.spec.life import LifeConfig
 from whichlora.spec.numeric import Count
 from whichlora.spec.results import Verdict
 from whichlora.spec.run import RunConfig
+from whichlora.units import format_bytes
 
 TRAINING = "training"
 _WORST: tuple[Verdict, ...] = ("fits", "undecided", "fails")
@@ -102,6 +103,27 @@ class Life:
     def largest_on_host(self) -> StageUse:
         return max(self.stages, key=lambda stage: stage.host_bytes)
 
+    def faults(self) -> list[str]:
+        """Stages beside training that are less sure to fit than it, and what lowers each."""
+        training = next(stage for stage in self.stages if stage.name == TRAINING)
+        lines = []
+        for stage in self.stages:
+            if _WORST.index(stage.verdict) <= _WORST.index(training.verdict):
+                continue
+            fits = "does not fit" if stage.verdict == "fails" else "may not fit"
+            setting = next((held.setting for held in stage.lines if held.setting), "")
+            lines.append(
+                f"{stage.name} takes {format_bytes(stage.device_used_bytes)} and {fits} in "
+                f"{format_bytes(self.usable_bytes)}" + f"; lower it by {setting}" * bool(setting)
+            )
+        if self.exceeds_host and self.host_memory_bytes is not None:
+            most = self.largest_on_host
+            lines.append(
+                f"{most.name} takes {format_bytes(most.host_bytes)} of host memory, more than the "
+                f"{format_bytes(self.host_memory_bytes)} stated"
+            )
+        return lines
+
     @property
     def disk_bytes(self) -> int:
         """What all stages leave on disk."""
@@ -145,11 +167,13 @@ def stages_of(job: ResolvedRun, settings: LifeConfig) -> tuple[Stage, ...]:
         raise ConfigError(
             f"life: trainer {job.trainer.name} neither saves nor evaluates; use transformers"
         )
-    checkpointed = replace(job.run, gradient_checkpointing=True, lora_dropout=0.0)
+    run = replace(job.run, gradient_checkpointing=True, lora_dropout=0.0)
+    seq_len = job.run.seq_len if settings.eval_seq_len is None else settings.eval_seq_len
+    evaluated = training_step(replace(job, run=run), seq_len=seq_len) if seq_len else None
     return life.stages(
         training_step(job),
         ledger(job),
-        training_step(replace(job, run=checkpointed)),
+        evaluated,
         bytes_of_checkpoint(job),
         settings,
         merged_base_bytes=4 if weight_dtype(job.run) == "float32" else 2,

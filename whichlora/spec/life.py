@@ -20,6 +20,8 @@ class LifeConfig:
         eval_rows: rows of an evaluation whose logits `compute_metrics` gets; 0: the loss alone
             (`prediction_loss_only`).
         eval_accumulation_steps: batches after which kept logits move to the host; None: at the end.
+        eval_seq_len: tokens of the longest row that is evaluated; None: as many as the run trains
+            on; 0: nothing is evaluated.
         merge_on: where the adapter is merged into the base; none: it is not.
         keeping: how many checkpoints are kept.
 
@@ -29,6 +31,7 @@ class LifeConfig:
 
     eval_rows: int = 0
     eval_accumulation_steps: int | None = None
+    eval_seq_len: int | None = None
     merge_on: MergeOn = "gpu"
     keeping: Keeping = field(default_factory=Keeping)
 

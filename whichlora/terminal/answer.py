@@ -15,9 +15,11 @@ from whichlora.search.feasibility import LIKELY, Candidate, closest, rejected_be
 from whichlora.search.gpu_counts import gpu_seconds
 from whichlora.serving.form import form_in_words
 from whichlora.terminal.costs import cost_of, format_money, price_in_words
+from whichlora.terminal.life import stages_sheet
 from whichlora.terminal.plane import plane
 from whichlora.terminal.rows import comparison_rows, comparison_summary
 from whichlora.terminal.serving import print_stage_served
+from whichlora.terminal.sheet import show
 from whichlora.terminal.tables import MAX_REASONS, new_table, open_console, print_table, say
 from whichlora.terminal.words import (
     certainty,
@@ -360,6 +362,8 @@ def print_answer(answer: Answer) -> None:
     compared = comparison_rows(answer.compared)
     if compared:
         _print_errors(console, compared)
+    if answer.life is not None:
+        show(console, stages_sheet(answer.life))
     for line in besides_training(answer):
         say(console, line)
     say(console, f"data: {answer.tokens}")

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.evaluation_and_saving import Besides
+from whichlora.predict.life import Life
 from whichlora.predict.repeated_times import Repeatability
 from whichlora.search.acquisition import StoppedBy
 from whichlora.search.feasibility import (
@@ -94,6 +95,7 @@ class Answer:
             asks for one.
         cost: what the winner takes of money and electricity; None where it has no time.
         besides: what the winner's evaluations and checkpoints take.
+        life: the winner's stages from its download to its resumption; None on several GPUs.
         cautions: what must be known of the data and the winner before either is acted on.
         repeatability: of the device, and what the winner's profile knows of its time; None where
             no winner was measured.
@@ -120,6 +122,7 @@ class Answer:
     waits: Sequence[ServingPrediction] = ()
     cost: RunningCost | None = None
     besides: Besides | None = None
+    life: Life | None = None
     repeatability: Repeatability | None = None
     refused: Sequence[Refused] = ()
     choice: GpuChoice | None = None
@@ -173,6 +176,7 @@ class Answer:
             "finetune": [detailed_row(candidate, self.plan) for candidate in self.finetune],
             "files": {name: str(path) for name, path in self.files.items()},
             "training": None if self.training is None else dict(self.training),
+            **({} if self.life is None else {"life": self.life.to_dict()}),
             **({} if self.choice is None else {"gpus": self.choice.to_rows()}),
             **({} if self.serving is None else {"serving": detailed_row(self.serving, self.plan)}),
             **({"waits": [each.to_dict() for each in self.waits]} if self.waits else {}),

@@ -85,6 +85,7 @@ def conclude(
     )
     model = plan.models[0] if shown is None else shown.run.model
     serving = _served(session, best)
+    life = None if best is None else session.life(best.run)
     return Answer(
         plan=plan,
         gpu=session.gpu,
@@ -105,12 +106,17 @@ def conclude(
         search=search,
         compared=compared,
         tokens=_describe_tokens(session, best, model),
-        cautions=[*_cautions(session, best, model), *_of_several_gpus(session, best, candidates)],
+        cautions=[
+            *_cautions(session, best, model),
+            *(life.faults() if life is not None else ()),
+            *_of_several_gpus(session, best, candidates),
+        ],
         refused=list(session.space.refused.values()),
         counts=_counts(session, best, finetune, least),
         side_by_side=[] if shown is None else session.side_by_side(search_loop, shown.run),
         cost=_cost(session, best),
         besides=None if best is None else session.besides(best.run),
+        life=life,
         repeatability=_repeatability(session, best),
         dataset=_dataset_facts(session, model),
         calibration=session.calibration,

@@ -19,6 +19,7 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import COMPARED, get_method, with_method
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.evaluation_and_saving import Besides, besides, evaluation_seconds
+from whichlora.predict.life import Life, life_of
 from whichlora.predict.predict import (
     CountedRun,
     count_run,
@@ -50,6 +51,7 @@ from whichlora.search.total import profiled_total
 from whichlora.serving import get_engine
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.life import LifeConfig
 from whichlora.spec.plan import Plan
 from whichlora.spec.results import SCHEMA_VERSION, Measurement, Prediction
 from whichlora.spec.run import RunConfig
@@ -463,6 +465,16 @@ class Session:
             num_steps=load.num_steps,
             epochs=self.plan.epochs,
         )
+
+    def life(self, run: RunConfig) -> Life | None:
+        """The stages of `run`, as the plan saves and evaluates; None on several GPUs."""
+        job = self.job(run)
+        if job.layout is not None or not job.trainer.library_class:
+            return None
+        settings = LifeConfig(
+            keeping=self.plan.keeping, eval_seq_len=max(self.evaluation(run), default=0)
+        )
+        return life_of(job.model, run, self.gpu, self.calibration, settings)
 
     # --- measuring
 
