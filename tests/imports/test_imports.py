@@ -605,3 +605,23 @@ def test_a_misspelt_key_is_unknown_and_not_without_effect(
     misspelt = key[:-2] + key[-1] + "x"
     read = imported(tmp_path, file_yaml=f"{base}{misspelt}: 4\n")
     assert read.unknown == (misspelt,)
+
+
+def test_keys_of_accelerates_and_deepspeeds_files_that_nothing_reads_are_named(
+    tmp_path: Path,
+) -> None:
+    run = "model_name_or_path: Qwen/Qwen2.5-0.5B\nmax_length: 64\nuse_peft: true\n"
+    accelerate = """compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_proceses: 4
+fsdp_config: {fsdp_version: 2, fsdp_reshard_after_foward: false}
+"""
+    deepspeed = '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}, "bf 16": {}}'
+    for name, text in (("run.yaml", run), ("acc.yaml", accelerate), ("ds.json", deepspeed)):
+        (tmp_path / name).write_text(text)
+    of_fsdp, of_zero = (
+        import_files([tmp_path / "run.yaml", tmp_path / name], gpus=4).unknown
+        for name in ("acc.yaml", "ds.json")
+    )
+    assert of_fsdp == ("fsdp_config.fsdp_reshard_after_foward", "num_proceses")
+    assert of_zero == ("deepspeed.bf 16", "zero_optimization.zero_hpz_partition_size")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,7 @@ class Keys:
         self.used: dict[str, None] = {}
         self.assumed: list[str] = []
         self.refused: dict[str, str] = {}
+        self.unknown: dict[str, None] = {}  # of files beside this one
 
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
@@ -239,6 +240,10 @@ class Keys:
         self.used[name] = None
         self.assumed.append(f"{name}: {text}")
 
+    def note_unknown(self, names: Iterable[str]) -> None:
+        """Name keys of another file, such as accelerate's, that nothing reads."""
+        self.unknown.update(dict.fromkeys(names))
+
     def refuse(self, setting: str, name: str, text: str) -> None:
         """Say that `name` can't be predicted, unless the user gives `setting`."""
         self.used[name] = None
@@ -298,7 +303,7 @@ class Tool:
             path=path,
             tool=self.name,
             settings=settings,
-            unknown=tuple(sorted(set(other) - set(idle))),
+            unknown=tuple(sorted({*other, *keys.unknown} - set(idle))),
             without_effect=tuple(sorted(idle)),
             assumed=tuple(keys.assumed),
             refused=keys.refused,

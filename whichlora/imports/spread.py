@@ -11,6 +11,11 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.imports.base import Keys, Launch
+from whichlora.imports.spread_keys import (
+    unknown_of_accelerate,
+    unknown_of_deepspeed,
+    unknown_of_fsdp,
+)
 from whichlora.parallel import list_strategies
 from whichlora.spec.options import OptionValue
 from whichlora.spec.parallel import MOST_GPUS
@@ -80,7 +85,7 @@ def _accelerator(keys: Keys, launch: Launch, fsdp_version: int) -> dict[str, Any
     if config is not None:
         if isinstance(config, str):
             config = launch.read_file(keys.where("deepspeed"), config)
-        return read | _deepspeed("deepspeed", config)
+        return read | _deepspeed(keys, "deepspeed", config)
     fsdp = keys.raw("fsdp")
     if (fsdp not in (None, False, "", []) and str(fsdp).lower() != "false") or (
         "fsdp_version" in keys and "fsdp_config" in keys
@@ -89,6 +94,7 @@ def _accelerator(keys: Keys, launch: Launch, fsdp_version: int) -> dict[str, Any
         version = keys.raw("fsdp_version") or fsdp_version
         return read | _fsdp(keys, config, version=version, legacy=_words(fsdp))
     accelerate = launch.accelerate
+    keys.note_unknown(unknown_of_accelerate(accelerate))
     kind = str(accelerate.get("distributed_type", "")).upper()
     if kind == "DEEPSPEED":
         config = accelerate.get("deepspeed_config")
@@ -98,7 +104,7 @@ def _accelerator(keys: Keys, launch: Launch, fsdp_version: int) -> dict[str, Any
             content = launch.read_file("deepspeed_config_file", str(file))
         else:
             content = _of_plugin(config)
-        return read | _deepspeed("deepspeed_config", content)
+        return read | _deepspeed(keys, "deepspeed_config", content)
     if kind == "FSDP":
         config = accelerate.get("fsdp_config")
         config = config if isinstance(config, Mapping) else {}
@@ -117,8 +123,10 @@ def _words(value: Any) -> tuple[str, ...]:
     return tuple(str(each).lower() for each in listed)
 
 
-def _deepspeed(key: str, config: Any) -> dict[str, Any]:
+def _deepspeed(keys: Keys, key: str, config: Any) -> dict[str, Any]:
     stage = "?"
+    if isinstance(config, Mapping):
+        keys.note_unknown(unknown_of_deepspeed(config))
     if isinstance(config, Mapping) and isinstance(config.get("zero_optimization", {}), Mapping):
         stage = str(config.get("zero_optimization", {}).get("stage", 0))
     what = f"DeepSpeed with stage {stage}"
@@ -147,6 +155,7 @@ def _fsdp(
     Source: transformers 5.23 `TrainingArguments._process_fsdp_args`, accelerate 1.15
     `FullyShardedDataParallelPlugin`.
     """
+    keys.note_unknown(unknown_of_fsdp(config))
     plain = {str(name).removeprefix("fsdp_"): value for name, value in config.items()}
     key = "fsdp_config"
     version = plain.get("version") or version
