@@ -26,12 +26,13 @@ _OF_DEEPSPEED_PLUGIN = _names(
 )
 _OF_ACCELERATE = _OF_DEEPSPEED_PLUGIN | _names(
     "command_file commands compute_environment config_file debug deepspeed_config "
-    "distributed_type downcast_bf16 dynamo_backend dynamo_config dynamo_mode enable_cpu_affinity "
-    "fsdp_config gpu_ids log_dir machine_rank main_process_ip main_process_port "
-    "main_training_function max_restarts mixed_precision module monitor_interval mpirun_config multi_gpu no_python "
-    "num_cpu_threads_per_process num_machines num_processes parallelism_config quiet rdzv_backend "
-    "rdzv_conf role same_network tee tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_zone "
-    "use_cpu use_deepspeed use_fsdp"
+    "distributed_type downcast_bf16 dynamo_backend dynamo_config dynamo_mode "
+    "enable_cpu_affinity fsdp_config gpu_ids log_dir machine_rank main_process_ip "
+    "main_process_port main_training_function max_restarts mixed_precision module "
+    "monitor_interval mpirun_config multi_gpu no_python num_cpu_threads_per_process "
+    "num_machines num_processes parallelism_config quiet rdzv_backend rdzv_conf role "
+    "same_network tee tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_zone use_cpu "
+    "use_deepspeed use_fsdp"
 )
 _OF_FSDP = _names(
     "activation_checkpointing auto_wrap_policy backward_prefetch backward_prefetch_policy "
