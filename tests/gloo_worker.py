@@ -208,6 +208,8 @@ def _zero_steps(run: Any, model: Any, optimizer: Any, recorder: Any) -> Any:
     if run.parallel.strategy == "zero3":
         # as `from_pretrained` leaves it, which makes the model within `zero.Init`
         torch.nn.functional.linear = zero3_linear_wrap
+        if run.method not in ("full", "qlora"):  # then adapters are cast no more
+            deepspeed.zero.Init(module=model, config_dict_or_path=config)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     _mark_offloaded(engine, dict(run.parallel.options).get("offload", ()), recorder)
     offloads = "optimizer" in dict(run.parallel.options).get("offload", ())

@@ -133,10 +133,17 @@ def test_each_stage_needs_less_than_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("strategy", STAGES)
-def test_every_parameter_has_16_bits(strategy: str) -> None:
-    kind, _ = a_rank(a_run(strategy, method="lora"))
-    assert kind.step.dtypes.adapter_bytes == 2
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_every_parameter_has_16_bits_but_adapters_made_after_zero_init(
+    strategy: str, method: str
+) -> None:
+    kind, spread = a_rank(a_run(strategy, method=method))
+    is_wide = (strategy, method) == ("zero3", "lora")
+    assert kind.step.param_bytes == (4 if is_wide else 2)
+    assert kind.step.dtypes.linears_keep_inputs == is_wide
     assert not kind.step.dtypes.under_autocast
+    if strategy == "zero3":
+        assert zero3.partitioned(kind.step, spread).width == 2
 
 
 def test_the_bucket_is_the_hidden_size_squared_unless_told() -> None:
@@ -198,7 +205,7 @@ def test_adapters_are_gathered_beside_their_matrices() -> None:
     kind, spread = a_rank(a_run("zero3", method="lora", r=64))
     kept = zero3.live_of(kind.step, spread)
     whole = zero3.live_bytes(kind.step, spread, kept, "backward")
-    assert whole == kept.total + 2 * kind.step.num_trained
+    assert whole == kept.total + 4 * kind.step.num_trained
     keys = zero3.adapted_keys(kind.step)
     assert len({key for key, _ in keys}) == 7 * MODEL.num_hidden_layers
 

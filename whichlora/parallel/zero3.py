@@ -11,7 +11,7 @@ checkpointing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from operator import itemgetter
@@ -24,7 +24,16 @@ from whichlora.memory.moments import HEAD_GRADIENT, LAYER_BACKWARD, LOGITS_GRADI
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import BUFFERS, LAYER_WEIGHTS, quantised_state_bytes
 from whichlora.parallel import deepspeed
-from whichlora.parallel.base import HostUpdate, Message, Moments, RankKind, Saving, Spread, Strategy
+from whichlora.parallel.base import (
+    HostUpdate,
+    Message,
+    Moments,
+    RankKind,
+    Saving,
+    Spread,
+    Strategy,
+    in_run,
+)
 from whichlora.parallel.deepspeed import Partitioned, Shares
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.parallel.host_update import OMP_NUM_THREADS
@@ -32,7 +41,7 @@ from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Count, ceil_div, largest
 from whichlora.spec.options import Option
-from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
+from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig, autocast_precision
 from whichlora.spec.targets import adapted
 
 _OF_STAGE = (
@@ -339,6 +348,29 @@ def live_of(step: TrainingStep, spread: Spread) -> Live:
     )
 
 
+# --- what a rank computes -----------------------------------------------------------------------
+
+
+def _split(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
+    """As in the other stages, but adapters stay in fp32, as PEFT makes them after `zero.Init`.
+
+    A product with a frozen matrix then keeps an input that no adapter shares. A 4-bit base is not
+    loaded within `zero.Init`. Source: deepspeed 0.19.8
+    `DeepSpeedEngine._cast_module_mixed_precision`, which casts nothing where `zero.Init` has run;
+    `LinearFunctionForZeroStage3.forward`, which saves input and weight whatever needs a gradient.
+    """
+    ranks = deepspeed.narrowed(rank, spread)
+    half = autocast_precision(rank.step.run.precision)
+    if half not in ("bf16", "fp16"):
+        return ranks
+    if rank.step.method.trains_base or rank.step.dtypes.quant != "none":
+        return ranks
+    wide = replace(ranks[0].step.run, precision=f"{half}-no-autocast")  # type: ignore[arg-type]
+    step = in_run(ranks[0].step, wide)
+    step = replace(step, dtypes=replace(step.dtypes, linears_keep_inputs=True))
+    return (replace(ranks[0], step=step, at_rest=step),)
+
+
 # --- what a rank holds --------------------------------------------------------------------------
 
 
@@ -348,6 +380,11 @@ def partitioned(step: TrainingStep, spread: Spread) -> Partitioned:
 
 
 class _PerParameter(Partitioned):
+    @property
+    def width(self) -> int:
+        """Bytes in which gradients are reduced and kept: the base's, of fp32 adapters, too."""
+        return self.step.dtypes.base_bytes
+
     @property
     def groups(self) -> tuple[Shares, ...]:
         tensors = self.step.tensors
@@ -689,7 +726,7 @@ STRATEGY = Strategy(
     options=_OPTIONS,
     smallest=(("offload", ("optimizer", "params")),),
     check=_check,
-    split=deepspeed.narrowed,
+    split=_split,
     moments=_moments,
     update_share=deepspeed.update_share,
     weights_share=_weights_share,

@@ -71,6 +71,7 @@ class Dtypes:
         narrow_head: it is in 16 bit, whatever the embeddings are.
         quantises_experts: those in one parameter are stored in 4 bit, too.
         wide_expert_biases: those of experts in mxfp4 are fp32 parameters.
+        linears_keep_inputs: `F.linear` of a frozen matrix keeps its input for the backward, too.
         kernels: operators of the layers that the trainer replaces.
         stores: the format that a layer's keys and values are quantised to in this forward, if any.
     """
@@ -110,6 +111,7 @@ class Dtypes:
     quantises_experts: bool = False
     narrow_head: bool = False
     wide_expert_biases: bool = False
+    linears_keep_inputs: bool = False
     kernels: FusedKernels = NO_KERNELS
 
     @property

@@ -360,7 +360,7 @@ class OpEmitter:
         weight = tape.weight(weights, dtypes.base_bytes, trained=dtypes.trains_base)
         used = self.autocast(weight, f"{linear.name}: weight, cast")
         saves = [used] if x.needs_grad else []
-        if dtypes.trains_base:
+        if dtypes.trains_base or (dtypes.linears_keep_inputs and not linear.transposed):
             saves.append(narrow)
         result = f"{linear.name}: result"
         # GPTQ and AWQ kernels expand what they multiply with, to 16 bit; torch's `matmul` saves it
