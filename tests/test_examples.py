@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 import run_on_fake_gpus
+from click.testing import CliRunner
 from fake_profiler import pretend_device
+from ruamel.yaml import YAML
 
+from whichlora.cli import main
 from whichlora.cluster import rounds, watch
 from whichlora.cluster.on_this_machine import LocalEngine
 from whichlora.spec.results import Measurement, Prediction
@@ -18,7 +22,10 @@ from whichlora.spec.run import RunConfig
 from whichlora.workflow.run import run_plan
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-HERE = {"dpo.jsonl", "dpo.yaml", "quickstart.jsonl", "quickstart.yaml", "report.yaml", "slurm.yaml"}
+HERE = {
+    *("dpo.jsonl", "dpo.yaml", "github-action.yml", "quickstart.jsonl", "quickstart.yaml"),
+    *("report.yaml", "slurm.yaml"),
+}
 ELSEWHERE = {"tour.ipynb": "test_api.py"}
 
 Example = Callable[..., Path]
@@ -70,6 +77,23 @@ def test_the_quickstart_ends_with_a_measured_winner(example: Example, tmp_path: 
     assert answer.winner is not None
     assert answer.winner.measured
     assert (tmp_path / "runs" / "quickstart" / "train.py").is_file()
+
+
+@pytest.mark.parametrize(("tokens", "code"), [(2048, 0), (32768, 1)])
+def test_the_action_fails_where_the_file_does_not_fit(
+    tokens: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    action = YAML(typ="safe", pure=True).load(EXAMPLES / "github-action.yml")
+    assert list(action) == ["name", "on", "jobs"]
+    (command,) = (
+        step["run"] for step in action["jobs"]["fits"]["steps"] if "estimate" in step.get("run", "")
+    )
+    command, _, target = command.partition(" >> ")
+    assert target == '"$GITHUB_STEP_SUMMARY"'
+    monkeypatch.chdir(tmp_path)
+    text = f"base_model: Qwen/Qwen2.5-7B\nadapter: qlora\nload_in_4bit: true\ngradient_checkpointing: true\nsequence_len: {tokens}\n"
+    Path("axolotl.yaml").write_text(f"{text}micro_batch_size: 1\n", encoding="utf-8")
+    assert CliRunner().invoke(main, shlex.split(command)[1:]).exit_code == code
 
 
 def test_pairs_of_answers_lead_to_a_job_of_trl(example: Example, tmp_path: Path) -> None:

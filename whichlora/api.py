@@ -254,7 +254,7 @@ def where(
     prices: AnyPath | None = None,
     country: str | None = None,
     **settings: Unpack[RunSettings],
-) -> list[Placement]:
+) -> Answers[Placement]:
     """One run on every accelerator of the catalog, or on some, the smallest that fits first.
 
     >>> where("Qwen/Qwen2.5-7B", method="qlora", seq_len=1024)[0].gpu.key

@@ -296,6 +296,33 @@ def test_where_nothing_fits_the_exit_code_says_so() -> None:
     assert " yes " not in result.stdout
 
 
+AXOLOTL = """
+base_model: meta-llama/Llama-3.1-8B
+load_in_4bit: true
+adapter: qlora
+lora_target_linear: true
+sequence_len: 2048
+micro_batch_size: {batch_size}
+datasets: [{{path: any, type: alpaca}}]
+"""
+
+
+@pytest.mark.parametrize(("batch_size", "code"), [(1, 0), (64, 1)])
+def test_a_check_fails_where_a_run_does_not_fit(batch_size: int, code: int, tmp_path: Path) -> None:
+    path = tmp_path / "axolotl.yaml"
+    path.write_text(AXOLOTL.format(batch_size=batch_size), encoding="utf-8")
+    result = whichlora("estimate", "--from", str(path), "--gpu", "4090", "--check", "--markdown")
+    assert result.exit_code == code
+    assert result.stdout.startswith("# Llama-3.1-8B qlora r=16")
+    assert ("of 23.52 GiB, does not fit" in result.stderr) == bool(code)
+
+
+def test_a_check_fails_where_a_run_is_refused() -> None:
+    result = whichlora("estimate", MODEL, "--gpu", "l4,gaudi3", "--method", "qlora", "--check")
+    assert result.exit_code == 1
+    assert f"{MODEL} on gaudi3-128gb: quant: 'nf4-dq' needs bitsandbytes" in result.stderr
+
+
 # --- text
 
 

@@ -17,7 +17,12 @@ from whichlora.predict.ledger_lines import Line
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
-from whichlora.terminal import explanation_markdown, print_explanation, print_placements
+from whichlora.terminal import (
+    as_markdown,
+    explanation_document,
+    print_explanation,
+    print_placements,
+)
 from whichlora.units import GiB, MiB
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -169,7 +174,7 @@ def test_an_explanation_of_inference_shows_the_cache_by_engine(
 
 
 def test_an_explanation_is_a_markdown_document() -> None:
-    text = explanation_markdown(explanation())
+    text = as_markdown(explanation_document(explanation()))
     same_as_golden("explain.md", text)
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in tables)

@@ -69,7 +69,14 @@ if TYPE_CHECKING:
     help="Trace four layers and stretch them to all, checked by two; or trace all.",
 )
 @cost_options
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Exit with 1 where a run does not fit, or can't run, and say which; one that may fit "
+    "passes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown document.")
 @click.pass_context
 def estimate(
     ctx: click.Context,
@@ -82,7 +89,9 @@ def estimate(
     trace_layers: str,
     prices: Path | None,
     country: str | None,
+    check: bool,
     as_json: bool,
+    as_markdown: bool,
     **options: Any,
 ) -> None:
     """Predict peak memory, time and cost; nothing is run.
@@ -94,9 +103,11 @@ def estimate(
       whichlora estimate meta-llama/Llama-3.1-8B --gpu h100-sxm-80gb \\
           --method lora,qlora --batch-size 1,4,16 --seq-len 2048
       whichlora estimate --from axolotl.yaml --gpu h100-sxm-80gb
+      whichlora estimate --from axolotl.yaml --gpu l4 --check --markdown
     """
     from whichlora.workflow import combinations, estimates
 
+    _check_form(as_json, as_markdown)
     settings = run_settings(models, options)
     settings, notes = with_from_files(ctx, settings, from_files)
     maximise = maximised(settings)
@@ -112,12 +123,27 @@ def estimate(
     )
     if as_json:
         print_json(estimates.document(predictions))
+    elif as_markdown:
+        from whichlora import terminal
+
+        document = terminal.predictions_document(predictions, predictions.refused)
+        click.echo(terminal.as_markdown(document), nl=False)
     else:
         from whichlora import terminal
 
         terminal.print_predictions(predictions, predictions.refused)
     if maximise and all(prediction.verdict != "fits" for prediction in predictions):
         sys.exit(EXIT_NOTHING_FITS)
+    if check and (faults := estimates.faults(predictions)):
+        for fault in faults:
+            click.echo(visible(fault), err=True)
+        sys.exit(EXIT_NOTHING_FITS)
+
+
+def _check_form(as_json: bool, as_markdown: bool) -> None:
+    """Refuse two forms of one answer."""
+    if as_json and as_markdown:
+        raise ConfigError("--json and --markdown: only one of both")
 
 
 @click.command(cls=SpreadCommand)
@@ -193,8 +219,7 @@ def explain(
     from whichlora.predict.advice import advice
     from whichlora.workflow import estimates
 
-    if as_json and as_markdown:
-        raise ConfigError("--json and --markdown: only one of both")
+    _check_form(as_json, as_markdown)
     settings = plain_settings([model] if model else [], options, command="explain")
     settings, notes = with_from_files(ctx, settings, from_files)
     run = only_run(settings, command="explain")
@@ -221,7 +246,7 @@ def explain(
     from whichlora import terminal
 
     if as_markdown:
-        click.echo(visible(terminal.explanation_markdown(explanation), keep="\n"), nl=False)
+        click.echo(terminal.as_markdown(terminal.explanation_document(explanation)), nl=False)
     else:
         terminal.print_explanation(explanation)
     for rule in rules if with_advice else ():
@@ -234,7 +259,7 @@ def _print_life(life: Life, *, as_json: bool, as_markdown: bool) -> None:
     if as_json:
         print_json({"life": life.to_dict()})
     elif as_markdown:
-        click.echo(visible(terminal.life_markdown(life), keep="\n"), nl=False)
+        click.echo(terminal.as_markdown(terminal.life_document(life)), nl=False)
     else:
         terminal.print_life(life)
 

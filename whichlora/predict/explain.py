@@ -27,6 +27,7 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import round_up
 from whichlora.spec.parallel import ParallelConfig
+from whichlora.spec.rendering import Rendered
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import ATTENTION, BNB_QUANTS, AttentionKernel, KvCache, Quant, RunConfig
 from whichlora.trainers import get_trainer
@@ -89,7 +90,7 @@ class Scaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class Explanation(Rendered):
     """One prediction, taken apart.
 
     Args:

@@ -26,6 +26,7 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.life import LifeConfig
 from whichlora.spec.numeric import Count
+from whichlora.spec.rendering import Rendered
 from whichlora.spec.results import Verdict
 from whichlora.spec.run import RunConfig
 from whichlora.units import format_bytes
@@ -65,7 +66,7 @@ class StageUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class Life(Rendered):
     """Every stage of a fine-tuning on one GPU.
 
     Args:

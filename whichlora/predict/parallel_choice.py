@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from whichlora.errors import ConfigError
 from whichlora.parallel import Strategy, list_strategies
+from whichlora.predict.words import FITS
 from whichlora.spec.options import OptionValue
 from whichlora.spec.parallel import AUTO, ParallelConfig
 from whichlora.spec.results import Prediction
@@ -168,7 +169,7 @@ def choice_notes(spreadings: Sequence[Spreading]) -> tuple[str, ...]:
 
 def _runner_up(spreading: Spreading) -> str:
     prediction = spreading.prediction
-    fits = {"fits": "fits", "fails": "does not fit", "undecided": "may fit"}[prediction.verdict]
+    fits = FITS[prediction.verdict]
     if _exceeds_host(prediction):
         fits += " in host memory"
     size = format_bytes(prediction.memory.device_used_bytes)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from whichlora.methods import get_method
 from whichlora.serving.form import form_in_words
 from whichlora.spec.parallel import ParallelConfig
+from whichlora.spec.results import Prediction
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.trainers import get_trainer
+from whichlora.units import format_bytes
 
 VERDICTS = {"fits": "yes", "fails": "no", "undecided": "maybe"}
+FITS = {"fits": "fits", "fails": "does not fit", "undecided": "may fit"}  # in a sentence
 
 
 def kind(run: RunConfig) -> str:
@@ -54,3 +57,13 @@ def on_gpus(config: ParallelConfig) -> str:
 def gpus_in_words(count: int) -> str:
     """The number with its noun."""
     return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def headline(prediction: Prediction) -> str:
+    """What one run needs of its device, and whether it fits."""
+    memory = prediction.memory
+    low, high = (format_bytes(bound) for bound in memory.interval_bytes)
+    return (
+        f"{describe(prediction.run)} on {prediction.gpu}: {format_bytes(memory.device_used_bytes)} "
+        f"({low} to {high}) of {format_bytes(prediction.usable_bytes)}, {FITS[prediction.verdict]}"
+    )

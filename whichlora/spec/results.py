@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from whichlora.errors import ConfigError
 from whichlora.spec.costs import RunningCost
+from whichlora.spec.rendering import Rendered
 from whichlora.spec.run import RunConfig
 
 SCHEMA_VERSION = 1
@@ -306,7 +307,7 @@ class ServingPrediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class Prediction(Rendered):
     """One candidate judged on one device.
 
     Args:
@@ -394,7 +395,7 @@ class Refused:
         }
 
 
-class Answers(list[T]):
+class Answers(list[T], Rendered):
     """What a grid was answered with, and the combinations of it that were refused."""
 
     def __init__(self, answered: Iterable[T] = (), refused: Iterable[Refused] = ()) -> None:

@@ -1,21 +1,23 @@
-"""Predictions and answers as text: terminal tables, CSV and Markdown."""
+"""Predictions and answers as text: terminal tables, CSV, Markdown and what a notebook shows."""
 
+from whichlora.terminal import notebook
 from whichlora.terminal.answer import explanation, print_answer
 from whichlora.terminal.calibrations import print_calibration, print_merged, print_refit
 from whichlora.terminal.catalogs import print_gpus, print_methods, print_models
-from whichlora.terminal.estimate import print_predictions
-from whichlora.terminal.explained import explanation_markdown, print_explanation
+from whichlora.terminal.estimate import predictions_document, print_predictions
+from whichlora.terminal.explained import explanation_document, print_explanation
 from whichlora.terminal.exports import print_export
 from whichlora.terminal.facts import answer_facts, detailed_row
 from whichlora.terminal.files import write_candidates, write_comparison, write_summary
 from whichlora.terminal.guides import flat_rows, print_guide, write_guide
-from whichlora.terminal.life import life_markdown, print_life
+from whichlora.terminal.life import life_document, print_life
 from whichlora.terminal.live import SweepProgress
 from whichlora.terminal.own_links import print_own_links
-from whichlora.terminal.placements import print_placements
+from whichlora.terminal.placements import placements_document, print_placements
 from whichlora.terminal.progress import Progress
 from whichlora.terminal.recommended import print_recommended
 from whichlora.terminal.rows import candidate_row, comparison_rows, comparison_summary
+from whichlora.terminal.sheet import as_html, as_markdown
 from whichlora.terminal.short import print_short
 from whichlora.terminal.sweep import print_recommendation, print_status, print_sweep
 from whichlora.terminal.tables import MAX_REASONS
@@ -26,15 +28,20 @@ __all__ = [
     "Progress",
     "SweepProgress",
     "answer_facts",
+    "as_html",
+    "as_markdown",
     "candidate_row",
     "comparison_rows",
     "comparison_summary",
     "deciding",
     "detailed_row",
     "explanation",
-    "explanation_markdown",
+    "explanation_document",
     "flat_rows",
-    "life_markdown",
+    "life_document",
+    "notebook",
+    "placements_document",
+    "predictions_document",
     "print_answer",
     "print_calibration",
     "print_explanation",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.predict.words import VERDICTS
+from whichlora.predict.words import VERDICTS, headline
 from whichlora.spec.results import MemoryPrediction, Prediction, Refused
 from whichlora.terminal.costs import cost_of, per_million, price_lines
-from whichlora.terminal.serving import print_served
+from whichlora.terminal.serving import print_served, served_sheet
 from whichlora.terminal.several_gpus import count_lines, print_spread
-from whichlora.terminal.tables import new_table, open_console, print_table, say
+from whichlora.terminal.sheet import Document, Sheet, show
+from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import refusals, shared_notes, variants
 from whichlora.trainers import get_trainer
 from whichlora.units import format_bytes, format_count, format_seconds
@@ -30,16 +31,40 @@ def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refus
     if len(predictions) == 1:
         _print_breakdown(console, predictions[0])
         print_spread(console, predictions[0])
-    for text in count_lines(predictions):
+    for text in _closing(predictions, refused):
         say(console, text)
-    for text in refusals(refused):
-        say(console, text)
-    for text in _costs(predictions):
-        say(console, text)
+
+
+def predictions_document(
+    predictions: Sequence[Prediction], refused: Sequence[Refused] = ()
+) -> Document:
+    """The same for Markdown and for a notebook."""
+    served = [prediction for prediction in predictions if prediction.serving is not None]
+    generated = [prediction for prediction in predictions if prediction.serving is None]
+    sheets = [*([served_sheet(served)] if served else ())]
+    sheets += [*([_sheet(generated)] if generated else ())]
+    if len(predictions) != 1:
+        title = f"{len(predictions)} predictions"
+        return Document(title=title, sheets=sheets, lines=[*_closing(predictions, refused)])
+    (prediction,) = predictions
+    serving = prediction.serving
+    refusal = [] if serving is None or serving.starts else [f"it does not start: {serving.reason}"]
+    sheets.append(_parts_sheet(prediction))
+    if generated:
+        sheets.append(_counters_sheet(prediction.memory))
+    lines = [*refusal, _size_and_interval(prediction), *_closing(predictions, refused)]
+    return Document(title=headline(prediction), sheets=sheets, lines=lines)
+
+
+def _closing(predictions: Sequence[Prediction], refused: Sequence[Refused]) -> Iterator[str]:
+    """What is said below the tables."""
+    yield from count_lines(predictions)
+    yield from refusals(refused)
+    yield from _costs(predictions)
     for text in dict.fromkeys(prediction.basis for prediction in predictions):
-        say(console, f"basis: {text}")
+        yield f"basis: {text}"
     for text in shared_notes(predictions):
-        say(console, f"note: {text}")
+        yield f"note: {text}"
 
 
 def _costs(predictions: Sequence[Prediction]) -> list[str]:
@@ -51,6 +76,19 @@ def _costs(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def _print_table(console: Console, predictions: Sequence[Prediction]) -> None:
+    sheet = _sheet(predictions)
+    print_table(
+        console,
+        sheet.columns,
+        sheet.rows,
+        right=sheet.right,
+        lift=("device", "tokens", "model", "what"),
+        spare=("1M tokens", "tokens/s", "of the device", "95 % interval"),
+    )
+
+
+def _sheet(predictions: Sequence[Prediction]) -> Sheet:
+    """One row per prediction."""
     several = len(predictions) > 1  # the cost of one has a line of its own
     of_time = ("time", "tokens/s", *(("1M tokens",) if several else ()))
     numbers = ("batch", "tokens", "peak", "95 % interval", "of the device", *of_time)
@@ -84,27 +122,38 @@ def _print_table(console: Console, predictions: Sequence[Prediction]) -> None:
                 prediction.gpu,
             )
         )
-    print_table(
-        console,
-        ("model", "what", *(("GPUs", "strategy") if spread else ()), *numbers, "fits", "device"),
-        rows,
+    return Sheet(
+        title="",
+        columns=(
+            *("model", "what", *(("GPUs", "strategy") if spread else ())),
+            *(*numbers, "fits", "device"),
+        ),
         right=("GPUs", *numbers),
-        lift=("device", "tokens", "model", "what"),
-        spare=("1M tokens", "tokens/s", "of the device", "95 % interval"),
+        rows=rows,
     )
 
 
-def _print_counters(console: Console, memory: MemoryPrediction) -> None:
+def _counters_sheet(memory: MemoryPrediction) -> Sheet:
     """The three numbers that a framework and a driver count, each with its interval."""
     confidence = f"{memory.confidence:.0%}".replace("%", " %")
-    table = new_table("counter", "peak", f"{confidence} interval", right=("peak",))
-    for name, peak, (low, high) in (
-        ("allocated: live tensors", memory.peak_allocated_bytes, memory.allocated_interval_bytes),
-        ("reserved by the allocator", memory.peak_reserved_bytes, memory.reserved_interval_bytes),
-        ("used on the device", memory.device_used_bytes, memory.interval_bytes),
-    ):
-        table.add_row(name, format_bytes(peak), f"{format_bytes(low)} - {format_bytes(high)}")
-    console.print(table)
+    rows = [
+        (name, format_bytes(peak), f"{format_bytes(low)} - {format_bytes(high)}")
+        for name, peak, (low, high) in (
+            (
+                "allocated: live tensors",
+                memory.peak_allocated_bytes,
+                memory.allocated_interval_bytes,
+            ),
+            (
+                "reserved by the allocator",
+                memory.peak_reserved_bytes,
+                memory.reserved_interval_bytes,
+            ),
+            ("used on the device", memory.device_used_bytes, memory.interval_bytes),
+        )
+    ]
+    columns = ("counter", "peak", f"{confidence} interval")
+    return Sheet(title="", columns=columns, right=("peak",), rows=rows)
 
 
 def _say_generation(console: Console, prediction: Prediction) -> None:
@@ -129,29 +178,36 @@ def _say_generation(console: Console, prediction: Prediction) -> None:
 
 
 def _print_breakdown(console: Console, prediction: Prediction) -> None:
-    table = new_table(f"at {prediction.memory.moment}", "bytes", "share", right=("bytes", "share"))
-    total = prediction.memory.device_used_bytes
-    for part, size in prediction.memory.breakdown.items():
-        if size:
-            table.add_row(part, format_bytes(size), f"{size / total:.1%}")
-    table.add_row("device memory used", format_bytes(total), "100.0%")
-    console.print(table)
+    show(console, _parts_sheet(prediction))
     if prediction.serving is not None:
         return
-    _print_counters(console, prediction.memory)
-    low, high = prediction.time.interval_s
-    unit = "step" if prediction.run.phase == "finetune" else "token"
+    show(console, _counters_sheet(prediction.memory))
     if prediction.time.is_known and prediction.time.prefill_s is not None:
         _say_generation(console, prediction)
-    interval = f"time per {unit}: 90 % between {format_seconds(low)} and {format_seconds(high)}; "
-    say(
-        console,
-        (interval if prediction.time.is_known else "")
-        + f"parameters: {format_count(prediction.num_params)}"
-        + (
-            f", trained: {format_count(prediction.num_trainable_params)} "
-            f"({prediction.num_trainable_params / prediction.num_params:.2%})"
-            if prediction.num_trainable_params
-            else ""
-        ),
-    )
+    say(console, _size_and_interval(prediction))
+
+
+def _parts_sheet(prediction: Prediction) -> Sheet:
+    """Bytes by part at the peak."""
+    total = prediction.memory.device_used_bytes
+    rows = [
+        (part, format_bytes(size), f"{size / total:.1%}")
+        for part, size in prediction.memory.breakdown.items()
+        if size
+    ]
+    rows.append(("device memory used", format_bytes(total), "100.0%"))
+    columns = (f"at {prediction.memory.moment}", "bytes", "share")
+    return Sheet(title="", columns=columns, right=("bytes", "share"), rows=rows)
+
+
+def _size_and_interval(prediction: Prediction) -> str:
+    """The interval of the time, where one is known, and how many parameters there are."""
+    parameters = f"parameters: {format_count(prediction.num_params)}"
+    if trained := prediction.num_trainable_params:
+        share = f"{trained / prediction.num_params:.2%}"
+        parameters += f", trained: {format_count(trained)} ({share})"
+    if prediction.serving is not None or not prediction.time.is_known:
+        return parameters
+    low, high = map(format_seconds, prediction.time.interval_s)
+    unit = "step" if prediction.run.phase == "finetune" else "token"
+    return f"time per {unit}: 90 % between {low} and {high}; {parameters}"

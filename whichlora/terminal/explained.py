@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from whichlora.memory.training import PARTS
 from whichlora.predict.explain import Alternative, Explanation
 from whichlora.predict.ledger_lines import Line
-from whichlora.predict.words import VERDICTS, describe
+from whichlora.predict.words import VERDICTS, headline
 from whichlora.spec.results import Prediction
 from whichlora.terminal.several_gpus import kinds_sheet, messages_sheet, spread_lines
-from whichlora.terminal.sheet import WIDE, Sheet, as_markdown, show
+from whichlora.terminal.sheet import WIDE, Document, Sheet, show
 from whichlora.terminal.tables import open_console, say
 from whichlora.units import format_bytes, format_count, format_seconds
 
@@ -22,7 +22,7 @@ SMALL_LAYER_SHARE = 0.01  # the same for one layer, of its total
 def print_explanation(explanation: Explanation) -> None:
     """Everything about one prediction, as wide as the terminal allows."""
     console = open_console()
-    say(console, headline(explanation))
+    say(console, headline(explanation.prediction))
     console.print()
     wide = console.width >= WIDE
     for sheet in (ledger_sheet(explanation, wide=wide), *_other_sheets(explanation)):
@@ -31,21 +31,12 @@ def print_explanation(explanation: Explanation) -> None:
         say(console, line)
 
 
-def explanation_markdown(explanation: Explanation) -> str:
-    """The explanation as a Markdown document; reasons and sources have columns of their own."""
-    sheets = (_markdown_ledger(explanation), *_other_sheets(explanation))
-    parts = [f"# {headline(explanation)}\n", *(as_markdown(sheet) for sheet in sheets)]
-    return "\n".join([*parts, *(f"- {line}" for line in _closing(explanation))]) + "\n"
-
-
-def headline(explanation: Explanation) -> str:
-    prediction = explanation.prediction
-    memory = prediction.memory
-    verdict = {"fits": "fits", "fails": "does not fit", "undecided": "may fit"}[prediction.verdict]
-    low, high = (format_bytes(bound) for bound in memory.interval_bytes)
-    return (
-        f"{describe(prediction.run)} on {prediction.gpu}: {format_bytes(memory.device_used_bytes)} "
-        f"({low} to {high}) of {format_bytes(prediction.usable_bytes)}, {verdict}"
+def explanation_document(explanation: Explanation) -> Document:
+    """For Markdown and a notebook; reasons and sources have columns of their own."""
+    return Document(
+        title=headline(explanation.prediction),
+        sheets=(_spread_out_ledger(explanation), *_other_sheets(explanation)),
+        lines=tuple(_closing(explanation)),
     )
 
 
@@ -147,7 +138,7 @@ def ledger_sheet(explanation: Explanation, *, wide: bool) -> Sheet:
     )
 
 
-def _markdown_ledger(explanation: Explanation) -> Sheet:
+def _spread_out_ledger(explanation: Explanation) -> Sheet:
     used = explanation.prediction.memory.device_used_bytes
     rows: list[tuple[str, ...]] = []
 
@@ -169,14 +160,16 @@ def _markdown_ledger(explanation: Explanation) -> Sheet:
 
     for line in (*explanation.lines, *explanation.card):
         add(line)
+    num_lines = len(rows)
     for name, num_bytes in _totals(explanation):
         share = f"{num_bytes / used:.1%}"
-        rows.append((format_bytes(num_bytes), share, f"**{name}**", *[""] * 5))
+        rows.append((format_bytes(num_bytes), share, name, *[""] * 5))
     return Sheet(
         title=_title(explanation),
         columns=("bytes", "share", "tensor", "formula", "numbers", "kind", "source", "alive"),
         right=("bytes", "share"),
         rows=rows,
+        totals=frozenset(range(num_lines, len(rows))),
     )
 
 

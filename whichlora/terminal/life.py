@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whichlora.predict.life import TRAINING, Life, StageUse
-from whichlora.predict.words import VERDICTS, describe
-from whichlora.terminal.sheet import Sheet, as_markdown, show
+from whichlora.predict.words import FITS, VERDICTS, describe
+from whichlora.terminal.sheet import Document, Sheet, show
 from whichlora.terminal.tables import open_console, say
 from whichlora.units import format_bytes
 
@@ -16,29 +16,31 @@ SMALL_SHARE = 0.01  # of a stage's bytes in one place; smaller lines are left to
 def print_life(life: Life) -> None:
     """Peaks of every stage, then what they are made of."""
     console = open_console()
-    say(console, life_headline(life))
+    document = life_document(life)
+    say(console, document.title)
     console.print()
-    for sheet in (stages_sheet(life), tensors_sheet(life)):
+    for sheet in document.sheets:
         show(console, sheet)
-    for line in _closing(life):
+    for line in document.lines:
         say(console, line)
 
 
-def life_markdown(life: Life) -> str:
-    """The same as a Markdown document."""
-    sheets = (stages_sheet(life), tensors_sheet(life))
-    parts = [f"# {life_headline(life)}\n", *(as_markdown(sheet) for sheet in sheets)]
-    return "\n".join([*parts, *(f"- {line}" for line in _closing(life))]) + "\n"
+def life_document(life: Life) -> Document:
+    """The same for Markdown and for a notebook."""
+    return Document(
+        title=life_headline(life),
+        sheets=(stages_sheet(life), tensors_sheet(life)),
+        lines=tuple(_closing(life)),
+    )
 
 
 def life_headline(life: Life) -> str:
     stage = life.largest
-    fits = {"fits": "fits", "fails": "does not fit", "undecided": "may fit"}[life.verdict]
     low, high = (format_bytes(bound) for bound in stage.interval_bytes)
     return (
         f"the life of {describe(life.run)} on {life.gpu}: "
         f"{format_bytes(stage.device_used_bytes)} ({low} to {high}) of "
-        f"{format_bytes(life.usable_bytes)}, in {stage.name}: {fits}"
+        f"{format_bytes(life.usable_bytes)}, in {stage.name}: {FITS[life.verdict]}"
     )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from whichlora.predict.largest import Placement
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.words import VERDICTS, describe
 from whichlora.terminal.costs import cost_of, per_million
-from whichlora.terminal.sheet import WIDE, Sheet, show
+from whichlora.terminal.sheet import WIDE, Document, Sheet, show
 from whichlora.terminal.tables import open_console, say
 from whichlora.terminal.words import without_key
 from whichlora.units import format_bytes, format_seconds
@@ -18,18 +18,43 @@ from whichlora.units import format_bytes, format_seconds
 def print_placements(placements: Sequence[Placement]) -> None:
     """Accelerators in the given order; the refused ones follow with their reasons."""
     console = open_console()
-    judged = [placement for placement in placements if placement.prediction is not None]
-    if judged and judged[0].prediction is not None:
-        say(console, describe(judged[0].prediction.run))
+    judged = _judged(placements)
+    if judged:
+        say(console, _what_runs(judged))
         console.print()
         show(console, placements_sheet(judged, wide=console.width >= WIDE))
+    for line in _closing(placements):
+        say(console, line)
+
+
+def placements_document(placements: Sequence[Placement]) -> Document:
+    """The same for Markdown and for a notebook."""
+    judged = _judged(placements)
+    sheets = [placements_sheet(judged, wide=True)] if judged else []
+    title = _what_runs(judged) if judged else "no card can run it"
+    return Document(title=title, sheets=sheets, lines=tuple(_closing(placements)))
+
+
+def _judged(placements: Sequence[Placement]) -> list[Placement]:
+    return [placement for placement in placements if placement.prediction is not None]
+
+
+def _what_runs(judged: Sequence[Placement]) -> str:
+    prediction = judged[0].prediction
+    assert prediction is not None  # of each that is judged
+    return describe(prediction.run)
+
+
+def _closing(placements: Sequence[Placement]) -> Iterator[str]:
+    """What is said below the table."""
+    judged = _judged(placements)
     refusals: dict[str, list[str]] = {}
     for placement in placements:
         if placement.refusal:
             reason = without_key(placement.refusal, placement.gpu.key)
             refusals.setdefault(reason, []).append(placement.gpu.key)
     for reason, keys in refusals.items():
-        say(console, f"left out: {', '.join(keys)}: {reason}")
+        yield f"left out: {', '.join(keys)}: {reason}"
     notes: dict[str, list[str]] = {}
     for placement in judged:
         for text in () if placement.prediction is None else placement.prediction.notes:
@@ -38,18 +63,15 @@ def print_placements(placements: Sequence[Placement]) -> None:
                 notes.setdefault(note, []).append(placement.gpu.key)
     for text, keys in notes.items():
         of_all = len(keys) == len(judged)
-        say(console, f"note: {text}" if of_all else f"note: {text} ({', '.join(keys)})")
+        yield f"note: {text}" if of_all else f"note: {text} ({', '.join(keys)})"
     if any(placement.gpu.unverified for placement in judged):
-        say(console, "* a fact of its datasheet is not confirmed; `whichlora gpus` says which")
+        yield "* a fact of its datasheet is not confirmed; `whichlora gpus` says which"
     if not any(each.prediction and each.prediction.serving for each in judged):
-        say(
-            console, "a nearly full card needs less: PyTorch gives idle memory back before it fails"
-        )
-    for text in _cheapest(judged):
-        say(console, text)
+        yield "a nearly full card needs less: PyTorch gives idle memory back before it fails"
+    yield from _cheapest(judged)
     bases = {placement.prediction.basis for placement in judged if placement.prediction is not None}
     for text in sorted(bases):
-        say(console, f"basis: {text}")
+        yield f"basis: {text}"
 
 
 def _cheapest(placements: Sequence[Placement]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from whichlora.search.feasibility import Candidate
 from whichlora.spec.results import Prediction, ServingPrediction, ServingTime
+from whichlora.terminal.sheet import Sheet
 from whichlora.terminal.tables import new_table, print_table, say
 from whichlora.terminal.words import variants
 from whichlora.units import format_bytes, format_count, format_seconds
@@ -28,18 +29,12 @@ _WAITS = ("first token", "per token", "tokens/s")
 
 def print_served(console: Console, predictions: Sequence[Prediction]) -> None:
     """A table of predictions with an engine; the pool in lines as well where there is only one."""
-    names = variants([p.run for p in predictions], [p.gpu for p in predictions])
-    rows = []
-    for prediction, name in zip(predictions, names, strict=True):
-        serving = prediction.serving
-        if serving is not None:
-            cells = (*_cells(serving, prediction.run.request_rate), *_waits(serving))
-            rows.append((prediction.run.model, name, *cells, prediction.gpu))
+    sheet = served_sheet(predictions)
     print_table(
         console,
-        ("model", "what", "starts", *_POOL, *_WAITS, "device"),
-        rows,
-        right=(*_POOL, *_WAITS),
+        sheet.columns,
+        sheet.rows,
+        right=sheet.right,
         lift=("device", "model", "what"),
         spare=("left", "tokens", "longest", "pool"),
     )
@@ -49,6 +44,23 @@ def print_served(console: Console, predictions: Sequence[Prediction]) -> None:
             say(console, f"{serving.engine} does not start on {prediction.gpu}: {serving.reason}")
     if len(predictions) == 1 and predictions[0].serving is not None:
         _print_pool(console, predictions[0].serving)
+
+
+def served_sheet(predictions: Sequence[Prediction]) -> Sheet:
+    """One row per prediction with an engine."""
+    names = variants([p.run for p in predictions], [p.gpu for p in predictions])
+    rows = []
+    for prediction, name in zip(predictions, names, strict=True):
+        serving = prediction.serving
+        if serving is not None:
+            cells = (*_cells(serving, prediction.run.request_rate), *_waits(serving))
+            rows.append((prediction.run.model, name, *cells, prediction.gpu))
+    return Sheet(
+        title="",
+        columns=("model", "what", "starts", *_POOL, *_WAITS, "device"),
+        right=(*_POOL, *_WAITS),
+        rows=rows,
+    )
 
 
 def print_stage_served(

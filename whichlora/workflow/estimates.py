@@ -30,6 +30,7 @@ from whichlora.predict.predict import predict
 from whichlora.predict.resolve import with_checkpointing, with_precision
 from whichlora.predict.running_cost import running_cost
 from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards
+from whichlora.predict.words import headline
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.costs import RunningCost
 from whichlora.spec.gpu import GpuSpec
@@ -131,6 +132,16 @@ def document(answers: Answers[Prediction]) -> dict[str, Any]:
         "predictions": [prediction.to_dict() for prediction in answers],
         "refused": [combination.to_dict() for combination in answers.refused],
     }
+
+
+def faults(answers: Answers[Prediction]) -> list[str]:
+    """A line for each run of `answers` that does not fit, and for each that can't run."""
+    failing = [headline(prediction) for prediction in answers if prediction.verdict == "fails"]
+    refused = (
+        f"{each.model}{f' on {each.gpu}' * bool(each.gpu)}: {each.reason}"
+        for each in answers.refused
+    )
+    return [*failing, *refused]
 
 
 def _finished(
@@ -296,7 +307,7 @@ def where(
     calibration_dir: Path | None = None,
     notes: tuple[str, ...] = (),
     rates: Rates | None = None,
-) -> list[Placement]:
+) -> Answers[Placement]:
     """`run` on each of `gpus`, the smallest that fits first; "all" means those of the catalog.
 
     Args:
@@ -317,7 +328,8 @@ def where(
     if all(placement.prediction is None for placement in placements):
         raise ConfigError(placements[0].refusal)
     rates = rates or load_rates()
-    return smallest_first([_completed(placement, notes, rates) for placement in placements])
+    completed = (_completed(placement, notes, rates) for placement in placements)
+    return Answers(smallest_first(completed))
 
 
 def _completed(placement: Placement, notes: tuple[str, ...], rates: Rates) -> Placement:
