@@ -44,7 +44,7 @@ Made by `python benchmarks/cli_page.py`; `whichlora COMMAND --help` prints the s
 | code | meaning |
 | --- | --- |
 | 0 | done |
-| 1 | nothing meets the limits, and the closest candidate is printed; or a run of `estimate --check` does not fit |
+| 1 | nothing meets the limits; of `estimate --check`, a run does not fit |
 | 2 | bad request, or a step failed: one line on stderr says what, and what to do |
 | 130 | interrupted; `whichlora run` and `slurm resume` go on with what was measured |
 | 141 | the reader of the output ended first, as in `whichlora gpus \\| head` |

@@ -91,8 +91,10 @@ def test_the_action_fails_where_the_file_does_not_fit(
     command, _, target = command.partition(" >> ")
     assert target == '"$GITHUB_STEP_SUMMARY"'
     monkeypatch.chdir(tmp_path)
-    text = f"base_model: Qwen/Qwen2.5-7B\nadapter: qlora\nload_in_4bit: true\ngradient_checkpointing: true\nsequence_len: {tokens}\n"
-    Path("axolotl.yaml").write_text(f"{text}micro_batch_size: 1\n", encoding="utf-8")
+    settings = {"base_model": "Qwen/Qwen2.5-7B", "adapter": "qlora", "load_in_4bit": "true"}
+    settings |= {"gradient_checkpointing": "true", "sequence_len": str(tokens)}
+    lines = [f"{name}: {value}" for name, value in settings.items()]
+    Path("axolotl.yaml").write_text("\n".join(lines), encoding="utf-8")
     assert CliRunner().invoke(main, shlex.split(command)[1:]).exit_code == code
 
 

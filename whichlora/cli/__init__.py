@@ -8,6 +8,7 @@ import sys
 import click
 
 from whichlora import __version__
+from whichlora.cli.assistants import mcp
 from whichlora.cli.calibration import calibrate
 from whichlora.cli.catalog import gpus, methods, models
 from whichlora.cli.cluster import profile_task, slurm
@@ -50,6 +51,7 @@ _COMMANDS = (
     models,
     methods,
     calibrate,
+    mcp,
     completion,
 )
 for _command in _COMMANDS:

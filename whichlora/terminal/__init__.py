@@ -15,7 +15,7 @@ from whichlora.terminal.live import SweepProgress
 from whichlora.terminal.own_links import print_own_links
 from whichlora.terminal.placements import placements_document, print_placements
 from whichlora.terminal.progress import Progress
-from whichlora.terminal.recommended import print_recommended
+from whichlora.terminal.recommended import print_recommended, recommended_document
 from whichlora.terminal.rows import candidate_row, comparison_rows, comparison_summary
 from whichlora.terminal.sheet import as_html, as_markdown
 from whichlora.terminal.short import print_short
@@ -62,6 +62,7 @@ __all__ = [
     "print_status",
     "print_sweep",
     "reason",
+    "recommended_document",
     "times",
     "variant",
     "write_candidates",

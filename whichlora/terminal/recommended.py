@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from whichlora.predict.words import VERDICTS, describe
 from whichlora.search.feasibility import Candidate
 from whichlora.terminal.answer import verdict_of
 from whichlora.terminal.costs import format_money, price_in_words
-from whichlora.terminal.short import best_of_each_model, print_reasons
+from whichlora.terminal.sheet import Document, Sheet
+from whichlora.terminal.short import best_of_each_model, print_reasons, reason_lines
 from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import variant
 from whichlora.units import format_bytes, format_seconds
@@ -32,19 +34,46 @@ def print_recommended(recommendation: Recommendation) -> None:
     Where nothing fits, what each other choice would save.
     """
     console, answer = open_console(), recommendation.answer
-    _print_models(console, recommendation)
+    _print(console, _models_sheet(recommendation))
     print_reasons(console, answer)
     for rule in recommendation.advice:
         say(console, f"advice: {rule.in_words}")
-    if recommendation.nearest is not None:
-        _print_savings(console, recommendation)
+    _print(console, _savings_sheet(recommendation))
+    for line in _other_ways(recommendation):
+        say(console, line)
 
 
-def _print_models(console: Console, recommendation: Recommendation) -> None:
+def recommended_document(recommendation: Recommendation) -> Document:
+    """The same for Markdown."""
+    sheets = (_models_sheet(recommendation), _savings_sheet(recommendation))
+    title, *lines = reason_lines(recommendation.answer)
+    lines += [f"advice: {rule.in_words}" for rule in recommendation.advice]
+    return Document(
+        title=title,
+        sheets=[sheet for sheet in sheets if sheet.rows],
+        lines=[*lines, *_other_ways(recommendation)],
+    )
+
+
+def _print(console: Console, sheet: Sheet) -> None:
+    if sheet.rows:
+        print_table(
+            console,
+            sheet.columns,
+            sheet.rows,
+            right=sheet.right,
+            lift=("variant",),
+            spare=("per answer token", "variant"),
+            title=sheet.title,
+        )
+
+
+def _models_sheet(recommendation: Recommendation) -> Sheet:
+    """The best candidate of each model; columns of which nothing is known are left out."""
     answer = recommendation.answer
     per_million = recommendation.assumes_data
     time_column = "per 1M tokens" if per_million else "total"
-    numbers = ("batch", "tokens", "peak", time_column, "cost", "serving")
+    numbers = ("batch", "tokens", "peak", time_column, "cost", "serving", "per answer token")
     rows = [
         (
             candidate.run.model,
@@ -58,20 +87,15 @@ def _print_models(console: Console, recommendation: Recommendation) -> None:
         )
         for candidate in best_of_each_model(answer)[:MAX_MODELS]
     ]
-    if not rows:
-        return
-    heads = ("model", "variant", *numbers, "per answer token", "verdict")
+    heads = ("model", "variant", *numbers, "verdict")
     known = [i for i in range(len(heads)) if any(row[i] != "-" for row in rows)]
     shown = tuple(heads[i] for i in known)
-    print_table(
-        console,
-        shown,
-        [tuple(row[i] for i in known) for row in rows],
-        right=tuple(head for head in (*numbers, "per answer token") if head in shown),
-        lift=("variant",),
-        spare=("per answer token", "variant"),
+    return Sheet(
         title=f"the {_FIRST.get(answer.plan.objective.prefer, 'largest')} models that train on "
         f"{answer.gpu.key}",
+        columns=shown,
+        right=tuple(head for head in numbers if head in shown),
+        rows=[tuple(row[i] for i in known) for row in rows],
     )
 
 
@@ -104,37 +128,37 @@ def _serving(answer: Answer, candidate: Candidate) -> tuple[str, str]:
     return format_bytes(best.memory_bytes.value), format_seconds(seconds)
 
 
-def _print_savings(console: Console, recommendation: Recommendation) -> None:
+def _savings_sheet(recommendation: Recommendation) -> Sheet:
+    """What each other choice saves of the candidate that comes closest, where nothing fits."""
     nearest = recommendation.nearest
-    assert nearest is not None  # nothing fits
-    rows = [
-        (
-            saving.name,
-            format_bytes(nearest.saved_bytes(saving)),
-            format_bytes(saving.prediction.memory.device_used_bytes),
-            VERDICTS[saving.prediction.verdict],
-        )
-        for saving in recommendation.savings[:MAX_SAVINGS]
-    ]
-    if rows:
-        print_table(
-            console,
-            ("give up", "saves", "peak", "fits"),
-            rows,
-            right=("saves", "peak"),
-            title=f"{describe(nearest.prediction.run)}, with one choice made differently",
-        )
-    longest = recommendation.longest
+    rows, title = [], ""
+    if nearest is not None:
+        title = f"{describe(nearest.prediction.run)}, with one choice made differently"
+        rows = [
+            (
+                saving.name,
+                format_bytes(nearest.saved_bytes(saving)),
+                format_bytes(saving.prediction.memory.device_used_bytes),
+                VERDICTS[saving.prediction.verdict],
+            )
+            for saving in recommendation.savings[:MAX_SAVINGS]
+        ]
+    columns = ("give up", "saves", "peak", "fits")
+    return Sheet(title=title, columns=columns, right=("saves", "peak"), rows=rows)
+
+
+def _other_ways(recommendation: Recommendation) -> Iterator[str]:
+    """The length that fits, and the card, where nothing does."""
+    nearest, longest = recommendation.nearest, recommendation.longest
     if longest is not None:
-        say(console, f"shorter: {longest.run.seq_len} tokens fit on {longest.gpu}")
+        yield f"shorter: {longest.run.seq_len} tokens fit on {longest.gpu}"
     placement = recommendation.smallest_gpu
-    if placement is not None:
+    if placement is not None and nearest is not None:
         price = ""
         cost = None if placement.prediction is None else placement.prediction.cost
         if cost is not None and cost.offer is not None:
             price = f", {price_in_words(cost.offer, cost.num_gpus)}"
-        say(
-            console,
+        yield (
             f"another card: {describe(nearest.prediction.run)} fits on {placement.gpu.key}, "
-            f"the smallest of `whichlora where`{price}",
+            f"the smallest of `whichlora where`{price}"
         )

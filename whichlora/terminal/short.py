@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from whichlora.search.feasibility import Candidate, accepted, least_chance
@@ -43,20 +44,10 @@ def print_short(answer: Answer) -> None:
 def print_reasons(console: Console, answer: Answer) -> None:
     """What stands below the table: the winner with its reasons, notes, and where the rest is."""
     print_counts(console, answer)
-    blocks = _blocks(explanation(answer))
-    on_gpus = ("GPU: ", "GPUs: ")
-    shown = [block for i, block in enumerate(blocks) if i == 0 or block[0].startswith(on_gpus)]
-    others = [block for block in blocks if block not in shown]
-    for block in (*shown, *others[:MAX_OTHERS]):
-        for line in block:
-            say(console, line.removesuffix(CERTAIN).replace(TO_MEET_IT, " chance)"))
-    for note in _notes(answer):
-        say(console, f"note: {note}")
-    if also := besides_in_short(answer):
-        say(console, also)
-    say(console, f"basis: {answer.basis}")
+    for line in reason_lines(answer):
+        say(console, line)
     if "report" in answer.files:
-        more = len(others) - MAX_OTHERS
+        more = len(_reasons(answer)[1]) - MAX_OTHERS
         noun = "reason" if more == 1 else "reasons"
         reasons = f" ({more} more {noun} there, or with --all)" if more > 0 else ""
         say(console, f"report: {answer.files['report']}{reasons}", whole=True)
@@ -64,6 +55,27 @@ def print_reasons(console: Console, answer: Answer) -> None:
         print_training(console, answer)
     elif "job" in answer.files and answer.winner is not None:
         print_starts(console, answer)
+
+
+def reason_lines(answer: Answer) -> Iterator[str]:
+    """The winner with its reasons, what must be known of it, and what stands behind the figures."""
+    shown, others = _reasons(answer)
+    for block in (*shown, *others[:MAX_OTHERS]):
+        for line in block:
+            yield line.removesuffix(CERTAIN).replace(TO_MEET_IT, " chance)")
+    for note in _notes(answer):
+        yield f"note: {note}"
+    if also := besides_in_short(answer):
+        yield also
+    yield f"basis: {answer.basis}"
+
+
+def _reasons(answer: Answer) -> tuple[list[list[str]], list[list[str]]]:
+    """Blocks of lines that are always shown, and the others."""
+    blocks = _blocks(explanation(answer))
+    on_gpus = ("GPU: ", "GPUs: ")
+    shown = [block for i, block in enumerate(blocks) if i == 0 or block[0].startswith(on_gpus)]
+    return shown, [block for block in blocks if block not in shown]
 
 
 def best_of_each_model(answer: Answer) -> list[Candidate]:
