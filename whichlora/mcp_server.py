@@ -11,7 +11,7 @@ from whichlora.extras import require
 require("mcp", "mcp", extra="mcp")  # before the imports below need it
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Annotated, Any, Literal
 
@@ -209,7 +209,7 @@ def gpus() -> str:
 
 
 def _table(
-    title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], *, right: tuple[str, ...]
+    title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, right: tuple[str, ...]
 ) -> str:
     sheet = Sheet(title="", columns=columns, right=right, rows=rows)
     return terminal.as_markdown(Document(title=title, sheets=[sheet]))

@@ -126,17 +126,25 @@ def state_launch(gpu: str, launch_us: float, calibration_dir: Path | None = None
 
 def calibrate_all(gpus: Sequence[str] = (), calibration_dir: Path | None = None) -> list[Refit]:
     """`calibrate` for the accelerators called `gpus`, or for each one that has records."""
-    return [calibrate(spec, calibration_dir) for spec in _chosen(gpus, calibration_dir)]
+    return [calibrate(spec, calibration_dir) for spec in chosen_gpus(gpus, calibration_dir)]
 
 
 def calibration_reports(
     gpus: Sequence[str] = (), calibration_dir: Path | None = None
 ) -> list[CalibrationReport]:
     """`calibration_report` for the accelerators called `gpus`, or for each that has records."""
-    return [calibration_report(spec, calibration_dir) for spec in _chosen(gpus, calibration_dir)]
+    return [
+        calibration_report(spec, calibration_dir) for spec in chosen_gpus(gpus, calibration_dir)
+    ]
 
 
-def _chosen(gpus: Sequence[str], calibration_dir: Path | None) -> list[GpuSpec]:
+def chosen_gpus(gpus: Sequence[str], calibration_dir: Path | None) -> list[GpuSpec]:
+    """The accelerators called `gpus`, or each that has records.
+
+    Raises:
+        ConfigError: an unknown name.
+        CalibrationError: there are no records.
+    """
     return each_once(map(find_gpu, gpus or calibrated_gpus(calibration_dir)))
 
 
@@ -241,7 +249,7 @@ def merge_records(place: Path, *, calibration_dir: Path | None = None) -> Merged
     if place.suffix == ".csv":
         raise ConfigError(f"{place}: is a table; use 'whichlora calibrate import {place}'")
     roots = calibration_roots(calibration_dir)
-    return add(roots, read_source(place), impossible=_judge(), is_known=_is_known_gpu)
+    return add(roots, read_source(place), impossible=judge(), is_known=_is_known_gpu)
 
 
 def pull_records(url: str, *, calibration_dir: Path | None = None) -> Merged:
@@ -252,7 +260,7 @@ def pull_records(url: str, *, calibration_dir: Path | None = None) -> Merged:
         DataFileError: it can't be reached, or is broken; nothing is added then.
     """
     roots = calibration_roots(calibration_dir)
-    return remote.pull(url, roots, impossible=_judge(), is_known=_is_known_gpu)
+    return remote.pull(url, roots, impossible=judge(), is_known=_is_known_gpu)
 
 
 def push_records(url: str, *, calibration_dir: Path | None = None) -> int:
@@ -271,7 +279,7 @@ def push_records(url: str, *, calibration_dir: Path | None = None) -> int:
     ]
     if not placed:
         raise CalibrationError(f"no run was recorded yet in {roots[0]}; nothing to push")
-    return remote.push(url, placed, impossible=_judge())
+    return remote.push(url, placed, impossible=judge())
 
 
 def _is_known_gpu(key: str) -> bool:
@@ -282,7 +290,7 @@ def _is_known_gpu(key: str) -> bool:
     return True
 
 
-def _judge() -> Callable[[Measurement], str]:
+def judge() -> Callable[[Measurement], str]:
     """Why no device can have measured a record; empty where one can, or it can't be judged here."""
     models: dict[str, ModelSpec | None] = {}
     gpus: dict[str, GpuSpec] = {}

@@ -141,6 +141,30 @@ def show(gpu: list[str], calibration_dir: Path | None, as_json: bool) -> None:
         terminal.print_calibration(device_report)
 
 
+@calibrate.command()
+@_gpu_option
+@calibration_option
+@json_option
+def report(gpu: list[str], calibration_dir: Path | None, as_json: bool) -> None:
+    """Print the accuracy page of a database, in Markdown.
+
+    Each record beside a prediction by a fit that did not see it: errors by accelerator and
+    software, how many values the intervals hold, and the worst rows by name.
+
+    \b
+    Example:
+      whichlora calibrate report --gpu a100-sxm-80gb > accuracy.md
+    """
+    from whichlora import terminal
+    from whichlora.workflow.accuracy import accuracies
+
+    found = accuracies(gpu, calibration_dir)
+    if as_json:
+        print_json({"accuracies": [each.to_dict() for each in found]})
+        return
+    click.echo(terminal.as_markdown(terminal.accuracy_document(found)), nl=False)
+
+
 @calibrate.command("import")
 @click.argument("table", metavar="FILE.csv", type=click.Path(path_type=Path))
 @click.option("--skip-bad", is_flag=True, help="Leave out rows that can't be true.")
@@ -226,3 +250,23 @@ def push(url: str, calibration_dir: Path | None) -> None:
 
     count = database.push_records(url, calibration_dir=calibration_dir)
     click.echo(visible(f"{url}: {count} new records"))
+
+
+@calibrate.command()
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@_gpu_option
+@calibration_option
+def contribute(folder: Path, gpu: list[str], calibration_dir: Path | None) -> None:
+    """Write your records to FOLDER without what tells of you, with a report for reviewers.
+
+    Nothing is sent. Commands, paths, hosts and names of your own are left out;
+    docs/calibration.md lists what stays.
+
+    \b
+    Example:
+      whichlora calibrate contribute shared --gpu rtx-4090-24gb
+    """
+    from whichlora import terminal
+    from whichlora.workflow.contribute import contribute as written
+
+    terminal.print_contribution(written(folder, gpu, calibration_dir))

@@ -1,6 +1,11 @@
 """Predictions and answers as text: terminal tables, CSV, Markdown and what a notebook shows."""
 
 from whichlora.terminal import notebook
+from whichlora.terminal.accuracy import (
+    accuracy_document,
+    contribution_document,
+    print_contribution,
+)
 from whichlora.terminal.answer import explanation, print_answer
 from whichlora.terminal.calibrations import print_calibration, print_merged, print_refit
 from whichlora.terminal.catalogs import print_gpus, print_methods, print_models
@@ -27,12 +32,14 @@ __all__ = [
     "MAX_REASONS",
     "Progress",
     "SweepProgress",
+    "accuracy_document",
     "answer_facts",
     "as_html",
     "as_markdown",
     "candidate_row",
     "comparison_rows",
     "comparison_summary",
+    "contribution_document",
     "deciding",
     "detailed_row",
     "explanation",
@@ -44,6 +51,7 @@ __all__ = [
     "predictions_document",
     "print_answer",
     "print_calibration",
+    "print_contribution",
     "print_explanation",
     "print_export",
     "print_gpus",
