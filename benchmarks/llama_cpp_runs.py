@@ -12,7 +12,6 @@ models are allocated, and run, for real. `llama-quantize --dry-run` states the s
 
 from __future__ import annotations
 
-import argparse
 import csv
 import ctypes
 import json
@@ -26,7 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from markdown_tables import markdown_table, summary, write_page
+import llama_cpp_page
+from markdown_tables import markdown_table, summary
 
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Served
@@ -384,21 +384,12 @@ def document(found: list[Compared]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--measure", type=Path, metavar="BUILD")
-    parser.add_argument("--probe", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.probe:
-        probe(json.loads(asked.probe))
-    if asked.measure:
-        measure(asked.measure)
-    text = document(list(compared()))
-    print(text)
-    if asked.write:
-        write_page("llama_cpp", "Memory of llama.cpp", text)
-
-
 if __name__ == "__main__":
-    main()
+    llama_cpp_page.run(
+        __doc__,
+        page="llama_cpp",
+        title="Memory of llama.cpp",
+        measure=measure,
+        probe=probe,
+        text=lambda: document(list(compared())),
+    )

@@ -8,7 +8,6 @@ take as long. Seconds are those of the processor, on one thread: medians of seve
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
@@ -20,8 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import llama_cpp_page
 import numpy as np
-from markdown_tables import markdown_table, summary, write_page
+from markdown_tables import markdown_table, summary
 
 from whichlora.serving.gguf import tensors
 from whichlora.store.hub import load_model
@@ -230,21 +230,12 @@ def document(found: list[tuple[Step, float]]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--measure", type=Path, metavar="BUILD")
-    parser.add_argument("--probe", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.probe:
-        probe(json.loads(asked.probe))
-    if asked.measure:
-        measure(asked.measure)
-    text = document(compared())
-    print(text)
-    if asked.write:
-        write_page("llama_cpp_time", "Time of llama.cpp on a CPU", text)
-
-
 if __name__ == "__main__":
-    main()
+    llama_cpp_page.run(
+        __doc__,
+        page="llama_cpp_time",
+        title="Time of llama.cpp on a CPU",
+        measure=measure,
+        probe=probe,
+        text=lambda: document(compared()),
+    )
