@@ -6,6 +6,9 @@ and devices. Loading the models is not counted; the peak of the process is.
 `space_speed.py decisions` times the decisions of a search over a plan of a hundred thousand
 candidates instead, in seconds of processor time. `space_speed.py gpus` times the whole answer,
 without profiles, of a plan over 8 numbers of GPUs, all strategies and 20 models.
+
+`space_speed.py serving` counts combinations of model, engine, length and concurrency: in a grid,
+where a steady state is timed, and one by one with the waits of every request.
 """
 
 from __future__ import annotations
@@ -23,14 +26,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from whichlora.config import DEFAULT_MODELS, load_plan
 from whichlora.predict import parallel_choice
+from whichlora.predict.alike import Predictor
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.search.grid import ParetoFront, blocks, judge_blocks
+from whichlora.serving import list_engines
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
@@ -102,6 +108,16 @@ calibration_dir: calibration
 """
 
 
+# Of five models; one by one every 40th of them.
+SERVED: dict[str, Sequence[Any]] = {
+    "model": MODELS,
+    "batch_size": (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
+    "prompt_len": range(256, 2817, 256),
+    "max_new_tokens": range(100, 1600, 100),
+}
+EVERY = 40
+
+
 SPREAD_PLAN = f"""
 models: [{", ".join(DEFAULT_MODELS)}]
 dataset: {{samples: 2000, mean_tokens: 300, p95_tokens: 800}}
@@ -121,6 +137,8 @@ def main() -> None:
         time_decisions()
     elif sys.argv[1:] == ["gpus"]:
         time_gpus()
+    elif sys.argv[1:] == ["serving"]:
+        time_serving()
     else:
         time_spaces()
 
@@ -168,6 +186,35 @@ def time_gpus() -> None:
     )
     print("\n| loading models | answer | candidates listed | winner |\n| --- | --- | --- | --- |")
     print(f"| {models:.2f} s | {answered:.2f} s | {len(answer.finetune)} | {winner} |")
+
+
+def time_serving() -> None:
+    gpu, find_model = find_gpu(GPUS[0]), cache(load_model)
+    calibration = prior_calibration(gpu)
+    for model in MODELS:
+        find_model(model)
+    print("| engine | combinations | start | in a grid, a second | one by one, a second |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, engine in list_engines().items():
+        if engine.start is None:
+            continue
+        base = RunConfig(model=MODELS[0], phase="inference", serving=name)
+        starts = [time.process_time()]
+        number = num_started = 0
+        for judged in judge_blocks(blocks(base, SERVED, [gpu], find_model), lambda _: calibration):
+            number, num_started = number + judged.size, num_started + len(judged.possible)
+        starts.append(time.process_time())
+        values = list(itertools.product(*SERVED.values()))[::EVERY]
+        predictor = Predictor()
+        for chosen in values:
+            run = replace(base, **dict(zip(SERVED, chosen, strict=True)))
+            predictor.predict(find_model(run.model), run, gpu, calibration)
+        starts.append(time.process_time())
+        in_grid, alone = (end - start for start, end in itertools.pairwise(starts))
+        print(
+            f"| {name} | {number:,} | {num_started:,} | {number / in_grid:,.0f} "
+            f"| {len(values) / alone:,.0f} |"
+        )
 
 
 def time_spaces() -> None:

@@ -141,3 +141,21 @@ def test_the_front_over_blocks_is_the_front_of_all_runs() -> None:
     assert gpu == A100.key
     assert again.device_used_bytes.item() == front.memory_bytes[0]
     assert job_block.run(0) == run
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama-cpp"])
+def test_an_engine_is_judged_as_run_by_run(engine: str) -> None:
+    """Its time is that of a steady state, without the waits of those that begin at once."""
+    calibration = prior_calibration(SMALL)
+    base = RunConfig(model="Qwen/Qwen2.5-0.5B", phase="inference", serving=engine)
+    lists = {"batch_size": (1, 8), "prompt_len": (200, 2000), "max_new_tokens": (300,)}
+    for judged in judge_blocks(blocks(base, lists, [SMALL], load_model), lambda _: calibration):
+        found = dict(zip(judged.possible.tolist(), judged.time_per_token_s, strict=True))
+        for position in range(judged.size):
+            one = predict(
+                load_model(base.model), judged.block.run(position), SMALL, calibration
+            ).serving
+            assert one is not None
+            assert one.starts == (position in found)
+            if one.time is not None:
+                assert found[position] == pytest.approx(1 / one.time.output_tokens_per_s, rel=0.06)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from whichlora.serving.scheduler import Load, Rules, percentile, simulate
+from whichlora.serving.scheduler import Load, Rules, percentile, simulate, steady_token_s
 from whichlora.serving.step_time import Step
 
 RULES = Rules(max_num_seqs=64, max_step_tokens=1000, mixes=True, pool_tokens=1_000_000)
@@ -134,3 +134,29 @@ def test_jumps_over_equal_steps_take_what_single_steps_take() -> None:
 @pytest.mark.parametrize(("share", "value"), [(50, 5), (90, 9), (99, 10), (1, 1)])
 def test_percentiles(share: int, value: int) -> None:
     assert percentile([float(n) for n in range(10, 0, -1)], share) == value
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_the_steady_state_is_that_of_many_requests(mixes: bool, concurrency: int) -> None:
+    def seconds(step: Step) -> float:
+        return 0.01 + 1e-5 * step.prompt_tokens + 1e-8 * step.cached_tokens
+
+    rules = replace(RULES, mixes=mixes)
+    load = Load(prompt_len=2500, new_tokens=400, concurrency=concurrency)
+    simulated = 1 / simulate(rules, load, seconds).output_tokens_per_s
+    assert steady_token_s(rules, load, seconds) == pytest.approx(simulated, rel=0.04)
+
+
+def test_a_long_prompt_beside_answers_takes_as_long_as_its_chunks() -> None:
+    """Chunks that fill a step are taken at once until an answer ends."""
+    load = Load(prompt_len=9500, new_tokens=40, concurrency=3, spread=0.1)
+    seen: list[Step] = []
+
+    def seconds(step: Step) -> float:
+        seen.append(step)
+        return 0.001 * step.tokens
+
+    waits = simulate(RULES, load, seconds)
+    assert waits.output_tokens_per_s * waits.requests_per_s > 0
+    assert len(seen) < 15 * len(waits.ttft_s)  # one by one these are more than 20 each

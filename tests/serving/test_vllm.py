@@ -173,17 +173,19 @@ def test_a_common_prefix_is_kept_once() -> None:
     pool = started(long).pool
     whole, blocks_of_one = pool.num_sequences(8192), pool.blocks_of(8192)
     assert whole == pool.num_blocks // blocks_of_one
-    shared = started(replace(long, shared_prompt_fraction=0.5)).pool
-    assert shared.num_shared_blocks == 4000 // 16
+    shared = started(long).pool
+    half = served(replace(long, shared_prompt_fraction=0.5)).shared_tokens
+    assert shared.shared_of(half) == 4000 // 16
     own = blocks_of_one - 250
-    assert shared.num_sequences(8192) == (pool.num_blocks - 250) // own > 1.9 * whole
+    assert shared.num_sequences(8192, half) == (pool.num_blocks - 250) // own > 1.9 * whole
     # the last token of a prompt is computed for each: of 500 blocks the last is not shared
-    assert started(replace(long, shared_prompt_fraction=1.0)).pool.num_shared_blocks == 499
+    whole_prompt = served(replace(long, shared_prompt_fraction=1.0)).shared_tokens
+    assert shared.shared_of(whole_prompt) == 499
     for off in (
-        started(replace(long, shared_prompt_fraction=0.5), enable_prefix_caching=False),
-        started(replace(long, shared_prompt_fraction=0.5, libraries=(("vllm", "0.6.6"),))),
+        started(long, enable_prefix_caching=False),
+        started(replace(long, libraries=(("vllm", "0.6.6"),))),
     ):
-        assert off.pool.num_shared_blocks == 0
+        assert off.pool.shared_of(half) == 0
 
 
 @given(num_blocks=st.integers(0, 500), of_one=st.integers(1, 50), shared=st.integers(0, 50))
@@ -192,9 +194,12 @@ def test_sequences_with_a_common_prefix_are_counted_by_their_blocks(
 ) -> None:
     shared = min(shared, of_one - 1)
     pool = Pool(
-        num_bytes=num_blocks, block_bytes=1, blocks_of=lambda _: of_one, num_shared_blocks=shared
+        num_bytes=num_blocks,
+        block_bytes=1,
+        blocks_of=lambda _: of_one,
+        shared_of=lambda tokens: tokens,
     )
-    number = pool.num_sequences(1)
+    number = pool.num_sequences(1, shared)
     assert number == 0 or shared + number * (of_one - shared) <= num_blocks
     assert shared + (number + 1) * (of_one - shared) > num_blocks
 
@@ -291,8 +296,8 @@ def test_a_sequence_of_the_longest_context_fits_and_one_token_more_does_not(
 def test_it_starts_where_one_sequence_fits_the_pool() -> None:
     gpu = replace(A100, memory_bytes=24 * GiB)
     longest = started(gpu=gpu).pool.max_context(131072)
-    assert started(replace(RUN, context=longest), gpu).fault == ""
-    fault = started(replace(RUN, context=longest + 16), gpu).fault
+    assert started(gpu=gpu).fault_at(longest) == ""
+    fault = started(gpu=gpu).fault_at(longest + 16)
     assert fault.startswith(f"one sequence of {longest + 16} tokens takes ")
     assert fault.endswith(f"the longest context is {longest}")
 

@@ -46,13 +46,14 @@ from whichlora.predict.rank_time import (
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.predict.rollout import check_rollout, rollout_job, rollout_sizes, with_rollout
 from whichlora.predict.serving import (
+    service_of,
     serving_notes,
     serving_prediction,
     start_ledger,
-    start_of,
     taken_bytes,
 )
 from whichlora.predict.several_gpus import several_gpus
+from whichlora.serving.step_time import Service
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, Real, largest
@@ -88,8 +89,10 @@ def ledger(job: ResolvedRun, **sizes: Count) -> Ledger:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
     if job.run.phase == "inference":
-        start = start_of(job)
-        return start_ledger(start) if start else inference_ledger(generation(job, **sizes))
+        service = service_of(job)
+        if service is not None:
+            return start_ledger(job, service.start)
+        return inference_ledger(generation(job, **sizes))
     step = training_step(job, **sizes)
     if job.layout is not None:
         return job.layout.merged_ledger(step)
@@ -153,16 +156,25 @@ def moment_parts(job: ResolvedRun, **sizes: Count) -> dict[str, dict[str, Count]
     Args:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
-    counted = ledger(job, **sizes)
+    return _by_part(job, ledger(job, **sizes))
+
+
+def _by_part(job: ResolvedRun, counted: Ledger) -> dict[str, dict[str, Count]]:
     return {moment: part_bytes(job, counted, moment) for moment in counted.moments}
 
 
-def pool_bytes(job: ResolvedRun) -> int:
-    """What a serving engine takes of the device at once; 0 where memory is taken as needed."""
+def pool_bytes(job: ResolvedRun, service: Service | None = None) -> int:
+    """What a serving engine takes of the device at once; 0 where memory is taken as needed.
+
+    Args:
+        service: the engine of `job`, where it has been started.
+    """
     if job.run.phase == "finetune":
         return 0
-    start = start_of(job)
-    return taken_bytes(job, start) if start else allocator.pool_bytes(job.gpu, job.run.kv_cache)
+    service = service or service_of(job)
+    if service is None:
+        return allocator.pool_bytes(job.gpu, job.run.kv_cache)
+    return taken_bytes(job, service.start)
 
 
 def step_features(job: ResolvedRun, **sizes: Count) -> dict[str, Real]:
@@ -301,7 +313,7 @@ def run_moments(job: ResolvedRun) -> tuple[dict[str, dict[str, Count]], bool]:
     It does so in training alone, where measured peaks have confirmed the narrower one.
     """
     counted, idle_bytes = ledger_and_idle(job)
-    moments = {moment: part_bytes(job, counted, moment) for moment in counted.moments}
+    moments = _by_part(job, counted)
     if idle_bytes is not None:
         moments = {name: parts | {"allocator": idle_bytes} for name, parts in moments.items()}
     return moments, idle_bytes is not None and job.run.phase == "finetune"
@@ -317,6 +329,7 @@ class CountedRun:
         passes: what one optimizer step is, or one generation.
         ranks: what the ranks of several GPUs do instead.
         host_bytes: that all ranks of a node pin.
+        service: the engine that serves it, started; None where memory is taken as needed.
     """
 
     job: ResolvedRun
@@ -325,6 +338,13 @@ class CountedRun:
     passes: tuple[Pass, ...]
     ranks: RanksWork | None = None
     host_bytes: int = 0
+    service: Service | None = None
+
+
+def count_served(job: ResolvedRun, service: Service) -> CountedRun:
+    """Count `job`, which `service` answers."""
+    moments = _by_part(job, start_ledger(job, service.start))
+    return CountedRun(job=job, moments=moments, is_replayed=False, passes=(), service=service)
 
 
 def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
@@ -336,6 +356,9 @@ def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
     Raises:
         ConfigError: what a strategy or the trainer refuses.
     """
+    service = service_of(job)
+    if service is not None:
+        return count_served(job, service)
     if job.run.phase == "finetune":
         job.trainer.check(job.run)
     check_rollout(job)
@@ -346,7 +369,7 @@ def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
         job=job,
         moments=moments,
         is_replayed=is_replayed,
-        passes=passes(job) if ranks is None and not job.has_pool else (),
+        passes=passes(job) if ranks is None else (),
         ranks=ranks,
         host_bytes=host_bytes(job),
     )
@@ -382,17 +405,19 @@ def judge_moments(
     calibration: Calibration,
     *,
     is_replayed: bool = False,
+    service: Service | None = None,
 ) -> MemoryJudgement:
     """Peak memory of `job`, whose bytes have been counted.
 
     Args:
         moments: bytes by part at each, of `moment_parts` or `run_moments`.
+        service: the engine of `job`, where it has been started.
     """
     return judge_memory(
         moments,
         calibration.memory,
         device_bytes=job.gpu.memory_bytes,
-        pool_bytes=pool_bytes(job),
+        pool_bytes=pool_bytes(job, service),
         is_replayed=is_replayed,
     )
 
@@ -577,7 +602,10 @@ def predict_counted(
     job = counted.job
     model, gpu = job.model, job.gpu
     calibration = calibration.for_engine(job.run.engine, gpu)
-    judged = judge_moments(job, counted.moments, calibration, is_replayed=counted.is_replayed)
+    service = counted.service
+    judged = judge_moments(
+        job, counted.moments, calibration, is_replayed=counted.is_replayed, service=service
+    )
     memory, least = _memory_prediction(judged)
     traced_basis = ""
     if traced is not None:
@@ -600,8 +628,8 @@ def predict_counted(
     if beyond_host:
         outcome = "fails"
     serving = None
-    if (start := start_of(job)) is not None:
-        serving = serving_prediction(job, start, calibration.machines)
+    if service is not None:
+        serving = serving_prediction(job, service, calibration.machines)
         outcome = "fits" if serving.starts else "fails"
     num_params = model.num_params
     trained = num_trained(job) if training else 0
@@ -626,7 +654,7 @@ def predict_counted(
         + ("" if gpu.is_timed else MEMORY_ONLY),
         notes=(
             *([beyond_host] if beyond_host else ()),
-            *(serving_notes(job, serving) if serving else ()),
+            *(serving_notes(job, service.start, serving) if service and serving else ()),
             *notes_on(job),
             *(host_notes(job, timed.pass_parts) if timed and time.is_known else ()),
             *(job.layout.notes(training_step(job)) if job.layout else ()),

@@ -9,22 +9,24 @@ from whichlora.memory.training import Ledger
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.predict.serving_time import serving_time
 from whichlora.serving.base import Start
+from whichlora.serving.step_time import Service
 from whichlora.spec.links import LinkSpec
 from whichlora.spec.results import ServingPrediction
 
 MOMENT = "serving"
 
 
-def start_of(job: ResolvedRun) -> Start | None:
-    """What the engine of `job` takes when it starts; None where it takes memory as it goes."""
+def service_of(job: ResolvedRun) -> Service | None:
+    """The engine of `job`, started; None where it takes memory as it goes."""
     if not job.has_pool or job.engine.start is None:
         return None
-    return job.engine.start(job.served)
+    return Service(start=job.engine.start(job.served))
 
 
-def start_ledger(start: Start) -> Ledger:
+def start_ledger(job: ResolvedRun, start: Start) -> Ledger:
     """The one moment of an engine: nothing is allocated for sequences later."""
-    return Ledger(moments={MOMENT: start.entries}, idle_bytes=0, workspace_bytes=0)
+    entries = start.entries_at(job.served.context)
+    return Ledger(moments={MOMENT: entries}, idle_bytes=0, workspace_bytes=0)
 
 
 def taken_bytes(job: ResolvedRun, start: Start) -> int:
@@ -34,20 +36,20 @@ def taken_bytes(job: ResolvedRun, start: Start) -> int:
 
 
 def serving_prediction(
-    job: ResolvedRun, start: Start, machines: Mapping[str, LinkSpec]
+    job: ResolvedRun, service: Service, machines: Mapping[str, LinkSpec]
 ) -> ServingPrediction:
     """The answer of an engine: whether it starts, how much it serves at once, and how fast.
 
     Args:
         machines: links between GPUs, by name.
     """
-    run, pool, served = job.run, start.pool, job.served
-    starts = not start.fault
+    run, served, start = job.run, job.served, service.start
+    pool, fault = start.pool, start.fault_at(served.context)
     return ServingPrediction(
         engine=job.engine.name,
         version=getattr(served.libraries, job.engine.library, ""),
-        starts=starts,
-        reason=start.fault,
+        starts=not fault,
+        reason=fault,
         context=served.context,
         kv_pool_bytes=pool.num_bytes,
         kv_pool_tokens=pool.num_tokens(served.context),
@@ -56,14 +58,14 @@ def serving_prediction(
         max_concurrency=pool.max_concurrency(served.context),
         max_context=pool.max_context(job.model.max_position_embeddings),
         concurrency=run.batch_size,
-        max_running=min(start.max_num_seqs, pool.num_sequences(served.context)) if starts else 0,
+        max_running=start.max_running(served.context, served.shared_tokens),
         left_bytes=job.gpu.memory_bytes - taken_bytes(job, start),
-        command=job.engine.command(served) if starts else "",
-        time=serving_time(job, start, machines),
+        command="" if fault else job.engine.command(served),
+        time=None if fault else serving_time(job, served, service, machines),
     )
 
 
-def serving_notes(job: ResolvedRun, answer: ServingPrediction) -> tuple[str, ...]:
+def serving_notes(job: ResolvedRun, start: Start, answer: ServingPrediction) -> tuple[str, ...]:
     """What a user must know of the answer, then the engine's own notes."""
     lines = []
     if answer.starts and answer.max_running < answer.concurrency:
@@ -78,7 +80,7 @@ def serving_notes(job: ResolvedRun, answer: ServingPrediction) -> tuple[str, ...
             f"requests arrive faster than they are answered, {answer.time.requests_per_s:.3g} a "
             "second: the queue grows, and waits with it"
         )
-    return (*lines, *job.engine.notes(job.served))
+    return (*lines, *job.engine.notes(job.served, start))
 
 
 def _without_time(job: ResolvedRun) -> str:
@@ -87,5 +89,5 @@ def _without_time(job: ResolvedRun) -> str:
     if not job.gpu.is_timed:
         return f"no time: the rates of {job.gpu.key} are not known"
     if job.engine.stepping(job.served) is None:
-        return f"no time: the steps of {job.engine.name} are not predicted as it is asked"
+        return f"no time: {job.engine.why_untimed(job.served)}"
     return f"no time: no links of machines with {job.gpu.key} are known"

@@ -8,12 +8,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from whichlora.predict.judgement import TIME_CONFIDENCE, time_interval
 from whichlora.predict.rank_time import links_of
 from whichlora.predict.resolve import ResolvedRun
-from whichlora.serving.base import Start, Stepping
-from whichlora.serving.scheduler import PERCENTILES, Load, Rules, Waits, percentile, simulate
-from whichlora.serving.step_time import Step, StepTimer, own_all_reduce, step_timer
+from whichlora.serving.base import Served, Stepping
+from whichlora.serving.scheduler import (
+    PERCENTILES,
+    Load,
+    Rules,
+    Waits,
+    percentile,
+    simulate,
+    steady_token_s,
+)
+from whichlora.serving.step_time import Service, Step, StepTimer, own_all_reduce, step_timer
 from whichlora.spec.links import LinkSpec
 from whichlora.spec.parallel import ONE_GPU
 from whichlora.spec.results import ServingTime
+from whichlora.spec.run import RunConfig
 from whichlora.timing.links import on_node_s
 from whichlora.units import MiB
 
@@ -25,38 +34,69 @@ _JOINED_BYTES_PER_S = 50e9
 
 
 def serving_time(
-    job: ResolvedRun, start: Start, machines: Mapping[str, LinkSpec]
+    job: ResolvedRun, served: Served, service: Service, machines: Mapping[str, LinkSpec]
 ) -> ServingTime | None:
     """Waits of what `job` asks for; None where the engine or the device is not timed.
 
     Args:
+        served: `job` as the engine of `service` is asked to serve it, which starts for it.
         machines: links between GPUs, by name.
     """
-    if job.engine.stepping is None or not job.gpu.is_timed or start.fault:
+    timer = _timer(job, served, service, machines)
+    if timer is None:
         return None
-    stepping = job.engine.stepping(job.served)
+    return _with_intervals(*_asked(job.run, served, service, timer.stepping), timer)
+
+
+def steady_time_per_token_s(
+    job: ResolvedRun, served: Served, service: Service, machines: Mapping[str, LinkSpec]
+) -> float:
+    """Seconds for each token that all clients of `job` get; not known where it is not timed.
+
+    Args: as of `serving_time`.
+    """
+    timer = _timer(job, served, service, machines)
+    if timer is None:
+        return math.nan
+    return steady_token_s(*_asked(job.run, served, service, timer.stepping), timer.seconds)
+
+
+def _timer(
+    job: ResolvedRun, served: Served, service: Service, machines: Mapping[str, LinkSpec]
+) -> StepTimer | None:
+    """Of the steps of `service`, made once; None where the engine or the device is not timed."""
+    stepping = job.engine.stepping(served) if job.engine.stepping and job.gpu.is_timed else None
     if stepping is None:
         return None
-    reduction_s = _reduction_s(job, stepping, machines)
-    if reduction_s is None:
-        return None
-    timer = step_timer(job.served, stepping=stepping, reduction_s=reduction_s)
-    run = job.run
+    if stepping not in service.timers:
+        reduction_s = _reduction_s(job, stepping, machines)
+        if reduction_s is None:
+            return None
+        service.timers[stepping] = step_timer(served, stepping=stepping, reduction_s=reduction_s)
+    return service.timers[stepping]
+
+
+def _asked(
+    run: RunConfig, served: Served, service: Service, stepping: Stepping
+) -> tuple[Rules, Load]:
+    """The rules of the engine, and the load of the run."""
+    start = service.start
+    max_num_seqs = start.max_num_seqs(served.context)
     load = Load(
         prompt_len=run.prompt_len,
         new_tokens=run.max_new_tokens,
-        cached_prompt=job.served.shared_tokens,
+        cached_prompt=served.shared_tokens,
         concurrency=run.batch_size,
         requests_per_s=run.request_rate,
     )
     rules = Rules(
-        max_num_seqs=min(start.max_num_seqs, stepping.max_num_seqs or start.max_num_seqs),
+        max_num_seqs=min(max_num_seqs, stepping.max_num_seqs or max_num_seqs),
         max_step_tokens=stepping.max_step_tokens,
         mixes=stepping.mixes,
         whole_prompts=stepping.whole_prompts,
-        pool_tokens=start.pool.num_tokens(job.served.context),
+        pool_tokens=start.pool.num_tokens(served.context),
     )
-    return _with_intervals(rules, load, timer)
+    return rules, load
 
 
 def _reduction_s(
@@ -85,7 +125,10 @@ def _with_intervals(rules: Rules, load: Load, timer: StepTimer) -> ServingTime:
     """
 
     def at(factor: float) -> Waits:
-        return simulate(rules, load, lambda step: factor * timer.seconds(step))
+        seconds = timer.seconds
+        if factor == 1.0:
+            return simulate(rules, load, seconds)
+        return simulate(rules, load, lambda step: factor * seconds(step))
 
     factors = [float(end) for end in time_interval(1.0, timer.deviation)]
     waits = at(1.0)

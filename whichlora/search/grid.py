@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
+from whichlora.predict.alike import under_load
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.predict import (
     judged_memory,
@@ -17,6 +18,8 @@ from whichlora.predict.predict import (
     num_tokens,
 )
 from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.predict.serving import service_of, taken_bytes
+from whichlora.predict.serving_time import steady_time_per_token_s
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
@@ -162,6 +165,8 @@ def _judge(block: Block, calibration: Calibration, limit_bytes: float | None) ->
     job = block.job
     most = min(job.gpu.memory_bytes, limit_bytes or job.gpu.memory_bytes)
     size = math.prod(block.shape)
+    if job.has_pool:
+        return _judge_served(block, calibration, most)
     positions, sizes = _opened(block, calibration, most)
     if not positions.size:
         empty = np.zeros(0)
@@ -181,6 +186,37 @@ def _judge(block: Block, calibration: Calibration, limit_bytes: float | None) ->
         time_per_token_s=_time_per_token(job, calibration, possible_sizes),
         memory_bytes=memory_bytes,
         likely=memory_bytes <= most,
+    )
+
+
+def _judge_served(block: Block, calibration: Calibration, most: float) -> Judged:
+    """A block of an engine that takes its memory when it starts, whatever is asked of it then.
+
+    A run is possible where the engine starts, and likely where all that is asked runs at once.
+    """
+    import numpy as np
+
+    job, first = block.job, service_of(block.job)
+    assert first is not None
+    possible, seconds, taken, likely = list[int](), list[float](), list[int](), list[bool]()
+    for position in range(math.prod(block.shape)):
+        asked = replace(job, run=block.run(position))
+        service, served = under_load(asked, first), asked.served
+        start = service.start
+        if start.fault_at(served.context):
+            continue
+        possible.append(position)
+        seconds.append(steady_time_per_token_s(asked, served, service, calibration.machines))
+        taken.append(taken_bytes(job, start))
+        at_once = start.max_running(served.context, served.shared_tokens)
+        likely.append(taken[-1] <= most and asked.run.batch_size <= at_once)
+    return Judged(
+        block=block,
+        size=math.prod(block.shape),
+        possible=np.array(possible, dtype=np.intp),
+        time_per_token_s=np.array(seconds, dtype=np.float64),
+        memory_bytes=np.array(taken, dtype=np.float64),
+        likely=np.array(likely, dtype=np.bool_),
     )
 
 

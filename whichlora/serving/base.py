@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
-from whichlora.memory.entries import Entry
+from whichlora.memory.entries import Entry, Fact
 from whichlora.methods.base import Method
 from whichlora.serving.kernel_rates import KernelRates
 from whichlora.serving.log import EngineLog
 from whichlora.spec.architecture import Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import Count, Real, floor_div, largest, where
 from whichlora.spec.options import Option, OptionValue, filled, known
 from whichlora.spec.run import MOST_COUNT, RunConfig
 from whichlora.spec.versions import Libraries
+from whichlora.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,16 @@ class Served:
         return value
 
 
+@lru_cache(maxsize=256)
+def _libraries(own: str, version: str, stated: tuple[tuple[str, str], ...]) -> Libraries:
+    defaults = {own: version} if own else {}
+    return Libraries.of((defaults | dict(stated)).items())
+
+
+def _none_of(tokens: int) -> int:
+    return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """Blocks for keys and values, which an engine allocates when it starts.
@@ -71,14 +84,14 @@ class Pool:
     Args:
         num_bytes: what is left for it; below 0 where the rest already takes too much.
         block_bytes: of one block, in all layers that share it.
-        blocks_of: blocks that a sequence of so many tokens takes.
-        num_shared_blocks: of these, the ones of a prefix that all sequences have in common.
+        blocks_of: blocks that a sequence of so many tokens takes; of an array, each.
+        shared_of: blocks of a prefix of so many tokens that are there once for all sequences.
     """
 
     num_bytes: int
     block_bytes: int
-    blocks_of: Callable[[int], int]
-    num_shared_blocks: int = 0
+    blocks_of: Callable[[Count], Count]
+    shared_of: Callable[[int], int] = _none_of
 
     @property
     def num_blocks(self) -> int:
@@ -86,9 +99,10 @@ class Pool:
 
     def sequence_bytes(self, context: int) -> int:
         """Of one sequence of `context` tokens."""
-        return self.blocks_of(context) * self.block_bytes
+        num_blocks: int = self.blocks_of(context)
+        return num_blocks * self.block_bytes
 
-    def max_concurrency(self, context: int) -> float:
+    def max_concurrency(self, context: Count) -> Real:
         """Sequences of `context` tokens that the pool holds at once, none of them sharing blocks.
 
         Engines log it so.
@@ -99,13 +113,11 @@ class Pool:
         """That it holds of sequences of `context` tokens, as engines log it."""
         return int(self.max_concurrency(context) * context)
 
-    def num_sequences(self, context: int) -> int:
-        """Whole sequences of `context` tokens that it holds; a common prefix is there once."""
+    def num_sequences(self, context: Count, shared_tokens: int = 0) -> Count:
+        """Whole sequences of `context` tokens that it holds; their common prefix is there once."""
         needed = self.blocks_of(context)
-        if needed > self.num_blocks:
-            return 0
-        own = max(1, needed - self.num_shared_blocks)
-        return (self.num_blocks - needed) // own + 1
+        own = largest(1, needed - self.shared_of(shared_tokens))
+        return where(needed > self.num_blocks, 0, floor_div(self.num_blocks - needed, own) + 1)
 
     def max_context(self, most: int | None) -> int:
         """Tokens of the longest sequence that fits, at most `most`; 0 where none does."""
@@ -121,22 +133,56 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What an engine takes of one GPU when it starts.
+    """What an engine takes of one GPU when it starts, whatever is asked of it later.
 
     Args:
         entries: what it holds, or reserves, beside the pool.
         budget_bytes: what it allows itself of the GPU.
-        outside_bytes: what it takes beyond that, the context of its process left out.
-        max_num_seqs: sequences that run at once, however many the pool holds.
+        pool_fact: of the bytes of its pool; None where `entries` has what sequences take.
+        max_num_seqs: sequences of a context that run at once, however many the pool holds.
+        outside_bytes: what it takes beyond its budget, the context of its process left out.
         fault: why it does not start; empty where it does.
+        needs_context: whether it does not start, either, where the pool lacks room for one
+            sequence.
     """
 
     entries: tuple[Entry, ...]
     budget_bytes: int
     pool: Pool
-    max_num_seqs: int
+    pool_fact: Fact | None = None
+    max_num_seqs: Callable[[int], int]
     outside_bytes: int = 0
     fault: str = ""
+    needs_context: bool = False
+
+    def fault_at(self, context: int) -> str:
+        """Why it does not start for sequences of `context` tokens; empty where it does."""
+        pool = self.pool
+        lacks_room = self.needs_context and pool.blocks_of(context) > pool.num_blocks
+        if self.fault or not lacks_room:
+            return self.fault
+        return (
+            f"one sequence of {context} tokens takes {format_bytes(pool.sequence_bytes(context))} "
+            f"of keys and values, and the pool has {format_bytes(pool.num_bytes)}; the longest "
+            f"context is {pool.max_context(context)}"
+        )
+
+    def entries_at(self, context: int) -> tuple[Entry, ...]:
+        """All that it holds; of a pool that is too small, what it would need at least."""
+        if self.pool_fact is None:
+            return self.entries
+        pool = self.pool
+        held = pool.num_blocks * pool.block_bytes
+        if self.fault_at(context):
+            held = pool.sequence_bytes(context) if self.needs_context else pool.block_bytes
+        return (*self.entries, Entry(self.pool_fact, held))
+
+    def max_running(self, context: int, shared_tokens: int = 0) -> int:
+        """Sequences of `context` tokens that run at once; what is asked beyond waits."""
+        if self.fault_at(context):
+            return 0
+        held: int = self.pool.num_sequences(context, shared_tokens)
+        return min(self.max_num_seqs(context), held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +201,7 @@ class Stepping:
         cache_bytes: of one element of keys and values.
         code_reads: of the bandwidth that current kernels reach with quantised weights, what its
             own do.
+        code_launch_s: of a second kernel of such a product, which no Python launches.
         rates: of its own kernels; None where they are those of `kernel_rates`.
         weight_bytes: of a matrix as the engine stores it, all experts, the mean of the layers; None
             asks for the head. None where the run's dtypes say it.
@@ -173,6 +220,7 @@ class Stepping:
     launch_s: float
     cache_bytes: float
     code_reads: float = 1.0
+    code_launch_s: float = 0.0
     rates: KernelRates | None = None
     weight_bytes: Callable[[Linear | None], float] | None = None
     joins: bool = True
@@ -184,11 +232,11 @@ def _accepts(served: Served) -> None:
     return None
 
 
-def _no_command(served: Served) -> str:
+def _nothing(served: Served) -> str:
     return ""
 
 
-def _no_notes(served: Served) -> tuple[str, ...]:
+def _no_notes(served: Served, start: Start) -> tuple[str, ...]:
     return ()
 
 
@@ -205,9 +253,11 @@ class Engine:
         least_capability: the oldest compute capability that it has kernels for.
         start: what it takes when it starts; None where memory is taken as sequences come, so that
             the run is one call of `generate`.
+        start_by_load: whether that depends on how many sequences are asked for, and their length.
         reads_checkpoints: it loads the files of the hub as they are stored.
         reads_fp8: whether it serves weights in 8-bit floats.
         stepping: how it steps; None where its times are not predicted, or not as it is asked.
+        why_untimed: why not as it is asked.
         check: refuses what the engine refuses, in one line.
         command: starts it as it is judged, in a shell; empty where there is no such command.
         prepare: lines of a shell that make what the command loads from the directory of
@@ -225,19 +275,20 @@ class Engine:
     stored_by: str = ""
     least_capability: float = 0.0
     start: Callable[[Served], Start] | None = None
+    start_by_load: bool = False
     reads_checkpoints: bool = True
     reads_fp8: bool = False
     stepping: Callable[[Served], Stepping | None] | None = None
+    why_untimed: Callable[[Served], str] = _nothing
     check: Callable[[Served], None] = _accepts
-    command: Callable[[Served], str] = _no_command
-    prepare: Callable[[Served], str] = _no_command
-    notes: Callable[[Served], tuple[str, ...]] = _no_notes
+    command: Callable[[Served], str] = _nothing
+    prepare: Callable[[Served], str] = _nothing
+    notes: Callable[[Served, Start], tuple[str, ...]] = _no_notes
     log: EngineLog | None = None
 
     def libraries(self, run: RunConfig) -> Libraries:
         """Versions of `run`, this engine's own where it names none."""
-        defaults = {self.library: self.version} if self.library else {}
-        return Libraries.of((defaults | dict(run.libraries)).items())
+        return _libraries(self.library, self.version, run.libraries)
 
     def filled(self, run: RunConfig) -> dict[str, OptionValue | None]:
         """Every option's value.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.numeric import ceil_div
+from whichlora.spec.numeric import Count, ceil_div, smallest
 
 UNEVEN = 1.5  # longest kind over the shortest, below which groups have the longest's layers
 
@@ -37,7 +37,7 @@ class Blocks:
     """
 
     block_bytes: int
-    blocks_of: Callable[[int], int]
+    blocks_of: Callable[[Count], Count]
     shared_of: Callable[[int], int]
 
 
@@ -111,8 +111,7 @@ def _layers_per_group(numbers: list[int]) -> int:
     return most if most < UNEVEN * fewest else fewest
 
 
-def _blocks_of(window: int | None, context: int, block_size: int, in_flight: int) -> int:
+def _blocks_of(window: int | None, context: Count, block_size: int, in_flight: int) -> Count:
     """Blocks of a group's table for one sequence; a window may begin within one."""
-    kept = context if window is None else min(window - 1 + in_flight, context)
-    num_blocks: int = ceil_div(kept, block_size)
-    return num_blocks + (window is not None)
+    kept = context if window is None else smallest(window - 1 + in_flight, context)
+    return ceil_div(kept, block_size) + (window is not None)

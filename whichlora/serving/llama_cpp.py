@@ -185,15 +185,31 @@ def cache_bytes(served: Served, kept: Cache) -> list[int]:
     """
     cells = dict(kept.cells)
     return [
-        kept.streams
-        * cells[_window(served.model, layer.attentions[0].sliding_window)]
-        * sum(_token_bytes(served, layer.attentions[0].k_width, layer.attentions[0].v_width))
-        for layer in in_order(served.model)
+        kept.streams * cells[window] * keys_and_values
+        for window, keys_and_values in _cell_bytes(served.model, *_cache_types(served))
     ]
 
 
+def _cache_types(served: Served) -> tuple[str, str]:
+    """Of keys and values."""
+    return str(served.options["cache_type_k"]).upper(), str(served.options["cache_type_v"]).upper()
+
+
+@lru_cache(maxsize=256)
+def _cell_bytes(model: ModelSpec, keys: str, values: str) -> tuple[tuple[int | None, int], ...]:
+    """Of every layer its window, and the bytes of one token."""
+    attentions = [layer.attentions[0] for layer in in_order(model)]
+    return tuple(
+        (
+            _window(model, attention.sliding_window),
+            row_bytes(attention.k_width, keys) + row_bytes(attention.v_width, values),
+        )
+        for attention in attentions
+    )
+
+
 def _token_bytes(served: Served, k_width: int, v_width: int) -> tuple[int, int]:
-    keys, values = (str(served.options[name]).upper() for name in ("cache_type_k", "cache_type_v"))
+    keys, values = _cache_types(served)
     return row_bytes(k_width, keys), row_bytes(v_width, values)
 
 
@@ -233,38 +249,64 @@ class Taken:
         return self.layers + self.output + self.cache + self.compute
 
 
-def taken(served: Served, placed: Placement, context: int, num_slots: int) -> Taken:
-    """What llama.cpp takes of the device and of the host.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """Bytes of a file where it lies: layers and output on the device, and what is on the host.
 
-    Kind: exact. Source: llama.cpp 0c1e570 src/llama-model.cpp load_tensors; `LAYERS` and others.
+    Args:
+        copied: matrices of layers on the host, the largest by name.
     """
-    model, kept = served.model, cache(served, context, num_slots)
-    first = len(in_order(model)) + 1 - placed.layers  # the first layer on the GPU
-    table, *others = _file(model, file_type(served))
-    on_cpu = served.gpu.kind == "cpu"
-    head = table if model.head_tied else others[0]
-    layers = output = 0
-    on_host = table.num_bytes
+
+    layers: int
+    output: int
+    host: int
+    copied: tuple[tuple[str, int], ...]
+
+
+@lru_cache(maxsize=1024)
+def _weights(model: ModelSpec, stored: str, placed: Placement, on_cpu: bool) -> _Weights:
+    """Kind: exact. Source: llama.cpp 0c1e570 src/llama-model.cpp load_tensors."""
+    first = _first_on_gpu(model, placed)
+    table, *others = _file(model, stored)
+    layers, host = 0, table.num_bytes
+    output = table.num_bytes if on_cpu or model.head_tied else 0
+    copied: dict[str, int] = {}
     for tensor in others:
         if tensor.layer is None:
             output += tensor.num_bytes if placed.layers or on_cpu else 0
         elif on_cpu or _is_on_gpu(tensor, first, placed.expert_layers):
             layers += tensor.num_bytes
         else:
-            on_host += tensor.num_bytes
-    if on_cpu:
-        output += table.num_bytes
-    elif model.head_tied:
-        output += head.num_bytes
-    by_layer = cache_bytes(served, kept)
+            host += tensor.num_bytes
+            if tensor.num_rows > 1:
+                copied[tensor.name] = max(copied.get(tensor.name, 0), tensor.num_bytes)
+    return _Weights(layers=layers, output=output, host=host, copied=tuple(copied.items()))
+
+
+def _first_on_gpu(model: ModelSpec, placed: Placement) -> int:
+    """The first layer on the GPU."""
+    return len(in_order(model)) + 1 - placed.layers
+
+
+def taken(served: Served, placed: Placement, context: int, num_slots: int) -> Taken:
+    """What llama.cpp takes of the device and of the host.
+
+    Kind: exact. Source: llama.cpp 0c1e570 src/llama-model.cpp load_tensors; `LAYERS` and others.
+    """
+    model, kept = served.model, cache(served, context, num_slots)
+    on_cpu = served.gpu.kind == "cpu"
+    held = _weights(model, file_type(served), placed, on_cpu)
+    by_layer, first = cache_bytes(served, kept), _first_on_gpu(model, placed)
     on_device = sum(by_layer if on_cpu else by_layer[first:])
     batch = _batch(served, placed, kept)
     return Taken(
-        layers=layers,
-        output=output,
+        layers=held.layers,
+        output=held.output,
         cache=on_device,
         compute=compute_bytes(model, batch, reads_tokens=on_cpu),
-        host=0 if on_cpu else on_host + sum(by_layer) - on_device + host_buffer_bytes(model, batch),
+        host=0
+        if on_cpu
+        else held.host + sum(by_layer) - on_device + host_buffer_bytes(model, batch),
     )
 
 
@@ -316,16 +358,11 @@ def _with_copies(served: Served, placed: Placement, batch: Batch, kept: Cache) -
     """`batch` with the copies that a GPU makes of what lies in host memory."""
     if batch.tokens < OFFLOADED_TOKENS:
         return batch
-    first = len(in_order(served.model)) + 1 - placed.layers
-    copied: dict[str, int] = {}
-    for tensor in _file(served.model, file_type(served)):
-        is_matrix = tensor.layer is not None and tensor.num_rows > 1
-        if is_matrix and not _is_on_gpu(tensor, first, placed.expert_layers):
-            copied[tensor.name] = max(copied.get(tensor.name, 0), tensor.num_bytes)
+    copied = _weights(served.model, file_type(served), placed, on_cpu=False).copied
     if not copied:
         return batch
-    batch = replace(batch, copied=tuple(copied.items()))
-    if first <= 0:
+    batch = replace(batch, copied=copied)
+    if _first_on_gpu(served.model, placed) <= 0:
         return batch
     attention = in_order(served.model)[0].attentions[0]
     keys, values = _token_bytes(served, attention.k_width, attention.v_width)
@@ -416,7 +453,7 @@ def start(served: Served) -> Start:
         entries=entries,
         budget_bytes=needed.device,
         pool=pool,
-        max_num_seqs=served.count("parallel") or MOST_SLOTS,
+        max_num_seqs=lambda context: served.count("parallel") or MOST_SLOTS,
         fault=fault,
     )
 
@@ -428,10 +465,11 @@ def _pool(served: Served, placed: Placement, needed: Taken, room: int) -> Pool:
     """
     attention = in_order(served.model)[0].attentions[0]
     cell_bytes = CELLS * sum(_token_bytes(served, attention.k_width, attention.v_width))
+    computing = taken(served, placed, served.context, 1).compute
 
     def blocks_of(context: int) -> int:
         each = taken(served, placed, context, 1)
-        masks = each.compute - taken(served, placed, served.context, 1).compute
+        masks = each.compute - computing
         blocks: int = ceil_div(each.cache + masks, cell_bytes)
         return max(1, blocks)
 
@@ -564,6 +602,14 @@ def stepping(served: Served) -> Stepping | None:
     )
 
 
+def why_untimed(served: Served) -> str:
+    """Why steps on a CPU, or with a part of the model on the host, have no times."""
+    rates = "each type of weights has a rate of its own there, which a datasheet does not state"
+    if served.gpu.kind == "cpu":
+        return f"a step of llama.cpp on a CPU is not predicted: {rates}"
+    return f"the host computes a part of each step: {rates}; use a smaller file_type or context"
+
+
 # --- what it refuses --------------------------------------------------------------------------
 
 
@@ -661,15 +707,13 @@ def command(served: Served) -> str:
     return " ".join(words)
 
 
-def notes(served: Served) -> tuple[str, ...]:
+def notes(served: Served, start: Start) -> tuple[str, ...]:
     """What a user must know."""
     placed, whole = placement(served), all_of(served.model)
     needed = taken(served, placed, served.context, slots(served))
     count = slots(served)
     words = "1 slot" if count == 1 else f"{count} slots"
     lines = [f"llama.cpp with a file of type {file_type(served)}, {words}"]
-    if stepping(served) is None:
-        lines.append("times are predicted of GPUs that hold all layers")
     if served.gpu.kind == "cpu":
         return tuple(lines)
     if placed.layers < whole.layers:
@@ -729,7 +773,9 @@ ENGINE = Engine(
     ),
     least_capability=5.0,  # docs/build.md
     start=start,
+    start_by_load=True,
     stepping=stepping,
+    why_untimed=why_untimed,
     check=check,
     command=command,
     prepare=prepare,

@@ -9,7 +9,7 @@ from bisect import bisect_left
 
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
-from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.entries import Fact
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import cached_layers
@@ -144,11 +144,12 @@ def start(served: Served) -> Start:
     taken = sum(entry.num_bytes for entry in entries)
     free_before, share = free_bytes(served), mem_fraction_static(served)
     budget = int(share * free_before)
+    keeps = _keeps_prefixes(served, rank)
     pool = Pool(
         num_bytes=budget - taken,
         block_bytes=token_bytes(served, rank) * page,
         blocks_of=lambda context: ceil_div(context, page),
-        num_shared_blocks=_shared_pages(served, rank, page),
+        shared_of=lambda tokens: tokens // page if keeps else 0,
     )
     fault = ""
     if pool.num_bytes < pool.block_bytes:
@@ -157,30 +158,29 @@ def start(served: Served) -> Start:
             f"{format_bytes(budget)}, and weights take {format_bytes(taken)}: nothing is left for "
             "keys and values; give a larger one, or a smaller model"
         )
-    held = pool.block_bytes if fault else pool.num_blocks * pool.block_bytes
+    tokens = pool.num_blocks * page
     return Start(
-        entries=(*entries, Entry(KV_POOL, held)),
+        entries=tuple(entries),
         budget_bytes=budget,
         pool=pool,
-        max_num_seqs=_max_running_requests(served, pool.num_blocks * page),
+        pool_fact=KV_POOL,
+        max_num_seqs=lambda context: _max_running_requests(served, tokens, context),
         fault=fault,
     )
 
 
-def _shared_pages(served: Served, rank: ModelSpec, page: int) -> int:
-    """Pages of a common prefix, which the radix tree keeps once; not of sliding layers.
+def _keeps_prefixes(served: Served, rank: ModelSpec) -> bool:
+    """Whether the radix tree keeps pages of a common prefix once; not of sliding layers.
 
     Kind: lower bound where layers slide. Source: SGLang 0.5.23 srt/mem_cache/radix_cache.py.
     """
     slides = any(kind.window for kind in cached_layers(rank))
-    if slides or served.options["disable_radix_cache"]:
-        return 0
-    return served.shared_tokens // page
+    return not (slides or served.options["disable_radix_cache"])
 
 
-def _max_running_requests(served: Served, tokens: int) -> int:
+def _max_running_requests(served: Served, tokens: int, context: int) -> int:
     """Source: SGLang 0.5.23 srt/mem_cache/kv_cache_configurator.py:3119 resolve_max_num_reqs."""
-    by_context = int(tokens / served.context * 512)
+    by_context = int(tokens / context * 512)
     usual = max(min(by_context, MOST_REQUESTS), LEAST_REQUESTS)
     return min(served.count("max_running_requests") or usual, tokens // 2)
 
@@ -232,18 +232,18 @@ def command(served: Served) -> str:
     )
 
 
-def notes(served: Served) -> tuple[str, ...]:
+def notes(served: Served, start: Start) -> tuple[str, ...]:
     """What a user must know."""
-    chunk, taken = chunked_prefill_size(served), start(served)
+    chunk = chunked_prefill_size(served)
     rank = rank_model(served.model, served.count(RANKS) or 1)
-    free = free_bytes(served) - taken.budget_bytes
+    free = free_bytes(served) - start.budget_bytes
     needed = layer_entry(rank, tokens=chunk, element_bytes=served.dtypes.compute_bytes).num_bytes
     lines = [
         f"sglang {served.libraries.sglang}: mem_fraction_static {mem_fraction_static(served):g}, "
         f"chunked_prefill_size {chunk}; activations and graphs have {format_bytes(free)} beside it"
     ]
-    longest = taken.pool.max_context(served.context)
-    if not taken.fault and longest < served.context:
+    longest = start.pool.max_context(served.context)
+    if not start.fault and longest < served.context:
         lines.append(f"it starts, and refuses sequences of more than {longest} tokens")
     if needed > free:
         lines.append(

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from whichlora.memory.weights import linear_bytes
-from whichlora.serving.base import Served, Stepping
+from whichlora.serving.base import Served, Start, Stepping
 from whichlora.serving.kernel_rates import (
     EXPERTS_PRODUCTS,
     EXPERTS_S,
@@ -43,21 +44,20 @@ SAMPLED_LOGIT_BYTES = 12
 OWN_ALL_REDUCE_S = 5e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What one step does.
+class Step(NamedTuple):
+    """What one step does; a scheduler makes thousands of them.
 
     Args:
         decoding: sequences that get one more token; `cached_tokens` that they attend to, in all.
-        prompt_tokens: of prompts; `prompt_pairs` of queries and keys among and before them.
         sampled: sequences whose next token is chosen.
+        prompt_tokens: of prompts; `prompt_pairs` of queries and keys among and before them.
     """
 
     decoding: int
     cached_tokens: float
+    sampled: int
     prompt_tokens: int = 0
     prompt_pairs: float = 0.0
-    sampled: int
 
     @property
     def tokens(self) -> int:
@@ -74,6 +74,7 @@ class _Product:
         experts, active: how many there are, and how many a token passes through.
         kernel_s: beside its work.
         reads: share of the bandwidth; `rate` of FLOP/s that it reaches.
+        is_unpacked: whether its kernel unpacks stored codes.
     """
 
     count: int
@@ -84,24 +85,25 @@ class _Product:
     kernel_s: float
     reads: float
     rate: float
+    is_unpacked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attention:
-    """Equal attentions of `count` layers.
+    """The attentions of all layers that have one window.
 
     Args:
-        token_bytes: of keys and values, one token in one layer.
-        query_bytes: of queries and what they give, likewise.
-        pair_flops: of one query and one key.
         window: tokens that a query sees, None for all.
+        cached_s: seconds for each token that decoding sequences attend to, in all these layers.
+        decoding_s, prompt_s: for each decoding sequence, and each token of a prompt.
+        pair_s: for each query and key of a prompt.
     """
 
-    count: int
-    token_bytes: float
-    query_bytes: int
-    pair_flops: int
     window: int | None
+    cached_s: float
+    decoding_s: float
+    prompt_s: float
+    pair_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,16 +111,18 @@ class StepTimer:
     """Times the steps of one model on one engine and GPU.
 
     Args:
+        num_attentions: in all layers.
         pointwise: bytes per token between products, and kernels; `reduced_bytes` of a token that
             ranks add up, `num_reductions` times.
         reduction_s: seconds of one all-reduce of so many bytes.
         few_rate: FLOP/s of products of at most `KernelRates.few_rows` rows.
-        num_launches: kernels of a step that no graph captures, which can wait for the host.
+        launches_s: what the host takes to launch a step that no graph captures.
         deviation: of the log of a step's time.
     """
 
     products: tuple[_Product, ...]
     attentions: tuple[_Attention, ...]
+    num_attentions: int
     head: _Product
     vocab_size: int
     pointwise_bytes: float
@@ -128,13 +132,15 @@ class StepTimer:
     reduction_s: Callable[[float], float]
     rates: KernelRates
     bandwidth: float
-    peak: float
     few_rate: float
     num_multiprocessors: int | None
     stepping: Stepping
-    num_launches: int
+    launches_s: float
     deviation: float
-    _products: dict[float, tuple[float, float]] = field(
+    _by_tokens: dict[int, tuple[float, float, float, float, int]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _by_sampled: dict[int, tuple[float, float]] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -143,47 +149,63 @@ class StepTimer:
 
         Kind: estimate. Source: `kernel_rates`.
         """
-        passes = math.ceil(step.tokens / (self.stepping.graph_tokens or step.tokens or 1))
-        kernels, products = (
-            passes * each for each in self._layer_products(step.tokens / max(1, passes))
-        )
-        kernel_s, work_s = self._product(self.head, max(1, step.sampled))
-        kernels, products = kernels + kernel_s, products + work_s
-        attention = 0.0
-        for same in self.attentions:
-            kernel_s, work_s = self._attention(same, step)
-            kernels, attention = kernels + passes * kernel_s, attention + work_s
-        kernels += passes * self.pointwise_kernels * self.rates.pointwise_s
-        moved = step.tokens * self.pointwise_bytes
-        moved += step.sampled * self.vocab_size * SAMPLED_LOGIT_BYTES
-        reduced = step.tokens * self.reduced_bytes
-        parts = {
-            "products": products,
-            "attention": attention,
-            "elementwise": moved / (POINTWISE_READS * self.bandwidth),
-            "kernels": kernels,
-            "communication": self.num_reductions * self.reduction_s(reduced),
-        }
-        waits = 0.0
-        stepping = self.stepping
-        if step.tokens > stepping.captured_tokens:
-            waits = max(0.0, self.num_launches * stepping.launch_s - sum(parts.values()))
-        parts["engine"] = stepping.step_s + stepping.sequence_s * step.sampled + waits
-        return parts
+        return dict(zip(PARTS, self._seconds(step), strict=True))
 
     def seconds(self, step: Step) -> float:
         """Of `step`."""
-        return sum(self.parts(step).values())
+        return sum(self._seconds(step))
 
-    def _layer_products(self, tokens: float) -> tuple[float, float]:
-        """Of all layers: their own times, and their work; most steps have as many tokens."""
-        if tokens not in self._products:
-            of_each = [self._product(product, tokens) for product in self.products]
-            self._products[tokens] = (
-                sum(kernel_s for kernel_s, _ in of_each),
-                sum(work_s for _, work_s in of_each),
-            )
-        return self._products[tokens]
+    def _seconds(self, step: Step) -> tuple[float, float, float, float, float, float]:
+        decoding, cached_tokens, sampled, prompt_tokens, prompt_pairs = step
+        tokens = decoding + prompt_tokens
+        if tokens not in self._by_tokens:
+            self._by_tokens[tokens] = self._of_tokens(tokens)
+        kernels, products, moved, communication, passes = self._by_tokens[tokens]
+        if sampled not in self._by_sampled:
+            self._by_sampled[sampled] = self._of_sampled(sampled)
+        head, moved_logits = self._by_sampled[sampled]
+        rates, attention = self.rates, 0.0
+        if decoding:
+            kernels += passes * self.num_attentions * rates.attention_s
+            for same in self.attentions:
+                cached = cached_tokens
+                if same.window is not None:
+                    cached = min(cached, decoding * same.window)
+                attention += cached * same.cached_s + decoding * same.decoding_s
+        if prompt_tokens:
+            kernels += passes * self.num_attentions * rates.prefill_attention_s
+            for same in self.attentions:
+                pairs = prompt_pairs
+                if same.window is not None:
+                    pairs = min(pairs, prompt_tokens * same.window)
+                attention += pairs * same.pair_s + prompt_tokens * same.prompt_s
+        products, elementwise = products + head, moved + moved_logits
+        stepping, waits = self.stepping, 0.0
+        if tokens > stepping.captured_tokens:
+            busy = products + attention + elementwise + kernels + communication
+            waits = max(0.0, self.launches_s - busy)
+        engine = stepping.step_s + stepping.sequence_s * sampled + waits
+        return products, attention, elementwise, kernels, communication, engine
+
+    def _of_tokens(self, tokens: int) -> tuple[float, float, float, float, int]:
+        """Of all layers: kernels' own times, products, small operators, sums of ranks; passes."""
+        passes = math.ceil(tokens / (self.stepping.graph_tokens or tokens or 1))
+        each = [self._product(product, tokens / max(1, passes)) for product in self.products]
+        kernels = passes * sum(kernel_s for kernel_s, _ in each)
+        kernels += passes * self.pointwise_kernels * self.rates.pointwise_s
+        return (
+            kernels + self.head.kernel_s,
+            passes * sum(work_s for _, work_s in each),
+            tokens * self.pointwise_bytes / (POINTWISE_READS * self.bandwidth),
+            self.num_reductions * self.reduction_s(tokens * self.reduced_bytes),
+            passes,
+        )
+
+    def _of_sampled(self, sampled: int) -> tuple[float, float]:
+        """Of the head and of choosing tokens."""
+        _, work_s = self._product(self.head, max(1, sampled))
+        moved = sampled * self.vocab_size * SAMPLED_LOGIT_BYTES
+        return work_s, moved / (POINTWISE_READS * self.bandwidth)
 
     def _product(self, product: _Product, tokens: float) -> tuple[float, float]:
         rows, visited = tokens, 1.0
@@ -207,24 +229,17 @@ class StepTimer:
         work = max(arithmetic, reads_s) if self.rates.overlaps else arithmetic + reads_s
         return product.count * product.kernel_s, product.count * work
 
-    def _attention(self, attention: _Attention, step: Step) -> tuple[float, float]:
-        kernels = work = 0.0
-        if step.decoding:
-            cached = step.cached_tokens
-            if attention.window is not None:
-                cached = min(cached, step.decoding * attention.window)
-            read = cached * attention.token_bytes / self.rates.cache
-            read += step.decoding * attention.query_bytes * self.rates.query_passes
-            kernels += self.rates.attention_s
-            work += read / self.bandwidth
-        if step.prompt_tokens:
-            pairs = step.prompt_pairs
-            if attention.window is not None:
-                pairs = min(pairs, step.prompt_tokens * attention.window)
-            kernels += self.rates.prefill_attention_s
-            work += pairs * attention.pair_flops / (self.rates.attention * self.peak)
-            work += step.prompt_tokens * attention.query_bytes / self.bandwidth
-        return attention.count * kernels, attention.count * work
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """An engine that serves a model, whatever is asked of it.
+
+    Args:
+        timers: of its steps, by how it steps.
+    """
+
+    start: Start
+    timers: dict[Stepping, StepTimer] = field(default_factory=dict)
 
 
 def _joined(linears: Sequence[Linear], joins: bool = True) -> Iterator[tuple[Linear, ...]]:
@@ -250,7 +265,7 @@ def step_timer(
     """
     model, gpu = rank_model(served.model, stepping.ranks), served.gpu
     rates = stepping.rates or kernel_rates(gpu)
-    products, attentions = [], []
+    products = []
     moved, pointwise, reductions = 0.0, 0, 0
     for layer, count in model.layers():
         products += [
@@ -258,27 +273,18 @@ def step_timer(
             for group in _joined(layer.linears, stepping.joins)
         ]
         products += list(_adapter_products(layer, count, served, rates))
-        for attention in layer.attentions:
-            query = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
-            attentions.append(
-                _Attention(
-                    count=count,
-                    token_bytes=attention.cache_elements * stepping.cache_bytes,
-                    query_bytes=query * served.dtypes.compute_bytes,
-                    pair_flops=2 * query,
-                    window=attention.sliding_window,
-                )
-            )
         moved += count * _pointwise_bytes(layer, model, served.dtypes.compute_bytes)
         pointwise += count * _pointwise_kernels(layer)
         blocks = len(layer.attentions) + (layer.mlp is not None) + (layer.moe is not None)
         reductions += count * blocks * (stepping.ranks > 1)
     head = _head(model, served, rates, stepping)
     kernels = sum(product.count for product in products) + pointwise
-    kernels += sum(attention.count for attention in attentions)
+    codes = sum(product.count for product in products if product.is_unpacked)
+    num_attentions = sum(count * len(layer.attentions) for layer, count in model.layers())
     return StepTimer(
         products=tuple(products),
-        attentions=tuple(attentions),
+        attentions=_attentions(model, served, rates, stepping),
+        num_attentions=num_attentions,
         head=head,
         vocab_size=model.vocab_size,
         pointwise_bytes=moved,
@@ -288,14 +294,41 @@ def step_timer(
         reduction_s=reduction_s,
         rates=rates,
         bandwidth=gpu.bandwidth_bytes_per_s,
-        peak=product_rate(gpu, compute_dtype(served)),
         few_rate=rates.few_products * product_rate(gpu, "fp32"),
         num_multiprocessors=tiled_multiprocessors(gpu, compute_dtype(served))
         if rates.overlaps
         else None,
         stepping=stepping,
-        num_launches=kernels,
+        launches_s=(kernels + num_attentions) * stepping.launch_s + codes * stepping.code_launch_s,
         deviation=rates.deviation,
+    )
+
+
+def _attentions(
+    model: ModelSpec, served: Served, rates: KernelRates, stepping: Stepping
+) -> tuple[_Attention, ...]:
+    """Those of one window together: a decoding step reads keys, a prompt is arithmetic.
+
+    Kind: estimate. Source: `kernel_rates`.
+    """
+    bandwidth = served.gpu.bandwidth_bytes_per_s
+    flops_per_s = rates.attention * product_rate(served.gpu, compute_dtype(served))
+    sums: dict[int | None, tuple[float, int]] = {}
+    for layer, count in model.layers():
+        for attention in layer.attentions:
+            cached, queries = sums.get(attention.sliding_window, (0.0, 0))
+            width = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
+            cached += count * attention.cache_elements * stepping.cache_bytes
+            sums[attention.sliding_window] = cached, queries + count * width
+    return tuple(
+        _Attention(
+            window=window,
+            cached_s=cached / rates.cache / bandwidth,
+            decoding_s=queries * served.dtypes.compute_bytes * rates.query_passes / bandwidth,
+            prompt_s=queries * served.dtypes.compute_bytes / bandwidth,
+            pair_s=2 * queries / flops_per_s,
+        )
+        for window, (cached, queries) in sums.items()
     )
 
 
@@ -311,14 +344,16 @@ def _product_of(
     first, is_expert = group[0], group[0].count > 1
     kernel_s, reads = rates.product_s, rates.reads
     rate = rates.products * product_rate(served.gpu, compute_dtype(served))
+    is_unpacked = False
     if is_quantised(first, served.dtypes):
-        if _has_units(served.dtypes.quant, served.gpu):  # whose peak is twice that of 16 bit
-            kernel_s, rate = kernel_s + NARROWING_S, 2 * NARROW_PRODUCTS * rate
-        else:
+        is_unpacked = not _has_units(served.dtypes.quant, served.gpu)
+        if is_unpacked:
             kernel_s, rate = kernel_s + UNPACKING_S, UNPACKING_PRODUCTS * rate
             reads *= stepping.code_reads * (
                 ZEROED_READS if served.dtypes.quant == "awq-int4" else 1.0
             )
+        else:  # whose peak is twice that of 16 bit
+            kernel_s, rate = kernel_s + NARROWING_S, 2 * NARROW_PRODUCTS * rate
     stored = stepping.weight_bytes
     return _Product(
         count=count,
@@ -331,6 +366,7 @@ def _product_of(
         kernel_s=EXPERTS_S if is_expert else kernel_s,
         reads=reads,
         rate=EXPERTS_PRODUCTS * rate if is_expert else rate,
+        is_unpacked=is_unpacked,
     )
 
 

@@ -64,9 +64,15 @@ COMPILED_LAUNCH_S = LAUNCH_S / 2
 # The same of its eager code, which calls more Python around each kernel than transformers does.
 # Kind: fitted, to Qwen2 0.5B and 1.5B past the longest captured sequence of 0.4.2.
 EAGER_LAUNCH_S = 34e-6
-# Of the bandwidth that a product of stored codes reaches, what AWQ's first kernel does; Marlin
-# reads AWQ's codes, too, from 0.5.4 on. Kind: fitted, to Qwen2-7B under 0.4.2.
-FIRST_AWQ_READS = 0.36
+# Of the bandwidth that a product of AWQ's codes reaches, what its first kernel does; Marlin reads
+# them, too, from 0.5.4 on. Kind: fitted, to Qwen2-7B under 0.4.2, whose steps in a graph take
+# 3.4 ms longer with AWQ than with GPTQ (prompts of 1 and 6,144 tokens).
+FIRST_AWQ_READS = 0.45
+# That kernel divides a product into eight, which a second one adds up: it is launched from C++.
+# Kind: estimate, of a launch without Python. Source: vLLM 0.4.2
+# csrc/quantization/awq/gemm_kernels.cu awq_gemm, `_out_feats.sum(0)`.
+SECOND_LAUNCH_S = 5e-6
+LONG_CONTEXT = 32 * 1024  # beyond which the first engine reads prompts in chunks
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
 # Model types whose class lists embeddings and head for adapters, and since which release.
 # Source: `embedding_modules` of vLLM 0.6.6, 0.8.5, 0.11.0, 0.15.0, 0.20.0, 0.27.1 and 0.33.0.
@@ -178,18 +184,18 @@ def start(served: Served) -> Start:
         num_bytes=budget - taken,
         block_bytes=cut.block_bytes,
         blocks_of=cut.blocks_of,
-        num_shared_blocks=cut.shared_of(served.shared_tokens) if keeps_prefixes(served) else 0,
+        shared_of=cut.shared_of if keeps_prefixes(served) else lambda tokens: 0,
     )
-    held = pool.num_blocks * pool.block_bytes
-    fault = _fault(served, pool, budget)
-    entries.append(Entry(KV_POOL, pool.sequence_bytes(served.context) if fault else held))
+    most = max_num_seqs(served)
     return Start(
         entries=tuple(entries),
         budget_bytes=budget,
         pool=pool,
-        max_num_seqs=max_num_seqs(served),
+        pool_fact=KV_POOL,
+        max_num_seqs=lambda context: most,
         outside_bytes=0 if reserves_graphs else graphs.num_bytes,
-        fault=fault,
+        fault=_fault(served, pool, budget),
+        needs_context=True,
     )
 
 
@@ -340,7 +346,7 @@ def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
 
 
 def _fault(served: Served, pool: Pool, budget: int) -> str:
-    """Why vLLM does not start; empty where it does.
+    """Why vLLM does not start, however short its sequences are; empty where it does.
 
     Source: vLLM 0.33.0 `_check_enough_kv_cache_memory`, v1/core/kv_cache_planning.py:50;
     `request_memory`, v1/worker/utils.py:761.
@@ -356,14 +362,6 @@ def _fault(served: Served, pool: Pool, budget: int) -> str:
             f"{format_bytes(budget - pool.num_bytes)} of it: nothing is left for keys and values; "
             "give a larger share, fewer max_num_seqs or max_num_batched_tokens, or a smaller model"
         )
-    needed = pool.sequence_bytes(served.context)
-    if pool.blocks_of(served.context) > pool.num_blocks:
-        longest = pool.max_context(served.context)
-        return (
-            f"one sequence of {served.context} tokens takes {format_bytes(needed)} of keys and "
-            f"values, and the pool has {format_bytes(pool.num_bytes)}; the longest context is "
-            f"{longest}"
-        )
     return ""
 
 
@@ -378,6 +376,7 @@ def stepping(served: Served) -> Stepping:
     `_schedule_default`.
     """
     is_older = served.libraries.older("vllm", "0.8")
+    chunk = _older_chunk(served) if is_older else max_num_batched_tokens(served)
     beyond = served.context > VLLM_CAPTURED_TOKENS and served.libraries.graphs_end_early
     is_eager = bool(served.options["enforce_eager"]) or beyond
     is_first_awq = served.run.quant == "awq-int4" and served.libraries.older("vllm", "0.5.4")
@@ -390,14 +389,31 @@ def stepping(served: Served) -> Stepping:
         ranks=served.count(RANKS) or 1,
         step_s=step_s,
         sequence_s=OLDER_SEQUENCE_S if is_older else SEQUENCE_S,
-        max_step_tokens=max(max_num_batched_tokens(served), served.context if is_older else 0),
-        mixes=not is_older,
-        whole_prompts=is_older,
+        max_step_tokens=chunk or max(max_num_batched_tokens(served), served.context),
+        mixes=chunk is not None,
+        whole_prompts=chunk is None,
         captured_tokens=0 if is_eager else MOST_CAPTURED_TOKENS,
         launch_s=EAGER_LAUNCH_S if is_eager else COMPILED_LAUNCH_S,
         cache_bytes=1 if served.options["kv_cache_dtype"] == "fp8" else served.dtypes.compute_bytes,
         code_reads=FIRST_AWQ_READS if is_first_awq else 1.0,
+        code_launch_s=SECOND_LAUNCH_S if is_first_awq else 0.0,
     )
+
+
+def _older_chunk(served: Served) -> int | None:
+    """Tokens of a step of the first engine, which reads long contexts in chunks; None elsewhere.
+
+    Kind: exact. Source: vLLM 0.5.4 to 0.7.3 engine/arg_utils.py `use_long_context`, and
+    `SchedulerConfig.__init__` of config.py, whose 512 became 2,048 with 0.6.5.
+    """
+    libraries = served.libraries
+    slides = any(kind.window for kind in cached_layers(served.model))
+    if slides or lora_slots(served)[0]:
+        return None
+    if served.context <= LONG_CONTEXT or libraries.older("vllm", "0.5.4"):
+        return None
+    chunk = 512 if libraries.older("vllm", "0.6.5") else 2048
+    return served.count("max_num_batched_tokens") or chunk
 
 
 # --- what it refuses --------------------------------------------------------------------------
@@ -461,7 +477,7 @@ def command(served: Served) -> str:
     return shell_command(served, "vllm serve", context="--max-model-len", flags=tuple(flags))
 
 
-def notes(served: Served) -> tuple[str, ...]:
+def notes(served: Served, start: Start) -> tuple[str, ...]:
     """What a user must know."""
     lines = [
         f"vllm {served.libraries.vllm} as `vllm serve` starts it: max_num_batched_tokens "

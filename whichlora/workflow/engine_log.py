@@ -251,7 +251,7 @@ def _of_start(job: ResolvedRun) -> dict[str, float]:
     """Bytes of a start by the numbers that a log has of them."""
     assert job.engine.start is not None
     assert job.engine.log is not None
-    entries = job.engine.start(job.served).entries
+    entries = job.engine.start(job.served).entries_at(job.served.context)
     held = {
         line.states: float(sum(e.num_bytes for e in entries if e.fact in line.facts))
         for line in job.engine.log.lines

@@ -13,6 +13,7 @@ from whichlora.calibration.load import load_calibration, stale_note
 from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
 from whichlora.predict import explain as explanation
+from whichlora.predict.alike import Predictor
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.explain import Explanation
 from whichlora.predict.largest import (
@@ -79,8 +80,10 @@ def estimate(
     if "all" in gpus:
         raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
     targets = _targets(gpus, calibration_dir)
+    stale = {name: _stale_notes(cards, calibration_dir) for name, cards in targets.items()}
     rates = rates or load_rates()
     models: dict[str, ModelSpec] = {}
+    predictor = Predictor()
     predictions: list[Prediction] = []
     refused: list[Refused] = []
     for run in runs:
@@ -115,14 +118,16 @@ def estimate(
                 if len(cards) > 1:
                     prediction = _on_unequal(model, run, name, cards, maximise)
                 else:
-                    prediction = _estimate(model, run, gpu, calibration, traced, maximise)
+                    prediction = _estimate(
+                        model, run, gpu, calibration, traced, maximise, predictor
+                    )
             except ConfigError as error:
                 settings = {k: v for k, v in run.chosen().items() if k != "model"}
                 refused.append(
                     Refused(model=run.model, gpu=name, settings=settings, reason=str(error))
                 )
                 continue
-            predictions.append(_finished(prediction, cards, notes, rates, calibration_dir))
+            predictions.append(_finished(prediction, cards, notes, rates, stale[name]))
     return Answers(predictions, refused)
 
 
@@ -144,18 +149,23 @@ def faults(answers: Answers[Prediction]) -> list[str]:
     return [*failing, *refused]
 
 
+def _stale_notes(cards: Sequence[Card], calibration_dir: Path | None) -> str:
+    """How old the calibrations of `cards` are."""
+    notes = (stale_note(card.calibration, calibration_dir) for card in cards)
+    return "".join(dict.fromkeys(notes))
+
+
 def _finished(
     prediction: Prediction,
     cards: Sequence[Card],
     notes: tuple[str, ...],
     rates: Rates,
-    calibration_dir: Path | None,
+    stale: str,
 ) -> Prediction:
     """With notes, how old its calibration is, and its cost, where all its cards are equal."""
-    stale = dict.fromkeys(stale_note(card.calibration, calibration_dir) for card in cards)
     return replace(
         prediction,
-        basis=prediction.basis + "".join(stale),
+        basis=prediction.basis + stale,
         notes=(*notes, *prediction.notes),
         cost=_cost(prediction, cards[0].gpu, rates) if len(cards) == 1 else None,
     )
@@ -204,6 +214,7 @@ def _estimate(
     calibration: Calibration,
     traced: TracedPeak | None,
     maximise: Size | None,
+    predictor: Predictor,
 ) -> Prediction:
     """One run on one type of GPU, as large as it fits where `maximise` says so.
 
@@ -212,12 +223,14 @@ def _estimate(
     """
     if run.parallel.strategy == AUTO:
         return best_spread(
-            run, lambda each: _estimate(model, each, gpu, calibration, traced, maximise)
+            run, lambda each: _estimate(model, each, gpu, calibration, traced, maximise, predictor)
         )
-    if maximise is None:
+    if traced is not None:
         return predict(model, run, gpu, calibration, traced=traced)
+    if maximise is None:
+        return predictor.predict(model, run, gpu, calibration)
     if run.serving != TRANSFORMERS:
-        return _most_served(model, run, gpu, calibration, maximise)
+        return _most_served(model, run, gpu, calibration, maximise, predictor)
     most = largest_that_fits(model, run, gpu, calibration, maximise)
     largest = with_size(run, maximise, max(1, most.value))
     kind = "inference" if run.phase == "inference" else run.method
@@ -227,15 +240,21 @@ def _estimate(
 
 
 def _most_served(
-    model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration, maximise: Size
+    model: ModelSpec,
+    run: RunConfig,
+    gpu: GpuSpec,
+    calibration: Calibration,
+    maximise: Size,
+    predictor: Predictor,
 ) -> Prediction:
     """As many sequences, or as long ones, as an engine serves.
 
     Raises:
         ConfigError: settings that exclude each other.
     """
-    most, note = largest_served(predict(model, run, gpu, calibration), maximise)
-    prediction = predict(model, with_size(run, maximise, max(1, most)), gpu, calibration)
+    most, note = largest_served(predictor.predict(model, run, gpu, calibration), maximise)
+    largest = with_size(run, maximise, max(1, most))
+    prediction = predictor.predict(model, largest, gpu, calibration)
     return replace(prediction, notes=(note, *prediction.notes))
 
 

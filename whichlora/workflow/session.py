@@ -17,6 +17,7 @@ from whichlora.calibration.load import calibration_roots, load_calibration, mode
 from whichlora.dataset.workload import Workload
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import COMPARED, get_method, with_method
+from whichlora.predict.alike import Predictor
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.evaluation_and_saving import Besides, besides, evaluation_seconds
 from whichlora.predict.life import Life, life_of
@@ -125,6 +126,7 @@ class Session:
                 progress.say(f"{name}: rows are cut to {most} tokens, all its positions")
         self._features: dict[tuple[RunConfig, int], dict[str, float]] = {}
         self._jobs: dict[RunConfig, ResolvedRun] = {}
+        self._predictor = Predictor()
         self._counted_runs: dict[RunConfig, CountedRun] = {}
         self._counted: dict[RunConfig, CountedCandidate] = {}
         self.compared: list[tuple[Measurement, RunConfig, Prediction]] = []
@@ -299,6 +301,8 @@ class Session:
 
     def _count_run(self, run: RunConfig) -> CountedRun:
         """Of many candidates only those are replayed whose limit lies within their interval."""
+        if run.phase == "inference" and self.space.is_answered:
+            return self._predictor.count(self.models[run.model], run, self.gpu)
         job = self.job(run)
         if not self.is_large:
             return count_run(job)

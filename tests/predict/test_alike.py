@@ -1,0 +1,49 @@
+"""Runs that share an engine are predicted as if each were alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from whichlora.calibration.load import load_calibration
+from whichlora.errors import ConfigError
+from whichlora.predict.alike import Predictor
+from whichlora.predict.predict import predict
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_target
+from whichlora.store.hub import load_model
+
+MODEL, GPU = load_model("Qwen/Qwen2.5-0.5B"), find_target("rtx-4090-24gb")
+CALIBRATION = load_calibration(GPU)
+
+
+def runs(engine: str) -> list[RunConfig]:
+    """Loads and options in turns: what one starts must not answer another."""
+    loads: list[dict[str, object]] = [
+        {"prompt_len": 100, "max_new_tokens": 50},
+        {"batch_size": 8, "prompt_len": 3000, "max_new_tokens": 20},
+        {"batch_size": 8, "context": 30_000, "shared_prompt_fraction": 0.5},
+        {"request_rate": 3.0},
+    ]
+    options = [(), {"vllm": (("max_num_batched_tokens", 512),)}.get(engine, ())]
+    return [
+        RunConfig(model=MODEL.name, phase="inference", serving=engine, serving_options=each, **load)  # type: ignore[arg-type]
+        for load in loads
+        for each in dict.fromkeys(options)
+    ]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama-cpp", "transformers"])
+def test_together_and_alone_are_equal(engine: str) -> None:
+    predictor = Predictor()
+    asked = runs(engine)[: None if engine != "transformers" else 1]
+    for run in asked:
+        together = predictor.predict(MODEL, run, GPU, CALIBRATION)
+        assert together == predict(MODEL, run, GPU, CALIBRATION)
+
+
+def test_a_refusal_stays_one() -> None:
+    predictor = Predictor()
+    refused = RunConfig(model=MODEL.name, phase="inference", serving="vllm", quant="nf4")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="reads no bitsandbytes"):
+            predictor.predict(MODEL, refused, GPU, CALIBRATION)

@@ -1,0 +1,69 @@
+"""Predictions of many runs, which share what their lengths and their number do not change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from whichlora.predict.coefficients import Calibration
+from whichlora.predict.predict import CountedRun, count_run, count_served, predict_counted
+from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.predict.serving import service_of
+from whichlora.serving.step_time import Service
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.results import Prediction
+from whichlora.spec.run import RunConfig
+
+# What a run asks of an engine that has started; the rest is what the engine is started with.
+LOAD = (
+    "batch_size",
+    "prompt_len",
+    "max_new_tokens",
+    "context",
+    "shared_prompt_fraction",
+    "request_rate",
+)
+
+
+class Predictor:
+    """Predicts as `predict` does, and starts a serving engine once for all that is asked of it.
+
+    Engines are told apart by the names of model and GPU.
+    """
+
+    def __init__(self) -> None:
+        self._started: dict[tuple[RunConfig, str], tuple[ResolvedRun, Service]] = {}
+
+    def predict(
+        self, model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration
+    ) -> Prediction:
+        """Judge one run on one device; args and errors as of `predict`."""
+        return predict_counted(self.count(model, run, gpu), calibration)
+
+    def count(self, model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> CountedRun:
+        """Count one run on one device; args and errors as of `predict`."""
+        key = replace(run, **_NO_LOAD), gpu.key
+        if run.phase != "inference" or key not in self._started:
+            counted = count_run(resolve(model, run, gpu))
+            if counted.service is not None:
+                self._started[key] = counted.job, counted.service
+            return counted
+        job, service = self._started[key]
+        load = {name: getattr(run, name) for name in LOAD}
+        job = replace(job, run=replace(job.run, **load))
+        return count_served(job, under_load(job, service))
+
+
+def under_load(job: ResolvedRun, service: Service) -> Service:
+    """`service`, which another load has started, for `job`."""
+    if not job.engine.start_by_load:
+        return service
+    started = service_of(job)
+    assert started is not None  # as it was for the other
+    return replace(started, timers=service.timers)
+
+
+_NO_LOAD: dict[str, Any] = {
+    name: getattr(RunConfig(model="", phase="inference"), name) for name in LOAD
+}
