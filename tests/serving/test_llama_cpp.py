@@ -269,3 +269,22 @@ def test_a_queue_waits_for_slots() -> None:
         assert answer.time is not None
         speeds.append(answer.time.output_tokens_per_s)
     assert 1.5 < speeds[1] / speeds[0] < 4
+
+
+def test_ollamas_names_are_those_of_llama_cpp() -> None:
+    own = served(batch_size=256, cache_type_k="q8_0", cache_type_v="q8_0", n_gpu_layers=20)
+    ollama = served(num_batch=256, OLLAMA_KV_CACHE_TYPE="q8_0", num_gpu=20)
+    assert ollama.run == own.run
+    assert ollama.options == own.options
+    with pytest.raises(ConfigError, match="num_ctx is the setting context; give --context"):
+        served(num_ctx=4096)
+
+
+def test_a_step_that_has_no_time_says_why() -> None:
+    model = load_model(LLAMA)
+    run = replace(RUN, serving_options=(("file_type", "Q4_K_M"),))
+    for gpu, reason in ((CPU, "on a CPU is not predicted"), (card(5), "the host computes a part")):
+        prediction = predict(model, run, gpu, load_calibration(gpu))
+        assert prediction.serving is not None
+        assert prediction.serving.time is None
+        assert any(reason in note for note in prediction.notes)

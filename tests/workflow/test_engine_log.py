@@ -45,6 +45,25 @@ max_total_num_tokens=444500, chunked_prefill_size=8192, context_len=131072
 """  # noqa: E501
 
 
+# Llama-3.1-8B in Q4_K_M, in the words of llama.cpp 0c1e570; sizes as published of that file.
+LLAMA_CPP = """\
+print_info: file type   = Q4_K - Medium
+print_info: general.name          = Llama 3.1 8B
+load_tensors: offloaded 33/33 layers to GPU
+load_tensors:        CUDA0 model buffer size =  4403.49 MiB
+load_tensors:   CPU_Mapped model buffer size =   281.81 MiB
+llama_context: n_seq_max             = 2
+llama_context: n_ctx                 = 8192
+llama_context: n_ctx_seq             = 4096
+llama_context: n_batch               = 2048
+llama_context: n_ubatch              = 512
+llama_context: kv_unified            = false
+llama_kv_cache:      CUDA0 KV buffer size =  1024.00 MiB
+llama_kv_cache: size = 1024.00 MiB (  4096 cells,  32 layers,  2/2 seqs), K (f16):  512.00 MiB, \
+V (f16):  512.00 MiB
+"""
+
+
 def record(
     folder: Path, text: str, gpu: str = "h100-sxm-80gb", model: str | None = None
 ) -> LogRecord:
@@ -96,6 +115,17 @@ def test_sglang_is_told_from_vllm_by_its_lines(tmp_path: Path) -> None:
     assert (run.serving, run.context) == ("sglang", 131_072)
     assert dict(run.serving_options) == {"mem_fraction_static": 0.88, "chunked_prefill_size": 8192}
     assert found.predicted["kv_pool_tokens"] == pytest.approx(444_500, rel=0.03)
+
+
+def test_a_log_of_llama_cpp_needs_the_name_of_its_model(tmp_path: Path) -> None:
+    with pytest.raises(DataFileError, match=r"Llama 3\.1 8B.*name it with --model"):
+        record(tmp_path, LLAMA_CPP)
+    found = record(tmp_path, LLAMA_CPP, "rtx-4090-24gb", model="meta-llama/Llama-3.1-8B")
+    run = found.record.run
+    assert (run.serving, run.context, run.batch_size) == ("llama-cpp", 4096, 2)
+    assert dict(run.serving_options) == {"file_type": "Q4_K_M", "n_gpu_layers": 33}
+    for name in ("weights_bytes", "kv_cache_bytes"):
+        assert found.predicted[name] == pytest.approx(found.record.engine_log[name], rel=1e-3)
 
 
 def test_times_are_predicted_for_as_many_as_ran(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def _check_options(
     data: Data, section: str, owner: str, declared: Sequence[Option]
 ) -> Iterator[Problem]:
     """Settings under `section` that `owner` does not declare, or whose values it refuses."""
-    options = {option.name: option for option in declared}
+    options = {name: option for option in declared for name in (option.name, *option.other_names)}
     for name, value in _section(data, section).items():
         if name not in options:
             yield Problem(

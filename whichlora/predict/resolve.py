@@ -19,6 +19,7 @@ from whichlora.spec.checkpoint import packed_experts, refuses_bitsandbytes, stor
 from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.kernels import NO_KERNELS
+from whichlora.spec.options import by_own_names
 from whichlora.spec.parallel import ONE_DEVICE, micro_steps
 from whichlora.spec.run import (
     ALL_LINEAR,
@@ -199,6 +200,9 @@ def _check_adapted(
 def _filled(model: ModelSpec, run: RunConfig, gpu: GpuSpec, method: Method) -> RunConfig:
     """`run` with its defaults, and without what its method ignores."""
     run = with_defaults(replace(run, quant=_shipped_quant(model, run, gpu)))
+    if run.serving_options:
+        named = by_own_names(get_engine(run.serving).options, run.serving_options)
+        run = replace(run, serving_options=named)
     run = with_precision(with_checkpointing(model, run), gpu)
     training = run.phase == "finetune"
     if training and method.trains_base and run.quant != "none":

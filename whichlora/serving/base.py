@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
+from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.methods.base import Method
 from whichlora.serving.kernel_rates import KernelRates
@@ -264,6 +265,7 @@ class Engine:
             `Served.weights`; empty where it loads that.
         notes: what a user must know of a run.
         log: how what it prints is read.
+        elsewhere: settings of a run, by the names that are no options here.
     """
 
     name: str
@@ -285,6 +287,7 @@ class Engine:
     prepare: Callable[[Served], str] = _nothing
     notes: Callable[[Served, Start], tuple[str, ...]] = _no_notes
     log: EngineLog | None = None
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def libraries(self, run: RunConfig) -> Libraries:
         """Versions of `run`, this engine's own where it names none."""
@@ -297,5 +300,9 @@ class Engine:
             ConfigError: `run` has an option that is not this engine's, or a value is not accepted.
         """
         asked = dict(run.serving_options)
+        for name in asked:
+            if name in self.elsewhere:
+                own = self.elsewhere[name]
+                raise ConfigError(f"serving_options: {name} is the setting {own}; give --{own}")
         known(self.options, asked, setting="serving_options", owner=self.name)
         return filled(self.options, asked)

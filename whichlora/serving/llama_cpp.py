@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
-from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.entries import Entry
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.ggml_graph import FP32, Batch, compute_bytes
 from whichlora.serving.gguf import (
@@ -27,6 +27,8 @@ from whichlora.serving.gguf import (
     unknown_matrices,
 )
 from whichlora.serving.kernel_rates import KernelRates, kernel_rates
+from whichlora.serving.llama_cpp_entries import COMPUTE, KV_CACHE, LAYERS, OUTPUT
+from whichlora.serving.llama_cpp_log import LOG
 from whichlora.serving.rank import check_model
 from whichlora.serving.step_time import compute_dtype
 from whichlora.spec.architecture import Linear, ModelSpec
@@ -74,39 +76,6 @@ ARCHITECTURES = {
     "starcoder2": Architecture(name="starcoder2"),
     "smollm3": Architecture(name="smollm3"),
 }
-
-LAYERS = Fact(
-    part="weights",
-    what="tensors of the layers in the device's memory",
-    shape="[out_features, in_features] of every matrix, norms",
-    dtype="file_type; norms and biases in fp32",
-    why="loaded from the file; the last n_gpu_layers lie on the GPU",
-    source="llama.cpp 0c1e570 src/llama-quant.cpp:717 llama_tensor_get_type",
-)
-OUTPUT = Fact(
-    part="weights",
-    what="output matrix, and token embeddings of a CPU",
-    shape="[vocab_size, hidden_size]",
-    dtype="file_type",
-    why="token embeddings stay on the host: a head tied to them is a second copy on the GPU",
-    source="llama.cpp 0c1e570 src/llama-model.cpp load_tensors, TENSOR_DUPLICATED",
-)
-KV_CACHE = Fact(
-    part="kv_cache",
-    what="cache of all slots",
-    shape="[layers, slots, context, keys and values]",
-    dtype="cache_type_k, cache_type_v",
-    why="allocated at the start for the whole context, with the layers it belongs to",
-    source="llama.cpp 0c1e570 src/llama-kv-cache.cpp:66",
-)
-COMPUTE = Fact(
-    part="activations",
-    what="buffer for computing one micro-batch",
-    shape="[ubatch_size, widths of a layer]",
-    dtype="fp32",
-    why="reserved once for the largest graph, by ggml's allocator",
-    source="llama.cpp 0c1e570 src/llama-context.cpp:615 sched_reserve; serving.ggml_graph",
-)
 
 
 # --- what it is asked for ---------------------------------------------------------------------
@@ -747,21 +716,44 @@ ENGINE = Engine(
             kind=str,
             choices=tuple(FILE_TYPES),
         ),
-        Option(name="parallel", summary="slots (-np); default: --concurrency", default=None),
+        Option(
+            name="parallel",
+            summary="slots (-np); default: --concurrency",
+            default=None,
+            other_names=("OLLAMA_NUM_PARALLEL",),
+        ),
         Option(
             name="n_gpu_layers",
             summary="layers on the GPU (-ngl), the output matrix is one; default: all, or as fit",
             default=None,
+            other_names=("num_gpu",),
         ),
         Option(
             name="fit",
             summary="layers that do not fit beside 1 GiB lie on the host",
             default=True,
         ),
-        Option(name="batch_size", summary="tokens of a logical batch (-b)", default=2048),
+        Option(
+            name="batch_size",
+            summary="tokens of a logical batch (-b)",
+            default=2048,
+            other_names=("num_batch",),
+        ),
         Option(name="ubatch_size", summary="tokens of one graph (-ub)", default=512),
-        Option(name="cache_type_k", summary="of keys (-ctk)", default="f16", choices=CACHE_TYPES),
-        Option(name="cache_type_v", summary="of values (-ctv)", default="f16", choices=CACHE_TYPES),
+        Option(
+            name="cache_type_k",
+            summary="of keys (-ctk)",
+            default="f16",
+            choices=CACHE_TYPES,
+            other_names=("OLLAMA_KV_CACHE_TYPE",),
+        ),
+        Option(
+            name="cache_type_v",
+            summary="of values (-ctv)",
+            default="f16",
+            choices=CACHE_TYPES,
+            other_names=("OLLAMA_KV_CACHE_TYPE",),
+        ),
         Option(
             name="flash_attn",
             summary="fused attention (-fa)",
@@ -780,4 +772,6 @@ ENGINE = Engine(
     command=command,
     prepare=prepare,
     notes=notes,
+    log=LOG,
+    elsewhere={"num_ctx": "context", "OLLAMA_CONTEXT_LENGTH": "context"},
 )

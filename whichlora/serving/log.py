@@ -19,6 +19,7 @@ _PAIR = re.compile(
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)\s*$")
 _EDGE = re.compile(r'\ble="([^"]+)"')
 
+_NEVER = r"(?!)"
 NUMBER = r"(-?[\d,]*\.?\d+)"  # as engines print one, in a group of its own
 
 
@@ -31,6 +32,7 @@ class LogLine:
         pattern: regular expression whose group is the number; its commas are left out.
         unit: of the number, in base units.
         least: whether the smallest of several lines counts, as of the ranks of one model.
+        adds_up: whether several lines are parts of one number.
         facts: what is predicted of it: the entries of a start that have these.
     """
 
@@ -38,7 +40,22 @@ class LogLine:
     pattern: str
     unit: float = 1.0
     least: bool = False
+    adds_up: bool = False
     facts: tuple[Fact, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogText:
+    """A setting that an engine prints in a line of its own.
+
+    Args:
+        pattern: regular expression whose group is its value.
+        words: ours of the engine's, where they differ.
+    """
+
+    setting: str
+    pattern: str
+    words: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +64,20 @@ class EngineLog:
 
     Args:
         lines: numbers.
+        texts: settings in lines of their own.
         settings: regular expression of the lines that list settings, as name=value or name: value.
         names: what a run calls a setting, by its name there: model, context, dtype, quantization.
-        version: regular expression whose group is the release.
+        version: regular expression whose group is the release; empty where no line states it.
         refusals: regular expressions of the line with which it gives up.
         histograms: what the median of a Prometheus histogram is called, by its name there.
         means: what the mean of one is called.
     """
 
     lines: tuple[LogLine, ...]
-    settings: str
+    texts: tuple[LogText, ...] = ()
+    settings: str = ""
     names: Mapping[str, str]
-    version: str
+    version: str = ""
     refusals: tuple[str, ...] = ()
     histograms: Mapping[str, str] = field(default_factory=dict)
     means: Mapping[str, str] = field(default_factory=dict)
@@ -87,7 +106,8 @@ class LogReading:
 def read_log(log: EngineLog, lines: Iterable[str]) -> LogReading:
     """What `lines` state, as `log` reads them."""
     numbers = [(line, re.compile(line.pattern)) for line in log.lines]
-    listing, version = re.compile(log.settings), re.compile(log.version)
+    texts = [(line, re.compile(line.pattern)) for line in log.texts]
+    listing, version = (re.compile(each or _NEVER) for each in (log.settings, log.version))
     refusals = [re.compile(pattern) for pattern in log.refusals]
     values: dict[str, float] = {}
     settings: dict[str, str] = {}
@@ -100,6 +120,11 @@ def read_log(log: EngineLog, lines: Iterable[str]) -> LogReading:
         for line, pattern in numbers:
             for match in pattern.finditer(text):
                 is_read |= _take(values, line, match[1])
+        for setting, pattern in texts:
+            if stated := pattern.search(text):
+                word = stated[1].strip()
+                settings.setdefault(setting.setting, setting.words.get(word, word))
+                is_read = True
         if listing.search(text):
             is_read = True
             for name, *forms in _PAIR.findall(text):
@@ -141,6 +166,9 @@ def _take(values: dict[str, float], line: LogLine, text: str) -> bool:
     if number is None or abs(number * line.unit) > MOST_VALUE:
         return False
     value = number * line.unit
+    if line.adds_up:
+        values[line.states] = values.get(line.states, 0.0) + value
+        return True
     choose = min if line.least else max
     values[line.states] = choose(value, values.get(line.states, value))
     return True

@@ -20,6 +20,7 @@ class Option:
         default: its type is the type of the setting; None: the member decides.
         kind: the type of the setting where `default` is None; a whole number where nobody says.
         choices: accepted values of a text; several may be given where `default` is a tuple.
+        other_names: by which another tool that runs the library calls it.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Option:
     default: OptionValue | None
     choices: tuple[str, ...] = ()
     kind: type[bool] | type[str] | type[float] | None = None
+    other_names: tuple[str, ...] = ()
 
     def of(self, stated: Iterable[tuple[str, OptionValue]]) -> OptionValue | None:
         """Its value among (name, value) pairs, or the default."""
@@ -83,6 +85,17 @@ def known(
         if name not in names:
             accepted = f"whose options are {', '.join(names)}" if names else "which has none"
             raise ConfigError(f"{setting}: {name!r} is no option of {owner}, {accepted}")
+
+
+def by_own_names(
+    options: Sequence[Option], stated: Iterable[tuple[str, OptionValue]]
+) -> tuple[tuple[str, OptionValue], ...]:
+    """`stated` with each option under its own name; one other name may mean several."""
+    pairs: dict[str, OptionValue] = {}
+    for name, value in stated:
+        named = [option.name for option in options if name in option.other_names]
+        pairs |= dict.fromkeys(named or [name], value)
+    return tuple(sorted(pairs.items()))
 
 
 def filled(

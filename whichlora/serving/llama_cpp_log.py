@@ -1,0 +1,62 @@
+"""What llama-server prints of its start, and what its /metrics answers."""
+
+from __future__ import annotations
+
+from whichlora.serving.llama_cpp_entries import COMPUTE, KV_CACHE, LAYERS, OUTPUT
+from whichlora.serving.log import NUMBER, EngineLog, LogLine, LogText
+from whichlora.units import MiB
+
+# Names of mixes, without "_" and in words. Source: llama.cpp 0c1e570
+# src/llama-model-loader.cpp llama_ftype_name.
+_SIZES = {"Small": "S", "Medium": "M", "Large": "L"}
+_MIXES = {
+    f"Q{bits}_K - {word}": f"Q{bits}_K_{letter}"
+    for bits in range(2, 6)
+    for word, letter in _SIZES.items()
+} | {"Q2_K - Medium": "Q2_K", "all F32": "F32"}
+
+# Source: llama.cpp 0c1e570 src/llama-model.cpp:1924-1930, llama-kv-cache.cpp:291-301,
+# llama-context.cpp:308-320, :740, llama-model-loader.cpp:1805; tools/server/server-task.cpp:1574.
+LOG = EngineLog(
+    lines=(
+        LogLine(
+            states="weights_bytes",
+            pattern=rf"\bCUDA\d+ model buffer size = +{NUMBER} MiB",
+            unit=MiB,
+            facts=(LAYERS, OUTPUT),
+        ),
+        LogLine(
+            states="kv_cache_bytes",
+            pattern=rf"\bCUDA\d+ KV buffer size = +{NUMBER} MiB",
+            unit=MiB,
+            adds_up=True,  # sliding layers have a cache of their own
+            facts=(KV_CACHE,),
+        ),
+        LogLine(
+            states="compute_bytes",
+            pattern=rf"\bCUDA\d+ compute buffer size = +{NUMBER} MiB",
+            unit=MiB,
+            facts=(COMPUTE,),
+        ),
+        LogLine(states="context_tokens", pattern=r"\bn_ctx_seq += (\d+)"),
+        LogLine(states="num_running", pattern=r"\bn_seq_max += (\d+)"),
+        LogLine(
+            states="output_tokens_per_s",
+            pattern=rf"^llamacpp:predicted_tokens_seconds {NUMBER}",
+        ),
+    ),
+    texts=(
+        LogText(setting="model", pattern=r"\bgeneral\.name += (.+)"),
+        LogText(setting="file_type", pattern=r"\bfile type += (.+)", words=_MIXES),
+        LogText(setting="n_gpu_layers", pattern=r"\boffloaded (\d+)/\d+ layers to GPU"),
+        LogText(setting="batch_size", pattern=r"\bn_batch += (\d+)"),
+        LogText(setting="ubatch_size", pattern=r"\bn_ubatch += (\d+)"),
+        LogText(
+            setting="kv_unified", pattern=r"\bkv_unified += (true|false)", words={"true": "True"}
+        ),
+        LogText(setting="cache_type_k", pattern=r"\bK \((\w+)\): +[\d.]+ MiB"),
+        LogText(setting="cache_type_v", pattern=r"\bV \((\w+)\): +[\d.]+ MiB"),
+    ),
+    names={"model": "model"},
+    refusals=(r"error loading model", r"failed to (?:create|initialize) .*context"),
+)
