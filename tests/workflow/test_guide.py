@@ -47,6 +47,17 @@ def test_the_time_for_the_data_is_all_its_steps() -> None:
     assert row["total_low_s"] < row["total_s"] < row["total_high_s"]
 
 
+def test_a_guide_of_an_engine_answers_as_many_requests() -> None:
+    args = ("--models", "Qwen/Qwen2.5-0.5B", "--gpu", "l4-24gb", "--samples", "700")
+    more = ("--phase", "inference", "--serving", "vllm", "--concurrency", "1,8")
+    rows = json.loads(whichlora("guide", *args, *more, "--json").stdout)["guide"]
+    for row in rows:
+        assert row["total_s"] == pytest.approx(700 / row["requests_per_s"])
+        assert row["total_low_s"] < row["total_s"] < row["total_high_s"]
+    assert rows[0]["money"] > rows[1]["money"] > 0
+    assert "vllm, merged 16-bit" in whichlora("guide", *args, *more).stdout
+
+
 def test_a_guide_of_several_gpus_shares_the_data_among_them(tmp_path: Path) -> None:
     args = ("--models", "HuggingFaceTB/SmolLM2-135M", "--gpu", "l4-24gb", "--seq-len", "256")
     more = ("--batch-size", "2,4", "--gpus", "1,4", "--parallel", "ddp", "--samples", "800")

@@ -62,6 +62,8 @@ def guide(
 ) -> None:
     """A parameter guide: memory, time and cost for the data, throughput.
 
+    With --phase inference --serving vllm the data are --samples requests.
+
     Every list with commas makes a grid, the number of GPUs too: --gpus 2,4,8 --parallel fsdp.
 
     \b

@@ -68,6 +68,12 @@ def serving_prediction(
 def serving_notes(job: ResolvedRun, start: Start, answer: ServingPrediction) -> tuple[str, ...]:
     """What a user must know of the answer, then the engine's own notes."""
     lines = []
+    run = job.run
+    if answer.starts and run.prompt_len + run.max_new_tokens > answer.context:
+        lines.append(
+            f"prompts of {run.prompt_len} and answers of {run.max_new_tokens} tokens exceed the "
+            f"context of {answer.context}: the engine refuses such requests; give a larger context"
+        )
     if answer.starts and answer.max_running < answer.concurrency:
         lines.append(
             f"{answer.max_running} of {answer.concurrency} sequences of {answer.context} tokens "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -51,9 +52,13 @@ def is_spread(rows: Iterable[GuideRow]) -> bool:
 
 def flat_rows(rows: Sequence[GuideRow]) -> list[dict[str, Any]]:
     """`to_row` of all `rows`, which have the same columns."""
-    if not is_spread(rows):
-        return [row.to_row() for row in rows]
-    return [row.to_row() | row.spread_columns() for row in rows]
+    spread, served = is_spread(rows), any(row.prediction.serving for row in rows)
+    return [
+        row.to_row()
+        | (row.spread_columns() if spread else {})
+        | (row.served_columns() if served else {})
+        for row in rows
+    ]
 
 
 def print_guide(rows: Sequence[GuideRow], refused: Sequence[Refused] = ()) -> None:
@@ -158,14 +163,14 @@ def _cells(row: GuideRow, *, spread: bool) -> tuple[str, ...]:
         *((str(run.parallel.gpus), run.parallel.in_words) if spread else ()),
         kind(run),
         str(run.batch_size),
-        str(run.seq_len),
+        str(run.seq_len if run.phase == "finetune" else run.longest_sequence),
         format_bytes(prediction.memory.device_used_bytes),
         f"{format_bytes(low)} - {format_bytes(high)}",
         VERDICTS[prediction.verdict],
         format_seconds(row.total_s),
-        f"{format_seconds(low_s)} - {format_seconds(high_s)}" if prediction.time.is_known else "-",
+        "-" if math.isnan(low_s) else f"{format_seconds(low_s)} - {format_seconds(high_s)}",
         format_money(row.money, "" if row.offer is None else row.offer.currency),
-        format_count(prediction.time.tokens_per_s),
+        format_count(row.tokens_per_s),
     )
 
 

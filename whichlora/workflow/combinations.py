@@ -146,6 +146,8 @@ def with_concurrency(settings: Mapping[str, Any], *, states_batch_size: bool) ->
     if states_batch_size and (is_given or engines):
         fault = "is concurrency by another name" if is_given else f"is not of serving {engines[0]}"
         raise ConfigError(f"batch_size: {fault}; give concurrency alone")
+    if engines and "inference" not in asked.get("phase", ()):
+        raise ConfigError(f"serving: {engines[0]} is of phase inference; give it, or leave it out")
     if is_given and "inference" not in asked.get("phase", ()):
         raise ConfigError("concurrency: is of phase inference; give batch_size")
     if is_given and any(asked.get("request_rate") or ()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +23,22 @@ class GuideRow:
     """One combination of model, accelerator, method, batch and length.
 
     Args:
-        num_steps: optimizer steps of the whole training.
-        total_s: of all of them; `total_interval_s` as sure as the prediction's own interval.
+        num_steps: optimizer steps of the whole training; None where an engine answers requests.
+        total_s: of all the data; `total_interval_s` as sure as the prediction's own interval.
     """
 
     prediction: Prediction
-    num_steps: int
+    num_steps: int | None
     total_s: float
     total_interval_s: Interval
+
+    @property
+    def tokens_per_s(self) -> float:
+        """That are trained on, or answered by a serving engine."""
+        serving = self.prediction.serving
+        if serving is None:
+            return self.prediction.time.tokens_per_s
+        return math.nan if serving.time is None else serving.time.output_tokens_per_s
 
     @property
     def offer(self) -> Offer | None:
@@ -70,7 +79,7 @@ class GuideRow:
             "device_used_high_bytes": high,
             "usable_bytes": prediction.usable_bytes,
             "verdict": prediction.verdict,
-            "tokens_per_s": prediction.time.tokens_per_s,
+            "tokens_per_s": self.tokens_per_s,
             "step_s": prediction.time.step_s,
             "num_steps": self.num_steps,
             "total_s": self.total_s,
@@ -85,6 +94,20 @@ class GuideRow:
             "co2_high_kg": None if self.co2_kg is None else self.co2_kg[1],
         }
         return known_values(row)
+
+    def served_columns(self) -> dict[str, Any]:
+        """What a guide to serving engines has beside the columns of `to_row`."""
+        run, serving = self.prediction.run, self.prediction.serving
+        time = None if serving is None else serving.time
+        columns = {
+            "serving": run.serving,
+            "context": run.longest_sequence,
+            "max_running": None if serving is None else serving.max_running,
+            "ttft_s": None if time is None else time.ttft_s,
+            "tpot_s": None if time is None else time.tpot_s,
+            "requests_per_s": None if time is None else time.requests_per_s,
+        }
+        return known_values(columns)
 
     def spread_columns(self) -> dict[str, Any]:
         """What a guide over several GPUs has beside the columns of `to_row`."""
@@ -109,15 +132,23 @@ def make_guide(
 ) -> Answers[GuideRow]:
     """A row for every run on every accelerator, `num_samples` rows of full length as data.
 
+    A serving engine answers as many requests of the lengths of its run.
+
     Raises:
-        ConfigError: an unknown model or accelerator, settings that exclude each other, or a
-            phase without training.
+        ConfigError: an unknown model or accelerator, settings that exclude each other, or
+            inference without a serving engine.
     """
     rows = []
     predictions = estimates.estimate(runs, gpus, calibration_dir=calibration_dir, rates=rates)
     for prediction in predictions:
+        if prediction.serving is not None:
+            rows.append(_served(prediction, num_samples * epochs))
+            continue
         if prediction.time.step_s is None:
-            raise ConfigError("phase: a guide is of fine-tuning; estimate shows inference")
+            raise ConfigError(
+                "phase: a guide is of fine-tuning, and of inference with an engine; give serving "
+                "vllm, or use estimate"
+            )
         run = prediction.run
         at_once = run.batch_size  # over all GPUs
         if prediction.several_gpus is not None:
@@ -134,3 +165,21 @@ def make_guide(
             )
         )
     return Answers(rows, predictions.refused)
+
+
+def _served(prediction: Prediction, num_requests: float) -> GuideRow:
+    """The row of an engine that answers `num_requests`."""
+    serving = prediction.serving
+    time = None if serving is None else serving.time
+    if time is None:
+        unknown = (math.nan, math.nan)
+        return GuideRow(
+            prediction=prediction, num_steps=None, total_s=math.nan, total_interval_s=unknown
+        )
+    total_s = num_requests / time.requests_per_s
+    low, high = (
+        total_s * time.output_tokens_per_s / end for end in time.interval_output_tokens_per_s[::-1]
+    )
+    return GuideRow(
+        prediction=prediction, num_steps=None, total_s=total_s, total_interval_s=(low, high)
+    )
