@@ -161,7 +161,7 @@ def run_experts(code: OpEmitter, moe: Moe, x: Tensor, weights: Tensor, chosen: T
     out = _multiplied(code, inner, down_weight, few * hidden, "experts: outputs")
     tape.hold(inner)
 
-    weighted = code.multiply_rows(out, picked)
+    weighted = code.multiply_rows(out, picked, row_last=True)
     places = tape.op([order], rows, _INDEX)
     back = tape.op([weighted], weighted.elements, weighted.size, saves=[places])
     summed = tape.op([back], per_token(hidden), 4 if dtypes.under_autocast else back.size)
