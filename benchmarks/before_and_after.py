@@ -24,7 +24,11 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 DOCUMENT = HERE.parent / "docs" / "accuracy" / "before_and_after.md"
-TRACES = (*(f"draw-{number}.jsonl" for number in range(1, 6)), "later-types.jsonl")
+TRACES = (
+    *(f"draw-{number}.jsonl" for number in range(1, 6)),
+    "later-types.jsonl",
+    "newest-types.jsonl",
+)
 T4_LOOPS = "fitcheck_t4"
 NEAREST = {"precision": "bf16-no-autocast", "attn": "sdpa"}  # to what an older checkout lacks
 COUNTERS = {

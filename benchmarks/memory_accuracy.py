@@ -82,6 +82,8 @@ FIFTH_TEXT = """\
 Drawn with seed 4 after that (2026-11-21). 68 of 80 runs were traced, and nothing was changed by
 them: median 0.02 %, 95th percentile 0.9 %, worst +3.7 % and -0.9 %. The worst is full fine-tuning
 of ALBERT, whose layers share their weights."""
+NEWEST_TEXT = """\
+Drawn after the formulas of these types were finished (2026-11-25):"""
 LATER_DRAWS = (  # looked at after the formulas were finished: seed, traces, what they showed
     (1, "draw-2.jsonl", SECOND_TEXT),
     (2, "draw-3.jsonl", THIRD_TEXT),
@@ -272,10 +274,9 @@ def later_draw(seed: int, file_name: str, text: str, num_drawn: int) -> str:
     return f"{text}\n\n{now}\n\n{far_off(compared)}".replace("%\n", " %\n")
 
 
-def later_types() -> str:
-    """Runs of the types that came after both draws, by type."""
-    drawn = list(enumerate(samples.later_runs()))
-    compared = kept(drawn, samples.LATER_TRACES)
+def by_type(runs: Sequence[RunConfig], path: Path) -> str:
+    """Runs of types that came after the draws, by type."""
+    compared = kept(list(enumerate(runs)), path)
     if not compared:
         return "None is traced yet."
     return f"{grouped(compared, 'family')}\n\n{far_off(compared)}".replace("%\n", " %\n")
@@ -307,7 +308,9 @@ def document(
             f"## Draw {number}\n\n{later_draw(*draw, num_drawn)}"
             for number, draw in enumerate(LATER_DRAWS, start=2)
         ),
-        f"## Types that came later\n\n{later_types()}",
+        "## Types that came later\n\n"
+        f"{by_type(samples.later_runs(), samples.LATER_TRACES)}\n\n{NEWEST_TEXT}\n\n"
+        f"{by_type(samples.newest_runs(), samples.NEWEST_TRACES)}",
         f"## Left out\n\n{left_out(lines)}",
     ]
     return "\n\n".join(parts) + "\n"
@@ -339,6 +342,7 @@ def main() -> None:
     parser.add_argument("--retrace", action="store_true", help="also what was traced before")
     parser.add_argument("--traces", type=Path, default=samples.FIRST_TRACES)
     parser.add_argument("--later", action="store_true", help="the types that came after the draws")
+    parser.add_argument("--newest", action="store_true", help="the types that came last")
     parser.add_argument("--settings", action="store_true", help="one model, setting by setting")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     options = parser.parse_args()
@@ -347,6 +351,8 @@ def main() -> None:
     drawn = [(index, samples.draw(options.seed, index)) for index in range(options.runs)]
     if options.later:
         drawn, options.traces = list(enumerate(samples.later_runs())), samples.LATER_TRACES
+    if options.newest:
+        drawn, options.traces = list(enumerate(samples.newest_runs())), samples.NEWEST_TRACES
     if options.settings:
         drawn, options.traces = list(enumerate(samples.setting_runs())), samples.SETTING_TRACES
     drawn = drawn[wanted]

@@ -37,8 +37,10 @@ ENDLESS = 2**60  # a full card gives idle segments back, an endless one never
 TRACES = Path(__file__).resolve().parent / "traces"  # a file for each draw
 FIRST_TRACES = TRACES / "draw-1.jsonl"
 LATER_TRACES = TRACES / "later-types.jsonl"
+NEWEST_TRACES = TRACES / "newest-types.jsonl"
 SETTING_TRACES = TRACES / "settings.jsonl"
 RUNS_OF_LATER = 4  # of each type
+RUNS_OF_NEWEST = 6
 MAX_LAYERS = 8  # where layers differ all are traced, which takes a second or so each
 MAX_SECONDS = 200
 
@@ -71,18 +73,8 @@ _ROUTED = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
-_NARROW = {"num_experts": 16, "intermediate_size": 640}
-_MAMBA = {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "head_dim": None}
-OTHER_NAMES: dict[str, dict[str, Any]] = {  # types that name some otherwise; None leaves one out
-    "blenderbot": _BART,
-    "blenderbot-small": _BART,
-    "codegen": {"n_inner": 4096},
-    "cohere2_moe": _SIX | _NARROW | {"num_shared_experts": 1, "sliding_window": 1024},
-    "dots1": _SIX | _ROUTED,
-    "ernie4_5_moe": _SIX | {"moe_num_experts": 16, "moe_k": 4, "moe_intermediate_size": 640},
-    "exaone_moe": _SIX | _EXPERTS | {"sliding_window": 1024},
-    "flex_olmo": _NARROW | {"head_dim": None, "pad_token_id": 1, "eos_token_id": 2},
-    "glm4_moe_lite": _SIX
+_LATENT = (
+    _SIX
     | _ROUTED
     | {
         "head_dim": None,
@@ -92,7 +84,26 @@ OTHER_NAMES: dict[str, dict[str, Any]] = {  # types that name some otherwise; No
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 32,
         "v_head_dim": 96,
-    },
+    }
+)
+_NARROW = {"num_experts": 16, "intermediate_size": 640}
+_MAMBA = {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "head_dim": None}
+_MAMBA2 = {"hidden_size": 1536, "state_size": 64, "num_heads": 48, "n_groups": 2, "head_dim": 64}
+OTHER_NAMES: dict[str, dict[str, Any]] = {  # types that name some otherwise; None leaves one out
+    "axk1": _LATENT,
+    "bamba": _SIX | _MAMBA | {"mamba_n_groups": 2, "attn_layer_indices": [2, 5]},
+    "blenderbot": _BART,
+    "blenderbot-small": _BART,
+    "codegen": {"n_inner": 4096},
+    "cohere2_moe": _SIX | _NARROW | {"num_shared_experts": 1, "sliding_window": 1024},
+    "dots1": _SIX | _ROUTED,
+    "ernie4_5_moe": _SIX | {"moe_num_experts": 16, "moe_k": 4, "moe_intermediate_size": 640},
+    "exaone_moe": _SIX | _EXPERTS | {"sliding_window": 1024},
+    "falcon_h1": _SIX
+    | _MAMBA
+    | {"mamba_d_ssm": 1536, "mamba_n_heads": 24, "embedding_multiplier": 5.0},
+    "flex_olmo": _NARROW | {"head_dim": None, "pad_token_id": 1, "eos_token_id": 2},
+    "glm4_moe_lite": _LATENT,
     "granitemoehybrid": _SIX
     | _MAMBA
     | {
@@ -101,10 +112,19 @@ OTHER_NAMES: dict[str, dict[str, Any]] = {  # types that name some otherwise; No
         "num_experts_per_tok": 4,
         "layer_types": ["mamba", "mamba", "attention"] * 2,
     },
+    "hy_v3": _SIX | _EXPERTS,
     "hunyuan_v1_moe": _NARROW | {"moe_topk": 4},
     "lfm2_moe": _SIX
     | _EXPERTS
     | {"head_dim": None, "layer_types": ["conv", "conv", "full_attention"] * 2},
+    "llama4_text": _SIX
+    | {
+        "intermediate_size": 640,
+        "intermediate_size_mlp": 2560,
+        "num_local_experts": 8,
+        "attention_chunk_size": 1024,
+        "interleave_moe_layer_step": 2,
+    },
     "m2m_100": _BART | _NO_LAYERDROP,
     "esm": {
         "vocab_size": 33,
@@ -114,11 +134,22 @@ OTHER_NAMES: dict[str, dict[str, Any]] = {  # types that name some otherwise; No
         "token_dropout": True,
     },
     "eurobert": {"pad_token_id": 0},
+    "mamba2": _MAMBA2,
     "marian": _BART | {"pad_token_id": 0, "decoder_start_token_id": 0},
     "mellum": _SIX | _EXPERTS | {"layer_types": ["sliding_attention", "full_attention"] * 3},
+    "minicpm3": {"head_dim": None, "num_key_value_heads": 16, "qk_nope_head_dim": 64},
     "minimax_m2": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 640},
     "mvp": _BART,
     "pegasus": _BART,
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"] * 2,
+        "mamba_num_heads": 48,
+        "n_groups": 2,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 640,
+        "moe_shared_expert_intermediate_size": 1280,
+    },
     "persimmon": {"num_key_value_heads": 16},
     "plbart": _BART | {"encoder_attention_heads": 16, "decoder_attention_heads": 16},
     "solar_open": _SIX | _ROUTED,
@@ -140,6 +171,11 @@ FIRST_TYPES = (
     *("vaultgemma", "xlm-roberta", "youtu"),
 )
 """The types that seeds 0 and 1 were drawn from; a type that came later has draws of its own."""
+NEWEST_TYPES = (
+    *("axk1", "bamba", "biogpt", "bitnet", "falcon_h1", "hy_v3", "llama4_text", "mamba2"),
+    *("minicpm3", "nemotron_h"),
+)
+"""The types that came last, and whose runs have a file of their own."""
 METHODS = ("full", "lora", "lora", "qlora", "qlora", "dora", "qdora")
 QUANTS = (None, None, None, None, "int8", "nf4", "fp4")
 PRECISIONS = ("bf16", "bf16", "bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32")
@@ -230,7 +266,7 @@ def draw_later(model_type: str, number: int) -> RunConfig:
 
 
 def later_types() -> tuple[str, ...]:
-    return tuple(sorted(set(models_by_type()) - set(FIRST_TYPES)))
+    return tuple(sorted(set(models_by_type()) - {*FIRST_TYPES, *NEWEST_TYPES}))
 
 
 def setting_runs() -> list[RunConfig]:
@@ -239,6 +275,10 @@ def setting_runs() -> list[RunConfig]:
 
 def later_runs() -> list[RunConfig]:
     return [draw_later(name, number) for name in later_types() for number in range(RUNS_OF_LATER)]
+
+
+def newest_runs() -> list[RunConfig]:
+    return [draw_later(name, number) for number in range(RUNS_OF_NEWEST) for name in NEWEST_TYPES]
 
 
 def _drawn(model_type: str, rng: random.Random) -> RunConfig:

@@ -33,7 +33,11 @@ from whichlora.predict.judgement import MEMORY_CONFIDENCE, REPLAYED_SPREAD, Memo
 from whichlora.spec.run import RunConfig
 
 DOCUMENT = ROOT / "docs" / "accuracy" / "reserved.md"
-FILES = (*(f"draw-{number}.jsonl" for number in range(1, 6)), "later-types.jsonl")
+FILES = (
+    *(f"draw-{number}.jsonl" for number in range(1, 6)),
+    "later-types.jsonl",
+    "newest-types.jsonl",
+)
 NUM_WORST = 15
 
 

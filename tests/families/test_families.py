@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from whichlora.errors import ConfigError
 from whichlora.families import build, known_types
+from whichlora.families.experts import with_routed_rows
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.run import ALL_LINEAR
+from whichlora.spec.targets import resolve_targets
 from whichlora.store.paths import data_folder
 
 FILES = sorted(x for x in data_folder("models_db").glob("*.json") if x.stem != "index")
@@ -141,6 +144,49 @@ def test_t5_with_its_own_head_says_how_much_a_checkpoint_holds_more() -> None:
     spec = model("google--flan-t5-small")
     assert spec.head_tied
     assert any(f"{32128 * 512} more parameters" in note for note in spec.notes)
+
+
+LLAMA4 = {"model_type": "llama4_text", "num_hidden_layers": 4, "interleave_moe_layer_step": 2}
+
+
+def test_every_expert_of_llama_4_computes_each_token_and_those_of_an_engine_their_own() -> None:
+    spec = build(LLAMA4, name="llama4")
+    sparse = [layer.moe for layer, _ in with_routed_rows(spec).layers() if layer.moe]
+    assert {moe.rows_per_token for layer, _ in spec.layers() if (moe := layer.moe)} == {16}
+    assert {moe.rows_per_token for moe in sparse} == {1}
+    assert {linear.active for moe in sparse for linear in moe.expert.linears} == {1}
+    assert with_routed_rows(spec).num_params == spec.num_params
+
+
+def test_llama_4_rotates_in_chunks_and_attends_to_everything_in_every_fourth_layer() -> None:
+    attentions = [layer.attentions[0] for layer, _ in build(LLAMA4, name="llama4").layers()]
+    assert {(each.rotary_dim, each.sliding_window) for each in attentions} == {
+        (128, 8192),
+        (0, None),
+    }
+
+
+def test_a_pattern_of_nemotron_h_names_each_block() -> None:
+    spec = build({"model_type": "nemotron_h", "hybrid_override_pattern": "MM-*"}, name="blocks")
+    assert [(bool(layer.attentions), bool(layer.mlp)) for layer, _ in spec.layers()] == [
+        (True, False),
+        (False, True),
+        (True, False),
+    ]
+    with pytest.raises(ConfigError, match="'X' is no kind of block of nemotron_h"):
+        build({"model_type": "nemotron_h", "hybrid_override_pattern": "MX"}, name="blocks")
+
+
+def test_a_gated_norm_of_falcon_h1_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mamba_rms_norm is true"):
+        build({"model_type": "falcon_h1", "mamba_rms_norm": True}, name="falcon")
+
+
+def test_what_peft_refuses_in_a_mamba_is_no_target() -> None:
+    spec = build({"model_type": "mamba2"}, name="mamba")
+    assert resolve_targets(spec, (ALL_LINEAR,)) == ("in_proj",)
+    with pytest.raises(ConfigError, match="'out_proj' is no linear layer"):
+        resolve_targets(spec, ("out_proj",))
 
 
 def test_an_unknown_type_is_refused_with_what_traces_it() -> None:

@@ -230,6 +230,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-biased": {"model_type": "qwen3", "attention_bias": True},
     "granite": {"model_type": "granite", "mlp_bias": True},
     "smollm3": {"model_type": "smollm3"},
+    "llama4_text": {
+        "model_type": "llama4_text",
+        "intermediate_size_mlp": 56,
+        "num_local_experts": 4,
+        "attention_chunk_size": 8,
+        "interleave_moe_layer_step": 2,
+    },
     "olmo": {"model_type": "olmo", "attention_bias": True},
     "olmo2": {"model_type": "olmo2"},
     "olmo3": {"model_type": "olmo3", "sliding_window": 8},
@@ -375,6 +382,39 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "mamba_proj_bias": True,
         **MAMBA,
     },
+    "bamba": {
+        "model_type": "bamba",
+        "mlp_bias": True,
+        "attn_layer_indices": [2, 5],
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 24,
+    },
+    "falcon_h1": {
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 48,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 24,
+        "projectors_bias": True,
+    },
+    "mamba2": {"model_type": "mamba2", "num_heads": 8, "n_groups": 2, "state_size": 24},
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-*EM-",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "ssm_state_size": 24,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_latent_size": 32,
+        "mlp_bias": True,
+    },
+    "bitnet": {"model_type": "bitnet"},
+    "axk1": {"model_type": "axk1", **LATENT, **ROUTED, "q_lora_rank": 20},
+    "minicpm3": {"model_type": "minicpm3", **LATENT, "q_lora_rank": 20},
+    "hy_v3": {"model_type": "hy_v3", **EXPERTS},
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4},
     "gpt_bigcode": {"model_type": "gpt_bigcode", "n_embd": 64, "n_layer": 2, "n_head": 4},
     "gpt_bigcode-heads": {
@@ -394,6 +434,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "do_layer_norm_before": False,
         "ffn_dim": 48,
     },
+    "biogpt": {"model_type": "biogpt"},
     "bloom": {"model_type": "bloom", "n_layer": 2, "n_head": 4},
     "falcon": {"model_type": "falcon"},
     "falcon-new": {
@@ -469,7 +510,8 @@ def test_the_cache_holds_the_described_elements(variant: str) -> None:
         torch.nn.init.normal_(parameter, std=0.02)
     tokens = 5  # fewer than any window
     with torch.no_grad():
-        cache = model(torch.ones(1, tokens, dtype=torch.long), use_cache=True).past_key_values
+        output = model(torch.ones(1, tokens, dtype=torch.long), use_cache=True)
+    cache = output.get("past_key_values", output.get("cache_params"))  # Mamba's name of it
     held = 0
     for layer in cache.layers:
         for name in ("keys", "values"):

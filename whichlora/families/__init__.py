@@ -20,6 +20,7 @@ from whichlora.families import (
     layernorm,
     lfm2,
     llama,
+    llama4,
     mamba,
     mixtures,
     moe,
@@ -35,6 +36,7 @@ from whichlora.spec.architecture import Linear, ModelSpec
 
 _MODULES = (
     llama,
+    llama4,
     layernorm,
     moe,
     mixtures,

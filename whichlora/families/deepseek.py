@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from whichlora.families.blocks import (
     FeedForward,
     causal_lm,
@@ -13,7 +15,7 @@ from whichlora.families.decoder import PRE_NORM
 from whichlora.families.fields import Fields
 from whichlora.families.llama import LLAMA
 from whichlora.families.moe import deepseek_feed_forward
-from whichlora.spec.architecture import Attention, Linear, ModelSpec, Norm, Routing
+from whichlora.spec.architecture import Attention, Linear, ModelSpec, Norm, Projection
 
 MLA = LLAMA | {
     "kv_lora_rank": 512,
@@ -62,6 +64,35 @@ DEFAULTS = {
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1536,
     },
+    "axk1": MLA
+    | {
+        "vocab_size": 163840,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 32768,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 192,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+    },
+    "minicpm3": MLA
+    | {
+        "vocab_size": 73448,
+        "hidden_size": 2560,
+        "intermediate_size": 6400,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 40,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": None,
+    },
     "youtu": MLA
     | {
         "vocab_size": 128256,
@@ -74,14 +105,15 @@ DEFAULTS = {
 }
 
 
-def latent_attention(c: Fields) -> Attention:
+def latent_attention(c: Fields, projection: Projection) -> Attention:
     """Queries, keys and values from low-rank latents; one rotated key part for all heads.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; names from `DeepseekV3Attention`.
     """
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
     nope, rope = c.size("qk_nope_head_dim"), c.size("qk_rope_head_dim")
-    v_head_dim, kv_rank = c.size("v_head_dim"), c.size("kv_lora_rank")
+    v_head_dim = c.size("v_head_dim", fallback=hidden // heads)
+    kv_rank = c.size("kv_lora_rank")
     q_rank = c.size_or_none("q_lora_rank")
     bias = c.flag("attention_bias")
     q_width = heads * (nope + rope)
@@ -131,34 +163,61 @@ def latent_attention(c: Fields) -> Attention:
         linears=(*queries, *keys_values, out),
         norms=latents,
         rotary_dim=rope,
-        projection="latent_complex" if c.text("model_type") == "deepseek_v2" else "latent",
+        projection=projection,
         # transformers 5.23 caches the latent and the rotated key; earlier releases cached the
         # expanded keys and values, heads * (nope + rope + v_head_dim).
         cache_elements=kv_rank + rope,
     )
 
 
-def _model(c: Fields, feed_forward: FeedForward) -> ModelSpec:
-    attention, hidden = latent_attention(c), c.size("hidden_size")
+def _model(
+    c: Fields,
+    feed_forward: FeedForward,
+    projection: Projection = "latent",
+    *,
+    scales_sums: bool = False,
+    **spec: Any,
+) -> ModelSpec:
+    attention, hidden = latent_attention(c, projection), c.size("hidden_size")
     layers = numbered_layers(
-        c, lambda _: attention, feed_forward, norms=norms(PRE_NORM, width=hidden, kind="rms")
+        c,
+        lambda _: attention,
+        feed_forward,
+        norms=norms(PRE_NORM, width=hidden, kind="rms"),
+        scales_sums=scales_sums,
     )
     final = norms(("norm",), width=hidden, kind="rms")
-    return causal_lm(c, layers, final_norms=final)
+    return causal_lm(c, layers, final_norms=final, **spec)
+
+
+def _deepseek_v2(c: Fields) -> ModelSpec:
+    return _model(c, deepseek_feed_forward(c, "softmax_fp32"), "latent_complex")
 
 
 def _deepseek(c: Fields) -> ModelSpec:
-    routing: Routing = "softmax_fp32" if c.text("model_type") == "deepseek_v2" else "sigmoid"
-    return _model(c, deepseek_feed_forward(c, routing))
+    return _model(c, deepseek_feed_forward(c))
+
+
+def _axk1(c: Fields) -> ModelSpec:
+    """DeepSeek V3 with a norm over what the experts return."""
+    norm = Norm(name="post_mlp_layernorm", kind="rms", width=c.size("hidden_size"))
+    return _model(c, deepseek_feed_forward(c, norm=norm))
 
 
 def _dense(c: Fields) -> ModelSpec:
     return _model(c, mlp_in_every_layer(c))
 
 
+def _minicpm3(c: Fields) -> ModelSpec:
+    feed_forward = mlp_in_every_layer(c)
+    return _model(c, feed_forward, "latent_halves", scales_sums=True, scales_head_input=True)
+
+
 BUILDERS = {
-    "deepseek_v2": _deepseek,
+    "axk1": _axk1,
+    "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek,
     "glm4_moe_lite": _deepseek,
+    "minicpm3": _minicpm3,
     "youtu": _dense,
 }

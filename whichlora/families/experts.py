@@ -57,6 +57,26 @@ def _with_expert_modules(layer: Layer) -> Layer:
     return replace(layer, moe=looped)
 
 
+def with_routed_rows(spec: ModelSpec) -> ModelSpec:
+    """`spec` as engines run it, whose experts get the rows of their own tokens only.
+
+    Kind: exact. Source: vLLM 0.33.0 `Llama4MoE`, a `FusedMoE`; transformers 5.23 `Llama4TextMoe`.
+    """
+    if not any(group.layer.moe and group.layer.moe.by_score for group in spec.groups):
+        return spec
+    groups = tuple(replace(group, layer=_with_routed_rows(group.layer)) for group in spec.groups)
+    return replace(spec, groups=groups)
+
+
+def _with_routed_rows(layer: Layer) -> Layer:
+    moe = layer.moe
+    if moe is None or not moe.by_score:
+        return layer
+    linears = tuple(replace(linear, active=moe.experts_per_token) for linear in moe.expert.linears)
+    routed = replace(moe, by_score=False, expert=replace(moe.expert, linears=linears))
+    return replace(layer, moe=routed)
+
+
 def with_adapter_ranks(spec: ModelSpec) -> ModelSpec:
     """`spec` with the rank that PEFT gives each matrix, where its rule is not the plain one."""
     names = TRANSLATED.get(spec.model_type)

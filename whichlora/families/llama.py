@@ -15,7 +15,7 @@ from whichlora.families.decoder import (
     late_sliding,
 )
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.architecture import Layer, ModelSpec, Norm
 
 _PLAIN = ("up_proj", "down_proj")
 _POST_NORM = ("post_attention_layernorm", "post_feedforward_layernorm")
@@ -190,6 +190,16 @@ DEFAULTS = {
         "num_attention_heads": 6,
         "hidden_act": "relu2",
         "final_logit_softcapping": 15.0,
+    },
+    "bitnet": LLAMA
+    | {
+        "vocab_size": 128256,
+        "hidden_size": 2560,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 5,
+        "hidden_act": "relu2",
     },
     "cwm": LLAMA
     | {
@@ -425,6 +435,26 @@ def _cwm(c: Fields) -> ModelSpec:
     return decoder(c, layer_types=listed or [SLIDING if i % 4 else FULL for i in range(count)])
 
 
+def _bitnet(c: Fields) -> ModelSpec:
+    """A norm before each of the two output projections."""
+    bias = c.flag("attention_bias")
+    spec = decoder(c, Style(qkv_bias=bias, out_bias=bias))
+    out_norm = Norm(name="attn_sub_norm", kind="rms", width=c.size("hidden_size"))
+    inner = Norm(name="ffn_sub_norm", kind="rms", width=c.size("intermediate_size"))
+
+    def with_norms(layer: Layer) -> Layer:
+        (attention,), block = layer.attentions, layer.mlp
+        assert block is not None
+        return replace(
+            layer,
+            attentions=(replace(attention, out_norm=out_norm),),
+            mlp=replace(block, norms=(inner,)),
+        )
+
+    groups = tuple(replace(group, layer=with_norms(group.layer)) for group in spec.groups)
+    return replace(spec, groups=groups)
+
+
 DROPOUT_MODULES = {"phi3": ("resid_pdrop",)}
 BUILDERS = {
     "llama": _llama,
@@ -452,6 +482,7 @@ BUILDERS = {
     "ernie4_5": _ernie,
     "seed_oss": _seed_oss,
     "hunyuan_v1_dense": _hunyuan,
+    "bitnet": _bitnet,
     "cwm": _cwm,
     "iquestcoder": _llama,
     "hyperclovax": _hyperclovax,

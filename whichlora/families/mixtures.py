@@ -113,6 +113,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts": 7,
         "num_experts_per_tok": 5,
     },
+    "hy_v3": LLAMA
+    | _ROUTED
+    | {
+        "vocab_size": 120832,
+        "intermediate_size": 13312,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 1536,
+        "num_experts": 192,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "enable_moe_fp32_combine": True,
+    },
     "cohere2_moe": COHERE
     | {
         "head_dim": 128,
@@ -138,6 +154,7 @@ SYNONYMS = {
     "hunyuan_v1_moe": {"num_experts": ("num_local_experts",)},
     "flex_olmo": {"num_experts": ("num_local_experts",)},
     "cohere2_moe": {"num_experts": ("num_local_experts",)},
+    "hy_v3": {"num_experts": ("num_local_experts",)},
 }
 
 
@@ -168,6 +185,22 @@ def _exaone_moe(c: Fields) -> ModelSpec:
     feed_forward = sparse_or_dense(c, sparse, dense_layers(c, c.count("first_k_dense_replace")))
     style = Style(qk_norm="head")
     return decoder(c, style, feed_forward=feed_forward, **exaone_windows(c))
+
+
+def _hy_v3(c: Fields) -> ModelSpec:
+    sparse = routed_experts(
+        c,
+        width=c.size("moe_intermediate_size"),
+        num_experts=c.size("num_experts"),
+        experts_per_token=c.size("num_experts_per_tok"),
+        num_shared=c.size("num_shared_experts"),
+        routing="sigmoid_divided",
+        sums_wide=c.flag("enable_moe_fp32_combine"),
+    )
+    feed_forward = sparse_or_dense(c, sparse, dense_layers(c, c.count("first_k_dense_replace")))
+    bias = c.flag("attention_bias")
+    style = Style(qkv_bias=bias, out_bias=bias, qk_norm="head")
+    return decoder(c, style, feed_forward=feed_forward)
 
 
 def _solar_open(c: Fields) -> ModelSpec:
@@ -317,6 +350,7 @@ def _cohere2_moe(c: Fields) -> ModelSpec:
 BUILDERS = {
     "dots1": _dots1,
     "exaone_moe": _exaone_moe,
+    "hy_v3": _hy_v3,
     "solar_open": _solar_open,
     "mellum": _mellum,
     "ernie4_5_moe": _ernie_moe,

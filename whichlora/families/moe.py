@@ -213,7 +213,7 @@ def sparse_or_dense(
     return lambda number: (dense, None) if is_dense[number] else (None, sparse)
 
 
-def deepseek_feed_forward(c: Fields, routing: Routing = "sigmoid") -> FeedForward:
+def deepseek_feed_forward(c: Fields, routing: Routing = "sigmoid", **overrides: Any) -> FeedForward:
     """Routed experts beside shared ones, but in the first `first_k_dense_replace` layers."""
     sparse = routed_experts(
         c,
@@ -222,6 +222,7 @@ def deepseek_feed_forward(c: Fields, routing: Routing = "sigmoid") -> FeedForwar
         experts_per_token=c.size("num_experts_per_tok"),
         num_shared=c.size_or_none("n_shared_experts") or 0,
         routing=routing,
+        **overrides,
     )
     return sparse_or_dense(c, sparse, dense_layers(c, c.count("first_k_dense_replace")))
 

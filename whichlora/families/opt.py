@@ -22,7 +22,20 @@ DEFAULTS = {
         "layer_norm_elementwise_affine": True,
         "tie_word_embeddings": True,
         "dropout": 0.1,
-    }
+    },
+    "biogpt": {
+        "vocab_size": 42384,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+        "activation_dropout": 0.0,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -88,4 +101,47 @@ def _opt(c: Fields) -> ModelSpec:
     )
 
 
-BUILDERS = {"opt": _opt}
+def _biogpt(c: Fields) -> ModelSpec:
+    hidden, vocab = c.size("hidden_size"), c.size("vocab_size")
+    attention = softmax_attention(
+        hidden=hidden,
+        heads=c.size("num_attention_heads"),
+        out_name="out_proj",
+        qkv_bias=True,
+        out_bias=True,
+        position="none",
+        dropout=c.probability("attention_probs_dropout_prob"),
+    )
+    drops = c.probability("hidden_dropout_prob") > 0
+    layer = Layer(
+        attentions=(attention,),
+        mlp=mlp(
+            hidden=hidden,
+            width=c.size("intermediate_size"),
+            activation=c.text("hidden_act"),
+            names=("fc1", "fc2"),
+            bias=True,
+            dropout=c.probability("activation_dropout") > 0,
+        ),
+        norms=norms(
+            ("self_attn_layer_norm", "final_layer_norm"), width=hidden, kind="layer", bias=True
+        ),
+        dropouts=(hidden,) * 2 if drops else (),
+    )
+    positions = c.size("max_position_embeddings") + POSITION_OFFSET
+    return causal_lm(
+        c,
+        [layer] * c.layers(),
+        final_norms=norms(("layer_norm",), width=hidden, kind="layer", bias=True),
+        embeddings=(
+            Embedding(name="embed_tokens", rows=vocab, width=hidden),
+            Embedding(name="embed_positions", rows=positions, width=hidden),
+        ),
+        head=Linear(
+            name="output_projection", in_features=hidden, out_features=vocab, reads="head_in"
+        ),
+        embedding_dropouts=(hidden,) if drops else (),
+    )
+
+
+BUILDERS = {"opt": _opt, "biogpt": _biogpt}

@@ -35,7 +35,8 @@ def kept_mask_bytes(
     for group in (group for group in model.groups if side in ("", group.stack)):
         for attention in group.layer.attentions:
             kernel = attention_kernel(attention, dtypes, masked=attention.position == "relative")
-            decodes = len(group.layer.attentions) > 1 and not attention.cross  # never padded
+            reads_encoder = any(each.cross for each in group.layer.attentions)
+            decodes = reads_encoder and not attention.cross  # never padded
             masked = 0 * span if decodes else is_masked(attention, dtypes, span)
             key = (group.stack, attention.cross, attention.sliding_window)
             if kernel == "eager":

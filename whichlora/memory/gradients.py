@@ -217,7 +217,7 @@ def trained_biases(
                 width, each = linear.out_features, count * linear.count
                 yield Trained(rows=1, width=width, count=each, param_bytes=param_bytes)
         if bias == "all":
-            inner = layer.inner_norms + (layer.mlp.norms if layer.mlp is not None else ())
+            inner = layer.inner_norms
             yield from _of_norms(layer.norms + inner, count, param_bytes)
     if bias == "all":
         yield from _of_norms(model.embedding_norms + model.final_norms, 1, param_bytes)

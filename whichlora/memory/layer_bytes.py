@@ -290,6 +290,9 @@ def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dic
 
 def layer_cases(layer: Layer, dtypes: Dtypes, span: Count) -> Iterator[tuple[Count, bool, bool]]:
     """Whether SDPA gets a mask, and a scan fills up a chunk: each with 1 where it holds."""
+    if not layer.attentions:
+        yield 1, False, False
+        return
     attention = layer.attentions[0]
     if attention.kind in ("linear", "mamba2"):
         filled = 1 * (span % attention.chunk_size > 0)

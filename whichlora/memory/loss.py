@@ -40,7 +40,7 @@ def has_narrow_loss(model: ModelSpec, dtypes: Dtypes) -> bool:
 def _widens_in_place(model: ModelSpec, dtypes: Dtypes) -> bool:
     """Whether the model returns fp32 logits in place of the 16-bit ones."""
     widens = model.task == "causal-lm" and dtypes.libraries.widens_logits_in_place
-    return widens and not has_narrow_loss(model, dtypes)
+    return model.returns_wide_logits or (widens and not has_narrow_loss(model, dtypes))
 
 
 LOSS_FORWARD = Fact(

@@ -105,6 +105,8 @@ class ResolvedRun:
         """PEFT's `target_modules`: its word for all linears, which includes experts, or names."""
         if self.run.target_modules != (ALL_LINEAR,):
             return self.targets
+        if any(linear.is_refused for layer, _ in self.model.layers() for linear in layer.linears):
+            return self.targets
         every = resolve_targets(self.model, (ALL_LINEAR,), modules_only=False)
         return ALL_LINEAR if set(every) == set(self.targets) else self.targets
 

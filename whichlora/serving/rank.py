@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
+from whichlora.families.experts import with_routed_rows
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.weights import weight_entries
 from whichlora.parallel.division import COLUMNS, ROWS, divided_model
@@ -43,6 +44,7 @@ def rank_model(model: ModelSpec, size: int) -> ModelSpec:
     Kind: exact. Source: vLLM 0.33.0 `LlamaAttention.__init__`, models/llama.py:152-160;
     `FusedMoE` divides the width of every expert.
     """
+    model = with_routed_rows(model)
     if size == 1:
         return model
     groups = tuple(

@@ -24,6 +24,7 @@ Routing = Literal[
     "softmax_fp32",
     "softmax_exact",
     "sigmoid",
+    "sigmoid_divided",
     "sigmoid_wide",
     "sigmoid_narrow",
     "chosen",
@@ -35,14 +36,17 @@ Routing = Literal[
 Projection = Literal[
     "plain",
     "scaled",
+    "scaled_keys",
     "gated",
     "copied",
     "copied_keys",
     "latent",
     "latent_complex",
+    "latent_halves",
     "one_by_one",
     "one_by_one_shared",
     "borrowed",
+    "complex_by_head",
 ]
 EagerScores = Literal["scaled", "scaled_queries", "named", "fp32", "sinks"]
 
@@ -65,6 +69,8 @@ class Linear:
         transposed: a `Conv1D`, whose weight is [in, out] (GPT-2).
         adapter_rank: how many times the asked rank its adapter gets from PEFT, 0 for none; None
             for the rule: 1 for a module, 0 for a bare parameter.
+        is_refused: PEFT raises an error where it is among the targets, "all-linear" included
+            (`out_proj` of Mamba), so that targets are given by name.
     """
 
     name: str
@@ -79,10 +85,13 @@ class Linear:
     adapter_rank: int | None = None
     quantisable: bool = True
     is_subclass: bool = False
+    is_refused: bool = False
 
     @property
     def rank_multiple(self) -> int:
         """Rank of its adapter over the asked rank; 0 where PEFT adds none."""
+        if self.is_refused:
+            return 0
         return int(self.is_module) if self.adapter_rank is None else self.adapter_rank
 
     @property
@@ -152,13 +161,18 @@ class Attention:
         flash: the class takes flash-attention 2; transformers refuses to load one that does not.
         projection: which function makes queries, keys and values (`symbolic.attention` has
             them by name): "plain" of one matrix or three; "scaled", queries before they are
-            rotated (ESM); "gated", whose queries come with a gate on the output (Qwen3-Next);
+            rotated (ESM), or in a state space what it reads and projects, "scaled_keys", so of
+            keys (Falcon-H1); "gated", whose queries come with a gate on the output (Qwen3-Next);
             "copied" out of a fused projection, keys and values to every query head (Falcon's new
             architecture, CodeGen), or "copied_keys", these and values as they are (Falcon with
             one key head); "latent" from low-rank latents, whose rotation is written in single
-            operators or in complex numbers, "latent_complex" (DeepSeek); "one_by_one", each
+            operators, in complex numbers, "latent_complex" (DeepSeek), or as of Llama,
+            "latent_halves" (MiniCPM3); "one_by_one", each
             with a norm, also with one projection for keys and values, "one_by_one_shared", or
-            with those of an earlier layer, "borrowed" (Gemma 4).
+            with those of an earlier layer, "borrowed" (Gemma 4); "complex_by_head", rotated in
+            complex numbers before their norms (Llama 4).
+        out_norm: over what the output projection reads (BitNet).
+        has_temperature: queries are multiplied by a number for each position (Llama 4).
         eager: which function makes the scores in eager code: "scaled"; products of
             "scaled_queries" (MVP); "named", one fused product whose operands the class names until
             it returns (BLOOM); of queries and keys in "fp32" (GPT-J, GPT-Neo); with "sinks", one
@@ -212,6 +226,8 @@ class Attention:
     returns_probabilities: bool = True
     always_masked: bool = False
     keeps_keys: bool = False
+    out_norm: Norm | None = None
+    has_temperature: bool = False
     ring: int = 1
 
     def __post_init__(self) -> None:
@@ -245,6 +261,7 @@ class Attention:
         return (
             sum(linear.num_params for linear in self.linears)
             + sum(norm.num_params for norm in self.norms)
+            + (self.out_norm.num_params if self.out_norm else 0)
             + self.other_params
         )
 
@@ -255,7 +272,9 @@ class Mlp:
 
     `width` is what one token passes through (one expert's width; experts are counted by
     `Moe`). `activation` is the Hugging Face name (silu, gelu, gelu_new, relu, …). `dropout`
-    says that training drops values between the activation and the last projection.
+    says that training drops values between the activation and the last projection, `is_scaled`
+    that gate and result are multiplied by numbers (Falcon-H1). `norms` are over what the last
+    projection reads (BitNet).
     """
 
     width: int
@@ -264,6 +283,7 @@ class Mlp:
     linears: tuple[Linear, ...]
     norms: tuple[Norm, ...] = ()
     dropout: bool = False
+    is_scaled: bool = False
 
     @property
     def num_params(self) -> int:
@@ -281,13 +301,20 @@ class Moe:
             all, narrowed to the dtype of the product (Qwen) or left in fp32 ("softmax_wide",
             Mixtral); a product in fp32 before it ("softmax_fp32", DeepSeek V2; "sigmoid",
             DeepSeek V3), autocast switched off for it and weights narrowed ("softmax_exact",
-            ERNIE); a sigmoid without that, in fp32 ("sigmoid_wide", MiniMax M2) or in the dtype
-            of the product ("sigmoid_narrow", LFM2); softmax over the "chosen" ones (gpt-oss,
-            Granite); "sparse_mixer" (Phi); "scaled", of normalised inputs and with a weight of
-            each expert (Gemma 4). None where nobody has written it down.
+            ERNIE); "sigmoid_divided" is DeepSeek V3's, divided by the sum in a new tensor, which
+            autocast widens (Hunyuan 3); a sigmoid without that, in fp32 ("sigmoid_wide", MiniMax
+            M2) or in the dtype of the product ("sigmoid_narrow", LFM2); softmax over the "chosen"
+            ones (gpt-oss, Granite); "sparse_mixer" (Phi); "scaled", of normalised inputs and with a
+            weight of each expert (Gemma 4). None where nobody has written it down.
         shared_first: the shared expert runs before the router.
         clamped: the gate is gpt-oss's, of single operators.
         one_by_one: the experts run in a Python loop, not in grouped products.
+        latent: projections before and after the routed experts, which work on fewer elements
+            (Nemotron-H).
+        norm: over the sum of routed and shared experts (A.X K1).
+        sums_wide: that sum is made in fp32 (Hunyuan 3).
+        by_score: every expert runs on every token, whose input is multiplied by the expert's score
+            (Llama 4).
     """
 
     num_experts: int
@@ -300,11 +327,22 @@ class Moe:
     shared_first: bool = False
     clamped: bool = False
     one_by_one: bool = False
+    by_score: bool = False
+    latent: tuple[Linear, ...] = ()
+    norm: Norm | None = None
+    sums_wide: bool = False
+
+    @property
+    def rows_per_token(self) -> int:
+        """Experts that compute something for a token."""
+        return self.num_experts if self.by_score else self.experts_per_token
 
     @property
     def num_params(self) -> int:
         shared = self.shared.num_params if self.shared else 0
-        return self.expert.num_params + self.router.num_params + shared + self.other_params
+        shared += self.norm.num_params if self.norm else 0
+        around = self.router.num_params + sum(linear.num_params for linear in self.latent)
+        return self.expert.num_params + around + shared + self.other_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,6 +383,10 @@ class Layer:
             model's loop names until the next block has returned (GPT-J, BLOOM).
         scales_result: the result is multiplied by a number, in place (Gemma 4).
         scales_sums: so is what is added to the hidden state, before it is (Granite).
+        side_by_side: all `attentions` read what the first norm returns, and what they return is
+            added up (Falcon-H1).
+        wide_residual: the hidden state is fp32 whatever the model is; norms read it in the dtype of
+            the weights (Mamba 2).
     """
 
     attentions: tuple[Attention, ...]
@@ -361,6 +403,8 @@ class Layer:
     layer_input: LayerInput | None = None
     scales_result: bool = False
     scales_sums: bool = False
+    side_by_side: bool = False
+    wide_residual: bool = False
     other_params: int = 0
 
     @property
@@ -371,6 +415,7 @@ class Layer:
             linears.extend(self.mlp.linears)
         if self.moe is not None:
             linears.append(self.moe.router)
+            linears.extend(self.moe.latent)
             linears.extend(self.moe.expert.linears)
             if self.moe.shared is not None:
                 linears.extend(self.moe.shared.linears)
@@ -380,8 +425,11 @@ class Layer:
 
     @property
     def inner_norms(self) -> tuple[Norm, ...]:
-        """Norms beside `norms`: of its attentions, and of its input of its own."""
+        """Norms beside `norms`: of its attentions, MLP or experts, and of its input of its own."""
         norms = [norm for attention in self.attentions for norm in attention.norms]
+        norms += [attention.out_norm for attention in self.attentions if attention.out_norm]
+        norms += () if self.mlp is None else self.mlp.norms
+        norms += () if self.moe is None or self.moe.norm is None else (self.moe.norm,)
         if self.layer_input is not None:
             norms.append(self.layer_input.norm)
         return tuple(norms)
@@ -498,6 +546,8 @@ class ModelSpec:
             has not.
         gives_rewards: its head gives one number for each position in place of logits.
         scales_logits: the model multiplies its logits by a number (Cohere, Granite).
+        returns_wide_logits: it casts them to fp32 itself (Mamba 2).
+        scales_head_input: so what the head reads (MiniCPM3).
         biases_logits: it adds a buffer to them (BART).
         other_params: parameters outside all of the above (a vision tower, a pooler).
         idle_params: those among them that no text passes: fully trained, they get no gradient and
@@ -528,6 +578,8 @@ class ModelSpec:
     logit_softcap: float | None = None
     gives_rewards: bool = False
     scales_logits: bool = False
+    returns_wide_logits: bool = False
+    scales_head_input: bool = False
     biases_logits: bool = False
     rotates_each_kind: bool = False
     splits_embeddings: bool = False

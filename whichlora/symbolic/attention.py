@@ -30,6 +30,7 @@ from whichlora.symbolic.kernels import (
     has_mask_per_head,
     repeats_keys,
 )
+from whichlora.symbolic.llama4 import project_and_turn
 from whichlora.symbolic.mla import latent_projections
 from whichlora.symbolic.operators import OpEmitter
 
@@ -141,6 +142,15 @@ def _project_scaled(code: OpEmitter, attention: Attention, x: Tensor, read: Tens
     return _by_heads(code, attention, code.scale(q), k, v)
 
 
+def _project_scaled_keys(
+    code: OpEmitter, attention: Attention, x: Tensor, read: Tensor
+) -> Projected:
+    """Source: transformers 5.23 `FalconH1Attention.forward`."""
+    q_linear, k_linear, v_linear, _ = attention.linears
+    q, k, v = code.linear(q_linear, x), code.linear(k_linear, read), code.linear(v_linear, read)
+    return _by_heads(code, attention, q, code.scale(k), v)
+
+
 def _project_gated(code: OpEmitter, attention: Attention, x: Tensor, read: Tensor) -> Projected:
     """Source: transformers 5.23 `Qwen3NextAttention.forward`."""
     q_linear, k_linear, v_linear, _ = attention.linears
@@ -183,7 +193,7 @@ def _project_copied_keys(
 
 def _project_latent(code: OpEmitter, attention: Attention, x: Tensor, read: Tensor) -> Projected:
     held: list[Tensor] = []
-    q, k, v = latent_projections(code, attention, x, held)
+    q, k, v = latent_projections(code, attention, x, held, rotate)
     return Projected(
         attention=attention, q=q, k=k, v=v, local_variables=tuple(held), is_turned=True
     )
@@ -197,17 +207,28 @@ def _project_one_by_one(
     return Projected(attention=attention, q=q, k=k, v=v, is_turned=True)
 
 
+def _project_complex_by_head(
+    code: OpEmitter, attention: Attention, x: Tensor, read: Tensor
+) -> Projected:
+    copies = _kernel_of(code, attention) not in FUSED
+    q, k, v = project_and_turn(code, attention, x, copies_gradient=copies)
+    return Projected(attention=attention, q=q, k=k, v=v, is_turned=True)
+
+
 _PROJECTIONS: dict[Projection, Callable[[OpEmitter, Attention, Tensor, Tensor], Projected]] = {
     "plain": _project_plain,
     "scaled": _project_scaled,
+    "scaled_keys": _project_scaled_keys,
     "gated": _project_gated,
     "copied": _project_copied,
     "copied_keys": _project_copied_keys,
     "latent": _project_latent,
     "latent_complex": _project_latent,
+    "latent_halves": _project_latent,
     "one_by_one": _project_one_by_one,
     "one_by_one_shared": _project_one_by_one,
     "borrowed": _project_one_by_one,
+    "complex_by_head": _project_complex_by_head,
 }
 """The attention functions that a family names in `Attention.projection`.
 
@@ -248,6 +269,10 @@ def attend(
         open_ = tape.op([gate], gate.elements, gate.size, saves_result=True, what="attention: gate")
         out = code.multiply(out, open_)
         tape.hold(gate)
+    if attention.out_norm is not None:
+        normed = code.norm(attention.out_norm, out)
+        tape.hold(out)
+        out = normed
     if runs_fused(code, attention.linears[-1:]):
         (result,) = project_fused(code, attention.linears[-1:], out)
     else:
@@ -297,7 +322,7 @@ def _through_cache(
     code: OpEmitter, attention: Attention, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Keys and values as `Cache.update` returns them; in training there is no cache."""
-    is_latent = attention.projection in ("latent", "latent_complex")
+    is_latent = attention.projection.startswith("latent")
     # a cache of latents is expanded anew, so that it hands out nothing that it keeps
     expands = is_latent and attention.cache_elements < attention.k_width
     hands_out = attention.projection in ("one_by_one", "one_by_one_shared", "borrowed") or (

@@ -11,10 +11,13 @@ from whichlora.spec.dtypes import BNB_BLOCK, is_quantised
 from whichlora.symbolic.autograd import Tensor, constant, per_token, scaled
 from whichlora.symbolic.expert_loop import run_each_expert
 from whichlora.symbolic.grouped_experts import run_grouped
+from whichlora.symbolic.llama4 import run_every_expert
 from whichlora.symbolic.mlp import activate, feed_forward
 from whichlora.symbolic.operators import OpEmitter
 
 _INDEX = 8  # torch indexes with int64
+_IN_FP32 = ("softmax_fp32", "softmax_exact", "sigmoid", "sigmoid_divided")
+_DIVIDED = ("sigmoid_narrow", "sigmoid_divided")  # by their sum, which autocast widens
 
 
 def mix_experts(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
@@ -22,21 +25,45 @@ def mix_experts(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
     tape = code.tape
     if code.dtypes.quant == "mxfp4" and moe.clamped:
         return _run_packed(code, moe, x)
+    if moe.by_score:
+        return run_every_expert(code, moe, x)
     shared = feed_forward(code, moe.shared, x) if moe.shared and moe.shared_first else None
     weights, chosen, logits = route(code, moe, x)
+    result = _run_routed(code, moe, x, weights, chosen)
+    if moe.shared is not None:
+        result = _with_shared(code, moe, x, result, shared)
+    if moe.norm is not None:
+        result = code.norm(moe.norm, result)
+    tape.hold(x, logits, weights, chosen)
+    return result
+
+
+def _run_routed(code: OpEmitter, moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     grouped = run_grouped if code.dtypes.kernels.experts else run_experts
     run = run_each_expert if moe.one_by_one else grouped
-    result = run(code, moe, x, weights, chosen)
-    if moe.shared and shared is None:
+    if not moe.latent:
+        return run(code, moe, x, weights, chosen)
+    into, back = moe.latent
+    return code.linear(back, run(code, moe, code.linear(into, x), weights, chosen))
+
+
+def _with_shared(
+    code: OpEmitter, moe: Moe, x: Tensor, routed: Tensor, shared: Tensor | None
+) -> Tensor:
+    """`routed` and what the shared expert makes of `x`, if it has not run yet: `shared`."""
+    assert moe.shared is not None
+    first = code.cast(routed, 4) if moe.sums_wide else routed
+    if shared is None:
         shared = feed_forward(code, moe.shared, x)
-    if moe.shared and shared is not None:
-        gates = [linear for linear in moe.shared.linears if linear.out_features == 1]
-        if gates:
-            product = code.linear(gates[0], x)
-            gate = tape.op([product], product.elements, product.size, saves_result=True)
-            shared = code.multiply_rows(shared, gate)
-        result = code.add(result, shared)
-    tape.hold(x, logits, weights, chosen)
+    gates = [linear for linear in moe.shared.linears if linear.out_features == 1]
+    if gates:
+        product = code.linear(gates[0], x)
+        gate = code.tape.op([product], product.elements, product.size, saves_result=True)
+        shared = code.multiply_rows(shared, gate)
+    if not moe.sums_wide:
+        return code.add(first, shared)
+    result = code.cast(code.add(first, code.cast(shared, 4)), x.size)
+    code.tape.hold(routed)
     return result
 
 
@@ -73,7 +100,7 @@ def _multiplied(code: OpEmitter, x: Tensor, weight: Tensor, elements: int, label
 
 
 def _logits(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
-    router, in_fp32 = moe.router, moe.routing in ("softmax_fp32", "softmax_exact", "sigmoid")
+    router, in_fp32 = moe.router, moe.routing in _IN_FP32
     if in_fp32:
         x = code.cast(x, 4)
     if router.is_module:
@@ -107,14 +134,14 @@ def route(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
         again = tape.op([logits], every, size, saves_result=True, what="router: probabilities")
         weights = tape.op([scores, again], few, size, keeps=[scaled(few, _INDEX + size)])
         return weights, chosen, logits
-    is_sigmoid = moe.routing in ("sigmoid", "sigmoid_narrow")  # it asks for no dtype
+    is_sigmoid = moe.routing in ("sigmoid", *_DIVIDED)  # it asks for no dtype
     size = logits.size if is_sigmoid else 4
     scores = tape.op(
         [code.cast(logits, size)], every, size, saves_result=True, what="router: probabilities"
     )
     top = tape.op([scores], few, size, saves=[chosen])
-    if moe.routing == "sigmoid_narrow" and code.dtypes.under_autocast:
-        size = 4  # divided by their sum, which autocast widens
+    if moe.routing in _DIVIDED and code.dtypes.under_autocast:
+        size = 4
     weights = tape.op([top], few, size, keeps=[scaled(few, 4)], what="router: weights")
     if moe.routing == "scaled":
         scale = code.dtypes.base_bytes
@@ -139,7 +166,7 @@ def run_experts(code: OpEmitter, moe: Moe, x: Tensor, weights: Tensor, chosen: T
     """Rows sorted by expert, two grouped products, and back. Source: as named above."""
     tape, dtypes, few = code.tape, code.dtypes, moe.experts_per_token
     rows = per_token(few)
-    hidden = moe.router.in_features
+    hidden = moe.expert.linears[0].in_features
     sorted_numbers = tape.op([chosen], rows, _INDEX)
     order = tape.op([chosen], rows, _INDEX)
     readers = tape.op([order], rows, _INDEX)
@@ -152,13 +179,15 @@ def run_experts(code: OpEmitter, moe: Moe, x: Tensor, weights: Tensor, chosen: T
     up_bias = _biases(code, up_linear)
     up_weight = _weight(code, up_linear)
     narrow = code.cast(selected, up_weight.size, "experts: gathered inputs")
-    joint = _multiplied(code, narrow, up_weight, few * 2 * moe.expert.width, "experts: gate and up")
+    raised = up_linear.out_features
+    joint = _multiplied(code, narrow, up_weight, few * raised, "experts: gate and up")
     inner = _gated(code, moe, joint)
     tape.hold(joint)
     down_bias = _biases(code, down_linear)
     tape.hold(up_bias)
     down_weight = _weight(code, down_linear)
-    out = _multiplied(code, inner, down_weight, few * hidden, "experts: outputs")
+    read = code.cast(inner, down_weight.size)
+    out = _multiplied(code, read, down_weight, few * hidden, "experts: outputs")
     tape.hold(inner)
 
     weighted = code.multiply_rows(out, picked, row_last=True)
@@ -200,6 +229,8 @@ def _biases(code: OpEmitter, linear: Linear) -> Tensor:
 def _gated(code: OpEmitter, moe: Moe, joint: Tensor) -> Tensor:
     tape = code.tape
     half = per_token(moe.experts_per_token * moe.expert.width)
+    if not moe.expert.gated:
+        return activate(code, moe.expert.activation, joint)
     if not moe.clamped:
         gate, up = tape.parts(joint, (half, half))
         return code.multiply(activate(code, moe.expert.activation, gate), up)

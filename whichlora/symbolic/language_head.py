@@ -68,7 +68,9 @@ def logits_of(code: OpEmitter, model: ModelSpec, x: Tensor, *, trained: bool) ->
     if model.head is None:
         return y
     tape.hold(x)
-    narrow = code.autocast(y)
+    if model.scales_head_input:
+        y = code.scale(y)
+    narrow = code.autocast(code.cast(y, dtypes.head_bytes) if model.returns_wide_logits else y)
     elements = constant(model.head.in_features * model.head.out_features)
     weight = tape.weight(elements, dtypes.head_bytes, trained=trained)
     used = code.autocast(weight)
@@ -82,6 +84,8 @@ def logits_of(code: OpEmitter, model: ModelSpec, x: Tensor, *, trained: bool) ->
         return code.scale(capped)
     if model.biases_logits:  # `lm_logits` of `BartForConditionalGeneration.forward`
         return tape.op([logits], logits.elements, logits.size, passes=True)
+    if model.returns_wide_logits:
+        return code.cast(logits, 4)
     return code.scale(logits) if model.scales_logits else logits
 
 

@@ -45,6 +45,10 @@ def run_layer(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor:
         return _run_parallel(code, layer, x)
     if layer.post_norm:
         return _run_post_norm(code, layer, x)
+    if layer.side_by_side:
+        return _run_side_by_side(code, layer, x)
+    if not (layer.attentions and (layer.mlp or layer.moe)):
+        return _run_single(code, layer, x)
     return _run_pre_norm(code, layer, x)
 
 
@@ -57,7 +61,7 @@ def _dropped(code: OpEmitter, layer: Layer, y: Tensor, *, of_mlp: bool = False) 
 def _memory(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor | None:
     """The encoder's output, which the cross attention of every decoder layer reads."""
     dtypes = code.dtypes
-    if len(layer.attentions) < 2:
+    if not any(attention.cross for attention in layer.attentions):
         return None
     widened = (
         layer.norms[0].kind == "layer" and dtypes.under_autocast and dtypes.backend.widens_norms
@@ -126,6 +130,35 @@ def _run_pre_norm(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor:
     return code.tape.in_place(result) if layer.scales_result else result
 
 
+def _run_side_by_side(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor:
+    """Source: transformers 5.23 `FalconH1DecoderLayer.forward`."""
+    first, second = layer.norms
+    y = code.norm(first, x)
+    mixer, attention = layer.attentions
+    states = code.scale(attend(code, mixer, y))
+    attended = code.scale(attend(code, attention, code.scale(y)))
+    mixed = code.add(states, attended)
+    code.tape.hold(y)
+    middle = code.add(x, mixed)
+    code.tape.hold(x)
+    result = code.add(middle, feed(code, layer, code.norm(second, middle), middle))
+    code.tape.hold(middle, states, attended)
+    return result
+
+
+def _run_single(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor:
+    """One mixer, MLP or mixture of experts between one norm and one sum.
+
+    Source: transformers 5.23 `Mamba2Block.forward`, `NemotronHBlock.forward`.
+    """
+    narrow = code.cast(x, code.dtypes.base_bytes) if layer.wide_residual else x
+    y = code.norm(layer.norms[0], narrow)
+    mixed = attend(code, layer.attentions[0], y) if layer.attentions else feed(code, layer, y, x)
+    result = code.add(x, mixed)
+    code.tape.hold(x)
+    return result
+
+
 def _is_sandwich(layer: Layer) -> bool:
     """Whether a norm stands before and after each of attention and MLP (Gemma 2)."""
     return len(layer.norms) >= 4
@@ -153,6 +186,8 @@ def returned_probabilities(layer: Layer, dtypes: Dtypes) -> LinearForm:
 
     Source: transformers 5.23 `GPTJModel.forward`: `outputs = block(...)`.
     """
+    if not layer.attentions:
+        return NOTHING
     attention = layer.attentions[0]
     eager = attention_kernel(attention, dtypes, masked=True) == "eager"  # whatever the mask
     if not layer.returns_probabilities or not eager:
@@ -172,6 +207,8 @@ def stream_bytes(layer: Layer, dtypes: Dtypes, *, after_norm: bool) -> int:
     Source: torch 2.13 `autocast_mode.h`: `layer_norm` is in its fp32 list; bitsandbytes 0.50.2
     `Linear4bit.forward`: `.to(inp_dtype)`.
     """
+    if layer.wide_residual:
+        return 4
     if not (dtypes.under_autocast and dtypes.backend.widens_norms):
         return dtypes.stream_bytes
     is_last_wide = bool(layer.norms) and layer.norms[-1].kind == "layer"

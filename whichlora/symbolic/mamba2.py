@@ -30,7 +30,12 @@ def mix_by_states(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     mixed = inner + 2 * shared
     kernel = attention.state_elements // mixed
 
-    projected = code.linear(in_linear, x)
+    is_scaled = attention.projection == "scaled"
+    read = code.scale(x) if is_scaled else x
+    projected = code.linear(in_linear, read)
+    if is_scaled:
+        tape.hold(projected)
+        projected = code.scale(projected)
     gate, taken, step = tape.parts(
         projected, (per_token(inner), per_token(mixed), per_token(heads))
     )
@@ -47,11 +52,20 @@ def mix_by_states(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     scanned = _scan(code, attention, values, step, keys, queries)
     if code.ragged:
         (scanned,) = tape.parts(scanned, (per_token(inner),))
-    normed = _gated_norm(code, attention, scanned, gate)
+    gated = _gated_norm if attention.norms else _gated
+    normed = gated(code, attention, scanned, gate)
     narrow = code.cast(normed, x.size)
     result = code.linear(out_linear, narrow)
-    tape.hold(x, projected, active, normed, narrow)
+    tape.hold(read, projected, active, normed, narrow)
     return result
+
+
+def _gated(code: OpEmitter, attention: Attention, x: Tensor, gate: Tensor) -> Tensor:
+    """Times an activated gate. Source: transformers 5.23 `FalconH1Mixer.forward`."""
+    active = code.tape.op([gate], gate.elements, gate.size, saves=[gate], what="gate, activated")
+    opened = code.multiply(x, active)
+    code.tape.hold(x)
+    return opened
 
 
 def _gated_norm(code: OpEmitter, attention: Attention, x: Tensor, gate: Tensor) -> Tensor:

@@ -5,18 +5,26 @@ Source: transformers 5.23 `DeepseekV2Attention`, `DeepseekV3Attention`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from whichlora.spec.architecture import Attention
 from whichlora.symbolic.autograd import Tensor, per_token, plus, scaled
 from whichlora.symbolic.operators import OpEmitter
 
 
 def latent_projections(
-    code: OpEmitter, attention: Attention, x: Tensor, local_variables: list[Tensor]
+    code: OpEmitter,
+    attention: Attention,
+    x: Tensor,
+    local_variables: list[Tensor],
+    rotate: Callable[[OpEmitter, Tensor, Attention, str], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys as they are multiplied, values as part of what they are projected with.
 
     Args:
         local_variables: collects tensors that local variables hold until the attention returns.
+        rotate: as Llama does it.
     """
     tape = code.tape
     *q_linears, kv_down, kv_up, _ = attention.linears
@@ -30,8 +38,15 @@ def latent_projections(
     compressed = code.linear(kv_down, x)
     latent, k_turned = tape.parts(compressed, (per_token(kv_norm.width), per_token(rotary)))
     latent = code.norm(kv_norm, latent)
-    turn = _turn_complex if attention.projection == "latent_complex" else _turn_interleaved
-    q_turned, k_turned = turn(code, q_turned), turn(code, k_turned)
+    if attention.projection == "latent_halves":
+        whole = replace(attention, head_dim=rotary)
+        before = (q_turned, k_turned)
+        q_turned = rotate(code, q_turned, whole, "query")
+        k_turned = rotate(code, k_turned, whole, "key")
+        tape.hold(*before)
+    else:
+        turn = _turn_complex if attention.projection == "latent_complex" else _turn_interleaved
+        q_turned, k_turned = turn(code, q_turned), turn(code, k_turned)
     query = tape.op([q_plain, q_turned], q.elements, q.size, joined=True, what="query")
     expanded = code.linear(kv_up, latent)
     k_plain, value = tape.parts(

@@ -110,6 +110,8 @@ def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
     if mlp.gated and len(mlp.linears) > 2:
         gate_linear, up_linear, down_linear = mlp.linears[:3]
         gate = code.linear(gate_linear, x)
+        if mlp.is_scaled:
+            gate = code.scale(gate)
         active = gate if dtypes.kernels.gated else activate(code, mlp.activation, gate)
         up = code.linear(up_linear, x)
         if dtypes.kernels.gated:
@@ -132,9 +134,15 @@ def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
     else:
         in_linear, down_linear = mlp.linears[:2]
         inner = activate(code, mlp.activation, code.linear(in_linear, x))
+    for norm in mlp.norms:
+        normed = code.norm(norm, inner)
+        tape.hold(inner)  # an argument of the norm's call
+        inner = normed
     if mlp.dropout and dtypes.training:
         inner = code.dropout(inner)
     result = code.linear(down_linear, inner)
+    if mlp.is_scaled:
+        result = code.scale(result)
     tape.hold(x, inner)
     if mlp.gated and dtypes.kernels.gated and len(mlp.linears) < 3:
         tape.hold(joint)  # `gate` and `up_states` of `LigerPhi3SwiGLUMLP.forward` are parts of it

@@ -411,7 +411,7 @@ def elementwise_forward_bytes(
     active = 1
     mlp = layer.mlp
     if layer.moe is not None:
-        mlp, active = layer.moe.expert, layer.moe.experts_per_token
+        mlp, active = layer.moe.expert, layer.moe.rows_per_token
         moved += 6 * narrow * hidden_size * active  # gathered, weighted and added
     if mlp is not None:
         passes = (
@@ -430,7 +430,7 @@ def expert_ops(layer: Layer, tokens: Count) -> Count:
     """
     if layer.moe is None:
         return 0 * tokens
-    visited = smallest(layer.moe.num_experts, tokens * layer.moe.experts_per_token)
+    visited = smallest(layer.moe.num_experts, tokens * layer.moe.rows_per_token)
     return EXPERT_OPS * visited
 
 
