@@ -9,7 +9,7 @@ from whichlora.store.jsonfiles import write_text
 from whichlora.terminal.answer import answer_notes, besides_training, explanation
 from whichlora.terminal.life import stages_sheet
 from whichlora.terminal.rows import candidate_row, comparison_rows
-from whichlora.terminal.sheet import as_csv, as_markdown
+from whichlora.terminal.sheet import as_csv, markdown_table
 
 if TYPE_CHECKING:
     from whichlora.workflow.answer import Answer
@@ -35,7 +35,7 @@ def write_summary(path: Path, answer: Answer) -> Path:
     """The answer and its reasons as Markdown."""
     lines = [f"# WhichLoRA on {answer.gpu.key}", "", *explanation(answer), ""]
     if answer.life is not None:
-        lines.append(as_markdown(stages_sheet(answer.life)).strip())
+        lines.append(markdown_table(stages_sheet(answer.life)).strip())
     lines += [line.strip() for line in besides_training(answer)]
     lines += [f"Data: {answer.tokens}.", f"Basis: {answer.basis}."]
     lines += [f"Note: {note}." for note in answer_notes(answer)]

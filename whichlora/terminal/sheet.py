@@ -66,11 +66,12 @@ def markdown_text(text: str) -> str:
 
 def as_markdown(document: Document) -> str:
     """`document` as GitHub shows it: a table has one line per row."""
-    parts = [f"# {markdown_text(document.title)}\n", *map(_markdown_table, document.sheets)]
+    parts = [f"# {markdown_text(document.title)}\n", *map(markdown_table, document.sheets)]
     return "\n".join([*parts, *(f"- {markdown_text(line)}" for line in document.lines)]) + "\n"
 
 
-def _markdown_table(sheet: Sheet) -> str:
+def markdown_table(sheet: Sheet) -> str:
+    """One table as GitHub shows it, its title as a heading."""
     lines = [[markdown_text(cell.strip()) for cell in row] for row in (sheet.columns, *sheet.rows)]
     for i in sheet.totals:
         cells = zip(sheet.columns, lines[1 + i], strict=True)
