@@ -18,7 +18,7 @@ def unknown(tmp_path: Path) -> RunConfig:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "bitnet", **sizes, **heads}))
+    path.write_text(json.dumps({"model_type": "unheard_of", **sizes, **heads}))
     return RunConfig(model=str(path))
 
 
@@ -31,7 +31,7 @@ def test_without_the_libraries_of_a_trace_one_line_says_how(
     )
     with pytest.raises(
         ConfigError,
-        match=r"model_type 'bitnet' is not known; tracing its real code: needs torch.*: "
+        match=r"model_type 'unheard_of' is not known; tracing its real code: needs torch.*: "
         r"pip install 'whichlora\[profile\]'$",
     ):
         estimates.estimate([unknown], ["t4-16gb"])
@@ -45,6 +45,6 @@ def test_the_formulas_alone_refuse_it(unknown: RunConfig) -> None:
 def test_the_largest_batch_of_a_traced_model_is_not_searched(
     unknown: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimates, "require_tracing", lambda asker: None)
+    monkeypatch.setattr("whichlora.tracer.client.require_tracing", lambda asker: None)
     with pytest.raises(ConfigError, match="batch_size: max needs a model that the formulas know"):
         estimates.estimate([unknown], ["t4-16gb"], maximise="batch_size")
