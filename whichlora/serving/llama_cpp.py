@@ -526,16 +526,26 @@ def block_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
 
 def weight_bytes(served: Served, linear: Linear | None) -> float:
     """Bytes of a matrix in the file, the mean of the layers that have it; of the head for None."""
-    file = _file(served.model, file_type(served))
-    if linear is None:
-        name = "token_embd" if served.model.head_tied else "output"
-        return float(sum(tensor.num_bytes for tensor in file if tensor.name == name))
-    names = {NAMES[linear.name]}
-    if linear.count > 1:
-        fused = linear.name == "gate_up_proj"
-        names = {"ffn_gate_exps", "ffn_up_exps"} if fused else {f"{NAMES[linear.name]}_exps"}
-    stored = [tensor for tensor in file if tensor.layer is not None and tensor.name in names]
-    return sum(tensor.num_bytes for tensor in stored) / len({tensor.layer for tensor in stored})
+    return _weight_bytes(served.model, file_type(served))(linear)
+
+
+@lru_cache(maxsize=256)
+def _weight_bytes(model: ModelSpec, stored: str) -> Callable[[Linear | None], float]:
+    """The function of one file, so that equal ways to step are equal."""
+    file = _file(model, stored)
+
+    def of(linear: Linear | None) -> float:
+        if linear is None:
+            name = "token_embd" if model.head_tied else "output"
+            return float(sum(tensor.num_bytes for tensor in file if tensor.name == name))
+        names = {NAMES[linear.name]}
+        if linear.count > 1:
+            fused = linear.name == "gate_up_proj"
+            names = {"ffn_gate_exps", "ffn_up_exps"} if fused else {f"{NAMES[linear.name]}_exps"}
+        found = [tensor for tensor in file if tensor.layer is not None and tensor.name in names]
+        return sum(tensor.num_bytes for tensor in found) / len({tensor.layer for tensor in found})
+
+    return of
 
 
 def stepping(served: Served) -> Stepping | None:
@@ -564,7 +574,7 @@ def stepping(served: Served) -> Stepping | None:
         launch_s=0.0,
         cache_bytes=cached,
         rates=block_rates(served.gpu, compute_dtype(served)) if in_blocks else plain,
-        weight_bytes=lambda linear: weight_bytes(served, linear),
+        weight_bytes=_weight_bytes(served.model, file_type(served)),
         joins=False,
         max_num_seqs=slots(served),
         graph_tokens=min(batch, served.count("ubatch_size") or 512),
