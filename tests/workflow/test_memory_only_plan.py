@@ -86,6 +86,7 @@ def test_no_time_is_written_anywhere(tmp_path: Path) -> None:
     assert stages["saving"]["disk_bytes"] > 0
     assert "| merging" in found.files["summary"].read_text()
     page = found.files["report"].read_text()
+    assert "From download to resumption" in page
     assert "Peak memory" in page
     assert "<dt>Time per token" not in page
     assert "id=plane-finetune" not in page

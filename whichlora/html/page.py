@@ -12,6 +12,7 @@ from typing import Any
 from whichlora.html.figures import build_figures
 from whichlora.html.source import Estimate, Point, Source, read_source
 from whichlora.html.template import filled, script_json
+from whichlora.predict.words import VERDICTS
 from whichlora.store.jsonfiles import write_bytes
 from whichlora.units import format_bytes, format_count, format_seconds
 
@@ -53,7 +54,7 @@ def page(source: Source) -> str:
         "figures": "".join(
             _figure_slot(figure) for figure in figures if figure["id"] != _lead(figures)
         ),
-        "gpus": _gpus(source),
+        "gpus": _gpus(source) + _stages(source),
         "side_by_side": _side_by_side(source),
         "missing": _missing(source),
         "provenance": _provenance(source),
@@ -312,6 +313,24 @@ def _gpus(source: Source) -> str:
         )
     head = ("GPU", "Winner there", "Peak memory", "Total time", "Cost", "Known from", "Best for")
     return f"<section><h2>On each GPU</h2>{_plain_table(head, rows)}</section>"
+
+
+def _stages(source: Source) -> str:
+    """The winner's peaks outside its steps, too."""
+    if not source.stages:
+        return ""
+    rows = []
+    for stage in source.stages:
+        sizes = (stage.device_used_bytes, stage.host_bytes, stage.disk_bytes)
+        fits = VERDICTS.get(stage.verdict, NONE) if stage.device_used_bytes else NONE
+        cells = (*(format_bytes(size) if size else NONE for size in sizes), fits)
+        rows.append(
+            f"<tr><th scope=row>{escape(stage.name)}</th>"
+            + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            + "</tr>"
+        )
+    head = ("Stage", "GPU", "Host memory", "Disk, added", "Fits the GPU")
+    return f"<section><h2>From download to resumption</h2>{_plain_table(head, rows)}</section>"
 
 
 def _missing(source: Source) -> str:

@@ -121,6 +121,17 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What the winner takes at the largest moment of one stage of its life."""
+
+    name: str
+    device_used_bytes: float
+    host_bytes: float
+    disk_bytes: float
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Everything that the report shows.
 
@@ -133,6 +144,7 @@ class Source:
         side_by_side: one shape with every method and rank.
         gpus: every GPU of the plan's list; empty where it has one.
         waits: of the winner, where an engine serves it.
+        stages: of the winner on one GPU, from its download to its resumption.
         missing: parts of the report that this answer has no data for.
     """
 
@@ -151,6 +163,7 @@ class Source:
     missing: Sequence[str]
     gpus: Sequence[OnGpu] = ()
     waits: Sequence[Wait] = ()
+    stages: Sequence[Stage] = ()
 
     def limit(self, name: str) -> float | None:
         """The limit called `name`; None where there is none."""
@@ -265,6 +278,20 @@ def _source(values: Mapping[str, Any]) -> Source:
         missing=missing,
         gpus=[_on_gpu(row) for row in values.get("gpus", ())],
         waits=[_wait(row) for row in values.get("waits", ())],
+        stages=[_stage(row) for row in _object(values, "life").get("stages", ())],
+    )
+
+
+def _stage(row: Mapping[str, Any]) -> Stage:
+    device, host, disk = (
+        _number(row[name]) for name in ("device_used_bytes", "host_bytes", "disk_bytes")
+    )
+    return Stage(
+        name=str(row["name"]),
+        device_used_bytes=device,
+        host_bytes=host,
+        disk_bytes=disk,
+        verdict=str(row["verdict"]),
     )
 
 
