@@ -1,8 +1,9 @@
 """Trace ranks under tensor parallelism and FSDP together, and compare them with the formulas.
 
 `--draw SEED COUNT` appends traced runs to `traces/parallel/tp_fsdp.jsonl`; without arguments the
-kept ones are compared and the table is printed. Gradients are not clipped, and precision is 16 bit
-or fp32 throughout: torch refuses the norm of both meshes, and shards of two dtypes in a unit.
+kept ones are compared and the table is printed. Gradients are not clipped: torch refuses the norm of
+both meshes. Precision is 16 bit or fp32 throughout, or that of `--precision bf16`: with it LoRA
+runs, and torch refuses full fine-tuning, whose units have shards of two dtypes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +107,13 @@ def traced(record: Mapping[str, Any]) -> int:
     return max(trace.peak_bytes.values())
 
 
-def draw(seed: int, count: int) -> None:
+def draw(seed: int, count: int, precision: str | None) -> None:
     warnings.simplefilter("ignore")
     for number in range(count):
         chance = random.Random(1000 * seed + number)
         config, run = draw_config(chance), draw_run(chance)
+        if precision is not None:
+            run = replace(run, precision=precision, seq_len=min(run.seq_len, 512))  # type: ignore[arg-type]
         record: dict[str, Any] = {"config": config, "run": run.to_dict()}
         try:
             predicted(record)
@@ -136,9 +140,10 @@ def errors() -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draw", nargs=2, type=int, metavar=("SEED", "COUNT"))
+    parser.add_argument("--precision", help="of all that is drawn")
     arguments = parser.parse_args()
     if arguments.draw:
-        draw(*arguments.draw)
+        draw(*arguments.draw, arguments.precision)
     print(sizes_by_strategy({"tp+fsdp": errors()}))
 
 
