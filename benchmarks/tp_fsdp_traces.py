@@ -1,8 +1,8 @@
 """Trace ranks under tensor parallelism and FSDP together, and compare them with the formulas.
 
 `--draw SEED COUNT` appends traced runs to `traces/parallel/tp_fsdp.jsonl`; without arguments the
-kept ones are compared and the table is printed. Gradients are not clipped: torch refuses the norm of
-both meshes. Precision is 16 bit or fp32 throughout, or that of `--precision bf16`: with it LoRA
+kept ones are compared and the table is printed. Gradients are not clipped: torch refuses the norm
+of both meshes. Precision is 16 bit or fp32 throughout, or that of `--precision bf16`: with it LoRA
 runs, and torch refuses full fine-tuning, whose units have shards of two dtypes.
 """
 
