@@ -27,7 +27,10 @@ def test_types_that_came_later_have_runs_of_their_own() -> None:
     drawn = {samples.model_type(run) for run in samples.later_runs()}
     assert drawn == set(samples.later_types())
     assert not drawn & set(samples.FIRST_TYPES)
-    known = drawn | set(samples.FIRST_TYPES) | samples.NO_AUTO_CLASS
+    newest = {samples.model_type(run) for run in samples.newest_runs()}
+    assert newest == set(samples.NEWEST_TYPES)
+    assert not newest & drawn
+    known = drawn | newest | set(samples.FIRST_TYPES) | samples.NO_AUTO_CLASS
     assert set(families.FAMILIES) <= known
 
 
