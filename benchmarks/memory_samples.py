@@ -361,6 +361,7 @@ def _too_long(*_: Any) -> None:
 def _peaks(run: RunConfig) -> dict[str, Any]:
     from whichlora.tracer.trace import whole_trace
 
+    predicted_allocated(run)  # what the formulas refuse is not traced
     if run.attn == "flash_attention_2" and run.padding == "padded":
         raise ConfigError("flash-attention 2 of a padded batch is not traced")
     job = resolution.resolve(model_of(run.model), run, GPU)

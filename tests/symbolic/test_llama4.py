@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from written_layers import points_of_layer
 
+from whichlora.errors import ConfigError
 from whichlora.families import build
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
@@ -25,6 +27,13 @@ def kept_by_experts(num_experts: int, *, chosen: int) -> int:
     run = RunConfig(model="tiny", precision="bf16-pure", target_modules=("attention",))
     job = resolve(build(config, name="tiny"), run, find_gpu("h100-sxm-80gb"))
     return points_of_layer(job.model.groups[0].layer, job).saved.per_token
+
+
+def test_experts_in_bitsandbytes_are_refused() -> None:
+    run = RunConfig(model="tiny", method="qlora")
+    job = resolve(build(SIZES, name="tiny"), run, find_gpu("h100-sxm-80gb"))
+    with pytest.raises(ConfigError, match="experts of Llama 4 in nf4-dq are not predicted"):
+        points_of_layer(job.model.groups[0].layer, job)
 
 
 def test_what_is_kept_grows_with_all_experts_and_not_with_those_that_are_chosen() -> None:

@@ -6,7 +6,9 @@ Source: transformers 5.23 `Llama4TextAttention.forward`, `apply_rotary_emb`,
 
 from __future__ import annotations
 
+from whichlora.errors import ConfigError
 from whichlora.spec.architecture import Attention, Linear, Moe
+from whichlora.spec.run import BNB_QUANTS
 from whichlora.symbolic.autograd import Tensor, constant, per_token, plus
 from whichlora.symbolic.mlp import activate, feed_forward
 from whichlora.symbolic.operators import OpEmitter
@@ -50,7 +52,17 @@ def _times_complex(code: OpEmitter, x: Tensor) -> Tensor:
 
 
 def run_every_expert(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
-    """Each expert on each token, times its score, which is 0 where the expert is not chosen."""
+    """Each expert on each token, times its score, which is 0 where the expert is not chosen.
+
+    Raises:
+        ConfigError: a base in bitsandbytes, for which transformers 5.23 puts matrices of their own
+            in the place of the experts (`SequentialLlama4TextExperts`).
+    """
+    if code.dtypes.quant in BNB_QUANTS:
+        raise ConfigError(
+            f"quant: the experts of Llama 4 in {code.dtypes.quant} are not predicted; leave quant "
+            "out, or trace the real code with --engine trace"
+        )
     tape, hidden, count = code.tape, moe.router.in_features, moe.num_experts
     scores, logits = _scores(code, moe, x)
     every = per_token(count * hidden)
