@@ -138,8 +138,8 @@ def estimate(
             out beside `from_file`.
         from_file: files of another tool (Axolotl, LLaMA-Factory, TRL, a script), which `models`
             and `settings` count more than; notes of the predictions say what was not used.
-        gpu: keys of `whichlora gpus`, "cpu", "auto" for what this machine has, or an amount of
-            memory ("24GB"), which has no time.
+        gpu: keys of `whichlora gpus`, "cpu", "auto" for what this machine has, an amount of
+            memory ("24GB"), which has no time, or several cards of one run ("2x3090").
         gpus: how many, over all nodes; types, an older meaning, are accepted with a warning.
         calibration_dir: your calibrations; None is your own folder.
         engine: "trace" asks the real code instead of the formulas (needs torch); "auto" does so
@@ -165,8 +165,8 @@ def estimate(
             gpu = _old_spelling(gpu, gpus)  # type: ignore[arg-type]
     grid, notes = _with_files(_grid(models, asked), from_file, stated=asked)
     types = _types(gpu)
-    return estimates.estimate(
-        combinations.combinations(combinations.with_cards(grid, types)),
+    return estimates.estimate_grid(
+        grid,
         types,
         calibration_dir=_path(calibration_dir),
         engine=engine,

@@ -67,7 +67,7 @@ def test_all_ranks_compute_in_a_precision_that_each_card_has() -> None:
     [
         ("3090+4090", 2, {"parallel": "tp"}, "tp on unequal cards is not modelled; use ddp, fsdp"),
         ("3090+4090", 4, {}, "are 2 cards, got 4; leave gpus out"),
-        ("3090+rtx-3090-24gb", 2, {}, "cards are equal; write gpu rtx-3090-24gb and gpus 2"),
+        ("3090+rtx-3090-24gb", 2, {}, "cards are equal; write 2xrtx-3090-24gb"),
         ("3090+warp", 2, {}, "unknown GPU 'warp'"),
     ],
 )
@@ -96,3 +96,16 @@ def test_cards_are_counted() -> None:
 def test_the_cards_state_their_number_to_a_strategy_that_is_named() -> None:
     (prediction,) = estimate("Qwen/Qwen2.5-0.5B", "3090+2x4090", parallel="ddp")
     assert prediction.run.parallel.gpus == 3
+
+
+def test_equal_cards_of_one_run_stand_beside_a_single_one() -> None:
+    settings = {"method": "qlora", "seq_len": 512}
+    two, one = estimate("Qwen/Qwen2.5-7B", ["2x3090", "a6000"], **settings)  # type: ignore[arg-type]
+    assert (two.gpu, two.run.parallel.gpus) == ("rtx-3090-24gb", 2)
+    assert (one.gpu, one.run.parallel.gpus) == ("rtx-a6000-48gb", 1)
+    assert [two, one] == [
+        *estimate("Qwen/Qwen2.5-7B", "3090", gpus=2, **settings),  # type: ignore[arg-type]
+        *estimate("Qwen/Qwen2.5-7B", "a6000", **settings),  # type: ignore[arg-type]
+    ]
+    with pytest.raises(ConfigError, match="gpu: 2x3090 states how many; leave gpus out"):
+        estimate("Qwen/Qwen2.5-7B", "2x3090", gpus=4)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from databases import GPU, a_database, a_record
 
-from whichlora.calibration.load import model_of
-from whichlora.cli import main
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.store.gpus import find_gpu
+from whichlora.terminal import accuracy_document, as_markdown
 from whichlora.workflow import accuracy
 from whichlora.workflow.accuracy import rows_of
 
@@ -45,6 +42,7 @@ def test_shorter_batches_are_compared_at_their_own_length() -> None:
     assert rows[0]["peak allocated"] == rows[2]["peak allocated"]
 
 
+@pytest.mark.slow
 def test_the_page_names_errors_by_software_and_the_worst_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,12 +54,10 @@ def test_the_page_names_errors_by_software_and_the_worst_rows(
     failed = replace(a_record(1), id="oom", outcome="oom", step_s=(), batch_seq_len=())
     older = {**a_record(3).config, "libraries": {"torch": "2.1.2"}}
     a_database(tmp_path, [TRUE, wrong, failed, replace(a_record(3), config=older)])
-    command = ["calibrate", "report", "--gpu", GPU, "--calibration-dir", str(tmp_path)]
-    page = CliRunner().invoke(main, command).stdout
+    found = accuracy.accuracies([GPU], tmp_path)
+    page = as_markdown(accuracy_document(found))
     assert page.startswith("# Predicted against measured\n\n## by accelerator\n")
     assert "| a100-sxm-80gb | torch 2.1.2 | peak allocated | 1 |" in page
     assert "| -50.0% | no | twice |" in page
     assert f"- {GPU}: 4 records of 2026-01-01 to 2026-01-05; formulas " in page
-    (answer,) = json.loads(CliRunner().invoke(main, [*command, "--json"]).stdout)["accuracies"]
-    assert {row["record"] for row in answer["rows"]} == {"run-0", "run-3", "twice"}
-    assert model_of(wrong).name == TRUE.config["model"]
+    assert {row["record"] for row in found[0].to_dict()["rows"]} == {"run-0", "run-3", "twice"}

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 @run_options
 @gpu_option(
     "auto",
-    "Accelerators: see `whichlora gpus`; cpu, auto; 24GB: memory alone; 3090+2x4090: unequal cards "
-    "of one run.",
+    "Accelerators: see `whichlora gpus`; cpu, auto; 24GB: memory alone; 2x3090: two in one run; "
+    "3090+2x4090: unequal ones.",
     counted=True,
 )
 @click.option(
@@ -105,14 +105,14 @@ def estimate(
       whichlora estimate --from axolotl.yaml --gpu h100-sxm-80gb
       whichlora estimate --from axolotl.yaml --gpu l4 --check --markdown
     """
-    from whichlora.workflow import combinations, estimates
+    from whichlora.workflow import estimates
 
     _check_form(as_json, as_markdown)
     settings = run_settings(models, options)
     settings, notes = with_from_files(ctx, settings, from_files)
     maximise = maximised(settings)
-    predictions = estimates.estimate(
-        combinations.combinations(combinations.with_cards(settings, gpu)),
+    predictions = estimates.estimate_grid(
+        settings,
         gpu,
         calibration_dir=calibration_dir,
         engine=engine,

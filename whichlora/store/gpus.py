@@ -145,8 +145,14 @@ def find_cards(name: str) -> tuple[tuple[GpuSpec, int], ...]:
         numbers[spec.key] = numbers.get(spec.key, 0) + int(counted["number"] if counted else 1)
     if len(specs) == 1:
         ((key, number),) = numbers.items()
-        raise ConfigError(f"gpu: {name}: cards are equal; write gpu {key} and gpus {number}")
+        raise ConfigError(f"gpu: {name}: cards are equal; write {number}x{key}")
     return tuple((spec, numbers[key]) for key, spec in specs.items())
+
+
+def number_of(name: str) -> tuple[int | None, str]:
+    """How many equal cards `name` states, and their type: "2x3090"; None where it does not."""
+    counted = None if "+" in name else _COUNTED.fullmatch(name.strip())
+    return (int(counted["number"]), counted["name"]) if counted else (None, name)
 
 
 def each_once(specs: Iterable[GpuSpec]) -> list[GpuSpec]:

@@ -13,7 +13,7 @@ from whichlora.methods import with_defaults
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requested
 from whichlora.spec.results import Refused
 from whichlora.spec.run import TRANSFORMERS, RunConfig
-from whichlora.store.gpus import find_cards
+from whichlora.store.gpus import find_cards, number_of
 from whichlora.trainers import get_trainer
 
 _ALONE = (None, AUTO, ONE_DEVICE)  # what one GPU is asked with
@@ -168,6 +168,23 @@ def with_cards(
     if len(targets) != 1 or "+" not in targets[0] or any(settings.get("gpus") or ()):
         return settings
     return {**settings, "gpus": [sum(number for _, number in find_cards(targets[0]))]}
+
+
+def by_number(
+    settings: Mapping[str, Sequence[Any]], targets: Sequence[str]
+) -> Iterator[tuple[Mapping[str, Sequence[Any]], list[str]]]:
+    """`settings` and types of GPU for each number of GPUs that `targets` state: "2x3090".
+
+    Raises:
+        ConfigError: the settings state a number, too.
+    """
+    types: dict[int | None, list[str]] = {}
+    for number, name in map(number_of, targets):
+        types.setdefault(number, []).append(name)
+    for number, names in types.items():
+        if number is not None and any(settings.get("gpus") or ()):
+            raise ConfigError(f"gpu: {number}x{names[0]} states how many; leave gpus out")
+        yield settings if number is None else {**settings, "gpus": [number]}, names
 
 
 def with_parallel(settings: Mapping[str, Any]) -> dict[str, Any]:

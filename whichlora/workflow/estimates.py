@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from whichlora.store import hub, models
 from whichlora.store.costs import Rates, load_rates
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus
 from whichlora.store.hub import load_model
+from whichlora.workflow.combinations import by_number, combinations, with_cards
 
 
 def estimate(
@@ -129,6 +130,24 @@ def estimate(
                 continue
             predictions.append(_finished(prediction, cards, notes, rates, stale[name]))
     return Answers(predictions, refused)
+
+
+def estimate_grid(
+    settings: Mapping[str, Sequence[Any]], gpus: Sequence[str] = ("auto",), **options: Any
+) -> Answers[Prediction]:
+    """`estimate` of every combination of `settings`; a target may state its number: "2x3090".
+
+    Raises:
+        ConfigError: as `estimate`, or settings that exclude each other.
+    """
+    found = [
+        estimate(combinations(with_cards(grid, types)), types, **options)
+        for grid, types in by_number(settings, gpus)
+    ]
+    return Answers(
+        (prediction for answers in found for prediction in answers),
+        (refused for answers in found for refused in answers.refused),
+    )
 
 
 def document(answers: Answers[Prediction]) -> dict[str, Any]:

@@ -141,7 +141,13 @@ class Question:
             return joules / (self.gpus * gpu.power_w)
         money = _MONEY.fullmatch(budget.strip())
         if money is None:
-            return parse_duration(budget, setting="budget") / self.gpus
+            try:
+                return parse_duration(budget, setting="budget") / self.gpus
+            except ConfigError:
+                raise ConfigError(
+                    f"budget: {budget!r} is neither money (20usd), GPU-hours (10h) nor energy "
+                    "(5kWh)"
+                ) from None
         return 3600 * float(money["amount"]) / self._price(gpu, budget, money).per_hour(self.gpus)
 
     def _price(self, gpu: GpuSpec, budget: str, money: re.Match[str]) -> Offer:
