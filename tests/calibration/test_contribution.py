@@ -11,9 +11,12 @@ from click.testing import CliRunner
 from databases import GPU, MODEL, a_database, a_record, ids
 
 from whichlora.calibration.database import merge_records
-from whichlora.calibration.share.contribution import public_record, require_public_model
+from whichlora.calibration.share.contribution import (
+    NotPublicError,
+    public_record,
+    require_public_model,
+)
 from whichlora.cli import main
-from whichlora.errors import ConfigError
 from whichlora.spec.results import Measurement
 from whichlora.store.gpus import find_gpu
 from whichlora.store.measurements import read_measurements
@@ -95,7 +98,7 @@ def config_of(**settings: Any) -> dict[str, Any]:
 def test_a_text_that_the_run_depends_on_leaves_the_record_out(
     changes: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(ConfigError, match=reason) as refused:
+    with pytest.raises(NotPublicError, match=reason) as refused:
         public(a_private_record(**changes))
     assert SECRET not in str(refused.value)
 
@@ -105,12 +108,14 @@ def test_the_folder_holds_records_that_merge_and_a_report(tmp_path: Path) -> Non
     own, folder, other = tmp_path / "own", tmp_path / "shared", tmp_path / "other"
     slow = a_private_record(7, step_s=(1e-9,) * 3)
     elsewhere = a_private_record(9, config=config_of(model=f"{SECRET}/model"))
-    a_database(own, [*map(a_private_record, (0, 1, 2, 3)), slow, elsewhere])
+    not_predicted = a_private_record(10, config=config_of(quant="fp8"))  # its error may quote it
+    a_database(own, [*map(a_private_record, (0, 1, 2, 3)), slow, elsewhere, not_predicted])
     command = ["calibrate", "contribute", str(folder), "--gpu", GPU, "--calibration-dir", str(own)]
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 0, done.output
     assert f"{GPU}: 4 records" in done.stdout
     assert "its model is not in the shipped database: 1 records" in done.stdout
+    assert "this release can't predict it: 1 records" in done.stdout
     report = (folder / "REPORT.md").read_text(encoding="utf-8")
     assert "can't be true: step: " in report
     assert "| a100-sxm-80gb | peak allocated | 4 | 0.0% |" in report

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from databases import GPU, a_database, a_record
 
+from whichlora.errors import CalibrationError
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.store.gpus import find_gpu
 from whichlora.terminal import accuracy_document, as_markdown
 from whichlora.workflow import accuracy
 from whichlora.workflow.accuracy import rows_of
+from whichlora.workflow.contribute import contribute
 
 TRUE = a_record(0)
 
@@ -40,6 +42,13 @@ def test_shorter_batches_are_compared_at_their_own_length() -> None:
     ]
     assert rows[0]["step"] == rows[1]["step"]
     assert rows[0]["peak allocated"] == rows[2]["peak allocated"]
+
+
+def test_without_a_record_there_is_no_page_and_nothing_to_contribute(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match="no record of l4-24gb to compare"):
+        accuracy.accuracies(["l4"], tmp_path)
+    with pytest.raises(CalibrationError, match="nothing to contribute"):
+        contribute(tmp_path / "shared", ["l4"], tmp_path)
 
 
 @pytest.mark.slow

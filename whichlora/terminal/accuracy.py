@@ -162,10 +162,9 @@ def _closing(accuracies: Sequence[Accuracy]) -> Iterator[str]:
         "that of the stored fit"
     )
     for accuracy in accuracies:
-        text = f"{accuracy.gpu}: {accuracy.num_records} records"
-        if accuracy.dates is not None:
-            text += f" of {accuracy.dates[0]} to {accuracy.dates[1]}"
-        yield f"{text}; formulas {accuracy.formulas}"
+        first, last = accuracy.dates
+        records = f"{accuracy.num_records} records of {first} to {last}"
+        yield f"{accuracy.gpu}: {records}; formulas {accuracy.formulas}"
         for record, why in list(accuracy.left_out.items())[:MOST_LEFT_OUT]:
             yield f"left out: {record}: {why}"
         if len(accuracy.left_out) > MOST_LEFT_OUT:

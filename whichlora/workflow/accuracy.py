@@ -12,7 +12,7 @@ from whichlora.calibration.database import chosen_gpus
 from whichlora.calibration.formula_version import formulas_digest
 from whichlora.calibration.load import calibration_roots, load_calibration, model_of
 from whichlora.calibration.samples import Sample, groups_of, stack_of
-from whichlora.errors import WhichLoraError
+from whichlora.errors import CalibrationError, WhichLoraError
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.predict import predict
 from whichlora.predict.words import describe
@@ -75,7 +75,7 @@ class Accuracy:
     gpu: str
     rows: Sequence[Row]
     num_records: int
-    dates: tuple[str, str] | None
+    dates: tuple[str, str]
     left_out: dict[str, str]
     formulas: str
 
@@ -98,11 +98,18 @@ def accuracy(gpu: GpuSpec, calibration_dir: Path | None = None) -> Accuracy:
 
     What ran on the same software is left out with it, as a cross-validation of the fit does; of
     fewer than three kinds of software the same model, or the same run.
+
+    Raises:
+        CalibrationError: there is no record.
     """
     left_out: dict[str, str] = {}
     records = read_measurements(
         calibration_roots(calibration_dir), gpu.key, leave_out=left_out.__setitem__
     )
+    if not records:
+        raise CalibrationError(
+            f"no record of {gpu.key} to compare; 'whichlora calibrate show' lists what there is"
+        )
     stored = load_calibration(gpu, calibration_dir)
     rows: list[Row] = []
     for fitted, held_out in _folds(records, gpu):
@@ -116,7 +123,7 @@ def accuracy(gpu: GpuSpec, calibration_dir: Path | None = None) -> Accuracy:
         gpu=gpu.key,
         rows=rows,
         num_records=len(records),
-        dates=(records[0].date[:10], records[-1].date[:10]) if records else None,
+        dates=(records[0].date[:10], records[-1].date[:10]),
         left_out=left_out,
         formulas=formulas_digest(),
     )

@@ -9,7 +9,11 @@ from pathlib import Path
 
 from whichlora.calibration.database import chosen_gpus, judge
 from whichlora.calibration.load import calibration_roots, load_calibration
-from whichlora.calibration.share.contribution import public_record, require_public_model
+from whichlora.calibration.share.contribution import (
+    NotPublicError,
+    public_record,
+    require_public_model,
+)
 from whichlora.calibration.share.union import packed
 from whichlora.errors import CalibrationError, ConfigError, DataFileError, WhichLoraError
 from whichlora.spec.gpu import GpuSpec
@@ -73,8 +77,11 @@ def contribute(
                 continue
             try:
                 public = _public(record, gpu, impossible(record))
-            except WhichLoraError as error:
+            except NotPublicError as error:
                 left_out[str(error)] += 1
+                continue
+            except WhichLoraError:  # whose message may quote the record
+                left_out["this release can't predict it"] += 1
                 continue
             if public.id in shipped:
                 known += 1
@@ -88,6 +95,8 @@ def contribute(
     contribution = Contribution(
         folder=folder, records=records, rows=rows, left_out=+left_out, known=known
     )
+    if not (records or contribution.left_out or known):
+        raise CalibrationError(f"no run was recorded yet in {roots[0]}; nothing to contribute")
     if not records:
         reasons = ", ".join(f"{why} ({count})" for why, count in contribution.left_out.items())
         raise CalibrationError(
@@ -114,12 +123,13 @@ def _public(record: Measurement, gpu: GpuSpec, fault: str) -> Measurement:
     """`record` as it may be published.
 
     Raises:
-        ConfigError: it may not, or can't be true.
+        NotPublicError: it may not, or can't be true.
+        WhichLoraError: this release does not know its settings.
     """
     if not (data_folder("calibration") / gpu.key / "gpu.json").is_file():
-        raise ConfigError("its device is not in the shipped catalog")
+        raise NotPublicError("its device is not in the shipped catalog")
     if fault:
-        raise ConfigError(f"can't be true: {fault}")
+        raise NotPublicError(f"can't be true: {fault}")
     model = require_public_model(record, find_model(str(record.config.get("model", ""))))
     return public_record(record, model, gpu)
 

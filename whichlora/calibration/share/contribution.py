@@ -52,6 +52,10 @@ LEFT_OUT = {
 _VERSION = re.compile(r"\d+(?:\.\d+)*(?:(?:a|b|rc|\.post|\.dev)\d+)*")
 
 
+class NotPublicError(ConfigError):
+    """Why a record can't be published, in words that hold nothing of it but a setting's name."""
+
+
 def public_record(record: Measurement, model: ModelSpec, gpu: GpuSpec) -> Measurement:
     """`record` without anything that could tell who measured it, where, or on which data.
 
@@ -61,13 +65,14 @@ def public_record(record: Measurement, model: ModelSpec, gpu: GpuSpec) -> Measur
         model: that the shipped database has under the record's name.
 
     Raises:
-        ConfigError: it holds a text of the user's own that its meaning depends on.
+        NotPublicError: it holds a text of the user's own that its meaning depends on.
+        ConfigError: settings that this release does not know, or that exclude each other.
     """
     config = dict(record.config) | {"model": model.name}
     words = _words() | {model.name, *(linear.name for linear in all_linears(model))}
     for name, text in _texts(config):
         if text not in words and not _VERSION.fullmatch(text):
-            raise ConfigError(f"config: {name} is a text of your own")
+            raise NotPublicError(f"config: {name} is a text of your own")
     moments = ledger(resolve(model, record.run, gpu)).moments
     public = Measurement(
         id="",
@@ -93,13 +98,13 @@ def require_public_model(record: Measurement, model: ModelSpec | None) -> ModelS
     """`model`, where the shipped database has it as the record was measured on it.
 
     Raises:
-        ConfigError: it has not; the name, or the config, is then the user's own.
+        NotPublicError: it has not; the name, or the config, is then the user's own.
     """
     if model is None or not is_known_model(str(record.config.get("model", ""))):
-        raise ConfigError("its model is not in the shipped database")
+        raise NotPublicError("its model is not in the shipped database")
     config = record.model_config
     if config is not None and model_digest(config) != model_digest(model.config):
-        raise ConfigError("its model has another config than the shipped database")
+        raise NotPublicError("its model has another config than the shipped database")
     return model
 
 
