@@ -69,15 +69,6 @@ def conclude(
         may_fit = bolder_than(best, finetune, least)
     if session.compared:
         session.calibration = refit(session.gpu, plan.calibration_dir)
-    compared = [
-        Compared(
-            measurement=measurement,
-            cold=session.predict(profiled, session.cold),
-            before=before,
-            after=session.predict(profiled),
-        )
-        for measurement, profiled, before in session.compared
-    ]
     shown = best or min(
         finetune,
         key=lambda candidate: (-candidate.chance_of_both_stages, candidate.rank),
@@ -104,7 +95,7 @@ def conclude(
         waits=_waits(session, serving),
         front=_front(finetune, least),
         search=search,
-        compared=compared,
+        compared=_compared(session),
         tokens=_describe_tokens(session, best, model),
         cautions=[
             *_cautions(session, best, model),
@@ -121,6 +112,19 @@ def conclude(
         dataset=_dataset_facts(session, model),
         calibration=session.calibration,
     )
+
+
+def _compared(session: Session) -> list[Compared]:
+    """Each measurement beside what was predicted without runs, before it, and now."""
+    return [
+        Compared(
+            measurement=measurement,
+            cold=session.predict(profiled, session.cold),
+            before=before,
+            after=session.predict(profiled),
+        )
+        for measurement, profiled, before in session.compared
+    ]
 
 
 def _cost(session: Session, best: Candidate | None) -> RunningCost | None:

@@ -123,10 +123,7 @@ def estimate(
                         model, run, gpu, calibration, traced, maximise, predictor
                     )
             except ConfigError as error:
-                settings = {k: v for k, v in run.chosen().items() if k != "model"}
-                refused.append(
-                    Refused(model=run.model, gpu=name, settings=settings, reason=str(error))
-                )
+                refused.append(_refused(run, name, error))
                 continue
             predictions.append(_finished(prediction, cards, notes, rates, stale[name]))
     return Answers(predictions, refused)
@@ -172,6 +169,11 @@ def _stale_notes(cards: Sequence[Card], calibration_dir: Path | None) -> str:
     """How old the calibrations of `cards` are."""
     notes = (stale_note(card.calibration, calibration_dir) for card in cards)
     return "".join(dict.fromkeys(notes))
+
+
+def _refused(run: RunConfig, gpu: str, error: ConfigError) -> Refused:
+    settings = {name: value for name, value in run.chosen().items() if name != "model"}
+    return Refused(model=run.model, gpu=gpu, settings=settings, reason=str(error))
 
 
 def _finished(
