@@ -82,7 +82,9 @@ class _RunSettings(TypedDict, total=False):
     padding: Padding | Sequence[Padding]
     loss_head: LossHead | Sequence[LossHead]
     trainer: str | Sequence[str]
+    task: str | Sequence[str]
     method_options: Mapping[str, OptionValue]
+    task_options: Mapping[str, OptionValue]
     trainer_options: Mapping[str, OptionValue]
     quant: Quant | Sequence[Quant | None] | None
     quant_group_size: int | Sequence[int]
@@ -524,7 +526,7 @@ def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str,
             grid[name] = _numbers(value)
             if not grid[name]:
                 raise ConfigError(f"gpus: {value!r} is no number of GPUs; gpu= takes types")
-        elif name in ("method_options", "trainer_options", "serving_options"):
+        elif name in ("method_options", "trainer_options", "serving_options", "task_options"):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{name}: {value!r} is not a mapping of settings")
             grid[name] = [tuple(sorted(value.items()))]

@@ -383,10 +383,10 @@ def train_by_trl(
         further["reward_funcs"] = lambda completions, **_: [float(len(c)) for c in completions]
     auto = AutoModelForCausalLM
     config = AutoConfig.for_model("llama", **CONFIGS["llama"])
-    if trainer.gives_rewards:
+    if trainer.task:
         auto, config.num_labels, config.pad_token_id = AutoModelForSequenceClassification, 1, 0
     if not full:
-        task = "SEQ_CLS" if trainer.gives_rewards else "CAUSAL_LM"
+        task = "SEQ_CLS" if trainer.task else "CAUSAL_LM"
         further["peft_config"] = LoraConfig(r=8, target_modules="all-linear", task_type=task)
     with tempfile.TemporaryDirectory() as folder, oracle.quiet():
         torch.manual_seed(0)

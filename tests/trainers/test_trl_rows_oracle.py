@@ -119,7 +119,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def made_by_trl(name: str, rows: list[dict[str, Any]], tokenizer: Path, folder: Path) -> Any:
     """The trainer of TRL with `rows`, which it has made token ids of."""
     trainer = get_trainer(name)
-    model_class = LlamaForSequenceClassification if trainer.gives_rewards else LlamaForCausalLM
+    model_class = LlamaForSequenceClassification if trainer.task else LlamaForCausalLM
     args = resolve_name(trainer.config_class)(
         output_dir=str(folder), max_length=LENGTH, bf16=False, report_to="none", use_cpu=True
     )
@@ -214,7 +214,7 @@ def test_the_written_job_trains_on_cpu(name: str, form: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["dpo", "kto", "reward"])
 def test_the_command_of_trl_trains_what_the_export_says(name: str, tmp_path: Path) -> None:
     trainer = get_trainer(name)
-    loads = LlamaForSequenceClassification if trainer.gives_rewards else LlamaForCausalLM
+    loads = LlamaForSequenceClassification if trainer.task else LlamaForCausalLM
     loads(LlamaConfig(**LLAMA, num_labels=1, pad_token_id=0)).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     rows = rows_of(trainer.rows, chat=False)[:8]

@@ -94,6 +94,12 @@ def _methods() -> Iterable[str]:
     return list_methods()
 
 
+def _tasks() -> Iterable[str]:
+    from whichlora.tasks import list_tasks
+
+    return list_tasks()
+
+
 def _trainers() -> Iterable[str]:
     from whichlora.trainers import list_trainers
 
@@ -120,6 +126,7 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "attn": _words(specs.AttentionKernel),
     "padding": _words(specs.Padding),
     "loss_head": _words(specs.LossHead),
+    "task": _tasks,
     "trainer": _trainers,
     "quant": _words(specs.Quant),
     "kv_cache": _words(specs.KvCache),

@@ -23,6 +23,7 @@ from whichlora.errors import ConfigError
 from whichlora.methods import BUILT_IN
 from whichlora.spec import run as specs
 from whichlora.spec.run import TRANSFORMERS, RunConfig
+from whichlora.tasks import BUILT_IN as TASKS
 from whichlora.trainers import BUILT_IN as TRAINERS
 
 if TYPE_CHECKING:
@@ -118,6 +119,19 @@ _SETTINGS = (
         "trainer", "transformers", f"Who runs the steps: {', '.join(TRAINERS)}.", words("trainer")
     ),
     click.option(
+        "--task",
+        default=None,
+        help=f"What a model learns: {', '.join(TASKS)}; default: texts or masked words, by its "
+        "type.",
+    ),
+    click.option(
+        "--task-option",
+        "task_options",
+        multiple=True,
+        callback=named_values,
+        help="A setting of the task's own, such as num_labels=3; several times for several.",
+    ),
+    click.option(
         "--trainer-option",
         "trainer_options",
         multiple=True,
@@ -202,6 +216,7 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
     serve: list[str | None] = [None]
     if options["serve"] is not None:
         serve = list(words("serve", tuple(get_args(specs.Serve)))(None, None, options["serve"]))
+    tasks = [""] if options["task"] is None else words("task")(None, None, options["task"])
     saved = []
     if options["modules_to_save"] is not None:
         saved = words("modules-to-save")(None, None, options["modules_to_save"])
@@ -212,6 +227,7 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         "libraries",
         "method_options",
         "trainer_options",
+        "task_options",
         "use_rslora",
         "loraplus_lr_ratio",
         "expandable_segments",
@@ -227,6 +243,7 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         "model": list(models),
         "quant": quants,
         "serve": serve,
+        "task": tasks,
         "target_modules": [tuple(options["target_modules"])],
         "modules_to_save": [tuple(saved)],
     }

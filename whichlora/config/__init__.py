@@ -136,6 +136,7 @@ def _well_formed(data: dict[Any, Any]) -> dict[Any, Any]:
 def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
     from whichlora.config.checks import resolve_model
     from whichlora.store.costs import find_grid
+    from whichlora.tasks import with_task
 
     folder = path.parent
     stage1, stage2 = settings.stage1_profile, settings.stage2_profile
@@ -149,11 +150,11 @@ def _build(settings: PlanFile, path: Path, data: dict[Any, Any]) -> Plan:
         spreads=_spreads(settings),
         models=models,
         tokenizers=_tokenizers(stage1.tokenizers, names, folder),
-        inference=_inference(settings, models[0]),
+        inference=with_task(_inference(settings, models[0])),
         inference_batch_sizes=_sequences_at_once(settings),
         prompt_lens=stage1.prefill_length,
         max_new_tokens=stage1.tokens_to_generate,
-        finetune=_finetune(settings, models[0]),
+        finetune=with_task(_finetune(settings, models[0])),
         methods=settings.methods,
         ranks=settings.ranks,
         lora_alpha=settings.lora_alpha,
@@ -228,14 +229,12 @@ def _sequences_at_once(settings: PlanFile) -> tuple[int, ...]:
 
 def _inference(settings: PlanFile, model: str) -> RunConfig:
     from whichlora.serving import get_engine
-    from whichlora.trainers import list_trainers
 
     stage, version = settings.stage1_profile, settings.serving_version
-    scores = list_trainers()[settings.trainer].gives_rewards
     return RunConfig(
         **_shared(settings, model),
         phase="inference",
-        trainer=settings.trainer if scores else RunConfig(model="").trainer,
+        **_task(settings),
         batch_size=_sequences_at_once(settings)[0],
         prompt_len=stage.prefill_length[0],
         max_new_tokens=stage.tokens_to_generate[0],
@@ -245,6 +244,16 @@ def _inference(settings: PlanFile, model: str) -> RunConfig:
         shared_prompt_fraction=stage.shared_prompt_fraction,
         libraries=() if version is None else ((get_engine(settings.serving).library, version),),
     )
+
+
+def _task(settings: PlanFile) -> dict[str, Any]:
+    """What the model is for, where that is not the writing of texts: the trainer may say it."""
+    from whichlora.trainers import list_trainers
+
+    options = tuple(sorted((settings.task_options or {}).items()))
+    of_trainer = list_trainers()[settings.trainer].task
+    named = {"trainer": settings.trainer} if of_trainer else {}
+    return {"task": settings.task, "task_options": options, **named}
 
 
 def _finetune(settings: PlanFile, model: str) -> RunConfig:
@@ -273,6 +282,8 @@ def _finetune(settings: PlanFile, model: str) -> RunConfig:
         loss_head=settings.loss_head,
         trainer=settings.trainer,
         trainer_options=tuple(sorted((settings.trainer_options or {}).items())),
+        task=settings.task,
+        task_options=tuple(sorted((settings.task_options or {}).items())),
     )
 
 

@@ -21,15 +21,16 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import list_methods
 from whichlora.parallel import get_strategy, list_strategies, strategy_options
 from whichlora.serving import list_engines
-from whichlora.spec.data_format import Rows
+from whichlora.spec.data_format import COLUMNS, KINDS, Rows
 from whichlora.spec.options import Option
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig
 from whichlora.spec.plan import DATA_FILE_SUFFIXES, DatasetConfig, DatasetKind
-from whichlora.spec.run import TRANSFORMERS, RunConfig
+from whichlora.spec.run import TRANSFORMERS, USUAL_TRAINER, RunConfig
 from whichlora.store.costs import find_grid, near_countries, read_prices
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.models import resolve_name
 from whichlora.store.quality import read_scores
+from whichlora.tasks import list_tasks
 from whichlora.trainers import Trainer, list_trainers
 
 Data = Mapping[Any, Any]
@@ -55,6 +56,10 @@ _ROW_SETTINGS: Mapping[Rows, tuple[str, ...]] = {
     "pairs": ("prompt_column", "chosen_column", "rejected_column"),
     "labelled": ("prompt_column", "completion_column", "label_column"),
     "prompts": ("prompt_column",),
+    "classified": ("text_column", "label_column"),
+    "tagged": (),
+    "spans": (),
+    "scored": (),
 }
 _OF_ROWS = tuple(dict.fromkeys(itertools.chain.from_iterable(_ROW_SETTINGS.values())))
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -70,6 +75,7 @@ def check(data: Data, folder: Path) -> Iterator[Problem]:
     yield from _check_names(data, "methods", list_methods)
     yield from _check_names(data, "trainer", list_trainers)
     yield from _check_trainer(data)
+    yield from _check_task(data)
     yield from _check_names(data, "serving", list_engines)
     yield from _check_serving(data)
     yield from _check_gpus(data)
@@ -203,12 +209,50 @@ def _check_trainer(data: Data) -> Iterator[Problem]:
     if trainer is None:
         return
     yield from _check_options(data, "trainer_options", f"trainer {trainer.name}", trainer.options)
-    if trainer.rows == "texts":
+    rows = _rows(data)
+    if rows in ("texts", None):
         return
     for key, accepted in (("collator", "longest"), ("train_on", "completions")):
         if data.get(key, accepted) != accepted:
-            fault = f"is for texts, and trainer {trainer.name} takes {trainer.rows}"
+            fault = f"is for texts, and {_learner(data)} takes {rows}"
             yield Problem(loc=(key,), fault=fault, accepted=f"{accepted}, or no such line")
+
+
+def _check_task(data: Data) -> Iterator[Problem]:
+    """A task that is not known, its options, and a trainer that does not train it."""
+    yield from _check_names(data, "task", list_tasks)
+    name, options = data.get("task", ""), _section(data, "task_options")
+    task = list_tasks().get(name) if isinstance(name, str) else None
+    if task is None:
+        if options and not name:
+            fault = "is for a task, and none is named"
+            yield Problem(loc=("task_options",), fault=fault, accepted="task beside it")
+        return
+    yield from _check_options(data, "task_options", f"task {task.name}", task.options)
+    trainer = data.get("trainer", USUAL_TRAINER)
+    if trainer not in (USUAL_TRAINER, *task.trainers):
+        fault, accepted = f"does not train task {task.name}", " or ".join(task.trainers)
+        yield Problem(loc=("trainer",), fault=fault, accepted=f"{accepted}, or no such line")
+
+
+def _learner(data: Data) -> str:
+    """Who says what rows are: a task that has its own, else the trainer."""
+    name = data.get("task", "")
+    task = list_tasks().get(name) if isinstance(name, str) else None
+    if task is not None and task.rows is not None:
+        return f"task {name}"
+    return f"trainer {data.get('trainer', USUAL_TRAINER)}"
+
+
+def _rows(data: Data) -> Rows | None:
+    """What is learned from, None where a name is not known."""
+    trainer, name = _trainer(data), data.get("task", "")
+    if trainer is None:
+        return None
+    task = list_tasks().get(name) if isinstance(name, str) else None
+    if name and task is None:
+        return None
+    return trainer.rows if task is None or task.rows is None else task.rows
 
 
 def _check_options(
@@ -254,8 +298,9 @@ def _check_serving(data: Data) -> Iterator[Problem]:
                     yield Problem(loc=(*loc, key), fault=fault, accepted=accepted)
         return
     trainer = _trainer(data)
-    if trainer is not None and trainer.gives_rewards:
-        fault = f"writes texts, and trainer {trainer.name} makes models that score them"
+    task = data.get("task") or ("" if trainer is None else trainer.task)
+    if task:
+        fault = f"writes texts, and a model of task {task} reads them"
         yield Problem(loc=("serving",), fault=fault, accepted=f"{TRANSFORMERS}, or no such line")
         return
     if "batch_size" in stage1:
@@ -435,9 +480,9 @@ def _check_dataset(data: Data, folder: Path) -> Iterator[Problem]:
             accepted="path, or tokens and samples",
             show_value=False,
         )
-    trainer = _trainer(data)
-    if trainer is not None:
-        yield from _check_row_settings(dataset, trainer)
+    rows = _rows(data)
+    if rows is not None:
+        yield from _check_row_settings(dataset, rows, _learner(data))
 
 
 def _check_folders(data: Data, folder: Path) -> Iterator[Problem]:
@@ -591,15 +636,16 @@ def _check_validation_path(dataset: Data, kind: DatasetKind, folder: Path) -> It
         yield Problem(loc=loc, fault=fault, accepted="one of the two")
 
 
-def _check_row_settings(dataset: Data, trainer: Trainer) -> Iterator[Problem]:
-    accepted = _ROW_SETTINGS[trainer.rows]
+def _check_row_settings(dataset: Data, rows: Rows, learner: str) -> Iterator[Problem]:
+    accepted = _ROW_SETTINGS[rows]
     for key in _OF_ROWS:
         if key in dataset and key not in accepted:
-            fault = f"is not for {trainer.rows}, which trainer {trainer.name} takes"
-            yield Problem(loc=("dataset", key), fault=fault, accepted=", ".join(accepted))
-    if trainer.rows == "texts":
+            fault = f"is not for {rows}, which {learner} takes"
+            words = ", ".join(accepted) or f"the columns {', '.join(COLUMNS[KINDS[rows][0]])}"
+            yield Problem(loc=("dataset", key), fault=fault, accepted=words)
+    if rows == "texts":
         yield from _check_text_settings(dataset)
-    elif trainer.rows == "pairs":
+    elif rows == "pairs":
         for key, partner in itertools.permutations(("chosen_column", "rejected_column")):
             if key in dataset and partner not in dataset:
                 fault = f"needs dataset.{partner} beside it"

@@ -394,6 +394,10 @@ class PlanFile(_Section):
     loss_head: LossHead = _RUN.loss_head
     trainer: Name = _RUN.trainer
     """Who runs the training steps."""
+    task: str = _RUN.task
+    """What the model learns in place of what its type implies: sequence-classification, …"""
+    task_options: OptionValues | None = None
+    """Settings of the task's own, such as {num_labels: 3}."""
     trainer_options: OptionValues | None = None
     """Settings of the trainer's own, such as {beta: 0.1} of dpo."""
     quant: Quant | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from whichlora.errors import ConfigError
-from whichlora.spec.data_format import COLUMNS, DataFormat
+from whichlora.spec.data_format import COLUMNS, LABELLED_KINDS, DataFormat
 
 Row = Mapping[str, Any]
 Example = Mapping[str, Any]
@@ -103,6 +103,9 @@ def checked_format(example: Example, expected: DataFormat | None = None) -> Data
     """
     row_format = DataFormat.of(example)
     try:
+        if row_format.kind in LABELLED_KINDS:
+            "".join(labelled_texts(example)).encode()
+            example = {}
         for name, value in example.items():
             if isinstance(value, str) or name in COLUMNS[row_format.kind]:
                 "".join(texts_of(value)).encode()
@@ -118,11 +121,21 @@ def checked_format(example: Example, expected: DataFormat | None = None) -> Data
 
 def trained(example: Example) -> Any:
     """The text or messages that the model learns to write; a row without any is left out."""
+    if any(name in example for name in ("tokens", "context", "document")):
+        return " ".join(labelled_texts(example))
     return next(
         example[name]
         for name in ("text", "messages", "completion", "chosen", "prompt")
         if name in example
     )
+
+
+def labelled_texts(example: Example) -> list[str]:
+    """The texts that a model reads at once, of a row whose labels are not written by it."""
+    if "tokens" in example:
+        return [" ".join(example["tokens"])]
+    names = ("question", "context", "query", "document", "text")
+    return [example[name] for name in names if name in example]
 
 
 def texts_of(value: Any) -> Iterator[str]:

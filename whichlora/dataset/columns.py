@@ -40,6 +40,10 @@ SYSTEMS = ("system", "system_prompt", "system_message")
 HISTORIES = ("history",)  # earlier turns, as pairs
 TEXTS = ("text", "content", "code")
 LABELS = ("label", "kto_tag", "desirable", "is_desirable", "thumbs_up")  # of an answer: wanted
+CLASSIFIED_TEXTS = ("text", "sentence", "content", "review", "tweet", "question", "title")
+CLASSES = ("label", "labels", "class", "category", "sentiment", "intent", "coarse_label")
+DOCUMENTS, SCORES = ("document", "passage", "answer", "text"), ("score", "label", "relevance")
+TOKENS, TAGS = ("tokens", "words"), ("tags", "ner_tags", "labels", "pos_tags")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,11 +220,51 @@ def _plain_text(row: Row) -> Columns | None:
     return _columns(row, kind="messages", chat=True, trained=named)
 
 
+def _classified(row: Row) -> Columns | None:
+    by_name = _by_name(row)
+    label = next((by_name[name] for name in CLASSES if name in by_name), None)
+    text = _first_text(row, [name for name in CLASSIFIED_TEXTS if by_name.get(name) != label])
+    if label is None or text is None:
+        return None
+    return _columns(row, kind="classified", chat=False, trained=text, label=label)
+
+
+def _tagged(row: Row) -> Columns | None:
+    by_name = _by_name(row)
+    tokens = next((by_name[name] for name in TOKENS if name in by_name), None)
+    tags = next((by_name[name] for name in TAGS if name in by_name), None)
+    if tokens is None or tags is None:
+        return None
+    return _columns(row, kind="tagged", chat=False, trained=tokens, label=tags)
+
+
+def _span(row: Row) -> Columns | None:
+    by_name = _by_name(row)
+    if not {"question", "context", "answers"} <= set(by_name):
+        return None
+    question, context, answers = (by_name[name] for name in ("question", "context", "answers"))
+    return _columns(row, kind="spans", chat=False, trained=context, prompt=question, label=answers)
+
+
+def _scored(row: Row) -> Columns | None:
+    by_name = _by_name(row)
+    query = next((by_name[name] for name in ("query", "question") if name in by_name), None)
+    document = next((by_name[name] for name in DOCUMENTS if name in by_name), None)
+    score = next((by_name[name] for name in SCORES if name in by_name), None)
+    if query is None or document is None or score is None:
+        return None
+    return _columns(row, kind="scored", chat=False, trained=document, prompt=query, label=score)
+
+
 _RECOGNISERS: Mapping[Rows, Callable[[Row], Columns | None]] = {
     "texts": _learned_text,
     "pairs": _preference,
     "labelled": _labelled,
     "prompts": _prompt,
+    "classified": _classified,
+    "tagged": _tagged,
+    "spans": _span,
+    "scored": _scored,
 }
 _NEEDED: Mapping[Rows, str] = {
     "pairs": (
@@ -232,6 +276,18 @@ _NEEDED: Mapping[Rows, str] = {
         "yours with dataset.prompt_column, dataset.completion_column and dataset.label_column"
     ),
     "prompts": "a trainer on prompts takes prompt; name yours with dataset.prompt_column",
+    "classified": (
+        "a run that learns classes of texts takes text and label; name yours with "
+        "dataset.text_column and dataset.label_column"
+    ),
+    "tagged": "a run that learns classes of tokens takes tokens and tags, two lists of each row",
+    "spans": (
+        "a run that learns where answers stand takes question, context and answers (text and "
+        "answer_start)"
+    ),
+    "scored": (
+        "a run that learns how well documents answer takes query, document and score (0 to 1)"
+    ),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from whichlora.dataset.base import Example, Row
 from whichlora.dataset.columns import Columns, as_list, recognised
 from whichlora.errors import ConfigError
-from whichlora.spec.data_format import PARTS, Rows
+from whichlora.spec.data_format import LABELLED_KINDS, PARTS, Rows
 from whichlora.spec.plan import DatasetConfig
 
 Message = dict[str, Any]
@@ -75,6 +75,10 @@ def _named_parts(config: DatasetConfig, row: Row, rows: Rows) -> Columns | None:
         "pairs": {"chosen": config.chosen_column, "rejected": config.rejected_column},
         "labelled": {"completion": config.completion_column, "label": config.label_column},
         "prompts": {},
+        "classified": {"text": config.text_column, "label": config.label_column},
+        "tagged": {},
+        "spans": {},
+        "scored": {},
     }[rows] | {"prompt": config.prompt_column}
     if not any(names.values()):
         return None
@@ -96,6 +100,8 @@ def _example(row: Row, columns: Columns) -> Example:
     if columns.kind == "messages":
         messages = _messages(row, columns.trained)
         return {"messages": [*_system(row, columns, messages), *messages]}
+    if columns.kind in LABELLED_KINDS:
+        return _labelled(row, columns)
     if columns.kind == "preference":
         return _preference(row, columns)
     if columns.kind == "prompts":
@@ -115,6 +121,22 @@ def _prompts(row: Row, columns: Columns) -> str | list[Message]:
         return _text(row, columns.trained)
     turns = _turn(row, columns.trained, "user")
     return [*_system(row, columns, turns), *turns]
+
+
+def _labelled(row: Row, columns: Columns) -> Example:
+    """A text with its class, words with their tags, or a text with the place of an answer."""
+    assert columns.label is not None
+    label = _cell(row, columns.label)
+    if columns.kind == "classified":
+        return {"text": _text(row, columns.trained), "label": label}
+    if columns.kind == "tagged":
+        return {"tokens": as_list(_cell(row, columns.trained)), "tags": as_list(label)}
+    assert columns.prompt is not None
+    if columns.kind == "scored":
+        texts = {"query": _text(row, columns.prompt), "document": _text(row, columns.trained)}
+        return {**texts, "score": label}
+    texts = {"question": _text(row, columns.prompt), "context": _text(row, columns.trained)}
+    return {**texts, "answers": label}
 
 
 def _label(row: Row, column: str) -> bool:

@@ -24,19 +24,20 @@ from whichlora.dataset.encoders import (
     encoder_of,
     renderer_of,
 )
+from whichlora.dataset.label_tokens import LabelTokens
 from whichlora.dataset.lengths import TokenLengths
 from whichlora.dataset.sources import CountedDataset
 from whichlora.dataset.text_tokens import MESSAGE_TOKENS, TextTokens, all_texts
 from whichlora.errors import ConfigError
-from whichlora.spec.data_format import DataFormat
+from whichlora.spec.data_format import LABELLED_KINDS, DataFormat, Rows
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.run import RunConfig
-from whichlora.trainers import get_trainer
+from whichlora.tasks import rows_of
 
 _MOST_ALTERNATIVE = 20_000  # sequences of an alternative estimate of the lengths
 _CHUNK = 1024  # examples handed to the tokenizer at once
 
-Reader: TypeAlias = TextTokens | AnswerTokens
+Reader: TypeAlias = TextTokens | AnswerTokens | LabelTokens
 Counts: TypeAlias = Sequence[tuple[int, ...]]  # tokens of each sequence of each row
 
 
@@ -67,8 +68,7 @@ def count_tokens(
     Raises:
         ConfigError: nothing to train on or to learn, or an example can't be made of a row.
     """
-    trainer = None if run is None else get_trainer(run.trainer)
-    rows = "texts" if trainer is None else trainer.rows
+    rows: Rows = "texts" if run is None else rows_of(run)
     if isinstance(dataset, CountedDataset):
         counted = dataset.lengths(max_length)
         return counted.paired() if rows == "pairs" else counted
@@ -87,7 +87,9 @@ def count_tokens(
         conversational=expected.conversational,
         completions_only=completions_only,
     )
-    if run is not None and rows != "texts":
+    if expected.kind in LABELLED_KINDS:
+        reader = LabelTokens(max_length=max_length)
+    elif run is not None and rows != "texts":
         reader = AnswerTokens(run=run, max_length=max_length, render=render)
     whole, num_empty = _whole_examples(dataset, expected)
 

@@ -232,6 +232,11 @@ def require_plain(
     """
     _require_adapter(recipe.run, tool, adapters)
     require_trainer(recipe.run, f"--to {tool}", *trainers)
+    if recipe.run.task:
+        raise ConfigError(
+            f"--to {tool}: task {recipe.run.task} can't be written, {tool} trains the writing of "
+            "texts; use --to transformers"
+        )
     if recipe.masked_lm:
         raise ConfigError(
             f"--to {tool}: {recipe.run.model} is an encoder, which {tool} doesn't train; "

@@ -39,6 +39,7 @@ from whichlora.spec.data_format import (
     Rows,
 )
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
+from whichlora.tasks import task_of
 from whichlora.trainers import get_trainer
 
 FILE = "trl.yaml"
@@ -208,11 +209,11 @@ def _adapter(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
     method = get_method(run.method)
     if not method.peft_class:
         return {}
-    adapter = method.peft_config(run)
+    adapter, task = method.peft_config(run), task_of(run)
     targets = recipe.target_modules
     return {
         "use_peft": True,
-        **({"lora_task_type": "SEQ_CLS"} if get_trainer(run.trainer).gives_rewards else {}),
+        **({"lora_task_type": task.peft_task} if task is not None else {}),
         **written(run, ADAPTER),
         "lora_target_modules": targets if isinstance(targets, str) else list(targets),
         **({"use_rslora": True} if run.use_rslora else {}),

@@ -17,6 +17,7 @@ from whichlora.families import (
     encoders,
     gemma,
     gpt,
+    labels,
     layernorm,
     lfm2,
     llama,
@@ -32,7 +33,7 @@ from whichlora.families import (
 from whichlora.families.experts import with_adapter_ranks
 from whichlora.families.fields import Fields
 from whichlora.families.multimodal import TOWERS, build_multimodal
-from whichlora.spec.architecture import Linear, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 
 _MODULES = (
     llama,
@@ -65,6 +66,9 @@ _DROPOUT_MODULES: dict[str, tuple[str, ...]] = {
     key: value
     for module in _MODULES
     for key, value in getattr(module, "DROPOUT_MODULES", {}).items()
+}
+_LABEL_HEADS: dict[str, Callable[[Fields, ModelSpec], labels.LabelHeads]] = {
+    key: value for module in _MODULES for key, value in getattr(module, "LABEL_HEADS", {}).items()
 }
 FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     key: value for module in _MODULES for key, value in module.BUILDERS.items()
@@ -101,7 +105,12 @@ def build(config: Mapping[str, Any], *, name: str) -> ModelSpec:
         defaults=_DEFAULTS[model_type],
         synonyms=_SYNONYMS.get(model_type, {}),
     )
-    return with_adapter_ranks(FAMILIES[model_type](fields))
+    model = FAMILIES[model_type](fields)
+    if model_type in _LABEL_HEADS:
+        heads = _LABEL_HEADS[model_type](fields, model)
+    else:
+        heads = labels.of_decoder(model)
+    return with_adapter_ranks(replace(model, label_heads=heads))
 
 
 def without_dropout(model: ModelSpec) -> ModelSpec:
@@ -116,30 +125,29 @@ def without_dropout(model: ModelSpec) -> ModelSpec:
     return replace(model, groups=quiet.groups, embedding_dropouts=quiet.embedding_dropouts)
 
 
-def with_reward_head(model: ModelSpec) -> ModelSpec:
-    """`model` with a head of one output in place of the vocabulary's.
-
-    Source: transformers 5.23 `GenericForSequenceClassification.__init__`.
+def with_label_head(model: ModelSpec, task: str, *, num_labels: int) -> ModelSpec:
+    """`model` as its class for `task` is built, without the vocabulary's head.
 
     Raises:
-        ConfigError: it is no decoder.
+        ConfigError: transformers has no such class, or it is not described.
     """
-    if model.task != "causal-lm" or model.head is None:
+    head = dict(model.label_heads).get(task)
+    if head is None:
         raise ConfigError(
-            f"{model.name}: trainer reward is predicted for models that continue a text; "
-            f"{model.model_type} is none"
+            f"task: {task} of {model.model_type} is not predicted; known of it are "
+            f"{', '.join(name for name, _ in model.label_heads) or 'none'}"
         )
-    head = Linear(name="score", in_features=model.hidden_size, out_features=1, reads="head_in")
+    projection = replace(head.projection, out_features=num_labels)
     return replace(
         model,
-        head=head,
+        head=None,
         head_tied=False,
-        head_linears=(),
-        vocab_size=head.out_features,
+        masked_head=None,
+        label_head=replace(head, projection=projection),
         logit_softcap=None,
         scales_logits=False,
-        gives_rewards=True,
+        biases_logits=False,
     )
 
 
-__all__ = ["FAMILIES", "Fields", "build", "known_types", "with_reward_head", "without_dropout"]
+__all__ = ["FAMILIES", "Fields", "build", "known_types", "with_label_head", "without_dropout"]

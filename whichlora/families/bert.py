@@ -9,6 +9,15 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.families.blocks import group, mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
+from whichlora.families.labels import (
+    SPANS,
+    LabelHeads,
+    of_encoder,
+    projection,
+    transform,
+    with_dense_head,
+    with_pooler,
+)
 from whichlora.spec.architecture import (
     Attention,
     Embedding,
@@ -44,7 +53,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 1024,
         "num_attention_heads": 4,
     },
-    "distilbert": BERT | {"type_vocab_size": 0},
+    "distilbert": BERT | {"type_vocab_size": 0, "qa_dropout": 0.1},
     "albert": BERT
     | {
         "vocab_size": 30000,
@@ -55,6 +64,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "hidden_act": "gelu_new",
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
+        "classifier_dropout_prob": 0.1,
         "num_hidden_groups": 1,
         "inner_group_num": 1,
     },
@@ -72,6 +82,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "position_biased_input": True,
         "share_att_key": False,
         "norm_rel_ebd": "none",
+        "pooler_hidden_act": "gelu",
     },
     "modernbert": BERT
     | {
@@ -87,6 +98,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "mlp_bias": False,
         "classifier_activation": "gelu",
         "classifier_bias": False,
+        "classifier_pooling": "cls",
     },
 }
 SYNONYMS = {
@@ -382,6 +394,69 @@ def _modernbert(c: Fields) -> ModelSpec:
     )
 
 
+def _electra_labels(c: Fields, model: ModelSpec) -> LabelHeads:
+    return with_dense_head(c, model, activation="gelu")
+
+
+def _distilbert_labels(c: Fields, model: ModelSpec) -> LabelHeads:
+    # PEFT copies every module whose name ends in `classifier`
+    return of_encoder(
+        c,
+        transform(c, "relu", name="pre_classifier", in_head=True),
+        drops_tokens=c.probability("hidden_dropout_prob") > 0,
+        drops_spans=c.probability("qa_dropout") > 0,
+    )
+
+
+def _albert_labels(c: Fields, model: ModelSpec) -> LabelHeads:
+    pooler = transform(c, "tanh", name="pooler", in_model=True)
+    drops = c.probability("classifier_dropout_prob") > 0
+    lost = pooler.linear.num_params
+    return of_encoder(c, pooler, lost_params=lost, drops_tokens=drops)
+
+
+def _deberta_labels(c: Fields, model: ModelSpec) -> LabelHeads:
+    drops = c.probability("hidden_dropout_prob") > 0
+    return of_encoder(c, transform(c, c.text("pooler_hidden_act")), drops_tokens=drops)
+
+
+def _modernbert_labels(c: Fields, model: ModelSpec) -> LabelHeads:
+    """Its transform stands before labels of tokens and spans, too, and is in no head of PEFT's."""
+    assert model.masked_head is not None
+    assert model.masked_head.linear is not None
+    every = transform(
+        c,
+        c.text("classifier_activation"),
+        norm=model.masked_head.norm,
+        bias=model.masked_head.linear.bias,
+    )
+    heads = []
+    for task, head in of_encoder(c, every, drops_tokens=False):
+        copied = task != SPANS  # its name is `classifier`, where PEFT looks for `qa_outputs`
+        out = projection(
+            "classifier",
+            c.size("hidden_size"),
+            bias=True,
+            out_features=head.projection.out_features,
+            copied=copied,
+        )
+        averages = head.pools == "before" and c.text("classifier_pooling") == "mean"
+        own = replace(head, projection=out, transform=every, copied=copied, averages=averages)
+        heads.append((task, own))
+    return tuple(heads)
+
+
+LABEL_HEADS = {
+    "bert": with_pooler,
+    "roberta": with_dense_head,
+    "xlm-roberta": with_dense_head,
+    "camembert": with_dense_head,
+    "electra": _electra_labels,
+    "distilbert": _distilbert_labels,
+    "albert": _albert_labels,
+    "deberta-v2": _deberta_labels,
+    "modernbert": _modernbert_labels,
+}
 BUILDERS = {
     "bert": _bert,
     "roberta": _bert,

@@ -8,6 +8,7 @@ from typing import Any
 from whichlora.families.bert import BERT, encoder, encoder_layer, masked_head, self_attention
 from whichlora.families.blocks import mlp, norms
 from whichlora.families.fields import Fields
+from whichlora.families.labels import with_dense_head, with_pooler
 from whichlora.spec.architecture import (
     Attention,
     Embedding,
@@ -333,6 +334,12 @@ def _eurobert(c: Fields) -> ModelSpec:
     )
 
 
+LABEL_HEADS = {
+    **dict.fromkeys(("ernie", "megatron-bert", "rembert"), with_pooler),
+    **dict.fromkeys(
+        ("data2vec-text", "mpnet", "roberta-prelayernorm", "xlm-roberta-xl"), with_dense_head
+    ),
+}
 BUILDERS = {
     "data2vec-text": _data2vec,
     "ernie": _ernie,

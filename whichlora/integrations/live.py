@@ -192,9 +192,9 @@ def _check_machinery(args: Any) -> None:
 
 def _read_model(base: Any, trainer: Trainer) -> ModelSpec:
     kind = type(base).__name__
-    heads = _REWARD_HEADS if trainer.gives_rewards else _LANGUAGE_HEADS
+    heads = _REWARD_HEADS if trainer.task else _LANGUAGE_HEADS
     if not heads.search(kind):
-        part = "head of rewards" if trainer.gives_rewards else "language-model head"
+        part = "head of rewards" if trainer.task else "language-model head"
         raise ConfigError(f"{kind} is not modelled; a model with a {part} is")
     config = json.loads(base.config.to_json_string(use_diff=False))
     config.pop("quantization_config", None)  # how it is held is read from the tensors
@@ -264,7 +264,7 @@ def _read_adapters(
         if hasattr(module, "base_layer")
         and any(child.startswith(method.parameter_prefix) for child, _ in module.named_children())
     }
-    if trainer.gives_rewards:  # its head is trained with every method
+    if trainer.task:  # its head is trained with every method
         saved = (name for name in settings["modules_to_save"] if name not in _REWARD_MODULES)
         settings = {**settings, "modules_to_save": tuple(saved)}
     whole = leaves == set(resolve_targets(spec, (ALL_LINEAR,), modules_only=method.folded is None))

@@ -41,6 +41,8 @@ def outside_saved(
     hidden = model.hidden_size
     saved: list[Tensor] = []
     norms, dropped = model.final_norms, model.final_dropouts
+    if model.label_head is not None:  # `label_head_saved` has them
+        norms, dropped = (), ()
     if not after_layers:  # an encoder's end stands before the decoder
         norms, dropped = norms[: len(norms) // 2], dropped[: len(dropped) // 2]
     first_norms, first_dropped = model.embedding_norms, model.embedding_dropouts
@@ -57,7 +59,8 @@ def outside_saved(
     mask_bytes = dtypes.stream_bytes if dtypes.backend.wide_dropout_masks else 1
     saved += [per_token("dropout mask", mask_bytes, width, "hidden_size") for width in dropped]
     has_head = model.head is not None or model.task != "causal-lm"
-    if dtypes.trains_base and after_layers and has_head and model.masked_head is None:
+    has_head = has_head and model.masked_head is None and model.label_head is None
+    if dtypes.trains_base and after_layers and has_head:
         # the gradient of a trained weight reads the input: `mm` in derivatives.yaml
         saved.append(per_token("head: input", dtypes.compute_bytes, hidden, "hidden_size"))
     elif not dtypes.trains_base and embeddings_need_grad and _embeds_in_steps(model, dtypes):

@@ -183,7 +183,10 @@ def saved_modules(
 ) -> Iterator[Trained]:
     """The embedding and the head that PEFT copies and trains, in the dtype of the base.
 
-    Kind: exact. Source: peft 0.21.2 `ModulesToSaveWrapper`, `cast_adapter_dtype`.
+    A head of labels is copied without being asked for.
+
+    Kind: exact. Source: peft 0.21.2 `ModulesToSaveWrapper`, `cast_adapter_dtype`,
+    `PeftModelForSequenceClassification.__init__`.
     """
     # `ModulesToSaveWrapper.update` makes a `copy.deepcopy` of the module, and `original_module`
     # stays. `cast_adapter_dtype` widens only what is in a `BaseTunerLayer`, which the copy is not
@@ -196,6 +199,22 @@ def saved_modules(
         yield _weight(head, 1, param_bytes)
         if head.bias:
             yield Trained(rows=1, width=head.out_features, param_bytes=param_bytes)
+    for linear in copied_linears(model, modules_to_save):
+        yield _weight(linear, 1, param_bytes)
+        if linear.bias:
+            yield Trained(rows=1, width=linear.out_features, param_bytes=param_bytes)
+
+
+def copied_linears(model: ModelSpec, modules_to_save: tuple[str, ...]) -> tuple[Linear, ...]:
+    """Matrices of a head for labels that PEFT copies: with the task's type, or as it is told.
+
+    Kind: exact. Source: peft 0.21.2 `PeftModelForSequenceClassification.__init__`.
+    """
+    head = model.label_head
+    if head is None or not (head.copied or head.projection.name in modules_to_save):
+        return ()
+    whole = head.transform is not None and head.transform.in_head
+    return head.linears if whole else (head.projection,)
 
 
 def trained_biases(

@@ -156,9 +156,9 @@ class Generation:
             model,
             self.reader,
             side="encoder" if self.has_encoder else "",
-            prompt=not model.gives_rewards,
+            prompt=model.can_generate or model.task == "encoder",
             queries=self.prompt_len,
-            fills_cache=self.run.kv_cache == "dynamic" and not model.gives_rewards,
+            fills_cache=self.run.kv_cache == "dynamic" and model.label_head is None,
             targets=self.targets,
             method=self.method,
             r=self.r,
@@ -482,12 +482,12 @@ EVERY_LOGIT = Fact(
     why="an encoder's own head returns them",
     source="transformers BertForMaskedLM.forward",
 )
-EVERY_REWARD = Fact(
+EVERY_LABEL = Fact(
     part="logits_and_loss",
-    what="rewards of every position",
-    shape="[batch_size, prompt_len, 1]",
+    what="scores of the labels",
+    shape="[batch_size, prompt_len, num_labels]",
     dtype="compute_bytes",
-    why="the head scores all positions, of which the last is picked",
+    why="a decoder's head scores all positions, of which the last is picked",
     source="transformers 5.23 GenericForSequenceClassification.forward",
 )
 
@@ -500,12 +500,16 @@ def forward_moments(run: Generation) -> dict[str, Entries]:
         "logits": (
             *run.static,
             Entry(LAST_HIDDEN, hidden),
-            Entry(EVERY_REWARD if run.model.gives_rewards else EVERY_LOGIT, _every_logit(run)),
+            Entry(EVERY_LOGIT if run.model.label_head is None else EVERY_LABEL, _every_logit(run)),
         ),
     }
 
 
 def _every_logit(run: Generation) -> Count:
+    head = run.model.label_head
+    if head is not None:
+        rows = run.batch_size if head.pools == "before" else run.prompt_tokens
+        return rows * head.projection.out_features * run.element_bytes
     return loss.encoder_bytes(run.model, tokens=run.prompt_tokens, compute_bytes=run.element_bytes)
 
 
@@ -575,7 +579,8 @@ def _idle_of_forward(run: Generation, ledger: Ledger) -> Count:
     model, row_bytes = run.model, run.prompt_tokens * run.element_bytes
     working = run.prompt_forward
     apart = allocator.in_whole_segments(working, model.hidden_size * row_bytes)
-    apart = apart + allocator.in_whole_segments(_every_logit(run), model.vocab_size * row_bytes)
+    width = loss.logit_width(model)
+    apart = apart + allocator.in_whole_segments(_every_logit(run), width * row_bytes)
     reserved = ledger.moment_bytes("forward") - working + apart
     idle = largest(0, reserved - ledger.peak_allocated_bytes)
     if run.run.expandable_segments:  # one page more of each pool at the most

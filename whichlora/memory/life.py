@@ -309,11 +309,12 @@ def evaluating(step: TrainingStep, checkpointed: TrainingStep, life: LifeConfig)
     on_gpu = min(batches, life.eval_accumulation_steps or batches)
     on_cpu = step.gpu.kind == "cpu"
     element_bytes = step.dtypes.loss_bytes
-    batch_bytes = int(step.tokens) * (step.model.vocab_size * element_bytes + LABEL_BYTES)
+    width = loss.logit_width(step.model)
+    batch_bytes = int(step.tokens) * (width * element_bytes + LABEL_BYTES)
     # `nested_numpify` widens bf16 alone
     widens = element_bytes == 2 and step.dtypes.half == "bf16"
     wide_bytes = FP32 if widens else element_bytes
-    array_bytes = int(step.tokens) * (step.model.vocab_size * wide_bytes + LABEL_BYTES)
+    array_bytes = int(step.tokens) * (width * wide_bytes + LABEL_BYTES)
     earlier = max(0, on_gpu if on_gpu > 2 else on_gpu - 1)  # of two, a variable holds the first
     # on a CPU the first array is a view of a tensor, until it is joined to the second
     viewed = on_gpu * array_bytes if on_gpu < batches and on_cpu else 0

@@ -19,10 +19,14 @@ FUSED_TILE_VOCAB = 32_768
 
 
 def logit_width(model: ModelSpec) -> int:
-    """Entries per position that training produces; an encoder is trained to fill masked words.
+    """Entries per position that the model returns; an encoder is trained to fill masked words.
+
+    Of labels there are some for each position, or none: those of a sequence are too few to count.
 
     Kind: exact. Source: transformers 5.23 `LlamaForCausalLM.forward`, `BertForMaskedLM.forward`.
     """
+    if model.label_head is not None:
+        return model.label_head.projection.out_features * (model.label_head.pools == "never")
     has_logits = model.head is not None or model.task == "encoder"
     return model.vocab_size if has_logits else 0
 
@@ -243,6 +247,8 @@ def loss_element_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
 
     Kind: exact. Source: transformers 5.23 `ForCausalLMLoss`; torch 2.13 `autocast_mode.h`.
     """
+    if model.label_head is not None:
+        return 4 if model.label_head.widens_logits else dtypes.loss_bytes
     masked = model.masked_head
     widens = model.task == "causal-lm" and not has_narrow_loss(model, dtypes)
     widens = widens or model.widens_logits
@@ -265,6 +271,22 @@ def _selected_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     return 0 if dtypes.trains_base else dtypes.stream_bytes * model.hidden_size
 
 
+LABELS_FORWARD = Fact(
+    part="logits_and_loss",
+    what="last norm, scores of the labels and their loss",
+    shape="[batch_size, seq_len, hidden_size + num_labels]",
+    dtype="compute_bytes; the loss in fp32",
+    why="the worst point between the last layer and the loss; there is no vocabulary",
+    source="transformers GenericForSequenceClassification.forward; symbolic.label_head",
+)
+LABELS_BACKWARD = Fact(
+    part="logits_and_loss",
+    what="gradients of the scores and of the last hidden states",
+    shape="[batch_size, seq_len, hidden_size + num_labels]",
+    dtype="compute_bytes",
+    why="the loss, the head and the last norm go backward",
+    source="torch index and select backward; symbolic.label_head",
+)
 LOSS_BACKWARD = Fact(
     part="logits_and_loss",
     what="log-softmax and its gradients",

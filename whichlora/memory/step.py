@@ -23,7 +23,7 @@ from whichlora.memory.gradients import (
     trained_tensors,
     unwanted_gradient_bytes,
 )
-from whichlora.memory.layer_bytes import LayerBytes, layer_bytes
+from whichlora.memory.layer_bytes import LayerBytes, layer_bytes, listed_tensors
 from whichlora.memory.layer_passes import (
     STAGING,
     LayerPasses,
@@ -41,7 +41,10 @@ from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, added, largest
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
+from whichlora.symbolic.autograd import LinearForm, most
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
+from whichlora.symbolic.language_head import LabelPoints, label_points
+from whichlora.symbolic.layer import stream_bytes
 from whichlora.trainers.base import LogitsLoss, Trainer
 
 INPUTS = Fact(
@@ -377,6 +380,9 @@ class TrainingStep:
 
     def _around_layers(self, *, after_layers: bool, in_encoder: bool = False) -> Group:
         head = masked_head_saved(self.model, self.targets, self.dtypes, self.method, r=self.r)
+        if self.label_points is not None:
+            saved = self.label_points.saved_tensors
+            head = tuple(listed_tensors(saved, 1, r=self.r, **self.sized))
         tensors = (
             *outside_saved(
                 self.model,
@@ -390,6 +396,26 @@ class TrainingStep:
             *layer_inputs_saved(self.layer_inputs, r=self.r, **self.sized),
         )
         return Group(where="around the layers", tensors=tensors, **self.sized)
+
+    @cached_property
+    def label_points(self) -> LabelPoints | None:
+        """The head for labels and its loss, where the model has one."""
+        model, dtypes = self.model, self.dtypes
+        if model.label_head is None:
+            return None
+        layers = [layer for layer, _ in model.layers()]
+        return label_points(
+            model,
+            dtypes,
+            self.method,
+            self.targets,
+            stream=stream_bytes(layers[-1], dtypes, after_norm=model.starts_in_layer_norm),
+            loss_bytes=loss.loss_element_bytes(model, dtypes),
+            trains_head=bool(self.head_gradient),
+        )
+
+    def _in_labels(self, points: tuple[LinearForm, ...]) -> Count:
+        return largest(most(points, r=self.r, **self.sized), 0 * self.tokens)
 
     @cached_property
     def outside(self) -> Group:
@@ -477,6 +503,8 @@ class TrainingStep:
         """What the loss's forward and its backward are."""
         if self.trainer.logits_loss(self.run) is not None:
             return logits_loss.LOSS_FORWARD, logits_loss.LOSS_BACKWARD
+        if self.label_points is not None:
+            return loss.LABELS_FORWARD, loss.LABELS_BACKWARD
         return loss.LOSS_FORWARD, loss.LOSS_BACKWARD
 
     @cached_property
@@ -486,6 +514,8 @@ class TrainingStep:
             return self._in_logits_loss(
                 logits_loss.forward_bytes, computed, has_reference=self.has_reference
             )
+        if self.label_points is not None:
+            return self._in_labels(self.label_points.forward)
         return self._in_loss(loss.loss_forward_bytes)
 
     @cached_property
@@ -493,6 +523,8 @@ class TrainingStep:
         computed = self.trainer.logits_loss(self.run)
         if computed is not None:
             return self._in_logits_loss(logits_loss.backward_bytes, computed)
+        if self.label_points is not None:
+            return self._in_labels(self.label_points.backward)
         return self._in_loss(loss.loss_backward_bytes)
 
     @cached_property
@@ -546,6 +578,8 @@ class TrainingStep:
         """Elements of the matrix that turns hidden states into logits."""
         if self.model.head is not None:
             return self.model.head.num_weights
+        if self.model.label_head is not None:
+            return self.model.label_head.projection.num_weights
         head = self.model.masked_head
         width = self.model.embeddings[0].width if head is None else head.width
         return width * loss.logit_width(self.model)
@@ -609,6 +643,14 @@ class TrainingStep:
             trained = sum(table.num_params for table in looked_up if table.trains)
             size = size + trained * self.param_bytes
         return size
+
+    @property
+    def table_gradient(self) -> int:
+        """That of the token table, where it is trained."""
+        if self.method.trains_base:
+            table = self.model.embeddings[0]
+            return table.num_params * self.param_bytes * table.trains
+        return int(gradient_bytes(module for module in self.saved_modules if module.is_embedding))
 
     @cached_property
     def first_stack_gradients(self) -> Count:

@@ -32,6 +32,7 @@ from whichlora.spec.dtypes import has_master_weights
 from whichlora.spec.members import Members
 from whichlora.spec.options import OptionValue, known
 from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, RunConfig
+from whichlora.tasks import with_task
 from whichlora.trainers import get_trainer, with_trainer
 
 WeightDtype = Literal["bfloat16", "float16", "float32"]
@@ -124,6 +125,7 @@ def with_defaults(run: RunConfig) -> RunConfig:
     if options != run.method_options:
         run = replace(run, method_options=options)
     training = run.phase == "finetune"
+    run = with_task(run)
     if training:
         run = with_trainer(_with_optimizer(method, run))
     serve = run.serve or method.serve

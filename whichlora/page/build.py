@@ -28,7 +28,7 @@ _ONE_RUN = {"gpu": "a100-sxm-80gb", "model": "meta-llama/Llama-3.1-8B"}  # a car
 # What predicting imports, which is the standard library alone below.
 _PACKAGES = (
     "calibration", "config", "families", "memory", "methods", "page", "parallel", "predict",
-    "serving", "spec", "store", "symbolic", "timing", "tracer", "trainers", "workflow",
+    "serving", "spec", "store", "symbolic", "timing", "tracer", "tasks", "trainers", "workflow",
 )  # fmt: skip
 _MODULES = ("__init__", "errors", "extras", "text", "units")
 _DATA = ("models_db", "calibration", "costs")

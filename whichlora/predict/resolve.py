@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from whichlora.errors import ConfigError
-from whichlora.families import with_reward_head, without_dropout
+from whichlora.families import without_dropout
 from whichlora.families.experts import with_expert_modules, with_named_experts
 from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
@@ -33,6 +33,7 @@ from whichlora.spec.run import (
 from whichlora.spec.targets import adapted_linears, check_saved_modules, resolve_targets
 from whichlora.symbolic.kernels import runs_efficient
 from whichlora.symbolic.layer import result_bytes
+from whichlora.tasks import Task, task_of
 from whichlora.trainers import Trainer, get_trainer
 
 # Setting, value, what computes it, and the least compute capability that has kernels for.
@@ -107,6 +108,10 @@ class ResolvedRun:
             return self.targets
         if any(linear.is_refused for layer, _ in self.model.layers() for linear in layer.linears):
             return self.targets
+        task, head = task_of(self.run), self.model.label_head
+        copied_whole = head is not None and head.transform is not None and head.transform.in_head
+        if task is not None and (task.linears_by_name or copied_whole):
+            return self.targets
         every = resolve_targets(self.model, (ALL_LINEAR,), modules_only=False)
         return ALL_LINEAR if set(every) == set(self.targets) else self.targets
 
@@ -139,16 +144,19 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     Raises:
         ConfigError: settings that exclude each other.
     """
-    method, trainer = get_method(run.method), get_trainer(run.trainer)
+    method = get_method(run.method)
     run = _filled(model, run, gpu, method)
+    trainer = get_trainer(run.trainer)
     method = method.of(run)
     training = run.phase == "finetune"
     if training:
         model = _trained_model(model, run, trainer)
         run = replace(run, loss_head=trainer.loss_of(run, model.model_type))
-    elif trainer.gives_rewards:
-        _check_scoring(run, trainer)
-        model = with_reward_head(model)
+    task = task_of(run)
+    if task is not None:
+        if not training:
+            _check_scoring(run, task)
+        model = task.prepare(model, run)
     if run.versions.experts_are_modules:
         model = with_expert_modules(model)
     _check_experts(model, run)
@@ -236,18 +244,16 @@ def _trained_model(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelS
         )
     if run.trainer_option("disable_dropout"):
         model = without_dropout(model)
-    if trainer.names_experts:
-        model = with_named_experts(model)
-    return with_reward_head(model) if trainer.gives_rewards else model
+    return with_named_experts(model) if trainer.names_experts else model
 
 
-def _check_scoring(run: RunConfig, trainer: Trainer) -> None:
-    """Refuse what is there for the writing of texts beside a model that only scores them."""
+def _check_scoring(run: RunConfig, task: Task) -> None:
+    """Refuse what is there for the writing of texts beside a model that only reads them."""
     for setting, usual in (("serving", TRANSFORMERS), ("kv_cache", DYNAMIC)):
         if getattr(run, setting) != usual:
             raise ConfigError(
-                f"{setting}: {getattr(run, setting)} is for models that write texts, and trainer "
-                f"{trainer.name} makes one that scores them; leave {setting} out"
+                f"{setting}: {getattr(run, setting)} is for models that write texts, and task "
+                f"{task.name} has one that reads them; leave {setting} out"
             )
 
 

@@ -7,7 +7,7 @@ from whichlora.serving.form import form_in_words
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import TRANSFORMERS, RunConfig
-from whichlora.trainers import get_trainer
+from whichlora.tasks import task_of
 from whichlora.units import format_bytes
 
 VERDICTS = {"fits": "yes", "fails": "no", "undecided": "maybe"}
@@ -20,8 +20,9 @@ def kind(run: RunConfig) -> str:
         return method_in_words(run)
     if run.serving != TRANSFORMERS:
         return f"{run.serving}, {form_in_words(run)}"
-    if get_trainer(run.trainer).gives_rewards:
-        return f"rewards, {form_in_words(run)}"
+    task = task_of(run)
+    if task is not None:
+        return f"{task.name}, {form_in_words(run)}"
     stored = run.cache_format
     cache = run.kv_cache if stored is None else f"{stored.nbits}-bit {stored.backend}"
     return f"inference, {form_in_words(run)}, {cache} cache"

@@ -34,6 +34,7 @@ from transformers.quantizers import AutoHfQuantizer
 from whichlora.errors import MeasurementError
 from whichlora.methods import get_method, weight_dtype, with_defaults
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
+from whichlora.tasks import task_of
 from whichlora.trainers import get_trainer
 
 _PEFT_TASKS = {
@@ -41,6 +42,7 @@ _PEFT_TASKS = {
     AutoModelForSeq2SeqLM: "SEQ_2_SEQ_LM",
     AutoModelForSequenceClassification: "SEQ_CLS",
 }
+_PADDING_ID = 0  # of the random tokens, too
 # A prime, so that no row of a weight repeats the row above it.
 _PATTERN_LEN = 1_048_573
 _SEED = 0
@@ -100,7 +102,10 @@ def meta_model(
     with torch.device("meta"), no_init_weights():
         model = auto_class.from_config(config, dtype=dtype, attn_implementation=attn)
     model.tie_weights()
-    quantizer = _quantizer(run, dtype, quant_storage)
+    task = task_of(run)
+    # a projection with a bias would be quantised, of which PEFT makes no copy
+    unquantised = [] if task is None else list(task.copied)
+    quantizer = _quantizer(run, dtype, quant_storage, unquantised)
     if quantizer is not None:
         quantizer.validate_environment(dtype=dtype, device_map={"": device})
         with local_torch_dtype(dtype):  # of the biases of its layers
@@ -140,16 +145,23 @@ def finished_model(model: Any, run: RunConfig, target_modules: Sequence[str] | s
         quantizer.postprocess_model(model)
     if run.phase == "inference" and run.serve == "merged":
         return model.eval()
-    task = _PEFT_TASKS.get(_auto_class(run, model.config))
-    model = _with_adapters(model, run, task, target_modules)
+    task = task_of(run)
+    implied = _PEFT_TASKS.get(_auto_class(run, model.config))
+    peft_task = implied if task is None else task.peft_task
+    model = _with_adapters(model, run, peft_task, target_modules)
     return model.eval() if run.phase == "inference" else model.train()
 
 
 def _auto_class(run: RunConfig, config: PretrainedConfig) -> Any:
-    if get_trainer(run.trainer).gives_rewards:
-        config.num_labels = 1
-        return AutoModelForSequenceClassification
-    return auto_class_of(config)
+    task = task_of(run)
+    if task is None:
+        return auto_class_of(config)
+    for name, value in task.config(run).items():
+        setattr(config, name, value)
+    text = config.get_text_config()
+    if text.pad_token_id is None:
+        text.pad_token_id = _PADDING_ID
+    return resolve_name(task.auto_class)
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
@@ -184,7 +196,10 @@ def config_object(model_config: Mapping[str, Any]) -> PretrainedConfig:
     return AutoConfig.for_model(model_type, **values)
 
 
-def _quantizer(run: RunConfig, dtype: torch.dtype, quant_storage: str) -> Any | None:
+def _quantizer(
+    run: RunConfig, dtype: torch.dtype, quant_storage: str, unquantised: list[str]
+) -> Any | None:
+    skipped = {"llm_int8_skip_modules": unquantised} if unquantised else {}
     quant = run.quant or "none"
     if quant == "none":
         return None
@@ -195,9 +210,10 @@ def _quantizer(run: RunConfig, dtype: torch.dtype, quant_storage: str) -> Any | 
             bnb_4bit_use_double_quant=quant.endswith("-dq"),
             bnb_4bit_compute_dtype=dtype,
             bnb_4bit_quant_storage=quant_storage,
+            **skipped,
         )
     elif quant == "int8":
-        config = BitsAndBytesConfig(load_in_8bit=True)
+        config = BitsAndBytesConfig(load_in_8bit=True, **skipped)
     else:
         raise MeasurementError(
             f"quant: {quant} needs a calibrated checkpoint and can't be profiled with random "

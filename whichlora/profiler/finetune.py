@@ -18,6 +18,7 @@ from whichlora.methods import get_method
 from whichlora.profiler.meter import Meter
 from whichlora.profiler.spread import spreading
 from whichlora.spec.run import RunConfig
+from whichlora.tasks import task_of
 from whichlora.trainers import get_trainer
 
 _IGNORED_LABEL = -100
@@ -69,7 +70,7 @@ def measure_finetune(
                 remove_unused_columns=False,
             ),
             train_dataset=random_rows(model.config, run, lengths),
-            data_collator=collate,
+            data_collator=collator(model, run),
             callbacks=[timer],
             optimizers=(own_optimizer(model, run), None),
         )
@@ -286,6 +287,31 @@ def random_rows(config: Any, run: RunConfig, lengths: Sequence[int]) -> list[dic
             ids = torch.randint(vocab_size, (num_tokens,), generator=generator)
             rows.append({"input_ids": ids, "seq_len": seq_len})
     return rows
+
+
+def collator(model: Any, run: RunConfig) -> Callable[[list[Mapping[str, Any]]], dict[str, Any]]:
+    """What makes batches for the task of `run`: with the tokens as labels, or with the task's."""
+    task = task_of(run)
+    if task is None:
+        return collate
+    number = model.config.num_labels
+
+    def of_task(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+        batch = collate(rows)
+        tokens = batch.pop("labels")
+        size = len(rows)
+        if task.labels == "per_token":
+            return {**batch, "labels": torch.where(tokens < 0, tokens, tokens % number)}
+        if task.labels == "span":
+            ends = torch.zeros(size, dtype=torch.long)
+            return {**batch, "start_positions": ends, "end_positions": ends.clone()}
+        if task.labels == "number":
+            return {**batch, "labels": torch.zeros(size, 1)}
+        if number == 1:
+            return {**batch, "labels": torch.zeros(size)}
+        return {**batch, "labels": torch.arange(size) % number}
+
+    return of_task
 
 
 def collate(rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:

@@ -11,7 +11,13 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from whichlora.errors import MeasurementError
-from whichlora.profiler.finetune import collate, own_optimizer, random_rows, stages, watch_moments
+from whichlora.profiler.finetune import (
+    collator,
+    own_optimizer,
+    random_rows,
+    stages,
+    watch_moments,
+)
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import AUTOCAST_PRECISIONS, RunConfig
 from whichlora.trainers import get_trainer
@@ -50,7 +56,7 @@ def measure_loop(
     device = next(model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=run.precision == "fp16" and meter.is_cuda)
     is_function = get_trainer(run.trainer).outputs_held(run) == "until_step_ends"
-    rows = iter(random_rows(model.config, run, lengths))
+    rows, collate = iter(random_rows(model.config, run, lengths)), collator(model, run)
     step_s: list[float] = []
     warm_up_s = 0.0
     end_s = meter.now()

@@ -522,6 +522,63 @@ class MaskedHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LabelTransform:
+    """A matrix before the projection to labels, and what follows it.
+
+    Args:
+        in_model: it is the pooler of `AutoModel`, among whose parameters it is (BERT).
+        in_head: PEFT copies it with the projection: both are in one module (RoBERTa), or its name
+            ends like that of the projection (DistilBERT).
+    """
+
+    linear: Linear
+    activation: str
+    norm: Norm | None = None
+    in_model: bool = False
+    in_head: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelHead:
+    """What a class for labels has after the last layer, in place of a vocabulary's head.
+
+    Args:
+        projection: from the hidden states to the labels.
+        pools: whether one position of each sequence is taken, before the projection or of its
+            results, or never.
+        averages: what is taken "before" is the mean of all positions, weighted by the mask.
+        drops: training drops values of what every position projects.
+        widens_logits: the loss casts them to fp32 itself.
+        copied: PEFT trains a copy of the projection with the task's type.
+        lost_params: those of `AutoModel` that the class lacks: its pooler.
+    """
+
+    projection: Linear
+    pools: Literal["never", "before", "after"]
+    transform: LabelTransform | None = None
+    averages: bool = False
+    drops: bool = False
+    widens_logits: bool = False
+    copied: bool = True
+    lost_params: int = 0
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its matrices in forward order."""
+        before = () if self.transform is None else (self.transform.linear,)
+        return (*before, self.projection)
+
+    @property
+    def num_params(self) -> int:
+        """What a model gains by it, less what it loses. Kind: exact."""
+        transform, added = self.transform, self.projection.num_params - self.lost_params
+        if transform is not None:
+            added += transform.linear.num_params * (not transform.in_model)
+            added += 0 if transform.norm is None else transform.norm.num_params
+        return added
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """One architecture, with every size that memory and time depend on.
 
@@ -535,6 +592,8 @@ class ModelSpec:
             their parameters are among `other_params`.
         rotates_each_kind: sliding and full layers have tables of cosines and sines of their own.
         masked_head: of an encoder; not among its parameters, which are those of `AutoModel`.
+        label_heads: those of its classes for labels by the name of a task, with one label.
+        label_head: the one of them that it is loaded with, in place of the vocabulary's.
         splits_embeddings: each of two stacks has a table of tokens of its own (T5Gemma).
         embeds_in_steps: looked-up rows are multiplied by something before they are the stream.
         widens_logits: the loss of an encoder-decoder casts its logits to fp32 itself (T5Gemma).
@@ -544,7 +603,6 @@ class ModelSpec:
             with checkpointing, too.
         supports_checkpointing: the class has gradient checkpointing; the Trainer refuses one that
             has not.
-        gives_rewards: its head gives one number for each position in place of logits.
         scales_logits: the model multiplies its logits by a number (Cohere, Granite).
         returns_wide_logits: it casts them to fp32 itself (Mamba 2).
         scales_head_input: so what the head reads (MiniCPM3).
@@ -575,8 +633,9 @@ class ModelSpec:
     head_linears: tuple[Linear, ...] = ()
     idle_linears: tuple[Linear, ...] = ()
     masked_head: MaskedHead | None = None
+    label_heads: tuple[tuple[str, LabelHead], ...] = ()
+    label_head: LabelHead | None = None
     logit_softcap: float | None = None
-    gives_rewards: bool = False
     scales_logits: bool = False
     returns_wide_logits: bool = False
     scales_head_input: bool = False
@@ -605,12 +664,14 @@ class ModelSpec:
 
     @property
     def can_generate(self) -> bool:
-        """Whether it writes texts; an encoder or a model of rewards reads them in one forward."""
-        return self.task != "encoder" and not self.gives_rewards
+        """Whether it writes texts; an encoder or a model of labels reads them in one forward."""
+        return self.task != "encoder" and self.label_head is None
 
     @property
     def outer_linears(self) -> tuple[Linear, ...]:
         """Matrices outside of the layers that can take an adapter."""
+        if self.label_head is not None:
+            return self.head_linears + self.label_head.linears
         transform = None if self.masked_head is None else self.masked_head.linear
         return self.head_linears + (() if transform is None else (transform,))
 
@@ -629,6 +690,7 @@ class ModelSpec:
             + (self.layer_input_norm.num_params if self.layer_input_norm else 0)
             + sum(linear.num_params for linear in self.head_linears)
             + head
+            + (self.label_head.num_params if self.label_head else 0)
             + self.other_params
         )
 

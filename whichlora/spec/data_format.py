@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from whichlora.errors import ConfigError
 
-DataKind = Literal["text", "messages", "prompt-completion", "preference", "labelled", "prompts"]
-Rows = Literal["texts", "pairs", "labelled", "prompts"]  # what a trainer trains on
+DataKind = Literal[
+    "text",
+    "messages",
+    "prompt-completion",
+    "preference",
+    "labelled",
+    "prompts",
+    "classified",
+    "tagged",
+    "spans",
+    "scored",
+]
+# what a trainer or a task learns from
+Rows = Literal["texts", "pairs", "labelled", "prompts", "classified", "tagged", "spans", "scored"]
 
 COLUMNS: Mapping[DataKind, tuple[str, ...]] = {
     "text": ("text",),
@@ -18,16 +30,31 @@ COLUMNS: Mapping[DataKind, tuple[str, ...]] = {
     "preference": ("prompt", "chosen", "rejected"),  # prompt may be left out
     "labelled": ("prompt", "completion", "label"),  # true or false: wanted or not
     "prompts": ("prompt",),
+    "classified": ("text", "label"),  # a name or a number
+    "tagged": ("tokens", "tags"),  # words, and a name or a number of each
+    "spans": ("question", "context", "answers"),  # as SQuAD has them: text and answer_start
+    "scored": ("query", "document", "score"),  # from 0 to 1
 }
-"""Columns of each kind of row, as `train.jsonl` has them. Source: TRL 1.16, dataset formats."""
+"""Columns of each kind of row, as `train.jsonl` has them.
 
-PARTS = frozenset(column for columns in COLUMNS.values() for column in columns)
+Source: TRL 1.16, dataset formats; transformers 5.23 examples/pytorch: text-classification,
+token-classification and question-answering.
+"""
+LABELLED_KINDS: tuple[DataKind, ...] = ("classified", "tagged", "spans", "scored")
+
+PARTS = frozenset(
+    column for kind in COLUMNS if kind not in LABELLED_KINDS for column in COLUMNS[kind]
+)
 
 KINDS: Mapping[Rows, tuple[DataKind, ...]] = {
     "texts": ("text", "messages", "prompt-completion", "preference"),
     "pairs": ("preference",),
     "labelled": ("labelled",),
     "prompts": ("prompts",),
+    "classified": ("classified",),
+    "tagged": ("tagged",),
+    "spans": ("spans",),
+    "scored": ("scored",),
 }
 """Kinds of rows that a trainer can take; of a preference a trainer on texts learns the chosen."""
 
@@ -93,9 +120,10 @@ class DataFormat:
         """
         if self.kind not in KINDS[rows]:
             accepted = " or ".join(", ".join(COLUMNS[kind]) for kind in KINDS[rows])
+            learner = "task" if rows in LABELLED_KINDS else "trainer"
             raise ConfigError(
-                f"dataset: has {self.describe()}, and the trainer takes {rows}: {accepted}; give "
-                "such rows, or another trainer"
+                f"dataset: has {self.describe()}, and the {learner} takes {rows}: {accepted}; give "
+                f"such rows, or another {learner}"
             )
 
     @classmethod
@@ -113,6 +141,9 @@ class DataFormat:
             if kind == "prompts":  # columns of others go to the rewards
                 further &= PARTS
             if set(columns) - optional <= set(row) and not further:
+                if kind in LABELLED_KINDS:
+                    _CHECKS[kind](row)
+                    return cls(kind=kind)
                 if "label" in columns and not isinstance(row["label"], bool):
                     raise ConfigError(f"label must be true or false, got {row['label']!r}")
                 texts = [column for column in columns if column in row and column != "label"]
@@ -130,6 +161,59 @@ class DataFormat:
             f"a row has the columns {', '.join(map(str, row))}; accepted are {accepted}"
         )
 
+
+def _check_class(row: Mapping[str, Any]) -> None:
+    if not isinstance(row["text"], str):
+        raise ConfigError(f"text must be text, got {type(row['text']).__name__}")
+    if not is_class(row["label"]):
+        raise ConfigError(f"label must be a name or a whole number from 0, got {row['label']!r}")
+
+
+def _check_tags(row: Mapping[str, Any]) -> None:
+    tokens, tags = row["tokens"], row["tags"]
+    if not (isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)):
+        raise ConfigError("tokens must be a list of words")
+    if not (isinstance(tags, list) and all(is_class(tag) for tag in tags)):
+        raise ConfigError("tags must be a list of names or of whole numbers from 0")
+    if len(tokens) != len(tags):
+        raise ConfigError(f"has {len(tokens)} tokens and {len(tags)} tags; give one for each")
+
+
+def _check_span(row: Mapping[str, Any]) -> None:
+    for name in ("question", "context"):
+        if not isinstance(row[name], str):
+            raise ConfigError(f"{name} must be text, got {type(row[name]).__name__}")
+    answers = row["answers"]
+    keys = ("text", "answer_start")
+    if not isinstance(answers, Mapping) or not all(isinstance(answers.get(k), list) for k in keys):
+        raise ConfigError("answers must hold the lists text and answer_start, as in SQuAD")
+    for text, start in zip(*(answers[key] for key in keys), strict=False):
+        if not isinstance(text, str) or row["context"][start : start + len(text)] != text:
+            raise ConfigError(f"the context does not have {text!r} at character {start!r}")
+
+
+def _check_score(row: Mapping[str, Any]) -> None:
+    for name in ("query", "document"):
+        if not isinstance(row[name], str):
+            raise ConfigError(f"{name} must be text, got {type(row[name]).__name__}")
+    score = row["score"]
+    if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= 1:
+        raise ConfigError(f"score must be a number from 0 to 1, got {score!r}")
+
+
+def is_class(value: Any) -> bool:
+    """Whether `value` names a class, or is its number."""
+    if isinstance(value, bool):
+        return False
+    return (isinstance(value, int) and value >= 0) or (isinstance(value, str) and value != "")
+
+
+_CHECKS: Mapping[DataKind, Callable[[Mapping[str, Any]], None]] = {
+    "classified": _check_class,
+    "tagged": _check_tags,
+    "spans": _check_span,
+    "scored": _check_score,
+}
 
 TEXT_ROWS = DataFormat()
 TEXT_PAIRS = DataFormat(kind="prompt-completion")

@@ -50,6 +50,7 @@ AdapterDtype = Literal["auto", "float32", "bfloat16"]
 Engine = Literal["auto", "ledger", "trace"]
 Serve = Literal["as-trained", "merged"]
 TRANSFORMERS = "transformers"  # the engine that profiles run
+USUAL_TRAINER = "transformers"
 KvCache = Literal["dynamic", "static", "quantized", "paged", "vllm"]
 CacheBackend = Literal["quanto", "hqq", "fp8"]
 
@@ -192,6 +193,9 @@ class RunConfig:
         method_options: (name, value) pairs of what the method declares.
         trainer: a name registered in `whichlora.trainers`.
         trainer_options: (name, value) pairs of what the trainer declares.
+        task: a name registered in `whichlora.tasks`; empty: what the model's type implies, or what
+            the trainer is for.
+        task_options: (name, value) pairs of what the task declares.
         parallel: the GPUs of the run, and how it is spread over them.
         serving: a name registered in `whichlora.serving`; of an engine with a pool, `batch_size`
             are the sequences that are asked for at once.
@@ -241,8 +245,10 @@ class RunConfig:
     expandable_segments: bool = False
     quantize_moe_experts: bool = False
     method_options: tuple[tuple[str, OptionValue], ...] = ()
-    trainer: str = "transformers"
+    trainer: str = USUAL_TRAINER
     trainer_options: tuple[tuple[str, OptionValue], ...] = ()
+    task: str = ""
+    task_options: tuple[tuple[str, OptionValue], ...] = ()
     parallel: ParallelConfig = ONE_GPU
     serving: str = TRANSFORMERS
     serving_options: tuple[tuple[str, OptionValue], ...] = ()
@@ -321,6 +327,8 @@ class RunConfig:
         require_printable("method", self.method)
         require_printable("trainer", self.trainer)
         require_printable("serving", self.serving)
+        if self.task:
+            require_printable("task", self.task)
         for name in ("target_modules", "modules_to_save"):
             for module in getattr(self, name):
                 require_printable(name, module)
@@ -418,12 +426,14 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Every setting as JSON types, in declaration order.
 
-        `parallel` is there of several GPUs alone, `method_options` and `trainer_options` where
-        there are any, `serving` and its own of an engine other than transformers.
+        `parallel` is there of several GPUs alone, `task` and options where there are any,
+        `serving` and its own of an engine other than transformers.
         """
         values = dataclasses.asdict(self)
         del values["parallel"]
-        for name in ("method_options", "trainer_options"):
+        if not self.task:
+            del values["task"]
+        for name in ("method_options", "trainer_options", "task_options"):
             pairs = values.pop(name)
             if pairs:
                 values[name] = dict(pairs)
@@ -463,7 +473,7 @@ class RunConfig:
                 if not isinstance(fields[name], list | tuple):
                     raise ConfigError(f"{name}: {fields[name]!r} is not a list of names")
                 fields[name] = tuple(fields[name])
-        for name in ("method_options", "trainer_options", "serving_options"):
+        for name in ("method_options", "trainer_options", "serving_options", "task_options"):
             if name in fields:
                 if not isinstance(fields[name], Mapping):
                     raise ConfigError(f"{name}: {fields[name]!r} is not an object of settings")

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
-from whichlora.symbolic.autograd import Tape, Tensor, constant, per_sequence, per_token, plus
+from whichlora.symbolic.autograd import (
+    LinearForm,
+    SavedTensor,
+    Tape,
+    Tensor,
+    constant,
+    maximal,
+    minus,
+    per_sequence,
+    per_token,
+    plus,
+)
+from whichlora.symbolic.label_head import run_label_head
 from whichlora.symbolic.layer import BlockEvents, block_events
 from whichlora.symbolic.masked_lm_head import run_masked_head
 from whichlora.symbolic.operators import OpEmitter
@@ -61,6 +74,8 @@ def logits_of(code: OpEmitter, model: ModelSpec, x: Tensor, *, trained: bool) ->
     """
     tape, dtypes = code.tape, code.dtypes
     y = end_of_stack(code, model, x)
+    if model.label_head is not None:
+        return run_label_head(code, model.label_head, y, trained=trained)
     if model.masked_head is not None:
         elements = constant(model.vocab_size * model.masked_head.width)
         words = tape.weight(elements, dtypes.embedding_bytes, trained=trained)
@@ -99,7 +114,7 @@ def logits_events(
 
     Kind: exact, as the tape is. Source: `logits_of`.
     """
-    if model.head is None and model.masked_head is None:
+    if model.head is None and model.masked_head is None and model.label_head is None:
         return None
     tape = Tape(no_grad=True)
     code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
@@ -205,3 +220,51 @@ def head_events(
         tape.keep_copy(outputs)
     tape.returns(loss)
     return block_events(tape, frees_input=True, accumulated=accumulated)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelPoints:
+    """Bytes at the points of a head for labels and of its loss, beside what they save.
+
+    Args:
+        saved_tensors: from the last norm on, until the backward reaches the last layer.
+        forward, backward: alive in either, `saved_tensors` left out.
+    """
+
+    saved_tensors: tuple[SavedTensor, ...]
+    forward: tuple[LinearForm, ...]
+    backward: tuple[LinearForm, ...]
+
+
+@lru_cache(maxsize=512)
+def label_points(
+    model: ModelSpec,
+    dtypes: Dtypes,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    stream: int,
+    loss_bytes: int,
+    trains_head: bool,
+) -> LabelPoints:
+    """From the last layer's result to the loss of labels, and back. Kind: exact, as the tape is.
+
+    Args: as of `head_events`.
+
+    Source: `end_of_stack`, `run_label_head`, `cross_entropy`.
+    """
+    tape = Tape()
+    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
+    x = tape.input(per_token(model.hidden_size), stream, needs_grad=True)
+    logits = logits_of(code, model, x, trained=trains_head)
+    tape.returns(cross_entropy(code, logits, width=loss_bytes))
+    saved = tape.saved
+
+    def beside(points: list[LinearForm]) -> tuple[LinearForm, ...]:
+        return maximal(minus(point, saved) for point in points)
+
+    return LabelPoints(
+        tape.saved_tensors(),
+        beside(tape.forward(saving=True)),
+        beside(tape.backward(recomputed=False)),
+    )

@@ -174,19 +174,35 @@ def visited_bytes(layer: Layer, dtypes: Dtypes, tokens: Count) -> Real:
 
 
 def head_weights(model: ModelSpec) -> tuple[int, int]:
-    """Elements of the projection to the words, and of other matrices around the layers.
+    """Elements of the projection of every position, and of other matrices around the layers.
 
-    An encoder is trained, and asked, to fill masked words. One without that head classifies: its
-    few labels, of one position, are not counted.
+    An encoder is trained, and asked, to fill masked words, unless it has a head for labels. What
+    reads one position of each sequence is not counted.
 
     Kind: exact. Source: the architecture.
     """
     around = sum(linear.num_weights for linear in model.head_linears)
+    labels = model.label_head
+    if labels is not None:
+        if labels.pools == "before":
+            return 0, around
+        transform = sum(linear.num_weights for linear in labels.linears[:-1])
+        return labels.projection.num_weights, around + transform
     masked = model.masked_head
     if masked is not None:
         transform = 0 if masked.linear is None else masked.linear.num_weights
         return model.vocab_size * masked.width, around + transform
     return (model.head.num_weights if model.head is not None else 0), around
+
+
+def num_logits(model: ModelSpec) -> int:
+    """Scores of one position: of the vocabulary's words, or of labels.
+
+    Kind: exact. Source: the architecture.
+    """
+    if model.label_head is not None:
+        return model.label_head.projection.out_features * (model.label_head.pools != "before")
+    return model.vocab_size if head_weights(model)[0] else 0
 
 
 def encoder_reading_weights(layer: Layer) -> int:
@@ -628,7 +644,7 @@ def training_work(
     weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
     if not method.trains_base:
         product_flops = product_flops + (6 + 2 * recompute) * tokens * update.num_params
-    vocab = model.vocab_size if head else 0
+    vocab = num_logits(model)
     _, loss_passes = _loss_passes(run, dtypes, logits_loss)
     elementwise = layers.elementwise_bytes + loss_passes * vocab * scored
 
@@ -709,7 +725,7 @@ def evaluation_work(
     )
     tokens = batch_size * seq_len
     head, around = head_weights(model)
-    vocab = model.vocab_size if head else 0
+    vocab = num_logits(model)
     loss_passes, _ = _loss_passes(run, dtypes, logits_loss)
     return Work(
         product_flops=again.product_flops - once.product_flops + 2 * tokens * (head + around),
@@ -919,7 +935,7 @@ def inference_work(
     """
     tokens = batch_size if decoding else batch_size * context
     head, around = head_weights(model)
-    vocab = model.vocab_size if head else 0
+    vocab = num_logits(model)
     scores_all = dtypes.libraries.scores_whole_prompt or not model.can_generate
     scored = tokens if scores_all else batch_size
     if model.task == "encoder":

@@ -174,8 +174,7 @@ class Trainer:
         drops_longer: rows longer than seq_len are left out, not cut.
         keeps_unlearned: rows stay whose prompt fills seq_len, with an answer of no tokens.
         forwards: those without gradients, of each micro-batch.
-        gives_rewards: the model has a head that gives one number for each position in place of the
-            vocabulary's.
+        task: the one task that it is for, in place of what the model's type implies.
         rollout: answers that the model writes before the steps that learn from them.
         repeats: how often it comes back to a row; None where each is in one batch of an epoch.
         scored_tokens: of each sequence, the positions that the head projects; None for all that
@@ -223,7 +222,7 @@ class Trainer:
     drops_longer: bool = False
     keeps_unlearned: bool = False
     forwards: Callable[[RunConfig], Forwards] = _none
-    gives_rewards: bool = False
+    task: str = ""
     rollout: Callable[[RunConfig], Rollout | None] = _no_rollout
     repeats: Callable[[RunConfig], Repeats | None] = _once
     scored_tokens: Callable[[RunConfig], int | None] = _all_tokens

@@ -14,6 +14,7 @@ from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requ
 from whichlora.spec.results import Refused
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.store.gpus import find_cards, number_of
+from whichlora.tasks import with_task
 from whichlora.trainers import get_trainer
 
 _ALONE = (None, AUTO, ONE_DEVICE)  # what one GPU is asked with
@@ -44,6 +45,8 @@ _FINETUNE_ONLY = (
     "prepare_kbit",
     "trainer",
     "trainer_options",
+    "task",
+    "task_options",
 )
 # Those of them that a generation with an unmerged adapter reads.
 _OF_ADAPTER = (
@@ -111,11 +114,11 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
     for phase in settings.get("phase", ("finetune",)):
         unread: Collection[str] = _INFERENCE_ONLY
         if phase == "inference":
-            unread = set(_FINETUNE_ONLY) - {*_OF_ADAPTER, "trainer"}
+            unread = set(_FINETUNE_ONLY) - {*_OF_ADAPTER, "trainer", "task", "task_options"}
         names = [name for name in settings if name not in unread and name != "phase"]
         for values in itertools.product(*(settings[name] for name in names)):
             chosen = dict(zip(names, values, strict=True))
-            if phase == "inference" and not _scores(chosen):
+            if phase == "inference" and not _is_of_task(chosen):
                 chosen.pop("trainer", None)
             if phase == "inference" and _is_merged(chosen):
                 merged = (*_OF_ADAPTER, "serve")
@@ -123,7 +126,7 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
             if chosen.get("kv_cache") != "quantized":
                 chosen = {name: chosen[name] for name in chosen if name not in _QUANTISED_ONLY}
             try:
-                run = RunConfig(phase=phase, **with_parallel(chosen))
+                run = with_task(RunConfig(phase=phase, **with_parallel(chosen)))
             except ConfigError as error:
                 model = str(chosen.pop("model", ""))
                 yield Refused(model=model, settings={"phase": phase, **chosen}, reason=str(error))
@@ -226,9 +229,9 @@ def _check_number(settings: Mapping[str, Sequence[Any]]) -> None:
         )
 
 
-def _scores(inference: Mapping[str, Any]) -> bool:
-    """Whether an inference is of a model that its trainer makes to give rewards."""
-    return "trainer" in inference and get_trainer(inference["trainer"]).gives_rewards
+def _is_of_task(inference: Mapping[str, Any]) -> bool:
+    """Whether an inference is of a model that its trainer makes for one task."""
+    return "trainer" in inference and bool(get_trainer(inference["trainer"]).task)
 
 
 def _is_merged(inference: Mapping[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import read_object, write_text
+from whichlora.tasks import rows_of
 from whichlora.workflow import estimates
 
 RECIPE_FILE = "recipe.json"
@@ -103,7 +104,7 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
         (chosen,) = estimates.estimate([run], [device.key])
         run = replace(run, parallel=chosen.run.parallel)
     resolved = resolve(model, replace(run, model=model.name), device)
-    rows = {"data_format": DataFormat(kind=KINDS[resolved.trainer.rows][0])}
+    rows = {"data_format": DataFormat(kind=KINDS[rows_of(resolved.run)][0])}
     return Recipe(
         run=resolved.run,
         gpu=device.key,

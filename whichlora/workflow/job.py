@@ -13,7 +13,7 @@ from whichlora.serving.form import form_in_words
 from whichlora.spec.data_format import KINDS, DataFormat
 from whichlora.spec.run import RunConfig
 from whichlora.store.jsonfiles import read_object, write_object, write_text
-from whichlora.trainers import get_trainer
+from whichlora.tasks import rows_of
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.session import Session
 
@@ -50,7 +50,7 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
     plan, model = session.plan, session.models[best.model]
     folder = plan.output_dir
     data = {}
-    rows = DataFormat(kind=KINDS[get_trainer(best.trainer).rows][0])
+    rows = DataFormat(kind=KINDS[rows_of(best)][0])
     if plan.dataset.kind != "counts":
         data = write_jsonl(session.data.dataset, folder)
         rows = data_format(session.data.dataset)

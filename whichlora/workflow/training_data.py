@@ -20,6 +20,7 @@ from whichlora.dataset import (
 from whichlora.predict.evaluation_and_saving import num_evaluations
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.plan import Plan
+from whichlora.tasks import rows_of
 from whichlora.trainers import Repeats, Trainer, get_trainer, with_trainer
 
 Counted: TypeAlias = dict[tuple[str, int, bool], TokenLengths]
@@ -37,7 +38,7 @@ class TrainingData:
     def __init__(
         self, plan: Plan, models: Mapping[str, ModelSpec], lengths: Counted | None = None
     ) -> None:
-        self.dataset: BaseDataset = open_dataset(plan.dataset, self._trainer(plan).rows)
+        self.dataset: BaseDataset = open_dataset(plan.dataset, rows_of(plan.finetune))
         self._plan = plan
         self._models = models
         self._lengths: Counted = {} if lengths is None else lengths

@@ -13,7 +13,9 @@ from typing import Any, Literal
 from whichlora.errors import ConfigError
 from whichlora.exports.python_source import Code, call, import_lines, literal
 from whichlora.exports.train_script import templates
+from whichlora.exports.train_script.label_rows import COLLATORS, has_classes
 from whichlora.exports.train_script.lines import (
+    CLASS_NAMES_LINES,
     RANDOM_CHECKPOINT_LINES,
     adapter_lines,
     allocator_lines,
@@ -35,6 +37,7 @@ from whichlora.spec.checkpoint import is_expanded
 from whichlora.spec.data_format import ALPACA_CHAT_TEMPLATE, TEXT_ROWS, DataFormat
 from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
 from whichlora.spec.run import BNB_QUANTS, RunConfig
+from whichlora.tasks import Task, rows_of, task_of
 from whichlora.trainers import Trainer, get_trainer, list_trainers
 
 TRAINER_CLASS = "transformers.Trainer"  # whose steps the script's are
@@ -52,11 +55,15 @@ _IMPORTABLE: Mapping[str, Sequence[str]] = {
         "AutoConfig",
         "AutoModelForCausalLM",
         "AutoModelForMaskedLM",
+        "AutoModelForQuestionAnswering",
         "AutoModelForSequenceClassification",
+        "AutoModelForTokenClassification",
         "AutoTokenizer",
         "BitsAndBytesConfig",
         "DataCollatorForLanguageModeling",
         "DataCollatorForSeq2Seq",
+        "DataCollatorForTokenClassification",
+        "DataCollatorWithPadding",
         "Mxfp4Config",
         "PreTrainedTokenizerFast",
         "TrainerCallback",
@@ -141,19 +148,20 @@ def train_script(
         ConfigError: a run that the script can't perform.
     """
     run = with_defaults(run)
-    trainer = get_trainer(run.trainer)
+    trainer, task = get_trainer(run.trainer), task_of(run)
+    masked_lm = masked_lm and task is None
     _check(run, weights, model_config, data_format)
     keeping = _evaluated(trainer, keeping)
     random_config = model_config if weights == "random" else None
     takes_bytes = random_config is not None and tokenizer is None
-    model_class = _model_class(trainer, masked_lm)
+    model_class = _model_class(task, masked_lm)
     hub = {"trust_remote_code": True} if trust_remote_code else {}
     chats = data_format.conversational and not masked_lm
     constants = {
         "MODEL": run.model if random_config is None else Code('HERE / "random-weights"'),
         "TOKENIZER": tokenizer,
         "OUTPUT": Code('HERE / "output"'),
-        **_batch_constants(run),
+        **_batch_constants(run, data_format),
         "EPOCHS": epochs if max_steps is None else None,
         "MAX_STEPS": max_steps,
         "LEARNING_RATE": learning_rate,
@@ -164,7 +172,8 @@ def train_script(
         "MODEL_CONFIG": _without_quantisation(random_config),
     }
     reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
-    model = _loading(run, model_class, hub, {} if random_config is not None else model_config or {})
+    stored = {} if random_config is not None else model_config or {}
+    model = _loading(run, model_class, hub, stored, data_format)
     model += adapter_lines(run, target_modules)
     main = [
         *templates.RESUME_LINES * keeping.saves,
@@ -174,23 +183,33 @@ def train_script(
         *templates.CHAT_TEMPLATE_LINES * chats,
         *_row_lines(trainer, keeping),
         *RANDOM_CHECKPOINT_LINES * (random_config is not None),
-        "set_seed(SEED)",
-        *attention_lines(run),
-        *_with_arguments(model, run, keeping, reader, limited=max_steps is not None),
-        *optimizer_lines(run) * (not trainer.makes_adapters),
+        *_training_lines(model, run, keeping, reader, limited=max_steps is not None),
     ]
     random_class = model_class if random_config else None
     functions = _helper_functions(run, keeping, random_class, takes_bytes=takes_bytes)
     functions += row_functions(data_format, run, train_on, reader, masked_lm=masked_lm)
-    return _assembled(run, constants, functions, main, _tail(run, keeping, reader, masked_lm))
+    pads = _collator(reader, data_format, masked_lm=masked_lm)
+    return _assembled(run, constants, functions, main, _tail(run, keeping, pads))
+
+
+def _collator(reader: Collator, data: DataFormat, *, masked_lm: bool) -> str:
+    """What makes batches of the rows."""
+    fixed = {"pad_to_multiple_of": Code("SEQ_LEN")} if reader == "fixed" else {}
+    pads = "DataCollatorForLanguageModeling" if masked_lm else "DataCollatorForSeq2Seq"
+    return call(COLLATORS.get(data.kind, pads), Code("tokenizer"), **fixed)
 
 
 def _loading(
-    run: RunConfig, model_class: str, hub: Mapping[str, Any], stored: Mapping[str, Any]
+    run: RunConfig,
+    model_class: str,
+    hub: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    data: DataFormat,
 ) -> list[str]:
     """Lines that load the model, whose checkpoint has the config `stored`."""
     expanded = is_expanded(stored, run.quant or "none")
-    return model_lines(run, model_class, hub, expanded=expanded)
+    lines = model_lines(run, model_class, hub, expanded=expanded)
+    return lines + CLASS_NAMES_LINES * has_classes(data.kind)
 
 
 def _evaluated(trainer: Trainer, keeping: Keeping) -> Keeping:
@@ -207,24 +226,24 @@ def _row_lines(trainer: Trainer, keeping: Keeping) -> list[str]:
     ]
 
 
-def _model_class(trainer: Trainer, masked_lm: bool) -> str:
-    if trainer.gives_rewards:
-        return "AutoModelForSequenceClassification"
+def _model_class(task: Task | None, masked_lm: bool) -> str:
+    if task is not None:
+        return task.auto_class.rpartition(".")[2]
     return "AutoModelForMaskedLM" if masked_lm else "AutoModelForCausalLM"
 
 
-def _with_arguments(
+def _training_lines(
     model: Sequence[str], run: RunConfig, keeping: Keeping, reader: Collator, *, limited: bool
 ) -> list[str]:
-    """The lines that make the `model`, and those of the Trainer's arguments.
+    """The lines that make the `model`, the Trainer's arguments and the optimizer.
 
     Args:
         limited: by steps, not epochs.
     """
     arguments = argument_lines(run, keeping, limited=limited, grouped=reader == "grouped")
-    if divides_while_loading(run):
-        return [*arguments, *model]
-    return [*model, *arguments]
+    in_order = [arguments, model] if divides_while_loading(run) else [model, arguments]
+    made = optimizer_lines(run) * (not get_trainer(run.trainer).makes_adapters)
+    return ["set_seed(SEED)", *attention_lines(run), *in_order[0], *in_order[1], *made]
 
 
 def _helper_functions(
@@ -238,7 +257,9 @@ def _helper_functions(
     random_model = ""
     if random_class is not None:
         dtype = weight_dtype(run)
-        settings = ", num_labels=1" * get_trainer(run.trainer).gives_rewards
+        task = task_of(run)
+        written = {} if task is None else task.config(run)
+        settings = "".join(f", {name}={literal(value)}" for name, value in written.items())
         random_model = templates.RANDOM_MODEL.format(
             model_class=random_class, dtype=dtype, settings=settings
         )
@@ -269,12 +290,17 @@ def _assembled(
     return _head(body, constants, classes) + body
 
 
-def _batch_constants(run: RunConfig) -> dict[str, int]:
-    return {
+def _batch_constants(run: RunConfig, data: DataFormat) -> dict[str, Any]:
+    """Sizes of a batch, and the classes of its labels, where rows name them."""
+    sizes: dict[str, Any] = {
         "SEQ_LEN": run.seq_len,
         "BATCH_SIZE": run.batch_size,
         "GRADIENT_ACCUMULATION_STEPS": run.gradient_accumulation_steps,
     }
+    task = task_of(run)
+    if task is not None and has_classes(data.kind):
+        sizes |= {"NUM_LABELS": task.config(run)["num_labels"], "CLASSES": []}
+    return sizes
 
 
 def _keeping_constants(keeping: Keeping) -> dict[str, int | float | None]:
@@ -293,12 +319,14 @@ def _is_narrow(run: RunConfig, keeping: Keeping) -> bool:
     return keeping.saves and narrow and not get_method(run.method).trains_base
 
 
-def _tail(run: RunConfig, keeping: Keeping, reader: Collator, masked_lm: bool) -> str:
-    """The training and the files that it writes."""
+def _tail(run: RunConfig, keeping: Keeping, pads: str) -> str:
+    """The training and the files that it writes.
+
+    Args:
+        pads: the expression of what makes batches.
+    """
     trainer = get_trainer(run.trainer)
-    fixed = {"pad_to_multiple_of": Code("SEQ_LEN")} if reader == "fixed" else {}
-    pads = "DataCollatorForLanguageModeling" if masked_lm else "DataCollatorForSeq2Seq"
-    collator = f"        data_collator={call(pads, Code('tokenizer'), **fixed)},\n"
+    collator = f"        data_collator={pads},\n"
     last = templates.LAST_EVALUATION if keeping.eval_steps else ""
     layout = layout_of(run)
     has_group = layout is not None and layout.launcher == "torchrun"
@@ -439,7 +467,7 @@ def _check(
             "quantize_moe_experts: train.py leaves experts in 16 bit; use --to axolotl, or leave "
             "it out"
         )
-    data_format.require(trainer.rows)
+    data_format.require(rows_of(run))
     adapted = trainer.makes_adapters and not get_method(run.method).trains_base
     if adapted and run.quant in BNB_QUANTS and run.prepare_kbit == trainer.keeps_base:
         does = "does not prepare" if trainer.keeps_base else "prepares"

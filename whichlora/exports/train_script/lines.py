@@ -12,9 +12,11 @@ from whichlora.methods import get_method, weight_dtype
 from whichlora.predict.resolve import layout_of
 from whichlora.spec.plan import Keeping
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
+from whichlora.tasks import task_of
 from whichlora.trainers import get_trainer
 
 DEEPSPEED_FILE = "deepspeed.json"  # beside the script
+CLASS_NAMES_LINES = ["model.config.id2label = dict(enumerate(map(str, CLASSES)))"]
 RANDOM_CHECKPOINT_LINES = ["if not MODEL.exists():", "    write_random_model()"]
 
 
@@ -137,9 +139,12 @@ def model_lines(
     spread, _ = _spread_arguments(run)
     stored = {name: spread.pop(name) for name in list(spread) if name.startswith("bnb_4bit_")}
     options: dict[str, Any] = {"dtype": Code(f"torch.{weight_dtype(run)}"), **spread}
-    trainer = get_trainer(run.trainer)
-    if trainer.gives_rewards:
-        options["num_labels"] = 1
+    trainer, task = get_trainer(run.trainer), task_of(run)
+    skipped: dict[str, Any] = {}
+    if task is not None:
+        options |= task.config(run)
+        # a head that is quantised is one that PEFT can't copy
+        skipped["llm_int8_skip_modules"] = list(task.copied)
     if not run.attn.startswith(
         "sdpa"
     ):  # the default of transformers, where the architecture has it
@@ -153,13 +158,16 @@ def model_lines(
             bnb_4bit_use_double_quant=quant.endswith("-dq"),
             bnb_4bit_compute_dtype=options["dtype"],
             **stored,
+            **skipped,
         )
     elif quant == "int8":
-        options["quantization_config"] = call("BitsAndBytesConfig", load_in_8bit=True)
+        options["quantization_config"] = call("BitsAndBytesConfig", load_in_8bit=True, **skipped)
     elif expanded:
         options["quantization_config"] = call("Mxfp4Config", dequantize=True)
     load = call(f"{model_class}.from_pretrained", Code("MODEL"), **options, **hub)
     lines = [f"model = {load}"]
+    if task is not None and not trainer.makes_adapters:
+        lines.append("model.config.get_text_config().pad_token_id = tokenizer.pad_token_id")
     if run.prepare_kbit and not trainer.makes_adapters:
         name = "prepare_model_for_kbit_training"
         prepare = call(name, Code("model"), use_gradient_checkpointing=False)
@@ -178,11 +186,13 @@ def adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[s
         )
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     settings = {**method.peft_config(run), "target_modules": targets}
-    trainer = get_trainer(run.trainer)
+    trainer, task = get_trainer(run.trainer), task_of(run)
     if trainer.makes_adapters:
-        task = "SEQ_CLS" if trainer.gives_rewards else "CAUSAL_LM"
-        made = call(method.peft_class.rpartition(".")[2], **settings, task_type=task)
+        kind = "CAUSAL_LM" if task is None else task.peft_task
+        made = call(method.peft_class.rpartition(".")[2], **settings, task_type=kind)
         return [f"peft_config = {made}"]
+    if task is not None:  # which has PEFT train the head, too
+        settings["task_type"] = task.peft_task
     config = call(method.peft_class.rpartition(".")[2], **settings)
     options = {"autocast_adapter_dtype": False} if run.narrows_adapters else {}
     lines = [f"model = {call('get_peft_model', Code('model'), config, **options)}"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from whichlora.exports.python_source import literal
-from whichlora.spec.data_format import COLUMNS, DataFormat
+from whichlora.exports.train_script.label_rows import label_row_functions
+from whichlora.spec.data_format import COLUMNS, LABELLED_KINDS, DataFormat
 from whichlora.spec.plan import Collator, TrainOn
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import get_trainer
@@ -273,6 +274,8 @@ def row_functions(
     masked_lm: bool,
 ) -> str:
     """The source of `read_rows` and of what it calls, for rows of one format."""
+    if data.kind in LABELLED_KINDS:
+        return label_row_functions(data.kind)
     if get_trainer(run.trainer).rows != "texts":
         return _answers(data, run)
     encode = _masked(data, reader) if masked_lm else _causal(data, train_on)

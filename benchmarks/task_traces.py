@@ -1,0 +1,138 @@
+"""Trace drawn runs of every task on twelve architectures, and compare them with the ledger.
+
+`python benchmarks/task_traces.py` prints the errors of the peak by task; `--write` writes
+docs/accuracy/tasks.md. `--draw 50` traces as many runs anew, each in the real classes of
+transformers on fake tensors. A drawn run that is refused is drawn again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import trainer_traces
+from method_traces import row
+
+from whichlora.errors import ConfigError
+from whichlora.spec.run import RunConfig
+from whichlora.tasks import get_task
+
+RECORDS = Path(__file__).parent / "traces" / "tasks.jsonl"
+PAGE = Path(__file__).parents[1] / "docs" / "accuracy" / "tasks.md"
+MODELS = (
+    "google-bert/bert-base-uncased",
+    "FacebookAI/roberta-large",
+    "microsoft/deberta-v3-base",
+    "answerdotai/ModernBERT-base",
+    "microsoft/mpnet-base",
+    "distilbert/distilbert-base-uncased",
+    "meta-llama/Llama-3.2-1B",
+    "Qwen/Qwen2.5-1.5B",
+    "Qwen/Qwen3-0.6B",
+    "google/gemma-2-2b",
+    "openai-community/gpt2",
+    "mistralai/Mistral-7B-v0.3",
+)
+TASKS = ("sequence-classification", "token-classification", "question-answering", "reranking")
+
+
+def draw(seed: int) -> tuple[dict[str, Any], int]:
+    """A run, and how many drawn before it were refused."""
+    rng = random.Random(f"tasks {seed}")
+    task = get_task(TASKS[seed % len(TASKS)])  # as many of each
+    for refused in range(1000):
+        options: dict[str, Any] = {}
+        if any(option.name == "num_labels" for option in task.options):
+            options["num_labels"] = rng.choice((2, 3, 17, 1000))
+        method = rng.choice(("full", "full", "lora", "lora", "qlora", "dora"))
+        run = RunConfig(
+            model=rng.choice(MODELS),
+            task=task.name,
+            task_options=tuple(sorted(options.items())),
+            trainer=rng.choice(task.trainers[:2]),
+            method=method,
+            r=rng.choice((8, 16, 64)),
+            lora_dropout=rng.choice((0.0, 0.0, 0.05)),
+            batch_size=rng.choice((2, 4, 8, 16)),
+            seq_len=rng.choice((64, 128, 256, 512)),
+            precision=rng.choice(("bf16", "bf16", "bf16-pure", "fp32")),
+            base_dtype="auto",
+            gradient_checkpointing=rng.choice((None, False, False)),
+            gradient_accumulation_steps=rng.choice((1, 1, 2)),
+        )
+        line = {"layers": rng.choice((2, 3, 4)), "run": run.chosen()}
+        try:
+            trainer_traces.predicted(line)
+        except ConfigError:
+            continue
+        return line, refused
+    raise AssertionError(f"no run of {task.name} is accepted")
+
+
+def records() -> Iterator[dict[str, Any]]:
+    for text in RECORDS.read_text(encoding="utf-8").splitlines():
+        yield json.loads(text)
+
+
+def errors() -> dict[str, list[float]]:
+    """Relative errors of the ledger over all kept records, by task."""
+    by_task: dict[str, list[float]] = {}
+    for line in records():
+        error = abs(trainer_traces.predicted(line) / line["traced"] - 1)
+        by_task.setdefault(line["run"]["task"], []).append(error)
+    return by_task
+
+
+def page() -> str:
+    """docs/accuracy/tasks.md."""
+    by_task = errors()
+    every = [size for sizes in by_task.values() for size in sizes]
+    models = sorted({line["run"]["model"] for line in records()})
+    rows = [row("all", every), *(row(name, sizes) for name, sizes in by_task.items())]
+    header = (
+        "| task | runs | median | p90 | p95 | worst |\n| --- | ---: | ---: | ---: | ---: | ---: |"
+    )
+    return (
+        "# Peak memory of tasks, against traces\n\n"
+        "Made by `benchmarks/task_traces.py --write`. Runs are drawn with a seed: task, its "
+        "settings, model, method, trainer, rank, batch, length, precision, dropout, "
+        "checkpointing, accumulation. The real classes run on fake tensors, in two to four layers "
+        "of the model's real width; the ledger predicts the peak of live bytes. Formulas were "
+        "finished on seeds below 200; the others were drawn after.\n\n"
+        + "\n".join([header, *rows])
+        + "\n\nModels: "
+        + ", ".join(models)
+        + ".\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draw", type=int, metavar="N", help="trace N runs and keep them")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first")
+    parser.add_argument("--output", type=Path, default=RECORDS)
+    parser.add_argument("--write", action="store_true", help="write the page")
+    arguments = parser.parse_args()
+    if arguments.draw:
+        warnings.simplefilter("ignore")
+        with arguments.output.open("a", encoding="utf-8") as file:
+            for seed in range(arguments.first, arguments.first + arguments.draw):
+                line, _ = draw(seed)
+                line["traced"] = trainer_traces.traced(line)
+                print(json.dumps(line), file=file, flush=True)
+    if arguments.write:
+        PAGE.write_text(page(), encoding="utf-8")
+        return
+    by_task = errors()
+    for task, sizes in by_task.items():
+        print(row(task, sizes))
+    print(row("all", [size for sizes in by_task.values() for size in sizes]))
+
+
+if __name__ == "__main__":
+    main()

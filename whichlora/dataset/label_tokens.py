@@ -1,0 +1,34 @@
+"""Tokens of texts that a model reads and does not write, as `train.py` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from whichlora.dataset.base import Example, labelled_texts
+from whichlora.dataset.encoders import Encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelTokens:
+    """Counts rows with labels: all texts of a row are one sequence, with the tokenizer's ends.
+
+    A pair of texts is counted without the token that some tokenizers put between them.
+
+    Args:
+        max_length: tokens that rows are cut to.
+    """
+
+    max_length: int
+    of_row = "sequences"
+    leaves_out = "within {} tokens nothing in them is learned"
+    none_left = "no row has a label"
+
+    def counts(self, encode: Encode, rows: Sequence[Example]) -> list[tuple[int, ...]]:
+        """Tokens of the sequence of each row."""
+        texts = [" ".join(labelled_texts(row)) for row in rows]
+        return [(number,) for number in encode(texts, "tokenizer")]
+
+    def is_kept(self, encode: Encode, row: Example, counts: tuple[int, ...]) -> bool:
+        """All are: what is cut from a row is not learned."""
+        return True
