@@ -402,6 +402,30 @@ def embedding_backward(step: TrainingStep) -> Entries:
     )
 
 
+TABLE_GRADIENT = Fact(
+    part="gradients",
+    what="gradient of the embedding, before it is added to that of earlier micro-steps",
+    shape="[vocab_size, hidden_size]",
+    dtype="of the parameter",
+    why="the backward of a lookup makes one for all rows of the table",
+    source="torch embedding_dense_backward; AccumulateGrad",
+)
+
+
+def table_moment(step: TrainingStep) -> dict[str, Entries]:
+    """At the end of a later micro-step's backward, at a table that is no head."""
+    if not step.accumulates or step.tied_gradients_wait or not step.table_gradient:
+        return {}
+    entries = (
+        *step.static,
+        held_outputs(step),
+        Entry(ALL_GRADIENTS, step.all_gradients),
+        step.late_remainders,
+        Entry(TABLE_GRADIENT, step.table_gradient + 0 * step.tokens),
+    )
+    return {"table_backward": entries}
+
+
 def _num_tied_parts(step: TrainingStep) -> int:
     """The head's, the embedding's, their sum or the accumulated gradient of earlier micro-steps."""
     return 2 + step.accumulates - step.adds_tied_in_place

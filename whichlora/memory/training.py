@@ -21,7 +21,7 @@ from whichlora.memory.loading import (
     narrow_table_bytes,
 )
 from whichlora.memory.metal_heaps import idle_in_heaps
-from whichlora.memory.moments import training_moments
+from whichlora.memory.moments import table_moment, training_moments
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import weight_entries
 from whichlora.spec.numeric import Count, added, largest, smallest
@@ -41,7 +41,7 @@ PARTS = (
     "allocator",
     "context",
 )
-_OUTSIDE_LAYERS = ("loading", "embedding_backward", "optimizer_step")
+_OUTSIDE_LAYERS = ("loading", "embedding_backward", "table_backward", "optimizer_step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +74,15 @@ class Ledger:
         return max(self.moments, key=self.moment_bytes)
 
 
-def training_ledger(step: TrainingStep) -> Ledger:
-    """Moments of loading and of `step`."""
+def training_ledger(step: TrainingStep, *, is_spread: bool = False) -> Ledger:
+    """Moments of loading and of `step`.
+
+    Args:
+        is_spread: a strategy changes each moment of a rank; it knows none of a table alone.
+    """
+    of_table = {} if is_spread else table_moment(step)
     ledger = Ledger(
-        moments=training_moments(step) | training_loading(step, like=step.batch_size),
+        moments=training_moments(step) | of_table | training_loading(step, like=step.batch_size),
         idle_bytes=0,
         workspace_bytes=allocator.workspace_bytes(step.gpu, training=True),
     )

@@ -118,7 +118,7 @@ class Layout:
 
     def ledger(self, kind: RankKind) -> Ledger:
         """Every moment of the ranks of `kind`."""
-        counted = training_ledger(kind.step)
+        counted = training_ledger(kind.step, is_spread=True)
         moments: Mapping[str, tuple[Entry, ...]] = counted.moments
         for strategy, spread in self.strategies:
             moments = strategy.moments(kind, moments, spread)
