@@ -31,9 +31,8 @@ from whichlora.predict import resolve as resolution
 from whichlora.profiler.build import build_model, without_cpu_packing
 from whichlora.profiler.inference import measure_inference
 from whichlora.profiler.meter import Meter
-from whichlora.spec.run import ALL_LINEAR, RunConfig
+from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model
-from whichlora.tasks import get_task
 from whichlora.trainers import get_trainer
 
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -89,10 +88,7 @@ def predicted_saved_per_layer(one: Case) -> int:
 
 
 def load(one: Case) -> Any:
-    targets: str | list[str] = list(job_of(one).targets)
-    by_name = bool(one.run.task) and get_task(one.run.task).linears_by_name
-    if one.run.target_modules == (ALL_LINEAR,) and not by_name:
-        targets = ALL_LINEAR  # PEFT's own reading of it, as a real run gets it
+    targets = job_of(one).peft_targets  # PEFT's own reading of all-linear, as a real run gets it
     model = build_model(one.run, one.model_config, device="cpu", target_modules=targets)
     return without_cpu_packing(model)  # which depends on this machine
 

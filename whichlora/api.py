@@ -287,7 +287,7 @@ def compare_methods(
     """What each fine-tuning method trains on `model`, and takes against LoRA, with usual settings.
 
     >>> [row.name for row in compare_methods() if not row.merges]
-    ['full']
+    ['full', 'prompt-tuning', 'p-tuning']
 
     Raises:
         ConfigError: an unknown model or accelerator, or one that LoRA does not run on.

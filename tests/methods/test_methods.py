@@ -16,11 +16,15 @@ from whichlora import methods
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
 from whichlora.exports.train_script import train_script
+from whichlora.memory.checkpoint import checkpoint_bytes
+from whichlora.memory.gradients import outer_bytes
 from whichlora.methods import COMPARED, Method, get_method, list_methods, with_defaults
 from whichlora.methods.base import Method as BaseMethod
-from whichlora.predict.resolve import resolve
+from whichlora.predict.predict import ledger, num_trained, training_step
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec import members
 from whichlora.spec.architecture import Linear
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model
 from whichlora.workflow.export import make_recipe
@@ -263,6 +267,12 @@ def test_what_peft_cannot_adapt_is_refused_with_its_reason(
         ("loha", {}, 2 * 8 * (64 + 96)),
         ("lokr", {}, 8 * 8 + 12 * 8),  # kron([8, 8], [12, 8]): rank 8 is not low for 12
         ("lokr", {"decompose_factor": 2}, 2 * 2 + 8 * (48 + 32)),
+        ("adalora", {"target_r": 4}, 8 * (64 + 1 + 96) + 1),  # `ranknum` is trained, too
+        ("hira", {}, 8 * (64 + 96)),
+        ("fourierft", {"n_frequency": 300}, 300),
+        ("delora", {}, 8 * (64 + 96) + 1),
+        ("road", {}, 96),
+        ("road", {"variant": "road_4"}, 4 * 96),
     ],
 )
 def test_each_method_trains_as_many_parameters_as_peft_makes(
@@ -297,3 +307,83 @@ def test_train_py_refuses_a_start_that_reads_batches() -> None:
     run = RunConfig(model="HuggingFaceTB/SmolLM2-135M", method="corda")
     with pytest.raises(ConfigError, match="corda needs preprocess_corda of PEFT"):
         train_script(run, target_modules="all-linear")
+
+
+SMOL = "HuggingFaceTB/SmolLM2-135M"  # 576 wide, 30 layers, tied
+
+
+def smol_run(method: str, **settings: Any) -> ResolvedRun:
+    model = find_model(SMOL)
+    assert model is not None
+    return resolve(model, RunConfig(model=SMOL, method=method, **settings), A100)
+
+
+@pytest.mark.parametrize(
+    ("method", "num_params"),
+    [
+        ("prompt-tuning", 20 * 576),
+        ("p-tuning", 20 * 576 + 3 * 576 * (576 + 1)),
+        ("ln-tuning", (2 * 30 + 1) * 576),
+        ("trainable-tokens", 576),
+    ],
+)
+def test_what_is_trained_outside_of_linear_layers_is_counted(method: str, num_params: int) -> None:
+    assert num_trained(smol_run(method)) == num_params
+
+
+def test_virtual_tokens_lengthen_the_sequence_of_all_layers() -> None:
+    options = (("num_virtual_tokens", 64),)
+    job = smol_run("prompt-tuning", seq_len=448, method_options=options)
+    step, plain = training_step(job), training_step(smol_run("lora", seq_len=512))
+    assert step.seq_len == plain.seq_len
+    assert step.loss_backward_bytes == plain.loss_backward_bytes
+    with pytest.raises(ConfigError, match="is predicted for decoders"):
+        resolve(find_model("google-t5/t5-base"), replace(job.run, model="t5"), A100)
+
+
+def test_a_checkpoint_of_p_tuning_has_no_encoder() -> None:
+    job = smol_run("p-tuning")
+    tensors = training_step(job).tensors
+    stored = checkpoint_bytes(
+        job.model, job.dtypes, job.method, tensors, optimizer_name=job.run.optimizer
+    )
+    assert stored.tensors == 20 * 576 * outer_bytes(job.dtypes)
+    assert outer_bytes(job.dtypes) == 4  # PEFT makes it in fp32 beside any base
+
+
+def test_the_copy_of_a_tied_table_has_a_gradient_of_all_rows() -> None:
+    job = smol_run("trainable-tokens")
+    moments = ledger(job).moments
+    table = 49152 * 576 * 2
+    for name in ("table_backward", "head_backward"):
+        (gradient,) = (e for e in moments[name] if e.fact.what.startswith("gradient of the copy"))
+        assert gradient.num_bytes >= table
+    with pytest.raises(ConfigError, match=r"token_indices: '3\+x' is no list of token ids"):
+        smol_run("trainable-tokens", method_options=(("token_indices", "3+x"),))
+
+
+def test_adalora_holds_scores_and_early_gradients_and_is_told_each_step() -> None:
+    job = smol_run("adalora")
+    step = training_step(job)
+    (scores,) = (e for e in step.static if e.fact.what.startswith("scores"))
+    assert scores.num_bytes == 3 * step.all_gradients
+    assert step.gradients_of_term == step.all_gradients
+    script = train_script(job.run, target_modules="all-linear")
+    assert "model.base_model.update_and_allocate(state.global_step)" in script
+    assert "callbacks=[LogAtCheckpoints(), AfterUpdate()]" in script
+    with pytest.raises(ConfigError, match="is predicted on one GPU, got gpus 2"):
+        smol_run("adalora", parallel=ParallelConfig(strategy="ddp", gpus=2))
+    with pytest.raises(ConfigError, match="must be above target_r, 16, got 16"):
+        smol_run("adalora", r=16, method_options=(("target_r", 16),))
+
+
+def test_ln_tuning_takes_names_of_norms() -> None:
+    job = smol_run("ln-tuning", target_modules=("input_layernorm",))
+    assert job.targets == ("input_layernorm",)
+    with pytest.raises(ConfigError, match="'q_proj' is no norm of"):
+        smol_run("ln-tuning", target_modules=("q_proj",))
+
+
+def test_an_adapter_that_peft_lacks_is_named_as_such() -> None:
+    with pytest.raises(ConfigError, match="method: relora is not in PEFT"):
+        get_method("relora")

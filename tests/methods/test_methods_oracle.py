@@ -19,6 +19,7 @@ from traced import live_bytes
 from train_runs import run_script
 
 from whichlora import families
+from whichlora.errors import ConfigError
 from whichlora.exports.train_script import train_script
 from whichlora.memory.gradients import cached_params, trained_params
 from whichlora.methods import BUILT_IN, NOT_MODELLED, get_method
@@ -58,6 +59,17 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("loha", {}),
     ("lokr", {}),
     ("lokr", {"decompose_factor": 8, "decompose_both": True}),
+    ("adalora", {"tinit": 10}),
+    ("trainable-tokens", {"token_indices": "3+7"}),
+    ("prompt-tuning", {}),
+    ("p-tuning", {"encoder_hidden_size": 256}),
+    ("ln-tuning", {}),
+    ("hira", {}),
+    ("fourierft", {"n_frequency": 200}),
+    ("delora", {}),
+    ("road", {}),
+    ("road", {"variant": "road_4"}),
+    ("gralora", {}),
     ("pissa", {}),
 ]
 CPU_RUNS = [*METHODS, ("miss", {"init_weights": "bat"}), ("shira", {}), ("olora", {})]
@@ -97,7 +109,7 @@ def test_peft_trains_as_many_parameters(method: str, options: dict[str, Any]) ->
     if get_method(method).peft_class == "peft.LoraConfig":
         assert cached_params(job.model, job.targets, job.method, job.run.r) == expected
         return
-    wrapped = finished_model(model, job.run, "all-linear")
+    wrapped = finished_model(model, job.run, job.peft_targets)
     trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
     assert trained == expected
 
@@ -108,15 +120,19 @@ def test_peft_trains_as_many_parameters(method: str, options: dict[str, Any]) ->
 def test_the_ledger_agrees_with_the_trace(
     method: str, options: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    if method in ("c3a", "loha", "lokr") and "quant" in settings:
-        pytest.skip("refused")
+    if method == "adalora" and settings.get("precision") == "fp32":
+        pytest.skip("a trace moves no tensor to a device, which makes one of its own trained")
     run = run_of(method, options, **settings)
-    job = resolution.resolve(families.build(LLAMA, name="x"), run, GPU)
+    try:
+        job = resolution.resolve(families.build(LLAMA, name="x"), run, GPU)
+    except ConfigError:
+        assert "quant" in settings
+        pytest.skip("refused")
     found = prediction.ledger(job)
     events = trace(
         job.run,
         LLAMA,
-        target_modules="all-linear",
+        target_modules=job.peft_targets,
         compute_capability=GPU.compute_capability,
     )
     traced = max(num_bytes for _, num_bytes in live_bytes(events))
@@ -125,7 +141,7 @@ def test_the_ledger_agrees_with_the_trace(
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("seed", range(390, 404))
+@pytest.mark.parametrize("seed", [*range(390, 404), *range(1000, 2000, 100)])
 def test_a_run_drawn_anew_is_traced_as_predicted(seed: int) -> None:
     line, _ = method_traces.draw(seed)
     assert trainer_traces.predicted(line) == pytest.approx(trainer_traces.traced(line), rel=0.02)
@@ -148,13 +164,15 @@ def test_a_real_step_on_a_cpu_takes_the_predicted_bytes(
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("method", "options"), CPU_RUNS, ids=str)
 def test_train_py_trains_it(tmp_path: Path, method: str, options: dict[str, Any]) -> None:
-    stated = {"block_size": 16} if method == "c3a" else options
+    sizes = {"c3a": {"block_size": 16}, "road": {"group_size": 16}}  # that fit the small model
+    stated = options | sizes.get(method, {})
     run = run_of(method, stated, padding="padded", seq_len=32, batch_size=2, precision="fp32", r=4)
     config = LLAMA | {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128}
     path = tmp_path / "train.py"
+    targets = resolution.resolve(families.build(config, name="x"), run, GPU).peft_targets
     path.write_text(
         train_script(
-            run, target_modules="all-linear", weights="random", model_config=config, max_steps=2
+            run, target_modules=targets, weights="random", model_config=config, max_steps=2
         )
     )
     rows = "".join(json.dumps({"text": "to be or not to be"}) + "\n" for _ in range(4))

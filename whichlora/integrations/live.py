@@ -258,6 +258,8 @@ def _read_adapters(
         raise ConfigError(f"{len(configs)} adapters are loaded ({', '.join(configs)}); one is")
     (config,) = configs.values()
     method, settings = _read_method(config, quant)
+    if method.find_targets is not None:
+        return method, settings
     leaves = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()

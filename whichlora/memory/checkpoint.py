@@ -60,14 +60,14 @@ def checkpoint_bytes(
     Args:
         tensors: everything that gets a gradient.
     """
-    stored = gradient_bytes(tensors)
+    stored = gradient_bytes(tensor for tensor in tensors if tensor.is_stored)
     if method.trains_base:
         # `state_dict` leaves out buffers with `persistent=False`, such as `inv_freq` of a rotary
         # table
         loaded = weights.weight_bytes(model, dtypes)
         stored = sum(size for name, size in loaded.items() if name != "buffers")
     states = optimizer.state_bytes(tensors, optimizer=optimizer_name, device_kind="cpu")
-    num_tensors = sum(tensor.count for tensor in tensors)
+    num_tensors = sum(tensor.count for tensor in tensors if tensor.is_stored)
     records = optimizer.num_stored_states(tensors, optimizer=optimizer_name)
     return CheckpointBytes(
         weights=stored + _TENSOR_HEADER_BYTES * num_tensors,

@@ -28,12 +28,14 @@ def outside_saved(
     embeddings_need_grad: bool,
     after_layers: bool = True,
     in_encoder: bool = False,
+    joins_rows: bool = False,
 ) -> list[Tensor]:
     """Tensors saved between the embedding and the first layer, and from the last layer on.
 
     Args:
         after_layers: true until the backward reaches the last layer.
         in_encoder: the backward is in the first of two stacks; the decoder's tensors are freed.
+        joins_rows: other rows are put before the looked-up ones.
         embeddings_need_grad: trained, or made to need a gradient so that checkpointing works.
 
     Kind: exact.
@@ -53,7 +55,7 @@ def outside_saved(
     if embeddings_need_grad:
         norms, dropped = norms + first_norms, dropped + first_dropped
     for norm in norms:
-        saved += listed_tensors(_norm_kept(norm, dtypes), 1, tokens=0, span=0, r=0)
+        saved += listed_tensors(_norm_kept(norm, dtypes, targets), 1, tokens=0, span=0, r=0)
     # torch 2.13 `native_dropout` saves a boolean mask; a CPU's `dropout_impl` multiplies by a mask
     # in the dtype of the input
     mask_bytes = dtypes.stream_bytes if dtypes.backend.wide_dropout_masks else 1
@@ -63,7 +65,11 @@ def outside_saved(
     if dtypes.trains_base and after_layers and has_head:
         # the gradient of a trained weight reads the input: `mm` in derivatives.yaml
         saved.append(per_token("head: input", dtypes.compute_bytes, hidden, "hidden_size"))
-    elif not dtypes.trains_base and embeddings_need_grad and _embeds_in_steps(model, dtypes):
+    elif (
+        not dtypes.trains_base
+        and embeddings_need_grad
+        and (joins_rows or _embeds_in_steps(model, dtypes))
+    ):
         # the looked-up rows are what was made to need a gradient: a leaf lives as long as the graph
         stacks = len({group.stack for group in model.groups})
         rows = stacks * model.embeddings[0].width
@@ -90,10 +96,10 @@ def _embeds_in_steps(model: ModelSpec, dtypes: Dtypes) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _norm_kept(norm: Norm, dtypes: Dtypes) -> tuple[SavedTensor, ...]:
+def _norm_kept(norm: Norm, dtypes: Dtypes, targets: tuple[str, ...]) -> tuple[SavedTensor, ...]:
     tape = Tape()
     x = tape.input(elements_per_token(norm.width * norm.rows), dtypes.stream_bytes, needs_grad=True)
-    OpEmitter(tape, dtypes, (), NO_ADAPTERS).norm(norm, x)
+    OpEmitter(tape, dtypes, targets, NO_ADAPTERS).norm(norm, x)
     return tape.saved_tensors()
 
 

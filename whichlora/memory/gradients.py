@@ -23,6 +23,7 @@ class Trained:
         param_bytes: width of one element, of its gradient too.
         rows, width: the shape, leading dimensions taken together; a vector has one row.
         is_embedding: a looked-up table, whose 8-bit optimizers keep their states in 32 bits.
+        is_stored: a checkpoint has it.
     """
 
     rows: Count
@@ -30,6 +31,7 @@ class Trained:
     param_bytes: int
     count: int = 1
     is_embedding: bool = False
+    is_stored: bool = True
 
     @property
     def num_params(self) -> Count:
@@ -57,6 +59,10 @@ def trained_params(
         total = total + module.num_params
     for vector in trained_biases(model, targets, bias, param_bytes=0):
         total = total + vector.num_params * vector.count
+    for outer in method.outer_tensors(model):
+        total = total + outer.num_params
+    for norm, count in trained_norms(model, targets):
+        total = total + norm.num_params * count
     for group in model.groups:
         of_layer: Count = 0 * r
         for linear in adapted(group.layer, targets):
@@ -132,6 +138,10 @@ def adapter_entries(
     # PEFT replaces modules by name, in a vision tower too: `.grad` of those stays None
     for linear in _idle_adapted(model, run, targets):
         num_bytes = num_bytes + method.adapter_bytes(linear, dtypes, r)
+    serves = run.phase == "inference"
+    outer = (tensor for tensor in _outer(model, method, dtypes) if tensor.is_stored or not serves)
+    norms = _norm_copies(model, targets, dtypes)
+    num_bytes = num_bytes + gradient_bytes(outer) + gradient_bytes(norms)
     copied = gradient_bytes(saved_modules(model, run.modules_to_save, dtypes.embedding_bytes))
     frozen = method.frozen_tensors(adapted_linears(model, targets), r)
     return [
@@ -173,9 +183,51 @@ def trained_tensors(
         return tuple(base_tensors(model, dtypes.base_bytes))
     return (
         *_of_adapters(model, targets, method, r, dtypes),
+        *_outer(model, method, dtypes),
+        *_norm_copies(model, targets, dtypes),
         *saved_modules(model, modules_to_save, dtypes.embedding_bytes),
         *trained_biases(model, targets, bias, dtypes.base_bytes),
     )
+
+
+def outer_bytes(dtypes: Dtypes) -> int:
+    """Bytes of one element of what is trained outside of the layers: it is made in fp32.
+
+    Kind: exact. Source: peft 0.21.2 `PromptEmbedding`, `PromptEncoder`: no dtype is named, and
+    `cast_adapter_dtype` widens alone.
+    """
+    return dtypes.adapter_bytes if dtypes.narrows_adapters_later else 4
+
+
+def _outer(model: ModelSpec, method: Method, dtypes: Dtypes) -> Iterator[Trained]:
+    for tensor in method.outer_tensors(model):
+        yield Trained(
+            rows=tensor.rows,
+            width=tensor.width,
+            param_bytes=outer_bytes(dtypes),
+            is_stored=not tensor.training_only,
+        )
+
+
+def trained_norms(model: ModelSpec, targets: tuple[str, ...]) -> Iterator[tuple[Norm, int]]:
+    """Norms of which PEFT trains a copy, and how many there are of each. Kind: exact.
+
+    Source: peft 0.21.2 `LNTuningLayer.update_layer`, which copies the module.
+    """
+    for group in model.groups:
+        for norm in group.layer.norms:
+            if norm.name in targets:
+                yield norm, 1 if group.shared else group.count
+    for norm in model.final_norms:
+        if norm.name in targets:
+            yield norm, 1
+
+
+def _norm_copies(model: ModelSpec, targets: tuple[str, ...], dtypes: Dtypes) -> Iterator[Trained]:
+    for norm, count in trained_norms(model, targets):
+        for is_there in (norm.weight, norm.bias):
+            if is_there:
+                yield Trained(rows=1, width=norm.width, count=count, param_bytes=dtypes.base_bytes)
 
 
 def saved_modules(

@@ -81,9 +81,6 @@ def layer_bytes(
 
     Kind: exact. Source: `symbolic.layer.layer_points`.
     """
-    gradients: Count = layer.num_params * dtypes.base_bytes * method.trains_base + 0 * r
-    for linear in adapted(layer, targets):
-        gradients = gradients + method.adapter_bytes(linear, dtypes, r)
     sizes = {"tokens": tokens, "span": span, "r": r}
     tensors: list[Tensor] = []
     held: list[Tensor] = []
@@ -121,9 +118,21 @@ def layer_bytes(
         tensors=tuple(tensors),
         copies=tuple(tensor for tensor in tensors if tensor.what.endswith(WEIGHT_COPIES)),
         held=() if run.gradient_checkpointing and run.use_reentrant else tuple(held),
-        gradients=gradients,
+        gradients=_gradients(layer, targets, dtypes, method, r),
         **values,
     )
+
+
+def _gradients(
+    layer: Layer, targets: tuple[str, ...], dtypes: Dtypes, method: Method, r: Count
+) -> Count:
+    """Bytes of those that one layer leaves."""
+    gradients: Count = layer.num_params * dtypes.base_bytes * method.trains_base + 0 * r
+    for linear in adapted(layer, targets):
+        gradients = gradients + method.adapter_bytes(linear, dtypes, r)
+    for norm in layer.norms:
+        gradients = gradients + norm.num_params * dtypes.base_bytes * (norm.name in targets)
+    return gradients
 
 
 def _points_of(
@@ -148,7 +157,7 @@ def _points_of(
                 method,
                 masked=masked,
                 ragged=ragged,
-                accumulated=run.gradient_accumulation_steps > 1,
+                accumulated=run.gradient_accumulation_steps > 1 or method.in_loss,
                 reentrant=bool(run.use_reentrant),
                 checkpointed=bool(run.gradient_checkpointing),
                 stream=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),

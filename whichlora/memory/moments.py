@@ -13,7 +13,7 @@ from whichlora.memory import activations, kv_cache, loss, optimizer
 from whichlora.memory.entries import Entry, Fact, Group, listed
 from whichlora.memory.held import HELD_INPUTS, held_between_steps, held_in_update, held_outputs
 from whichlora.memory.layer_bytes import forward_bytes
-from whichlora.memory.step import TrainingStep
+from whichlora.memory.step import GRADIENTS_OF_TERM, TrainingStep
 from whichlora.memory.worst_layer import after, has_one_order
 from whichlora.spec.numeric import largest
 from whichlora.symbolic.autograd import most
@@ -126,7 +126,7 @@ def reference_forward(step: TrainingStep) -> Entries:
 
 def _head_copy(step: TrainingStep) -> Entry:
     copied = loss.head_copy_bytes(step.model, step.dtypes, loss_head=step.run.loss_head)
-    return Entry(loss.HEAD_COPY, copied + 0 * step.tokens)
+    return Entry(loss.HEAD_COPY, copied + 0 * step.tokens + step.head_copy_bytes)
 
 
 # --- backward ---------------------------------------------------------------------------------
@@ -142,6 +142,7 @@ def loss_backward(step: TrainingStep) -> Entries:
         held_outputs(step),
         step.saved_for_backward,
         step.remainders,
+        *([Entry(GRADIENTS_OF_TERM, step.gradients_of_term)] if step.method.in_loss else []),
         Entry(step.loss_facts[1], step.loss_backward_bytes),
         _head_copy(step),
     )
@@ -297,7 +298,7 @@ def layers_backward_at_depth(step: TrainingStep) -> Iterator[tuple[str, Entries]
 def first_decoder_layer_backward(step: TrainingStep) -> Entries:
     """In the decoder's first layer, while the encoder's saved tensors still exist."""
     gradients = step.late_gradients
-    if not step.accumulates:
+    if not step.gradients_wait:
         of_kind = largest(*(step.layers[number].gradients for number in step.second_stack))
         gradients = gradients + step.layers[0].gradients - step.first_stack_gradients - of_kind
         gradients = largest(gradients, 0 * step.num_trained)
@@ -455,6 +456,42 @@ def optimizer_step(step: TrainingStep) -> Entries:
     )
 
 
+TABLE_GRADIENT = Fact(
+    part="gradients",
+    what="gradient of the copy of the token table",
+    shape="[vocab_size, hidden_size]",
+    dtype="embedding_bytes",
+    why="of all rows, from which those of the trained tokens are taken",
+    source="peft TrainableTokensLayer.get_merged_weights; torch embedding_dense_backward",
+)
+
+
+def table_backward(step: TrainingStep) -> Entries:
+    """At the end of the backward, at the copy of the token table."""
+    rows = step.tokens * step.model.embeddings[0].width * step.dtypes.embedding_bytes
+    return (
+        *step.static,
+        held_outputs(step),
+        Entry(ALL_GRADIENTS, step.all_gradients),
+        step.late_remainders,
+        Entry(TABLE_GRADIENT, step.table_bytes + rows),
+    )
+
+
+def head_copy_backward(step: TrainingStep) -> Entries:
+    """In the backward of a head that is tied to such a table."""
+    width = loss.logit_width(step.model) + step.model.hidden_size
+    return (
+        *step.always,
+        step.saved_for_backward,
+        step.remainders,
+        held_outputs(step),
+        Entry(LOGITS_GRADIENT, step.tokens * width * step.dtypes.compute_bytes),
+        _head_copy(step),
+        Entry(TABLE_GRADIENT, step.table_bytes),
+    )
+
+
 def training_moments(step: TrainingStep) -> dict[str, Entries]:
     """Every moment that can be the peak; of equal ones the first is named."""
     moments = {
@@ -474,6 +511,10 @@ def training_moments(step: TrainingStep) -> dict[str, Entries]:
         moments["layer_inputs_backward"] = layer_inputs_backward(step)
     if step.head_gradient and step.run.loss_head not in loss.WITHOUT_LOGITS:
         moments["head_backward"] = head_backward(step)
+    if step.method.copies_table:
+        moments["table_backward"] = table_backward(step)
+        if step.model.head_tied:
+            moments["head_backward"] = head_copy_backward(step)
     if step.tied_gradients_wait and step.second_stack:
         moments["decoder_embedding_backward"] = decoder_embedding_backward(step)
     if step.tied_gradients_wait and not step.model.splits_embeddings:

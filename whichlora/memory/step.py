@@ -18,6 +18,7 @@ from whichlora.memory.gradients import (
     adapter_entries,
     cached_params,
     gradient_bytes,
+    outer_bytes,
     saved_modules,
     trained_params,
     trained_tensors,
@@ -66,6 +67,31 @@ ACCUMULATED = Fact(
 )
 
 
+GRADIENTS_OF_TERM = Fact(
+    part="gradients",
+    what="gradients of the term that the loss has of the adapters",
+    shape="[trained_params]",
+    dtype="of the parameter",
+    why="the term's nodes are the last of the graph, so the first of the backward",
+    source="peft AdaLoraModel.forward; torch InputBuffer::accumulate",
+)
+OUTER_COPIES = Fact(
+    part="activations",
+    what="16-bit copies of trained matrices before the first layer",
+    shape="[those that the method lists]",
+    dtype="compute_bytes",
+    why="autocast casts them, and the gradient of what they read needs them",
+    source="torch autocast_mode.cpp cached_cast; peft PromptEncoder.forward",
+)
+SCORES = Fact(
+    part="optimizer_states",
+    what="scores of the trained parameters",
+    shape="[trained_params]",
+    dtype="of the parameter",
+    count="number of them that the method lists",
+    why="PEFT reads them when it chooses ranks, and keeps them from step to step",
+    source="peft RankAllocator.update_ipt",
+)
 REFERENCE_WEIGHTS = Fact(
     part="weights",
     what="weights of the reference",
@@ -128,6 +154,11 @@ class TrainingStep:
     def accumulates(self) -> bool:
         return self.run.gradient_accumulation_steps > 1
 
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether gradients are there before the model goes backward, so that it adds to them."""
+        return self.accumulates or self.method.in_loss
+
     # --- what is trained ------------------------------------------------------------------------
 
     @cached_property
@@ -174,6 +205,8 @@ class TrainingStep:
             narrow_embeddings=self.trainer.narrows_embedding_states,
         )
         entries.append(Entry(optimizer.STATES, states + 0 * self.num_trained))
+        if self.method.num_scores:
+            entries.append(Entry(SCORES, self.method.num_scores * self.all_gradients))
         if self.has_reference and self.method.trains_base:
             copied = added(entry.num_bytes for entry in weights)
             entries.append(Entry(REFERENCE_WEIGHTS, copied))
@@ -229,8 +262,18 @@ class TrainingStep:
         return (
             *self.static,
             Entry(ACCUMULATED, accumulated),
+            *self._outer_copies,
             listed(INPUTS, Group(tensors=(batch, rotary), **self.sized)),
         )
+
+    @property
+    def _outer_copies(self) -> tuple[Entry, ...]:
+        factors = [t for t in self.method.outer_tensors(self.model) if t.is_factor]
+        dtypes = self.dtypes
+        if not factors or not dtypes.under_autocast or outer_bytes(dtypes) < 4:
+            return ()
+        copied = sum(factor.num_params for factor in factors) * dtypes.compute_bytes
+        return (Entry(OUTER_COPIES, copied + 0 * self.tokens),)
 
     # --- the layers -----------------------------------------------------------------------------
 
@@ -349,6 +392,8 @@ class TrainingStep:
         """
         trains_embedding = any(tensor.is_embedding for tensor in self.saved_modules)
         trains_before = self.method.trains_base or trains_embedding or self.model.continues
+        method = self.method
+        trains_before = trains_before or bool(method.virtual_tokens) or method.copies_table
         return trains_before or bool(self.run.gradient_checkpointing)
 
     @property
@@ -361,6 +406,8 @@ class TrainingStep:
         # `make_inputs_require_grads` makes them a leaf: `AccumulateGrad` holds them, and stores a
         # gradient in them that nobody reads
         if not self.run.gradient_checkpointing or self.method.trains_base:
+            return 0
+        if self.method.copies_table:
             return 0
         if any(tensor.is_embedding for tensor in self.saved_modules):
             return 0
@@ -375,7 +422,7 @@ class TrainingStep:
             self.dtypes,
             self.method,
             needs_grad=self.needs_grad,
-            accumulated=self.accumulates,
+            accumulated=self.gradients_wait,
         )
 
     def _around_layers(self, *, after_layers: bool, in_encoder: bool = False) -> Group:
@@ -391,6 +438,7 @@ class TrainingStep:
                 embeddings_need_grad=self.needs_grad,
                 after_layers=after_layers,
                 in_encoder=in_encoder and bool(self.second_stack),
+                joins_rows=bool(self.method.virtual_tokens) and bool(self.leaf_embedding_bytes),
             ),
             *(head if after_layers else ()),
             *layer_inputs_saved(self.layer_inputs, r=self.r, **self.sized),
@@ -431,6 +479,17 @@ class TrainingStep:
     def outside_in_first_layer(self) -> Group:
         """The same in the last layer of the backward, an encoder's where there is one."""
         return self._around_layers(after_layers=False, in_encoder=True)
+
+    @cached_property
+    def table_bytes(self) -> Count:
+        """Of the copy of the token table that the method makes, or of its gradient."""
+        copied = self.method.copies_table * self.model.embeddings[0].num_params
+        return copied * self.dtypes.embedding_bytes + 0 * self.tokens
+
+    @property
+    def head_copy_bytes(self) -> Count:
+        """The same of a head that is tied to the table."""
+        return self.table_bytes * self.model.head_tied
 
     @cached_property
     def saved_for_backward(self) -> Entry:
@@ -540,7 +599,7 @@ class TrainingStep:
     def layer_backward_bytes(self) -> Count:
         """Worst backward of a layer, beside what all layers keep."""
         # with accumulation no layer leaves new gradients: `AccumulateGrad` adds to those there are
-        return self.layer_backward_where(leaves_gradients=not self.accumulates)
+        return self.layer_backward_where(leaves_gradients=not self.gradients_wait)
 
     def layer_backward_where(self, *, leaves_gradients: bool) -> Count:
         """`layer_backward_bytes` where layers leave their gradients, or somebody takes them."""
@@ -610,6 +669,11 @@ class TrainingStep:
             gradient_bytes(module for module in self.saved_modules if not module.is_embedding)
         )
 
+    @property
+    def gradients_of_term(self) -> Count:
+        """Those that the loss's own term of the adapters leaves before the layers go backward."""
+        return self.all_gradients * self.method.in_loss
+
     @cached_property
     def gradients_in_layers(self) -> Count:
         """Gradients of this micro-step beside the layers' own while the layers go backward.
@@ -618,19 +682,28 @@ class TrainingStep:
         `AccumulateGrad` adds in place; only of a tied head a second one waits.
         """
         gradient = self.head_gradient + 0 * self.num_trained
-        return gradient * self.tied_gradients_wait if self.accumulates else gradient
+        if self.accumulates:
+            gradient = gradient * self.tied_gradients_wait
+        return gradient + self.gradients_of_term
 
     @cached_property
     def late_gradients(self) -> Count:
         """Gradients of this micro-step when the first layer goes backward, the last to do so."""
         gradients = self.gradients_in_layers
-        if not self.accumulates:
-            of_first = largest(*(self.layers[number].gradients for number in self.first_kinds))
+        of_first = largest(*(self.layers[number].gradients for number in self.first_kinds))
+        if self.method.in_loss and self.accumulates:
+            gradients = gradients - self.gradients_of_term + of_first
+        elif not self.gradients_wait:
             gradients = self.all_gradients - of_first - self._embedding_gradients
+            gradients = gradients - self._outer_params * outer_bytes(self.dtypes)
         for number, (layer, count) in enumerate(self.model.layers()):
             unwanted = unwanted_gradient_bytes(layer, self.targets, self.method, self.dtypes)
             gradients = gradients + (count - (number == 0)) * unwanted
         return gradients
+
+    @property
+    def _outer_params(self) -> int:
+        return sum(tensor.num_params for tensor in self.method.outer_tensors(self.model))
 
     @property
     def _embedding_gradients(self) -> Count:

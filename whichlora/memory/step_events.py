@@ -25,7 +25,7 @@ from whichlora.memory.event_list import (
     play_loading,
     repeated,
 )
-from whichlora.memory.gradients import Trained
+from whichlora.memory.gradients import Trained, trained_norms
 from whichlora.memory.layer_bytes import layer_cases
 from whichlora.memory.step import TrainingStep
 from whichlora.spec.architecture import Embedding, Layer, Linear, ModelSpec
@@ -126,8 +126,8 @@ class StepEvents(BlockPlayer):
     def _trained_base(self) -> Iterator[tuple[list[Trained], int]]:
         model, size = self.step.model, self.step.param_bytes
         for table in self._trained_tables(model):
-            shape = {"rows": table.rows, "width": table.width}
-            yield [Trained(**shape, param_bytes=size, is_embedding=True)], 1
+            rows, width = table.rows, table.width
+            yield [Trained(rows=rows, width=width, param_bytes=size, is_embedding=True)], 1
         for layer, times in repeated(self.layers):
             yield list(self._trained_weights(layer)), times
         if model.head is not None and not model.head_tied:
@@ -460,6 +460,9 @@ def has_events(step: TrainingStep) -> bool:
         and not any(group.shared for group in model.groups)
         and model.layer_input_norm is None
         and step.run.loss_head in ("hf", "raw")
+        and not step.method.in_loss
+        and not step.method.outer_tensors(model)
+        and not any(trained_norms(model, step.targets))
     )
 
 

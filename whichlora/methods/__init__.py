@@ -11,20 +11,30 @@ from typing import Literal
 
 from whichlora.errors import ConfigError
 from whichlora.methods import (
+    adalora,
     c3a,
+    delora,
     dora,
+    fourierft,
     full,
+    gralora,
+    hira,
     ia3,
+    ln_tuning,
     loha,
     lokr,
     lora,
     lora_fa,
     miss,
     oft,
+    p_tuning,
+    prompt_tuning,
     qdora,
     qlora,
+    road,
     shira,
     starts,
+    trainable_tokens,
     vera,
 )
 from whichlora.methods.base import Method
@@ -45,6 +55,8 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (full, lora, qlora, dora, qdora)),
         *starts.METHODS,
         *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
+        *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
+        *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -54,7 +66,6 @@ COMPARED = ("full", "lora", "qlora", "dora", "qdora")  # where nobody names the 
 # types of peft 0.21.2 that no file here describes
 NOT_MODELLED = frozenset(
     {
-        "adalora",
         "adamss",
         "adaption-prompt",
         "beft",
@@ -62,30 +73,21 @@ NOT_MODELLED = frozenset(
         "cartridge",
         "cpt",
         "deft",
-        "delora",
-        "fourierft",
         "frod",
         "glora",
-        "gralora",
-        "hira",
         "hra",
         "lily",
-        "ln-tuning",
         "multitask-prompt-tuning",
         "osf",
-        "p-tuning",
         "peanut",
         "poly",
         "prefix-tuning",
-        "prompt-tuning",
         "psoft",
         "pvera",
         "randlora",
-        "road",
         "shadow",
         "supertuning",
         "tinylora",
-        "trainable-tokens",
         "unilora",
         "vblora",
         "waveft",
@@ -94,15 +96,24 @@ NOT_MODELLED = frozenset(
 )
 
 
+# adapters of surveys of LoRA that no release of PEFT up to 0.21.2 has
+NOT_IN_PEFT = ("delta-lora", "dylora", "hydralora", "mora", "nola", "relora", "sora", "tied-lora")
+
+
 def get_method(name: str) -> Method:
     """The method called `name`.
 
     Raises:
-        ConfigError: there is none, or it is a type of PEFT that is not modelled.
+        ConfigError: there is none, or it is a type of PEFT that is not modelled, or not in PEFT.
     """
     try:
         return _METHODS.get(name)
     except ConfigError:
+        if name in NOT_IN_PEFT:
+            raise ConfigError(
+                f"method: {name} is not in PEFT 0.21.2, so that nothing here trains it; 'whichlora "
+                "methods' lists those that are modelled"
+            ) from None
         if name not in NOT_MODELLED:
             raise
         raise ConfigError(
@@ -205,6 +216,7 @@ __all__ = [
     "BUILT_IN",
     "COMPARED",
     "ENTRY_POINT_GROUP",
+    "NOT_IN_PEFT",
     "NOT_MODELLED",
     "Method",
     "get_method",

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
-from whichlora.spec.architecture import Linear
+from whichlora.spec.architecture import Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option, OptionValue
@@ -41,6 +41,28 @@ class FrozenTensor:
     @property
     def num_params(self) -> Count:
         return self.count * self.rows * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterTensor:
+    """A trained tensor outside of the layers, whose gradient comes after all of theirs.
+
+    Args:
+        name, dims: what `explain` calls it, and its shape in words.
+        is_factor: a product reads it, so that autocast's copy of it lives until the backward.
+        training_only: it is neither saved nor served.
+    """
+
+    name: str
+    dims: str
+    rows: int
+    width: int
+    is_factor: bool = False
+    training_only: bool = False
+
+    @property
+    def num_params(self) -> int:
+        return self.rows * self.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +111,10 @@ def _as_wide_as_adapters(linear: Linear, dtypes: Dtypes) -> Iterator[int]:
 
 
 def _nothing_frozen(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[FrozenTensor, ...]:
+    return ()
+
+
+def _nothing_outside(model: ModelSpec) -> tuple[OuterTensor, ...]:
     return ()
 
 
@@ -183,6 +209,18 @@ class Method:
         merges: PEFT can make its update a part of the weights.
         optimizer: the one that the method is, where it is one.
         makes_optimizer: the function of PEFT that makes it, as a dotted name.
+        virtual_tokens: trained ones that stand before each sequence, in all layers and the loss.
+        copies_table: the token table, and a head that is tied to it, are read as copies with other
+            rows, whose gradients have all rows.
+        outer_tensors: what it trains outside of the layers.
+        find_targets: names in a model that the method trains in place of linear layers, told
+            `target_modules`: norms by their names, or none.
+        in_loss: PEFT's model adds a term of the trained tensors to the loss, so that most of their
+            gradient is there before the model goes backward.
+        num_scores: tensors as large as the trained ones that PEFT holds from step to step, beside
+            the optimizer's states.
+        after_update: what of the PEFT model a loop calls with the number of the step between the
+            optimizer's step and `zero_grad`, as a dotted name.
         reads_batches: the function of PEFT that must see batches before the first step, if any.
         ignores: settings of `RunConfig` that mean nothing to it.
         options: its own settings, as its PEFT config names them.
@@ -223,6 +261,13 @@ class Method:
     optimizer: MethodOptimizer | None = None
     makes_optimizer: str = ""
     merges: bool = True
+    virtual_tokens: int = 0
+    copies_table: bool = False
+    outer_tensors: Callable[[ModelSpec], tuple[OuterTensor, ...]] = _nothing_outside
+    find_targets: Callable[[ModelSpec, tuple[str, ...]], tuple[str, ...]] | None = None
+    in_loss: bool = False
+    num_scores: int = 0
+    after_update: str = ""
     reads_batches: str = ""
     ignores: frozenset[str] = frozenset()
     options: tuple[Option, ...] = ()

@@ -85,7 +85,7 @@ def around(
     result = ops.base(linear, x)
     if quantised and dtypes.quant in FOUR_BIT_BNB:
         result = ops.copy(result)
-    argument = wide = x if _leaves_cast(linear, dtypes) else widened(ops, linear, x)
+    argument = wide = x if leaves_cast(linear, dtypes) else widened(ops, linear, x)
     if dtypes.adapters_drop:
         wide = ops.dropout(wide)
     size = result.size
@@ -94,7 +94,7 @@ def around(
     return result
 
 
-def _leaves_cast(linear: Linear, dtypes: Dtypes) -> bool:
+def leaves_cast(linear: Linear, dtypes: Dtypes) -> bool:
     """Whether the layer leaves it to autocast to cast its input, as quantised ones do.
 
     PEFT asks `torch.is_autocast_enabled()`, which speaks of CUDA only: under the autocast of other
@@ -114,7 +114,7 @@ def added(
 ) -> Tensor:
     """B·A·x scaled, and added to the base's result."""
     product = ops.scale(low_rank(ops, linear, x, trains_a=trains_a))
-    if is_quantised(linear, ops.dtypes) and not _leaves_cast(linear, ops.dtypes):
+    if is_quantised(linear, ops.dtypes) and not leaves_cast(linear, ops.dtypes):
         product = ops.cast(product, result.size)
     return ops.add(result, product, f"{linear.name}: result")
 

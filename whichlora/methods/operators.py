@@ -31,6 +31,13 @@ def parameter(ops: OpEmitter, elements: LinearForm, *, trained: bool = True) -> 
     return ops.tape.weight(elements, ops.dtypes.adapter_bytes, trained=trained)
 
 
+def uncached(ops: OpEmitter, factor: Tensor) -> Tensor:
+    """A parameter's transpose as autocast casts it: it is no leaf, so that no copy is cached."""
+    if not ops.dtypes.under_autocast:
+        return factor
+    return ops.cast(factor, ops.dtypes.compute_bytes)
+
+
 def widened(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     """`_cast_input_dtype` of PEFT's layers."""
     return ops.cast(x, ops.dtypes.adapter_bytes, f"{linear.name}: own copy of the input")
@@ -112,5 +119,6 @@ __all__ = [
     "dropped",
     "parameter",
     "product",
+    "uncached",
     "widened",
 ]

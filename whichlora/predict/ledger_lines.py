@@ -145,7 +145,7 @@ def _sizes(job: ResolvedRun) -> dict[str, int]:
         "max_new_tokens": run.max_new_tokens,
     }
     if training:
-        sizes["seq_len"] = run.seq_len
+        sizes["seq_len"] = job.row_tokens
     if training or job.has_adapters:
         sizes["trained_params"] = num_trained(job)
     attentions = [attention for layer, _ in model.layers() for attention in layer.attentions]
@@ -208,7 +208,7 @@ def _member(job: ResolvedRun, fact: Fact, group: Group) -> Line:
     width = tensor.element_bytes
     numbers = ""
     if width:
-        sequences, seq_len = job.num_sequences, job.run.seq_len
+        sequences, seq_len = job.num_sequences, job.row_tokens
         dims: list[int] = [group.count] if group.count > 1 else []
         if tensor.per_token_pair:
             pair = int(tensor.per_token_pair) // width

@@ -82,6 +82,14 @@ def _sizes(job: ResolvedRun, changed: Mapping[str, Count]) -> dict[str, Count]:
     return {name: changed.get(name, getattr(job.run, name)) for name in job.size_names}
 
 
+def _served_sizes(job: ResolvedRun, changed: Mapping[str, Count]) -> dict[str, Count]:
+    """Those of a generation, whose prompt has the method's own tokens, too, unless it is merged."""
+    counts = _sizes(job, changed)
+    if job.run.serve == "as-trained":
+        counts["prompt_len"] = counts["prompt_len"] + job.method.virtual_tokens
+    return counts
+
+
 def ledger(job: ResolvedRun, **sizes: Count) -> Ledger:
     """The moments of `job`.
 
@@ -107,6 +115,7 @@ def training_step(job: ResolvedRun, **sizes: Count) -> TrainingStep:
     """One optimizer step of `job`; args as of `ledger`."""
     counts = _sizes(job, sizes)
     counts["batch_size"] = counts["batch_size"] * job.trainer.rows_per_example
+    counts["seq_len"] = counts["seq_len"] + job.method.virtual_tokens
     return TrainingStep(
         model=job.model,
         run=job.run,
@@ -128,7 +137,7 @@ def generation(job: ResolvedRun, **sizes: Count) -> Generation:
         method=job.method,
         gpu=job.gpu,
         targets=job.targets,
-        **_sizes(job, sizes),
+        **_served_sizes(job, sizes),
     )
 
 
@@ -247,7 +256,7 @@ def passes(job: ResolvedRun, **sizes: Count) -> tuple[Pass, ...]:
     """
     if job.run.phase == "finetune":
         return (("finetune", 1, step_features(job, **sizes)), *_rollout_passes(job, sizes))
-    counts = _sizes(job, sizes)
+    counts = _served_sizes(job, sizes)
     prompt_len, new_tokens = counts["prompt_len"], counts["max_new_tokens"]
 
     def forward(context: Count, *, decoding: bool) -> dict[str, Real]:

@@ -92,6 +92,11 @@ class ResolvedRun:
         return self.run.batch_size * (self.trainer.rows_per_example if training else 1)
 
     @property
+    def row_tokens(self) -> int:
+        """Of a training's longest row as the layers see it."""
+        return self.run.seq_len + self.method.virtual_tokens
+
+    @property
     def has_pool(self) -> bool:
         """Whether an engine takes all its memory when it starts, whatever the requests are."""
         return self.run.phase == "inference" and self.engine.start is not None
@@ -104,7 +109,7 @@ class ResolvedRun:
     @property
     def peft_targets(self) -> str | tuple[str, ...]:
         """PEFT's `target_modules`: its word for all linears, which includes experts, or names."""
-        if self.run.target_modules != (ALL_LINEAR,):
+        if self.run.target_modules != (ALL_LINEAR,) or self.method.find_targets is not None:
             return self.targets
         if any(linear.is_refused for layer, _ in self.model.layers() for linear in layer.linears):
             return self.targets
@@ -159,6 +164,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         model = task.prepare(model, run)
     if run.versions.experts_are_modules:
         model = with_expert_modules(model)
+    if not training:
+        _check_form(run, method)
     _check_experts(model, run)
     _check_storage(model, run, gpu)
     _check_attention(model, run, gpu)
@@ -174,7 +181,10 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     if not method.trains_base and (training or run.serve == "as-trained"):
         # PEFT can't wrap a parameter that is expanded when it is read
         modules_only = method.folded is None or run.quantize_moe_experts or run.quant == "mxfp4"
-        targets = resolve_targets(model, run.target_modules, modules_only=modules_only)
+        if method.find_targets is not None:
+            targets = method.find_targets(model, run.target_modules)
+        else:
+            targets = resolve_targets(model, run.target_modules, modules_only=modules_only)
         check_saved_modules(model, run.modules_to_save)
         _check_adapted(model, run, method, targets)
     dtypes = _dtypes_of(model, run, gpu, method, trainer)
@@ -197,10 +207,29 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     return job
 
 
+def _check_form(run: RunConfig, method: Method) -> None:
+    """Refuse a form in which the method's model can't be served, or is not predicted."""
+    if run.serve == "merged" and not (method.merges or method.trains_base):
+        raise ConfigError(
+            f"serve: what {method.name} trains can't be merged into weights; use as-trained"
+        )
+    if run.serve == "as-trained" and method.copies_table:
+        raise ConfigError(
+            f"serve: {method.name} copies the token table in every forward, which is not "
+            "predicted; use merged"
+        )
+
+
 def _check_adapted(
     model: ModelSpec, run: RunConfig, method: Method, targets: tuple[str, ...]
 ) -> None:
     """Refuse a matrix that PEFT's code of the method can't adapt."""
+    own_loop = bool(method.after_update or method.find_targets)
+    if run.phase == "finetune" and own_loop and run.parallel.gpus > 1:
+        raise ConfigError(
+            f"method: {method.name} is predicted on one GPU, got gpus {run.parallel.gpus}; use "
+            "method lora"
+        )
     for linear, _ in adapted_linears(model, targets):
         reason = method.refuses(linear, run.quant or "none")
         if reason:
@@ -323,6 +352,13 @@ def _check_serving(job: ResolvedRun) -> None:
                 f"serving: {engine.name} is predicted for NVIDIA's GPUs, not {job.gpu.key}"
             )
         _check_card(job.gpu, engine)
+    on_linears = job.method.find_targets is None
+    if run.serve == "as-trained" and not on_linears and engine.name != TRANSFORMERS:
+        instead = "serve merged" if job.method.merges else f"serving {TRANSFORMERS}"
+        raise ConfigError(
+            f"serving: {engine.name} serves adapters of linear layers, not what {job.method.name} "
+            f"trains; use {instead}"
+        )
     engine.check(job.served)
 
 

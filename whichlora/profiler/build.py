@@ -335,9 +335,10 @@ def _with_adapters(
     if not method.peft_class:
         return model
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    config = resolve_name(method.peft_class)(
-        **{**method.peft_config(run), "target_modules": targets, "task_type": task}
-    )
+    settings = dict(method.peft_config(run))
+    if "target_modules" in settings:
+        settings["target_modules"] = targets
+    config = resolve_name(method.peft_class)(**{**settings, "task_type": task})
     narrow = run.narrows_adapters
     model = get_peft_model(model, config, autocast_adapter_dtype=not narrow)
     trainer = get_trainer(run.trainer)

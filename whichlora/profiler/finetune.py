@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any
 
@@ -71,7 +72,7 @@ def measure_finetune(
             ),
             train_dataset=random_rows(model.config, run, lengths),
             data_collator=collator(model, run),
-            callbacks=[timer],
+            callbacks=[timer, *updating(run)],
             optimizers=(own_optimizer(model, run), None),
         )
         if "fsdp" in spread.training and not trainer.is_fsdp_enabled:
@@ -86,6 +87,22 @@ def own_optimizer(model: Any, run: RunConfig) -> Any:
     if not maker:
         return None
     return resolve_name(maker)(model, r=run.r, lora_alpha=run.lora_alpha, lr=1e-4)
+
+
+class AfterUpdate(TrainerCallback):  # type: ignore[misc]
+    """Calls what the method's PEFT model must be told between an update and `zero_grad`."""
+
+    def __init__(self, name: str) -> None:
+        self._told = attrgetter(name)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self._told(named["model"])(state.global_step)
+
+
+def updating(run: RunConfig) -> list[TrainerCallback]:
+    """The callback that the method of `run` needs, if any."""
+    name = get_method(run.method).after_update
+    return [AfterUpdate(name)] if name else []
 
 
 def stages(

@@ -24,6 +24,7 @@ from whichlora.profiler.finetune import (
     random_rows,
     timed_stages,
     training_options,
+    updating,
     watch_moments,
 )
 from whichlora.profiler.meter import Meter
@@ -75,7 +76,7 @@ def measure_llamafactory(
             tokenizer=None,
             train_dataset=rows,
             data_collator=made,
-            callbacks=[timer],
+            callbacks=[timer, *updating(run)],
         )
         tuned.train()
     return measured(tuned, timer, meter, seq_lens)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainingArguments
 
 from whichlora.errors import MeasurementError
+from whichlora.methods import get_method
 from whichlora.profiler.finetune import (
     collator,
     own_optimizer,
@@ -57,6 +59,7 @@ def measure_loop(
     scaler = torch.amp.GradScaler(device.type, enabled=run.precision == "fp16" and meter.is_cuda)
     is_function = get_trainer(run.trainer).outputs_held(run) == "until_step_ends"
     rows, collate = iter(random_rows(model.config, run, lengths)), collator(model, run)
+    told = get_method(run.method).after_update
     step_s: list[float] = []
     warm_up_s = 0.0
     end_s = meter.now()
@@ -83,6 +86,8 @@ def measure_loop(
         meter.enter("optimizer_step")
         scaler.step(optimizer)
         scaler.update()
+        if told:
+            attrgetter(told)(model)(number)
         optimizer.zero_grad()
         meter.enter("")
         now = meter.now()

@@ -30,6 +30,7 @@ from whichlora.profiler.finetune import (
     random_rows,
     timed_stages,
     training_options,
+    updating,
     watch_moments,
 )
 from whichlora.profiler.meter import Meter
@@ -94,7 +95,7 @@ def measure_trl(
                 ),
                 train_dataset=_tokenised(Dataset).from_dict(numbers),
                 processing_class=_tokenizer(),
-                callbacks=[timer],
+                callbacks=[timer, *updating(run)],
                 **feeding,
                 **given,
             )

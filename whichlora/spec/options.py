@@ -56,6 +56,8 @@ class Option:
                 raise ConfigError(f"{self.name}: {value!r} is neither true nor false")
             return value
         if self.kind is str:
+            if isinstance(value, int) and not isinstance(value, bool):  # one number of a list
+                value = str(value)
             if not isinstance(value, str):
                 raise ConfigError(f"{self.name}: {_shown(value)} is not a text")
             return value

@@ -211,9 +211,8 @@ class OpEmitter:
         """Source: the norms of transformers 5.23, torch 2.13's layer_norm under CUDA's autocast."""
         tape, dtypes = self.tape, self.dtypes
         rows = per_token(norm.rows)
-        weight = tape.weight(
-            constant(norm.width), dtypes.base_bytes, trained=dtypes.trains_base and norm.weight
-        )
+        trained = norm.weight and (dtypes.trains_base or norm.name in self.targets)
+        weight = tape.weight(constant(norm.width), dtypes.base_bytes, trained=trained)
         if dtypes.kernels.norm != "none" and norm.kind in ("rms", "rms_offset"):
             return self._fused_norm(norm, x, weight)
         if norm.kind in ("layer", "layer_narrow"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.methods import NOT_MODELLED
+from whichlora.methods import NOT_IN_PEFT, NOT_MODELLED
 from whichlora.spec.gpu import GpuSpec
 from whichlora.terminal.tables import new_table, open_console, print_table, say
 from whichlora.units import format_bytes, format_count
@@ -77,6 +77,7 @@ def print_methods(rows: Sequence[MethodRow]) -> None:
     )
     say(console, "of PEFT 0.21.2; --method-option name=value gives a setting")
     say(console, f"not modelled: {', '.join(sorted(NOT_MODELLED))}")
+    say(console, f"not in PEFT: {', '.join(NOT_IN_PEFT)}")
 
 
 def print_models(models: Sequence[ModelRecord]) -> None:

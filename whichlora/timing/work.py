@@ -639,14 +639,19 @@ def training_work(
         for layer, count in model.layers()
     )
     # TRL's fused head makes each tile of the logits again in its backward
-    of_head = scored * head * (passes + (run.loss_head == "trl-fused"))
+    copied = method.copies_table * model.embeddings[0].num_params
+    tied = bool(copied) and model.head_tied
+    of_head = scored * head * (passes + (run.loss_head == "trl-fused") + tied)
     product_flops = layers.product_flops + 2 * (of_head + tokens * around * passes)
     weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
     if not method.trains_base:
-        product_flops = product_flops + (6 + 2 * recompute) * tokens * update.num_params
+        read = batch_size * method.virtual_tokens if method.virtual_tokens else tokens
+        product_flops = product_flops + (6 + 2 * recompute) * read * update.num_params
     vocab = num_logits(model)
     _, loss_passes = _loss_passes(run, dtypes, logits_loss)
     elementwise = layers.elementwise_bytes + loss_passes * vocab * scored
+    # a copy is read and written, and so is its gradient
+    elementwise = elementwise + 4 * copied * (1 + tied) * dtypes.embedding_bytes
 
     steps = run.gradient_accumulation_steps
     return Work(

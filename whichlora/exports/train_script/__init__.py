@@ -254,7 +254,7 @@ def _helper_functions(
     Args:
         random_class: class of a model with random weights, which the script writes.
     """
-    random_model = ""
+    random_model, after_update = "", get_method(run.method).after_update
     if random_class is not None:
         dtype = weight_dtype(run)
         task = task_of(run)
@@ -268,6 +268,7 @@ def _helper_functions(
             templates.SAY,
             templates.VERSIONS,
             templates.LAST_CHECKPOINT * keeping.saves,
+            templates.AFTER_UPDATE.format(name=after_update) * bool(after_update),
             templates.NARROW_TRAINER.format(trainer=trainer_name(run)) * _is_narrow(run, keeping),
             random_model,
             templates.BYTE_TOKENIZER * takes_bytes,
@@ -345,12 +346,18 @@ def _tail(run: RunConfig, keeping: Keeping, pads: str) -> str:
         optimizer="        optimizers=(optimizer, None),\n"
         * (has_optimizer(run) and not has_config),
         after="".join(indent(line, "    ") for line in _after(run, keeping)),
-        callbacks="        callbacks=[LogAtCheckpoints()],\n" * keeping.saves,
+        callbacks=_callback_line(run, keeping),
         resume="resume_from_checkpoint=checkpoint" * keeping.saves,
         stopped=templates.STOPPED if keeping.saves else templates.STOPPED_WITHOUT,
         validation=(last + templates.VALIDATION_LOSS) * keeping.evaluates,
         leaving=templates.LEAVING * has_group,
     )
+
+
+def _callback_line(run: RunConfig, keeping: Keeping) -> str:
+    after_update = bool(get_method(run.method).after_update)
+    made = ["LogAtCheckpoints()"] * keeping.saves + ["AfterUpdate()"] * after_update
+    return f"        callbacks=[{', '.join(made)}],\n" if made else ""
 
 
 def _after(run: RunConfig, keeping: Keeping) -> list[str]:

@@ -185,7 +185,9 @@ def adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[s
             "which train.py does not run; use method pissa or olora, or write it by hand"
         )
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    settings = {**method.peft_config(run), "target_modules": targets}
+    settings = dict(method.peft_config(run))
+    if "target_modules" in settings:
+        settings["target_modules"] = targets
     trainer, task = get_trainer(run.trainer), task_of(run)
     if trainer.makes_adapters:
         kind = "CAUSAL_LM" if task is None else task.peft_task
@@ -193,6 +195,8 @@ def adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[s
         return [f"peft_config = {made}"]
     if task is not None:  # which has PEFT train the head, too
         settings["task_type"] = task.peft_task
+    elif method.virtual_tokens:  # whose forward differs from task to task
+        settings["task_type"] = "CAUSAL_LM"
     config = call(method.peft_class.rpartition(".")[2], **settings)
     options = {"autocast_adapter_dtype": False} if run.narrows_adapters else {}
     lines = [f"model = {call('get_peft_model', Code('model'), config, **options)}"]

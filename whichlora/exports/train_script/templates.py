@@ -98,6 +98,15 @@ class LogAtCheckpoints(TrainerCallback):
 
 
 '''
+AFTER_UPDATE = '''\
+class AfterUpdate(TrainerCallback):
+    """The method reads the gradients of each step, which `zero_grad` then drops."""
+
+    def on_optimizer_step(self, args, state, control, model, **_):
+        model.{name}(state.global_step)
+
+
+'''
 SAY = """\
 def say(text):
     print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,130 @@
+"""DeLoRA: LoRA whose ranks are normalised, with one trained strength for each layer.
+
+Bini et al. 2025, arXiv:2503.18225; peft 0.21.2 `tuners/delora`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from whichlora.methods.base import (
+    AdapterWork,
+    FrozenTensor,
+    Method,
+    adapted_modules,
+    read_options,
+)
+from whichlora.methods.lora import low_rank_bytes
+from whichlora.methods.operators import added_bytes, cast_bytes, dropped, parameter, product
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.numeric import Count
+from whichlora.spec.run import RunConfig
+
+if TYPE_CHECKING:
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.operators import OpEmitter
+
+
+def adapter_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
+    """A, B, and the strength. Kind: exact."""
+    return (r, linear.in_features), (linear.out_features, r), (1 + 0 * r, 1)
+
+
+def _factors(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
+    return adapter_shapes(linear, r)[:2]
+
+
+def frozen_tensors(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[FrozenTensor, ...]:
+    """The norm of each column of the weight. Kind: exact."""
+    return tuple(
+        FrozenTensor(
+            name=f"{linear.name}: delora_w_norm",
+            dims="in_features",
+            rows=1 + 0 * r,
+            width=linear.in_features,
+            count=count * linear.count,
+        )
+        for linear, count in linears
+    )
+
+
+def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
+    """The result plus B·s·A·(w x), which is added to zeros in place first.
+
+    Source: peft 0.21.2 `DeloraLinear.forward`.
+    """
+    tape, dtypes, what = ops.tape, ops.dtypes, linear.name
+    outputs = ops.rows.of(linear.out_features)
+    base = ops.base(linear, x)
+    zeros = tape.op([], outputs, base.size)
+    inputs = dropped(ops, x)
+    norms = tape.weight(ops.constant(linear.in_features), dtypes.adapter_bytes)
+    weighted = ops.multiply_rows(inputs, norms)
+    a, b = (parameter(ops, ops.per_rank(n)) for n in (linear.in_features, linear.out_features))
+    inner = product(ops, weighted, a, ops.rows.of_rank(1), f"{what}: A·w·x")
+    strength = tape.op([parameter(ops, ops.constant(1))], ops.per_rank(1), dtypes.adapter_bytes)
+    scaled = ops.multiply_rows(inner, strength, row_last=True)
+    update = product(ops, scaled, b, outputs, f"{what}: B·A·w·x")
+    tape.hold(strength)
+    added = tape.in_place(zeros, update)
+    tape.hold(update)
+    result = ops.add(base, added, f"{what}: result")
+    tape.hold(base, inputs, update, x)
+    return ops.cast(result, x.size)
+
+
+def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
+    """LoRA's products, the weighted input, and the norms of both factors."""
+    wide = dtypes.adapter_bytes
+    factors = linear.count * r * (linear.in_features + linear.out_features) * wide
+    narrow = dtypes.compute_bytes
+    return AdapterWork(
+        elementwise_bytes=linear.in_features * (cast_bytes(dtypes) + narrow)
+        + linear.out_features
+        * (2 * narrow + added_bytes(dtypes, dtypes.adapter_product_bytes) + 2 * narrow),
+        forward_bytes=low_rank_bytes(linear, dtypes),
+        backward_bytes=2 * low_rank_bytes(linear, dtypes),
+        weight_bytes=factors,
+        backward_weight_bytes=3 * factors,
+        forward_launches=16 if dtypes.autocast else 12,
+        backward_launches=24 if dtypes.autocast else 20,
+    )
+
+
+def refuses(linear: Linear, quant: str) -> str:
+    """Source: peft 0.21.2 `DeloraModel._create_new_module`, `reset_delora_parameters`."""
+    if linear.transposed:
+        return "PEFT's DeLoRA takes nn.Linear, and no Conv1D; use method lora"
+    if quant != "none" and linear.quantisable:
+        return f"PEFT takes the norms of the stored weight, which is none in {quant}"
+    return ""
+
+
+def peft_config(run: RunConfig) -> dict[str, Any]:
+    return {"r": run.r, "module_dropout": run.lora_dropout} | adapted_modules(run)
+
+
+def read_peft(config: Any) -> Mapping[str, Any]:
+    plain: dict[str, tuple[Any, ...]] = {"rank_pattern": ({},), "lambda_pattern": ({},)}
+    own = {"r": config.r, "lora_dropout": float(config.module_dropout)}
+    return own | dict(read_options(config, (), plain=plain))
+
+
+METHOD = Method(
+    name="delora",
+    summary="LoRA of normalised ranks, with a trained strength",
+    peft_class="peft.DeloraConfig",
+    peft_config=peft_config,
+    read_peft=read_peft,
+    keeps_input_dtype=True,
+    parameter_prefix="delora_",
+    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    refuses=refuses,
+    adapter_shapes=adapter_shapes,
+    autocast_shapes=_factors,
+    frozen_tensors=frozen_tensors,
+    forward=forward,
+    work=work,
+)

@@ -1,0 +1,139 @@
+"""GraLoRA: LoRA over a grid of blocks, each with its own share of the rank.
+
+Jung et al. 2025, arXiv:2505.20355; peft 0.21.2 `tuners/gralora`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from whichlora.methods.base import (
+    AdapterWork,
+    Method,
+    adapted_modules,
+    read_options,
+    stated_options,
+)
+from whichlora.methods.lora import low_rank_bytes
+from whichlora.methods.operators import (
+    added_bytes,
+    cast_bytes,
+    dropped,
+    parameter,
+    product,
+    uncached,
+    widened,
+)
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.numeric import Count
+from whichlora.spec.options import Option
+from whichlora.spec.run import RunConfig
+
+if TYPE_CHECKING:
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.operators import OpEmitter
+
+_BLOCKS = Option(name="gralora_k", summary="blocks along inputs and outputs", default=2)
+_OPTIONS = (_BLOCKS,)
+
+
+def adapter_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
+    """A and B of all blocks: as many parameters as LoRA. Kind: exact."""
+    return (linear.in_features, r), (r, linear.out_features)
+
+
+def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, blocks: int = 2) -> Tensor:
+    """The result, to which products of blocks are added in place.
+
+    Source: peft 0.21.2 `gralora.Linear.forward`; torch 2.13 `einsum`, which runs `bmm`.
+    """
+    tape, what = ops.tape, linear.name
+    result = ops.base(linear, x)
+    # `bmm` within `einsum` reads views of the parameters, whose casts nobody caches
+    a, b = (
+        uncached(ops, parameter(ops, ops.per_rank(width)))
+        for width in (linear.in_features, linear.out_features)
+    )
+    wide = widened(ops, linear, x)
+    inputs = dropped(ops, wide)
+    inner = product(ops, inputs, a, ops.rows.of_rank(blocks), f"{what}: A·x")
+    arranged = tape.op([inner], ops.rows.of_rank(blocks), inner.size)
+    update = product(ops, arranged, b, ops.rows.of(linear.out_features), f"{what}: B·A·x")
+    laid_out = tape.op([update], update.elements, update.size)
+    added = ops.scale(ops.cast(laid_out, result.size))
+    tape.hold(laid_out)
+    result = tape.in_place(result, added)
+    tape.hold(x)
+    return ops.cast(result, x.size)
+
+
+def work(linear: Linear, dtypes: Dtypes, r: Count, *, blocks: int = 2) -> AdapterWork:
+    """LoRA's products, whose inner tensor is as often as wide as there are blocks."""
+    product_bytes = dtypes.adapter_product_bytes
+    return AdapterWork(
+        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
+        + 3 * blocks * r * product_bytes
+        + linear.out_features * (4 * product_bytes + added_bytes(dtypes, product_bytes)),
+        forward_bytes=low_rank_bytes(linear, dtypes),
+        backward_bytes=2 * low_rank_bytes(linear, dtypes),
+        forward_launches=14 if dtypes.autocast else 10,
+        backward_launches=16 if dtypes.autocast else 12,
+    )
+
+
+def refuses(linear: Linear, quant: str, *, rank: int = 16, blocks: int = 2) -> str:
+    """Source: peft 0.21.2 `GraloraLayer.update_layer`, `GraloraModel._create_new_module`."""
+    for width in (linear.in_features, linear.out_features):
+        if width % blocks:
+            return f"gralora_k must divide {width}, got {blocks}"
+    if rank % blocks:
+        return f"gralora_k must divide r, {rank}, got {blocks}"
+    if quant != "none" and linear.quantisable:
+        return f"its update is predicted beside weights that are not quantised, not {quant}"
+    return ""
+
+
+def with_options(run: RunConfig) -> dict[str, Any]:
+    blocks = int(str(_BLOCKS.of(run.method_options)))
+    return {
+        "forward": partial(forward, blocks=blocks),
+        "work": partial(work, blocks=blocks),
+        "refuses": partial(refuses, rank=run.r, blocks=blocks),
+    }
+
+
+def peft_config(run: RunConfig) -> dict[str, Any]:
+    own = {"r": run.r, "alpha": run.lora_alpha, "gralora_dropout": run.lora_dropout}
+    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
+
+
+def read_peft(config: Any) -> Mapping[str, Any]:
+    return {
+        "r": config.r,
+        "lora_alpha": max(1, round(config.alpha)),
+        "lora_dropout": float(config.gralora_dropout),
+        **read_options(config, _OPTIONS, plain={"hybrid_r": (0,)}),
+    }
+
+
+METHOD = Method(
+    name="gralora",
+    summary="LoRA over a grid of blocks",
+    peft_class="peft.GraloraConfig",
+    peft_config=peft_config,
+    read_peft=read_peft,
+    keeps_input_dtype=True,
+    parameter_prefix="gralora_",
+    ignores=frozenset({"use_rslora", "loraplus_lr_ratio", "bias"}),
+    options=_OPTIONS,
+    with_options=with_options,
+    one_rank=True,
+    refuses=refuses,
+    adapter_shapes=adapter_shapes,
+    autocast_shapes=lambda linear, r: (),
+    forward=forward,
+    work=work,
+)

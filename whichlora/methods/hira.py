@@ -1,0 +1,109 @@
+"""HiRA: each weight is multiplied with a low-rank matrix, and added to itself.
+
+Huang et al. 2025, ICLR (openreview TwJrTz9cRS); peft 0.21.2 `tuners/hira`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from whichlora.methods.base import AdapterWork, Method, adapted_modules, read_options
+from whichlora.methods.operators import (
+    added_bytes,
+    cast_bytes,
+    counted,
+    dense_weight,
+    dropped,
+    parameter,
+    product,
+    uncached,
+    widened,
+)
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.numeric import Count
+from whichlora.spec.run import RunConfig
+
+if TYPE_CHECKING:
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.operators import OpEmitter
+
+
+def adapter_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
+    """A is [r, in_features], B is [out_features, r]. Kind: exact."""
+    return (r, linear.in_features), (linear.out_features, r)
+
+
+def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
+    """The result plus a product with the weight times B·A, element by element.
+
+    Source: peft 0.21.2 `hira.Linear.forward`.
+    """
+    tape, what = ops.tape, linear.name
+    result = ops.base(linear, x)
+    size = result.size
+    # `hira_A.T` and `hira_B.T` are no leaves, whose casts autocast would cache
+    a, b = (
+        uncached(ops, parameter(ops, ops.per_rank(width)))
+        for width in (linear.in_features, linear.out_features)
+    )
+    dense = ops.constant(linear.in_features * linear.out_features)
+    matrix = product(ops, a, b, dense, f"{what}: B·A")
+    argument = widened(ops, linear, x)
+    inputs = dropped(ops, argument)
+    weight = ops.multiply(matrix, dense_weight(ops, linear))
+    update = product(ops, inputs, weight, ops.rows.of(linear.out_features), f"{what}: update")
+    result = ops.add(result, update, f"{what}: result")
+    tape.hold(matrix, argument, inputs, update, x)
+    return ops.cast(result, size)
+
+
+def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
+    """A second dense product, and its weight built in every forward and gone back through."""
+    num_weights = linear.in_features * linear.out_features
+    params = r * (linear.in_features + linear.out_features)
+    built = linear.count * 2 * r * num_weights
+    narrow, wide = dtypes.adapter_product_bytes, max(dtypes.adapter_product_bytes, 2)
+    return AdapterWork(
+        **counted(linear, params, forward_flops=2 * num_weights, backward_flops=4 * num_weights),
+        weight_flops=built,
+        weight_bytes=linear.count * num_weights * (2 * narrow + dtypes.base_bytes + 2 * wide),
+        backward_weight_flops=2 * built,
+        backward_weight_bytes=linear.count * num_weights * (5 * wide + dtypes.base_bytes),
+        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
+        + linear.out_features * added_bytes(dtypes, narrow),
+        forward_launches=9 if dtypes.autocast else 5,
+        backward_launches=12 if dtypes.autocast else 8,
+    )
+
+
+def refuses(linear: Linear, quant: str) -> str:
+    if quant != "none" and linear.quantisable:
+        return f"its expanded copies of weights in {quant} are not predicted; use quant none"
+    return ""
+
+
+def peft_config(run: RunConfig) -> dict[str, Any]:
+    return {"r": run.r, "hira_dropout": run.lora_dropout} | adapted_modules(run)
+
+
+def read_peft(config: Any) -> Mapping[str, Any]:
+    own = {"r": config.r, "lora_dropout": float(config.hira_dropout)}
+    return own | dict(read_options(config, (), plain={"rank_pattern": ({},)}))
+
+
+METHOD = Method(
+    name="hira",
+    summary="a low-rank matrix that each weight is multiplied with",
+    peft_class="peft.HiraConfig",
+    peft_config=peft_config,
+    read_peft=read_peft,
+    parameter_prefix="hira_",
+    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    refuses=refuses,
+    adapter_shapes=adapter_shapes,
+    autocast_shapes=lambda linear, r: (),
+    forward=forward,
+    work=work,
+)

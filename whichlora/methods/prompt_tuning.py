@@ -1,0 +1,95 @@
+"""Prompt tuning: trained embeddings of virtual tokens stand before each sequence.
+
+Lester et al. 2021, arXiv:2104.08691; peft 0.21.2 `tuners/prompt_tuning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from whichlora.errors import ConfigError
+from whichlora.methods.base import Method, OuterTensor, read_options, stated_options
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.options import Option
+from whichlora.spec.run import RunConfig
+
+VIRTUAL_TOKENS = Option(
+    name="num_virtual_tokens", summary="trained tokens before each sequence", default=20
+)
+OPTIONS = (VIRTUAL_TOKENS,)
+IGNORES = frozenset(
+    {
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "target_modules",
+        "modules_to_save",
+        "bias",
+        "use_rslora",
+        "loraplus_lr_ratio",
+    }
+)
+
+
+def num_virtual_tokens(run: RunConfig) -> int:
+    return int(str(VIRTUAL_TOKENS.of(run.method_options)))
+
+
+def outer_tensors(model: ModelSpec, *, tokens: int = 20) -> tuple[OuterTensor, ...]:
+    """One table, a row for each virtual token. Kind: exact. Source: `PromptEmbedding`."""
+    return (
+        OuterTensor(
+            name="prompt embedding",
+            dims="num_virtual_tokens, hidden_size",
+            rows=tokens,
+            width=model.embeddings[0].width,
+        ),
+    )
+
+
+def no_targets(model: ModelSpec, target_modules: tuple[str, ...]) -> tuple[str, ...]:
+    """No layer gets an adapter.
+
+    Raises:
+        ConfigError: `model` has an encoder, whose input PEFT treats otherwise.
+    """
+    if model.task != "causal-lm" or len({group.stack for group in model.groups}) > 1:
+        raise ConfigError(
+            f"method: what is trained before the layers is predicted for decoders; {model.name} is "
+            "none, use method lora"
+        )
+    return ()
+
+
+def with_options(run: RunConfig) -> dict[str, Any]:
+    tokens = num_virtual_tokens(run)
+    return {"virtual_tokens": tokens, "outer_tensors": partial(outer_tensors, tokens=tokens)}
+
+
+def peft_config(run: RunConfig) -> dict[str, Any]:
+    return {VIRTUAL_TOKENS.name: num_virtual_tokens(run)} | stated_options(run, OPTIONS)
+
+
+def read_peft(config: Any) -> Mapping[str, Any]:
+    plain = {"num_transformer_submodules": (1,)}
+    return {"method_options": read_options(config, OPTIONS, plain=plain)["method_options"]}
+
+
+METHOD = Method(
+    name="prompt-tuning",
+    summary="trained embeddings of tokens before each sequence",
+    peft_class="peft.PromptTuningConfig",
+    peft_config=peft_config,
+    read_peft=read_peft,
+    parameter_prefix="prompt_encoder.",
+    merges=False,
+    serve="as-trained",
+    ignores=IGNORES,
+    options=OPTIONS,
+    with_options=with_options,
+    virtual_tokens=20,
+    outer_tensors=outer_tensors,
+    find_targets=no_targets,
+)
