@@ -37,6 +37,7 @@ from whichlora.spec.run import (
     Precision,
     Quant,
     RunConfig,
+    image_sides,
 )
 from whichlora.store.costs import load_rates
 from whichlora.store.gpus import is_count
@@ -91,6 +92,9 @@ class _RunSettings(TypedDict, total=False):
     prepare_kbit: bool | None
     quantize_moe_experts: bool | Sequence[bool]
     expandable_segments: bool | Sequence[bool]
+    images: int | Sequence[int]
+    image_size: tuple[int, int]
+    freeze_vision_tower: bool | Sequence[bool]
     prompt_len: int | Sequence[int]
     max_new_tokens: int | Sequence[int]
     kv_cache: KvCache | Sequence[KvCache]
@@ -530,6 +534,8 @@ def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str,
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{name}: {value!r} is not a mapping of settings")
             grid[name] = [tuple(sorted(value.items()))]
+        elif name == "image_size":
+            grid[name] = [image_sides(value)]
         elif name == "target_modules":
             grid[name] = [(value,) if isinstance(value, str) else tuple(value)]
         else:

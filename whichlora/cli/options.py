@@ -15,6 +15,7 @@ from whichlora.errors import ConfigError
 from whichlora.spec.options import OptionValue
 from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.results import SCHEMA_VERSION
+from whichlora.spec.run import image_sides
 from whichlora.text import visible
 
 if TYPE_CHECKING:
@@ -155,6 +156,11 @@ def versions(ctx: click.Context, param: click.Parameter, value: str) -> tuple[An
     """A click callback: comma list of library=version."""
     pairs = [word.partition("=") for word in value.split(",") if word.strip()]
     return tuple(sorted((library.strip(), version.strip()) for library, _, version in pairs))
+
+
+def image_size(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
+    """A click callback: width and height, as 1024x768."""
+    return image_sides(value)
 
 
 def named_values(

@@ -14,6 +14,7 @@ from whichlora.cli.options import (
     counts,
     counts_or_max,
     fractions,
+    image_size,
     list_option,
     named_values,
     versions,
@@ -187,6 +188,26 @@ _SETTINGS = (
         "alone leaves them in 16 bit.",
     ),
     click.option(
+        "--images",
+        type=click.IntRange(0, specs.MOST_IMAGES),
+        default=0,
+        show_default=True,
+        help="Images of each row or prompt; their tokens are among --seq-len and --prompt-len.",
+    ),
+    click.option(
+        "--image-size",
+        default="x".join(map(str, specs.DEFAULT_IMAGE_SIZE)),
+        show_default=True,
+        callback=image_size,
+        help="Width and height of each image in pixels, before its processor resizes it.",
+    ),
+    click.option(
+        "--freeze-vision-tower",
+        is_flag=True,
+        help="The vision tower gets no adapters and is not trained; without it PEFT's all-linear "
+        "adapts its matrices, too.",
+    ),
+    click.option(
         "--expandable-segments",
         is_flag=True,
         help="PyTorch's allocator joins segments (PYTORCH_ALLOC_CONF=expandable_segments:True).",
@@ -232,6 +253,9 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         "loraplus_lr_ratio",
         "expandable_segments",
         "quantize_moe_experts",
+        "images",
+        "image_size",
+        "freeze_vision_tower",
     )
     from whichlora.workflow.combinations import with_concurrency
 

@@ -14,7 +14,7 @@ from whichlora.errors import ConfigError
 from whichlora.spec.costs import Offer, own_price
 from whichlora.spec.parallel import ParallelConfig, requested
 from whichlora.spec.plan import Budget, DatasetConfig, Keeping, Limits, Objective, Plan, SlurmConfig
-from whichlora.spec.run import TRANSFORMERS, RunConfig
+from whichlora.spec.run import TRANSFORMERS, RunConfig, image_sides
 
 if TYPE_CHECKING:  # pydantic and ruamel.yaml cost 100 ms, which only `run` needs to pay
     from whichlora.config.document import Document
@@ -213,6 +213,9 @@ def _shared(settings: PlanFile, model: str) -> dict[str, Any]:
         "quant": settings.quant,
         "quant_group_size": settings.quant_group_size,
         "expandable_segments": settings.expandable_segments,
+        "images": settings.images,
+        "image_size": image_sides(settings.image_size),
+        "freeze_vision_tower": settings.freeze_vision_tower,
         "kv_cache": settings.kv_cache,
         "cache_backend": settings.cache_backend,
         "cache_nbits": settings.cache_nbits,

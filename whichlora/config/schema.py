@@ -31,6 +31,7 @@ from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.plan import Collator, Keeping, Prefer, ProfilePolicy, TrainOn
 from whichlora.spec.run import (
     MOST_COUNT,
+    MOST_IMAGES,
     MOST_RATIO,
     AdapterDtype,
     AttentionKernel,
@@ -45,6 +46,7 @@ from whichlora.spec.run import (
     Quant,
     RunConfig,
     Serve,
+    image_sides,
 )
 from whichlora.units import parse_bytes
 
@@ -100,6 +102,14 @@ def parse_seconds(value: Any) -> float:
     return total_s
 
 
+def _sides(text: str) -> str:
+    try:
+        image_sides(text)
+    except ConfigError as error:
+        raise PydanticCustomError("sides", "is no width and height") from error
+    return text
+
+
 def _seen(name: str) -> str:
     if not name.isprintable():
         raise PydanticCustomError("printable", "holds a character that can't be seen")
@@ -145,6 +155,9 @@ Duration = Annotated[
     float,
     PlainValidator(parse_seconds),
     WithJsonSchema({"type": "string", "examples": ["20ms", "90s", "2h 30min"]}),
+]
+ImageSize = Annotated[
+    str, AfterValidator(_sides), WithJsonSchema({"type": "string", "examples": ["1024x768"]})
 ]
 OptionValues = Annotated[dict[Name, Any], _TextKeys]  # who declares an option checks its value
 # The tags become parts of an error's path; no key looks like them, so the mapper passes them over.
@@ -413,6 +426,12 @@ class PlanFile(_Section):
     """Release of the engine; without it, the one that its file was read from."""
     quant_group_size: Count = _RUN.quant_group_size
     """Weights that share a scale in a GPTQ or AWQ checkpoint."""
+    images: Annotated[int, Field(ge=0, le=MOST_IMAGES)] = _RUN.images
+    """Images of each row and prompt; their tokens are among sequence_length and prefill_length."""
+    image_size: ImageSize = "x".join(map(str, _RUN.image_size))
+    """Width and height of each image in pixels, before its processor resizes it: 1024x768."""
+    freeze_vision_tower: bool = _RUN.freeze_vision_tower
+    """Whether the vision tower gets no adapters and is not trained."""
     expandable_segments: bool = _RUN.expandable_segments
     """PyTorch's allocator joins segments, as with PYTORCH_ALLOC_CONF=expandable_segments:True."""
     kv_cache: KvCache = _RUN.kv_cache

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self, get_args
 
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.exports.train_script import KEEPING, Weights, require_trainer
+from whichlora.exports.train_script import KEEPING, Weights, require_texts, require_trainer
 from whichlora.methods import get_method
 from whichlora.spec.data_format import TEXT_ROWS, DataFormat
 from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
@@ -230,6 +230,7 @@ def require_plain(
         ConfigError: an adapter that it can't write, an encoder, random weights, other rows, or a
             storage that it doesn't load.
     """
+    require_texts(recipe.run, f"--to {tool}")
     _require_adapter(recipe.run, tool, adapters)
     require_trainer(recipe.run, f"--to {tool}", *trainers)
     if recipe.run.task:

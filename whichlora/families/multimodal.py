@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Linear, ModelSpec
+from whichlora.families.towers import pixtral, qwen, siglip
+from whichlora.spec.architecture import Linear, ModelSpec, Tower
 
 NOTE = (
     "text tower in blocks; the vision tower counts as {:,} further parameters, stored and adapted "
@@ -46,80 +47,6 @@ def _qwen_patch(vision: Fields) -> int:
     return frames * vision.size("patch_size") ** 2
 
 
-def qwen2_tower(vision: Fields, text: Fields) -> int:
-    """Parameters of `Qwen2VisionTransformerPretrainedModel`."""
-    width = vision.size("embed_dim")
-    wide = int(width * (vision.number_or_none("mlp_ratio") or 4))
-    block = 2 * _norm(width) + _dense(width, 3 * width) + _dense(width, width)
-    block += _dense(width, wide) + _dense(wide, width)
-    merger = _qwen_merger(vision, width, vision.size("hidden_size"), norm=_norm(width))
-    return _qwen_patch(vision) * width + vision.layers("depth") * block + merger
-
-
-def qwen2_linears(vision: Fields, text: Fields) -> tuple[Linear, ...]:
-    """The matrices of `Qwen2VisionTransformerPretrainedModel`; its patches go through a kernel."""
-    width = vision.size("embed_dim")
-    wide = int(width * (vision.number_or_none("mlp_ratio") or 4))
-    block = [("qkv", width, 3 * width), ("proj", width, width)]
-    block += [("fc1", width, wide), ("fc2", wide, width)]
-    merged = width * vision.size("spatial_merge_size") ** 2
-    merger = [("0", merged, merged), ("2", merged, vision.size("hidden_size"))]
-    return _matrices(block, count=vision.layers("depth")) + _matrices(merger)
-
-
-def qwen2_5_linears(vision: Fields, text: Fields) -> tuple[Linear, ...]:
-    """The matrices of `Qwen2_5_VisionTransformerPretrainedModel`."""
-    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
-    block = [("qkv", width, 3 * width), ("proj", width, width)]
-    block += [("gate_proj", width, wide), ("up_proj", width, wide), ("down_proj", wide, width)]
-    merged = width * vision.size("spatial_merge_size") ** 2
-    merger = [("0", merged, merged), ("2", merged, vision.size("out_hidden_size"))]
-    return _matrices(block, count=vision.layers("depth")) + _matrices(merger)
-
-
-def qwen3_linears(vision: Fields, text: Fields) -> tuple[Linear, ...]:
-    """The matrices of `Qwen3VLVisionModel`, one merger after the last block and some between."""
-    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
-    block = [("qkv", width, 3 * width), ("proj", width, width)]
-    block += [("linear_fc1", width, wide), ("linear_fc2", wide, width)]
-    merged = width * vision.size("spatial_merge_size") ** 2
-    mergers = 1 + len(vision.indices("deepstack_visual_indexes"))
-    merger = [("linear_fc1", merged, merged)]
-    merger += [("linear_fc2", merged, vision.size("out_hidden_size"))]
-    return _matrices(block, count=vision.layers("depth")) + _matrices(merger, count=mergers)
-
-
-def pixtral_linears(vision: Fields, text: Fields) -> tuple[Linear, ...]:
-    """The matrices of `PixtralVisionModel` and of Mistral 3's projector."""
-    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
-    out, merge = text.size("hidden_size"), text.size("spatial_merge_size")
-    block = [(f"{name}_proj", width, width) for name in "qkvo"]
-    block += [("gate_proj", width, wide), ("up_proj", width, wide), ("down_proj", wide, width)]
-    around = [("merging_layer", merge**2 * width, width)]
-    around += [("linear_1", width, out), ("linear_2", out, out)]
-    return _matrices(block, count=vision.layers(), bias=False) + _matrices(around, bias=False)
-
-
-def siglip_linears(vision: Fields, text: Fields) -> tuple[Linear, ...]:
-    """The matrices of Gemma 3's SigLIP encoder; the projection to the text is a parameter."""
-    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
-    block = [(f"{name}_proj", width, width) for name in ("k", "v", "q", "out")]
-    block += [("fc1", width, wide), ("fc2", wide, width)]
-    head: tuple[Linear, ...] = ()
-    if vision.flag("vision_use_head"):
-        head = _matrices([("out_proj", width, width), ("fc1", width, wide), ("fc2", wide, width)])
-    return _matrices(block, count=vision.layers()) + head
-
-
-def qwen2_5_tower(vision: Fields, text: Fields) -> int:
-    """Parameters of `Qwen2_5_VisionTransformerPretrainedModel`: RMS norms and a gated MLP."""
-    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
-    block = 2 * width + _dense(width, 3 * width) + _dense(width, width)
-    block += 2 * _dense(width, wide) + _dense(wide, width)
-    merger = _qwen_merger(vision, width, vision.size("out_hidden_size"), norm=width)
-    return _qwen_patch(vision) * width + vision.layers("depth") * block + merger
-
-
 def qwen3_tower(vision: Fields, text: Fields) -> int:
     """Parameters of `Qwen3VLVisionModel` and `Qwen3_5VisionModel`.
 
@@ -137,16 +64,6 @@ def qwen3_tower(vision: Fields, text: Fields) -> int:
         + _qwen_merger(vision, width, out, norm=_norm(width))
         + deep * _qwen_merger(vision, width, out, norm=_norm(merged))
     )
-
-
-def pixtral_tower(vision: Fields, text: Fields) -> int:
-    """Parameters of `PixtralVisionModel` and of Mistral 3's projector, which has no biases."""
-    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
-    out, merge = text.size("hidden_size"), text.size("spatial_merge_size")
-    patch = vision.size("num_channels") * vision.size("patch_size") ** 2
-    block = 4 * width**2 + 3 * width * wide + 2 * width
-    projector = width + merge**2 * width**2 + width * out + out**2
-    return patch * width + width + vision.layers() * block + projector
 
 
 def gemma4_tower(vision: Fields, text: Fields) -> int:
@@ -191,27 +108,6 @@ def gemma4_tower_linears(vision: Fields, text: Fields) -> tuple[Linear, ...]:
     )
 
 
-def siglip_tower(vision: Fields, text: Fields) -> int:
-    """Parameters of Gemma 3's SigLIP encoder and of the projector."""
-    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
-    patch = vision.size("patch_size")
-    block = 2 * _norm(width) + 4 * _dense(width, width) + _dense(width, wide) + _dense(wide, width)
-    positions = (vision.size("image_size") // patch) ** 2
-    projector = width + width * text.size("hidden_size")
-    head = 0
-    if vision.flag("vision_use_head"):  # pools the image into one vector; Gemma's own have none
-        head = width + _dense(width, 3 * width) + _dense(width, width) + _norm(width)
-        head += _dense(width, wide) + _dense(wide, width)
-    return (
-        _dense(vision.size("num_channels") * patch**2, width)
-        + positions * width
-        + vision.layers() * block
-        + _norm(width)
-        + head
-        + projector
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multimodal:
     """Where a multimodal type keeps its parts.
@@ -222,15 +118,20 @@ class Multimodal:
         tower: vision config, text facts -> parameters outside the text tower.
         defaults: of the vision config.
         linears: so its matrices, which PEFT's all-linear and bitsandbytes reach.
+        images: so its blocks; a tower that has none of these is counted, and no image passes it.
+        reads_images: False where no trace has confirmed what images do in these blocks: they are
+            counted alone.
         splits: `AutoModelForCausalLM` loads the text tower alone. Source: transformers 5.23
             `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
     """
 
     text: str
     tied: bool
-    tower: Callable[[Fields, Fields], int]
     defaults: Mapping[str, Any]
+    tower: Callable[[Fields, Fields], int] = lambda *_: 0
     linears: Callable[[Fields, Fields], tuple[Linear, ...]] = lambda *_: ()
+    images: Callable[[Fields, Fields], Tower] | None = None
+    reads_images: bool = True
     splits: bool = False
 
 
@@ -240,13 +141,23 @@ _QWEN2 = {
     "hidden_size": 3584,
     "mlp_ratio": 4,
     "in_channels": 3,
+    "num_heads": 16,
+    "hidden_act": "quick_gelu",
     "patch_size": 14,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-_QWEN2_5 = _QWEN2 | {"intermediate_size": 3420, "out_hidden_size": 3584}
+_QWEN2_5 = _QWEN2 | {
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "out_hidden_size": 3584,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
 _QWEN3 = {
     "depth": 27,
+    "num_heads": 16,
+    "hidden_act": "gelu_pytorch_tanh",
     "hidden_size": 1152,
     "intermediate_size": 4304,
     "in_channels": 3,
@@ -274,21 +185,25 @@ _SIGLIP = {
     "image_size": 224,
     "patch_size": 16,
     "vision_use_head": True,
+    "num_attention_heads": 12,
+    "hidden_act": "gelu_pytorch_tanh",
 }
 _PIXTRAL = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_hidden_layers": 24,
+    "num_attention_heads": 16,
     "num_channels": 3,
+    "hidden_act": "gelu",
+    "image_size": 1540,
     "patch_size": 14,
 }
 TOWERS: Mapping[str, Multimodal] = {
     "gemma3": Multimodal(
         text="gemma3_text",
         tied=True,
-        tower=siglip_tower,
+        images=siglip.gemma3,
         defaults=_SIGLIP,
-        linears=siglip_linears,
     ),
     "gemma4": Multimodal(
         text="gemma4_text",
@@ -300,30 +215,27 @@ TOWERS: Mapping[str, Multimodal] = {
     "mistral3": Multimodal(
         text="mistral",
         tied=True,
-        tower=pixtral_tower,
+        images=pixtral.mistral3,
         defaults=_PIXTRAL,
-        linears=pixtral_linears,
     ),
     "qwen2_vl": Multimodal(
         text="qwen2_vl_text",
         tied=False,
-        tower=qwen2_tower,
+        images=qwen.qwen2,
         defaults=_QWEN2,
-        linears=qwen2_linears,
     ),
     "qwen2_5_vl": Multimodal(
         text="qwen2_5_vl_text",
         tied=False,
-        tower=qwen2_5_tower,
+        images=qwen.qwen2_5,
         defaults=_QWEN2_5,
-        linears=qwen2_5_linears,
     ),
     "qwen3_vl": Multimodal(
         text="qwen3_vl_text",
         tied=False,
-        tower=qwen3_tower,
+        images=qwen.qwen3,
+        reads_images=False,
         defaults=_QWEN3 | {"deepstack_visual_indexes": [8, 16, 24]},
-        linears=qwen3_linears,
     ),
     "qwen3_5": Multimodal(
         text="qwen3_5_text", tied=False, tower=qwen3_tower, defaults=_QWEN3, splits=True
@@ -354,16 +266,19 @@ def build_multimodal(
     facts = {
         "hidden_size": text.hidden_size,
         "spatial_merge_size": c.values.get("spatial_merge_size", 2),
+        "mm_tokens_per_image": c.values.get("mm_tokens_per_image", 256),
     }
     vision = c.part("vision_config", defaults=kind.defaults)
     around = Fields(name=c.name, values=facts, defaults={}, synonyms={})
-    extra = kind.tower(vision, around)
+    tower = None if kind.images is None else kind.images(vision, around)
+    extra = kind.tower(vision, around) if tower is None else tower.stack.num_params
     note = (UNLOADED if kind.splits else NOTE).format(extra)
     return replace(
         spec,
         other_params=extra,
         idle_params=0 if kind.splits else extra,
         unloaded_params=extra if kind.splits else 0,
-        idle_linears=kind.linears(vision, around),
+        idle_linears=kind.linears(vision, around) if tower is None else tower.linears,
+        tower=tower if kind.reads_images else None,
         notes=(*spec.notes, note),
     )

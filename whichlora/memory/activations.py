@@ -32,6 +32,7 @@ def kept_mask_bytes(
     """
     masks: dict[tuple[str, bool, int | None], Count] = {}
     biases: dict[tuple[str, bool], int] = {}
+    saved: set[tuple[str, bool, int | None]] = set()  # by SDPA, which makes no mask of its own
     for group in (group for group in model.groups if side in ("", group.stack)):
         for attention in group.layer.attentions:
             kernel = attention_kernel(attention, dtypes, masked=attention.position == "relative")
@@ -43,6 +44,9 @@ def kept_mask_bytes(
                 masks[key] = dtypes.stream_bytes * (1 if attention.causal else masked)
             elif dtypes.uses_sdpa:
                 masks[key] = masked
+                if attention.adds_mask:
+                    masks[key] = dtypes.compute_bytes * (1 + 0 * span)
+                    saved.add(key)
             if has_mask_per_head(attention) and key in masks:
                 masks[key] = dtypes.stream_bytes * attention.num_attention_heads * (1 + 0 * span)
             if attention.relative_rows:  # products of positions, and the distances
@@ -57,7 +61,8 @@ def kept_mask_bytes(
     total = sum(biases.values()) * span * span
     if checkpointed:
         total = total + sequence_bias_bytes(model, dtypes, tokens=tokens, span=span)
-        for mask_bytes in masks.values():
+    for mask, mask_bytes in masks.items():
+        if checkpointed or mask in saved:
             total = total + mask_bytes * tokens * span
     return total
 

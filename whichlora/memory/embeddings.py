@@ -55,7 +55,7 @@ def outside_saved(
     if embeddings_need_grad:
         norms, dropped = norms + first_norms, dropped + first_dropped
     for norm in norms:
-        saved += listed_tensors(_norm_kept(norm, dtypes, targets), 1, tokens=0, span=0, r=0)
+        saved += listed_tensors(norm_kept(norm, dtypes, targets), 1, tokens=0, span=0, r=0)
     # torch 2.13 `native_dropout` saves a boolean mask; a CPU's `dropout_impl` multiplies by a mask
     # in the dtype of the input
     mask_bytes = dtypes.stream_bytes if dtypes.backend.wide_dropout_masks else 1
@@ -96,7 +96,8 @@ def _embeds_in_steps(model: ModelSpec, dtypes: Dtypes) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _norm_kept(norm: Norm, dtypes: Dtypes, targets: tuple[str, ...]) -> tuple[SavedTensor, ...]:
+def norm_kept(norm: Norm, dtypes: Dtypes, targets: tuple[str, ...] = ()) -> tuple[SavedTensor, ...]:
+    """What a norm around the layers saves. Kind: exact. Source: `OpEmitter.norm`."""
     tape = Tape()
     x = tape.input(elements_per_token(norm.width * norm.rows), dtypes.stream_bytes, needs_grad=True)
     OpEmitter(tape, dtypes, targets, NO_ADAPTERS).norm(norm, x)

@@ -259,6 +259,7 @@ def has_events(run: Generation) -> bool:
         and not any(attention.keeps_keys for attention in attentions)
         and not any(group.shared for group in model.groups)
         and model.layer_input_norm is None
+        and model.tower is None
     )
 
 

@@ -12,7 +12,7 @@ from whichlora.spec.architecture import Layer, Linear, ModelSpec, Norm
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import ALL_LINEAR, RunConfig
-from whichlora.spec.targets import adapted, adapted_linears
+from whichlora.spec.targets import adapted, adapted_linears, tower_linears
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def trained_params(
         for linear in adapted(group.layer, targets):
             of_layer = of_layer + method.adapter_params(linear, r)
         total = total + of_layer * (1 if group.shared else group.count)
-    for linear in model.outer_linears:
+    for linear in (*model.outer_linears, *tower_linears(model)):
         if linear.rank_multiple and linear.name in targets:
             total = total + method.adapter_params(linear, r)
     return total
@@ -163,9 +163,15 @@ def _frozen_group(frozen: FrozenTensor, dtypes: Dtypes) -> Group:
 
 
 def _idle_adapted(model: ModelSpec, run: RunConfig, targets: tuple[str, ...]) -> tuple[Linear, ...]:
-    """Matrices that get an adapter and no gradient, since no text passes them."""
+    """Matrices that get an adapter and no gradient, since nothing passes them."""
+    if model.tower is not None:
+        return ()
     every = ALL_LINEAR in run.target_modules
-    return tuple(linear for linear in model.idle_linears if every or linear.name in targets)
+    return tuple(
+        linear
+        for linear in model.idle_linears
+        if linear.rank_multiple and (every or linear.name in targets)
+    )
 
 
 def trained_tensors(
@@ -375,7 +381,8 @@ def base_tensors(model: ModelSpec, param_bytes: int) -> Iterator[Trained]:
         )
         around -= model.vocab_size * model.masked_head.width
         yield words
-    for linear in model.outer_linears:
+    trains_tower = not model.idle_params
+    for linear in (*model.outer_linears, *(tower_linears(model) if trains_tower else ())):
         around -= linear.num_weights
         yield _weight(linear, 1, param_bytes)
     yield Trained(rows=1, width=around, param_bytes=param_bytes)  # the last norm, a vision tower

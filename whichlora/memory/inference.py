@@ -14,6 +14,7 @@ from whichlora.memory.gradients import adapter_entries
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.loading import loading_moment
 from whichlora.memory.metal_heaps import idle_in_heaps
+from whichlora.memory.towers import EMBEDDED_TEXT, TOWER_FORWARD, TowerForward
 from whichlora.memory.training import Ledger
 from whichlora.memory.weights import weight_entries
 from whichlora.methods.base import Method
@@ -54,6 +55,21 @@ class Generation:
                 self.model, self.run, self.dtypes, self.method, self.targets, self.r
             )
         return tuple(entries)
+
+    @cached_property
+    def tower(self) -> TowerForward | None:
+        """What reads the images of all prompts."""
+        if self.model.tower is None:
+            return None
+        return TowerForward(
+            tower=self.model.tower,
+            run=self.run,
+            dtypes=replace(self.dtypes, padded=False),
+            method=self.method,
+            targets=self.targets,
+            num_images=self.batch_size * self.run.images,
+            r=self.r,
+        )
 
     @property
     def element_bytes(self) -> int:
@@ -519,8 +535,9 @@ def _every_logit(run: Generation) -> Count:
 def inference_ledger(generation: Generation) -> Ledger:
     """Moments of one generation, the prompt pass and the last decoding step, or of one forward."""
     model, like = generation.model, generation.batch_size
+    moments = (generation_moments if model.can_generate else forward_moments)(generation)
     ledger = Ledger(
-        moments=(generation_moments if model.can_generate else forward_moments)(generation)
+        moments=with_images(generation, moments)
         | loading_moment(model, generation.dtypes, like=like),
         idle_bytes=0,
         workspace_bytes=allocator.workspace_bytes(generation.gpu, training=False),
@@ -528,6 +545,26 @@ def inference_ledger(generation: Generation) -> Ledger:
     idle = (_idle if model.can_generate else _idle_of_forward)(generation, ledger)
     idle = idle_in_heaps(generation.gpu, peak_bytes=ledger.peak_allocated_bytes, idle_bytes=idle)
     return replace(ledger, idle_bytes=idle)
+
+
+def with_images(run: Generation, moments: dict[str, Entries]) -> dict[str, Entries]:
+    """`moments`, and that of a vision tower over the images of all prompts, if there is one."""
+    tower = run.tower
+    if tower is None:
+        return moments
+    # `inputs_embeds` are looked up before `get_image_features`
+    rows = run.prompt_tokens * run.model.embeddings[0].width * run.dtypes.embedding_bytes
+    running = (
+        tower.narrow_pixels,
+        Entry(EMBEDDED_TEXT, rows),
+        Entry(TOWER_FORWARD, tower.working),
+    )
+    # `model_kwargs` of `generate` hold the pixels to the end
+    result = {"images": (*run.static, tower.pixels, *running)}
+    for name, entries in moments.items():
+        named = (tower.named(run.model.hidden_size),) if name == "prefill" else ()
+        result[name] = (*entries, tower.pixels, *named)
+    return result
 
 
 def generation_moments(run: Generation) -> dict[str, Entries]:

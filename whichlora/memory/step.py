@@ -42,6 +42,7 @@ from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, added, largest
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
+from whichlora.spec.targets import tower_linears
 from whichlora.symbolic.autograd import LinearForm, most
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
 from whichlora.symbolic.language_head import LabelPoints, label_points
@@ -315,7 +316,41 @@ class TrainingStep:
     @property
     def gives_input_gradient(self) -> bool:
         """Whether a gradient flows through all of the first layer."""
-        return self.needs_grad or self._trains_norms
+        return self.needs_grad or self._trains_norms or self.learns_from_images
+
+    @property
+    def learns_from_images(self) -> bool:
+        """Whether a gradient flows into a vision tower, or into what it makes of the patches."""
+        tower = self.model.tower
+        if tower is None:
+            return False
+        is_hooked = tower.hooked and bool(self.run.gradient_checkpointing)
+        return is_hooked or self.trains_tower or bool(self.tower_targets)
+
+    @property
+    def trains_tower(self) -> bool:
+        """Whether the weights of a vision tower are trained."""
+        return self.method.trains_base and not self.model.idle_params
+
+    @cached_property
+    def tower_targets(self) -> tuple[str, ...]:
+        """Names of the matrices of a vision tower that get an adapter."""
+        named = (linear.name for linear in tower_linears(self.model) if linear.rank_multiple)
+        return tuple(sorted(set(named) & set(self.targets)))
+
+    @cached_property
+    def tower_gradients(self) -> Count:
+        """Gradients of a vision tower, which come after those of the language model."""
+        tower = self.model.tower
+        if tower is None:
+            return 0 * self.num_trained
+        if self.method.trains_base:
+            return tower.stack.num_params * self.param_bytes * self.trains_tower
+        total = 0 * self.num_trained
+        for linear in tower.linears:
+            if linear.rank_multiple and linear.name in self.tower_targets:
+                total = total + self.method.adapter_bytes(linear, self.dtypes, self.r)
+        return total
 
     @property
     def _trains_norms(self) -> bool:
@@ -694,7 +729,8 @@ class TrainingStep:
         if self.method.in_loss and self.accumulates:
             gradients = gradients - self.gradients_of_term + of_first
         elif not self.gradients_wait:
-            gradients = self.all_gradients - of_first - self._embedding_gradients
+            gradients = self.all_gradients - of_first - self.embedding_gradients
+            gradients = gradients - self.tower_gradients
             gradients = gradients - self._outer_params * outer_bytes(self.dtypes)
         for number, (layer, count) in enumerate(self.model.layers()):
             unwanted = unwanted_gradient_bytes(layer, self.targets, self.method, self.dtypes)
@@ -706,7 +742,7 @@ class TrainingStep:
         return sum(tensor.num_params for tensor in self.method.outer_tensors(self.model))
 
     @property
-    def _embedding_gradients(self) -> Count:
+    def embedding_gradients(self) -> Count:
         """Those of looked-up tables, which come after all layers."""
         # `embedding_dense_backward` of torch 2.13 makes a gradient of all rows of the table,
         # however few of them the batch has

@@ -459,6 +459,7 @@ def has_events(step: TrainingStep) -> bool:
         not any(attention.keeps_keys for attention in attentions)
         and not any(group.shared for group in model.groups)
         and model.layer_input_norm is None
+        and model.tower is None
         and step.run.loss_head in ("hf", "raw")
         and not step.method.in_loss
         and not step.method.outer_tensors(model)

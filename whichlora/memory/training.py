@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from whichlora.memory import allocator, loss
 from whichlora.memory.entries import Entry
 from whichlora.memory.gradients import trained_params
+from whichlora.memory.images import with_images
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.loading import (
     NARROW_TABLE,
@@ -82,7 +83,8 @@ def training_ledger(step: TrainingStep, *, is_spread: bool = False) -> Ledger:
     """
     of_table = {} if is_spread else table_moment(step)
     ledger = Ledger(
-        moments=training_moments(step) | of_table | training_loading(step, like=step.batch_size),
+        moments=with_images(step, training_moments(step) | of_table)
+        | training_loading(step, like=step.batch_size),
         idle_bytes=0,
         workspace_bytes=allocator.workspace_bytes(step.gpu, training=True),
     )

@@ -208,7 +208,8 @@ def _member(job: ResolvedRun, fact: Fact, group: Group) -> Line:
     width = tensor.element_bytes
     numbers = ""
     if width:
-        sequences, seq_len = job.num_sequences, job.row_tokens
+        seq_len = int(group.span)  # of images: patches of each
+        sequences = int(group.tokens) // max(1, seq_len)
         dims: list[int] = [group.count] if group.count > 1 else []
         if tensor.per_token_pair:
             pair = int(tensor.per_token_pair) // width

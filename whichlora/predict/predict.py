@@ -68,6 +68,7 @@ from whichlora.spec.results import (
 from whichlora.spec.run import RunConfig
 from whichlora.timing import model as timing
 from whichlora.timing import work
+from whichlora.timing.tower_work import tower_forward_work
 
 if TYPE_CHECKING:
     import numpy as np
@@ -237,7 +238,16 @@ def forward_features(
         decoding=decoding,
         num_multiprocessors=timing.tiled_multiprocessors(job.gpu, job.dtype),
     )
+    tower = generation(job, **_given(batch_size=batch_size, r=r)).tower
+    if tower is not None and not decoding:
+        units = timing.tiled_multiprocessors(job.gpu, job.dtype)
+        images = tower_forward_work(tower, num_multiprocessors=units)
+        done = work.Work.total((done, images))
     return timing.features(done, job.gpu, dtype=job.dtype)
+
+
+def _given(**sizes: Count | None) -> dict[str, Count]:
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 def mean_context(prompt_len: Count, max_new_tokens: Count) -> Count:

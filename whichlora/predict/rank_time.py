@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whichlora.errors import ConfigError
+from whichlora.memory.images import TowerStep
 from whichlora.memory.optimizer import Update
 from whichlora.memory.step import TrainingStep
 from whichlora.parallel.base import HostUpdate, Message, RankKind
@@ -31,6 +32,7 @@ from whichlora.timing import model as timing
 from whichlora.timing import work
 from whichlora.timing.links import host_update_s
 from whichlora.timing.model import TimeModel
+from whichlora.timing.tower_work import tower_step_work
 
 # "25GB/s", "200 Gb/s"
 _BANDWIDTH = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[MGT]B|[MGT]b)(?:/s|ps)")
@@ -57,7 +59,7 @@ def features_of_step(step: TrainingStep, *, update_share: float = 1.0) -> dict[s
         update_share: of the trained parameters, what the optimizer of one rank updates.
     """
     dtype = step.run.precision[:4]
-    done = work.Work.total((_of_micro_batches(step), *_without_gradients(step)))
+    done = work.Work.total((_of_micro_batches(step), *_without_gradients(step), *_of_images(step)))
     counted = timing.features(done, step.gpu, dtype=dtype)
     return counted | {"optimizer": update_share * counted["optimizer"]}
 
@@ -75,6 +77,16 @@ def _of_micro_batches(step: TrainingStep) -> work.Work:
         logits_loss=step.trainer.logits_loss(step.run),
         **_sizes(step),
     )
+
+
+def _of_images(step: TrainingStep) -> Iterator[work.Work]:
+    """What the tower does that reads them, if one does."""
+    if step.model.tower is not None:
+        yield tower_step_work(
+            TowerStep.of(step, step.model.tower),
+            text_tokens=step.tokens,
+            num_multiprocessors=timing.tiled_multiprocessors(step.gpu, step.run.precision[:4]),
+        )
 
 
 def _without_gradients(step: TrainingStep) -> Iterator[work.Work]:

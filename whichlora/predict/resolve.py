@@ -11,6 +11,7 @@ from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
 from whichlora.parallel import get_strategy
 from whichlora.parallel.layout import Layout
+from whichlora.predict.images import with_images
 from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Engine, Served
 from whichlora.spec.architecture import ModelSpec
@@ -166,6 +167,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         model = with_expert_modules(model)
     if not training:
         _check_form(run, method)
+    model = with_images(model, run, trainer)
     _check_experts(model, run)
     _check_storage(model, run, gpu)
     _check_attention(model, run, gpu)
@@ -188,6 +190,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         check_saved_modules(model, run.modules_to_save)
         _check_adapted(model, run, method, targets)
     dtypes = _dtypes_of(model, run, gpu, method, trainer)
+    if model.tower is not None and model.tower.masks_text and dtypes.uses_sdpa:
+        dtypes = replace(dtypes, padded=True)
     dtypes = _with_stream(model, targets, dtypes, method)
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)
@@ -229,6 +233,11 @@ def _check_adapted(
         raise ConfigError(
             f"method: {method.name} is predicted on one GPU, got gpus {run.parallel.gpus}; use "
             "method lora"
+        )
+    if method.find_targets is not None and (model.label_head or model.tower):
+        raise ConfigError(
+            f"method: {method.name} is predicted for rows of text and models that write them; use "
+            "method lora, or leave task and images out"
         )
     for linear, _ in adapted_linears(model, targets):
         reason = method.refuses(linear, run.quant or "none")

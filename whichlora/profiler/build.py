@@ -16,6 +16,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -39,6 +40,7 @@ from whichlora.trainers import get_trainer
 
 _PEFT_TASKS = {
     AutoModelForCausalLM: "CAUSAL_LM",
+    AutoModelForImageTextToText: "CAUSAL_LM",
     AutoModelForSeq2SeqLM: "SEQ_2_SEQ_LM",
     AutoModelForSequenceClassification: "SEQ_CLS",
 }
@@ -155,7 +157,7 @@ def finished_model(model: Any, run: RunConfig, target_modules: Sequence[str] | s
 def _auto_class(run: RunConfig, config: PretrainedConfig) -> Any:
     task = task_of(run)
     if task is None:
-        return auto_class_of(config)
+        return AutoModelForImageTextToText if run.images else auto_class_of(config)
     for name, value in task.config(run).items():
         setattr(config, name, value)
     text = config.get_text_config()
@@ -332,12 +334,18 @@ def _with_adapters(
         # The trainer enables checkpointing, in the spelling of its own version.
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     method = get_method(run.method)
+    frozen = _tower_modules(model) if run.freeze_vision_tower else []
     if not method.peft_class:
+        for name, parameter in model.named_parameters():
+            if name.rpartition(".")[0] in frozen:
+                parameter.requires_grad_(False)
         return model
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     settings = dict(method.peft_config(run))
     if "target_modules" in settings:
         settings["target_modules"] = targets
+    if frozen:
+        settings["exclude_modules"] = frozen
     config = resolve_name(method.peft_class)(**{**settings, "task_type": task})
     narrow = run.narrows_adapters
     model = get_peft_model(model, config, autocast_adapter_dtype=not narrow)
@@ -355,6 +363,17 @@ def _with_adapters(
             if parameter.requires_grad and not wide:
                 parameter.data = parameter.data.to(narrowed)
     return model
+
+
+def _tower_modules(model: Any) -> list[str]:
+    """Names of the modules that are of no language model: those of a vision tower around it."""
+    text = model.get_decoder()
+    inside = {id(module) for module in (*text.modules(), model.get_output_embeddings())}
+    return [
+        name
+        for name, module in model.named_modules()
+        if id(module) not in inside and module._parameters
+    ]
 
 
 def without_cpu_packing(model: Any) -> Any:

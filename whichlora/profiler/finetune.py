@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any
@@ -16,10 +17,11 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from whichlora.errors import MeasurementError
 from whichlora.methods import get_method
+from whichlora.profiler.images import image_fields
 from whichlora.profiler.meter import Meter
 from whichlora.profiler.spread import spreading
 from whichlora.spec.run import RunConfig
-from whichlora.tasks import task_of
+from whichlora.tasks import Task, task_of
 from whichlora.trainers import get_trainer
 
 _IGNORED_LABEL = -100
@@ -71,7 +73,7 @@ def measure_finetune(
                 remove_unused_columns=False,
             ),
             train_dataset=random_rows(model.config, run, lengths),
-            data_collator=collator(model, run),
+            data_collator=collator(model.config, run),
             callbacks=[timer, *updating(run)],
             optimizers=(own_optimizer(model, run), None),
         )
@@ -306,29 +308,36 @@ def random_rows(config: Any, run: RunConfig, lengths: Sequence[int]) -> list[dic
     return rows
 
 
-def collator(model: Any, run: RunConfig) -> Callable[[list[Mapping[str, Any]]], dict[str, Any]]:
-    """What makes batches for the task of `run`: with the tokens as labels, or with the task's."""
+def collator(config: Any, run: RunConfig) -> Callable[[list[Mapping[str, Any]]], dict[str, Any]]:
+    """What makes a batch of rows: `collate`, with the task's labels, or with fields of images."""
     task = task_of(run)
-    if task is None:
+    if task is not None:
+        return partial(_with_labels, task, config.num_labels)
+    if not run.images:
         return collate
-    number = model.config.num_labels
 
-    def of_task(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+    def with_images(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
         batch = collate(rows)
-        tokens = batch.pop("labels")
-        size = len(rows)
-        if task.labels == "per_token":
-            return {**batch, "labels": torch.where(tokens < 0, tokens, tokens % number)}
-        if task.labels == "span":
-            ends = torch.zeros(size, dtype=torch.long)
-            return {**batch, "start_positions": ends, "end_positions": ends.clone()}
-        if task.labels == "number":
-            return {**batch, "labels": torch.zeros(size, 1)}
-        if number == 1:
-            return {**batch, "labels": torch.zeros(size)}
-        return {**batch, "labels": torch.arange(size) % number}
+        return batch | image_fields(config, run, batch["input_ids"])
 
-    return of_task
+    return with_images
+
+
+def _with_labels(task: Task, number: int, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """A batch of `rows` with labels of `task`, of which there are `number`."""
+    batch = collate(rows)
+    tokens = batch.pop("labels")
+    size = len(rows)
+    if task.labels == "per_token":
+        return {**batch, "labels": torch.where(tokens < 0, tokens, tokens % number)}
+    if task.labels == "span":
+        ends = torch.zeros(size, dtype=torch.long)
+        return {**batch, "start_positions": ends, "end_positions": ends.clone()}
+    if task.labels == "number":
+        return {**batch, "labels": torch.zeros(size, 1)}
+    if number == 1:
+        return {**batch, "labels": torch.zeros(size)}
+    return {**batch, "labels": torch.arange(size) % number}
 
 
 def collate(rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:

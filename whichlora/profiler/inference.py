@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from whichlora.errors import MeasurementError
+from whichlora.profiler.images import image_fields
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import RunConfig
 
@@ -54,13 +55,18 @@ def measure_inference(
     vocab_size = model.config.get_text_config().vocab_size
     shape = (run.batch_size, run.prompt_len)
     input_ids = torch.randint(vocab_size, shape, generator=generator).to(model.device)
+    fields: dict[str, torch.Tensor] = {}
+    if run.images:
+        made = image_fields(model.config, run, input_ids)
+        fields = {name: value.to(model.device) for name, value in made.items()}
+        input_ids = fields.pop("input_ids")
     generate: Callable[[], dict[str, float]]
     if not model.can_generate():
         generate = _Forward(model, meter, input_ids)
     elif run.kv_cache == "paged":
         generate = _PagedGeneration(model, run, meter, input_ids)
     else:
-        generate = _Generation(model, run, meter, input_ids)
+        generate = _Generation(model, run, meter, input_ids, fields)
 
     tell("warming up")
     generate()
@@ -102,8 +108,16 @@ class _Forward:
 class _Generation:
     """Greedy generation of exactly `max_new_tokens` for every sequence."""
 
-    def __init__(self, model: Any, run: RunConfig, meter: Meter, input_ids: torch.Tensor) -> None:
+    def __init__(
+        self,
+        model: Any,
+        run: RunConfig,
+        meter: Meter,
+        input_ids: torch.Tensor,
+        fields: dict[str, torch.Tensor],
+    ) -> None:
         self._model, self._meter, self._input_ids = model, meter, input_ids
+        self._fields = fields  # of images
         self._mask = torch.ones_like(input_ids)
         self._clock = _TokenClock(meter)
         # `generate` takes missing arguments from this config, so it is set here.
@@ -117,6 +131,7 @@ class _Generation:
             self._input_ids,
             attention_mask=self._mask,
             logits_processor=LogitsProcessorList([self._clock]),
+            **self._fields,
         )
         end_s = self._meter.now()
         first_s, *later_s = self._clock.token_s

@@ -58,7 +58,7 @@ def measure_loop(
     device = next(model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=run.precision == "fp16" and meter.is_cuda)
     is_function = get_trainer(run.trainer).outputs_held(run) == "until_step_ends"
-    rows, collate = iter(random_rows(model.config, run, lengths)), collator(model, run)
+    rows, collate = iter(random_rows(model.config, run, lengths)), collator(model.config, run)
     told = get_method(run.method).after_update
     step_s: list[float] = []
     warm_up_s = 0.0

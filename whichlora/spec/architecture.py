@@ -7,9 +7,10 @@ Shapes are per token. All values are frozen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from whichlora.errors import ConfigError
 
@@ -189,6 +190,11 @@ class Attention:
         returns_probabilities: eager attention's are given to the layer, whose code names them.
         always_masked: the model makes a mask whatever the batch, with ALiBi one per head (Falcon).
         keeps_keys: later layers read its keys and values.
+        packed: images stand in one row, and SDPA is called for each of them (Qwen2-VL).
+        segment: patches that one call of SDPA reads at most, where windows are packed, too; 0: all
+            of an image.
+        adds_mask: SDPA gets one mask for all layers that is in the dtype of the stream already
+            (Pixtral).
         ring: ranks whose keys and values its queries see; 1: those of this one.
     """
 
@@ -228,6 +234,9 @@ class Attention:
     keeps_keys: bool = False
     out_norm: Norm | None = None
     has_temperature: bool = False
+    packed: bool = False
+    segment: int = 0
+    adds_mask: bool = False
     ring: int = 1
 
     def __post_init__(self) -> None:
@@ -521,6 +530,85 @@ class MaskedHead:
     widens_logits: bool = False
 
 
+class ImageGrid(NamedTuple):
+    """One image as its processor cuts it.
+
+    Args:
+        crops: parts that pass the tower by themselves.
+        patches: of one crop.
+        tokens: vectors of the whole image that the language model reads.
+        pixels: shape of its `pixel_values`.
+        sides: rows and columns that the processor tells the model: of patches, or of pixels.
+        markers: tokens of text that the processor writes into it.
+    """
+
+    crops: int
+    patches: int
+    tokens: int
+    pixels: tuple[int, ...]
+    sides: tuple[int, int] = (0, 0)
+    markers: int = 0
+
+    @property
+    def num_pixels(self) -> int:
+        """Numbers in `pixel_values`."""
+        return math.prod(self.pixels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tower:
+    """What turns the images of a prompt into vectors of the language model.
+
+    Args:
+        stack: its blocks; `head_linears` are the matrices around them, `other_params` what else is
+            there: kernels, norms and tables outside of the blocks.
+        grid: height and width of an image in pixels -> how its processor cuts it.
+        fields: what the processor adds to a batch.
+        projector: name of the code after the last block (`symbolic.projectors`).
+        table_bytes: cosines and sines of one patch, which all blocks read.
+        hooked: checkpointing makes the embedded patches need a gradient, whatever is frozen.
+        merge: patches of one vector that the language model reads.
+        num_returned: states of blocks that the caller holds while the text is read.
+        copies: copies of the projected vectors that the caller holds meanwhile.
+        deep: further projectors, which read what blocks in between return (Qwen3-VL).
+        embedded: elements of a patch that are there while it is embedded, in the dtype of the
+            weights and in fp32.
+        joined: images stand in one row that a mask divides.
+        holds_narrow: a caller of the tower holds the pixels in its dtype while it runs.
+        normalises: a LayerNorm stands before what the tower returns.
+        masks_text: images make a mask of the text, which attends to each as a whole (Gemma 3).
+        stacks_rows: `pixel_values` has a dimension of rows before that of images.
+    """
+
+    stack: ModelSpec
+    grid: Callable[[int, int], ImageGrid]
+    fields: tuple[str, ...]
+    projector: str
+    merge: int
+    table_bytes: int = 0
+    hooked: bool = True
+    num_returned: int = 1
+    copies: int = 1
+    deep: int = 0
+    embedded: tuple[int, int] = (0, 0)
+    joined: bool = False
+    holds_narrow: bool = True
+    normalises: bool = False
+    masks_text: bool = False
+    stacks_rows: bool = False
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix, with the number of all such in the tower."""
+        in_blocks = (
+            replace(linear, count=linear.count * group.count)
+            for group in self.stack.groups
+            for linear in group.layer.linears
+        )
+        every = (*in_blocks, *self.stack.head_linears)
+        return tuple(linear for linear in every if linear.is_module)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelTransform:
     """A matrix before the projection to labels, and what follows it.
@@ -611,6 +699,7 @@ class ModelSpec:
         idle_params: those among them that no text passes: fully trained, they get no gradient and
             the optimizer keeps no states of them.
         unloaded_params: those among them that `AutoModelForCausalLM` leaves on the disk.
+        tower: what turns images into vectors, where the family describes its blocks.
         buffer_bytes: what modules keep beside parameters (a causal mask per attention).
         embedding_dropouts, final_dropouts: widths of the tensors that training drops values of
             before the first and after the last layer.
@@ -650,6 +739,7 @@ class ModelSpec:
     other_params: int = 0
     idle_params: int = 0
     unloaded_params: int = 0
+    tower: Tower | None = None
     buffer_bytes: int = 0
     embedding_dropouts: tuple[int, ...] = ()
     final_dropouts: tuple[int, ...] = ()

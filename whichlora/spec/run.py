@@ -85,6 +85,8 @@ BATCH_SETTINGS = (
     "max_new_tokens",
     "padding",
 )
+DEFAULT_IMAGE_SIZE = (1024, 1024)
+MOST_IMAGES = 10_000  # of one row
 ALL_LINEAR = "all-linear"
 ATTENTION = "attention"
 
@@ -154,6 +156,20 @@ def _at_least(setting: str, value: int, minimum: int, hint: str = "") -> None:
         raise ConfigError(f"{setting}: must be {MOST_COUNT} or less, got {str(value)[:20]}")
 
 
+def image_sides(value: Any) -> tuple[int, int]:
+    """Width and height, of "1024x768" or of two numbers.
+
+    Raises:
+        ConfigError: neither.
+    """
+    sides = value.lower().split("x") if isinstance(value, str) else value
+    if isinstance(sides, list | tuple) and len(sides) == 2:
+        texts = [str(side).strip() for side in sides]
+        if all(text.isdecimal() and 0 < int(text) <= MOST_COUNT for text in texts):
+            return int(texts[0]), int(texts[1])
+    raise ConfigError(f"image_size: {value!r} is no width and height, such as 1024x768")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """One candidate: a model, a phase and every setting that memory or time depends on.
@@ -205,6 +221,10 @@ class RunConfig:
             prefixes keeps its keys and values once.
         request_rate: requests a second that arrive by chance; None where `batch_size` of them are
             under way at any time.
+        images: of each row or prompt; the tokens that the language model reads of them are among
+            `seq_len` and `prompt_len`.
+        image_size: width and height of each in pixels, before its processor resizes it.
+        freeze_vision_tower: it gets no adapters and is not trained, whatever `target_modules` is.
     """
 
     model: str
@@ -255,6 +275,9 @@ class RunConfig:
     context: int | None = None
     shared_prompt_fraction: float = 0.0
     request_rate: float | None = None
+    images: int = 0
+    image_size: tuple[int, int] = DEFAULT_IMAGE_SIZE
+    freeze_vision_tower: bool = False
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -303,6 +326,10 @@ class RunConfig:
                 f"loraplus_lr_ratio: must be above 0 and at most {MOST_RATIO}, got "
                 f"{self.loraplus_lr_ratio}; 16 is usual"
             )
+        _at_least("images", self.images, 0)
+        if self.images > MOST_IMAGES:
+            raise ConfigError(f"images: must be {MOST_IMAGES} or less, got {self.images}")
+        image_sides(self.image_size)
         if self.context is not None:
             _at_least("context", self.context, 1)
         if not 0.0 <= self.shared_prompt_fraction <= 1.0:
@@ -332,7 +359,12 @@ class RunConfig:
         for name in ("target_modules", "modules_to_save"):
             for module in getattr(self, name):
                 require_printable(name, module)
-        for name in ("use_rslora", "expandable_segments", "quantize_moe_experts"):
+        for name in (
+            "use_rslora",
+            "expandable_segments",
+            "quantize_moe_experts",
+            "freeze_vision_tower",
+        ):
             _switch(name, getattr(self, name))
         for name in ("gradient_checkpointing", "prepare_kbit", "use_reentrant"):
             if getattr(self, name) is not None:
@@ -446,6 +478,12 @@ class RunConfig:
             del values["shared_prompt_fraction"]
         if self.request_rate is None:
             del values["request_rate"]
+        if not self.images:
+            del values["images"], values["image_size"]
+        else:
+            values["image_size"] = list(self.image_size)
+        if not self.freeze_vision_tower:
+            del values["freeze_vision_tower"]
         if self.parallel != ONE_GPU:
             values["parallel"] = self.parallel.to_dict()
         values["target_modules"] = list(self.target_modules)
@@ -478,6 +516,8 @@ class RunConfig:
                 if not isinstance(fields[name], Mapping):
                     raise ConfigError(f"{name}: {fields[name]!r} is not an object of settings")
                 fields[name] = tuple(sorted(fields[name].items()))
+        if "image_size" in fields:
+            fields["image_size"] = image_sides(fields["image_size"])
         if "parallel" in fields:
             fields["parallel"] = ParallelConfig.from_dict(fields["parallel"])
         if "libraries" in fields:

@@ -14,6 +14,11 @@ def all_linears(model: ModelSpec) -> Iterator[Linear]:
     return (linear for layer, _ in model.layers() for linear in layer.linears)
 
 
+def tower_linears(model: ModelSpec) -> tuple[Linear, ...]:
+    """The matrices that images pass, `count` of each; none where no image does."""
+    return () if model.tower is None else model.tower.linears
+
+
 def resolve_targets(
     model: ModelSpec, target_modules: tuple[str, ...], *, modules_only: bool = False
 ) -> tuple[str, ...]:
@@ -29,7 +34,9 @@ def resolve_targets(
         ConfigError: a name that no layer of the model has, or nothing to adapt.
     """
     adaptable = [
-        linear for linear in (*all_linears(model), *model.outer_linears) if linear.rank_multiple
+        linear
+        for linear in (*all_linears(model), *model.outer_linears, *tower_linears(model))
+        if linear.rank_multiple
     ]
     bare = {linear.name for linear in adaptable if modules_only and not linear.is_module}
     candidates = {linear.name for linear in adaptable} - bare
@@ -90,7 +97,7 @@ def adapted_linears(model: ModelSpec, targets: tuple[str, ...]) -> tuple[tuple[L
     ]
     around = [
         (linear, 1)
-        for linear in model.outer_linears
+        for linear in (*model.outer_linears, *tower_linears(model))
         if linear.rank_multiple and linear.name in targets
     ]
     return (*in_layers, *around)

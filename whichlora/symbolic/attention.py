@@ -399,6 +399,9 @@ def _fused_kernel(
     flash = dtypes.attn == "flash_attention_2"  # is never handed fp32
     size = 2 if flash else dtypes.compute_bytes
     heads = attention.num_attention_heads
+    packed = attention.packed and not flash
+    if packed:  # `torch.split`: gradients of the parts are joined before they go on
+        q, k, v = (tape.parts(state, (state.elements,))[0] for state in (q, k, v))
     inputs = [q, k, v]
     written: tuple[Tensor, ...] = ()
     summed = NOTHING
@@ -416,7 +419,7 @@ def _fused_kernel(
     keeps = [per_token(4 * heads)]
     if bias is not None:
         inputs.append(code.cast(_biased_mask(code, attention, bias), size))
-    elif code.masked and dtypes.uses_sdpa and not has_mask_per_head(attention):
+    elif code.masked and dtypes.uses_sdpa and not _is_mask_shared(attention):
         keeps.append(per_pair(size))
     in_ring, in_ring_backward = _ring(attention, inputs, size)
     out = tape.op(
@@ -434,7 +437,14 @@ def _fused_kernel(
         what="attention: output, log-sum-exp, additive mask",
     )
     tape.hold(*written)  # by local variables of `sdpa_attention_forward`, cast or not
+    if packed:  # `attn_outputs` names the parts of `attn_output`
+        return code.copy(out), None, (out,)
     return out, None, ()
+
+
+def _is_mask_shared(attention: Attention) -> bool:
+    """Whether all layers read one mask that is counted beside them."""
+    return attention.adds_mask or has_mask_per_head(attention)
 
 
 def _ring(

@@ -460,7 +460,7 @@ def loop_ops(layer: Layer) -> int:
     return LOOP_OPS * moe.num_experts if moe is not None and moe.one_by_one else 0
 
 
-def _trained_layers(
+def trained_layers(
     layer: Layer,
     count: int,
     model: ModelSpec,
@@ -474,7 +474,7 @@ def _trained_layers(
     r: Count,
     num_multiprocessors: int | None,
 ) -> Work:
-    """One micro-step of `count` equal layers."""
+    """One micro-step of `count` equal layers. Kind: estimate. Source: `docs/time.md`."""
     recompute = 1 if run.gradient_checkpointing else 0
     passes = 3 if method.trains_base else 2
     weights_active = active_weights(layer)
@@ -623,7 +623,7 @@ def training_work(
     head, around = head_weights(model)
 
     layers = Work.total(
-        _trained_layers(
+        trained_layers(
             layer,
             count,
             model,
@@ -838,7 +838,7 @@ def _served_idle_flops(layer: Layer, rows: Count, num_multiprocessors: int | Non
     return total
 
 
-def _served_layers(
+def served_layers(
     group: LayerGroup,
     model: ModelSpec,
     run: RunConfig,
@@ -852,7 +852,7 @@ def _served_layers(
     r: Count,
     num_multiprocessors: int | None,
 ) -> Work:
-    """One forward through the equal layers of `group`."""
+    """One forward through the equal layers of `group`. Kind: estimate. Source: `docs/time.md`."""
     tokens = batch_size if decoding else batch_size * context
     layer, count = group.layer, group.count
     reads_one = model.task == "seq2seq-lm" and group.stack == "decoder"
@@ -946,7 +946,7 @@ def inference_work(
     if model.task == "encoder":
         head = head + around
     layers = Work.total(
-        _served_layers(
+        served_layers(
             group,
             model,
             run,

@@ -102,6 +102,8 @@ def like_cuda(device: Device) -> Iterator[None]:
             (_bnb_optimizer(), "get_state_buffer", _state_buffer),
             # PEFT knows a 4-bit weight by its class, which a fake one can't have.
             ("peft.tuners.lora.dora", "dequantize_module_weight", _expanded),
+            # Pixels are made on the host, and are on the device when the model is called.
+            ("whichlora.profiler.images", "host_pixels", _host_pixels),
             # One list of tensors per operation, as `foreach` optimizers do it on CUDA.
             ("torch.optim.optimizer", "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
             ("torch.optim.optimizer", "_foreach_supported_types", [FakeTensor]),
@@ -183,6 +185,15 @@ _host_tensors = False
 def makes_host_tensors() -> bool:
     """Whether the code that runs makes tensors that do not live on the device."""
     return _host_tensors
+
+
+def _host_pixels(shape: tuple[int, ...]) -> torch.Tensor:
+    global _host_tensors
+    _host_tensors = True
+    try:
+        return torch.zeros(shape)
+    finally:
+        _host_tensors = False
 
 
 def _state_buffer(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -148,8 +149,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._placeholder_value(args[0])
+        if self._run.images and _reads_numbers(func, args, kwargs or {}):
+            with unset_fake_temporarily():
+                result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, list | tuple) else [result]:
+                if isinstance(tensor, torch.Tensor):
+                    self._note(tensor, func, args, -1)
+            return result
         chosen = _chosen_by_mask(func, args, self._scored, self._unwanted)
         if chosen is not None:
             self._note(chosen, func, args, -1)
@@ -293,6 +301,26 @@ def _calls(function: Any, first: Any) -> Any:
     return call
 
 
+def _reads_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator has real integers alone, which are so few that they keep their values.
+
+    Sizes of images decide how patches are split: code asks for them as Python numbers.
+    """
+    dtype = kwargs.get("dtype")
+    if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
+        return False
+    leaves = torch.utils._pytree.tree_leaves((args, dict(kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not tensors:  # a factory
+        is_range = func.overloadpacket in (torch.ops.aten.arange, torch.ops.aten.randint)
+        return is_range or dtype is not None
+    to_integers = dtype is not None  # positions times an interval, which Qwen2-VL rounds
+    return not any(
+        isinstance(tensor, FakeTensor) or (tensor.is_floating_point() and not to_integers)
+        for tensor in tensors
+    )
+
+
 def _chosen_by_mask(
     func: Any, args: Any, scored: int | None, unwanted: torch.Tensor | None
 ) -> torch.Tensor | None:
@@ -302,6 +330,8 @@ def _chosen_by_mask(
         scored: positions of a sequence that are chosen, where a trainer scores a part of it.
         unwanted: a mask that chooses nothing: all answers of a batch are wanted.
     """
+    if func is torch.ops.aten.masked_scatter_backward.default:
+        return args[0].new_empty(args[2])
     if func is torch.ops.aten.nonzero.default:
         mask = args[0]
         rows = _num_chosen(mask, scored) * (mask is not unwanted)
@@ -322,6 +352,9 @@ def _num_chosen(mask: torch.Tensor, scored: int | None) -> int:
     return int(rows) * min(scored, int(columns))
 
 
+_MASKED_SCATTER = (torch.ops.aten.masked_scatter.default, torch.ops.aten.masked_scatter_.default)
+
+
 def _temporary_bytes(func: Any, args: Any, kwargs: Mapping[str, Any], fused_rows: int) -> int:
     """Bytes that an operator allocates and frees inside, where its library's code says so.
 
@@ -329,10 +362,13 @@ def _temporary_bytes(func: Any, args: Any, kwargs: Mapping[str, Any], fused_rows
     the GPU, a 4-bit product expands its weight to the dtype of the input first, and scales that
     are quantised themselves to fp32, without their offset and with it. torch 2.13 `_safe_softmax`:
     a byte for each score that is -inf or not; its backward on CUDA, `softmax_backward_cuda_out`:
-    the product of gradient and result. `host_softmax` of SoftMax.cu makes its input contiguous.
+    the product of gradient and result. `masked_scatter__cuda` of IndexKernel.cpp: for each element
+    a position and, laid out, the mask. `host_softmax` of SoftMax.cu makes its input contiguous.
     """
     if func is torch.ops.aten._safe_softmax.default:
         return int(args[0].numel())
+    if func in _MASKED_SCATTER:
+        return (8 + 1) * int(args[0].numel())
     if func is torch.ops.aten._log_softmax.default:
         of_view = not args[0].is_contiguous()
         return int(args[0].numel() * args[0].element_size()) if of_view else 0

@@ -171,6 +171,8 @@ class Trainer:
         rows_per_example: sequences that an example adds to a forward: two for a pair of answers.
         frames_rows: it puts BOS and EOS tokens around each row itself, also around one that a chat
             template has rendered; else EOS follows the text, and the tokenizer adds its own.
+        takes_images: its batches with images are predicted.
+        gathers_batches: those of all micro-steps are read before the first.
         drops_longer: rows longer than seq_len are left out, not cut.
         keeps_unlearned: rows stay whose prompt fills seq_len, with an answer of no tokens.
         forwards: those without gradients, of each micro-batch.
@@ -219,6 +221,8 @@ class Trainer:
     rows: Rows = "texts"
     rows_per_example: int = 1
     frames_rows: bool = False
+    takes_images: bool = False
+    gathers_batches: bool = False
     drops_longer: bool = False
     keeps_unlearned: bool = False
     forwards: Callable[[RunConfig], Forwards] = _none

@@ -54,6 +54,7 @@ def _logits_loss(run: RunConfig) -> LogitsLoss:
 TRAINER = replace(
     transformers.TRAINER,
     name="llamafactory-dpo",
+    takes_images=False,
     summary="LLaMA-Factory's stage dpo: pairs of answers, DPO, ORPO or SimPO",
     steps="whichlora.profiler.llamafactory:measure_llamafactory",
     library_class="llamafactory.train.dpo.trainer.CustomDPOTrainer",

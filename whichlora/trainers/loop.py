@@ -36,6 +36,7 @@ TRAINER = Trainer(
     name="loop",
     summary="a plain loop that holds `outputs`",
     steps="whichlora.profiler.plain_loop:measure_loop",
+    takes_images=True,
     outputs_held=_outputs_held,
     narrows_embedding_states=True,  # only the Trainer asks bitsandbytes for 32 bits
     notes=_notes,

@@ -25,6 +25,7 @@ def _logits_loss(run: RunConfig) -> LogitsLoss:
 TRAINER = replace(
     transformers.TRAINER,
     name="orpo",
+    takes_images=False,
     summary="TRL's ORPOTrainer: pairs of answers, no reference",
     steps=dpo.TRAINER.steps,
     library_class="trl.experimental.orpo.ORPOTrainer",

@@ -15,6 +15,7 @@ from whichlora.trainers import dpo, transformers, trl
 TRAINER = replace(
     transformers.TRAINER,
     name="reward",
+    takes_images=False,
     summary="TRL's RewardTrainer: pairs of answers, and a head with one output",
     steps=dpo.TRAINER.steps,
     library_class="trl.RewardTrainer",

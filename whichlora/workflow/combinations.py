@@ -47,6 +47,7 @@ _FINETUNE_ONLY = (
     "trainer_options",
     "task",
     "task_options",
+    "freeze_vision_tower",
 )
 # Those of them that a generation with an unmerged adapter reads.
 _OF_ADAPTER = (
@@ -56,6 +57,7 @@ _OF_ADAPTER = (
     "target_modules",
     "modules_to_save",
     "adapter_dtype",
+    "freeze_vision_tower",
 )
 _QUANTISED_ONLY = ("cache_backend", "cache_nbits", "cache_group_size", "cache_residual_length")
 _INFERENCE_ONLY = (

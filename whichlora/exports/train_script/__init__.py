@@ -427,6 +427,23 @@ def require_library(run: RunConfig, place: str) -> None:
         )
 
 
+def require_texts(run: RunConfig, place: str) -> None:
+    """Refuse rows with images, which no script or file of ours hands on yet.
+
+    Args:
+        place: how the message begins.
+
+    Raises:
+        ConfigError: there are images, or a tower that is left alone.
+    """
+    for setting in ("images", "freeze_vision_tower"):
+        if getattr(run, setting):
+            raise ConfigError(
+                f"{place}: {setting} can't be written yet, its training would leave the images "
+                f"out; leave {setting} out"
+            )
+
+
 def runs_in_trainer(run: RunConfig, *others: str) -> bool:
     """Whether the steps of `run` are those of `TRAINER_CLASS`, or of one of `others`."""
     return get_trainer(run.trainer).library_class in (TRAINER_CLASS, *others)
@@ -464,6 +481,7 @@ def _check(
     if run.phase != "finetune":
         raise ConfigError(f"phase: {run.phase} has nothing to train; a job needs finetune")
     trainer = get_trainer(run.trainer)
+    require_texts(run, "train.py")
     require_library(run, "train.py")
     if runs_in_trainer(run) and run.loss_head not in ("hf", "liger"):
         raise ConfigError(

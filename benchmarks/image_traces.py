@@ -1,0 +1,252 @@
+"""Trace drawn runs with images, keep the records, and compare them with the ledger.
+
+`python benchmarks/image_traces.py` prints errors of the peak by class, for docs/memory.md.
+`--draw 12` traces as many runs of each class anew, or of `--types qwen2_5_vl,gemma3`; `--seed 1000`
+draws others, which are printed and not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from whichlora import families
+from whichlora.memory.allocator import REMAINDERS
+from whichlora.predict.predict import ledger
+from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.spec.numeric import added
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+
+RECORDS = Path(__file__).parent / "traces" / "images.jsonl"
+GPU = find_gpu("a100-sxm-80gb")
+_QWEN2_TEXT = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+}
+_QWEN2_5_TEXT = {
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+}
+# Sizes of published checkpoints; depths are drawn.
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl": {  # Qwen2-VL-2B
+        "text_config": _QWEN2_TEXT,
+        "vision_config": {"embed_dim": 1280, "hidden_size": 1536},
+        "tie_word_embeddings": True,
+    },
+    "qwen2_5_vl": {  # Qwen2.5-VL-3B
+        "text_config": _QWEN2_5_TEXT,
+        "vision_config": {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048},
+        "tie_word_embeddings": True,
+    },
+    "gemma3": {  # Gemma 3 4B
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 1024,
+            "vocab_size": 262208,
+        },
+        "vision_config": {
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_attention_heads": 16,
+            "patch_size": 14,
+            "image_size": 896,
+            "vision_use_head": False,
+        },
+        "mm_tokens_per_image": 256,
+    },
+    "mistral3": {  # Mistral Small 3.1, with half as wide a text
+        "text_config": {
+            "model_type": "mistral",
+            "hidden_size": 2560,
+            "intermediate_size": 8192,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "sliding_window": None,
+            "vocab_size": 131072,
+        },
+        "vision_config": {
+            "model_type": "pixtral",
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_attention_heads": 16,
+            "patch_size": 14,
+            "image_size": 1540,
+            "hidden_act": "silu",
+        },
+        "tie_word_embeddings": False,
+    },
+}
+DEPTH_KEYS = {"qwen2_vl": "depth", "qwen2_5_vl": "depth"}
+
+
+def config_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the record's class with as many layers and blocks as were traced."""
+    known = CONFIGS[line["type"]]
+    text = known["text_config"] | {"num_hidden_layers": line["layers"]}
+    if line["vocab"]:  # so few that the peak is no longer at the loss
+        text |= {"vocab_size": line["vocab"]}
+    depth = DEPTH_KEYS.get(line["type"], "num_hidden_layers")
+    vision = known["vision_config"] | {depth: line["blocks"]}
+    return {**known, "model_type": line["type"], "text_config": text, "vision_config": vision}
+
+
+def job_of(line: Mapping[str, Any]) -> ResolvedRun:
+    model = families.build(config_of(line), name="drawn")
+    return resolve(model, RunConfig.from_dict(line["run"]), GPU)
+
+
+def moments(line: Mapping[str, Any]) -> dict[str, int]:
+    """Live bytes at each moment as the ledger has them; loading is not traced."""
+    # remainders of blocks are the allocator's: no storage of a trace has them
+    return {
+        name: int(added(entry.num_bytes for entry in entries if entry.fact is not REMAINDERS))
+        for name, entries in ledger(job_of(line)).moments.items()
+        if name != "loading"
+    }
+
+
+def predicted(line: Mapping[str, Any]) -> int:
+    return max(moments(line).values())
+
+
+def traced(line: Mapping[str, Any]) -> int:
+    """The same of the real class on fake tensors."""
+    from whichlora.tracer.trace import trace
+
+    job = job_of(line)
+    peak = live = 0
+    sizes: dict[int, int] = {}
+    for event in trace(job.run, config_of(line), target_modules=job.peft_targets):
+        if event.num_bytes is None:
+            live -= sizes.pop(event.storage)
+        else:
+            sizes[event.storage] = event.num_bytes
+            live += event.num_bytes
+        if event.moment not in ("load", "adapters"):
+            peak = max(peak, live)
+    return peak
+
+
+_SIZES = ((448, 448), (640, 480), (1024, 768), (768, 1280), (1600, 1200), (301, 997))
+
+
+_SHARED = ("batch_size", "images", "image_size")
+
+
+def _served(rng: random.Random) -> dict[str, Any]:
+    return {
+        "phase": "inference",
+        "serve": "merged",
+        "precision": "bf16",
+        "quant": rng.choice(("none", "nf4")),
+        "prompt_len": rng.choice((1024, 2048, 4096)),
+        "max_new_tokens": rng.choice((2, 6)),
+    }
+
+
+def draw(seed: int, model_type: str) -> dict[str, Any]:
+    """A run with images that the language model has room for."""
+    rng = random.Random(f"{model_type} {seed}")
+    while True:
+        method = rng.choice(("full", "lora", "lora", "qlora", "qlora"))
+        wide = method == "full" and rng.random() < 0.3
+        settings = {
+            "method": method,
+            "r": rng.choice((8, 16, 64)),
+            "lora_dropout": rng.choice((0.0, 0.0, 0.05)),
+            "batch_size": rng.choice((1, 1, 2)),
+            "seq_len": rng.choice((1024, 2048, 4096)),
+            "precision": "bf16" if wide else rng.choice(("bf16", "bf16-pure")),
+            "base_dtype": "float32" if wide else "auto",
+            "gradient_checkpointing": rng.random() < 0.5,
+            "gradient_accumulation_steps": rng.choice((1, 1, 2)),
+            "images": rng.choice((1, 1, 2, 3, 4)),
+            "image_size": rng.choice(_SIZES),
+            "freeze_vision_tower": rng.random() < 0.35,
+            "target_modules": rng.choice((("all-linear",), ("all-linear",), ("q_proj", "v_proj"))),
+        }
+        if rng.random() < 0.2:
+            settings = _served(rng) | {key: settings[key] for key in _SHARED}
+        run = RunConfig(model=model_type, **settings)
+        line = {
+            "type": model_type,
+            "layers": rng.choice((2, 3)),
+            "blocks": rng.choice((4, 8, 12)),
+            "vocab": rng.choice((0, 4096)),
+            "run": run.to_dict(),
+        }
+        width, height = run.image_size
+        tower = families.build(config_of(line), name="drawn").tower
+        assert tower is not None
+        # a text token stands before each image, and one at the end
+        room = run.seq_len if run.phase == "finetune" else run.prompt_len
+        if run.images * (tower.grid(height, width).tokens + 1) < room:
+            return line
+
+
+def records() -> Iterator[dict[str, Any]]:
+    for text in RECORDS.read_text(encoding="utf-8").splitlines():
+        yield json.loads(text)
+
+
+def errors(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Relative errors of the ledger by class."""
+    by_type: dict[str, list[float]] = {}
+    for line in lines:
+        by_type.setdefault(line["type"], []).append(abs(predicted(line) / line["traced"] - 1))
+    return by_type
+
+
+def table(by_type: Mapping[str, list[float]]) -> str:
+    lines = ["| class | runs | median | p95 | worst |", "| --- | --- | --- | --- | --- |"]
+    every = [error for sizes in by_type.values() for error in sizes]
+    for name, sizes in (*by_type.items(), ("all", every)):
+        p95 = quantiles(sizes, n=20, method="inclusive")[-1] if len(sizes) > 1 else sizes[0]
+        shown = " | ".join(f"{100 * size:.3f} %" for size in (median(sizes), p95, max(sizes)))
+        lines.append(f"| `{name}` | {len(sizes)} | {shown} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draw", type=int, metavar="N", help="trace N runs of each class")
+    parser.add_argument("--types", default=",".join(CONFIGS))
+    parser.add_argument("--seed", type=int, default=0, help="of the first run; kept from 0 alone")
+    arguments = parser.parse_args()
+    kept = list(records()) if RECORDS.exists() else []
+    if arguments.draw:
+        drawn = arguments.types.split(",")
+        seeds = range(arguments.seed, arguments.seed + arguments.draw)
+        lines = [draw(seed, model_type) for model_type in drawn for seed in seeds]
+        for line in lines:
+            line["traced"] = traced(line)
+        if arguments.seed:
+            print(table(errors(lines)))
+            return
+        kept = [line for line in kept if line["type"] not in drawn] + lines
+        with RECORDS.open("w", encoding="utf-8") as file:
+            for line in kept:
+                print(json.dumps(line), file=file)
+    print(table(errors(kept)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""How processors cut images, and which towers read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from whichlora.errors import ConfigError
+from whichlora.families import build
+from whichlora.families.towers.qwen import qwen_grid, resized
+from whichlora.spec.architecture import ImageGrid, Tower
+
+QWEN2 = {"patch": 14, "merge": 2, "values": 1176, "least": 3136, "most": 16384 * 784}
+
+
+def tower(model_type: str, **vision: object) -> Tower:
+    found = build({"model_type": model_type, "vision_config": vision}, name="m").tower
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "sides"),
+    [
+        (768, 1024, (756, 1036)),  # 27.4 and 36.6 patches of 28: rounded
+        (20, 20, (56, 56)),  # too few pixels: grown to at least 56 x 56
+        (8000, 8000, (3584, 3584)),  # too many: shrunk to at most 16384 of 28 x 28
+    ],
+)
+def test_qwen_resizes_to_whole_patches(height: int, width: int, sides: tuple[int, int]) -> None:
+    assert resized(height, width, factor=28, least=3136, most=16384 * 784) == sides
+
+
+def test_four_patches_of_qwen_are_a_token() -> None:
+    grid = qwen_grid(768, 1024, **QWEN2)
+    assert grid == ImageGrid(
+        crops=1, patches=54 * 74, tokens=27 * 37, pixels=(54 * 74, 1176), sides=(54, 74)
+    )
+    assert grid.num_pixels == 54 * 74 * 1176
+
+
+def test_qwen_refuses_an_image_that_is_a_line() -> None:
+    with pytest.raises(ConfigError, match="image_size: 2010x10 has a side more than 200 times"):
+        qwen_grid(10, 2010, **QWEN2)
+
+
+def test_gemma_3_has_256_tokens_of_every_image() -> None:
+    grids = {
+        tower("gemma3", image_size=896, patch_size=14).grid(*sides)
+        for sides in ((10, 3000), (896, 896))
+    }
+    (grid,) = grids
+    assert (grid.patches, grid.tokens, grid.pixels) == (64 * 64, 256, (1, 3, 896, 896))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "gemma3", "mistral3"])
+def test_a_tower_adds_up_to_the_parameters_beside_the_text(model_type: str) -> None:
+    spec = build({"model_type": model_type, "vision_config": {}}, name="m")
+    assert spec.tower is not None
+    assert spec.tower.stack.num_params == spec.other_params
+    assert spec.tower.linears == spec.idle_linears
+
+
+def test_most_blocks_of_qwen2_5_see_a_window_of_64_patches() -> None:
+    groups = tower("qwen2_5_vl").stack.groups
+    assert [(g.layer.attentions[0].segment, g.count) for g in groups] == [(64, 28), (0, 4)]

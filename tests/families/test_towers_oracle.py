@@ -1,0 +1,76 @@
+"""How images are cut, against the processors of transformers."""
+
+from __future__ import annotations
+
+import random
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from whichlora.families import build
+from whichlora.spec.architecture import Tower
+
+pytestmark = pytest.mark.oracle
+
+NUM_DRAWN = 200
+NUM_PICTURES = 4  # that pass the real processor, which resizes them
+# class of the processor, and the sizes that published checkpoints give it
+PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_vl": (
+        "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
+        {"min_pixels": 3136, "max_pixels": 12845056},
+    ),
+    "qwen2_5_vl": (
+        "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
+        {"min_pixels": 3136, "max_pixels": 12845056},
+    ),
+    "gemma3": (
+        "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
+        {"size": {"height": 896, "width": 896}},
+    ),
+}
+
+
+def tower(model_type: str) -> Tower:
+    vision = {"image_size": 896, "patch_size": 14} if model_type == "gemma3" else {}
+    found = build({"model_type": model_type, "vision_config": vision}, name="m").tower
+    assert found is not None
+    return found
+
+
+def processor(model_type: str) -> Any:
+    pytest.importorskip("PIL")
+    dotted, settings = PROCESSORS[model_type]
+    module, _, name = dotted.rpartition(".")
+    return getattr(import_module(f"transformers.models.{module}"), name)(**settings)
+
+
+def drawn(model_type: str, count: int) -> list[tuple[int, int]]:
+    rng = random.Random(model_type)
+    return [(rng.randint(8, 5000), rng.randint(30, 5000)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
+def test_patches_and_tokens_are_the_processors(model_type: str) -> None:
+    real, grid = processor(model_type), tower(model_type).grid
+    for height, width in drawn(model_type, NUM_DRAWN):
+        if max(height, width) > 200 * min(height, width):
+            continue
+        patches = real.get_number_of_image_patches(height, width)
+        ours = grid(height, width)
+        assert (ours.patches, ours.tokens) == (patches, patches // real.merge_size**2)
+
+
+@pytest.mark.parametrize("model_type", sorted(PROCESSORS))
+def test_pixels_of_a_picture_are_the_processors(model_type: str) -> None:
+    real, grid = processor(model_type), tower(model_type).grid
+    from PIL import Image
+
+    for height, width in drawn(model_type, NUM_PICTURES):
+        size = (1 + width // 4, 1 + height // 4)
+        made = real(images=[Image.new("RGB", size)], return_tensors="pt")
+        ours = grid(size[1], size[0])
+        assert tuple(made["pixel_values"].shape) == ours.pixels
+        if "image_grid_thw" in made:
+            assert made["image_grid_thw"].tolist() == [[1, *ours.sides]]

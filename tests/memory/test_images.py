@@ -1,0 +1,125 @@
+"""A vision tower in a training step and in a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import image_traces
+import numpy as np
+import pytest
+from devices import A100
+
+from whichlora.families import build
+from whichlora.memory.images import (
+    TOWER_SAVED,
+    TowerStep,
+    images_backward,
+    images_forward,
+    with_images,
+)
+from whichlora.memory.moments import training_moments
+from whichlora.memory.step import TrainingStep
+from whichlora.memory.towers import NARROW_PIXELS, PIXELS, grid_of
+from whichlora.predict.predict import ledger, training_step
+from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.spec.numeric import added
+from whichlora.spec.run import RunConfig
+
+QWEN = image_traces.config_of({"type": "qwen2_5_vl", "layers": 2, "blocks": 8, "vocab": 0})
+PATCHES, TOKENS = 3996, 999  # of 1024x768
+FROZEN = {"freeze_vision_tower": True, "gradient_checkpointing": False}
+
+
+def job(**settings: Any) -> ResolvedRun:
+    run = RunConfig(model="m", **({"images": 1, "image_size": (1024, 768)} | settings))
+    return resolve(build(QWEN, name="m"), run, A100)
+
+
+def steps(**settings: Any) -> tuple[TrainingStep, TowerStep]:
+    step = training_step(job(**settings))
+    assert step.model.tower is not None
+    return step, TowerStep.of(step, step.model.tower)
+
+
+def named(moments: Mapping[str, Any], moment: str, fact: object) -> int:
+    return int(added(entry.num_bytes for entry in moments[moment] if entry.fact is fact))
+
+
+def test_pixels_are_in_the_batch_at_every_moment_and_narrow_in_the_tower() -> None:
+    moments = ledger(job(batch_size=2, images=2, seq_len=4096)).moments
+    numbers = 4 * PATCHES * 3 * 2 * 14**2
+    for moment in set(moments) - {"loading"}:
+        assert named(moments, moment, PIXELS) == 4 * numbers
+    assert named(moments, "images_forward", NARROW_PIXELS) == 2 * numbers
+    assert named(moments, "layer_forward", NARROW_PIXELS) == 0
+
+
+def test_a_frozen_tower_saves_nothing_and_goes_forward_alone() -> None:
+    moments = ledger(job(**FROZEN)).moments
+    assert named(moments, "loss_backward", TOWER_SAVED) == 0
+    assert "images_forward" in moments
+    assert "images_backward" not in moments
+    step, tower = steps(**FROZEN)
+    assert not step.learns_from_images
+    assert tower.working == tower.forward.working > 0
+
+
+def test_checkpointing_makes_a_frozen_tower_go_backward() -> None:
+    # `enable_input_require_grads` has a hook on the embedding of the patches, too
+    step, tower = steps(freeze_vision_tower=True, gradient_checkpointing=True)
+    assert step.learns_from_images
+    assert tower.goes_backward
+    inputs = 8 * PATCHES * 1280 * tower.forward.stream
+    assert inputs < tower.saved_by_blocks.num_bytes < 1.5 * inputs
+
+
+def test_a_tower_with_adapters_saves_more_than_a_checkpointed_one() -> None:
+    saved = {
+        on: steps(gradient_checkpointing=on)[1].saved_by_blocks.num_bytes for on in (True, False)
+    }
+    assert saved[False] > 10 * saved[True]
+
+
+def test_moments_of_images_come_before_and_after_those_of_the_layers() -> None:
+    step, tower = steps()
+    moments = with_images(step, training_moments(step))
+    assert next(iter(moments)) == "images_forward"
+    assert moments["images_forward"] == images_forward(step, tower)
+    assert moments["images_backward"] == images_backward(step, tower)
+    assert grid_of(tower.tower, step.run).tokens == TOKENS
+
+
+def test_gradients_of_a_trained_tower_are_there_after_its_backward() -> None:
+    step, tower = steps(method="full", precision="bf16-pure")
+    assert step.tower_gradients == 2 * tower.model.num_params
+    frozen, _ = steps(method="full", precision="bf16-pure", freeze_vision_tower=True)
+    assert frozen.tower_gradients == 0
+    trained = step.all_gradients - frozen.all_gradients
+    assert trained == step.tower_gradients
+
+
+def test_arrays_count_as_single_runs_do() -> None:
+    resolved = job(seq_len=2048)
+    batch_size = np.array([1, 2, 5])
+    together = ledger(resolved, batch_size=batch_size).peak_allocated_bytes
+    alone = [ledger(resolved, batch_size=int(size)).peak_allocated_bytes for size in batch_size]
+    assert together.tolist() == alone
+
+
+def test_a_generation_runs_the_tower_before_the_prompt_and_holds_pixels() -> None:
+    settings = {"phase": "inference", "prompt_len": 2048}
+    moments = ledger(job(**settings)).moments
+    pixels = 4 * PATCHES * 1176
+    assert {named(moments, name, PIXELS) for name in set(moments) - {"loading"}} == {pixels}
+    assert next(iter(moments)) == "images"
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("model_type", "seed"), [("qwen2_vl", 13), ("qwen2_5_vl", 4), ("gemma3", 2), ("mistral3", 0)]
+)
+def test_a_traced_run_with_images_needs_as_much(model_type: str, seed: int) -> None:
+    pytest.importorskip("peft")
+    line = image_traces.draw(seed, model_type)
+    assert image_traces.predicted(line) == pytest.approx(image_traces.traced(line), rel=0.005)

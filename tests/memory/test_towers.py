@@ -1,0 +1,33 @@
+"""The sizes of a tower without a graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import image_traces
+
+from whichlora.memory.towers import TowerForward, grid_of
+from whichlora.predict.predict import generation
+from whichlora.spec.run import RunConfig
+
+
+def forward(model_type: str, **settings: object) -> TowerForward:
+    run = RunConfig(
+        model="m", phase="inference", prompt_len=4096, images=2, image_size=(640, 480), **settings
+    )
+    line = {"type": model_type, "layers": 2, "blocks": 4, "vocab": 0, "run": run.to_dict()}
+    tower = generation(image_traces.job_of(line)).tower
+    assert tower is not None
+    return tower
+
+
+def test_grid_of_a_run_takes_width_before_height() -> None:
+    tower = forward("qwen2_5_vl")
+    grid = grid_of(tower.tower, tower.run)
+    assert grid.sides == (34, 46)  # 17 x 23 of 28 pixels
+    assert (tower.num_patches, tower.num_vectors) == (2 * 34 * 46, 2 * 17 * 23)
+
+
+def test_what_a_tower_works_with_grows_with_its_images() -> None:
+    tower = forward("qwen2_5_vl")
+    assert replace(tower, num_images=4).working == 2 * tower.working

@@ -1,0 +1,81 @@
+"""Runs with images: the model that reads them, and what is refused beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from devices import A100
+
+from whichlora.errors import ConfigError
+from whichlora.families import build
+from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.spec.run import RunConfig, image_sides
+
+TEXT = {
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+}
+QWEN = {
+    "model_type": "qwen2_5_vl",
+    "text_config": TEXT,
+    "vision_config": {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048},
+}
+RUN: dict[str, Any] = {"model": "m", "images": 1, "image_size": (1024, 768)}
+
+
+def job(config: dict[str, Any] = QWEN, **settings: Any) -> ResolvedRun:
+    return resolve(build(config, name="m"), RunConfig(**(RUN | settings)), A100)
+
+
+def test_images_bring_the_tower_into_use_and_a_note() -> None:
+    with_images, without = job(), job(images=0)
+    assert with_images.model.tower is not None
+    assert without.model.tower is None
+    assert with_images.model.idle_params == 0 < without.model.idle_params
+    (note,) = with_images.model.notes
+    assert note == "images: 1 of 1024x768 in each row, 999 tokens and 3,996 patches each"
+
+
+def test_all_linear_reaches_the_tower_and_a_frozen_one_has_no_adapter() -> None:
+    assert {"qkv", "proj", "q_proj"} <= set(job().targets)
+    frozen = job(freeze_vision_tower=True)
+    assert not {"qkv", "proj"} & set(frozen.targets)
+    assert frozen.model.tower is not None
+    assert not any(linear.rank_multiple for linear in frozen.model.tower.linears)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"images": 3}, "3 of 1024x768 are 2,997 tokens, more than seq_len 2,048, which includes"),
+        (
+            {"phase": "inference", "prompt_len": 512},
+            "1 of 1024x768 are 999 tokens, more than prompt_len 512",
+        ),
+        ({"trainer": "dpo"}, "are not predicted for trainer dpo"),
+        ({"attn": "eager"}, "for attn sdpa and flash_attention_2, not for eager"),
+        ({"phase": "inference", "prompt_len": 2048, "serving": "vllm"}, "for serving vllm"),
+    ],
+)
+def test_what_is_not_predicted_is_refused_in_one_line(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^images: .*{message}"):
+        job(**settings)
+
+
+def test_a_model_without_a_described_tower_takes_no_images() -> None:
+    with pytest.raises(ConfigError, match=r"images: the tower of m \(qwen2\) is not predicted"):
+        job({"model_type": "qwen2", **TEXT})
+
+
+@pytest.mark.parametrize("value", ["1024", "1024x", "0x10", (1, 2, 3), "10*10", ("a", "b")])
+def test_sides_are_two_numbers(value: object) -> None:
+    assert image_sides("1024X768") == image_sides([1024, 768]) == (1024, 768)
+    with pytest.raises(ConfigError, match=r"image_size: .* is no width and height, such as 1024"):
+        image_sides(value)

@@ -1,0 +1,53 @@
+"""What stands between a tower and the language model, on a tape."""
+
+from __future__ import annotations
+
+import image_traces
+import pytest
+
+from whichlora.memory.images import TowerStep
+from whichlora.predict.predict import training_step
+from whichlora.spec.run import RunConfig
+from whichlora.symbolic.autograd import NOTHING, most
+from whichlora.symbolic.projectors import PROJECTORS, projector_points, projector_working_points
+
+
+def tower_step(model_type: str, **settings: object) -> TowerStep:
+    run = RunConfig(model="m", images=1, image_size=(640, 480), precision="bf16-pure", **settings)
+    line = {"type": model_type, "layers": 2, "blocks": 4, "vocab": 0, "run": run.to_dict()}
+    step = training_step(image_traces.job_of(line))
+    assert step.model.tower is not None
+    return TowerStep.of(step, step.model.tower)
+
+
+def test_a_frozen_merger_keeps_what_its_norm_and_activation_read() -> None:
+    step = tower_step("qwen2_5_vl", freeze_vision_tower=True, gradient_checkpointing=True)
+    points = projector_points(
+        step.tower,
+        (),
+        step.dtypes,
+        step.method,
+        needs_grad=True,
+        accumulated=False,
+        stream=2,
+    )
+    merged = 4 * 1280
+    # of each token: the fp32 states of four patches, a deviation of each, what GELU read
+    assert points.saved.per_token == 4 * merged + 4 * 4 + 2 * merged
+
+
+def test_nothing_is_kept_where_nothing_is_trained() -> None:
+    step = tower_step("qwen2_5_vl", freeze_vision_tower=True, gradient_checkpointing=False)
+    assert step.projected.saved == NOTHING
+    assert step.projected.backward == (NOTHING,)
+
+
+@pytest.mark.parametrize("model_type", sorted(image_traces.CONFIGS))
+def test_every_projector_works_with_less_where_it_keeps_nothing(model_type: str) -> None:
+    step = tower_step(model_type, gradient_checkpointing=False)
+    points = projector_working_points(
+        step.tower, step.targets, step.dtypes, step.method, stream=step.forward.stream
+    )
+    sizes = {"tokens": 100, "span": 1, "r": 16}
+    assert 0 < most(points, **sizes) <= most(step.projected.forward, **sizes)
+    assert step.tower.projector in PROJECTORS

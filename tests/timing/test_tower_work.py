@@ -1,0 +1,55 @@
+"""The work of a vision tower, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import image_traces
+import pytest
+
+from whichlora.memory.images import TowerStep
+from whichlora.predict.predict import training_step
+from whichlora.spec.run import RunConfig
+from whichlora.timing.tower_work import tower_forward_work, tower_step_work
+
+
+def step(**settings: Any) -> TowerStep:
+    run = RunConfig(
+        model="m", method="lora", images=1, image_size=(1024, 768), seq_len=2048, **settings
+    )
+    line = {"type": "qwen2_5_vl", "layers": 2, "blocks": 8, "vocab": 0, "run": run.to_dict()}
+    whole = training_step(image_traces.job_of(line))
+    assert whole.model.tower is not None
+    return TowerStep.of(whole, whole.model.tower)
+
+
+def test_products_of_a_forward_are_those_of_its_matrices() -> None:
+    tower = step(freeze_vision_tower=True, gradient_checkpointing=False)
+    per_patch = 1280 * (3 * 1280 + 1280 + 3 * 3420)
+    merged = 4 * 1280
+    done = tower_forward_work(tower.forward)
+    blocks = 2 * 8 * 3996 * per_patch
+    around = 2 * (3996 * 1176 * 1280 + 999 * (merged * merged + merged * 2048))
+    assert done.product_flops == blocks + around
+
+
+def test_one_call_of_the_attention_for_each_window() -> None:
+    tower = step(freeze_vision_tower=True, gradient_checkpointing=False)
+    one_image = tower_forward_work(tower.forward).launches
+    # 63 windows of 64 patches in 7 of 8 blocks
+    assert one_image > 7 * 62 * 4
+
+
+def test_a_frozen_tower_without_a_graph_goes_forward_once() -> None:
+    frozen = step(freeze_vision_tower=True, gradient_checkpointing=False)
+    once = tower_forward_work(frozen.forward)
+    assert tower_step_work(frozen, text_tokens=2048).product_flops == once.product_flops
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_a_checkpointed_tower_goes_forward_twice_and_backward(micro_steps: int) -> None:
+    settings = {"freeze_vision_tower": True, "gradient_accumulation_steps": micro_steps}
+    hooked = step(gradient_checkpointing=True, **settings)
+    blocks = 2 * 8 * 3996 * 1280 * (3 * 1280 + 1280 + 3 * 3420)
+    done = tower_step_work(hooked, text_tokens=2048).product_flops
+    assert 3 * blocks * micro_steps < done < 3.4 * blocks * micro_steps

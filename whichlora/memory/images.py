@@ -1,0 +1,264 @@
+"""What images add to a training step: a vision tower before the layers, and behind them.
+
+The tower runs forward before the first layer and goes backward after it. Meanwhile what autograd
+saved of it is there at every moment of the language model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from whichlora.memory.embeddings import norm_kept
+from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
+from whichlora.memory.layer_bytes import listed_tensors
+from whichlora.memory.step import TrainingStep
+from whichlora.memory.towers import EMBEDDED_TEXT, TOWER_FORWARD, TowerForward
+from whichlora.spec.architecture import Tower
+from whichlora.spec.numeric import Count, largest
+from whichlora.symbolic.autograd import LAYER_INPUT, evaluate, most
+from whichlora.symbolic.layer import LayerPoints
+from whichlora.symbolic.projectors import projector_points
+
+Entries = tuple[Entry, ...]
+
+TOWER_SAVED = Fact(
+    part="activations",
+    what="saved by the vision tower",
+    shape="[patches, hidden_size of the tower]",
+    dtype="listed below",
+    why="the tower goes backward last",
+    source="symbolic.layer, symbolic.projectors; saved-tensor hooks",
+)
+TOWER_BACKWARD = Fact(
+    part="temporary",
+    what="backward of one block of the vision tower, or of its projector",
+    shape="[patches, …]",
+    dtype="compute_bytes",
+    why="saved tensors of a recomputed block, and gradients at the worst point of its backward",
+    source="symbolic.layer, symbolic.projectors on the symbolic autograd",
+)
+TEXT_GRADIENTS = Fact(
+    part="gradients",
+    what="gradients of the language model, and of blocks that went backward",
+    shape="[trained_params]",
+    dtype="of the parameter",
+    why="the tower goes backward last",
+    source="torch AccumulateGrad",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerStep(TrainingStep):
+    """The blocks of a vision tower in a step, each image a sequence of its patches.
+
+    Args:
+        forward: the same without a graph.
+        trains: its weights are trained.
+    """
+
+    forward: TowerForward
+    trains: bool
+
+    @classmethod
+    def of(cls, step: TrainingStep, tower: Tower) -> TowerStep:
+        # there is no padding among patches
+        dtypes = replace(step.dtypes, trains_base=step.trains_tower, padded=False)
+        forward = TowerForward(
+            tower=tower,
+            run=step.run,
+            dtypes=dtypes,
+            method=step.method,
+            targets=step.tower_targets,
+            num_images=step.batch_size * step.run.images,
+            r=step.r,
+        )
+        return cls(
+            **{name: getattr(step, name) for name in ("run", "method", "gpu", "trainer", "r")},
+            model=tower.stack,
+            dtypes=dtypes,
+            targets=step.tower_targets,
+            batch_size=forward.sequences,
+            seq_len=forward.span,
+            forward=forward,
+            trains=step.trains_tower,
+        )
+
+    @property
+    def tower(self) -> Tower:
+        return self.forward.tower
+
+    @cached_property
+    def needs_grad(self) -> bool:
+        """Whether the embedded patches do: trained, or made to by checkpointing's hook."""
+        return self.trains or self.is_hooked
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether `enable_input_require_grads` finds the embedding of the patches."""
+        return self.tower.hooked and bool(self.run.gradient_checkpointing)
+
+    @cached_property
+    def goes_backward(self) -> bool:
+        """Whether any block has a graph."""
+        blocks = (linear.name for layer, _ in self.model.layers() for linear in layer.linears)
+        return self.needs_grad or bool(set(blocks) & set(self.targets))
+
+    @property
+    def pixels(self) -> Entry:
+        """Of all batches that a variable of the Trainer holds.
+
+        Source: transformers 5.23 `Trainer.get_batch_samples`, which reads those of all micro-steps
+        before the first.
+        """
+        pixels = self.forward.pixels
+        if not self.trainer.gathers_batches:
+            return pixels
+        steps = self.run.gradient_accumulation_steps
+        return replace(pixels, num_bytes=pixels.num_bytes * steps)
+
+    @cached_property
+    def projected(self) -> LayerPoints:
+        return projector_points(
+            self.tower,
+            self.targets,
+            self.dtypes,
+            self.method,
+            needs_grad=self.goes_backward,
+            accumulated=self.accumulates,
+            stream=self.forward.stream,
+        )
+
+    @cached_property
+    def _around_blocks(self) -> Group:
+        """Tables that all blocks read, and what is saved before the first."""
+        width = self.model.hidden_size
+        tensors = [Tensor("cosines and sines", self.tower.table_bytes, dims="2, head_dim")]
+        if self.trains:
+            read = self.forward.num_pixels * self.dtypes.compute_bytes
+            tensors.append(Tensor("pixels, which the kernel of the patches reads", constant=read))
+        elif self.is_hooked and self.model.embeds_in_steps:  # a leaf, which the graph holds
+            tensors.append(Tensor("embedded patches", self.dtypes.compute_bytes * width))
+        for norm in self.model.embedding_norms if self.needs_grad else ():
+            tensors += listed_tensors(norm_kept(norm, self.dtypes), 1, tokens=0, span=0, r=0)
+        return Group(where="around the blocks", tensors=tuple(tensors), **self.sized)
+
+    @cached_property
+    def saved_by_blocks(self) -> Entry:
+        """None where the blocks have no graph."""
+        if not self.goes_backward:
+            return listed(TOWER_SAVED)
+        return listed(TOWER_SAVED, *self.passes.groups, self._around_blocks)
+
+    @cached_property
+    def saved_by_projector(self) -> Entry:
+        sizes, deep = self.forward.of_vectors, self.tower.deep
+        in_tokens: dict[str, Count] = {
+            "tokens": self.forward.num_vectors,
+            "span": self.forward.grid.tokens,
+        }
+        tensors = tuple(listed_tensors(self.projected.saved_tensors, 1, **sizes))
+        # what a projector in between reads is the next block's input
+        own = tuple(tensor for tensor in tensors if tensor.what != LAYER_INPUT)
+        return listed(
+            TOWER_SAVED,
+            Group(where="projector", tensors=tensors, **in_tokens),
+            Group(where="deep projectors", tensors=own, count=deep, **in_tokens),
+        )
+
+    @cached_property
+    def working(self) -> Count:
+        """Worst point of the forward of a block or of the projector, beyond what blocks keep."""
+        if not self.goes_backward and not self.targets:
+            return self.forward.working
+        state = self.forward.state_bytes
+        in_projector = state + most(self.projected.forward, **self.forward.of_vectors)
+        if not self.goes_backward:
+            return largest(self.forward.working, in_projector)
+        # the loop names a block's input alone, not the embedded patches
+        named_twice = 0 if self.run.gradient_checkpointing else state
+        # patches are embedded before any block has saved a thing
+        early = self.forward.embedding - self.saved_by_blocks.num_bytes
+        return largest(self.passes.forward - named_twice, in_projector, early)
+
+    @cached_property
+    def worst_backward(self) -> Count:
+        """Of the projector, the last block or the first, with what is saved until then."""
+        of_projector = self.projected
+        projecting = most(of_projector.backward, **self.forward.of_vectors)
+        saved_there = evaluate(of_projector.saved, **self.forward.of_vectors)
+        saved = self.saved_by_blocks.num_bytes
+        in_projector = saved + largest(projecting, saved_there)
+        if not self.goes_backward:
+            return in_projector
+        passes = self.passes
+        return largest(in_projector, saved + largest(*passes.backward))
+
+    @cached_property
+    def first_backward(self) -> Count:
+        """Of the first block, when all others have gone backward."""
+        if not self.goes_backward:
+            return 0 * self.tokens
+        return self._around_blocks.num_bytes + largest(*self.passes.last_backward)
+
+
+def with_images(step: TrainingStep, moments: dict[str, Entries]) -> dict[str, Entries]:
+    """`moments` of a language model and of the tower that reads its images, if one does."""
+    if step.model.tower is None:
+        return moments
+    tower = TowerStep.of(step, step.model.tower)
+    result = {"images_forward": images_forward(step, tower)}
+    for name, entries in moments.items():
+        result[name] = (*entries, *_held_in(name, step, tower))
+    if step.learns_from_images:
+        result["images_backward"] = images_backward(step, tower)
+    return result
+
+
+_AFTER_BACKWARD = ("embedding_backward", "optimizer_step")
+
+
+def _held_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
+    pixels = tower.pixels
+    if moment in _AFTER_BACKWARD:
+        return (pixels,)
+    named: Entries = ()
+    if moment == "layer_forward":
+        named = (tower.forward.named(step.model.hidden_size),)
+    if not step.learns_from_images:
+        return pixels, *named
+    return pixels, tower.saved_by_blocks, tower.saved_by_projector, *named
+
+
+def images_forward(step: TrainingStep, tower: TowerStep) -> Entries:
+    """In a block of the tower, or in its projector: the text is looked up, no layer has run."""
+    # `inputs_embeds = self.get_input_embeddings()(input_ids)` stands before `get_image_features`
+    rows = step.tokens * step.model.embeddings[0].width * step.dtypes.embedding_bytes
+    return (
+        *step.always,
+        tower.pixels,
+        tower.forward.narrow_pixels,
+        Entry(EMBEDDED_TEXT, rows),
+        tower.saved_by_blocks,
+        Entry(TOWER_FORWARD, tower.working),
+    )
+
+
+def images_backward(step: TrainingStep, tower: TowerStep) -> Entries:
+    """In the backward of the projector, of the last block or of the first, whichever is worst."""
+    # the embedding's node is older than the tower's, so that its gradient waits; where it is a
+    # leaf it is stored, beside the rows themselves
+    width = step.model.hidden_size * step.layers[0].stream_bytes
+    waits = (step.tokens * step.needs_grad + tower.forward.num_vectors * tower.tower.deep) * width
+    leaf = step.tokens * step.leaf_embedding_bytes
+    gradients, in_tower = step.gradients_in_layers, 0 * step.num_trained
+    if not step.accumulates:
+        in_tower = step.tower_gradients
+        gradients = step.all_gradients - step.embedding_gradients - in_tower
+    return (
+        *step.always,
+        tower.pixels,
+        Entry(TEXT_GRADIENTS, gradients),
+        Entry(EMBEDDED_TEXT, waits + leaf),
+        Entry(TOWER_BACKWARD, largest(tower.worst_backward, tower.first_backward + in_tower)),
+    )

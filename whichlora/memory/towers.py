@@ -1,0 +1,185 @@
+"""A vision tower that reads images and keeps no graph: frozen in training, and in inference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from whichlora.memory.activations import kept_mask_bytes
+from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.layer_bytes import forward_bytes
+from whichlora.methods.base import Method
+from whichlora.spec.architecture import ImageGrid, Tower
+from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.numeric import Count, largest
+from whichlora.spec.run import RunConfig
+from whichlora.symbolic.autograd import most
+from whichlora.symbolic.layer import stream_bytes
+from whichlora.symbolic.projectors import projector_working_points
+
+PIXEL_BYTES = 4  # processors return fp32, whatever the model computes in
+
+PIXELS = Fact(
+    part="activations",
+    what="pixels of the images",
+    shape="[batch_size, images, …]",
+    dtype="fp32",
+    why="part of the batch, which a variable of the caller holds until the next one is read",
+    source="transformers Trainer._run_epoch, GenerationMixin.generate",
+)
+NARROW_PIXELS = Fact(
+    part="activations",
+    what="pixels in the dtype of the tower",
+    shape="[batch_size, images, …]",
+    dtype="base_bytes",
+    why="a variable of get_image_features holds them while the tower runs",
+    source="transformers Qwen2_5_VLModel.get_image_features",
+)
+TOWER_NAMED = Fact(
+    part="activations",
+    what="what the caller of the tower holds: its last states, vectors of the images",
+    shape="[patches, hidden_size of the tower], [image tokens, hidden_size]",
+    dtype="stream_bytes",
+    why="variables of the model's forward hold them until the last layer is done",
+    source="transformers Qwen2_5_VLModel.forward, mm_encoder_outputs",
+)
+EMBEDDED_TEXT = Fact(
+    part="activations",
+    what="looked-up embeddings that wait for the vectors of the images",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="embedding_bytes",
+    why="they are looked up before the tower runs",
+    source="transformers Qwen2_5_VLModel.forward, inputs_embeds",
+)
+TOWER_FORWARD = Fact(
+    part="temporary",
+    what="forward of one block of the vision tower, or of its projector",
+    shape="[patches, …]",
+    dtype="compute_bytes",
+    why="what the block that runs makes beyond what is saved",
+    source="symbolic.layer, symbolic.projectors on the symbolic autograd",
+)
+
+
+def grid_of(tower: Tower, run: RunConfig) -> ImageGrid:
+    """How each image of `run` is cut. Kind: exact. Source: `Tower.grid`."""
+    width, height = run.image_size
+    return tower.grid(height, width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerForward:
+    """One forward over the images of a batch.
+
+    Args:
+        targets: names of the matrices with an adapter.
+        num_images: of the whole batch; may be an array, as `r` may.
+    """
+
+    tower: Tower
+    run: RunConfig
+    dtypes: Dtypes
+    method: Method
+    targets: tuple[str, ...]
+    num_images: Count
+    r: Count
+
+    @cached_property
+    def grid(self) -> ImageGrid:
+        return grid_of(self.tower, self.run)
+
+    @property
+    def num_patches(self) -> Count:
+        return self.num_images * (self.grid.crops * self.grid.patches)
+
+    @property
+    def sequences(self) -> Count:
+        """Rows of patches that pass the blocks."""
+        return 1 + 0 * self.num_images if self.tower.joined else self.num_images * self.grid.crops
+
+    @property
+    def span(self) -> Count:
+        """Patches of one row, each of which a kernel reads."""
+        return self.num_patches if self.tower.joined else self.grid.patches
+
+    @property
+    def num_vectors(self) -> Count:
+        """That the language model reads."""
+        return self.num_images * self.grid.tokens
+
+    @property
+    def num_pixels(self) -> Count:
+        return self.num_images * self.grid.num_pixels
+
+    @property
+    def stream(self) -> int:
+        """Bytes of one element between blocks."""
+        stack = self.tower.stack
+        last = stack.groups[-1].layer
+        return stream_bytes(last, self.dtypes, after_norm=stack.starts_in_layer_norm)
+
+    @property
+    def state_bytes(self) -> Count:
+        """What one block returns."""
+        return self.num_patches * self.tower.stack.hidden_size * self.stream
+
+    @property
+    def pixels(self) -> Entry:
+        return Entry(PIXELS, self.num_pixels * PIXEL_BYTES)
+
+    @property
+    def narrow_pixels(self) -> Entry:
+        """The same as the tower reads them, where its caller holds them."""
+        return Entry(NARROW_PIXELS, self._narrow_bytes * self.tower.holds_narrow)
+
+    @property
+    def _narrow_bytes(self) -> Count:
+        """Nothing where the tower is fp32, too."""
+        size = self.dtypes.base_bytes
+        return self.num_pixels * size * (size < PIXEL_BYTES)
+
+    @property
+    def of_vectors(self) -> dict[str, Count]:
+        """Sizes that the projector's forms are evaluated at."""
+        return {"tokens": self.num_vectors, "span": self.grid.tokens, "r": self.r}
+
+    @cached_property
+    def working(self) -> Count:
+        """Worst point of a block or of the projector, with the tables that all blocks read."""
+        in_block = forward_bytes(
+            self.tower.stack,
+            self.dtypes,
+            tokens=self.num_patches,
+            span=self.span,
+            targets=self.targets,
+            method=self.method,
+            r=self.r,
+        )
+        points = projector_working_points(
+            self.tower, self.targets, self.dtypes, self.method, stream=self.stream
+        )
+        in_projector = self.state_bytes + most(points, **self.of_vectors)
+        # the loop names a block's input alone, not the embedded patches
+        shared = self.num_patches * self.tower.table_bytes
+        shared = shared + kept_mask_bytes(
+            self.tower.stack, self.dtypes, tokens=self.num_patches, span=self.span
+        )
+        in_blocks = largest(in_block + shared - self.state_bytes, in_projector)
+        return largest(in_blocks, self.embedding)
+
+    @property
+    def embedding(self) -> Count:
+        """Worst point while the patches are embedded."""
+        narrow, wide = self.tower.embedded
+        made = self.num_patches * (self.dtypes.base_bytes * narrow + 4 * wide)
+        return made if self.tower.holds_narrow else made + self._narrow_bytes
+
+    def named(self, hidden_size: int) -> Entry:
+        """What the model's forward holds of the tower while the text is read."""
+        size, tower = self.stream, self.tower
+        widened = tower.normalises and self.dtypes.under_autocast
+        returned = 4 if widened and self.dtypes.device_kind != "cpu" else size
+        states = self.num_patches * tower.stack.hidden_size * returned * tower.num_returned
+        # those that are wider than the text are cast
+        per_element = returned + size * (tower.copies + (returned != size))
+        return Entry(TOWER_NAMED, states + self.num_vectors * hidden_size * per_element)

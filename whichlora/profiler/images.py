@@ -1,0 +1,91 @@
+"""Batches with images: the fields that a processor makes, with pixels of no picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from whichlora.errors import MeasurementError
+from whichlora.families import build
+from whichlora.spec.architecture import ImageGrid, Tower
+from whichlora.spec.run import RunConfig
+
+Batch = Mapping[str, torch.Tensor]
+
+
+def host_pixels(shape: tuple[int, ...]) -> torch.Tensor:
+    """Pixels of a batch before it is on the device."""
+    return torch.zeros(shape)
+
+
+def image_fields(config: Any, run: RunConfig, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the processor of a model adds to the tokens of a batch; `input_ids` among it.
+
+    Raises:
+        MeasurementError: the model reads no images.
+    """
+    tower = build(config.to_dict(), name="profiled").tower
+    if tower is None:
+        raise MeasurementError(f"images: {config.model_type} is not described; leave images out")
+    width, height = run.image_size
+    grid = tower.grid(height, width)
+    placed = _placed(config, run, grid, input_ids)
+    return {"input_ids": placed} | {
+        name: _FIELDS[name](config, run, tower, grid, placed) for name in tower.fields
+    }
+
+
+def _token(config: Any) -> int:
+    for name in ("image_token_id", "image_token_index"):
+        if getattr(config, name, None) is not None:
+            return int(getattr(config, name))
+    raise MeasurementError(f"images: the config of {config.model_type} names no image token")
+
+
+def _placed(config: Any, run: RunConfig, grid: ImageGrid, input_ids: torch.Tensor) -> torch.Tensor:
+    """`input_ids` with the places of every image, one text token before each."""
+    token = _token(config)
+    placed = torch.where(input_ids == token, 0, input_ids)
+    for number in range(run.images):
+        start = number * (grid.tokens + 1) + 1
+        placed[:, start : start + grid.tokens] = token
+    return placed
+
+
+def _pixels(
+    config: Any, run: RunConfig, tower: Tower, grid: ImageGrid, ids: torch.Tensor
+) -> torch.Tensor:
+    rows = ids.shape[0]
+    if tower.stacks_rows:
+        return host_pixels((rows, run.images * grid.pixels[0], *grid.pixels[1:]))
+    return host_pixels((rows * run.images * grid.pixels[0], *grid.pixels[1:]))
+
+
+def _grid_thw(
+    config: Any, run: RunConfig, tower: Tower, grid: ImageGrid, ids: torch.Tensor
+) -> torch.Tensor:
+    return torch.tensor([[1, *grid.sides]] * (ids.shape[0] * run.images), dtype=torch.long)
+
+
+def _sizes(
+    config: Any, run: RunConfig, tower: Tower, grid: ImageGrid, ids: torch.Tensor
+) -> torch.Tensor:
+    return torch.tensor([list(grid.sides)] * (ids.shape[0] * run.images), dtype=torch.long)
+
+
+def _is_image(
+    config: Any, run: RunConfig, tower: Tower, grid: ImageGrid, ids: torch.Tensor
+) -> torch.Tensor:
+    return (ids == _token(config)).long()
+
+
+_FIELDS: Mapping[str, Callable[[Any, RunConfig, Tower, ImageGrid, torch.Tensor], torch.Tensor]] = {
+    "pixel_values": _pixels,
+    "image_grid_thw": _grid_thw,
+    "image_sizes": _sizes,
+    "mm_token_type_ids": _is_image,
+    "token_type_ids": _is_image,
+}
+"""The outputs of processors by their names, which a family lists in `Tower.fields`."""

@@ -1,0 +1,149 @@
+"""What stands between the last block of a vision tower and the language model, on a tape.
+
+One function per class of transformers; a family names it in `Tower.projector`. The tape's token is
+one vector that the language model reads, however many patches it is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+from whichlora.methods.base import Method
+from whichlora.spec.architecture import Norm, NormKind, Tower
+from whichlora.spec.dtypes import Dtypes
+from whichlora.symbolic.autograd import NOTHING, LinearForm, Tape, Tensor, maximal, per_token
+from whichlora.symbolic.layer import LayerPoints
+from whichlora.symbolic.mlp import activate
+from whichlora.symbolic.operators import OpEmitter
+
+
+def _merge(code: OpEmitter, tower: Tower, x: Tensor, kind: NormKind) -> Tensor:
+    first, second = tower.stack.head_linears[:2]
+    width, rows = tower.stack.hidden_size, tower.merge
+    norm = Norm(name="ln_q", kind=kind, width=width, rows=rows, bias=kind == "layer")
+    inner = code.linear(first, code.norm(norm, x))
+    return code.linear(second, activate(code, "gelu", inner))
+
+
+def _qwen2(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """Source: transformers 5.23 `PatchMerger.forward` of modeling_qwen2_vl.py."""
+    return _merge(code, tower, x, "layer")
+
+
+def _qwen2_5(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """Source: transformers 5.23 `Qwen2_5_VisionTransformerPretrainedModel.forward`."""
+    merged = _merge(code, tower, x, "rms")
+    # `merged_hidden_states[reverse_indices, :]` undoes the order of the windows
+    return code.tape.op([merged], merged.elements, merged.size)
+
+
+def _qwen3(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """Source: transformers 5.23 `Qwen3VLVisionPatchMerger.forward`."""
+    return _merge(code, tower, x, "layer")
+
+
+def _gemma3(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """A mean of square groups of patches.
+
+    Source: transformers 5.23 `SiglipVisionModel.forward`, `Gemma3MultiModalProjector.forward`.
+    """
+    tape, width = code.tape, tower.stack.hidden_size
+    last = Norm(name="post_layernorm", kind="layer", width=width, rows=tower.merge, bias=True)
+    states = code.norm(last, x)
+    planes = code.copy(states)  # [image, hidden_size, rows, columns]
+    pooled = tape.op([planes], per_token(width), planes.size, saves=[planes], what="pooled patches")
+    tape.hold(planes)
+    normed = code.norm(Norm(name="mm_soft_emb_norm", kind="rms_offset", width=width), pooled)
+    tape.hold(pooled)
+    projected = code.linear(tower.stack.head_linears[0], normed)
+    tape.hold(normed)
+    result = code.cast(code.cast(projected, states.size), code.dtypes.compute_bytes)
+    tape.hold(states)
+    return result
+
+
+def _mistral3(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """Source: transformers 5.23 `Mistral3MultiModalProjector.forward`, `Mistral3PatchMerger`."""
+    tape, width = code.tape, tower.stack.hidden_size
+    merging, first, second = tower.stack.head_linears
+    normed = code.norm(Norm(name="norm", kind="rms", width=width, rows=tower.merge), x)
+    # `unfold` lays out the patches of each image, `torch.cat` those of all
+    unfolded = tape.op([normed], normed.elements, normed.size)
+    joined = code.copy(unfolded)
+    tape.hold(unfolded)
+    merged = code.linear(merging, joined)
+    tape.hold(normed)
+    inner = code.linear(first, merged)
+    tape.hold(merged)
+    return code.linear(second, activate(code, "gelu", inner))
+
+
+PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
+    "qwen2": _qwen2,
+    "qwen2_5": _qwen2_5,
+    "qwen3": _qwen3,
+    "gemma3": _gemma3,
+    "mistral3": _mistral3,
+}
+"""Tensors of the last block -> those that the language model reads."""
+
+
+def _tape_of(code: OpEmitter, tower: Tower, stream: int, *, needs_grad: bool) -> Tape:
+    tape = code.tape
+    width = tower.merge * tower.stack.hidden_size
+    x = tape.input(per_token(width), stream, needs_grad=needs_grad)
+    features = PROJECTORS[tower.projector](code, tower, x)
+    tape.hold(x, features)
+    tape.returns(features)
+    return tape
+
+
+@lru_cache(maxsize=512)
+def projector_points(
+    tower: Tower,
+    targets: tuple[str, ...],
+    dtypes: Dtypes,
+    method: Method,
+    *,
+    needs_grad: bool,
+    accumulated: bool,
+    stream: int,
+) -> LayerPoints:
+    """Bytes at its points that can be the largest; it is never checkpointed.
+
+    Args:
+        needs_grad: a gradient flows on into the blocks.
+        stream: bytes of one element of what the last block returns.
+
+    Kind: exact. Source: the functions above.
+    """
+    code = OpEmitter(Tape(), dtypes, targets, method, stream_bytes=stream)
+    tape = _tape_of(code, tower, stream, needs_grad=needs_grad)
+    backward: tuple[LinearForm, ...] = (NOTHING,)
+    if tape.has_graph:
+        backward = maximal(tape.backward(recomputed=False, accumulated=accumulated))
+    return LayerPoints(
+        tape.saved_tensors(),
+        tape.saved,
+        NOTHING,
+        tape.saved_tensors(hidden=True),
+        NOTHING,
+        NOTHING,
+        NOTHING,
+        maximal(tape.forward(saving=True)),
+        backward,
+    )
+
+
+@lru_cache(maxsize=512)
+def projector_working_points(
+    tower: Tower, targets: tuple[str, ...], dtypes: Dtypes, method: Method, *, stream: int
+) -> tuple[LinearForm, ...]:
+    """Points of a forward without gradients, what the last block returns left out.
+
+    Kind: exact. Source: as of `projector_points`.
+    """
+    code = OpEmitter(Tape(no_grad=True), dtypes, targets, method, stream_bytes=stream)
+    tape = _tape_of(code, tower, stream, needs_grad=False)
+    return maximal(tape.forward(saving=False))

@@ -1,0 +1,111 @@
+"""What the images of a batch do in a vision tower: the counts of `timing.work`."""
+
+from __future__ import annotations
+
+from whichlora.memory.images import TowerStep
+from whichlora.memory.towers import TowerForward
+from whichlora.spec.architecture import LayerGroup
+from whichlora.spec.numeric import Count, ceil_div, smallest
+from whichlora.timing.work import (
+    ATTENTION_OPS,
+    AUTOGRAD_LAUNCH,
+    BACKWARD_RATIO,
+    Work,
+    served_layers,
+    trained_layers,
+)
+
+
+def _segment(group: LayerGroup, span: Count) -> Count:
+    """Patches that one call of the attention sees: of a row of them, or of a window."""
+    of_window = max(attention.segment for attention in group.layer.attentions)
+    return smallest(span, of_window) if of_window else span
+
+
+def _packed_launches(group: LayerGroup, num_patches: Count, span: Count) -> Count:
+    """Kernels beyond those of one call, where Python calls the attention for each segment."""
+    if not any(attention.packed for attention in group.layer.attentions):
+        return 0 * num_patches
+    calls = ceil_div(num_patches, _segment(group, span))
+    return group.count * ATTENTION_OPS * (calls - 1)
+
+
+def _around_flops(tower: TowerForward) -> Count:
+    """Products of the kernel that embeds the patches, and of the projector, in one forward."""
+    stack = tower.tower.stack
+    in_projector = sum(linear.num_weights for linear in stack.head_linears)
+    embedded = tower.num_pixels * stack.hidden_size
+    return 2 * (embedded + tower.num_vectors * in_projector)
+
+
+def tower_forward_work(tower: TowerForward, *, num_multiprocessors: int | None = None) -> Work:
+    """One forward over the images of a batch, without a graph.
+
+    Kind: estimate. Source: `timing.work.served_layers`; the real edges of windows are left out.
+    """
+    span, num_patches = tower.span, tower.num_patches
+    works = []
+    for group in tower.tower.stack.groups:
+        segment = _segment(group, span)
+        served = served_layers(
+            group,
+            tower.tower.stack,
+            tower.run,
+            tower.dtypes,
+            tower.method,
+            tower.targets,
+            batch_size=num_patches / segment,
+            context=segment,
+            decoding=False,
+            r=tower.r,
+            num_multiprocessors=num_multiprocessors,
+        )
+        packed = Work(launches=_packed_launches(group, num_patches, span))
+        works += [served, packed]
+    return Work.total((*works, Work(product_flops=_around_flops(tower))))
+
+
+def tower_step_work(
+    step: TowerStep, *, text_tokens: Count, num_multiprocessors: int | None = None
+) -> Work:
+    """One optimizer step's images: forward, and backward where the tower has a graph.
+
+    Args:
+        text_tokens: of a micro-step, by which `training_work` multiplies every adapter.
+
+    Kind: estimate. Source: `timing.work.trained_layers`.
+    """
+    micro_steps = step.run.gradient_accumulation_steps
+    recompute = int(bool(step.run.gradient_checkpointing))
+    adapters: Count = 0 * step.r
+    if not step.method.trains_base:
+        for linear in step.tower.linears:
+            if linear.rank_multiple and linear.name in step.targets:
+                adapters = adapters + step.method.adapter_params(linear, step.r)
+    num_patches = step.tokens
+    # each adapter of the tower is multiplied with patches, not with the tokens of the text
+    products = (6 + 2 * recompute) * (num_patches - text_tokens) * adapters
+    moved = Work(product_flops=products)
+    if not step.goes_backward:
+        forward = tower_forward_work(step.forward, num_multiprocessors=num_multiprocessors)
+        return Work.total((forward, moved)).times(micro_steps)
+    works = []
+    for group in step.model.groups:
+        work = trained_layers(
+            group.layer,
+            group.count,
+            step.model,
+            step.run,
+            step.dtypes,
+            step.method,
+            step.targets,
+            tokens=num_patches,
+            seq_len=_segment(group, step.forward.span),
+            r=step.r,
+            num_multiprocessors=num_multiprocessors,
+        )
+        launches = _packed_launches(group, num_patches, step.forward.span)
+        passes = 1 + recompute + BACKWARD_RATIO * AUTOGRAD_LAUNCH
+        works += [work, Work(launches=launches * passes)]
+    around = _around_flops(step.forward) * (3 if step.trains else 2)
+    return Work.total((*works, Work(product_flops=around), moved)).times(micro_steps)
