@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 import image_traces
@@ -115,7 +116,16 @@ def test_a_generation_runs_the_tower_before_the_prompt_and_holds_pixels() -> Non
     assert next(iter(moments)) == "images"
 
 
+def test_traced_runs_with_images_are_predicted() -> None:
+    by_type = image_traces.errors(image_traces.records())
+    assert set(by_type) == set(image_traces.CONFIGS)
+    sizes = [size for of_type in by_type.values() for size in of_type]
+    assert median(sizes) < 0.005
+    assert max(sizes) < 0.06
+
+
 @pytest.mark.oracle
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model_type", "seed"), [("qwen2_vl", 13), ("qwen2_5_vl", 4), ("gemma3", 2), ("mistral3", 0)]
 )
