@@ -318,9 +318,10 @@ def test_a_check_fails_where_a_run_does_not_fit(batch_size: int, code: int, tmp_
 
 
 def test_a_check_fails_where_a_run_is_refused() -> None:
-    result = whichlora("estimate", MODEL, "--gpu", "l4,gaudi3", "--method", "qlora", "--check")
+    stored = ("--method", "qlora", "--quant", "fp4")
+    result = whichlora("estimate", MODEL, "--gpu", "l4,gaudi3", *stored, "--check")
     assert result.exit_code == 1
-    assert f"{MODEL} on gaudi3-128gb: quant: 'nf4-dq' needs bitsandbytes" in result.stderr
+    assert f"{MODEL} on gaudi3-128gb: quant: 'fp4'" in result.stderr
 
 
 # --- text
@@ -722,7 +723,7 @@ def test_an_engine_that_does_not_start_says_why_in_one_line() -> None:
     [
         (("--concurrency", "4", "--batch-size", "4"), "batch_size: is concurrency by another name"),
         (("--batch-size", "4"), "batch_size: is not of serving vllm; give concurrency alone"),
-        (("--phase", "finetune", "--concurrency", "4"), "concurrency: is of phase inference"),
+        (("--phase", "finetune", "--concurrency", "4"), "serving: vllm is of phase inference"),
         (("--serving", "transformers", "--context", "max"), "--context: max is of a serving"),
         (("--serving-option", "block_size=x"), "block_size: 'x' is not a whole number from 1 on"),
     ],

@@ -13,7 +13,8 @@ def mcp() -> None:
     docs/integrations.md shows how a client starts it.
 
     \b
-    Example:
+    Examples:
+      whichlora mcp
       claude mcp add whichlora -- whichlora mcp
     """
     from whichlora.mcp_server import serve

@@ -74,15 +74,22 @@ def outside_saved(
         stacks = len({group.stack for group in model.groups})
         rows = stacks * model.embeddings[0].width
         saved.append(per_token("looked-up embeddings", dtypes.embedding_bytes, rows, "hidden_size"))
-    # `k_proj` and `v_proj` of every cross attention read this one tensor, and save it where they or
-    # their adapters are trained
-    readers = (linear for layer, _ in model.layers() for linear in layer.linears)
-    if not in_encoder and any(
-        linear.reads == ENCODER_OUT and (dtypes.trains_base or linear.name in targets)
-        for linear in readers
-    ):
+    if not in_encoder and _reads_encoder(model, targets, dtypes):
         saved.append(per_token("encoder output", dtypes.stream_bytes, hidden, "hidden_size"))
     return saved
+
+
+def _reads_encoder(model: ModelSpec, targets: tuple[str, ...], dtypes: Dtypes) -> bool:
+    """Whether the encoder's output is saved.
+
+    `k_proj` and `v_proj` of every cross attention read this one tensor, and save it where they or
+    their adapters are trained.
+    """
+    return any(
+        linear.reads == ENCODER_OUT and (dtypes.trains_base or linear.name in targets)
+        for layer, _ in model.layers()
+        for linear in layer.linears
+    )
 
 
 def _embeds_in_steps(model: ModelSpec, dtypes: Dtypes) -> bool:

@@ -18,10 +18,14 @@ def find_targets(model: ModelSpec, target_modules: tuple[str, ...]) -> tuple[str
     """Leaf names of the norms of the stream: all of them, or those that are named.
 
     Raises:
-        ConfigError: a name that no norm of the model has.
+        ConfigError: a name that no norm of the model has, or no norm has weights (OLMo).
     """
-    norms = [norm for layer, _ in model.layers() for norm in layer.norms if norm.weight]
-    names = {norm.name for norm in (*norms, *model.final_norms)}
+    norms = [*(norm for layer, _ in model.layers() for norm in layer.norms), *model.final_norms]
+    names = {norm.name for norm in norms if norm.weight}
+    if not names:
+        raise ConfigError(
+            f"method: ln-tuning of {model.name}: its norms have no weights; use method lora"
+        )
     if set(target_modules) <= {ALL_LINEAR, ATTENTION}:
         return tuple(sorted(names))
     for target in target_modules:
