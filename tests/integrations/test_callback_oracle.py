@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 
 import oracle_trainer as oracle
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from train_runs import run_ranks
 
 from whichlora.calibration.load import model_of, refit
@@ -146,8 +146,8 @@ def half_frozen_adapters(model: Any) -> None:
             parameter.requires_grad = False
 
 
-def prompt_tuning(model: Any) -> Any:
-    return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+def prefix_tuning(model: Any) -> Any:
+    return get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
 
 
 def narrow_adapters(model: Any) -> None:
@@ -161,7 +161,7 @@ REFUSED: list[tuple[str, oracle.Case, Any, str]] = [
     ("two adapters", PLAIN, two_adapters, "2 adapters are loaded (default, second)"),
     ("frozen layer", FULL, frozen_layer, "weights are frozen and there is no adapter"),
     ("frozen adapters", PLAIN, half_frozen_adapters, "parameters are trained, its settings"),
-    ("prompt tuning", FULL, prompt_tuning, "adapters of peft.PromptTuningConfig are not modelled"),
+    ("prefix tuning", FULL, prefix_tuning, "adapters of peft.PrefixTuningConfig are not modelled"),
     (
         "rank pattern",
         replace(PLAIN, adapter={"rank_pattern": {"q_proj": 4}}),
