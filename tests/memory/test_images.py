@@ -8,6 +8,7 @@ from typing import Any
 
 import image_traces
 import numpy as np
+import pytest
 from devices import A100
 
 from whichlora.families import build
@@ -121,3 +122,14 @@ def test_traced_runs_with_images_are_predicted() -> None:
     sizes = [size for of_type in by_type.values() for size in of_type]
     assert median(sizes) < 0.005
     assert max(sizes) < 0.06
+
+
+@pytest.mark.oracle
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("model_type", "seed"), [("qwen2_vl", 13), ("qwen2_5_vl", 4), ("gemma3", 2), ("mistral3", 0)]
+)
+def test_a_traced_run_with_images_needs_as_much(model_type: str, seed: int) -> None:
+    pytest.importorskip("peft")
+    line = image_traces.draw(seed, model_type)
+    assert image_traces.predicted(line) == pytest.approx(image_traces.traced(line), rel=0.005)

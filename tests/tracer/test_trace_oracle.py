@@ -340,15 +340,15 @@ def test_grouped_keys_have_the_kernel_of_the_card_in_trace_and_ledger(
 
 
 def test_a_family_that_the_ledger_does_not_know_is_traced_and_says_so(tmp_path: Any) -> None:
-    unknown = TINY | {"model_type": "bitnet"}
+    unknown = TINY | {"model_type": "diffllama"}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(unknown))
     run = RunConfig(model=str(path), seq_len=128)
-    with pytest.raises(ConfigError, match="bitnet"):
+    with pytest.raises(ConfigError, match="diffllama"):
         estimates.estimate([run], [GPU.key], engine="ledger")
     (estimate,) = estimates.estimate([run], [GPU.key])
     assert "traced" in estimate.basis
-    assert any("bitnet" in note for note in estimate.notes)
+    assert any("diffllama" in note for note in estimate.notes)
     assert sum(estimate.memory.breakdown.values()) == estimate.memory.device_used_bytes
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -82,8 +82,8 @@ class Device:
 @contextmanager
 def like_cuda(device: Device) -> Iterator[None]:
     """Attention, autocast, dropout, optimizers and HF's masks as on CUDA, inside this context."""
-    _patch_autocast()
     with ExitStack() as stack:
+        stack.enter_context(_autocast_of_cuda())
         for target, name, value in (
             (F, "scaled_dot_product_attention", partial(attention, device)),
             (F, "dropout", _dropout),
@@ -225,14 +225,14 @@ def _take_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
     tensor.data = source.data
 
 
-@cache  # registrations last as long as the process
-def _patch_autocast() -> torch.library.Library:
-    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
-    for name in _FP32.split():
-        library.impl(name, partial(_in_fp32, _overload(name)))
-    for name in _FP32_RESULT.split():
-        library.impl(name, partial(_to_fp32, _overload(name)))
-    return library
+@contextmanager
+def _autocast_of_cuda() -> Iterator[None]:
+    with torch.library._scoped_library("aten", "IMPL", "AutocastCPU") as library:
+        for name in _FP32.split():
+            library.impl(name, partial(_in_fp32, _overload(name)))
+        for name in _FP32_RESULT.split():
+            library.impl(name, partial(_to_fp32, _overload(name)))
+        yield
 
 
 def _overload(name: str) -> Any:
