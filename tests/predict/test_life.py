@@ -37,7 +37,7 @@ def test_each_stage_that_is_less_sure_than_training_is_named() -> None:
     settings = {"method": "qlora", "seq_len": 512, "batch_size": 2}
     assert life(MODEL, GPU, **settings).faults() == []
     (fault,) = life(MODEL, "rtx-4080-16gb", **settings).faults()
-    assert fault.startswith("merging takes")
+    assert fault.startswith("merging needs")
     assert fault.endswith("lower it by dtype, merge_on")
 
 

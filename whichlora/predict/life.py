@@ -111,10 +111,10 @@ class Life(Rendered):
         for stage in self.stages:
             if _WORST.index(stage.verdict) <= _WORST.index(training.verdict):
                 continue
-            fits = "does not fit" if stage.verdict == "fails" else "may not fit"
+            than = "more than" if stage.verdict == "fails" else "close to"
             setting = next((held.setting for held in stage.lines if held.setting), "")
             lines.append(
-                f"{stage.name} takes {format_bytes(stage.device_used_bytes)} and {fits} in "
+                f"{stage.name} needs {format_bytes(stage.device_used_bytes)}, {than} "
                 f"{format_bytes(self.usable_bytes)}" + f"; lower it by {setting}" * bool(setting)
             )
         if self.exceeds_host and self.host_memory_bytes is not None:

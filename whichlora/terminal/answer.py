@@ -14,7 +14,7 @@ from whichlora.predict.words import describe, method_in_words
 from whichlora.search.feasibility import LIKELY, Candidate, closest, rejected_before, relaxations
 from whichlora.search.gpu_counts import gpu_seconds
 from whichlora.serving.form import form_in_words
-from whichlora.terminal.costs import cost_of, format_money, price_in_words
+from whichlora.terminal.costs import cost_of, format_money, money_of, price_in_words
 from whichlora.terminal.life import stages_sheet
 from whichlora.terminal.plane import plane
 from whichlora.terminal.rows import comparison_rows, comparison_summary
@@ -38,16 +38,21 @@ MAX_ROWS = 40  # of a stage; measured candidates are always shown
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from whichlora.search.feasibility import Check, Quantity
     from whichlora.search.gpu_choice import GpuChoice, OnGpu
     from whichlora.search.gpu_counts import GpuCounts
     from whichlora.spec.results import ServingPrediction
     from whichlora.workflow.answer import Answer
 
 
-def explanation(answer: Answer) -> list[str]:
-    """The answer and its reasons in lines of plain text."""
+def explanation(answer: Answer, *, brief: bool = False) -> list[str]:
+    """The answer and its reasons in lines of plain text.
+
+    Args:
+        brief: of the winner only its money and the least room under each kind of limit.
+    """
     best = answer.winner
-    lines = _nothing(answer) if best is None else _winner(answer, best)
+    lines = _nothing(answer) if best is None else _winner(answer, best, brief)
     lines += _may_fit(answer)
     dropped = _left_out_in_stage_1(answer)
     for candidate in dropped[:MAX_REASONS]:
@@ -210,7 +215,7 @@ def _left_out_in_stage_1(answer: Answer) -> list[Candidate]:
     return sorted(fell, key=lambda candidate: answer.plan.models.index(candidate.run.model))
 
 
-def _winner(answer: Answer, best: Candidate) -> list[str]:
+def _winner(answer: Answer, best: Candidate, brief: bool) -> list[str]:
     run = best.run
     size = format_count(best.prediction.num_params)
     how = "measured"
@@ -226,12 +231,27 @@ def _winner(answer: Answer, best: Candidate) -> list[str]:
         lines.append(f"  {certainty(answer.search, has_winner=True)}")
     if answer.repeatability is not None:
         lines.append(f"  {repeated(answer.repeatability)}")
-    lines.append(f"  {_preferred(answer, run.model)}")
+    if not brief or answer.plan.objective.prefer != "size":
+        lines.append(f"  {_preferred(answer, run.model)}")
     if answer.cost is not None and best.total_s is not None:
-        costs = cost_of(answer.cost, best.total_s.value, _whole(answer))
+        seconds, whole = best.total_s.value, _whole(answer)
+        if brief and answer.cost.grid is None:
+            costs = [f"{whole}: {money}" for money in money_of(answer.cost, seconds)]
+        else:
+            costs = cost_of(answer.cost, seconds, whole)
         lines.extend(f"  {line}" for line in costs)
-    lines.extend(f"  {reason(check)}" for check in best.checks)
+    lines.extend(f"  {reason(check)}" for check in _tightest(best.checks, brief))
     return lines
+
+
+def _tightest(checks: Sequence[Check], brief: bool) -> list[Check]:
+    """In brief, of limits on one quantity the one that leaves the least room."""
+    if not brief:
+        return [*checks]
+    tightest: dict[Quantity, Check] = {}
+    for check in sorted(checks, key=lambda check: (check.chance, check.bound)):
+        tightest.setdefault(check.quantity, check)
+    return [check for check in checks if check is tightest[check.quantity]]
 
 
 def _whole(answer: Answer) -> str:

@@ -29,10 +29,7 @@ def cost_of(cost: RunningCost, seconds: float, what: str) -> list[str]:
     Args:
         what: that takes the seconds, such as "1M tokens".
     """
-    lines = []
-    if cost.offer is not None:
-        money = format_money(cost.money(seconds), cost.offer.currency)
-        lines.append(f"{what}: {money} at {price_in_words(cost.offer, cost.num_gpus)}{_spot(cost)}")
+    lines = [f"{what}: {money}{_spot(cost)}" for money in money_of(cost, seconds)]
     kwh = cost.kwh(seconds)
     if kwh is not None:
         line = f"{what}: {_between(kwh)} kWh of the GPU boards"
@@ -44,6 +41,14 @@ def cost_of(cost: RunningCost, seconds: float, what: str) -> list[str]:
             )
         lines.append(line)
     return lines
+
+
+def money_of(cost: RunningCost, seconds: float) -> list[str]:
+    """The money that `seconds` of a run take, with the age of its price; none without a price."""
+    if cost.offer is None:
+        return []
+    money = format_money(cost.money(seconds), cost.offer.currency)
+    return [f"{money} at {price_in_words(cost.offer, cost.num_gpus)}"]
 
 
 def price_lines(predictions: Iterable[Prediction]) -> list[str]:

@@ -72,7 +72,7 @@ def reason_lines(answer: Answer) -> Iterator[str]:
 
 def _reasons(answer: Answer) -> tuple[list[list[str]], list[list[str]]]:
     """Blocks of lines that are always shown, and the others."""
-    blocks = _blocks(explanation(answer))
+    blocks = _blocks(explanation(answer, brief=True))
     on_gpus = ("GPU: ", "GPUs: ")
     shown = [block for i, block in enumerate(blocks) if i == 0 or block[0].startswith(on_gpus)]
     return shown, [block for block in blocks if block not in shown]
@@ -112,7 +112,7 @@ def _print_models(console: Console, answer: Answer) -> None:
     )
     looked_at = {candidate.run.model for candidate in (*answer.inference, *answer.finetune)}
     fallen = len(looked_at) - len(models)
-    more += [f"{fallen} meet not all of them"] * (fallen > 0)
+    more += [f"{fallen} more {'misses' if fallen == 1 else 'miss'} one"] * (fallen > 0)
     refused = {refusal.model for refusal in answer.refused}
     later = len(set(answer.plan.models) - looked_at - refused)
     more += [f"{later} that rank below were not looked at"] * (later > 0)
