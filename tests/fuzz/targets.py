@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import json
@@ -11,6 +12,7 @@ import re
 import shutil
 from contextlib import chdir
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -27,7 +29,7 @@ from whichlora.calibration.share.table import format_table
 from whichlora.cli import main
 from whichlora.config import load_plan
 from whichlora.dataset import BYTE_LEVEL, count_tokens, open_dataset, write_jsonl
-from whichlora.errors import WhichLoraError
+from whichlora.errors import ConfigError, WhichLoraError
 from whichlora.exports import FORMATS
 from whichlora.html.page import page
 from whichlora.html.source import read_source
@@ -45,6 +47,7 @@ from whichlora.workflow import estimates, export
 from whichlora.workflow.engine_log import record_log
 from whichlora.workflow.run import run_plan
 
+HAS_MCP = find_spec("mcp") is not None
 MODEL, GPU = "HuggingFaceTB/SmolLM2-135M", "l4-24gb"
 SMALL_MODELS = (
     MODEL,
@@ -158,7 +161,8 @@ def _word(rng: random.Random, parameter: click.Parameter) -> str:
 
 
 def run_command_line(words: list[str], folder: Path) -> None:
-    # a trace starts a process, a report predicts every shipped record, and a server waits for words
+    # a trace starts a process, a report predicts every shipped record, a server waits for words:
+    # `assistant` asks it
     if "trace" in words or words[:2] == ["calibrate", "report"] or words[0] == "mcp":
         return
     with chdir(emptied(folder)):
@@ -168,6 +172,42 @@ def run_command_line(words: list[str], folder: Path) -> None:
     assert result.exit_code in (0, 1, 2), f"exit code {result.exit_code}"
     assert "Traceback" not in result.output
     assert result.exit_code != 2 or result.stderr.strip(), "refused without a word"
+
+
+# --- the tools of assistants
+
+ASKED = {
+    "estimate": {"model": MODEL, "gpu": GPU, "method": "qlora", "batch_size": 2, "seq_len": 128},
+    "explain": {"model": MODEL, "gpu": GPU, "quant": "nf4", "gradient_checkpointing": True},
+    "where": {"model": MODEL, "gpus_to_compare": ["l4", "t4"], "optimizer": "adamw_8bit"},
+    "recommend": {"gpu": GPU, "models": [MODEL], "samples": 100, "budget": "5usd", "within": "2h"},
+    "models": {"pattern": "smol"},
+    "gpus": {},
+}
+
+
+def make_question(rng: random.Random) -> dict[str, Any]:
+    tool, arguments = rng.choice(list(ASKED.items()))
+    changed = dict(arguments)
+    for name in rng.sample(list(changed), min(len(changed), rng.randrange(3))):
+        changed[name] = rng.choice((odd_value(rng), rng.choice(WORDS)))
+    if rng.random() < 0.2:
+        changed[rng.choice(WORDS)] = odd_value(rng)
+    return {"tool": tool, "arguments": changed}
+
+
+def run_question(case: dict[str, Any], folder: Path) -> None:
+    from mcp.server.mcpserver.exceptions import ToolError, UnexpectedToolError
+
+    from whichlora.mcp_server import server
+
+    try:
+        with chdir(emptied(folder)):
+            asyncio.run(server().call_tool(case["tool"], case["arguments"]))
+    except UnexpectedToolError:
+        raise
+    except ToolError as error:
+        raise ConfigError(str(error)) from None
 
 
 # --- a model's config.json
@@ -605,5 +645,6 @@ TARGETS = {
         Target(name="recipe", make=make_recipe, run=run_recipe),
         Target(name="data", make=make_data, run=run_data),
         Target(name="import", make=make_import, run=run_import),
+        *([Target(name="assistant", make=make_question, run=run_question)] if HAS_MCP else []),
     )
 }
