@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from whichlora.serving.gguf import BLOCKS, in_order, row_bytes, tensors, unknown_matrices
+from whichlora.serving.gguf import BLOCKS, row_bytes, tensors, unknown_matrices
+from whichlora.spec.architecture import layers_in_order
 from whichlora.store.hub import load_model
 from whichlora.units import GiB
 
@@ -88,7 +89,7 @@ def test_norms_biases_and_routers_stay_in_fp32() -> None:
 
 
 def test_layers_stand_as_they_do_in_the_model() -> None:
-    layers = in_order(load_model("google/gemma-3-12b-pt"))
+    layers = layers_in_order(load_model("google/gemma-3-12b-pt"))
     whole = [n for n, layer in enumerate(layers) if layer.attentions[0].sliding_window is None]
     assert whole == list(range(5, 48, 6))
 

@@ -16,8 +16,8 @@ from whichlora.serving.base import Served, Stepping
 from whichlora.serving.form import form_in_words
 from whichlora.serving.llama_cpp import (
     MARGIN_BYTES,
-    cache,
     cache_bytes,
+    cells_kept,
     file_type,
     free_bytes,
     micro_batch,
@@ -53,21 +53,22 @@ def test_the_cache_has_every_cell_of_every_slot() -> None:
     asked = served(replace(RUN, batch_size=4))
     assert slots(asked) == 4
     per_token = 32 * 2 * 1024 * 2  # layers, keys and values, their width, fp16
-    assert sum(cache_bytes(asked, cache(asked, 8192, 4))) == 4 * 8192 * per_token
+    assert sum(cache_bytes(asked, cells_kept(asked, 8192, 4))) == 4 * 8192 * per_token
     in_blocks = served(RUN, cache_type_k="q8_0", cache_type_v="q8_0")
-    assert sum(cache_bytes(in_blocks, cache(in_blocks, 8192, 1))) == 8192 * per_token * 34 // 64
+    cells = cells_kept(in_blocks, 8192, 1)
+    assert sum(cache_bytes(in_blocks, cells)) == 8192 * per_token * 34 // 64
 
 
 def test_a_slot_is_padded_to_256_tokens() -> None:
-    assert cache(served(), 8193, 1).cells == ((None, 8448),)
+    assert cells_kept(served(), 8193, 1).cells == ((None, 8448),)
 
 
 def test_sliding_layers_keep_their_window_and_a_micro_batch() -> None:
     run = replace(RUN, model=GEMMA, batch_size=2)
-    assert dict(cache(served(run), 8192, 2).cells) == {None: 8192, 1024: 1536}
+    assert dict(cells_kept(served(run), 8192, 2).cells) == {None: 8192, 1024: 1536}
     shared = served(run, kv_unified=True)
-    assert dict(cache(shared, 8192, 2).cells) == {None: 16384, 1024: 2560}
-    assert set(dict(cache(served(run, swa_full=True), 8192, 2).cells).values()) == {8192}
+    assert dict(cells_kept(shared, 8192, 2).cells) == {None: 16384, 1024: 2560}
+    assert set(dict(cells_kept(served(run, swa_full=True), 8192, 2).cells).values()) == {8192}
 
 
 def test_a_micro_batch_is_no_larger_than_the_batch_or_the_cache() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from whichlora.memory.allocator_simulator import SMALL_BYTES, Requests, rounded
 from whichlora.memory.weights import quantised_matrices, quantised_parts, weight_bytes
-from whichlora.spec.architecture import Layer, Linear, ModelSpec
+from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.symbolic.autograd import LinearForm, TapeEvent, evaluate
@@ -420,15 +420,6 @@ def _part(model: ModelSpec, stack: str, number: int) -> ModelSpec:
         final_norms=model.final_norms[number::2],
         final_dropouts=model.final_dropouts[number::2],
     )
-
-
-def layers_in_order(model: ModelSpec) -> tuple[Layer, ...]:
-    """The layers of one stack in the order of its forward. Kind: exact. Source: `LayerGroup`."""
-    groups = model.groups
-    if not all(group.positions for group in groups):
-        return tuple(group.layer for group in groups for _ in range(group.count))
-    placed = {place: group.layer for group in groups for place in group.positions}
-    return tuple(placed[place] for place in sorted(placed))
 
 
 def repeated(layers: Iterable[Layer]) -> list[tuple[Layer, int]]:

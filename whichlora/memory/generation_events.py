@@ -16,13 +16,12 @@ from whichlora.memory.event_list import (
     Chunk,
     EventList,
     Instance,
-    layers_in_order,
     play_loading,
 )
 from whichlora.memory.inference import Generation
 from whichlora.memory.kv_cache import kept_tokens
 from whichlora.memory.layer_bytes import layer_cases
-from whichlora.spec.architecture import Layer
+from whichlora.spec.architecture import Layer, layers_in_order
 from whichlora.spec.numeric import ceil_div, smallest
 from whichlora.symbolic.autograd import evaluate
 from whichlora.symbolic.language_head import logits_events, stack_end_events

@@ -20,7 +20,6 @@ from whichlora.memory.event_list import (
     BlockPlayer,
     EventList,
     Instance,
-    layers_in_order,
     parts_of,
     play_loading,
     repeated,
@@ -28,7 +27,7 @@ from whichlora.memory.event_list import (
 from whichlora.memory.gradients import Trained, trained_norms
 from whichlora.memory.layer_bytes import layer_cases
 from whichlora.memory.step import TrainingStep
-from whichlora.spec.architecture import Embedding, Layer, Linear, ModelSpec
+from whichlora.spec.architecture import Embedding, Layer, Linear, ModelSpec, layers_in_order
 from whichlora.spec.targets import adapted
 from whichlora.symbolic.language_head import head_events, stack_end_events
 from whichlora.symbolic.layer import layer_events, stream_bytes

@@ -8,7 +8,6 @@ from typing import Any
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.predict import CountedRun, count_run, count_served, predict_counted
 from whichlora.predict.resolve import ResolvedRun, resolve
-from whichlora.predict.serving import service_of
 from whichlora.serving.step_time import Service
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
@@ -57,11 +56,11 @@ class Predictor:
 
 def under_load(job: ResolvedRun, service: Service) -> Service:
     """`service`, which another load has started, for `job`."""
-    if not job.engine.start_by_load:
-        return service
-    started = service_of(job)
-    assert started is not None  # as it was for the other
-    return replace(started, timers=service.timers)
+    assert job.engine.start is not None  # as it was for the other
+    load = job.engine.load_of_start(job.served)
+    if load not in service.starts:
+        service.starts[load] = job.engine.start(job.served)
+    return replace(service, start=service.starts[load])
 
 
 _NO_LOAD: dict[str, Any] = {

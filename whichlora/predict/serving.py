@@ -20,7 +20,8 @@ def service_of(job: ResolvedRun) -> Service | None:
     """The engine of `job`, started; None where it takes memory as it goes."""
     if not job.has_pool or job.engine.start is None:
         return None
-    return Service(start=job.engine.start(job.served))
+    started = job.engine.start(job.served)
+    return Service(start=started, starts={job.engine.load_of_start(job.served): started})
 
 
 def start_ledger(job: ResolvedRun, start: Start) -> Ledger:

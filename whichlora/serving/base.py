@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -254,7 +254,8 @@ class Engine:
         least_capability: the oldest compute capability that it has kernels for.
         start: what it takes when it starts; None where memory is taken as sequences come, so that
             the run is one call of `generate`.
-        start_by_load: whether that depends on how many sequences are asked for, and their length.
+        load_of_start: what that depends on of the sequences asked for: two loads with an equal
+            one start alike.
         reads_checkpoints: it loads the files of the hub as they are stored.
         reads_fp8: whether it serves weights in 8-bit floats.
         stepping: how it steps; None where its times are not predicted, or not as it is asked.
@@ -277,7 +278,7 @@ class Engine:
     stored_by: str = ""
     least_capability: float = 0.0
     start: Callable[[Served], Start] | None = None
-    start_by_load: bool = False
+    load_of_start: Callable[[Served], Hashable] = _nothing
     reads_checkpoints: bool = True
     reads_fp8: bool = False
     stepping: Callable[[Served], Stepping | None] | None = None

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from whichlora.serving.gguf import in_order
-from whichlora.spec.architecture import Attention, Layer, ModelSpec, Moe
+from whichlora.spec.architecture import Attention, Layer, ModelSpec, Moe, layers_in_order
 from whichlora.spec.numeric import ceil_div
 
 ALIGNMENT = 128  # of a GPU's buffers; ggml-cuda.cu:897
@@ -186,7 +185,6 @@ def compute_bytes(model: ModelSpec, batch: Batch, *, reads_tokens: bool = False)
 
 @lru_cache(maxsize=4096)
 def _compute_bytes(model: ModelSpec, batch: Batch, reads_tokens: bool) -> int:
-    layers = in_order(model)
     build = _Builder(model, batch)
     hidden = FP32 * model.hidden_size * batch.tokens
     if reads_tokens:
@@ -197,7 +195,7 @@ def _compute_bytes(model: ModelSpec, batch: Batch, reads_tokens: bool) -> int:
         stream = build.given("embeddings", hidden)
     if model.embeds_in_steps:
         stream = build.graph.add(hidden, stream, over=(stream,))
-    shown = _shown(layers)
+    shown = _shown(model)
     build.on_host = bool(batch.copied)
     for layer in shown[:-1]:
         stream = _layer(build, layer, stream, rows=0)
@@ -208,8 +206,10 @@ def _compute_bytes(model: ModelSpec, batch: Batch, reads_tokens: bool) -> int:
     return build.graph.buffer_bytes(batch.alignment)
 
 
-def _shown(layers: list[Layer]) -> list[Layer]:
+@lru_cache(maxsize=256)
+def _shown(model: ModelSpec) -> tuple[Layer, ...]:
     """Both ends, the first with every kind of layer and one more after it."""
+    layers = layers_in_order(model)
     kinds = len(set(layers))
     first = next(n for n in range(len(layers) + 1) if len(set(layers[:n])) == kinds)
     first = max(first + 2, _FIRST)

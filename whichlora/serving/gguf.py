@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from whichlora.spec.architecture import Layer, Linear, ModelSpec
+from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order
 from whichlora.spec.numeric import ceil_div
 
 # Elements of a block, and its bytes: 4-bit codes with a 16-bit scale, and so on.
@@ -222,7 +222,7 @@ def tensors(model: ModelSpec, file_type: str) -> list[Tensor]:
         found.append(_stored("output", head.in_features, head.out_features, of_head))
     outside = sum(norm.num_params for norm in (*model.embedding_norms, *model.final_norms))
     found.append(Tensor(name="output_norm", row=outside, num_rows=1))
-    for index, layer in enumerate(in_order(model)):
+    for index, layer in enumerate(layers_in_order(model)):
         found += _layer_tensors(layer, index, file_type, mixed)
     return found
 
@@ -231,17 +231,8 @@ def _stored(name: str, row: int, num_rows: int, chosen: str) -> Tensor:
     return Tensor(name=name, row=row, num_rows=num_rows, type=_whole_blocks(chosen, row))
 
 
-def in_order(model: ModelSpec) -> list[Layer]:
-    """Every layer, as they stand in the model."""
-    layers: dict[int, Layer] = {}
-    for group in model.groups:
-        positions = group.positions or range(len(layers), len(layers) + group.count)
-        layers.update(dict.fromkeys(positions, group.layer))
-    return [layers[position] for position in sorted(layers)]
-
-
 def _mixed(model: ModelSpec) -> _Mixed:
-    layers = in_order(model)
+    layers = layers_in_order(model)
     attention = layers[0].attentions[0]
     grouped = attention.num_attention_heads // attention.num_key_value_heads
     return _Mixed(

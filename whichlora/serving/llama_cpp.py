@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
@@ -21,7 +21,6 @@ from whichlora.serving.gguf import (
     NAMES,
     UNQUANTISED,
     Tensor,
-    in_order,
     row_bytes,
     tensors,
     unknown_matrices,
@@ -31,7 +30,7 @@ from whichlora.serving.llama_cpp_entries import COMPUTE, KV_CACHE, LAYERS, OUTPU
 from whichlora.serving.llama_cpp_log import LOG
 from whichlora.serving.rank import check_model
 from whichlora.serving.step_time import compute_dtype
-from whichlora.spec.architecture import Linear, ModelSpec
+from whichlora.spec.architecture import Linear, ModelSpec, layers_in_order
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
@@ -118,7 +117,7 @@ class Cache:
     streams: int
 
 
-def cache(served: Served, context: int, num_slots: int) -> Cache:
+def cells_kept(served: Served, context: int, num_slots: int) -> Cache:
     """How many tokens each layer keeps.
 
     Kind: exact. Source: llama.cpp 0c1e570 src/llama-context.cpp:293-311;
@@ -129,12 +128,10 @@ def cache(served: Served, context: int, num_slots: int) -> Cache:
     cells: dict[int | None, int] = {None: whole}
     total = whole if unified else whole * num_slots
     tokens = micro_batch(served, total)
-    for layer, _ in served.model.layers():
-        window = _window(served.model, layer.attentions[0].sliding_window)
-        if window is not None:
-            kept = window * (num_slots if unified else 1) + tokens
-            full = bool(served.options["swa_full"])
-            cells[window] = whole if full else _padded(min(whole, kept))
+    for window in filter(None, _windows(served.model)):
+        kept = window * (num_slots if unified else 1) + tokens
+        full = bool(served.options["swa_full"])
+        cells[window] = whole if full else _padded(min(whole, kept))
     return Cache(cells=tuple(cells.items()), streams=1 if unified else num_slots)
 
 
@@ -145,6 +142,13 @@ def _padded(cells: int) -> int:
 
 def _window(model: ModelSpec, window: int | None) -> int | None:
     return window if ARCHITECTURES[model.model_type].windows else None
+
+
+@lru_cache(maxsize=256)
+def _windows(model: ModelSpec) -> frozenset[int | None]:
+    """Of its layers; None is whole attention."""
+    sliding = {layer.attentions[0].sliding_window for layer, _ in model.layers()}
+    return frozenset(_window(model, window) for window in sliding)
 
 
 def cache_bytes(served: Served, kept: Cache) -> list[int]:
@@ -167,7 +171,7 @@ def _cache_types(served: Served) -> tuple[str, str]:
 @lru_cache(maxsize=256)
 def _cell_bytes(model: ModelSpec, keys: str, values: str) -> tuple[tuple[int | None, int], ...]:
     """Of every layer its window, and the bytes of one token."""
-    attentions = [layer.attentions[0] for layer in in_order(model)]
+    attentions = [layer.attentions[0] for layer in layers_in_order(model)]
     return tuple(
         (
             _window(model, attention.sliding_window),
@@ -254,7 +258,7 @@ def _weights(model: ModelSpec, stored: str, placed: Placement, on_cpu: bool) -> 
 
 def _first_on_gpu(model: ModelSpec, placed: Placement) -> int:
     """The first layer on the GPU."""
-    return len(in_order(model)) + 1 - placed.layers
+    return len(layers_in_order(model)) + 1 - placed.layers
 
 
 def taken(served: Served, placed: Placement, context: int, num_slots: int) -> Taken:
@@ -262,7 +266,7 @@ def taken(served: Served, placed: Placement, context: int, num_slots: int) -> Ta
 
     Kind: exact. Source: llama.cpp 0c1e570 src/llama-model.cpp load_tensors; `LAYERS` and others.
     """
-    model, kept = served.model, cache(served, context, num_slots)
+    model, kept = served.model, cells_kept(served, context, num_slots)
     on_cpu = served.gpu.kind == "cpu"
     held = _weights(model, file_type(served), placed, on_cpu)
     by_layer, first = cache_bytes(served, kept), _first_on_gpu(model, placed)
@@ -293,7 +297,7 @@ def host_buffer_bytes(model: ModelSpec, batch: Batch) -> int:
     `build_inp_embd`, src/llama-graph.cpp:2376.
     """
     hidden = 2 * FP32 * model.hidden_size  # looked up, and room for embeddings that are handed in
-    width = in_order(model)[0].attentions[0].v_width
+    width = layers_in_order(model)[0].attentions[0].v_width
     rows = 4 + 4 + len(batch.cells) * 8 * (1 + (1 if batch.flash else width))
     masks = sum(cells for _, cells in batch.cells) * (2 if batch.flash else FP32)
     return batch.tokens * (hidden + rows + masks)
@@ -302,10 +306,7 @@ def host_buffer_bytes(model: ModelSpec, batch: Batch) -> int:
 def _batch(served: Served, placed: Placement, kept: Cache) -> Batch:
     """What a graph is reserved for; a row of logits for each slot."""
     keys, values = (str(served.options[name]) for name in ("cache_type_k", "cache_type_v"))
-    windows = {
-        _window(served.model, layer.attentions[0].sliding_window)
-        for layer, _ in served.model.layers()
-    }
+    windows = _windows(served.model)
     tokens = micro_batch(served, sum(cells for _, cells in kept.cells[:1]) * kept.streams)
     batch = Batch(
         tokens=ceil_div(tokens, slots(served)) * slots(served),
@@ -333,14 +334,14 @@ def _with_copies(served: Served, placed: Placement, batch: Batch, kept: Cache) -
     batch = replace(batch, copied=copied)
     if _first_on_gpu(served.model, placed) <= 0:
         return batch
-    attention = in_order(served.model)[0].attentions[0]
+    attention = layers_in_order(served.model)[0].attentions[0]
     keys, values = _token_bytes(served, attention.k_width, attention.v_width)
     cells = kept.streams * max(cells for _, cells in batch.cells)
     return replace(batch, copied_keys=cells * keys, copied_values=cells * values)
 
 
 def all_of(model: ModelSpec) -> Placement:
-    num_layers = len(in_order(model))
+    num_layers = len(layers_in_order(model))
     return Placement(layers=num_layers + 1, expert_layers=num_layers)
 
 
@@ -398,6 +399,11 @@ def free_bytes(served: Served) -> int:
 # --- what it takes ----------------------------------------------------------------------------
 
 
+def _load_of_start(served: Served) -> tuple[int, int]:
+    """Slots, and the length of each as `cache` pads it."""
+    return slots(served), _padded(served.context)
+
+
 def start(served: Served) -> Start:
     """What llama-server takes of one device when it starts.
 
@@ -432,15 +438,19 @@ def _pool(served: Served, placed: Placement, needed: Taken, room: int) -> Pool:
 
     A longer context has larger masks, too, which are counted with it.
     """
-    attention = in_order(served.model)[0].attentions[0]
+    attention = layers_in_order(served.model)[0].attentions[0]
     cell_bytes = CELLS * sum(_token_bytes(served, attention.k_width, attention.v_width))
     computing = taken(served, placed, served.context, 1).compute
 
-    def blocks_of(context: int) -> int:
+    @cache
+    def of_padded(context: int) -> int:
         each = taken(served, placed, context, 1)
         masks = each.compute - computing
         blocks: int = ceil_div(each.cache + masks, cell_bytes)
         return max(1, blocks)
+
+    def blocks_of(context: int) -> int:
+        return of_padded(_padded(context))
 
     held = needed.layers + needed.output + needed.compute
     return Pool(num_bytes=room - held, block_bytes=cell_bytes, blocks_of=blocks_of)
@@ -450,8 +460,8 @@ def _fault(served: Served, needed: Taken, pool: Pool) -> str:
     free = format_bytes(free_bytes(served))
     wants = (
         f"weights take {format_bytes(needed.layers + needed.output)}, the cache of "
-        f"{slots(served)} x {served.context} tokens {format_bytes(needed.cache)} and computing "
-        f"{format_bytes(needed.compute)}, and {free} are free"
+        f"{slots(served)} x {_padded(served.context)} tokens {format_bytes(needed.cache)} and "
+        f"computing {format_bytes(needed.compute)}, and {free} are free"
     )
     if served.gpu.kind == "cpu":
         return f"{wants}; give a smaller file_type or context"
@@ -775,7 +785,7 @@ ENGINE = Engine(
     ),
     least_capability=5.0,  # docs/build.md
     start=start,
-    start_by_load=True,
+    load_of_start=_load_of_start,
     stepping=stepping,
     why_untimed=why_untimed,
     check=check,

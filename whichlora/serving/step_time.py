@@ -8,7 +8,7 @@ slower of its arithmetic and its memory, plus what the host does between two ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -235,10 +235,12 @@ class Service:
     """An engine that serves a model, whatever is asked of it.
 
     Args:
+        starts: for other loads, by what of a load they depend on.
         timers: of its steps, by how it steps.
     """
 
     start: Start
+    starts: dict[Hashable, Start] = field(default_factory=dict)
     timers: dict[Stepping, StepTimer] = field(default_factory=dict)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from whichlora.errors import ConfigError
@@ -748,6 +749,10 @@ class ModelSpec:
     notes: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    def __hash__(self) -> int:
+        """Of what tells most models apart: caches ask for it far too often to visit every layer."""
+        return hash((self.name, self.task, self.hidden_size, self.num_hidden_layers))
+
     @property
     def num_hidden_layers(self) -> int:
         return sum(group.count for group in self.groups)
@@ -822,3 +827,13 @@ class ModelSpec:
     def layers(self) -> Iterator[tuple[Layer, int]]:
         """Each distinct layer with the number of times the forward runs it."""
         return ((group.layer, group.count) for group in self.groups)
+
+
+@lru_cache(maxsize=256)
+def layers_in_order(model: ModelSpec) -> tuple[Layer, ...]:
+    """The layers of one stack in the order of its forward. Kind: exact. Source: `LayerGroup`."""
+    groups = model.groups
+    if not all(group.positions for group in groups):
+        return tuple(group.layer for group in groups for _ in range(group.count))
+    placed = {place: group.layer for group in groups for place in group.positions}
+    return tuple(placed[place] for place in sorted(placed))
