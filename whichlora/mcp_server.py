@@ -146,8 +146,7 @@ def where(
 ) -> str:
     """The GPUs that one run fits on, the smallest first, with time and price; and the cheapest."""
     placed = api.where(model, gpus_to_compare or "all", from_file=_files(from_file), **settings)
-    fitting = [each for each in placed if each.prediction and each.prediction.verdict != "fails"]
-    return terminal.as_markdown(terminal.placements_document(fitting or placed[:5]))
+    return terminal.as_markdown(terminal.placements_document(placed))
 
 
 def recommend(

@@ -15,10 +15,15 @@ from whichlora.terminal.words import without_key
 from whichlora.units import format_bytes, format_seconds
 
 
+MAX_TOO_SMALL = 10  # cards that are all shown; of more, the `NEAREST` and their number
+NEAREST = 3
+MAX_KEYS = 4  # cards that a note names
+
+
 def print_placements(placements: Sequence[Placement]) -> None:
     """Accelerators in the given order; the refused ones follow with their reasons."""
     console = open_console()
-    judged = _judged(placements)
+    judged = _shown(placements)
     if judged:
         say(console, _what_runs(judged))
         console.print()
@@ -29,7 +34,7 @@ def print_placements(placements: Sequence[Placement]) -> None:
 
 def placements_document(placements: Sequence[Placement]) -> Document:
     """The same for Markdown and for a notebook."""
-    judged = _judged(placements)
+    judged = _shown(placements)
     sheets = [placements_sheet(judged, wide=True)] if judged else []
     title = _what_runs(judged) if judged else "no card can run it"
     return Document(title=title, sheets=sheets, lines=tuple(_closing(placements)))
@@ -37,6 +42,19 @@ def placements_document(placements: Sequence[Placement]) -> Document:
 
 def _judged(placements: Sequence[Placement]) -> list[Placement]:
     return [placement for placement in placements if placement.prediction is not None]
+
+
+def _shown(placements: Sequence[Placement]) -> list[Placement]:
+    """Those that are judged; of many that are too small, the nearest."""
+    judged = _judged(placements)
+    too_small = [each for each in judged if each.prediction and each.prediction.verdict == "fails"]
+    hidden = too_small[NEAREST:] if len(too_small) > MAX_TOO_SMALL else []
+    return [each for each in judged if each not in hidden]
+
+
+def _named(keys: Sequence[str]) -> str:
+    more = len(keys) - MAX_KEYS
+    return ", ".join(keys[:MAX_KEYS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _what_runs(judged: Sequence[Placement]) -> str:
@@ -47,14 +65,16 @@ def _what_runs(judged: Sequence[Placement]) -> str:
 
 def _closing(placements: Sequence[Placement]) -> Iterator[str]:
     """What is said below the table."""
-    judged = _judged(placements)
+    judged = _shown(placements)
+    if (too_small := len(_judged(placements)) - len(judged)) > 0:
+        yield f"{too_small} more do not fit; --gpu names those to compare, --json has all"
     refusals: dict[str, list[str]] = {}
     for placement in placements:
         if placement.refusal:
             reason = without_key(placement.refusal, placement.gpu.key)
             refusals.setdefault(reason, []).append(placement.gpu.key)
     for reason, keys in refusals.items():
-        yield f"left out: {', '.join(keys)}: {reason}"
+        yield f"left out: {_named(keys)}: {reason}"
     notes: dict[str, list[str]] = {}
     for placement in judged:
         for text in () if placement.prediction is None else placement.prediction.notes:
@@ -63,7 +83,7 @@ def _closing(placements: Sequence[Placement]) -> Iterator[str]:
                 notes.setdefault(note, []).append(placement.gpu.key)
     for text, keys in notes.items():
         of_all = len(keys) == len(judged)
-        yield f"note: {text}" if of_all else f"note: {text} ({', '.join(keys)})"
+        yield f"note: {text}" if of_all else f"note: {text} ({_named(keys)})"
     if any(placement.gpu.unverified for placement in judged):
         yield "* a fact of its datasheet is not confirmed; `whichlora gpus` says which"
     if not any(each.prediction and each.prediction.serving for each in judged):
