@@ -44,6 +44,15 @@ def test_the_saved_plan_has_the_same_answer(
     assert answer.winner.memory_bytes == again.winner.memory_bytes
 
 
+def test_a_number_before_the_type_is_how_many_share_the_training() -> None:
+    result = said("--gpu", "2x3090", "--models", LARGE)
+    assert result.stdout.startswith("the largest models that train on 2 x rtx-3090-24gb")
+    assert "on 2 GPUs, batch size" in result.stdout
+    assert Question(gpu="2x3090") == Question(gpu="3090", gpus=2)
+    with pytest.raises(ConfigError, match="gpu: 2x3090 states how many; leave gpus out"):
+        Question(gpu="2x3090", gpus=4)
+
+
 def test_the_time_of_a_million_tokens_is_that_of_the_steps() -> None:
     answer = recommended(gpu="4090", models=[SMALL], samples=1000, seq_len=1024)
     best = answer.winner

@@ -27,7 +27,7 @@ def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 
 
 @click.command()
-@click.option("--gpu", help="Accelerator, see `whichlora gpus`, or memory such as 24GB.")
+@click.option("--gpu", help="Accelerator: 4090, 2x3090, or memory such as 24GB.")
 @click.option(
     "--gpus",
     type=click.IntRange(1, MOST_GPUS),

@@ -14,7 +14,6 @@ from whichlora.terminal.tables import open_console, say
 from whichlora.terminal.words import without_key
 from whichlora.units import format_bytes, format_seconds
 
-
 MAX_TOO_SMALL = 10  # cards that are all shown; of more, the `NEAREST` and their number
 NEAREST = 3
 MAX_KEYS = 4  # cards that a note names

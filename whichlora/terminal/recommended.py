@@ -90,9 +90,11 @@ def _models_sheet(recommendation: Recommendation) -> Sheet:
     heads = ("model", "variant", *numbers, "verdict")
     known = [i for i in range(len(heads)) if any(row[i] != "-" for row in rows)]
     shown = tuple(heads[i] for i in known)
+    gpus = recommendation.plan.get("gpus", 1)
     return Sheet(
         title=f"the {_FIRST.get(answer.plan.objective.prefer, 'largest')} models that train on "
-        f"{answer.gpu.key}",
+        + (f"{gpus} x " if gpus > 1 else "")
+        + answer.gpu.key,
         columns=shown,
         right=tuple(head for head in numbers if head in shown),
         rows=[tuple(row[i] for i in known) for row in rows],

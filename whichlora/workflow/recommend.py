@@ -25,7 +25,7 @@ from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import MOST_COUNT, MOST_RATIO, TRANSFORMERS, RunConfig
 from whichlora.store.costs import find_grid, load_rates
-from whichlora.store.gpus import find_target
+from whichlora.store.gpus import find_target, number_of
 from whichlora.workflow import estimates
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.profiling import gpus_of
@@ -47,7 +47,7 @@ class Question:
     """What a person says who has no config file; the rest is the default of a plan.
 
     Args:
-        gpu: as `estimate` takes one; None is the GPU of this machine.
+        gpu: as `estimate` takes one, such as "4090" or "2x3090"; None is that of this machine.
         gpus: that share the fine-tuning.
         models: to choose from; empty is the default list of a plan.
         data: a file, folder or hub dataset; None is `samples` rows of `seq_len` tokens.
@@ -81,6 +81,12 @@ class Question:
     tpot: str | None = None
 
     def __post_init__(self) -> None:
+        stated, gpu = number_of(self.gpu or "")
+        if stated is not None:
+            if self.gpus != 1:
+                raise ConfigError(f"gpu: {self.gpu} states how many; leave gpus out")
+            object.__setattr__(self, "gpu", gpu)
+            object.__setattr__(self, "gpus", stated)
         for name, least, most in (
             ("gpus", 1, MOST_GPUS),
             ("seq_len", 2, MOST_COUNT),
