@@ -1,9 +1,9 @@
 """Golden predictions: what a change that must not move a figure is compared with.
 
 `tests/golden/predictions.jsonl.gz` holds thousands of seeded runs over every model, method, phase,
-option and GPU, each with its explanation (which holds the prediction) or its refusal. Integers and
-text must be equal, floats to 10 significant digits. The alternatives of an explanation are whole in
-every fifth row; the others keep their names and bytes, which are a quarter of the size.
+option and GPU, each with its prediction or its refusal. Every tenth holds its explanation, with the
+predictions of its alternatives: one takes as long as forty predictions. Integers and text must be
+equal, floats to 10 significant digits.
 
     python benchmarks/golden.py                # compare all with what is predicted now
     python benchmarks/golden.py --sample 120   # compare a part, spread over the whole file
@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from whichlora.errors import ConfigError
-from whichlora.predict import explain as explanation
 from whichlora.predict.coefficients import Calibration, prior_calibration
+from whichlora.predict.explain import explain
 from whichlora.predict.predict import predict
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import (
@@ -129,7 +129,7 @@ def draw(count: int, seed: int) -> Iterator[Job]:
             if rng.random() < (0.25 if training else 0.4):
                 settings[name] = rng.choice(values)
         gpu = CALIBRATED_GPU if rng.random() < 0.1 else rng.choice(gpus)
-        yield settings, gpu, index % 5 == 0
+        yield settings, gpu, index % 10 == 0
 
 
 def calibration_of(gpu: GpuSpec) -> Calibration:
@@ -139,41 +139,17 @@ def calibration_of(gpu: GpuSpec) -> Calibration:
     return Calibration.from_dict(json.loads(COEFFICIENTS.read_text()), source=COEFFICIENTS.name)
 
 
-_ALTERNATIVES = ("methods", "savings", "ranks", "caches")
-_SHORT = ("name", "kv_cache", "saved_bytes", "cache_bytes", "verdict")
-
-
-def shortened(explained: dict[str, Any]) -> dict[str, Any]:
-    """`explained` with the names and bytes of its alternatives, not their whole predictions."""
-    return explained | {
-        group: [{key: row[key] for key in _SHORT if key in row} for row in explained[group]]
-        for group in _ALTERNATIVES
-    }
-
-
-def answer(settings: dict[str, Any], gpu_key: str, is_whole: bool) -> Row:
-    """One row: what is predicted and explained, or why it is refused."""
-    row: Row = {"settings": settings, "gpu": gpu_key, "is_whole": is_whole}
+def answer(settings: dict[str, Any], gpu_key: str, is_explained: bool) -> Row:
+    """One row: what is predicted or explained, or why it is refused."""
+    row: Row = {"settings": settings, "gpu": gpu_key, "is_explained": is_explained}
     gpu = find_gpu(gpu_key)
+    name, judge = ("explained", explain) if is_explained else ("prediction", predict)
     try:
         run = _run(settings)
-        model = load_model(run.model)
-        explained = explanation.explain(model, run, gpu, calibration_of(gpu))
+        answered = judge(load_model(run.model), run, gpu, calibration_of(gpu))
     except ConfigError as error:
         return row | {"refused": str(error)}
-    answered = json.loads(json.dumps(explained.to_dict()))
-    return row | {"explained": answered if is_whole else shortened(answered)}
-
-
-def prediction_of(settings: dict[str, Any], gpu_key: str) -> Row:
-    """What is predicted of one row alone, or why it is refused."""
-    gpu = find_gpu(gpu_key)
-    try:
-        run = _run(settings)
-        prediction = predict(load_model(run.model), run, gpu, calibration_of(gpu))
-    except ConfigError as error:
-        return {"refused": str(error)}
-    return {"prediction": json.loads(json.dumps(prediction.to_dict()))}
+    return row | {name: json.loads(json.dumps(answered.to_dict()))}
 
 
 def _run(settings: dict[str, Any]) -> RunConfig:
@@ -273,7 +249,7 @@ def write_rows(rows: Sequence[Row], path: Path = PREDICTIONS) -> None:
 
 
 def job_of(row: Row) -> Job:
-    return row["settings"], row["gpu"], row["is_whole"]
+    return row["settings"], row["gpu"], row["is_explained"]
 
 
 def _answer(job: Job) -> Row:
