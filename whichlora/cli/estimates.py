@@ -12,8 +12,10 @@ import click
 from whichlora.cli.faults import EXIT_NOTHING_FITS
 from whichlora.cli.options import (
     calibration_option,
+    check_form,
     cost_options,
     gpu_option,
+    markdown_option,
     print_json,
     rates_of,
     split_models,
@@ -76,7 +78,7 @@ if TYPE_CHECKING:
     "passes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
-@click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown document.")
+@markdown_option
 @click.pass_context
 def estimate(
     ctx: click.Context,
@@ -107,7 +109,7 @@ def estimate(
     """
     from whichlora.workflow import estimates
 
-    _check_form(as_json, as_markdown)
+    check_form(as_json, as_markdown)
     settings = run_settings(models, options)
     settings, notes = with_from_files(ctx, settings, from_files)
     maximise = maximised(settings)
@@ -140,12 +142,6 @@ def estimate(
         sys.exit(EXIT_NOTHING_FITS)
 
 
-def _check_form(as_json: bool, as_markdown: bool) -> None:
-    """Refuse two forms of one answer."""
-    if as_json and as_markdown:
-        raise ConfigError("--json and --markdown: only one of both")
-
-
 @click.command(cls=SpreadCommand)
 @click.argument("model", metavar="MODEL", required=False)
 @from_option
@@ -153,7 +149,7 @@ def _check_form(as_json: bool, as_markdown: bool) -> None:
 @gpu_option("auto", "Accelerator: see `whichlora gpus`.", single=True, counted=True)
 @calibration_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every line.")
-@click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown document.")
+@markdown_option
 @click.option(
     "--advice",
     "with_advice",
@@ -219,7 +215,7 @@ def explain(
     from whichlora.predict.advice import advice
     from whichlora.workflow import estimates
 
-    _check_form(as_json, as_markdown)
+    check_form(as_json, as_markdown)
     settings = plain_settings([model] if model else [], options, command="explain")
     settings, notes = with_from_files(ctx, settings, from_files)
     run = only_run(settings, command="explain")
@@ -272,6 +268,7 @@ def _print_life(life: Life, *, as_json: bool, as_markdown: bool) -> None:
 @calibration_option
 @cost_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
+@markdown_option
 @click.pass_context
 def where(
     ctx: click.Context,
@@ -283,6 +280,7 @@ def where(
     prices: Path | None,
     country: str | None,
     as_json: bool,
+    as_markdown: bool,
     **options: Any,
 ) -> None:
     """Which accelerators one run fits on, the smallest first, and which is cheapest.
@@ -294,6 +292,7 @@ def where(
     """
     from whichlora.workflow import estimates
 
+    check_form(as_json, as_markdown)
     settings = plain_settings([model] if model else [], options, command="where")
     settings, notes = with_from_files(ctx, settings, from_files)
     run = only_run(settings, command="where")
@@ -303,6 +302,11 @@ def where(
     )
     if as_json:
         print_json({"placements": [placement.to_dict() for placement in placements]})
+    elif as_markdown:
+        from whichlora import terminal
+
+        document = terminal.placements_document(placements)
+        click.echo(terminal.as_markdown(document), nl=False)
     else:
         from whichlora import terminal
 

@@ -41,9 +41,18 @@ class Positive(click.FloatRange):
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print every field as JSON.")
+markdown_option = click.option(
+    "--markdown", "as_markdown", is_flag=True, help="Print a Markdown document."
+)
 calibration_option = click.option(
     "--calibration-dir", type=click.Path(path_type=Path, file_okay=False), help="Your calibrations."
 )
+
+
+def check_form(as_json: bool, as_markdown: bool) -> None:
+    """Refuse two forms of one answer."""
+    if as_json and as_markdown:
+        raise ConfigError("--json and --markdown: only one of both")
 
 
 def cost_options(command: Any) -> Any:

@@ -46,7 +46,7 @@ def print_recommended(recommendation: Recommendation) -> None:
 def recommended_document(recommendation: Recommendation) -> Document:
     """The same for Markdown."""
     sheets = (_models_sheet(recommendation), _savings_sheet(recommendation))
-    title, *lines = reason_lines(recommendation.answer)
+    title, *lines = map(str.strip, reason_lines(recommendation.answer))
     lines += [f"advice: {rule.in_words}" for rule in recommendation.advice]
     return Document(
         title=title,
