@@ -14,6 +14,7 @@ from whichlora.cli.options import (
     calibration_option,
     check_form,
     cost_options,
+    data_options,
     gpu_option,
     markdown_option,
     print_json,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Trace four layers and stretch them to all, checked by two; or trace all.",
 )
+@data_options
 @cost_options
 @click.option(
     "--check",
@@ -89,6 +91,9 @@ def estimate(
     calibration_dir: Path | None,
     engine: specs.Engine,
     trace_layers: str,
+    data: str | None,
+    samples: int | None,
+    epochs: float | None,
     prices: Path | None,
     country: str | None,
     check: bool,
@@ -104,10 +109,12 @@ def estimate(
     Example:
       whichlora estimate meta-llama/Llama-3.1-8B --gpu h100-sxm-80gb \\
           --method lora,qlora --batch-size 1,4,16 --seq-len 2048
+      whichlora estimate llama-3.1-8b --gpu l4 --method qlora --data train.jsonl --epochs 3
       whichlora estimate --from axolotl.yaml --gpu h100-sxm-80gb
       whichlora estimate --from axolotl.yaml --gpu l4 --check --markdown
     """
     from whichlora.workflow import estimates
+    from whichlora.workflow.whole_training import Data
 
     check_form(as_json, as_markdown)
     settings = run_settings(models, options)
@@ -122,6 +129,7 @@ def estimate(
         maximise=maximise,
         notes=notes,
         rates=rates_of(prices, country),
+        data=Data.asked(data, samples, epochs),
     )
     if as_json:
         print_json(estimates.document(predictions))

@@ -163,9 +163,9 @@ def _tokenizer_file(tokenizer: str, name: str, *, offline: bool) -> Path | None:
     if os.path.exists(local):
         file = (local if local.is_dir() else local.parent) / name
         return file if file.is_file() else None
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    try:  # a browser has no such library
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    try:
         cached = try_to_load_from_cache(tokenizer, name)
         if isinstance(cached, str):
             return Path(cached)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from whichlora.predict.cost_words import cost_of, per_million
 from whichlora.predict.largest import Placement
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.words import VERDICTS, describe
-from whichlora.terminal.costs import cost_of, per_million
 from whichlora.terminal.sheet import WIDE, Document, Sheet, show
 from whichlora.terminal.tables import open_console, say
 from whichlora.terminal.words import without_key

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from whichlora.predict.cost_words import format_money, price_in_words
 from whichlora.predict.words import VERDICTS, describe
 from whichlora.search.feasibility import Candidate
 from whichlora.terminal.answer import verdict_of
-from whichlora.terminal.costs import format_money, price_in_words
 from whichlora.terminal.sheet import Document, Sheet
 from whichlora.terminal.short import best_of_each_model, print_reasons, reason_lines
 from whichlora.terminal.tables import open_console, print_table, say

@@ -45,6 +45,8 @@ from whichlora.store.costs import Rates, load_rates
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus
 from whichlora.store.hub import load_model
 from whichlora.workflow.combinations import by_number, combinations, with_cards
+from whichlora.workflow.from_files import packs
+from whichlora.workflow.whole_training import Data, with_training
 
 
 def estimate(
@@ -57,6 +59,7 @@ def estimate(
     maximise: Size | None = None,
     notes: tuple[str, ...] = (),
     rates: Rates | None = None,
+    data: Data | None = None,
 ) -> Answers[Prediction]:
     """Peak memory and time of every run on every accelerator. Nothing is run or downloaded.
 
@@ -71,6 +74,7 @@ def estimate(
         engine: "ledger" adds up what is known to live; "trace" runs the real code on tensors
             without storage, in seconds per run; "auto" is "trace" for models that the ledger does
             not know.
+        data: what is learned, all of it; None predicts one step alone.
         trace_layers: "2,4" stretches the trace of four layers to all, "all" traces all.
 
     Raises:
@@ -78,8 +82,12 @@ def estimate(
     """
     if maximise and engine == "trace":
         raise ConfigError(f"{maximise}: max needs --engine ledger; a trace takes seconds per value")
+    if maximise == "seq_len" and data is not None:
+        raise ConfigError("seq_len: max and data exclude each other; the data has its lengths")
     if "all" in gpus:
         raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
+    if data is not None and packs(notes):
+        data = replace(data, packed=True)
     targets = _targets(gpus, calibration_dir)
     stale = {name: _stale_notes(cards, calibration_dir) for name, cards in targets.items()}
     rates = rates or load_rates()
@@ -101,6 +109,8 @@ def estimate(
                 "give values, which are traced"
             )
         run = with_checkpointing(model, replace(run, model=model.name))
+        if data is not None:
+            run = data.sized(run, model)
         as_requested = run
         traces: dict[tuple[str, str, str | None], TracedPeak] = {}  # by what chooses the kernels
         for name, cards in targets.items():
@@ -125,6 +135,8 @@ def estimate(
             except ConfigError as error:
                 refused.append(_refused(run, name, error))
                 continue
+            if data is not None and len(cards) == 1 and not is_traced:
+                prediction = with_training(prediction, data, model, gpu, calibration)
             predictions.append(_finished(prediction, cards, notes, rates, stale[name]))
     return Answers(predictions, refused)
 

@@ -65,6 +65,14 @@ def per_million(prediction: Prediction) -> str:
     return format_money(cost.money(cost.s_per_million), cost.offer.currency)
 
 
+def of_training(prediction: Prediction) -> str:
+    """Money for the whole training; - where the run fails, or no price or time is known."""
+    cost, total = prediction.cost, prediction.training
+    if cost is None or total is None or cost.offer is None or prediction.verdict == "fails":
+        return "-"
+    return format_money(cost.money(total.total_s), cost.offer.currency)
+
+
 def _spot(cost: RunningCost) -> str:
     if cost.spot is None:
         return ""
