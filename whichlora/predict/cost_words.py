@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+from whichlora.predict.largest import Placement
 from whichlora.spec.costs import Interval, Offer, RunningCost
 from whichlora.spec.results import Prediction
 
@@ -32,18 +34,58 @@ def cost_of(cost: RunningCost, seconds: float, what: str) -> list[str]:
     lines = []
     if cost.offer is not None:
         money = format_money(cost.money(seconds), cost.offer.currency)
-        lines.append(f"{what}: {money} at {price_in_words(cost.offer, cost.num_gpus)}{_spot(cost)}")
+        price = price_in_words(cost.offer, cost.num_gpus)
+        lines.append(f"{what}: {money} at {price}{spot_in_words(cost)}")
     kwh = cost.kwh(seconds)
     if kwh is not None:
-        line = f"{what}: {_between(kwh)} kWh of the GPU boards"
+        line = f"{what}: {between(kwh)} kWh of the GPU boards"
         if (co2 := cost.co2_kg(seconds)) is not None and cost.grid is not None:
             grid = cost.grid
             line += (
-                f", {_between(co2)} kg CO2 in {grid.country} "
+                f", {between(co2)} kg CO2 in {grid.country} "
                 f"({grid.g_per_kwh:.0f} g/kWh in {grid.year})"
             )
         lines.append(line)
     return lines
+
+
+def cheapest_of(placements: Iterable[Placement]) -> Placement | None:
+    """The accelerator on which a million tokens cost least, of those that fit."""
+    return min(
+        (each for each in placements if not math.isinf(_cost_where_it_fits(each))),
+        key=_cost_where_it_fits,
+        default=None,
+    )
+
+
+def cheapest_hour(placements: Iterable[Placement]) -> str:
+    """The accelerator of the cheapest hour, of those that fit; empty where no price is known."""
+    costs = [
+        (cost.offer.per_hour(cost.num_gpus), placement.gpu.key, cost)
+        for placement in placements
+        if not math.isinf(_cost_where_it_fits(placement))
+        and placement.prediction is not None
+        and (cost := placement.prediction.cost) is not None
+        and cost.offer is not None
+    ]
+    if not costs:
+        return ""
+    _, key, cost = min(costs, key=lambda each: each[:2])
+    assert cost.offer is not None
+    return f"cheapest by the hour: {key}, {price_in_words(cost.offer, cost.num_gpus)}"
+
+
+def cheapest_first(placements: Iterable[Placement]) -> list[Placement]:
+    """By the money of a million tokens; what does not fit or has no price comes last."""
+    return sorted(placements, key=_cost_where_it_fits)
+
+
+def _cost_where_it_fits(placement: Placement) -> float:
+    prediction = placement.prediction
+    if prediction is None or prediction.verdict != "fits" or prediction.cost is None:
+        return math.inf
+    money = prediction.cost.money(prediction.cost.s_per_million)
+    return math.inf if money is None else money
 
 
 def price_lines(predictions: Iterable[Prediction]) -> list[str]:
@@ -53,7 +95,7 @@ def price_lines(predictions: Iterable[Prediction]) -> list[str]:
         cost = prediction.cost
         if cost is not None and cost.offer is not None:
             words = price_in_words(cost.offer, cost.num_gpus)
-            lines[f"price of {prediction.gpu}: {words}{_spot(cost)}"] = None
+            lines[f"price of {prediction.gpu}: {words}{spot_in_words(cost)}"] = None
     return list(lines)
 
 
@@ -65,6 +107,14 @@ def per_million(prediction: Prediction) -> str:
     return format_money(cost.money(cost.s_per_million), cost.offer.currency)
 
 
+def per_hour(prediction: Prediction) -> str:
+    """Money for an hour of all its cards; - where no price is known."""
+    cost = prediction.cost
+    if cost is None or cost.offer is None:
+        return "-"
+    return format_money(cost.offer.per_hour(cost.num_gpus), cost.offer.currency)
+
+
 def of_training(prediction: Prediction) -> str:
     """Money for the whole training; - where the run fails, or no price or time is known."""
     cost, total = prediction.cost, prediction.training
@@ -73,13 +123,15 @@ def of_training(prediction: Prediction) -> str:
     return format_money(cost.money(total.total_s), cost.offer.currency)
 
 
-def _spot(cost: RunningCost) -> str:
+def spot_in_words(cost: RunningCost) -> str:
+    """The end of a sentence; empty where nobody offers it."""
     if cost.spot is None:
         return ""
     return f"; spot {format_money(cost.spot.per_hour(cost.num_gpus), cost.spot.currency)}"
 
 
-def _between(bounds: Interval) -> str:
+def between(bounds: Interval) -> str:
+    """Bounds, each with two digits."""
     low, high = map(_two_digits, bounds)
     return f"{low} to {high}"
 

@@ -50,11 +50,11 @@ def describe(run: RunConfig) -> str:
     return f"{text}, {on_gpus(run.parallel)}" if not run.parallel.is_one_device else text
 
 
-def data_in_words(total: TrainingTotal) -> str:
+def amount_in_words(total: TrainingTotal) -> str:
     """How much is learned."""
     passes = "1 epoch" if total.epochs == 1 else f"{total.epochs:g} epochs"
     words = [
-        f"data: {total.num_sequences:,} rows, {format_count(total.num_tokens)} tokens an epoch, "
+        f"{total.num_sequences:,} rows, {format_count(total.num_tokens)} tokens an epoch, "
         f"the longest {total.longest:,}; {passes}"
     ]
     if total.num_truncated:

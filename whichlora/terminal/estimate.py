@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from whichlora.predict.cost_words import cost_of, of_training, per_million, price_lines
-from whichlora.predict.words import VERDICTS, data_in_words, headline
+from whichlora.predict.words import VERDICTS, amount_in_words, headline
 from whichlora.spec.results import MemoryPrediction, Prediction, Refused
 from whichlora.terminal.serving import print_served, served_sheet
 from whichlora.terminal.several_gpus import count_lines, print_spread
@@ -72,7 +72,7 @@ def _closing(predictions: Sequence[Prediction], refused: Sequence[Refused]) -> I
 def _trainings(predictions: Sequence[Prediction]) -> Iterator[str]:
     """The data, and how long the training of a single run takes over all of it."""
     totals = [each.training for each in predictions if each.training is not None]
-    yield from dict.fromkeys(map(data_in_words, totals))
+    yield from dict.fromkeys(f"data: {amount_in_words(total)}" for total in totals)
     if len(predictions) == 1 and totals and not math.isnan(totals[0].total_s):
         low, high = map(format_seconds, totals[0].interval_s)
         took = format_seconds(totals[0].total_s)

@@ -27,8 +27,8 @@ from whichlora.predict.largest import (
 )
 from whichlora.predict.life import Life, life_of
 from whichlora.predict.parallel_choice import best_spread
-from whichlora.predict.predict import predict
-from whichlora.predict.resolve import with_checkpointing, with_precision
+from whichlora.predict.predict import least_training_bytes, predict
+from whichlora.predict.resolve import resolve, with_checkpointing, with_precision
 from whichlora.predict.running_cost import running_cost
 from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards
 from whichlora.predict.words import headline
@@ -45,7 +45,6 @@ from whichlora.store.costs import Rates, load_rates
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus
 from whichlora.store.hub import load_model
 from whichlora.workflow.combinations import by_number, combinations, with_cards
-from whichlora.workflow.from_files import packs
 from whichlora.workflow.whole_training import Data, with_training
 
 
@@ -86,8 +85,10 @@ def estimate(
         raise ConfigError("seq_len: max and data exclude each other; the data has its lengths")
     if "all" in gpus:
         raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
-    if data is not None and packs(notes):
-        data = replace(data, packed=True)
+    if data is not None and notes:
+        from whichlora.workflow.from_files import packs
+
+        data = replace(data, packed=packs(notes))
     targets = _targets(gpus, calibration_dir)
     stale = {name: _stale_notes(cards, calibration_dir) for name, cards in targets.items()}
     rates = rates or load_rates()
@@ -157,6 +158,26 @@ def estimate_grid(
         (prediction for answers in found for prediction in answers),
         (refused for answers in found for refused in answers.refused),
     )
+
+
+def surely_fails(run: RunConfig, gpu: str) -> bool:
+    """Whether a fine-tuning lacks memory on one `gpu` by the least that it needs.
+
+    Kind: lower bound, a hundredth of the work of a prediction.
+
+    Raises:
+        ConfigError: an unknown name, or settings that exclude each other.
+    """
+    device, model = find_target(gpu), load_model(run.model)
+    run = with_precision(with_checkpointing(model, replace(run, model=model.name)), device)
+    least = least_training_bytes(
+        resolve(model, run, device),
+        load_calibration(device),
+        batch_size=run.batch_size,
+        seq_len=run.seq_len,
+        least_r=run.r,
+    )
+    return bool(least > device.memory_bytes)
 
 
 def document(answers: Answers[Prediction]) -> dict[str, Any]:
