@@ -205,14 +205,14 @@ def cards(question: Question) -> list[str]:
 
 
 def with_number(question: Question) -> dict[str, str]:
-    """`question`, whose only card has its number of cards as a field of its own: "2x3090".
+    """`question`, whose only card has its number as a field of its own: "2x3090".
 
     Raises:
         ConfigError: another number stands there.
     """
     names = cards(question)
     if len(names) != 1:
-        return dict(question)
+        return {**question, "gpu": ",".join(names)}
     number, name = number_of(names[0])
     if number is None:
         return dict(question)

@@ -28,6 +28,7 @@ from whichlora.workflow.estimates import surely_fails
 
 METHODS = ("lora", "qlora")  # asked of every model, where the question names none
 _MILLION = 10**6
+_ALL_ROWS = "every row is trained on here; `whichlora recommend` keeps 5 % for evaluation"
 
 
 def answer(text: str) -> Iterator[str]:
@@ -85,6 +86,7 @@ def _models(question: Question, gpu: str) -> Iterator[Part]:
     models = sorted(DEFAULT_MODELS, key=lambda name: -sizes[name])
     rows: dict[str, list[Part]] = {verdict: [] for verdict in HEADLINES}
     spec, title, about = find_target(gpu), "", ""
+    estimated: list[str] = []
     times = ("A million tokens take", "They cost")
     if data(question) is not None:
         times = ("The training takes", "It costs")
@@ -102,6 +104,7 @@ def _models(question: Question, gpu: str) -> Iterator[Part]:
                 title = describe(best.run)
             if best.training is not None:
                 about = amount_in_words(best.training)
+                estimated = [note for note in best.notes if note.startswith("lengths are")]
         yield {
             "part": "models",
             "columns": ["Model", "Parameters", "Method", "Needs", "Fits", *times],
@@ -110,7 +113,7 @@ def _models(question: Question, gpu: str) -> Iterator[Part]:
             "title": title,
             "about": about,
             "rows": [row for verdict in HEADLINES for row in rows[verdict]],
-            "notes": list(spec.notes),
+            "notes": [*spec.notes, *estimated, *([_ALL_ROWS] if about else ())],
             "commands": [_recommend(question)],
             "done": number,
             "of": len(models),

@@ -128,14 +128,14 @@ class Rows:
         others: tokens of the other sequences, where a row is a pair.
         longest: an upper bound of the longest, where lengths are estimated.
         alternatives: other plausible counts, where they are.
-        note: how they were counted; empty where a number was given.
+        notes: how they were counted where no tokenizer did, and which are left out.
     """
 
     counts: Mapping[int, int]
     others: int
     longest: int
     alternatives: tuple[Mapping[int, int], ...] = ()
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=64)
@@ -146,12 +146,15 @@ def _rows(
     config = DatasetConfig(path=path if changed else name, validation_fraction=0.0)
     dataset = open_dataset(config, "texts" if run is None else rows_of(run))
     lengths = count_tokens(dataset, tokenizer=model, offline=offline, max_length=UNCUT, run=run)
+    notes = [] if lengths.is_counted else [f"lengths are {lengths.method}"]
+    if lengths.num_empty:
+        notes.append(f"{lengths.num_empty} rows without text to learn are left out")
     return Rows(
         counts=Counter(lengths.lengths["train"]),
         others=sum(lengths.others.get("train", ())),
         longest=lengths.longest(),
         alternatives=tuple(Counter(each.lengths["train"]) for each in lengths.alternatives),
-        note="" if lengths.is_counted else f"lengths are {lengths.method}",
+        notes=tuple(notes),
     )
 
 
@@ -164,7 +167,7 @@ def with_training(
         ConfigError, DataFileError: as of `Data.rows`.
     """
     rows = data.rows(prediction.run, model)
-    notes = (*prediction.notes, *([rows.note] if rows.note else ()))
+    notes = (*prediction.notes, *rows.notes)
     job = resolve(model, prediction.run, gpu)
     total = training_total(job, calibration, rows, epochs=data.epochs, packed=data.packed)
     if not prediction.time.is_known:
