@@ -136,7 +136,9 @@ def test_with_data_the_page_says_what_the_training_takes_and_costs(chosen: Path)
     assert facts["The training costs"][0].endswith("USD")
     assert "an hour (" in facts["The training costs"][1]
     assert any("lengths are estimated" in note for note in run["notes"])
-    assert int(largest["value"]) >= 1
+    maximum = json.loads(printed(f"{run['commands'][0]} --batch-size max"))["predictions"][0]
+    assert maximum["config"]["padding"] == "padded"  # rows of a batch differ
+    assert largest["value"] == str(maximum["config"]["batch_size"])
     longest = f"--seq-len {training['longest']}"
     assert longest in run["commands"][1]
     links = [row["question"] for row in tables[-1]["rows"]]

@@ -18,10 +18,9 @@ def compared_parts(asked: Asked, gpus: Sequence[str]) -> Iterator[Part]:
     """The table at once, and again with the largest batches."""
     answers = asked.predicted(gpus)
     yield _part(asked, answers, ["…"] * len(answers))
-    steps = asked.at_length(answers[0].run.seq_len)
     is_one_type = not any("+" in gpu for gpu in gpus)
     if answers[0].run.phase == "finetune" and is_one_type:
-        largest = steps.predicted(gpus, maximise="batch_size")
+        largest = asked.predicted(gpus, maximise="batch_size")
         fits = {_cards_of(each): each.verdict == "fits" for each in largest}
         most = {_cards_of(each): str(each.run.batch_size) for each in largest}
         names = [_cards_of(answer) for answer in answers]

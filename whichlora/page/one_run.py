@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from whichlora.errors import ConfigError
 from whichlora.page.asked import HEADLINES, UNKNOWN, Asked, Part, document
@@ -129,11 +128,10 @@ def _interval(bounds: tuple[float, float], show: Callable[[float], str] = format
     return f"{low} to {high}"
 
 
-def largest_part(asked: Asked, gpu: str, prediction: Prediction) -> Part:
-    """The largest batch at the length of `prediction`, and what qualifies the number."""
-    steps = replace(asked.at_length(prediction.run.seq_len), data=None)
+def largest_part(asked: Asked, gpu: str) -> Part:
+    """The largest batch, and what qualifies the number."""
     try:
-        largest = steps.predicted([gpu], maximise="batch_size")[0]
+        largest = asked.predicted([gpu], maximise="batch_size")[0]
     except ConfigError as error:
         return {"part": "largest", "name": "Largest batch", "value": UNKNOWN, "note": str(error)}
     size = largest.run.batch_size if largest.verdict == "fits" else 0

@@ -73,7 +73,7 @@ def parts_of(question: Question) -> Iterator[Part]:
 def _one_run(asked: Asked, gpu: str) -> Iterator[Part]:
     answers = asked.predicted([gpu])
     yield run_part(asked, answers)
-    yield largest_part(asked, gpu, answers[0])
+    yield largest_part(asked, gpu)
     yield from card_parts(asked.at_length(answers[0].run.seq_len))
 
 

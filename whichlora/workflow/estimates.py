@@ -79,16 +79,9 @@ def estimate(
     Raises:
         ConfigError: an unknown model or accelerator, or nothing is left of the combinations.
     """
-    if maximise and engine == "trace":
-        raise ConfigError(f"{maximise}: max needs --engine ledger; a trace takes seconds per value")
-    if maximise == "seq_len" and data is not None:
-        raise ConfigError("seq_len: max and data exclude each other; the data has its lengths")
-    if "all" in gpus:
-        raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
-    if data is not None and notes:
-        from whichlora.workflow.from_files import packs
-
-        data = replace(data, packed=packs(notes))
+    _check_asked(gpus, engine, maximise, data)
+    if data is not None:
+        data = data.as_said(notes)
     targets = _targets(gpus, calibration_dir)
     stale = {name: _stale_notes(cards, calibration_dir) for name, cards in targets.items()}
     rates = rates or load_rates()
@@ -111,22 +104,16 @@ def estimate(
             )
         run = with_checkpointing(model, replace(run, model=model.name))
         if data is not None:
-            run = data.sized(run, model)
+            run = data.sized(run, model, largest_batch=maximise == "batch_size")
         as_requested = run
         traces: dict[tuple[str, str, str | None], TracedPeak] = {}  # by what chooses the kernels
         for name, cards in targets.items():
             gpu, calibration = cards[0].gpu, cards[0].calibration
             run = with_precision(as_requested, gpu)
             try:
-                traced = None
                 if len(cards) > 1:
                     run = over_cards(as_requested, name, cards)
-                if is_traced:
-                    _check_traceable(run)
-                    device = run.precision, gpu.kind, gpu.compute_capability
-                    if device not in traces:
-                        traces[device] = _trace(model, run, gpu, trace_layers)
-                    traced = traces[device]
+                traced = _traced_once(traces, model, run, gpu, trace_layers) if is_traced else None
                 if len(cards) > 1:
                     prediction = _on_unequal(model, run, name, cards, maximise)
                 else:
@@ -140,6 +127,37 @@ def estimate(
                 prediction = with_training(prediction, data, model, gpu, calibration)
             predictions.append(_finished(prediction, cards, notes, rates, stale[name]))
     return Answers(predictions, refused)
+
+
+def _check_asked(
+    gpus: Sequence[str], engine: Engine, maximise: Size | None, data: Data | None
+) -> None:
+    """Refuse what no run can be asked for.
+
+    Raises:
+        ConfigError: one line.
+    """
+    if maximise and engine == "trace":
+        raise ConfigError(f"{maximise}: max needs --engine ledger; a trace takes seconds per value")
+    if maximise == "seq_len" and data is not None:
+        raise ConfigError("seq_len: max and data exclude each other; the data has its lengths")
+    if "all" in gpus:
+        raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
+
+
+def _traced_once(
+    traces: dict[tuple[str, str, str | None], TracedPeak],
+    model: ModelSpec,
+    run: RunConfig,
+    gpu: GpuSpec,
+    trace_layers: str,
+) -> TracedPeak:
+    """The trace of `run`, which is among `traces` where another card has the same kernels."""
+    _check_traceable(run)
+    device = run.precision, gpu.kind, gpu.compute_capability
+    if device not in traces:
+        traces[device] = _trace(model, run, gpu, trace_layers)
+    return traces[device]
 
 
 def estimate_grid(

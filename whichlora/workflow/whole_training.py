@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -82,6 +82,14 @@ class Data:
         whole = 1.0 if epochs is None else epochs
         return cls(path=path or "", samples=samples, epochs=whole, offline=offline)
 
+    def as_said(self, notes: Sequence[str]) -> Self:
+        """The data as the files of another tool, whose notes these are, have it."""
+        if not notes:
+            return self
+        from whichlora.workflow.from_files import packs
+
+        return replace(self, packed=packs(notes))
+
     def rows(self, run: RunConfig, model: ModelSpec) -> Rows:
         """Its rows as `run` reads them.
 
@@ -104,8 +112,11 @@ class Data:
         reader = None if rows_of(run) == "texts" else run
         return _rows(os.path.abspath(path), self.path, changed, model.name, reader, self.offline)
 
-    def sized(self, run: RunConfig, model: ModelSpec) -> RunConfig:
-        """`run` at the length of its longest batch, padded where its rows differ.
+    def sized(self, run: RunConfig, model: ModelSpec, *, largest_batch: bool = False) -> RunConfig:
+        """`run` at the length of its longest batch, padded where rows of a batch differ.
+
+        Args:
+            largest_batch: the batch size of `run` is open.
 
         Raises:
             ConfigError, DataFileError: as of `rows`.
@@ -115,7 +126,8 @@ class Data:
         if self.packed:
             return replace(run, seq_len=seq_len)
         varied = len({min(length, seq_len) for length in rows.counts}) > 1
-        padding = "padded" if varied and run.batch_size > 1 else run.padding
+        together = run.batch_size > 1 or largest_batch
+        padding = "padded" if varied and together else run.padding
         return replace(run, seq_len=min(seq_len, rows.longest), padding=padding)
 
 
