@@ -72,7 +72,7 @@ def encoder_of(tokenizer: str | None, *, offline: bool) -> tuple[Encode, str]:
     if tokenizer == BYTE_LEVEL:
         return Estimate(bytes_per_token=1), BYTE_LEVEL
     if tokenizer is None:
-        return Estimate(), f"{_ESTIMATE}, as no tokenizer is named"
+        return Estimate(), f"{_ESTIMATE}, as there is no tokenizer"
     file = _tokenizer_file(tokenizer, "tokenizer.json", offline=offline)
     if file is None:
         where = "on this machine" if offline else "on this machine or the hub"
@@ -163,9 +163,9 @@ def _tokenizer_file(tokenizer: str, name: str, *, offline: bool) -> Path | None:
     if os.path.exists(local):
         file = (local if local.is_dir() else local.parent) / name
         return file if file.is_file() else None
-    try:  # a browser has no such library
-        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+    try:
         cached = try_to_load_from_cache(tokenizer, name)
         if isinstance(cached, str):
             return Path(cached)

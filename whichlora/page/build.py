@@ -42,7 +42,7 @@ _WIDTHS = dict.fromkeys(("model", "phase", "from", "method", "trainer", "data", 
 _WIDTHS |= {"gpu": "most", "gpus": "least", "samples": "most", "epochs": "least"}
 _HINTS = {
     "model": "any: the largest that fits",
-    "gpu": "any; 4090, 24GB; 2x3090, a6000",
+    "gpu": "any; 4090, 24GB",
     "context": "prompt + new",
 }
 
@@ -203,17 +203,17 @@ def _input(field: Field) -> Iterator[str]:
             yield f'<option value="{escape(value)}"{chosen}>{escape(shown)}</option>'
         yield "</select>"
         return
-    value = FIRST.get(field.name, field.default)
-    extra = f' list="{_SUGGESTED[field.name]}"' if field.name in _SUGGESTED else ""
+    hint = ""
+    if field.hint:
+        same += f' aria-describedby="hint-{field.name}"'
+        hint = f'<small id="hint-{field.name}">{escape(field.hint)}</small>'
     if field.kind == "file":
         several = " multiple" if field.several else ""
-        yield (
-            f'<input {same} type="file" accept="{",".join(field.accept)}"{several} '
-            f'aria-describedby="hint-{field.name}">'
-            f'<small id="hint-{field.name}">{escape(field.hint)}</small>'
-        )
+        yield f'<input {same} type="file" accept="{",".join(field.accept)}"{several}>{hint}'
         return
+    value = FIRST.get(field.name, field.default)
+    extra = f' list="{_SUGGESTED[field.name]}"' if field.name in _SUGGESTED else ""
     extra += f' placeholder="{escape(_HINTS[field.name])}"' if field.name in _HINTS else ""
     modes = {"count": 'inputmode="numeric"', "number": 'inputmode="decimal"'}
     kind = modes.get(field.kind, 'spellcheck="false"')
-    yield f'<input {same} {kind} value="{escape(value)}"{extra}>'
+    yield f'<input {same} {kind} value="{escape(value)}"{extra}>{hint}'

@@ -113,7 +113,7 @@ def fields() -> tuple[Field, ...]:
     switches = tuple(zip(_SWITCH, ("as usual", "", ""), strict=True))
     strategies = ((AUTO, "the fastest that fits"), *_members(list_strategies()))
     return (
-        Field(name="gpu", label="Card"),
+        Field(name="gpu", label="Card", hint="None: every card. Several: 2x3090, a6000."),
         Field(name="gpus", label="How many", kind="count", default="1"),
         Field(name="model", label="Model"),
         choice("phase", "What runs", (("finetune", "fine-tuning"), ("inference", "serving"))),

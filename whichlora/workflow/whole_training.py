@@ -42,7 +42,7 @@ class Data:
         samples: rows, each of the tokens of the run.
         epochs: passes over it.
         packed: rows of the run are full of packed texts.
-        offline: no tokenizer is fetched.
+        offline: there is no tokenizer, as in a browser; lengths are the same for every model.
 
     Raises:
         ConfigError: neither or both of path and samples, or a number out of range.
@@ -110,7 +110,8 @@ class Data:
         changed = path.stat().st_mtime_ns if path.is_file() else 0
         # texts are the same rows for every run
         reader = None if rows_of(run) == "texts" else run
-        return _rows(os.path.abspath(path), self.path, changed, model.name, reader, self.offline)
+        tokenizer = None if self.offline else model.name
+        return _rows(os.path.abspath(path), self.path, changed, tokenizer, reader)
 
     def sized(self, run: RunConfig, model: ModelSpec, *, largest_batch: bool = False) -> RunConfig:
         """`run` at the length of its longest batch, padded where rows of a batch differ.
@@ -151,13 +152,13 @@ class Rows:
 
 
 @lru_cache(maxsize=64)
-def _rows(
-    path: str, name: str, changed: int, model: str, run: RunConfig | None, offline: bool
-) -> Rows:
+def _rows(path: str, name: str, changed: int, tokenizer: str | None, run: RunConfig | None) -> Rows:
     """The rows of a file, counted once until it changes."""
     config = DatasetConfig(path=path if changed else name, validation_fraction=0.0)
     dataset = open_dataset(config, "texts" if run is None else rows_of(run))
-    lengths = count_tokens(dataset, tokenizer=model, offline=offline, max_length=UNCUT, run=run)
+    lengths = count_tokens(
+        dataset, tokenizer=tokenizer, offline=tokenizer is None, max_length=UNCUT, run=run
+    )
     notes = [] if lengths.is_counted else [f"lengths are {lengths.method}"]
     if lengths.num_empty:
         notes.append(f"{lengths.num_empty} rows without text to learn are left out")
