@@ -33,8 +33,8 @@ ONE_LINERS = [line for line in README.splitlines() if line.startswith("python3 -
 
 @pytest.mark.parametrize(
     "command",
-    # these need a config, or what its run has left
-    [one for one in COMMANDS if one[1] not in ("run", "report", "slurm")],
+    # these need a config, what its run has left, or the network
+    [one for one in COMMANDS if one[1] not in ("run", "report", "slurm", "page")],
     ids=lambda one: " ".join(one),
 )
 def test_a_command_of_the_readme_works_as_written(command: list[str]) -> None:

@@ -45,6 +45,7 @@ from whichlora.terminal import Progress
 from whichlora.workflow import combinations, estimates
 from whichlora.workflow.guide import GuideRow
 from whichlora.workflow.methods import COMMON_GPU, COMMON_MODEL, MethodRow, method_rows
+from whichlora.workflow.whole_training import Data
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -129,6 +130,9 @@ def estimate(
     gpus: int | Sequence[int] | str | Sequence[str] | None = None,
     calibration_dir: AnyPath | None = None,
     engine: Engine = "auto",
+    data: AnyPath | None = None,
+    samples: int | None = None,
+    epochs: float | None = None,
     prices: AnyPath | None = None,
     country: str | None = None,
     **settings: Unpack[_RunSettings],
@@ -150,6 +154,8 @@ def estimate(
         calibration_dir: your calibrations; None is your own folder.
         engine: "trace" asks the real code instead of the formulas (needs torch); "auto" does so
             for models that the formulas do not know.
+        data: what is learned, for `training` of the predictions: a file, a folder or a dataset of
+            the hub; or `samples`, rows of `seq_len` tokens each; over `epochs`, by default 1.
         prices: a CSV file of your prices, with columns gpu and usd_per_hour; others come from the
             table of this release.
         country: whose electricity tells the CO2, by name or code.
@@ -178,6 +184,7 @@ def estimate(
         engine=engine,
         notes=notes,
         rates=load_rates(_path(prices), country),
+        data=Data.asked(None if data is None else str(data), samples, epochs),
     )
 
 

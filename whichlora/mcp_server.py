@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from whichlora import __version__, api, terminal
 from whichlora.errors import WhichLoraError
-from whichlora.page.form import Field, fields
+from whichlora.page.form import DATA, Field, fields
 from whichlora.store.gpus import list_gpus
 from whichlora.store.models import list_models
 from whichlora.terminal.sheet import Document, Sheet
@@ -38,7 +38,7 @@ _INSTRUCTIONS = (
 )
 _READS_ONLY = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 _TYPES: dict[str, Any] = {"text": str, "count": int, "switch": bool}
-_ASKED_APART = ("gpu", "model")  # arguments of their own
+_ASKED_APART = ("model", "gpu", "from", *DATA)  # arguments of their own
 
 Tool = Callable[..., str]
 
@@ -123,9 +123,22 @@ File = Annotated[
 ]
 
 
-def estimate(*, model: Model = "", gpu: Gpu = "auto", from_file: File = "", **settings: Any) -> str:
-    """Peak memory with its interval, time, cost, and whether one run fits a GPU."""
-    answers = api.estimate(model or (), gpu, from_file=_files(from_file), **settings)
+def estimate(
+    *,
+    model: Model = "",
+    gpu: Gpu = "auto",
+    from_file: File = "",
+    data: Annotated[str | None, Described(description="File or hub dataset to train on.")] = None,
+    samples: Annotated[int | None, Described(description="Rows, where there is no data.")] = None,
+    epochs: Annotated[float | None, Described(description="Passes over data or samples.")] = None,
+    **settings: Any,
+) -> str:
+    """Peak memory with its interval, time, cost, and whether one run fits a GPU.
+
+    With data or samples also time and cost of the whole training.
+    """
+    whole: dict[str, Any] = {"data": data, "samples": samples, "epochs": epochs}
+    answers = api.estimate(model or (), gpu, from_file=_files(from_file), **whole, **settings)
     return terminal.as_markdown(terminal.predictions_document(answers, answers.refused))
 
 

@@ -317,6 +317,28 @@ def test_a_check_fails_where_a_run_does_not_fit(batch_size: int, code: int, tmp_
     assert ("of 23.52 GiB, does not fit" in result.stderr) == bool(code)
 
 
+@pytest.mark.parametrize(
+    ("command", "title", "head"),
+    [
+        (
+            ("where", MODEL, "--gpu", "l4,t4"),
+            "# SmolLM2-135M lora r=16",
+            "| accelerator | memory |",
+        ),
+        (("recommend", "--gpu", "l4", "--models", MODEL), "# Winner: ", "| model | variant |"),
+    ],
+)
+def test_a_table_of_cards_or_models_is_a_markdown_document_too(
+    command: tuple[str, ...], title: str, head: str
+) -> None:
+    result = whichlora(*command, "--markdown")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(title)
+    assert head in result.stdout
+    assert "\n- basis: " in result.stdout
+    assert_refused((*command, "--markdown", "--json"), "--json and --markdown: only one of both")
+
+
 def test_a_check_fails_where_a_run_is_refused() -> None:
     stored = ("--method", "qlora", "--quant", "fp4")
     result = whichlora("estimate", MODEL, "--gpu", "l4,gaudi3", *stored, "--check")

@@ -476,7 +476,7 @@ def test_half_a_character_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("tokenizer", "why"),
-    [(None, "no tokenizer is named"), ("org/none", "tokenizer org/none is not on this machine")],
+    [(None, "there is no tokenizer"), ("org/none", "tokenizer org/none is not on this machine")],
 )
 def test_an_estimate_says_that_it_is_one_and_why(
     tokenizer: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import shlex
 import shutil
@@ -200,3 +201,120 @@ def test_a_folder_is_refused_with_one_line(browser: Any, tmp_path: Path) -> None
     file = Opened(browser, (tmp_path / "index.html").as_uri(), {})
     file.wait_until("document.body.dataset.state === 'failed'")
     assert "serve it, such as with: python -m http.server" in file.text("#fault")
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Training data and a file of Axolotl, in the folder of the command line."""
+    rows = ({"text": "word " * (i % 90 + 1)} for i in range(300))
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "train.jsonl").write_text(lines, encoding="utf-8")
+    (tmp_path / "axolotl.yaml").write_text(
+        f"base_model: {LLAMA}\nload_in_4bit: true\nadapter: qlora\nlora_target_linear: true\n"
+        "sequence_len: 1024\nmicro_batch_size: 2\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    return tmp_path
+
+
+def same_document(opened: Opened) -> None:
+    """The answer as JSON is what its command prints, but for why there is no tokenizer.
+
+    The last digit of a power is that of the browser's mathematics.
+    """
+
+    def read(text: str) -> Any:
+        return json.loads(text, parse_float=lambda digits: f"{float(digits):.10g}")
+
+    _, *words = shlex.split(opened.text(".copy code"))
+    printed = read(CliRunner().invoke(main, [*words, "--json"]).stdout)
+    shown = read(opened.text("#document"))
+    for document in (printed, shown):
+        for prediction in document["predictions"]:
+            notes = prediction["notes"]
+            prediction["notes"] = [each for each in notes if not each.startswith("lengths are")]
+    assert shown == printed
+
+
+def test_files_are_read_in_the_browser_and_answered_as_the_command_line_does(
+    browser: Any, address: str, files: Path
+) -> None:
+    opened = Opened(browser, address, {"gpu": "l4"}, viewport={"width": 390, "height": 844})
+    opened.answered()
+    opened.page.set_input_files("#field-from", files / "axolotl.yaml")
+    opened.wait_until(
+        "document.querySelector('#headline h2').textContent.startsWith('Llama-3.1-8B qlora')"
+    )
+    opened.page.fill("#field-epochs", "3")
+    opened.page.set_input_files("#field-data", files / "train.jsonl")
+    opened.wait_until("document.querySelector('#detail').textContent.includes('300 rows')")
+    opened.answered()
+    assert "The training costs" in opened.text("#detail")
+    assert "--from axolotl.yaml" in opened.text(".copy code")
+    assert "--data train.jsonl --epochs 3" in opened.text(".copy code")
+    same_document(opened)
+    assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert [url for url in opened.requests if not url.startswith((address, "blob:"))] == []
+    assert "train" not in opened.page.url
+    for name in ("#field-from", "#field-data"):
+        hint = opened.page.get_attribute(name, "aria-describedby")
+        assert "sent nowhere" in opened.text(f"#{hint}")
+    opened.page.click("#table tbody a")  # another card, the same files
+    opened.answered()
+    assert "300 rows" in opened.text("#detail")
+    assert opened.faults == []
+
+
+def test_a_dropped_file_goes_to_the_field_of_its_kind(browser: Any, address: str) -> None:
+    opened = Opened(browser, address, {"gpu": "l4", "model": LLAMA, "method": "qlora"})
+    opened.answered()
+    drop = """([name, text]) => {
+      const data = new DataTransfer();
+      data.items.add(new File([text], name));
+      document.body.dispatchEvent(
+        new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));
+    }"""
+    opened.page.evaluate(drop, ["rows.jsonl", '{"text": "a"}\n{"text": \n'])
+    opened.wait_until("!document.getElementById('fault').hidden")
+    assert "rows.jsonl:2: is not JSON" in opened.text("#fault")
+    opened.page.evaluate(drop, ["rows.jsonl", '{"text": "a"}\n{"text": "b"}\n'])
+    opened.wait_until("document.querySelector('#detail').textContent.includes('2 rows')")
+    opened.page.evaluate(drop, ["model.bin", "x"])
+    assert "model.bin: is neither training data" in opened.text("#fault")
+    assert opened.faults == []
+
+
+def test_cards_are_compared_and_any_card_is_asked_by_keyboard(
+    browser: Any, address: str, files: Path
+) -> None:
+    opened = Opened(browser, address, {"gpu": "2x3090,a6000", "model": LLAMA, "method": "qlora"})
+    opened.answered()
+    assert opened.text("#table tbody").count("USD") == 4
+    assert "2 x rtx-3090-24gb" in opened.text("#headline")
+    same_document(opened)
+    opened.page.focus("#field-gpu")
+    opened.page.keyboard.press("Control+A")
+    opened.page.keyboard.press("Delete")
+    opened.page.keyboard.press("Enter")
+    opened.wait_until(
+        "document.body.dataset.state === 'done'"
+        " && document.querySelector('#headline').textContent.includes('Cheapest')"
+    )
+    card = opened.text("#table tbody th")
+    assert f"Cheapest: {card}, " in opened.text("#headline")
+    assert "gpu=" not in opened.page.url
+    opened.page.reload()
+    opened.answered()
+    assert opened.text("#table tbody th") == card
+    opened.page.fill("#field-gpu", "l4")
+    opened.page.keyboard.press("Enter")
+    opened.answered()
+    opened.page.focus("#order")
+    opened.page.keyboard.press("Enter")
+    assert opened.page.get_attribute("#order", "aria-pressed") == "true"
+    assert opened.text("#table tbody th") == card
+    assert opened.page.evaluate("document.activeElement.id") == "order"
+    assert opened.faults == []

@@ -12,8 +12,11 @@ import click
 from whichlora.cli.faults import EXIT_NOTHING_FITS
 from whichlora.cli.options import (
     calibration_option,
+    check_form,
     cost_options,
+    data_options,
     gpu_option,
+    markdown_option,
     print_json,
     rates_of,
     split_models,
@@ -68,6 +71,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Trace four layers and stretch them to all, checked by two; or trace all.",
 )
+@data_options
 @cost_options
 @click.option(
     "--check",
@@ -76,7 +80,7 @@ if TYPE_CHECKING:
     "passes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
-@click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown document.")
+@markdown_option
 @click.pass_context
 def estimate(
     ctx: click.Context,
@@ -87,6 +91,9 @@ def estimate(
     calibration_dir: Path | None,
     engine: specs.Engine,
     trace_layers: str,
+    data: str | None,
+    samples: int | None,
+    epochs: float | None,
     prices: Path | None,
     country: str | None,
     check: bool,
@@ -102,12 +109,14 @@ def estimate(
     Example:
       whichlora estimate meta-llama/Llama-3.1-8B --gpu h100-sxm-80gb \\
           --method lora,qlora --batch-size 1,4,16 --seq-len 2048
+      whichlora estimate llama-3.1-8b --gpu l4 --method qlora --data train.jsonl --epochs 3
       whichlora estimate --from axolotl.yaml --gpu h100-sxm-80gb
       whichlora estimate --from axolotl.yaml --gpu l4 --check --markdown
     """
     from whichlora.workflow import estimates
+    from whichlora.workflow.whole_training import Data
 
-    _check_form(as_json, as_markdown)
+    check_form(as_json, as_markdown)
     settings = run_settings(models, options)
     settings, notes = with_from_files(ctx, settings, from_files)
     maximise = maximised(settings)
@@ -120,6 +129,7 @@ def estimate(
         maximise=maximise,
         notes=notes,
         rates=rates_of(prices, country),
+        data=Data.asked(data, samples, epochs),
     )
     if as_json:
         print_json(estimates.document(predictions))
@@ -140,12 +150,6 @@ def estimate(
         sys.exit(EXIT_NOTHING_FITS)
 
 
-def _check_form(as_json: bool, as_markdown: bool) -> None:
-    """Refuse two forms of one answer."""
-    if as_json and as_markdown:
-        raise ConfigError("--json and --markdown: only one of both")
-
-
 @click.command(cls=SpreadCommand)
 @click.argument("model", metavar="MODEL", required=False)
 @from_option
@@ -153,7 +157,7 @@ def _check_form(as_json: bool, as_markdown: bool) -> None:
 @gpu_option("auto", "Accelerator: see `whichlora gpus`.", single=True, counted=True)
 @calibration_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every line.")
-@click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown document.")
+@markdown_option
 @click.option(
     "--advice",
     "with_advice",
@@ -219,7 +223,7 @@ def explain(
     from whichlora.predict.advice import advice
     from whichlora.workflow import estimates
 
-    _check_form(as_json, as_markdown)
+    check_form(as_json, as_markdown)
     settings = plain_settings([model] if model else [], options, command="explain")
     settings, notes = with_from_files(ctx, settings, from_files)
     run = only_run(settings, command="explain")
@@ -272,6 +276,7 @@ def _print_life(life: Life, *, as_json: bool, as_markdown: bool) -> None:
 @calibration_option
 @cost_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
+@markdown_option
 @click.pass_context
 def where(
     ctx: click.Context,
@@ -283,6 +288,7 @@ def where(
     prices: Path | None,
     country: str | None,
     as_json: bool,
+    as_markdown: bool,
     **options: Any,
 ) -> None:
     """Which accelerators one run fits on, the smallest first, and which is cheapest.
@@ -294,6 +300,7 @@ def where(
     """
     from whichlora.workflow import estimates
 
+    check_form(as_json, as_markdown)
     settings = plain_settings([model] if model else [], options, command="where")
     settings, notes = with_from_files(ctx, settings, from_files)
     run = only_run(settings, command="where")
@@ -303,6 +310,11 @@ def where(
     )
     if as_json:
         print_json({"placements": [placement.to_dict() for placement in placements]})
+    elif as_markdown:
+        from whichlora import terminal
+
+        document = terminal.placements_document(placements)
+        click.echo(terminal.as_markdown(document), nl=False)
     else:
         from whichlora import terminal
 

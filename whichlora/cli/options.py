@@ -41,9 +41,35 @@ class Positive(click.FloatRange):
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print every field as JSON.")
+markdown_option = click.option(
+    "--markdown", "as_markdown", is_flag=True, help="Print a Markdown document."
+)
 calibration_option = click.option(
     "--calibration-dir", type=click.Path(path_type=Path, file_okay=False), help="Your calibrations."
 )
+
+
+def data_options(command: Any) -> Any:
+    """`--data`, `--samples` and `--epochs` of a whole training."""
+    command = click.option("--epochs", type=Positive(1000), help="Passes over the data; 1.")(
+        command
+    )
+    command = click.option(
+        "--samples",
+        type=click.IntRange(1, 10**9),
+        help="Without --data: rows of --seq-len tokens each.",
+    )(command)
+    return click.option(
+        "--data",
+        help="What is learned, for time and cost of the whole training: a file, a folder or a "
+        "dataset of the hub; --seq-len cuts its rows.",
+    )(command)
+
+
+def check_form(as_json: bool, as_markdown: bool) -> None:
+    """Refuse two forms of one answer."""
+    if as_json and as_markdown:
+        raise ConfigError("--json and --markdown: only one of both")
 
 
 def cost_options(command: Any) -> Any:

@@ -12,8 +12,10 @@ from whichlora.cli.faults import EXIT_NOTHING_FITS
 from whichlora.cli.options import (
     Positive,
     calibration_option,
+    check_form,
     cost_options,
     json_option,
+    markdown_option,
     print_json,
     words,
 )
@@ -72,8 +74,13 @@ def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 )
 @calibration_option
 @json_option
+@markdown_option
 def recommend(
-    save: Path | None, calibration_dir: Path | None, as_json: bool, **options: Any
+    save: Path | None,
+    calibration_dir: Path | None,
+    as_json: bool,
+    as_markdown: bool,
+    **options: Any,
 ) -> None:
     """The largest models that train on a GPU; no data and no file needed.
 
@@ -89,6 +96,7 @@ def recommend(
     from whichlora.workflow.recommend import Question, save_plan
     from whichlora.workflow.recommend import recommend as answered
 
+    check_form(as_json, as_markdown)
     question = Question(**options)
     with terminal.Progress(quiet=True) as progress:
         recommendation = answered(question, progress=progress, calibration_dir=calibration_dir)
@@ -96,6 +104,9 @@ def recommend(
         save_plan(recommendation, save)
     if as_json:
         print_json(recommendation.to_dict())
+    elif as_markdown:
+        document = terminal.recommended_document(recommendation)
+        click.echo(terminal.as_markdown(document), nl=False)
     else:
         terminal.print_recommended(recommendation)
         if save is not None:

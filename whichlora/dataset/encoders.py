@@ -72,7 +72,7 @@ def encoder_of(tokenizer: str | None, *, offline: bool) -> tuple[Encode, str]:
     if tokenizer == BYTE_LEVEL:
         return Estimate(bytes_per_token=1), BYTE_LEVEL
     if tokenizer is None:
-        return Estimate(), f"{_ESTIMATE}, as no tokenizer is named"
+        return Estimate(), f"{_ESTIMATE}, as there is no tokenizer"
     file = _tokenizer_file(tokenizer, "tokenizer.json", offline=offline)
     if file is None:
         where = "on this machine" if offline else "on this machine or the hub"

@@ -9,9 +9,9 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from whichlora.dataset.batching import batches, best_fit_decreasing
+from whichlora.dataset.expected import binned
 from whichlora.dataset.lengths import TokenLengths
 from whichlora.errors import ConfigError
-from whichlora.spec.numeric import ceil_div
 from whichlora.spec.plan import Collator
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from whichlora.trainers import Repeats
 
-WIDTH_BINS = 16  # distinct batch widths that the total time is summed over
 _ALTERNATIVE_Z = NormalDist().inv_cdf(0.95)  # 90 % of data sets lie between the alternatives
 _MOST_SHUFFLES = 4  # epochs whose batches are drawn; the others are like them
 
@@ -249,20 +248,12 @@ def _parts(sizes: NDArray[np.int64], batch_size: int, *, per_epoch: int) -> NDAr
 
 
 def _binned(widths: NDArray[np.int64], counts: NDArray[np.float64]) -> dict[int, float]:
-    """`counts` by width, in few bins.
-
-    A bin is represented by its mean width, which preserves the number of tokens. An incomplete
-    batch counts as a fraction.
-    """
+    """`counts` by width, in few bins. An incomplete batch counts as a fraction."""
     import numpy as np
 
-    bins = widths // max(1, ceil_div(int(widths.max()), WIDTH_BINS))
-    summed: dict[int, float] = {}
-    for width_bin in np.unique(bins):
-        share = counts[bins == width_bin]
-        mean = max(1, round(float((widths[bins == width_bin] * share).sum() / share.sum())))
-        summed[mean] = summed.get(mean, 0.0) + float(share.sum())
-    return summed
+    distinct, place = np.unique(widths, return_inverse=True)
+    summed = np.bincount(place.ravel(), weights=counts)
+    return binned(dict(zip(distinct.tolist(), summed.tolist(), strict=True)))
 
 
 def _mean_padded(lengths: TokenLengths, table: NDArray[np.int64]) -> float:

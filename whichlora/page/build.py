@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
+from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
 
@@ -27,19 +28,21 @@ FIRST = {"gpu": "rtx-4090-24gb"}  # what the page shows before anybody asks
 _ONE_RUN = {"gpu": "a100-sxm-80gb", "model": "meta-llama/Llama-3.1-8B"}  # a card with coefficients
 # What predicting imports, which is the standard library alone below.
 _PACKAGES = (
-    "calibration", "config", "families", "memory", "methods", "page", "parallel", "predict",
-    "serving", "spec", "store", "symbolic", "timing", "tracer", "tasks", "trainers", "workflow",
+    "calibration", "config", "dataset", "exports", "families", "imports", "memory", "methods",
+    "page", "parallel", "predict", "serving", "spec", "store", "symbolic", "timing", "tracer",
+    "tasks", "trainers", "workflow",
 )  # fmt: skip
+_YAML = "ruamel.yaml"  # what a file of another tool is read with, and nothing else
 _MODULES = ("__init__", "errors", "extras", "text", "units")
 _DATA = ("models_db", "calibration", "costs")
 _KINDS = ("*.json", "*.jsonl", "*.csv")
 _SCRIPTS = ("page.js", "theme.js", "worker.js")
 _SUGGESTED = {"gpu": "gpu-names", "model": "model-names"}
-_WIDTHS = dict.fromkeys(("model", "phase", "method", "trainer", "serving"), "wide")
-_WIDTHS |= {"gpu": "most", "gpus": "least"}
+_WIDTHS = dict.fromkeys(("model", "phase", "from", "method", "trainer", "data", "serving"), "wide")
+_WIDTHS |= {"gpu": "most", "gpus": "least", "samples": "most", "epochs": "least"}
 _HINTS = {
     "model": "any: the largest that fits",
-    "gpu": "4090, H100, 24GB",
+    "gpu": "any; 4090, 24GB",
     "context": "prompt + new",
 }
 
@@ -104,6 +107,7 @@ def bundle() -> bytes:
     for package in _PACKAGES:
         for path in (root / package).rglob("*.py"):
             members[f"whichlora/{path.relative_to(root).as_posix()}"] = path
+    members |= dict(_yaml_files())
     for name in _DATA:
         source = data_folder(name)
         for path in (each for kind in _KINDS for each in source.rglob(kind)):
@@ -115,6 +119,17 @@ def bundle() -> bytes:
                 zipfile.ZipInfo(name), members[name].read_bytes(), zipfile.ZIP_DEFLATED
             )
     return written.getvalue()
+
+
+def _yaml_files() -> Iterator[tuple[str, Path]]:
+    """The modules that read YAML, all Python, and their licence."""
+    distribution = metadata.distribution(_YAML)
+    for file in distribution.files or ():
+        path = Path(str(distribution.locate_file(file)))
+        if file.suffix == ".py":
+            yield file.as_posix(), path
+        elif "LICENSE" in file.name:
+            yield f"ruamel/yaml/{file.name}", path
 
 
 def _texts(*, has_snapshot: bool) -> dict[str, str]:
@@ -129,6 +144,7 @@ def _texts(*, has_snapshot: bool) -> dict[str, str]:
         ),
         "about": escape(_about()),
         "pyodide": VERSION,
+        "yaml": metadata.version(_YAML),
     }
 
 
@@ -187,8 +203,17 @@ def _input(field: Field) -> Iterator[str]:
             yield f'<option value="{escape(value)}"{chosen}>{escape(shown)}</option>'
         yield "</select>"
         return
+    hint = ""
+    if field.hint:
+        same += f' aria-describedby="hint-{field.name}"'
+        hint = f'<small id="hint-{field.name}">{escape(field.hint)}</small>'
+    if field.kind == "file":
+        several = " multiple" if field.several else ""
+        yield f'<input {same} type="file" accept="{",".join(field.accept)}"{several}>{hint}'
+        return
     value = FIRST.get(field.name, field.default)
     extra = f' list="{_SUGGESTED[field.name]}"' if field.name in _SUGGESTED else ""
     extra += f' placeholder="{escape(_HINTS[field.name])}"' if field.name in _HINTS else ""
-    kind = 'inputmode="numeric"' if field.kind == "count" else 'spellcheck="false"'
-    yield f'<input {same} {kind} value="{escape(value)}"{extra}>'
+    modes = {"count": 'inputmode="numeric"', "number": 'inputmode="decimal"'}
+    kind = modes.get(field.kind, 'spellcheck="false"')
+    yield f'<input {same} {kind} value="{escape(value)}"{extra}>{hint}'

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from whichlora.errors import ConfigError
@@ -14,15 +15,21 @@ from whichlora.parallel import list_strategies
 from whichlora.serving import list_engines
 from whichlora.spec import run as specs
 from whichlora.spec.parallel import AUTO
+from whichlora.store.gpus import number_of
 from whichlora.trainers import list_trainers
 from whichlora.workflow import combinations
+from whichlora.workflow.whole_training import Data
 
-Kind = Literal["text", "count", "choice", "switch"]
+Kind = Literal["text", "count", "number", "choice", "switch", "file"]
 Question = Mapping[str, str]  # values by name of a field; one that is left out has its default
 
 _RUN = specs.RunConfig(model="any")
 _SWITCH = ("", "yes", "no")
-_NOT_HERE = ("auto", "cpu", "all")  # what a command finds out about its own machine
+_NOT_HERE = ("auto", "cpu")  # what a command finds out about its own machine
+_EVERY = ("", "all")
+DATA = ("data", "samples", "epochs")  # what is learned
+_BESIDE_A_RUN = ("gpu", "from", *DATA)
+NEXT_FILE = "/"  # between the names of files, which hold none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +42,8 @@ class Field:
         choices: accepted values, each with what it is; none where any text is.
         phase: that reads it; empty for both.
         rare: folded away until it is asked for.
+        hint: what the label leaves open.
+        accept: endings of file names; several are taken where `several` says so.
     """
 
     name: str
@@ -44,11 +53,16 @@ class Field:
     choices: tuple[tuple[str, str], ...] = ()
     phase: str = ""
     rare: bool = False
+    hint: str = ""
+    accept: tuple[str, ...] = ()
+    several: bool = False
 
     def value(self, text: str) -> Any:
         """`text` as the setting takes it; what is no number stays, and is refused by its name."""
         if self.kind == "count":
             return int(text) if text.isascii() and text.isdecimal() else text
+        if self.kind == "number":
+            return _number(text)
         return text == "yes" if self.kind == "switch" else text
 
     def flag(self, text: str) -> list[str]:
@@ -56,7 +70,16 @@ class Field:
         word = self.name.replace("_", "-")
         if self.kind == "switch":
             return [f"--{word}" if text == "yes" else f"--no-{word}"]
+        if self.kind == "file":
+            return [each for name in text.split(NEXT_FILE) for each in (f"--{word}", name)]
         return [f"--{word}", text]
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 class _Described(Protocol):
@@ -90,10 +113,18 @@ def fields() -> tuple[Field, ...]:
     switches = tuple(zip(_SWITCH, ("as usual", "", ""), strict=True))
     strategies = ((AUTO, "the fastest that fits"), *_members(list_strategies()))
     return (
-        Field(name="gpu", label="Card"),
+        Field(name="gpu", label="Card", hint="None: every card. Several: 2x3090, a6000."),
         Field(name="gpus", label="How many", kind="count", default="1"),
         Field(name="model", label="Model"),
         choice("phase", "What runs", (("finetune", "fine-tuning"), ("inference", "serving"))),
+        Field(
+            name="from",
+            label="File of Axolotl, LLaMA-Factory or TRL",
+            kind="file",
+            hint="Read here, sent nowhere. What you fill in counts more.",
+            accept=(".yaml", ".yml", ".json", ".sh"),
+            several=True,
+        ),
         choice("method", "Method", _members(list_methods()), **training),
         count("seq_len", "Tokens per sequence", **training),
         count("batch_size", "Batch per card", **training),
@@ -106,6 +137,16 @@ def fields() -> tuple[Field, ...]:
             choices=switches,
             **training,
         ),
+        Field(
+            name="data",
+            label="Training data",
+            kind="file",
+            hint="JSONL, JSON, CSV or text: read here, sent nowhere.",
+            accept=(".jsonl", ".json", ".csv", ".tsv", ".txt"),
+            **training,
+        ),
+        Field(name="samples", label="or rows of full length", kind="count", **training),
+        Field(name="epochs", label="Epochs", kind="number", default="1", **training),
         choice("serving", "Engine", _members(list_engines()), **serving),
         count("prompt_len", "Tokens of the prompt", **serving),
         count("max_new_tokens", "New tokens", **serving),
@@ -133,7 +174,12 @@ def stated(question: Question) -> dict[Field, str]:
     if unknown := [name for name in question if name not in by_name]:
         raise ConfigError(f"{unknown[0]}: is not a setting; accepted are {', '.join(by_name)}")
     phase = question.get("phase") or by_name["phase"].default
-    values = {field: question.get(field.name, "").strip() for field in fields()}
+    asked = dict(question)
+    if asked.get("data"):  # has its own rows
+        asked.pop("samples", None)
+    elif not asked.get("samples"):  # epochs of nothing
+        asked.pop("epochs", None)
+    values = {field: asked.get(field.name, "").strip() for field in fields()}
     return {
         field: text
         for field, text in values.items()
@@ -141,19 +187,57 @@ def stated(question: Question) -> dict[Field, str]:
     }
 
 
-def card(question: Question) -> str:
-    """The card of `question`, which a page can't see by itself.
+def cards(question: Question) -> list[str]:
+    """The cards of `question`; none are all of the catalog.
 
     Raises:
-        ConfigError: none, or what only the machine that asks could say.
+        ConfigError: what only the machine that asks could say.
     """
-    name = question.get("gpu", "").strip()
-    if not name or name.lower() in _NOT_HERE:
-        got = f", got {name!r}" if name else ""
-        raise ConfigError(f"gpu: name a card, such as 4090, or memory such as 24GB{got}")
-    if "," in name:
-        raise ConfigError(f"gpu: {name}: one card at a time; the table below has all")
-    return name
+    text = question.get("gpu", "").strip()
+    if text.lower() in _EVERY:
+        return []
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name.lower() in _NOT_HERE]:
+        raise ConfigError(
+            f"gpu: name a card, such as 4090, or memory such as 24GB, got {unknown[0]!r}"
+        )
+    return names
+
+
+def with_number(question: Question) -> dict[str, str]:
+    """`question`, whose only card has its number as a field of its own: "2x3090".
+
+    Raises:
+        ConfigError: another number stands there.
+    """
+    names = cards(question)
+    if len(names) != 1:
+        return {**question, "gpu": ",".join(names)}
+    number, name = number_of(names[0])
+    if number is None:
+        return dict(question)
+    if question.get("gpus", "1") not in ("1", ""):
+        raise ConfigError(f"gpu: {names[0]} states how many; leave gpus out")
+    return {**question, "gpu": name, "gpus": str(number)}
+
+
+def chosen_files(question: Question) -> list[Path]:
+    """The files of another tool."""
+    text = question.get("from", "")
+    return [Path(name) for name in text.split(NEXT_FILE)] if text else []
+
+
+def data(question: Question) -> Data | None:
+    """What is learned; None where the question does not say.
+
+    Raises:
+        ConfigError: a number out of range, or none.
+    """
+    values = {field.name: field.value(text) for field, text in stated(question).items()}
+    for name, kind in (("samples", int), ("epochs", float)):
+        if name in values and not isinstance(values[name], kind):
+            raise ConfigError(f"{name}: {values[name]!r} is not a number")
+    return Data.asked(values.get("data"), values.get("samples"), values.get("epochs"), offline=True)
 
 
 def settings(question: Question) -> dict[str, list[Any]]:
@@ -163,7 +247,8 @@ def settings(question: Question) -> dict[str, list[Any]]:
         ConfigError: no such field, or settings that exclude each other.
     """
     values = {field.name: [field.value(text)] for field, text in stated(question).items()}
-    values.pop("gpu", None)
+    for name in _BESIDE_A_RUN:
+        values.pop(name, None)
     return combinations.with_concurrency(
         {**combinations.UNSTATED, **values}, states_batch_size="batch_size" in values
     )
@@ -171,11 +256,15 @@ def settings(question: Question) -> dict[str, list[Any]]:
 
 def command(question: Question, name: str = "estimate") -> str:
     """The command line that answers `question`, or `where` it fits."""
-    values = stated(question)
+    values = {
+        field: text
+        for field, text in stated(question).items()
+        if name != "where" or field.name not in ("gpu", *DATA)
+    }
     words = ["whichlora", name]
     for field, text in values.items():
         if field.name == "model":
             words.insert(2, shlex.quote(text))
-        elif field.name != "gpu" or name != "where":
+        else:
             words += [shlex.quote(word) for word in field.flag(text)]
     return " ".join(words)

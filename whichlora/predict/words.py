@@ -5,10 +5,10 @@ from __future__ import annotations
 from whichlora.methods import get_method
 from whichlora.serving.form import form_in_words
 from whichlora.spec.parallel import ParallelConfig
-from whichlora.spec.results import Prediction
+from whichlora.spec.results import Prediction, TrainingTotal
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.tasks import task_of
-from whichlora.units import format_bytes
+from whichlora.units import format_bytes, format_count
 
 VERDICTS = {"fits": "yes", "fails": "no", "undecided": "maybe"}
 FITS = {"fits": "fits", "fails": "does not fit", "undecided": "may fit"}  # in a sentence
@@ -48,6 +48,18 @@ def describe(run: RunConfig) -> str:
         )
     text = f"{name} {method_in_words(run)}, batch {run.batch_size}, {run.seq_len} tokens"
     return f"{text}, {on_gpus(run.parallel)}" if not run.parallel.is_one_device else text
+
+
+def amount_in_words(total: TrainingTotal) -> str:
+    """How much is learned."""
+    passes = "1 epoch" if total.epochs == 1 else f"{total.epochs:g} epochs"
+    words = [
+        f"{total.num_sequences:,} rows, {format_count(total.num_tokens)} tokens an epoch, "
+        f"the longest {total.longest:,}; {passes}"
+    ]
+    if total.num_truncated:
+        words.append(f"{total.num_truncated:,} rows are cut")
+    return ", ".join(words)
 
 
 def on_gpus(config: ParallelConfig) -> str:

@@ -307,6 +307,32 @@ class ServingPrediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingTotal:
+    """A whole fine-tuning over its data.
+
+    Args:
+        num_sequences: rows of the data.
+        num_tokens: of one pass over it, cut to the length of the run, without padding.
+        longest: tokens of the longest row after the cut, which decides the memory.
+        num_truncated: rows that are cut.
+        num_steps: optimizer steps of all epochs.
+        total_s, interval_s: of all of them, NaN where no time is known.
+    """
+
+    num_sequences: int
+    epochs: float
+    num_tokens: int
+    longest: int
+    num_truncated: int
+    num_steps: int
+    total_s: float
+    interval_s: Interval
+
+    def to_dict(self) -> dict[str, Any]:
+        return known_values(dataclasses.asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction(Rendered):
     """One candidate judged on one device.
 
@@ -317,6 +343,7 @@ class Prediction(Rendered):
         several_gpus: of a run that is spread over them, else None.
         serving: of an engine with a pool, else None.
         cost: of an hour of it, where the one who predicts looked up prices.
+        training: over all the data, where there is some.
     """
 
     run: RunConfig
@@ -333,6 +360,7 @@ class Prediction(Rendered):
     several_gpus: SeveralGpus | None = None
     serving: ServingPrediction | None = None
     cost: RunningCost | None = None
+    training: TrainingTotal | None = None
 
     @property
     def tokens_per_generation(self) -> int:
@@ -357,7 +385,14 @@ class Prediction(Rendered):
             **({} if self.several_gpus is None else self.several_gpus.to_dict()),
             **({} if self.serving is None else {"serving": self.serving.to_dict()}),
             **({} if self.cost is None else {"cost": self.cost.to_dict()}),
+            **({} if self.training is None else {"training": self._training()}),
         }
+
+    def _training(self) -> dict[str, Any]:
+        """The whole training, and its cost."""
+        assert self.training is not None
+        cost = None if self.cost is None else self.cost.to_dict(self.training.total_s)
+        return {**self.training.to_dict(), "cost": cost}
 
 
 def known_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
+from whichlora.predict.cost_words import cost_of, format_money, money_of, price_in_words
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.repeated_times import KNOWN_TO, Repeatability
 from whichlora.predict.words import describe, method_in_words
 from whichlora.search.feasibility import LIKELY, Candidate, closest, rejected_before, relaxations
 from whichlora.search.gpu_counts import gpu_seconds
 from whichlora.serving.form import form_in_words
-from whichlora.terminal.costs import cost_of, format_money, money_of, price_in_words
 from whichlora.terminal.life import stages_sheet
 from whichlora.terminal.plane import plane
 from whichlora.terminal.rows import comparison_rows, comparison_summary

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.predict.words import VERDICTS, headline
+from whichlora.predict.cost_words import cost_of, of_training, per_million, price_lines
+from whichlora.predict.words import VERDICTS, amount_in_words, headline
 from whichlora.spec.results import MemoryPrediction, Prediction, Refused
-from whichlora.terminal.costs import cost_of, per_million, price_lines
 from whichlora.terminal.serving import print_served, served_sheet
 from whichlora.terminal.several_gpus import count_lines, print_spread
 from whichlora.terminal.sheet import Document, Sheet, show
@@ -60,6 +61,7 @@ def _closing(predictions: Sequence[Prediction], refused: Sequence[Refused]) -> I
     """What is said below the tables."""
     yield from count_lines(predictions)
     yield from refusals(refused)
+    yield from _trainings(predictions)
     yield from _costs(predictions)
     for text in dict.fromkeys(prediction.basis for prediction in predictions):
         yield f"basis: {text}"
@@ -67,11 +69,23 @@ def _closing(predictions: Sequence[Prediction], refused: Sequence[Refused]) -> I
         yield f"note: {text}"
 
 
+def _trainings(predictions: Sequence[Prediction]) -> Iterator[str]:
+    """The data, and how long the training of a single run takes over all of it."""
+    totals = [each.training for each in predictions if each.training is not None]
+    yield from dict.fromkeys(f"data: {amount_in_words(total)}" for total in totals)
+    if len(predictions) == 1 and totals and not math.isnan(totals[0].total_s):
+        low, high = map(format_seconds, totals[0].interval_s)
+        took = format_seconds(totals[0].total_s)
+        yield f"the training: {took}, 90 % between {low} and {high}; {totals[0].num_steps} steps"
+
+
 def _costs(predictions: Sequence[Prediction]) -> list[str]:
     """What a million tokens of one run cost; of several, the prices behind their column."""
     first = predictions[0]
     if len(predictions) > 1 or first.cost is None:
         return price_lines(predictions)
+    if first.training is not None:
+        return cost_of(first.cost, first.training.total_s, "the training")
     return cost_of(first.cost, first.cost.s_per_million, "1M tokens")
 
 
@@ -90,7 +104,11 @@ def _print_table(console: Console, predictions: Sequence[Prediction]) -> None:
 def _sheet(predictions: Sequence[Prediction]) -> Sheet:
     """One row per prediction."""
     several = len(predictions) > 1  # the cost of one has a line of its own
-    of_time = ("time", "tokens/s", *(("1M tokens",) if several else ()))
+    whole = any(prediction.training is not None for prediction in predictions)
+    costs: tuple[str, ...] = ("1M tokens",) if several else ()
+    if whole:
+        costs = ("training", "cost") if several else ("training",)
+    of_time = ("time", "tokens/s", *costs)
     numbers = ("batch", "tokens", "peak", "95 % interval", "of the device", *of_time)
     rows = []
     names = variants([p.run for p in predictions], [p.gpu for p in predictions])
@@ -117,7 +135,8 @@ def _sheet(predictions: Sequence[Prediction]) -> Sheet:
                 f"{memory.device_used_bytes / prediction.usable_bytes:.0%}",
                 seconds,
                 format_count(time.tokens_per_s),
-                *((per_million(prediction),) if several else ()),
+                *(_training(prediction)[: len(costs)] if whole else ()),
+                *((per_million(prediction),) if several and not whole else ()),
                 VERDICTS[prediction.verdict],
                 prediction.gpu,
             )
@@ -131,6 +150,12 @@ def _sheet(predictions: Sequence[Prediction]) -> Sheet:
         right=("GPUs", *numbers),
         rows=rows,
     )
+
+
+def _training(prediction: Prediction) -> tuple[str, str]:
+    """Time and cost of all the data."""
+    total = prediction.training
+    return "-" if total is None else format_seconds(total.total_s), of_training(prediction)
 
 
 def _counters_sheet(memory: MemoryPrediction) -> Sheet:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
+from whichlora.predict.cost_words import cost_of, format_money, price_lines
 from whichlora.predict.words import VERDICTS, kind
 from whichlora.spec.results import Refused
 from whichlora.store.jsonfiles import write_text
-from whichlora.terminal.costs import cost_of, format_money, price_lines
 from whichlora.terminal.sheet import as_csv
 from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import refusals, shared_notes

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from whichlora.predict.cost_words import cheapest_hour, cheapest_of, cost_of, per_million
 from whichlora.predict.largest import Placement
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.words import VERDICTS, describe
-from whichlora.terminal.costs import cost_of, per_million
 from whichlora.terminal.sheet import WIDE, Document, Sheet, show
 from whichlora.terminal.tables import open_console, say
 from whichlora.terminal.words import without_key
@@ -95,18 +95,12 @@ def _closing(placements: Sequence[Placement]) -> Iterator[str]:
 
 def _cheapest(placements: Sequence[Placement]) -> list[str]:
     """The accelerator on which a million tokens cost least, of those that fit, with its price."""
-    costs = {
-        placement.gpu.key: (money, cost)
-        for placement in placements
-        if (prediction := placement.prediction) is not None
-        and prediction.verdict == "fits"
-        and (cost := prediction.cost) is not None
-        and (money := cost.money(cost.s_per_million)) is not None
-    }
-    if not costs:
+    best = cheapest_of(placements)
+    if best is None or best.prediction is None or best.prediction.cost is None:
         return []
-    key, (_, cost) = min(costs.items(), key=lambda each: each[1][0])
-    return cost_of(cost, cost.s_per_million, f"cheapest, 1M tokens on {key}")
+    cost = best.prediction.cost
+    by_tokens = cost_of(cost, cost.s_per_million, f"cheapest, 1M tokens on {best.gpu.key}")
+    return [*by_tokens, cheapest_hour(placements)]
 
 
 def placements_sheet(placements: Sequence[Placement], *, wide: bool) -> Sheet:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from whichlora.predict.cost_words import format_money, price_in_words
 from whichlora.predict.words import VERDICTS, describe
 from whichlora.search.feasibility import Candidate
 from whichlora.terminal.answer import verdict_of
-from whichlora.terminal.costs import format_money, price_in_words
 from whichlora.terminal.sheet import Document, Sheet
 from whichlora.terminal.short import best_of_each_model, print_reasons, reason_lines
 from whichlora.terminal.tables import open_console, print_table, say
@@ -46,7 +46,7 @@ def print_recommended(recommendation: Recommendation) -> None:
 def recommended_document(recommendation: Recommendation) -> Document:
     """The same for Markdown."""
     sheets = (_models_sheet(recommendation), _savings_sheet(recommendation))
-    title, *lines = reason_lines(recommendation.answer)
+    title, *lines = map(str.strip, reason_lines(recommendation.answer))
     lines += [f"advice: {rule.in_words}" for rule in recommendation.advice]
     return Document(
         title=title,

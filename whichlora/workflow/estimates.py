@@ -27,8 +27,8 @@ from whichlora.predict.largest import (
 )
 from whichlora.predict.life import Life, life_of
 from whichlora.predict.parallel_choice import best_spread
-from whichlora.predict.predict import predict
-from whichlora.predict.resolve import with_checkpointing, with_precision
+from whichlora.predict.predict import least_training_bytes, predict
+from whichlora.predict.resolve import resolve, with_checkpointing, with_precision
 from whichlora.predict.running_cost import running_cost
 from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards
 from whichlora.predict.words import headline
@@ -45,6 +45,7 @@ from whichlora.store.costs import Rates, load_rates
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus
 from whichlora.store.hub import load_model
 from whichlora.workflow.combinations import by_number, combinations, with_cards
+from whichlora.workflow.whole_training import Data, with_training
 
 
 def estimate(
@@ -57,6 +58,7 @@ def estimate(
     maximise: Size | None = None,
     notes: tuple[str, ...] = (),
     rates: Rates | None = None,
+    data: Data | None = None,
 ) -> Answers[Prediction]:
     """Peak memory and time of every run on every accelerator. Nothing is run or downloaded.
 
@@ -71,15 +73,15 @@ def estimate(
         engine: "ledger" adds up what is known to live; "trace" runs the real code on tensors
             without storage, in seconds per run; "auto" is "trace" for models that the ledger does
             not know.
+        data: what is learned, all of it; None predicts one step alone.
         trace_layers: "2,4" stretches the trace of four layers to all, "all" traces all.
 
     Raises:
         ConfigError: an unknown model or accelerator, or nothing is left of the combinations.
     """
-    if maximise and engine == "trace":
-        raise ConfigError(f"{maximise}: max needs --engine ledger; a trace takes seconds per value")
-    if "all" in gpus:
-        raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
+    _check_asked(gpus, engine, maximise, data)
+    if data is not None:
+        data = data.as_said(notes)
     targets = _targets(gpus, calibration_dir)
     stale = {name: _stale_notes(cards, calibration_dir) for name, cards in targets.items()}
     rates = rates or load_rates()
@@ -101,21 +103,17 @@ def estimate(
                 "give values, which are traced"
             )
         run = with_checkpointing(model, replace(run, model=model.name))
+        if data is not None:
+            run = data.sized(run, model, largest_batch=maximise == "batch_size")
         as_requested = run
         traces: dict[tuple[str, str, str | None], TracedPeak] = {}  # by what chooses the kernels
         for name, cards in targets.items():
             gpu, calibration = cards[0].gpu, cards[0].calibration
             run = with_precision(as_requested, gpu)
             try:
-                traced = None
                 if len(cards) > 1:
                     run = over_cards(as_requested, name, cards)
-                if is_traced:
-                    _check_traceable(run)
-                    device = run.precision, gpu.kind, gpu.compute_capability
-                    if device not in traces:
-                        traces[device] = _trace(model, run, gpu, trace_layers)
-                    traced = traces[device]
+                traced = _traced_once(traces, model, run, gpu, trace_layers) if is_traced else None
                 if len(cards) > 1:
                     prediction = _on_unequal(model, run, name, cards, maximise)
                 else:
@@ -125,8 +123,41 @@ def estimate(
             except ConfigError as error:
                 refused.append(_refused(run, name, error))
                 continue
+            if data is not None and len(cards) == 1 and not is_traced:
+                prediction = with_training(prediction, data, model, gpu, calibration)
             predictions.append(_finished(prediction, cards, notes, rates, stale[name]))
     return Answers(predictions, refused)
+
+
+def _check_asked(
+    gpus: Sequence[str], engine: Engine, maximise: Size | None, data: Data | None
+) -> None:
+    """Refuse what no run can be asked for.
+
+    Raises:
+        ConfigError: one line.
+    """
+    if maximise and engine == "trace":
+        raise ConfigError(f"{maximise}: max needs --engine ledger; a trace takes seconds per value")
+    if maximise == "seq_len" and data is not None:
+        raise ConfigError("seq_len: max and data exclude each other; the data has its lengths")
+    if "all" in gpus:
+        raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
+
+
+def _traced_once(
+    traces: dict[tuple[str, str, str | None], TracedPeak],
+    model: ModelSpec,
+    run: RunConfig,
+    gpu: GpuSpec,
+    trace_layers: str,
+) -> TracedPeak:
+    """The trace of `run`, which is among `traces` where another card has the same kernels."""
+    _check_traceable(run)
+    device = run.precision, gpu.kind, gpu.compute_capability
+    if device not in traces:
+        traces[device] = _trace(model, run, gpu, trace_layers)
+    return traces[device]
 
 
 def estimate_grid(
@@ -145,6 +176,26 @@ def estimate_grid(
         (prediction for answers in found for prediction in answers),
         (refused for answers in found for refused in answers.refused),
     )
+
+
+def surely_fails(run: RunConfig, gpu: str) -> bool:
+    """Whether a fine-tuning lacks memory on one `gpu` by the least that it needs.
+
+    Kind: lower bound, a hundredth of the work of a prediction.
+
+    Raises:
+        ConfigError: an unknown name, or settings that exclude each other.
+    """
+    device, model = find_target(gpu), load_model(run.model)
+    run = with_precision(with_checkpointing(model, replace(run, model=model.name)), device)
+    least = least_training_bytes(
+        resolve(model, run, device),
+        load_calibration(device),
+        batch_size=run.batch_size,
+        seq_len=run.seq_len,
+        least_r=run.r,
+    )
+    return bool(least > device.memory_bytes)
 
 
 def document(answers: Answers[Prediction]) -> dict[str, Any]:

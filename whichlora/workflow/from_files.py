@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.imports import Imported, import_files
+from whichlora.imports.trl import FULL_ROWS
 from whichlora.parallel import strategy_options
 
 # Settings of the files that go with another one, and fall where the user gives that one.
@@ -63,3 +64,8 @@ def notes_of(imported: Imported, settings: Mapping[str, list[Any]]) -> tuple[str
         return imported.notes
     one = f"{imported.path}: does not say how many GPUs the run has; assumed: 1 (--gpus)"
     return (*imported.notes, one)
+
+
+def packs(notes: Iterable[str]) -> bool:
+    """Whether a file whose `notes_of` these are fills its rows with packed texts."""
+    return any(FULL_ROWS in note for note in notes)

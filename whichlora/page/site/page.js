@@ -5,6 +5,7 @@
   const form = byId("question");
   const first = JSON.parse(byId("first").textContent);
   const [status, fault] = [byId("status"), byId("fault")];
+  const MOST_BYTES = 256 * 1024 ** 2; // of a file, which Python holds in memory
   const MOST_ROWS = 12; // of a table, before it is asked for all
   const MARKS = { fits: "✓", undecided: "?", fails: "✕" };
 
@@ -33,14 +34,19 @@
       group.hidden = group.disabled = group.dataset.phase !== phaseOf(); // a disabled one is not asked
     }
   };
+  const fields = [...form.elements].filter((field) => field.name);
+  const choosers = fields.filter((field) => field.type === "file");
   const asked = () => Object.fromEntries(
-    [...new FormData(form)].filter(([name, value]) => value.trim() && value !== defaults.get(name)),
+    [...new FormData(form)].filter(([name, value]) => typeof value === "string" && value.trim() && value !== defaults.get(name)),
   );
+  const chosen = () => choosers.filter((field) => !field.closest("fieldset").disabled && field.files.length);
+  const withFiles = (question) => ({ // no name of a file holds a slash
+    ...question, ...Object.fromEntries(chosen().map((field) => [field.name, [...field.files].map((file) => file.name).join("/")])),
+  });
+  const filesOf = () => chosen().flatMap((field) => [...field.files]);
   const fill = (question) => {
-    form.reset();
-    for (const [name, value] of Object.entries(question)) {
-      const field = form.elements.namedItem(name);
-      if (field) field.value = value;
+    for (const field of fields) {
+      if (field.type !== "file") field.value = question[field.name] ?? defaults.get(field.name); // a file stays chosen
     }
     showPhase();
     for (const folded of form.querySelectorAll("details")) {
@@ -48,7 +54,7 @@
       if (names.some((name) => name in question)) folded.open = true;
     }
   };
-  const defaults = new Map([...form.elements].filter((field) => field.name).map((field) => [field.name, field.dataset.default ?? ""]));
+  const defaults = new Map(fields.map((field) => [field.name, field.dataset.default ?? ""]));
   const fragment = (question) => `#${new URLSearchParams(question)}`;
   const linked = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
 
@@ -63,7 +69,9 @@
     id += 1;
     begun = performance.now();
     document.body.dataset.state = "asked";
-    latest = { id, question: JSON.stringify(question) };
+    latest = { id, question: JSON.stringify(withFiles(question)), files: filesOf() };
+    const large = latest.files.find((file) => file.size > MOST_BYTES);
+    if (large) { latest = null; complain(`${large.name}: is larger than 256 MiB; give a part of it, or ask the command line`); document.body.dataset.state = "done"; return; }
     if (!ready) return; // asked when it is: a worker that still loads would lose it
     say("computing");
     worker.postMessage(latest);
@@ -95,11 +103,13 @@
 
   // --- the answer
 
+  let measured = 0;
   const show = (part) => {
     if (part.part === "refusal") { complain(part.text); return; }
     complain("");
     SHOW[part.part](part);
-    if (part.part === "run" || (part.part === "models" && part.done === 1)) {
+    if (id !== measured) { // the first part
+      measured = id;
       performance.measure("answer", { start: begun, end: performance.now() });
     }
     document.body.dataset.state = part.part;
@@ -131,6 +141,7 @@
     make("h2", { textContent: "The same elsewhere" }),
     ...commands.map((command) => copied(command, "the command")),
     copied(new URL(location.href).href, "the link"),
+    ...(chosen().length ? [make("p", { className: "about", textContent: "The link carries no file: who opens it chooses the file again." })] : []),
   ];
 
   const showRun = (part) => {
@@ -174,59 +185,94 @@
   };
 
   let allRows = false;
-  const table = (title, about, columns, rows, cells) => {
-    const shown = allRows ? rows : rows.slice(0, MOST_ROWS);
-    const head = make("tr", {}, ...columns.map((name, i) => make("th", { scope: "col", className: i ? "number" : "", textContent: name })));
+  let byCost = false; // the order of the cards
+  const table = (title, about, part, first = []) => {
+    const shown = allRows ? part.rows : part.rows.slice(0, MOST_ROWS);
+    const head = make("tr", {}, ...part.columns.map((name, i) => make("th", { scope: "col", className: i ? "number" : "", textContent: name })));
     const body = shown.map((row) => {
-      const [name, ...rest] = cells(row);
-      const link = make("a", { href: fragment(row.question), textContent: name });
-      return make("tr", { className: row.verdict }, make("th", { scope: "row" }, link), ...rest.map((text) => make("td", { className: "number", textContent: text })));
+      const link = make("a", { href: fragment(row.question), textContent: row.name });
+      return make("tr", { className: row.verdict }, make("th", { scope: "row" }, link), ...row.cells.map((text) => make("td", { className: "number", textContent: text })));
     });
-    const all = make("button", { type: "button", textContent: `show all ${rows.length}`, hidden: shown.length === rows.length });
-    all.addEventListener("click", () => { allRows = true; table(title, about, columns, rows, cells); });
+    const all = make("button", { type: "button", textContent: `show all ${part.rows.length}`, hidden: shown.length === part.rows.length });
+    all.addEventListener("click", () => { allRows = true; table(title, about, part, first); });
     const scroll = make("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: title }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...body)));
-    byId("table").replaceChildren(make("h2", { textContent: title }), make("p", { className: "about", textContent: about }), scroll, all);
+    byId("table").replaceChildren(make("h2", { textContent: title }), make("p", { className: "about", textContent: about }), ...first, scroll, all);
   };
-  const showCards = (part) => table(
-    "On every card",
-    part.done < part.of ? `${part.done} of ${part.of} cards so far; the smallest that fits comes first` : "The smallest that fits comes first; a name asks about that card.",
-    part.columns,
-    part.rows,
-    (row) => [row.gpu, ...row.cells],
-  );
+  const notesList = (notes) => (notes.length ? [make("h2", { textContent: "Notes" }), make("ul", { className: "reasons" }, ...notes.map((text) => make("li", { textContent: text })))] : []);
+  const showCards = (part) => {
+    const all = part.done === part.of;
+    if (part.is_answer) {
+      const [card, price] = part.cheapest;
+      if (card) headline("fits", `Cheapest: ${card}, ${price}`, part.title);
+      else if (all) headline("fails", "No card with a price surely fits", part.title);
+      else byId("headline").replaceChildren(make("h2", { textContent: part.title }));
+      byId("detail").replaceChildren(...(part.cheapest_hour ? [make("p", { className: "about", textContent: part.cheapest_hour })] : []));
+      byId("more").replaceChildren(...notesList(part.notes), ...again(part.commands));
+    }
+    const cheapest = part.cheapest.length && !part.is_answer ? [make("p", { className: "cheapest", textContent: `Cheapest: ${part.cheapest.join(", ")}; ${part.cheapest_hour}` })] : [];
+    const order = make("button", { type: "button", ariaPressed: String(byCost), textContent: "cheapest first" });
+    order.addEventListener("click", () => { byCost = !byCost; showCards(part); byId("order")?.focus(); });
+    order.id = "order";
+    const place = new Map(part.cheapest_first.map((name, i) => [name, i]));
+    const rows = byCost || part.is_answer ? [...part.rows].sort((a, b) => place.get(a.name) - place.get(b.name)) : part.rows;
+    table(
+      "On every card",
+      !all ? `${part.done} of ${part.of} cards so far` : `The ${byCost || part.is_answer ? "cheapest" : "smallest"} that fits comes first; a name asks about that card.`,
+      { ...part, rows },
+      [...cheapest, ...(part.is_answer ? [] : [make("p", { className: "order" }, order)])],
+    );
+  };
+  const showCompare = (part) => {
+    headline(part.verdict, part.headline, part.title);
+    clear("detail");
+    table("Beside each other", [part.about, "A name takes one apart."].filter(Boolean).join(". "), part);
+    const open = byId("more").querySelector("details[open]") !== null;
+    byId("more").replaceChildren(
+      ...notesList(part.notes),
+      ...again(part.commands),
+      make("details", { open }, make("summary", { textContent: "The answer as JSON" }), make("pre", { id: "document", textContent: part.document, tabIndex: 0 })),
+    );
+  };
   const showModels = (part) => {
     const last = part.done === part.of;
     if (part.title) headline("fits", "The largest that trains", `${part.title} on ${part.gpu}`);
     else if (last) headline("fails", "No model of the list surely fits", `on ${part.gpu}`);
     else byId("headline").replaceChildren(make("h2", { textContent: `Models on ${part.gpu}` }));
     clear("detail");
-    table(
-      `Models on ${part.gpu}, ${part.usable}`,
-      last ? "The largest that fits comes first; a name takes it apart. Type any other model above." : `${part.done} of ${part.of} models so far`,
-      part.columns,
-      part.rows,
-      (row) => [row.model, ...row.cells],
-    );
+    const about = last ? "The largest that fits comes first; a name takes it apart. Type any other model above." : `${part.done} of ${part.of} models so far`;
+    table(`Models on ${part.gpu}, ${part.usable}`, [part.about, about].filter(Boolean).join(". "), part);
     byId("more").replaceChildren(...part.notes.map((text) => make("p", { className: "about", textContent: text })), ...again(part.commands));
   };
-  const SHOW = { run: showRun, largest: showLargest, cards: showCards, models: showModels };
+  const SHOW = { run: showRun, largest: showLargest, compare: showCompare, cards: showCards, models: showModels };
 
   // --- what the reader does
 
   let last = "";
   const submit = () => {
     const question = asked();
-    if (fragment(question) === last) return;
-    last = fragment(question);
-    history.replaceState(null, "", last);
+    const stamp = [fragment(question), ...chosen().flatMap((field) => [field.name, ...[...field.files].map((file) => `${file.name} ${file.size} ${file.lastModified}`)])].join("\n");
+    if (stamp === last) return;
+    last = stamp;
+    history.replaceState(null, "", fragment(question));
     allRows = false;
     ask(question);
   };
   form.addEventListener("change", () => { showPhase(); submit(); });
   form.addEventListener("submit", (event) => { event.preventDefault(); last = ""; submit(); byId("answer").scrollIntoView({ block: "nearest" }); });
   form.addEventListener("reset", () => setTimeout(() => { showPhase(); submit(); }));
+  // A file that is dropped anywhere goes to the field that takes its kind.
+  addEventListener("dragover", (event) => event.preventDefault());
+  addEventListener("drop", (event) => {
+    if (!event.dataTransfer.files.length || choosers.includes(event.target)) return; // a field takes its own
+    event.preventDefault();
+    const ending = event.dataTransfer.files[0].name.replace(/.*\./, ".").toLowerCase();
+    const takes = [...choosers].reverse().find((field) => field.accept.split(",").includes(ending));
+    if (!takes) { complain(`${event.dataTransfer.files[0].name}: is neither training data nor a file of another tool; accepted: ${choosers.map((field) => field.accept).join(",")}`); return; }
+    takes.files = event.dataTransfer.files;
+    submit();
+  });
   addEventListener("hashchange", () => {
-    if (location.hash === last) return;
+    if (location.hash === last.split("\n")[0]) return;
     fill(linked());
     submit();
     byId("answer").focus();

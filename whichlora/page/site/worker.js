@@ -27,20 +27,41 @@ async function restored() {
   return { _loadSnapshot: snapshot, createPyodideModule: enlarged };
 }
 
+// Files that the reader chose, where Python finds them by their names.
+const written = new Map();
+async function place(python, files) {
+  for (const file of files) {
+    const stamp = `${file.size} ${file.lastModified}`;
+    if (written.get(file.name) === stamp) continue;
+    python.FS.writeFile(file.name, new Uint8Array(await file.arrayBuffer()));
+    written.set(file.name, stamp);
+  }
+}
+
 async function start() {
   const code = fetched("whichlora.zip").then((answer) => answer.arrayBuffer());
   const python = await loadPyodide({ indexURL: here("./"), ...await restored() });
   python.unpackArchive(await code, "zip", { extractDir: "/whichlora" });
-  return python.runPython("import sys; sys.path.insert(0, '/whichlora')\nfrom whichlora.page.questions import answer; answer");
+  python.FS.mkdirTree("/chosen");
+  python.FS.chdir("/chosen");
+  const answer = python.runPython("import sys; sys.path.insert(0, '/whichlora')\nfrom whichlora.page.questions import answer; answer");
+  return { answer, python };
 }
 
 try {
-  const answer = await start();
+  const { answer, python } = await start();
   postMessage({ ready: true });
   for (;;) {
     if (waiting === null) await new Promise((resume) => { wake = resume; });
-    const { id, question } = waiting;
+    const { id, question, files } = waiting;
     waiting = null;
+    try {
+      await place(python, files);
+    } catch (error) { // taken away or changed since it was chosen
+      postMessage({ id, part: { part: "refusal", text: `a file can't be read (${error.message}); choose it again` } });
+      postMessage({ id, done: true });
+      continue;
+    }
     const parts = answer(question);
     for (const part of parts) {
       postMessage({ id, part: JSON.parse(part) });

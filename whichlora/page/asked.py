@@ -1,0 +1,80 @@
+"""A question of the page with the settings that it and its files mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from whichlora.page.form import DATA, Question, chosen_files, data, settings, stated
+from whichlora.spec.results import SCHEMA_VERSION, Answers, Prediction
+from whichlora.workflow import estimates
+from whichlora.workflow.from_files import notes_of, with_files
+from whichlora.workflow.whole_training import Data
+
+Part = dict[str, Any]  # of an answer, as JSON; "part" says which
+
+HEADLINES = {"fits": "Fits", "undecided": "May fit", "fails": "Does not fit"}
+UNKNOWN = "–"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is to be predicted.
+
+    Args:
+        settings: as `combinations` takes them.
+        notes: of the files of another tool.
+        data: what is learned, if anybody said.
+    """
+
+    question: Question
+    settings: Mapping[str, list[Any]]
+    notes: tuple[str, ...] = ()
+    data: Data | None = None
+
+    @classmethod
+    def of(cls, question: Question) -> Self:
+        """What `question` means.
+
+        Raises:
+            ConfigError: a fault of a file, or settings that exclude each other.
+        """
+        asked, files = settings(question), chosen_files(question)
+        if not files:
+            return cls(question=question, settings=asked, data=data(question))
+        is_set = {field.name for field in stated(question)} & asked.keys()
+        merged, imported = with_files(files, asked, is_set)
+        notes = notes_of(imported, merged)
+        return cls(question=question, settings=merged, notes=notes, data=data(question))
+
+    def predicted(self, gpus: Sequence[str], **options: Any) -> Answers[Prediction]:
+        """Its predictions on `gpus`; options are those of `estimates.estimate`.
+
+        Raises:
+            ConfigError: none is left, or a fault of the data.
+        """
+        return estimates.estimate_grid(
+            self.settings, gpus, notes=self.notes, data=self.data, **options
+        )
+
+    def at_length(self, seq_len: int) -> Asked:
+        """A step of it at that length, where it has data; else itself."""
+        if self.data is None:
+            return self
+        question = {name: text for name, text in self.question.items() if name not in DATA}
+        question["seq_len"] = str(seq_len)
+        settings = {**self.settings, "seq_len": [seq_len]}
+        return Asked(question=question, settings=settings, notes=self.notes)
+
+
+def document(answers: Answers[Prediction]) -> str:
+    """What `whichlora estimate --json` prints."""
+    return json.dumps({"schema_version": SCHEMA_VERSION} | estimates.document(answers), indent=1)
+
+
+def link(question: Question) -> dict[str, str]:
+    """The fields of an address, which carries no file."""
+    values = stated(question).items()
+    return {field.name: text for field, text in values if field.kind != "file"}

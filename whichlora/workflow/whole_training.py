@@ -1,0 +1,252 @@
+"""One prediction and its data → steps, time and cost of the whole fine-tuning."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Self
+
+from whichlora.dataset.expected import binned, expected_widths
+from whichlora.dataset.lengths import UNCUT
+from whichlora.dataset.sources import open_dataset
+from whichlora.dataset.tokens import count_tokens
+from whichlora.dataset.workload import count_steps
+from whichlora.errors import ConfigError
+from whichlora.predict.coefficients import Calibration
+from whichlora.predict.predict import judged_time
+from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import ceil_div
+from whichlora.spec.plan import DatasetConfig
+from whichlora.spec.results import Prediction, TrainingTotal
+from whichlora.spec.run import RunConfig
+from whichlora.tasks import rows_of
+from whichlora.trainers import get_trainer
+
+MOST_EPOCHS = 1000
+MOST_SAMPLES = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """What a fine-tuning learns from; every row is trained on.
+
+    Args:
+        path: a file, a folder or a dataset of the hub; empty where only `samples` are known.
+        samples: rows, each of the tokens of the run.
+        epochs: passes over it.
+        packed: rows of the run are full of packed texts.
+        offline: there is no tokenizer, as in a browser; lengths are the same for every model.
+
+    Raises:
+        ConfigError: neither or both of path and samples, or a number out of range.
+    """
+
+    path: str = ""
+    samples: int | None = None
+    epochs: float = 1.0
+    packed: bool = False
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(self.path) == (self.samples is not None):
+            raise ConfigError("data and samples: give one of both; data has its own rows")
+        if self.samples is not None and not 1 <= self.samples <= MOST_SAMPLES:
+            raise ConfigError(
+                f"samples: must be a whole number from 1 to {MOST_SAMPLES:,}, got {self.samples!r}"
+            )
+        if not 0 < self.epochs <= MOST_EPOCHS:
+            raise ConfigError(
+                f"epochs: must be a number above 0, at most {MOST_EPOCHS}, got {self.epochs!r}"
+            )
+
+    @classmethod
+    def asked(
+        cls, path: str | None, samples: int | None, epochs: float | None, *, offline: bool = False
+    ) -> Self | None:
+        """The data that settings state; None where they state none.
+
+        Raises:
+            ConfigError: epochs of nothing.
+        """
+        if path is None and samples is None:
+            if epochs is not None:
+                raise ConfigError("epochs: of how much data? give data, or a number of samples")
+            return None
+        whole = 1.0 if epochs is None else epochs
+        return cls(path=path or "", samples=samples, epochs=whole, offline=offline)
+
+    def as_said(self, notes: Sequence[str]) -> Self:
+        """The data as the files of another tool, whose notes these are, have it."""
+        if not notes:
+            return self
+        from whichlora.workflow.from_files import packs
+
+        return replace(self, packed=packs(notes))
+
+    def rows(self, run: RunConfig, model: ModelSpec) -> Rows:
+        """Its rows as `run` reads them.
+
+        Raises:
+            ConfigError: a run that learns from no rows of a file.
+            DataFileError: a fault of the file, with its line.
+        """
+        if run.phase != "finetune":
+            raise ConfigError("data: is of phase finetune; leave it out")
+        if get_trainer(run.trainer).repeats(run) is not None:
+            raise ConfigError(
+                f"data: trainer {run.trainer} writes its answers, of which a file holds none; "
+                "`whichlora run` counts its training"
+            )
+        if self.samples is not None:
+            return Rows(counts={run.seq_len: self.samples}, others=0, longest=run.seq_len)
+        path = Path(os.path.expanduser(self.path))
+        changed = path.stat().st_mtime_ns if path.is_file() else 0
+        # texts are the same rows for every run
+        reader = None if rows_of(run) == "texts" else run
+        tokenizer = None if self.offline else model.name
+        return _rows(os.path.abspath(path), self.path, changed, tokenizer, reader)
+
+    def sized(self, run: RunConfig, model: ModelSpec, *, largest_batch: bool = False) -> RunConfig:
+        """`run` at the length of its longest batch, padded where rows of a batch differ.
+
+        Args:
+            largest_batch: the batch size of `run` is open.
+
+        Raises:
+            ConfigError, DataFileError: as of `rows`.
+        """
+        rows = self.rows(run, model)
+        seq_len = min(run.seq_len, model.longest_input or run.seq_len)
+        if self.packed:
+            return replace(run, seq_len=seq_len)
+        varied = len({min(length, seq_len) for length in rows.counts}) > 1
+        together = run.batch_size > 1 or largest_batch
+        padding = "padded" if varied and together else run.padding
+        return replace(run, seq_len=min(seq_len, rows.longest), padding=padding)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Rows by their tokens.
+
+    Args:
+        counts: tokens of the longest sequence of a row to the number of rows.
+        others: tokens of the other sequences, where a row is a pair.
+        longest: an upper bound of the longest, where lengths are estimated.
+        alternatives: other plausible counts, where they are.
+        notes: how they were counted where no tokenizer did, and which are left out.
+    """
+
+    counts: Mapping[int, int]
+    others: int
+    longest: int
+    alternatives: tuple[Mapping[int, int], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@lru_cache(maxsize=64)
+def _rows(path: str, name: str, changed: int, tokenizer: str | None, run: RunConfig | None) -> Rows:
+    """The rows of a file, counted once until it changes."""
+    config = DatasetConfig(path=path if changed else name, validation_fraction=0.0)
+    dataset = open_dataset(config, "texts" if run is None else rows_of(run))
+    lengths = count_tokens(
+        dataset, tokenizer=tokenizer, offline=tokenizer is None, max_length=UNCUT, run=run
+    )
+    notes = [] if lengths.is_counted else [f"lengths are {lengths.method}"]
+    if lengths.num_empty:
+        notes.append(f"{lengths.num_empty} rows without text to learn are left out")
+    return Rows(
+        counts=Counter(lengths.lengths["train"]),
+        others=sum(lengths.others.get("train", ())),
+        longest=lengths.longest(),
+        alternatives=tuple(Counter(each.lengths["train"]) for each in lengths.alternatives),
+        notes=tuple(notes),
+    )
+
+
+def with_training(
+    prediction: Prediction, data: Data, model: ModelSpec, gpu: GpuSpec, calibration: Calibration
+) -> Prediction:
+    """`prediction` with what the whole training takes, where times are known.
+
+    Raises:
+        ConfigError, DataFileError: as of `Data.rows`.
+    """
+    rows = data.rows(prediction.run, model)
+    notes = (*prediction.notes, *rows.notes)
+    job = resolve(model, prediction.run, gpu)
+    total = training_total(job, calibration, rows, epochs=data.epochs, packed=data.packed)
+    if not prediction.time.is_known:
+        total = replace(total, total_s=math.nan, interval_s=(math.nan, math.nan))
+    return replace(prediction, training=total, notes=notes)
+
+
+def training_total(
+    job: ResolvedRun, calibration: Calibration, rows: Rows, *, epochs: float, packed: bool = False
+) -> TrainingTotal:
+    """Optimizer steps of all epochs and their time, on average over the order of the rows.
+
+    Kind: estimate; the interval joins the error of a step with that of the lengths.
+    Source: `expected_widths`, `count_steps`.
+    """
+    run, seq_len = job.run, job.run.seq_len
+    cut = _cut(rows.counts, seq_len)
+    tokens = sum(length * number for length, number in cut.items()) + rows.others
+    if packed:
+        cut = {seq_len: ceil_div(tokens, seq_len)}
+    num_batches = ceil_div(sum(cut.values()), run.batch_size * job.at_once)
+    accumulation = run.gradient_accumulation_steps
+    num_steps, all_batches = count_steps(num_batches, accumulation, epochs)
+    scale = all_batches / num_batches / accumulation
+    widths = expected_widths(cut, batch_size=run.batch_size, at_once=job.at_once)
+    total, low, high = 0.0, 0.0, 0.0
+    for width, number in binned(widths).items():
+        step = judged_time(job, calibration, seq_len=width)
+        bounds = step.interval()
+        total += scale * number * float(step.total_s)
+        low += scale * number * float(bounds[0])
+        high += scale * number * float(bounds[1])
+    reach = _reach(rows, seq_len)
+    return TrainingTotal(
+        num_sequences=sum(rows.counts.values()),
+        epochs=epochs,
+        num_tokens=tokens,
+        longest=min(rows.longest, seq_len),
+        num_truncated=sum(n for length, n in rows.counts.items() if length > seq_len),
+        num_steps=num_steps,
+        total_s=total,
+        interval_s=(_joined(total, low, reach), _joined(total, high, reach)),
+    )
+
+
+def _cut(counts: Mapping[int, int], seq_len: int) -> dict[int, int]:
+    cut: Counter[int] = Counter()
+    for length, number in counts.items():
+        cut[min(length, seq_len)] += number
+    return cut
+
+
+def _reach(rows: Rows, seq_len: int) -> float:
+    """Logarithm of how far the number of tokens may be off."""
+
+    def mean(counts: Mapping[int, int]) -> float:
+        cut = _cut(counts, seq_len)
+        return sum(length * number for length, number in cut.items()) / sum(cut.values())
+
+    others = (abs(math.log(mean(each) / mean(rows.counts))) for each in rows.alternatives)
+    return max(others, default=0.0)
+
+
+def _joined(total: float, bound: float, reach: float) -> float:
+    """`bound` of `total` with an independent error of that logarithm."""
+    if not total > 0 or not bound > 0:
+        return bound
+    log = math.log(bound / total)
+    return total * math.exp(math.copysign(math.hypot(log, reach), log))
