@@ -35,7 +35,7 @@ def job(name: str, task: str, **settings: Any) -> ResolvedRun:
 
 
 def test_traced_runs_of_every_task_are_predicted() -> None:
-    by_task = task_traces.errors()
+    by_task = task_traces.RUNS.errors()
     assert set(by_task) == set(task_traces.TASKS)
     sizes = [size for of_task in by_task.values() for size in of_task]
     assert len(sizes) >= 45
