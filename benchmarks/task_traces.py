@@ -8,6 +8,7 @@ transformers on fake tensors. A drawn run that is refused is drawn again.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,15 @@ MODELS = (
     "mistralai/Mistral-7B-v0.3",
 )
 TASKS = ("sequence-classification", "token-classification", "question-answering", "reranking")
+EMBEDDINGS = 1000  # first seed of embeddings, so that the others draw what they drew
+CACHED = ("loss", "CachedMultipleNegativesRankingLoss")
 
 
 def draw(seed: int) -> tuple[dict[str, Any], int]:
     """A run, and how many drawn before it were refused."""
     rng = random.Random(f"tasks {seed}")
-    task = get_task(TASKS[seed % len(TASKS)])  # as many of each
+    embeds = seed >= EMBEDDINGS
+    task = get_task("embedding" if embeds else TASKS[seed % len(TASKS)])  # as many of each
     for refused in range(1000):
         options: dict[str, Any] = {}
         if any(option.name == "num_labels" for option in task.options):
@@ -59,6 +63,8 @@ def draw(seed: int) -> tuple[dict[str, Any], int]:
             gradient_checkpointing=rng.choice((None, False, False)),
             gradient_accumulation_steps=rng.choice((1, 1, 2)),
         )
+        if embeds:
+            run = _embedding(run, rng)
         line = {"layers": rng.choice((2, 3, 4)), "run": run.chosen()}
         try:
             trainer_traces.predicted(line)
@@ -68,13 +74,28 @@ def draw(seed: int) -> tuple[dict[str, Any], int]:
     raise AssertionError(f"no run of {task.name} is accepted")
 
 
+def _embedding(run: RunConfig, rng: random.Random) -> RunConfig:
+    """`run` with settings of embeddings in place of labels'."""
+    loss = rng.choice(((), (CACHED, ("mini_batch_size", rng.choice((2, 4, 8))))))
+    negatives = rng.choice(((), (("num_negatives", 1),), (("num_negatives", 3),)))
+    return replace(
+        run,
+        trainer="sentence-transformers",
+        task_options=(("pooling_mode", rng.choice(("mean", "cls", "lasttoken"))),),
+        trainer_options=(*loss, *negatives),
+        model=rng.choice(MODELS),
+    )
+
+
 TEXT = (
     "# Peak memory of tasks, against traces\n\n"
     "Made by `benchmarks/task_traces.py --write`. Runs are drawn with a seed: task, its "
     "settings, model, method, trainer, rank, batch, length, precision, dropout, "
     "checkpointing, accumulation. The real classes run on fake tensors, in two to four layers "
     "of the model's real width; the ledger predicts the peak of live bytes. Formulas were "
-    "finished on seeds below 200; the others were drawn after."
+    "finished on seeds below 200; the others were drawn after. Seeds from "
+    f"{EMBEDDINGS} on are of embeddings, in sentence-transformers 6.2: pooling, loss, mini-batches "
+    "and negatives are drawn, too. Their formulas were finished on seeds below 1100."
 )
 RUNS = DrawnRuns(
     records=Path(__file__).parent / "traces" / "tasks.jsonl",
