@@ -104,11 +104,11 @@ def test_train_py_trains_a_model_that_embeds(
     path.write_text(
         train_script(
             run,
-            target_modules=["query", "value"],
+            target_modules="all-linear",
             weights="random",
             model_config=config,
-            epochs=4,
-            learning_rate=5e-3,
+            epochs=12,
+            learning_rate=1e-2,
             data_format=DataFormat(kind="anchors"),
         )
     )
