@@ -15,11 +15,10 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from trace_records import live_bytes, read, traced_peak
+
 from whichlora import families
-from whichlora.memory.allocator import REMAINDERS
-from whichlora.predict.predict import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
-from whichlora.spec.numeric import added
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 
@@ -114,13 +113,8 @@ def job_of(line: Mapping[str, Any]) -> ResolvedRun:
 
 
 def moments(line: Mapping[str, Any]) -> dict[str, int]:
-    """Live bytes at each moment as the ledger has them; loading is not traced."""
-    # remainders of blocks are the allocator's: no storage of a trace has them
-    return {
-        name: int(added(entry.num_bytes for entry in entries if entry.fact is not REMAINDERS))
-        for name, entries in ledger(job_of(line)).moments.items()
-        if name != "loading"
-    }
+    """Live bytes at each moment as the ledger has them."""
+    return live_bytes(job_of(line))
 
 
 def predicted(line: Mapping[str, Any]) -> int:
@@ -129,20 +123,7 @@ def predicted(line: Mapping[str, Any]) -> int:
 
 def traced(line: Mapping[str, Any]) -> int:
     """The same of the real class on fake tensors."""
-    from whichlora.tracer.trace import trace
-
-    job = job_of(line)
-    peak = live = 0
-    sizes: dict[int, int] = {}
-    for event in trace(job.run, config_of(line), target_modules=job.peft_targets):
-        if event.num_bytes is None:
-            live -= sizes.pop(event.storage)
-        else:
-            sizes[event.storage] = event.num_bytes
-            live += event.num_bytes
-        if event.moment not in ("load", "adapters"):
-            peak = max(peak, live)
-    return peak
+    return traced_peak(job_of(line), config_of(line))
 
 
 _SIZES = ((448, 448), (640, 480), (1024, 768), (768, 1280), (1600, 1200), (301, 997))
@@ -203,8 +184,7 @@ def draw(seed: int, model_type: str) -> dict[str, Any]:
 
 
 def records() -> Iterator[dict[str, Any]]:
-    for text in RECORDS.read_text(encoding="utf-8").splitlines():
-        yield json.loads(text)
+    return read(RECORDS)
 
 
 def errors(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:

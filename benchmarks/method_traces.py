@@ -7,22 +7,16 @@ fake tensors. A drawn run that is refused is drawn again.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
 import trainer_traces
+from trace_records import DrawnRuns
 
 from whichlora.errors import ConfigError
 from whichlora.spec.run import RunConfig
 
-RECORDS = Path(__file__).parent / "traces" / "methods.jsonl"
-PAGE = Path(__file__).parents[1] / "docs" / "accuracy" / "methods.md"
 T5 = "google-t5/t5-base"
 WITHOUT_T5 = 1000  # first seed that leaves it out: it takes ten times as long to trace
 MODELS = (
@@ -104,76 +98,29 @@ def draw(seed: int) -> tuple[dict[str, Any], int]:
     raise AssertionError(f"no run of {method} is accepted")
 
 
-def records() -> Iterator[dict[str, Any]]:
-    for text in RECORDS.read_text(encoding="utf-8").splitlines():
-        yield json.loads(text)
-
-
-def errors() -> dict[str, list[float]]:
-    """Relative errors of the ledger over all kept records, by method."""
-    by_method: dict[str, list[float]] = {}
-    for line in records():
-        error = abs(trainer_traces.predicted(line) / line["traced"] - 1)
-        by_method.setdefault(line["run"]["method"], []).append(error)
-    return by_method
-
-
-def row(name: str, sizes: list[float]) -> str:
-    two = sizes if len(sizes) > 1 else sizes * 2  # of fewer there are no quantiles
-    p90, p95 = (quantiles(two, n=20, method="inclusive")[place] for place in (17, 18))
-    shown = (f"{100 * size:.3f} %" for size in (median(sizes), p90, p95, max(sizes)))
-    return f"| {name} | {len(sizes)} | {' | '.join(shown)} |"
-
-
-def page() -> str:
-    """docs/accuracy/methods.md."""
-    by_method = errors()
-    every = [size for sizes in by_method.values() for size in sizes]
-    models = sorted({line["run"]["model"] for line in records()})
-    rows = [row("all", every), *(row(name, sizes) for name, sizes in by_method.items())]
-    header = (
-        "| method | runs | median | p90 | p95 | worst |\n| --- | ---: | ---: | ---: | ---: | ---: |"
-    )
-    return (
-        "# Peak memory of PEFT's methods, against traces\n\n"
-        "Made by `benchmarks/method_traces.py --write`. Runs are drawn with a seed: method, its "
-        "settings, model, rank, targets, batch, length, precision, storage, dropout, "
-        "checkpointing, accumulation. PEFT 0.21.2 runs each on fake tensors, in two to four "
-        "layers of the model's real width; the ledger predicts the peak of live bytes.\n\n"
-        "Formulas were finished on seeds below 200; the others were drawn after. Seeds from "
-        f"{WITHOUT_T5} on are of methods that came later, without T5: AdaLoRA's formulas were "
-        "finished on these runs, the others on a small Llama before. SHiRA's mask "
-        "needs values, so that real steps on a CPU test it "
-        "(`tests/methods/test_methods_oracle.py`, every method within 1 %). MiSS's `bat` with "
-        "16-bit adapters is left out: PEFT widens its blocks on a CPU alone, which a trace "
-        "runs on. So is AdaLoRA on an fp32 base, where a GPU alone trains `ranknum`.\n\n"
-        + "\n".join([header, *rows])
-        + f"\n\nModels: {', '.join(models)}.\n"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draw", type=int, metavar="N", help="trace N runs and keep them")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first")
-    parser.add_argument("--output", type=Path, default=RECORDS)
-    parser.add_argument("--write", action="store_true", help="write the page")
-    arguments = parser.parse_args()
-    if arguments.draw:
-        warnings.simplefilter("ignore")
-        with arguments.output.open("a", encoding="utf-8") as file:
-            for seed in range(arguments.first, arguments.first + arguments.draw):
-                line, _ = draw(seed)
-                line["traced"] = trainer_traces.traced(line)
-                print(json.dumps(line), file=file, flush=True)
-    if arguments.write:
-        PAGE.write_text(page(), encoding="utf-8")
-        return
-    by_method = errors()
-    for method, sizes in by_method.items():
-        print(row(method, sizes))
-    print(row("all", [size for sizes in by_method.values() for size in sizes]))
-
+TEXT = (
+    "# Peak memory of PEFT's methods, against traces\n\n"
+    "Made by `benchmarks/method_traces.py --write`. Runs are drawn with a seed: method, its "
+    "settings, model, rank, targets, batch, length, precision, storage, dropout, "
+    "checkpointing, accumulation. PEFT 0.21.2 runs each on fake tensors, in two to four "
+    "layers of the model's real width; the ledger predicts the peak of live bytes.\n\n"
+    "Formulas were finished on seeds below 200; the others were drawn after. Seeds from "
+    f"{WITHOUT_T5} on are of methods that came later, without T5: AdaLoRA's formulas were "
+    "finished on these runs, the others on a small Llama before. SHiRA's mask "
+    "needs values, so that real steps on a CPU test it "
+    "(`tests/methods/test_methods_oracle.py`, every method within 1 %). MiSS's `bat` with "
+    "16-bit adapters is left out: PEFT widens its blocks on a CPU alone, which a trace "
+    "runs on. So is AdaLoRA on an fp32 base, where a GPU alone trains `ranknum`."
+)
+RUNS = DrawnRuns(
+    records=Path(__file__).parent / "traces" / "methods.jsonl",
+    page=Path(__file__).parents[1] / "docs" / "accuracy" / "methods.md",
+    kind="method",
+    text=TEXT,
+    draw=draw,
+    predicted=trainer_traces.predicted,
+    traced=trainer_traces.traced,
+)
 
 if __name__ == "__main__":
-    main()
+    RUNS.main(__doc__)

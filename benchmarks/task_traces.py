@@ -7,23 +7,18 @@ transformers on fake tensors. A drawn run that is refused is drawn again.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import warnings
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import trainer_traces
-from method_traces import row
+from trace_records import DrawnRuns
 
 from whichlora.errors import ConfigError
 from whichlora.spec.run import RunConfig
 from whichlora.tasks import get_task
 
-RECORDS = Path(__file__).parent / "traces" / "tasks.jsonl"
-PAGE = Path(__file__).parents[1] / "docs" / "accuracy" / "tasks.md"
 MODELS = (
     "google-bert/bert-base-uncased",
     "FacebookAI/roberta-large",
@@ -39,12 +34,15 @@ MODELS = (
     "mistralai/Mistral-7B-v0.3",
 )
 TASKS = ("sequence-classification", "token-classification", "question-answering", "reranking")
+EMBEDDINGS = 1000  # first seed of embeddings, so that the others draw what they drew
+CACHED = ("loss", "CachedMultipleNegativesRankingLoss")
 
 
 def draw(seed: int) -> tuple[dict[str, Any], int]:
     """A run, and how many drawn before it were refused."""
     rng = random.Random(f"tasks {seed}")
-    task = get_task(TASKS[seed % len(TASKS)])  # as many of each
+    embeds = seed >= EMBEDDINGS
+    task = get_task("embedding" if embeds else TASKS[seed % len(TASKS)])  # as many of each
     for refused in range(1000):
         options: dict[str, Any] = {}
         if any(option.name == "num_labels" for option in task.options):
@@ -65,6 +63,8 @@ def draw(seed: int) -> tuple[dict[str, Any], int]:
             gradient_checkpointing=rng.choice((None, False, False)),
             gradient_accumulation_steps=rng.choice((1, 1, 2)),
         )
+        if embeds:
+            run = _embedding(run, rng)
         line = {"layers": rng.choice((2, 3, 4)), "run": run.chosen()}
         try:
             trainer_traces.predicted(line)
@@ -74,65 +74,38 @@ def draw(seed: int) -> tuple[dict[str, Any], int]:
     raise AssertionError(f"no run of {task.name} is accepted")
 
 
-def records() -> Iterator[dict[str, Any]]:
-    for text in RECORDS.read_text(encoding="utf-8").splitlines():
-        yield json.loads(text)
-
-
-def errors() -> dict[str, list[float]]:
-    """Relative errors of the ledger over all kept records, by task."""
-    by_task: dict[str, list[float]] = {}
-    for line in records():
-        error = abs(trainer_traces.predicted(line) / line["traced"] - 1)
-        by_task.setdefault(line["run"]["task"], []).append(error)
-    return by_task
-
-
-def page() -> str:
-    """docs/accuracy/tasks.md."""
-    by_task = errors()
-    every = [size for sizes in by_task.values() for size in sizes]
-    models = sorted({line["run"]["model"] for line in records()})
-    rows = [row("all", every), *(row(name, sizes) for name, sizes in by_task.items())]
-    header = (
-        "| task | runs | median | p90 | p95 | worst |\n| --- | ---: | ---: | ---: | ---: | ---: |"
-    )
-    return (
-        "# Peak memory of tasks, against traces\n\n"
-        "Made by `benchmarks/task_traces.py --write`. Runs are drawn with a seed: task, its "
-        "settings, model, method, trainer, rank, batch, length, precision, dropout, "
-        "checkpointing, accumulation. The real classes run on fake tensors, in two to four layers "
-        "of the model's real width; the ledger predicts the peak of live bytes. Formulas were "
-        "finished on seeds below 200; the others were drawn after.\n\n"
-        + "\n".join([header, *rows])
-        + "\n\nModels: "
-        + ", ".join(models)
-        + ".\n"
+def _embedding(run: RunConfig, rng: random.Random) -> RunConfig:
+    """`run` with settings of embeddings in place of labels'."""
+    loss = rng.choice(((), (CACHED, ("mini_batch_size", rng.choice((2, 4, 8))))))
+    negatives = rng.choice(((), (("num_negatives", 1),), (("num_negatives", 3),)))
+    return replace(
+        run,
+        trainer="sentence-transformers",
+        task_options=(("pooling_mode", rng.choice(("mean", "cls", "lasttoken"))),),
+        trainer_options=(*loss, *negatives),
+        model=rng.choice(MODELS),
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draw", type=int, metavar="N", help="trace N runs and keep them")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first")
-    parser.add_argument("--output", type=Path, default=RECORDS)
-    parser.add_argument("--write", action="store_true", help="write the page")
-    arguments = parser.parse_args()
-    if arguments.draw:
-        warnings.simplefilter("ignore")
-        with arguments.output.open("a", encoding="utf-8") as file:
-            for seed in range(arguments.first, arguments.first + arguments.draw):
-                line, _ = draw(seed)
-                line["traced"] = trainer_traces.traced(line)
-                print(json.dumps(line), file=file, flush=True)
-    if arguments.write:
-        PAGE.write_text(page(), encoding="utf-8")
-        return
-    by_task = errors()
-    for task, sizes in by_task.items():
-        print(row(task, sizes))
-    print(row("all", [size for sizes in by_task.values() for size in sizes]))
-
+TEXT = (
+    "# Peak memory of tasks, against traces\n\n"
+    "Made by `benchmarks/task_traces.py --write`. Runs are drawn with a seed: task, its "
+    "settings, model, method, trainer, rank, batch, length, precision, dropout, "
+    "checkpointing, accumulation. The real classes run on fake tensors, in two to four layers "
+    "of the model's real width; the ledger predicts the peak of live bytes. Formulas were "
+    "finished on seeds below 200; the others were drawn after. Seeds from "
+    f"{EMBEDDINGS} on are of embeddings, in sentence-transformers 6.2: pooling, loss, mini-batches "
+    "and negatives are drawn, too. Their formulas were finished on seeds below 1100."
+)
+RUNS = DrawnRuns(
+    records=Path(__file__).parent / "traces" / "tasks.jsonl",
+    page=Path(__file__).parents[1] / "docs" / "accuracy" / "tasks.md",
+    kind="task",
+    text=TEXT,
+    draw=draw,
+    predicted=trainer_traces.predicted,
+    traced=trainer_traces.traced,
+)
 
 if __name__ == "__main__":
-    main()
+    RUNS.main(__doc__)

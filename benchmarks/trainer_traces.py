@@ -24,11 +24,10 @@ from statistics import median, quantiles
 from typing import Any
 from unittest import mock
 
+from trace_records import live_bytes, read, traced_peak
+
 from whichlora import families
-from whichlora.memory.allocator import REMAINDERS
-from whichlora.predict.predict import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
-from whichlora.spec.numeric import added
 from whichlora.spec.options import OptionValue
 from whichlora.spec.run import RunConfig
 from whichlora.spec.versions import Libraries
@@ -70,32 +69,14 @@ def job_of(line: dict[str, Any]) -> ResolvedRun:
 
 
 def predicted(line: dict[str, Any]) -> int:
-    """Live bytes at the peak, as the ledger has them; loading is not traced."""
-    moments = ledger(job_of(line)).moments
-    # remainders of blocks are the allocator's: no storage of a trace has them
-    return max(
-        int(added(entry.num_bytes for entry in entries if entry.fact is not REMAINDERS))
-        for name, entries in moments.items()
-        if name != "loading" and not name.startswith("rollout_")
-    )
+    """Live bytes at the peak, as the ledger has them; answers are not traced."""
+    moments = live_bytes(job_of(line))
+    return max(size for name, size in moments.items() if not name.startswith("rollout_"))
 
 
 def traced(line: dict[str, Any]) -> int:
-    """The same of TRL's trainer on fake tensors."""
-    from whichlora.tracer.trace import trace
-
-    job = job_of(line)
-    peak = live = 0
-    sizes: dict[int, int] = {}
-    for event in trace(job.run, config_of(line), target_modules=job.peft_targets):
-        if event.num_bytes is None:
-            live -= sizes.pop(event.storage)
-        else:
-            sizes[event.storage] = event.num_bytes
-            live += event.num_bytes
-        if event.moment not in ("load", "adapters"):
-            peak = max(peak, live)
-    return peak
+    """The same of the real trainer on fake tensors."""
+    return traced_peak(job_of(line), config_of(line))
 
 
 def draw(seed: int, trainer: str, trl: str = "") -> dict[str, Any]:
@@ -135,8 +116,7 @@ def _options(trainer: str, rng: random.Random) -> tuple[tuple[str, OptionValue],
 
 
 def records() -> Iterator[dict[str, Any]]:
-    for text in RECORDS.read_text(encoding="utf-8").splitlines():
-        yield json.loads(text)
+    return read(RECORDS)
 
 
 def errors() -> dict[str, list[float]]:

@@ -25,7 +25,7 @@ from whichlora.spec.data_format import COLUMNS, KINDS, Rows
 from whichlora.spec.options import Option
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig
 from whichlora.spec.plan import DATA_FILE_SUFFIXES, DatasetConfig, DatasetKind
-from whichlora.spec.run import TRANSFORMERS, USUAL_TRAINER, RunConfig
+from whichlora.spec.run import TRANSFORMERS, USUAL_TRAINER
 from whichlora.store.costs import find_grid, near_countries, read_prices
 from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.store.models import resolve_name
@@ -60,6 +60,7 @@ _ROW_SETTINGS: Mapping[Rows, tuple[str, ...]] = {
     "tagged": (),
     "spans": (),
     "scored": (),
+    "anchors": (),
 }
 _OF_ROWS = tuple(dict.fromkeys(itertools.chain.from_iterable(_ROW_SETTINGS.values())))
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -198,8 +199,14 @@ def _check_names(
 
 
 def _trainer(data: Data) -> Trainer | None:
-    """The trainer that is named, the usual one where none is, None where it is not known."""
-    name = data.get("trainer", RunConfig(model="").trainer)
+    """The trainer that is named, that of the task or the usual one where none is.
+
+    None where it is not known.
+    """
+    name, of_task = data.get("trainer", USUAL_TRAINER), data.get("task", "")
+    task = list_tasks().get(of_task) if isinstance(of_task, str) else None
+    if task is not None and name == USUAL_TRAINER:
+        name = task.trainers[0]
     return list_trainers().get(name) if isinstance(name, str) else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from whichlora.errors import ConfigError
-from whichlora.spec.data_format import COLUMNS, LABELLED_KINDS, DataFormat
+from whichlora.spec.data_format import COLUMNS, LABELLED_KINDS, DataFormat, negatives_of
 
 Row = Mapping[str, Any]
 Example = Mapping[str, Any]
@@ -121,7 +121,7 @@ def checked_format(example: Example, expected: DataFormat | None = None) -> Data
 
 def trained(example: Example) -> Any:
     """The text or messages that the model learns to write; a row without any is left out."""
-    if any(name in example for name in ("tokens", "context", "document")):
+    if any(name in example for name in ("tokens", "context", "document", "positive")):
         return " ".join(labelled_texts(example))
     return next(
         example[name]
@@ -134,6 +134,8 @@ def labelled_texts(example: Example) -> list[str]:
     """The texts that a model reads at once, of a row whose labels are not written by it."""
     if "tokens" in example:
         return [" ".join(example["tokens"])]
+    if "positive" in example:
+        return [example[name] for name in ("anchor", "positive", *negatives_of(example))]
     names = ("question", "context", "query", "document", "text")
     return [example[name] for name in names if name in example]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from whichlora.dataset.base import Row
 from whichlora.errors import ConfigError
-from whichlora.spec.data_format import COLUMNS, KINDS, DataKind, Rows
+from whichlora.spec.data_format import COLUMNS, KINDS, DataKind, Rows, negatives_of
 
 # Names in lower case with "_" for spaces and hyphens, the likeliest first. Source: the columns of
 # the public data sets that tests/dataset/test_columns.py lists.
@@ -43,6 +43,8 @@ LABELS = ("label", "kto_tag", "desirable", "is_desirable", "thumbs_up")  # of an
 CLASSIFIED_TEXTS = ("text", "sentence", "content", "review", "tweet", "question", "title")
 CLASSES = ("label", "labels", "class", "category", "sentiment", "intent", "coarse_label")
 DOCUMENTS, SCORES = ("document", "passage", "answer", "text"), ("score", "label", "relevance")
+ANCHORS = ("anchor", "query", "question", "sentence1")
+POSITIVES = ("positive", "document", "passage", "answer", "sentence2")
 TOKENS, TAGS = ("tokens", "words"), ("tags", "ner_tags", "labels", "pos_tags")
 
 
@@ -55,7 +57,7 @@ class Columns:
         chat: texts are turns of a conversation, which the model's chat template renders.
         trained: what the model learns to write: the text, the conversation or the answer.
         prompt, rejected, label, system, history: columns, or None.
-        contexts: columns that follow the prompt, after a blank line.
+        contexts: columns that follow the prompt, after a blank line; of an anchor, the negatives.
         unused: all others.
     """
 
@@ -256,6 +258,18 @@ def _scored(row: Row) -> Columns | None:
     return _columns(row, kind="scored", chat=False, trained=document, prompt=query, label=score)
 
 
+def _anchor(row: Row) -> Columns | None:
+    by_name = _by_name(row)
+    anchor = next((by_name[name] for name in ANCHORS if name in by_name), None)
+    positive = next((by_name[name] for name in POSITIVES if name in by_name), None)
+    if anchor is None or positive is None:
+        return None
+    negatives = tuple(by_name[name] for name in negatives_of(by_name))
+    return _columns(
+        row, kind="anchors", chat=False, trained=positive, prompt=anchor, contexts=negatives
+    )
+
+
 _RECOGNISERS: Mapping[Rows, Callable[[Row], Columns | None]] = {
     "texts": _learned_text,
     "pairs": _preference,
@@ -265,6 +279,7 @@ _RECOGNISERS: Mapping[Rows, Callable[[Row], Columns | None]] = {
     "tagged": _tagged,
     "spans": _span,
     "scored": _scored,
+    "anchors": _anchor,
 }
 _NEEDED: Mapping[Rows, str] = {
     "pairs": (
@@ -287,6 +302,10 @@ _NEEDED: Mapping[Rows, str] = {
     ),
     "scored": (
         "a run that learns how well documents answer takes query, document and score (0 to 1)"
+    ),
+    "anchors": (
+        "a run that learns embeddings takes anchor, positive and, where there are any, negative or "
+        "negative_1, negative_2, ..."
     ),
 }
 

@@ -79,6 +79,7 @@ def _named_parts(config: DatasetConfig, row: Row, rows: Rows) -> Columns | None:
         "tagged": {},
         "spans": {},
         "scored": {},
+        "anchors": {},
     }[rows] | {"prompt": config.prompt_column}
     if not any(names.values()):
         return None
@@ -125,6 +126,8 @@ def _prompts(row: Row, columns: Columns) -> str | list[Message]:
 
 def _labelled(row: Row, columns: Columns) -> Example:
     """A text with its class, words with their tags, or a text with the place of an answer."""
+    if columns.kind == "anchors":
+        return _anchor(row, columns)
     assert columns.label is not None
     label = _cell(row, columns.label)
     if columns.kind == "classified":
@@ -137,6 +140,17 @@ def _labelled(row: Row, columns: Columns) -> Example:
         return {**texts, "score": label}
     texts = {"question": _text(row, columns.prompt), "context": _text(row, columns.trained)}
     return {**texts, "answers": label}
+
+
+def _anchor(row: Row, columns: Columns) -> Example:
+    """An anchor, the text that belongs to it, and those that do not."""
+    assert columns.prompt is not None
+    texts = {"anchor": _text(row, columns.prompt), "positive": _text(row, columns.trained)}
+    named = ["negative"]
+    if len(columns.contexts) > 1:
+        named = [f"negative_{number}" for number in range(1, len(columns.contexts) + 1)]
+    negatives = zip(named, columns.contexts, strict=False)
+    return {**texts, **{name: _text(row, column) for name, column in negatives}}
 
 
 def _label(row: Row, column: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from whichlora.dataset.anchor_tokens import AnchorTokens
 from whichlora.dataset.answer_tokens import AnswerTokens
 from whichlora.dataset.base import (
     BaseDataset,
@@ -21,6 +22,7 @@ from whichlora.dataset.encoders import (
     MOST_BYTES_PER_TOKEN,
     Encode,
     Estimate,
+    Render,
     encoder_of,
     renderer_of,
 )
@@ -33,11 +35,12 @@ from whichlora.spec.data_format import LABELLED_KINDS, DataFormat, Rows
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.run import RunConfig
 from whichlora.tasks import rows_of
+from whichlora.trainers import get_trainer
 
 _MOST_ALTERNATIVE = 20_000  # sequences of an alternative estimate of the lengths
 _CHUNK = 1024  # examples handed to the tokenizer at once
 
-Reader: TypeAlias = TextTokens | AnswerTokens | LabelTokens
+Reader: TypeAlias = TextTokens | AnswerTokens | LabelTokens | AnchorTokens
 Counts: TypeAlias = Sequence[tuple[int, ...]]  # tokens of each sequence of each row
 
 
@@ -87,10 +90,8 @@ def count_tokens(
         conversational=expected.conversational,
         completions_only=completions_only,
     )
-    if expected.kind in LABELLED_KINDS:
-        reader = LabelTokens(max_length=max_length)
-    elif run is not None and rows != "texts":
-        reader = AnswerTokens(run=run, max_length=max_length, render=render)
+    if run is not None and rows != "texts":
+        reader = _reader_of(run, expected, max_length=max_length, render=render)
     whole, num_empty = _whole_examples(dataset, expected)
 
     def counts_of(encode: Encode, rows: Sequence[Example]) -> Counts:
@@ -121,6 +122,17 @@ def count_tokens(
             for bytes_per_token in (MOST_BYTES_PER_TOKEN, FEWEST_BYTES_PER_TOKEN)
         ),
     )
+
+
+def _reader_of(
+    run: RunConfig, expected: DataFormat, *, max_length: int, render: Render | None
+) -> Reader:
+    """What counts rows that are no texts to write."""
+    if expected.kind == "anchors":
+        return AnchorTokens(max_length=max_length, texts=get_trainer(run.trainer).sequences(run))
+    if expected.kind in LABELLED_KINDS:
+        return LabelTokens(max_length=max_length)
+    return AnswerTokens(run=run, max_length=max_length, render=render)
 
 
 def _lengths(reader: Reader, counts: Mapping[Split, Counts]) -> TokenLengths:

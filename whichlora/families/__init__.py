@@ -33,7 +33,7 @@ from whichlora.families import (
 from whichlora.families.experts import with_adapter_ranks
 from whichlora.families.fields import Fields
 from whichlora.families.multimodal import TOWERS, build_multimodal
-from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.architecture import Linear, ModelSpec, Pooling
 
 _MODULES = (
     llama,
@@ -150,4 +150,51 @@ def with_label_head(model: ModelSpec, task: str, *, num_labels: int) -> ModelSpe
     )
 
 
-__all__ = ["FAMILIES", "Fields", "build", "known_types", "with_label_head", "without_dropout"]
+def with_pooling(model: ModelSpec, pooling: Pooling) -> ModelSpec:
+    """`model` as `AutoModel` builds it, whose last hidden states are pooled in place of a head.
+
+    The pooler of its own class runs, and nobody reads what it returns: it gets no gradient.
+
+    Raises:
+        ConfigError: it has two stacks, of which sentence-transformers takes the encoder alone.
+    """
+    if model.task == "seq2seq-lm":
+        raise ConfigError(
+            f"task: embedding of {model.model_type} is not predicted: sentence-transformers takes "
+            "its encoder alone"
+        )
+    own = 0 if model.masked_head is None else model.masked_head.lost_params
+    before = dict(model.label_heads).get(labels.SEQUENCES)
+    named = None if before is None else before.transform
+    pooler = Linear(
+        name=named.linear.name if named is not None and named.in_model else "dense",
+        in_features=model.hidden_size,
+        out_features=model.hidden_size,
+        reads="first_token",
+        bias=True,
+    )
+    return replace(
+        model,
+        head=None,
+        head_tied=False,
+        masked_head=None,
+        label_head=None,
+        pooling=pooling,
+        idle_linears=(*model.idle_linears, *((pooler,) if own else ())),
+        idle_params=model.idle_params + own,
+        logit_softcap=None,
+        scales_logits=False,
+        scales_head_input=False,
+        biases_logits=False,
+    )
+
+
+__all__ = [
+    "FAMILIES",
+    "Fields",
+    "build",
+    "known_types",
+    "with_label_head",
+    "with_pooling",
+    "without_dropout",
+]

@@ -43,7 +43,8 @@ def outside_saved(
     hidden = model.hidden_size
     saved: list[Tensor] = []
     norms, dropped = model.final_norms, model.final_dropouts
-    if model.label_head is not None:  # `label_head_saved` has them
+    has_points = model.label_head is not None or model.pooling is not None
+    if has_points:  # `label_points` has them
         norms, dropped = (), ()
     if not after_layers:  # an encoder's end stands before the decoder
         norms, dropped = norms[: len(norms) // 2], dropped[: len(dropped) // 2]
@@ -61,7 +62,7 @@ def outside_saved(
     mask_bytes = dtypes.stream_bytes if dtypes.backend.wide_dropout_masks else 1
     saved += [per_token("dropout mask", mask_bytes, width, "hidden_size") for width in dropped]
     has_head = model.head is not None or model.task != "causal-lm"
-    has_head = has_head and model.masked_head is None and model.label_head is None
+    has_head = has_head and model.masked_head is None and not has_points
     if dtypes.trains_base and after_layers and has_head:
         # the gradient of a trained weight reads the input: `mm` in derivatives.yaml
         saved.append(per_token("head: input", dtypes.compute_bytes, hidden, "hidden_size"))

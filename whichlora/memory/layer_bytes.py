@@ -76,8 +76,9 @@ def layer_bytes(
     tokens: Count,
     span: Count,
     run: RunConfig,
+    meets: bool = False,
 ) -> LayerBytes:
-    """Args as of the ledger; `run` says how gradients are accumulated and layers checkpointed.
+    """Args as of the ledger and `Tape.backward`; `run` says how gradients are accumulated.
 
     Kind: exact. Source: `symbolic.layer.layer_points`.
     """
@@ -97,7 +98,8 @@ def layer_bytes(
         0,
     )
     before = evaluate(returned_probabilities(layer, dtypes), **sizes)
-    for share, points in _points_of(layer, model, targets, dtypes, method, run, span=span):
+    of_layer = _points_of(layer, model, targets, dtypes, method, run, span=span, meets=meets)
+    for share, points in of_layer:
         tensors.extend(listed_tensors(points.saved_tensors, share, tokens=tokens, span=span, r=r))
         held.extend(listed_tensors(points.held, share, tokens=tokens, span=span, r=r))
         maxima = _values(points, **sizes)
@@ -144,6 +146,7 @@ def _points_of(
     run: RunConfig,
     *,
     span: Count,
+    meets: bool,
 ) -> Iterator[tuple[Count, LayerPoints]]:
     """The points with and without a mask: each with 1 where they hold, 0 elsewhere."""
     for share, masked, ragged in layer_cases(layer, dtypes, span):
@@ -161,6 +164,7 @@ def _points_of(
                 reentrant=bool(run.use_reentrant),
                 checkpointed=bool(run.gradient_checkpointing),
                 stream=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
+                meets=meets,
             ),
         )
 

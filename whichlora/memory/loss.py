@@ -25,6 +25,8 @@ def logit_width(model: ModelSpec) -> int:
 
     Kind: exact. Source: transformers 5.23 `LlamaForCausalLM.forward`, `BertForMaskedLM.forward`.
     """
+    if model.pooling is not None:
+        return 0
     if model.label_head is not None:
         return model.label_head.projection.out_features * (model.label_head.pools == "never")
     has_logits = model.head is not None or model.task == "encoder"
@@ -286,6 +288,22 @@ LABELS_BACKWARD = Fact(
     dtype="compute_bytes",
     why="the loss, the head and the last norm go backward",
     source="torch index and select backward; symbolic.label_head",
+)
+EMBEDDINGS_FORWARD = Fact(
+    part="logits_and_loss",
+    what="last norm, pooled hidden states, embeddings of length 1",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="stream_bytes; embeddings in fp32 under autocast",
+    why="the worst point between the last layer and the loss; there is no vocabulary",
+    source="sentence-transformers Pooling.forward, cos_sim; symbolic.pooling",
+)
+EMBEDDINGS_BACKWARD = Fact(
+    part="logits_and_loss",
+    what="gradients of embeddings and of the last hidden states",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="stream_bytes",
+    why="the loss, the pooling and the last norm go backward",
+    source="torch gather, sum and mul backward; symbolic.pooling",
 )
 LOSS_BACKWARD = Fact(
     part="logits_and_loss",

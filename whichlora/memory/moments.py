@@ -419,6 +419,7 @@ def table_moment(step: TrainingStep) -> dict[str, Entries]:
         return {}
     entries = (
         *step.static,
+        *step.waiting,
         held_outputs(step),
         Entry(ALL_GRADIENTS, step.all_gradients),
         step.late_remainders,

@@ -40,7 +40,7 @@ from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.numeric import Count, added, largest
+from whichlora.spec.numeric import Count, added, floor_div, largest
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 from whichlora.spec.targets import tower_linears
 from whichlora.symbolic.autograd import LinearForm, most
@@ -129,6 +129,8 @@ class TrainingStep:
     Args:
         targets: names of the matrices that get an adapter.
         batch_size, seq_len, r: of the run, or arrays in their place.
+        waiting: what earlier forwards of a micro-batch hold until this one has gone backward.
+        meets: later forwards of the same graph have made their gradients, to which its own come.
     """
 
     model: ModelSpec
@@ -141,6 +143,8 @@ class TrainingStep:
     batch_size: Count
     seq_len: Count
     r: Count
+    waiting: tuple[Entry, ...] = ()
+    meets: bool = False
 
     @cached_property
     def tokens(self) -> Count:
@@ -154,6 +158,14 @@ class TrainingStep:
     @property
     def accumulates(self) -> bool:
         return self.run.gradient_accumulation_steps > 1
+
+    @property
+    def num_forwards(self) -> Count:
+        """With a graph, of one micro-step."""
+        columns = self.trainer.columns(self.run)
+        if columns is None:
+            return 1
+        return columns.num_forwards(floor_div(self.batch_size, columns.texts))
 
     @property
     def gradients_wait(self) -> bool:
@@ -264,6 +276,7 @@ class TrainingStep:
             *self.static,
             Entry(ACCUMULATED, accumulated),
             *self._outer_copies,
+            *self.waiting,
             listed(INPUTS, Group(tensors=(batch, rotary), **self.sized)),
         )
 
@@ -291,6 +304,7 @@ class TrainingStep:
                 self.method,
                 r=self.r,
                 run=self.run,
+                meets=self.meets,
                 **self.sized,
             )
             for layer, count in self.model.layers()
@@ -482,9 +496,9 @@ class TrainingStep:
 
     @cached_property
     def label_points(self) -> LabelPoints | None:
-        """The head for labels and its loss, where the model has one."""
+        """The head for labels, or what makes an embedding, and its loss; None of other models."""
         model, dtypes = self.model, self.dtypes
-        if model.label_head is None:
+        if model.label_head is None and model.pooling is None:
             return None
         layers = [layer for layer, _ in model.layers()]
         return label_points(
@@ -495,6 +509,7 @@ class TrainingStep:
             stream=stream_bytes(layers[-1], dtypes, after_norm=model.starts_in_layer_norm),
             loss_bytes=loss.loss_element_bytes(model, dtypes),
             trains_head=bool(self.head_gradient),
+            widens_outputs=self.trainer.widens_outputs,
         )
 
     def _in_labels(self, points: tuple[LinearForm, ...]) -> Count:
@@ -598,6 +613,8 @@ class TrainingStep:
         if self.trainer.logits_loss(self.run) is not None:
             return logits_loss.LOSS_FORWARD, logits_loss.LOSS_BACKWARD
         if self.label_points is not None:
+            if self.model.pooling is not None:
+                return loss.EMBEDDINGS_FORWARD, loss.EMBEDDINGS_BACKWARD
             return loss.LABELS_FORWARD, loss.LABELS_BACKWARD
         return loss.LOSS_FORWARD, loss.LOSS_BACKWARD
 

@@ -448,7 +448,7 @@ def _rows_of_modules(linear: Linear) -> list[int]:
 
 
 def has_events(step: TrainingStep) -> bool:
-    """Whether all of a step is written as events: layers that share nothing.
+    """Whether all of a step is written as events: one forward of layers that share nothing.
 
     Kind: exact. Source: what `StepEvents` leaves out.
     """
@@ -460,6 +460,7 @@ def has_events(step: TrainingStep) -> bool:
         and model.layer_input_norm is None
         and model.tower is None
         and step.run.loss_head in ("hf", "raw")
+        and step.trainer.columns(step.run) is None
         and not step.method.in_loss
         and not step.method.outer_tensors(model)
         and not any(trained_norms(model, step.targets))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from whichlora.memory import allocator, loss
+from whichlora.memory.columns import column_moments, last_forward
 from whichlora.memory.entries import Entry
 from whichlora.memory.gradients import trained_params
 from whichlora.memory.images import with_images
@@ -81,10 +82,14 @@ def training_ledger(step: TrainingStep, *, is_spread: bool = False) -> Ledger:
     Args:
         is_spread: a strategy changes each moment of a rank; it knows none of a table alone.
     """
-    of_table = {} if is_spread else table_moment(step)
+    if step.trainer.columns(step.run) is None:
+        of_table = {} if is_spread else table_moment(step)
+        moments = with_images(step, training_moments(step) | of_table)
+    else:
+        moments = column_moments(step)
+        step = last_forward(step)
     ledger = Ledger(
-        moments=with_images(step, training_moments(step) | of_table)
-        | training_loading(step, like=step.batch_size),
+        moments=moments | training_loading(step, like=step.batch_size),
         idle_bytes=0,
         workspace_bytes=allocator.workspace_bytes(step.gpu, training=True),
     )
@@ -120,6 +125,7 @@ def least_parts(step: TrainingStep) -> dict[str, Count]:
     states: those of 8 bits take less where a tensor has grown past their threshold.
     Source: `moments.loss_forward` and `moments.loss_backward`, which have these entries and more.
     """
+    step = last_forward(step)
     weights = weight_entries(step.model, step.dtypes, like=step.tokens)
     return {
         "weights": added(entry.num_bytes for entry in weights),

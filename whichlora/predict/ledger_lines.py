@@ -90,7 +90,7 @@ def _rank_lines(job: ResolvedRun, entries: Iterable[Entry], moment: str) -> list
     kind = next((kind for kind in kinds if moment.startswith(f"{kind.name}: ")), kinds[0])
     wholes: dict[Fact, tuple[ResolvedRun, Entry]] = {}
     for step, is_kept in ((kind.step, False), (kind.at_rest, True)):
-        batch_size = step.batch_size // job.trainer.rows_per_example
+        batch_size = step.batch_size // job.trainer.sequences(job.run)
         run = replace(job.run, batch_size=batch_size, seq_len=step.seq_len, r=step.r)
         of_step = replace(job, model=step.model, run=run, dtypes=step.dtypes)
         moments = training_ledger(step).moments

@@ -115,7 +115,7 @@ def ledger(job: ResolvedRun, **sizes: Count) -> Ledger:
 def training_step(job: ResolvedRun, **sizes: Count) -> TrainingStep:
     """One optimizer step of `job`; args as of `ledger`."""
     counts = _sizes(job, sizes)
-    counts["batch_size"] = counts["batch_size"] * job.trainer.rows_per_example
+    counts["batch_size"] = counts["batch_size"] * job.trainer.sequences(job.run)
     counts["seq_len"] = counts["seq_len"] + job.method.virtual_tokens
     return TrainingStep(
         model=job.model,
@@ -302,7 +302,7 @@ def num_tokens(job: ResolvedRun, **sizes: Count) -> Count:
     """
     counts = _sizes(job, sizes)
     if job.run.phase == "finetune":
-        sequences = counts["batch_size"] * job.trainer.rows_per_example
+        sequences = counts["batch_size"] * job.trainer.sequences(job.run)
         return sequences * counts["seq_len"] * job.micro_batches
     made = "max_new_tokens" if job.model.can_generate else "prompt_len"
     return counts["batch_size"] * counts[made]

@@ -48,7 +48,7 @@ def update_of_step(step: TrainingStep) -> Update:
         device_kind=step.gpu.kind,
         clips=step.trainer.clips_gradients,
         unscales=step.run.precision == "fp16" and step.dtypes.under_autocast,
-        num_micro_batches=step.run.gradient_accumulation_steps,
+        num_micro_batches=step.run.gradient_accumulation_steps * step.num_forwards,
     )
 
 
@@ -75,6 +75,7 @@ def _of_micro_batches(step: TrainingStep) -> work.Work:
         update=update_of_step(step),
         scored=step.scored_tokens,
         logits_loss=step.trainer.logits_loss(step.run),
+        num_forwards=step.num_forwards,
         **_sizes(step),
     )
 
@@ -108,12 +109,17 @@ def _without_gradients(step: TrainingStep) -> Iterator[work.Work]:
                 update=counted,
                 **_sizes(step),
             )
-            yield forward.times(number * step.run.gradient_accumulation_steps)
+            times = number * step.run.gradient_accumulation_steps
+            yield forward.times(times * step.num_forwards)
 
 
 def _sizes(step: TrainingStep) -> dict[str, Any]:
+    """Of one forward; several of a micro-step are taken as equally large."""
+    forwards = step.num_forwards
     return {
-        "batch_size": step.batch_size,
+        "batch_size": step.batch_size
+        if step.trainer.columns(step.run) is None
+        else step.batch_size / forwards,
         "seq_len": step.seq_len,
         "r": step.r,
         "num_multiprocessors": timing.tiled_multiprocessors(step.gpu, step.run.precision[:4]),

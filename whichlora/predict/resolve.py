@@ -90,7 +90,7 @@ class ResolvedRun:
     def num_sequences(self) -> int:
         """Of one forward: a pair of answers is two."""
         training = self.run.phase == "finetune"
-        return self.run.batch_size * (self.trainer.rows_per_example if training else 1)
+        return self.run.batch_size * (self.trainer.sequences(self.run) if training else 1)
 
     @property
     def row_tokens(self) -> int:
@@ -234,7 +234,7 @@ def _check_adapted(
             f"method: {method.name} is predicted on one GPU, got gpus {run.parallel.gpus}; use "
             "method lora"
         )
-    if method.find_targets is not None and (model.label_head or model.tower):
+    if method.find_targets is not None and (model.label_head or model.pooling or model.tower):
         raise ConfigError(
             f"method: {method.name} is predicted for rows of text and models that write them; use "
             "method lora, or leave task and images out"

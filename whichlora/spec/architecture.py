@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from whichlora.errors import ConfigError
 
 Task = Literal["causal-lm", "seq2seq-lm", "encoder"]
+Pooling = Literal["mean", "cls", "lasttoken"]
 NormKind = Literal[
     "rms", "rms_offset", "rms_power", "rms_mixed", "layer", "layer_steps", "layer_narrow"
 ]
@@ -683,6 +684,7 @@ class ModelSpec:
         masked_head: of an encoder; not among its parameters, which are those of `AutoModel`.
         label_heads: those of its classes for labels by the name of a task, with one label.
         label_head: the one of them that it is loaded with, in place of the vocabulary's.
+        pooling: how its last hidden states become the embedding of a text, in place of any head.
         splits_embeddings: each of two stacks has a table of tokens of its own (T5Gemma).
         embeds_in_steps: looked-up rows are multiplied by something before they are the stream.
         widens_logits: the loss of an encoder-decoder casts its logits to fp32 itself (T5Gemma).
@@ -725,6 +727,7 @@ class ModelSpec:
     masked_head: MaskedHead | None = None
     label_heads: tuple[tuple[str, LabelHead], ...] = ()
     label_head: LabelHead | None = None
+    pooling: Pooling | None = None
     logit_softcap: float | None = None
     scales_logits: bool = False
     returns_wide_logits: bool = False
@@ -760,7 +763,7 @@ class ModelSpec:
     @property
     def can_generate(self) -> bool:
         """Whether it writes texts; an encoder or a model of labels reads them in one forward."""
-        return self.task != "encoder" and self.label_head is None
+        return self.task != "encoder" and self.label_head is None and self.pooling is None
 
     @property
     def outer_linears(self) -> tuple[Linear, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -19,9 +20,20 @@ DataKind = Literal[
     "tagged",
     "spans",
     "scored",
+    "anchors",
 ]
 # what a trainer or a task learns from
-Rows = Literal["texts", "pairs", "labelled", "prompts", "classified", "tagged", "spans", "scored"]
+Rows = Literal[
+    "texts",
+    "pairs",
+    "labelled",
+    "prompts",
+    "classified",
+    "tagged",
+    "spans",
+    "scored",
+    "anchors",
+]
 
 COLUMNS: Mapping[DataKind, tuple[str, ...]] = {
     "text": ("text",),
@@ -34,13 +46,15 @@ COLUMNS: Mapping[DataKind, tuple[str, ...]] = {
     "tagged": ("tokens", "tags"),  # words, and a name or a number of each
     "spans": ("question", "context", "answers"),  # as SQuAD has them: text and answer_start
     "scored": ("query", "document", "score"),  # from 0 to 1
+    "anchors": ("anchor", "positive"),  # and negative, or negative_1, negative_2, ...
 }
 """Columns of each kind of row, as `train.jsonl` has them.
 
 Source: TRL 1.16, dataset formats; transformers 5.23 examples/pytorch: text-classification,
-token-classification and question-answering.
+token-classification and question-answering; sentence-transformers 6.2, dataset overview.
 """
-LABELLED_KINDS: tuple[DataKind, ...] = ("classified", "tagged", "spans", "scored")
+LABELLED_KINDS: tuple[DataKind, ...] = ("classified", "tagged", "spans", "scored", "anchors")
+_NEGATIVE = re.compile(r"negative(_(?P<number>\d+))?")
 
 PARTS = frozenset(
     column for kind in COLUMNS if kind not in LABELLED_KINDS for column in COLUMNS[kind]
@@ -55,6 +69,7 @@ KINDS: Mapping[Rows, tuple[DataKind, ...]] = {
     "tagged": ("tagged",),
     "spans": ("spans",),
     "scored": ("scored",),
+    "anchors": ("anchors",),
 }
 """Kinds of rows that a trainer can take; of a preference a trainer on texts learns the chosen."""
 
@@ -140,6 +155,8 @@ class DataFormat:
             further = set(row) - set(columns)
             if kind == "prompts":  # columns of others go to the rewards
                 further &= PARTS
+            if kind == "anchors":
+                further -= set(negatives_of(row))
             if set(columns) - optional <= set(row) and not further:
                 if kind in LABELLED_KINDS:
                     _CHECKS[kind](row)
@@ -201,6 +218,18 @@ def _check_score(row: Mapping[str, Any]) -> None:
         raise ConfigError(f"score must be a number from 0 to 1, got {score!r}")
 
 
+def _check_anchor(row: Mapping[str, Any]) -> None:
+    for name, value in row.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} must be text, got {type(value).__name__}")
+
+
+def negatives_of(names: Iterable[str]) -> list[str]:
+    """Those of `names` that are of texts which do not belong to an anchor, by their number."""
+    found = {name: match for name in names if (match := _NEGATIVE.fullmatch(name))}
+    return sorted(found, key=lambda name: int(found[name]["number"] or 0))
+
+
 def is_class(value: Any) -> bool:
     """Whether `value` names a class, or is its number."""
     if isinstance(value, bool):
@@ -213,6 +242,7 @@ _CHECKS: Mapping[DataKind, Callable[[Mapping[str, Any]], None]] = {
     "tagged": _check_tags,
     "spans": _check_span,
     "scored": _check_score,
+    "anchors": _check_anchor,
 }
 
 TEXT_ROWS = DataFormat()

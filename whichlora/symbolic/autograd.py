@@ -808,7 +808,12 @@ class Tape:
         return ends
 
     def backward(
-        self, *, recomputed: bool, early_stop: bool = True, accumulated: bool = False
+        self,
+        *,
+        recomputed: bool,
+        early_stop: bool = True,
+        accumulated: bool = False,
+        meets: bool = False,
     ) -> list[LinearForm]:
         """Points of the backward, from the gradient of the last result on.
 
@@ -817,17 +822,25 @@ class Tape:
                 runs again as soon as a node unpacks a saved tensor.
             early_stop: recomputation ends with the last tensor that backward needs.
             accumulated: gradients of parameters exist already and are added to.
+            meets: they are of another use of the parameters in the same graph.
         """
         walk = self.backward_walk(
-            recomputed=recomputed, early_stop=early_stop, accumulated=accumulated
+            recomputed=recomputed, early_stop=early_stop, accumulated=accumulated, meets=meets
         )
         return self._unpacked(walk.points)
 
     def backward_walk(
-        self, *, recomputed: bool, early_stop: bool = True, accumulated: bool = False
+        self,
+        *,
+        recomputed: bool,
+        early_stop: bool = True,
+        accumulated: bool = False,
+        meets: bool = False,
     ) -> Backward:
         """The backward in order. Args: as of `backward`."""
-        walk = Backward(self, recomputed=recomputed, early_stop=early_stop, accumulated=accumulated)
+        walk = Backward(
+            self, recomputed=recomputed, early_stop=early_stop, accumulated=accumulated, meets=meets
+        )
         if not recomputed:
             walk.live += self._saved_bytes
         elif not early_stop:  # `CheckpointFunction.backward` runs the whole forward first
@@ -858,11 +871,12 @@ class Backward:
     """
 
     def __init__(
-        self, tape: Tape, *, recomputed: bool, early_stop: bool, accumulated: bool
+        self, tape: Tape, *, recomputed: bool, early_stop: bool, accumulated: bool, meets: bool
     ) -> None:
         self._tape = tape
         self._forms = tape._forms
         self._accumulated = accumulated
+        self._meets = meets
         self._holders: dict[int, int] = {}  # nodes that keep a storage
         for node in tape._nodes:
             for storage in set(node.saved):
@@ -1017,6 +1031,11 @@ class Backward:
 
     def _deliver(self, tensor: Tensor, gradient: int) -> None:
         if tensor.is_leaf:
+            if self._meets and gradient in self._views:
+                # `InputBuffer::accumulate`, as below: the other one is a view, too
+                total = self._born(tensor.packed)
+                self.points.append(self.live)
+                self._release(total)
             if self._accumulated:
                 self._release(gradient)
             else:

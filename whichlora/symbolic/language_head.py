@@ -9,6 +9,7 @@ from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.symbolic.autograd import (
+    NOTHING,
     LinearForm,
     SavedTensor,
     Tape,
@@ -24,6 +25,7 @@ from whichlora.symbolic.label_head import run_label_head
 from whichlora.symbolic.layer import BlockEvents, block_events
 from whichlora.symbolic.masked_lm_head import run_masked_head
 from whichlora.symbolic.operators import OpEmitter
+from whichlora.symbolic.pooling import compared, pooled
 from whichlora.trainers.base import LogitsLoss
 
 
@@ -229,11 +231,13 @@ class LabelPoints:
     Args:
         saved_tensors: from the last norm on, until the backward reaches the last layer.
         forward, backward: alive in either, `saved_tensors` left out.
+        states: the last hidden states, which the caller names until the loss is there.
     """
 
     saved_tensors: tuple[SavedTensor, ...]
     forward: tuple[LinearForm, ...]
     backward: tuple[LinearForm, ...]
+    states: LinearForm = NOTHING
 
 
 @lru_cache(maxsize=512)
@@ -246,18 +250,24 @@ def label_points(
     stream: int,
     loss_bytes: int,
     trains_head: bool,
+    widens_outputs: bool,
 ) -> LabelPoints:
     """From the last layer's result to the loss of labels, and back. Kind: exact, as the tape is.
 
     Args: as of `head_events`.
 
-    Source: `end_of_stack`, `run_label_head`, `cross_entropy`.
+    Source: `end_of_stack`, `run_label_head`, `cross_entropy`; of embeddings `symbolic.pooling`.
     """
     tape = Tape()
     code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
     x = tape.input(per_token(model.hidden_size), stream, needs_grad=True)
-    logits = logits_of(code, model, x, trained=trains_head)
-    tape.returns(cross_entropy(code, logits, width=loss_bytes))
+    states = NOTHING
+    if model.pooling is not None:
+        loss, states = _embedded(code, model, x, widens_outputs=widens_outputs)
+        tape.returns(loss)
+    else:
+        logits = logits_of(code, model, x, trained=trains_head)
+        tape.returns(cross_entropy(code, logits, width=loss_bytes))
     saved = tape.saved
 
     def beside(points: list[LinearForm]) -> tuple[LinearForm, ...]:
@@ -267,4 +277,23 @@ def label_points(
         tape.saved_tensors(),
         beside(tape.forward(saving=True)),
         beside(tape.backward(recomputed=False)),
+        states,
     )
+
+
+def _embedded(
+    code: OpEmitter, model: ModelSpec, x: Tensor, *, widens_outputs: bool
+) -> tuple[Tensor, LinearForm]:
+    """The loss that compares embeddings, and the bytes of the last hidden states."""
+    assert model.pooling is not None
+    tape, width = code.tape, model.hidden_size
+    y = end_of_stack(code, model, x)
+    embedding = pooled(code, model.pooling, y, width=width)
+    if widens_outputs and code.dtypes.under_autocast:
+        if y.size < 4:  # the hidden states are among the outputs
+            tape.op([y], y.elements, 4, detached=True)
+        embedding = code.cast(embedding, 4)
+    tape.hold(y)  # the batch's dict names them until the loss is there
+    loss = compared(code, embedding, width=width)
+    tape.hold(y)
+    return loss, NOTHING if y.storage in tape.saved_storages() else y.form

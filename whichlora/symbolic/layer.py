@@ -305,8 +305,9 @@ def layer_points(
     checkpointed: bool,
     stream: int,
     ragged: bool = False,
+    meets: bool = False,
 ) -> LayerPoints:
-    """Args: `stream` as of `stream_bytes`, the others as of the ledger.
+    """Args: `stream` as of `stream_bytes`, `meets` of `Tape.backward`, the others of the ledger.
 
     Kind: exact. Source: the code of transformers, peft, bitsandbytes and torch named above.
     """
@@ -324,7 +325,10 @@ def layer_points(
     )
     tape = written(needs_grad=True)
     backward = tape.backward(
-        recomputed=checkpointed, early_stop=not reentrant, accumulated=accumulated
+        recomputed=checkpointed,
+        early_stop=not reentrant,
+        accumulated=accumulated,
+        meets=meets,
     )
     return LayerPoints(
         tape.saved_tensors(),

@@ -14,6 +14,7 @@ from whichlora.spec.members import Members
 from whichlora.spec.options import filled, known
 from whichlora.spec.run import USUAL_TRAINER, RunConfig
 from whichlora.tasks import (
+    embedding,
     question_answering,
     reranking,
     reward,
@@ -35,6 +36,7 @@ _TASKS = Members[Task](
             question_answering,
             reward,
             reranking,
+            embedding,
         )
     ),
 )

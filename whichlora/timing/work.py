@@ -607,9 +607,13 @@ def training_work(
     scored: Count | None = None,
     logits_loss: LogitsLoss | None = None,
     update: Update,
+    num_forwards: Count = 1,
     num_multiprocessors: int | None = None,
 ) -> Work:
     """One optimizer step: all accumulation micro-steps, then the update.
+
+    Args:
+        num_forwards: of a micro-step, each of `batch_size` sequences.
 
     Frozen weights need one product backward (the input's gradient), trained ones two;
     checkpointing repeats the forward.
@@ -653,7 +657,7 @@ def training_work(
     # a copy is read and written, and so is its gradient
     elementwise = elementwise + 4 * copied * (1 + tied) * dtypes.embedding_bytes
 
-    steps = run.gradient_accumulation_steps
+    steps = run.gradient_accumulation_steps * num_forwards
     return Work(
         product_flops=product_flops * steps,
         idle_flops=layers.idle_flops * steps,

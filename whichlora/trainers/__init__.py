@@ -23,6 +23,7 @@ from whichlora.trainers import (
     loop_function,
     orpo,
     reward,
+    sentence_transformers,
     sft,
     transformers,
     unsloth,
@@ -49,6 +50,7 @@ _TRAINERS = Members[Trainer](
             llamafactory_dpo,
             llamafactory_kto,
             unsloth,
+            sentence_transformers,
         )
     ),
 )

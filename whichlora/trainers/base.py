@@ -12,6 +12,7 @@ from whichlora.spec.backends import backend_of
 from whichlora.spec.data_format import Rows
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.kernels import NO_KERNELS, FusedKernels
+from whichlora.spec.numeric import Count, ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import FOUR_BIT_BNB, USUAL_HEAD, LossHead, RunConfig
 
@@ -32,6 +33,47 @@ class Forwards:
     policy: float = 0
     reference: float = 0
     in_graph: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Texts of an example that the model reads in several forwards, which one loss compares.
+
+    Args:
+        forwards: texts of an example in each, in order. All graphs are alive at the loss, and the
+            last forward goes backward first.
+        mini_batch: sequences of a forward at most, where gradients of embeddings are cached: each
+            column is read without a graph, then again with one, mini-batch after mini-batch. None
+            where nothing is cached.
+    """
+
+    forwards: tuple[int, ...]
+    mini_batch: int | None = None
+
+    @property
+    def texts(self) -> int:
+        """Of an example."""
+        return sum(self.forwards)
+
+    def num_forwards(self, examples: Count) -> Count:
+        """With a graph, of one micro-batch."""
+        if self.mini_batch is None:
+            return len(self.forwards)
+        return self.texts * ceil_div(examples, self.mini_batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A class of losses that a trainer is handed an instance of, made for its model.
+
+    Args:
+        name: of the class, in `module`.
+        settings: its arguments beside the model.
+    """
+
+    module: str
+    name: str
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +147,14 @@ def _no_rollout(run: RunConfig) -> Rollout | None:
     return None
 
 
+def _own_loss(run: RunConfig) -> Loss | None:
+    return None
+
+
+def _one_forward(run: RunConfig) -> Columns | None:
+    return None
+
+
 def _once(run: RunConfig) -> Repeats | None:
     return None
 
@@ -159,6 +209,9 @@ class Trainer:
         library_class: dotted name of the class whose steps these are; empty where a script writes
             them out. An exporter states which class its tool runs.
         config_class: dotted name of the class of its arguments; empty where there is none.
+        model_class: dotted name of the class that it trains, which holds the model of transformers;
+            empty where that is trained itself.
+        loss: what it is handed as its loss; None where it has its own.
         length_argument: the argument of that class that cuts rows to seq_len; empty where there is
             none.
         turned_on: arguments that this class turns on where nobody says.
@@ -169,6 +222,7 @@ class Trainer:
         rows: what it trains on: texts, pairs of a chosen and a rejected answer, answers that are
             labelled as wanted or not, or prompts alone.
         rows_per_example: sequences that an example adds to a forward: two for a pair of answers.
+        columns: where the sequences of an example are read in forwards of their own.
         frames_rows: it puts BOS and EOS tokens around each row itself, also around one that a chat
             template has rendered; else EOS follows the text, and the tokenizer adds its own.
         takes_images: its batches with images are predicted.
@@ -213,6 +267,8 @@ class Trainer:
     steps: str
     library_class: str = ""
     config_class: str = ""
+    model_class: str = ""
+    loss: Callable[[RunConfig], Loss | None] = _own_loss
     length_argument: str = ""
     turned_on: tuple[str, ...] = ()
     makes_adapters: bool = False
@@ -220,6 +276,7 @@ class Trainer:
     loss_heads: tuple[LossHead, ...] = get_args(LossHead)
     rows: Rows = "texts"
     rows_per_example: int = 1
+    columns: Callable[[RunConfig], Columns | None] = _one_forward
     frames_rows: bool = False
     takes_images: bool = False
     gathers_batches: bool = False
@@ -250,6 +307,11 @@ class Trainer:
     arguments: Callable[[RunConfig], Mapping[str, Any]] = _own_options
     check: Callable[[RunConfig], None] = _accepts
     notes: Callable[[RunConfig], tuple[str, ...]] = _no_notes
+
+    def sequences(self, run: RunConfig) -> int:
+        """Those of one example."""
+        columns = self.columns(run)
+        return self.rows_per_example if columns is None else columns.texts
 
     @property
     def writes_answers(self) -> bool:

@@ -118,7 +118,7 @@ class TrainingData:
                 at_once=at_once,
                 epochs=self._plan.epochs,
                 seed=self._plan.seed,
-                sequences=self._trainer(self._plan).rows_per_example,
+                sequences=self._trainer(self._plan).sequences(self._plan.finetune),
                 repeats=self._repeats(batch_size, accumulation),
             )
         return self._workloads[key]

@@ -22,7 +22,9 @@ from whichlora.exports.train_script.lines import (
     argument_lines,
     attention_lines,
     divides_while_loading,
+    embedder_lines,
     has_optimizer,
+    loss_lines,
     model_lines,
     optimizer_lines,
     predicted_versions,
@@ -50,9 +52,11 @@ _IMPORTABLE: Mapping[str, Sequence[str]] = {
     "datasets": ("Dataset",),
     "peft": ("get_peft_model", "prepare_model_for_kbit_training"),
     "peft.optimizers": ("create_loraplus_optimizer", "create_lorafa_optimizer"),
+    "sentence_transformers.sentence_transformer.modules": ("Pooling", "Transformer"),
     "tokenizers": ("Tokenizer", "decoders", "models", "pre_tokenizers"),
     "transformers": (
         "AutoConfig",
+        "AutoModel",
         "AutoModelForCausalLM",
         "AutoModelForMaskedLM",
         "AutoModelForQuestionAnswering",
@@ -67,6 +71,7 @@ _IMPORTABLE: Mapping[str, Sequence[str]] = {
         "Mxfp4Config",
         "PreTrainedTokenizerFast",
         "TrainerCallback",
+        "TrainingArguments",
         "set_seed",
     ),
     "transformers.integrations": ("sdpa_attention",),
@@ -173,8 +178,8 @@ def train_script(
     }
     reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
     stored = {} if random_config is not None else model_config or {}
-    model = _loading(run, model_class, hub, stored, data_format)
-    model += adapter_lines(run, target_modules)
+    model = _loading(run, model_class, hub, stored, data_format, takes_bytes=takes_bytes)
+    model += [*adapter_lines(run, target_modules), *loss_lines(run)]
     main = [
         *templates.RESUME_LINES * keeping.saves,
         "compare_versions()",
@@ -205,9 +210,13 @@ def _loading(
     hub: Mapping[str, Any],
     stored: Mapping[str, Any],
     data: DataFormat,
+    *,
+    takes_bytes: bool,
 ) -> list[str]:
     """Lines that load the model, whose checkpoint has the config `stored`."""
     expanded = is_expanded(stored, run.quant or "none")
+    if get_trainer(run.trainer).model_class:
+        return embedder_lines(run, hub, loads_tokenizer=not takes_bytes, expanded=expanded)
     lines = model_lines(run, model_class, hub, expanded=expanded)
     return lines + CLASS_NAMES_LINES * has_classes(data.kind)
 
@@ -287,7 +296,14 @@ def _assembled(
     lines = indent("\n".join(main) + "\n", "    ")
     body = f"{functions}def main():\n{lines}{tail}"
     trainer = get_trainer(run.trainer)
-    classes = (get_method(run.method).peft_class, trainer.library_class, trainer.config_class)
+    loss = trainer.loss(run)
+    classes = (
+        get_method(run.method).peft_class,
+        trainer.library_class,
+        trainer.config_class,
+        trainer.model_class,
+        "" if loss is None else f"{loss.module}.{loss.name}",
+    )
     return _head(body, constants, classes) + body
 
 
@@ -301,6 +317,9 @@ def _batch_constants(run: RunConfig, data: DataFormat) -> dict[str, Any]:
     task = task_of(run)
     if task is not None and has_classes(data.kind):
         sizes |= {"NUM_LABELS": task.config(run)["num_labels"], "CLASSES": []}
+    columns = get_trainer(run.trainer).columns(run)
+    if columns is not None:
+        sizes["NUM_NEGATIVES"] = columns.texts - 2
     return sizes
 
 
@@ -332,7 +351,8 @@ def _tail(run: RunConfig, keeping: Keeping, pads: str) -> str:
     layout = layout_of(run)
     has_group = layout is not None and layout.launcher == "torchrun"
     rows = ("{}", "{} or None")
-    if trainer.makes_adapters:  # those of TRL take a `Dataset` alone
+    # those of TRL and of sentence-transformers take a `Dataset` alone
+    if trainer.makes_adapters or trainer.model_class:
         rows = ("Dataset.from_list({})", "Dataset.from_list({0}) if {0} else None")
     has_config = trainer.makes_adapters and not get_method(run.method).trains_base
     validation = rows[1].format("validation_rows")
@@ -342,7 +362,8 @@ def _tail(run: RunConfig, keeping: Keeping, pads: str) -> str:
         evaluation=f"        eval_dataset={validation},\n" * keeping.evaluates,
         collator=collator * (trainer.rows == "texts"),
         adapter="        peft_config=peft_config,\n" * has_config
-        + "        reward_funcs=reward_funcs,\n" * trainer.writes_answers,
+        + "        reward_funcs=reward_funcs,\n" * trainer.writes_answers
+        + "        loss=loss,\n" * (trainer.loss(run) is not None),
         optimizer="        optimizers=(optimizer, None),\n"
         * (has_optimizer(run) and not has_config),
         after="".join(indent(line, "    ") for line in _after(run, keeping)),
@@ -367,7 +388,7 @@ def _after(run: RunConfig, keeping: Keeping) -> list[str]:
     if trainer.makes_adapters and has_optimizer(run):
         lines += ["model = trainer.model\n", *(f"{line}\n" for line in optimizer_lines(run))]
         lines.append("trainer.optimizer = optimizer\n")
-    if trainer.rows != "texts":
+    if trainer.rows != "texts" and not trainer.model_class:
         if trainer.keeps_unlearned:
             lines.append(templates.FILTER_ROWS)
             lines.append(templates.FILTER_VALIDATION_ROWS * keeping.evaluates)

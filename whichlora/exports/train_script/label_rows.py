@@ -102,11 +102,23 @@ def encode(row, tokenizer):
 
 
 '''
+_ANCHORS = '''\
+def encode(row, tokenizer):
+    """The texts of a row in the order of the loss, which the collator makes token ids of."""
+    negatives = [name for name in row if re.fullmatch(r"negative(_\\d+)?", name)]
+    negatives.sort(key=lambda name: int(name.partition("_")[2] or 0))
+    if len(negatives) != NUM_NEGATIVES:
+        raise ValueError(f"has {len(negatives)} negatives, planned with {NUM_NEGATIVES}")
+    return {name: row[name] for name in ["anchor", "positive", *negatives]}
+
+
+'''
 _ENCODE: Mapping[DataKind, str] = {
     "classified": _CLASSIFIED,
     "tagged": _TAGGED,
     "spans": _SPANS,
     "scored": _SCORED,
+    "anchors": _ANCHORS,
 }
 _LABELS: Mapping[DataKind, str] = {"classified": '[row["label"]]', "tagged": 'row["tags"]'}
 COLLATORS: Mapping[DataKind, str] = {

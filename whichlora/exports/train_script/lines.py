@@ -128,23 +128,17 @@ def divides_while_loading(run: RunConfig) -> bool:
     return bool(deepspeed) and deepspeed["zero_optimization"]["stage"] == 3
 
 
-def model_lines(
-    run: RunConfig, model_class: str, hub: Mapping[str, Any], *, expanded: bool = False
-) -> list[str]:
-    """The lines that load the model.
-
-    Args:
-        expanded: loading expands the experts of an mxfp4 checkpoint.
-    """
+def _loading_options(run: RunConfig, *, expanded: bool) -> dict[str, Any]:
+    """Arguments of `from_pretrained`; `expanded` as of `model_lines`."""
     spread, _ = _spread_arguments(run)
     stored = {name: spread.pop(name) for name in list(spread) if name.startswith("bnb_4bit_")}
     options: dict[str, Any] = {"dtype": Code(f"torch.{weight_dtype(run)}"), **spread}
-    trainer, task = get_trainer(run.trainer), task_of(run)
+    task = task_of(run)
     skipped: dict[str, Any] = {}
     if task is not None:
         options |= task.config(run)
-        # a head that is quantised is one that PEFT can't copy
-        skipped["llm_int8_skip_modules"] = list(task.copied)
+        if task.copied:  # a head that is quantised is one that PEFT can't copy
+            skipped["llm_int8_skip_modules"] = list(task.copied)
     if not run.attn.startswith(
         "sdpa"
     ):  # the default of transformers, where the architecture has it
@@ -164,6 +158,59 @@ def model_lines(
         options["quantization_config"] = call("BitsAndBytesConfig", load_in_8bit=True, **skipped)
     elif expanded:
         options["quantization_config"] = call("Mxfp4Config", dequantize=True)
+    return options
+
+
+def embedder_lines(
+    run: RunConfig, hub: Mapping[str, Any], *, loads_tokenizer: bool, expanded: bool = False
+) -> list[str]:
+    """The lines that load the model into the modules of sentence-transformers.
+
+    Args:
+        loads_tokenizer: the model has one beside it; else `tokenizer` is put there.
+        expanded: as of `model_lines`.
+    """
+    settings: dict[str, Any] = {"max_seq_length": Code("SEQ_LEN")}
+    settings["model_kwargs"] = {**_loading_options(run, expanded=expanded), **hub}
+    if hub:
+        settings |= {"config_kwargs": dict(hub), "processor_kwargs": dict(hub)}
+    lines = [] if loads_tokenizer else ["tokenizer.save_pretrained(MODEL)"]
+    lines += [
+        f"transformer = {call('Transformer', Code('MODEL'), **settings)}",
+        "transformer.processor = tokenizer",
+        "transformer.max_seq_length = SEQ_LEN",
+    ]
+    if run.prepare_kbit:
+        prepared = call(
+            "prepare_model_for_kbit_training",
+            Code("transformer.model"),
+            use_gradient_checkpointing=False,
+        )
+        lines += ["# Checkpointing, if any, is turned on by the Trainer.", prepared]
+    width = Code("transformer.get_embedding_dimension()")
+    return [
+        *lines,
+        f"pooling = {call('Pooling', width, **dict(run.task_options))}",
+        "model = SentenceTransformer(modules=[transformer, pooling])",
+    ]
+
+
+def loss_lines(run: RunConfig) -> list[str]:
+    """The line that makes the loss, where the trainer is handed one."""
+    loss = get_trainer(run.trainer).loss(run)
+    return [f"loss = {call(loss.name, Code('model'), **loss.settings)}"] if loss else []
+
+
+def model_lines(
+    run: RunConfig, model_class: str, hub: Mapping[str, Any], *, expanded: bool = False
+) -> list[str]:
+    """The lines that load the model.
+
+    Args:
+        expanded: loading expands the experts of an mxfp4 checkpoint.
+    """
+    trainer, task = get_trainer(run.trainer), task_of(run)
+    options = _loading_options(run, expanded=expanded)
     load = call(f"{model_class}.from_pretrained", Code("MODEL"), **options, **hub)
     lines = [f"model = {load}"]
     if task is not None and not trainer.makes_adapters:
@@ -200,7 +247,9 @@ def adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[s
     config = call(method.peft_class.rpartition(".")[2], **settings)
     options = {"autocast_adapter_dtype": False} if run.narrows_adapters else {}
     lines = [f"model = {call('get_peft_model', Code('model'), config, **options)}"]
-    if run.narrows_adapters and run.quant != "none":
+    if trainer.model_class:
+        lines = [call("model.add_adapter", config)]
+    if run.narrows_adapters and (run.quant != "none" or trainer.model_class):
         wide = f" and {literal(method.stays_wide)} not in name" if method.stays_wide else ""
         lines += [
             "for name, parameter in model.named_parameters():",

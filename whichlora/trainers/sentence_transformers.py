@@ -1,0 +1,113 @@
+"""sentence-transformers' `SentenceTransformerTrainer`: embeddings of texts that belong together.
+
+An example is an anchor, a text that belongs to it and, where given, some that do not; the texts of
+all other examples of a batch are negatives, too.
+
+Source: sentence-transformers 6.2 `BaseTrainer.compute_loss`, `MultipleNegativesRankingLoss`,
+`CachedMultipleNegativesRankingLoss`, `embed_columns` of base/losses/merged_forward.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whichlora.errors import ConfigError
+from whichlora.spec.options import Option
+from whichlora.spec.run import RunConfig
+from whichlora.trainers import transformers
+from whichlora.trainers.base import Columns, Forwards, Loss, drops_outputs
+
+PLAIN, CACHED = "MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"
+LOSS = Option(
+    name="loss",
+    summary="the cached one reads mini-batches twice, so that batches may be far larger",
+    default=PLAIN,
+    choices=(PLAIN, CACHED),
+)
+MINI_BATCH = Option(
+    name="mini_batch_size",
+    summary=f"texts of a forward of {CACHED}; 32 there where nobody says",
+    default=None,
+)
+NEGATIVES = Option(
+    name="num_negatives",
+    summary="texts of an example that do not belong to its anchor; 0 where nobody says",
+    default=None,
+)
+_USUAL_MINI_BATCH = 32
+
+
+def num_negatives(run: RunConfig) -> int:
+    return int(str(run.trainer_option(NEGATIVES.name) or 0))
+
+
+def mini_batch_size(run: RunConfig) -> int | None:
+    """Texts of a forward; None where the loss caches nothing."""
+    if run.trainer_option(LOSS.name) != CACHED:
+        return None
+    return int(str(run.trainer_option(MINI_BATCH.name) or _USUAL_MINI_BATCH))
+
+
+def _loss(run: RunConfig) -> Loss:
+    size = mini_batch_size(run)
+    return Loss(
+        module="sentence_transformers.sentence_transformer.losses",
+        name=str(run.trainer_option(LOSS.name) or LOSS.default),
+        settings={} if size is None else {MINI_BATCH.name: size},
+    )
+
+
+def _columns(run: RunConfig) -> Columns:
+    # the first column has a forward of its own, the others are joined: `embed_columns`
+    return Columns(forwards=(1, 1 + num_negatives(run)), mini_batch=mini_batch_size(run))
+
+
+def _forwards(run: RunConfig) -> Forwards:
+    return Forwards(policy=int(mini_batch_size(run) is not None), in_graph=False)
+
+
+def _check(run: RunConfig) -> None:
+    if run.trainer_option(MINI_BATCH.name) is not None and mini_batch_size(run) is None:
+        raise ConfigError(
+            f"mini_batch_size: is of loss {CACHED}, and {PLAIN} reads whole batches; give "
+            f"trainer option loss={CACHED}, or leave it out"
+        )
+    if run.parallel.gpus > 1:
+        raise ConfigError(
+            f"gpus: trainer {run.trainer} is predicted on one GPU, got {run.parallel.gpus}; leave "
+            "it out"
+        )
+
+
+def _notes(run: RunConfig) -> tuple[str, ...]:
+    texts = _columns(run).texts
+    said = [
+        f"batch_size counts examples of {texts} texts, of seq_len tokens at most each",
+        "every text is counted as long as the longest; each column is padded on its own",
+    ]
+    if run.gradient_accumulation_steps > 1:
+        said.append("negatives are those of a micro-batch: accumulation adds none")
+    return tuple(said)
+
+
+TRAINER = replace(
+    transformers.TRAINER,
+    name="sentence-transformers",
+    takes_images=False,
+    summary="sentence-transformers' SentenceTransformerTrainer: embeddings, negatives of the batch",
+    steps="whichlora.profiler.sentence_transformers:measure_sentence_transformers",
+    library_class="sentence_transformers.SentenceTransformerTrainer",
+    config_class="sentence_transformers.SentenceTransformerTrainingArguments",
+    model_class="sentence_transformers.SentenceTransformer",
+    loss=_loss,
+    options=(LOSS, MINI_BATCH, NEGATIVES),
+    loss_heads=("hf",),
+    rows="anchors",
+    columns=_columns,
+    forwards=_forwards,
+    task="embedding",
+    outputs_held=drops_outputs,
+    arguments=lambda run: {},  # its options are of the loss
+    check=_check,
+    notes=_notes,
+)
