@@ -81,7 +81,7 @@ def serving_notes(job: ResolvedRun, start: Start, answer: ServingPrediction) -> 
             "run at once, the others wait"
         )
     if answer.starts and answer.time is None:
-        lines.append(_without_time(job))
+        lines.append(_without_time(job, start))
     elif answer.time is not None and answer.time.queue_grows:
         lines.append(
             f"requests arrive faster than they are answered, {answer.time.requests_per_s:.3g} a "
@@ -90,11 +90,11 @@ def serving_notes(job: ResolvedRun, start: Start, answer: ServingPrediction) -> 
     return (*lines, *job.engine.notes(job.served, start))
 
 
-def _without_time(job: ResolvedRun) -> str:
+def _without_time(job: ResolvedRun, start: Start) -> str:
     if job.engine.stepping is None:
         return f"no time: the steps of {job.engine.name} are not predicted"
     if not job.gpu.is_timed:
         return f"no time: the rates of {job.gpu.key} are not known"
-    if job.engine.stepping(job.served) is None:
-        return f"no time: {job.engine.why_untimed(job.served)}"
+    if start.untimed:
+        return f"no time: {start.untimed}"
     return f"no time: no links of machines with {job.gpu.key} are known"

@@ -65,9 +65,9 @@ def _timer(
     job: ResolvedRun, served: Served, service: Service, machines: Mapping[str, LinkSpec]
 ) -> StepTimer | None:
     """Of the steps of `service`, made once; None where the engine or the device is not timed."""
-    stepping = job.engine.stepping(served) if job.engine.stepping and job.gpu.is_timed else None
-    if stepping is None:
+    if job.engine.stepping is None or service.start.untimed or not job.gpu.is_timed:
         return None
+    stepping = job.engine.stepping(served)
     if stepping not in service.timers:
         reduction_s = _reduction_s(job, stepping, machines)
         if reduction_s is None:
