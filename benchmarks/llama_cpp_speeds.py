@@ -23,7 +23,14 @@ import llama_cpp_page
 import numpy as np
 from markdown_tables import markdown_table, summary
 
+from whichlora.predict.resolve import resolve
+from whichlora.serving.base import LoggedTimes
+from whichlora.serving.cpu_timer import cpu_timer
 from whichlora.serving.gguf import tensors
+from whichlora.serving.llama_cpp import stepping
+from whichlora.serving.step_time import Step as EngineStep
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 
 RECORDS = Path(__file__).parent / "llama_cpp_speeds.csv"
@@ -206,7 +213,38 @@ def compared() -> list[tuple[Step, float]]:
     return found
 
 
-def document(found: list[tuple[Step, float]]) -> str:
+def by_one_log() -> list[tuple[Step, float]]:
+    """Steps whose file is known by the log of another length, and their relative errors.
+
+    A log has the shortest prompt, and a token after it; `cpu_timer` reads it as one of a user.
+    """
+    found = []
+    by_file: dict[tuple[str, str], list[Step]] = {}
+    for step in steps():
+        by_file.setdefault((step.model, step.file_type), []).append(step)
+    for (name, stored), of_file in by_file.items():
+        first, second = of_file[:2]
+        run = RunConfig(
+            model=name, phase="inference", serving="llama-cpp",
+            serving_options=(("file_type", stored),),
+            prompt_len=first.tokens, max_new_tokens=1,
+        )  # fmt: skip
+        served = resolve(load_model(name), run, find_gpu("cpu")).served
+        log = LoggedTimes(run=run, values={"ttft_s": first.seconds, "tpot_s": second.seconds})
+        timer = cpu_timer(served, stored, stepping(served), [log])
+        assert timer is not None
+        found += [(step, timer.seconds(_asked(step)) / step.seconds - 1) for step in of_file[2:]]
+    return found
+
+
+def _asked(step: Step) -> EngineStep:
+    if step.is_decoding:
+        return EngineStep(1, step.before + 1, 1)
+    pairs = step.tokens * (step.before + (step.tokens + 1) / 2)
+    return EngineStep(0, 0.0, 1, step.tokens, pairs)
+
+
+def document(found: list[tuple[Step, float]], logged: list[tuple[Step, float]]) -> str:
     rows = []
     for name, decoding in (("decoding, one token", True), ("prompt, 64 to 256 tokens", False)):
         for stored in FILE_TYPES:
@@ -226,6 +264,22 @@ def document(found: list[tuple[Step, float]]) -> str:
             "models. A decoding step takes the bytes of each type of weights at a rate of that "
             "type, a prompt its products; attention goes by heads and cells.",
             markdown_table(("step", "file", "n", "median", "p90", "worst"), rows, first_figure=2),
+            "Answers for a CPU (`serving/cpu_timer.py`) take two rates from a log of the same "
+            "file. Here the log has a prompt of 64 tokens and one token after it; errors are "
+            "those of the other lengths. What a cached byte and a pair cost beside a weight is "
+            "fitted to all of these steps.",
+            markdown_table(
+                ("step", "n", "median", "p90", "worst"),
+                [
+                    (name, *summary(errors).cells())
+                    for name, decoding in (
+                        ("decoding after 256 and 512 tokens", True),
+                        ("prompt after 64 and 256 tokens", False),
+                    )
+                    if (errors := [e for step, e in logged if step.is_decoding == decoding])
+                ],
+                first_figure=1,
+            ),
         )
     )
 
@@ -237,5 +291,5 @@ if __name__ == "__main__":
         title="Time of llama.cpp on a CPU",
         measure=measure,
         probe=probe,
-        text=lambda: document(compared()),
+        text=lambda: document(compared(), by_one_log()),
     )

@@ -278,7 +278,7 @@ def test_ollamas_names_are_those_of_llama_cpp() -> None:
 def test_a_step_that_has_no_time_says_why() -> None:
     model = load_model(LLAMA)
     run = replace(RUN, serving_options=(("file_type", "Q4_K_M"),))
-    for gpu, reason in ((CPU, "on a CPU is not predicted"), (card(5), "the host computes a part")):
+    for gpu, reason in ((CPU, "from its log of this file"), (card(5), "the host computes a part")):
         prediction = predict(model, run, gpu, load_calibration(gpu))
         assert prediction.serving is not None
         assert prediction.serving.time is None

@@ -213,7 +213,7 @@ def _judge_served(block: Block, calibration: Calibration, most: float) -> Judged
         if start.fault_at(served.context):
             continue
         possible.append(position)
-        seconds.append(steady_time_per_token_s(asked, served, service, calibration.machines))
+        seconds.append(steady_time_per_token_s(asked, served, service, calibration))
         taken.append(taken_bytes(job, start))
         at_once = start.max_running(served.context, served.shared_tokens)
         likely.append(taken[-1] <= most and run.batch_size <= at_once)

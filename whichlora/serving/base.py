@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
@@ -19,6 +20,9 @@ from whichlora.spec.options import Option, OptionValue, filled, known
 from whichlora.spec.run import MOST_COUNT, RunConfig
 from whichlora.spec.versions import Libraries
 from whichlora.units import format_bytes
+
+if TYPE_CHECKING:
+    from whichlora.serving.cpu_timer import CpuTimer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +236,19 @@ class Stepping:
     graph_tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedTimes:
+    """What an engine printed of requests that it answered.
+
+    Args:
+        run: how it was started, and the mean lengths of prompts and answers.
+        values: by name in a record: `ttft_s`, `tpot_s`.
+    """
+
+    run: RunConfig
+    values: Mapping[str, float]
+
+
 def _accepts(served: Served) -> None:
     return None
 
@@ -263,6 +280,8 @@ class Engine:
         reads_fp8: whether it serves weights in 8-bit floats.
         stepping: how it steps, where `Start.untimed` does not say why not; None where its times are
             not predicted.
+        logged_timer: of steps that `Start.untimed` says are not predicted, by logs of the same
+            device; None where these do not tell.
         check: refuses what the engine refuses, in one line.
         command: starts it as it is judged, in a shell; empty where there is no such command.
         prepare: lines of a shell that make what the command loads from the directory of
@@ -285,6 +304,7 @@ class Engine:
     reads_checkpoints: bool = True
     reads_fp8: bool = False
     stepping: Callable[[Served], Stepping] | None = None
+    logged_timer: Callable[[Served, Sequence[LoggedTimes]], CpuTimer | None] | None = None
     check: Callable[[Served], None] = _accepts
     command: Callable[[Served], str] = _nothing
     prepare: Callable[[Served], str] = _nothing

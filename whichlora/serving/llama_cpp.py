@@ -6,14 +6,15 @@ Read in llama.cpp 0c1e570 (llama-cpp-python 0.3.36). What a GPU cannot hold lies
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
 from whichlora.memory.entries import Entry
-from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
+from whichlora.serving.base import Engine, LoggedTimes, Pool, Served, Start, Stepping
+from whichlora.serving.cpu_timer import CpuTimer, cpu_timer
 from whichlora.serving.ggml_graph import FP32, Batch, compute_bytes
 from whichlora.serving.gguf import (
     BLOCKS,
@@ -594,10 +595,20 @@ def _untimed(served: Served, placed: Placement) -> str:
     """Why steps on a CPU, or with a part of the model on the host, have no times."""
     rates = "each type of weights has a rate of its own there, which a datasheet does not state"
     if served.gpu.kind == "cpu":
-        return f"a step of llama.cpp on a CPU is not predicted: {rates}"
+        return (
+            f"a step of llama.cpp on a CPU is predicted from its log of this file alone: {rates}; "
+            "let llama-server answer a request, then: whichlora calibrate --gpu cpu --from-log FILE"
+        )
     if placed != all_of(served.model):
         return f"the host computes a part of each step: {rates}; use a smaller file_type or context"
     return ""
+
+
+def logged_timer(served: Served, logs: Sequence[LoggedTimes]) -> CpuTimer | None:
+    """The timer of a CPU, by logs of the same file on it."""
+    if served.gpu.kind != "cpu":
+        return None
+    return cpu_timer(served, file_type(served), stepping(served), logs)
 
 
 # --- what it refuses --------------------------------------------------------------------------
@@ -788,6 +799,7 @@ ENGINE = Engine(
     start=start,
     load_of_start=_load_of_start,
     stepping=stepping,
+    logged_timer=logged_timer,
     check=check,
     command=command,
     prepare=prepare,

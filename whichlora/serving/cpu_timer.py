@@ -1,0 +1,133 @@
+"""Seconds of a step of llama.cpp on a CPU, by what it printed of the same model on that machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from whichlora.serving.base import LoggedTimes, Served, Stepping
+from whichlora.serving.gguf import tensors
+from whichlora.serving.step_time import PARTS, Step
+from whichlora.spec.architecture import ModelSpec, layers_in_order
+
+# A byte of keys and values takes as long as so many of weights; a multiplication of attention as so
+# many of a product, while a prompt is read. Kind: fitted, to `benchmarks/llama_cpp_speeds.csv`:
+# each step by the rate of another one of the same file.
+CACHE_READS, ATTENTION_PRODUCTS = 4.0, 1.5
+DEVIATION = 0.085  # of the log of a step's time. Kind: fitted, as those
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attention:
+    """Of the layers that have one window: bytes cached of a token, multiplications of a pair."""
+
+    window: int | None
+    cached_bytes: float
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuTimer:
+    """Times the steps of one file on one machine.
+
+    Args:
+        read_bytes: of weights in a step; `weights` that a token is multiplied with in the layers.
+        read_s: seconds of one byte of weights; `product_s` of a weight and a token.
+        deviation: of the log of a step's time.
+    """
+
+    read_bytes: float
+    weights: float
+    attentions: tuple[_Attention, ...]
+    read_s: float
+    product_s: float
+    stepping: Stepping
+    deviation: float = DEVIATION
+
+    def parts(self, step: Step) -> dict[str, float]:
+        """Seconds of `step` by `step_time.PARTS`, which add up to it.
+
+        The first row of a step that decodes reads the weights, each other one is multiplied.
+        Kind: estimate. Source: `CACHE_READS`.
+        """
+        rows = step.prompt_tokens + max(0, step.decoding - 1)
+        products = self.product_s * rows * self.weights
+        if step.decoding:
+            products += self.read_s * self.read_bytes
+        attention = 0.0
+        for same in self.attentions:
+            cached, pairs = step.cached_tokens, step.prompt_pairs
+            if same.window is not None:
+                cached = min(cached, step.decoding * same.window)
+                pairs = min(pairs, step.prompt_tokens * same.window)
+            attention += self.read_s * CACHE_READS * cached * same.cached_bytes
+            attention += self.product_s * ATTENTION_PRODUCTS * pairs * same.width
+        return {**dict.fromkeys(PARTS, 0.0), "products": products, "attention": attention}
+
+    def seconds(self, step: Step) -> float:
+        """Of `step`."""
+        return sum(self.parts(step).values())
+
+
+def cpu_timer(
+    served: Served, stored: str, stepping: Stepping, logs: Sequence[LoggedTimes]
+) -> CpuTimer | None:
+    """The timer of `served`, a file of mix `stored`; None where no log is of this file.
+
+    Of several logs, rates have the least relative errors.
+
+    Args:
+        logs: of requests one after the other.
+    """
+    unit = _unit(served.model, stored, stepping)
+    decoded, read = list[float](), list[float]()
+    for log in logs:
+        run, options = log.run, dict(log.run.serving_options)
+        if run.model != served.model.name or options.get("file_type", "BF16") != stored:
+            continue
+        if tpot_s := log.values.get("tpot_s"):
+            cached = run.prompt_len + run.max_new_tokens / 2
+            decoded.append(unit.seconds(Step(1, cached, 1)) / tpot_s)
+        if (ttft_s := log.values.get("ttft_s")) and run.prompt_len > 1:
+            pairs = run.prompt_len * (run.prompt_len + 1) / 2
+            read.append(unit.seconds(Step(0, 0.0, 1, run.prompt_len, pairs)) / ttft_s)
+    if not decoded or not read:
+        return None
+    return replace(unit, read_s=_rate(decoded), product_s=_rate(read))
+
+
+def _unit(model: ModelSpec, stored: str, stepping: Stepping) -> CpuTimer:
+    """The timer of a machine that reads a byte, and multiplies, in one second."""
+    head = "token_embd" if model.head_tied else "output"
+    read_bytes = weights = 0.0
+    for tensor in tensors(model, stored):
+        if tensor.layer is not None:
+            moe = layers_in_order(model)[tensor.layer].moe if tensor.num_experts > 1 else None
+            share = 1.0 if moe is None else moe.experts_per_token / tensor.num_experts
+            read_bytes += share * tensor.num_bytes
+            weights += share * tensor.num_rows * tensor.row
+        elif tensor.name == head:
+            read_bytes += tensor.num_bytes
+    sums: dict[int | None, tuple[float, int]] = {}
+    for layer, count in model.layers():
+        for attention in layer.attentions:
+            cached, width = sums.get(attention.sliding_window, (0.0, 0))
+            cached += count * attention.cache_elements * stepping.cache_bytes
+            width += count * attention.num_attention_heads * attention.head_dim
+            sums[attention.sliding_window] = cached, width
+    return CpuTimer(
+        read_bytes=read_bytes,
+        weights=weights,
+        attentions=tuple(
+            _Attention(window=window, cached_bytes=cached, width=width)
+            for window, (cached, width) in sums.items()
+        ),
+        read_s=1.0,
+        product_s=1.0,
+        stepping=stepping,
+    )
+
+
+def _rate(units: Sequence[float]) -> float:
+    """Seconds of a unit: `units` are how many of them took a second, in each log."""
+    return sum(units) / sum(each * each for each in units)
