@@ -14,7 +14,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -213,27 +214,37 @@ def compared() -> list[tuple[Step, float]]:
     return found
 
 
-def by_one_log() -> list[tuple[Step, float]]:
-    """Steps whose file is known by the log of another length, and their relative errors.
+def by_logs(lengths: int) -> list[tuple[Step, float]]:
+    """Steps whose file is known by the log of other lengths, and their relative errors.
 
-    A log has the shortest prompt, and a token after it; `cpu_timer` reads it as one of a user.
+    The first log has the shortest prompt, and a token after it, the second a token after more;
+    `cpu_timer` reads them as those of a user.
     """
     found = []
     by_file: dict[tuple[str, str], list[Step]] = {}
     for step in steps():
         by_file.setdefault((step.model, step.file_type), []).append(step)
     for (name, stored), of_file in by_file.items():
-        first, second = of_file[:2]
         run = RunConfig(
-            model=name, phase="inference", serving="llama-cpp",
+            model=name, phase="inference", serving="llama-cpp", max_new_tokens=1,
             serving_options=(("file_type", stored),),
-            prompt_len=first.tokens, max_new_tokens=1,
         )  # fmt: skip
         served = resolve(load_model(name), run, find_gpu("cpu")).served
-        log = LoggedTimes(run=run, values={"ttft_s": first.seconds, "tpot_s": second.seconds})
-        timer = cpu_timer(served, stored, stepping(served), [log])
+        prompt, *others = of_file
+        decoded = [step for step in others if step.is_decoding]
+        logs = [
+            LoggedTimes(run=replace(run, prompt_len=step.before), values={"tpot_s": step.seconds})
+            for step in decoded[:lengths]
+        ]
+        first = replace(run, prompt_len=prompt.tokens)
+        logs.append(LoggedTimes(run=first, values={"ttft_s": prompt.seconds}))
+        timer = cpu_timer(served, stored, stepping(served), logs)
         assert timer is not None
-        found += [(step, timer.seconds(_asked(step)) / step.seconds - 1) for step in of_file[2:]]
+        found += [
+            (step, timer.seconds(_asked(step)) / step.seconds - 1)
+            for step in others
+            if step not in decoded[:lengths]
+        ]
     return found
 
 
@@ -244,7 +255,16 @@ def _asked(step: Step) -> EngineStep:
     return EngineStep(0, 0.0, 1, step.tokens, pairs)
 
 
-def document(found: list[tuple[Step, float]], logged: list[tuple[Step, float]]) -> str:
+def _is_prompt(step: Step) -> bool:
+    return not step.is_decoding
+
+
+def _is_token_after(before: int) -> Callable[[Step], bool]:
+    return lambda step: step.is_decoding and step.before == before
+
+
+def document(found: list[tuple[Step, float]]) -> str:
+    one, two = by_logs(1), by_logs(2)
     rows = []
     for name, decoding in (("decoding, one token", True), ("prompt, 64 to 256 tokens", False)):
         for stored in FILE_TYPES:
@@ -264,21 +284,27 @@ def document(found: list[tuple[Step, float]], logged: list[tuple[Step, float]]) 
             "models. A decoding step takes the bytes of each type of weights at a rate of that "
             "type, a prompt its products; attention goes by heads and cells.",
             markdown_table(("step", "file", "n", "median", "p90", "worst"), rows, first_figure=2),
-            "Answers for a CPU (`serving/cpu_timer.py`) take two rates from a log of the same "
-            "file. Here the log has a prompt of 64 tokens and one token after it; errors are "
-            "those of the other lengths. What a cached byte and a pair cost beside a weight is "
-            "fitted to all of these steps.",
+            "Answers for a CPU (`serving/cpu_timer.py`) take their rates from logs of the same "
+            "file. Here a log has a prompt of 64 tokens and one token after it, a second one a "
+            "token after 256; errors are those of the other lengths. What a cached byte and a "
+            "pair usually cost beside a weight is fitted to all of these steps.",
             markdown_table(
-                ("step", "n", "median", "p90", "worst"),
+                ("step", "known by", "n", "median", "p90", "worst"),
                 [
-                    (name, *summary(errors).cells())
-                    for name, decoding in (
-                        ("decoding after 256 and 512 tokens", True),
-                        ("prompt after 64 and 256 tokens", False),
+                    (name, known, *summary([e for s, e in of_logs if is_of(s)]).cells())
+                    for name, known, of_logs, is_of in (
+                        ("prompt after 64 and 256", "one log", one, _is_prompt),
+                        (
+                            "token after 256",
+                            "one log",
+                            one,
+                            lambda s: s.is_decoding and s.before == 256,
+                        ),
+                        ("token after 512", "one log", one, lambda s: s.before == 512),
+                        ("token after 512", "two logs", two, lambda s: s.before == 512),
                     )
-                    if (errors := [e for step, e in logged if step.is_decoding == decoding])
                 ],
-                first_figure=1,
+                first_figure=2,
             ),
         )
     )
@@ -291,5 +317,5 @@ if __name__ == "__main__":
         title="Time of llama.cpp on a CPU",
         measure=measure,
         probe=probe,
-        text=lambda: document(compared(), by_one_log()),
+        text=lambda: document(compared()),
     )

@@ -49,12 +49,31 @@ def test_a_log_is_what_it_was_read_from() -> None:
     assert known(LOG).seconds(Step(1, 250, 1)) == pytest.approx(0.05)
 
 
-def test_two_logs_have_the_least_relative_errors() -> None:
+def test_two_logs_of_one_length_have_the_least_relative_errors() -> None:
     twice = replace(LOG, values={"ttft_s": 4.0, "tpot_s": 0.05})
     seconds = known(LOG, twice).seconds(prompt(200))
     errors = (seconds / 2.0 - 1) ** 2 + (seconds / 4.0 - 1) ** 2
     for other in (0.99 * seconds, 1.01 * seconds):
         assert errors < (other / 2.0 - 1) ** 2 + (other / 4.0 - 1) ** 2
+
+
+def test_logs_of_two_lengths_tell_what_attention_takes() -> None:
+    """A machine whose attention is three times as slow as one log makes us think."""
+    usual = known(LOG)
+    slow = replace(usual, cached_s=3 * usual.cached_s, pair_s=3 * usual.pair_s)
+
+    def log(prompt_len: int) -> LoggedTimes:
+        run = replace(RUN, prompt_len=prompt_len)
+        decoded, read = Step(1, prompt_len + 50, 1), prompt(prompt_len)
+        return LoggedTimes(
+            run=run, values={"ttft_s": slow.seconds(read), "tpot_s": slow.seconds(decoded)}
+        )
+
+    far = Step(1, 8000, 1)
+    alone, both = known(log(200)), known(log(200), log(3000))
+    assert alone.seconds(far) < 0.7 * slow.seconds(far)
+    assert both.seconds(far) == pytest.approx(slow.seconds(far), rel=0.03)
+    assert both.seconds(prompt(8000)) == pytest.approx(slow.seconds(prompt(8000)), rel=0.05)
 
 
 @given(st.integers(1, 8), st.integers(0, 4000), st.integers(0, 512))
@@ -63,7 +82,7 @@ def test_more_of_anything_takes_longer_and_parts_add_up(rows: int, cached: int, 
     step = Step(rows, float(cached), rows, read, read * cached)
     parts = found.parts(step)
     assert tuple(parts) == PARTS
-    assert sum(parts.values()) == found.seconds(step)
+    assert sum(parts.values()) == pytest.approx(found.seconds(step))
     more = Step(rows + 1, cached + 1.0, rows + 1, read + 1, (read + 1) * (cached + 1))
     assert found.seconds(more) > found.seconds(step)
 

@@ -11,10 +11,13 @@ from whichlora.serving.step_time import PARTS, Step
 from whichlora.spec.architecture import ModelSpec, layers_in_order
 
 # A byte of keys and values takes as long as so many of weights; a multiplication of attention as so
-# many of a product, while a prompt is read. Kind: fitted, to `benchmarks/llama_cpp_speeds.csv`:
-# each step by the rate of another one of the same file.
+# many of a product, while a prompt is read. Logs of several lengths tell it better: from file to
+# file it varies by `SPREAD`, and logs repeat to `NOISE`. Kind: fitted, to
+# `benchmarks/llama_cpp_speeds.csv`, as is the deviation of the log of a step's time: each step by
+# the rates of another one of the same file.
 CACHE_READS, ATTENTION_PRODUCTS = 4.0, 1.5
-DEVIATION = 0.085  # of the log of a step's time. Kind: fitted, as those
+SPREAD, NOISE = 0.7, 0.03
+DEVIATION = 0.085
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,8 @@ class CpuTimer:
 
     Args:
         read_bytes: of weights in a step; `weights` that a token is multiplied with in the layers.
-        read_s: seconds of one byte of weights; `product_s` of a weight and a token.
+        read_s: seconds of a byte of weights; `cached_s` of one of keys and values.
+        product_s: of a weight and a token; `pair_s` of a multiplication of attention in a prompt.
         deviation: of the log of a step's time.
     """
 
@@ -40,7 +44,9 @@ class CpuTimer:
     weights: float
     attentions: tuple[_Attention, ...]
     read_s: float
+    cached_s: float
     product_s: float
+    pair_s: float
     stepping: Stepping
     deviation: float = DEVIATION
 
@@ -60,8 +66,8 @@ class CpuTimer:
             if same.window is not None:
                 cached = min(cached, step.decoding * same.window)
                 pairs = min(pairs, step.prompt_tokens * same.window)
-            attention += self.read_s * CACHE_READS * cached * same.cached_bytes
-            attention += self.product_s * ATTENTION_PRODUCTS * pairs * same.width
+            attention += self.cached_s * cached * same.cached_bytes
+            attention += self.pair_s * pairs * same.width
         return {**dict.fromkeys(PARTS, 0.0), "products": products, "attention": attention}
 
     def seconds(self, step: Step) -> float:
@@ -74,30 +80,60 @@ def cpu_timer(
 ) -> CpuTimer | None:
     """The timer of `served`, a file of mix `stored`; None where no log is of this file.
 
-    Of several logs, rates have the least relative errors.
-
     Args:
         logs: of requests one after the other.
     """
     unit = _unit(served.model, stored, stepping)
-    decoded, read = list[float](), list[float]()
+    decoded, read = list[tuple[float, float]](), list[tuple[float, float]]()
     for log in logs:
         run, options = log.run, dict(log.run.serving_options)
         if run.model != served.model.name or options.get("file_type", "BF16") != stored:
             continue
         if tpot_s := log.values.get("tpot_s"):
             cached = run.prompt_len + run.max_new_tokens / 2
-            decoded.append(unit.seconds(Step(1, cached, 1)) / tpot_s)
+            decoded.append(_per_second(unit, Step(1, cached, 1), tpot_s))
         if (ttft_s := log.values.get("ttft_s")) and run.prompt_len > 1:
             pairs = run.prompt_len * (run.prompt_len + 1) / 2
-            read.append(unit.seconds(Step(0, 0.0, 1, run.prompt_len, pairs)) / ttft_s)
+            read.append(_per_second(unit, Step(0, 0.0, 1, run.prompt_len, pairs), ttft_s))
     if not decoded or not read:
         return None
-    return replace(unit, read_s=_rate(decoded), product_s=_rate(read))
+    (read_s, cached), (product_s, pair) = _rates(decoded), _rates(read)
+    return replace(
+        unit,
+        read_s=read_s,
+        cached_s=CACHE_READS * cached,
+        product_s=product_s,
+        pair_s=ATTENTION_PRODUCTS * pair,
+    )
+
+
+def _per_second(unit: CpuTimer, step: Step, seconds: float) -> tuple[float, float]:
+    """Units of products and of attention in each second of a step."""
+    parts = unit.parts(step)
+    return parts["products"] / seconds, parts["attention"] / seconds
+
+
+def _rates(logs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds of a unit of products, and of one of attention.
+
+    The least relative errors over `logs`, and the least difference of both, each by its variance.
+    """
+    both = [products + attention for products, attention in logs]
+    equal = sum(both) / sum(each * each for each in both)  # where both are one rate
+    scaled = [(equal * products, equal * attention) for products, attention in logs]
+    near = NOISE**2 / SPREAD**2
+    aa = sum(a * a for a, _ in scaled) + near
+    bb = sum(b * b for _, b in scaled) + near
+    ab = sum(a * b for a, b in scaled) - near
+    a, b = (sum(pair[part] for pair in scaled) for part in (0, 1))
+    determinant = aa * bb - ab * ab
+    factors = (bb * a - ab * b) / determinant, (aa * b - ab * a) / determinant
+    products, attention = (max(0.0, equal * factor) for factor in factors)
+    return products, attention
 
 
 def _unit(model: ModelSpec, stored: str, stepping: Stepping) -> CpuTimer:
-    """The timer of a machine that reads a byte, and multiplies, in one second."""
+    """The timer of a machine that reads a byte of weights, and multiplies, in one second."""
     head = "token_embd" if model.head_tied else "output"
     read_bytes = weights = 0.0
     for tensor in tensors(model, stored):
@@ -123,11 +159,8 @@ def _unit(model: ModelSpec, stored: str, stepping: Stepping) -> CpuTimer:
             for window, (cached, width) in sums.items()
         ),
         read_s=1.0,
+        cached_s=CACHE_READS,
         product_s=1.0,
+        pair_s=ATTENTION_PRODUCTS,
         stepping=stepping,
     )
-
-
-def _rate(units: Sequence[float]) -> float:
-    """Seconds of a unit: `units` are how many of them took a second, in each log."""
-    return sum(units) / sum(each * each for each in units)
