@@ -87,6 +87,13 @@ def test_more_of_anything_takes_longer_and_parts_add_up(rows: int, cached: int, 
     assert found.seconds(more) > found.seconds(step)
 
 
+def test_several_slots_are_known_less_well() -> None:
+    two = timer(LOG, run=replace(RUN, batch_size=2))
+    assert two is not None
+    assert two.deviation > known(LOG).deviation
+    assert two.seconds(Step(2, 500, 2)) == pytest.approx(2 * known(LOG).seconds(Step(1, 250, 1)))
+
+
 def test_logs_of_other_files_do_not_tell() -> None:
     of_model = replace(LOG, run=replace(RUN, model="Qwen/Qwen2.5-0.5B"))
     of_mix = replace(LOG, run=replace(RUN, serving_options=(("file_type", "Q8_0"),)))
