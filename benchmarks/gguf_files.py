@@ -12,9 +12,9 @@ from typing import Any
 import gguf
 import numpy as np
 
-from whichlora.serving.gguf import BLOCKS, NAMES, Tensor, in_order, tensors
+from whichlora.serving.gguf import BLOCKS, NAMES, Tensor, tensors
 from whichlora.serving.llama_cpp import ARCHITECTURES
-from whichlora.spec.architecture import Layer, ModelSpec
+from whichlora.spec.architecture import Layer, ModelSpec, layers_in_order
 
 # Norms of a layer, by the names of our architectures; those of gemma lie around both halves.
 _NORMS = {
@@ -36,7 +36,7 @@ def write(model: ModelSpec, file_type: str, path: Path, *, seed: int | None = No
     for tensor in tensors(model, file_type):
         if tensor.name == "norms and biases":
             assert tensor.layer is not None
-            _narrow(writer, model, in_order(model)[tensor.layer], tensor.layer, rng)
+            _narrow(writer, model, layers_in_order(model)[tensor.layer], tensor.layer, rng)
         elif tensor.name == "output_norm":
             for norm in model.final_norms:
                 _add(writer, "output_norm.weight", (norm.width,), "F32", rng)
@@ -100,7 +100,7 @@ def _narrow(writer: gguf.GGUFWriter, model: ModelSpec, layer: Layer, index: int,
 
 
 def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
-    layers = in_order(model)
+    layers = layers_in_order(model)
     attention = layers[0].attentions[0]
     writer.add_file_type(0)
     writer.add_vocab_size(model.vocab_size)

@@ -54,8 +54,8 @@ class Speed:
     def seconds(self) -> float:
         return self.tokens / self.tokens_per_s
 
-    def timer(self) -> StepTimer | None:
-        """None where the model does not fit."""
+    def timer(self) -> StepTimer:
+        """Of a GPU that holds all layers."""
         run = RunConfig(
             model=self.model,
             phase="inference",
@@ -65,10 +65,7 @@ class Speed:
             max_new_tokens=1,
         )
         served = resolve(load_model(self.model), run, find_target(self.gpu)).served
-        own = stepping(served)
-        if own is None:
-            return None
-        return step_timer(served, stepping=own, reduction_s=own_all_reduce(0.0, 1))
+        return step_timer(served, stepping=stepping(served), reduction_s=own_all_reduce(0.0, 1))
 
     def predicted_s(self, timer: StepTimer) -> float:
         if self.kind == "decode":
@@ -138,7 +135,6 @@ def kernel_seconds(cases: Sequence[Speed], reads: float) -> list[float]:
     found = []
     for case in cases:
         timer = case.timer()
-        assert timer is not None
         none = case.predicted_s(_with(timer, kernel_s=0.0, reads=reads))
         each = case.predicted_s(_with(timer, kernel_s=1e-6, reads=reads)) - none
         found.append(1e-6 * (case.seconds - none) / each)
@@ -161,9 +157,7 @@ def fitted(cases: Sequence[Speed]) -> tuple[float, dict[str, tuple[float, float]
             decoding = [case for case in those if case.kind == "decode"]
             kernel_s = float(np.mean(kernel_seconds(decoding, float(reads))))
             for case in decoding:
-                timer = case.timer()
-                assert timer is not None
-                timer = _with(timer, kernel_s=kernel_s, reads=float(reads))
+                timer = _with(case.timer(), kernel_s=kernel_s, reads=float(reads))
                 squares += (case.predicted_s(timer) / case.seconds - 1) ** 2
         best = min(best, (squares, float(reads)))
     reads = best[1]
@@ -179,7 +173,6 @@ def fitted(cases: Sequence[Speed]) -> tuple[float, dict[str, tuple[float, float]
 def _share(case: Speed, kernel_s: float, reads: float) -> float:
     """Of the fp32 peak, that the products of a prompt reach on a board without a limit of power."""
     timer = case.timer()
-    assert timer is not None
     gpu = find_target(case.gpu)
     rest = case.predicted_s(_with(timer, kernel_s=kernel_s, reads=reads, rate=math.inf))
     flops = case.predicted_s(_with(timer, kernel_s=kernel_s, reads=reads, rate=1.0)) - rest
@@ -191,12 +184,7 @@ def _share(case: Speed, kernel_s: float, reads: float) -> float:
 
 def compared() -> list[tuple[Speed, float]]:
     """Relative errors of speeds."""
-    found = []
-    for speed in speeds():
-        timer = speed.timer()
-        if timer is not None:
-            found.append((speed, speed.seconds / speed.predicted_s(timer) - 1))
-    return found
+    return [(each, each.seconds / each.predicted_s(each.timer()) - 1) for each in speeds()]
 
 
 def left_out() -> list[tuple[Speed, float]]:
@@ -212,9 +200,8 @@ def left_out() -> list[tuple[Speed, float]]:
         kernel_s, share = known
         rate = share * power_factor(gpu, "bf16") * product_rate(gpu, "fp32")
         for case in cases:
-            timer = case.timer()
-            if case.gpu == name and timer is not None:
-                timer = _with(timer, kernel_s=kernel_s, reads=reads, rate=rate)
+            if case.gpu == name:
+                timer = _with(case.timer(), kernel_s=kernel_s, reads=reads, rate=rate)
                 speed = replace(case, group="scoreboard, this card left out")
                 found.append((speed, case.seconds / case.predicted_s(timer) - 1))
     return found

@@ -14,7 +14,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +24,14 @@ import llama_cpp_page
 import numpy as np
 from markdown_tables import markdown_table, summary
 
+from whichlora.predict.resolve import resolve
+from whichlora.serving.base import LoggedTimes
+from whichlora.serving.cpu_timer import cpu_timer
 from whichlora.serving.gguf import tensors
+from whichlora.serving.llama_cpp import stepping
+from whichlora.serving.step_time import Step as EngineStep
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 
 RECORDS = Path(__file__).parent / "llama_cpp_speeds.csv"
@@ -206,7 +214,57 @@ def compared() -> list[tuple[Step, float]]:
     return found
 
 
+def by_logs(lengths: int) -> list[tuple[Step, float]]:
+    """Steps whose file is known by the log of other lengths, and their relative errors.
+
+    The first log has the shortest prompt, and a token after it, the second a token after more;
+    `cpu_timer` reads them as those of a user.
+    """
+    found = []
+    by_file: dict[tuple[str, str], list[Step]] = {}
+    for step in steps():
+        by_file.setdefault((step.model, step.file_type), []).append(step)
+    for (name, stored), of_file in by_file.items():
+        run = RunConfig(
+            model=name, phase="inference", serving="llama-cpp", max_new_tokens=1,
+            serving_options=(("file_type", stored),),
+        )  # fmt: skip
+        served = resolve(load_model(name), run, find_gpu("cpu")).served
+        prompt, *others = of_file
+        decoded = [step for step in others if step.is_decoding]
+        logs = [
+            LoggedTimes(run=replace(run, prompt_len=step.before), values={"tpot_s": step.seconds})
+            for step in decoded[:lengths]
+        ]
+        first = replace(run, prompt_len=prompt.tokens)
+        logs.append(LoggedTimes(run=first, values={"ttft_s": prompt.seconds}))
+        timer = cpu_timer(served, stored, stepping(served), logs)
+        assert timer is not None
+        found += [
+            (step, timer.seconds(_asked(step)) / step.seconds - 1)
+            for step in others
+            if step not in decoded[:lengths]
+        ]
+    return found
+
+
+def _asked(step: Step) -> EngineStep:
+    if step.is_decoding:
+        return EngineStep(1, step.before + 1, 1)
+    pairs = step.tokens * (step.before + (step.tokens + 1) / 2)
+    return EngineStep(0, 0.0, 1, step.tokens, pairs)
+
+
+def _is_prompt(step: Step) -> bool:
+    return not step.is_decoding
+
+
+def _is_token_after(before: int) -> Callable[[Step], bool]:
+    return lambda step: step.is_decoding and step.before == before
+
+
 def document(found: list[tuple[Step, float]]) -> str:
+    one, two = by_logs(1), by_logs(2)
     rows = []
     for name, decoding in (("decoding, one token", True), ("prompt, 64 to 256 tokens", False)):
         for stored in FILE_TYPES:
@@ -226,6 +284,28 @@ def document(found: list[tuple[Step, float]]) -> str:
             "models. A decoding step takes the bytes of each type of weights at a rate of that "
             "type, a prompt its products; attention goes by heads and cells.",
             markdown_table(("step", "file", "n", "median", "p90", "worst"), rows, first_figure=2),
+            "Answers for a CPU (`serving/cpu_timer.py`) take their rates from logs of the same "
+            "file. Here a log has a prompt of 64 tokens and one token after it, a second one a "
+            "token after 256; errors are those of the other lengths. What a cached byte and a "
+            "pair usually cost beside a weight is fitted to all of these steps.",
+            markdown_table(
+                ("step", "known by", "n", "median", "p90", "worst"),
+                [
+                    (name, known, *summary([e for s, e in of_logs if is_of(s)]).cells())
+                    for name, known, of_logs, is_of in (
+                        ("prompt after 64 and 256", "one log", one, _is_prompt),
+                        (
+                            "token after 256",
+                            "one log",
+                            one,
+                            lambda s: s.is_decoding and s.before == 256,
+                        ),
+                        ("token after 512", "one log", one, lambda s: s.before == 512),
+                        ("token after 512", "two logs", two, lambda s: s.before == 512),
+                    )
+                ],
+                first_figure=2,
+            ),
         )
     )
 

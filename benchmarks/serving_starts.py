@@ -44,7 +44,7 @@ OUTLIERS = """\
 - Llama-3.1-8B under 0.6.4: the whole context of the process counted. We assume 500 MiB on an
   RTX 3090, the log states 0.35 GiB. Its chunked prefill took 0.06 GiB where we count the sampler,
   unexplained: the start at 45000 tokens is the one that we refuse wrongly.
-- RTX 5090 under 0.29: 1.1 GiB less than ours; its log's terms are not published.
+- RTX 5090 under 0.29: 1.5 GiB less than ours; its log's terms are not published.
 - Qwen3-32B at 40960 tokens: neither release nor total memory is stated."""
 
 

@@ -33,7 +33,7 @@ def test_masks_grow_with_the_context_and_scores_without_flash_attention() -> Non
 
 def test_a_cache_in_blocks_is_widened_behind_the_attention() -> None:
     long = replace(BATCH, cells=((None, 131072),))
-    widened = replace(long, widens_keys=True, widens_values=True)
+    widened = replace(long, widened_keys=1, widened_values=1)
     assert compute_bytes(LLAMA, widened) - compute_bytes(LLAMA, long) > 131072 * 1024 * 2
 
 

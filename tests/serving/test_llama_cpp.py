@@ -12,7 +12,7 @@ from whichlora.errors import ConfigError
 from whichlora.predict.explain import explain
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
-from whichlora.serving.base import Served, Stepping
+from whichlora.serving.base import Served
 from whichlora.serving.form import form_in_words
 from whichlora.serving.llama_cpp import (
     MARGIN_BYTES,
@@ -192,14 +192,8 @@ def test_what_is_not_served_is_refused_in_one_line(
 # --- steps ------------------------------------------------------------------------------------
 
 
-def stepped(asked: Served) -> Stepping:
-    own = stepping(asked)
-    assert own is not None
-    return own
-
-
 def timer(asked: Served) -> StepTimer:
-    return step_timer(asked, stepping=stepped(asked), reduction_s=own_all_reduce(0.0, 1))
+    return step_timer(asked, stepping=stepping(asked), reduction_s=own_all_reduce(0.0, 1))
 
 
 @pytest.mark.parametrize("name", [RUN.model, "Qwen/Qwen3-30B-A3B"])
@@ -234,7 +228,7 @@ def test_a_large_batch_is_read_in_micro_batches() -> None:
         )
 
     asked = served(file_type="Q4_0")
-    assert stepped(asked).max_step_tokens == 2048
+    assert stepping(asked).max_step_tokens == 2048
     small, large = (timer(asked).parts(prompt(tokens)) for tokens in (512, 2048))
     head_s = timer(asked).parts(prompt(0))["products"]
     assert large["products"] - head_s == pytest.approx(4 * (small["products"] - head_s), rel=1e-3)
@@ -244,7 +238,7 @@ def test_a_large_batch_is_read_in_micro_batches() -> None:
 
 def test_narrow_keys_are_fewer_bytes() -> None:
     wide, narrow = (
-        stepped(served(cache_type_k=kind, cache_type_v=kind)).cache_bytes
+        stepping(served(cache_type_k=kind, cache_type_v=kind)).cache_bytes
         for kind in ("f16", "q8_0")
     )
     assert wide == 2
@@ -252,9 +246,9 @@ def test_narrow_keys_are_fewer_bytes() -> None:
 
 
 def test_what_lies_on_the_host_is_not_timed() -> None:
-    assert stepping(served(n_gpu_layers=20)) is None
-    assert stepping(served(gpu=CPU)) is None
-    assert stepping(served()) is not None
+    assert "the host computes a part" in start(served(n_gpu_layers=20)).untimed
+    assert "on a CPU" in start(served(gpu=CPU)).untimed
+    assert not start(served()).untimed
 
 
 def test_a_queue_waits_for_slots() -> None:
@@ -284,7 +278,7 @@ def test_ollamas_names_are_those_of_llama_cpp() -> None:
 def test_a_step_that_has_no_time_says_why() -> None:
     model = load_model(LLAMA)
     run = replace(RUN, serving_options=(("file_type", "Q4_K_M"),))
-    for gpu, reason in ((CPU, "on a CPU is not predicted"), (card(5), "the host computes a part")):
+    for gpu, reason in ((CPU, "from its log of this file"), (card(5), "the host computes a part")):
         prediction = predict(model, run, gpu, load_calibration(gpu))
         assert prediction.serving is not None
         assert prediction.serving.time is None

@@ -16,9 +16,16 @@ from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Pool, Served, Start
 from whichlora.serving.block_groups import CachedLayers, blocks, cached_layers
 from whichlora.serving.rank import rank_model, rotary_bytes, slot_bytes
-from whichlora.serving.vllm import captured_sizes, expanded_bytes, graph_bytes, start
+from whichlora.serving.vllm import (
+    captured_sizes,
+    expanded_bytes,
+    graph_bytes,
+    max_num_batched_tokens,
+    start,
+)
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.units import GiB, MiB
 
@@ -399,3 +406,35 @@ def test_blocks_and_concurrency_are_those_of_its_own_planner() -> None:
         )
         assert pool.num_blocks == case["num_blocks"], case
         assert pool.max_concurrency(case["context"]) == case["max_concurrency"], case
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "bits"),
+    [  # for each logit: what the profile's sampler takes, and counts of tokens
+        (LLAMA, "0.15.1", 8 * 38),
+        (LLAMA, "0.23.0", 8 * 14),
+        (LLAMA, "0.24.0", 8 * 6 + 33),
+        (LLAMA, "0.33.0", 8 * 14 + 33),
+        ("Qwen/Qwen2.5-7B", "0.24.0", 8 * 14),
+        ("Qwen/Qwen2.5-7B", "0.27.1", 8 * 6 + 33),
+        ("Qwen/Qwen2.5-7B", "0.28.0", 8 * 2 + 33),
+        ("Qwen/Qwen3-30B-A3B", "0.28.0", 8 * 14),
+        ("Qwen/Qwen3-30B-A3B", "0.29.0", 8 * 2 + 33),
+    ],
+)
+def test_each_runner_has_its_own_sampler(model: str, version: str, bits: int) -> None:
+    run = replace(RUN, model=model, libraries=(("vllm", version),))
+    few_tokens = {"max_num_batched_tokens": 1024, "max_num_seqs": 1024}
+    taken = started(run, **few_tokens, enforce_eager=True)
+    spec = served(run).model
+    states = 2 * 1024 * spec.hidden_size
+    held = part_bytes(taken, "logits_and_loss") - states
+    assert held == 1024 * spec.vocab_size * bits // 8
+
+
+def test_a_gb10_has_the_defaults_of_a_small_card_since_033() -> None:
+    spark = find_gpu("gb10-128gb")
+    run = replace(RUN, libraries=(("vllm", "0.32.0"),))
+    assert max_num_batched_tokens(served(run, spark)) == 8192
+    assert max_num_batched_tokens(served(gpu=spark)) == 2048
+    assert max_num_batched_tokens(served(gpu=find_gpu("h100-sxm-80gb"))) == 8192

@@ -10,8 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 from whichlora.calibration.database import calibrate_all, export_records, import_table
+from whichlora.calibration.load import load_calibration
 from whichlora.cli import main
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.predict.predict import predict
+from whichlora.spec.results import ServingPrediction
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
 from whichlora.units import GiB
 from whichlora.workflow.engine_log import LogRecord, record_log
 
@@ -115,6 +121,51 @@ def test_sglang_is_told_from_vllm_by_its_lines(tmp_path: Path) -> None:
     assert (run.serving, run.context) == ("sglang", 131_072)
     assert dict(run.serving_options) == {"mem_fraction_static": 0.88, "chunked_prefill_size": 8192}
     assert found.predicted["kv_pool_tokens"] == pytest.approx(444_500, rel=0.03)
+
+
+# Two requests to llama-server on a CPU, in its words.
+ON_CPU = """\
+print_info: file type   = Q4_K - Medium
+llama_context: n_seq_max             = 1
+llama_context: n_ctx_seq             = 2048
+slot print_timing: id  0 | task 0 |
+prompt eval time =     900.00 ms /   100 tokens (    9.00 ms per token,   111.11 tokens per second)
+       eval time =    4800.00 ms /   100 tokens (   48.00 ms per token,    20.83 tokens per second)
+      total time =    5700.00 ms /   200 tokens
+prompt eval time =    3100.00 ms /   300 tokens (   10.33 ms per token,    96.77 tokens per second)
+       eval time =    5200.00 ms /   100 tokens (   52.00 ms per token,    19.23 tokens per second)
+"""
+
+
+def test_a_log_of_llama_cpp_on_a_cpu_times_other_lengths(tmp_path: Path) -> None:
+    def asked(prompt_len: int) -> ServingPrediction:
+        run = RunConfig(
+            model="Qwen/Qwen3-0.6B", phase="inference", serving="llama-cpp",
+            serving_options=(("file_type", "Q4_K_M"),), prompt_len=prompt_len, max_new_tokens=100,
+        )  # fmt: skip
+        gpu = find_gpu("cpu")
+        answer = predict(
+            load_model(run.model), run, gpu, load_calibration(gpu, tmp_path / "calibration")
+        )
+        assert answer.serving is not None
+        return answer.serving
+
+    assert asked(200).time is None
+    found = record(tmp_path, ON_CPU, "cpu", model="Qwen/Qwen3-0.6B")
+    values = found.record.engine_log
+    assert (values["ttft_s"], values["tpot_s"]) == pytest.approx((2.0, 0.05))
+    assert (found.record.run.prompt_len, found.record.run.max_new_tokens) == (200, 100)
+    assert "tpot_s" not in found.predicted  # nothing was known before
+    same, longer = asked(200).time, asked(800).time
+    assert same is not None
+    assert longer is not None
+    assert same.tpot_s == pytest.approx(0.05, rel=0.02)
+    assert longer.tpot_s > same.tpot_s
+    assert longer.ttft_s > 4 * same.ttft_s
+    low, high = same.interval_tpot_s
+    assert low < same.tpot_s < high
+    again = record(tmp_path, ON_CPU + "\n", "cpu", model="Qwen/Qwen3-0.6B")
+    assert again.predicted["ttft_s"] == pytest.approx(2.0, rel=0.1)
 
 
 def test_a_log_of_llama_cpp_needs_the_name_of_its_model(tmp_path: Path) -> None:

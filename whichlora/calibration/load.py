@@ -11,6 +11,7 @@ from pathlib import Path
 from whichlora.calibration.formula_version import formulas_digest
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.predict.coefficients import Calibration, digest_of, prior_calibration
+from whichlora.serving.base import LoggedTimes
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Measurement
@@ -52,6 +53,7 @@ def load_calibration(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calib
         _stored(gpu, roots),
         machines=LinkFiles(roots),
         this_host_bytes=cache(partial(host_memory_beside, gpu)),
+        logged_times=cache(partial(_logged_times, gpu, roots)),
     )
     host = read_host(roots[0], gpu.key)
     if host is None:
@@ -84,6 +86,16 @@ def _stored(gpu: GpuSpec, roots: Sequence[Path]) -> Calibration:
                 f"{gpu.key}/coefficients.json: is of other formulas; {error}"
             ) from None
         return replace(prior_calibration(gpu), fallback=fallback)
+
+
+def _logged_times(gpu: GpuSpec, roots: Sequence[Path]) -> tuple[LoggedTimes, ...]:
+    """What logs of serving engines on `gpu` state of requests; broken records are left out."""
+    records = read_measurements(roots, gpu.key, leave_out=lambda place, fault: None)
+    return tuple(
+        LoggedTimes(run=record.run, values=record.engine_log)
+        for record in records
+        if record.outcome == "ok" and record.engine_log
+    )
 
 
 def refit(gpu: GpuSpec, calibration_dir: Path | None = None) -> Calibration:

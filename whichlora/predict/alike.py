@@ -8,6 +8,7 @@ from typing import Any
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.predict import CountedRun, count_run, count_served, predict_counted
 from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.serving.base import Engine, Served
 from whichlora.serving.step_time import Service
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
@@ -51,16 +52,16 @@ class Predictor:
         job, service = self._started[key]
         load = {name: getattr(run, name) for name in LOAD}
         job = replace(job, run=replace(job.run, **load))
-        return count_served(job, under_load(job, service))
+        return count_served(job, under_load(job.engine, job.served, service))
 
 
-def under_load(job: ResolvedRun, service: Service) -> Service:
-    """`service`, which another load has started, for `job`."""
-    assert job.engine.start is not None  # as it was for the other
-    load = job.engine.load_of_start(job.served)
+def under_load(engine: Engine, served: Served, service: Service) -> Service:
+    """`service`, which another load has started, for `served`."""
+    assert engine.start is not None  # as it was for the other
+    load = engine.load_of_start(served)
     if load not in service.starts:
-        service.starts[load] = job.engine.start(job.served)
-    return replace(service, start=service.starts[load])
+        service.starts[load] = engine.start(served)
+    return Service(start=service.starts[load], starts=service.starts, timers=service.timers)
 
 
 _NO_LOAD: dict[str, Any] = {

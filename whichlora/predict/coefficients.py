@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from whichlora.errors import DataFileError
 from whichlora.memory.training import PARTS
+from whichlora.serving.base import LoggedTimes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.links import LinkSpec
 from whichlora.spec.run import TRANSFORMERS
@@ -44,6 +45,14 @@ PRIOR_MEMORY_NOISE = 0.015
 _MOST_FACTOR = 1e6
 _MOST_NOISE = 10.0  # of a log: a factor of 20,000
 _MOST_RUNS = 10**9
+_NOT_STORED = (
+    "asked_engine",
+    "fallback",
+    "launch_s",
+    "machines",
+    "this_host_bytes",
+    "logged_times",
+)
 _REBUILD = "rebuild it with whichlora calibrate --gpu"
 
 
@@ -139,6 +148,7 @@ class Calibration:
         machines: links between GPUs, by name of the machine; never stored itself.
         this_host_bytes: memory of this machine's host, None where it has no such GPU; never
             stored itself.
+        logged_times: what logs of serving engines on this device state; never stored itself.
     """
 
     gpu: str
@@ -161,6 +171,7 @@ class Calibration:
     fallback: str = ""
     machines: Mapping[str, LinkSpec] = field(default_factory=dict)
     this_host_bytes: Callable[[], int | None] = _unknown
+    logged_times: Callable[[], Sequence[LoggedTimes]] = tuple
 
     def for_engine(self, engine: str, gpu: GpuSpec) -> Self:
         """The same for serving by `engine`: of another one it knows the device's rates alone.
@@ -233,7 +244,7 @@ class Calibration:
     def to_dict(self) -> dict[str, Any]:
         """The content of `coefficients.json`, without its schema version."""
         values = dataclasses.asdict(self)
-        for name in ("asked_engine", "fallback", "launch_s", "machines", "this_host_bytes"):
+        for name in _NOT_STORED:
             del values[name]
         return values | {"device_rates": DEVICE_RATES, "stack_features": STACK_FEATURES}
 

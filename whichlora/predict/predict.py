@@ -648,7 +648,7 @@ def predict_counted(
         outcome = "fails"
     serving = None
     if service is not None:
-        serving = serving_prediction(job, service, calibration.machines)
+        serving = serving_prediction(job, service, calibration)
         outcome = "fits" if serving.starts else "fails"
     num_params = model.num_params
     trained = num_trained(job) if training else 0

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from whichlora.memory import allocator
 from whichlora.memory.training import Ledger
+from whichlora.predict.coefficients import Calibration
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.predict.serving_time import serving_time
 from whichlora.serving.base import Start
 from whichlora.serving.step_time import Service
-from whichlora.spec.links import LinkSpec
 from whichlora.spec.results import ServingPrediction
 
 MOMENT = "serving"
@@ -37,13 +35,9 @@ def taken_bytes(job: ResolvedRun, start: Start) -> int:
 
 
 def serving_prediction(
-    job: ResolvedRun, service: Service, machines: Mapping[str, LinkSpec]
+    job: ResolvedRun, service: Service, calibration: Calibration
 ) -> ServingPrediction:
-    """The answer of an engine: whether it starts, how much it serves at once, and how fast.
-
-    Args:
-        machines: links between GPUs, by name.
-    """
+    """The answer of an engine: whether it starts, how much it serves at once, and how fast."""
     run, served, start = job.run, job.served, service.start
     pool, fault = start.pool, start.fault_at(served.context)
     return ServingPrediction(
@@ -62,7 +56,7 @@ def serving_prediction(
         max_running=start.max_running(served.context, served.shared_tokens),
         left_bytes=job.gpu.memory_bytes - taken_bytes(job, start),
         command="" if fault else job.engine.command(served),
-        time=None if fault else serving_time(job, served, service, machines),
+        time=None if fault else serving_time(job, served, service, calibration),
     )
 
 
@@ -81,20 +75,22 @@ def serving_notes(job: ResolvedRun, start: Start, answer: ServingPrediction) -> 
             "run at once, the others wait"
         )
     if answer.starts and answer.time is None:
-        lines.append(_without_time(job))
+        lines.append(_without_time(job, start))
     elif answer.time is not None and answer.time.queue_grows:
         lines.append(
             f"requests arrive faster than they are answered, {answer.time.requests_per_s:.3g} a "
             "second: the queue grows, and waits with it"
         )
+    if answer.time is not None and start.untimed:
+        lines.append("times by what the engine's logs on this device state of the same file")
     return (*lines, *job.engine.notes(job.served, start))
 
 
-def _without_time(job: ResolvedRun) -> str:
+def _without_time(job: ResolvedRun, start: Start) -> str:
     if job.engine.stepping is None:
         return f"no time: the steps of {job.engine.name} are not predicted"
     if not job.gpu.is_timed:
         return f"no time: the rates of {job.gpu.key} are not known"
-    if job.engine.stepping(job.served) is None:
-        return f"no time: {job.engine.why_untimed(job.served)}"
+    if start.untimed:
+        return f"no time: {start.untimed}"
     return f"no time: no links of machines with {job.gpu.key} are known"

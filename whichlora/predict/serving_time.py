@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import TIME_CONFIDENCE, time_interval
 from whichlora.predict.rank_time import links_of
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.serving.base import Served, Stepping
+from whichlora.serving.cpu_timer import CpuTimer
 from whichlora.serving.scheduler import (
     PERCENTILES,
     Load,
@@ -34,42 +36,43 @@ _JOINED_BYTES_PER_S = 50e9
 
 
 def serving_time(
-    job: ResolvedRun, served: Served, service: Service, machines: Mapping[str, LinkSpec]
+    job: ResolvedRun, served: Served, service: Service, calibration: Calibration
 ) -> ServingTime | None:
     """Waits of what `job` asks for; None where the engine or the device is not timed.
 
     Args:
         served: `job` as the engine of `service` is asked to serve it, which starts for it.
-        machines: links between GPUs, by name.
     """
-    timer = _timer(job, served, service, machines)
+    timer = _timer(job, served, service, calibration)
     if timer is None:
         return None
     return _with_intervals(*_asked(job.run, served, service, timer.stepping), timer)
 
 
 def steady_time_per_token_s(
-    job: ResolvedRun, served: Served, service: Service, machines: Mapping[str, LinkSpec]
+    job: ResolvedRun, served: Served, service: Service, calibration: Calibration
 ) -> float:
     """Seconds for each token that all clients of `job` get; not known where it is not timed.
 
     Args: as of `serving_time`.
     """
-    timer = _timer(job, served, service, machines)
+    timer = _timer(job, served, service, calibration)
     if timer is None:
         return math.nan
     return steady_token_s(*_asked(job.run, served, service, timer.stepping), timer.seconds)
 
 
 def _timer(
-    job: ResolvedRun, served: Served, service: Service, machines: Mapping[str, LinkSpec]
-) -> StepTimer | None:
+    job: ResolvedRun, served: Served, service: Service, calibration: Calibration
+) -> StepTimer | CpuTimer | None:
     """Of the steps of `service`, made once; None where the engine or the device is not timed."""
-    stepping = job.engine.stepping(served) if job.engine.stepping and job.gpu.is_timed else None
-    if stepping is None:
+    if service.start.untimed and job.engine.logged_timer is not None:
+        return job.engine.logged_timer(served, calibration.logged_times())
+    if job.engine.stepping is None or service.start.untimed or not job.gpu.is_timed:
         return None
+    stepping = job.engine.stepping(served)
     if stepping not in service.timers:
-        reduction_s = _reduction_s(job, stepping, machines)
+        reduction_s = _reduction_s(job, stepping, calibration.machines)
         if reduction_s is None:
             return None
         service.timers[stepping] = step_timer(served, stepping=stepping, reduction_s=reduction_s)
@@ -118,7 +121,7 @@ def _reduction_s(
     return lambda num_bytes: float(on_node_s(links, "all_reduce", num_bytes, ranks))
 
 
-def _with_intervals(rules: Rules, load: Load, timer: StepTimer) -> ServingTime:
+def _with_intervals(rules: Rules, load: Load, timer: StepTimer | CpuTimer) -> ServingTime:
     """At the predicted times, and at both ends of their interval.
 
     Of a concurrency all waits are proportional to the steps; of arrivals they are not.

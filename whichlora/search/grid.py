@@ -66,6 +66,12 @@ class Block:
         }
         return replace(self.job.run, **chosen)
 
+    def runs(self) -> Iterator[RunConfig]:
+        """All runs, by position."""
+        for values in itertools.product(*self.axes.values()):
+            chosen: dict[str, Any] = dict(zip(self.axes, values, strict=True))
+            yield replace(self.job.run, **chosen)
+
 
 def blocks(
     base: RunConfig,
@@ -199,17 +205,18 @@ def _judge_served(block: Block, calibration: Calibration, most: float) -> Judged
     job, first = block.job, service_of(block.job)
     assert first is not None
     possible, seconds, taken, likely = list[int](), list[float](), list[int](), list[bool]()
-    for position in range(math.prod(block.shape)):
-        asked = replace(job, run=block.run(position))
-        service, served = under_load(asked, first), asked.served
+    for position, run in enumerate(block.runs()):
+        asked = replace(job, run=run)
+        served = asked.served
+        service = under_load(job.engine, served, first)
         start = service.start
         if start.fault_at(served.context):
             continue
         possible.append(position)
-        seconds.append(steady_time_per_token_s(asked, served, service, calibration.machines))
+        seconds.append(steady_time_per_token_s(asked, served, service, calibration))
         taken.append(taken_bytes(job, start))
         at_once = start.max_running(served.context, served.shared_tokens)
-        likely.append(taken[-1] <= most and asked.run.batch_size <= at_once)
+        likely.append(taken[-1] <= most and run.batch_size <= at_once)
     return Judged(
         block=block,
         size=math.prod(block.shape),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
@@ -19,6 +20,9 @@ from whichlora.spec.options import Option, OptionValue, filled, known
 from whichlora.spec.run import MOST_COUNT, RunConfig
 from whichlora.spec.versions import Libraries
 from whichlora.units import format_bytes
+
+if TYPE_CHECKING:
+    from whichlora.serving.cpu_timer import CpuTimer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +147,7 @@ class Start:
         max_num_seqs: sequences of a context that run at once, however many the pool holds.
         outside_bytes: what it takes beyond its budget, the context of its process left out.
         fault: why it does not start; empty where it does.
+        untimed: why the steps of what has started are not predicted; empty where they are.
         needs_context: whether it does not start, either, where the pool lacks room for one
             sequence.
     """
@@ -154,6 +159,7 @@ class Start:
     max_num_seqs: Callable[[int], int]
     outside_bytes: int = 0
     fault: str = ""
+    untimed: str = ""
     needs_context: bool = False
 
     def fault_at(self, context: int) -> str:
@@ -203,7 +209,8 @@ class Stepping:
         code_reads: of the bandwidth that current kernels reach with quantised weights, what its
             own do.
         code_launch_s: of a second kernel of such a product, which no Python launches.
-        rates: of its own kernels; None where they are those of `kernel_rates`.
+        rates: what its own kernels reach on a GPU, computing in a dtype; None where they are those
+            of `kernel_rates`.
         weight_bytes: of a matrix as the engine stores it, all experts, the mean of the layers; None
             asks for the head. None where the run's dtypes say it.
         joins: whether matrices that read one input are one product.
@@ -222,11 +229,24 @@ class Stepping:
     cache_bytes: float
     code_reads: float = 1.0
     code_launch_s: float = 0.0
-    rates: KernelRates | None = None
+    rates: Callable[[GpuSpec, str], KernelRates] | None = None
     weight_bytes: Callable[[Linear | None], float] | None = None
     joins: bool = True
     max_num_seqs: int | None = None
     graph_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedTimes:
+    """What an engine printed of requests that it answered.
+
+    Args:
+        run: how it was started, and the mean lengths of prompts and answers.
+        values: by name in a record: `ttft_s`, `tpot_s`.
+    """
+
+    run: RunConfig
+    values: Mapping[str, float]
 
 
 def _accepts(served: Served) -> None:
@@ -258,8 +278,10 @@ class Engine:
             one start alike.
         reads_checkpoints: it loads the files of the hub as they are stored.
         reads_fp8: whether it serves weights in 8-bit floats.
-        stepping: how it steps; None where its times are not predicted, or not as it is asked.
-        why_untimed: why not as it is asked.
+        stepping: how it steps, where `Start.untimed` does not say why not; None where its times are
+            not predicted.
+        logged_timer: of steps that `Start.untimed` says are not predicted, by logs of the same
+            device; None where these do not tell.
         check: refuses what the engine refuses, in one line.
         command: starts it as it is judged, in a shell; empty where there is no such command.
         prepare: lines of a shell that make what the command loads from the directory of
@@ -281,8 +303,8 @@ class Engine:
     load_of_start: Callable[[Served], Hashable] = _nothing
     reads_checkpoints: bool = True
     reads_fp8: bool = False
-    stepping: Callable[[Served], Stepping | None] | None = None
-    why_untimed: Callable[[Served], str] = _nothing
+    stepping: Callable[[Served], Stepping] | None = None
+    logged_timer: Callable[[Served, Sequence[LoggedTimes]], CpuTimer | None] | None = None
     check: Callable[[Served], None] = _accepts
     command: Callable[[Served], str] = _nothing
     prepare: Callable[[Served], str] = _nothing

@@ -6,11 +6,12 @@ allocator's own rules are followed, node by node.
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from whichlora.spec.architecture import Attention, Layer, ModelSpec, Moe, layers_in_order
-from whichlora.spec.numeric import ceil_div
 
 ALIGNMENT = 128  # of a GPU's buffers; ggml-cuda.cu:897
 FP32, FP16, INDEX = 4, 2, 8  # bytes of activations, of masks with flash attention, of row numbers
@@ -26,9 +27,8 @@ class Batch:
         tokens: of one micro-batch (`n_ubatch`).
         outputs: rows of logits.
         cells: of the cache that each query sees, by sliding window; None is whole attention.
-        streams: caches beside each other, each with its part of the tokens.
         flash: keys and values are read by one fused kernel.
-        widens_keys, widens_values: cached in another type than fp16.
+        widened_keys, widened_values: caches beside each other that are in another type than fp16.
         rotates_keys, rotates_values: cached in blocks, and rotated before.
         copied: matrices in host memory, by the names of their file, and bytes: a GPU computes with
             copies.
@@ -39,10 +39,9 @@ class Batch:
     tokens: int
     outputs: int
     cells: tuple[tuple[int | None, int], ...]
-    streams: int = 1
     flash: bool = True
-    widens_keys: bool = False
-    widens_values: bool = False
+    widened_keys: int = 0
+    widened_values: int = 0
     rotates_keys: bool = False
     rotates_values: bool = False
     copied: tuple[tuple[str, int], ...] = ()
@@ -51,8 +50,7 @@ class Batch:
     alignment: int = ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
+class _Node(NamedTuple):
     """A tensor: what it is made of, and which of those it may lie on."""
 
     num_bytes: int
@@ -78,24 +76,24 @@ class _Graph:
             for source in node.sources:
                 users[source] += 1
         space = _Space()
-        offsets: dict[int, tuple[int, int]] = {}
+        ranges: dict[int, tuple[int, int]] = {}
         for index, node in enumerate(self.nodes):
             if not node.sources:  # inputs come first
-                size = ceil_div(node.num_bytes, alignment) * alignment
-                offsets[index] = (space.take(size), size)
+                ranges[index] = space.take(-(-node.num_bytes // alignment) * alignment)
         for index, node in enumerate(self.nodes):
             if not node.sources:
                 continue
-            below = next((each for each in node.over if users[each] == 1 and each in offsets), None)
-            if below is not None:
-                offsets[index] = offsets.pop(below)
-            elif node.num_bytes:
-                size = ceil_div(node.num_bytes, alignment) * alignment
-                offsets[index] = (space.take(size), size)
+            for below in node.over:
+                if users[below] == 1 and below in ranges:
+                    ranges[index] = ranges.pop(below)
+                    break
+            else:
+                if node.num_bytes:
+                    ranges[index] = space.take(-(-node.num_bytes // alignment) * alignment)
             for source in node.sources:
                 users[source] -= 1
-                if users[source] == 0 and source in offsets:
-                    space.give(*offsets.pop(source))
+                if users[source] == 0 and source in ranges:
+                    space.give(*ranges.pop(source))
         return space.highest
 
 
@@ -110,31 +108,36 @@ class _Space:
     free: list[tuple[int, int]] = field(default_factory=list)
     end: int = 0
 
-    def take(self, size: int) -> int:
-        """The offset of the smallest free range that is large enough, else at the end."""
-        fitting = [(room, place) for place, (_, room) in enumerate(self.free) if room >= size]
-        if not fitting:
-            offset, self.end = self.end, self.end + size
-        else:
-            smallest = min(room for room, _ in fitting)
-            place = max(place for room, place in fitting if room == smallest)
-            offset, room = self.free[place]
-            self.free[place : place + 1] = [(offset + size, room - size)] if room > size else []
-        self.highest = max(self.highest, offset + size)
-        return offset
+    def take(self, size: int) -> tuple[int, int]:
+        """The first and the last byte, excluded, of the smallest free range that is large enough.
 
-    def give(self, offset: int, size: int) -> None:
-        self.free.append((offset, size))
-        self.free.sort()
-        joined: list[tuple[int, int]] = []
-        for start, room in self.free:
-            if joined and sum(joined[-1]) == start:
-                joined[-1] = (joined[-1][0], joined[-1][1] + room)
-            else:
-                joined.append((start, room))
-        if sum(joined[-1]) == self.end:
-            self.end = joined.pop()[0]
-        self.free = joined
+        Of equal ones the last; where there is none, at the end.
+        """
+        best, least = -1, -1
+        for place, (start, stop) in enumerate(self.free):
+            room = stop - start
+            if room >= size and (best < 0 or room <= least):
+                best, least = place, room
+        if best < 0:
+            start, self.end = self.end, self.end + size
+        else:
+            start, stop = self.free[best]
+            self.free[best : best + 1] = [(start + size, stop)] if least > size else []
+        self.highest = max(self.highest, start + size)
+        return start, start + size
+
+    def give(self, start: int, stop: int) -> None:
+        """Back what was taken, joined with what is free before and after it."""
+        place = bisect(self.free, (start, stop))
+        if place < len(self.free) and self.free[place][0] == stop:
+            stop = self.free.pop(place)[1]
+        if place and self.free[place - 1][1] == start:
+            place -= 1
+            start = self.free.pop(place)[0]
+        if stop == self.end:
+            self.end = start
+        else:
+            self.free.insert(place, (start, stop))
 
 
 @dataclass(slots=True)
@@ -294,8 +297,8 @@ def _attention(build: _Builder, attention: Attention, read: int) -> int:
     seen, of_mask = cells[window], FP16 if batch.flash else FP32
     mask = build.given(("mask", window), seen * batch.tokens * of_mask, queries)
     if batch.flash:
-        kept = batch.streams * seen * FP16
-        extra = batch.widens_keys * kept * k_width + batch.widens_values * kept * v_width
+        widened = batch.widened_keys * k_width + batch.widened_values * v_width
+        extra = FP16 * seen * widened
         result = graph.add(
             FP32 * attention.out_width * batch.tokens + extra, queries, mask, *copies
         )

@@ -6,14 +6,15 @@ Read in llama.cpp 0c1e570 (llama-cpp-python 0.3.36). What a GPU cannot hold lies
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
 from whichlora.memory.entries import Entry
-from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
+from whichlora.serving.base import Engine, LoggedTimes, Pool, Served, Start, Stepping
+from whichlora.serving.cpu_timer import CpuTimer, cpu_timer
 from whichlora.serving.ggml_graph import FP32, Batch, compute_bytes
 from whichlora.serving.gguf import (
     BLOCKS,
@@ -29,7 +30,6 @@ from whichlora.serving.kernel_rates import KernelRates, kernel_rates
 from whichlora.serving.llama_cpp_entries import COMPUTE, KV_CACHE, LAYERS, OUTPUT
 from whichlora.serving.llama_cpp_log import LOG
 from whichlora.serving.rank import check_model
-from whichlora.serving.step_time import compute_dtype
 from whichlora.spec.architecture import Linear, ModelSpec, layers_in_order
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import ceil_div
@@ -312,15 +312,14 @@ def _batch(served: Served, placed: Placement, kept: Cache) -> Batch:
         tokens=ceil_div(tokens, slots(served)) * slots(served),
         outputs=min(tokens, slots(served)),
         cells=tuple((window, cells) for window, cells in kept.cells if window in windows),
-        streams=kept.streams,
         flash=uses_flash(served),
-        widens_keys=keys != "f16",
-        widens_values=values != "f16",
+        widened_keys=kept.streams if keys != "f16" else 0,
+        widened_values=kept.streams if values != "f16" else 0,
         rotates_keys=keys not in _WIDE,
         rotates_values=values not in _WIDE,
     )
     if served.gpu.kind == "cpu":
-        return replace(batch, alignment=32, widens_keys=False, widens_values=False)
+        return replace(batch, alignment=32, widened_keys=0, widened_values=0)
     return _with_copies(served, placed, batch, kept)
 
 
@@ -430,6 +429,7 @@ def start(served: Served) -> Start:
         pool=pool,
         max_num_seqs=lambda context: served.count("parallel") or MOST_SLOTS,
         fault=fault,
+        untimed=_untimed(served, placed),
     )
 
 
@@ -534,6 +534,11 @@ def block_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
     )
 
 
+def plain_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
+    """Of kernels that read weights of 16 bit."""
+    return replace(kernel_rates(gpu), deviation=PLAIN_DEVIATION)
+
+
 def weight_bytes(served: Served, linear: Linear | None) -> float:
     """Bytes of a matrix in the file, the mean of the layers that have it; of the head for None."""
     return _weight_bytes(served.model, file_type(served))(linear)
@@ -558,22 +563,17 @@ def _weight_bytes(model: ModelSpec, stored: str) -> Callable[[Linear | None], fl
     return of
 
 
-def stepping(served: Served) -> Stepping | None:
+def stepping(served: Served) -> Stepping:
     """Slots that decode and prompts share a batch, which is read in micro-batches.
-
-    None on a CPU, and where a part of the model lies on the host.
 
     Kind: exact; what the host does between two steps is in the kernels' times.
     Source: llama.cpp 0c1e570 tools/server/server-context.cpp `update_slots`.
     """
-    if served.gpu.kind != "cuda" or placement(served) != all_of(served.model):
-        return None
     in_blocks = file_type(served) not in UNQUANTISED
     keys, values = (str(served.options[name]).upper() for name in ("cache_type_k", "cache_type_v"))
     in_block = 256
     cached = (row_bytes(in_block, keys) + row_bytes(in_block, values)) / (2 * in_block)
     batch = served.count("batch_size") or 2048
-    plain = replace(kernel_rates(served.gpu), deviation=PLAIN_DEVIATION)
     return Stepping(
         ranks=1,
         step_s=0.0,
@@ -583,7 +583,7 @@ def stepping(served: Served) -> Stepping | None:
         captured_tokens=batch,
         launch_s=0.0,
         cache_bytes=cached,
-        rates=block_rates(served.gpu, compute_dtype(served)) if in_blocks else plain,
+        rates=block_rates if in_blocks else plain_rates,
         weight_bytes=_weight_bytes(served.model, file_type(served)),
         joins=False,
         max_num_seqs=slots(served),
@@ -591,12 +591,24 @@ def stepping(served: Served) -> Stepping | None:
     )
 
 
-def why_untimed(served: Served) -> str:
+def _untimed(served: Served, placed: Placement) -> str:
     """Why steps on a CPU, or with a part of the model on the host, have no times."""
     rates = "each type of weights has a rate of its own there, which a datasheet does not state"
     if served.gpu.kind == "cpu":
-        return f"a step of llama.cpp on a CPU is not predicted: {rates}"
-    return f"the host computes a part of each step: {rates}; use a smaller file_type or context"
+        return (
+            f"a step of llama.cpp on a CPU is predicted from its log of this file alone: {rates}; "
+            "let llama-server answer a request, then: whichlora calibrate --gpu cpu --from-log FILE"
+        )
+    if placed != all_of(served.model):
+        return f"the host computes a part of each step: {rates}; use a smaller file_type or context"
+    return ""
+
+
+def logged_timer(served: Served, logs: Sequence[LoggedTimes]) -> CpuTimer | None:
+    """The timer of a CPU, by logs of the same file on it."""
+    if served.gpu.kind != "cpu":
+        return None
+    return cpu_timer(served, file_type(served), stepping(served), logs)
 
 
 # --- what it refuses --------------------------------------------------------------------------
@@ -787,7 +799,7 @@ ENGINE = Engine(
     start=start,
     load_of_start=_load_of_start,
     stepping=stepping,
-    why_untimed=why_untimed,
+    logged_timer=logged_timer,
     check=check,
     command=command,
     prepare=prepare,

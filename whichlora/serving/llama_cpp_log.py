@@ -15,8 +15,11 @@ _MIXES = {
     for word, letter in _SIZES.items()
 } | {"Q2_K - Medium": "Q2_K", "all F32": "F32"}
 
+# Of the server's answers, and of the library when a context is freed.
+_DECODED = r"(?<!prompt )\beval time = +[\d.]+ ms / +"
 # Source: llama.cpp 0c1e570 src/llama-model.cpp:1924-1930, llama-kv-cache.cpp:291-301,
-# llama-context.cpp:308-320, :740, llama-model-loader.cpp:1805; tools/server/server-task.cpp:1574.
+# llama-context.cpp:308-320, :740, llama-model-loader.cpp:1805; tools/server/server-task.cpp:1574,
+# server-context.cpp:613; llama-context.cpp:4434.
 LOG = EngineLog(
     lines=(
         LogLine(
@@ -40,6 +43,25 @@ LOG = EngineLog(
         ),
         LogLine(states="context_tokens", pattern=r"\bn_ctx_seq += (\d+)"),
         LogLine(states="num_running", pattern=r"\bn_seq_max += (\d+)"),
+        LogLine(
+            states="ttft_s", pattern=rf"prompt eval time = +{NUMBER} ms /", unit=1e-3, is_mean=True
+        ),
+        LogLine(
+            states="mean_prompt_tokens",
+            pattern=r"prompt eval time = +[\d.]+ ms / +(\d+) tokens",
+            is_mean=True,
+        ),
+        LogLine(
+            states="tpot_s",
+            pattern=rf"{_DECODED}\d+ (?:tokens|runs) +\( *{NUMBER} ms per token",
+            unit=1e-3,
+            is_mean=True,
+        ),
+        LogLine(
+            states="mean_output_tokens",
+            pattern=rf"{_DECODED}(\d+) (?:tokens|runs)",
+            is_mean=True,
+        ),
         LogLine(
             states="output_tokens_per_s",
             pattern=rf"^llamacpp:predicted_tokens_seconds {NUMBER}",

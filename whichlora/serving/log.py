@@ -33,6 +33,7 @@ class LogLine:
         unit: of the number, in base units.
         least: whether the smallest of several lines counts, as of the ranks of one model.
         adds_up: whether several lines are parts of one number.
+        is_mean: whether it is the mean of several lines, as of requests.
         facts: what is predicted of it: the entries of a start that have these.
     """
 
@@ -41,6 +42,7 @@ class LogLine:
     unit: float = 1.0
     least: bool = False
     adds_up: bool = False
+    is_mean: bool = False
     facts: tuple[Fact, ...] = ()
 
 
@@ -112,6 +114,7 @@ def read_log(log: EngineLog, lines: Iterable[str]) -> LogReading:
     values: dict[str, float] = {}
     settings: dict[str, str] = {}
     samples: dict[str, _Histogram] = {}
+    means: dict[str, list[float]] = {}
     release, refusal, num_lines, num_read = "", "", 0, 0
     strange: list[int] = []
     for number, text in enumerate(lines, 1):
@@ -119,7 +122,11 @@ def read_log(log: EngineLog, lines: Iterable[str]) -> LogReading:
         is_read = False
         for line, pattern in numbers:
             for match in pattern.finditer(text):
-                is_read |= _take(values, line, match[1])
+                if line.is_mean and (value := _number(match[1])) is not None:
+                    means.setdefault(line.states, []).append(value * line.unit)
+                    is_read = True
+                elif not line.is_mean:
+                    is_read |= _take(values, line, match[1])
         for setting, pattern in texts:
             if stated := pattern.search(text):
                 word = stated[1].strip()
@@ -137,6 +144,7 @@ def read_log(log: EngineLog, lines: Iterable[str]) -> LogReading:
         num_read += is_read
         if not is_read and _OF_MEMORY.search(text) and not text.startswith("#"):
             strange.append(number)
+    values |= {name: sum(each) / len(each) for name, each in means.items()}
     for name, called in log.histograms.items():
         values |= samples.get(name, _Histogram()).quantiles(called)
     for name, called in log.means.items():

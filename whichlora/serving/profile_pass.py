@@ -14,8 +14,12 @@ from whichlora.spec.architecture import Attention, Layer, Mlp, ModelSpec
 #   reversed indices and the other half of a radix sort's double buffers;
 # - or a kernel of Triton or FlashInfer: masked logits (or probabilities), and probabilities (or
 #   noise).
+# The newer runner's profile asked for neither top-k nor top-p before 0.33: its noise is drawn in
+# blocks, beside logits in fp32, or in 16 bit where no request changes them.
 SORTED_LOGIT_BYTES = 2 + 4 + (4 + 8) + 8 + (4 + 8)
 MASKED_LOGIT_BYTES = 2 + 4 + 4 + 4
+WIDENED_LOGIT_BYTES = 2 + 4
+PLAIN_LOGIT_BYTES = 2
 COUNTED_LOGIT_BITS = 33  # a 4-byte count and one bit
 
 MLP_PASS = Fact(

@@ -266,7 +266,7 @@ def step_timer(
         reduction_s: seconds of an all-reduce among them, by bytes.
     """
     model, gpu = rank_model(served.model, stepping.ranks), served.gpu
-    rates = stepping.rates or kernel_rates(gpu)
+    rates = stepping.rates(gpu, compute_dtype(served)) if stepping.rates else kernel_rates(gpu)
     products = []
     moved, pointwise, reductions = 0.0, 0, 0
     for layer, count in model.layers():

@@ -19,7 +19,9 @@ from whichlora.serving.command import shell_command
 from whichlora.serving.profile_pass import (
     COUNTED_LOGIT_BITS,
     MASKED_LOGIT_BYTES,
+    PLAIN_LOGIT_BYTES,
     SORTED_LOGIT_BYTES,
+    WIDENED_LOGIT_BYTES,
     layer_entry,
     sampler_entries,
 )
@@ -43,7 +45,6 @@ from whichlora.serving.vllm_entries import (
 from whichlora.serving.vllm_log import LOG
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
-from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.timing.model import LAUNCH_S
@@ -83,6 +84,20 @@ TABLES_WITH_SLOTS = {
     **dict.fromkeys(("qwen3", "qwen3_moe"), "0.20"),
     **dict.fromkeys(("cohere", "cohere2"), "0.28"),
 }
+# Model types that the newer model runner serves by default since 0.24; other dense models since
+# 0.25, all since 0.29. Source: DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES of config/vllm.py in 0.24.0,
+# and `_is_default_v2_model_runner_model` in 0.25.1 to 0.28.0, which 0.29.0 has no more.
+NEWER_RUNNER_FIRST = ("qwen3", "deepseek_v2", "qwen2_moe", "granitemoe", "llama", "mistral")
+# Bytes per logit in its profile, before a release. Source: `_dummy_sampler_run` of
+# v1/worker/gpu/model_runner.py, and sample/sampler.py:157 (0.24.0), :159 (0.27.1), :218 (0.29.0);
+# 0.26.0 changes logits in place.
+NEWER_LOGIT_BYTES = (
+    ("0.26", WIDENED_LOGIT_BYTES),
+    ("0.27", PLAIN_LOGIT_BYTES),
+    ("0.28", WIDENED_LOGIT_BYTES),
+    ("0.33", PLAIN_LOGIT_BYTES),
+    ("", MASKED_LOGIT_BYTES),
+)
 MOST_CAPTURED_TOKENS = 512  # config/vllm.py:2464; 1024 on compute capability 10
 # Kernels that a first forward loads, and what libraries allocate by themselves. Kind: estimate.
 # Source: nine published logs that state `non_torch_memory` of one GPU, 0.02 to 0.12 GiB; median.
@@ -114,7 +129,7 @@ def max_num_seqs(served: Served) -> int:
 
     Kind: exact for `vllm serve`. Source: vLLM 0.33.0 engine/arg_utils.py:2973-3006.
     """
-    return served.count("max_num_seqs") or (1024 if _is_large(served.gpu) else 256)
+    return served.count("max_num_seqs") or (1024 if _is_large(served) else 256)
 
 
 def max_num_batched_tokens(served: Served) -> int:
@@ -127,12 +142,30 @@ def max_num_batched_tokens(served: Served) -> int:
         return stated
     if served.gpu.memory_bytes >= 160 * GiB:
         return 16384
-    return 8192 if _is_large(served.gpu) else 2048
+    return 8192 if _is_large(served) else 2048
 
 
-def _is_large(gpu: GpuSpec) -> bool:
-    """Whether a GPU has the defaults of an H100; an A100 of any size has not."""
-    return gpu.memory_bytes >= 70 * GiB and "a100" not in gpu.key
+def _is_large(served: Served) -> bool:
+    """Whether a GPU has the defaults of an H100; an A100 of any size has not, nor a GB10 any more.
+
+    Kind: exact. Source: vLLM 0.33.0 engine/arg_utils.py:2963-2987, 0.32.0 without `is_gb10`.
+    """
+    gpu = served.gpu
+    is_gb10 = gpu.compute_capability == "12.1" and not served.libraries.older("vllm", "0.33")
+    return gpu.memory_bytes >= 70 * GiB and "a100" not in gpu.key and not is_gb10
+
+
+def has_newer_runner(served: Served) -> bool:
+    """Whether the newer model runner is the default, which counts tokens of every sequence.
+
+    Kind: exact, but for Qwen3, Llama and Mistral in 16 bit under 0.22 and 0.23.
+    Source: `NEWER_RUNNER_FIRST`.
+    """
+    libraries, model = served.libraries, served.model
+    if model.model_type in NEWER_RUNNER_FIRST:
+        return not libraries.older("vllm", "0.24")
+    has_experts = any(layer.moe is not None for layer, _ in model.layers())
+    return not libraries.older("vllm", "0.29" if has_experts else "0.25")
 
 
 def keeps_prefixes(served: Served) -> bool:
@@ -258,28 +291,23 @@ def _resident(served: Served, ranks: int) -> list[Entry]:
         entries.append(Entry(KERNELS, KERNELS_BYTES))
     if ranks > 1:
         entries.append(Entry(COMMUNICATOR, communicator_bytes(ranks)))
-    if not served.libraries.older("vllm", "0.26"):
+    if has_newer_runner(served):
         logits = max_num_seqs(served) * served.model.vocab_size
         entries.append(Entry(COUNTS, logits * COUNTED_LOGIT_BITS // 8))
     return entries
 
 
 def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
-    """The larger part of the profile pass: a layer's forward, or the sampler.
-
-    Source: vLLM 0.10.1 v1/sample/ops/topk_topp_sampler.py `TopKTopPSampler`.
-    """
+    """The larger part of the profile pass: a layer's forward, or the sampler."""
     tokens = max_num_batched_tokens(served)
     element_bytes = served.dtypes.compute_bytes
     layer = layer_entry(rank, tokens=tokens, element_bytes=element_bytes)
-    libraries = served.libraries  # FlashInfer's sampler masks, too, where it is installed
-    sorts = libraries.older("vllm", "0.16") and libraries.older("flashinfer", "0.0.1")
     sampler = sampler_entries(
         rank,
         vocab_size=served.model.vocab_size,
         tokens=tokens,
         sequences=min(max_num_seqs(served), tokens),
-        logit_bytes=SORTED_LOGIT_BYTES if sorts else MASKED_LOGIT_BYTES,
+        logit_bytes=_logit_bytes(served),
         element_bytes=element_bytes,
     )
     workspace = Entry(allocator.WORKSPACE, allocator.workspace_bytes(served.gpu, training=False))
@@ -288,6 +316,23 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
         forward.append(Entry(EXPANDED, expanded_bytes(rank, element_bytes)))
     larger = max(forward, [*sampler], key=lambda part: sum(entry.num_bytes for entry in part))
     return [*larger, workspace]
+
+
+def _logit_bytes(served: Served) -> int:
+    """Of each logit while the profile samples.
+
+    Source: vLLM 0.10.1 v1/sample/ops/topk_topp_sampler.py `TopKTopPSampler`; `NEWER_LOGIT_BYTES`.
+    """
+    libraries = served.libraries
+    if has_newer_runner(served):
+        return next(
+            num_bytes
+            for version, num_bytes in NEWER_LOGIT_BYTES
+            if not version or libraries.older("vllm", version)
+        )
+    # FlashInfer's sampler masks, too, where it is installed
+    sorts = libraries.older("vllm", "0.16") and libraries.older("flashinfer", "0.0.1")
+    return SORTED_LOGIT_BYTES if sorts else MASKED_LOGIT_BYTES
 
 
 def expanded_bytes(rank: ModelSpec, element_bytes: int) -> int:

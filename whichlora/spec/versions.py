@@ -177,9 +177,11 @@ class Libraries:
     def graphs_end_early(self) -> bool:
         """vLLM replays no captured graph beyond `work.VLLM_CAPTURED_TOKENS`: it launches kernels.
 
-        The published rows of 0.4.2 show it, those of 0.6.3 do not.
+        Its first engine, but for 0.6.3, which compares another length with the limit.
+        Source: vLLM 0.6.2 worker/model_runner.py:736, 0.6.3:835, 0.6.4:860, 0.7.3:883.
         """
-        return self.older("vllm", "0.6")
+        is_first = self.older("vllm", "0.8")
+        return is_first and (self.older("vllm", "0.6.3") or not self.older("vllm", "0.6.4"))
 
     def has_rotary_tables(self, model_type: str) -> bool:
         """Each attention keeps cosines and sines of every position the model knows."""
