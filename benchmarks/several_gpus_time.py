@@ -14,6 +14,7 @@ import csv
 import math
 import re
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,18 +24,24 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import numpy as np
 from markdown_tables import markdown_table
+from numpy.typing import NDArray
 from published import gpu_of, read
 from published.cells import Line, Observation
 from published.models import model_of
 from published.sources import fms
 
+from whichlora.calibration.intervals import scales_of_groups
 from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
+from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.predict import predict
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.parallel import OptionValue, ParallelConfig
 from whichlora.spec.run import RunConfig
+from whichlora.store.links import LinkFiles
 
 ROWS = Path(__file__).with_suffix(".csv")
 PAGE = ROOT / "docs" / "accuracy" / "several_gpus.md"
@@ -227,6 +234,37 @@ def compared(runs: Sequence[Published]) -> list[Compared]:
     return found
 
 
+def _score(run: Compared, scale: float) -> float:
+    """Size of the log error in deviations as they are stated before `scale`."""
+    deviation = math.log(run.interval_s[1] / run.step_s) / TWO_SIDED_Z[TIME_CONFIDENCE] / scale
+    return abs(math.log1p(run.error)) / deviation
+
+
+def pcie_intervals(found: Sequence[Compared]) -> str:
+    """The scale of intervals over PCIe, and what it holds of types of GPU that it has not seen."""
+    stated = LinkFiles((ROOT / "calibration",))["pcie-4-peer"].interval_scale
+    runs = [run for run in found if run.interconnect == "PCIe"]
+    scores = np.array([_score(run, stated) for run in runs])
+    gpus = np.array([run.published.gpu for run in runs])
+
+    def scale(chosen: NDArray[np.bool_]) -> float:
+        groups = gpus[chosen].tolist()
+        return scales_of_groups(scores[chosen], groups, groups, TIME_CONFIDENCE)[0]
+
+    reach = TWO_SIDED_Z[TIME_CONFIDENCE]
+    held = sum(
+        int((scores[gpus == gpu] <= reach * scale(gpus != gpu)).sum()) for gpu in np.unique(gpus)
+    )
+    plain = int((scores <= reach).sum())
+    return (
+        f"Intervals over PCIe, where nobody measured GPU and machine: as stated they hold {plain} "
+        f"of {len(runs)} ({plain / len(runs):.0%}). Each type of GPU counting as one draw "
+        f"(`calibration/intervals.py`), the scale is {scale(gpus != ''):.2f}; each type by the "
+        f"scale of the others: {held} ({held / len(runs):.0%}). The table has the intervals with "
+        f"the scale of all, {stated:g} in `calibration/links/pcie-*.json`."
+    )
+
+
 def _row(title: Sequence[str], runs: Sequence[Compared]) -> list[str]:
     errors = sorted(abs(run.error) for run in runs)
     points = sorted(
@@ -292,6 +330,8 @@ def document() -> str:
             "Against it: the step of 4 Ada with batch 3 is 1.5 times that of 2 with batch 2. That",
             "fits 3/2 sequences, but also what a ring sends per GPU, 0.75 to 0.5 of the weights.",
             "Neither clocks nor lanes of these rented machines are stated.",
+            "",
+            *textwrap.wrap(pcie_intervals(found), 88),
             "",
             "Made by `benchmarks/several_gpus_time.py --write`.",
             "",

@@ -91,10 +91,6 @@ def _is_near_the_card(one: Observation) -> bool:
 # What is different in a run that is far off: the first that applies.
 EXPLANATIONS: tuple[tuple[Callable[[Observation], bool], str], ...] = (
     (
-        lambda one: "exllamav2" in one.stack,
-        "exllamav2 keeps 0.75 GiB of scratch: a matrix in fp16, and fp32 outputs of 16,384 rows",
-    ),
-    (
         lambda one: (
             one.source == "optimum_benchmark"
             and dict(one.run.libraries)["transformers"] == "4.34.1"

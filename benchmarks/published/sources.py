@@ -281,12 +281,13 @@ def neusight(line: Line) -> Iterator[Found]:
 # --- optimum-benchmark: forwards, generations and a few training rows of 7B models ----------------
 
 
-# Of its rows with bitsandbytes, which states no version: the newest on 2023-10-30.
-_OPTIMUM_QUANTISERS = (("bitsandbytes", "0.41.1"), ("gptqmodel", "0"))
+# Of its quantised rows, which state no version: the newest on 2023-10-30.
+_OPTIMUM_QUANTISERS = (("autoawq", "0.1.5"), ("bitsandbytes", "0.41.1"), ("gptqmodel", "0"))
 
 
 def _optimum_libraries(row: Row) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((*libraries_of(row["versions"]), *_OPTIMUM_QUANTISERS)))
+    second = (("exllama", "2"),) if "exllamav2" in _experiment(row) else ()
+    return tuple(sorted((*libraries_of(row["versions"]), *_OPTIMUM_QUANTISERS, *second)))
 
 
 def optimum(line: Line) -> Iterator[Found]:
@@ -385,6 +386,8 @@ def qwen_speed(line: Line) -> Iterator[Found]:
     spec, run = found
     if line.source == "qwen15_hf_infer":
         run = replace(run, libraries=(("torch", "2.1.2"), ("transformers", "4.38.2")))
+    # transformers took GPTQModel in release 4.48
+    run = replace(run, libraries=tuple(sorted((*run.libraries, ("gptqmodel", "0")))))
     if engine == "vllm":  # has model code of its own
         vllm = re.search(r"vllm ([\d.]+)", row["versions"])
         assert vllm, line

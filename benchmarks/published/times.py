@@ -300,7 +300,8 @@ def sources_left_out(key: str = "a100-sxm-80gb") -> tuple[Regime, ...]:
     for one in timed_observations():
         if one.gpu == key and one.run.engine == TRANSFORMERS:
             phase, features, times = timed_parts(one)[-1]
-            stack = f"{one.source} {one.run.libraries}"
+            libraries = [each for each in one.run.libraries if each[0] != "exllama"]
+            stack = f"{one.source} {libraries}"
             name = f"{one.source}:{one.line}"
             sample = Sample(one.model.name, features, one.value / times, name, {}, True, stack)
             rows.append((one, phase, sample))

@@ -14,7 +14,12 @@ from whichlora.calibration.fit import digest, fit
 from whichlora.calibration.fit_memory import fit_memory
 from whichlora.calibration.fit_time import fit_time
 from whichlora.calibration.load import model_of
-from whichlora.calibration.regression import conformal_scale, grouped_folds, student_scale
+from whichlora.calibration.regression import (
+    PRIOR_WEIGHT,
+    conformal_scale,
+    grouped_folds,
+    student_scale,
+)
 from whichlora.calibration.samples import Sample, groups_of, time_samples
 from whichlora.errors import ConfigError
 from whichlora.memory.training import PARTS
@@ -33,7 +38,7 @@ from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.store.measurements import read_measurements
-from whichlora.timing.model import FEATURES, prior_model, seconds
+from whichlora.timing.model import FEATURES, REGIMES, prior_model, seconds
 
 GPU = find_gpu("a100-sxm-80gb")
 CPU = find_gpu("cpu")
@@ -434,16 +439,19 @@ def test_records_of_another_engine_are_left_out_and_say_so() -> None:
     assert found.time == fit(own, GPU, model_of).time
 
 
-def test_runs_of_other_software_never_narrow_the_interval() -> None:
-    """They agree to the digit, which says nothing of the next software."""
+def test_a_stack_of_other_software_narrows_the_interval_as_one_run() -> None:
+    """All agree to the digit. Four stacks of many runs say less of the next than as many runs."""
     truth = true_calibration(products=1.2, launch=1.1)
     versions = [(("transformers", f"4.{minor}.0"),) for minor in (38, 41, 44, 47)]
     older = [
         measured(replace(run, libraries=versions[i % 4]), truth) for i, run in enumerate(runs())
     ]
     current = [measured(run, truth) for run in runs()]
-    assert fit(older, GPU, model_of).time["finetune"].interval_scale == 1.0
-    assert fit(current, GPU, model_of).time["finetune"].interval_scale < 1.0
+    of_stacks, of_runs = (fit(some, GPU, model_of).time["finetune"] for some in (older, current))
+    least = math.sqrt(PRIOR_WEIGHT / (PRIOR_WEIGHT + 4)) * student_scale(4, 0.9)
+    assert least <= of_stacks.interval_scale < 1.1 * least
+    assert of_runs.interval_scale < of_stacks.interval_scale
+    assert set(of_stacks.regime_scales) <= set(REGIMES)
 
 
 def test_older_runs_of_several_stacks_are_held_out_by_stack() -> None:

@@ -74,6 +74,26 @@ def test_each_message_has_its_seconds() -> None:
     )
 
 
+def test_a_machine_over_pcie_that_nobody_measured_is_less_certain() -> None:
+    gpu = find_gpu("rtx-4090-24gb")
+    prior = prior_calibration(gpu)
+    usual, even = MACHINES["pcie-4-no-peer"], replace(MACHINES["pcie-4-no-peer"], interval_scale=1)
+    assert usual.interval_scale > 1
+
+    def reach(links: LinkSpec, num_runs: int) -> float:
+        model = replace(prior.time["finetune"], num_runs=num_runs)
+        machines = {links.key: replace(links, gpus=(gpu.key,))}
+        found = replace(
+            prior, machines=machines, time={**prior.time, "finetune": model}
+        )  # of the same coefficients, measured or not
+        time = predict(MODEL, run_of(gpus=2), gpu, found).time
+        assert time.step_s is not None
+        return math.log(time.interval_s[1] / time.step_s)
+
+    assert reach(usual, 0) == pytest.approx(usual.interval_scale * reach(even, 0))
+    assert reach(usual, 20) == reach(even, 20)
+
+
 def test_slower_links_take_longer_and_are_less_certain() -> None:
     fast, slow = predicted(), predicted(interconnect="2GB/s")
     assert communication_s(slow) > 20 * communication_s(fast)

@@ -110,6 +110,27 @@ def test_a_product_reads_16_bits_of_what_was_expanded_and_else_what_is_stored() 
     assert more_read == pytest.approx(num_weights * (2 - 4.5 / 8), rel=0.01)
 
 
+def test_autoawq_unpacks_for_every_16_rows_and_expands_since_its_second_release() -> None:
+    layer, _ = layer_and_matrix()
+    num_weights = sum(linear.num_weights for linear in layer.linears)
+
+    def moved(version: str, rows: int) -> float:
+        dtypes = job(
+            "awq-int4", "a100-sxm-80gb", phase="inference", libraries=(("autoawq", version),)
+        ).dtypes
+        return float(expansion.forward_bytes(layer, dtypes, rows)[0]) / num_weights
+
+    once = moved("0.1.5", 1)
+    assert once == pytest.approx(0.5 + 2.5 / 128, rel=0.001)
+    assert moved("0.1.5", 16) == once
+    for rows, tiles in ((17, 2), (1024, 64), (8192, 512)):
+        assert moved("0.1.5", rows) == pytest.approx(tiles * once)
+    assert moved("0.2.0", 1024) == pytest.approx(64 * once)
+    assert moved("0.2.0", 1025) == pytest.approx(once + 2, rel=0.02)
+    # GPTQModel's own kernels are not read here
+    assert moved("0", 1024) == once
+
+
 def test_eight_bits_are_multiplied_as_they_are() -> None:
     layer, _ = layer_and_matrix()
     on_gpu, on_cpu = trained("int8"), trained("int8", "cpu")

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from whichlora.predict.coefficients import TIME_PHASES, prior_calibration
 from whichlora.predict.predict import forward_features, judged_time, predict, step_features
 from whichlora.predict.resolve import resolve
+from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
@@ -252,6 +254,33 @@ def test_certain_coefficients_leave_only_the_noise() -> None:
     assert timing.log_deviation(sure, features, total) == pytest.approx(model.noise)
     wide = replace(sure, interval_scale=1.5)
     assert timing.log_deviation(wide, features, total) == pytest.approx(1.5 * model.noise)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpu", "regime", "scale"),
+    [
+        ({}, GPU, "host", 0.5),
+        (
+            {"batch_size": 64, "seq_len": 2048, "quant": "nf4", "method": "qlora"},
+            GPU,
+            "unpacking",
+            2.0,
+        ),
+        ({"batch_size": 64, "seq_len": 2048}, GPU, "device", 1.5),  # has no scale of its own
+        ({"precision": "fp32"}, CPU, "device", 1.5),  # a host that launches also computes
+    ],
+)
+def test_a_regime_has_its_own_scale_or_that_of_the_phase(
+    changes: dict[str, Any], gpu: GpuSpec, regime: str, scale: float
+) -> None:
+    model = timing.prior_model(gpu, "finetune")
+    features = step_features(resolve(SPEC, replace(RUN, **changes), gpu))
+    total, _ = timing.seconds(model, features)
+    scales = {"host": 0.5, "unpacking": 2.0}
+    scaled = replace(model, interval_scale=1.5, regime_scales=scales)
+    assert timing.regime_of(model, features) == regime
+    plain = timing.log_deviation(model, features, total)
+    assert timing.log_deviation(scaled, features, total) == pytest.approx(scale * plain)
 
 
 def test_an_engine_takes_its_turn_after_every_step_of_the_device() -> None:

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.base import clone
 
+from whichlora.calibration.intervals import ENOUGH_HELD_OUT, scales_of_groups, scales_of_runs
 from whichlora.calibration.regression import (
     Array,
     TimeRegressor,
-    conformal_scale,
     grouped_folds,
     held_out_noise,
     student_scale,
@@ -29,7 +29,6 @@ from whichlora.timing.model import FEATURES, STACK_FEATURES, TimeModel, prior, p
 # which differ as far as their prior says. Kind: fitted, to the published rows of A100: sources of
 # 2023 and 2024 predicting each other (`docs/time.md`).
 STACK_SPREAD = 0.15
-ENOUGH_HELD_OUT = 20  # errors whose quantile stands for that of the device
 
 # What of a device is faster or slower at once: its arithmetic units with their clock (a limit of
 # power, a slice of them), its memory, and the host that launches and prepares.
@@ -197,20 +196,24 @@ def _held_out_time(samples: Samples, gpu: GpuSpec, phase: str) -> tuple[Array, A
 def sharpened(
     model: TimeModel, samples: Samples, gpu: GpuSpec, phase: str
 ) -> tuple[TimeModel, Array]:
-    """`model` with noise and interval scale from left-out runs, and the log errors of these.
+    """`model` with noise and interval scales from left-out runs, and the log errors of these.
 
-    Runs of other software never narrow the interval. They come in stacks, a few of which say less
-    of the next one than their many runs seem to; the spread between stacks is in the covariance.
+    Runs of other software err alike within their stack, and a new run is of a new stack.
     """
     errors, deviations = _held_out_time(samples, gpu, phase)
     are_older = all(sample.older for sample in samples[phase])
     if not are_older:
         model = replace(model, noise=held_out_noise(errors, prior_model(gpu, phase).noise))
     if len(errors) >= ENOUGH_HELD_OUT:
-        stated = np.hypot(deviations, model.noise)
-        scale = conformal_scale(errors, stated, TIME_CONFIDENCE)
-        assert scale is not None, "enough errors for the rank"
-        model = replace(model, interval_scale=max(1.0, scale) if are_older else scale)
+        scores = np.abs(errors) / np.hypot(deviations, model.noise)
+        found = [samples[phase][i] for i in judged(samples[phase])]
+        regimes = [timing.regime_of(model, sample.features) for sample in found]
+        if are_older:
+            stacks = [sample.stack for sample in found]
+            scale, by_regime = scales_of_groups(scores, stacks, regimes, TIME_CONFIDENCE)
+        else:
+            scale, by_regime = scales_of_runs(scores, regimes, TIME_CONFIDENCE)
+        model = replace(model, interval_scale=scale, regime_scales=by_regime)
     return model, errors
 
 

@@ -141,9 +141,14 @@ def _sample(
 
 
 def stack_of(measurement: Measurement) -> str:
-    """The software of a run on older versions: the libraries that it names, and who ran it."""
+    """The software of a run on older versions: the libraries that it names, and who ran it.
+
+    Which of exllama's kernels run is a choice on one host, as the quantisation itself is.
+    """
     who = measurement.provenance.get("publisher") or measurement.environment.get("platform", "")
-    libraries = (f"{name} {version}" for name, version in measurement.run.libraries)
+    libraries = (
+        f"{name} {version}" for name, version in measurement.run.libraries if name != "exllama"
+    )
     return ", ".join(filter(None, (str(who), *libraries)))
 
 

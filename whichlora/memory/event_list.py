@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from whichlora.memory.allocator_simulator import SMALL_BYTES, Requests, rounded
+from whichlora.memory.exllama import scratch_bytes
 from whichlora.memory.weights import quantised_matrices, quantised_parts, weight_bytes
 from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order
 from whichlora.spec.dtypes import Dtypes, is_quantised
@@ -366,6 +367,8 @@ def _loaded(model: ModelSpec, dtypes: Dtypes) -> Iterator[tuple[Iterable[tuple[i
         yield [(block_bytes(model.head.num_weights * dtypes.head_bytes), 0)], 1
     stored = weight_bytes(model, dtypes)
     yield [(block_bytes(stored[name]), 0) for name in ("other", "buffers")], 1
+    if scratch := scratch_bytes(model, dtypes):
+        yield [(block_bytes(scratch), 0)], 1
 
 
 def _layer_weights(layer: Layer, dtypes: Dtypes) -> Iterator[tuple[int, int]]:

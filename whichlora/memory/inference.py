@@ -10,6 +10,7 @@ from functools import cached_property
 
 from whichlora.memory import activations, allocator, kv_cache, loss, quantised_cache
 from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.exllama import scratch_entries
 from whichlora.memory.gradients import adapter_entries
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.loading import loading_moment
@@ -50,6 +51,7 @@ class Generation:
     @cached_property
     def static(self) -> Entries:
         entries = weight_entries(self.model, self.dtypes, like=self.batch_size)
+        entries += scratch_entries(self.model, self.dtypes, like=self.batch_size)
         if self.targets:
             entries += adapter_entries(
                 self.model, self.run, self.dtypes, self.method, self.targets, self.r

@@ -17,6 +17,7 @@ from whichlora.spec.run import TRANSFORMERS
 from whichlora.timing.model import (
     DEVICE_RATES,
     FEATURES,
+    REGIMES,
     STACK_FEATURES,
     TimeModel,
     of_another_engine,
@@ -273,6 +274,11 @@ class Calibration:
                         num_runs=int(model["num_runs"]),
                         overlaps=bool(model["overlaps"]),
                         interval_scale=float(model.get("interval_scale", 1.0)),
+                        regime_scales={
+                            name: float(model["regime_scales"][name])
+                            for name in REGIMES
+                            if name in model.get("regime_scales", {})
+                        },
                     )
                     for phase, model in ((p, payload["time"][p]) for p in TIME_PHASES)
                 },
@@ -335,6 +341,8 @@ def _numbers(calibration: Calibration) -> Iterator[tuple[str, float, tuple[float
         yield f"{where}.num_runs", model.num_runs, (0, _MOST_RUNS)
     for phase, time in calibration.time.items():
         yield f"time.{phase}.interval_scale", time.interval_scale, (0.0, _MOST_FACTOR)
+        for name, scale in time.regime_scales.items():
+            yield f"time.{phase}.regime_scales.{name}", scale, (0.0, _MOST_FACTOR)
 
 
 def _errors(payload: Mapping[str, Any]) -> dict[str, HeldOut]:

@@ -235,6 +235,8 @@ def judge_ranks(counted: RanksWork, model: TimeModel, links: LinkSpec | None) ->
     computing = total - waits
     with_idle = computing / (slowest.total_s - waits)
     deviation = sqrt((slowest.log_deviation * computing) ** 2 + slowest.waits_deviation_s**2)
+    if not model.num_runs:  # the scale is of GPUs and machines that nobody measured
+        deviation = links.interval_scale * deviation
     return RanksJudgement(
         time=TimeJudgement(
             passes=(("finetune", 1, slowest.features),),

@@ -245,6 +245,8 @@ _FUSED_ROWS = {"gptq-int4": 50, "gptq-int8": 50, "awq-int4": 1024, "mxfp4": MOST
 
 def fused_rows(dtypes: Dtypes) -> int:
     """Rows up to which a product with quantised weights does not write them out in 16 bit first."""
+    if dtypes.quant == "awq-int4" and not dtypes.libraries.expands_awq:
+        return MOST_COUNT
     if dtypes.quant not in FOUR_BIT_BNB:
         return _FUSED_ROWS.get(dtypes.quant, 0)
     product = "fp32" if dtypes.four_bit_bytes == 4 else dtypes.half
@@ -258,6 +260,16 @@ def expands_by_operators(dtypes: Dtypes) -> bool:
     """
     by_triton = dtypes.libraries.trains_gptq_by_triton and dtypes.backend.has_triton
     return dtypes.training and dtypes.quant in ("gptq-int4", "gptq-int8") and not by_triton
+
+
+def exllama_kernels(dtypes: Dtypes) -> int:
+    """Which of exllama's kernels multiply, 1 or 2; 0 for none. They neither train nor take 8 bits.
+
+    Kind: exact. Source: `Libraries.exllama_kernels`; AutoGPTQ 0.5.1 qlinear_exllama.py and
+    qlinear_exllamav2.py, `QuantLinear.__init__`.
+    """
+    multiplies = dtypes.quant == "gptq-int4" and not dtypes.training
+    return dtypes.libraries.exllama_kernels * multiplies
 
 
 def is_quantised(linear: Linear, dtypes: Dtypes) -> bool:

@@ -44,6 +44,8 @@ class LinkSpec:
         contention: seconds that a second of communication costs the computing beside it, whose
             multiprocessors and memory NCCL's kernels take.
         relative_deviation: of a time, one standard deviation.
+        interval_scale: what the stated deviation of a whole step is multiplied with where nobody
+            measured the GPU either.
         network: None where nodes are alone.
         sources: where each fact comes from.
     """
@@ -63,5 +65,6 @@ class LinkSpec:
     host_memory_bytes: int | None = None
     contention: float = 0.0
     relative_deviation: float
+    interval_scale: float = 1.0
     network: NetworkSpec | None = None
     sources: Mapping[str, str] = field(default_factory=dict)

@@ -45,6 +45,8 @@ class Libraries:
     vllm: str = "0.6.3"
     sglang: str = "0.5.23"
     gptqmodel: str = "7.3.4"  # 0 is AutoGPTQ, which it replaced
+    autoawq: str = "0"  # 0 is GPTQModel, which replaced it
+    exllama: str = "0"  # `exllama_config` asks for 1 or 2; 0: what the library takes
     flashinfer: str = "0"  # 0: not installed, which only a vLLM before 0.16 asks
 
     def __post_init__(self) -> None:
@@ -132,6 +134,25 @@ class Libraries:
     def gathers_gptq_scales(self) -> bool:
         """These operators gather zero and scale of every weight; AutoGPTQ's broadcast them."""
         return not self.older("gptqmodel", "0.9")
+
+    @property
+    def exllama_kernels(self) -> int:
+        """Which of exllama's kernels multiply with GPTQ's 4 bits in inference; 0 for none.
+
+        Read: transformers 4.35 `GPTQConfig.post_init` asks AutoGPTQ for the first where
+        `exllama_config` does not ask for the second. GPTQModel 7.3 takes Machete or Marlin.
+        """
+        return _numbers(self.exllama)[0] or int(self.older("gptqmodel", "0.9"))
+
+    @property
+    def multiplies_awq_by_tiles(self) -> bool:
+        """AutoAWQ's kernel multiplies, which unpacks the weights for every few rows anew. Read."""
+        return not self.older("autoawq", "0.1")
+
+    @property
+    def expands_awq(self) -> bool:
+        """A product of many rows writes AWQ's weights out in 16 bit. Read: AutoAWQ pull 316."""
+        return not self.multiplies_awq_by_tiles or not self.older("autoawq", "0.2")
 
     @property
     def scores_whole_prompt(self) -> bool:

@@ -112,6 +112,7 @@ def read_links(path: Path) -> LinkSpec:
         host_memory_bytes=values.get("host_memory_bytes"),
         contention=float(values["contention"]),
         relative_deviation=float(values["relative_deviation"]),
+        interval_scale=float(values.get("interval_scale") or 1.0),
         network=None if network is None else NetworkSpec(**network),
         sources=values["sources"],
     )
@@ -207,6 +208,10 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "contention": ("a number from 0 to 3", lambda value: is_number(value, 0.0, 3.0)),
     "relative_deviation": ("a number from 0.01 to 3", lambda value: is_number(value, 0.01, 3.0)),
+    "interval_scale": (
+        "a number from 0.1 to 10, or null",
+        lambda v: v is None or is_number(v, 0.1, 10.0),
+    ),
     "network": (
         "an object of name, bandwidth_bytes_per_s, reached_share and latency_s, or null",
         lambda v: v is None or _is_network(v),

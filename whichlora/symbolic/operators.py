@@ -9,6 +9,7 @@ from whichlora.spec.architecture import Linear, Norm
 from whichlora.spec.dtypes import (
     BNB_BLOCK,
     Dtypes,
+    exllama_kernels,
     expands_by_operators,
     fused_rows,
     is_quantised,
@@ -362,9 +363,9 @@ class OpEmitter:
         if dtypes.trains_base or (dtypes.linears_keep_inputs and not linear.transposed):
             saves.append(narrow)
         result = f"{linear.name}: result"
-        # GPTQ and AWQ kernels expand what they multiply with, to 16 bit; torch's `matmul` saves it
+        # torch's `matmul` saves what operators expanded
         # (GPTQModel 7.3 `TorchLinear._forward_eager`, AutoGPTQ 0.5 `qlinear_cuda_old`)
-        dense = scaled(weights, dtypes.compute_bytes) if is_quantised(linear, dtypes) else NOTHING
+        dense = self._expanded(linear, weights)
         kept = [dense] if dense and x.needs_grad and expands_by_operators(dtypes) else []
         out = tape.op(
             [narrow, used],
@@ -379,3 +380,15 @@ class OpEmitter:
         )
         tape.hold(x)
         return out
+
+    def _expanded(self, linear: Linear, weights: LinearForm) -> LinearForm:
+        """What GPTQ's and AWQ's kernels write of a matrix in 16 bit, beside the product.
+
+        Kernels that unpack inside write nothing, and exllama's write into their scratch.
+        """
+        dtypes = self.dtypes
+        if not is_quantised(linear, dtypes) or exllama_kernels(dtypes):
+            return NOTHING
+        dense = scaled(weights, dtypes.compute_bytes)
+        fused = 0 if dtypes.training else fused_rows(dtypes)
+        return self.rows.where_many(dense.constant, fused) if fused else dense

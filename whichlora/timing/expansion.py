@@ -15,7 +15,7 @@ from whichlora.spec.dtypes import (
     fused_rows,
     is_quantised,
 )
-from whichlora.spec.numeric import Count, Real, smallest
+from whichlora.spec.numeric import Count, Real, ceil_div, smallest
 from whichlora.spec.run import FOUR_BIT_BNB
 
 # Of nested scales, per scale: one read in 8 bits and written in fp32, the mean added in place, and
@@ -37,6 +37,10 @@ OPERATOR_OPS, GATHERED_OPS = 9, 12
 # T4, none for large matrices on A10, L4 and RTX 4090. V100 has as few operations per byte as they.
 # Kind: fitted. Source: bitsandbytes pull requests 1746 and 1747.
 BRANCHING = {"6.0": 1.7, "7.0": 1.7, "7.5": 1.5, "8.0": 1.7, "9.0": 1.7}
+
+# Rows of a tile of AutoAWQ's kernel, for each of which it unpacks the weights anew.
+# Source: AutoAWQ_kernels 0.0.9 gemm_cuda_gen.cu, `gemm_forward_4bit_cuda_m16n128k32`.
+AWQ_TILE_ROWS = 16
 
 
 def multiplies_stored(dtypes: Dtypes) -> bool:
@@ -106,15 +110,16 @@ def visited_matrices(linear: Linear, tokens: Count) -> Count:
 def forward_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> tuple[Real, Real]:
     """What one forward over `rows` moves to unpack a layer's weights, and reads beyond the stored.
 
-    A fused kernel reads the stored bytes once more. Above its rows, the weight is expanded, and the
-    product reads it in 16 bit. An expert sees its share of the rows, and one that no row chose is
-    not unpacked.
+    A fused kernel reads the stored bytes once more, AutoAWQ's once for every tile of rows. Above
+    its rows, the weight is expanded, and the product reads it in 16 bit. An expert sees its share
+    of the rows, and one that no row chose is not unpacked.
 
     Kind: estimate. Source: `spec.dtypes.fused_rows`, `expansion_bytes`.
     """
     moved = more_read = 0.0 * rows
     if multiplies_stored(dtypes):
         return moved, more_read
+    by_tiles = dtypes.quant == "awq-int4" and dtypes.libraries.multiplies_awq_by_tiles
     most_fused = 0 if expands_by_operators(dtypes) else fused_rows(dtypes)
     for linear in layer.linears:
         if not is_quantised(linear, dtypes):
@@ -126,7 +131,9 @@ def forward_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> tuple[Real, Real
             visited = linear.count + 0 * rows
         stored = _stored_bytes(linear, dtypes)
         unfused = visited * (1 - fused)
-        moved = moved + visited * fused * stored + unfused * expansion_bytes(linear, dtypes)
+        tiles = ceil_div(rows * linear.active / visited, AWQ_TILE_ROWS) if by_tiles else 1
+        moved = moved + visited * fused * tiles * stored
+        moved = moved + unfused * expansion_bytes(linear, dtypes)
         more_read = more_read + unfused * (_expanded_bytes(linear, dtypes) - stored)
     return moved, more_read
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Real, quadratic_form, sqrt, where
@@ -21,6 +21,9 @@ DEVICE_FEATURES = (
 # Arithmetic and the bytes that it reads meanwhile: the slower of the two decides.
 ROOFS = (("products", "weights"), ("attention", "cache"))
 FEATURES = (*DEVICE_FEATURES, "launch", "constant", "engine")
+# What a run's time is of, in the order in which the first that holds counts: the host's launches,
+# quantised weights that are unpacked, products and their bytes alone.
+REGIMES = ("host", "unpacking", "device")
 PER_COUNT = ("launch", "constant", "engine")  # whose coefficient is in seconds
 # Whose coefficient is the device's, whatever runs on it: the rates of arithmetic and of memory.
 # Those of the other kernels belong to the engine, whose kernels they are.
@@ -40,7 +43,9 @@ class TimeModel:
         covariance: of the coefficients, rows and columns in the order of `FEATURES`.
         noise: standard deviation of the log of a single measurement around the model.
         interval_scale: what deviations are multiplied with, so that intervals hold as much as they
-            state; from errors on runs that no fit saw (`regression.conformal_scale`).
+            state; from errors on runs that no fit saw (`calibration.intervals`).
+        regime_scales: the same by `regime_of` a run, where its runs say more; a search, whose
+            candidates err together, takes that of the phase.
         num_runs: measured runs behind it; 0 is the prior alone.
         overlaps: the host launches while the device computes (accelerators), so that the slower
             of both decides; on a CPU both are the same cores.
@@ -52,6 +57,7 @@ class TimeModel:
     num_runs: int
     overlaps: bool
     interval_scale: float = 1.0
+    regime_scales: Mapping[str, float] = field(default_factory=dict)
 
 
 def of_another_engine(model: TimeModel, start: TimeModel) -> TimeModel:
@@ -301,6 +307,17 @@ def seconds(model: TimeModel, features: Mapping[str, Real]) -> tuple[Real, dict[
     return _priced(model, deciding(model, features))
 
 
+def regime_of(model: TimeModel, features: Mapping[str, float]) -> str:
+    """Which of `REGIMES` one run is in.
+
+    Kind: exact. Source: `deciding`.
+    """
+    decided = deciding(model, features)
+    if model.overlaps and decided["launch"] > 0:
+        return "host"
+    return "unpacking" if decided["dequant"] > 0 else "device"
+
+
 def log_deviation(model: TimeModel, features: Mapping[str, Real], total: Real) -> Real:
     """Standard deviation of the log of the predicted seconds `total` of one run.
 
@@ -331,4 +348,14 @@ def _deviation(model: TimeModel, decided: Mapping[str, Real], total: Real) -> Re
     variance = quadratic_form([decided[name] for name in FEATURES], model.covariance)
     takes_time = total > 0  # coefficients may all be zero: then nothing but noise is known
     relative = where(takes_time, variance, 0.0) / where(takes_time, total, 1.0) ** 2
-    return model.interval_scale * sqrt(relative + model.noise**2)
+    return _scale(model, decided) * sqrt(relative + model.noise**2)
+
+
+def _scale(model: TimeModel, decided: Mapping[str, Real]) -> Real:
+    if not model.regime_scales:
+        return model.interval_scale
+    host, unpacking, device = (
+        model.regime_scales.get(name, model.interval_scale) for name in REGIMES
+    )
+    of_device = where(decided["dequant"] > 0, unpacking, device)
+    return where(decided["launch"] > 0, host, of_device) if model.overlaps else of_device

@@ -163,6 +163,7 @@ def _with_intervals_of(stored: Calibration, fitted: Calibration, gpu: GpuSpec) -
             priors[phase] if phase in stored.by_datasheet else model,
             noise=stored.time[phase].noise,
             interval_scale=stored.time[phase].interval_scale,
+            regime_scales=stored.time[phase].regime_scales,
         )
         for phase, model in fitted.time.items()
     }
