@@ -69,6 +69,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("road", {}),
     ("road", {"variant": "road_4"}),
     ("gralora", {}),
+    ("beft", {}),
     ("pissa", {}),
 ]
 CPU_RUNS = [*METHODS, ("miss", {"init_weights": "bat"}), ("shira", {}), ("olora", {})]

@@ -12,6 +12,7 @@ from typing import Literal
 from whichlora.errors import ConfigError
 from whichlora.methods import (
     adalora,
+    beft,
     c3a,
     delora,
     dora,
@@ -57,6 +58,7 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
         *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
+        *(module.METHOD for module in (beft,)),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -68,7 +70,6 @@ NOT_MODELLED = frozenset(
     {
         "adamss",
         "adaption-prompt",
-        "beft",
         "boft",
         "cartridge",
         "cpt",
