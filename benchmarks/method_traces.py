@@ -65,6 +65,7 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     1800: {"road": {"variant": ("road_1", "road_2", "road_4"), "group_size": (32, 64)}},
     1900: {"gralora": {"gralora_k": (2, 4)}},
     3000: {"beft": {}},
+    3100: {"osf": {"effective_rank": (0.5, 0.75, 256.0)}},
 }
 
 

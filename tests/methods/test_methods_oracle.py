@@ -70,6 +70,8 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("road", {"variant": "road_4"}),
     ("gralora", {}),
     ("beft", {}),
+    ("osf", {}),
+    ("osf", {"effective_rank": 0.9}),
     ("pissa", {}),
 ]
 CPU_RUNS = [*METHODS, ("miss", {"init_weights": "bat"}), ("shira", {}), ("olora", {})]

@@ -102,6 +102,8 @@ def like_cuda(device: Device) -> Iterator[None]:
             (_bnb_optimizer(), "get_state_buffer", _state_buffer),
             # PEFT knows a 4-bit weight by its class, which a fake one can't have.
             ("peft.tuners.lora.dora", "dequantize_module_weight", _expanded),
+            # PSOFT multiplies 16-bit inputs in fp32 on a CPU.
+            (_psoft_rotation(), "forward", _rotated),
             # Pixels are made on the host, and are on the device when the model is called.
             ("whichlora.profiler.images", "host_pixels", _host_pixels),
             # One list of tensors per operation, as `foreach` optimizers do it on CUDA.
@@ -180,6 +182,15 @@ def _bnb_optimizer() -> Any:
 
 _MIN_PAGED_PARAMS = 100_000
 _host_tensors = False
+
+
+def _psoft_rotation() -> Any:
+    return import_module("peft.tuners.psoft.layer").OrthLayer
+
+
+def _rotated(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """Source: peft 0.21.2 `OrthLayer.forward`."""
+    return input @ self.get_matrix().to(input.dtype).t()
 
 
 def makes_host_tensors() -> bool:
