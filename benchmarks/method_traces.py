@@ -66,6 +66,9 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     1900: {"gralora": {"gralora_k": (2, 4)}},
     3000: {"beft": {}},
     3100: {"osf": {"effective_rank": (0.5, 0.75, 256.0)}},
+    3200: {"psoft": {"use_cayley_neumann": (False, True), "psoft_orth": (True, False)}},
+    3300: {"deft": {"decomposition_method": ("relu", "qr"), "para": (False, False, True)}},
+    3500: {"glora": {"config_A_B": ("lora", "lora", "vector", "constant"), "config_C": ("lora", "vector", "none"), "config_D_E": ("constant", "vector")}},
 }
 
 

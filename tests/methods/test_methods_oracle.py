@@ -72,6 +72,14 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("beft", {}),
     ("osf", {}),
     ("osf", {"effective_rank": 0.9}),
+    ("psoft", {}),
+    ("psoft", {"use_cayley_neumann": True, "psoft_mag_a": False}),
+    ("psoft", {"psoft_orth": False}),
+    ("deft", {}),
+    ("deft", {"decomposition_method": "qr"}),
+    ("deft", {"para": True}),
+    ("glora", {}),
+    ("glora", {"config_A_B": "vector"}),
     ("pissa", {}),
 ]
 CPU_RUNS = [*METHODS, ("miss", {"init_weights": "bat"}), ("shira", {}), ("olora", {})]

@@ -260,4 +260,5 @@ METHOD = Method(
     forward=forward,
     work=work,
     start_bytes=start_bytes,
+    merging=lambda base_bytes: 12,
 )

@@ -269,4 +269,5 @@ METHOD = Method(
     forward=forward,
     work=work,
     start_bytes=start_bytes,
+    merging=lambda base_bytes: 2 * base_bytes,
 )
