@@ -69,6 +69,8 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     3200: {"psoft": {"use_cayley_neumann": (False, True), "psoft_orth": (True, False)}},
     3300: {"deft": {"decomposition_method": ("relu", "qr"), "para": (False, False, True)}},
     3500: {"glora": {"config_A_B": ("lora", "lora", "vector", "constant"), "config_C": ("lora", "vector", "none"), "config_D_E": ("constant", "vector")}},
+    3600: {"peanut": {"depth": (1, 2), "act_fn": ("relu", "gelu")}},
+    3900: {"supertuning": {"sparsity": (0.99, 0.95), "r": (8, 16)}},
 }
 
 

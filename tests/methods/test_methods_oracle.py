@@ -80,6 +80,10 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("deft", {"para": True}),
     ("glora", {}),
     ("glora", {"config_A_B": "vector"}),
+    ("peanut", {}),
+    ("peanut", {"depth": 2, "act_fn": "silu"}),
+    ("supertuning", {}),
+    ("supertuning", {"r": 8}),
     ("pissa", {}),
 ]
 CPU_RUNS = [*METHODS, ("miss", {"init_weights": "bat"}), ("shira", {}), ("olora", {})]

@@ -32,6 +32,7 @@ from whichlora.methods import (
     oft,
     osf,
     p_tuning,
+    peanut,
     prompt_tuning,
     psoft,
     qdora,
@@ -39,6 +40,7 @@ from whichlora.methods import (
     road,
     shira,
     starts,
+    supertuning,
     trainable_tokens,
     vera,
 )
@@ -62,7 +64,7 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
         *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
-        *(module.METHOD for module in (beft, osf, psoft, deft, glora)),
+        *(module.METHOD for module in (beft, osf, psoft, deft, glora, peanut, supertuning)),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -81,13 +83,11 @@ NOT_MODELLED = frozenset(
         "hra",
         "lily",
         "multitask-prompt-tuning",
-        "peanut",
         "poly",
         "prefix-tuning",
         "pvera",
         "randlora",
         "shadow",
-        "supertuning",
         "tinylora",
         "unilora",
         "vblora",
