@@ -12,12 +12,14 @@ from typing import Literal
 from whichlora.errors import ConfigError
 from whichlora.methods import (
     adalora,
+    adamss,
     beft,
     c3a,
     deft,
     delora,
     dora,
     fourierft,
+    frod,
     full,
     glora,
     gralora,
@@ -64,7 +66,7 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
         *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
-        *(module.METHOD for module in (beft, osf, psoft, deft, glora, peanut, supertuning)),
+        *(module.METHOD for module in (beft, osf, psoft, deft, glora, peanut, supertuning, adamss, frod)),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -74,12 +76,10 @@ COMPARED = ("full", "lora", "qlora", "dora", "qdora")  # where nobody names the 
 # types of peft 0.21.2 that no file here describes
 NOT_MODELLED = frozenset(
     {
-        "adamss",
         "adaption-prompt",
         "boft",
         "cartridge",
         "cpt",
-        "frod",
         "hra",
         "lily",
         "multitask-prompt-tuning",

@@ -29,6 +29,7 @@ class FrozenTensor:
         name, dims: what `explain` calls it, and its shape in words.
         count: how many equal ones there are.
         element_bytes: as wide as the adapters where it is None.
+        as_base: as wide as the base's weights that are not quantised.
     """
 
     name: str
@@ -37,10 +38,15 @@ class FrozenTensor:
     width: Count
     count: int = 1
     element_bytes: int | None = None
+    as_base: bool = False
 
     @property
     def num_params(self) -> Count:
         return self.count * self.rows * self.width
+
+    def bytes_of_one(self, dtypes: Dtypes) -> int:
+        """Bytes of one element."""
+        return dtypes.base_bytes if self.as_base else self.element_bytes or dtypes.adapter_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

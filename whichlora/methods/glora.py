@@ -117,7 +117,7 @@ def frozen_tensors(
                     rows=1 + 0 * r,
                     width=width,
                     count=count * linear.count,
-                    element_bytes=2,  # those of a 16-bit base
+                    as_base=True,
                 )
             )
     return tuple(tensors)
