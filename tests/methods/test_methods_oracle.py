@@ -86,7 +86,9 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("supertuning", {"r": 8}),
     ("pissa", {}),
 ]
-CPU_RUNS = [*METHODS, ("miss", {"init_weights": "bat"}), ("shira", {}), ("olora", {})]
+READ_VALUES: list[tuple[str, dict[str, Any]]] = [("shira", {}), ("adamss", {}), ("frod", {})]
+CPU_RUNS = [*METHODS, *READ_VALUES, ("miss", {"init_weights": "bat"}), ("olora", {})]
+OF_LATER = [seed for seed in method_traces.LATER if seed >= 2000]
 STACKS: list[dict[str, Any]] = [
     {},
     {"gradient_checkpointing": False},
@@ -131,6 +133,17 @@ def test_peft_trains_as_many_parameters(method: str, options: dict[str, Any]) ->
     assert trained == expected
 
 
+@pytest.mark.parametrize(("method", "options"), READ_VALUES, ids=str)
+def test_peft_trains_as_many_parameters_where_values_are_read(
+    method: str, options: dict[str, Any]
+) -> None:
+    size = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    one = oracle.case("llama", config=size | {"num_key_value_heads": 2}, method=method)
+    job = oracle.job_of(one)
+    trained = sum(p.numel() for p in oracle.load(one).parameters() if p.requires_grad)
+    assert trained == trained_params(job.model, job.targets, job.method, job.run.r)
+
+
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("settings", STACKS, ids=str)
 @pytest.mark.parametrize(("method", "options"), METHODS[:-1], ids=str)
@@ -158,7 +171,7 @@ def test_the_ledger_agrees_with_the_trace(
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("seed", [*range(390, 404), *range(1000, 2000, 100)])
+@pytest.mark.parametrize("seed", [*range(390, 404), *range(1000, 2000, 100), *OF_LATER])
 def test_a_run_drawn_anew_is_traced_as_predicted(seed: int) -> None:
     line, _ = method_traces.draw(seed)
     assert trainer_traces.predicted(line) == pytest.approx(trainer_traces.traced(line), rel=0.02)

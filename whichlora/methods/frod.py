@@ -111,10 +111,7 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, rate: float = 0.01) ->
         for n in (tall, wide)
     )
     values, diagonal = (ops.cast(parameter(ops, n), size) for n in (chosen, ops.constant(wide)))
-    places = ops.constant(2 * _INDEX * chosen.constant)
-    # `coalesce` sorts and copies: the keys, the order, and what is unique among them
-    keys = ops.constant(_INDEX * chosen.constant)
-    sparse = tape.op([values], chosen, size, inner=[keys] * 4, keeps=[places], what=f"{what}: S")
+    sparse = _sparse(ops, values, chosen.constant, what)
     inputs = dropped(ops, x)
     turned = frozen_product(ops, inputs, v, inner_rows, f"{what}: V·x")
     within = _sparse_product(ops, turned, sparse, wide, f"{what}: S·V·x")
@@ -134,21 +131,44 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, rate: float = 0.01) ->
     return result
 
 
+def _sparse(ops: OpEmitter, values: Tensor, chosen: int, what: str) -> Tensor:
+    """S with its 64-bit places: values and places as bytes, as its gradient has both, too.
+
+    Source: torch 2.13 `_coalesce_sparse_cpu`, which sorts keys, and `sparse_mask`, which looks
+    places up in those of the gradient.
+    """
+    keys = ops.constant(_INDEX * chosen)
+    places = ops.constant(2 * _INDEX * chosen)
+    return ops.tape.op(
+        [values],
+        ops.constant((2 * _INDEX + values.size) * chosen),
+        1,
+        inner=[keys] * 4,
+        inner_backward=[keys, keys, places, places],
+        what=f"{what}: S",
+    )
+
+
 def _sparse_product(ops: OpEmitter, x: Tensor, sparse: Tensor, side: int, what: str) -> Tensor:
     """With S as a dense matrix where `x` is in 16 bits; its gradient is dense in any case.
 
-    Source: peft 0.21.2 `FrodLayer._sparse_activation_mm`.
+    Source: peft 0.21.2 `FrodLayer._sparse_activation_mm`; torch 2.13 `to_dense_backward`,
+    `_sparse_addmm_sparse_backward`: the dense gradient, of which the places are taken.
     """
     square = ops.constant(side * side)
+    taken = ops.constant(x.size * sparse.elements.constant // (2 * _INDEX + x.size))
     if x.size < 4:
-        dense = ops.tape.op([sparse], square, sparse.size, saves=[sparse], what=f"{what}: S, dense")
+        dense = ops.tape.op(
+            [sparse], square, x.size, saves=[sparse], inner_backward=taken, what=f"{what}: S, dense"
+        )
         return product(ops, x, dense, x.elements, what)
     return ops.tape.op(
         [x, sparse],
         x.elements,
         x.size,
         saves=[x, sparse] if x.needs_grad else [x],
-        inner_backward=ops.constant(x.size * side * side),
+        inner=x.form,
+        inner_backward=[ops.constant(x.size * side * side), taken],
         what=what,
     )
 
