@@ -25,6 +25,7 @@ from whichlora.methods import (
     gralora,
     hira,
     ia3,
+    kasa,
     ln_tuning,
     loha,
     lokr,
@@ -66,14 +67,16 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
         *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
-        *(module.METHOD for module in (beft, osf, psoft, deft, glora, peanut, supertuning, adamss, frod)),
+        *(module.METHOD for module in (beft, osf, psoft, deft, adamss, glora, peanut, frod)),
+        *(module.METHOD for module in (supertuning, kasa)),
     ),
 )
 BUILT_IN = _METHODS.built_in
 ENTRY_POINT_GROUP = _METHODS.group
 list_methods = _METHODS.all
 COMPARED = ("full", "lora", "qlora", "dora", "qdora")  # where nobody names the methods to compare
-# types of peft 0.21.2 that no file here describes
+# types of peft 0.21.2 that no file here describes; adaption-prompt wraps attention as a whole, and
+# runs its projections again, which no `Method` can state
 NOT_MODELLED = frozenset(
     {
         "adaption-prompt",

@@ -245,8 +245,8 @@ class Method:
         autocast_shapes: those of them that a product reads as they are, which autocast casts once
             and caches; None for all.
         adapter_widths: bytes of one element of each of them.
-        gradient_remainders: bytes that the gradients of one of the `count` matrices hold beyond their
-            own, being views of larger ones.
+        gradient_remainders: bytes that the gradients of one of the `count` matrices hold beyond
+            their own, being views of larger ones.
         frozen_tensors: matrices of the adapters that are not trained, of all adapted matrices of a
             model, each given with the number of layers that have it.
         forward: the operators of one adapted module, the base's product (`ops.base`) among them.

@@ -90,9 +90,7 @@ def _less(ops: OpEmitter, x: Tensor, y: Tensor) -> Tensor:
     """`x - y`: the gradient of `y` is made negative in the width of `x` first."""
     if y.size == x.size:
         return ops.add(x, ops.tape.view(y, copies_gradient=True))
-    return ops.tape.op(
-        [x, y], x.elements, x.size, passes=True, inner_backward=[x.form]
-    )
+    return ops.tape.op([x, y], x.elements, x.size, passes=True, inner_backward=[x.form])
 
 
 def work(

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from whichlora.symbolic.operators import OpEmitter
 
 _RATE = Option(
-    name="sparse_rate", summary="share of the sparse matrix's elements that are trained", default=0.01
+    name="sparse_rate",
+    summary="share of the sparse matrix's elements that are trained",
+    default=0.01,
 )
 _OPTIONS = (_RATE,)
 _INDEX = 8

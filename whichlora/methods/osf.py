@@ -81,9 +81,9 @@ def frozen_tensors(
         longer = max(linear.in_features, linear.out_features)
         is_square = linear.in_features == linear.out_features
         both = linear.in_features + linear.out_features
-        stored = (("U, S, V as they were", "k, in + out + 1", k, both + 1),)
+        stored = [("U, S, V as they were", "k, in + out + 1", k, both + 1)]
         if not is_square:
-            stored += (("larger directions", "kept, the longer side", kept, longer),)
+            stored.append(("larger directions", "kept, the longer side", kept, longer))
         tensors += [
             FrozenTensor(
                 name=f"{linear.name}: {name}",
@@ -181,9 +181,7 @@ def work(
         4 * k * side * (kept if side > other else k) for side, other in ((tall, wide), (wide, tall))
     )
     return AdapterWork(
-        **counted(
-            linear, k * (both + 1), forward_flops=4 * k * both, backward_flops=8 * k * both
-        ),
+        **counted(linear, k * (both + 1), forward_flops=4 * k * both, backward_flops=8 * k * both),
         weight_bytes=linear.count * built,
         backward_weight_flops=linear.count * projections * _projects(dtypes),
         backward_weight_bytes=linear.count * (cast + size * k * (5 * tall + 2 * both)),
@@ -194,9 +192,7 @@ def work(
     )
 
 
-def start_bytes(
-    linears: Sequence[tuple[Linear, int]], dtypes: Dtypes, r: Count
-) -> Count:
+def start_bytes(linears: Sequence[tuple[Linear, int]], dtypes: Dtypes, r: Count) -> Count:
     """The weight in fp32, and U, S, V of the largest one. Source: `decompose_weight_matrix`."""
     return max((decomposed_bytes(linear, dtypes) for linear, _ in linears), default=0)
 

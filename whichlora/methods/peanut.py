@@ -39,16 +39,12 @@ _OPTIONS = (_DEPTH, _ACTIVATION)
 _KEEP_RESULT = ("relu", "tanh", "sigmoid")  # derivatives.yaml of torch 2.13; the others their input
 
 
-def adapter_shapes(
-    linear: Linear, r: Count, *, depth: int = 0
-) -> tuple[tuple[Count, Count], ...]:
+def adapter_shapes(linear: Linear, r: Count, *, depth: int = 0) -> tuple[tuple[Count, Count], ...]:
     """A is [r, out_features], B is [out_features, r], each hidden layer [r, r]. Kind: exact."""
     return ((r, linear.out_features), *autocast_shapes(linear, r, depth=depth))
 
 
-def autocast_shapes(
-    linear: Linear, r: Count, *, depth: int = 0
-) -> tuple[tuple[Count, Count], ...]:
+def autocast_shapes(linear: Linear, r: Count, *, depth: int = 0) -> tuple[tuple[Count, Count], ...]:
     """A's transpose is no leaf."""
     return ((linear.out_features, r), *[(r, r)] * (2 * depth))
 

@@ -226,7 +226,7 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     rotates = bool(_ROTATES.of(stated))
     vectors = bool(_MAG_A.of(stated)) + bool(_MAG_B.of(stated))
     terms = int(str(_TERMS.of(stated))) if _SERIES.of(stated) else 0
-    shape = {"rotates": rotates, "vectors": vectors}
+    shape: dict[str, Any] = {"rotates": rotates, "vectors": vectors}
     return {
         "adapter_shapes": partial(adapter_shapes, **shape),
         "frozen_tensors": partial(frozen_tensors, rotates=rotates),

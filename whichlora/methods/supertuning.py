@@ -17,7 +17,14 @@ from whichlora.methods.base import (
     read_options,
     stated_options,
 )
-from whichlora.methods.operators import added_bytes, cast_bytes, counted, dropped, parameter, product
+from whichlora.methods.operators import (
+    added_bytes,
+    cast_bytes,
+    counted,
+    dropped,
+    parameter,
+    product,
+)
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -29,7 +36,9 @@ if TYPE_CHECKING:
     from whichlora.symbolic.operators import OpEmitter
 
 _SPARSITY = Option(name="sparsity", summary="share of elements that stay frozen", default=0.99)
-_SUPRA = Option(name="r", summary="rank of LoRA beside the elements; none if left out", default=None)
+_SUPRA = Option(
+    name="r", summary="rank of LoRA beside the elements; none if left out", default=None
+)
 _OPTIONS = (_SPARSITY, _SUPRA)
 _INDEX = 8  # bytes of one index as `scatter_add` reads it; stored it has 4
 
@@ -47,9 +56,7 @@ def adapter_shapes(
     return chosen + autocast_shapes(linear, r, rank=rank)
 
 
-def autocast_shapes(
-    linear: Linear, r: Count, *, rank: int = 0
-) -> tuple[tuple[Count, Count], ...]:
+def autocast_shapes(linear: Linear, r: Count, *, rank: int = 0) -> tuple[tuple[Count, Count], ...]:
     """A and B of Supra. The elements are cast as no leaf is."""
     return ((rank + 0 * r, linear.in_features), (linear.out_features, rank)) if rank else ()
 
@@ -152,7 +159,7 @@ def start_bytes(
 
 
 def refuses(linear: Linear, quant: str, *, sparsity: float = 0.99) -> str:
-    """Source: peft 0.21.2 `SupertuningModel._create_new_module`, `SupertuningLayer.update_layer`."""
+    """Source: peft 0.21.2 `SupertuningModel._create_new_module`, `update_layer`."""
     if linear.transposed:
         return "PEFT's Super-Tuning takes nn.Linear alone, and no Conv1D; use method lora"
     if quant != "none" and linear.quantisable:
@@ -165,7 +172,7 @@ def refuses(linear: Linear, quant: str, *, sparsity: float = 0.99) -> str:
 def with_options(run: RunConfig) -> dict[str, Any]:
     sparsity = float(str(_SPARSITY.of(run.method_options)))
     rank = int(str(_SUPRA.of(run.method_options) or 0))
-    shape = {"sparsity": sparsity, "rank": rank}
+    shape: dict[str, Any] = {"sparsity": sparsity, "rank": rank}
     fields: dict[str, Any] = {
         "adapter_shapes": partial(adapter_shapes, **shape),
         "autocast_shapes": partial(autocast_shapes, rank=rank),

@@ -190,9 +190,9 @@ def _psoft_rotation() -> Iterator[tuple[Any, str, Any]]:
         yield import_module("peft.tuners.psoft.layer").OrthLayer, "forward", _rotated
 
 
-def _rotated(self: Any, input: torch.Tensor) -> torch.Tensor:
+def _rotated(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Source: peft 0.21.2 `OrthLayer.forward`."""
-    return input @ self.get_matrix().to(input.dtype).t()
+    return x @ self.get_matrix().to(x.dtype).t()
 
 
 def makes_host_tensors() -> bool:
