@@ -67,6 +67,8 @@ METHOD = Method(
     peft_config=peft_config,
     read_peft=read_peft,
     parameter_prefix="beft_",
+    merges=False,  # where a target has no bias, PEFT refuses to merge
+    serve="as-trained",
     ignores=frozenset(
         {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}
     ),
@@ -75,5 +77,4 @@ METHOD = Method(
     autocast_shapes=lambda linear, r: (),
     forward=forward,
     work=work,
-    merging=lambda base_bytes: 0,
 )
