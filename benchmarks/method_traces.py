@@ -79,6 +79,7 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     3600: {"peanut": {"depth": (1, 2), "act_fn": ("relu", "gelu")}},
     3700: {"mica": {}},
     3800: {"kasa": {}},
+    3850: {"velora": {"num_groups": (32, 64, 128)}},
     3900: {"supertuning": {"sparsity": (0.99, 0.95), "r": (8, 16)}},
 }
 

@@ -260,7 +260,8 @@ def test_a_start_changes_loading_and_no_step() -> None:
         (SMOL, "peanut", {"quant": "nf4"}, "reads the stored weight, which is none in nf4"),
         (SMOL, "frod", {"quant": "nf4"}, "the stored weight, which is none in nf4"),
         (SMOL, "supertuning", {"quant": "int8"}, "the stored weight, which is none in int8"),
-        (SMOL, "kasa", {"quant": "nf4"}, "not quantised, not nf4"),
+        (SMOL, "kasa", {"quant": "nf4"}, "KaSA is for weights that are not quantised, not nf4"),
+        (SMOL, "velora", {"quant": "nf4"}, "VeLoRA is for weights that are not quantised"),
         (SMOL, "osf", {"method_options": (("effective_rank", 1.0),)}, "keeps all 576 directions"),
         (
             SMOL,
@@ -345,6 +346,7 @@ def test_the_gradient_of_osf_is_a_view_of_a_larger_one_where_parameters_are_wide
         ("supertuning", {"sparsity": 0.5, "r": 4}, 64 * 48 + 4 * (64 + 96)),
         ("mica", {}, 8 * 64),
         ("kasa", {}, 8 * (64 + 96) + 8),
+        ("velora", {}, 8 * (64 + 96)),
     ],
 )
 def test_each_method_trains_as_many_parameters_as_peft_makes(

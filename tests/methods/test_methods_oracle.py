@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 import oracle_memory as oracle
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig
+from peft.tuners.lora.config import ArrowConfig, BdLoraConfig, MontecloraConfig
 from peft.tuners.shira import layer as shira_layer
 from peft.tuners.supertuning import layer as supertuning_layer
 from traced import live_bytes
@@ -24,7 +26,7 @@ from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.exports.train_script import train_script
 from whichlora.memory.gradients import cached_params, trained_params
-from whichlora.methods import BUILT_IN, NOT_MODELLED
+from whichlora.methods import BUILT_IN, NOT_MODELLED, get_method
 from whichlora.predict import predict as prediction
 from whichlora.predict import resolve as resolution
 from whichlora.profiler.build import finished_model, meta_model
@@ -88,6 +90,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("supertuning", {}),
     ("supertuning", {"r": 8}),
     ("kasa", {}),
+    ("velora", {}),
     ("pissa", {}),
 ]
 READ_VALUES: list[tuple[str, dict[str, Any]]] = [
@@ -97,6 +100,8 @@ READ_VALUES: list[tuple[str, dict[str, Any]]] = [
     ("mica", {}),
     ("kasa", {}),
 ]
+ANOTHER = {"pissa", "mica", "lora-fa"}  # a config of lora says the same
+CONFIGS = [(name, options) for name, options in [*METHODS, *READ_VALUES] if name not in ANOTHER]
 CPU_RUNS = [*METHODS, *READ_VALUES[:-1], ("miss", {"init_weights": "bat"}), ("olora", {})]
 OF_LATER = [seed for seed in method_traces.LATER if seed >= 2000]
 STACKS: list[dict[str, Any]] = [
@@ -149,6 +154,37 @@ def test_peft_trains_as_many_parameters(method: str, options: dict[str, Any]) ->
     wrapped = finished_model(model, job.run, job.peft_targets)
     trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
     assert trained == expected
+
+
+@pytest.mark.parametrize(("method", "options"), CONFIGS, ids=str)
+def test_the_config_that_a_run_gives_peft_is_read_as_that_run(
+    method: str, options: dict[str, Any]
+) -> None:
+    run = run_of(method, options, target_modules=("q_proj", "down_proj"), lora_dropout=0.1)
+    described = get_method(method)
+    config = resolve_name(described.peft_class)(**described.peft_config(run))
+    settings = dict(described.read_peft(config) or {})
+    assert options.items() <= dict(settings.pop("method_options", ())).items()
+    for name, value in settings.items():
+        if name not in described.ignores and name != "target_modules":
+            assert getattr(run, name) == value, name
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"use_qalora": True},
+        {"use_bdlora": BdLoraConfig(target_modules_bd_a=["q_proj"])},
+        {"monteclora_config": MontecloraConfig()},
+        {"arrow_config": ArrowConfig()},
+        {"alora_invocation_tokens": [3, 4]},
+    ],
+    ids=str,
+)
+def test_a_variant_of_lora_with_other_operators_is_not_read_as_lora(variant: Any) -> None:
+    config = LoraConfig(target_modules=["q_proj"], **variant)
+    with pytest.raises(ConfigError, match=rf"LoraConfig\.{next(iter(variant))}=.* is not modelled"):
+        get_method("lora").read_peft(config)
 
 
 @pytest.mark.parametrize(("method", "options"), READ_VALUES, ids=str)

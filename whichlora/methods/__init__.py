@@ -45,6 +45,7 @@ from whichlora.methods import (
     starts,
     supertuning,
     trainable_tokens,
+    velora,
     vera,
 )
 from whichlora.methods.base import Method
@@ -68,7 +69,7 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
         *(module.METHOD for module in (beft, osf, psoft, deft, adamss, glora, peanut, frod)),
-        *(module.METHOD for module in (supertuning, kasa)),
+        *(module.METHOD for module in (supertuning, kasa, velora)),
     ),
 )
 BUILT_IN = _METHODS.built_in

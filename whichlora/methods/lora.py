@@ -56,7 +56,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {  # fields of LoraConfig, and what is mode
     "monteclora_config": (None,),
     "use_bdlora": (None,),
     "use_qalora": (None, False),
-    "velora_config": (None,),
 }
 
 
@@ -368,8 +367,9 @@ def peft_config(run: RunConfig) -> dict[str, Any]:
 
 
 def read_peft(config: Any) -> Mapping[str, Any] | None:
-    """The settings of a `LoraConfig` without DoRA and KaSA."""
-    if config.use_dora or getattr(config, "kasa_config", None) is not None:
+    """The settings of a `LoraConfig` that no other method here reads."""
+    variants = (getattr(config, name, None) for name in ("kasa_config", "velora_config"))
+    if config.use_dora or any(variant is not None for variant in variants):
         return None
     stated = config.init_lora_weights
     start = str(stated).lower() if isinstance(stated, bool) else stated
