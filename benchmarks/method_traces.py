@@ -32,8 +32,9 @@ MODELS = (
     "bigscience/bloom-560m",
     T5,
 )
-# Methods that fake tensors can run, and values of their settings to draw from. SHiRA's mask needs
-# values; LoftQ, EVA, CorDA and LoRA-GA need values or data before the step, which is LoRA's.
+# Methods that fake tensors can run, and values of their settings to draw from. SHiRA, AdaMSS and
+# FRoD need values; LoftQ, EVA, CorDA and LoRA-GA need values or data before the step, which is
+# LoRA's.
 METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
     "lora": {},
     "miss": {"init_weights": ("true", "true", "bat")},
@@ -58,6 +59,22 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     1700: {"delora": {}},
     1800: {"road": {"variant": ("road_1", "road_2", "road_4"), "group_size": (32, 64)}},
     1900: {"gralora": {"gralora_k": (2, 4)}},
+    3000: {"beft": {}},
+    3100: {"osf": {"effective_rank": (0.5, 0.75, 256.0)}},
+    3200: {"psoft": {"use_cayley_neumann": (False, True), "psoft_orth": (True, False)}},
+    3300: {"deft": {"decomposition_method": ("relu", "qr"), "para": (False, False, True)}},
+    3500: {
+        "glora": {
+            "config_A_B": ("lora", "lora", "vector", "constant"),
+            "config_C": ("lora", "vector", "none"),
+            "config_D_E": ("constant", "vector"),
+        }
+    },
+    3600: {"peanut": {"depth": (1, 2), "act_fn": ("relu", "gelu")}},
+    3700: {"mica": {}},
+    3800: {"kasa": {}},
+    3850: {"velora": {"num_groups": (32, 64, 128)}},
+    3900: {"supertuning": {"sparsity": (0.99, 0.95), "r": (8, 16)}},
 }
 
 
@@ -106,8 +123,8 @@ TEXT = (
     "layers of the model's real width; the ledger predicts the peak of live bytes.\n\n"
     "Formulas were finished on seeds below 200; the others were drawn after. Seeds from "
     f"{WITHOUT_T5} on are of methods that came later, without T5: AdaLoRA's formulas were "
-    "finished on these runs, the others on a small Llama before. SHiRA's mask "
-    "needs values, so that real steps on a CPU test it "
+    "finished on these runs, the others on a small Llama before. SHiRA, AdaMSS and FRoD "
+    "read values, so that real steps on a CPU test them "
     "(`tests/methods/test_methods_oracle.py`, every method within 1 %). MiSS's `bat` with "
     "16-bit adapters is left out: PEFT widens its blocks on a CPU alone, which a trace "
     "runs on. So is AdaLoRA on an fp32 base, where a GPU alone trains `ranknum`."

@@ -30,6 +30,7 @@ from whichlora.store.models import find_model
 from whichlora.workflow.export import make_recipe
 
 SIZES = st.integers(1, 2**14)
+SMOL = "HuggingFaceTB/SmolLM2-135M"  # 576 wide, 30 layers, tied
 
 
 def linear(in_features: int = 64, out_features: int = 96, **rest: Any) -> Linear:
@@ -239,6 +240,35 @@ def test_a_start_changes_loading_and_no_step() -> None:
         ("openai-community/gpt2", "olora", {}, "takes no Conv1D that is not square"),
         ("HuggingFaceTB/SmolLM2-135M", "c3a", {}, "block_size must divide 576, got 256"),
         ("HuggingFaceTB/SmolLM2-135M", "pissa", {"quant": "nf4"}, "in 16 or 32 bits, not nf4"),
+        ("openai-community/gpt2", "beft", {}, "takes nn.Linear alone, and no Conv1D"),
+        ("openai-community/gpt2", "osf", {}, "passes over Conv1D, so that nothing is trained"),
+        ("openai-community/gpt2", "psoft", {}, "takes nn.Linear alone, and no Conv1D"),
+        ("openai-community/gpt2", "adamss", {}, "takes nn.Linear alone, and no Conv1D"),
+        ("openai-community/gpt2", "glora", {}, "takes plain nn.Linear alone, not Conv1D"),
+        ("openai-community/gpt2", "peanut", {}, "takes nn.Linear alone, and no Conv1D"),
+        ("openai-community/gpt2", "frod", {}, "factors of a Conv1D are not predicted"),
+        ("openai-community/gpt2", "supertuning", {}, "takes nn.Linear alone, and no Conv1D"),
+        ("openai-community/gpt2", "kasa", {}, "takes nn.Linear alone, and no Conv1D"),
+        (SMOL, "osf", {"quant": "nf4"}, "the stored weight, which is none in nf4"),
+        (SMOL, "psoft", {"quant": "int8"}, "weights of 16 or 32 bits, not int8"),
+        (SMOL, "psoft", {"r": 256}, "r must not be above 192, got 256"),
+        (SMOL, "deft", {"quant": "nf4"}, "starts R from the stored weight, which is none in nf4"),
+        (SMOL, "deft", {"r": 256}, "r must not be above out_features, 192, got 256"),
+        (SMOL, "adamss", {"quant": "nf4"}, "the stored weight, which is none in nf4"),
+        (SMOL, "adamss", {"r": 256}, "r must not be above 192, got 256"),
+        (SMOL, "glora", {"quant": "nf4"}, "not Conv1D or quantised"),
+        (SMOL, "peanut", {"quant": "nf4"}, "reads the stored weight, which is none in nf4"),
+        (SMOL, "frod", {"quant": "nf4"}, "the stored weight, which is none in nf4"),
+        (SMOL, "supertuning", {"quant": "int8"}, "the stored weight, which is none in int8"),
+        (SMOL, "kasa", {"quant": "nf4"}, "KaSA is for weights that are not quantised, not nf4"),
+        (SMOL, "velora", {"quant": "nf4"}, "VeLoRA is for weights that are not quantised"),
+        (SMOL, "osf", {"method_options": (("effective_rank", 1.0),)}, "keeps all 576 directions"),
+        (
+            SMOL,
+            "supertuning",
+            {"method_options": (("sparsity", 1.0),)},
+            "leave an element to train",
+        ),
     ],
 )
 def test_what_peft_cannot_adapt_is_refused_with_its_reason(
@@ -248,6 +278,29 @@ def test_what_peft_cannot_adapt_is_refused_with_its_reason(
     assert model is not None
     with pytest.raises(ConfigError, match=fault):
         resolve(model, RunConfig(model=model.name, method=method, **settings), A100)
+
+
+def test_a_bias_has_numbers_of_its_own_in_glora() -> None:
+    run = RunConfig(model="m", method="glora", r=8)
+    method, biased = get_method("glora").of(run), linear(bias=True)
+    coupling, scale_and_shift = 8 * (64 + 1), 2
+    params = method.adapter_params(linear(), 8) + coupling + scale_and_shift
+    assert method.adapter_params(biased, 8) == params
+
+
+def test_the_gradient_of_osf_is_a_view_of_a_larger_one_where_parameters_are_widened() -> None:
+    # which loses the hooks that project gradients, and make new ones of them
+    run = {"target_modules": ("q_proj",)}
+    wide, narrow = (smol_run("osf", precision=p, **run) for p in ("bf16", "bf16-pure"))
+    one = next(li for li in wide.model.groups[0].layer.linears if li.name == "q_proj")
+    trained, kept = 288, 4 * 288 * 576
+    gradients = wide.method.gradient_bytes(one, wide.dtypes, 16)
+    assert gradients - wide.method.adapter_bytes(one, wide.dtypes, 16) == kept
+    assert narrow.method.gradient_remainders(one, narrow.dtypes, 16) == 0
+    step = training_step(wide)
+    assert step.all_gradients == 30 * gradients
+    assert step.layers[0].gradients == gradients
+    assert num_trained(wide) == 30 * trained * (2 * 576 + 1)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +326,27 @@ def test_what_peft_cannot_adapt_is_refused_with_its_reason(
         ("delora", {}, 8 * (64 + 96) + 1),
         ("road", {}, 96),
         ("road", {"variant": "road_4"}, 4 * 96),
+        ("beft", {}, 96),
+        ("osf", {}, 32 * (64 + 96 + 1)),
+        ("osf", {"effective_rank": 0.75}, 16 * (64 + 96 + 1)),
+        ("osf", {"effective_rank": 60.0}, 4 * (64 + 96 + 1)),
+        ("psoft", {}, 8 * 7 // 2 + 2 * 8),
+        ("psoft", {"psoft_orth": False, "psoft_mag_a": False}, 8 * 8 + 8),
+        ("deft", {}, 8 * (64 + 96)),
+        ("deft", {"para": True}, 8 * 96),
+        ("adamss", {}, 5 * 8 + 96),
+        ("adamss", {"num_subspaces": 3, "subspace_rank": 2}, 2 * (3 * 8 + 96)),
+        ("glora", {}, 2 * 8 * (64 + 96)),
+        ("glora", {"config_A_B": "vector"}, 2 * 96),
+        ("glora", {"config_A_B": "constant"}, 2),
+        ("peanut", {}, 2 * 8 * 96),
+        ("peanut", {"depth": 2}, 2 * 8 * 96 + 4 * 8 * 8),
+        ("frod", {}, 64 + 40),
+        ("supertuning", {}, 61),
+        ("supertuning", {"sparsity": 0.5, "r": 4}, 64 * 48 + 4 * (64 + 96)),
+        ("mica", {}, 8 * 64),
+        ("kasa", {}, 8 * (64 + 96) + 8),
+        ("velora", {}, 8 * (64 + 96)),
     ],
 )
 def test_each_method_trains_as_many_parameters_as_peft_makes(
@@ -307,9 +381,6 @@ def test_train_py_refuses_a_start_that_reads_batches() -> None:
     run = RunConfig(model="HuggingFaceTB/SmolLM2-135M", method="corda")
     with pytest.raises(ConfigError, match="corda needs preprocess_corda of PEFT"):
         train_script(run, target_modules="all-linear")
-
-
-SMOL = "HuggingFaceTB/SmolLM2-135M"  # 576 wide, 30 layers, tied
 
 
 def smol_run(method: str, **settings: Any) -> ResolvedRun:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -13,7 +15,10 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 import oracle_memory as oracle
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig
+from peft.tuners.lora.config import ArrowConfig, BdLoraConfig, MontecloraConfig
+from peft.tuners.shira import layer as shira_layer
+from peft.tuners.supertuning import layer as supertuning_layer
 from traced import live_bytes
 from train_runs import run_script
 
@@ -69,9 +74,36 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("road", {}),
     ("road", {"variant": "road_4"}),
     ("gralora", {}),
+    ("beft", {}),
+    ("osf", {}),
+    ("osf", {"effective_rank": 0.9}),
+    ("psoft", {}),
+    ("psoft", {"use_cayley_neumann": True, "psoft_mag_a": False}),
+    ("psoft", {"psoft_orth": False}),
+    ("deft", {}),
+    ("deft", {"decomposition_method": "qr"}),
+    ("deft", {"para": True}),
+    ("glora", {}),
+    ("glora", {"config_A_B": "vector"}),
+    ("peanut", {}),
+    ("peanut", {"depth": 2, "act_fn": "silu"}),
+    ("supertuning", {}),
+    ("supertuning", {"r": 8}),
+    ("kasa", {}),
+    ("velora", {}),
     ("pissa", {}),
 ]
-CPU_RUNS = [*METHODS, ("miss", {"init_weights": "bat"}), ("shira", {}), ("olora", {})]
+READ_VALUES: list[tuple[str, dict[str, Any]]] = [
+    ("shira", {}),
+    ("adamss", {}),
+    ("frod", {}),
+    ("mica", {}),
+    ("kasa", {}),
+]
+ANOTHER = {"pissa", "mica", "lora-fa"}  # a config of lora says the same
+CONFIGS = [(name, options) for name, options in [*METHODS, *READ_VALUES] if name not in ANOTHER]
+CPU_RUNS = [*METHODS, *READ_VALUES[:-1], ("miss", {"init_weights": "bat"}), ("olora", {})]
+OF_LATER = [seed for seed in method_traces.LATER if seed >= 2000]
 STACKS: list[dict[str, Any]] = [
     {},
     {"gradient_checkpointing": False},
@@ -80,6 +112,14 @@ STACKS: list[dict[str, Any]] = [
     {"gradient_checkpointing": False, "precision": "fp32"},
     {"gradient_checkpointing": False, "quant": "nf4-dq"},
 ]
+
+
+@pytest.fixture(autouse=True)
+def _layers_of_other_tests_are_freed() -> Iterator[None]:
+    """PEFT's warning of hooks remembers every layer that these methods ever adapted."""
+    yield
+    for module in (shira_layer, supertuning_layer):
+        module._warn_once_about_module_hooks.cache_clear()
 
 
 def run_of(method: str, options: dict[str, Any], **settings: Any) -> RunConfig:
@@ -108,12 +148,54 @@ def test_peft_trains_as_many_parameters(method: str, options: dict[str, Any]) ->
     model = meta_model(job.run, LLAMA, device="cpu")
     if method == "lora-fa":  # the optimizer freezes A
         return
-    if get_method(method).peft_class == "peft.LoraConfig":
+    if method == "pissa":
         assert cached_params(job.model, job.targets, job.method, job.run.r) == expected
         return
     wrapped = finished_model(model, job.run, job.peft_targets)
     trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
     assert trained == expected
+
+
+@pytest.mark.parametrize(("method", "options"), CONFIGS, ids=str)
+def test_the_config_that_a_run_gives_peft_is_read_as_that_run(
+    method: str, options: dict[str, Any]
+) -> None:
+    run = run_of(method, options, target_modules=("q_proj", "down_proj"), lora_dropout=0.1)
+    described = get_method(method)
+    config = resolve_name(described.peft_class)(**described.peft_config(run))
+    settings = dict(described.read_peft(config) or {})
+    assert options.items() <= dict(settings.pop("method_options", ())).items()
+    for name, value in settings.items():
+        if name not in described.ignores and name != "target_modules":
+            assert getattr(run, name) == value, name
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"use_qalora": True},
+        {"use_bdlora": BdLoraConfig(target_modules_bd_a=["q_proj"])},
+        {"monteclora_config": MontecloraConfig()},
+        {"arrow_config": ArrowConfig()},
+        {"alora_invocation_tokens": [3, 4]},
+    ],
+    ids=str,
+)
+def test_a_variant_of_lora_with_other_operators_is_not_read_as_lora(variant: Any) -> None:
+    config = LoraConfig(target_modules=["q_proj"], **variant)
+    with pytest.raises(ConfigError, match=rf"LoraConfig\.{next(iter(variant))}=.* is not modelled"):
+        get_method("lora").read_peft(config)
+
+
+@pytest.mark.parametrize(("method", "options"), READ_VALUES, ids=str)
+def test_peft_trains_as_many_parameters_where_values_are_read(
+    method: str, options: dict[str, Any]
+) -> None:
+    size = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    one = oracle.case("llama", config=size | {"num_key_value_heads": 2}, method=method)
+    job = oracle.job_of(one)
+    trained = sum(p.numel() for p in oracle.load(one).parameters() if p.requires_grad)
+    assert trained == trained_params(job.model, job.targets, job.method, job.run.r)
 
 
 @pytest.mark.sampled(8)
@@ -143,7 +225,7 @@ def test_the_ledger_agrees_with_the_trace(
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("seed", [*range(390, 404), *range(1000, 2000, 100)])
+@pytest.mark.parametrize("seed", [*range(390, 404), *range(1000, 2000, 100), *OF_LATER])
 def test_a_run_drawn_anew_is_traced_as_predicted(seed: int) -> None:
     line, _ = method_traces.draw(seed)
     assert trainer_traces.predicted(line) == pytest.approx(trainer_traces.traced(line), rel=0.02)

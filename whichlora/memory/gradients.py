@@ -152,7 +152,7 @@ def adapter_entries(
 
 
 def _frozen_group(frozen: FrozenTensor, dtypes: Dtypes) -> Group:
-    element_bytes = frozen.element_bytes or dtypes.adapter_bytes
+    element_bytes = frozen.bytes_of_one(dtypes)
     tensor = Tensor(
         frozen.name,
         constant=frozen.rows * frozen.width * element_bytes,

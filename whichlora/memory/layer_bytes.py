@@ -131,7 +131,7 @@ def _gradients(
     """Bytes of those that one layer leaves."""
     gradients: Count = layer.num_params * dtypes.base_bytes * method.trains_base + 0 * r
     for linear in adapted(layer, targets):
-        gradients = gradients + method.adapter_bytes(linear, dtypes, r)
+        gradients = gradients + method.gradient_bytes(linear, dtypes, r)
     for norm in layer.norms:
         gradients = gradients + norm.num_params * dtypes.base_bytes * (norm.name in targets)
     return gradients

@@ -42,7 +42,7 @@ from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, added, floor_div, largest
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
-from whichlora.spec.targets import tower_linears
+from whichlora.spec.targets import adapted_linears, tower_linears
 from whichlora.symbolic.autograd import LinearForm, most
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
 from whichlora.symbolic.language_head import LabelPoints, label_points
@@ -363,7 +363,7 @@ class TrainingStep:
         total = 0 * self.num_trained
         for linear in tower.linears:
             if linear.rank_multiple and linear.name in self.tower_targets:
-                total = total + self.method.adapter_bytes(linear, self.dtypes, self.r)
+                total = total + self.method.gradient_bytes(linear, self.dtypes, self.r)
         return total
 
     @property
@@ -682,7 +682,11 @@ class TrainingStep:
 
     @cached_property
     def all_gradients(self) -> Count:
-        return gradient_bytes(self.tensors) + 0 * self.num_trained
+        total = gradient_bytes(self.tensors) + 0 * self.num_trained
+        for linear, count in adapted_linears(self.model, self.targets):
+            remainders = self.method.gradient_remainders(linear, self.dtypes, self.r)
+            total = total + count * linear.count * remainders
+        return total
 
     @cached_property
     def tied_params(self) -> int:

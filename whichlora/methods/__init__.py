@@ -12,14 +12,20 @@ from typing import Literal
 from whichlora.errors import ConfigError
 from whichlora.methods import (
     adalora,
+    adamss,
+    beft,
     c3a,
+    deft,
     delora,
     dora,
     fourierft,
+    frod,
     full,
+    glora,
     gralora,
     hira,
     ia3,
+    kasa,
     ln_tuning,
     loha,
     lokr,
@@ -27,14 +33,19 @@ from whichlora.methods import (
     lora_fa,
     miss,
     oft,
+    osf,
     p_tuning,
+    peanut,
     prompt_tuning,
+    psoft,
     qdora,
     qlora,
     road,
     shira,
     starts,
+    supertuning,
     trainable_tokens,
+    velora,
     vera,
 )
 from whichlora.methods.base import Method
@@ -57,36 +68,30 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
         *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
+        *(module.METHOD for module in (beft, osf, psoft, deft, adamss, glora, peanut, frod)),
+        *(module.METHOD for module in (supertuning, kasa, velora)),
     ),
 )
 BUILT_IN = _METHODS.built_in
 ENTRY_POINT_GROUP = _METHODS.group
 list_methods = _METHODS.all
 COMPARED = ("full", "lora", "qlora", "dora", "qdora")  # where nobody names the methods to compare
-# types of peft 0.21.2 that no file here describes
+# types of peft 0.21.2 that no file here describes; adaption-prompt wraps attention as a whole, and
+# runs its projections again, which no `Method` can state
 NOT_MODELLED = frozenset(
     {
-        "adamss",
         "adaption-prompt",
-        "beft",
         "boft",
         "cartridge",
         "cpt",
-        "deft",
-        "frod",
-        "glora",
         "hra",
         "lily",
         "multitask-prompt-tuning",
-        "osf",
-        "peanut",
         "poly",
         "prefix-tuning",
-        "psoft",
         "pvera",
         "randlora",
         "shadow",
-        "supertuning",
         "tinylora",
         "unilora",
         "vblora",

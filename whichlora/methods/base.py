@@ -29,6 +29,7 @@ class FrozenTensor:
         name, dims: what `explain` calls it, and its shape in words.
         count: how many equal ones there are.
         element_bytes: as wide as the adapters where it is None.
+        as_base: as wide as the base's weights that are not quantised.
     """
 
     name: str
@@ -37,10 +38,15 @@ class FrozenTensor:
     width: Count
     count: int = 1
     element_bytes: int | None = None
+    as_base: bool = False
 
     @property
     def num_params(self) -> Count:
         return self.count * self.rows * self.width
+
+    def bytes_of_one(self, dtypes: Dtypes) -> int:
+        """Bytes of one element."""
+        return dtypes.base_bytes if self.as_base else self.element_bytes or dtypes.adapter_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +122,10 @@ def _nothing_frozen(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[Fr
 
 def _nothing_outside(model: ModelSpec) -> tuple[OuterTensor, ...]:
     return ()
+
+
+def _no_remainders(linear: Linear, dtypes: Dtypes, r: Count) -> Count:
+    return 0 * r
 
 
 def _no_work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
@@ -235,6 +245,8 @@ class Method:
         autocast_shapes: those of them that a product reads as they are, which autocast casts once
             and caches; None for all.
         adapter_widths: bytes of one element of each of them.
+        gradient_remainders: bytes that the gradients of one of the `count` matrices hold beyond
+            their own, being views of larger ones.
         frozen_tensors: matrices of the adapters that are not trained, of all adapted matrices of a
             model, each given with the number of layers that have it.
         forward: the operators of one adapted module, the base's product (`ops.base`) among them.
@@ -280,6 +292,7 @@ class Method:
     adapter_shapes: Callable[[Linear, Count], tuple[tuple[Count, Count], ...]] = _no_shapes
     autocast_shapes: Callable[[Linear, Count], tuple[tuple[Count, Count], ...]] | None = None
     adapter_widths: Callable[[Linear, Dtypes], Iterable[int]] = _as_wide_as_adapters
+    gradient_remainders: Callable[[Linear, Dtypes, Count], Count] = _no_remainders
     frozen_tensors: Callable[[Sequence[tuple[Linear, int]], Count], tuple[FrozenTensor, ...]] = (
         _nothing_frozen
     )
@@ -305,7 +318,7 @@ class Method:
         return total * linear.count
 
     def adapter_bytes(self, linear: Linear, dtypes: Dtypes, r: Count) -> Count:
-        """Bytes of these parameters, and of their gradients. Kind: exact."""
+        """Bytes of these parameters. Kind: exact."""
         total: Count = 0 * r
         widths = self.adapter_widths(linear, dtypes)
         for (rows, width), element_bytes in zip(
@@ -313,6 +326,11 @@ class Method:
         ):
             total = total + rows * width * element_bytes
         return total * linear.count
+
+    def gradient_bytes(self, linear: Linear, dtypes: Dtypes, r: Count) -> Count:
+        """Bytes that the gradients of these parameters hold. Kind: exact."""
+        remainders = self.gradient_remainders(linear, dtypes, r) * linear.count
+        return self.adapter_bytes(linear, dtypes, r) + remainders
 
 
 @lru_cache(maxsize=256)  # equal runs share one value, by which symbolic layers are cached

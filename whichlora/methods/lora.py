@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
-from whichlora.methods.base import AdapterWork, Method
+from whichlora.methods.base import AdapterWork, FrozenTensor, Method
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count
@@ -34,6 +34,7 @@ START = Option(
         "eva",
         "corda",
         "lora_ga",
+        "mica",
     ),
 )
 _OF_DATA = {  # starts that read batches before the first step, and what of PEFT runs them
@@ -41,7 +42,7 @@ _OF_DATA = {  # starts that read batches before the first step, and what of PEFT
     "corda": "preprocess_corda",
     "lora_ga": "preprocess_loraga",
 }
-_WIDE_ALONE = ("pissa", "corda", "loftq", "lora_ga")  # of a weight in 16 or 32 bits
+_WIDE_ALONE = ("pissa", "corda", "loftq", "lora_ga", "mica")  # of a weight in 16 or 32 bits
 _LOFTQ = {"loftq_bits": 4, "loftq_iter": 1}  # the defaults of `peft.LoftQConfig`
 _PLAIN: dict[str, tuple[Any, ...]] = {  # fields of LoraConfig, and what is modelled
     "rank_pattern": (None, {}),
@@ -50,6 +51,11 @@ _PLAIN: dict[str, tuple[Any, ...]] = {  # fields of LoraConfig, and what is mode
     "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
     "lora_bias": (None, False),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None,),
+    "use_qalora": (None, False),
 }
 
 
@@ -110,20 +116,40 @@ def widened(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
 
 
 def added(
-    ops: OpEmitter, linear: Linear, x: Tensor, result: Tensor, *, trains_a: bool = True
+    ops: OpEmitter,
+    linear: Linear,
+    x: Tensor,
+    result: Tensor,
+    *,
+    trains_a: bool = True,
+    trains_b: bool = True,
+    between: Callable[[OpEmitter, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """B·A·x scaled, and added to the base's result."""
-    product = ops.scale(low_rank(ops, linear, x, trains_a=trains_a))
+    product = low_rank(ops, linear, x, trains_a=trains_a, trains_b=trains_b, between=between)
+    product = ops.scale(product)
     if is_quantised(linear, ops.dtypes) and not leaves_cast(linear, ops.dtypes):
         product = ops.cast(product, result.size)
     return ops.add(result, product, f"{linear.name}: result")
 
 
-def low_rank(ops: OpEmitter, linear: Linear, x: Tensor, *, trains_a: bool = True) -> Tensor:
-    """B·A·x; autocast copies the factors, and the input, to 16 bit."""
+def low_rank(
+    ops: OpEmitter,
+    linear: Linear,
+    x: Tensor,
+    *,
+    trains_a: bool = True,
+    trains_b: bool = True,
+    between: Callable[[OpEmitter, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """B·A·x; autocast copies the factors, and the input, to 16 bit.
+
+    Args:
+        between: what is done with A·x.
+    """
     dtypes, rank = ops.dtypes, linear.rank_multiple
     factors = []
-    for width, trained in ((linear.in_features, trains_a), (linear.out_features, True)):
+    for width, trained in ((linear.in_features, trains_a), (linear.out_features, trains_b)):
         factor = ops.tape.weight(ops.per_rank(rank * width), dtypes.adapter_bytes, trained=trained)
         factors.append(ops.autocast(factor, f"{linear.name}: adapter, cast"))
     a, b = factors
@@ -136,11 +162,13 @@ def low_rank(ops: OpEmitter, linear: Linear, x: Tensor, *, trains_a: bool = True
         reshapes=True,
         what=f"{linear.name}: A·x",
     )
+    if between is not None:
+        inner = ops.autocast(between(ops, inner))
     return ops.tape.op(
         [inner, b],
         ops.rows.of(linear.active * linear.out_features),
         inner.size,
-        saves=[inner, b],
+        saves=[inner, b] if trains_b else [b],
         reshapes=True,
         what=f"{linear.name}: B·A·x",
     )
@@ -192,6 +220,8 @@ def _decomposed_bytes(start: str, linear: Linear, dtypes: Dtypes) -> int:
         return 4 * (widened + vectors + num_weights)
     if start.startswith("pissa"):  # `svd_lowrank` makes thin factors
         return 4 * (widened + 2 * num_weights)
+    if start == "mica":
+        return 4 * (widened + vectors)
     return 4 * (widened + 2 * num_weights) if start in ("corda", "loftq") else 0
 
 
@@ -215,10 +245,37 @@ def of_start(start: str) -> dict[str, Any]:
     """The fields of LoRA that `start` decides."""
     if start == START.default:
         return {}
-    return {
+    fields: dict[str, Any] = {
         "start_bytes": partial(start_bytes, start),
         "refuses": partial(start_refusal, start),
         "reads_batches": _OF_DATA.get(start, ""),
+    }
+    return fields | (_of_mica() if start == "mica" else {})
+
+
+def _of_mica() -> dict[str, Any]:
+    """MiCA (arXiv:2604.01694) freezes B. Source: peft 0.21.2 `MiCALinearVariant`."""
+
+    def frozen_b(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[FrozenTensor, ...]:
+        return tuple(
+            FrozenTensor(
+                name=f"{linear.name}: lora_B",
+                dims="out_features, r",
+                rows=linear.out_features,
+                width=low_rank_shapes(linear, r)[0][0],
+                count=count * linear.count,
+            )
+            for linear, count in linears
+        )
+
+    def without_b(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
+        return around(ops, linear, x, partial(added, trains_b=False))
+
+    return {
+        "adapter_shapes": lambda linear, r: low_rank_shapes(linear, r)[:1],
+        "frozen_tensors": frozen_b,
+        "forward": without_b,
+        "folded": None,
     }
 
 
@@ -310,8 +367,9 @@ def peft_config(run: RunConfig) -> dict[str, Any]:
 
 
 def read_peft(config: Any) -> Mapping[str, Any] | None:
-    """The settings of a `LoraConfig` without DoRA."""
-    if config.use_dora:
+    """The settings of a `LoraConfig` that no other method here reads."""
+    variants = (getattr(config, name, None) for name in ("kasa_config", "velora_config"))
+    if config.use_dora or any(variant is not None for variant in variants):
         return None
     stated = config.init_lora_weights
     start = str(stated).lower() if isinstance(stated, bool) else stated

@@ -74,6 +74,28 @@ def dense_weight(ops: OpEmitter, linear: Linear) -> Tensor:
     return ops.tape.op([], elements, dtypes.four_bit_bytes if four_bit else dtypes.compute_bytes)
 
 
+def frozen_product(
+    ops: OpEmitter, x: Tensor, factor: Tensor, elements: LinearForm, what: str
+) -> Tensor:
+    """`x` times a matrix that is not trained, which autocast casts for every product anew."""
+    used = ops.autocast(factor, f"{what}: frozen factor, cast")
+    narrow = ops.autocast(x)
+    size = max(narrow.size, used.size)
+    saves = [used] if x.needs_grad else []
+    return ops.tape.op([narrow, used], elements, size, saves=saves, reshapes=True, what=what)
+
+
+def decomposed_bytes(linear: Linear, dtypes: Dtypes) -> int:
+    """One weight in fp32, and U and V of its singular values. Kind: exact, workspaces left out.
+
+    Source: torch 2.13 `linalg_svd` with `full_matrices=False`.
+    """
+    num_weights = linear.in_features * linear.out_features
+    vectors = min(linear.in_features, linear.out_features)
+    vectors *= linear.in_features + linear.out_features
+    return 4 * (num_weights * (dtypes.base_bytes != 4) + vectors)
+
+
 def counted(
     linear: Linear,
     params: Count,
@@ -115,8 +137,10 @@ __all__ = [
     "base_result",
     "cast_bytes",
     "counted",
+    "decomposed_bytes",
     "dense_weight",
     "dropped",
+    "frozen_product",
     "parameter",
     "product",
     "uncached",

@@ -1,7 +1,7 @@
 """Short names of LoRA whose A and B start otherwise: `pissa` is lora with that start.
 
 PiSSA (arXiv:2404.02948), OLoRA (2406.01775), EVA (2410.07170), CorDA (2406.05223), LoftQ
-(2310.08659), LoRA-GA (2407.05000).
+(2310.08659), LoRA-GA (2407.05000), MiCA (2604.01694).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _STARTS = {
     "corda": ("corda", "singular vectors of weights by the inputs' covariance"),
     "loftq": ("loftq", "what quantising each weight loses"),
     "lora-ga": ("lora_ga", "singular vectors of the first gradients"),
+    "mica": ("mica", "the smallest singular vectors of each weight as a frozen B"),
 }
 
 

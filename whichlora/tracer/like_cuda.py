@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -102,6 +103,7 @@ def like_cuda(device: Device) -> Iterator[None]:
             (_bnb_optimizer(), "get_state_buffer", _state_buffer),
             # PEFT knows a 4-bit weight by its class, which a fake one can't have.
             ("peft.tuners.lora.dora", "dequantize_module_weight", _expanded),
+            *_psoft_rotation(),
             # Pixels are made on the host, and are on the device when the model is called.
             ("whichlora.profiler.images", "host_pixels", _host_pixels),
             # One list of tensors per operation, as `foreach` optimizers do it on CUDA.
@@ -180,6 +182,17 @@ def _bnb_optimizer() -> Any:
 
 _MIN_PAGED_PARAMS = 100_000
 _host_tensors = False
+
+
+def _psoft_rotation() -> Iterator[tuple[Any, str, Any]]:
+    """PSOFT, which older releases of PEFT lack, multiplies 16-bit inputs in fp32 on a CPU."""
+    if find_spec("peft.tuners.psoft") is not None:
+        yield import_module("peft.tuners.psoft.layer").OrthLayer, "forward", _rotated
+
+
+def _rotated(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Source: peft 0.21.2 `OrthLayer.forward`."""
+    return x @ self.get_matrix().to(x.dtype).t()
 
 
 def makes_host_tensors() -> bool:

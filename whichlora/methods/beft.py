@@ -1,0 +1,80 @@
+"""BEFT: a trained bias is added to the result of each layer.
+
+Huang et al. 2025, arXiv:2509.15974; peft 0.21.2 `tuners/beft`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from whichlora.methods.base import AdapterWork, Method, adapted_modules, read_options
+from whichlora.methods.operators import added_bytes, counted, parameter
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.numeric import Count
+from whichlora.spec.run import RunConfig
+
+if TYPE_CHECKING:
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.operators import OpEmitter
+
+
+def adapter_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
+    """One number per output. Kind: exact."""
+    return ((1, linear.out_features + 0 * r),)
+
+
+def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
+    """The result plus the bias, in the width of the result. Source: `beft.Linear.forward`."""
+    result = ops.base(linear, x)
+    size = result.size
+    bias = parameter(ops, ops.constant(linear.out_features))
+    summed = ops.cast(ops.add(result, bias, f"{linear.name}: result"), size)
+    ops.tape.hold(result, x)  # `result` is the base's until the cast is done
+    return summed
+
+
+def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
+    """A sum per output and the cast of it; no product."""
+    return AdapterWork(
+        **counted(linear, linear.out_features, forward_flops=0, backward_flops=0),
+        elementwise_bytes=linear.out_features * added_bytes(dtypes, 0),
+        forward_launches=2 if dtypes.adapter_bytes > dtypes.linear_out_bytes else 1,
+        backward_launches=2 if dtypes.adapter_bytes > dtypes.linear_out_bytes else 1,
+    )
+
+
+def refuses(linear: Linear, quant: str) -> str:
+    """Source: peft 0.21.2 `BeftModel._create_new_module`."""
+    if linear.transposed:
+        return "PEFT's BEFT takes nn.Linear alone, and no Conv1D; use method lora"
+    return ""
+
+
+def peft_config(run: RunConfig) -> dict[str, Any]:
+    return adapted_modules(run)
+
+
+def read_peft(config: Any) -> Mapping[str, Any]:
+    return read_options(config, ())
+
+
+METHOD = Method(
+    name="beft",
+    summary="a trained bias for each layer",
+    peft_class="peft.BeftConfig",
+    peft_config=peft_config,
+    read_peft=read_peft,
+    parameter_prefix="beft_",
+    merges=False,  # where a target has no bias, PEFT refuses to merge
+    serve="as-trained",
+    ignores=frozenset(
+        {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}
+    ),
+    refuses=refuses,
+    adapter_shapes=adapter_shapes,
+    autocast_shapes=lambda linear, r: (),
+    forward=forward,
+    work=work,
+)
