@@ -60,7 +60,8 @@ class MemoryJudgement:
     """Memory at the largest moment.
 
     Args:
-        counted: bytes by part, before the calibration.
+        counted: bytes by part, before the calibration, of idle segments what the device has room
+            for.
         breakdown: the same as the device has them; adds up to `device_used_bytes`.
         moments: their names; `position` is that of the largest.
         pool_bytes: of an engine that takes its memory at once, else 0.
@@ -168,9 +169,11 @@ def judge_memory(
     breakdown = corrected(counted, model)
     allocated = allocated_bytes(breakdown)
     live = allocated + breakdown["context"]
-    # idle segments are given back before a request fails
-    idle = smallest(breakdown["allocator"], device_bytes - live)
+    # idle segments are given back before a request fails: no more of them than there is room
+    room = largest(0, device_bytes - live)
+    idle = smallest(breakdown["allocator"], room)
     breakdown["allocator"] = largest(0, where(pool_bytes > 0, pool_bytes - live, idle))
+    counted["allocator"] = smallest(counted["allocator"], room)
     reserved = allocated + breakdown["allocator"]
     return MemoryJudgement(
         model=model,
