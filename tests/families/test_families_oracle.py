@@ -60,7 +60,7 @@ def module(config: dict[str, Any], task: str) -> Any:
         "seq2seq-lm": "AutoModelForSeq2SeqLM",
         "encoder": "AutoModel",
     }[task]
-    if "text_config" in config:
+    if {"text_config", "vision_config"} & set(config):
         auto = "AutoModelForImageTextToText"
     config = {**config}
     # `for_model` knows the classes of transformers only; the hub's InternLM 3 is LlamaForCausalLM.

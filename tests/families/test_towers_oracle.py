@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from whichlora.families import build
+from whichlora.families.multimodal import TOWERS, is_image_class
 from whichlora.spec.architecture import Tower
 
 pytestmark = pytest.mark.oracle
@@ -74,3 +75,13 @@ def test_pixels_of_a_picture_are_the_processors(model_type: str) -> None:
         assert tuple(made["pixel_values"].shape) == ours.pixels
         if "image_grid_thw" in made:
             assert made["image_grid_thw"].tolist() == [[1, *ours.sides]]
+
+
+@pytest.mark.parametrize("model_type", sorted(TOWERS))
+def test_the_class_that_loads_a_model_is_the_one_that_transformers_has(model_type: str) -> None:
+    auto = import_module("transformers.models.auto.modeling_auto")
+    config = {"model_type": model_type}
+    knows = model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    assert is_image_class(config) is not knows
+    assert is_image_class(config, images=True)
+    assert model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

@@ -121,8 +121,9 @@ class Multimodal:
         images: so its blocks; a tower that has none of these is counted, and no image passes it.
         reads_images: False where no trace has confirmed what images do in these blocks: they are
             counted alone.
-        splits: `AutoModelForCausalLM` loads the text tower alone. Source: transformers 5.23
+        causal: `AutoModelForCausalLM` knows the type. Source: transformers 5.23
             `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
+        splits: that class loads the text tower alone.
     """
 
     text: str
@@ -132,6 +133,7 @@ class Multimodal:
     linears: Callable[[Fields, Fields], tuple[Linear, ...]] = lambda *_: ()
     images: Callable[[Fields, Fields], Tower] | None = None
     reads_images: bool = True
+    causal: bool = False
     splits: bool = False
 
 
@@ -202,12 +204,14 @@ TOWERS: Mapping[str, Multimodal] = {
     "gemma3": Multimodal(
         text="gemma3_text",
         tied=True,
+        causal=True,
         images=siglip.gemma3,
         defaults=_SIGLIP,
     ),
     "gemma4": Multimodal(
         text="gemma4_text",
         tied=True,
+        causal=True,
         tower=gemma4_tower,
         defaults=_GEMMA4,
         linears=gemma4_tower_linears,
@@ -238,12 +242,31 @@ TOWERS: Mapping[str, Multimodal] = {
         defaults=_QWEN3 | {"deepstack_visual_indexes": [8, 16, 24]},
     ),
     "qwen3_5": Multimodal(
-        text="qwen3_5_text", tied=False, tower=qwen3_tower, defaults=_QWEN3, splits=True
+        text="qwen3_5_text",
+        tied=False,
+        tower=qwen3_tower,
+        defaults=_QWEN3,
+        causal=True,
+        splits=True,
     ),
     "qwen3_5_moe": Multimodal(
-        text="qwen3_5_moe_text", tied=False, tower=qwen3_tower, defaults=_QWEN3, splits=True
+        text="qwen3_5_moe_text",
+        tied=False,
+        tower=qwen3_tower,
+        defaults=_QWEN3,
+        causal=True,
+        splits=True,
     ),
 }
+
+
+def is_image_class(config: Mapping[str, Any], *, images: bool = False) -> bool:
+    """Whether `AutoModelForImageTextToText` loads a model, for texts with `images` or alone.
+
+    Kind: exact. Source: transformers 5.23, the tables of modeling_auto.py.
+    """
+    kind = TOWERS.get(str(config.get("model_type")))
+    return kind is not None and (images or not kind.causal)
 
 
 def build_multimodal(
