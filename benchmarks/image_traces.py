@@ -51,6 +51,23 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "vision_config": {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048},
         "tie_word_embeddings": True,
     },
+    "qwen3_vl": {  # Qwen3-VL-2B
+        "text_config": {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+        },
+        "vision_config": {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "out_hidden_size": 2048,
+            "deepstack_visual_indexes": [0, 1, 3],
+        },
+        "tie_word_embeddings": True,
+    },
     "gemma3": {  # Gemma 3 4B
         "text_config": {
             "hidden_size": 2560,
@@ -94,7 +111,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-DEPTH_KEYS = {"qwen2_vl": "depth", "qwen2_5_vl": "depth"}
+DEPTH_KEYS = {"qwen2_vl": "depth", "qwen2_5_vl": "depth", "qwen3_vl": "depth"}
 
 
 def config_of(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,6 +165,8 @@ def traced(line: Mapping[str, Any]) -> int:
 _SIZES = ((448, 448), (640, 480), (1024, 768), (768, 1280), (1600, 1200), (301, 997))
 
 
+# a text that has fewer layers than the tower hands features to would drop some of them
+_MORE_LAYERS = {"qwen3_vl": 3}
 _SHARED = ("batch_size", "images", "image_size")
 
 
@@ -188,7 +207,7 @@ def draw(seed: int, model_type: str) -> dict[str, Any]:
         run = RunConfig(model=model_type, **settings)
         line = {
             "type": model_type,
-            "layers": rng.choice((2, 3)),
+            "layers": rng.choice((2, 3)) + _MORE_LAYERS.get(model_type, 0),
             "blocks": rng.choice((4, 8, 12)),
             "vocab": rng.choice((0, 4096)),
             "run": run.to_dict(),

@@ -238,7 +238,6 @@ TOWERS: Mapping[str, Multimodal] = {
         text="qwen3_vl_text",
         tied=False,
         images=qwen.qwen3,
-        reads_images=False,
         defaults=_QWEN3 | {"deepstack_visual_indexes": [8, 16, 24]},
     ),
     "qwen3_5": Multimodal(

@@ -172,14 +172,15 @@ class TowerStep(TrainingStep):
         if not self.goes_backward and not self.targets:
             return self.forward.working
         state = self.forward.state_bytes
-        in_projector = state + most(self.projected.forward, **self.forward.of_vectors)
+        held = self.forward.held
+        in_projector = state + most(self.projected.forward, **self.forward.of_vectors) + held
         if not self.goes_backward:
             return largest(self.forward.working, in_projector)
         # the loop names a block's input alone, not the embedded patches
         named_twice = 0 if self.run.gradient_checkpointing else state
         # patches are embedded before any block has saved a thing
         early = self.forward.embedding - self.saved_by_blocks.num_bytes
-        return largest(self.passes.forward - named_twice, in_projector, early)
+        return largest(self.passes.forward - named_twice + held, in_projector, early)
 
     @cached_property
     def worst_backward(self) -> Count:

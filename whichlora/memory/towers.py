@@ -165,7 +165,14 @@ class TowerForward:
             self.tower.stack, self.dtypes, tokens=self.num_patches, span=self.span
         )
         in_blocks = largest(in_block + shared - self.state_bytes, in_projector)
-        return largest(in_blocks, self.embedding)
+        return largest(in_blocks + self.held, self.embedding)
+
+    @cached_property
+    def held(self) -> Count:
+        """What the tower's forward names until it returns: positions, and features of blocks."""
+        tower = self.tower
+        features = self.num_vectors * tower.stack.head_linears[-1].out_features * tower.deep
+        return 4 * self.num_patches * tower.positions + features * self.stream
 
     @property
     def embedding(self) -> Count:

@@ -574,6 +574,8 @@ class Tower:
         deep: further projectors, which read what blocks in between return (Qwen3-VL).
         embedded: elements of a patch that are there while it is embedded, in the dtype of the
             weights and in fp32.
+        positions: elements of a patch in fp32 that a local variable holds to the end: its position,
+            looked up (Qwen3-VL).
         joined: images stand in one row that a mask divides.
         holds_narrow: a caller of the tower holds the pixels in its dtype while it runs.
         normalises: a LayerNorm stands before what the tower returns.
@@ -592,6 +594,7 @@ class Tower:
     copies: int = 1
     deep: int = 0
     embedded: tuple[int, int] = (0, 0)
+    positions: int = 0
     joined: bool = False
     holds_narrow: bool = True
     normalises: bool = False
