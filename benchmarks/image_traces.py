@@ -88,6 +88,25 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         },
         "mm_tokens_per_image": 256,
     },
+    "llava": {  # LLaVA 1.5, with half as wide a text
+        "text_config": {
+            "model_type": "llama",
+            "hidden_size": 2048,
+            "intermediate_size": 5504,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "vocab_size": 32064,
+        },
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_attention_heads": 16,
+            "patch_size": 14,
+            "image_size": 336,
+        },
+        "image_token_index": 32000,
+    },
     "mistral3": {  # Mistral Small 3.1, with half as wide a text
         "text_config": {
             "model_type": "mistral",

@@ -603,11 +603,14 @@ def test_encoders_and_encoder_decoders_with_other_sizes(config: dict[str, Any]) 
         {"model_type": "qwen2_vl", "vision_config": {"hidden_size": 64}},
         {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 80, "out_hidden_size": 64}},
         {"model_type": "qwen3_vl", "vision_config": {"out_hidden_size": 64}},
+        {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}},
     ],
     ids=lambda config: config["model_type"],
 )
 def test_a_multimodal_model_counts_its_vision_tower(config: dict[str, Any]) -> None:
-    text = {"mistral3": {"model_type": "mistral"}}.get(config["model_type"], {})
+    text = {"mistral3": {"model_type": "mistral"}, "llava": {"model_type": "llama"}}.get(
+        config["model_type"], {}
+    )
     config = {**config, "text_config": {**TINY, **text}}
     spec = build(config, name="tiny")
     model = module(config, spec.task)

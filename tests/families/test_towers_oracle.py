@@ -26,6 +26,14 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
         {"min_pixels": 3136, "max_pixels": 12845056},
     ),
+    "qwen3_vl": (
+        "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
+        {"min_pixels": 65_536, "max_pixels": 16_777_216, "patch_size": 16},
+    ),
+    "llava": (
+        "clip.image_processing_pil_clip.CLIPImageProcessorPil",
+        {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
+    ),
     "gemma3": (
         "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
         {"size": {"height": 896, "width": 896}},
@@ -34,7 +42,8 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tower(model_type: str) -> Tower:
-    vision = {"image_size": 896, "patch_size": 14} if model_type == "gemma3" else {}
+    sides = {"gemma3": 896, "llava": 336}
+    vision = {"image_size": sides[model_type], "patch_size": 14} if model_type in sides else {}
     found = build({"model_type": model_type, "vision_config": vision}, name="m").tower
     assert found is not None
     return found
@@ -52,7 +61,7 @@ def drawn(model_type: str, count: int) -> list[tuple[int, int]]:
     return [(rng.randint(8, 5000), rng.randint(30, 5000)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_patches_and_tokens_are_the_processors(model_type: str) -> None:
     real, grid = processor(model_type), tower(model_type).grid
     for height, width in drawn(model_type, NUM_DRAWN):

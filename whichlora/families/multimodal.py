@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whichlora.families.fields import Fields
-from whichlora.families.towers import pixtral, qwen, siglip
+from whichlora.families.towers import clip, pixtral, qwen, siglip
 from whichlora.spec.architecture import Linear, ModelSpec, Tower
 
 NOTE = (
@@ -124,6 +124,8 @@ class Multimodal:
         causal: `AutoModelForCausalLM` knows the type. Source: transformers 5.23
             `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
         splits: that class loads the text tower alone.
+        hands_on_cache: the outer model hands its own `use_cache` on to the text's.
+            Source: transformers 5.23 `merge_with_config_defaults` over its forward.
     """
 
     text: str
@@ -135,6 +137,7 @@ class Multimodal:
     reads_images: bool = True
     causal: bool = False
     splits: bool = False
+    hands_on_cache: bool = False
 
 
 _QWEN2 = {
@@ -200,6 +203,16 @@ _PIXTRAL = {
     "image_size": 1540,
     "patch_size": 14,
 }
+_CLIP = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "hidden_act": "quick_gelu",
+    "image_size": 224,
+    "patch_size": 32,
+}
 TOWERS: Mapping[str, Multimodal] = {
     "gemma3": Multimodal(
         text="gemma3_text",
@@ -212,13 +225,16 @@ TOWERS: Mapping[str, Multimodal] = {
         text="gemma4_text",
         tied=True,
         causal=True,
+        hands_on_cache=True,
         tower=gemma4_tower,
         defaults=_GEMMA4,
         linears=gemma4_tower_linears,
     ),
+    "llava": Multimodal(text="llama", tied=False, images=clip.llava, defaults=_CLIP),
     "mistral3": Multimodal(
         text="mistral",
         tied=True,
+        hands_on_cache=True,
         images=pixtral.mistral3,
         defaults=_PIXTRAL,
     ),
@@ -282,25 +298,35 @@ def build_multimodal(
     if "dtype" not in values and "torch_dtype" not in values:
         values["dtype"] = c.dtype
     text = build_text(values)
-    spec = replace(text, model_type=c.text("model_type"), config=c.values)
+    spec = replace(
+        text,
+        model_type=c.text("model_type"),
+        config=c.values,
+        caches_in_training=not (kind.splits or kind.hands_on_cache),
+    )
     if c.get("vision_config") is None:
         return replace(spec, notes=(*spec.notes, TEXT_ONLY))
     facts = {
         "hidden_size": text.hidden_size,
         "spatial_merge_size": c.values.get("spatial_merge_size", 2),
         "mm_tokens_per_image": c.values.get("mm_tokens_per_image", 256),
+        "vision_feature_layer": c.values.get("vision_feature_layer", -2),
+        "vision_feature_select_strategy": c.values.get("vision_feature_select_strategy", "default"),
     }
     vision = c.part("vision_config", defaults=kind.defaults)
     around = Fields(name=c.name, values=facts, defaults={}, synonyms={})
     tower = None if kind.images is None else kind.images(vision, around)
-    extra = kind.tower(vision, around) if tower is None else tower.stack.num_params
+    extra, linears = kind.tower(vision, around), kind.linears(vision, around)
+    if tower is not None:
+        extra = tower.stack.num_params + tower.idle_params
+        linears = (*tower.linears, *tower.idle)
     note = (UNLOADED if kind.splits else NOTE).format(extra)
     return replace(
         spec,
         other_params=extra,
         idle_params=0 if kind.splits else extra,
         unloaded_params=extra if kind.splits else 0,
-        idle_linears=kind.linears(vision, around) if tower is None else tower.linears,
+        idle_linears=linears,
         tower=tower if kind.reads_images else None,
         notes=(*spec.notes, note),
     )

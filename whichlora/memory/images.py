@@ -150,6 +150,12 @@ class TowerStep(TrainingStep):
             return listed(TOWER_SAVED)
         return listed(TOWER_SAVED, *self.passes.groups, self._around_blocks)
 
+    @property
+    def idle_block(self) -> Entry:
+        """What a block saves whose result nobody reads, until the model's forward is done."""
+        keeps = self.tower.idle and self.goes_backward and not self.run.gradient_checkpointing
+        return Entry(TOWER_SAVED, self.passes.saved[-1] if keeps else 0 * self.tokens)
+
     @cached_property
     def saved_by_projector(self) -> Entry:
         sizes, deep = self.forward.of_vectors, self.tower.deep
@@ -225,7 +231,7 @@ def _held_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
         return (pixels,)
     named: Entries = ()
     if moment == "layer_forward":
-        named = (tower.forward.named(step.model.hidden_size),)
+        named = (tower.forward.named(step.model.hidden_size), tower.idle_block)
     if not step.learns_from_images:
         return pixels, *named
     return pixels, tower.saved_by_blocks, tower.saved_by_projector, *named

@@ -567,6 +567,9 @@ class Tower:
         fields: what the processor adds to a batch.
         projector: name of the code after the last block (`symbolic.projectors`).
         table_bytes: cosines and sines of one patch, which all blocks read.
+        idle: matrices of blocks whose result nobody reads, behind the one that is read (LLaVA).
+        idle_params: all parameters of these blocks, and what else gets no gradient.
+        trained: full fine-tuning changes it.
         hooked: checkpointing makes the embedded patches need a gradient, whatever is frozen.
         merge: patches of one vector that the language model reads.
         num_returned: states of blocks that the caller holds while the text is read.
@@ -589,6 +592,9 @@ class Tower:
     projector: str
     merge: int
     table_bytes: int = 0
+    idle: tuple[Linear, ...] = ()
+    idle_params: int = 0
+    trained: bool = True
     hooked: bool = True
     num_returned: int = 1
     copies: int = 1
@@ -603,7 +609,7 @@ class Tower:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Every matrix, with the number of all such in the tower."""
+        """Every matrix that learns, with the number of all such in the tower."""
         in_blocks = (
             replace(linear, count=linear.count * group.count)
             for group in self.stack.groups
@@ -693,6 +699,8 @@ class ModelSpec:
             shifted logits that it does not widen (GPT-BigCode); empty where none does.
         caches_checkpointed_before: release up to which the class caches keys and values in training
             with checkpointing, too.
+        caches_in_training: its text has a config of its own, which still says `use_cache` where the
+            Trainer has set the model's to False.
         supports_checkpointing: the class has gradient checkpointing; the Trainer refuses one that
             has not.
         scales_logits: the model multiplies its logits by a number (Cohere, Granite).
@@ -739,6 +747,7 @@ class ModelSpec:
     widens_logits: bool = False
     narrow_loss_before: str = ""
     caches_checkpointed_before: str = ""
+    caches_in_training: bool = False
     supports_checkpointing: bool = True
     other_params: int = 0
     idle_params: int = 0
