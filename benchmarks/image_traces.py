@@ -107,6 +107,26 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         },
         "image_token_index": 32000,
     },
+    "llava_next": {  # LLaVA-NeXT with half of Mistral 7B
+        "text_config": {
+            "model_type": "mistral",
+            "hidden_size": 2048,
+            "intermediate_size": 7168,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "sliding_window": None,
+            "vocab_size": 32064,
+        },
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_attention_heads": 16,
+            "patch_size": 14,
+            "image_size": 336,
+        },
+        "image_token_index": 32000,
+    },
     "mistral3": {  # Mistral Small 3.1, with half as wide a text
         "text_config": {
             "model_type": "mistral",

@@ -604,13 +604,14 @@ def test_encoders_and_encoder_decoders_with_other_sizes(config: dict[str, Any]) 
         {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 80, "out_hidden_size": 64}},
         {"model_type": "qwen3_vl", "vision_config": {"out_hidden_size": 64}},
         {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}},
+        {"model_type": "llava_next", "vision_config": {"model_type": "clip_vision_model"}},
     ],
     ids=lambda config: config["model_type"],
 )
 def test_a_multimodal_model_counts_its_vision_tower(config: dict[str, Any]) -> None:
-    text = {"mistral3": {"model_type": "mistral"}, "llava": {"model_type": "llama"}}.get(
-        config["model_type"], {}
-    )
+    inner = {"mistral3": "mistral", "llava": "llama", "llava_next": "llama"}
+    named = inner.get(config["model_type"])
+    text = {} if named is None else {"model_type": named}
     config = {**config, "text_config": {**TINY, **text}}
     spec = build(config, name="tiny")
     model = module(config, spec.task)

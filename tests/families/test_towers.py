@@ -53,7 +53,8 @@ def test_gemma_3_has_256_tokens_of_every_image() -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "llava"]
+    "model_type",
+    ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "llava", "llava_next"],
 )
 def test_a_tower_adds_up_to_the_parameters_beside_the_text(model_type: str) -> None:
     spec = build({"model_type": model_type, "vision_config": {}}, name="m")
@@ -67,6 +68,12 @@ def test_llava_reads_the_last_block_but_one_and_576_tokens_of_every_image() -> N
     assert [group.count for group in llava.stack.groups] == [23]
     (grid,) = {llava.grid(*sides) for sides in ((10, 3000), (336, 336))}
     assert (grid.patches, grid.tokens, grid.pixels) == (577, 576, (1, 3, 336, 336))
+
+
+def test_llava_next_reads_an_image_as_a_whole_and_in_squares() -> None:
+    grid = tower("llava_next", image_size=336, patch_size=14).grid(672, 672)
+    assert (grid.crops, grid.patches, grid.tokens) == (5, 577, 576 + 48 * (48 + 1))
+    assert grid.pixels == (1, 5, 3, 336, 336)
 
 
 @pytest.mark.parametrize(

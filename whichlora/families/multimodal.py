@@ -231,6 +231,9 @@ TOWERS: Mapping[str, Multimodal] = {
         linears=gemma4_tower_linears,
     ),
     "llava": Multimodal(text="llama", tied=False, images=clip.llava, defaults=_CLIP),
+    "llava_next": Multimodal(
+        text="llama", tied=False, hands_on_cache=True, images=clip.llava_next, defaults=_CLIP
+    ),
     "mistral3": Multimodal(
         text="mistral",
         tied=True,
@@ -275,6 +278,16 @@ TOWERS: Mapping[str, Multimodal] = {
 }
 
 
+# keys of the outer config that towers read, with the values of a config that lacks them
+_AROUND: Mapping[str, Any] = {
+    "spatial_merge_size": 2,
+    "mm_tokens_per_image": 256,
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+}
+
+
 def is_image_class(config: Mapping[str, Any], *, images: bool = False) -> bool:
     """Whether `AutoModelForImageTextToText` loads a model, for texts with `images` or alone.
 
@@ -306,13 +319,8 @@ def build_multimodal(
     )
     if c.get("vision_config") is None:
         return replace(spec, notes=(*spec.notes, TEXT_ONLY))
-    facts = {
-        "hidden_size": text.hidden_size,
-        "spatial_merge_size": c.values.get("spatial_merge_size", 2),
-        "mm_tokens_per_image": c.values.get("mm_tokens_per_image", 256),
-        "vision_feature_layer": c.values.get("vision_feature_layer", -2),
-        "vision_feature_select_strategy": c.values.get("vision_feature_select_strategy", "default"),
-    }
+    named = {key: c.values[key] for key in _AROUND if c.values.get(key) is not None}
+    facts = {**_AROUND, **named, "hidden_size": text.hidden_size}
     vision = c.part("vision_config", defaults=kind.defaults)
     around = Fields(name=c.name, values=facts, defaults={}, synonyms={})
     tower = None if kind.images is None else kind.images(vision, around)

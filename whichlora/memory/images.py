@@ -160,7 +160,7 @@ class TowerStep(TrainingStep):
     def saved_by_projector(self) -> Entry:
         sizes, deep = self.forward.of_vectors, self.tower.deep
         in_tokens: dict[str, Count] = {
-            "tokens": self.forward.num_vectors,
+            "tokens": self.forward.num_projected,
             "span": self.forward.grid.tokens,
         }
         tensors = tuple(listed_tensors(self.projected.saved_tensors, 1, **sizes))

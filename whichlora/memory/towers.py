@@ -108,6 +108,11 @@ class TowerForward:
         return self.num_images * self.grid.tokens
 
     @property
+    def num_projected(self) -> Count:
+        """That the projector makes of the patches."""
+        return self.num_images * (self.grid.projected or self.grid.tokens)
+
+    @property
     def num_pixels(self) -> Count:
         return self.num_images * self.grid.num_pixels
 
@@ -130,7 +135,8 @@ class TowerForward:
     @property
     def narrow_pixels(self) -> Entry:
         """The same as the tower reads them, where its caller holds them."""
-        return Entry(NARROW_PIXELS, self._narrow_bytes * self.tower.holds_narrow)
+        joined = self.num_pixels * PIXEL_BYTES * self.tower.joins_pixels
+        return Entry(NARROW_PIXELS, self._narrow_bytes * self.tower.holds_narrow + joined)
 
     @property
     def _narrow_bytes(self) -> Count:
@@ -141,7 +147,7 @@ class TowerForward:
     @property
     def of_vectors(self) -> dict[str, Count]:
         """Sizes that the projector's forms are evaluated at."""
-        return {"tokens": self.num_vectors, "span": self.grid.tokens, "r": self.r}
+        return {"tokens": self.num_projected, "span": self.grid.tokens, "r": self.r}
 
     @cached_property
     def working(self) -> Count:

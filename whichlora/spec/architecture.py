@@ -541,6 +541,7 @@ class ImageGrid(NamedTuple):
         pixels: shape of its `pixel_values`.
         sides: rows and columns that the processor tells the model: of patches, or of pixels.
         markers: tokens of text that the processor writes into it.
+        projected: vectors of it before some are left out or added; 0: as many as `tokens`.
     """
 
     crops: int
@@ -549,6 +550,7 @@ class ImageGrid(NamedTuple):
     pixels: tuple[int, ...]
     sides: tuple[int, int] = (0, 0)
     markers: int = 0
+    projected: int = 0
 
     @property
     def num_pixels(self) -> int:
@@ -581,6 +583,7 @@ class Tower:
             looked up (Qwen3-VL).
         joined: images stand in one row that a mask divides.
         holds_narrow: a caller of the tower holds the pixels in its dtype while it runs.
+        joins_pixels: so it does of a copy of them in fp32 (LLaVA-NeXT).
         normalises: a LayerNorm stands before what the tower returns.
         masks_text: images make a mask of the text, which attends to each as a whole (Gemma 3).
         stacks_rows: `pixel_values` has a dimension of rows before that of images.
@@ -603,6 +606,7 @@ class Tower:
     positions: int = 0
     joined: bool = False
     holds_narrow: bool = True
+    joins_pixels: bool = False
     normalises: bool = False
     masks_text: bool = False
     stacks_rows: bool = False

@@ -34,6 +34,76 @@ class CroppedGrid:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TiledGrid:
+    """An image as a whole, and once more in squares of `side` pixels.
+
+    It is scaled into the resolution that wastes least. Vectors of the border are left out, and one
+    more ends each row.
+
+    Args:
+        resolutions: height and width, of which one is chosen.
+
+    Kind: exact. Source: transformers 5.23 `select_best_resolution`,
+    `LlavaNextProcessor._get_number_of_features`.
+    """
+
+    side: int
+    patch: int
+    channels: int
+    resolutions: tuple[tuple[int, int], ...]
+
+    def __call__(self, height: int, width: int) -> ImageGrid:
+        best_height, best_width = self._resolution(height, width)
+        across = self.side // self.patch
+        rows, columns = best_height // self.side, best_width // self.side
+        rows, columns = across * rows, across * columns
+        if width / height > columns / rows:
+            rows -= 2 * ((rows - int(round(height * (columns / width), 7))) // 2)
+        else:
+            columns -= 2 * ((columns - int(round(width * (rows / height), 7))) // 2)
+        crops = 1 + (best_height // self.side) * (best_width // self.side)
+        return ImageGrid(
+            crops=crops,
+            patches=across**2 + 1,
+            tokens=across**2 + rows * (columns + 1),
+            pixels=(1, crops, self.channels, self.side, self.side),
+            sides=(height, width),
+            projected=crops * across**2,
+        )
+
+    def _resolution(self, height: int, width: int) -> tuple[int, int]:
+        """The one that keeps most pixels of an image, then the one of least empty pixels."""
+
+        def kept(sides: tuple[int, int]) -> tuple[int, int]:
+            scale = min(sides[1] / width, sides[0] / height)
+            pixels = min(int(width * scale) * int(height * scale), width * height)
+            return pixels, pixels - sides[0] * sides[1]
+
+        return max(self.resolutions, key=kept)
+
+
+def llava_next(vision: Fields, text: Fields) -> Tower:
+    """LLaVA's tower over the squares of an image, and a vector that ends a row.
+
+    Raises:
+        ConfigError: as of `llava`.
+    """
+    tower = llava(vision, text)
+    grid = tower.grid
+    assert isinstance(grid, CroppedGrid)
+    resolutions = tuple((high, wide) for high, wide in text.get("image_grid_pinpoints"))
+    others = tower.stack.other_params + text.size("hidden_size")  # `image_newline`
+    return replace(
+        tower,
+        stack=replace(tower.stack, other_params=others),
+        grid=TiledGrid(grid.side, grid.patch, grid.channels, resolutions),
+        fields=("pixel_values", "image_sizes"),
+        projector="llava_next",
+        joins_pixels=True,
+    )
+
+
 def llava(vision: Fields, text: Fields) -> Tower:
     """`CLIPVisionModel` and `LlavaMultiModalProjector`.
 
