@@ -50,6 +50,23 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "vision_config": {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048},
         "tie_word_embeddings": True,
     },
+    "qwen3_vl": {  # Qwen3-VL-2B
+        "text_config": {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+        },
+        "vision_config": {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "out_hidden_size": 2048,
+            "deepstack_visual_indexes": [0, 1, 3],
+        },
+        "tie_word_embeddings": True,
+    },
     "gemma3": {  # Gemma 3 4B
         "text_config": {
             "hidden_size": 2560,
@@ -69,6 +86,45 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
             "vision_use_head": False,
         },
         "mm_tokens_per_image": 256,
+    },
+    "llava": {  # LLaVA 1.5, with half as wide a text
+        "text_config": {
+            "model_type": "llama",
+            "hidden_size": 2048,
+            "intermediate_size": 5504,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "vocab_size": 32064,
+        },
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_attention_heads": 16,
+            "patch_size": 14,
+            "image_size": 336,
+        },
+        "image_token_index": 32000,
+    },
+    "llava_next": {  # LLaVA-NeXT with half of Mistral 7B
+        "text_config": {
+            "model_type": "mistral",
+            "hidden_size": 2048,
+            "intermediate_size": 7168,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "sliding_window": None,
+            "vocab_size": 32064,
+        },
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_attention_heads": 16,
+            "patch_size": 14,
+            "image_size": 336,
+        },
+        "image_token_index": 32000,
     },
     "mistral3": {  # Mistral Small 3.1, with half as wide a text
         "text_config": {
@@ -93,7 +149,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-DEPTH_KEYS = {"qwen2_vl": "depth", "qwen2_5_vl": "depth"}
+DEPTH_KEYS = {"qwen2_vl": "depth", "qwen2_5_vl": "depth", "qwen3_vl": "depth"}
 
 
 def config_of(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,6 +185,8 @@ def traced(line: Mapping[str, Any]) -> int:
 _SIZES = ((448, 448), (640, 480), (1024, 768), (768, 1280), (1600, 1200), (301, 997))
 
 
+# a text that has fewer layers than the tower hands features to would drop some of them
+_MORE_LAYERS = {"qwen3_vl": 3}
 _SHARED = ("batch_size", "images", "image_size")
 
 
@@ -169,7 +227,7 @@ def draw(seed: int, model_type: str) -> dict[str, Any]:
         run = RunConfig(model=model_type, **settings)
         line = {
             "type": model_type,
-            "layers": rng.choice((2, 3)),
+            "layers": rng.choice((2, 3)) + _MORE_LAYERS.get(model_type, 0),
             "blocks": rng.choice((4, 8, 12)),
             "vocab": rng.choice((0, 4096)),
             "run": run.to_dict(),

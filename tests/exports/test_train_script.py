@@ -334,3 +334,14 @@ def test_a_pinned_attention_kernel_is_pinned_in_the_script() -> None:
     assert 'for name in ("flash", "cudnn", "math"):' in text
     assert "attn_implementation" not in text
     assert "sdpa_attention" not in script()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "loads"),
+    [("qwen2_5_vl", "AutoModelForImageTextToText"), ("gemma3", "AutoModelForCausalLM")],
+)
+def test_a_model_that_sees_is_loaded_by_the_class_that_knows_it(
+    model_type: str, loads: str
+) -> None:
+    text = script(model_config={"model_type": model_type})
+    assert f"model = {loads}.from_pretrained(" in text

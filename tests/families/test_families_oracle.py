@@ -60,7 +60,7 @@ def module(config: dict[str, Any], task: str) -> Any:
         "seq2seq-lm": "AutoModelForSeq2SeqLM",
         "encoder": "AutoModel",
     }[task]
-    if "text_config" in config:
+    if {"text_config", "vision_config"} & set(config):
         auto = "AutoModelForImageTextToText"
     config = {**config}
     # `for_model` knows the classes of transformers only; the hub's InternLM 3 is LlamaForCausalLM.
@@ -603,11 +603,15 @@ def test_encoders_and_encoder_decoders_with_other_sizes(config: dict[str, Any]) 
         {"model_type": "qwen2_vl", "vision_config": {"hidden_size": 64}},
         {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 80, "out_hidden_size": 64}},
         {"model_type": "qwen3_vl", "vision_config": {"out_hidden_size": 64}},
+        {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}},
+        {"model_type": "llava_next", "vision_config": {"model_type": "clip_vision_model"}},
     ],
     ids=lambda config: config["model_type"],
 )
 def test_a_multimodal_model_counts_its_vision_tower(config: dict[str, Any]) -> None:
-    text = {"mistral3": {"model_type": "mistral"}}.get(config["model_type"], {})
+    inner = {"mistral3": "mistral", "llava": "llama", "llava_next": "llama"}
+    named = inner.get(config["model_type"])
+    text = {} if named is None else {"model_type": named}
     config = {**config, "text_config": {**TINY, **text}}
     spec = build(config, name="tiny")
     model = module(config, spec.task)

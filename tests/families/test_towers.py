@@ -52,12 +52,44 @@ def test_gemma_3_has_256_tokens_of_every_image() -> None:
     assert (grid.patches, grid.tokens, grid.pixels) == (64 * 64, 256, (1, 3, 896, 896))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "gemma3", "mistral3"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "llava", "llava_next"],
+)
 def test_a_tower_adds_up_to_the_parameters_beside_the_text(model_type: str) -> None:
     spec = build({"model_type": model_type, "vision_config": {}}, name="m")
     assert spec.tower is not None
-    assert spec.tower.stack.num_params == spec.other_params
-    assert spec.tower.linears == spec.idle_linears
+    assert spec.tower.stack.num_params + spec.tower.idle_params == spec.other_params
+    assert (*spec.tower.linears, *spec.tower.idle) == spec.idle_linears
+
+
+def test_llava_reads_the_last_block_but_one_and_576_tokens_of_every_image() -> None:
+    llava = tower("llava", num_hidden_layers=24, image_size=336, patch_size=14)
+    assert [group.count for group in llava.stack.groups] == [23]
+    (grid,) = {llava.grid(*sides) for sides in ((10, 3000), (336, 336))}
+    assert (grid.patches, grid.tokens, grid.pixels) == (577, 576, (1, 3, 336, 336))
+
+
+def test_llava_next_reads_an_image_as_a_whole_and_in_squares() -> None:
+    grid = tower("llava_next", image_size=336, patch_size=14).grid(672, 672)
+    assert (grid.crops, grid.patches, grid.tokens) == (5, 577, 576 + 48 * (48 + 1))
+    assert grid.pixels == (1, 5, 3, 336, 336)
+
+
+@pytest.mark.parametrize(
+    "other", [{"vision_feature_layer": -1}, {"vision_feature_select_strategy": "full"}]
+)
+def test_llava_refuses_another_layer_or_strategy(other: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="accepted are clip_vision_model, -2 and default"):
+        build({"model_type": "llava", "vision_config": {}} | other, name="m")
+
+
+def test_llava_refuses_another_tower() -> None:
+    with pytest.raises(ConfigError, match="vision tower siglip_vision_model"):
+        build(
+            {"model_type": "llava", "vision_config": {"model_type": "siglip_vision_model"}},
+            name="m",
+        )
 
 
 def test_most_blocks_of_qwen2_5_see_a_window_of_64_patches() -> None:

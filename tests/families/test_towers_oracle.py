@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from whichlora.families import build
+from whichlora.families.multimodal import TOWERS, is_image_class
 from whichlora.spec.architecture import Tower
 
 pytestmark = pytest.mark.oracle
@@ -25,6 +28,18 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
         {"min_pixels": 3136, "max_pixels": 12845056},
     ),
+    "qwen3_vl": (
+        "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
+        {"min_pixels": 65_536, "max_pixels": 16_777_216, "patch_size": 16},
+    ),
+    "llava": (
+        "clip.image_processing_pil_clip.CLIPImageProcessorPil",
+        {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
+    ),
+    "llava_next": (
+        "llava_next.image_processing_pil_llava_next.LlavaNextImageProcessorPil",
+        {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
+    ),
     "gemma3": (
         "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
         {"size": {"height": 896, "width": 896}},
@@ -33,7 +48,8 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tower(model_type: str) -> Tower:
-    vision = {"image_size": 896, "patch_size": 14} if model_type == "gemma3" else {}
+    sides = {"gemma3": 896, "llava": 336, "llava_next": 336}
+    vision = {"image_size": sides[model_type], "patch_size": 14} if model_type in sides else {}
     found = build({"model_type": model_type, "vision_config": vision}, name="m").tower
     assert found is not None
     return found
@@ -51,7 +67,7 @@ def drawn(model_type: str, count: int) -> list[tuple[int, int]]:
     return [(rng.randint(8, 5000), rng.randint(30, 5000)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_patches_and_tokens_are_the_processors(model_type: str) -> None:
     real, grid = processor(model_type), tower(model_type).grid
     for height, width in drawn(model_type, NUM_DRAWN):
@@ -60,6 +76,20 @@ def test_patches_and_tokens_are_the_processors(model_type: str) -> None:
         patches = real.get_number_of_image_patches(height, width)
         ours = grid(height, width)
         assert (ours.patches, ours.tokens) == (patches, patches // real.merge_size**2)
+
+
+def test_tokens_of_squares_and_of_ends_of_rows_are_those_of_llava_next() -> None:
+    module = import_module("transformers.models.llava_next.processing_llava_next")
+    counts = module.LlavaNextProcessor
+    # the one additional token, of the whole image, is taken off by the strategy "default"
+    stand_in = SimpleNamespace(
+        image_processor=processor("llava_next"), patch_size=14, num_additional_image_tokens=0
+    )
+    stand_in._get_unpadded_features = partial(counts._get_unpadded_features, stand_in)
+    grid = tower("llava_next").grid
+    for height, width in drawn("llava_next", 10 * NUM_DRAWN):
+        tokens = counts._get_number_of_features(stand_in, height, width, 336, 336)
+        assert grid(height, width).tokens == tokens
 
 
 @pytest.mark.parametrize("model_type", sorted(PROCESSORS))
@@ -72,5 +102,17 @@ def test_pixels_of_a_picture_are_the_processors(model_type: str) -> None:
         made = real(images=[Image.new("RGB", size)], return_tensors="pt")
         ours = grid(size[1], size[0])
         assert tuple(made["pixel_values"].shape) == ours.pixels
+        if "image_sizes" in made:
+            assert made["image_sizes"].tolist() == [[*ours.sides]]
         if "image_grid_thw" in made:
             assert made["image_grid_thw"].tolist() == [[1, *ours.sides]]
+
+
+@pytest.mark.parametrize("model_type", sorted(TOWERS))
+def test_the_class_that_loads_a_model_is_the_one_that_transformers_has(model_type: str) -> None:
+    auto = import_module("transformers.models.auto.modeling_auto")
+    config = {"model_type": model_type}
+    knows = model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    assert is_image_class(config) is not knows
+    assert is_image_class(config, images=True)
+    assert model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

@@ -98,12 +98,15 @@ def test_evaluation_bytes_hold_neither_gradients_nor_what_a_backward_reads() -> 
     assert static < size < checkpointed.peak_allocated_bytes
 
 
-def test_trained_cache_elements_are_of_t5_alone() -> None:
+def test_trained_cache_elements_are_of_t5_and_of_nested_texts_alone() -> None:
     # over an fp32 stream, which autocast narrows: 2 caches of 2 x 512 in each of 6 layers
     t5, llama = job(T5, precision="bf16"), job(LLAMA)
     assert kv_cache.trained_cache_elements(llama.model, llama.dtypes) == 0
     wide = replace(t5.dtypes, linear_out_bytes=4, compute_bytes=2)
     assert kv_cache.trained_cache_elements(t5.model, wide) == 6 * 2 * 2 * 512
+    sees = replace(llama.model, caches_in_training=True)
+    assert kv_cache.trained_cache_elements(sees, llama.dtypes) == 0
+    assert kv_cache.trained_cache_elements(sees, wide) > 0
 
 
 def test_checkpointed_passes_keep_the_input_and_saved_passes_what_backward_reads() -> None:

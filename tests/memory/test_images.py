@@ -100,6 +100,19 @@ def test_gradients_of_a_trained_tower_are_there_after_its_backward() -> None:
     assert trained == step.tower_gradients
 
 
+def test_a_block_whose_result_nobody_reads_keeps_until_the_forward_is_done_alone() -> None:
+    run = RunConfig(model="m", images=1, gradient_checkpointing=False, precision="bf16-pure")
+    line = {"type": "llava", "layers": 2, "blocks": 4, "vocab": 0, "run": run.to_dict()}
+    resolved = image_traces.job_of(line)
+    step = training_step(resolved)
+    assert step.model.tower is not None
+    tower = TowerStep.of(step, step.model.tower)
+    assert 3 * tower.idle_block.num_bytes == pytest.approx(tower.saved_by_blocks.num_bytes, rel=0.1)
+    moments = ledger(resolved).moments
+    kept = {name: named(moments, name, TOWER_SAVED) for name in ("layer_forward", "loss_backward")}
+    assert kept["layer_forward"] - kept["loss_backward"] == tower.idle_block.num_bytes
+
+
 def test_arrays_count_as_single_runs_do() -> None:
     resolved = job(seq_len=2048)
     batch_size = np.array([1, 2, 5])
@@ -127,7 +140,8 @@ def test_traced_runs_with_images_are_predicted() -> None:
 @pytest.mark.oracle
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("model_type", "seed"), [("qwen2_vl", 13), ("qwen2_5_vl", 4), ("gemma3", 2), ("mistral3", 0)]
+    ("model_type", "seed"),
+    [("qwen2_vl", 13), ("qwen2_5_vl", 4), ("qwen3_vl", 3), ("gemma3", 2), ("mistral3", 0)],
 )
 def test_a_traced_run_with_images_needs_as_much(model_type: str, seed: int) -> None:
     pytest.importorskip("peft")

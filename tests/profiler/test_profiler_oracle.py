@@ -56,6 +56,27 @@ BERT: dict[str, Any] = {
 }
 GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
 GPT2 |= {"vocab_size": 320, "n_positions": 256}
+QWEN_VL: dict[str, Any] = {
+    "model_type": "qwen2_5_vl",
+    "text_config": LLAMA
+    | {
+        "model_type": "qwen2_5_vl_text",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [2, 3, 3],
+        },
+    },
+    "vision_config": {
+        "hidden_size": 64,
+        "out_hidden_size": 64,
+        "depth": 2,
+        "num_heads": 4,
+        "intermediate_size": 128,
+        "fullatt_block_indexes": [1],
+    },
+    "image_token_id": 5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +141,14 @@ def test_other_architectures_are_measured(
     profiler: Profiler, model_config: dict[str, Any], phase: str
 ) -> None:
     record = measure(profiler, model_config, phase=phase, prompt_len=8, max_new_tokens=4)
+    assert (record.outcome, record.detail) == ("ok", "")
+
+
+@pytest.mark.parametrize("images", [0, 1])
+def test_a_model_that_sees_is_measured_with_texts_alone_and_with_images(
+    profiler: Profiler, images: int
+) -> None:
+    record = measure(profiler, QWEN_VL, images=images, image_size=(84, 84))
     assert (record.outcome, record.detail) == ("ok", "")
 
 

@@ -13,7 +13,8 @@ from whichlora.symbolic.projectors import PROJECTORS, projector_points, projecto
 
 
 def tower_step(model_type: str, **settings: object) -> TowerStep:
-    run = RunConfig(model="m", images=1, image_size=(640, 480), precision="bf16-pure", **settings)
+    shared = {"seq_len": 4096, "images": 1, "image_size": (640, 480), "precision": "bf16-pure"}
+    run = RunConfig(model="m", **(shared | settings))
     line = {"type": model_type, "layers": 2, "blocks": 4, "vocab": 0, "run": run.to_dict()}
     step = training_step(image_traces.job_of(line))
     assert step.model.tower is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whichlora.families.fields import Fields
-from whichlora.families.towers import pixtral, qwen, siglip
+from whichlora.families.towers import clip, pixtral, qwen, siglip
 from whichlora.spec.architecture import Linear, ModelSpec, Tower
 
 NOTE = (
@@ -121,8 +121,11 @@ class Multimodal:
         images: so its blocks; a tower that has none of these is counted, and no image passes it.
         reads_images: False where no trace has confirmed what images do in these blocks: they are
             counted alone.
-        splits: `AutoModelForCausalLM` loads the text tower alone. Source: transformers 5.23
+        causal: `AutoModelForCausalLM` knows the type. Source: transformers 5.23
             `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
+        splits: that class loads the text tower alone.
+        hands_on_cache: the outer model hands its own `use_cache` on to the text's.
+            Source: transformers 5.23 `merge_with_config_defaults` over its forward.
     """
 
     text: str
@@ -132,7 +135,9 @@ class Multimodal:
     linears: Callable[[Fields, Fields], tuple[Linear, ...]] = lambda *_: ()
     images: Callable[[Fields, Fields], Tower] | None = None
     reads_images: bool = True
+    causal: bool = False
     splits: bool = False
+    hands_on_cache: bool = False
 
 
 _QWEN2 = {
@@ -198,23 +203,41 @@ _PIXTRAL = {
     "image_size": 1540,
     "patch_size": 14,
 }
+_CLIP = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "hidden_act": "quick_gelu",
+    "image_size": 224,
+    "patch_size": 32,
+}
 TOWERS: Mapping[str, Multimodal] = {
     "gemma3": Multimodal(
         text="gemma3_text",
         tied=True,
+        causal=True,
         images=siglip.gemma3,
         defaults=_SIGLIP,
     ),
     "gemma4": Multimodal(
         text="gemma4_text",
         tied=True,
+        causal=True,
+        hands_on_cache=True,
         tower=gemma4_tower,
         defaults=_GEMMA4,
         linears=gemma4_tower_linears,
     ),
+    "llava": Multimodal(text="llama", tied=False, images=clip.llava, defaults=_CLIP),
+    "llava_next": Multimodal(
+        text="llama", tied=False, hands_on_cache=True, images=clip.llava_next, defaults=_CLIP
+    ),
     "mistral3": Multimodal(
         text="mistral",
         tied=True,
+        hands_on_cache=True,
         images=pixtral.mistral3,
         defaults=_PIXTRAL,
     ),
@@ -234,16 +257,44 @@ TOWERS: Mapping[str, Multimodal] = {
         text="qwen3_vl_text",
         tied=False,
         images=qwen.qwen3,
-        reads_images=False,
         defaults=_QWEN3 | {"deepstack_visual_indexes": [8, 16, 24]},
     ),
     "qwen3_5": Multimodal(
-        text="qwen3_5_text", tied=False, tower=qwen3_tower, defaults=_QWEN3, splits=True
+        text="qwen3_5_text",
+        tied=False,
+        tower=qwen3_tower,
+        defaults=_QWEN3,
+        causal=True,
+        splits=True,
     ),
     "qwen3_5_moe": Multimodal(
-        text="qwen3_5_moe_text", tied=False, tower=qwen3_tower, defaults=_QWEN3, splits=True
+        text="qwen3_5_moe_text",
+        tied=False,
+        tower=qwen3_tower,
+        defaults=_QWEN3,
+        causal=True,
+        splits=True,
     ),
 }
+
+
+# keys of the outer config that towers read, with the values of a config that lacks them
+_AROUND: Mapping[str, Any] = {
+    "spatial_merge_size": 2,
+    "mm_tokens_per_image": 256,
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+}
+
+
+def is_image_class(config: Mapping[str, Any], *, images: bool = False) -> bool:
+    """Whether `AutoModelForImageTextToText` loads a model, for texts with `images` or alone.
+
+    Kind: exact. Source: transformers 5.23, the tables of modeling_auto.py.
+    """
+    kind = TOWERS.get(str(config.get("model_type")))
+    return kind is not None and (images or not kind.causal)
 
 
 def build_multimodal(
@@ -260,25 +311,30 @@ def build_multimodal(
     if "dtype" not in values and "torch_dtype" not in values:
         values["dtype"] = c.dtype
     text = build_text(values)
-    spec = replace(text, model_type=c.text("model_type"), config=c.values)
+    spec = replace(
+        text,
+        model_type=c.text("model_type"),
+        config=c.values,
+        caches_in_training=not (kind.splits or kind.hands_on_cache),
+    )
     if c.get("vision_config") is None:
         return replace(spec, notes=(*spec.notes, TEXT_ONLY))
-    facts = {
-        "hidden_size": text.hidden_size,
-        "spatial_merge_size": c.values.get("spatial_merge_size", 2),
-        "mm_tokens_per_image": c.values.get("mm_tokens_per_image", 256),
-    }
+    named = {key: c.values[key] for key in _AROUND if c.values.get(key) is not None}
+    facts = {**_AROUND, **named, "hidden_size": text.hidden_size}
     vision = c.part("vision_config", defaults=kind.defaults)
     around = Fields(name=c.name, values=facts, defaults={}, synonyms={})
     tower = None if kind.images is None else kind.images(vision, around)
-    extra = kind.tower(vision, around) if tower is None else tower.stack.num_params
+    extra, linears = kind.tower(vision, around), kind.linears(vision, around)
+    if tower is not None:
+        extra = tower.stack.num_params + tower.idle_params
+        linears = (*tower.linears, *tower.idle)
     note = (UNLOADED if kind.splits else NOTE).format(extra)
     return replace(
         spec,
         other_params=extra,
         idle_params=0 if kind.splits else extra,
         unloaded_params=extra if kind.splits else 0,
-        idle_linears=kind.linears(vision, around) if tower is None else tower.linears,
+        idle_linears=linears,
         tower=tower if kind.reads_images else None,
         notes=(*spec.notes, note),
     )

@@ -164,13 +164,10 @@ def _frozen_group(frozen: FrozenTensor, dtypes: Dtypes) -> Group:
 
 def _idle_adapted(model: ModelSpec, run: RunConfig, targets: tuple[str, ...]) -> tuple[Linear, ...]:
     """Matrices that get an adapter and no gradient, since nothing passes them."""
-    if model.tower is not None:
-        return ()
+    idle = model.idle_linears if model.tower is None else model.tower.idle
     every = ALL_LINEAR in run.target_modules
     return tuple(
-        linear
-        for linear in model.idle_linears
-        if linear.rank_multiple and (every or linear.name in targets)
+        linear for linear in idle if linear.rank_multiple and (every or linear.name in targets)
     )
 
 
@@ -381,7 +378,7 @@ def base_tensors(model: ModelSpec, param_bytes: int) -> Iterator[Trained]:
         )
         around -= model.vocab_size * model.masked_head.width
         yield words
-    trains_tower = not model.idle_params
+    trains_tower = model.tower is not None and model.tower.trained
     for linear in (*model.outer_linears, *(tower_linears(model) if trains_tower else ())):
         around -= linear.num_weights
         yield _weight(linear, 1, param_bytes)

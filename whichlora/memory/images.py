@@ -150,11 +150,17 @@ class TowerStep(TrainingStep):
             return listed(TOWER_SAVED)
         return listed(TOWER_SAVED, *self.passes.groups, self._around_blocks)
 
+    @property
+    def idle_block(self) -> Entry:
+        """What a block saves whose result nobody reads, until the model's forward is done."""
+        keeps = self.tower.idle and self.goes_backward and not self.run.gradient_checkpointing
+        return Entry(TOWER_SAVED, self.passes.saved[-1] if keeps else 0 * self.tokens)
+
     @cached_property
     def saved_by_projector(self) -> Entry:
         sizes, deep = self.forward.of_vectors, self.tower.deep
         in_tokens: dict[str, Count] = {
-            "tokens": self.forward.num_vectors,
+            "tokens": self.forward.num_projected,
             "span": self.forward.grid.tokens,
         }
         tensors = tuple(listed_tensors(self.projected.saved_tensors, 1, **sizes))
@@ -172,14 +178,15 @@ class TowerStep(TrainingStep):
         if not self.goes_backward and not self.targets:
             return self.forward.working
         state = self.forward.state_bytes
-        in_projector = state + most(self.projected.forward, **self.forward.of_vectors)
+        held = self.forward.held
+        in_projector = state + most(self.projected.forward, **self.forward.of_vectors) + held
         if not self.goes_backward:
             return largest(self.forward.working, in_projector)
         # the loop names a block's input alone, not the embedded patches
         named_twice = 0 if self.run.gradient_checkpointing else state
         # patches are embedded before any block has saved a thing
         early = self.forward.embedding - self.saved_by_blocks.num_bytes
-        return largest(self.passes.forward - named_twice, in_projector, early)
+        return largest(self.passes.forward - named_twice + held, in_projector, early)
 
     @cached_property
     def worst_backward(self) -> Count:
@@ -224,7 +231,7 @@ def _held_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
         return (pixels,)
     named: Entries = ()
     if moment == "layer_forward":
-        named = (tower.forward.named(step.model.hidden_size),)
+        named = (tower.forward.named(step.model.hidden_size), tower.idle_block)
     if not step.learns_from_images:
         return pixels, *named
     return pixels, tower.saved_by_blocks, tower.saved_by_projector, *named

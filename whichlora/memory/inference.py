@@ -15,7 +15,7 @@ from whichlora.memory.gradients import adapter_entries
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.loading import loading_moment
 from whichlora.memory.metal_heaps import idle_in_heaps
-from whichlora.memory.towers import EMBEDDED_TEXT, TOWER_FORWARD, TowerForward
+from whichlora.memory.towers import TOWER_FORWARD, TowerForward
 from whichlora.memory.training import Ledger
 from whichlora.memory.weights import weight_entries
 from whichlora.methods.base import Method
@@ -554,13 +554,8 @@ def with_images(run: Generation, moments: dict[str, Entries]) -> dict[str, Entri
     tower = run.tower
     if tower is None:
         return moments
-    # `inputs_embeds` are looked up before `get_image_features`
-    rows = run.prompt_tokens * run.model.embeddings[0].width * run.dtypes.embedding_bytes
-    running = (
-        tower.narrow_pixels,
-        Entry(EMBEDDED_TEXT, rows),
-        Entry(TOWER_FORWARD, tower.working),
-    )
+    # `_prepare_multimodal_encoder_kwargs_for_generation` comes before the text is looked up
+    running = (tower.narrow_pixels, Entry(TOWER_FORWARD, tower.working))
     # `model_kwargs` of `generate` hold the pixels to the end
     result = {"images": (*run.static, tower.pixels, *running)}
     for name, entries in moments.items():

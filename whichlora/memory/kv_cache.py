@@ -9,10 +9,11 @@ from __future__ import annotations
 from whichlora.memory.allocator_simulator import MIN_OWN_SEGMENT_BYTES as OWN_SEGMENT
 from whichlora.memory.allocator_simulator import SEGMENT_ROUNDING_BYTES as SEGMENT_ROUNDING
 from whichlora.memory.entries import Fact
-from whichlora.spec.architecture import Layer, Linear, ModelSpec
+from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count, ceil_div, largest, round_up, smallest
 from whichlora.spec.run import BNB_QUANTS, CacheFormat
+from whichlora.symbolic.kernels import FUSED, attention_kernel
 
 BLOCK_TOKENS = {"dynamic": 1, "static": 1, "quantized": 1, "paged": 256, "vllm": 16}
 """Tokens per block: transformers 5.23 continuous batching 256, vLLM 16."""
@@ -147,7 +148,7 @@ def append_transient_bytes(
 
 DECODER_CACHE = Fact(
     part="kv_cache",
-    what="keys and values that T5's decoder caches while it trains",
+    what="keys and values that a model caches while it trains",
     shape="[2, num_decoder_layers, batch_size, num_heads, seq_len, head_dim]",
     dtype="fp32",
     why="its own copy of the config still says use_cache; attention reads 16-bit copies of them",
@@ -156,21 +157,30 @@ DECODER_CACHE = Fact(
 
 
 def trained_cache_elements(model: ModelSpec, dtypes: Dtypes) -> int:
-    """Elements per token that a T5 decoder caches in training, where nothing else keeps them.
+    """Elements per token that a model caches in training, in fp32, where nothing else keeps them.
 
-    Only over an fp32 stream under autocast: else attention keeps the very same tensors.
-    Kind: exact. Source: transformers 5.23 `T5Stack.forward`.
+    A T5 decoder does, and a text whose config is nested in that of a model that sees. Only over an
+    fp32 stream, which autocast casts or the math kernel scales: else attention keeps the very same
+    tensors.
+    Kind: exact. Source: transformers 5.23 `T5Stack.forward`, `Qwen2_5_VLTextModel.forward`.
     """
-    # `DynamicLayer.update` returns the tensor that it keeps, and attention saves it for its
-    # backward: one tensor, unless autocast casts it in between
-    if dtypes.linear_out_bytes == dtypes.compute_bytes or model.task != "seq2seq-lm":
-        return 0
     return sum(
         count * attention.cache_elements
         for layer, count in model.layers()
         for attention in layer.attentions
-        if attention.position == "relative"
+        if _is_cached_apart(model, attention, dtypes)
     )
+
+
+def _is_cached_apart(model: ModelSpec, attention: Attention, dtypes: Dtypes) -> bool:
+    # `DynamicLayer.update` returns the tensor that it keeps, and attention saves it for its
+    # backward: one tensor, unless something is made of it in between
+    is_cast = dtypes.linear_out_bytes != dtypes.compute_bytes
+    if model.task == "seq2seq-lm":
+        return is_cast and attention.position == "relative"
+    if not model.caches_in_training or dtypes.linear_out_bytes != 4:
+        return False
+    return is_cast or attention_kernel(attention, dtypes, masked=dtypes.padded) not in FUSED
 
 
 CHECKPOINTED_CACHE = Fact(

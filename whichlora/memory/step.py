@@ -344,7 +344,8 @@ class TrainingStep:
     @property
     def trains_tower(self) -> bool:
         """Whether the weights of a vision tower are trained."""
-        return self.method.trains_base and not self.model.idle_params
+        tower = self.model.tower
+        return self.method.trains_base and tower is not None and tower.trained
 
     @cached_property
     def tower_targets(self) -> tuple[str, ...]:

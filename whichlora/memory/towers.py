@@ -108,6 +108,11 @@ class TowerForward:
         return self.num_images * self.grid.tokens
 
     @property
+    def num_projected(self) -> Count:
+        """That the projector makes of the patches."""
+        return self.num_images * (self.grid.projected or self.grid.tokens)
+
+    @property
     def num_pixels(self) -> Count:
         return self.num_images * self.grid.num_pixels
 
@@ -130,7 +135,8 @@ class TowerForward:
     @property
     def narrow_pixels(self) -> Entry:
         """The same as the tower reads them, where its caller holds them."""
-        return Entry(NARROW_PIXELS, self._narrow_bytes * self.tower.holds_narrow)
+        joined = self.num_pixels * PIXEL_BYTES * self.tower.joins_pixels
+        return Entry(NARROW_PIXELS, self._narrow_bytes * self.tower.holds_narrow + joined)
 
     @property
     def _narrow_bytes(self) -> Count:
@@ -141,7 +147,7 @@ class TowerForward:
     @property
     def of_vectors(self) -> dict[str, Count]:
         """Sizes that the projector's forms are evaluated at."""
-        return {"tokens": self.num_vectors, "span": self.grid.tokens, "r": self.r}
+        return {"tokens": self.num_projected, "span": self.grid.tokens, "r": self.r}
 
     @cached_property
     def working(self) -> Count:
@@ -165,7 +171,14 @@ class TowerForward:
             self.tower.stack, self.dtypes, tokens=self.num_patches, span=self.span
         )
         in_blocks = largest(in_block + shared - self.state_bytes, in_projector)
-        return largest(in_blocks, self.embedding)
+        return largest(in_blocks + self.held, self.embedding)
+
+    @cached_property
+    def held(self) -> Count:
+        """What the tower's forward names until it returns: positions, and features of blocks."""
+        tower = self.tower
+        features = self.num_vectors * tower.stack.head_linears[-1].out_features * tower.deep
+        return 4 * self.num_patches * tower.positions + features * self.stream
 
     @property
     def embedding(self) -> Count:

@@ -22,7 +22,7 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
     tower = model.tower
     if tower is not None and run.freeze_vision_tower:
         tower = _without_adapters(tower)
-        model = replace(model, tower=tower, idle_linears=tower.linears)
+        model = replace(model, tower=tower, idle_linears=(*tower.linears, *tower.idle))
     if not run.images:
         return replace(model, tower=None) if tower is not None else model
     if tower is None:
@@ -35,7 +35,7 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
     return replace(
         model,
         tower=tower,
-        idle_params=tower.stack.num_params if run.freeze_vision_tower else 0,
+        idle_params=tower.idle_params + tower.stack.num_params * run.freeze_vision_tower,
         embeds_in_steps=True,  # `masked_scatter` makes a new tensor of the looked-up rows
         notes=(*model.notes[:-1], _note(tower, run)),
     )
@@ -56,7 +56,12 @@ def _without_adapters(tower: Tower) -> Tower:
         layer = replace(layer, attentions=attentions, mlp=replace(layer.mlp, linears=plain))
         groups.append(replace(group, layer=layer))
     around = tuple(replace(linear, adapter_rank=0) for linear in stack.head_linears)
-    return replace(tower, stack=replace(stack, groups=tuple(groups), head_linears=around))
+    return replace(
+        tower,
+        stack=replace(stack, groups=tuple(groups), head_linears=around),
+        idle=tuple(replace(linear, adapter_rank=0) for linear in tower.idle),
+        trained=False,
+    )
 
 
 def _note(tower: Tower, run: RunConfig) -> str:

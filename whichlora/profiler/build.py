@@ -28,6 +28,7 @@ from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import local_torch_dtype
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 from transformers.quantizers import AutoHfQuantizer
@@ -176,6 +177,8 @@ def auto_class_of(config: PretrainedConfig) -> Any:
         not masked or getattr(config, "is_decoder", False)
     ):
         return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:  # texts alone, of one that sees
+        return AutoModelForImageTextToText
     return AutoModelForMaskedLM if masked else AutoModelForSequenceClassification
 
 

@@ -18,6 +18,7 @@ def count_parameters(model_config: Mapping[str, Any]) -> int:
         MeasurementError: a `model_type` that the installed transformers lacks.
     """
     config = config_object(model_config)
-    auto = AutoModelForImageTextToText if "text_config" in model_config else auto_class_of(config)
+    sees = {"text_config", "vision_config"} & set(model_config)
+    auto = AutoModelForImageTextToText if sees else auto_class_of(config)
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in auto.from_config(config).parameters())

@@ -542,6 +542,7 @@ class ImageGrid(NamedTuple):
         pixels: shape of its `pixel_values`.
         sides: rows and columns that the processor tells the model: of patches, or of pixels.
         markers: tokens of text that the processor writes into it.
+        projected: vectors of it before some are left out or added; 0: as many as `tokens`.
     """
 
     crops: int
@@ -550,6 +551,7 @@ class ImageGrid(NamedTuple):
     pixels: tuple[int, ...]
     sides: tuple[int, int] = (0, 0)
     markers: int = 0
+    projected: int = 0
 
     @property
     def num_pixels(self) -> int:
@@ -568,6 +570,9 @@ class Tower:
         fields: what the processor adds to a batch.
         projector: name of the code after the last block (`symbolic.projectors`).
         table_bytes: cosines and sines of one patch, which all blocks read.
+        idle: matrices of blocks whose result nobody reads, behind the one that is read (LLaVA).
+        idle_params: all parameters of these blocks, and what else gets no gradient.
+        trained: full fine-tuning changes it.
         hooked: checkpointing makes the embedded patches need a gradient, whatever is frozen.
         merge: patches of one vector that the language model reads.
         num_returned: states of blocks that the caller holds while the text is read.
@@ -575,8 +580,11 @@ class Tower:
         deep: further projectors, which read what blocks in between return (Qwen3-VL).
         embedded: elements of a patch that are there while it is embedded, in the dtype of the
             weights and in fp32.
+        positions: elements of a patch in fp32 that a local variable holds to the end: its position,
+            looked up (Qwen3-VL).
         joined: images stand in one row that a mask divides.
         holds_narrow: a caller of the tower holds the pixels in its dtype while it runs.
+        joins_pixels: so it does of a copy of them in fp32 (LLaVA-NeXT).
         normalises: a LayerNorm stands before what the tower returns.
         masks_text: images make a mask of the text, which attends to each as a whole (Gemma 3).
         stacks_rows: `pixel_values` has a dimension of rows before that of images.
@@ -588,20 +596,25 @@ class Tower:
     projector: str
     merge: int
     table_bytes: int = 0
+    idle: tuple[Linear, ...] = ()
+    idle_params: int = 0
+    trained: bool = True
     hooked: bool = True
     num_returned: int = 1
     copies: int = 1
     deep: int = 0
     embedded: tuple[int, int] = (0, 0)
+    positions: int = 0
     joined: bool = False
     holds_narrow: bool = True
+    joins_pixels: bool = False
     normalises: bool = False
     masks_text: bool = False
     stacks_rows: bool = False
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Every matrix, with the number of all such in the tower."""
+        """Every matrix that learns, with the number of all such in the tower."""
         in_blocks = (
             replace(linear, count=linear.count * group.count)
             for group in self.stack.groups
@@ -692,6 +705,8 @@ class ModelSpec:
             shifted logits that it does not widen (GPT-BigCode); empty where none does.
         caches_checkpointed_before: release up to which the class caches keys and values in training
             with checkpointing, too.
+        caches_in_training: its text has a config of its own, which still says `use_cache` where the
+            Trainer has set the model's to False.
         supports_checkpointing: the class has gradient checkpointing; the Trainer refuses one that
             has not.
         scales_logits: the model multiplies its logits by a number (Cohere, Granite).
@@ -739,6 +754,7 @@ class ModelSpec:
     widens_logits: bool = False
     narrow_loss_before: str = ""
     caches_checkpointed_before: str = ""
+    caches_in_training: bool = False
     supports_checkpointing: bool = True
     other_params: int = 0
     idle_params: int = 0

@@ -41,11 +41,13 @@ def rotate(
     attention: Attention,
     label: str,
     local_variables: list[Tensor] | None = None,
+    widened: list[Tensor] | None = None,
 ) -> Tensor:
     """Rotary positions, of the leading part of each head.
 
     Args:
         local_variables: collects tensors that local variables hold until attention returns.
+        widened: collects copies in fp32 that are held until queries and keys are both rotated.
 
     Source: `apply_rotary_pos_emb`; with local variables, `StableLmAttention.forward`.
     """
@@ -53,7 +55,10 @@ def rotate(
     if attention.wide_rotation and x.size < 4:
         wide = code.cast(x, 4)
         result = rotate(code, wide, attention, label, local_variables)
-        tape.hold(wide)
+        if widened is None or not attention.packed:
+            tape.hold(wide)
+        else:  # `q, k = q.float(), k.float()` of `apply_rotary_pos_emb_vision`
+            widened.append(wide)
         return result
     heads = x.elements.per_token // attention.head_dim
     rotated = per_token(heads * attention.rotary_dim)
@@ -307,9 +312,10 @@ def _turned(
             return tape.view(q, copies_gradient=True), tape.view(k, copies_gradient=True)
         return code.tape.written_over(q), code.tape.written_over(k)
     before = (q, k)
-    q = rotate(code, q, attention, "query", local_variables)
-    k = rotate(code, k, attention, "key", local_variables)
-    after = (q, k)
+    widened: list[Tensor] = []
+    q = rotate(code, q, attention, "query", local_variables, widened)
+    k = rotate(code, k, attention, "key", local_variables, widened)
+    after = (q, k, *widened)
     if not attention.wide_tables:
         q, k = code.cast(q, before[0].size), code.cast(k, before[1].size)
     elif not code.dtypes.training:

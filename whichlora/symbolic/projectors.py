@@ -79,12 +79,34 @@ def _mistral3(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
     return code.linear(second, activate(code, "gelu", inner))
 
 
+def _llava(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """Source: transformers 5.23 `LlavaModel.get_image_features`, `LlavaMultiModalProjector`."""
+    first, second = tower.stack.head_linears
+    # without the token of the whole image it is no longer in one piece
+    inner = code.linear(first, code.copy(x))
+    return code.linear(second, activate(code, "gelu", inner))
+
+
+def _llava_next(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """Squares are put together, and rows ended: two copies of their vectors.
+
+    Source: transformers 5.23 `LlavaNextModel.pack_image_features`.
+    """
+    projected = _llava(code, tower, x)
+    laid_out = code.copy(projected)
+    joined = code.copy(laid_out)
+    code.tape.hold(projected, laid_out)
+    return joined
+
+
 PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "qwen2": _qwen2,
     "qwen2_5": _qwen2_5,
     "qwen3": _qwen3,
     "gemma3": _gemma3,
     "mistral3": _mistral3,
+    "llava": _llava,
+    "llava_next": _llava_next,
 }
 """Tensors of the last block -> those that the language model reads."""
 

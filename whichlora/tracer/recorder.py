@@ -204,7 +204,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         if moment == "forward" and not self._in_model and not tensor.is_floating_point():
             return  # a batch in the making, on the host
         owner = layer if layer is not None else self._owner_of_args(args, index, moment)
-        if makes_host_tensors():
+        if makes_host_tensors() and self._run.phase == "finetune":
             self._last_owner = owner
             return
         self._born(tensor, str(func), owner)
@@ -346,6 +346,9 @@ def _chosen_by_mask(
 
 
 def _num_chosen(mask: torch.Tensor, scored: int | None) -> int:
+    if not isinstance(mask, FakeTensor):  # the places of images
+        with unset_fake_temporarily():
+            return int(mask.sum())
     if scored is None or mask.ndim != 2:
         return int(mask.numel())
     rows, columns = mask.shape

@@ -32,6 +32,7 @@ from whichlora.exports.train_script.lines import (
     trainer_name,
 )
 from whichlora.exports.train_script.rows import row_functions
+from whichlora.families.multimodal import is_image_class
 from whichlora.methods import get_method, weight_dtype, with_defaults
 from whichlora.parallel.host_update import OMP_NUM_THREADS
 from whichlora.predict.resolve import layout_of
@@ -58,6 +59,7 @@ _IMPORTABLE: Mapping[str, Sequence[str]] = {
         "AutoConfig",
         "AutoModel",
         "AutoModelForCausalLM",
+        "AutoModelForImageTextToText",
         "AutoModelForMaskedLM",
         "AutoModelForQuestionAnswering",
         "AutoModelForSequenceClassification",
@@ -159,7 +161,7 @@ def train_script(
     keeping = _evaluated(trainer, keeping)
     random_config = model_config if weights == "random" else None
     takes_bytes = random_config is not None and tokenizer is None
-    model_class = _model_class(task, masked_lm)
+    model_class = _model_class(task, masked_lm, model_config or {})
     hub = {"trust_remote_code": True} if trust_remote_code else {}
     chats = data_format.conversational and not masked_lm
     constants = {
@@ -235,9 +237,11 @@ def _row_lines(trainer: Trainer, keeping: Keeping) -> list[str]:
     ]
 
 
-def _model_class(task: Task | None, masked_lm: bool) -> str:
+def _model_class(task: Task | None, masked_lm: bool, model_config: Mapping[str, Any]) -> str:
     if task is not None:
         return task.auto_class.rpartition(".")[2]
+    if is_image_class(model_config):
+        return "AutoModelForImageTextToText"
     return "AutoModelForMaskedLM" if masked_lm else "AutoModelForCausalLM"
 
 

@@ -225,4 +225,5 @@ def qwen3(vision: Fields, text: Fields) -> Tower:
         deep=deep,
         # four rows of the table of positions around each patch, times their fp32 weights
         embedded=(5 * width, 4 * width),
+        positions=width,
     )
