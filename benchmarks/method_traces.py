@@ -64,6 +64,7 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     1700: {"delora": {}},
     1800: {"road": {"variant": ("road_1", "road_2", "road_4"), "group_size": (32, 64)}},
     1900: {"gralora": {"gralora_k": (2, 4)}},
+    3000: {"lily": {"stride_A": (1, 1, 2), "num_B": (2, 4)}},
 }
 
 

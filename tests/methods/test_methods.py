@@ -17,7 +17,8 @@ from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
 from whichlora.exports.train_script import train_script
 from whichlora.memory.checkpoint import checkpoint_bytes
-from whichlora.memory.gradients import outer_bytes
+from whichlora.memory.gradients import outer_bytes, trained_params
+from whichlora.memory.step_events import has_events
 from whichlora.methods import COMPARED, Method, get_method, list_methods, with_defaults
 from whichlora.methods.base import Method as BaseMethod
 from whichlora.predict.predict import ledger, num_trained, training_step
@@ -271,6 +272,8 @@ def test_what_peft_cannot_adapt_is_refused_with_its_reason(
         ("hira", {}, 8 * (64 + 96)),
         ("fourierft", {"n_frequency": 300}, 300),
         ("delora", {}, 8 * (64 + 96) + 1),
+        ("lily", {"num_B": 4}, 8 * (64 + 4)),  # its B are shared
+        ("lily", {"num_B": 4, "stride_A": 2}, 8 * 4),
         ("road", {}, 96),
         ("road", {"variant": "road_4"}, 4 * 96),
     ],
@@ -280,6 +283,26 @@ def test_each_method_trains_as_many_parameters_as_peft_makes(
 ) -> None:
     run = RunConfig(model="m", method=method, r=8, method_options=tuple(sorted(options.items())))
     assert get_method(method).of(run).adapter_params(linear(), 8) == num_params
+
+
+def test_tensors_that_layers_share_are_trained_once() -> None:
+    model = find_model("HuggingFaceTB/SmolLM2-135M")
+    assert model is not None
+    targets = ("q_proj", "v_proj")
+
+    def params(**options: int) -> Any:
+        pairs = tuple(sorted(options.items()))
+        run = RunConfig(model=model.name, method="lily", r=8, method_options=pairs)
+        return trained_params(model, targets, get_method("lily").of(run), 8)
+
+    of_b, of_a = 2 * 8 * (576 + 192), 8 * (576 + 576)
+    assert params() == of_b + 30 * (of_a + 2 * 8 * 2)
+    assert params(stride_A=4) == of_b + 8 * of_a + 30 * 2 * 8 * 2
+    run = RunConfig(model=model.name, method="lily")
+    assert not has_events(training_step(resolve(model, run, A100)))
+    several = replace(run, parallel=ParallelConfig(strategy="ddp", gpus=2))
+    with pytest.raises(ConfigError, match="lily is predicted on one GPU, got gpus 2"):
+        resolve(model, several, A100)
 
 
 def test_lora_fa_is_an_optimizer_that_trains_b_alone() -> None:

@@ -69,6 +69,8 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("road", {}),
     ("road", {"variant": "road_4"}),
     ("gralora", {}),
+    ("lily", {}),
+    ("lily", {"num_B": 4, "stride_A": 2}),
     ("pissa", {}),
 ]
 CPU_RUNS = [*METHODS, ("miss", {"init_weights": "bat"}), ("shira", {}), ("olora", {})]
@@ -143,7 +145,9 @@ def test_the_ledger_agrees_with_the_trace(
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("seed", [*range(390, 404), *range(1000, 2000, 100)])
+@pytest.mark.parametrize(
+    "seed", [*range(390, 404), *range(1000, 2000, 100), *range(3000, 3100, 100)]
+)
 def test_a_run_drawn_anew_is_traced_as_predicted(seed: int) -> None:
     line, _ = method_traces.draw(seed)
     assert trainer_traces.predicted(line) == pytest.approx(trainer_traces.traced(line), rel=0.02)

@@ -464,6 +464,10 @@ def merging(step: TrainingStep, life: LifeConfig, base_bytes: int) -> Stage | No
         step.method.adapter_params(linear, step.r) * count
         for linear, count in adapted_linears(step.model, step.targets)
     )
+    adapters += sum(
+        shared.num_params
+        for shared in step.method.shared_tensors(adapted_linears(step.model, step.targets), step.r)
+    )
     copies = gradients.gradient_bytes(
         gradients.saved_modules(step.model, step.run.modules_to_save, base_bytes)
     )

@@ -42,7 +42,7 @@ from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, added, largest
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
-from whichlora.spec.targets import tower_linears
+from whichlora.spec.targets import adapted_linears, tower_linears
 from whichlora.symbolic.autograd import LinearForm, most
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
 from whichlora.symbolic.language_head import LabelPoints, label_points
@@ -732,6 +732,8 @@ class TrainingStep:
             gradients = self.all_gradients - of_first - self.embedding_gradients
             gradients = gradients - self.tower_gradients
             gradients = gradients - self._outer_params * outer_bytes(self.dtypes)
+            # the first layer adds to them, so that its own backward counts them
+            gradients = gradients - self._gathered_params * self.dtypes.adapter_bytes
         for number, (layer, count) in enumerate(self.model.layers()):
             unwanted = unwanted_gradient_bytes(layer, self.targets, self.method, self.dtypes)
             gradients = gradients + (count - (number == 0)) * unwanted
@@ -740,6 +742,12 @@ class TrainingStep:
     @property
     def _outer_params(self) -> int:
         return sum(tensor.num_params for tensor in self.method.outer_tensors(self.model))
+
+    @property
+    def _gathered_params(self) -> Count:
+        """Of trained tensors that several layers read, those of one layer."""
+        linears = adapted_linears(self.model, self.targets)
+        return sum(t.rows * t.width for t in self.method.shared_tensors(linears, self.r))
 
     @property
     def embedding_gradients(self) -> Count:

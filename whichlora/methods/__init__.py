@@ -20,6 +20,7 @@ from whichlora.methods import (
     gralora,
     hira,
     ia3,
+    lily,
     ln_tuning,
     loha,
     lokr,
@@ -57,6 +58,7 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
         *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
+        *(module.METHOD for module in (lily,)),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -76,7 +78,6 @@ NOT_MODELLED = frozenset(
         "frod",
         "glora",
         "hra",
-        "lily",
         "multitask-prompt-tuning",
         "osf",
         "peanut",

@@ -44,6 +44,28 @@ class FrozenTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedTensor:
+    """A trained tensor that several adapted matrices read, so that its gradient is their sum.
+
+    Args:
+        name, dims: what `explain` calls it, and its shape in words.
+        count: how many equal ones there are, of which one layer reads one.
+        is_factor: a product reads it as it is, so that autocast caches one copy of it.
+    """
+
+    name: str
+    dims: str
+    rows: Count
+    width: Count
+    count: int = 1
+    is_factor: bool = False
+
+    @property
+    def num_params(self) -> Count:
+        return self.count * self.rows * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OuterTensor:
     """A trained tensor outside of the layers, whose gradient comes after all of theirs.
 
@@ -111,6 +133,10 @@ def _as_wide_as_adapters(linear: Linear, dtypes: Dtypes) -> Iterator[int]:
 
 
 def _nothing_frozen(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[FrozenTensor, ...]:
+    return ()
+
+
+def _nothing_shared(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[SharedTensor, ...]:
     return ()
 
 
@@ -237,6 +263,8 @@ class Method:
         adapter_widths: bytes of one element of each of them.
         frozen_tensors: matrices of the adapters that are not trained, of all adapted matrices of a
             model, each given with the number of layers that have it.
+        shared_tensors: trained tensors that several matrices read, told what `frozen_tensors` is;
+            `adapter_shapes` leaves them out, and `ops.tape.shared_weight` makes them.
         forward: the operators of one adapted module, the base's product (`ops.base`) among them.
         folded: the operators that make the weight of a bare parameter, such as that of experts,
             with its adapter; None where the method adapts modules alone.
@@ -282,6 +310,9 @@ class Method:
     adapter_widths: Callable[[Linear, Dtypes], Iterable[int]] = _as_wide_as_adapters
     frozen_tensors: Callable[[Sequence[tuple[Linear, int]], Count], tuple[FrozenTensor, ...]] = (
         _nothing_frozen
+    )
+    shared_tensors: Callable[[Sequence[tuple[Linear, int]], Count], tuple[SharedTensor, ...]] = (
+        _nothing_shared
     )
     forward: Callable[[OpEmitter, Linear, Tensor], Tensor] = _base_alone
     folded: Callable[[OpEmitter, Linear], Tensor] | None = None

@@ -229,7 +229,8 @@ def _check_adapted(
 ) -> None:
     """Refuse a matrix that PEFT's code of the method can't adapt."""
     own_loop = bool(method.after_update or method.find_targets)
-    if run.phase == "finetune" and own_loop and run.parallel.gpus > 1:
+    is_shared = bool(method.shared_tensors(adapted_linears(model, targets), run.r))
+    if run.phase == "finetune" and (own_loop or is_shared) and run.parallel.gpus > 1:
         raise ConfigError(
             f"method: {method.name} is predicted on one GPU, got gpus {run.parallel.gpus}; use "
             "method lora"
