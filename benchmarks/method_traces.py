@@ -65,6 +65,7 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     1800: {"road": {"variant": ("road_1", "road_2", "road_4"), "group_size": (32, 64)}},
     1900: {"gralora": {"gralora_k": (2, 4)}},
     3000: {"lily": {"stride_A": (1, 1, 2), "num_B": (2, 4)}},
+    3100: {"randlora": {}},
 }
 
 
@@ -91,8 +92,9 @@ def draw(seed: int) -> tuple[dict[str, Any], int]:
             gradient_accumulation_steps=rng.choice((1, 1, 2)),
         )
         line = {"layers": rng.choice((2, 3, 4)), "run": run.to_dict()}
-        if options.get("init_weights") == "bat" and run.narrows_adapters:
-            continue  # `get_delta_weight` of PEFT widens 16-bit blocks on a CPU, which a trace is
+        widens = method == "randlora" or options.get("init_weights") == "bat"
+        if widens and run.narrows_adapters:
+            continue  # PEFT widens what is in 16 bits on a CPU, which a trace is
         if seed >= WITHOUT_T5 and run.model == T5:
             continue
         if method == "adalora" and run.precision == "fp32":

@@ -274,6 +274,7 @@ def test_what_peft_cannot_adapt_is_refused_with_its_reason(
         ("delora", {}, 8 * (64 + 96) + 1),
         ("lily", {"num_B": 4}, 8 * (64 + 4)),  # its B are shared
         ("lily", {"num_B": 4, "stride_A": 2}, 8 * 4),
+        ("randlora", {}, 8 * 8 + 8 * 64),  # lambda, and gamma of as many bases as full rank takes
         ("road", {}, 96),
         ("road", {"variant": "road_4"}, 4 * 96),
     ],

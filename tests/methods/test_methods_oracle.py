@@ -71,6 +71,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("gralora", {}),
     ("lily", {}),
     ("lily", {"num_B": 4, "stride_A": 2}),
+    ("randlora", {}),
     ("pissa", {}),
 ]
 CPU_RUNS = [*METHODS, ("miss", {"init_weights": "bat"}), ("shira", {}), ("olora", {})]
@@ -146,7 +147,7 @@ def test_the_ledger_agrees_with_the_trace(
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    "seed", [*range(390, 404), *range(1000, 2000, 100), *range(3000, 3100, 100)]
+    "seed", [*range(390, 404), *range(1000, 2000, 100), *range(3000, 3200, 100)]
 )
 def test_a_run_drawn_anew_is_traced_as_predicted(seed: int) -> None:
     line, _ = method_traces.draw(seed)

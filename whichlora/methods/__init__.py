@@ -32,6 +32,7 @@ from whichlora.methods import (
     prompt_tuning,
     qdora,
     qlora,
+    randlora,
     road,
     shira,
     starts,
@@ -58,7 +59,7 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
         *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
-        *(module.METHOD for module in (lily,)),
+        *(module.METHOD for module in (lily, randlora)),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -85,7 +86,6 @@ NOT_MODELLED = frozenset(
         "prefix-tuning",
         "psoft",
         "pvera",
-        "randlora",
         "shadow",
         "supertuning",
         "tinylora",
