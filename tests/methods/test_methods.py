@@ -275,6 +275,7 @@ def test_what_peft_cannot_adapt_is_refused_with_its_reason(
         ("lily", {"num_B": 4}, 8 * (64 + 4)),  # its B are shared
         ("lily", {"num_B": 4, "stride_A": 2}, 8 * 4),
         ("randlora", {}, 8 * 8 + 8 * 64),  # lambda, and gamma of as many bases as full rank takes
+        ("vblora", {"vector_length": 32, "num_vectors": 90}, 8 * (2 + 3) * 90),
         ("road", {}, 96),
         ("road", {"variant": "road_4"}, 4 * 96),
     ],

@@ -72,6 +72,8 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("lily", {}),
     ("lily", {"num_B": 4, "stride_A": 2}),
     ("randlora", {}),
+    ("vblora", {"vector_length": 64}),
+    ("vblora", {"num_vectors": 90, "topk": 3, "vector_length": 128}),
     ("pissa", {}),
 ]
 CPU_RUNS = [*METHODS, ("miss", {"init_weights": "bat"}), ("shira", {}), ("olora", {})]
@@ -147,7 +149,7 @@ def test_the_ledger_agrees_with_the_trace(
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    "seed", [*range(390, 404), *range(1000, 2000, 100), *range(3000, 3200, 100)]
+    "seed", [*range(390, 404), *range(1000, 2000, 100), *range(3000, 3300, 100)]
 )
 def test_a_run_drawn_anew_is_traced_as_predicted(seed: int) -> None:
     line, _ = method_traces.draw(seed)
@@ -159,7 +161,8 @@ def test_a_run_drawn_anew_is_traced_as_predicted(seed: int) -> None:
 def test_a_real_step_on_a_cpu_takes_the_predicted_bytes(
     method: str, options: dict[str, Any]
 ) -> None:
-    stated = {"block_size": 32} if method == "c3a" else options
+    sizes = {"c3a": {"block_size": 32}, "vblora": {"vector_length": 32}}  # that fit the model
+    stated = options | sizes.get(method, {})
     size = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
     one = oracle.case(
@@ -171,7 +174,11 @@ def test_a_real_step_on_a_cpu_takes_the_predicted_bytes(
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("method", "options"), CPU_RUNS, ids=str)
 def test_train_py_trains_it(tmp_path: Path, method: str, options: dict[str, Any]) -> None:
-    sizes = {"c3a": {"block_size": 16}, "road": {"group_size": 16}}  # that fit the small model
+    sizes = {
+        "c3a": {"block_size": 16},
+        "road": {"group_size": 16},
+        "vblora": {"vector_length": 16},
+    }  # that fit the small model
     stated = options | sizes.get(method, {})
     run = run_of(method, stated, padding="padded", seq_len=32, batch_size=2, precision="fp32", r=4)
     config = LLAMA | {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128}

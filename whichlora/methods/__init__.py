@@ -37,6 +37,7 @@ from whichlora.methods import (
     shira,
     starts,
     trainable_tokens,
+    vblora,
     vera,
 )
 from whichlora.methods.base import Method
@@ -59,7 +60,7 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
         *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
-        *(module.METHOD for module in (lily, randlora)),
+        *(module.METHOD for module in (lily, randlora, vblora)),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -90,7 +91,6 @@ NOT_MODELLED = frozenset(
         "supertuning",
         "tinylora",
         "unilora",
-        "vblora",
         "waveft",
         "xlora",
     }
