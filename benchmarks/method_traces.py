@@ -67,6 +67,7 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     3000: {"lily": {"stride_A": (1, 1, 2), "num_B": (2, 4)}},
     3100: {"randlora": {}},
     3200: {"vblora": {"vector_length": (32, 64), "num_vectors": (64, 256), "topk": (2, 3)}},
+    3300: {"boft": {"boft_block_size": (32, 64, 128)}},
 }
 
 

@@ -122,8 +122,8 @@ def test_an_unknown_method_names_the_known_ones() -> None:
 
 
 def test_a_type_of_peft_that_is_not_modelled_is_named_so() -> None:
-    with pytest.raises(ConfigError, match="method: boft of PEFT is not modelled; 'whichlora met"):
-        get_method("boft")
+    with pytest.raises(ConfigError, match="method: xlora of PEFT is not modelled; 'whichlora met"):
+        get_method("xlora")
 
 
 @dataclass
@@ -276,6 +276,7 @@ def test_what_peft_cannot_adapt_is_refused_with_its_reason(
         ("lily", {"num_B": 4, "stride_A": 2}, 8 * 4),
         ("randlora", {}, 8 * 8 + 8 * 64),  # lambda, and gamma of as many bases as full rank takes
         ("vblora", {"vector_length": 32, "num_vectors": 90}, 8 * (2 + 3) * 90),
+        ("boft", {"boft_block_size": 8}, 64 * 8 + 96),
         ("road", {}, 96),
         ("road", {"variant": "road_4"}, 4 * 96),
     ],

@@ -12,6 +12,7 @@ from typing import Literal
 from whichlora.errors import ConfigError
 from whichlora.methods import (
     adalora,
+    boft,
     c3a,
     delora,
     dora,
@@ -60,7 +61,7 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
         *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
-        *(module.METHOD for module in (lily, randlora, vblora)),
+        *(module.METHOD for module in (lily, randlora, vblora, boft)),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -73,7 +74,6 @@ NOT_MODELLED = frozenset(
         "adamss",
         "adaption-prompt",
         "beft",
-        "boft",
         "cartridge",
         "cpt",
         "deft",

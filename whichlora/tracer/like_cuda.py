@@ -6,7 +6,9 @@ difference that changes which tensors live is patched here, and listed in `docs/
 
 from __future__ import annotations
 
+import inspect
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -102,6 +104,11 @@ def like_cuda(device: Device) -> Iterator[None]:
             (_bnb_optimizer(), "get_state_buffer", _state_buffer),
             # PEFT knows a 4-bit weight by its class, which a fake one can't have.
             ("peft.tuners.lora.dora", "dequantize_module_weight", _expanded),
+            # BOFT writes its permutation entry by entry, and compiles a kernel for further factors;
+            # WaveFT picks the places that lie inside, which are all.
+            (_class_of("boft", "BOFTLayer"), "perm2mat", _permutation),
+            ("peft.tuners.boft.layer", "get_fbd_cuda", lambda: None),
+            (_class_of("waveft", "WaveFTLayer"), "get_delta_weight", _wavelet_update()),
             # Pixels are made on the host, and are on the device when the model is called.
             ("whichlora.profiler.images", "host_pixels", _host_pixels),
             # One list of tensors per operation, as `foreach` optimizers do it on CUDA.
@@ -219,6 +226,28 @@ def _expanded(module: Any) -> Any:
     if module.weight.dtype == torch.int8:
         return dequantize_bnb_weight(module.weight, state=module.state)
     return module.weight
+
+
+def _class_of(method: str, name: str) -> Any:
+    return getattr(import_module(f"peft.tuners.{method}.layer"), name)
+
+
+def _permutation(layer: Any, indices: Any) -> torch.Tensor:
+    return torch.zeros(len(indices), len(indices))
+
+
+def _wavelet_update() -> Any:
+    """PEFT's function, without the mask whose number of places fake tensors do not know."""
+    module = import_module("peft.tuners.waveft.layer")
+    source = inspect.getsource(module.WaveFTLayer.get_delta_weight)
+    for masked, whole in (
+        ("padded_indices[:, valid_mask]", "padded_indices.clone()"),
+        ("spectrum[valid_mask]", "spectrum.clone()"),
+    ):
+        source = source.replace(masked, whole)
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(source), vars(module), names)
+    return names["get_delta_weight"]
 
 
 def _take_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
