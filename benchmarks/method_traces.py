@@ -68,6 +68,7 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     3100: {"randlora": {}},
     3200: {"vblora": {"vector_length": (32, 64), "num_vectors": (64, 256), "topk": (2, 3)}},
     3300: {"boft": {"boft_block_size": (32, 64, 128)}},
+    3400: {"waveft": {"n_frequency": (300, 2592), "use_idwt": (True, True, False)}},
 }
 
 

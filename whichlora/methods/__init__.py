@@ -40,6 +40,7 @@ from whichlora.methods import (
     trainable_tokens,
     vblora,
     vera,
+    waveft,
 )
 from whichlora.methods.base import Method
 from whichlora.spec.dtypes import has_master_weights
@@ -61,7 +62,7 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
         *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
-        *(module.METHOD for module in (lily, randlora, vblora, boft)),
+        *(module.METHOD for module in (lily, randlora, vblora, boft, waveft)),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -91,7 +92,6 @@ NOT_MODELLED = frozenset(
         "supertuning",
         "tinylora",
         "unilora",
-        "waveft",
         "xlora",
     }
 )
