@@ -69,6 +69,7 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     3200: {"vblora": {"vector_length": (32, 64), "num_vectors": (64, 256), "topk": (2, 3)}},
     3300: {"boft": {"boft_block_size": (32, 64, 128)}},
     3400: {"waveft": {"n_frequency": (300, 2592), "use_idwt": (True, True, False)}},
+    3500: {"pvera": {}},
 }
 
 

@@ -278,6 +278,7 @@ def test_what_peft_cannot_adapt_is_refused_with_its_reason(
         ("vblora", {"vector_length": 32, "num_vectors": 90}, 8 * (2 + 3) * 90),
         ("boft", {"boft_block_size": 8}, 64 * 8 + 96),
         ("waveft", {"n_frequency": 300}, 300),
+        ("pvera", {}, 2 * 8 + 96),
         ("road", {}, 96),
         ("road", {"variant": "road_4"}, 4 * 96),
     ],

@@ -31,6 +31,7 @@ from whichlora.methods import (
     oft,
     p_tuning,
     prompt_tuning,
+    pvera,
     qdora,
     qlora,
     randlora,
@@ -62,7 +63,7 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
         *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
-        *(module.METHOD for module in (lily, randlora, vblora, boft, waveft)),
+        *(module.METHOD for module in (lily, randlora, vblora, boft, waveft, pvera)),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -87,7 +88,6 @@ NOT_MODELLED = frozenset(
         "poly",
         "prefix-tuning",
         "psoft",
-        "pvera",
         "shadow",
         "supertuning",
         "tinylora",
