@@ -70,6 +70,7 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     3300: {"boft": {"boft_block_size": (32, 64, 128)}},
     3400: {"waveft": {"n_frequency": (300, 2592), "use_idwt": (True, True, False)}},
     3500: {"pvera": {}},
+    3600: {"tinylora": {"u": (16, 64), "weight_tying": (0.0, 0.5, 1.0)}},
 }
 
 

@@ -279,6 +279,8 @@ def test_what_peft_cannot_adapt_is_refused_with_its_reason(
         ("boft", {"boft_block_size": 8}, 64 * 8 + 96),
         ("waveft", {"n_frequency": 300}, 300),
         ("pvera", {}, 2 * 8 + 96),
+        ("tinylora", {"u": 13}, 13),
+        ("tinylora", {"weight_tying": 0.5}, 0),  # layers share them
         ("road", {}, 96),
         ("road", {"variant": "road_4"}, 4 * 96),
     ],

@@ -38,6 +38,7 @@ from whichlora.methods import (
     road,
     shira,
     starts,
+    tinylora,
     trainable_tokens,
     vblora,
     vera,
@@ -63,7 +64,7 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
         *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
-        *(module.METHOD for module in (lily, randlora, vblora, boft, waveft, pvera)),
+        *(module.METHOD for module in (lily, randlora, vblora, boft, waveft, pvera, tinylora)),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -90,7 +91,6 @@ NOT_MODELLED = frozenset(
         "psoft",
         "shadow",
         "supertuning",
-        "tinylora",
         "unilora",
         "xlora",
     }
