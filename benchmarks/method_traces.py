@@ -71,6 +71,7 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     3400: {"waveft": {"n_frequency": (300, 2592), "use_idwt": (True, True, False)}},
     3500: {"pvera": {}},
     3600: {"tinylora": {"u": (16, 64), "weight_tying": (0.0, 0.5, 1.0)}},
+    3700: {"unilora": {"theta_d_length": (256, 4096)}},
 }
 
 

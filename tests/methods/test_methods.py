@@ -281,6 +281,7 @@ def test_what_peft_cannot_adapt_is_refused_with_its_reason(
         ("pvera", {}, 2 * 8 + 96),
         ("tinylora", {"u": 13}, 13),
         ("tinylora", {"weight_tying": 0.5}, 0),  # layers share them
+        ("unilora", {}, 0),  # its vector is shared
         ("road", {}, 96),
         ("road", {"variant": "road_4"}, 4 * 96),
     ],

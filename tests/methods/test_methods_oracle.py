@@ -81,6 +81,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("pvera", {}),
     ("tinylora", {}),
     ("tinylora", {"u": 13, "weight_tying": 0.6}),
+    ("unilora", {}),
     ("pissa", {}),
 ]
 CPU_RUNS = [*METHODS, ("miss", {"init_weights": "bat"}), ("shira", {}), ("olora", {})]
@@ -156,7 +157,7 @@ def test_the_ledger_agrees_with_the_trace(
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    "seed", [*range(390, 404), *range(1000, 2000, 100), *range(3000, 3700, 100)]
+    "seed", [*range(390, 404), *range(1000, 2000, 100), *range(3000, 3800, 100)]
 )
 def test_a_run_drawn_anew_is_traced_as_predicted(seed: int) -> None:
     line, _ = method_traces.draw(seed)

@@ -40,6 +40,7 @@ from whichlora.methods import (
     starts,
     tinylora,
     trainable_tokens,
+    unilora,
     vblora,
     vera,
     waveft,
@@ -64,7 +65,10 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (lora_fa, miss, oft, c3a, shira, vera, ia3, loha, lokr)),
         *(module.METHOD for module in (adalora, trainable_tokens, prompt_tuning, p_tuning)),
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
-        *(module.METHOD for module in (lily, randlora, vblora, boft, waveft, pvera, tinylora)),
+        *(
+            module.METHOD
+            for module in (lily, randlora, vblora, boft, waveft, pvera, tinylora, unilora)
+        ),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -91,7 +95,6 @@ NOT_MODELLED = frozenset(
         "psoft",
         "shadow",
         "supertuning",
-        "unilora",
         "xlora",
     }
 )

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -104,11 +105,7 @@ def like_cuda(device: Device) -> Iterator[None]:
             (_bnb_optimizer(), "get_state_buffer", _state_buffer),
             # PEFT knows a 4-bit weight by its class, which a fake one can't have.
             ("peft.tuners.lora.dora", "dequantize_module_weight", _expanded),
-            # BOFT writes its permutation entry by entry, and compiles a kernel for further factors;
-            # WaveFT picks the places that lie inside, which are all.
-            (_class_of("boft", "BOFTLayer"), "perm2mat", _permutation),
-            ("peft.tuners.boft.layer", "get_fbd_cuda", lambda: None),
-            (_class_of("waveft", "WaveFTLayer"), "get_delta_weight", _wavelet_update()),
+            *_by_values(),
             # Pixels are made on the host, and are on the device when the model is called.
             ("whichlora.profiler.images", "host_pixels", _host_pixels),
             # One list of tensors per operation, as `foreach` optimizers do it on CUDA.
@@ -228,26 +225,47 @@ def _expanded(module: Any) -> Any:
     return module.weight
 
 
-def _class_of(method: str, name: str) -> Any:
-    return getattr(import_module(f"peft.tuners.{method}.layer"), name)
+def _by_values() -> Iterator[tuple[Any, str, Any]]:
+    """What stands in for functions of PEFT that read values, of those methods that it has.
+
+    BOFT writes a permutation entry by entry, and compiles a kernel for further factors. WaveFT
+    picks the places that lie inside, which are all. Uni-LoRA counts equal indices.
+    """
+    if find_spec("peft.tuners.boft"):
+        module = import_module("peft.tuners.boft.layer")
+        yield module.BOFTLayer, "perm2mat", lambda _, order: torch.zeros(len(order), len(order))
+        yield module, "get_fbd_cuda", lambda: None
+    if find_spec("peft.tuners.waveft"):
+        owner = import_module("peft.tuners.waveft.layer").WaveFTLayer
+        name = "get_delta_weight"
+        whole = {"indices": "padded_indices.clone()", "spectrum": "spectrum.clone()"}
+        replaced = {f"valid_{what}": value for what, value in whole.items()}
+        yield owner, name, _without_values(owner, name, **replaced)
+    if find_spec("peft.tuners.unilora"):
+        owner = import_module("peft.tuners.unilora.model").UniLoraModel
+        name = "_assign_unilora_indices_and_scales"
+        ones = "torch.ones(config.theta_d_length)"
+        yield owner, name, _without_values(owner, name, counts=ones, used_indices="slice(None)")
 
 
-def _permutation(layer: Any, indices: Any) -> torch.Tensor:
-    return torch.zeros(len(indices), len(indices))
+def _without_values(owner: Any, name: str, **replaced: str) -> Any:
+    """A function of PEFT's class `owner` whose lines that fake tensors cannot run are others.
 
+    Args:
+        replaced: what stands in for a line, by the variable that it sets.
 
-def _wavelet_update() -> Any:
-    """PEFT's function, without the mask whose number of places fake tensors do not know."""
-    module = import_module("peft.tuners.waveft.layer")
-    source = inspect.getsource(module.WaveFTLayer.get_delta_weight)
-    for masked, whole in (
-        ("padded_indices[:, valid_mask]", "padded_indices.clone()"),
-        ("spectrum[valid_mask]", "spectrum.clone()"),
-    ):
-        source = source.replace(masked, whole)
+    Raises:
+        ValueError: it has no such line.
+    """
+    module = import_module(owner.__module__)
+    lines = textwrap.dedent(inspect.getsource(getattr(owner, name))).splitlines()
+    for variable, value in replaced.items():
+        (place,) = (n for n, line in enumerate(lines) if line.split()[:2] == [variable, "="])
+        indent = lines[place][: -len(lines[place].lstrip())]
+        lines[place] = f"{indent}{variable} = {value}"
     names: dict[str, Any] = {}
-    exec(textwrap.dedent(source), vars(module), names)
-    return names["get_delta_weight"]
+    exec("\n".join(lines), vars(module), names)
+    return names[name]
 
 
 def _take_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
