@@ -153,9 +153,9 @@ def page() -> str:
         f"{WITHOUT_T5} on are of methods that came later, without T5: AdaLoRA's formulas were "
         "finished on these runs, the others on a small Llama before. SHiRA's mask "
         "needs values, so that real steps on a CPU test it "
-        "(`tests/methods/test_methods_oracle.py`, every method within 1 %). MiSS's `bat` with "
-        "16-bit adapters is left out: PEFT widens its blocks on a CPU alone, which a trace "
-        "runs on. So is AdaLoRA on an fp32 base, where a GPU alone trains `ranknum`.\n\n"
+        "(`tests/methods/test_methods_oracle.py`, every method within 1 %). MiSS's `bat` and "
+        "RandLoRA with 16-bit adapters are left out: PEFT widens these on a CPU alone, which a "
+        "trace runs on. So is AdaLoRA on an fp32 base, where a GPU alone trains `ranknum`.\n\n"
         + "\n".join([header, *rows])
         + f"\n\nModels: {', '.join(models)}.\n"
     )
