@@ -92,7 +92,7 @@ class AdapterWork:
     """What the adapters of one `Linear` add to a step.
 
     Two operations for each trained parameter and token, and twice as many backward, are counted
-    for every method and left out here.
+    for every method and left out here. Parameters that layers share are not counted so.
 
     Args:
         token_flops: products per token of one forward; the input's gradient takes as many again.

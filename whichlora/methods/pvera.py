@@ -116,8 +116,8 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
         elementwise_bytes=linear.in_features * cast_bytes(dtypes)
         + linear.out_features * (scaled + added_bytes(dtypes, wide))
         + r * (2 * scaled + 9 * wide + cast),
-        forward_launches=17 if dtypes.autocast else 13,
-        backward_launches=20 if dtypes.autocast else 16,
+        forward_launches=16 if dtypes.autocast else 10,
+        backward_launches=20 if dtypes.autocast else 13,
     )
 
 

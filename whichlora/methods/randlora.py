@@ -144,8 +144,8 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
         backward_weight_bytes=linear.count * dense * (6 * wide + cast),
         elementwise_bytes=linear.in_features * cast_bytes(dtypes)
         + linear.out_features * (2 * product_bytes + added_bytes(dtypes, product_bytes)),
-        forward_launches=11 if dtypes.autocast else 7,
-        backward_launches=17 if dtypes.autocast else 13,
+        forward_launches=10 if dtypes.autocast else 6,
+        backward_launches=13 if dtypes.autocast else 10,
     )
 
 

@@ -110,8 +110,9 @@ def work(
         backward_weight_flops=linear.count * 8 * num_weights * transforms,
         backward_weight_bytes=linear.count * moved,
         elementwise_bytes=linear.out_features * added_bytes(dtypes, narrow),
-        forward_launches=48 if transforms else 12,
-        backward_launches=16 if transforms else 8,
+        # most of a transform's are for its masks, filters, and the bands on their way back
+        forward_launches=(9 if dtypes.autocast else 6) + 27 * transforms,
+        backward_launches=(8 if dtypes.autocast else 5) + 18 * transforms,
     )
 
 
