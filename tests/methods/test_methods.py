@@ -240,6 +240,14 @@ def test_a_start_changes_loading_and_no_step() -> None:
         ("openai-community/gpt2", "olora", {}, "takes no Conv1D that is not square"),
         ("HuggingFaceTB/SmolLM2-135M", "c3a", {}, "block_size must divide 576, got 256"),
         ("HuggingFaceTB/SmolLM2-135M", "pissa", {"quant": "nf4"}, "in 16 or 32 bits, not nf4"),
+        ("openai-community/gpt2", "lily", {}, "takes nn.Linear, and no Conv1D"),
+        ("HuggingFaceTB/SmolLM2-135M", "lily", {"method_options": (("num_B", 1),)}, "2 or more"),
+        ("HuggingFaceTB/SmolLM2-135M", "vblora", {}, "vector_length must divide 576, got 256"),
+        ("openai-community/gpt2", "boft", {}, "takes nn.Linear, and no Conv1D"),
+        ("HuggingFaceTB/SmolLM2-135M", "boft", {"quant": "nf4"}, "not quantised, not nf4"),
+        ("openai-community/gpt2", "waveft", {}, "Conv1D is not predicted"),
+        ("HuggingFaceTB/SmolLM2-135M", "tinylora", {"quant": "int8"}, "not quantised, not int8"),
+        ("HuggingFaceTB/SmolLM2-135M", "unilora", {"quant": "nf4"}, "makes whole numbers"),
     ],
 )
 def test_what_peft_cannot_adapt_is_refused_with_its_reason(

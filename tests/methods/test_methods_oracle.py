@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 import oracle_memory as oracle
+import peft
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 from traced import live_bytes
 from train_runs import run_script
@@ -21,7 +22,7 @@ from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.exports.train_script import train_script
 from whichlora.memory.gradients import cached_params, trained_params
-from whichlora.methods import BUILT_IN, NOT_MODELLED, get_method
+from whichlora.methods import BUILT_IN, NOT_MODELLED, get_method, with_defaults
 from whichlora.predict import predict as prediction
 from whichlora.predict import resolve as resolution
 from whichlora.profiler.build import finished_model, meta_model
@@ -110,6 +111,26 @@ def test_every_type_of_peft_is_modelled_or_named_as_not() -> None:
         if f"peft.{config.__name__}" not in classes
     }
     assert missing == {name.upper().replace("-", "_") for name in NOT_MODELLED}
+
+
+# whose config is LoRA's, takes names of norms, or states a rank of its own
+READ_OTHERWISE = ("lora-fa", "pissa", "ln-tuning", "adalora")
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [case for case in METHODS if case[0] not in READ_OTHERWISE], ids=str
+)
+def test_a_config_of_peft_is_read_as_what_it_was_made_of(
+    method: str, options: dict[str, Any]
+) -> None:
+    run = with_defaults(run_of(method, options, r=4))
+    found = get_method(method).of(run)
+    config = getattr(peft, found.peft_class.removeprefix("peft."))(**found.peft_config(run))
+    settings = found.read_peft(config)
+    assert settings is not None
+    stated = dict(settings).get("method_options", run.method_options)
+    assert stated == run.method_options
+    assert dict(settings).get("r", 4) == 4
 
 
 @pytest.mark.parametrize(("method", "options"), METHODS, ids=str)
