@@ -64,14 +64,14 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     1700: {"delora": {}},
     1800: {"road": {"variant": ("road_1", "road_2", "road_4"), "group_size": (32, 64)}},
     1900: {"gralora": {"gralora_k": (2, 4)}},
-    3000: {"lily": {"stride_A": (1, 1, 2), "num_B": (2, 4)}},
-    3100: {"randlora": {}},
-    3200: {"vblora": {"vector_length": (32, 64), "num_vectors": (64, 256), "topk": (2, 3)}},
-    3300: {"boft": {"boft_block_size": (32, 64, 128)}},
-    3400: {"waveft": {"n_frequency": (300, 2592), "use_idwt": (True, True, False)}},
-    3500: {"pvera": {}},
-    3600: {"tinylora": {"u": (16, 64), "weight_tying": (0.0, 0.5, 1.0)}},
-    3700: {"unilora": {"theta_d_length": (256, 4096)}},
+    6000: {"lily": {"stride_A": (1, 1, 2), "num_B": (2, 4)}},
+    6100: {"randlora": {}},
+    6200: {"vblora": {"vector_length": (32, 64), "num_vectors": (64, 256), "topk": (2, 3)}},
+    6300: {"boft": {"boft_block_size": (32, 64, 128)}},
+    6400: {"waveft": {"n_frequency": (300, 2592), "use_idwt": (True, True, False)}},
+    6500: {"pvera": {}},
+    6600: {"tinylora": {"u": (16, 64), "weight_tying": (0.0, 0.5, 1.0)}},
+    6700: {"unilora": {"theta_d_length": (256, 4096)}},
 }
 
 

@@ -212,6 +212,7 @@ METHOD = Method(
     read_peft=read_peft,
     parameter_prefix="lily_",
     merges=False,
+    names_targets=True,
     ignores=frozenset({"lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}),
     options=_OPTIONS,
     with_options=with_options,

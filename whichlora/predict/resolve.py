@@ -110,7 +110,8 @@ class ResolvedRun:
     @property
     def peft_targets(self) -> str | tuple[str, ...]:
         """PEFT's `target_modules`: its word for all linears, which includes experts, or names."""
-        if self.run.target_modules != (ALL_LINEAR,) or self.method.find_targets is not None:
+        by_name = self.method.find_targets is not None or self.method.names_targets
+        if self.run.target_modules != (ALL_LINEAR,) or by_name:
             return self.targets
         if any(linear.is_refused for layer, _ in self.model.layers() for linear in layer.linears):
             return self.targets
