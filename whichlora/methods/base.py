@@ -241,8 +241,8 @@ class Method:
         outer_tensors: what it trains outside of the layers.
         find_targets: names in a model that the method trains in place of linear layers, told
             `target_modules`: norms by their names, or none.
-        names_targets: it groups matrices by the names in `target_modules`, so that it is told names:
-            of "all-linear" PEFT makes full ones where they are fewer than 20.
+        names_targets: it groups matrices by the names in `target_modules`, so that it is told
+            them: of "all-linear" PEFT makes full names where they are fewer than 20.
         in_loss: PEFT's model adds a term of the trained tensors to the loss, so that most of their
             gradient is there before the model goes backward.
         num_scores: tensors as large as the trained ones that PEFT holds from step to step, beside
