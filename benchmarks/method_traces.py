@@ -75,6 +75,14 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     3800: {"kasa": {}},
     3850: {"velora": {"num_groups": (32, 64, 128)}},
     3900: {"supertuning": {"sparsity": (0.99, 0.95), "r": (8, 16)}},
+    6000: {"lily": {"stride_A": (1, 1, 2), "num_B": (2, 4)}},
+    6100: {"randlora": {}},
+    6200: {"vblora": {"vector_length": (32, 64), "num_vectors": (64, 256), "topk": (2, 3)}},
+    6300: {"boft": {"boft_block_size": (32, 64, 128)}},
+    6400: {"waveft": {"n_frequency": (300, 2592), "use_idwt": (True, True, False)}},
+    6500: {"pvera": {}},
+    6600: {"tinylora": {"u": (16, 64), "weight_tying": (0.0, 0.5, 1.0)}},
+    6700: {"unilora": {"theta_d_length": (256, 4096)}},
 }
 
 
@@ -101,8 +109,9 @@ def draw(seed: int) -> tuple[dict[str, Any], int]:
             gradient_accumulation_steps=rng.choice((1, 1, 2)),
         )
         line = {"layers": rng.choice((2, 3, 4)), "run": run.to_dict()}
-        if options.get("init_weights") == "bat" and run.narrows_adapters:
-            continue  # `get_delta_weight` of PEFT widens 16-bit blocks on a CPU, which a trace is
+        widens = method == "randlora" or options.get("init_weights") == "bat"
+        if widens and run.narrows_adapters:
+            continue  # PEFT widens what is in 16 bits on a CPU, which a trace is
         if seed >= WITHOUT_T5 and run.model == T5:
             continue
         if method == "adalora" and run.precision == "fp32":
@@ -125,9 +134,9 @@ TEXT = (
     f"{WITHOUT_T5} on are of methods that came later, without T5: AdaLoRA's formulas were "
     "finished on these runs, the others on a small Llama before. SHiRA, AdaMSS and FRoD "
     "read values, so that real steps on a CPU test them "
-    "(`tests/methods/test_methods_oracle.py`, every method within 1 %). MiSS's `bat` with "
-    "16-bit adapters is left out: PEFT widens its blocks on a CPU alone, which a trace "
-    "runs on. So is AdaLoRA on an fp32 base, where a GPU alone trains `ranknum`."
+    "(`tests/methods/test_methods_oracle.py`, every method within 1 %). MiSS's `bat` and "
+    "RandLoRA with 16-bit adapters are left out: PEFT widens these on a CPU alone, which a "
+    "trace runs on. So is AdaLoRA on an fp32 base, where a GPU alone trains `ranknum`."
 )
 RUNS = DrawnRuns(
     records=Path(__file__).parent / "traces" / "methods.jsonl",

@@ -151,6 +151,20 @@ def test_merging_takes_the_base_without_quantisation_where_it_is_asked_to() -> N
     assert "merging" not in stages(job, merge_on="none")
 
 
+def test_merging_holds_what_the_adapters_share_and_what_is_frozen() -> None:
+    frozen = 8 * (256 + 256)  # A and B of VeRA, for the widest inputs and outputs
+    outputs = 96 + 48 + 48 + 96 + 256 + 256 + 96
+    trained = 3 * (7 * 8 + outputs)
+    merging = stages(job_of(method="vera"))["merging"]
+    assert held(merging, life.WIDE_ADAPTERS, "gpu") == 4 * (trained + frozen)
+    options = (("vector_length", 16), ("num_vectors", 512))
+    job = job_of(method="vblora", method_options=options)
+    parts = 3 * 8 * (6 * 96 + 256 + outputs) // 16 * 512
+    merging = stages(job)["merging"]
+    assert held(merging, life.WIDE_ADAPTERS, "gpu") == 4 * (parts + 512 * 16)
+    assert "merging" not in stages(job_of(method="lily"))
+
+
 def test_dora_makes_more_than_lora_of_the_matrix_that_it_merges() -> None:
     largest = 96 * 256
     lora, dora = (training_step(job_of(method=name)) for name in ("lora", "dora"))

@@ -17,7 +17,8 @@ from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
 from whichlora.exports.train_script import train_script
 from whichlora.memory.checkpoint import checkpoint_bytes
-from whichlora.memory.gradients import outer_bytes
+from whichlora.memory.gradients import outer_bytes, trained_params
+from whichlora.memory.step_events import has_events
 from whichlora.methods import COMPARED, Method, get_method, list_methods, with_defaults
 from whichlora.methods.base import Method as BaseMethod
 from whichlora.predict.predict import ledger, num_trained, training_step
@@ -122,8 +123,8 @@ def test_an_unknown_method_names_the_known_ones() -> None:
 
 
 def test_a_type_of_peft_that_is_not_modelled_is_named_so() -> None:
-    with pytest.raises(ConfigError, match="method: boft of PEFT is not modelled; 'whichlora met"):
-        get_method("boft")
+    with pytest.raises(ConfigError, match="method: xlora of PEFT is not modelled; 'whichlora met"):
+        get_method("xlora")
 
 
 @dataclass
@@ -269,6 +270,14 @@ def test_a_start_changes_loading_and_no_step() -> None:
             {"method_options": (("sparsity", 1.0),)},
             "leave an element to train",
         ),
+        ("openai-community/gpt2", "lily", {}, "takes nn.Linear, and no Conv1D"),
+        ("HuggingFaceTB/SmolLM2-135M", "lily", {"method_options": (("num_B", 1),)}, "2 or more"),
+        ("HuggingFaceTB/SmolLM2-135M", "vblora", {}, "vector_length must divide 576, got 256"),
+        ("openai-community/gpt2", "boft", {}, "takes nn.Linear, and no Conv1D"),
+        ("HuggingFaceTB/SmolLM2-135M", "boft", {"quant": "nf4"}, "not quantised, not nf4"),
+        ("openai-community/gpt2", "waveft", {}, "Conv1D is not predicted"),
+        ("HuggingFaceTB/SmolLM2-135M", "tinylora", {"quant": "int8"}, "not quantised, not int8"),
+        ("HuggingFaceTB/SmolLM2-135M", "unilora", {"quant": "nf4"}, "makes whole numbers"),
     ],
 )
 def test_what_peft_cannot_adapt_is_refused_with_its_reason(
@@ -324,6 +333,16 @@ def test_the_gradient_of_osf_is_a_view_of_a_larger_one_where_parameters_are_wide
         ("hira", {}, 8 * (64 + 96)),
         ("fourierft", {"n_frequency": 300}, 300),
         ("delora", {}, 8 * (64 + 96) + 1),
+        ("lily", {"num_B": 4}, 8 * (64 + 4)),  # its B are shared
+        ("lily", {"num_B": 4, "stride_A": 2}, 8 * 4),
+        ("randlora", {}, 8 * 8 + 8 * 64),  # lambda, and gamma of as many bases as full rank takes
+        ("vblora", {"vector_length": 32, "num_vectors": 90}, 8 * (2 + 3) * 90),
+        ("boft", {"boft_block_size": 8}, 64 * 8 + 96),
+        ("waveft", {"n_frequency": 300}, 300),
+        ("pvera", {}, 2 * 8 + 96),
+        ("tinylora", {"u": 13}, 13),
+        ("tinylora", {"weight_tying": 0.5}, 0),  # layers share them
+        ("unilora", {}, 0),  # its vector is shared
         ("road", {}, 96),
         ("road", {"variant": "road_4"}, 4 * 96),
         ("beft", {}, 96),
@@ -354,6 +373,28 @@ def test_each_method_trains_as_many_parameters_as_peft_makes(
 ) -> None:
     run = RunConfig(model="m", method=method, r=8, method_options=tuple(sorted(options.items())))
     assert get_method(method).of(run).adapter_params(linear(), 8) == num_params
+
+
+def test_tensors_that_layers_share_are_trained_once() -> None:
+    model = find_model("HuggingFaceTB/SmolLM2-135M")
+    assert model is not None
+    targets = ("q_proj", "v_proj")
+
+    def params(**options: int) -> Any:
+        pairs = tuple(sorted(options.items()))
+        run = RunConfig(model=model.name, method="lily", r=8, method_options=pairs)
+        return trained_params(model, targets, get_method("lily").of(run), 8)
+
+    of_b, of_a = 2 * 8 * (576 + 192), 8 * (576 + 576)
+    assert params() == of_b + 30 * (of_a + 2 * 8 * 2)
+    assert params(stride_A=4) == of_b + 8 * of_a + 30 * 2 * 8 * 2
+    run = RunConfig(model=model.name, method="lily")
+    job = resolve(model, run, A100)
+    assert not has_events(training_step(job))
+    assert job.peft_targets == job.targets  # not "all-linear", of which PEFT may make full names
+    several = replace(run, parallel=ParallelConfig(strategy="ddp", gpus=2))
+    with pytest.raises(ConfigError, match="lily is predicted on one GPU, got gpus 2"):
+        resolve(model, several, A100)
 
 
 def test_lora_fa_is_an_optimizer_that_trains_b_alone() -> None:

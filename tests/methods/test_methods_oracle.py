@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 import oracle_memory as oracle
+import peft
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig
 from peft.tuners.lora.config import ArrowConfig, BdLoraConfig, MontecloraConfig
 from peft.tuners.shira import layer as shira_layer
@@ -26,7 +27,7 @@ from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.exports.train_script import train_script
 from whichlora.memory.gradients import cached_params, trained_params
-from whichlora.methods import BUILT_IN, NOT_MODELLED, get_method
+from whichlora.methods import BUILT_IN, NOT_MODELLED, get_method, with_defaults
 from whichlora.predict import predict as prediction
 from whichlora.predict import resolve as resolution
 from whichlora.profiler.build import finished_model, meta_model
@@ -91,6 +92,19 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("supertuning", {"r": 8}),
     ("kasa", {}),
     ("velora", {}),
+    ("lily", {}),
+    ("lily", {"num_B": 4, "stride_A": 2}),
+    ("randlora", {}),
+    ("vblora", {"vector_length": 64}),
+    ("vblora", {"num_vectors": 90, "topk": 3, "vector_length": 128}),
+    ("boft", {}),
+    ("boft", {"boft_block_size": 32}),
+    ("waveft", {"n_frequency": 1000}),
+    ("waveft", {"n_frequency": 200, "use_idwt": False}),
+    ("pvera", {}),
+    ("tinylora", {}),
+    ("tinylora", {"u": 13, "weight_tying": 0.6}),
+    ("unilora", {}),
     ("pissa", {}),
 ]
 READ_VALUES: list[tuple[str, dict[str, Any]]] = [
@@ -137,6 +151,26 @@ def test_every_type_of_peft_is_modelled_or_named_as_not() -> None:
         if f"peft.{config.__name__}" not in classes
     }
     assert missing == {name.upper().replace("-", "_") for name in NOT_MODELLED}
+
+
+# whose config is LoRA's, takes names of norms, or states a rank of its own
+READ_OTHERWISE = ("lora-fa", "pissa", "ln-tuning", "adalora")
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [case for case in METHODS if case[0] not in READ_OTHERWISE], ids=str
+)
+def test_a_config_of_peft_is_read_as_what_it_was_made_of(
+    method: str, options: dict[str, Any]
+) -> None:
+    run = with_defaults(run_of(method, options, r=4))
+    found = get_method(method).of(run)
+    config = getattr(peft, found.peft_class.removeprefix("peft."))(**found.peft_config(run))
+    settings = found.read_peft(config)
+    assert settings is not None
+    stated = dict(settings).get("method_options", run.method_options)
+    assert stated == run.method_options
+    assert dict(settings).get("r", 4) == 4
 
 
 @pytest.mark.parametrize(("method", "options"), METHODS, ids=str)
@@ -236,7 +270,8 @@ def test_a_run_drawn_anew_is_traced_as_predicted(seed: int) -> None:
 def test_a_real_step_on_a_cpu_takes_the_predicted_bytes(
     method: str, options: dict[str, Any]
 ) -> None:
-    stated = {"block_size": 32} if method == "c3a" else options
+    sizes = {"c3a": {"block_size": 32}, "vblora": {"vector_length": 32}}  # that fit the model
+    stated = options | sizes.get(method, {})
     size = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
     one = oracle.case(
@@ -248,7 +283,11 @@ def test_a_real_step_on_a_cpu_takes_the_predicted_bytes(
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("method", "options"), CPU_RUNS, ids=str)
 def test_train_py_trains_it(tmp_path: Path, method: str, options: dict[str, Any]) -> None:
-    sizes = {"c3a": {"block_size": 16}, "road": {"group_size": 16}}  # that fit the small model
+    sizes = {
+        "c3a": {"block_size": 16},
+        "road": {"group_size": 16},
+        "vblora": {"vector_length": 16},
+    }  # that fit the small model
     stated = options | sizes.get(method, {})
     run = run_of(method, stated, padding="padded", seq_len=32, batch_size=2, precision="fp32", r=4)
     config = LLAMA | {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128}

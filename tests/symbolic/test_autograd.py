@@ -539,3 +539,18 @@ def test_events_free_what_they_make_but_for_what_outlives_the_block() -> None:
         alive.add(tensor) if form is not None else alive.remove(tensor)
     assert alive == {events.result, events.input_gradient, *events.parameters}
     assert len(events.parameters) == 1
+
+
+def test_a_weight_that_layers_share_is_one_and_its_gradient_is_there_before() -> None:
+    tape = Tape()
+    x = tape.input(per_token(8), 2, needs_grad=True)
+    bank = tape.shared_weight("bank", constant(100), 4)
+    assert tape.shared_weight("bank", constant(100), 4) is bank
+    assert tape.gathered == constant(400)  # though it is read twice
+    read = tape.op([bank], constant(100), 4)
+    result = tape.op([x, read], per_token(8), 2, saves=[read])
+    tape.returns(result)
+    walk = tape.backward_walk(recomputed=False)
+    assert walk.parameters == []  # its part is added to what later layers have left
+    assert len(walk.gathered) == 1
+    assert Tape(no_grad=True).shared_weight("bank", constant(100), 4).needs_grad is False

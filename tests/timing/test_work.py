@@ -174,6 +174,21 @@ def counted(config: dict[str, Any], job: ResolvedRun) -> tuple[int, int]:
     return flops["products"], flops["attention"]
 
 
+def test_tensors_that_layers_share_are_mixed_once_and_not_for_every_token() -> None:
+    config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
+
+    def flops(experts: int) -> int:
+        run = tiny_run("lily", gradient_checkpointing=False)
+        run = replace(run, method_options=(("num_B", experts),))
+        return int(training(job_of(run, {"model_type": "llama"} | config | heads)).product_flops)
+
+    # of two B more, as torch's counter has it: mixed forward and twice backward, and the router's
+    outputs = 64 + 32 + 32 + 64 + 128 + 128 + 64
+    router = 3 * 48 * 6 * 2 * 8 * 7
+    assert flops(4) - flops(2) == 2 * (6 * 2 * 8 * outputs + router)
+
+
 def tiny_run(method: str, *, gradient_checkpointing: bool) -> RunConfig:
     return RunConfig(
         model="tiny",

@@ -61,6 +61,8 @@ def trained_params(
         total = total + vector.num_params * vector.count
     for outer in method.outer_tensors(model):
         total = total + outer.num_params
+    for shared in method.shared_tensors(adapted_linears(model, targets), r):
+        total = total + shared.num_params
     for norm, count in trained_norms(model, targets):
         total = total + norm.num_params * count
     for group in model.groups:
@@ -95,6 +97,8 @@ def cached_params(
         is_cached = linear.is_module or not modules_only
         for rows, width in shapes(linear, r):
             total = total + count * linear.count * rows * width * is_cached
+    for shared in method.shared_tensors(adapted_linears(model, targets), r):
+        total = total + shared.num_params * shared.is_factor
     return total
 
 
@@ -338,6 +342,13 @@ def _of_adapters(
             yield Trained(
                 rows=rows, width=width, count=count * linear.count, param_bytes=param_bytes
             )
+    for shared in method.shared_tensors(adapted_linears(model, targets), r):
+        yield Trained(
+            rows=shared.rows,
+            width=shared.width,
+            count=shared.count,
+            param_bytes=dtypes.adapter_bytes,
+        )
 
 
 def base_tensors(model: ModelSpec, param_bytes: int) -> Iterator[Trained]:

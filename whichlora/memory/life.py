@@ -456,13 +456,19 @@ def merging(step: TrainingStep, life: LifeConfig, base_bytes: int) -> Stage | No
     Args:
         base_bytes: of one element of the base as it is loaded for this.
     """
-    if step.method.trains_base or life.merge_on == "none":
+    method = step.method
+    if method.trains_base or not method.merges or life.merge_on == "none":
         return None
     merged = replace(step.dtypes, quant="none", base_bytes=base_bytes, embedding_bytes=base_bytes)
     base = _size(weight_entries(step.model, merged, like=0))
-    adapters = sum(
-        step.method.adapter_params(linear, step.r) * count
-        for linear, count in adapted_linears(step.model, step.targets)
+    linears = adapted_linears(step.model, step.targets)
+    adapters = FP32 * sum(
+        step.method.adapter_params(linear, step.r) * count for linear, count in linears
+    )
+    adapters += FP32 * sum(t.num_params for t in step.method.shared_tensors(linears, step.r))
+    adapters += sum(
+        (frozen.element_bytes or FP32) * frozen.num_params
+        for frozen in step.method.frozen_tensors(linears, step.r)
     )
     copies = gradients.gradient_bytes(
         gradients.saved_modules(step.model, step.run.modules_to_save, base_bytes)
@@ -475,7 +481,7 @@ def merging(step: TrainingStep, life: LifeConfig, base_bytes: int) -> Stage | No
         name="merging",
         held=(
             Held(place, Entry(MERGED_BASE, base), ", ".join(filter(None, ("dtype", elsewhere)))),
-            Held(place, Entry(WIDE_ADAPTERS, FP32 * adapters), "r, target_modules"),
+            Held(place, Entry(WIDE_ADAPTERS, adapters), "r, target_modules"),
             Held(place, Entry(gradients.SAVED_MODULES, copies), "modules_to_save"),
             Held(place, Entry(MERGED_MATRIX, merging_bytes(step, base_bytes)), elsewhere),
             Held("host", Entry(COPIED_FILE, copied), "max_shard_size"),

@@ -754,6 +754,8 @@ class TrainingStep:
             gradients = self.all_gradients - of_first - self.embedding_gradients
             gradients = gradients - self.tower_gradients
             gradients = gradients - self._outer_params * outer_bytes(self.dtypes)
+            # the first layer adds to them, so that its own backward counts them
+            gradients = gradients - self._gathered_params * self.dtypes.adapter_bytes
         for number, (layer, count) in enumerate(self.model.layers()):
             unwanted = unwanted_gradient_bytes(layer, self.targets, self.method, self.dtypes)
             gradients = gradients + (count - (number == 0)) * unwanted
@@ -762,6 +764,12 @@ class TrainingStep:
     @property
     def _outer_params(self) -> int:
         return sum(tensor.num_params for tensor in self.method.outer_tensors(self.model))
+
+    @property
+    def _gathered_params(self) -> Count:
+        """Of trained tensors that several layers read, those of one layer."""
+        linears = adapted_linears(self.model, self.targets)
+        return sum(t.rows * t.width for t in self.method.shared_tensors(linears, self.r))
 
     @property
     def embedding_gradients(self) -> Count:

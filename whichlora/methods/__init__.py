@@ -14,6 +14,7 @@ from whichlora.methods import (
     adalora,
     adamss,
     beft,
+    boft,
     c3a,
     deft,
     delora,
@@ -26,6 +27,7 @@ from whichlora.methods import (
     hira,
     ia3,
     kasa,
+    lily,
     ln_tuning,
     loha,
     lokr,
@@ -38,15 +40,21 @@ from whichlora.methods import (
     peanut,
     prompt_tuning,
     psoft,
+    pvera,
     qdora,
     qlora,
+    randlora,
     road,
     shira,
     starts,
     supertuning,
+    tinylora,
     trainable_tokens,
+    unilora,
+    vblora,
     velora,
     vera,
+    waveft,
 )
 from whichlora.methods.base import Method
 from whichlora.spec.dtypes import has_master_weights
@@ -70,6 +78,10 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (ln_tuning, hira, fourierft, delora, road, gralora)),
         *(module.METHOD for module in (beft, osf, psoft, deft, adamss, glora, peanut, frod)),
         *(module.METHOD for module in (supertuning, kasa, velora)),
+        *(
+            module.METHOD
+            for module in (lily, randlora, vblora, boft, waveft, pvera, tinylora, unilora)
+        ),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -81,21 +93,13 @@ COMPARED = ("full", "lora", "qlora", "dora", "qdora")  # where nobody names the 
 NOT_MODELLED = frozenset(
     {
         "adaption-prompt",
-        "boft",
         "cartridge",
         "cpt",
         "hra",
-        "lily",
         "multitask-prompt-tuning",
         "poly",
         "prefix-tuning",
-        "pvera",
-        "randlora",
         "shadow",
-        "tinylora",
-        "unilora",
-        "vblora",
-        "waveft",
         "xlora",
     }
 )

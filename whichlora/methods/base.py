@@ -50,6 +50,28 @@ class FrozenTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedTensor:
+    """A trained tensor that several adapted matrices read, so that its gradient is their sum.
+
+    Args:
+        name, dims: what `explain` calls it, and its shape in words.
+        count: how many equal ones there are, of which one layer reads one.
+        is_factor: a product reads it as it is, so that autocast caches one copy of it.
+    """
+
+    name: str
+    dims: str
+    rows: Count
+    width: Count
+    count: int = 1
+    is_factor: bool = False
+
+    @property
+    def num_params(self) -> Count:
+        return self.count * self.rows * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OuterTensor:
     """A trained tensor outside of the layers, whose gradient comes after all of theirs.
 
@@ -76,7 +98,7 @@ class AdapterWork:
     """What the adapters of one `Linear` add to a step.
 
     Two operations for each trained parameter and token, and twice as many backward, are counted
-    for every method and left out here.
+    for every method and left out here. Parameters that layers share are not counted so.
 
     Args:
         token_flops: products per token of one forward; the input's gradient takes as many again.
@@ -117,6 +139,10 @@ def _as_wide_as_adapters(linear: Linear, dtypes: Dtypes) -> Iterator[int]:
 
 
 def _nothing_frozen(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[FrozenTensor, ...]:
+    return ()
+
+
+def _nothing_shared(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[SharedTensor, ...]:
     return ()
 
 
@@ -225,6 +251,8 @@ class Method:
         outer_tensors: what it trains outside of the layers.
         find_targets: names in a model that the method trains in place of linear layers, told
             `target_modules`: norms by their names, or none.
+        names_targets: it groups matrices by the names in `target_modules`, so that it is told
+            them: of "all-linear" PEFT makes full names where they are fewer than 20.
         in_loss: PEFT's model adds a term of the trained tensors to the loss, so that most of their
             gradient is there before the model goes backward.
         num_scores: tensors as large as the trained ones that PEFT holds from step to step, beside
@@ -249,6 +277,8 @@ class Method:
             their own, being views of larger ones.
         frozen_tensors: matrices of the adapters that are not trained, of all adapted matrices of a
             model, each given with the number of layers that have it.
+        shared_tensors: trained tensors that several matrices read, told what `frozen_tensors` is;
+            `adapter_shapes` leaves them out, and `ops.tape.shared_weight` makes them.
         forward: the operators of one adapted module, the base's product (`ops.base`) among them.
         folded: the operators that make the weight of a bare parameter, such as that of experts,
             with its adapter; None where the method adapts modules alone.
@@ -277,6 +307,7 @@ class Method:
     copies_table: bool = False
     outer_tensors: Callable[[ModelSpec], tuple[OuterTensor, ...]] = _nothing_outside
     find_targets: Callable[[ModelSpec, tuple[str, ...]], tuple[str, ...]] | None = None
+    names_targets: bool = False
     in_loss: bool = False
     num_scores: int = 0
     after_update: str = ""
@@ -295,6 +326,9 @@ class Method:
     gradient_remainders: Callable[[Linear, Dtypes, Count], Count] = _no_remainders
     frozen_tensors: Callable[[Sequence[tuple[Linear, int]], Count], tuple[FrozenTensor, ...]] = (
         _nothing_frozen
+    )
+    shared_tensors: Callable[[Sequence[tuple[Linear, int]], Count], tuple[SharedTensor, ...]] = (
+        _nothing_shared
     )
     forward: Callable[[OpEmitter, Linear, Tensor], Tensor] = _base_alone
     folded: Callable[[OpEmitter, Linear], Tensor] | None = None

@@ -110,7 +110,8 @@ class ResolvedRun:
     @property
     def peft_targets(self) -> str | tuple[str, ...]:
         """PEFT's `target_modules`: its word for all linears, which includes experts, or names."""
-        if self.run.target_modules != (ALL_LINEAR,) or self.method.find_targets is not None:
+        by_name = self.method.find_targets is not None or self.method.names_targets
+        if self.run.target_modules != (ALL_LINEAR,) or by_name:
             return self.targets
         if any(linear.is_refused for layer, _ in self.model.layers() for linear in layer.linears):
             return self.targets
@@ -229,7 +230,8 @@ def _check_adapted(
 ) -> None:
     """Refuse a matrix that PEFT's code of the method can't adapt."""
     own_loop = bool(method.after_update or method.find_targets)
-    if run.phase == "finetune" and own_loop and run.parallel.gpus > 1:
+    is_shared = bool(method.shared_tensors(adapted_linears(model, targets), run.r))
+    if run.phase == "finetune" and (own_loop or is_shared) and run.parallel.gpus > 1:
         raise ConfigError(
             f"method: {method.name} is predicted on one GPU, got gpus {run.parallel.gpus}; use "
             "method lora"

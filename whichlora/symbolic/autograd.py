@@ -371,6 +371,7 @@ class Tape:
         self._bound: dict[str, int] = {}
         self._names: list[tuple[str, int]] = []
         self._gathered: list[Tensor] = []
+        self._shared_weights: dict[str, Tensor] = {}
         self._held_by_later_layers: list[Tensor] = []
         self._cache_writes: list[tuple[int, int]] = []  # steps, and what they put there
 
@@ -416,6 +417,17 @@ class Tape:
         self._add(self._packed(elements) * size, LAYER_INPUT, size)
         self.input_edge = self._edge()
         return Tensor(len(self._forms) - 1, elements, size, self.input_edge, needs_grad)
+
+    def shared_weight(self, name: str, elements: LinearForm, size: int) -> Tensor:
+        """A trained tensor that several layers read, one of each `name` and of its casts.
+
+        `AccumulateGrad` has one node for all of them, so that its gradient waits for the first
+        layer's part. Source: torch 2.13 `InputBuffer::accumulate`.
+        """
+        if name not in self._shared_weights:
+            tensor = self.shared(elements, size, needs_grad=not self.no_grad)
+            self._shared_weights[name] = tensor
+        return self._shared_weights[name]
 
     def shared(self, elements: LinearForm, size: int, *, needs_grad: bool) -> Tensor:
         """A tensor that all layers read, and the gradient that later layers have summed for it."""

@@ -21,7 +21,7 @@ from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, Mo
 from whichlora.spec.dtypes import Dtypes, expands_by_operators, is_quantised
 from whichlora.spec.numeric import Count, Real, is_plain, smallest
 from whichlora.spec.run import RunConfig
-from whichlora.spec.targets import adapted
+from whichlora.spec.targets import adapted, adapted_linears
 from whichlora.symbolic.kernels import (
     FUSED,
     Kernel,
@@ -650,7 +650,9 @@ def training_work(
     weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
     if not method.trains_base:
         read = batch_size * method.virtual_tokens if method.virtual_tokens else tokens
-        product_flops = product_flops + (6 + 2 * recompute) * read * update.num_params
+        shared = method.shared_tensors(adapted_linears(model, targets), r)
+        params = update.num_params - sum(tensor.num_params for tensor in shared)
+        product_flops = product_flops + (6 + 2 * recompute) * read * params
     vocab = num_logits(model)
     _, loss_passes = _loss_passes(run, dtypes, logits_loss)
     elementwise = layers.elementwise_bytes + loss_passes * vocab * scored

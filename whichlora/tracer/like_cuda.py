@@ -6,7 +6,9 @@ difference that changes which tensors live is patched here, and listed in `docs/
 
 from __future__ import annotations
 
+import inspect
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -104,6 +106,7 @@ def like_cuda(device: Device) -> Iterator[None]:
             # PEFT knows a 4-bit weight by its class, which a fake one can't have.
             ("peft.tuners.lora.dora", "dequantize_module_weight", _expanded),
             *_psoft_rotation(),
+            *_by_values(),
             # Pixels are made on the host, and are on the device when the model is called.
             ("whichlora.profiler.images", "host_pixels", _host_pixels),
             # One list of tensors per operation, as `foreach` optimizers do it on CUDA.
@@ -232,6 +235,49 @@ def _expanded(module: Any) -> Any:
     if module.weight.dtype == torch.int8:
         return dequantize_bnb_weight(module.weight, state=module.state)
     return module.weight
+
+
+def _by_values() -> Iterator[tuple[Any, str, Any]]:
+    """What stands in for functions of PEFT that read values, of those methods that it has.
+
+    BOFT writes a permutation entry by entry, and compiles a kernel for further factors. WaveFT
+    picks the places that lie inside, which are all. Uni-LoRA counts equal indices.
+    """
+    if find_spec("peft.tuners.boft"):
+        module = import_module("peft.tuners.boft.layer")
+        yield module.BOFTLayer, "perm2mat", lambda _, order: torch.zeros(len(order), len(order))
+        yield module, "get_fbd_cuda", lambda: None
+    if find_spec("peft.tuners.waveft"):
+        owner = import_module("peft.tuners.waveft.layer").WaveFTLayer
+        name = "get_delta_weight"
+        whole = {"indices": "padded_indices.clone()", "spectrum": "spectrum.clone()"}
+        replaced = {f"valid_{what}": value for what, value in whole.items()}
+        yield owner, name, _without_values(owner, name, **replaced)
+    if find_spec("peft.tuners.unilora"):
+        owner = import_module("peft.tuners.unilora.model").UniLoraModel
+        name = "_assign_unilora_indices_and_scales"
+        ones = "torch.ones(config.theta_d_length)"
+        yield owner, name, _without_values(owner, name, counts=ones, used_indices="slice(None)")
+
+
+def _without_values(owner: Any, name: str, **replaced: str) -> Any:
+    """A function of PEFT's class `owner` whose lines that fake tensors cannot run are others.
+
+    Args:
+        replaced: what stands in for a line, by the variable that it sets.
+
+    Raises:
+        ValueError: it has no such line.
+    """
+    module = import_module(owner.__module__)
+    lines = textwrap.dedent(inspect.getsource(getattr(owner, name))).splitlines()
+    for variable, value in replaced.items():
+        (place,) = (n for n, line in enumerate(lines) if line.split()[:2] == [variable, "="])
+        indent = lines[place][: -len(lines[place].lstrip())]
+        lines[place] = f"{indent}{variable} = {value}"
+    names: dict[str, Any] = {}
+    exec("\n".join(lines), vars(module), names)
+    return names[name]
 
 
 def _take_data(tensor: torch.Tensor, source: torch.Tensor) -> None:

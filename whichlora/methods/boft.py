@@ -1,0 +1,206 @@
+"""BOFT: each input is rotated by a dense orthogonal matrix with trained blocks.
+
+Liu et al. 2024, arXiv:2311.06243; peft 0.21.2 `tuners/boft`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from whichlora.methods.base import (
+    AdapterWork,
+    FrozenTensor,
+    Method,
+    adapted_modules,
+    read_options,
+    stated_options,
+)
+from whichlora.methods.operators import counted, parameter, product
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.numeric import Count
+from whichlora.spec.options import Option
+from whichlora.spec.run import RunConfig
+
+if TYPE_CHECKING:
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.operators import OpEmitter
+
+_BLOCK = Option(
+    name="boft_block_size", summary="inputs that one block rotates; it divides all", default=4
+)
+_OPTIONS = (_BLOCK,)
+_FP32 = 4
+
+
+def adapter_shapes(linear: Linear, r: Count, *, block: int = 4) -> tuple[tuple[Count, Count], ...]:
+    """Blocks on the diagonal, and a factor of each output. Kind: exact."""
+    return (linear.in_features + 0 * r, block), (linear.out_features + 0 * r, 1)
+
+
+def frozen_tensors(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[FrozenTensor, ...]:
+    """A permutation as a dense fp32 matrix of each target, the identity with one factor.
+
+    Kind: exact. Source: peft 0.21.2 `BOFTLayer.update_layer`, `boft_P`.
+    """
+    return tuple(
+        FrozenTensor(
+            name=f"{linear.name}: boft_P",
+            dims="in_features, in_features",
+            rows=linear.in_features + 0 * r,
+            width=linear.in_features,
+            count=count * linear.count,
+            element_bytes=_FP32,
+        )
+        for linear, count in linears
+    )
+
+
+def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, block: int = 4) -> Tensor:
+    """The base's product with the rotated input, times a factor of each output.
+
+    Source: peft 0.21.2 `boft.Linear.forward`, `cayley_batch`.
+    """
+    tape, what = ops.tape, linear.name
+    width = linear.in_features
+    dense = ops.constant(width * width)
+    identity = tape.op([], dense, x.size)
+    ones = tape.op([], ops.constant(linear.out_features), x.size)
+    orthogonal = _cayley(ops, ops.constant(width * block), what)
+    diagonal = ops.cast(tape.op([orthogonal], dense, orthogonal.size), x.size)
+    permutation = tape.weight(dense, _FP32)
+    if x.size != _FP32:
+        permutation = tape.op([], dense, x.size)
+    first = product(ops, diagonal, permutation, dense, f"{what}: permuted columns")
+    second = product(ops, permutation, first, dense, f"{what}: permuted rows")
+    rotation = product(ops, second, identity, dense, f"{what}: rotation")
+    scale = ops.multiply_rows(
+        parameter(ops, ops.constant(linear.out_features)), ones, row_last=True
+    )
+    rotation = ops.cast(rotation, x.size)
+    rotated = product(ops, x, rotation, ops.rows.of(width), f"{what}: rotated input")
+    result = ops.base(linear, rotated)
+    if linear.bias:
+        result = tape.op([result], result.elements, result.size, passes=True)
+    result = ops.multiply_rows(result, scale, row_last=True)
+    if linear.bias:
+        result = tape.op([result], result.elements, result.size, passes=True)
+    tape.hold(diagonal, permutation, second, rotation, orthogonal, rotated, x)
+    return ops.cast(result, x.size)
+
+
+def _cayley(ops: OpEmitter, elements: Any, what: str) -> Tensor:
+    """Cayley's transform of each block by `linalg.solve`, in fp32."""
+    tape = ops.tape
+    stored = parameter(ops, elements)
+    skew = ops.scale(tape.op([stored], elements, stored.size))
+    # its identities are fp32, and `solve` keeps the matrix, its factors and its result
+    above = tape.op([skew], elements, _FP32)
+    below = tape.op([skew], elements, _FP32)
+    factors = ops.constant(elements.constant * _FP32)
+    solved = tape.op(
+        [above, below],
+        elements,
+        _FP32,
+        saves=[above],
+        saves_result=True,
+        keeps=[factors],
+        inner_backward=factors,
+        what=f"{what}: blocks",
+    )
+    tape.hold(skew, above)
+    return ops.cast(solved, stored.size)
+
+
+def work(linear: Linear, dtypes: Dtypes, r: Count, *, block: int = 4) -> AdapterWork:
+    """Three dense products that make the rotation in each forward, and one with each input."""
+    width = linear.in_features
+    dense = width * width
+    params = width * block + linear.out_features
+    narrow = dtypes.compute_bytes
+    made = 3 * 2 * width * dense
+    # identity, blocks in place, permutation and blocks cast, two factors and a result of each
+    moved = dense * (2 * _FP32 + 2 * (_FP32 + narrow) + 10 * narrow)
+    result, wide = dtypes.linear_out_bytes, max(dtypes.adapter_bytes, dtypes.linear_out_bytes)
+    sums = 2 * (result + wide) if linear.bias else 0
+    return AdapterWork(
+        **counted(linear, params, forward_flops=2 * dense, backward_flops=4 * dense),
+        weight_flops=linear.count * made,
+        weight_bytes=linear.count * moved,
+        backward_weight_flops=linear.count * made,
+        backward_weight_bytes=linear.count * moved,
+        elementwise_bytes=linear.out_features * (2 * (result + wide) + sums) + 2 * width * narrow,
+        # `block_diag` copies each block by a kernel of its own
+        forward_launches=width // block + (23 if dtypes.autocast else 20),
+        backward_launches=24 if dtypes.autocast else 21,
+    )
+
+
+def refuses(linear: Linear, quant: str, *, block: int = 4) -> str:
+    """Source: peft 0.21.2 `BOFTModel._create_new_module`, `BOFTLayer.update_layer`."""
+    if linear.transposed:
+        return "PEFT's BOFT takes nn.Linear, and no Conv1D; use method lora"
+    if quant != "none" and linear.quantisable:
+        return f"its rotations are predicted on weights that are not quantised, not {quant}"
+    if linear.in_features % block:
+        return f"boft_block_size must divide {linear.in_features}, got {block}; use one that does"
+    return ""
+
+
+def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
+    return (
+        "boft: without PEFT's CUDA extension, which it compiles where it finds nvcc and ninja; "
+        "with it, a forward launches one kernel for all blocks",
+    )
+
+
+def with_options(run: RunConfig) -> dict[str, Any]:
+    block = int(str(_BLOCK.of(run.method_options)))
+    bound: dict[str, Any] = {
+        "adapter_shapes": adapter_shapes,
+        "forward": forward,
+        "work": work,
+        "refuses": refuses,
+    }
+    return {name: partial(function, block=block) for name, function in bound.items()}
+
+
+def peft_config(run: RunConfig) -> dict[str, Any]:
+    return stated_options(run, _OPTIONS) | adapted_modules(run)
+
+
+def read_peft(config: Any) -> Mapping[str, Any]:
+    # more factors need a CUDA extension, which PEFT compiles where it can, else takes one factor
+    plain = {"boft_block_num": (0,), "boft_n_butterfly_factor": (1,), "boft_dropout": (0.0,)}
+    return read_options(config, _OPTIONS, plain=plain)
+
+
+def _merging(base_bytes: int) -> int:
+    # of a square weight: the rotation, a copy of the weight, that in fp32, and its product
+    return 12 + base_bytes
+
+
+METHOD = Method(
+    name="boft",
+    summary="each input rotated by a dense orthogonal matrix",
+    peft_class="peft.BOFTConfig",
+    peft_config=peft_config,
+    read_peft=read_peft,
+    keeps_input_dtype=True,
+    parameter_prefix="boft_",
+    ignores=frozenset(
+        {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}
+    ),
+    options=_OPTIONS,
+    with_options=with_options,
+    refuses=refuses,
+    adapter_shapes=adapter_shapes,
+    autocast_shapes=lambda linear, r: (),
+    frozen_tensors=frozen_tensors,
+    forward=forward,
+    work=work,
+    merging=_merging,
+    notes=notes,
+)

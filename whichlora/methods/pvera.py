@@ -1,0 +1,149 @@
+"""PVeRA: VeRA whose inner vector is drawn from a distribution that is trained.
+
+arXiv:2512.07703; peft 0.21.2 `tuners/pvera`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from whichlora.methods.base import (
+    AdapterWork,
+    FrozenTensor,
+    Method,
+    adapted_modules,
+    read_options,
+    stated_options,
+)
+from whichlora.methods.operators import added_bytes, base_result, cast_bytes, dropped, widened
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.numeric import Count
+from whichlora.spec.options import Option
+from whichlora.spec.run import RunConfig
+
+if TYPE_CHECKING:
+    from whichlora.symbolic.autograd import LinearForm, Tensor
+    from whichlora.symbolic.operators import OpEmitter
+
+_OPTIONS = (
+    Option(name="d_initial", summary="first value of the trained factors of ranks", default=0.1),
+    Option(name="sample_at_inference", summary="draw when it is served, too", default=False),
+)
+
+
+def adapter_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
+    """Two factors per rank, of mean and variance, and one per output. Kind: exact."""
+    return (1, 2 * r), (1, linear.out_features)
+
+
+def frozen_tensors(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[FrozenTensor, ...]:
+    """A and B as large as the largest target; the others read a part. `PveraModel._find_dim`."""
+    if not linears:
+        return ()
+    width = max(linear.in_features for linear, _ in linears)
+    rows = max(linear.out_features for linear, _ in linears)
+    return (
+        FrozenTensor(name="pvera_A", dims="2r, largest in_features", rows=2 * r, width=width),
+        FrozenTensor(name="pvera_B", dims="largest out_features, r", rows=rows, width=r),
+    )
+
+
+def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
+    """The result plus lambda_b * (B z), z being drawn with mean and variance lambda_d * (A x).
+
+    Source: peft 0.21.2 `pvera.Linear.forward`, `_reparametrize`.
+    """
+    tape, dtypes, what = ops.tape, ops.dtypes, linear.name
+    # layers of a quantised base return the dtype of the input that they have widened themselves
+    quantised = is_quantised(linear, dtypes)
+    stays_wide = quantised and not dtypes.under_autocast
+    result = base_result(ops, linear, x)
+    size = result.size
+    wide = widened(ops, linear, x)
+    inputs = dropped(ops, wide)
+    of_ranks, of_rank = ops.rows.of_rank(2), ops.rows.of_rank(1)
+    inner = _shared(ops, inputs, 2 * linear.in_features, of_ranks, f"{what}: A·x")
+    by_rank = tape.weight(ops.per_rank(2), dtypes.adapter_bytes, trained=True)
+    drawn = ops.multiply_rows(inner, by_rank)
+    both = drawn  # mean and logarithm of the variance are views of its halves
+    if dtypes.training:
+        half = tape.op([both], of_rank, both.size)
+        deviation = tape.op(
+            [half], of_rank, both.size, saves_result=True, what=f"{what}: deviation"
+        )
+        noise = tape.op([], of_rank, both.size)
+        scaled = ops.multiply(deviation, noise)
+        drawn = tape.op([both, scaled], of_rank, both.size)
+        tape.hold(deviation, noise)
+    outputs = ops.rows.of(linear.out_features)
+    outer = _shared(ops, drawn, linear.out_features, outputs, f"{what}: B·z")
+    by_output = tape.weight(ops.constant(linear.out_features), dtypes.adapter_bytes, trained=True)
+    update = ops.multiply_rows(outer, by_output)
+    tape.hold(both)
+    if stays_wide:
+        update = ops.cast(update, size)
+    result = ops.add(result, update, f"{what}: result")
+    if quantised:
+        tape.hold(inputs, update)
+    tape.hold(wide, x)
+    return ops.cast(result, wide.size if stays_wide else x.size)
+
+
+def _shared(ops: OpEmitter, x: Tensor, width: int, elements: LinearForm, what: str) -> Tensor:
+    """With a part of a shared matrix, which autocast copies for every product anew."""
+    shared = ops.tape.weight(ops.per_rank(width), ops.dtypes.adapter_bytes)
+    narrow = ops.autocast(x)
+    part = ops.autocast(shared, f"{what}, part of the shared matrix, cast")
+    saves = [part] if x.needs_grad else []
+    result = ops.tape.op(
+        [narrow, part], elements, narrow.size, saves=saves, reshapes=True, what=what
+    )
+    ops.tape.hold(x)  # an argument, until the product is there
+    return result
+
+
+def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
+    """Counted per operator of `pvera.Linear.forward`."""
+    wide, narrow = dtypes.adapter_bytes, dtypes.compute_bytes
+    both = 2 * linear.in_features + linear.out_features
+    cast = wide + narrow if dtypes.autocast else 0
+    scaled = narrow + wide  # a product with a vector, read and written
+    return AdapterWork(
+        token_flops=2 * r * both,
+        weight_bytes=r * both * (cast + narrow),
+        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
+        + linear.out_features * (scaled + added_bytes(dtypes, wide))
+        + r * (2 * scaled + 9 * wide + cast),
+        forward_launches=16 if dtypes.autocast else 10,
+        backward_launches=20 if dtypes.autocast else 13,
+    )
+
+
+def peft_config(run: RunConfig) -> dict[str, Any]:
+    own = {"r": run.r, "pvera_dropout": run.lora_dropout}
+    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
+
+
+def read_peft(config: Any) -> Mapping[str, Any]:
+    own = {"r": config.r, "lora_dropout": float(config.pvera_dropout)}
+    return own | dict(read_options(config, _OPTIONS))
+
+
+METHOD = Method(
+    name="pvera",
+    summary="VeRA with a drawn inner vector",
+    peft_class="peft.PveraConfig",
+    peft_config=peft_config,
+    read_peft=read_peft,
+    keeps_input_dtype=True,
+    parameter_prefix="pvera_lambda_",
+    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    options=_OPTIONS,
+    adapter_shapes=adapter_shapes,
+    autocast_shapes=lambda linear, r: (),
+    frozen_tensors=frozen_tensors,
+    forward=forward,
+    work=work,
+)

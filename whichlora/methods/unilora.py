@@ -1,0 +1,167 @@
+"""Uni-LoRA: all entries of LoRA's matrices are read from one short trained vector.
+
+Li et al. 2025, arXiv:2506.00799; peft 0.21.2 `tuners/unilora`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from whichlora.methods.base import (
+    AdapterWork,
+    FrozenTensor,
+    Method,
+    SharedTensor,
+    adapted_modules,
+    read_options,
+    stated_options,
+)
+from whichlora.methods.lora import low_rank_bytes
+from whichlora.methods.operators import added_bytes, cast_bytes, counted, dropped, product, widened
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.numeric import Count
+from whichlora.spec.options import Option
+from whichlora.spec.run import RunConfig
+
+if TYPE_CHECKING:
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.operators import OpEmitter
+
+_LENGTH = Option(name="theta_d_length", summary="numbers that are trained", default=256)
+_OPTIONS = (
+    _LENGTH,
+    Option(name="init_theta_d_bound", summary="bound of their first values", default=0.02),
+)
+_INDEX = 8
+
+
+def shared_tensors(
+    linears: Sequence[tuple[Linear, int]], r: Count, *, length: int = 256
+) -> tuple[SharedTensor, ...]:
+    """The vector: all that is trained. Kind: exact."""
+    if not linears:
+        return ()
+    name = "unilora_theta_d"
+    return (SharedTensor(name=name, dims="theta_d_length", rows=1 + 0 * r, width=length),)
+
+
+def frozen_tensors(linears: Sequence[tuple[Linear, int]], r: Count) -> tuple[FrozenTensor, ...]:
+    """An index and a factor of each entry of A and B.
+
+    Kind: exact. Source: peft 0.21.2 `UniLoraLayer.reset_unilora_parameters`, `update_scaling`.
+    """
+    tensors = []
+    for linear, count in linears:
+        sides = {"A": linear.in_features, "B": linear.out_features}
+        for side, width in sides.items():
+            for kind, element_bytes in (("indices", _INDEX), ("scales", None)):
+                tensors.append(
+                    FrozenTensor(
+                        name=f"{linear.name}: {kind}_{side}",
+                        dims="r, width",
+                        rows=r,
+                        width=width,
+                        count=count * linear.count,
+                        element_bytes=element_bytes,
+                    )
+                )
+    return tuple(tensors)
+
+
+def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, length: int = 256) -> Tensor:
+    """The result plus B·A·x, both matrices being looked up and scaled anew.
+
+    Source: peft 0.21.2 `unilora.Linear.forward`, `_get_lora_matrices`.
+    """
+    tape, what = ops.tape, linear.name
+    result = ops.base(linear, x)
+    theta = tape.shared_weight("unilora_theta_d", ops.constant(length), ops.dtypes.adapter_bytes)
+    a = _matrix(ops, theta, linear.in_features)
+    b = _matrix(ops, theta, linear.out_features)
+    wide = widened(ops, linear, x)
+    inputs = dropped(ops, wide)
+    inner = product(ops, inputs, a, ops.rows.of_rank(1), f"{what}: A·x")
+    tape.hold(inputs)  # an argument, until the product is there
+    outer = product(ops, inner, b, ops.rows.of(linear.out_features), f"{what}: B·A·x")
+    result = ops.add(result, outer, f"{what}: result")
+    tape.hold(a, b, wide, x)
+    return ops.cast(result, x.size)
+
+
+def _matrix(ops: OpEmitter, theta: Tensor, width: int) -> Tensor:
+    elements = ops.per_rank(width)
+    looked_up = ops.tape.op([theta], elements, theta.size)
+    return ops.tape.op([looked_up], elements, theta.size)  # times frozen factors
+
+
+def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
+    """LoRA's products, and both matrices looked up in each forward.
+
+    Kernels are operators counted on a small Llama; a sum of equal indices is six.
+    """
+    both = linear.in_features + linear.out_features
+    product_bytes, wide = dtypes.adapter_product_bytes, dtypes.adapter_bytes
+    cast = wide + product_bytes if dtypes.autocast else 0
+    moved = r * both * (_INDEX + 5 * wide + cast)
+    return AdapterWork(
+        **counted(linear, 0 * r, forward_flops=2 * r * both, backward_flops=4 * r * both),
+        weight_flops=linear.count * r * both,
+        weight_bytes=linear.count * moved,
+        backward_weight_flops=linear.count * 2 * r * both,
+        # indices are sorted, so that equal ones are summed up
+        backward_weight_bytes=linear.count * (moved + 8 * _INDEX * r * both),
+        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
+        + linear.out_features * added_bytes(dtypes, product_bytes),
+        forward_bytes=low_rank_bytes(linear, dtypes),
+        backward_bytes=2 * low_rank_bytes(linear, dtypes),
+        forward_launches=11 if dtypes.autocast else 7,
+        backward_launches=27 if dtypes.autocast else 23,
+    )
+
+
+def refuses(linear: Linear, quant: str) -> str:
+    """Source: peft 0.21.2 `UniLoraLayer.update_scaling`: factors take the base's dtype."""
+    if quant != "none" and linear.quantisable:
+        return f"its factors take the dtype of the weight, which {quant} makes whole numbers"
+    return ""
+
+
+def with_options(run: RunConfig) -> dict[str, Any]:
+    length = int(str(_LENGTH.of(run.method_options)))
+    return {
+        "shared_tensors": partial(shared_tensors, length=length),
+        "forward": partial(forward, length=length),
+    }
+
+
+def peft_config(run: RunConfig) -> dict[str, Any]:
+    own = {"r": run.r, "unilora_dropout": run.lora_dropout}
+    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
+
+
+def read_peft(config: Any) -> Mapping[str, Any]:
+    own = {"r": config.r, "lora_dropout": float(config.unilora_dropout)}
+    return own | dict(read_options(config, _OPTIONS))
+
+
+METHOD = Method(
+    name="unilora",
+    summary="LoRA's matrices looked up in one trained vector",
+    peft_class="peft.UniLoraConfig",
+    peft_config=peft_config,
+    read_peft=read_peft,
+    keeps_input_dtype=True,
+    parameter_prefix="unilora_",
+    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    options=_OPTIONS,
+    with_options=with_options,
+    refuses=refuses,
+    autocast_shapes=lambda linear, r: (),
+    frozen_tensors=frozen_tensors,
+    shared_tensors=shared_tensors,
+    forward=forward,
+    work=work,
+)

@@ -1,0 +1,224 @@
+"""VB-LoRA: LoRA's matrices are put together from vectors of one bank that all layers share.
+
+Li et al. 2024, arXiv:2405.15179; peft 0.21.2 `tuners/vblora`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from whichlora.methods.base import (
+    AdapterWork,
+    Method,
+    SharedTensor,
+    adapted_modules,
+    read_options,
+    stated_options,
+)
+from whichlora.methods.lora import low_rank_bytes
+from whichlora.methods.operators import (
+    added_bytes,
+    cast_bytes,
+    counted,
+    dropped,
+    parameter,
+    product,
+    widened,
+)
+from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.numeric import Count
+from whichlora.spec.options import Option
+from whichlora.spec.run import RunConfig
+
+if TYPE_CHECKING:
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.operators import OpEmitter
+
+_VECTORS = Option(name="num_vectors", summary="vectors of the bank", default=256)
+_LENGTH = Option(name="vector_length", summary="of each; it divides all widths", default=256)
+_TOPK = Option(name="topk", summary="vectors that one part of a matrix is mixed of", default=2)
+_OPTIONS = (
+    _VECTORS,
+    _LENGTH,
+    _TOPK,
+    Option(name="init_vector_bank_bound", summary="bound of the bank's first values", default=0.02),
+    Option(name="init_logits_std", summary="deviation of the logits' first values", default=0.1),
+)
+_INDEX = 8
+
+
+def adapter_shapes(
+    linear: Linear, r: Count, *, vectors: int = 256, length: int = 256
+) -> tuple[tuple[Count, Count], ...]:
+    """A logit of each vector for each part of A and of B. Kind: exact."""
+    return (
+        (r * (linear.in_features // length), vectors),
+        (r * (linear.out_features // length), vectors),
+    )
+
+
+def shared_tensors(
+    linears: Sequence[tuple[Linear, int]], r: Count, *, vectors: int = 256, length: int = 256
+) -> tuple[SharedTensor, ...]:
+    """The bank. Kind: exact."""
+    if not linears:
+        return ()
+    bank = SharedTensor(
+        name="vblora_vector_bank",
+        dims="num_vectors, vector_length",
+        rows=vectors + 0 * r,
+        width=length,
+    )
+    return (bank,)
+
+
+def forward(
+    ops: OpEmitter,
+    linear: Linear,
+    x: Tensor,
+    *,
+    vectors: int = 256,
+    length: int = 256,
+    topk: int = 2,
+) -> Tensor:
+    """The result plus B·A·x, both matrices being made anew.
+
+    Source: peft 0.21.2 `vblora.Linear.forward`, `_get_low_rank_matrix`.
+    """
+    tape, what = ops.tape, linear.name
+    result = ops.base(linear, x)
+    bank = tape.shared_weight(
+        "vblora_vector_bank", ops.constant(vectors * length), ops.dtypes.adapter_bytes
+    )
+    sizes: dict[str, Any] = {"vectors": vectors, "length": length, "topk": topk}
+    a = _matrix(ops, bank, linear.in_features, f"{what}: A", **sizes)
+    mixed = _matrix(ops, bank, linear.out_features, f"{what}: B", **sizes)
+    b = tape.op([mixed], mixed.elements, mixed.size)  # laid out anew, [out_features, r]
+    wide = widened(ops, linear, x)
+    inputs = dropped(ops, wide)
+    inner = product(ops, inputs, a, ops.rows.of_rank(1), f"{what}: A·x")
+    tape.hold(inputs)  # an argument, until the product is there
+    outer = product(ops, inner, b, ops.rows.of(linear.out_features), f"{what}: B·A·x")
+    result = ops.add(result, outer, f"{what}: result")
+    tape.hold(a, b, wide, x)
+    return ops.cast(result, x.size)
+
+
+def _matrix(
+    ops: OpEmitter, bank: Tensor, width: int, what: str, *, vectors: int, length: int, topk: int
+) -> Tensor:
+    """Each part a sum of `topk` vectors, weighted by the softmax of their logits."""
+    tape, parts = ops.tape, width // length
+    logits = parameter(ops, ops.per_rank(parts * vectors))
+    chosen = ops.per_rank(parts * topk)
+    indices = ops.per_rank(parts * topk * _INDEX)
+    largest = tape.op([logits], chosen, logits.size, keeps=[indices], what=f"{what}: indices")
+    weights = ops.softmax(largest)
+    gathered = tape.op([bank], ops.per_rank(topk * width), bank.size)
+    of_gathered = ops.per_rank(topk * width * bank.size)
+    # the sum's gradient is a view of all parts; each factor of the product gets one as large
+    matrix = tape.op(
+        [weights, gathered],
+        ops.per_rank(width),
+        bank.size,
+        saves=[weights, gathered],
+        inner=of_gathered,
+        inner_backward=of_gathered,
+        what=f"{what}: gathered vectors",
+    )
+    tape.hold(largest, weights)
+    return matrix
+
+
+def work(
+    linear: Linear,
+    dtypes: Dtypes,
+    r: Count,
+    *,
+    vectors: int = 256,
+    length: int = 256,
+    topk: int = 2,
+) -> AdapterWork:
+    """LoRA's products, and both matrices gathered and summed in each forward.
+
+    Kernels are operators counted on a small Llama; `topk` is two, a sum of equal indices six.
+    """
+    both = linear.in_features + linear.out_features
+    params = r * both // length * vectors
+    product_bytes, wide = dtypes.adapter_product_bytes, dtypes.adapter_bytes
+    cast = wide + product_bytes if dtypes.autocast else 0
+    # gathered, weighted, summed: `topk` times read and written, read and written, read
+    moved = r * both * (5 * topk * wide + wide + cast) + params * wide
+    return AdapterWork(
+        **counted(linear, params, forward_flops=2 * r * both, backward_flops=4 * r * both),
+        weight_flops=linear.count * 2 * topk * r * both,
+        weight_bytes=linear.count * moved,
+        backward_weight_flops=linear.count * 4 * topk * r * both,
+        backward_weight_bytes=linear.count * (2 * moved + params * wide),
+        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
+        + linear.out_features * added_bytes(dtypes, product_bytes),
+        forward_bytes=low_rank_bytes(linear, dtypes),
+        backward_bytes=2 * low_rank_bytes(linear, dtypes),
+        forward_launches=22 if dtypes.autocast else 18,
+        backward_launches=37 if dtypes.autocast else 33,
+    )
+
+
+def refuses(
+    linear: Linear, quant: str, *, vectors: int = 256, length: int = 256, topk: int = 2
+) -> str:
+    """Source: peft 0.21.2 `VBLoRALayer.update_layer`; torch 2.13 `topk`."""
+    for width in (linear.in_features, linear.out_features):
+        if width % length:
+            return f"vector_length must divide {width}, got {length}; use one that does"
+    if topk > vectors:
+        return f"topk is above num_vectors, {vectors}, got {topk}"
+    return ""
+
+
+def with_options(run: RunConfig) -> dict[str, Any]:
+    vectors, length, topk = (
+        int(str(option.of(run.method_options))) for option in (_VECTORS, _LENGTH, _TOPK)
+    )
+    sizes: dict[str, Any] = {"vectors": vectors, "length": length}
+    return {
+        "adapter_shapes": partial(adapter_shapes, **sizes),
+        "shared_tensors": partial(shared_tensors, **sizes),
+        "forward": partial(forward, **sizes, topk=topk),
+        "work": partial(work, **sizes, topk=topk),
+        "refuses": partial(refuses, **sizes, topk=topk),
+    }
+
+
+def peft_config(run: RunConfig) -> dict[str, Any]:
+    own = {"r": run.r, "vblora_dropout": run.lora_dropout}
+    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
+
+
+def read_peft(config: Any) -> Mapping[str, Any]:
+    own = {"r": config.r, "lora_dropout": float(config.vblora_dropout)}
+    # a file of the largest weights alone is smaller than what is trained
+    return own | dict(read_options(config, _OPTIONS, plain={"save_only_topk_weights": (False,)}))
+
+
+METHOD = Method(
+    name="vblora",
+    summary="LoRA's matrices put together from a bank of vectors",
+    peft_class="peft.VBLoRAConfig",
+    peft_config=peft_config,
+    read_peft=read_peft,
+    keeps_input_dtype=True,
+    parameter_prefix="vblora_",
+    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    options=_OPTIONS,
+    with_options=with_options,
+    refuses=refuses,
+    adapter_shapes=adapter_shapes,
+    autocast_shapes=lambda linear, r: (),
+    shared_tensors=shared_tensors,
+    forward=forward,
+    work=work,
+)
