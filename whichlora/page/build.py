@@ -26,6 +26,7 @@ from whichlora.store.paths import data_folder
 
 FIRST = {"gpu": "rtx-4090-24gb"}  # what the page shows before anybody asks
 _ONE_RUN = {"gpu": "a100-sxm-80gb", "model": "meta-llama/Llama-3.1-8B"}  # a card with coefficients
+_WARM = [FIRST, _ONE_RUN, {**_ONE_RUN, "gpus": "2"}]  # what Python has answered when a page opens
 # What predicting imports, which is the standard library alone below.
 _PACKAGES = (
     "calibration", "config", "dataset", "exports", "families", "imports", "memory", "methods",
@@ -73,7 +74,7 @@ def build(folder: Path, pyodide: Path | None = None) -> Site:
     program = node()
     content = pyodide_files(pyodide) | site_files(has_snapshot=program is not None)
     if program is not None:
-        content["snapshot.gz"] = snapshot(content, [FIRST, _ONE_RUN], program)
+        content["snapshot.gz"] = snapshot(content, _WARM, program)
     for name, data in content.items():
         write_bytes(folder / name, data)
     return Site(

@@ -19,6 +19,7 @@ _NAMED_ERROR = re.compile(r"[A-Z]\w*Error: ")
 _WARM = """
 import gc, json, sys
 sys.path.insert(0, "/whichlora")
+import ruamel.yaml
 from whichlora.page.questions import answer
 for question in {questions!r}:
     for part in answer(json.dumps(question)):
