@@ -10,9 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import (
+    LORA_SETTINGS,
     AdapterWork,
     Method,
     adapted_modules,
+    no_shapes,
     read_options,
     stated_options,
 )
@@ -178,13 +180,13 @@ METHOD = Method(
     in_loss=True,
     num_scores=3,
     after_update="base_model.update_and_allocate",
-    ignores=frozenset({"use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS,
     options=_OPTIONS,
     with_options=with_options,
     one_rank=True,
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     forward=forward,
     work=work,
     notes=notes,

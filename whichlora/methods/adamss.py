@@ -5,20 +5,21 @@ Zheng et al. 2025, NeurIPS (AdaMSS); peft 0.21.2 `tuners/adamss`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import (
+    LORA_SETTINGS,
     AdapterWork,
     FrozenTensor,
     Method,
-    adapted_modules,
-    read_options,
-    stated_options,
+    given,
+    no_shapes,
 )
 from whichlora.methods.operators import counted, frozen_product, parameter, product
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -163,37 +164,29 @@ def refuses(linear: Linear, quant: str, *, r: int = 1) -> str:
 
 def with_options(run: RunConfig) -> dict[str, Any]:
     clusters, rank = (int(str(option.of(run.method_options))) for option in _OPTIONS)
-    bound: dict[str, Any] = {"adapter_shapes": adapter_shapes, "forward": forward, "work": work}
-    fields: dict[str, Any] = {
-        name: partial(function, clusters=clusters, rank=rank) for name, function in bound.items()
-    }
+    fields = given(adapter_shapes, forward, work, clusters=clusters, rank=rank)
     return fields | {"refuses": partial(refuses, r=run.r)}
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return {"r": run.r} | stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    plain: dict[str, tuple[Any, ...]] = {"use_asa": (False,), "use_dynamic_rank": (False,)}
-    return {"r": config.r, **read_options(config, _OPTIONS, plain=plain)}
-
+_FIELDS = PeftFields(
+    r="r", options=_OPTIONS, plain={"use_asa": (False,), "use_dynamic_rank": (False,)}
+)
 
 METHOD = Method(
     name="adamss",
     summary="low-rank updates of clusters of each weight's rows",
     peft_class="peft.AdamssConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="adamss_",
-    ignores=frozenset({"lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha", "lora_dropout"},
     options=_OPTIONS,
     with_options=with_options,
     one_rank=True,
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,
     forward=forward,
     work=work,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import repeat
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,9 @@ from whichlora.spec.run import ALL_LINEAR, MethodOptimizer, Quant, RunConfig, Se
 if TYPE_CHECKING:  # a method uses the operators that it is given, so it lies below them
     from whichlora.symbolic.autograd import Tensor
     from whichlora.symbolic.operators import OpEmitter
+
+LORA_SETTINGS = frozenset({"use_rslora", "loraplus_lr_ratio", "bias"})  # of a run, of LoRA alone
+RANK_SETTINGS = LORA_SETTINGS | {"r", "lora_alpha", "lora_dropout"}  # of methods with a rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,7 @@ def _base_alone(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     return ops.base(linear, x)
 
 
-def _no_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
+def no_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
     return ()
 
 
@@ -177,6 +180,11 @@ def _no_start(linears: Sequence[tuple[Linear, int]], dtypes: Dtypes, r: Count) -
 
 def _no_notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
     return ()
+
+
+def given(*functions: Callable[..., Any], **settings: Any) -> dict[str, Any]:
+    """`functions` with `settings` filled in, by their names, which are fields of `Method`."""
+    return {function.__name__: partial(function, **settings) for function in functions}
 
 
 def adapted_modules(run: RunConfig) -> dict[str, Any]:
@@ -320,7 +328,7 @@ class Method:
     trains_base: bool = False
     base_quant: Quant = "none"
     serve: Serve = "merged"
-    adapter_shapes: Callable[[Linear, Count], tuple[tuple[Count, Count], ...]] = _no_shapes
+    adapter_shapes: Callable[[Linear, Count], tuple[tuple[Count, Count], ...]] = no_shapes
     autocast_shapes: Callable[[Linear, Count], tuple[tuple[Count, Count], ...]] | None = None
     adapter_widths: Callable[[Linear, Dtypes], Iterable[int]] = _as_wide_as_adapters
     gradient_remainders: Callable[[Linear, Dtypes, Count], Count] = _no_remainders

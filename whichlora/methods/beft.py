@@ -5,15 +5,14 @@ Huang et al. 2025, arXiv:2509.15974; peft 0.21.2 `tuners/beft`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from whichlora.methods.base import AdapterWork, Method, adapted_modules, read_options
+from whichlora.methods.base import RANK_SETTINGS, AdapterWork, Method, no_shapes
 from whichlora.methods.operators import added_bytes, counted, parameter
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
-from whichlora.spec.run import RunConfig
 
 if TYPE_CHECKING:
     from whichlora.symbolic.autograd import Tensor
@@ -52,29 +51,21 @@ def refuses(linear: Linear, quant: str) -> str:
     return ""
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    return read_options(config, ())
-
+_FIELDS = PeftFields()
 
 METHOD = Method(
     name="beft",
     summary="a trained bias for each layer",
     peft_class="peft.BeftConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     parameter_prefix="beft_",
     merges=False,  # where a target has no bias, PEFT refuses to merge
     serve="as-trained",
-    ignores=frozenset(
-        {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}
-    ),
+    ignores=RANK_SETTINGS,
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     forward=forward,
     work=work,
 )

@@ -5,19 +5,19 @@ Liu et al. 2024, arXiv:2311.06243; peft 0.21.2 `tuners/boft`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import (
+    RANK_SETTINGS,
     AdapterWork,
     FrozenTensor,
     Method,
-    adapted_modules,
-    read_options,
-    stated_options,
+    given,
+    no_shapes,
 )
 from whichlora.methods.operators import counted, parameter, product
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -158,23 +158,7 @@ def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
 
 def with_options(run: RunConfig) -> dict[str, Any]:
     block = int(str(_BLOCK.of(run.method_options)))
-    bound: dict[str, Any] = {
-        "adapter_shapes": adapter_shapes,
-        "forward": forward,
-        "work": work,
-        "refuses": refuses,
-    }
-    return {name: partial(function, block=block) for name, function in bound.items()}
-
-
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    # more factors need a CUDA extension, which PEFT compiles where it can, else takes one factor
-    plain = {"boft_block_num": (0,), "boft_n_butterfly_factor": (1,), "boft_dropout": (0.0,)}
-    return read_options(config, _OPTIONS, plain=plain)
+    return given(adapter_shapes, forward, work, refuses, block=block)
 
 
 def _merging(base_bytes: int) -> int:
@@ -182,22 +166,26 @@ def _merging(base_bytes: int) -> int:
     return 12 + base_bytes
 
 
+# more factors need a CUDA extension, which PEFT compiles where it can, else takes one factor
+_FIELDS = PeftFields(
+    options=_OPTIONS,
+    plain={"boft_block_num": (0,), "boft_n_butterfly_factor": (1,), "boft_dropout": (0.0,)},
+)
+
 METHOD = Method(
     name="boft",
     summary="each input rotated by a dense orthogonal matrix",
     peft_class="peft.BOFTConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="boft_",
-    ignores=frozenset(
-        {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}
-    ),
+    ignores=RANK_SETTINGS,
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,
     forward=forward,
     work=work,

@@ -5,18 +5,11 @@ Chen et al. 2024, arXiv:2407.19342; peft 0.21.2 `tuners/c3a`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import (
-    AdapterWork,
-    Method,
-    adapted_modules,
-    read_options,
-    stated_options,
-)
+from whichlora.methods.base import RANK_SETTINGS, AdapterWork, Method, given, no_shapes
 from whichlora.methods.operators import counted
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -104,13 +97,7 @@ def work(linear: Linear, dtypes: Dtypes, r: Count, *, block: int = 256) -> Adapt
 
 def with_options(run: RunConfig) -> dict[str, Any]:
     block = int(str(_BLOCK.of(run.method_options)))
-    bound: dict[str, Any] = {
-        "adapter_shapes": adapter_shapes,
-        "forward": forward,
-        "work": work,
-        "refuses": refuses,
-    }
-    return {name: partial(function, block=block) for name, function in bound.items()}
+    return given(adapter_shapes, forward, work, refuses, block=block)
 
 
 def refuses(linear: Linear, quant: str, *, block: int = 256) -> str:
@@ -125,29 +112,21 @@ def refuses(linear: Linear, quant: str, *, block: int = 256) -> str:
     return ""
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return stated_options(run, (_BLOCK,)) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    return read_options(config, (_BLOCK,), plain={"block_size_pattern": ({},)})
-
+_FIELDS = PeftFields(options=(_BLOCK,), plain={"block_size_pattern": ({},)})
 
 METHOD = Method(
     name="c3a",
     summary="a block-circular convolution beside each layer",
     peft_class="peft.C3AConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="c3a_",
-    ignores=frozenset(
-        {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}
-    ),
+    ignores=RANK_SETTINGS,
     options=(_BLOCK,),
     with_options=with_options,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     refuses=refuses,
     forward=forward,
     work=work,

@@ -5,18 +5,12 @@ Source: peft 0.21.2 `tuners/deft`; with `para` it is PaRa (Chen et al. 2024, arX
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import (
-    AdapterWork,
-    Method,
-    adapted_modules,
-    read_options,
-    stated_options,
-)
+from whichlora.methods.base import LORA_SETTINGS, AdapterWork, Method, no_shapes
 from whichlora.methods.operators import counted, dropped, parameter, product, uncached
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -141,31 +135,23 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    own = {"r": run.r, "deft_dropout": run.lora_dropout}
-    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    own = {"r": config.r, "lora_dropout": float(config.deft_dropout)}
-    return own | dict(read_options(config, _OPTIONS))
-
+_FIELDS = PeftFields(r="r", dropout="deft_dropout", options=_OPTIONS)
 
 METHOD = Method(
     name="deft",
     summary="a trained subspace of each result, removed and injected anew",
     peft_class="peft.DeftConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="deft_",
-    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha"},
     options=_OPTIONS,
     with_options=with_options,
     one_rank=True,
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     forward=forward,
     work=work,
     merging=lambda base_bytes: 4 + base_bytes,

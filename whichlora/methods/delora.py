@@ -5,22 +5,21 @@ Bini et al. 2025, arXiv:2503.18225; peft 0.21.2 `tuners/delora`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from whichlora.methods.base import (
+    LORA_SETTINGS,
     AdapterWork,
     FrozenTensor,
     Method,
-    adapted_modules,
-    read_options,
 )
 from whichlora.methods.lora import low_rank_bytes
 from whichlora.methods.operators import added_bytes, cast_bytes, dropped, parameter, product
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
-from whichlora.spec.run import RunConfig
 
 if TYPE_CHECKING:
     from whichlora.symbolic.autograd import Tensor
@@ -102,25 +101,19 @@ def refuses(linear: Linear, quant: str) -> str:
     return ""
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return {"r": run.r, "module_dropout": run.lora_dropout} | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    plain: dict[str, tuple[Any, ...]] = {"rank_pattern": ({},), "lambda_pattern": ({},)}
-    own = {"r": config.r, "lora_dropout": float(config.module_dropout)}
-    return own | dict(read_options(config, (), plain=plain))
-
+_FIELDS = PeftFields(
+    r="r", dropout="module_dropout", plain={"rank_pattern": ({},), "lambda_pattern": ({},)}
+)
 
 METHOD = Method(
     name="delora",
     summary="LoRA of normalised ranks, with a trained strength",
     peft_class="peft.DeloraConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="delora_",
-    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha"},
     refuses=refuses,
     adapter_shapes=adapter_shapes,
     autocast_shapes=_factors,

@@ -5,18 +5,11 @@ Gao et al. 2024, arXiv:2405.03003; peft 0.21.2 `tuners/fourierft`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import (
-    AdapterWork,
-    Method,
-    adapted_modules,
-    read_options,
-    stated_options,
-)
+from whichlora.methods.base import RANK_SETTINGS, AdapterWork, Method, given, no_shapes
 from whichlora.methods.operators import added_bytes, cast_bytes, counted, product, widened
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -106,39 +99,25 @@ def refuses(linear: Linear, quant: str, *, frequencies: int = 1000) -> str:
 
 def with_options(run: RunConfig) -> dict[str, Any]:
     frequencies = int(str(_FREQUENCIES.of(run.method_options)))
-    bound: dict[str, Any] = {
-        "adapter_shapes": adapter_shapes,
-        "forward": forward,
-        "work": work,
-        "refuses": refuses,
-    }
-    return {name: partial(function, frequencies=frequencies) for name, function in bound.items()}
+    return given(adapter_shapes, forward, work, refuses, frequencies=frequencies)
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    return read_options(config, _OPTIONS, plain={"n_frequency_pattern": ({},)})
-
+_FIELDS = PeftFields(options=_OPTIONS, plain={"n_frequency_pattern": ({},)})
 
 METHOD = Method(
     name="fourierft",
     summary="a few Fourier coefficients of each update",
     peft_class="peft.FourierFTConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="fourierft_",
-    ignores=frozenset(
-        {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}
-    ),
+    ignores=RANK_SETTINGS,
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     forward=forward,
     work=work,
 )

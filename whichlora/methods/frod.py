@@ -5,19 +5,19 @@ Source: peft 0.21.2 `tuners/frod`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import (
+    LORA_SETTINGS,
     AdapterWork,
     FrozenTensor,
     Method,
-    adapted_modules,
-    read_options,
-    stated_options,
+    given,
+    no_shapes,
 )
 from whichlora.methods.operators import counted, dropped, frozen_product, parameter, product
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -223,40 +223,27 @@ def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
 
 def with_options(run: RunConfig) -> dict[str, Any]:
     rate = float(str(_RATE.of(run.method_options)))
-    bound: dict[str, Any] = {
-        "adapter_shapes": adapter_shapes,
-        "frozen_tensors": frozen_tensors,
-        "forward": forward,
-        "work": work,
-    }
-    return {name: partial(function, rate=rate) for name, function in bound.items()}
+    return given(adapter_shapes, frozen_tensors, forward, work, rate=rate)
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    own = {"frod_dropout": run.lora_dropout}
-    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    plain = {"runtime_offload_base_weight": (False,)}
-    own = {"lora_dropout": float(config.frod_dropout)}
-    return own | dict(read_options(config, _OPTIONS, plain=plain))
-
+_FIELDS = PeftFields(
+    dropout="frod_dropout", options=_OPTIONS, plain={"runtime_offload_base_weight": (False,)}
+)
 
 METHOD = Method(
     name="frod",
     summary="each weight anew: a trained sparse matrix between frozen ones",
     peft_class="peft.FrodConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="frod_",
-    ignores=frozenset({"r", "lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha", "r"},
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,
     forward=forward,
     work=work,

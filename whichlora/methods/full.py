@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from whichlora.methods.base import Method
+from whichlora.methods.base import RANK_SETTINGS, Method
 
 METHOD = Method(
     name="full",
     summary="all weights trained",
     trains_base=True,
     merges=False,
-    ignores=frozenset(
-        {
-            "r",
-            "lora_alpha",
-            "lora_dropout",
-            "target_modules",
-            "modules_to_save",
-            "bias",
-            "use_rslora",
-            "loraplus_lr_ratio",
-            "adapter_dtype",
-        }
-    ),
+    ignores=RANK_SETTINGS | {"adapter_dtype", "modules_to_save", "target_modules"},
 )

@@ -5,19 +5,18 @@ Chavan et al. 2023, arXiv:2306.07967; peft 0.21.2 `tuners/glora`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whichlora.methods.base import (
+    LORA_SETTINGS,
     AdapterWork,
     FrozenTensor,
     Method,
-    adapted_modules,
-    read_options,
-    stated_options,
+    given,
 )
 from whichlora.methods.operators import counted, parameter, product
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -229,32 +228,19 @@ def refuses(linear: Linear, quant: str) -> str:
 
 def with_options(run: RunConfig) -> dict[str, Any]:
     kinds = _Kinds(*(str(option.of(run.method_options)) for option in _OPTIONS))
-    bound: dict[str, Any] = {
-        "adapter_shapes": adapter_shapes,
-        "autocast_shapes": autocast_shapes,
-        "frozen_tensors": frozen_tensors,
-        "forward": forward,
-        "work": work,
-    }
-    return {name: partial(function, kinds=kinds) for name, function in bound.items()}
+    return given(adapter_shapes, autocast_shapes, frozen_tensors, forward, work, kinds=kinds)
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return {"r": run.r} | stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    return {"r": config.r, **read_options(config, _OPTIONS)}
-
+_FIELDS = PeftFields(r="r", options=_OPTIONS)
 
 METHOD = Method(
     name="glora",
     summary="each weight and bias is scaled and shifted",
     peft_class="peft.GloraConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     parameter_prefix="glora_",
-    ignores=frozenset({"lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha", "lora_dropout"},
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,

@@ -5,17 +5,10 @@ Jung et al. 2025, arXiv:2505.20355; peft 0.21.2 `tuners/gralora`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import (
-    AdapterWork,
-    Method,
-    adapted_modules,
-    read_options,
-    stated_options,
-)
+from whichlora.methods.base import LORA_SETTINGS, AdapterWork, Method, no_shapes
 from whichlora.methods.lora import low_rank_bytes
 from whichlora.methods.operators import (
     added_bytes,
@@ -26,6 +19,7 @@ from whichlora.methods.operators import (
     uncached,
     widened,
 )
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -105,35 +99,25 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    own = {"r": run.r, "alpha": run.lora_alpha, "gralora_dropout": run.lora_dropout}
-    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    return {
-        "r": config.r,
-        "lora_alpha": max(1, round(config.alpha)),
-        "lora_dropout": float(config.gralora_dropout),
-        **read_options(config, _OPTIONS, plain={"hybrid_r": (0,)}),
-    }
-
+_FIELDS = PeftFields(
+    r="r", alpha="alpha", dropout="gralora_dropout", options=_OPTIONS, plain={"hybrid_r": (0,)}
+)
 
 METHOD = Method(
     name="gralora",
     summary="LoRA over a grid of blocks",
     peft_class="peft.GraloraConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="gralora_",
-    ignores=frozenset({"use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS,
     options=_OPTIONS,
     with_options=with_options,
     one_rank=True,
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     forward=forward,
     work=work,
 )

@@ -5,10 +5,9 @@ Huang et al. 2025, ICLR (openreview TwJrTz9cRS); peft 0.21.2 `tuners/hira`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from whichlora.methods.base import AdapterWork, Method, adapted_modules, read_options
+from whichlora.methods.base import LORA_SETTINGS, AdapterWork, Method, no_shapes
 from whichlora.methods.operators import (
     added_bytes,
     cast_bytes,
@@ -20,10 +19,10 @@ from whichlora.methods.operators import (
     uncached,
     widened,
 )
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
-from whichlora.spec.run import RunConfig
 
 if TYPE_CHECKING:
     from whichlora.symbolic.autograd import Tensor
@@ -84,26 +83,19 @@ def refuses(linear: Linear, quant: str) -> str:
     return ""
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return {"r": run.r, "hira_dropout": run.lora_dropout} | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    own = {"r": config.r, "lora_dropout": float(config.hira_dropout)}
-    return own | dict(read_options(config, (), plain={"rank_pattern": ({},)}))
-
+_FIELDS = PeftFields(r="r", dropout="hira_dropout", plain={"rank_pattern": ({},)})
 
 METHOD = Method(
     name="hira",
     summary="a low-rank matrix that each weight is multiplied with",
     peft_class="peft.HiraConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     parameter_prefix="hira_",
-    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha"},
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     forward=forward,
     work=work,
 )

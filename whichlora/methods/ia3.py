@@ -6,11 +6,18 @@ Liu et al. 2022, arXiv:2205.05638; peft 0.21.2 `tuners/ia3`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
-from whichlora.methods.base import AdapterWork, Method, adapted_modules, read_options
+from whichlora.methods.base import (
+    RANK_SETTINGS,
+    AdapterWork,
+    Method,
+    adapted_modules,
+    given,
+    no_shapes,
+    read_options,
+)
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count
@@ -88,8 +95,7 @@ def work(linear: Linear, dtypes: Dtypes, r: Count, *, names: tuple[str, ...] = (
 
 def with_options(run: RunConfig) -> dict[str, Any]:
     names = _feedforward(run)
-    bound = (("adapter_shapes", adapter_shapes), ("forward", forward), ("work", work))
-    return {name: partial(function, names=names) for name, function in bound}
+    return given(adapter_shapes, forward, work, names=names)
 
 
 def peft_config(run: RunConfig) -> dict[str, Any]:
@@ -114,13 +120,11 @@ METHOD = Method(
     read_peft=read_peft,
     parameter_prefix="ia3_",
     widens_result=True,
-    ignores=frozenset(
-        {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}
-    ),
+    ignores=RANK_SETTINGS,
     options=(_FEEDFORWARD,),
     with_options=with_options,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     forward=forward,
     work=work,
 )

@@ -5,17 +5,16 @@ Zhong et al. 2024, arXiv:2407.09946; peft 0.21.2 `tuners/lily`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import (
+    LORA_SETTINGS,
     AdapterWork,
     Method,
     SharedTensor,
-    adapted_modules,
-    read_options,
-    stated_options,
+    given,
 )
 from whichlora.methods.lora import low_rank_bytes
 from whichlora.methods.operators import (
@@ -27,6 +26,7 @@ from whichlora.methods.operators import (
     uncached,
     widened,
 )
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, ceil_div
@@ -184,36 +184,24 @@ def refuses(linear: Linear, quant: str, *, experts: int = 2) -> str:
 def with_options(run: RunConfig) -> dict[str, Any]:
     stride = int(str(_STRIDE.of(run.method_options)))
     experts = int(str(_EXPERTS.of(run.method_options)))
-    bound: dict[str, Any] = {
-        "adapter_shapes": adapter_shapes,
-        "autocast_shapes": adapter_shapes,
-        "shared_tensors": shared_tensors,
-        "forward": forward,
-        "work": work,
-    }
     sizes = {"stride": stride, "experts": experts}
-    fields: dict[str, Any] = {name: partial(each, **sizes) for name, each in bound.items()}
+    fields = given(adapter_shapes, shared_tensors, forward, work, **sizes)
+    fields["autocast_shapes"] = fields["adapter_shapes"]
     return fields | {"refuses": partial(refuses, experts=experts)}
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return {"r": run.r} | stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    return {"r": config.r, **read_options(config, _OPTIONS)}
-
+_FIELDS = PeftFields(r="r", options=_OPTIONS)
 
 METHOD = Method(
     name="lily",
     summary="low-rank updates mixed from matrices that layers share",
     peft_class="peft.LilyConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     parameter_prefix="lily_",
     merges=False,
     names_targets=True,
-    ignores=frozenset({"lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha", "lora_dropout"},
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,

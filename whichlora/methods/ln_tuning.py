@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.methods.base import Method, adapted_modules, read_options
+from whichlora.methods.base import (
+    RANK_SETTINGS,
+    Method,
+    adapted_modules,
+    read_options,
+)
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.run import ALL_LINEAR, ATTENTION, RunConfig
 
@@ -55,17 +60,7 @@ METHOD = Method(
     peft_config=peft_config,
     read_peft=read_peft,
     parameter_prefix="ln_tuning_",
-    ignores=frozenset(
-        {
-            "r",
-            "lora_alpha",
-            "lora_dropout",
-            "bias",
-            "use_rslora",
-            "loraplus_lr_ratio",
-            "adapter_dtype",
-        }
-    ),
+    ignores=RANK_SETTINGS | {"adapter_dtype"},
     find_targets=find_targets,
     merging=lambda base_bytes: 0,
 )

@@ -5,15 +5,15 @@ Hyeon-Woo et al. 2021, arXiv:2108.06098; peft 0.21.2 `tuners/loha`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from whichlora.methods.base import AdapterWork, Method, adapted_modules, read_options
+from whichlora.methods.base import LORA_SETTINGS, AdapterWork, Method
 from whichlora.methods.operators import added_bytes, counted, parameter, product
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
-from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
+from whichlora.spec.run import FOUR_BIT_BNB
 
 if TYPE_CHECKING:
     from whichlora.symbolic.autograd import Tensor
@@ -99,25 +99,21 @@ def refuses(linear: Linear, quant: str) -> str:
     return ""
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return {"r": run.r, "alpha": run.lora_alpha} | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    plain = {"rank_dropout": (0.0,), "module_dropout": (0.0,), "rank_pattern": ({},)}
-    own = {"r": config.r, "lora_alpha": max(1, round(config.alpha))}
-    return own | dict(read_options(config, (), plain=plain))
-
+_FIELDS = PeftFields(
+    r="r",
+    alpha="alpha",
+    plain={"rank_dropout": (0.0,), "module_dropout": (0.0,), "rank_pattern": ({},)},
+)
 
 METHOD = Method(
     name="loha",
     summary="the elementwise product of two low-rank updates",
     peft_class="peft.LoHaConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="hada_",
-    ignores=frozenset({"lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_dropout"},
     refuses=refuses,
     adapter_shapes=adapter_shapes,
     forward=forward,

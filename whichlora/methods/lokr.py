@@ -6,14 +6,16 @@ Edalati et al. 2022, arXiv:2212.10650; Yeh et al. 2023, arXiv:2309.14859; peft 0
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods import loha
 from whichlora.methods.base import (
+    LORA_SETTINGS,
     AdapterWork,
     Method,
     adapted_modules,
+    given,
     read_options,
     stated_options,
 )
@@ -87,7 +89,7 @@ def adapter_shapes(
     return tuple(shapes)
 
 
-def _autocast_shapes(
+def autocast_shapes(
     linear: Linear, r: Count, *, rank: int = 16, both: bool = False, factor: int | None = None
 ) -> tuple[tuple[Count, Count], ...]:
     """The factors, which are multiplied; whole matrices are read by `torch.kron` in fp32."""
@@ -170,18 +172,15 @@ def work(
 
 def with_options(run: RunConfig) -> dict[str, Any]:
     factor = _FACTOR.of(run.method_options)
-    rest: dict[str, Any] = {
-        "rank": run.r,
-        "both": bool(_BOTH.of(run.method_options)),
-        "factor": None if factor is None else int(str(factor)),
-    }
-    functions: dict[str, Any] = {
-        "adapter_shapes": adapter_shapes,
-        "autocast_shapes": _autocast_shapes,
-        "forward": forward,
-        "work": work,
-    }
-    return {name: partial(function, **rest) for name, function in functions.items()}
+    return given(
+        adapter_shapes,
+        autocast_shapes,
+        forward,
+        work,
+        rank=run.r,
+        both=bool(_BOTH.of(run.method_options)),
+        factor=None if factor is None else int(str(factor)),
+    )
 
 
 def peft_config(run: RunConfig) -> dict[str, Any]:
@@ -206,7 +205,7 @@ METHOD = Method(
     read_peft=read_peft,
     keeps_input_dtype=True,
     parameter_prefix="lokr_",
-    ignores=frozenset({"lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_dropout"},
     options=_OPTIONS,
     with_options=with_options,
     one_rank=True,

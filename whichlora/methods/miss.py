@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import (
+    LORA_SETTINGS,
     AdapterWork,
     Method,
     adapted_modules,
@@ -206,7 +207,7 @@ METHOD = Method(
     read_peft=read_peft,
     keeps_input_dtype=True,
     parameter_prefix="miss_",
-    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha"},
     options=(_KIND, _MINI),
     with_options=with_options,
     one_rank=True,

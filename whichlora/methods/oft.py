@@ -5,19 +5,13 @@ Qiu et al. 2023, arXiv:2306.07280; 2025, arXiv:2506.19847; peft 0.21.2 `tuners/o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import (
-    AdapterWork,
-    FrozenTensor,
-    Method,
-    adapted_modules,
-    read_options,
-    stated_options,
-)
+from whichlora.methods.base import RANK_SETTINGS, AdapterWork, FrozenTensor, Method, no_shapes
 from whichlora.methods.operators import cast_bytes, counted, widened
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -202,36 +196,25 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    plain = {
-        "module_dropout": (0.0,),
-        "coft": (False,),
-        "use_cayley_neumann": (True,),
-        "r": (0,),
-    }
-    return read_options(config, _OPTIONS, plain=plain)
-
+_FIELDS = PeftFields(
+    options=_OPTIONS,
+    plain={"module_dropout": (0.0,), "coft": (False,), "use_cayley_neumann": (True,), "r": (0,)},
+)
 
 METHOD = Method(
     name="oft",
     summary="each input is rotated, block by block",
     peft_class="peft.OFTConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="oft_",
-    ignores=frozenset(
-        {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}
-    ),
+    ignores=RANK_SETTINGS,
     options=_OPTIONS,
     with_options=with_options,
     adapter_shapes=adapter_shapes,
     frozen_tensors=frozen_tensors,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     refuses=refuses,
     forward=forward,
     work=work,

@@ -64,6 +64,21 @@ def product(ops: OpEmitter, x: Tensor, factor: Tensor, elements: LinearForm, wha
     )
 
 
+def with_low_rank(
+    ops: OpEmitter, linear: Linear, x: Tensor, result: Tensor, a: Tensor, b: Tensor
+) -> Tensor:
+    """`result` plus B·A·x of matrices that this forward has made, in the dtype of `x`."""
+    what = linear.name
+    wide = widened(ops, linear, x)
+    inputs = dropped(ops, wide)
+    inner = product(ops, inputs, a, ops.rows.of_rank(1), f"{what}: A·x")
+    ops.tape.hold(inputs)  # an argument, until the product is there
+    outer = product(ops, inner, b, ops.rows.of(linear.out_features), f"{what}: B·A·x")
+    result = ops.add(result, outer, f"{what}: result")
+    ops.tape.hold(a, b, wide, x)
+    return ops.cast(result, x.size)
+
+
 def dense_weight(ops: OpEmitter, linear: Linear) -> Tensor:
     """The base's weight as `get_base_weight` of PEFT gives it, expanded if it is quantised."""
     dtypes = ops.dtypes
@@ -145,4 +160,5 @@ __all__ = [
     "product",
     "uncached",
     "widened",
+    "with_low_rank",
 ]

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods.base import (
+    RANK_SETTINGS,
     AdapterWork,
     FrozenTensor,
     Method,
-    adapted_modules,
-    read_options,
-    stated_options,
+    given,
+    no_shapes,
 )
 from whichlora.methods.operators import (
     added_bytes,
@@ -28,6 +27,7 @@ from whichlora.methods.operators import (
     product,
     widened,
 )
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -214,43 +214,40 @@ def refuses(linear: Linear, quant: str, *, effective: float | None = None) -> st
 def with_options(run: RunConfig) -> dict[str, Any]:
     stated = _RANK.of(run.method_options)
     effective = None if stated is None else float(str(stated))
-    bound: dict[str, Any] = {
-        "adapter_shapes": adapter_shapes,
-        "frozen_tensors": frozen_tensors,
-        "gradient_remainders": gradient_remainders,
-        "forward": forward,
-        "work": work,
-        "refuses": refuses,
-    }
-    return {name: partial(function, effective=effective) for name, function in bound.items()}
+    return given(
+        adapter_shapes,
+        frozen_tensors,
+        gradient_remainders,
+        forward,
+        work,
+        refuses,
+        effective=effective,
+    )
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return stated_options(run, _OPTIONS) | adapted_modules(run)
+_FIELDS = PeftFields(options=_OPTIONS, plain={"rank_pattern": ({},)})
 
 
 def read_peft(config: Any) -> Mapping[str, Any]:
     if config.effective_rank == 1 and isinstance(config.effective_rank, int):
         raise ConfigError("OSFConfig.effective_rank=1 is not modelled; use 2 or a share")
-    return read_options(config, _OPTIONS, plain={"rank_pattern": ({},)})
+    return _FIELDS.read(config)
 
 
 METHOD = Method(
     name="osf",
     summary="the smaller singular directions of each weight",
     peft_class="peft.OSFConfig",
-    peft_config=peft_config,
+    peft_config=_FIELDS.config,
     read_peft=read_peft,
     keeps_input_dtype=True,
     parameter_prefix="osf_",
-    ignores=frozenset(
-        {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}
-    ),
+    ignores=RANK_SETTINGS,
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,
     gradient_remainders=gradient_remainders,
     forward=forward,

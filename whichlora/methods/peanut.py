@@ -10,13 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import (
+    LORA_SETTINGS,
     AdapterWork,
     Method,
-    adapted_modules,
-    read_options,
-    stated_options,
 )
 from whichlora.methods.operators import added_bytes, counted, parameter, product, uncached
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -150,25 +149,24 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return {"r": run.r} | stated_options(run, _OPTIONS) | adapted_modules(run)
+_FIELDS = PeftFields(r="r", options=_OPTIONS, plain={"scaling": (1.0,)})
 
 
 def read_peft(config: Any) -> Mapping[str, Any]:
-    settings = dict(read_options(config, _OPTIONS, plain={"scaling": (1.0,)}))
+    settings = _FIELDS.read(config)
     pairs = settings["method_options"]
     settings["method_options"] = tuple(pair for pair in pairs if pair != (_DEPTH.name, 0))
-    return {"r": config.r, **settings}
+    return settings
 
 
 METHOD = Method(
     name="peanut",
     summary="a small network makes each update of the weight",
     peft_class="peft.PeanutConfig",
-    peft_config=peft_config,
+    peft_config=_FIELDS.config,
     read_peft=read_peft,
     parameter_prefix="peanut_",
-    ignores=frozenset({"lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha", "lora_dropout"},
     options=_OPTIONS,
     with_options=with_options,
     one_rank=True,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.methods.base import Method, OuterTensor, read_options, stated_options
+from whichlora.methods.base import RANK_SETTINGS, Method, OuterTensor, read_options, stated_options
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
@@ -19,18 +19,7 @@ VIRTUAL_TOKENS = Option(
     name="num_virtual_tokens", summary="trained tokens before each sequence", default=20
 )
 OPTIONS = (VIRTUAL_TOKENS,)
-IGNORES = frozenset(
-    {
-        "r",
-        "lora_alpha",
-        "lora_dropout",
-        "target_modules",
-        "modules_to_save",
-        "bias",
-        "use_rslora",
-        "loraplus_lr_ratio",
-    }
-)
+IGNORES = RANK_SETTINGS | {"target_modules", "modules_to_save"}
 
 
 def num_virtual_tokens(run: RunConfig) -> int:

@@ -5,18 +5,11 @@ Wu et al. 2025, arXiv:2505.11235; peft 0.21.2 `tuners/psoft`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import (
-    AdapterWork,
-    FrozenTensor,
-    Method,
-    adapted_modules,
-    read_options,
-    stated_options,
-)
+from whichlora.methods.base import LORA_SETTINGS, AdapterWork, FrozenTensor, Method, no_shapes
 from whichlora.methods.operators import (
     added_bytes,
     cast_bytes,
@@ -27,6 +20,7 @@ from whichlora.methods.operators import (
     parameter,
     product,
 )
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -237,34 +231,28 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    own = {"r": run.r, "psoft_alpha": run.lora_alpha, "psoft_dropout": run.lora_dropout}
-    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    return {
-        "r": config.r,
-        "lora_alpha": max(1, round(config.psoft_alpha)),
-        "lora_dropout": float(config.psoft_dropout),
-        **read_options(config, _OPTIONS, plain={"cayley_neumann_eps": (None,)}),
-    }
-
+_FIELDS = PeftFields(
+    r="r",
+    alpha="psoft_alpha",
+    dropout="psoft_dropout",
+    options=_OPTIONS,
+    plain={"cayley_neumann_eps": (None,)},
+)
 
 METHOD = Method(
     name="psoft",
     summary="a trained rotation between two frozen factors of each weight",
     peft_class="peft.PsoftConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     parameter_prefix="psoft_",
-    ignores=frozenset({"use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS,
     options=_OPTIONS,
     with_options=with_options,
     one_rank=True,
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,
     forward=forward,
     work=work,

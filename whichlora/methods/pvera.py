@@ -5,26 +5,27 @@ arXiv:2512.07703; peft 0.21.2 `tuners/pvera`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from whichlora.methods.base import (
-    AdapterWork,
-    FrozenTensor,
-    Method,
-    adapted_modules,
-    read_options,
-    stated_options,
+from whichlora.methods.base import LORA_SETTINGS, AdapterWork, FrozenTensor, Method, no_shapes
+from whichlora.methods.operators import (
+    added_bytes,
+    base_result,
+    cast_bytes,
+    dropped,
+    frozen_product,
+    parameter,
+    widened,
 )
-from whichlora.methods.operators import added_bytes, base_result, cast_bytes, dropped, widened
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
-from whichlora.spec.run import RunConfig
 
 if TYPE_CHECKING:
-    from whichlora.symbolic.autograd import LinearForm, Tensor
+    from whichlora.symbolic.autograd import Tensor
     from whichlora.symbolic.operators import OpEmitter
 
 _OPTIONS = (
@@ -64,7 +65,9 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     wide = widened(ops, linear, x)
     inputs = dropped(ops, wide)
     of_ranks, of_rank = ops.rows.of_rank(2), ops.rows.of_rank(1)
-    inner = _shared(ops, inputs, 2 * linear.in_features, of_ranks, f"{what}: A·x")
+    a = parameter(ops, ops.per_rank(2 * linear.in_features), trained=False)  # a part of it
+    inner = frozen_product(ops, inputs, a, of_ranks, f"{what}: A·x")
+    tape.hold(inputs)  # an argument, until the product is there
     by_rank = tape.weight(ops.per_rank(2), dtypes.adapter_bytes, trained=True)
     drawn = ops.multiply_rows(inner, by_rank)
     both = drawn  # mean and logarithm of the variance are views of its halves
@@ -78,7 +81,9 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
         drawn = tape.op([both, scaled], of_rank, both.size)
         tape.hold(deviation, noise)
     outputs = ops.rows.of(linear.out_features)
-    outer = _shared(ops, drawn, linear.out_features, outputs, f"{what}: B·z")
+    b = parameter(ops, ops.per_rank(linear.out_features), trained=False)
+    outer = frozen_product(ops, drawn, b, outputs, f"{what}: B·z")
+    tape.hold(drawn)
     by_output = tape.weight(ops.constant(linear.out_features), dtypes.adapter_bytes, trained=True)
     update = ops.multiply_rows(outer, by_output)
     tape.hold(both)
@@ -89,19 +94,6 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
         tape.hold(inputs, update)
     tape.hold(wide, x)
     return ops.cast(result, wide.size if stays_wide else x.size)
-
-
-def _shared(ops: OpEmitter, x: Tensor, width: int, elements: LinearForm, what: str) -> Tensor:
-    """With a part of a shared matrix, which autocast copies for every product anew."""
-    shared = ops.tape.weight(ops.per_rank(width), ops.dtypes.adapter_bytes)
-    narrow = ops.autocast(x)
-    part = ops.autocast(shared, f"{what}, part of the shared matrix, cast")
-    saves = [part] if x.needs_grad else []
-    result = ops.tape.op(
-        [narrow, part], elements, narrow.size, saves=saves, reshapes=True, what=what
-    )
-    ops.tape.hold(x)  # an argument, until the product is there
-    return result
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
@@ -121,28 +113,20 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
     )
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    own = {"r": run.r, "pvera_dropout": run.lora_dropout}
-    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    own = {"r": config.r, "lora_dropout": float(config.pvera_dropout)}
-    return own | dict(read_options(config, _OPTIONS))
-
+_FIELDS = PeftFields(r="r", dropout="pvera_dropout", options=_OPTIONS)
 
 METHOD = Method(
     name="pvera",
     summary="VeRA with a drawn inner vector",
     peft_class="peft.PveraConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="pvera_lambda_",
-    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha"},
     options=_OPTIONS,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,
     forward=forward,
     work=work,

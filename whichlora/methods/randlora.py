@@ -5,18 +5,11 @@ Albert et al. 2025, arXiv:2502.00987; peft 0.21.2 `tuners/randlora`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import (
-    AdapterWork,
-    FrozenTensor,
-    Method,
-    adapted_modules,
-    read_options,
-    stated_options,
-)
+from whichlora.methods.base import LORA_SETTINGS, AdapterWork, FrozenTensor, Method, no_shapes
 from whichlora.methods.operators import (
     added_bytes,
     base_result,
@@ -27,6 +20,7 @@ from whichlora.methods.operators import (
     product,
     widened,
 )
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count, ceil_div
@@ -153,36 +147,28 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     return {"forward": partial(forward, r=run.r)}
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    own = {"r": run.r, "randlora_dropout": run.lora_dropout}
-    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    own = {"r": config.r, "lora_dropout": float(config.randlora_dropout)}
-    return own | dict(read_options(config, _OPTIONS))
-
-
 def _merging(base_bytes: int) -> int:
     # `get_delta_weight`: the scaled matrix, at most as large as the weight, the product, and that
     # times a number, all in fp32
     return 12
 
 
+_FIELDS = PeftFields(r="r", dropout="randlora_dropout", options=_OPTIONS)
+
 METHOD = Method(
     name="randlora",
     summary="updates of full rank from random matrices that all layers share",
     peft_class="peft.RandLoraConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="randlora_",
-    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha"},
     options=_OPTIONS,
     with_options=with_options,
     one_rank=True,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,
     forward=forward,
     work=work,

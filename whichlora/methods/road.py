@@ -5,18 +5,12 @@ Liao and Monz 2024, arXiv:2409.00119; peft 0.21.2 `tuners/road`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import (
-    AdapterWork,
-    Method,
-    adapted_modules,
-    read_options,
-    stated_options,
-)
+from whichlora.methods.base import RANK_SETTINGS, AdapterWork, Method, no_shapes
 from whichlora.methods.operators import counted, parameter
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -116,29 +110,21 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    return read_options(config, _OPTIONS)
-
+_FIELDS = PeftFields(options=_OPTIONS)
 
 METHOD = Method(
     name="road",
     summary="pairs of each result are rotated and scaled",
     peft_class="peft.RoadConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     parameter_prefix="road_",
-    ignores=frozenset(
-        {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}
-    ),
+    ignores=RANK_SETTINGS,
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     forward=forward,
     work=work,
 )

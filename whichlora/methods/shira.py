@@ -5,23 +5,17 @@ Bhardwaj et al. 2024, arXiv:2406.13175; peft 0.21.2 `tuners/shira`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from whichlora.methods.base import (
-    AdapterWork,
-    FrozenTensor,
-    Method,
-    adapted_modules,
-    read_options,
-    stated_options,
-)
+from whichlora.methods.base import LORA_SETTINGS, AdapterWork, FrozenTensor, Method, no_shapes
 from whichlora.methods.operators import counted, dense_weight, parameter, product
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
-from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
+from whichlora.spec.run import FOUR_BIT_BNB
 
 if TYPE_CHECKING:
     from whichlora.symbolic.autograd import Tensor
@@ -105,26 +99,20 @@ def refuses(linear: Linear, quant: str) -> str:
     return ""
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return {"r": run.r} | stated_options(run, (_SEED,)) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    return {"r": config.r, **read_options(config, (_SEED,))}
-
+_FIELDS = PeftFields(r="r", options=(_SEED,))
 
 METHOD = Method(
     name="shira",
     summary="chosen elements of each weight are trained",
     peft_class="peft.ShiraConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     parameter_prefix="shira_",
-    ignores=frozenset({"lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha", "lora_dropout"},
     options=(_SEED,),
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,
     forward=forward,
     work=work,

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import (
+    LORA_SETTINGS,
     AdapterWork,
     FrozenTensor,
     Method,
@@ -207,7 +208,7 @@ METHOD = Method(
     peft_config=peft_config,
     read_peft=read_peft,
     parameter_prefix="supertuning_",
-    ignores=frozenset({"r", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"r"},
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,

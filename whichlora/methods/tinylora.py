@@ -5,18 +5,17 @@ arXiv:2602.04118; peft 0.21.2 `tuners/tinylora`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import (
+    LORA_SETTINGS,
     AdapterWork,
     FrozenTensor,
     Method,
     SharedTensor,
-    adapted_modules,
-    read_options,
-    stated_options,
+    no_shapes,
 )
 from whichlora.methods.lora import low_rank_bytes
 from whichlora.methods.operators import (
@@ -28,6 +27,7 @@ from whichlora.methods.operators import (
     product,
     uncached,
 )
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, ceil_div, smallest
@@ -219,31 +219,23 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    own = {"r": run.r, "tinylora_dropout": run.lora_dropout}
-    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    own = {"r": config.r, "lora_dropout": float(config.tinylora_dropout)}
-    return own | dict(read_options(config, _OPTIONS))
-
+_FIELDS = PeftFields(r="r", dropout="tinylora_dropout", options=_OPTIONS)
 
 METHOD = Method(
     name="tinylora",
     summary="a few numbers between each weight's singular vectors",
     peft_class="peft.TinyLoraConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="tinylora_",
-    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha"},
     options=_OPTIONS,
     with_options=with_options,
     one_rank=True,
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,
     shared_tensors=shared_tensors,
     forward=forward,

@@ -5,21 +5,26 @@ Li et al. 2025, arXiv:2506.00799; peft 0.21.2 `tuners/unilora`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import (
+    LORA_SETTINGS,
     AdapterWork,
     FrozenTensor,
     Method,
     SharedTensor,
-    adapted_modules,
-    read_options,
-    stated_options,
+    no_shapes,
 )
 from whichlora.methods.lora import low_rank_bytes
-from whichlora.methods.operators import added_bytes, cast_bytes, counted, dropped, product, widened
+from whichlora.methods.operators import (
+    added_bytes,
+    cast_bytes,
+    counted,
+    with_low_rank,
+)
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -76,19 +81,13 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, length: int = 256) -> 
 
     Source: peft 0.21.2 `unilora.Linear.forward`, `_get_lora_matrices`.
     """
-    tape, what = ops.tape, linear.name
     result = ops.base(linear, x)
-    theta = tape.shared_weight("unilora_theta_d", ops.constant(length), ops.dtypes.adapter_bytes)
+    theta = ops.tape.shared_weight(
+        "unilora_theta_d", ops.constant(length), ops.dtypes.adapter_bytes
+    )
     a = _matrix(ops, theta, linear.in_features)
     b = _matrix(ops, theta, linear.out_features)
-    wide = widened(ops, linear, x)
-    inputs = dropped(ops, wide)
-    inner = product(ops, inputs, a, ops.rows.of_rank(1), f"{what}: A·x")
-    tape.hold(inputs)  # an argument, until the product is there
-    outer = product(ops, inner, b, ops.rows.of(linear.out_features), f"{what}: B·A·x")
-    result = ops.add(result, outer, f"{what}: result")
-    tape.hold(a, b, wide, x)
-    return ops.cast(result, x.size)
+    return with_low_rank(ops, linear, x, result, a, b)
 
 
 def _matrix(ops: OpEmitter, theta: Tensor, width: int) -> Tensor:
@@ -137,29 +136,21 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    own = {"r": run.r, "unilora_dropout": run.lora_dropout}
-    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    own = {"r": config.r, "lora_dropout": float(config.unilora_dropout)}
-    return own | dict(read_options(config, _OPTIONS))
-
+_FIELDS = PeftFields(r="r", dropout="unilora_dropout", options=_OPTIONS)
 
 METHOD = Method(
     name="unilora",
     summary="LoRA's matrices looked up in one trained vector",
     peft_class="peft.UniLoraConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="unilora_",
-    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha"},
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,
     shared_tensors=shared_tensors,
     forward=forward,

@@ -5,28 +5,20 @@ Li et al. 2024, arXiv:2405.15179; peft 0.21.2 `tuners/vblora`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import (
-    AdapterWork,
-    Method,
-    SharedTensor,
-    adapted_modules,
-    read_options,
-    stated_options,
-)
+from whichlora.methods.base import LORA_SETTINGS, AdapterWork, Method, SharedTensor, no_shapes
 from whichlora.methods.lora import low_rank_bytes
 from whichlora.methods.operators import (
     added_bytes,
     cast_bytes,
     counted,
-    dropped,
     parameter,
-    product,
-    widened,
+    with_low_rank,
 )
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -97,14 +89,7 @@ def forward(
     a = _matrix(ops, bank, linear.in_features, f"{what}: A", **sizes)
     mixed = _matrix(ops, bank, linear.out_features, f"{what}: B", **sizes)
     b = tape.op([mixed], mixed.elements, mixed.size)  # laid out anew, [out_features, r]
-    wide = widened(ops, linear, x)
-    inputs = dropped(ops, wide)
-    inner = product(ops, inputs, a, ops.rows.of_rank(1), f"{what}: A·x")
-    tape.hold(inputs)  # an argument, until the product is there
-    outer = product(ops, inner, b, ops.rows.of(linear.out_features), f"{what}: B·A·x")
-    result = ops.add(result, outer, f"{what}: result")
-    tape.hold(a, b, wide, x)
-    return ops.cast(result, x.size)
+    return with_low_rank(ops, linear, x, result, a, b)
 
 
 def _matrix(
@@ -193,31 +178,25 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    own = {"r": run.r, "vblora_dropout": run.lora_dropout}
-    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    own = {"r": config.r, "lora_dropout": float(config.vblora_dropout)}
-    # a file of the largest weights alone is smaller than what is trained
-    return own | dict(read_options(config, _OPTIONS, plain={"save_only_topk_weights": (False,)}))
-
+# a file of the largest weights alone is smaller than what is trained
+_FIELDS = PeftFields(
+    r="r", dropout="vblora_dropout", options=_OPTIONS, plain={"save_only_topk_weights": (False,)}
+)
 
 METHOD = Method(
     name="vblora",
     summary="LoRA's matrices put together from a bank of vectors",
     peft_class="peft.VBLoRAConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="vblora_",
-    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha"},
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     shared_tensors=shared_tensors,
     forward=forward,
     work=work,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods import lora
-from whichlora.methods.base import AdapterWork, FrozenTensor
+from whichlora.methods.base import AdapterWork, FrozenTensor, given
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -120,8 +120,7 @@ def refuses(linear: Linear, quant: str) -> str:
 
 def with_options(run: RunConfig) -> dict[str, Any]:
     groups = int(str(_GROUPS.of(run.method_options)))
-    bound: dict[str, Any] = {"frozen_tensors": frozen_tensors, "forward": forward, "work": work}
-    return {name: partial(function, groups=groups) for name, function in bound.items()}
+    return given(frozen_tensors, forward, work, groups=groups)
 
 
 def peft_config(run: RunConfig) -> dict[str, Any]:

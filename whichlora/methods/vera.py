@@ -5,26 +5,27 @@ Kopiczko et al. 2024, arXiv:2310.11454; peft 0.21.2 `tuners/vera`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from whichlora.methods.base import (
-    AdapterWork,
-    FrozenTensor,
-    Method,
-    adapted_modules,
-    read_options,
-    stated_options,
+from whichlora.methods.base import LORA_SETTINGS, AdapterWork, FrozenTensor, Method, no_shapes
+from whichlora.methods.operators import (
+    added_bytes,
+    base_result,
+    cast_bytes,
+    dropped,
+    frozen_product,
+    parameter,
+    widened,
 )
-from whichlora.methods.operators import added_bytes, base_result, cast_bytes, dropped, widened
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
-from whichlora.spec.run import RunConfig
 
 if TYPE_CHECKING:
-    from whichlora.symbolic.autograd import LinearForm, Tensor
+    from whichlora.symbolic.autograd import Tensor
     from whichlora.symbolic.operators import OpEmitter
 
 _OPTIONS = (
@@ -56,25 +57,18 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     size = result.size
     wide = widened(ops, linear, x)
     of_rank = ops.rows.of_rank(1)
-    inner = _shared(ops, dropped(ops, wide), linear.in_features, of_rank, f"{linear.name}: A·x")
+    a = parameter(ops, ops.per_rank(linear.in_features), trained=False)  # a part of the shared one
+    inner = frozen_product(ops, dropped(ops, wide), a, of_rank, f"{linear.name}: A·x")
     by_rank = tape.weight(ops.per_rank(1), dtypes.adapter_bytes, trained=True)
     inner = ops.multiply_rows(inner, by_rank)
     outputs = ops.rows.of(linear.out_features)
-    outer = _shared(ops, inner, linear.out_features, outputs, f"{linear.name}: B·A·x")
+    b = parameter(ops, ops.per_rank(linear.out_features), trained=False)
+    outer = frozen_product(ops, inner, b, outputs, f"{linear.name}: B·A·x")
     by_output = tape.weight(ops.constant(linear.out_features), dtypes.adapter_bytes, trained=True)
     result = ops.add(result, ops.multiply_rows(outer, by_output), f"{linear.name}: result")
     result = ops.cast(ops.cast(result, size), x.size)  # orig_dtype, then previous_dtype
     tape.hold(wide, x)
     return result
-
-
-def _shared(ops: OpEmitter, x: Tensor, width: int, elements: LinearForm, what: str) -> Tensor:
-    """With a part of a shared matrix, which autocast copies for every product anew."""
-    shared = ops.tape.weight(ops.per_rank(width), ops.dtypes.adapter_bytes)
-    part = ops.autocast(shared, f"{what}, part of the shared matrix, cast")
-    narrow = ops.autocast(x)
-    saves = [part] if x.needs_grad else []
-    return ops.tape.op([narrow, part], elements, narrow.size, saves=saves, reshapes=True, what=what)
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
@@ -94,28 +88,20 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
     )
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    own = {"r": run.r, "vera_dropout": run.lora_dropout}
-    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    own = {"r": config.r, "lora_dropout": float(config.vera_dropout)}
-    return own | dict(read_options(config, _OPTIONS))
-
+_FIELDS = PeftFields(r="r", dropout="vera_dropout", options=_OPTIONS)
 
 METHOD = Method(
     name="vera",
     summary="trained vectors around two random matrices that all layers share",
     peft_class="peft.VeraConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="vera_lambda_",
-    ignores=frozenset({"lora_alpha", "use_rslora", "loraplus_lr_ratio", "bias"}),
+    ignores=LORA_SETTINGS | {"lora_alpha"},
     options=_OPTIONS,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     frozen_tensors=frozen_tensors,
     forward=forward,
     work=work,

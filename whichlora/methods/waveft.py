@@ -5,18 +5,12 @@ Bilican et al. 2025, arXiv:2505.12532; peft 0.21.2 `tuners/waveft`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import (
-    AdapterWork,
-    Method,
-    adapted_modules,
-    read_options,
-    stated_options,
-)
+from whichlora.methods.base import RANK_SETTINGS, AdapterWork, Method, no_shapes
 from whichlora.methods.operators import added_bytes, counted, parameter, product
+from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -136,35 +130,29 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return stated_options(run, _OPTIONS) | adapted_modules(run)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    plain: dict[str, tuple[Any, ...]] = {
+_FIELDS = PeftFields(
+    options=_OPTIONS,
+    plain={
         "n_frequency_pattern": ({},),
         "proportional_parameters": (False,),
         "wavelet_family": ("db1",),
-    }
-    return read_options(config, _OPTIONS, plain=plain)
-
+    },
+)
 
 METHOD = Method(
     name="waveft",
     summary="a few wavelet coefficients of each update",
     peft_class="peft.WaveFTConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=_FIELDS.config,
+    read_peft=_FIELDS.read,
     keeps_input_dtype=True,
     parameter_prefix="waveft_",
-    ignores=frozenset(
-        {"r", "lora_alpha", "lora_dropout", "use_rslora", "loraplus_lr_ratio", "bias"}
-    ),
+    ignores=RANK_SETTINGS,
     options=_OPTIONS,
     with_options=with_options,
     refuses=refuses,
     adapter_shapes=adapter_shapes,
-    autocast_shapes=lambda linear, r: (),
+    autocast_shapes=no_shapes,
     forward=forward,
     work=work,
 )
