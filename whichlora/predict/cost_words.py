@@ -25,14 +25,21 @@ def price_in_words(offer: Offer, num_gpus: int) -> str:
     return f"{hour} an hour{of} ({offer.in_words})"
 
 
-def cost_of(cost: RunningCost, seconds: float, what: str) -> list[str]:
+def cost_of(
+    cost: RunningCost, seconds: float, what: str, *, money_alone: bool = False
+) -> list[str]:
     """What `seconds` of a run take: money with the age of its price, electricity, CO2.
 
     Args:
         what: that takes the seconds, such as "1M tokens".
+        money_alone: at the price that counts.
     """
-    lines = [f"{what}: {money}{spot_in_words(cost)}" for money in money_of(cost, seconds)]
-    kwh = cost.kwh(seconds)
+    lines = []
+    if cost.offer is not None:
+        money = format_money(cost.money(seconds), cost.offer.currency)
+        price = price_in_words(cost.offer, cost.num_gpus)
+        lines.append(f"{what}: {money} at {price}" + spot_in_words(cost) * (not money_alone))
+    kwh = None if money_alone else cost.kwh(seconds)
     if kwh is not None:
         line = f"{what}: {between(kwh)} kWh of the GPU boards"
         if (co2 := cost.co2_kg(seconds)) is not None and cost.grid is not None:
@@ -43,14 +50,6 @@ def cost_of(cost: RunningCost, seconds: float, what: str) -> list[str]:
             )
         lines.append(line)
     return lines
-
-
-def money_of(cost: RunningCost, seconds: float) -> list[str]:
-    """The money that `seconds` of a run take, with the age of its price; none without a price."""
-    if cost.offer is None:
-        return []
-    money = format_money(cost.money(seconds), cost.offer.currency)
-    return [f"{money} at {price_in_words(cost.offer, cost.num_gpus)}"]
 
 
 def cheapest_of(placements: Iterable[Placement]) -> Placement | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from whichlora.predict.cost_words import cost_of, format_money, money_of, price_in_words
+from whichlora.predict.cost_words import cost_of, format_money, price_in_words
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.repeated_times import KNOWN_TO, Repeatability
 from whichlora.predict.words import describe, method_in_words
@@ -234,11 +234,9 @@ def _winner(answer: Answer, best: Candidate, brief: bool) -> list[str]:
     if not brief or answer.plan.objective.prefer != "size":
         lines.append(f"  {_preferred(answer, run.model)}")
     if answer.cost is not None and best.total_s is not None:
+        money_alone = brief and answer.cost.grid is None
         seconds, whole = best.total_s.value, _whole(answer)
-        if brief and answer.cost.grid is None:
-            costs = [f"{whole}: {money}" for money in money_of(answer.cost, seconds)]
-        else:
-            costs = cost_of(answer.cost, seconds, whole)
+        costs = cost_of(answer.cost, seconds, whole, money_alone=money_alone)
         lines.extend(f"  {line}" for line in costs)
     lines.extend(f"  {reason(check)}" for check in _tightest(best.checks, brief))
     return lines

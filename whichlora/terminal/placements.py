@@ -27,7 +27,7 @@ def print_placements(placements: Sequence[Placement]) -> None:
         say(console, _what_runs(judged))
         console.print()
         show(console, placements_sheet(judged, wide=console.width >= WIDE))
-    for line in _closing(placements):
+    for line in _closing(placements, judged):
         say(console, line)
 
 
@@ -36,19 +36,17 @@ def placements_document(placements: Sequence[Placement]) -> Document:
     judged = _shown(placements)
     sheets = [placements_sheet(judged, wide=True)] if judged else []
     title = _what_runs(judged) if judged else "no card can run it"
-    return Document(title=title, sheets=sheets, lines=tuple(_closing(placements)))
-
-
-def _judged(placements: Sequence[Placement]) -> list[Placement]:
-    return [placement for placement in placements if placement.prediction is not None]
+    return Document(title=title, sheets=sheets, lines=tuple(_closing(placements, judged)))
 
 
 def _shown(placements: Sequence[Placement]) -> list[Placement]:
     """Those that are judged; of many that are too small, the nearest."""
-    judged = _judged(placements)
+    judged = [each for each in placements if each.prediction is not None]
     too_small = [each for each in judged if each.prediction and each.prediction.verdict == "fails"]
-    hidden = too_small[NEAREST:] if len(too_small) > MAX_TOO_SMALL else []
-    return [each for each in judged if each not in hidden]
+    if len(too_small) <= MAX_TOO_SMALL:
+        return judged
+    hidden = {each.gpu.key for each in too_small[NEAREST:]}
+    return [each for each in judged if each.gpu.key not in hidden]
 
 
 def _named(keys: Sequence[str]) -> str:
@@ -62,10 +60,9 @@ def _what_runs(judged: Sequence[Placement]) -> str:
     return describe(prediction.run)
 
 
-def _closing(placements: Sequence[Placement]) -> Iterator[str]:
-    """What is said below the table."""
-    judged = _shown(placements)
-    if (too_small := len(_judged(placements)) - len(judged)) > 0:
+def _closing(placements: Sequence[Placement], judged: Sequence[Placement]) -> Iterator[str]:
+    """What is said below the table of those that are `judged` and shown."""
+    if too_small := sum(each.prediction is not None for each in placements) - len(judged):
         yield f"{too_small} more do not fit; --gpu names those to compare, --json has all"
     refusals: dict[str, list[str]] = {}
     for placement in placements:

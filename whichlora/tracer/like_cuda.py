@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -105,8 +105,7 @@ def like_cuda(device: Device) -> Iterator[None]:
             (_bnb_optimizer(), "get_state_buffer", _state_buffer),
             # PEFT knows a 4-bit weight by its class, which a fake one can't have.
             ("peft.tuners.lora.dora", "dequantize_module_weight", _expanded),
-            *_psoft_rotation(),
-            *_by_values(),
+            *_of_peft(),
             # Pixels are made on the host, and are on the device when the model is called.
             ("whichlora.profiler.images", "host_pixels", _host_pixels),
             # One list of tensors per operation, as `foreach` optimizers do it on CUDA.
@@ -187,12 +186,6 @@ _MIN_PAGED_PARAMS = 100_000
 _host_tensors = False
 
 
-def _psoft_rotation() -> Iterator[tuple[Any, str, Any]]:
-    """PSOFT, which older releases of PEFT lack, multiplies 16-bit inputs in fp32 on a CPU."""
-    if find_spec("peft.tuners.psoft") is not None:
-        yield import_module("peft.tuners.psoft.layer").OrthLayer, "forward", _rotated
-
-
 def _rotated(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Source: peft 0.21.2 `OrthLayer.forward`."""
     return x @ self.get_matrix().to(x.dtype).t()
@@ -237,30 +230,39 @@ def _expanded(module: Any) -> Any:
     return module.weight
 
 
-def _by_values() -> Iterator[tuple[Any, str, Any]]:
+Patch = tuple[Any, str, Any]  # a module or class, the name in it, and what stands in for it
+
+
+@cache
+def _of_peft() -> tuple[Patch, ...]:
     """What stands in for functions of PEFT that read values, of those methods that it has.
 
     BOFT writes a permutation entry by entry, and compiles a kernel for further factors. WaveFT
-    picks the places that lie inside, which are all. Uni-LoRA counts equal indices.
+    picks the places that lie inside, which are all. Uni-LoRA counts equal indices. PSOFT reads
+    none, but multiplies 16-bit inputs in fp32 on a CPU.
     """
+    found: list[Patch] = []
     if find_spec("peft.tuners.boft"):
         module = import_module("peft.tuners.boft.layer")
-        yield module.BOFTLayer, "perm2mat", lambda _, order: torch.zeros(len(order), len(order))
-        yield module, "get_fbd_cuda", lambda: None
+        found += [
+            (module.BOFTLayer, "perm2mat", lambda _, order: torch.zeros(len(order), len(order))),
+            (module, "get_fbd_cuda", lambda: None),
+        ]
+    if find_spec("peft.tuners.psoft"):
+        found.append((import_module("peft.tuners.psoft.layer").OrthLayer, "forward", _rotated))
     if find_spec("peft.tuners.waveft"):
-        owner = import_module("peft.tuners.waveft.layer").WaveFTLayer
-        name = "get_delta_weight"
+        layer = import_module("peft.tuners.waveft.layer").WaveFTLayer
         whole = {"indices": "padded_indices.clone()", "spectrum": "spectrum.clone()"}
         replaced = {f"valid_{what}": value for what, value in whole.items()}
-        yield owner, name, _without_values(owner, name, **replaced)
+        found.append(_without_values(layer, "get_delta_weight", **replaced))
     if find_spec("peft.tuners.unilora"):
-        owner = import_module("peft.tuners.unilora.model").UniLoraModel
-        name = "_assign_unilora_indices_and_scales"
-        ones = "torch.ones(config.theta_d_length)"
-        yield owner, name, _without_values(owner, name, counts=ones, used_indices="slice(None)")
+        model = import_module("peft.tuners.unilora.model").UniLoraModel
+        replaced = {"counts": "torch.ones(config.theta_d_length)", "used_indices": "slice(None)"}
+        found.append(_without_values(model, "_assign_unilora_indices_and_scales", **replaced))
+    return tuple(found)
 
 
-def _without_values(owner: Any, name: str, **replaced: str) -> Any:
+def _without_values(owner: Any, name: str, **replaced: str) -> Patch:
     """A function of PEFT's class `owner` whose lines that fake tensors cannot run are others.
 
     Args:
@@ -277,7 +279,7 @@ def _without_values(owner: Any, name: str, **replaced: str) -> Any:
         lines[place] = f"{indent}{variable} = {value}"
     names: dict[str, Any] = {}
     exec("\n".join(lines), vars(module), names)
-    return names[name]
+    return owner, name, names[name]
 
 
 def _take_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
