@@ -229,6 +229,12 @@ def test_on_a_cpu_host_and_device_are_the_same_cores() -> None:
     assert parts["products"] > 0
 
 
+def test_a_small_kernel_takes_time_on_an_accelerator_and_autograd_launches_in_half_of_it() -> None:
+    counts = timing.features(replace(FEW, autograd_launches=60), GPU, dtype="bf16")
+    assert (counts["launch"], counts["kernels"]) == (100 + 60 / 2, 100 + 60)
+    assert timing.features(FEW, CPU, dtype="fp32")["kernels"] == 0
+
+
 def test_host_bound_time_does_not_depend_on_the_batch() -> None:
     calibration = prior_calibration(GPU)
     one, two = (

@@ -16,7 +16,7 @@ from whichlora.spec.numeric import Real, quadratic_form, sqrt, where
 from whichlora.timing.work import Work
 
 DEVICE_FEATURES = (
-    "products", "weights", "attention", "cache", "elementwise", "dequant", "optimizer",
+    "products", "weights", "attention", "cache", "elementwise", "dequant", "optimizer", "kernels",
 )  # fmt: skip
 # Arithmetic and the bytes that it reads meanwhile: the slower of the two decides.
 ROOFS = (("products", "weights"), ("attention", "cache"))
@@ -24,13 +24,13 @@ FEATURES = (*DEVICE_FEATURES, "launch", "constant", "engine")
 # What a run's time is of, in the order in which the first that holds counts: the host's launches,
 # quantised weights that are unpacked, products and their bytes alone.
 REGIMES = ("host", "unpacking", "device")
-PER_COUNT = ("launch", "constant", "engine")  # whose coefficient is in seconds
+PER_COUNT = ("kernels", "launch", "constant", "engine")  # whose coefficient is in seconds
 # Whose coefficient is the device's, whatever runs on it: the rates of arithmetic and of memory.
 # Those of the other kernels belong to the engine, whose kernels they are.
 DEVICE_RATES = ("products", "weights")
 # Of these, the ones that change between versions and hosts of one engine: what a host takes to
 # launch and prepare, and the kernels of a quantisation library.
-STACK_FEATURES = ("dequant", *PER_COUNT)
+STACK_FEATURES = ("dequant", "launch", "constant", "engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class TimeModel:
     """Coefficients of one phase on one device, with what is known about their error.
 
     Args:
-        mean: coefficient by feature; "launch" in seconds per kernel, "constant" in seconds,
-            "engine" in seconds per step of a serving engine.
+        mean: coefficient by feature; "launch" and "kernels" in seconds per kernel, of the host and
+            of the device; "constant" in seconds, "engine" in seconds per step of a serving engine.
         covariance: of the coefficients, rows and columns in the order of `FEATURES`.
         noise: standard deviation of the log of a single measurement around the model.
         interval_scale: what deviations are multiplied with, so that intervals hold as much as they
@@ -90,9 +90,20 @@ _USUAL_SHARE = 0.83
 # under eager PyTorch. Five of published decoding speeds on A100 (20, 21, 22, 23 and 26
 # microseconds; `docs/accuracy/published.md`), measured ones of H20 (12), H100 (20) and T4 (28).
 LAUNCH_S, LAUNCH_SPREAD = 21e-6, 0.27
+# Of what a kernel costs the host in a forward, which Python launches, the share that one of a
+# backward costs, which autograd's C++ does. Kind: estimate. A small Llama with LoRA on a CPU, whose
+# kernels take nearly no time, has 0.5; launches on A100 of published steps have 0.3.
+AUTOGRAD_LAUNCH = 0.5
 # Relative deviation of a model's launches from another's on the same host. Kind: fitted, to the
 # models of three published tables: 18.9 to 21.5, 21.1 to 24.3 and 22.4 to 23.4 microseconds.
 LAUNCH_KNOWN = 0.06
+
+# What a kernel takes on an accelerator beside its work, however small: the device starts it when
+# the one before has ended. A captured graph's are in "engine".
+# Kind: fitted. Decoding on A100 under transformers has 5.8 microseconds; products under vLLM 6.8
+# (A100), 3.9 (H100) and 0 (L40S), attention 9 to 18 (`docs/accuracy/engine_kernels.md`); kernels
+# of llama.cpp 2.4 to 13, whose geometric mean is 5.1 (`docs/accuracy/llama_cpp_gpus.md`).
+KERNEL_S, KERNEL_SPREAD = 5e-6, 0.5
 
 # Mean and relative standard deviation of every coefficient before any run on the device.
 # Products, bytes: 72 % and 80 % efficiency, refitted from public operator profiles of three
@@ -107,6 +118,7 @@ _ACCELERATOR_PRIOR = {
     "elementwise": (1.0 / 0.8, 0.4),
     "dequant": (1.0 / 0.5, 0.45),
     "optimizer": (1.0 / 0.8, 0.5),
+    "kernels": (KERNEL_S, KERNEL_SPREAD),
     "launch": (LAUNCH_S, LAUNCH_SPREAD),
     "constant": (3e-3, 1.0),
     "engine": (2.5e-3, 0.4),
@@ -119,6 +131,7 @@ _CPU_PRIOR = {
     "elementwise": (1.0 / 0.4, 0.8),
     "dequant": (1.0 / 0.2, 2.0),
     "optimizer": (1.0 / 0.4, 1.0),
+    "kernels": (KERNEL_S, KERNEL_SPREAD),
     "launch": (16e-6, 0.8),
     "constant": (10e-3, 1.0),
     "engine": (2.5e-3, 0.8),
@@ -249,7 +262,9 @@ def tiled_multiprocessors(gpu: GpuSpec, dtype: str) -> int | None:
 
 
 def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
-    """Datasheet seconds by kind of work; "launch" is a count and "constant" is one.
+    """Datasheet seconds by kind of work; those of `PER_COUNT` are counts.
+
+    On a CPU, whose launches are added to the work, a kernel costs nothing more.
 
     Of an amount of memory, whose rates nobody knows, the constant alone: all passes take as long.
 
@@ -262,6 +277,7 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
     wide_rate = gpu.peak_flops_per_s.get("fp32", rate)
     sustained = rate * power_factor(gpu, dtype)
     bandwidth = gpu.bandwidth_bytes_per_s
+    kernels = (work.launches + work.autograd_launches) * (gpu.kind != "cpu")
     return {
         "products": (work.product_flops + work.idle_flops) / sustained,
         "weights": work.weight_read_bytes / bandwidth,
@@ -270,7 +286,8 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
         "elementwise": work.elementwise_bytes / bandwidth,
         "dequant": work.dequant_bytes / bandwidth,
         "optimizer": work.optimizer_bytes / bandwidth,
-        "launch": work.launches,
+        "kernels": kernels,
+        "launch": work.launches + AUTOGRAD_LAUNCH * work.autograd_launches,
         "constant": once,
         "engine": work.engine_steps + 0.0 * work.launches,
     }

@@ -8,7 +8,6 @@ from whichlora.spec.architecture import LayerGroup
 from whichlora.spec.numeric import Count, ceil_div, smallest
 from whichlora.timing.work import (
     ATTENTION_OPS,
-    AUTOGRAD_LAUNCH,
     BACKWARD_RATIO,
     Work,
     served_layers,
@@ -105,7 +104,9 @@ def tower_step_work(
             num_multiprocessors=num_multiprocessors,
         )
         launches = _packed_launches(group, num_patches, step.forward.span)
-        passes = 1 + recompute + BACKWARD_RATIO * AUTOGRAD_LAUNCH
-        works += [work, Work(launches=launches * passes)]
+        packed = Work(
+            launches=launches * (1 + recompute), autograd_launches=launches * BACKWARD_RATIO
+        )
+        works += [work, packed]
     around = _around_flops(step.forward) * (3 if step.trains else 2)
     return Work.total((*works, Work(product_flops=around), moved)).times(micro_steps)

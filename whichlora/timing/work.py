@@ -59,10 +59,6 @@ VLLM_CAPTURED_TOKENS = 8192  # longest sequence of its captured graphs, by defau
 OUTSIDE_OPS = 22  # embedding, final norm, head, sampling
 LOSS_OPS = 32
 BACKWARD_RATIO = 1.6  # 60 of 38
-# Of what a kernel costs the host in a forward, which Python launches, the share that one of a
-# backward costs, which autograd's C++ does. Kind: estimate. A small Llama with LoRA on a CPU, whose
-# kernels take nearly no time, has 0.5; launches on A100 of published steps have 0.3.
-AUTOGRAD_LAUNCH = 0.5
 # Bytes that the loss reads and writes per token and vocabulary entry, forward and backward.
 LOSS_PASSES = {"hf": 30, "unsloth": 30, "raw": 8, "trl-fused": 16, "liger": 16, "unsloth-fused": 16}
 # The same of a trainer's own loss of fp32 logits. Kind: estimate, read. Those of 16 bit are widened
@@ -107,7 +103,8 @@ class Work:
         dequant_bytes: quantised weights expanded to 16 bit and read back, all passes.
         optimizer_bytes: parameters, gradients and states read and written by the step, by clipping,
             and by summing the gradients of micro-batches.
-        launches: kernels launched from Python; one that autograd launches is `AUTOGRAD_LAUNCH`.
+        launches: kernels launched from Python, each on its own.
+        autograd_launches: those that autograd's C++ launches in a backward.
         engine_steps: turns of a serving engine's scheduler and sampler on the host, for which the
             device waits.
     """
@@ -122,6 +119,7 @@ class Work:
     dequant_bytes: Count = 0
     optimizer_bytes: Count = 0
     launches: Count = 0
+    autograd_launches: Count = 0
     engine_steps: Count = 0
 
     @classmethod
@@ -327,7 +325,7 @@ def _attention_work(
         forwards: how often the layer runs forward.
         backward: and whether it runs backward.
     """
-    flops = wide_flops = moved = launches = 0 * (batch_size * queries * keys)
+    flops = wide_flops = moved = math_kernels = 0 * (batch_size * queries * keys)
     decoding = not triangular and not backward
     rows = batch_size * queries
     for share, kernel in kernels_of(attention, dtypes, keys, decoding=decoding):
@@ -347,12 +345,13 @@ def _attention_work(
             of_keys = math_key_bytes(attention, dtypes, masked=False, decoding=decoding)
             moved = moved + share * batch_size * keys * of_keys * passes
             ops = math_ops(dtypes, decoding=decoding) - ATTENTION_OPS
-            launches = launches + share * ops * (forwards + BACKWARD_RATIO * backward)
+            math_kernels = math_kernels + share * ops
     return Work(
         attention_flops=flops,
         wide_attention_flops=wide_flops,
         elementwise_bytes=moved,
-        launches=launches,
+        launches=math_kernels * forwards,
+        autograd_launches=math_kernels * BACKWARD_RATIO * backward,
     )
 
 
@@ -512,9 +511,7 @@ def trained_layers(
     dequant = count * (unpacked * (1 + recompute) + expanded_back)
     weight_read = weight_read + count * (expanded_read * (1 + recompute) + read_back)
     base_ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + expert_ops(layer, tokens)
-    launches = count * base_ops * (1 + recompute + BACKWARD_RATIO * AUTOGRAD_LAUNCH)
-    in_forward = loop_ops(layer) + unpacking_ops(layer, dtypes)
-    launches = launches + count * in_forward * (1 + recompute)
+    in_forward = base_ops + loop_ops(layer) + unpacking_ops(layer, dtypes)
     layers = Work(
         product_flops=product_flops,
         idle_flops=count
@@ -523,7 +520,8 @@ def trained_layers(
         attention_flops=attention_flops,
         elementwise_bytes=elementwise,
         dequant_bytes=dequant,
-        launches=launches,
+        launches=count * in_forward * (1 + recompute),
+        autograd_launches=count * base_ops * BACKWARD_RATIO,
     )
     in_step = (
         _trained_adapter(linear, adapter, dtypes, recompute, count, tokens)
@@ -587,10 +585,8 @@ def _trained_adapter(
         product_flops=count * (weight_flops + token_flops),
         elementwise_bytes=count * (tokens * moved + of_weight),
         dequant_bytes=count * _expanded_again(linear, adapter, dtypes) * (1 + recompute),
-        launches=count
-        * (
-            adapter.forward_launches * (1 + recompute) + adapter.backward_launches * AUTOGRAD_LAUNCH
-        ),
+        launches=count * adapter.forward_launches * (1 + recompute),
+        autograd_launches=count * adapter.backward_launches,
     )
 
 
@@ -671,6 +667,7 @@ def training_work(
         dequant_bytes=layers.dequant_bytes * steps + 0 * tokens,
         optimizer_bytes=update_bytes(update) + 0 * tokens,
         launches=(layers.launches + OUTSIDE_OPS + LOSS_OPS) * steps + update_launches(update),
+        autograd_launches=layers.autograd_launches * steps,
     )
 
 
