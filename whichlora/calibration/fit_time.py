@@ -33,7 +33,7 @@ STACK_SPREAD = 0.15
 # What of a device is faster or slower at once: its arithmetic units with their clock (a limit of
 # power, a slice of them), its memory, and the host that launches and prepares.
 RESOURCES = {
-    "compute": ("products", "attention", "kernels"),
+    "compute": ("products", "attention"),
     "memory": ("weights", "cache", "elementwise", "dequant", "optimizer"),
     "host": ("launch", "constant", "engine"),
 }

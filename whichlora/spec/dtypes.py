@@ -125,6 +125,19 @@ class Dtypes:
         return 2 if self.narrow_head else self.embedding_bytes
 
     @property
+    def widens_products(self) -> bool:
+        """Whether products but those with quantised weights are in fp32 in a run of 16 bit."""
+        return self.compute_bytes > self.four_bit_bytes
+
+    @property
+    def widens_adapters(self) -> bool:
+        """Whether the adapters' products are, as PEFT's are without autocast.
+
+        Source: peft 0.21.2 `BaseTuner._cast_adapter_dtype`, `BaseTunerLayer._cast_input_dtype`.
+        """
+        return self.adapter_product_bytes > self.four_bit_bytes
+
+    @property
     def uses_sdpa(self) -> bool:
         """Whether torch's SDPA was asked for, whatever kernel of it."""
         return self.attn.startswith("sdpa")

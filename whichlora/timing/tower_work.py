@@ -10,6 +10,7 @@ from whichlora.timing.work import (
     ATTENTION_OPS,
     BACKWARD_RATIO,
     Work,
+    products,
     served_layers,
     trained_layers,
 )
@@ -83,8 +84,10 @@ def tower_step_work(
                 adapters = adapters + step.method.adapter_params(linear, step.r)
     num_patches = step.tokens
     # each adapter of the tower is multiplied with patches, not with the tokens of the text
-    products = (6 + 2 * recompute) * (num_patches - text_tokens) * adapters
-    moved = Work(product_flops=products)
+    moved = products(
+        (6 + 2 * recompute) * (num_patches - text_tokens) * adapters,
+        wide=step.dtypes.widens_adapters,
+    )
     if not step.goes_backward:
         forward = tower_forward_work(step.forward, num_multiprocessors=num_multiprocessors)
         return Work.total((forward, moved)).times(micro_steps)

@@ -93,6 +93,7 @@ class Work:
 
     Args:
         product_flops: matrix products, adapters included (multiply and add are two).
+        wide_product_flops: those that are computed in fp32 whatever the dtype of the run.
         idle_flops: what the device could do while products do not fill it.
         weight_read_bytes: stored weights read by all passes.
         attention_flops: scores and weighted values.
@@ -110,6 +111,7 @@ class Work:
     """
 
     product_flops: Count = 0
+    wide_product_flops: Count = 0
     idle_flops: Count = 0
     weight_read_bytes: Count = 0
     attention_flops: Count = 0
@@ -145,6 +147,25 @@ def active_weights(layer: Layer) -> int:
     Kind: exact. Source: the architecture.
     """
     return sum(linear.active * linear.in_features * linear.out_features for linear in layer.linears)
+
+
+def wide_weights(layer: Layer, dtypes: Dtypes) -> int:
+    """Those of `active_weights` that are multiplied in fp32 in a run of 16 bit.
+
+    Kind: exact. Source: transformers 5.23 and peft 0.21.2, `docs/memory.md` (MODES).
+    """
+    if not dtypes.widens_products:
+        return 0
+    return sum(
+        linear.active * linear.in_features * linear.out_features
+        for linear in layer.linears
+        if not is_quantised(linear, dtypes)
+    )
+
+
+def products(flops: Count, *, wide: bool) -> Work:
+    """Matrix products in the run's dtype or, if `wide`, in fp32."""
+    return Work(wide_product_flops=flops) if wide else Work(product_flops=flops)
 
 
 def visited_weights(layer: Layer, tokens: Count) -> Count:
@@ -333,7 +354,8 @@ def _attention_work(
         # backward is two forwards, and half of one more where the kernel computes scores again
         halves = 2 * forwards + (5 if kernel in FUSED else 4) * backward
         products = share * rows * per_token * halves // 2
-        in_fp32 = kernel == "math" and dtypes.compute_bytes == 2
+        by_math = kernel == "math" and dtypes.compute_bytes == 2
+        in_fp32 = by_math or (dtypes.widens_products and kernel != "flash")  # flash takes 16 bit
         flops, wide_flops = (
             (flops, wide_flops + products) if in_fp32 else (flops + products, wide_flops)
         )
@@ -476,8 +498,8 @@ def trained_layers(
     """One micro-step of `count` equal layers. Kind: estimate. Source: `docs/time.md`."""
     recompute = 1 if run.gradient_checkpointing else 0
     passes = 3 if method.trains_base else 2
-    weights_active = active_weights(layer)
-    product_flops = count * 2 * tokens * weights_active * (passes + recompute)
+    multiplied = count * 2 * tokens * (passes + recompute)
+    wide = wide_weights(layer, dtypes)
     stored = sum(weights.linear_bytes(linear, dtypes) for linear in layer.linears)
     weight_read = count * stored * (passes + recompute)
     scanned = tokens * scan_flops_per_token(layer, seq_len, decoding=False)
@@ -513,7 +535,8 @@ def trained_layers(
     base_ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + expert_ops(layer, tokens)
     in_forward = base_ops + loop_ops(layer) + unpacking_ops(layer, dtypes)
     layers = Work(
-        product_flops=product_flops,
+        product_flops=multiplied * (active_weights(layer) - wide),
+        wide_product_flops=multiplied * wide,
         idle_flops=count
         * _trained_idle_flops(layer, tokens, method, recompute, num_multiprocessors),
         weight_read_bytes=weight_read,
@@ -581,13 +604,14 @@ def _trained_adapter(
     weight_flops = adapter.weight_flops * (1 + recompute) + adapter.backward_weight_flops
     of_weight = adapter.weight_bytes * (1 + recompute) + adapter.backward_weight_bytes
     moved = adapter.forward_bytes * (1 + recompute) + adapter.backward_bytes
-    return Work(
-        product_flops=count * (weight_flops + token_flops),
+    beside = Work(
         elementwise_bytes=count * (tokens * moved + of_weight),
         dequant_bytes=count * _expanded_again(linear, adapter, dtypes) * (1 + recompute),
         launches=count * adapter.forward_launches * (1 + recompute),
         autograd_launches=count * adapter.backward_launches,
     )
+    flops = count * (weight_flops + token_flops)
+    return Work.total((products(flops, wide=dtypes.widens_adapters), beside))
 
 
 def training_work(
@@ -642,13 +666,17 @@ def training_work(
     copied = method.copies_table * model.embeddings[0].num_params
     tied = bool(copied) and model.head_tied
     of_head = scored * head * (passes + (run.loss_head == "trl-fused") + tied)
-    product_flops = layers.product_flops + 2 * (of_head + tokens * around * passes)
+    multiplied = [layers]
+    around_layers = 2 * (of_head + tokens * around * passes)
+    multiplied.append(products(around_layers, wide=_widens_head(dtypes)))
     weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
     if not method.trains_base:
         read = batch_size * method.virtual_tokens if method.virtual_tokens else tokens
         shared = method.shared_tensors(adapted_linears(model, targets), r)
         params = update.num_params - sum(tensor.num_params for tensor in shared)
-        product_flops = product_flops + (6 + 2 * recompute) * read * params
+        of_adapters = (6 + 2 * recompute) * read * params
+        multiplied.append(products(of_adapters, wide=dtypes.widens_adapters))
+    all_products = Work.total(multiplied)
     vocab = num_logits(model)
     _, loss_passes = _loss_passes(run, dtypes, logits_loss)
     elementwise = layers.elementwise_bytes + loss_passes * vocab * scored
@@ -657,7 +685,8 @@ def training_work(
 
     steps = run.gradient_accumulation_steps * num_forwards
     return Work(
-        product_flops=product_flops * steps,
+        product_flops=all_products.product_flops * steps,
+        wide_product_flops=all_products.wide_product_flops * steps,
         idle_flops=layers.idle_flops * steps,
         weight_read_bytes=weight_read * steps,
         attention_flops=layers.attention_flops * steps,
@@ -669,6 +698,10 @@ def training_work(
         launches=(layers.launches + OUTSIDE_OPS + LOSS_OPS) * steps + update_launches(update),
         autograd_launches=layers.autograd_launches * steps,
     )
+
+
+def _widens_head(dtypes: Dtypes) -> bool:
+    return dtypes.widens_products and dtypes.head_bytes > dtypes.four_bit_bytes
 
 
 def _loss_passes(run: RunConfig, dtypes: Dtypes, logits_loss: LogitsLoss | None) -> tuple[int, int]:
@@ -735,8 +768,12 @@ def evaluation_work(
     head, around = head_weights(model)
     vocab = num_logits(model)
     loss_passes, _ = _loss_passes(run, dtypes, logits_loss)
+    scored = products(2 * tokens * (head + around), wide=_widens_head(dtypes))
     return Work(
-        product_flops=again.product_flops - once.product_flops + 2 * tokens * (head + around),
+        product_flops=again.product_flops - once.product_flops + scored.product_flops,
+        wide_product_flops=again.wide_product_flops
+        - once.wide_product_flops
+        + scored.wide_product_flops,
         idle_flops=again.idle_flops - once.idle_flops,
         weight_read_bytes=again.weight_read_bytes
         - once.weight_read_bytes
@@ -805,14 +842,14 @@ def _served_adapter(
     params = method.adapter_params(linear, r)
     share = linear.active / linear.count  # of experts
     read = smallest(1.0, rows * share)
-    products = 2 * rows * share * params + adapter.weight_flops + rows * adapter.token_flops
-    return Work(
-        product_flops=count * products,
+    flops = 2 * rows * share * params + adapter.weight_flops + rows * adapter.token_flops
+    beside = Work(
         weight_read_bytes=count * read * params * dtypes.adapter_bytes,
         elementwise_bytes=count * (rows * adapter.forward_bytes + adapter.weight_bytes),
         dequant_bytes=count * _expanded_again(linear, adapter, dtypes),
         launches=count * adapter.forward_launches,
     )
+    return Work.total((products(count * flops, wide=dtypes.widens_adapters), beside))
 
 
 def _cache_bytes(
@@ -973,6 +1010,7 @@ def inference_work(
         launches = 1 + eager * by_layer + 0 * tokens  # a captured graph is one launch
     return Work(
         product_flops=layers.product_flops + 2 * scored * head,
+        wide_product_flops=layers.wide_product_flops + 0 * tokens,
         idle_flops=layers.idle_flops,
         weight_read_bytes=layers.weight_read_bytes + head * dtypes.embedding_bytes + 0 * tokens,
         attention_flops=layers.attention_flops,
