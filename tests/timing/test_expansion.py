@@ -131,6 +131,21 @@ def test_autoawq_unpacks_for_every_16_rows_and_expands_since_its_second_release(
     assert moved("0", 1024) == once
 
 
+def test_exllamas_first_kernel_unpacks_inside_for_7_rows_and_its_second_for_every_8() -> None:
+    layer, _ = layer_and_matrix()
+    num_weights = sum(linear.num_weights for linear in layer.linears)
+
+    def moved(exllama: str, rows: int) -> float:
+        libraries = (("exllama", exllama), *AUTOGPTQ)
+        dtypes = job("gptq-int4", "a100-sxm-80gb", phase="inference", libraries=libraries).dtypes
+        return float(expansion.forward_bytes(layer, dtypes, rows)[0]) / num_weights
+
+    once = moved("1", 7)
+    assert once == moved("2", 8) == pytest.approx(0.5, rel=0.05)
+    assert moved("1", 8) == moved("2", 51) == pytest.approx(once + 2)
+    assert moved("2", 50) == pytest.approx(7 * once)
+
+
 def test_eight_bits_are_multiplied_as_they_are() -> None:
     layer, _ = layer_and_matrix()
     on_gpu, on_cpu = trained("int8"), trained("int8", "cpu")

@@ -681,6 +681,54 @@ def test_a_step_of_lora_on_a_tiny_llama_by_hand() -> None:
     assert again.weight_read_bytes - counted.weight_read_bytes == 2 * 6 * LAYER_WEIGHTS
 
 
+@pytest.mark.parametrize(
+    ("settings", "splits"),
+    [
+        ({}, True),
+        ({"libraries": (("torch", "2.1.2"),)}, False),
+        ({"libraries": (("torch", "2.1.2"),), "attn": "flash_attention_2"}, True),
+        ({"libraries": (("torch", "2.1.2"),), "attn": "eager"}, True),
+        ({"attn": "sdpa-efficient"}, False),
+    ],
+)
+def test_a_kernel_that_splits_no_keys_reads_the_cache_at_few_multiprocessors(
+    settings: dict[str, Any], splits: bool
+) -> None:
+    job = tiny_job(phase="inference", kv_cache="static", **settings)
+
+    def passes(batch_size: int) -> float:
+        shape = {"batch_size": batch_size, "context": 1000, "decoding": True}
+        alone = work.inference_work(job.model, job.run, job.dtypes, **shape)
+        known = work.inference_work(
+            job.model, job.run, job.dtypes, **shape, num_multiprocessors=108
+        )
+        return known.attention_bytes / alone.attention_bytes
+
+    # 4 heads of a sequence keep 4 of 108 multiprocessors busy, those of 27 sequences all
+    waited = 0.0 if splits else work.HEAD_PASS * (108 / 4 - 1)
+    assert passes(1) == pytest.approx(1 + waited)
+    assert passes(27) == passes(100) == 1
+
+
+def test_products_are_in_fp32_where_no_autocast_narrows_them() -> None:
+    def step(**keys: Any) -> Work:
+        return training(tiny_job(batch_size=3, seq_len=48, r=8, **keys))
+
+    narrow = step(method="lora", precision="bf16")
+    assert narrow.wide_product_flops == 0
+    adapters = step(method="lora", precision="bf16-no-autocast")
+    # two factors of rank 8 beside each of a layer's seven matrices
+    params = 6 * 8 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 160))
+    assert adapters.wide_product_flops == 6 * 3 * 48 * params
+    assert adapters.product_flops + adapters.wide_product_flops == narrow.product_flops
+    prepared = {"method": "qlora", "quant": "nf4", "prepare_kbit": True}
+    based = step(precision="bf16-no-autocast", **prepared)
+    assert based.wide_product_flops == 6 * 3 * 48 * params + 4 * 3 * 48 * HEAD_WEIGHTS
+    assert based.attention_flops == 0 < based.wide_attention_flops
+    by_flash = step(precision="bf16-no-autocast", attn="flash_attention_2", **prepared)
+    assert by_flash.wide_attention_flops == 0 < by_flash.attention_flops
+
+
 def test_a_decoding_step_of_a_tiny_llama_by_hand() -> None:
     def step(**keys: Any) -> Work:
         job = tiny_job(phase="inference", **keys)

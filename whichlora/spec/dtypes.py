@@ -253,6 +253,9 @@ def _narrow_mode(run: RunConfig, *, autocast: bool, trains_base: bool) -> Mode:
 
 # Rows up to which a product unpacks weights inside its kernel. Kind: estimate, what the kernels'
 # authors state.
+# Exllama's first kernel unpacks inside for fewer than 8. Source: AutoGPTQ 0.5.1
+# `matmul_recons_thd` of modeling/_utils.py; exllamav2 `MAX_Q_GEMM_ROWS`.
+EXLLAMA_ROWS = 7
 _FUSED_ROWS = {"gptq-int4": 50, "gptq-int8": 50, "awq-int4": 1024, "mxfp4": MOST_COUNT}
 
 
@@ -260,6 +263,8 @@ def fused_rows(dtypes: Dtypes) -> int:
     """Rows up to which a product with quantised weights does not write them out in 16 bit first."""
     if dtypes.quant == "awq-int4" and not dtypes.libraries.expands_awq:
         return MOST_COUNT
+    if exllama_kernels(dtypes) == 1:
+        return EXLLAMA_ROWS
     if dtypes.quant not in FOUR_BIT_BNB:
         return _FUSED_ROWS.get(dtypes.quant, 0)
     product = "fp32" if dtypes.four_bit_bytes == 4 else dtypes.half

@@ -79,6 +79,14 @@ class Libraries:
         return _numbers(getattr(self, library)) < _numbers(version)
 
     @property
+    def splits_keys(self) -> bool:
+        """SDPA's flash kernel has several blocks read one head's keys, which one block did before.
+
+        Source: torch 2.2 `set_params_splitkv` of flash_api.cpp; 2.1 has FlashAttention 1.
+        """
+        return not self.older("torch", "2.2")
+
+    @property
     def mean_keeps_input(self) -> bool:
         """Autograd keeps the squared hidden state that an RMSNorm takes the mean of.
 

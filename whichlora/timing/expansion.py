@@ -11,6 +11,7 @@ from whichlora.spec.architecture import Layer, Linear
 from whichlora.spec.dtypes import (
     BNB_BLOCK,
     Dtypes,
+    exllama_kernels,
     expands_by_operators,
     fused_rows,
     is_quantised,
@@ -38,9 +39,10 @@ OPERATOR_OPS, GATHERED_OPS = 9, 12
 # Kind: fitted. Source: bitsandbytes pull requests 1746 and 1747.
 BRANCHING = {"6.0": 1.7, "7.0": 1.7, "7.5": 1.5, "8.0": 1.7, "9.0": 1.7}
 
-# Rows of a tile of AutoAWQ's kernel, for each of which it unpacks the weights anew.
-# Source: AutoAWQ_kernels 0.0.9 gemm_cuda_gen.cu, `gemm_forward_4bit_cuda_m16n128k32`.
-AWQ_TILE_ROWS = 16
+# Rows of a tile of AutoAWQ's kernel, and of exllama's second, for each of which it unpacks the
+# weights anew. Source: AutoAWQ_kernels 0.0.9 gemm_cuda_gen.cu, `gemm_forward_4bit_cuda_m16n128k32`;
+# exllamav2 q_gemm.cu, `BLOCK_M_SIZE_MAX`.
+AWQ_TILE_ROWS, EXLLAMA_TILE_ROWS = 16, 8
 
 
 def multiplies_stored(dtypes: Dtypes) -> bool:
@@ -107,10 +109,17 @@ def visited_matrices(linear: Linear, tokens: Count) -> Count:
     return smallest(linear.count, tokens * linear.active) if linear.count > 1 else 1 + 0 * tokens
 
 
+def _tile_rows(dtypes: Dtypes) -> int | None:
+    """Rows for which a fused kernel unpacks once; None if it does so once for all."""
+    if dtypes.quant == "awq-int4" and dtypes.libraries.multiplies_awq_by_tiles:
+        return AWQ_TILE_ROWS
+    return EXLLAMA_TILE_ROWS if exllama_kernels(dtypes) == 2 else None
+
+
 def forward_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> tuple[Real, Real]:
     """What one forward over `rows` moves to unpack a layer's weights, and reads beyond the stored.
 
-    A fused kernel reads the stored bytes once more, AutoAWQ's once for every tile of rows. Above
+    A fused kernel reads the stored bytes once more, or once for every tile of rows. Above
     its rows, the weight is expanded, and the product reads it in 16 bit. An expert sees its share
     of the rows, and one that no row chose is not unpacked.
 
@@ -119,7 +128,7 @@ def forward_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> tuple[Real, Real
     moved = more_read = 0.0 * rows
     if multiplies_stored(dtypes):
         return moved, more_read
-    by_tiles = dtypes.quant == "awq-int4" and dtypes.libraries.multiplies_awq_by_tiles
+    tile_rows = _tile_rows(dtypes)
     most_fused = 0 if expands_by_operators(dtypes) else fused_rows(dtypes)
     for linear in layer.linears:
         if not is_quantised(linear, dtypes):
@@ -131,7 +140,7 @@ def forward_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> tuple[Real, Real
             visited = linear.count + 0 * rows
         stored = _stored_bytes(linear, dtypes)
         unfused = visited * (1 - fused)
-        tiles = ceil_div(rows * linear.active / visited, AWQ_TILE_ROWS) if by_tiles else 1
+        tiles = ceil_div(rows * linear.active / visited, tile_rows) if tile_rows else 1
         moved = moved + visited * fused * tiles * stored
         moved = moved + unfused * expansion_bytes(linear, dtypes)
         more_read = more_read + unfused * (_expanded_bytes(linear, dtypes) - stored)
