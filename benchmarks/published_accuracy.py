@@ -37,7 +37,7 @@ from published.times import (
     sources_left_out,
 )
 
-from whichlora.predict.coefficients import TIME_PHASES, prior_calibration
+from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.judgement import MEMORY_CONFIDENCE
 from whichlora.predict.predict import predict_memory
 from whichlora.predict.resolve import resolve
@@ -217,13 +217,13 @@ def shipped_section() -> str:
     rows = []
     for left_out, group in SHIPPED.items():
         judged = list(shipped(group))
-        for phase in TIME_PHASES:
-            chosen = [one for one in judged if one.phase == phase]
+        for gpu, phase in dict.fromkeys((one.gpu, one.phase) for one in judged):
+            chosen = [one for one in judged if (one.gpu, one.phase) == (gpu, phase)]
             cold = summary(math.expm1(one.cold) for one in chosen).cells()
             now = summary(math.expm1(one.calibrated) for one in chosen).cells()
             inside = sum(abs(one.calibrated) <= one.half_width for one in chosen) / len(chosen)
-            rows.append((phase, left_out, *cold, *now[1:], f"{100 * inside:.0f} %"))
-    head = ("phase", "left out", "n", "median cold", "p90", "worst")
+            rows.append((gpu, phase, left_out, *cold, *now[1:], f"{100 * inside:.0f} %"))
+    head = ("GPU", "phase", "left out", "n", "median cold", "p90", "worst")
     return markdown_table(
         (*head, "median calibrated", "p90", "worst", "inside the 90 % interval"), rows
     )
@@ -312,7 +312,7 @@ def document() -> str:
         f"for the host: seconds over launches.\n\n{host_section()}",
         *(held_out_section(title) for title in HELD_OUT),
         never_measured_line(),
-        f"### The shipped calibration of A100, to runs it has not seen\n\n{shipped_section()}",
+        f"### The shipped calibrations, to runs they have not seen\n\n{shipped_section()}",
         f"### Intervals by regime, sources and GPUs left out\n\n{regime_section()}",
         "## Left out",
         left_out_section(),

@@ -45,7 +45,6 @@ RELEASED = {
     "qwen2_speed": "2024-06-06",
     "qwen25_speed": "2024-09-19",
 }
-JUDGES = {"fitcheck_t4"}
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 _VERSION = re.compile(r"([a-z][a-z0-9-]*) (\d+\.[\w.+]*)")
 
@@ -58,10 +57,17 @@ def rows_of(source: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def _stack_of(row: dict[str, str]) -> str:
+    """The versions and the date that a row states."""
+    if "versions" in row:
+        return row["versions"]
+    libraries = ("torch", "transformers", "peft", "bitsandbytes")
+    stated = [f"{name} {row[name].partition('+')[0]}" for name in libraries if row[name]]
+    return "; ".join([*stated, row["notes"].partition(";")[0]])
+
+
 def _refusal(one: Observation) -> str:
     """Why `one` can't be a record; empty where it can."""
-    if one.source in JUDGES:
-        return "kept apart to judge predictions on"
     if one.quantity not in FIELDS:
         return f"{one.quantity}: no field of a record means that"
     if one.waits:
@@ -75,9 +81,8 @@ def _refusal(one: Observation) -> str:
         built = None
     if built is None or built.groups != one.model.groups:
         return "architecture without a config that anybody could read"
-    if one.source not in RELEASED and not _DATE.search(
-        rows_of(one.source)[one.line - 2]["versions"]
-    ):
+    stack = _stack_of(rows_of(one.source)[one.line - 2])
+    if one.source not in RELEASED and not _DATE.search(stack):
         return "no date"
     return ""
 
@@ -104,7 +109,8 @@ def _record(found: list[Observation]) -> Measurement:
         field = FIELDS[cell.quantity]
         is_time = field.endswith("_s")
         values[field] = (round(cell.value, 6),) if is_time else round(cell.value)
-    date = _DATE.search(row["versions"])
+    stack = _stack_of(row)
+    date = _DATE.search(stack)
     lines = sorted({cell.line for cell in found})
     provenance = _provenance(one, lines)
     if date is None:
@@ -121,7 +127,7 @@ def _record(found: list[Observation]) -> Measurement:
         outcome="ok",
         environment={
             "device": row["gpu"],
-            "versions": dict(_VERSION.findall(row["versions"])),
+            "versions": dict(_VERSION.findall(stack)),
         },
         provenance=provenance,
         **values,

@@ -78,8 +78,16 @@ def fitcheck(line: Line) -> Iterator[Found]:
                 stack=row["attn"],
                 rounding=rounding_of(row[column]) * GiB,
             )
-    if row["step_s"]:
-        yield line.left_out("time", "a single step, kept apart to judge times on")
+    if row["step_s"]:  # one step after one that warms up
+        yield line.observed(
+            spec,
+            run,
+            "t4-16gb",
+            "step_s",
+            float(row["step_s"]),
+            stack=row["attn"],
+            rounding=rounding_of(row["step_s"]),
+        )
 
 
 # --- fms-acceleration: TRL's trainer on an A100, by framework configuration -----------------------

@@ -339,6 +339,7 @@ SHIPPED: dict[str, Callable[[Measurement], str]] = {
 class Judged:
     """One published run: log errors of datasheet and calibration, and the latter's half width."""
 
+    gpu: str
     phase: str
     cold: float
     calibrated: float
@@ -346,7 +347,8 @@ class Judged:
 
 
 @cache
-def _shipped_samples() -> tuple[tuple[Measurement, str, Sample], ...]:
+def shipped_samples() -> tuple[tuple[Measurement, str, Sample], ...]:
+    """What each record of the shipped databases tells of one phase."""
     return tuple(
         (one, phase, sample)
         for key, measured in records.records()[0].items()
@@ -360,7 +362,7 @@ def _shipped_samples() -> tuple[tuple[Measurement, str, Sample], ...]:
 
 def shipped(group: Callable[[Measurement], str]) -> Iterator[Judged]:
     """Each record of the shipped databases, predicted by a calibration to the other groups."""
-    grouped = [(one.gpu, phase, group(one), sample) for one, phase, sample in _shipped_samples()]
+    grouped = [(one.gpu, phase, group(one), sample) for one, phase, sample in shipped_samples()]
     for key, phase, name in sorted({row[:3] for row in grouped}):
         here = [row for row in grouped if row[:2] == (key, phase)]
         cold = timing.prior_model(gpu_of(key), phase)
@@ -371,6 +373,7 @@ def shipped(group: Callable[[Measurement], str]) -> Iterator[Judged]:
             alone = float(timing.seconds(cold, sample.features)[0])
             deviation = timing.log_deviation(model, sample.features, seconds)
             yield Judged(
+                key,
                 phase,
                 math.log(alone / sample.value),
                 math.log(seconds / sample.value),

@@ -28,7 +28,7 @@ CELLS = {
     "axolotl_examples": (0, 20),
     "chatglm2_readme": (0, 6),
     "chatglm_finetuning_readme": (0, 4),
-    "fitcheck_t4": (362, 57),
+    "fitcheck_t4": (419, 0),
     "fms_acceleration_bench": (694, 225),
     "fsdp_qlora": (24, 64),
     "github_issues": (0, 8),
@@ -112,7 +112,11 @@ def test_no_fit_learns_from_a_device_that_waits() -> None:
     rows = times.time_rows("Training step on A100, a model never measured")
     waiting = [one for one in rows if not one.teaches]
     assert {one.group for one in waiting} == {"Mixtral-8x7B-v0.1"}
-    taught = [sample for _, phase, sample in times._shipped_samples() if phase == "finetune"]
+    taught = [
+        sample
+        for one, phase, sample in times.shipped_samples()
+        if (one.gpu, phase) == ("a100-sxm-80gb", "finetune")
+    ]
     assert len(taught) == len(rows) - len(waiting) - 34  # nobody could read the first Qwen's code
 
 
@@ -158,7 +162,10 @@ def test_every_row_that_is_far_off_is_explained_by_name() -> None:
 
 def test_the_shipped_records_are_those_that_the_rows_make() -> None:
     found, _ = records.records()
-    assert {gpu: len(some) for gpu, some in found.items()} == {"a100-sxm-80gb": 640}
+    assert {gpu: len(some) for gpu, some in found.items()} == {
+        "a100-sxm-80gb": 640,
+        "t4-16gb": 67,
+    }
     for gpu, some in found.items():
         path = data_folder("calibration") / gpu / "measurements" / "published.jsonl"
         shipped = [record for record, _ in read_records(path, gpu=gpu)]
@@ -179,25 +186,35 @@ def test_a_shipped_record_names_its_publisher_and_its_page() -> None:
         assert record.config["libraries"]  # none is of today's versions
 
 
-# what is left out: largest median error by phase with the others' calibration
+# what is left out: largest median error by GPU and phase with the others' calibration
 SHIPPED_BOUNDS = {
-    "model": {"finetune": 0.10, "prefill": 0.06, "decode": 0.11},
-    "library versions": {"finetune": 0.06, "prefill": 0.06, "decode": 0.11},
+    "model": {
+        ("a100-sxm-80gb", "finetune"): 0.10,
+        ("a100-sxm-80gb", "prefill"): 0.06,
+        ("a100-sxm-80gb", "decode"): 0.08,
+        ("t4-16gb", "finetune"): 0.20,
+    },
+    "library versions": {
+        ("a100-sxm-80gb", "finetune"): 0.06,
+        ("a100-sxm-80gb", "prefill"): 0.06,
+        ("a100-sxm-80gb", "decode"): 0.08,
+        ("t4-16gb", "finetune"): 0.22,  # two sessions
+    },
 }
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("left_out", SHIPPED_BOUNDS)
-def test_the_shipped_calibration_predicts_what_it_has_not_seen(left_out: str) -> None:
+def test_a_shipped_calibration_predicts_what_it_has_not_seen(left_out: str) -> None:
     found = list(times.shipped(times.SHIPPED[left_out]))
-    for phase, most in SHIPPED_BOUNDS[left_out].items():
-        chosen = [one for one in found if one.phase == phase]
+    for of_what, most in SHIPPED_BOUNDS[left_out].items():
+        chosen = [one for one in found if (one.gpu, one.phase) == of_what]
         assert median(abs(math.expm1(one.calibrated)) for one in chosen) <= most
         inside = sum(abs(one.calibrated) <= one.half_width for one in chosen) / len(chosen)
-        # six groups of versions: one of them outside moves the share by several points; runs of
-        # other software never narrow an interval, and two of 114 prompts are outside
-        assert 0.82 <= inside <= 0.985
+        # few groups of versions: one of them outside moves the share by several points; runs of
+        # other software never narrow an interval, and one of 114 prompts is outside
+        assert 0.82 <= inside <= 0.995
 
 
 # title: largest median error, and the least and most that the stated 90 % interval may hold

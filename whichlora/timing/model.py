@@ -275,9 +275,10 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
     if not gpu.is_timed:
         return dict.fromkeys(FEATURES, 0.0 * once) | {"constant": once}
     rate = product_rate(gpu, dtype)
-    wide_rate = gpu.peak_flops_per_s.get("fp32", rate)
+    wide = "fp32" if "fp32" in gpu.peak_flops_per_s else dtype  # Gaudi states none
+    wide_rate = product_rate(gpu, wide)
     sustained = rate * power_factor(gpu, dtype)
-    wide_sustained = wide_rate * power_factor(gpu, "fp32")
+    wide_sustained = wide_rate * power_factor(gpu, wide)
     bandwidth = gpu.bandwidth_bytes_per_s
     kernels = (work.launches + work.autograd_launches) * (gpu.kind != "cpu")
     return {
