@@ -168,7 +168,10 @@ def wide_weights(layer: Layer, dtypes: Dtypes) -> int:
 
 
 def products(flops: Count, *, wide: bool) -> Work:
-    """Matrix products in the run's dtype or, if `wide`, in fp32."""
+    """Matrix products in the run's dtype or, if `wide`, in fp32.
+
+    Kind: exact. Source: `Dtypes.widens_products`, `Dtypes.widens_adapters`.
+    """
     return Work(wide_product_flops=flops) if wide else Work(product_flops=flops)
 
 
@@ -670,38 +673,34 @@ def training_work(
     copied = method.copies_table * model.embeddings[0].num_params
     tied = bool(copied) and model.head_tied
     of_head = scored * head * (passes + (run.loss_head == "trl-fused") + tied)
-    multiplied = [layers]
     around_layers = 2 * (of_head + tokens * around * passes)
-    multiplied.append(products(around_layers, wide=_widens_head(dtypes)))
     weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
+    multiplied = Work.total((layers, products(around_layers, wide=_widens_head(dtypes))))
     if not method.trains_base:
         read = batch_size * method.virtual_tokens if method.virtual_tokens else tokens
         shared = method.shared_tensors(adapted_linears(model, targets), r)
         params = update.num_params - sum(tensor.num_params for tensor in shared)
         of_adapters = (6 + 2 * recompute) * read * params
-        multiplied.append(products(of_adapters, wide=dtypes.widens_adapters))
-    all_products = Work.total(multiplied)
+        wide = products(of_adapters, wide=dtypes.widens_adapters)
+        multiplied = Work.total((multiplied, wide))
     vocab = num_logits(model)
     _, loss_passes = _loss_passes(run, dtypes, logits_loss)
     elementwise = layers.elementwise_bytes + loss_passes * vocab * scored
     # a copy is read and written, and so is its gradient
     elementwise = elementwise + 4 * copied * (1 + tied) * dtypes.embedding_bytes
 
-    steps = run.gradient_accumulation_steps * num_forwards
-    return Work(
-        product_flops=all_products.product_flops * steps,
-        wide_product_flops=all_products.wide_product_flops * steps,
-        idle_flops=layers.idle_flops * steps,
-        weight_read_bytes=weight_read * steps,
-        attention_flops=layers.attention_flops * steps,
-        wide_attention_flops=layers.wide_attention_flops * steps,
-        attention_bytes=0 * tokens,
-        elementwise_bytes=elementwise * steps,
-        dequant_bytes=layers.dequant_bytes * steps + 0 * tokens,
-        optimizer_bytes=update_bytes(update) + 0 * tokens,
-        launches=(layers.launches + OUTSIDE_OPS + LOSS_OPS) * steps + update_launches(update),
-        autograd_launches=layers.autograd_launches * steps,
+    micro_step = replace(
+        multiplied,
+        weight_read_bytes=weight_read,
+        elementwise_bytes=elementwise,
+        dequant_bytes=layers.dequant_bytes + 0 * tokens,
+        launches=layers.launches + OUTSIDE_OPS + LOSS_OPS,
     )
+    in_update = Work(
+        optimizer_bytes=update_bytes(update) + 0 * tokens, launches=update_launches(update)
+    )
+    steps = run.gradient_accumulation_steps * num_forwards
+    return Work.total((micro_step.times(steps), in_update))
 
 
 def _widens_head(dtypes: Dtypes) -> bool:
@@ -884,7 +883,7 @@ def _served_adapter(
     return Work.total((products(count * flops, wide=dtypes.widens_adapters), beside))
 
 
-def _cache_bytes(
+def _cache_work(
     attention: Attention,
     run: RunConfig,
     dtypes: Dtypes,
@@ -893,23 +892,28 @@ def _cache_bytes(
     context: Count,
     decoding: bool,
     num_multiprocessors: int | None,
-) -> Real:
-    """What one pass reads and writes of the cache of one sequence."""
+) -> Work:
+    """What one pass reads, writes and converts of the cache of all sequences."""
     keys = attention.cache_elements * context
-    cached = keys + attention.state_elements + attention.recurrent_elements
-    if not decoding:
-        return cached * dtypes.compute_bytes
-    if run.engine != TRANSFORMERS:
-        num_multiprocessors = None  # whose kernels split keys
-    waited = waited_passes(
-        attention,
-        dtypes,
-        batch_size=batch_size,
-        context=context,
-        num_multiprocessors=num_multiprocessors,
+    passes: Real = 1
+    waited: Real = 0
+    if decoding:
+        passes = cache_passes(attention, run, dtypes)
+        if run.engine == TRANSFORMERS:  # vLLM's kernels split keys
+            waited = waited_passes(
+                attention,
+                dtypes,
+                batch_size=batch_size,
+                context=context,
+                num_multiprocessors=num_multiprocessors,
+            )
+    moved = (keys + attention.state_elements + attention.recurrent_elements) * passes
+    converted = conversion(run, dtypes, decoding=decoding)
+    return Work(
+        attention_bytes=batch_size * (moved + keys * waited) * dtypes.compute_bytes,
+        elementwise_bytes=batch_size * converted.element_bytes * keys,
+        launches=converted.launches,
     )
-    passes = cache_passes(attention, run, dtypes)
-    return (cached * passes + keys * waited) * dtypes.compute_bytes
 
 
 def _served_idle_flops(layer: Layer, rows: Count, num_multiprocessors: int | None) -> Real:
@@ -972,11 +976,8 @@ def served_layers(
         )
         for attention in layer.attentions
     ]
-    attention_bytes = elementwise = 0 * tokens
-    converted = conversion(run, dtypes, decoding=decoding)
-    launches = count * len(layer.attentions) * converted.launches
-    for attention in layer.attentions:
-        read = _cache_bytes(
+    caches = [
+        _cache_work(
             attention,
             run,
             dtypes,
@@ -985,32 +986,28 @@ def served_layers(
             decoding=decoding,
             num_multiprocessors=num_multiprocessors,
         )
-        attention_bytes = attention_bytes + count * batch_size * read
-        of_sequence = converted.element_bytes * attention.cache_elements * context
-        elementwise = elementwise + count * batch_size * of_sequence
+        for attention in layer.attentions
+    ]
     adapters = [(linear, method.work(linear, dtypes, r)) for linear in adapted(layer, targets)]
     moved = elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
     moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
-    elementwise = elementwise + count * rows * moved
     unpacked, expanded_read = forward_bytes(layer, dtypes, rows)
     dequant, weight_read = count * unpacked, weight_read + count * expanded_read
     ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + loop_ops(layer)
-    launches = launches + count * (ops + expert_ops(layer, rows))
     layers = Work(
         product_flops=product_flops,
         idle_flops=count * _served_idle_flops(layer, rows, num_multiprocessors),
         weight_read_bytes=weight_read,
         attention_flops=attention_flops,
-        attention_bytes=attention_bytes,
-        elementwise_bytes=elementwise,
+        elementwise_bytes=count * rows * moved,
         dequant_bytes=dequant,
-        launches=launches,
+        launches=count * (ops + expert_ops(layer, rows)),
     )
     of_adapters = (
         _served_adapter(linear, adapter, count, method, dtypes, rows=rows, r=r)
         for linear, adapter in adapters
     )
-    return Work.total((layers, Work.total(attentions).times(count), *of_adapters))
+    return Work.total((layers, Work.total((*attentions, *caches)).times(count), *of_adapters))
 
 
 def inference_work(
