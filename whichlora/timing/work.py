@@ -86,9 +86,13 @@ _FOLDED_FORWARD_PASSES, _FOLDED_BACKWARD_PASSES = 76, 98
 _FORWARD_PASSES = {"kernel": 12, "rows": 30, "softmax": 26}
 
 # What a quantised product launches beside its kernel: AWQ sums split results, 8-bit GPTQ widens
-# and narrows, bitsandbytes expands scales and looks up its state in Python. Kind: fitted, whole
-# numbers from published decoding speeds of Qwen2 (AWQ, GPTQ) and Llama-2-7B (bitsandbytes).
-QUANT_OPS = {"awq-int4": 2, "gptq-int8": 2, "nf4": 5, "nf4-dq": 6, "fp4": 5, "int8": 6}
+# and narrows, 4 bits of bitsandbytes expand scales and look up their state in Python. Kind: fitted,
+# whole numbers from published decoding speeds of Qwen2 (AWQ, GPTQ) and Llama-2-7B (bitsandbytes).
+# With 8 bits inputs from 6.0 on are looked for (4), found (6) and multiplied apart (8), and inputs
+# and results are scaled (2). Kind: read, bitsandbytes 0.50.2 `int8_vectorwise_quant`,
+# `int8_mixed_scaled_mm`; every input of a large model has some: Dettmers et al. 2022,
+# arXiv:2208.07339, section 4.
+QUANT_OPS = {"awq-int4": 2, "gptq-int8": 2, "nf4": 5, "nf4-dq": 6, "fp4": 5, "int8": 20}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
