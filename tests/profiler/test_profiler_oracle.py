@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_runs import run_script
+from train_runs import run_ranks, run_script
 
 from whichlora.calibration.load import load_calibration
 from whichlora.exports.train_script import train_script
 from whichlora.families import build
 from whichlora.predict.predict import predict
+from whichlora.profiler import ranks
 from whichlora.profiler.profile import Profiler
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Measurement, Prediction
@@ -436,6 +437,50 @@ def test_a_rank_that_fails_is_a_result(
         )
     assert measured.outcome == outcome
     assert detail in str(measured.detail)
+
+
+@pytest.mark.parametrize(
+    ("method", "quant", "most"),
+    [("full", None, 0.03), ("lora", None, 0.08), ("qlora", "nf4", 0.06)],
+)
+def test_ranks_divide_a_model_of_stage_3_while_they_make_it(
+    tmp_path: Path, method: str, quant: Any, most: float
+) -> None:
+    """The bounds are wide: formulas are held to `benchmarks/zero_on_cpu.py`, whose counter differs.
+
+    A CPU's profiler counts what gloo's thread has yet to free, of models of some 100 kB.
+    """
+    pytest.importorskip("deepspeed", reason="needs deepspeed 0.19.8, which is no dependency")
+    spread = ParallelConfig(strategy="zero3", gpus=2)
+    run = RunConfig(
+        model="m",
+        method=method,
+        quant=quant,
+        precision="bf16",
+        batch_size=2,
+        gradient_checkpointing=True,
+        parallel=spread,
+    )
+    request = {
+        "run": run.to_dict(),
+        "model_config": LLAMA,
+        "target_modules": "all-linear",
+        "seq_lens": [64, 64],
+        "num_batches": 2,
+        "memory_limit_bytes": None,
+        "extra_until_s": 0.0,
+        "decisive_s": None,
+        "predicted_s": None,
+    }
+    (tmp_path / ranks.REQUEST).write_text(json.dumps(request))
+    on_cpu, program = Path(__file__).parents[1] / "spread_on_cpu.py", str(ranks.__file__)
+    run_ranks(on_cpu, program, "cpu", str(tmp_path), world_size=2, logs_folder=tmp_path)
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    record = ranks.merged(told, {})
+    assert record["outcome"] == "ok", record["detail"]
+    assert len(record["step_s"]) == 2
+    expected = predicted(run, seq_len=64).memory.peak_allocated_bytes
+    assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=most)
 
 
 def predicted(run: RunConfig, *, seq_len: int) -> Prediction:

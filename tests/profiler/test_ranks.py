@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,15 @@ def test_a_run_is_spread_as_its_strategy_says() -> None:
     assert spreading(spread("ddp")).micro_batches == 4
     assert not spreading(spread("ddp")).divides
     assert spreading(spread("fsdp")).divides
+    assert spreading(spread("fsdp")).loads_on_host
+    assert not spreading(spread("zero2")).divides_while_loading
+    stage_3 = spreading(spread("zero3"))
+    assert stage_3.divides_while_loading
+    assert not stage_3.loads_on_host
+    # transformers divides no quantised weights: each rank loads all of them
+    quantised = spreading(replace(spread("zero3"), method="qlora"))
+    assert not quantised.divides_while_loading
+    assert not quantised.loads_on_host
 
 
 @pytest.mark.parametrize(
@@ -75,7 +85,6 @@ def test_a_run_is_spread_as_its_strategy_says() -> None:
     [
         (spread("ddp", nodes=2), "nodes: 2 can't be profiled from one of them"),
         (spread("device-map"), "parallel: device-map with trainer transformers can't be"),
-        (spread("zero3"), "parallel: stage 3 divides a checkpoint while it loads"),
         (spread("pp"), "parallel: pp has no key in TrainingArguments"),
     ],
 )

@@ -305,7 +305,7 @@ def test_a_candidate_whose_ranks_fail_is_not_the_winner(
         (["t4-16gb"] * 2, "ddp", 4, False),
         (["t4-16gb", "l4-24gb"], "ddp", 2, False),
         (["l4-24gb"] * 2, "ddp", 2, False),
-        (["t4-16gb"] * 4, "zero3", 4, False),
+        (["t4-16gb"] * 4, "zero3", 4, True),
         (["t4-16gb"] * 4, "tp", 4, False),
     ],
 )
@@ -314,6 +314,9 @@ def test_ranks_are_here_where_all_gpus_are_equal_and_enough(
 ) -> None:
     found = [(None, find_gpu(key)) for key in here]
     monkeypatch.setattr("whichlora.workflow.profiling.detected_gpus", lambda: found)
+    monkeypatch.setattr("whichlora.profiler.spread.find_spec", lambda name: name)
     run = RunConfig(model=MODEL, parallel=ParallelConfig(strategy=strategy, gpus=gpus))
     assert has_ranks_of(run, find_gpu("t4-16gb")) is expected
     assert not has_ranks_of(replace(run, parallel=ONE_GPU), find_gpu("t4-16gb"))
+    monkeypatch.setattr("whichlora.profiler.spread.find_spec", lambda _: None)
+    assert has_ranks_of(run, find_gpu("t4-16gb")) is (expected and "zero" not in strategy)

@@ -59,6 +59,7 @@ def build_model(
     device: str,
     target_modules: Sequence[str] | str,
     quant_storage: str = "uint8",
+    divided: bool = False,
 ) -> Any:
     """The model of `run` on `device`, as `from_pretrained` and PEFT would leave it.
 
@@ -69,12 +70,15 @@ def build_model(
     Args:
         model_config: the Hugging Face config.
         target_modules: leaf names that get an adapter, or "all-linear".
+        divided: DeepSpeed's stage 3 is set up for this rank, and divides what is not quantised.
 
     Raises:
         MeasurementError: a quantisation that needs calibrated weights.
     """
     run = with_defaults(run)
     seed()
+    if divided and run.quant == "none":
+        return finished_model(_divided(run, model_config), run, target_modules)
     model = meta_model(run, model_config, device=device, quant_storage=quant_storage)
     with experts_quantised(model, run):
         _materialise(model, stored_dtype(run), torch.device(device))
@@ -98,12 +102,8 @@ def meta_model(
         MeasurementError: a quantisation that needs calibrated weights.
     """
     dtype = stored_dtype(run)
-    config = config_object(model_config)
-    auto_class = _auto_class(run, config)
-    # transformers selects SDPA by itself, wherever the architecture has it.
-    attn = None if run.attn.startswith("sdpa") else run.attn
-    with torch.device("meta"), no_init_weights():
-        model = auto_class.from_config(config, dtype=dtype, attn_implementation=attn)
+    with torch.device("meta"):
+        model = _from_config(run, model_config)
     model.tie_weights()
     task = task_of(run)
     # a projection with a bias would be quantised, of which PEFT makes no copy
@@ -114,6 +114,31 @@ def meta_model(
         with local_torch_dtype(dtype):  # of the biases of its layers
             quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
         model.hf_quantizer = quantizer
+    return model
+
+
+def _from_config(run: RunConfig, model_config: Mapping[str, Any]) -> Any:
+    """The base model of `run`, whose matrices nobody has filled."""
+    config = config_object(model_config)
+    # transformers selects SDPA by itself, wherever the architecture has it.
+    attn = None if run.attn.startswith("sdpa") else run.attn
+    with no_init_weights():
+        return _auto_class(run, config).from_config(
+            config, dtype=stored_dtype(run), attn_implementation=attn
+        )
+
+
+def _divided(run: RunConfig, model_config: Mapping[str, Any]) -> Any:
+    """The base model of `run`, each weight divided among the ranks as soon as it is made.
+
+    Source: transformers 5.23 `PreTrainedModel._from_config` and `get_init_context`, which enter
+    `deepspeed.zero.Init` for a config as for a checkpoint.
+    """
+    model = _from_config(run, model_config)
+    shares = [p.ds_tensor for p in model.parameters() if len(p.ds_shape) > 1]
+    pattern = _random_pattern(stored_dtype(run), shares[0].device)
+    for share in shares:
+        _fill(share.data, pattern)
     return model
 
 

@@ -63,21 +63,16 @@ def measure_finetune(
     lengths, timer = timed_stages(meter, seq_lens, is_done, tell)
     watch_moments(model, meter)
     with tempfile.TemporaryDirectory() as output_dir:
-        spread = spreading(run)
         trainer = _Trainer(
             run=run,
             model=model,
-            args=TrainingArguments(
-                **training_options(run, meter, output_dir, max_steps=len(lengths)),
-                **spread.training,
-                remove_unused_columns=False,
-            ),
+            args=training_arguments(run, meter, output_dir, max_steps=len(lengths)),
             train_dataset=random_rows(model.config, run, lengths),
             data_collator=collator(model.config, run),
             callbacks=[timer, *updating(run)],
             optimizers=(own_optimizer(model, run), None),
         )
-        if "fsdp" in spread.training and not trainer.is_fsdp_enabled:
+        if "fsdp" in spreading(run).training and not trainer.is_fsdp_enabled:
             raise MeasurementError("parallel: accelerate runs no FSDP on a CPU, it takes DDP")
         trainer.train()
     return measured(trainer, timer, meter, seq_lens)
@@ -254,6 +249,17 @@ def watch_moments(model: Any, meter: Meter) -> None:
     if head is not None:
         head.register_forward_pre_hook(head_entered)
     model.register_forward_hook(model_left)
+
+
+def training_arguments(
+    run: RunConfig, meter: Meter, output_dir: str, *, max_steps: int
+) -> TrainingArguments:
+    """Those of the Trainer. While they are alive, transformers loads as their `deepspeed` says."""
+    return TrainingArguments(
+        **training_options(run, meter, output_dir, max_steps=max_steps),
+        **spreading(run).training,
+        remove_unused_columns=False,
+    )
 
 
 def training_options(

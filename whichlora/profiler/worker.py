@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any, TextIO
 
 from whichlora.profiler.early_stop import is_enough
@@ -134,6 +135,7 @@ def _measure(
     from accelerate.state import AcceleratorState
 
     from whichlora.profiler.build import build_model, seed, with_efficient_attention
+    from whichlora.profiler.finetune import training_arguments
     from whichlora.profiler.inference import measure_inference
     from whichlora.profiler.spread import spreading
     from whichlora.spec.run import RunConfig
@@ -152,13 +154,18 @@ def _measure(
         tell("building the model")
         build_start_s = time.monotonic()
         spread = spreading(run)
+        divided = spread.divides_while_loading
+        # alive while the model is made: transformers asks them whether to divide it
+        arguments = training_arguments(run, meter, gettempdir(), max_steps=1) if divided else None
         model = build_model(
             run,
             request["model_config"],
-            device="cpu" if spread.divides else device,
+            device="cpu" if spread.loads_on_host else device,
             target_modules=request["target_modules"],
             quant_storage=spread.quant_storage,
+            divided=divided,
         )
+        del arguments
         build_s = time.monotonic() - build_start_s
         return model
 

@@ -88,8 +88,8 @@ def is_here(gpu: GpuSpec) -> bool:
 def has_ranks_of(run: RunConfig, gpu: GpuSpec) -> bool:
     """Whether `run` over several GPUs can be profiled here, with all of its ranks.
 
-    All visible GPUs must be of one type. On a CPU, whose cores ranks share, accelerate divides no
-    model.
+    All visible GPUs must be of one type, and what spreads the run must be installed. On a CPU,
+    whose cores ranks share, accelerate divides no model.
     """
     if run.parallel.gpus == 1:
         return False
@@ -99,6 +99,8 @@ def has_ranks_of(run: RunConfig, gpu: GpuSpec) -> bool:
         return False
     if gpu.kind == "cpu":
         return not spread.divides
+    if not spread.is_installed:
+        return False
     here = [spec.key if spec else "" for _, spec in detected_gpus()]
     return set(here) == {gpu.key} and len(here) >= run.parallel.gpus
 
