@@ -31,7 +31,7 @@ from whichlora.memory import (
 )
 from whichlora.memory.entries import Kind
 from whichlora.memory.gradients import Trained, trained_biases, trained_tensors
-from whichlora.memory.training import PARTS, Ledger, least_parts, trained_params
+from whichlora.memory.training import PARTS, RETURNED, Ledger, least_parts, trained_params
 from whichlora.memory.worst_layer import after
 from whichlora.predict.notes import notes_on
 from whichlora.predict.predict import ledger, part_bytes, training_step
@@ -170,7 +170,8 @@ def test_parts_sum_to_the_total_and_none_is_negative(run: RunConfig, gpu: GpuSpe
         assert {entry.part for entry in entries} <= set(PARTS)
         assert all(entry.num_bytes >= 0 for entry in entries)
         parts = part_bytes(one, found, moment)
-        live = sum(parts.values()) - parts["allocator"] - parts["context"]
+        live = sum(parts[name] for name in PARTS) - parts["allocator"] - parts["context"]
+        assert 0 <= parts[RETURNED] <= parts["allocator"]
         assert live == found.moment_bytes(moment) <= found.peak_allocated_bytes
 
 

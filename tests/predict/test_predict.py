@@ -28,6 +28,7 @@ from whichlora.predict.predict import (
 )
 from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
@@ -175,3 +176,29 @@ def test_a_replay_of_the_run_narrows_what_the_allocator_may_take() -> None:
     assert widths[1] < widths[0] / 2
     # the requests of the real code reserve 30,182 MiB, and two workspaces of 32 MiB come to it
     assert replayed.peak_reserved_bytes / 2**20 == pytest.approx(30_182 + 64, rel=0.01)
+
+
+def test_segments_that_a_cache_has_outgrown_make_no_request_fail() -> None:
+    """The allocator gives whole segments back first, so that the card is full and nothing fails."""
+    gpu, model = find_gpu("rtx-4090-24gb"), load_model("meta-llama/Llama-2-7b-hf")
+
+    def predicted(batch_size: int) -> Prediction:
+        run = RunConfig(
+            model=model.name,
+            phase="inference",
+            batch_size=batch_size,
+            prompt_len=512,
+            max_new_tokens=512,
+        )
+        return predict(model, run, gpu, prior_calibration(gpu))
+
+    grown = predicted(8)
+    memory = grown.memory
+    assert memory.device_used_bytes == memory.interval_bytes[1] == gpu.memory_bytes
+    assert memory.allocated_interval_bytes[1] < 0.8 * gpu.memory_bytes
+    assert memory.reserved_interval_bytes[1] == gpu.memory_bytes - memory.breakdown["context"]
+    assert grown.verdict == "fits"
+    # where the tensors alone may need more than the card has, that decides
+    too_many = predicted(22)
+    assert too_many.memory.interval_bytes[1] > gpu.memory_bytes
+    assert too_many.verdict == "undecided"

@@ -544,9 +544,15 @@ def inference_ledger(generation: Generation) -> Ledger:
         idle_bytes=0,
         workspace_bytes=allocator.workspace_bytes(generation.gpu, training=False),
     )
-    idle = (_idle if model.can_generate else _idle_of_forward)(generation, ledger)
-    idle = idle_in_heaps(generation.gpu, peak_bytes=ledger.peak_allocated_bytes, idle_bytes=idle)
-    return replace(ledger, idle_bytes=idle)
+    outgrown = _outgrown(generation) if model.can_generate else 0 * like
+    idle = (
+        _idle(generation, ledger, outgrown)
+        if model.can_generate
+        else _idle_of_forward(generation, ledger)
+    )
+    peak = ledger.peak_allocated_bytes
+    idle = idle_in_heaps(generation.gpu, peak_bytes=peak, idle_bytes=idle)
+    return replace(ledger, idle_bytes=idle, returned_bytes=smallest(idle, outgrown))
 
 
 def with_images(run: Generation, moments: dict[str, Entries]) -> dict[str, Entries]:
@@ -581,17 +587,21 @@ def generation_moments(run: Generation) -> dict[str, Entries]:
     return moments
 
 
-def _idle(run: Generation, ledger: Ledger) -> Count:
+def _outgrown(run: Generation) -> Count:
+    """Whole segments that a growing cache has left."""
+    if run.run.kv_cache != "dynamic":
+        return 0 * run.full_cache
+    return kv_cache.left_behind_bytes(
+        run.model,
+        batch_size=run.batch_size,
+        first_tokens=run.first_tokens,
+        last_tokens=run.last_tokens,
+        element_bytes=run.element_bytes,
+    )
+
+
+def _idle(run: Generation, ledger: Ledger, outgrown: Count) -> Count:
     """Segments that a growing cache, or the layers over the prompt, have left."""
-    outgrown = 0 * run.full_cache
-    if run.run.kv_cache == "dynamic":
-        outgrown = kv_cache.left_behind_bytes(
-            run.model,
-            batch_size=run.batch_size,
-            first_tokens=run.first_tokens,
-            last_tokens=run.last_tokens,
-            element_bytes=run.element_bytes,
-        )
     idle = allocator.idle_cache_bytes(
         run.gpu,
         logits_bytes=outgrown,

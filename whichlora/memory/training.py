@@ -29,7 +29,7 @@ from whichlora.memory.weights import weight_entries
 from whichlora.spec.numeric import Count, added, largest, smallest
 from whichlora.spec.targets import adapted_linears
 
-__all__ = ["PARTS", "Ledger", "least_parts", "trained_params", "training_ledger"]
+__all__ = ["PARTS", "RETURNED", "Ledger", "least_parts", "trained_params", "training_ledger"]
 
 PARTS = (
     "weights",
@@ -43,6 +43,7 @@ PARTS = (
     "allocator",
     "context",
 )
+RETURNED = "returned"  # of "allocator": whole segments, which it gives back before a request fails
 _OUTSIDE_LAYERS = ("loading", "embedding_backward", "table_backward", "optimizer_step")
 
 
@@ -53,12 +54,14 @@ class Ledger:
     Args:
         moments: entries by moment, in the order they happen.
         idle_bytes: the allocator's cached but unusable bytes at the peak.
+        returned_bytes: of these, in whole segments, which it gives back before a request fails.
         workspace_bytes: library workspaces, inside the allocator's pool, from the first product on.
     """
 
     moments: dict[str, tuple[Entry, ...]]
     idle_bytes: Count
     workspace_bytes: int
+    returned_bytes: Count = 0
 
     def moment_bytes(self, moment: str) -> Count:
         return self.workspace_in(moment) + added(entry.num_bytes for entry in self.moments[moment])

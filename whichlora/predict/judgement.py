@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from whichlora.memory.training import PARTS
+from whichlora.memory.training import PARTS, RETURNED
 from whichlora.predict.coefficients import MemoryModel
 from whichlora.spec.numeric import (
     TWO_SIDED_Z,
@@ -64,6 +64,9 @@ class MemoryJudgement:
             for.
         breakdown: the same as the device has them; adds up to `device_used_bytes`.
         moments: their names; `position` is that of the largest.
+        device_bytes: memory of the device.
+        held_bytes: of its idle segments, those in which live tensors are, too; the others are given
+            back before a request fails.
         pool_bytes: of an engine that takes its memory at once, else 0.
         is_replayed: the allocator's part is of the run's own requests, not an estimate; of many
             runs an array.
@@ -74,6 +77,8 @@ class MemoryJudgement:
     breakdown: Mapping[str, Count]
     moments: tuple[str, ...]
     position: Count
+    device_bytes: Count
+    held_bytes: Count
     pool_bytes: Count
     is_replayed: Count
     peak_allocated_bytes: Count
@@ -97,7 +102,7 @@ class MemoryJudgement:
         least = self.least()
         width = where(self._is_fixed(), 0.0, self._width(PARTS))
         low = where(pooled, used, smallest(used, largest(least, rounded(used - width))))
-        return least, low, rounded(used + width)
+        return least, low, self._most(used + width, PARTS, self.device_bytes)
 
     def allocated_interval(self) -> tuple[Count, Count]:
         allocated, width = self.peak_allocated_bytes, self._width(ALLOCATED_PARTS)
@@ -108,7 +113,19 @@ class MemoryJudgement:
         width = where(self._is_fixed(), 0.0, self._width((*ALLOCATED_PARTS, "allocator")))
         least, _ = self.allocated_interval()
         low = where(self.pool_bytes > 0, reserved, largest(least, rounded(reserved - width)))
-        return low, rounded(reserved + width)
+        room = self.device_bytes - self.breakdown["context"]
+        return low, self._most(reserved + width, (*ALLOCATED_PARTS, "allocator"), room)
+
+    def _most(self, high: Real, names: Sequence[str], limit: Count) -> Count:
+        """`high`, of a sum of `names`, where what is given back takes no more than `limit`.
+
+        What is held may need more than `limit`: then a request fails.
+        """
+        held = {**self.uncertain, "allocator": self.held_bytes}
+        total = sum(self.breakdown[name] for name in names if name != "allocator")
+        needed = total + self.held_bytes + self._width(names, held)
+        returns = self.counted["allocator"] > self.held_bytes
+        return rounded(where(returns, largest(needed, smallest(high, limit)), high))
 
     @property
     def uncertain(self) -> dict[str, Count]:
@@ -120,11 +137,11 @@ class MemoryJudgement:
         """Whether a pool holds everything: it is as large as it is."""
         return where(self.pool_bytes > 0, self.device_used_bytes <= self.pool_bytes, False)
 
-    def _width(self, names: Sequence[str]) -> Real:
-        """Half the interval of the sum of `names`."""
+    def _width(self, names: Sequence[str], uncertain: Mapping[str, Count] | None = None) -> Real:
+        """Half the interval of the sum of `names`, of which `uncertain` is not known."""
+        uncertain = uncertain or self.uncertain
         index = [PARTS.index(name) for name in names]
         covariance = [[self.model.covariance[i][j] for j in index] for i in index]
-        uncertain = self.uncertain
         variance = quadratic_form([uncertain[name] for name in names], covariance)
         total = sum(self.counted[name] * self.model.mean[name] for name in names)
         deviation = sqrt(variance + (self.model.noise * total) ** 2)
@@ -166,6 +183,7 @@ def judge_memory(
         is_replayed: whether the allocator's part comes from a replay of the run.
     """
     counted, position = _largest(tuple(moments.values()), model)
+    held = largest(0, counted["allocator"] - counted.pop(RETURNED))
     breakdown = corrected(counted, model)
     allocated = allocated_bytes(breakdown)
     live = allocated + breakdown["context"]
@@ -181,6 +199,8 @@ def judge_memory(
         breakdown=breakdown,
         moments=tuple(moments),
         position=position,
+        device_bytes=device_bytes,
+        held_bytes=smallest(held, counted["allocator"]),
         pool_bytes=pool_bytes,
         is_replayed=is_replayed,
         peak_allocated_bytes=allocated,
@@ -193,7 +213,7 @@ def _largest(
     moments: Sequence[Mapping[str, Count]], model: MemoryModel
 ) -> tuple[dict[str, Count], Count]:
     """Bytes by part at the largest moment, the first of equal ones, and its position."""
-    parts: dict[str, Count] = dict(moments[0])
+    parts: dict[str, Count] = {RETURNED: 0, **moments[0]}
     peak: Count = 0
     most = _live_bytes(moments[0], model)
     for position, moment in enumerate(moments[1:], 1):
@@ -201,9 +221,9 @@ def _largest(
         larger = size > most
         if not any_of(larger):
             continue
-        for name in PARTS:
-            if moment[name] is not parts[name]:
-                parts[name] = where(larger, moment[name], parts[name])
+        for name in (*PARTS, RETURNED):
+            if moment.get(name, 0) is not parts[name]:
+                parts[name] = where(larger, moment.get(name, 0), parts[name])
         peak = where(larger, position, peak)
         most = largest(most, size)
     return parts, peak

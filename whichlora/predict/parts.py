@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from whichlora.memory import allocator
-from whichlora.memory.training import PARTS, Ledger
+from whichlora.memory.training import PARTS, RETURNED, Ledger
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.numeric import Count
 
 
 def part_bytes(job: ResolvedRun, counted: Ledger, moment: str) -> dict[str, Count]:
-    """Bytes of every part at `moment`, before any calibration; adds up to the card's use."""
+    """Bytes of every part at `moment`, before any calibration; they add up to the card's use.
+
+    `RETURNED` stands beside the parts.
+    """
     parts: dict[str, Count] = dict.fromkeys(PARTS, 0)
     for entry in counted.moments[moment]:
         parts[entry.part] = parts[entry.part] + entry.num_bytes
     parts["temporary"] = parts["temporary"] + counted.workspace_in(moment)
     parts["allocator"] = counted.idle_bytes
+    parts[RETURNED] = counted.returned_bytes
     parts["context"] = allocator.context_bytes(job.gpu)
     if job.layout is not None:
         parts["context"] = parts["context"] + job.layout.communicator_bytes
