@@ -45,7 +45,7 @@ from whichlora.terminal import Progress
 from whichlora.workflow import combinations, estimates
 from whichlora.workflow.guide import GuideRow
 from whichlora.workflow.methods import COMMON_GPU, COMMON_MODEL, MethodRow, method_rows
-from whichlora.workflow.whole_training import Data
+from whichlora.workflow.whole_training import NO_FILES, Data, FromFiles
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -175,16 +175,16 @@ def estimate(
             asked["gpus"] = numbers
         else:
             gpu = _old_spelling(gpu, gpus)  # type: ignore[arg-type]
-    grid, notes = _with_files(_grid(models, asked), from_file, stated=asked)
+    grid, said = _with_files(_grid(models, asked), from_file, stated=asked)
     types = _types(gpu)
     return estimates.estimate_grid(
         grid,
         types,
         calibration_dir=_path(calibration_dir),
         engine=engine,
-        notes=notes,
+        notes=said.notes,
         rates=load_rates(_path(prices), country),
-        data=Data.asked(None if data is None else str(data), samples, epochs),
+        data=Data.asked(None if data is None else str(data), samples, epochs, said),
     )
 
 
@@ -210,10 +210,12 @@ def explain(
     Raises:
         ConfigError: an unknown name, settings that exclude each other, several runs or GPUs.
     """
-    grid, notes = _with_files(_grid(model or (), settings), from_file, stated=settings)
+    grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings)
     run = _one_run("explain", grid)
     folder = _path(calibration_dir)
-    return estimates.explain(run, _one_type("explain", gpu), calibration_dir=folder, notes=notes)
+    return estimates.explain(
+        run, _one_type("explain", gpu), calibration_dir=folder, notes=said.notes
+    )
 
 
 def life(
@@ -246,7 +248,7 @@ def life(
         ConfigError: an unknown name, settings that exclude each other, several runs or GPUs, or a
             run whose life is not known.
     """
-    grid, notes = _with_files(_grid(model or (), settings), from_file, stated=settings)
+    grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings)
     run = _one_run("life", grid)
     stages = LifeConfig(
         eval_rows=eval_rows,
@@ -255,7 +257,9 @@ def life(
         keeping=Keeping(save_total_limit=save_total_limit),
     )
     folder = _path(calibration_dir)
-    return estimates.life(run, _one_type("life", gpu), stages, calibration_dir=folder, notes=notes)
+    return estimates.life(
+        run, _one_type("life", gpu), stages, calibration_dir=folder, notes=said.notes
+    )
 
 
 def where(
@@ -281,13 +285,13 @@ def where(
     Raises:
         ConfigError: an unknown name, several runs, or settings that no accelerator can run.
     """
-    grid, notes = _with_files(_grid(model or (), settings), from_file, stated=settings)
+    grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings)
     run = _one_run("where", grid)
     return estimates.where(
         run,
         _types(gpu),
         calibration_dir=_path(calibration_dir),
-        notes=notes,
+        notes=said.notes,
         rates=load_rates(_path(prices), country),
     )
 
@@ -503,8 +507,8 @@ def _prediction_row(prediction: Prediction) -> dict[str, Any]:
 
 def _with_files(
     grid: dict[str, list[Any]], files: AnyPath | Sequence[AnyPath], *, stated: Mapping[str, Any]
-) -> tuple[dict[str, list[Any]], tuple[str, ...]]:
-    """`grid` over the settings of `files`, and notes about these.
+) -> tuple[dict[str, list[Any]], FromFiles]:
+    """`grid` over the settings of `files`, and what else these say.
 
     Raises:
         ConfigError: neither a model nor a file, or a fault of one.
@@ -513,12 +517,11 @@ def _with_files(
     if not paths:
         if not grid["model"]:
             raise ConfigError("models: is empty; name a model, or give from_file")
-        return grid, ()
-    from whichlora.workflow.from_files import notes_of, with_files
+        return grid, NO_FILES
+    from whichlora.workflow.from_files import with_files
 
     names = {*stated, *(["model"] if grid["model"] else [])}
-    merged, imported = with_files(paths, grid, names)
-    return merged, notes_of(imported, merged)
+    return with_files(paths, grid, names)
 
 
 def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -89,6 +89,29 @@ def test_a_file_that_packs_has_rows_of_full_length(rows: Path, tmp_path: Path) -
     assert run.training.num_steps == 5  # 1,220 tokens
 
 
+@pytest.mark.parametrize(
+    ("keys", "asked", "epochs"),
+    [
+        ("num_epochs: 4\n", None, 4),
+        ("num_epochs: 4\n", 2, 2),
+        ("num_epochs: 4\nmax_steps: 100\n", None, 1),  # it counts steps
+        ("", None, 1),
+    ],
+)
+def test_a_file_says_how_many_epochs_there_are(
+    tmp_path: Path, keys: str, asked: float | None, epochs: int
+) -> None:
+    config = tmp_path / "axolotl.yaml"
+    config.write_text(
+        f"base_model: {LLAMA}\nadapter: lora\nlora_target_linear: true\nsequence_len: 256\n"
+        f"micro_batch_size: 1\nsample_packing: true\n{keys}",
+        encoding="utf-8",
+    )
+    (run,) = estimate(from_file=config, gpu="l4", samples=10, epochs=asked)
+    assert run.training is not None
+    assert run.training.num_steps == 10 * epochs
+
+
 def test_an_amount_of_memory_has_steps_and_no_time() -> None:
     (run,) = estimate(LLAMA, "24GB", method="qlora", samples=10)
     assert run.training is not None

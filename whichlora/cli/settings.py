@@ -29,6 +29,7 @@ from whichlora.trainers import BUILT_IN as TRAINERS
 
 if TYPE_CHECKING:
     from whichlora.predict.largest import Size
+    from whichlora.workflow.whole_training import FromFiles
 
 _QUANTISED = [name for name, method in BUILT_IN.items() if method.base_quant != "none"]
 _SERVED_AS_TRAINED = [name for name, method in BUILT_IN.items() if method.serve == "as-trained"]
@@ -331,26 +332,27 @@ def from_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def with_from_files(
     ctx: click.Context, settings: dict[str, list[Any]], files: Sequence[Path]
-) -> tuple[dict[str, list[Any]], tuple[str, ...]]:
-    """`settings` over those of `files`, and notes about these.
+) -> tuple[dict[str, list[Any]], FromFiles]:
+    """`settings` over those of `files`, and what else these say.
 
     Raises:
         click.UsageError: neither files nor a model.
         ConfigError: a file that can't be read, or says what can't be predicted.
     """
+    from whichlora.workflow.whole_training import NO_FILES
+
     if not files:
         if not settings["model"]:
             metavar = ctx.command.params[0].metavar
             raise click.UsageError(f"Missing argument '{metavar}'; or a file behind --from.", ctx)
-        return settings, ()
-    from whichlora.workflow.from_files import notes_of, with_files
+        return settings, NO_FILES
+    from whichlora.workflow.from_files import with_files
 
     on_command_line = click.core.ParameterSource.COMMANDLINE
     stated = {name for name in settings if ctx.get_parameter_source(name) is on_command_line}
     if settings["model"]:
         stated.add("model")
-    merged, imported = with_files(files, settings, stated)
-    return merged, notes_of(imported, merged)
+    return with_files(files, settings, stated)
 
 
 def only_run(settings: Mapping[str, list[Any]], *, command: str) -> RunConfig:

@@ -250,11 +250,12 @@ TOOL = Tool(
     ),
     programs=frozenset({"axolotl train", "axolotl.cli.train"}),
     read=_read,
+    epochs=("num_epochs", 1.0),
     without_effect=(
         *WITHOUT_EFFECT,
         *ADAPTER,  # without an adapter
         *("base_model_config", "model_type", "is_*_derived_model", "is_*", "processor_*"),
-        *("num_epochs", "test_datasets", "shuffle_*", "val_set_size", "chat_template*"),
+        *("test_datasets", "shuffle_*", "val_set_size", "chat_template*"),
         *("train_on_inputs", "excess_length_strategy", "pad_to_sequence_len", "special_tokens"),
         *("tokens", "evals_per_epoch", "saves_per_epoch", "early_stopping_patience", "strict"),
         *("lora_model_dir", "lora_fan_in_fan_out", "lora_target_modules", "lora_target_linear"),

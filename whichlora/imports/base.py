@@ -30,6 +30,7 @@ class Imported:
         without_effect: keys that change neither bytes nor time of a step.
         assumed: key and what was predicted in its place.
         refused: setting → why the file's value can't be predicted; the user's own value may.
+        epochs: passes over its data; None where it counts steps.
     """
 
     path: str
@@ -39,6 +40,7 @@ class Imported:
     without_effect: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
+    epochs: float | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -271,6 +273,7 @@ class Tool:
         unmodelled: keys that do, and what is predicted where they are on.
         reads_files: whether it takes a file of its keys; else a command line alone.
         launch_configs: accelerate's files that come with it, by name.
+        epochs: the key of passes over the data, and what the tool takes without it.
     """
 
     name: str
@@ -283,6 +286,7 @@ class Tool:
     unmodelled: Mapping[str, str] = field(default_factory=dict)
     reads_files: bool = True
     launch_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    epochs: tuple[str, float] = ("num_train_epochs", 3.0)
 
     def imported(self, path: str, keys: Keys, launch: Launch, names: Collection[str]) -> Imported:
         """The run that `keys`, called `names`, describe.
@@ -291,6 +295,8 @@ class Tool:
             ConfigError: a value of another type than its key takes.
         """
         settings = self.read(keys, launch)
+        epochs = keys.number(*self.epochs)
+        counts_steps = keys.count("max_steps", 0) > 0
         for name, assumed in self.unmodelled.items():
             if name in names and name not in keys.used:
                 if _is_on(keys.raw(name)):
@@ -307,6 +313,7 @@ class Tool:
             without_effect=tuple(sorted(idle)),
             assumed=tuple(keys.assumed),
             refused=keys.refused,
+            epochs=None if counts_steps or epochs <= 0 else epochs,
         )
 
     def _has_no_effect(self, name: str) -> bool:

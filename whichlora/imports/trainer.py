@@ -30,7 +30,7 @@ UNMODELLED: Mapping[str, str] = {
     "use_cache": "no cache",
 }
 WITHOUT_EFFECT = (
-    *("output_dir", "overwrite_output_dir", "num_train_epochs", "max_steps", "learning_rate"),
+    *("output_dir", "overwrite_output_dir", "learning_rate"),
     *("lr_scheduler*", "warmup_*", "weight_decay", "adam_*", "optim_args", "max_grad_norm"),
     *("logging_*", "log_*", "report_to", "run_name", "project", "trackio_*", "disable_tqdm"),
     *("eval_*", "evaluation_strategy", "per_device_eval_batch_size", "prediction_loss_only"),

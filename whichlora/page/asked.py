@@ -10,7 +10,7 @@ from typing import Any, Self
 from whichlora.page.form import DATA, Question, chosen_files, data, settings, stated
 from whichlora.spec.results import SCHEMA_VERSION, Answers, Prediction
 from whichlora.workflow import estimates
-from whichlora.workflow.from_files import notes_of, with_files
+from whichlora.workflow.from_files import with_files
 from whichlora.workflow.whole_training import Data
 
 Part = dict[str, Any]  # of an answer, as JSON; "part" says which
@@ -45,9 +45,9 @@ class Asked:
         if not files:
             return cls(question=question, settings=asked, data=data(question))
         is_set = {field.name for field in stated(question)} & asked.keys()
-        merged, imported = with_files(files, asked, is_set)
-        notes = notes_of(imported, merged)
-        return cls(question=question, settings=merged, notes=notes, data=data(question))
+        merged, said = with_files(files, asked, is_set)
+        what = data(question, said)
+        return cls(question=question, settings=merged, notes=said.notes, data=what)
 
     def predicted(self, gpus: Sequence[str], **options: Any) -> Answers[Prediction]:
         """Its predictions on `gpus`; options are those of `estimates.estimate`.

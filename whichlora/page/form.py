@@ -18,7 +18,7 @@ from whichlora.spec.parallel import AUTO
 from whichlora.store.gpus import number_of
 from whichlora.trainers import list_trainers
 from whichlora.workflow import combinations
-from whichlora.workflow.whole_training import Data
+from whichlora.workflow.whole_training import NO_FILES, Data, FromFiles
 
 Kind = Literal["text", "count", "number", "choice", "switch", "file"]
 Question = Mapping[str, str]  # values by name of a field; one that is left out has its default
@@ -227,8 +227,11 @@ def chosen_files(question: Question) -> list[Path]:
     return [Path(name) for name in text.split(NEXT_FILE)] if text else []
 
 
-def data(question: Question) -> Data | None:
+def data(question: Question, said: FromFiles = NO_FILES) -> Data | None:
     """What is learned; None where the question does not say.
+
+    Args:
+        said: by files of another tool.
 
     Raises:
         ConfigError: a number out of range, or none.
@@ -237,7 +240,8 @@ def data(question: Question) -> Data | None:
     for name, kind in (("samples", int), ("epochs", float)):
         if name in values and not isinstance(values[name], kind):
             raise ConfigError(f"{name}: {values[name]!r} is not a number")
-    return Data.asked(values.get("data"), values.get("samples"), values.get("epochs"), offline=True)
+    path, samples, epochs = (values.get(name) for name in ("data", "samples", "epochs"))
+    return Data.asked(path, samples, epochs, said, offline=True)
 
 
 def settings(question: Question) -> dict[str, list[Any]]:

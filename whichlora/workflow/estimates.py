@@ -80,8 +80,6 @@ def estimate(
         ConfigError: an unknown model or accelerator, or nothing is left of the combinations.
     """
     _check_asked(gpus, engine, maximise, data)
-    if data is not None:
-        data = data.as_said(notes)
     targets = _targets(gpus, calibration_dir)
     stale = {name: _stale_notes(cards, calibration_dir) for name, cards in targets.items()}
     rates = rates or load_rates()

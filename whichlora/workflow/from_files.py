@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from whichlora.errors import ConfigError
 from whichlora.imports import Imported, import_files
 from whichlora.imports.trl import FULL_ROWS
 from whichlora.parallel import strategy_options
+from whichlora.workflow.whole_training import FromFiles
 
 # Settings of the files that go with another one, and fall where the user gives that one.
 _WITH = {
@@ -22,8 +23,8 @@ _WITH = {
 
 def with_files(
     paths: Sequence[Path], settings: Mapping[str, list[Any]], stated: Collection[str]
-) -> tuple[dict[str, list[Any]], Imported]:
-    """`settings` with those of the files where the user states none, and what the files hold.
+) -> tuple[dict[str, list[Any]], FromFiles]:
+    """`settings` with those of the files where the user states none, and what else these say.
 
     Args:
         settings: of `combinations.grid`, with the defaults of what is not stated.
@@ -55,17 +56,14 @@ def with_files(
             f"{imported.path}: asks for {strategy} and does not say how many GPUs the run has; "
             "pass --gpus, such as --gpus 4"
         )
-    return merged, imported
+    packed = any(FULL_ROWS in text for text in imported.assumed)
+    notes = _notes_of(imported, merged)
+    return merged, FromFiles(notes=notes, packed=packed, epochs=imported.epochs)
 
 
-def notes_of(imported: Imported, settings: Mapping[str, list[Any]]) -> tuple[str, ...]:
+def _notes_of(imported: Imported, settings: Mapping[str, list[Any]]) -> tuple[str, ...]:
     """Notes of `imported`; without a number of GPUs, that one is predicted."""
     if settings.get("gpus", [None]) != [None]:
         return imported.notes
     one = f"{imported.path}: does not say how many GPUs the run has; assumed: 1 (--gpus)"
     return (*imported.notes, one)
-
-
-def packs(notes: Iterable[str]) -> bool:
-    """Whether a file whose `notes_of` these are fills its rows with packed texts."""
-    return any(FULL_ROWS in note for note in notes)

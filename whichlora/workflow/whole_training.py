@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +31,24 @@ from whichlora.trainers import get_trainer
 
 MOST_EPOCHS = 1000
 MOST_SAMPLES = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromFiles:
+    """What files of another tool say of a training beside the settings of a step.
+
+    Args:
+        notes: what a user must know of them.
+        packed: its rows are full of packed texts.
+        epochs: passes over the data; None where they do not say.
+    """
+
+    notes: tuple[str, ...] = ()
+    packed: bool = False
+    epochs: float | None = None
+
+
+NO_FILES = FromFiles()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +86,18 @@ class Data:
 
     @classmethod
     def asked(
-        cls, path: str | None, samples: int | None, epochs: float | None, *, offline: bool = False
+        cls,
+        path: str | None,
+        samples: int | None,
+        epochs: float | None,
+        said: FromFiles = NO_FILES,
+        *,
+        offline: bool = False,
     ) -> Self | None:
         """The data that settings state; None where they state none.
+
+        Args:
+            said: by files of another tool, whose epochs stand where `epochs` is None.
 
         Raises:
             ConfigError: epochs of nothing.
@@ -79,16 +106,14 @@ class Data:
             if epochs is not None:
                 raise ConfigError("epochs: of how much data? give data, or a number of samples")
             return None
-        whole = 1.0 if epochs is None else epochs
-        return cls(path=path or "", samples=samples, epochs=whole, offline=offline)
-
-    def as_said(self, notes: Sequence[str]) -> Self:
-        """The data as the files of another tool, whose notes these are, have it."""
-        if not notes:
-            return self
-        from whichlora.workflow.from_files import packs
-
-        return replace(self, packed=packs(notes))
+        passes = said.epochs if epochs is None else epochs
+        return cls(
+            path=path or "",
+            samples=samples,
+            epochs=1.0 if passes is None else passes,
+            packed=said.packed,
+            offline=offline,
+        )
 
     def rows(self, run: RunConfig, model: ModelSpec) -> Rows:
         """Its rows as `run` reads them.
