@@ -10,7 +10,7 @@ from whichlora.timing.work import (
     ATTENTION_OPS,
     BACKWARD_RATIO,
     Work,
-    products,
+    product_work,
     served_layers,
     trained_layers,
 )
@@ -84,7 +84,7 @@ def tower_step_work(
                 adapters = adapters + step.method.adapter_params(linear, step.r)
     num_patches = step.tokens
     # each adapter of the tower is multiplied with patches, not with the tokens of the text
-    moved = products(
+    moved = product_work(
         (6 + 2 * recompute) * (num_patches - text_tokens) * adapters,
         wide=step.dtypes.widens_adapters,
     )

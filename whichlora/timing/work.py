@@ -171,7 +171,7 @@ def wide_weights(layer: Layer, dtypes: Dtypes) -> int:
     )
 
 
-def products(flops: Count, *, wide: bool) -> Work:
+def product_work(flops: Count, *, wide: bool) -> Work:
     """Matrix products in the run's dtype or, if `wide`, in fp32.
 
     Kind: exact. Source: `Dtypes.widens_products`, `Dtypes.widens_adapters`.
@@ -622,7 +622,7 @@ def _trained_adapter(
         autograd_launches=count * adapter.backward_launches,
     )
     flops = count * (weight_flops + token_flops)
-    return Work.total((products(flops, wide=dtypes.widens_adapters), beside))
+    return Work.total((product_work(flops, wide=dtypes.widens_adapters), beside))
 
 
 def training_work(
@@ -679,13 +679,13 @@ def training_work(
     of_head = scored * head * (passes + (run.loss_head == "trl-fused") + tied)
     around_layers = 2 * (of_head + tokens * around * passes)
     weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
-    multiplied = Work.total((layers, products(around_layers, wide=_widens_head(dtypes))))
+    multiplied = Work.total((layers, product_work(around_layers, wide=_widens_head(dtypes))))
     if not method.trains_base:
         read = batch_size * method.virtual_tokens if method.virtual_tokens else tokens
         shared = method.shared_tensors(adapted_linears(model, targets), r)
         params = update.num_params - sum(tensor.num_params for tensor in shared)
         of_adapters = (6 + 2 * recompute) * read * params
-        wide = products(of_adapters, wide=dtypes.widens_adapters)
+        wide = product_work(of_adapters, wide=dtypes.widens_adapters)
         multiplied = Work.total((multiplied, wide))
     vocab = num_logits(model)
     _, loss_passes = _loss_passes(run, dtypes, logits_loss)
@@ -775,7 +775,7 @@ def evaluation_work(
     head, around = head_weights(model)
     vocab = num_logits(model)
     loss_passes, _ = _loss_passes(run, dtypes, logits_loss)
-    scored = products(2 * tokens * (head + around), wide=_widens_head(dtypes))
+    scored = product_work(2 * tokens * (head + around), wide=_widens_head(dtypes))
     return Work(
         product_flops=again.product_flops - once.product_flops + scored.product_flops,
         wide_product_flops=again.wide_product_flops
@@ -825,7 +825,8 @@ def waited_passes(
     """Passes over the cache that multiprocessors without a head could have read meanwhile.
 
     A fused kernel that does not split keys gives each head of a sequence to one block, so that
-    few heads read at a few multiprocessors' share of the bandwidth.
+    few heads read at a few multiprocessors' share of the bandwidth. Each block reads the keys of
+    its head, which are those of its whole group.
 
     Kind: exact but for `HEAD_PASS`. Source: `Libraries.splits_keys`; torch 2.13
     `AttentionKernel`, which divides queries alone.
@@ -834,7 +835,8 @@ def waited_passes(
     if num_multiprocessors is None:
         return waited
     blocks = batch_size * attention.num_attention_heads
-    idle = largest(0.0, num_multiprocessors / blocks - 1)
+    groups = attention.num_attention_heads // max(1, attention.num_key_value_heads)
+    idle = largest(0.0, groups * num_multiprocessors / blocks - 1)
     for share, kernel in kernels_of(attention, dtypes, context, decoding=True):
         splits = dtypes.libraries.splits_keys or not dtypes.uses_sdpa
         if kernel == "efficient" or (kernel == "flash" and not splits):
@@ -884,7 +886,7 @@ def _served_adapter(
         dequant_bytes=count * _expanded_again(linear, adapter, dtypes),
         launches=count * adapter.forward_launches,
     )
-    return Work.total((products(count * flops, wide=dtypes.widens_adapters), beside))
+    return Work.total((product_work(count * flops, wide=dtypes.widens_adapters), beside))
 
 
 def _cache_work(
