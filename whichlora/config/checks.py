@@ -52,7 +52,10 @@ _OF_ENGINES = (
 )
 _COUNTS = ("tokens", "samples", "mean_tokens", "p95_tokens", "max_tokens")
 _ROW_SETTINGS: Mapping[Rows, tuple[str, ...]] = {
-    "texts": ("template", "text_column", "messages_column", "prompt_column", "completion_column"),
+    "texts": (
+        *("template", "text_column", "messages_column", "prompt_column", "completion_column"),
+        "images_column",
+    ),
     "pairs": ("prompt_column", "chosen_column", "rejected_column"),
     "labelled": ("prompt_column", "completion_column", "label_column"),
     "prompts": ("prompt_column",),
@@ -660,7 +663,13 @@ def _check_row_settings(dataset: Data, rows: Rows, learner: str) -> Iterator[Pro
 
 
 def _check_text_settings(dataset: Data) -> Iterator[Problem]:
-    row_keys = [key for key in _ROW_SETTINGS["texts"] if key in dataset]
+    ways = (key for key in _ROW_SETTINGS["texts"] if key != "images_column")
+    row_keys = [key for key in ways if key in dataset]
+    texts = [key for key in row_keys if key in ("template", "text_column")]
+    if texts and "images_column" in dataset:
+        fault = f"goes with messages, or a prompt and its completion, not with dataset.{texts[0]}"
+        accepted = "one of the two"
+        yield Problem(loc=("dataset", "images_column"), fault=fault, accepted=accepted)
     if row_keys == ["prompt_column", "completion_column"]:
         return
     for key, partner in itertools.permutations(("prompt_column", "completion_column")):

@@ -141,7 +141,7 @@ def labelled_texts(example: Example) -> list[str]:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """The texts of a column that holds a text or messages.
+    """The texts of a column that holds a text or messages, without the pictures among them.
 
     Raises:
         ConfigError: a message without role and text.
@@ -154,7 +154,11 @@ def texts_of(value: Any) -> Iterator[str]:
     for message in value:
         if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
             raise ConfigError("a message must have role and content")
-        if not isinstance(message["content"], str):
-            got = type(message["content"]).__name__
+        content = message["content"]
+        if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+            yield from (part["text"] for part in content if part.get("type") == "text")
+            continue
+        if not isinstance(content, str):
+            got = type(content).__name__
             raise ConfigError(f"the content of a message must be text, got {got}")
-        yield message["content"]
+        yield content

@@ -39,6 +39,7 @@ CONTEXTS = ("input", "inputs", "context", "passage", "document")  # beside a pro
 SYSTEMS = ("system", "system_prompt", "system_message")
 HISTORIES = ("history",)  # earlier turns, as pairs
 TEXTS = ("text", "content", "code")
+PICTURES = ("images", "image")  # beside messages, or a prompt and its answer
 LABELS = ("label", "kto_tag", "desirable", "is_desirable", "thumbs_up")  # of an answer: wanted
 CLASSIFIED_TEXTS = ("text", "sentence", "content", "review", "tweet", "question", "title")
 CLASSES = ("label", "labels", "class", "category", "sentiment", "intent", "coarse_label")
@@ -58,6 +59,7 @@ class Columns:
         trained: what the model learns to write: the text, the conversation or the answer.
         prompt, rejected, label, system, history: columns, or None.
         contexts: columns that follow the prompt, after a blank line; of an anchor, the negatives.
+        images: column of the paths of pictures, where it is not in the messages.
         unused: all others.
     """
 
@@ -70,6 +72,7 @@ class Columns:
     system: str | None = None
     history: str | None = None
     contexts: tuple[str, ...] = ()
+    images: str | None = None
     unused: tuple[str, ...] = ()
 
     def roles(self) -> dict[str, str]:
@@ -84,6 +87,7 @@ class Columns:
         words += f" (rejected: {self.rejected})" if self.rejected else ""
         words += f" (label: {self.label})" if self.label else ""
         words += f" as {'messages' if self.chat else 'text'}"
+        words += f" (pictures: {self.images})" if self.images else ""
         use = "for the rewards" if self.kind == "prompts" else "not used"
         return words + (f" ({use}: {', '.join(self.unused)})" if self.unused else "")
 
@@ -321,6 +325,12 @@ def _needed(row: Row, rows: Rows) -> str:
         if name not in accepted and (near := difflib.get_close_matches(name, missing, n=1))
     ]
     return f"{words} ({', '.join(spellings)})" if spellings else words
+
+
+def picture_column(row: Row) -> str | None:
+    """The column of `row` that names pictures, by its name."""
+    by_name = _by_name(row)
+    return next((by_name[name] for name in PICTURES if name in by_name), None)
 
 
 def _by_name(row: Row) -> dict[str, str]:

@@ -60,11 +60,15 @@ class Encode(Protocol):
         """Tokens of `prompt` with which `whole` begins, too."""
 
 
-def renderer_of(tokenizer: str | None, *, offline: bool) -> Render | None:
-    """The chat template of the job, None where it is not available."""
+def renderer_of(tokenizer: str | None, *, offline: bool, parts: bool = False) -> Render | None:
+    """The chat template of the job, None where it is not available.
+
+    Args:
+        parts: messages are made of parts, which only a template of the model itself renders.
+    """
     if tokenizer == BYTE_LEVEL:
         return _byte_renderer()
-    return _chat_renderer(tokenizer, offline=offline)
+    return _chat_renderer(tokenizer, offline=offline, parts=parts)
 
 
 def encoder_of(tokenizer: str | None, *, offline: bool) -> tuple[Encode, str]:
@@ -176,7 +180,14 @@ def _tokenizer_file(tokenizer: str, name: str, *, offline: bool) -> Path | None:
         return None
 
 
-def _chat_renderer(tokenizer: str | None, *, offline: bool) -> Render | None:
+def _processor_template(tokenizer: str, *, offline: bool) -> str | None:
+    """The template that a processor has in a file of its own, as older checkpoints do."""
+    file = _tokenizer_file(tokenizer, "chat_template.json", offline=offline)
+    template = None if file is None else read_object(file).get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def _chat_renderer(tokenizer: str | None, *, offline: bool, parts: bool) -> Render | None:
     """The chat template of `tokenizer`, None where it is not available."""
     if tokenizer is None or tokenizer == BYTE_LEVEL:
         return None
@@ -197,6 +208,10 @@ def _chat_renderer(tokenizer: str | None, *, offline: bool) -> Render | None:
             f"tokenizers: {tokenizer} can't be loaded: {reason}; check its files"
         ) from error
     template = None if loaded.chat_template else ALPACA_CHAT_TEMPLATE
+    if parts and template is not None:
+        template = _processor_template(tokenizer, offline=offline)
+        if template is None:
+            return None
 
     def render(messages: Messages, **options: bool) -> str:
         try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from whichlora.dataset.base import Split
+from whichlora.dataset.pictures import Size
 from whichlora.errors import ConfigError
 
 UNCUT = 10**9  # tokens, more than any text has
@@ -24,6 +25,7 @@ class TokenLengths:
         num_empty: rows left out because they have no text, over all splits.
         num_unlearned: rows left out, over all splits, and `unlearned`: why.
         of_row: what a row is, in words.
+        pictures: split to sizes of the pictures of each row; empty where no row has one.
         method: "tokenizer <name>", "bytes", or how the lengths were estimated and why.
         longest_possible: where lengths are assumed or estimated, an upper bound of the longest
             sequence; None is the longest of `lengths`.
@@ -42,6 +44,7 @@ class TokenLengths:
     unlearned: str = ""
     of_row: str = "sequences"
     others: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    pictures: Mapping[str, tuple[tuple[Size, ...], ...]] = field(default_factory=dict)
     method: str
     longest_possible: int | None = None
     alternatives: tuple[Self, ...] = ()
@@ -77,6 +80,18 @@ class TokenLengths:
             of_row="pairs",
             alternatives=tuple(each.paired() for each in self.alternatives),
             method=f"{self.method}; both answers of a pair are as long",
+        )
+
+    def at_least(self, tokens: int) -> Self:
+        """These lengths, of at least so many tokens as far as they are not cut."""
+        least = min(tokens, self.max_length)
+        return replace(
+            self,
+            lengths={
+                split: tuple(max(length, least) for length in lengths)
+                for split, lengths in self.lengths.items()
+            },
+            alternatives=tuple(each.at_least(tokens) for each in self.alternatives),
         )
 
     def describe(self) -> str:

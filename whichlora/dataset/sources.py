@@ -16,6 +16,7 @@ from whichlora.dataset import assumed
 from whichlora.dataset.base import BaseDataset, Example, Row, checked_format
 from whichlora.dataset.files import read_rows
 from whichlora.dataset.lengths import UNCUT, TokenLengths
+from whichlora.dataset.pictures import found_in
 from whichlora.dataset.rendering import rendering
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.spec.data_format import DataFormat, Rows
@@ -279,7 +280,7 @@ def _read_examples(
             try:
                 if render is None:
                     render, columns = rendering(config, row, rows)
-                example = render(row)
+                example = found_in(path.parent, render(row))
                 expected = checked_format(example, expected)
             except ConfigError as error:
                 raise DataFileError(f"{path}:{line}: {error}") from None

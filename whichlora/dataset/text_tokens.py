@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from whichlora.dataset.base import Example, texts_of, trained
 from whichlora.dataset.encoders import Encode, Messages, Render
+from whichlora.dataset.pictures import Grid, image_tokens
+from whichlora.spec.data_format import IMAGES
 
 MESSAGE_TOKENS = 5
 """Tokens that a chat template adds to a message: around its role, before and after its content.
@@ -29,14 +31,23 @@ class TextTokens:
         render: the chat template; None where it is not available, and for plain texts.
         conversational: rows hold messages.
         completions_only: rows in which nothing is learned are left out.
+        grid: the rule of the model's processor for pictures; None where rows have none.
     """
 
     max_length: int
     render: Render | None
     conversational: bool
     completions_only: bool
+    grid: Grid | None = None
     of_row = "sequences"
-    leaves_out = "within {} tokens nothing in them is learned"
+
+    @property
+    def leaves_out(self) -> str:
+        """Why rows are left out, with a place for the greatest length."""
+        if self.grid is not None:
+            return "within {} tokens there is no room for their images, or nothing is learned"
+        return "within {} tokens nothing in them is learned"
+
     none_left = (
         "nothing is learned within {} tokens of any row: prompts fill them, or no turn is the "
         "assistant's; raise sequence_length, or set train_on: all"
@@ -50,10 +61,19 @@ class TextTokens:
             numbers = encode([self.render(_messages(row)) for row in rows], "none")
         else:
             numbers = [of_messages(encode, all_texts(row)) for row in rows]
+        if self.grid is not None:
+            numbers = [number + self._added(row) for number, row in zip(numbers, rows, strict=True)]
         return [(number,) for number in numbers]
+
+    def _added(self, row: Example) -> int:
+        """Tokens of the pictures of `row`, beyond one for each that a chat template writes."""
+        assert self.grid is not None
+        return image_tokens(row, self.grid) - len(row.get(IMAGES, ())) * (self.render is not None)
 
     def is_kept(self, encode: Encode, row: Example, counts: tuple[int, ...]) -> bool:
         """Whether the first `max_length` of the row's tokens hold some that are learned."""
+        if row.get(IMAGES) and max(counts) > self.max_length:
+            return False  # the job can't cut the tokens of a picture
         if not self.completions_only or "text" in row:
             return True
         before = _before_answer(row)

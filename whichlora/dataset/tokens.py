@@ -17,6 +17,7 @@ from whichlora.dataset.base import (
     examples,
 )
 from whichlora.dataset.encoders import (
+    BYTE_LEVEL,
     FEWEST_BYTES_PER_TOKEN,
     LONGEST_BYTES_PER_TOKEN,
     MOST_BYTES_PER_TOKEN,
@@ -28,6 +29,7 @@ from whichlora.dataset.encoders import (
 )
 from whichlora.dataset.label_tokens import LabelTokens
 from whichlora.dataset.lengths import TokenLengths
+from whichlora.dataset.pictures import Grid, sizes_of
 from whichlora.dataset.sources import CountedDataset
 from whichlora.dataset.text_tokens import MESSAGE_TOKENS, TextTokens, all_texts
 from whichlora.errors import ConfigError
@@ -52,6 +54,7 @@ def count_tokens(
     max_length: int,
     completions_only: bool = False,
     run: RunConfig | None = None,
+    grid: Grid | None = None,
 ) -> TokenLengths:
     """Lengths of all sequences, as `tokenizer` cuts them.
 
@@ -67,9 +70,11 @@ def count_tokens(
         completions_only: leave out rows in which nothing is learned, since their prompt fills
             `max_length` or no turn is the assistant's; so does the job.
         run: whose trainer reads the rows; None: they are texts.
+        grid: how the model's processor cuts a picture; None where it reads none.
 
     Raises:
-        ConfigError: nothing to train on or to learn, or an example can't be made of a row.
+        ConfigError: nothing to train on or to learn, an example can't be made of a row, or rows
+            have pictures that the model does not read.
     """
     rows: Rows = "texts" if run is None else rows_of(run)
     if isinstance(dataset, CountedDataset):
@@ -77,8 +82,20 @@ def count_tokens(
         return counted.paired() if rows == "pairs" else counted
     expected = data_format(dataset)
     expected.require(rows)
+    if expected.images and grid is None:
+        raise ConfigError(
+            f"dataset: rows have images, and those of {tokenizer or 'this model'} are not "
+            "predicted; give a model such as Qwen/Qwen2.5-VL-7B-Instruct, or rows without images"
+        )
+    if expected.images and tokenizer == BYTE_LEVEL:
+        raise ConfigError(
+            "weights: random has no processor for the images of the dataset; set weights: "
+            "pretrained, or give rows without images"
+        )
     encode, method = encoder_of(tokenizer, offline=offline)
-    render = renderer_of(tokenizer, offline=offline) if expected.conversational else None
+    render = None
+    if expected.conversational:
+        render = renderer_of(tokenizer, offline=offline, parts=expected.images)
     if expected.conversational and render is None:
         method += (
             f"; for a chat template, which is not available, {MESSAGE_TOKENS} tokens a message "
@@ -89,6 +106,7 @@ def count_tokens(
         render=render,
         conversational=expected.conversational,
         completions_only=completions_only,
+        grid=grid if expected.images else None,
     )
     if run is not None and rows != "texts":
         reader = _reader_of(run, expected, max_length=max_length, render=render)
@@ -109,11 +127,15 @@ def count_tokens(
         return replace(cut, num_empty=num_empty, num_unlearned=num_left_out, method=method)
 
     lengths = lengths_of(counts)
+    if expected.images:
+        sizes = {str(split): tuple(map(sizes_of, rows)) for split, rows in whole.items()}
+        lengths = replace(lengths, pictures=sizes)
     if lengths.is_counted:
         return lengths
     step = ceil_div(len(whole["train"]), _MOST_ALTERNATIVE)
     some = whole["train"][::step]
-    most = counts_of(Estimate(LONGEST_BYTES_PER_TOKEN), _longest(whole["train"]))
+    longest = whole["train"] if expected.images else _longest(whole["train"])
+    most = counts_of(Estimate(LONGEST_BYTES_PER_TOKEN), longest)
     return replace(
         lengths,
         longest_possible=lengths_of({"train": most}).longest(),

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from whichlora.errors import MeasurementError
 from whichlora.methods import get_method
-from whichlora.profiler.images import image_fields
+from whichlora.profiler.images import image_fields, image_span
 from whichlora.profiler.meter import Meter
 from whichlora.profiler.spread import spreading
 from whichlora.spec.run import RunConfig
@@ -299,6 +299,7 @@ def random_rows(config: Any, run: RunConfig, lengths: Sequence[int]) -> list[dic
     """The rows of all batches in order; each knows the padded length of its batch."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = config.get_text_config().vocab_size
+    least = image_span(config, run) if run.images else 1
     rows = []
     for seq_len in lengths:
         at_once = run.batch_size * spreading(run).micro_batches
@@ -308,7 +309,7 @@ def random_rows(config: Any, run: RunConfig, lengths: Sequence[int]) -> list[dic
             # padded length, as with padding to a fixed length: else it would have no padding.
             if run.padding == "padded" and (index % run.batch_size or run.batch_size == 1):
                 fraction = _SHORTEST_ROW + (1 - _SHORTEST_ROW) * torch.rand(1, generator=generator)
-                num_tokens = max(1, min(int(seq_len * fraction), seq_len - 1))
+                num_tokens = max(1, min(max(int(seq_len * fraction), least), seq_len - 1))
             ids = torch.randint(vocab_size, (num_tokens,), generator=generator)
             rows.append({"input_ids": ids, "seq_len": seq_len})
     return rows

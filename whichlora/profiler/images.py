@@ -37,6 +37,15 @@ def image_fields(config: Any, run: RunConfig, input_ids: torch.Tensor) -> dict[s
     }
 
 
+def image_span(config: Any, run: RunConfig) -> int:
+    """Tokens from the first of a row to the last of its images."""
+    tower = build(config.to_dict(), name="profiled").tower
+    if tower is None:
+        return 1
+    width, height = run.image_size
+    return run.images * (tower.grid(height, width).tokens + 1)
+
+
 def _token(config: Any) -> int:
     for name in ("image_token_id", "image_token_index"):
         if getattr(config, name, None) is not None:

@@ -54,6 +54,12 @@ Source: TRL 1.16, dataset formats; transformers 5.23 examples/pytorch: text-clas
 token-classification and question-answering; sentence-transformers 6.2, dataset overview.
 """
 LABELLED_KINDS: tuple[DataKind, ...] = ("classified", "tagged", "spans", "scored", "anchors")
+IMAGES = "images"
+"""Column of the paths of a row's pictures, in the order of their places in its messages.
+
+Source: TRL 1.16, dataset formats, vision datasets.
+"""
+IMAGE_KINDS: tuple[DataKind, ...] = ("messages", "prompt-completion")
 _NEGATIVE = re.compile(r"negative(_(?P<number>\d+))?")
 
 PARTS = frozenset(
@@ -102,13 +108,15 @@ class DataFormat:
         kind: which columns there are, see `COLUMNS`.
         conversational: the columns hold messages of role and content, which the tokenizer's
             chat template renders where the model is trained.
+        images: rows have a column of pictures, and messages are made of parts.
 
     Raises:
-        ConfigError: text as messages, or messages as text.
+        ConfigError: text as messages, messages as text, or pictures of other rows than messages.
     """
 
     kind: DataKind = "text"
     conversational: bool = False
+    images: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in COLUMNS:
@@ -121,11 +129,17 @@ class DataFormat:
                 f"data format: {self.kind} can't have conversational {self.conversational!r}; "
                 f"accepted is {fixed.get(self.kind, 'true or false')}"
             )
+        if self.images and not (self.conversational and self.kind in IMAGE_KINDS):
+            raise ConfigError(
+                f"data format: {self.kind} can't have images; accepted are messages, or prompt and "
+                "completion as messages"
+            )
 
     def describe(self) -> str:
         """In words, for a message."""
         columns = ", ".join(COLUMNS[self.kind])
-        return f"{columns} as {'messages' if self.conversational else 'text'}"
+        words = f"{columns} as {'messages' if self.conversational else 'text'}"
+        return f"{words} with images" if self.images else words
 
     def require(self, rows: Rows) -> None:
         """Refuse a format that a trainer on `rows` can't take.
@@ -153,6 +167,8 @@ class DataFormat:
         for kind, columns in COLUMNS.items():
             optional = {"prompt"} if kind == "preference" else set()
             further = set(row) - set(columns)
+            if kind in IMAGE_KINDS:
+                further -= {IMAGES}
             if kind == "prompts":  # columns of others go to the rewards
                 further &= PARTS
             if kind == "anchors":
@@ -165,10 +181,11 @@ class DataFormat:
                     raise ConfigError(f"label must be true or false, got {row['label']!r}")
                 texts = [column for column in columns if column in row and column != "label"]
                 types = {type(row[column]) for column in texts}
+                images = kind in IMAGE_KINDS and IMAGES in row
                 if types == {str}:
-                    return cls(kind=kind)
+                    return cls(kind=kind, images=images)
                 if types == {list}:
-                    return cls(kind=kind, conversational=True)
+                    return cls(kind=kind, conversational=True, images=images)
                 raise ConfigError(
                     f"a row of {', '.join(row)} must hold text in each, or a list of messages in "
                     f"each, got {', '.join(sorted(kind.__name__ for kind in types))}"
@@ -251,5 +268,6 @@ CHAT_PAIRS = DataFormat(kind="prompt-completion", conversational=True)
 CHAT_ROWS = DataFormat(kind="messages", conversational=True)
 TEXT_PREFERENCES = DataFormat(kind="preference")
 CHAT_PREFERENCES = DataFormat(kind="preference", conversational=True)
+IMAGE_ROWS = DataFormat(kind="messages", conversational=True, images=True)
 TEXT_LABELLED = DataFormat(kind="labelled")
 CHAT_LABELLED = DataFormat(kind="labelled", conversational=True)

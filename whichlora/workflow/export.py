@@ -13,7 +13,7 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.exports import DATA_FILE, FORMATS, Export, Recipe
 from whichlora.exports.simpler import simpler_row
 from whichlora.predict.resolve import resolve
-from whichlora.spec.data_format import KINDS, DataFormat
+from whichlora.spec.data_format import IMAGE_ROWS, KINDS, DataFormat
 from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
@@ -104,7 +104,8 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
         (chosen,) = estimates.estimate([run], [device.key])
         run = replace(run, parallel=chosen.run.parallel)
     resolved = resolve(model, replace(run, model=model.name), device)
-    rows = {"data_format": DataFormat(kind=KINDS[rows_of(resolved.run)][0])}
+    data_format = DataFormat(kind=KINDS[rows_of(resolved.run)][0])
+    rows = {"data_format": IMAGE_ROWS if run.images else data_format}
     return Recipe(
         run=resolved.run,
         gpu=device.key,

@@ -55,8 +55,9 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
         data = write_jsonl(session.data.dataset, folder)
         rows = data_format(session.data.dataset)
     run, longest = best, None
-    if session.data.lengths(best.model).method.startswith("estimated"):
-        # the longest row is a guess, and a row that is longer is not to lose its end for it
+    if rows.images or session.data.lengths(best.model).method.startswith("estimated"):
+        # the longest row is a guess, and a row that is longer is not to lose its end for it; one
+        # of the validation split with images would be left out
         run, longest = replace(best, seq_len=session.data.seq_len(best.model)), best.seq_len
     recipe = Recipe(
         run=run,

@@ -17,14 +17,16 @@ from whichlora.dataset import (
     open_dataset,
     workload,
 )
+from whichlora.dataset.pictures import Grid, RowPictures, heaviest
 from whichlora.predict.evaluation_and_saving import num_evaluations
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.plan import Plan
 from whichlora.tasks import rows_of
 from whichlora.trainers import Repeats, Trainer, get_trainer, with_trainer
 
-Counted: TypeAlias = dict[tuple[str, int, bool], TokenLengths]
-"""Token lengths by tokenizer, the length that rows are cut to, and whether prompts are learned."""
+Key: TypeAlias = tuple[str, int, bool, Grid | None]
+"""A tokenizer, the length that rows are cut to, whether prompts are learned, a rule of pictures."""
+Counted: TypeAlias = dict[Key, TokenLengths]
 
 
 class TrainingData:
@@ -42,8 +44,8 @@ class TrainingData:
         self._plan = plan
         self._models = models
         self._lengths: Counted = {} if lengths is None else lengths
-        self._evaluated: dict[tuple[str, int, bool, int, int, int], dict[int, float]] = {}
-        self._workloads: dict[tuple[str, int, bool, int, int, int], Workload] = {}
+        self._evaluated: dict[tuple[Key, int, int, int], dict[int, float]] = {}
+        self._workloads: dict[tuple[Key, int, int, int], Workload] = {}
 
     @staticmethod
     def _trainer(plan: Plan) -> Trainer:
@@ -63,7 +65,7 @@ class TrainingData:
     def lengths(self, model: str) -> TokenLengths:
         """Token lengths of the data as the tokenizer of `model` cuts them."""
         key = self._key(model)
-        tokenizer, seq_len, completions_only = key
+        tokenizer, seq_len, completions_only, grid = key
         joins = self._plan.collator == "packed"  # before it cuts
         if key not in self._lengths:
             self._lengths[key] = count_tokens(
@@ -73,10 +75,33 @@ class TrainingData:
                 max_length=UNCUT if joins else seq_len,
                 completions_only=completions_only,
                 run=self._plan.finetune,
+                grid=grid,
             )
         return self._lengths[key]
 
-    def _key(self, model: str) -> tuple[str, int, bool]:
+    def _grid(self, model: str) -> Grid | None:
+        """How the processor of `model` cuts a picture; None where it reads none."""
+        tower = self._models[model].tower
+        return None if tower is None else tower.grid
+
+    def pictures(self, model: str) -> RowPictures | None:
+        """The pictures of the heaviest row that is trained on; None where no row has one."""
+        rows, grid = self.lengths(model).pictures.get("train", ()), self._grid(model)
+        return None if grid is None else heaviest(rows, grid)
+
+    def _rows(self, model: str) -> TokenLengths:
+        """The lengths of the data, with room in each row for the pictures of the heaviest.
+
+        Kind: upper bound, where rows have different pictures: a run states one number of them.
+        """
+        lengths, pictures, grid = self.lengths(model), self.pictures(model), self._grid(model)
+        if pictures is None or grid is None:
+            return lengths
+        width, height = pictures.image_size
+        each = grid(height, width)
+        return lengths.at_least(pictures.images * (each.tokens + each.markers + 1) + 2)
+
+    def _key(self, model: str) -> Key:
         """What the lengths depend on; the last is whether the job leaves rows out.
 
         It does where nothing in a row is learned; a packed row is several, and who fills in masked
@@ -85,7 +110,7 @@ class TrainingData:
         packs = self._plan.collator.startswith("packed")
         masks = self._models[model].task == "encoder"
         completions_only = self._plan.train_on == "completions" and not packs and not masks
-        return self.tokenizer(model), self.seq_len(model), completions_only
+        return self.tokenizer(model), self.seq_len(model), completions_only, self._grid(model)
 
     def cautions(self, model: str) -> tuple[str, ...]:
         """What of the data must be known before a plan is acted on."""
@@ -107,10 +132,10 @@ class TrainingData:
             accumulation: micro-steps of an optimizer step; None: as the plan says.
         """
         accumulation = accumulation or self._plan.finetune.gradient_accumulation_steps
-        key = (*self._key(model), batch_size, at_once, accumulation)
+        key = (self._key(model), batch_size, at_once, accumulation)
         if key not in self._workloads:
-            self._workloads[key] = workload(
-                self.lengths(model),
+            load = workload(
+                self._rows(model),
                 collator=self._plan.collator,
                 batch_size=batch_size,
                 seq_len=self.seq_len(model),
@@ -121,6 +146,7 @@ class TrainingData:
                 sequences=self._trainer(self._plan).sequences(self._plan.finetune),
                 repeats=self._repeats(batch_size, accumulation),
             )
+            self._workloads[key] = replace(load, pictures=self.pictures(model))
         return self._workloads[key]
 
     def _repeats(self, batch_size: int, accumulation: int) -> Repeats | None:
@@ -141,11 +167,11 @@ class TrainingData:
         if self._trainer(plan).writes_answers:
             return {}  # `train.py` evaluates none
         load = self.workload(model, batch_size, at_once=at_once, accumulation=accumulation)
-        key = (*self._key(model), batch_size, at_once, load.num_steps)
+        key = (self._key(model), batch_size, at_once, load.num_steps)
         if key not in self._evaluated:
             passes = num_evaluations(plan.keeping, num_steps=load.num_steps, epochs=plan.epochs)
             widths = evaluation_widths(
-                self.lengths(model),
+                self._rows(model),
                 batch_size=batch_size,
                 collator=plan.collator,
                 seq_len=self.seq_len(model),

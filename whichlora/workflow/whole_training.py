@@ -13,6 +13,7 @@ from typing import Self
 
 from whichlora.dataset.expected import binned, expected_widths
 from whichlora.dataset.lengths import UNCUT
+from whichlora.dataset.pictures import Grid, RowPictures, Size, heaviest, typical
 from whichlora.dataset.sources import open_dataset
 from whichlora.dataset.tokens import count_tokens
 from whichlora.dataset.workload import count_steps
@@ -136,7 +137,8 @@ class Data:
         # texts are the same rows for every run
         reader = None if rows_of(run) == "texts" else run
         tokenizer = None if self.offline else model.name
-        return _rows(os.path.abspath(path), self.path, changed, tokenizer, reader)
+        grid = None if model.tower is None else model.tower.grid
+        return _rows(os.path.abspath(path), self.path, changed, tokenizer, reader, grid)
 
     def sized(self, run: RunConfig, model: ModelSpec, *, largest_batch: bool = False) -> RunConfig:
         """`run` at the length of its longest batch, padded where rows of a batch differ.
@@ -147,8 +149,11 @@ class Data:
         Raises:
             ConfigError, DataFileError: as of `rows`.
         """
-        rows = self.rows(run, model)
         seq_len = min(run.seq_len, model.longest_input or run.seq_len)
+        rows = self.rows(run, model).within(seq_len)
+        if run.images and rows.grid is not None:
+            raise ConfigError("images: the data has its own; leave images out")
+        run = rows.shown(run)
         if self.packed:
             return replace(run, seq_len=seq_len)
         varied = len({min(length, seq_len) for length in rows.counts}) > 1
@@ -166,6 +171,8 @@ class Rows:
         others: tokens of the other sequences, where a row is a pair.
         longest: an upper bound of the longest, where lengths are estimated.
         alternatives: other plausible counts, where they are.
+        pictures: tokens, and sizes of the pictures, of each row; empty where no row may have one.
+        most, mean: pictures of the heaviest row, and of one as heavy as all in the mean.
         notes: how they were counted where no tokenizer did, and which are left out.
     """
 
@@ -174,16 +181,73 @@ class Rows:
     longest: int
     alternatives: tuple[Mapping[int, int], ...] = ()
     notes: tuple[str, ...] = ()
+    pictures: tuple[tuple[int, tuple[Size, ...]], ...] = ()
+    most: RowPictures | None = None
+    mean: RowPictures | None = None
+    grid: Grid | None = None
+
+    def within(self, seq_len: int) -> Self:
+        """The rows that a training of so many tokens reads: those with pictures are never cut.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        if self.grid is None:
+            return self
+        kept = [
+            (length, sizes) for length, sizes in self.pictures if length <= seq_len or not sizes
+        ]
+        if not kept:
+            least = min(length for length, _ in self.pictures)
+            raise ConfigError(
+                f"data: no row with its images is within {seq_len} tokens, the shortest has "
+                f"{least}; raise seq_len, or give smaller images"
+            )
+        notes = self.notes
+        if num_left_out := len(self.pictures) - len(kept):
+            notes = (*notes, f"{num_left_out} rows are left out: their images exceed {seq_len}")
+        sizes = [sizes for _, sizes in kept]
+        return replace(
+            self,
+            counts=Counter(length for length, _ in kept),
+            longest=max(length for length, _ in kept) if num_left_out else self.longest,
+            notes=notes,
+            pictures=tuple(kept),
+            most=heaviest(sizes, self.grid),
+            mean=typical(sizes, self.grid),
+        )
+
+    def shown(self, run: RunConfig, *, on_average: bool = False) -> RunConfig:
+        """`run` with the pictures of its heaviest row, or with as many as there are in the mean."""
+        if self.grid is None:
+            return run
+        pictures = self.mean if on_average else self.most
+        if pictures is None:
+            return replace(run, images=0)
+        return replace(run, images=pictures.images, image_size=pictures.image_size)
 
 
 @lru_cache(maxsize=64)
-def _rows(path: str, name: str, changed: int, tokenizer: str | None, run: RunConfig | None) -> Rows:
+def _rows(
+    path: str,
+    name: str,
+    changed: int,
+    tokenizer: str | None,
+    run: RunConfig | None,
+    grid: Grid | None,
+) -> Rows:
     """The rows of a file, counted once until it changes."""
     config = DatasetConfig(path=path if changed else name, validation_fraction=0.0)
     dataset = open_dataset(config, "texts" if run is None else rows_of(run))
     lengths = count_tokens(
-        dataset, tokenizer=tokenizer, offline=tokenizer is None, max_length=UNCUT, run=run
+        dataset,
+        tokenizer=tokenizer,
+        offline=tokenizer is None,
+        max_length=UNCUT,
+        run=run,
+        grid=grid,
     )
+    sizes = lengths.pictures.get("train", ())
     notes = [] if lengths.is_counted else [f"lengths are {lengths.method}"]
     if lengths.num_empty:
         notes.append(f"{lengths.num_empty} rows without text to learn are left out")
@@ -193,6 +257,8 @@ def _rows(path: str, name: str, changed: int, tokenizer: str | None, run: RunCon
         longest=lengths.longest(),
         alternatives=tuple(Counter(each.lengths["train"]) for each in lengths.alternatives),
         notes=tuple(notes),
+        pictures=tuple(zip(lengths.lengths["train"], sizes, strict=True)) if sizes else (),
+        grid=grid if sizes else None,
     )
 
 
@@ -204,9 +270,9 @@ def with_training(
     Raises:
         ConfigError, DataFileError: as of `Data.rows`.
     """
-    rows = data.rows(prediction.run, model)
+    rows = data.rows(prediction.run, model).within(prediction.run.seq_len)
     notes = (*prediction.notes, *rows.notes)
-    job = resolve(model, prediction.run, gpu)
+    job = resolve(model, rows.shown(prediction.run, on_average=True), gpu)
     total = training_total(job, calibration, rows, epochs=data.epochs, packed=data.packed)
     if not prediction.time.is_known:
         total = replace(total, total_s=math.nan, interval_s=(math.nan, math.nan))

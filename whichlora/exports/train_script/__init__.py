@@ -28,6 +28,7 @@ from whichlora.exports.train_script.lines import (
     model_lines,
     optimizer_lines,
     predicted_versions,
+    processor_lines,
     tokenizer_lines,
     trainer_name,
 )
@@ -49,6 +50,7 @@ Weights = Literal["pretrained", "random"]
 KEEPING = Keeping()
 
 _IMPORTABLE: Mapping[str, Sequence[str]] = {
+    "PIL": ("Image",),
     "accelerate": ("PartialState",),
     "datasets": ("Dataset",),
     "peft": ("get_peft_model", "prepare_model_for_kbit_training"),
@@ -64,6 +66,7 @@ _IMPORTABLE: Mapping[str, Sequence[str]] = {
         "AutoModelForQuestionAnswering",
         "AutoModelForSequenceClassification",
         "AutoModelForTokenClassification",
+        "AutoProcessor",
         "AutoTokenizer",
         "BitsAndBytesConfig",
         "DataCollatorForLanguageModeling",
@@ -76,6 +79,7 @@ _IMPORTABLE: Mapping[str, Sequence[str]] = {
         "TrainingArguments",
         "set_seed",
     ),
+    "transformers.image_utils": ("load_image",),
     "transformers.integrations": ("sdpa_attention",),
 }
 
@@ -157,13 +161,16 @@ def train_script(
     run = with_defaults(run)
     trainer, task = get_trainer(run.trainer), task_of(run)
     masked_lm = masked_lm and task is None
+    images = data_format.images
+    reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
     _check(run, weights, model_config, data_format)
+    _check_images(run, weights, data_format, reader)
     keeping = _evaluated(trainer, keeping)
     random_config = model_config if weights == "random" else None
     takes_bytes = random_config is not None and tokenizer is None
-    model_class = _model_class(task, masked_lm, model_config or {})
+    model_class = _model_class(task, masked_lm, model_config or {}, images=images)
     hub = {"trust_remote_code": True} if trust_remote_code else {}
-    chats = data_format.conversational and not masked_lm
+    chats = data_format.conversational and not masked_lm and not images
     constants = {
         "MODEL": run.model if random_config is None else Code('HERE / "random-weights"'),
         "TOKENIZER": tokenizer,
@@ -178,7 +185,6 @@ def train_script(
         "CHAT_TEMPLATE": chat_template() if chats else None,
         "MODEL_CONFIG": _without_quantisation(random_config),
     }
-    reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
     stored = {} if random_config is not None else model_config or {}
     model = _loading(run, model_class, hub, stored, data_format, takes_bytes=takes_bytes)
     model += [*adapter_lines(run, target_modules), *loss_lines(run)]
@@ -186,21 +192,28 @@ def train_script(
         *templates.RESUME_LINES * keeping.saves,
         "compare_versions()",
         *allocator_lines(run),
-        *tokenizer_lines(tokenizer, takes_bytes, hub),
+        *(
+            processor_lines(tokenizer, hub)
+            if images
+            else tokenizer_lines(tokenizer, takes_bytes, hub)
+        ),
         *templates.CHAT_TEMPLATE_LINES * chats,
-        *_row_lines(trainer, keeping),
+        *_row_lines(trainer, keeping, images=images),
         *RANDOM_CHECKPOINT_LINES * (random_config is not None),
-        *_training_lines(model, run, keeping, reader, limited=max_steps is not None),
+        *_training_lines(model, run, keeping, reader, limited=max_steps is not None, images=images),
     ]
     random_class = model_class if random_config else None
     functions = _helper_functions(run, keeping, random_class, takes_bytes=takes_bytes)
     functions += row_functions(data_format, run, train_on, reader, masked_lm=masked_lm)
     pads = _collator(reader, data_format, masked_lm=masked_lm)
-    return _assembled(run, constants, functions, main, _tail(run, keeping, pads))
+    tail = _tail(run, keeping, pads, images=images)
+    return _assembled(run, constants, functions, main, tail)
 
 
 def _collator(reader: Collator, data: DataFormat, *, masked_lm: bool) -> str:
     """What makes batches of the rows."""
+    if data.images:
+        return "ImageBatches(processor)"
     fixed = {"pad_to_multiple_of": Code("SEQ_LEN")} if reader == "fixed" else {}
     pads = "DataCollatorForLanguageModeling" if masked_lm else "DataCollatorForSeq2Seq"
     return call(COLLATORS.get(data.kind, pads), Code("tokenizer"), **fixed)
@@ -228,32 +241,46 @@ def _evaluated(trainer: Trainer, keeping: Keeping) -> Keeping:
     return replace(keeping, eval_steps=0) if trainer.writes_answers else keeping
 
 
-def _row_lines(trainer: Trainer, keeping: Keeping) -> list[str]:
+def _row_lines(trainer: Trainer, keeping: Keeping, *, images: bool) -> list[str]:
     """The lines that read the rows, and what they are learnt by."""
+    lines = templates.TRAIN_LINES + templates.VALIDATION_LINES * keeping.evaluates
     return [
         *templates.REWARD_LINES * trainer.writes_answers,
-        *templates.TRAIN_LINES,
-        *templates.VALIDATION_LINES * keeping.evaluates,
+        *lines.format(reader=_reader_name(images)).splitlines(),
     ]
 
 
-def _model_class(task: Task | None, masked_lm: bool, model_config: Mapping[str, Any]) -> str:
+def _reader_name(images: bool) -> str:
+    """The variable of what makes tokens of rows."""
+    return "processor" if images else "tokenizer"
+
+
+def _model_class(
+    task: Task | None, masked_lm: bool, model_config: Mapping[str, Any], *, images: bool
+) -> str:
     if task is not None:
         return task.auto_class.rpartition(".")[2]
-    if is_image_class(model_config):
+    if is_image_class(model_config, images=images):
         return "AutoModelForImageTextToText"
     return "AutoModelForMaskedLM" if masked_lm else "AutoModelForCausalLM"
 
 
 def _training_lines(
-    model: Sequence[str], run: RunConfig, keeping: Keeping, reader: Collator, *, limited: bool
+    model: Sequence[str],
+    run: RunConfig,
+    keeping: Keeping,
+    reader: Collator,
+    *,
+    limited: bool,
+    images: bool,
 ) -> list[str]:
     """The lines that make the `model`, the Trainer's arguments and the optimizer.
 
     Args:
         limited: by steps, not epochs.
     """
-    arguments = argument_lines(run, keeping, limited=limited, grouped=reader == "grouped")
+    grouped = reader == "grouped"
+    arguments = argument_lines(run, keeping, limited=limited, grouped=grouped, images=images)
     in_order = [arguments, model] if divides_while_loading(run) else [model, arguments]
     made = optimizer_lines(run) * (not get_trainer(run.trainer).makes_adapters)
     return ["set_seed(SEED)", *attention_lines(run), *in_order[0], *in_order[1], *made]
@@ -343,7 +370,7 @@ def _is_narrow(run: RunConfig, keeping: Keeping) -> bool:
     return keeping.saves and narrow and not get_method(run.method).trains_base
 
 
-def _tail(run: RunConfig, keeping: Keeping, pads: str) -> str:
+def _tail(run: RunConfig, keeping: Keeping, pads: str, *, images: bool) -> str:
     """The training and the files that it writes.
 
     Args:
@@ -361,6 +388,7 @@ def _tail(run: RunConfig, keeping: Keeping, pads: str) -> str:
     has_config = trainer.makes_adapters and not get_method(run.method).trains_base
     validation = rows[1].format("validation_rows")
     return templates.TAIL.format(
+        reader=_reader_name(images),
         trainer="NarrowTrainer" if _is_narrow(run, keeping) else trainer_name(run),
         train=rows[0].format("train_rows"),
         evaluation=f"        eval_dataset={validation},\n" * keeping.evaluates,
@@ -453,7 +481,7 @@ def require_library(run: RunConfig, place: str) -> None:
 
 
 def require_texts(run: RunConfig, place: str) -> None:
-    """Refuse rows with images, which no script or file of ours hands on yet.
+    """Refuse rows with images, which `train.py` alone reads.
 
     Args:
         place: how the message begins.
@@ -464,9 +492,33 @@ def require_texts(run: RunConfig, place: str) -> None:
     for setting in ("images", "freeze_vision_tower"):
         if getattr(run, setting):
             raise ConfigError(
-                f"{place}: {setting} can't be written yet, its training would leave the images "
-                f"out; leave {setting} out"
+                f"{place}: {setting} can't be written, its training would leave the images out; "
+                f"use --to transformers, or leave {setting} out"
             )
+
+
+def _check_images(
+    run: RunConfig, weights: Weights, data_format: DataFormat, reader: Collator
+) -> None:
+    """Refuse images that the job can't read.
+
+    Raises:
+        ConfigError: there are images without rows that name them, or settings that exclude them.
+    """
+    if not data_format.images:
+        if run.images:
+            raise ConfigError(
+                "train.py: images are predicted, and no row names one; give rows with a column "
+                "images, or leave images out"
+            )
+        return
+    for is_wrong, fault in (
+        (weights == "random", "weights: random has no processor for them; set weights: pretrained"),
+        (not runs_in_trainer(run), f"trainer {run.trainer} does not read them; use transformers"),
+        (reader not in ("longest",), f"collator {reader} can't batch them; use longest"),
+    ):
+        if is_wrong:
+            raise ConfigError(f"train.py: rows have images: {fault}")
 
 
 def runs_in_trainer(run: RunConfig, *others: str) -> bool:
@@ -506,7 +558,6 @@ def _check(
     if run.phase != "finetune":
         raise ConfigError(f"phase: {run.phase} has nothing to train; a job needs finetune")
     trainer = get_trainer(run.trainer)
-    require_texts(run, "train.py")
     require_library(run, "train.py")
     if runs_in_trainer(run) and run.loss_head not in ("hf", "liger"):
         raise ConfigError(

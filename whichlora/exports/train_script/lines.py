@@ -7,6 +7,11 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.exports.python_source import Code, call, literal
+from whichlora.exports.train_script.image_rows import (
+    FREEZING_LINES,
+    FROZEN_TOWER_LINES,
+    IMAGE_PROCESSOR_LINES,
+)
 from whichlora.memory.optimizer import library_of
 from whichlora.methods import get_method, weight_dtype
 from whichlora.predict.resolve import layout_of
@@ -88,6 +93,13 @@ def tokenizer_lines(tokenizer: str | None, takes_bytes: bool, hub: Mapping[str, 
         "    tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token",
         'tokenizer.padding_side = "right"',
     ]
+
+
+def processor_lines(tokenizer: str | None, hub: Mapping[str, Any]) -> list[str]:
+    """The lines that load what makes tokens and pixels of a text and its images."""
+    settings = "".join(f", {name}={literal(value)}" for name, value in hub.items())
+    source = "MODEL" if tokenizer is None else "TOKENIZER"
+    return IMAGE_PROCESSOR_LINES.format(source=source, hub=settings).splitlines()
 
 
 def attention_lines(run: RunConfig) -> list[str]:
@@ -224,8 +236,9 @@ def model_lines(
 
 def adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[str]:
     method = get_method(run.method).of(run)
+    frozen = FROZEN_TOWER_LINES * run.freeze_vision_tower
     if not method.peft_class:
-        return []
+        return [*frozen, *FREEZING_LINES * run.freeze_vision_tower]
     if method.reads_batches:
         raise ConfigError(
             f"method: {run.method} needs {method.reads_batches} of PEFT before the first step, "
@@ -235,6 +248,7 @@ def adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[s
     settings = dict(method.peft_config(run))
     if "target_modules" in settings:
         settings["target_modules"] = targets
+        settings |= {"exclude_modules": Code("frozen")} if run.freeze_vision_tower else {}
     trainer, task = get_trainer(run.trainer), task_of(run)
     if trainer.makes_adapters:
         kind = "CAUSAL_LM" if task is None else task.peft_task
@@ -246,7 +260,7 @@ def adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[s
         settings["task_type"] = "CAUSAL_LM"
     config = call(method.peft_class.rpartition(".")[2], **settings)
     options = {"autocast_adapter_dtype": False} if run.narrows_adapters else {}
-    lines = [f"model = {call('get_peft_model', Code('model'), config, **options)}"]
+    lines = [*frozen, f"model = {call('get_peft_model', Code('model'), config, **options)}"]
     if trainer.model_class:
         lines = [call("model.add_adapter", config)]
     if run.narrows_adapters and (run.quant != "none" or trainer.model_class):
@@ -276,7 +290,16 @@ def saving_options(keeping: Keeping) -> dict[str, Any]:
     return options
 
 
-def argument_lines(run: RunConfig, keeping: Keeping, *, limited: bool, grouped: bool) -> list[str]:
+def argument_lines(
+    run: RunConfig, keeping: Keeping, *, limited: bool, grouped: bool, images: bool = False
+) -> list[str]:
+    """The lines that make the Trainer's arguments.
+
+    Args:
+        limited: by steps, not epochs.
+        grouped: rows of similar length are batched.
+        images: rows hold paths of images, which the collator reads.
+    """
     options: dict[str, Any] = {
         "output_dir": Code("OUTPUT"),
         "per_device_train_batch_size": Code("BATCH_SIZE"),
@@ -297,6 +320,9 @@ def argument_lines(run: RunConfig, keeping: Keeping, *, limited: bool, grouped: 
         **_spread_arguments(run)[1],
         "report_to": "none",
     }
+    if images:
+        workers = Code("min(4, os.cpu_count() or 1)")
+        options |= {"remove_unused_columns": False, "dataloader_num_workers": workers}
     trainer = get_trainer(run.trainer)
     if trainer.length_argument:
         options[trainer.length_argument] = Code("SEQ_LEN")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whichlora.exports.python_source import literal
+from whichlora.exports.train_script.image_rows import IMAGE_ROWS
 from whichlora.exports.train_script.label_rows import label_row_functions
 from whichlora.spec.data_format import COLUMNS, LABELLED_KINDS, DataFormat
 from whichlora.spec.plan import Collator, TrainOn
@@ -279,6 +280,9 @@ def row_functions(
     if get_trainer(run.trainer).rows != "texts":
         return _answers(data, run)
     encode = _masked(data, reader) if masked_lm else _causal(data, train_on)
+    if data.images:
+        columns = ", ".join(COLUMNS[data.kind])
+        return encode + IMAGE_ROWS.format(columns=columns, messages=_whole(data))
     read = _READ.format(
         summary=_SUMMARIES[reader],
         batching=_BATCHING[reader],

@@ -16,6 +16,7 @@ STANDARD = (
     ("import shutil", "shutil."),
     ("import sys", "sys."),
     ("from bisect import bisect_left, insort", "insort("),
+    ("from functools import lru_cache", "lru_cache("),
     ("from importlib.metadata import version", "version("),
     ("from os.path import commonprefix", "commonprefix("),
     ("from pathlib import Path", "Path("),
@@ -175,14 +176,14 @@ REWARD_LINES = """\
 reward_funcs = reward_functions()
 """.splitlines()
 TRAIN_LINES = """\
-train_rows = read_rows(HERE / "train.jsonl", tokenizer)
+train_rows = read_rows(HERE / "train.jsonl", {reader})
 if not train_rows:
-    raise SystemExit(f"{HERE / 'train.jsonl'}: no row is left to train on")
-""".splitlines()
+    raise SystemExit(f"{{HERE / 'train.jsonl'}}: no row is left to train on")
+"""
 VALIDATION_LINES = """\
 validation = HERE / "validation.jsonl"
-validation_rows = read_rows(validation, tokenizer) if validation.exists() else []
-""".splitlines()
+validation_rows = read_rows(validation, {reader}) if validation.exists() else []
+"""
 STOPPED = """\
         if checkpoint := last_checkpoint():
             again = shlex.join(["python", sys.argv[0], "--resume"])
@@ -212,7 +213,7 @@ TAIL = """\
         args=args,
         train_dataset={train},
 {evaluation}\
-        processing_class=tokenizer,  # what ends a text for it does so for the model
+        processing_class={reader},  # what ends a text for it does so for the model
 {collator}{adapter}{optimizer}{callbacks}\
     )
 {after}\
@@ -238,7 +239,7 @@ TAIL = """\
 {validation}    trainer.save_model(OUTPUT)
     if not trainer.is_world_process_zero():
         return  # one process tells
-    tokenizer.save_pretrained(OUTPUT)
+    {reader}.save_pretrained(OUTPUT)
     with (OUTPUT / "result.json").open("w", encoding="utf-8") as file:
         json.dump(result, file, indent=2)
     for name, value in result.items():
