@@ -278,6 +278,8 @@ def test_a_start_changes_loading_and_no_step() -> None:
         ("openai-community/gpt2", "waveft", {}, "Conv1D is not predicted"),
         ("HuggingFaceTB/SmolLM2-135M", "tinylora", {"quant": "int8"}, "not quantised, not int8"),
         ("HuggingFaceTB/SmolLM2-135M", "unilora", {"quant": "nf4"}, "makes whole numbers"),
+        ("openai-community/gpt2", "hra", {}, "takes nn.Linear, and no Conv1D"),
+        (SMOL, "hra", {"quant": "int8"}, "the stored weight, which is none in int8"),
     ],
 )
 def test_what_peft_cannot_adapt_is_refused_with_its_reason(
@@ -366,6 +368,7 @@ def test_the_gradient_of_osf_is_a_view_of_a_larger_one_where_parameters_are_wide
         ("mica", {}, 8 * 64),
         ("kasa", {}, 8 * (64 + 96) + 8),
         ("velora", {}, 8 * (64 + 96)),
+        ("hra", {}, 8 * 64),
     ],
 )
 def test_each_method_trains_as_many_parameters_as_peft_makes(

@@ -105,6 +105,8 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("tinylora", {}),
     ("tinylora", {"u": 13, "weight_tying": 0.6}),
     ("unilora", {}),
+    ("hra", {}),
+    ("hra", {"apply_GS": True}),
     ("pissa", {}),
 ]
 READ_VALUES: list[tuple[str, dict[str, Any]]] = [

@@ -25,6 +25,7 @@ from whichlora.methods import (
     glora,
     gralora,
     hira,
+    hra,
     ia3,
     kasa,
     lily,
@@ -80,7 +81,7 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (supertuning, kasa, velora)),
         *(
             module.METHOD
-            for module in (lily, randlora, vblora, boft, waveft, pvera, tinylora, unilora)
+            for module in (lily, randlora, vblora, boft, waveft, pvera, tinylora, unilora, hra)
         ),
     ),
 )
@@ -95,7 +96,6 @@ NOT_MODELLED = frozenset(
         "adaption-prompt",
         "cartridge",
         "cpt",
-        "hra",
         "multitask-prompt-tuning",
         "poly",
         "prefix-tuning",
