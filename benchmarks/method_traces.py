@@ -84,6 +84,7 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     6600: {"tinylora": {"u": (16, 64), "weight_tying": (0.0, 0.5, 1.0)}},
     6700: {"unilora": {"theta_d_length": (256, 4096)}},
     6800: {"hra": {"apply_GS": (False, False, True)}},
+    6900: {"prefix-tuning": {"num_virtual_tokens": (20, 48, 100)}},
 }
 
 

@@ -18,6 +18,7 @@ from whichlora.exports import FORMATS
 from whichlora.exports.train_script import train_script
 from whichlora.memory.checkpoint import checkpoint_bytes
 from whichlora.memory.gradients import outer_bytes, trained_params
+from whichlora.memory.kv_cache import prefix_cache_bytes
 from whichlora.memory.step_events import has_events
 from whichlora.methods import COMPARED, Method, get_method, list_methods, with_defaults
 from whichlora.methods.base import Method as BaseMethod
@@ -454,6 +455,36 @@ def test_virtual_tokens_lengthen_the_sequence_of_all_layers() -> None:
     assert step.loss_backward_bytes == plain.loss_backward_bytes
     with pytest.raises(ConfigError, match="is predicted for decoders"):
         resolve(find_model("google-t5/t5-base"), replace(job.run, model="t5"), A100)
+
+
+def test_a_prefix_has_keys_and_values_in_every_layer_and_no_checkpointing() -> None:
+    job = smol_run("prefix-tuning", seq_len=512, gradient_checkpointing=None)
+    assert job.run.gradient_checkpointing is False
+    assert num_trained(job) == 20 * 30 * 2 * 3 * 64
+    assert training_step(job).seq_len == 512
+    # attention reads copies of them, one per query head
+    cached = prefix_cache_bytes(job.model, job.dtypes, tokens=2 * 512, span=512)
+    assert cached == 2 * (512 + 20) * 30 * 2 * 3 * 64 * 2
+    assert not prefix_cache_bytes(job.model, smol_run("lora").dtypes, tokens=512, span=512)
+    with pytest.raises(ConfigError, match="true, but prefix-tuning hands layers a cache"):
+        smol_run("prefix-tuning", gradient_checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    ("model_name", "fault"),
+    [
+        ("deepseek-ai/DeepSeek-V2-Lite", "DeepSeek-V2-Lite has layers that take none"),
+        ("mosaicml/mpt-7b", "of mpt: PEFT finds no number of heads"),
+    ],
+)
+def test_a_prefix_is_refused_where_peft_has_none_in_the_shape_of_the_layers(
+    model_name: str, fault: str
+) -> None:
+    model = find_model(model_name)
+    assert model is not None
+    run = RunConfig(model=model.name, method="prefix-tuning", gradient_checkpointing=None)
+    with pytest.raises(ConfigError, match=fault):
+        resolve(model, run, A100)
 
 
 def test_a_checkpoint_of_p_tuning_has_no_encoder() -> None:

@@ -107,6 +107,8 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("unilora", {}),
     ("hra", {}),
     ("hra", {"apply_GS": True}),
+    ("prefix-tuning", {}),
+    ("prefix-tuning", {"num_virtual_tokens": 64}),
     ("pissa", {}),
 ]
 READ_VALUES: list[tuple[str, dict[str, Any]]] = [
@@ -139,7 +141,9 @@ def _layers_of_other_tests_are_freed() -> Iterator[None]:
 
 
 def run_of(method: str, options: dict[str, Any], **settings: Any) -> RunConfig:
-    settings = {"seq_len": 256, "expandable_segments": True} | settings  # no remainders
+    checkpoints = get_method(method).checkpoints
+    usual = {"seq_len": 256, "expandable_segments": True, "gradient_checkpointing": checkpoints}
+    settings = usual | settings  # no remainders
     return RunConfig(
         model="x", method=method, method_options=tuple(sorted(options.items())), **settings
     )

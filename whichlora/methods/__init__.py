@@ -39,6 +39,7 @@ from whichlora.methods import (
     osf,
     p_tuning,
     peanut,
+    prefix_tuning,
     prompt_tuning,
     psoft,
     pvera,
@@ -83,6 +84,7 @@ _METHODS = Members[Method](
             module.METHOD
             for module in (lily, randlora, vblora, boft, waveft, pvera, tinylora, unilora, hra)
         ),
+        prefix_tuning.METHOD,
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -98,7 +100,6 @@ NOT_MODELLED = frozenset(
         "cpt",
         "multitask-prompt-tuning",
         "poly",
-        "prefix-tuning",
         "shadow",
         "xlora",
     }

@@ -254,6 +254,8 @@ class Method:
         optimizer: the one that the method is, where it is one.
         makes_optimizer: the function of PEFT that makes it, as a dotted name.
         virtual_tokens: trained ones that stand before each sequence, in all layers and the loss.
+        prefix_tokens: trained keys and values that stand before each sequence's own in all layers.
+        checkpoints: its model may be trained with gradient checkpointing.
         copies_table: the token table, and a head that is tied to it, are read as copies with other
             rows, whose gradients have all rows.
         outer_tensors: what it trains outside of the layers.
@@ -312,6 +314,8 @@ class Method:
     makes_optimizer: str = ""
     merges: bool = True
     virtual_tokens: int = 0
+    prefix_tokens: int = 0
+    checkpoints: bool = True
     copies_table: bool = False
     outer_tensors: Callable[[ModelSpec], tuple[OuterTensor, ...]] = _nothing_outside
     find_targets: Callable[[ModelSpec, tuple[str, ...]], tuple[str, ...]] | None = None
@@ -345,6 +349,11 @@ class Method:
     start_bytes: Callable[[Sequence[tuple[Linear, int]], Dtypes, Count], Count] = _no_start
     merging: Callable[[int], int] = _product_and_scaled
     notes: Callable[[RunConfig, bool], tuple[str, ...]] = _no_notes
+
+    @property
+    def added_tokens(self) -> int:
+        """Trained tokens of each sequence: that all layers run, or that have keys alone."""
+        return self.virtual_tokens + self.prefix_tokens
 
     def of(self, run: RunConfig) -> Method:
         """The method as the options and the rank of `run` make it."""
