@@ -17,7 +17,7 @@ from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
 from whichlora.exports.train_script import train_script
 from whichlora.memory.checkpoint import checkpoint_bytes
-from whichlora.memory.gradients import outer_bytes, trained_params
+from whichlora.memory.gradients import frozen_outer_bytes, outer_bytes, trained_params
 from whichlora.memory.kv_cache import prefix_cache_bytes
 from whichlora.memory.step_events import has_events
 from whichlora.methods import COMPARED, Method, get_method, list_methods, with_defaults
@@ -468,6 +468,29 @@ def test_a_prefix_has_keys_and_values_in_every_layer_and_no_checkpointing() -> N
     assert not prefix_cache_bytes(job.model, smol_run("lora").dtypes, tokens=512, span=512)
     with pytest.raises(ConfigError, match="true, but prefix-tuning hands layers a cache"):
         smol_run("prefix-tuning", gradient_checkpointing=True)
+
+
+def test_the_first_tokens_of_a_cartridge_are_stored_and_not_trained() -> None:
+    options = (("num_frozen_tokens", 4), ("num_virtual_tokens", 64))
+    job = smol_run("cartridge", gradient_checkpointing=None, method_options=options)
+    row, tensors = 30 * 2 * 3 * 64, training_step(job).tensors
+    assert num_trained(job) == 60 * row
+    assert frozen_outer_bytes(job.model, job.method, job.dtypes) == 4 * 4 * row
+    stored = checkpoint_bytes(
+        job.model, job.dtypes, job.method, tensors, optimizer_name=job.run.optimizer
+    )
+    assert stored.tensors == 64 * row * 4
+    asked = {"gradient_checkpointing": None, "method_options": (("num_frozen_tokens", 20),)}
+    with pytest.raises(ConfigError, match="below num_virtual_tokens, 20, got 20"):
+        smol_run("cartridge", **asked)
+
+
+def test_a_table_that_is_made_in_fp32_is_narrowed_by_name_beside_a_4_bit_base() -> None:
+    in_4_bits, plain = (
+        smol_run("prompt-tuning", precision="bf16-pure", quant=quant).dtypes
+        for quant in ("nf4", "none")
+    )
+    assert (outer_bytes(in_4_bits), outer_bytes(plain)) == (2, 4)
 
 
 @pytest.mark.parametrize(

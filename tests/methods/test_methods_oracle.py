@@ -109,6 +109,8 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("hra", {"apply_GS": True}),
     ("prefix-tuning", {}),
     ("prefix-tuning", {"num_virtual_tokens": 64}),
+    ("cartridge", {}),
+    ("cartridge", {"num_virtual_tokens": 64, "num_frozen_tokens": 0}),
     ("pissa", {}),
 ]
 READ_VALUES: list[tuple[str, dict[str, Any]]] = [

@@ -39,14 +39,16 @@ def layer_forward(step: TrainingStep) -> Entries:
         *held_between_steps(step),
         step.saved_in_layers,
         step.remainders,
-        _decoder_cache(step),
+        _decoder_cache(step, in_layer=True),
         Entry(LAYER_FORWARD, step.passes.forward),
     )
 
 
-def _decoder_cache(step: TrainingStep) -> Entry:
-    prefix = kv_cache.prefix_cache_bytes(step.model, step.dtypes, **step.sized)
+def _decoder_cache(step: TrainingStep, *, in_layer: bool = False) -> Entry:
     if step.dtypes.prefix_tokens:
+        prefix = kv_cache.prefix_cache_bytes(step.model, step.dtypes, **step.sized)
+        if in_layer:  # whose own part is among what its forward makes
+            prefix = prefix - prefix // step.model.num_hidden_layers
         return Entry(kv_cache.PREFIX_CACHE, prefix)
     checkpointed = bool(step.run.gradient_checkpointing)
     if checkpointed and kv_cache.caches_checkpointed(step.model, step.dtypes):

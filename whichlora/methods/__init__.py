@@ -16,6 +16,7 @@ from whichlora.methods import (
     beft,
     boft,
     c3a,
+    cartridge,
     deft,
     delora,
     dora,
@@ -84,7 +85,7 @@ _METHODS = Members[Method](
             module.METHOD
             for module in (lily, randlora, vblora, boft, waveft, pvera, tinylora, unilora, hra)
         ),
-        prefix_tuning.METHOD,
+        *(module.METHOD for module in (prefix_tuning, cartridge)),
     ),
 )
 BUILT_IN = _METHODS.built_in
@@ -96,7 +97,6 @@ COMPARED = ("full", "lora", "qlora", "dora", "qdora")  # where nobody names the 
 NOT_MODELLED = frozenset(
     {
         "adaption-prompt",
-        "cartridge",
         "cpt",
         "multitask-prompt-tuning",
         "poly",

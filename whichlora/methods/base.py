@@ -82,6 +82,7 @@ class OuterTensor:
         name, dims: what `explain` calls it, and its shape in words.
         is_factor: a product reads it, so that autocast's copy of it lives until the backward.
         training_only: it is neither saved nor served.
+        frozen: it is saved and served, and not trained.
     """
 
     name: str
@@ -90,10 +91,15 @@ class OuterTensor:
     width: int
     is_factor: bool = False
     training_only: bool = False
+    frozen: bool = False
 
     @property
     def num_params(self) -> int:
         return self.rows * self.width
+
+    @property
+    def num_trained(self) -> int:
+        return 0 if self.frozen else self.num_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -363,6 +363,7 @@ def _behind_prefix(code: OpEmitter, state: Tensor, width: int) -> Tensor:
     size = max(state.size, code.dtypes.base_bytes)
     whole = code.tape.behind(state, _of_keys(code, width), size)
     code.tape.hold(state)
+    code.tape.hold_to_end(whole)  # by the cache, which lives longer
     return whole
 
 
