@@ -86,6 +86,7 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     6800: {"hra": {"apply_GS": (False, False, True)}},
     6900: {"prefix-tuning": {"num_virtual_tokens": (20, 48, 100)}},
     7000: {"cartridge": {"num_virtual_tokens": (64, 256), "num_frozen_tokens": (0, 1, 4)}},
+    7100: {"adaption-prompt": {"adapter_len": (10, 30, 64), "adapter_layers": (1, 2, 3, 4)}},
 }
 
 

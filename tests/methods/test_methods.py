@@ -485,6 +485,43 @@ def test_the_first_tokens_of_a_cartridge_are_stored_and_not_trained() -> None:
         smol_run("cartridge", **asked)
 
 
+def test_adaption_prompts_are_in_the_upper_layers_in_the_dtype_of_the_base() -> None:
+    options = (("adapter_layers", 12), ("adapter_len", 8))
+    job = smol_run("adaption-prompt", method_options=options)
+    assert num_trained(job) == 12 * (8 * 576 + 1)
+    lower, upper = job.model.groups
+    assert (lower.count, upper.count) == (18, 12)
+    step = training_step(job)
+    assert step.all_gradients == 2 * num_trained(job)
+    assert step.layers[0].gradients == 0
+    assert step.layers[0].backward < step.layers[1].backward
+    for fault, settings in (
+        (
+            "must not be above the 30 layers of .*, got 31",
+            {"method_options": (("adapter_layers", 31),)},
+        ),
+        ("12 of 30 layers are predicted with gradient", {"gradient_checkpointing": False}),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            smol_run("adaption-prompt", **({"method_options": options} | settings))
+
+
+@pytest.mark.parametrize(
+    ("model_name", "fault"),
+    [
+        ("Qwen/Qwen3-0.6B", "adaption-prompt is predicted for llama and mistral, got qwen3"),
+        ("mistralai/Mistral-Nemo-Base-2407", "which .* has otherwise"),
+    ],
+)
+def test_adaption_prompts_are_refused_where_peft_has_no_code_for_the_attention(
+    model_name: str, fault: str
+) -> None:
+    model = find_model(model_name)
+    assert model is not None
+    with pytest.raises(ConfigError, match=fault):
+        resolve(model, RunConfig(model=model.name, method="adaption-prompt"), A100)
+
+
 def test_a_table_that_is_made_in_fp32_is_narrowed_by_name_beside_a_4_bit_base() -> None:
     in_4_bits, plain = (
         smol_run("prompt-tuning", precision="bf16-pure", quant=quant).dtypes

@@ -111,6 +111,8 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("prefix-tuning", {"num_virtual_tokens": 64}),
     ("cartridge", {}),
     ("cartridge", {"num_virtual_tokens": 64, "num_frozen_tokens": 0}),
+    ("adaption-prompt", {"adapter_layers": 4}),
+    ("adaption-prompt", {"adapter_layers": 4, "adapter_len": 32}),
     ("pissa", {}),
 ]
 READ_VALUES: list[tuple[str, dict[str, Any]]] = [

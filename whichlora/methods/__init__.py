@@ -13,6 +13,7 @@ from whichlora.errors import ConfigError
 from whichlora.methods import (
     adalora,
     adamss,
+    adaption_prompt,
     beft,
     boft,
     c3a,
@@ -85,18 +86,16 @@ _METHODS = Members[Method](
             module.METHOD
             for module in (lily, randlora, vblora, boft, waveft, pvera, tinylora, unilora, hra)
         ),
-        *(module.METHOD for module in (prefix_tuning, cartridge)),
+        *(module.METHOD for module in (prefix_tuning, cartridge, adaption_prompt)),
     ),
 )
 BUILT_IN = _METHODS.built_in
 ENTRY_POINT_GROUP = _METHODS.group
 list_methods = _METHODS.all
 COMPARED = ("full", "lora", "qlora", "dora", "qdora")  # where nobody names the methods to compare
-# types of peft 0.21.2 that no file here describes; adaption-prompt wraps attention as a whole, and
-# runs its projections again, which no `Method` can state
+# types of peft 0.21.2 that no file here describes
 NOT_MODELLED = frozenset(
     {
-        "adaption-prompt",
         "cpt",
         "multitask-prompt-tuning",
         "poly",

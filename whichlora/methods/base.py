@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
-from whichlora.spec.architecture import Linear, ModelSpec
+from whichlora.spec.architecture import Attention, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option, OptionValue
@@ -260,6 +260,10 @@ class Method:
         optimizer: the one that the method is, where it is one.
         makes_optimizer: the function of PEFT that makes it, as a dotted name.
         virtual_tokens: trained ones that stand before each sequence, in all layers and the loss.
+        with_model: the model with what the method changes in its layers, such as how many of them
+            it adapts.
+        after_attention: operators on the result of an attention whose last matrix is adapted, told
+            its input and how queries get their positions.
         prefix_tokens: trained keys and values that stand before each sequence's own in all layers.
         checkpoints: its model may be trained with gradient checkpointing.
         copies_table: the token table, and a head that is tied to it, are read as copies with other
@@ -320,6 +324,10 @@ class Method:
     makes_optimizer: str = ""
     merges: bool = True
     virtual_tokens: int = 0
+    with_model: Callable[[ModelSpec, RunConfig], ModelSpec] = lambda model, run: model
+    after_attention: (
+        Callable[[OpEmitter, Attention, Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor] | None
+    ) = None
     prefix_tokens: int = 0
     checkpoints: bool = True
     copies_table: bool = False

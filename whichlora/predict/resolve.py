@@ -168,7 +168,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         model = with_expert_modules(model)
     if not training:
         _check_form(run, method)
-    model = with_images(model, run, trainer)
+    model = method.with_model(with_images(model, run, trainer), run)
     _check_experts(model, run)
     _check_storage(model, run, gpu)
     _check_attention(model, run, gpu)

@@ -256,6 +256,7 @@ def attend(
         return attend_disentangled(code, attention, x)
     tape = code.tape
     read = x if memory is None else memory
+    whole = attention
     projected = _PROJECTIONS[attention.projection](code, attention, x, read)
     attention, q, k, v = projected.attention, projected.q, projected.k, projected.v
     local_variables = list(projected.local_variables)
@@ -288,6 +289,9 @@ def attend(
     # returned also where nobody uses them: `hidden_states, _ = self.self_attn(…)`
     if weights is not None:
         tape.hold_to_end(weights, name="attention weights")
+    wrap = code.method.after_attention
+    if wrap is not None and code.adapts(whole.linears[-1]):
+        return wrap(code, whole, x, result, lambda query: rotate(code, query, whole, "query"))
     return result
 
 
