@@ -123,9 +123,16 @@ def test_an_unknown_method_names_the_known_ones() -> None:
         get_method("veera")
 
 
-def test_a_type_of_peft_that_is_not_modelled_is_named_so() -> None:
-    with pytest.raises(ConfigError, match="method: xlora of PEFT is not modelled; 'whichlora met"):
-        get_method("xlora")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("xlora", "it mixes LoRA adapters that were trained"),
+        ("poly", "its forward asks for task_ids"),
+    ],
+)
+def test_a_type_of_peft_that_is_not_modelled_is_named_so(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"method: {name} of PEFT is not modelled: {reason}"):
+        get_method(name)
 
 
 @dataclass
@@ -468,6 +475,23 @@ def test_a_prefix_has_keys_and_values_in_every_layer_and_no_checkpointing() -> N
     assert not prefix_cache_bytes(job.model, smol_run("lora").dtypes, tokens=512, span=512)
     with pytest.raises(ConfigError, match="true, but prefix-tuning hands layers a cache"):
         smol_run("prefix-tuning", gradient_checkpointing=True)
+
+
+def test_a_projected_prefix_is_saved_without_what_makes_it() -> None:
+    options = (("encoder_hidden_size", 64), ("prefix_projection", True))
+    job = smol_run("prefix-tuning", gradient_checkpointing=None, method_options=options)
+    keys, prefix = 3 * 64, 30 * 2 * 3 * 64
+    assert num_trained(job) == 20 * keys + 64 * (keys + 1) + prefix * (64 + 1)
+    in_training = frozen_outer_bytes(job.model, job.method, job.dtypes, training=True)
+    assert in_training == 0
+    stored = checkpoint_bytes(
+        job.model,
+        job.dtypes,
+        job.method,
+        training_step(job).tensors,
+        optimizer_name=job.run.optimizer,
+    )
+    assert stored.tensors == 20 * prefix * 4
 
 
 def test_the_first_tokens_of_a_cartridge_are_stored_and_not_trained() -> None:

@@ -109,6 +109,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("hra", {"apply_GS": True}),
     ("prefix-tuning", {}),
     ("prefix-tuning", {"num_virtual_tokens": 64}),
+    ("prefix-tuning", {"prefix_projection": True, "encoder_hidden_size": 256}),
     ("cartridge", {}),
     ("cartridge", {"num_virtual_tokens": 64, "num_frozen_tokens": 0}),
     ("adaption-prompt", {"adapter_layers": 4}),

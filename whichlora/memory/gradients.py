@@ -148,7 +148,7 @@ def adapter_entries(
     num_bytes = num_bytes + gradient_bytes(outer) + gradient_bytes(norms)
     copied = gradient_bytes(saved_modules(model, run.modules_to_save, dtypes.embedding_bytes))
     frozen = method.frozen_tensors(adapted_linears(model, targets), r)
-    num_bytes = num_bytes + frozen_outer_bytes(model, method, dtypes)
+    num_bytes = num_bytes + frozen_outer_bytes(model, method, dtypes, training=not serves)
     return [
         Entry(ADAPTERS, num_bytes),
         listed(FROZEN_ADAPTERS, *(_frozen_group(tensor, dtypes) for tensor in frozen)),
@@ -208,12 +208,18 @@ def outer_bytes(dtypes: Dtypes) -> int:
     return dtypes.adapter_bytes if narrowed_by_name else 4
 
 
-def frozen_outer_bytes(model: ModelSpec, method: Method, dtypes: Dtypes) -> int:
+def frozen_outer_bytes(
+    model: ModelSpec, method: Method, dtypes: Dtypes, *, training: bool = False
+) -> int:
     """Bytes of tensors beside those that are trained outside of the layers.
 
     Kind: exact. Source: peft 0.21.2 `CartridgeEncoder.frozen_embedding`, saved with the others.
     """
-    frozen = (tensor for tensor in method.outer_tensors(model) if tensor.frozen)
+    frozen = (
+        tensor
+        for tensor in method.outer_tensors(model)
+        if tensor.frozen and not (training and tensor.served_only)
+    )
     return sum(tensor.num_params for tensor in frozen) * 4  # casts go by what is trained
 
 

@@ -83,6 +83,7 @@ class OuterTensor:
         is_factor: a product reads it, so that autocast's copy of it lives until the backward.
         training_only: it is neither saved nor served.
         frozen: it is saved and served, and not trained.
+        served_only: nor there in training.
     """
 
     name: str
@@ -92,6 +93,7 @@ class OuterTensor:
     is_factor: bool = False
     training_only: bool = False
     frozen: bool = False
+    served_only: bool = False
 
     @property
     def num_params(self) -> int:
