@@ -71,7 +71,8 @@ class Opened:
 
     def draw_all(self) -> None:
         for section in self.page.query_selector_all(".figure"):
-            section.scroll_into_view_if_needed()
+            # playwright's own scrolling waits for frames, which a busy machine does not make
+            section.evaluate("section => section.scrollIntoView()")
             section.wait_for_selector(".main-svg")
 
 
