@@ -83,6 +83,17 @@ LATER: dict[int, dict[str, dict[str, tuple[Any, ...]]]] = {
     6500: {"pvera": {}},
     6600: {"tinylora": {"u": (16, 64), "weight_tying": (0.0, 0.5, 1.0)}},
     6700: {"unilora": {"theta_d_length": (256, 4096)}},
+    6800: {"hra": {"apply_GS": (False, False, True)}},
+    6900: {"prefix-tuning": {"num_virtual_tokens": (20, 48, 100)}},
+    7000: {"cartridge": {"num_virtual_tokens": (64, 256), "num_frozen_tokens": (0, 1, 4)}},
+    7100: {"adaption-prompt": {"adapter_len": (10, 30, 64), "adapter_layers": (1, 2, 3, 4)}},
+    7200: {
+        "prefix-tuning": {
+            "num_virtual_tokens": (20, 100),
+            "prefix_projection": (True,),
+            "encoder_hidden_size": (128, 512),
+        }
+    },
 }
 
 

@@ -302,7 +302,8 @@ def compare_methods(
     """What each fine-tuning method trains on `model`, and takes against LoRA, with usual settings.
 
     >>> [row.name for row in compare_methods() if not row.merges]
-    ['full', 'prompt-tuning', 'p-tuning']
+    ['full', 'prompt-tuning', 'p-tuning', 'beft', 'lily', 'prefix-tuning', 'cartridge',
+     'adaption-prompt']
 
     Raises:
         ConfigError: an unknown model or accelerator, or one that LoRA does not run on.

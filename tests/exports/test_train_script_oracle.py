@@ -318,11 +318,14 @@ def test_two_processes_train_what_the_strategy_spreads(
 def test_the_command_starts_the_ranks_with_what_they_read(tmp_path: Path, strategy: str) -> None:
     run = replace(RUN, parallel=ParallelConfig(strategy=strategy, gpus=2))
     path = tmp_path / "train.py"
-    names = sorted(RANK_VARIABLES)
-    path.write_text(f"import os\nprint(*(os.environ[name] for name in {names}))\n")
+    path.write_text(  # a file for each: two ranks that print at once mix their lines
+        "import json, os\nfrom pathlib import Path\n"
+        f"read = {{name: os.environ[name] for name in {sorted(RANK_VARIABLES)}}}\n"
+        "Path(__file__).with_name(f\"{os.environ['RANK']}.json\").write_text(json.dumps(read))\n"
+    )
     done = subprocess.run(train_command(path, run), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    ranks = [dict(zip(names, line.split(), strict=True)) for line in done.stdout.splitlines()]
+    ranks = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     assert sorted(rank["RANK"] for rank in ranks) == ["0", "1"]
     assert {rank["WORLD_SIZE"] for rank in ranks} == {"2"}
     assert all(rank["RANK"] == rank["LOCAL_RANK"] for rank in ranks)

@@ -17,7 +17,8 @@ from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
 from whichlora.exports.train_script import train_script
 from whichlora.memory.checkpoint import checkpoint_bytes
-from whichlora.memory.gradients import outer_bytes, trained_params
+from whichlora.memory.gradients import frozen_outer_bytes, outer_bytes, trained_params
+from whichlora.memory.kv_cache import prefix_cache_bytes
 from whichlora.memory.step_events import has_events
 from whichlora.methods import COMPARED, Method, get_method, list_methods, with_defaults
 from whichlora.methods.base import Method as BaseMethod
@@ -122,9 +123,16 @@ def test_an_unknown_method_names_the_known_ones() -> None:
         get_method("veera")
 
 
-def test_a_type_of_peft_that_is_not_modelled_is_named_so() -> None:
-    with pytest.raises(ConfigError, match="method: xlora of PEFT is not modelled; 'whichlora met"):
-        get_method("xlora")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("xlora", "it mixes LoRA adapters that were trained"),
+        ("poly", "its forward asks for task_ids"),
+    ],
+)
+def test_a_type_of_peft_that_is_not_modelled_is_named_so(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"method: {name} of PEFT is not modelled: {reason}"):
+        get_method(name)
 
 
 @dataclass
@@ -278,6 +286,8 @@ def test_a_start_changes_loading_and_no_step() -> None:
         ("openai-community/gpt2", "waveft", {}, "Conv1D is not predicted"),
         ("HuggingFaceTB/SmolLM2-135M", "tinylora", {"quant": "int8"}, "not quantised, not int8"),
         ("HuggingFaceTB/SmolLM2-135M", "unilora", {"quant": "nf4"}, "makes whole numbers"),
+        ("openai-community/gpt2", "hra", {}, "takes nn.Linear, and no Conv1D"),
+        (SMOL, "hra", {"quant": "int8"}, "the stored weight, which is none in int8"),
     ],
 )
 def test_what_peft_cannot_adapt_is_refused_with_its_reason(
@@ -366,6 +376,7 @@ def test_the_gradient_of_osf_is_a_view_of_a_larger_one_where_parameters_are_wide
         ("mica", {}, 8 * 64),
         ("kasa", {}, 8 * (64 + 96) + 8),
         ("velora", {}, 8 * (64 + 96)),
+        ("hra", {}, 8 * 64),
     ],
 )
 def test_each_method_trains_as_many_parameters_as_peft_makes(
@@ -451,6 +462,113 @@ def test_virtual_tokens_lengthen_the_sequence_of_all_layers() -> None:
     assert step.loss_backward_bytes == plain.loss_backward_bytes
     with pytest.raises(ConfigError, match="is predicted for decoders"):
         resolve(find_model("google-t5/t5-base"), replace(job.run, model="t5"), A100)
+
+
+def test_a_prefix_has_keys_and_values_in_every_layer_and_no_checkpointing() -> None:
+    job = smol_run("prefix-tuning", seq_len=512, gradient_checkpointing=None)
+    assert job.run.gradient_checkpointing is False
+    assert num_trained(job) == 20 * 30 * 2 * 3 * 64
+    assert training_step(job).seq_len == 512
+    # attention reads copies of them, one per query head
+    cached = prefix_cache_bytes(job.model, job.dtypes, tokens=2 * 512, span=512)
+    assert cached == 2 * (512 + 20) * 30 * 2 * 3 * 64 * 2
+    assert not prefix_cache_bytes(job.model, smol_run("lora").dtypes, tokens=512, span=512)
+    with pytest.raises(ConfigError, match="true, but prefix-tuning hands layers a cache"):
+        smol_run("prefix-tuning", gradient_checkpointing=True)
+
+
+def test_a_projected_prefix_is_saved_without_what_makes_it() -> None:
+    options = (("encoder_hidden_size", 64), ("prefix_projection", True))
+    job = smol_run("prefix-tuning", gradient_checkpointing=None, method_options=options)
+    keys, prefix = 3 * 64, 30 * 2 * 3 * 64
+    assert num_trained(job) == 20 * keys + 64 * (keys + 1) + prefix * (64 + 1)
+    in_training = frozen_outer_bytes(job.model, job.method, job.dtypes, training=True)
+    assert in_training == 0
+    stored = checkpoint_bytes(
+        job.model,
+        job.dtypes,
+        job.method,
+        training_step(job).tensors,
+        optimizer_name=job.run.optimizer,
+    )
+    assert stored.tensors == 20 * prefix * 4
+
+
+def test_the_first_tokens_of_a_cartridge_are_stored_and_not_trained() -> None:
+    options = (("num_frozen_tokens", 4), ("num_virtual_tokens", 64))
+    job = smol_run("cartridge", gradient_checkpointing=None, method_options=options)
+    row, tensors = 30 * 2 * 3 * 64, training_step(job).tensors
+    assert num_trained(job) == 60 * row
+    assert frozen_outer_bytes(job.model, job.method, job.dtypes) == 4 * 4 * row
+    stored = checkpoint_bytes(
+        job.model, job.dtypes, job.method, tensors, optimizer_name=job.run.optimizer
+    )
+    assert stored.tensors == 64 * row * 4
+    asked = {"gradient_checkpointing": None, "method_options": (("num_frozen_tokens", 20),)}
+    with pytest.raises(ConfigError, match="below num_virtual_tokens, 20, got 20"):
+        smol_run("cartridge", **asked)
+
+
+def test_adaption_prompts_are_in_the_upper_layers_in_the_dtype_of_the_base() -> None:
+    options = (("adapter_layers", 12), ("adapter_len", 8))
+    job = smol_run("adaption-prompt", method_options=options)
+    assert num_trained(job) == 12 * (8 * 576 + 1)
+    lower, upper = job.model.groups
+    assert (lower.count, upper.count) == (18, 12)
+    step = training_step(job)
+    assert step.all_gradients == 2 * num_trained(job)
+    assert step.layers[0].gradients == 0
+    assert step.layers[0].backward < step.layers[1].backward
+    for fault, settings in (
+        (
+            "must not be above the 30 layers of .*, got 31",
+            {"method_options": (("adapter_layers", 31),)},
+        ),
+        ("12 of 30 layers are predicted with gradient", {"gradient_checkpointing": False}),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            smol_run("adaption-prompt", **({"method_options": options} | settings))
+
+
+@pytest.mark.parametrize(
+    ("model_name", "fault"),
+    [
+        ("Qwen/Qwen3-0.6B", "adaption-prompt is predicted for llama and mistral, got qwen3"),
+        ("mistralai/Mistral-Nemo-Base-2407", "which .* has otherwise"),
+    ],
+)
+def test_adaption_prompts_are_refused_where_peft_has_no_code_for_the_attention(
+    model_name: str, fault: str
+) -> None:
+    model = find_model(model_name)
+    assert model is not None
+    with pytest.raises(ConfigError, match=fault):
+        resolve(model, RunConfig(model=model.name, method="adaption-prompt"), A100)
+
+
+def test_a_table_that_is_made_in_fp32_is_narrowed_by_name_beside_a_4_bit_base() -> None:
+    in_4_bits, plain = (
+        smol_run("prompt-tuning", precision="bf16-pure", quant=quant).dtypes
+        for quant in ("nf4", "none")
+    )
+    assert (outer_bytes(in_4_bits), outer_bytes(plain)) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("model_name", "fault"),
+    [
+        ("deepseek-ai/DeepSeek-V2-Lite", "DeepSeek-V2-Lite has layers that take none"),
+        ("mosaicml/mpt-7b", "of mpt: PEFT finds no number of heads"),
+    ],
+)
+def test_a_prefix_is_refused_where_peft_has_none_in_the_shape_of_the_layers(
+    model_name: str, fault: str
+) -> None:
+    model = find_model(model_name)
+    assert model is not None
+    run = RunConfig(model=model.name, method="prefix-tuning", gradient_checkpointing=None)
+    with pytest.raises(ConfigError, match=fault):
+        resolve(model, run, A100)
 
 
 def test_a_checkpoint_of_p_tuning_has_no_encoder() -> None:

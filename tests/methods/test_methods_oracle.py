@@ -105,6 +105,15 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("tinylora", {}),
     ("tinylora", {"u": 13, "weight_tying": 0.6}),
     ("unilora", {}),
+    ("hra", {}),
+    ("hra", {"apply_GS": True}),
+    ("prefix-tuning", {}),
+    ("prefix-tuning", {"num_virtual_tokens": 64}),
+    ("prefix-tuning", {"prefix_projection": True, "encoder_hidden_size": 256}),
+    ("cartridge", {}),
+    ("cartridge", {"num_virtual_tokens": 64, "num_frozen_tokens": 0}),
+    ("adaption-prompt", {"adapter_layers": 4}),
+    ("adaption-prompt", {"adapter_layers": 4, "adapter_len": 32}),
     ("pissa", {}),
 ]
 READ_VALUES: list[tuple[str, dict[str, Any]]] = [
@@ -137,7 +146,9 @@ def _layers_of_other_tests_are_freed() -> Iterator[None]:
 
 
 def run_of(method: str, options: dict[str, Any], **settings: Any) -> RunConfig:
-    settings = {"seq_len": 256, "expandable_segments": True} | settings  # no remainders
+    checkpoints = get_method(method).checkpoints
+    usual = {"seq_len": 256, "expandable_segments": True, "gradient_checkpointing": checkpoints}
+    settings = usual | settings  # no remainders
     return RunConfig(
         model="x", method=method, method_options=tuple(sorted(options.items())), **settings
     )

@@ -57,6 +57,17 @@ def bytes_of(form: LinearForm) -> int:
     return int(evaluate(form, tokens=1, span=1, r=1))
 
 
+def test_a_tensor_behind_a_prefix_gets_a_view_of_the_gradient() -> None:
+    tape = Tape()
+    x = tape.input(per_token(4), 2, needs_grad=True)
+    made = tape.op([x], x.elements, 2)
+    tape.behind(made, plus(per_token(4), per_sequence(8)), 2)
+    # of 10 tokens: the gradient of all, which the prefix holds to the end, and that of the input
+    whole, of_input = 2 * (40 + 8), 2 * 40
+    points = tape.backward(recomputed=False)
+    assert most(points, tokens=10, span=10, r=1) == whole + of_input
+
+
 def test_a_tensor_lives_until_its_last_reader_unless_a_name_holds_it() -> None:
     tape = Tape()
     x = tape.input(per_token(1), 2, needs_grad=False)

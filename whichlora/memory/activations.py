@@ -63,7 +63,7 @@ def kept_mask_bytes(
         total = total + sequence_bias_bytes(model, dtypes, tokens=tokens, span=span)
     for mask, mask_bytes in masks.items():
         if checkpointed or mask in saved:
-            total = total + mask_bytes * tokens * span
+            total = total + mask_bytes * tokens * (span + dtypes.prefix_tokens)
     return total
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whichlora.memory import optimizer, weights
-from whichlora.memory.gradients import Trained, gradient_bytes
+from whichlora.memory.gradients import Trained, frozen_outer_bytes, gradient_bytes
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
@@ -61,6 +61,7 @@ def checkpoint_bytes(
         tensors: everything that gets a gradient.
     """
     stored = gradient_bytes(tensor for tensor in tensors if tensor.is_stored)
+    stored = stored + frozen_outer_bytes(model, method, dtypes)
     if method.trains_base:
         # `state_dict` leaves out buffers with `persistent=False`, such as `inv_freq` of a rotary
         # table

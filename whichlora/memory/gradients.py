@@ -11,7 +11,7 @@ from whichlora.methods.base import FrozenTensor, Method
 from whichlora.spec.architecture import Layer, Linear, ModelSpec, Norm
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
-from whichlora.spec.run import ALL_LINEAR, RunConfig
+from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears, tower_linears
 
 
@@ -60,7 +60,7 @@ def trained_params(
     for vector in trained_biases(model, targets, bias, param_bytes=0):
         total = total + vector.num_params * vector.count
     for outer in method.outer_tensors(model):
-        total = total + outer.num_params
+        total = total + outer.num_trained
     for shared in method.shared_tensors(adapted_linears(model, targets), r):
         total = total + shared.num_params
     for norm, count in trained_norms(model, targets):
@@ -148,6 +148,7 @@ def adapter_entries(
     num_bytes = num_bytes + gradient_bytes(outer) + gradient_bytes(norms)
     copied = gradient_bytes(saved_modules(model, run.modules_to_save, dtypes.embedding_bytes))
     frozen = method.frozen_tensors(adapted_linears(model, targets), r)
+    num_bytes = num_bytes + frozen_outer_bytes(model, method, dtypes, training=not serves)
     return [
         Entry(ADAPTERS, num_bytes),
         listed(FROZEN_ADAPTERS, *(_frozen_group(tensor, dtypes) for tensor in frozen)),
@@ -203,11 +204,29 @@ def outer_bytes(dtypes: Dtypes) -> int:
     Kind: exact. Source: peft 0.21.2 `PromptEmbedding`, `PromptEncoder`: no dtype is named, and
     `cast_adapter_dtype` widens alone.
     """
-    return dtypes.adapter_bytes if dtypes.narrows_adapters_later else 4
+    narrowed_by_name = dtypes.narrows_adapters_later or dtypes.quant in FOUR_BIT_BNB
+    return dtypes.adapter_bytes if narrowed_by_name else 4
+
+
+def frozen_outer_bytes(
+    model: ModelSpec, method: Method, dtypes: Dtypes, *, training: bool = False
+) -> int:
+    """Bytes of tensors beside those that are trained outside of the layers.
+
+    Kind: exact. Source: peft 0.21.2 `CartridgeEncoder.frozen_embedding`, saved with the others.
+    """
+    frozen = (
+        tensor
+        for tensor in method.outer_tensors(model)
+        if tensor.frozen and not (training and tensor.served_only)
+    )
+    return sum(tensor.num_params for tensor in frozen) * 4  # casts go by what is trained
 
 
 def _outer(model: ModelSpec, method: Method, dtypes: Dtypes) -> Iterator[Trained]:
     for tensor in method.outer_tensors(model):
+        if tensor.frozen:
+            continue
         yield Trained(
             rows=tensor.rows,
             width=tensor.width,

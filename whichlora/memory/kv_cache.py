@@ -11,9 +11,9 @@ from whichlora.memory.allocator_simulator import SEGMENT_ROUNDING_BYTES as SEGME
 from whichlora.memory.entries import Fact
 from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised
-from whichlora.spec.numeric import Count, ceil_div, largest, round_up, smallest
+from whichlora.spec.numeric import Count, ceil_div, floor_div, largest, round_up, smallest
 from whichlora.spec.run import BNB_QUANTS, CacheFormat
-from whichlora.symbolic.kernels import FUSED, attention_kernel
+from whichlora.symbolic.kernels import FUSED, attention_kernel, repeats_keys
 
 BLOCK_TOKENS = {"dynamic": 1, "static": 1, "quantized": 1, "paged": 256, "vllm": 16}
 """Tokens per block: transformers 5.23 continuous batching 256, vLLM 16."""
@@ -181,6 +181,36 @@ def _is_cached_apart(model: ModelSpec, attention: Attention, dtypes: Dtypes) -> 
     if not model.caches_in_training or dtypes.linear_out_bytes != 4:
         return False
     return is_cast or attention_kernel(attention, dtypes, masked=dtypes.padded) not in FUSED
+
+
+PREFIX_CACHE = Fact(
+    part="kv_cache",
+    what="keys and values behind those of a prefix, as the model's output holds them",
+    shape="[2, num_hidden_layers, batch_size, num_key_value_heads, prefix + seq_len, head_dim]",
+    dtype="linear_out_bytes",
+    why="attention reads copies of them, one per query head or cast",
+    source="peft PeftModel.get_prompt; transformers 5.23 DynamicLayer.update",
+)
+
+
+def prefix_cache_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, span: Count) -> Count:
+    """Keys and values in the cache that hands each layer its prefix, where nobody else keeps them.
+
+    Kind: exact. Source: `PREFIX_CACHE`; else attention saves the very same tensors.
+    """
+    before = dtypes.prefix_tokens
+    if not before:
+        return 0 * tokens
+    size = max(dtypes.linear_out_bytes, dtypes.base_bytes)
+    elements = sum(
+        count * attention.cache_elements
+        for layer, count in model.layers()
+        for attention in layer.attentions
+        if size != dtypes.compute_bytes
+        or repeats_keys(attention, dtypes, masked=True)
+        or attention_kernel(attention, dtypes, masked=True) not in FUSED
+    )
+    return elements * size * (tokens + floor_div(tokens, span) * before)
 
 
 CHECKPOINTED_CACHE = Fact(

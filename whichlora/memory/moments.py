@@ -39,12 +39,17 @@ def layer_forward(step: TrainingStep) -> Entries:
         *held_between_steps(step),
         step.saved_in_layers,
         step.remainders,
-        _decoder_cache(step),
+        _decoder_cache(step, in_layer=True),
         Entry(LAYER_FORWARD, step.passes.forward),
     )
 
 
-def _decoder_cache(step: TrainingStep) -> Entry:
+def _decoder_cache(step: TrainingStep, *, in_layer: bool = False) -> Entry:
+    if step.dtypes.prefix_tokens:
+        prefix = kv_cache.prefix_cache_bytes(step.model, step.dtypes, **step.sized)
+        if in_layer:  # whose own part is among what its forward makes
+            prefix = prefix - prefix // step.model.num_hidden_layers
+        return Entry(kv_cache.PREFIX_CACHE, prefix)
     checkpointed = bool(step.run.gradient_checkpointing)
     if checkpointed and kv_cache.caches_checkpointed(step.model, step.dtypes):
         per_token = kv_cache.checkpointed_cache_bytes(step.model, step.dtypes)
@@ -75,9 +80,27 @@ def loss_forward(step: TrainingStep) -> Entries:
         step.saved_for_backward,
         step.remainders,
         _decoder_cache(step),
+        *_beside_cache(step),
         *_loss_and_copies(step),
         _head_copy(step),
     )
+
+
+LAST_STATES = Fact(
+    part="activations",
+    what="hidden states that the head has read",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="stream_bytes",
+    why="the output with the cache names them until the loss is there",
+    source="transformers 5.23 LlamaForCausalLM.forward",
+)
+
+
+def _beside_cache(step: TrainingStep) -> Entries:
+    # of other runs the loss's backward is larger, since no cache is held then
+    if not step.dtypes.prefix_tokens:
+        return ()
+    return (Entry(LAST_STATES, step.tokens * step.model.hidden_size * step.dtypes.stream_bytes),)
 
 
 def _loss_and_copies(step: TrainingStep) -> Entries:

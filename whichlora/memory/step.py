@@ -763,7 +763,7 @@ class TrainingStep:
 
     @property
     def _outer_params(self) -> int:
-        return sum(tensor.num_params for tensor in self.method.outer_tensors(self.model))
+        return sum(tensor.num_trained for tensor in self.method.outer_tensors(self.model))
 
     @property
     def _gathered_params(self) -> Count:

@@ -13,9 +13,11 @@ from whichlora.errors import ConfigError
 from whichlora.methods import (
     adalora,
     adamss,
+    adaption_prompt,
     beft,
     boft,
     c3a,
+    cartridge,
     deft,
     delora,
     dora,
@@ -25,6 +27,7 @@ from whichlora.methods import (
     glora,
     gralora,
     hira,
+    hra,
     ia3,
     kasa,
     lily,
@@ -38,6 +41,7 @@ from whichlora.methods import (
     osf,
     p_tuning,
     peanut,
+    prefix_tuning,
     prompt_tuning,
     psoft,
     pvera,
@@ -80,29 +84,24 @@ _METHODS = Members[Method](
         *(module.METHOD for module in (supertuning, kasa, velora)),
         *(
             module.METHOD
-            for module in (lily, randlora, vblora, boft, waveft, pvera, tinylora, unilora)
+            for module in (lily, randlora, vblora, boft, waveft, pvera, tinylora, unilora, hra)
         ),
+        *(module.METHOD for module in (prefix_tuning, cartridge, adaption_prompt)),
     ),
 )
 BUILT_IN = _METHODS.built_in
 ENTRY_POINT_GROUP = _METHODS.group
 list_methods = _METHODS.all
 COMPARED = ("full", "lora", "qlora", "dora", "qdora")  # where nobody names the methods to compare
-# types of peft 0.21.2 that no file here describes; adaption-prompt wraps attention as a whole, and
-# runs its projections again, which no `Method` can state
-NOT_MODELLED = frozenset(
-    {
-        "adaption-prompt",
-        "cartridge",
-        "cpt",
-        "hra",
-        "multitask-prompt-tuning",
-        "poly",
-        "prefix-tuning",
-        "shadow",
-        "xlora",
-    }
-)
+# types of peft 0.21.2 that no file here describes, and why
+_ASKS_TASKS = "its forward asks for task_ids with each batch, which no trainer here hands on"
+NOT_MODELLED = {
+    "cpt": "it replaces the loss by one of its own",
+    "multitask-prompt-tuning": _ASKS_TASKS,
+    "poly": _ASKS_TASKS,
+    "shadow": "it trains a second model beside the base",
+    "xlora": "it mixes LoRA adapters that were trained before",
+}
 
 
 # adapters of surveys of LoRA that no release of PEFT up to 0.21.2 has
@@ -126,7 +125,8 @@ def get_method(name: str) -> Method:
         if name not in NOT_MODELLED:
             raise
         raise ConfigError(
-            f"method: {name} of PEFT is not modelled; 'whichlora methods' lists those that are"
+            f"method: {name} of PEFT is not modelled: {NOT_MODELLED[name]}; 'whichlora methods' "
+            "lists those that are"
         ) from None
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
-from whichlora.spec.architecture import Linear, ModelSpec
+from whichlora.spec.architecture import Attention, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option, OptionValue
@@ -82,6 +82,8 @@ class OuterTensor:
         name, dims: what `explain` calls it, and its shape in words.
         is_factor: a product reads it, so that autocast's copy of it lives until the backward.
         training_only: it is neither saved nor served.
+        frozen: it is saved and served, and not trained.
+        served_only: nor there in training.
     """
 
     name: str
@@ -90,10 +92,16 @@ class OuterTensor:
     width: int
     is_factor: bool = False
     training_only: bool = False
+    frozen: bool = False
+    served_only: bool = False
 
     @property
     def num_params(self) -> int:
         return self.rows * self.width
+
+    @property
+    def num_trained(self) -> int:
+        return 0 if self.frozen else self.num_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +262,12 @@ class Method:
         optimizer: the one that the method is, where it is one.
         makes_optimizer: the function of PEFT that makes it, as a dotted name.
         virtual_tokens: trained ones that stand before each sequence, in all layers and the loss.
+        with_model: the model with what the method changes in its layers, such as how many of them
+            it adapts.
+        after_attention: operators on the result of an attention whose last matrix is adapted, told
+            its input and how queries get their positions.
+        prefix_tokens: trained keys and values that stand before each sequence's own in all layers.
+        checkpoints: its model may be trained with gradient checkpointing.
         copies_table: the token table, and a head that is tied to it, are read as copies with other
             rows, whose gradients have all rows.
         outer_tensors: what it trains outside of the layers.
@@ -312,6 +326,12 @@ class Method:
     makes_optimizer: str = ""
     merges: bool = True
     virtual_tokens: int = 0
+    with_model: Callable[[ModelSpec, RunConfig], ModelSpec] = lambda model, run: model
+    after_attention: (
+        Callable[[OpEmitter, Attention, Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor] | None
+    ) = None
+    prefix_tokens: int = 0
+    checkpoints: bool = True
     copies_table: bool = False
     outer_tensors: Callable[[ModelSpec], tuple[OuterTensor, ...]] = _nothing_outside
     find_targets: Callable[[ModelSpec, tuple[str, ...]], tuple[str, ...]] | None = None
@@ -345,6 +365,11 @@ class Method:
     start_bytes: Callable[[Sequence[tuple[Linear, int]], Dtypes, Count], Count] = _no_start
     merging: Callable[[int], int] = _product_and_scaled
     notes: Callable[[RunConfig, bool], tuple[str, ...]] = _no_notes
+
+    @property
+    def added_tokens(self) -> int:
+        """Trained tokens of each sequence: that all layers run, or that have keys alone."""
+        return self.virtual_tokens + self.prefix_tokens
 
     def of(self, run: RunConfig) -> Method:
         """The method as the options and the rank of `run` make it."""

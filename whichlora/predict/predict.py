@@ -84,10 +84,13 @@ def _sizes(job: ResolvedRun, changed: Mapping[str, Count]) -> dict[str, Count]:
 
 
 def _served_sizes(job: ResolvedRun, changed: Mapping[str, Count]) -> dict[str, Count]:
-    """Those of a generation, whose prompt has the method's own tokens, too, unless it is merged."""
+    """Those of a generation, whose prompt has the method's own tokens, too, unless it is merged.
+
+    Tokens that have keys and values alone are counted as those of a prompt: an upper bound.
+    """
     counts = _sizes(job, changed)
     if job.run.serve == "as-trained":
-        counts["prompt_len"] = counts["prompt_len"] + job.method.virtual_tokens
+        counts["prompt_len"] = counts["prompt_len"] + job.method.added_tokens
     return counts
 
 

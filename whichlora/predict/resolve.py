@@ -168,7 +168,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         model = with_expert_modules(model)
     if not training:
         _check_form(run, method)
-    model = with_images(model, run, trainer)
+    model = method.with_model(with_images(model, run, trainer), run)
     _check_experts(model, run)
     _check_storage(model, run, gpu)
     _check_attention(model, run, gpu)
@@ -193,6 +193,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     dtypes = _dtypes_of(model, run, gpu, method, trainer)
     if model.tower is not None and model.tower.masks_text and dtypes.uses_sdpa:
         dtypes = replace(dtypes, padded=True)
+    if training and method.prefix_tokens:  # more keys than queries, which a mask tells apart
+        dtypes = replace(dtypes, padded=True, prefix_tokens=method.prefix_tokens)
     dtypes = _with_stream(model, targets, dtypes, method)
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)
@@ -267,6 +269,11 @@ def _filled(model: ModelSpec, run: RunConfig, gpu: GpuSpec, method: Method) -> R
         raise ConfigError(
             f"gradient_checkpointing: true, but the {model.model_type} of transformers has none, "
             "so that the Trainer refuses it; use false"
+        )
+    if training and run.gradient_checkpointing and not method.checkpoints:
+        raise ConfigError(
+            f"gradient_checkpointing: true, but {method.name} hands layers a cache, which "
+            "checkpointed layers of transformers drop, so that PEFT refuses it; use false"
         )
     if "modules_to_save" in method.ignores:
         run = replace(run, modules_to_save=())
@@ -437,10 +444,11 @@ def with_precision(run: RunConfig, gpu: GpuSpec) -> RunConfig:
 
 
 def with_checkpointing(model: ModelSpec, run: RunConfig) -> RunConfig:
-    """`run` with checkpointing on where it is not set and the model supports it."""
+    """`run` with checkpointing on where it is not set, and model and method support it."""
     if run.gradient_checkpointing is not None:
         return run
-    on = model.supports_checkpointing or run.phase == "inference"
+    allowed = model.supports_checkpointing and get_method(run.method).checkpoints
+    on = allowed or run.phase == "inference"
     return replace(run, gradient_checkpointing=on)
 
 

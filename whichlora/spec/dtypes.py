@@ -73,6 +73,7 @@ class Dtypes:
         wide_expert_biases: those of experts in mxfp4 are fp32 parameters.
         linears_keep_inputs: `F.linear` of a frozen matrix keeps its input for the backward, too.
         kernels: operators of the layers that the trainer replaces.
+        prefix_tokens: keys and values that stand before each sequence's own while it trains.
         stores: the format that a layer's keys and values are quantised to in this forward, if any.
     """
 
@@ -107,6 +108,7 @@ class Dtypes:
     compute_capability: str | None
     libraries: Libraries
     stores: CacheFormat | None = None
+    prefix_tokens: int = 0
     adapters_drop: bool = False
     quantises_experts: bool = False
     narrow_head: bool = False

@@ -20,6 +20,7 @@ class Option:
         default: its type is the type of the setting; None: the member decides.
         kind: the type of the setting where `default` is None; a whole number where nobody says.
         choices: accepted values of a text; several may be given where `default` is a tuple.
+        least: of a whole number.
         other_names: by which another tool that runs the library calls it.
     """
 
@@ -28,6 +29,7 @@ class Option:
     default: OptionValue | None
     choices: tuple[str, ...] = ()
     kind: type[bool] | type[str] | type[float] | None = None
+    least: int = 1
     other_names: tuple[str, ...] = ()
 
     def of(self, stated: Iterable[tuple[str, OptionValue]]) -> OptionValue | None:
@@ -67,8 +69,8 @@ class Option:
             if not abs(value) <= MOST_NUMBER:  # nor is not-a-number
                 raise ConfigError(f"{self.name}: {value!r} is out of range; give a usual number")
             return float(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.name}: {value!r} is not a whole number from 1 on")
+        if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
+            raise ConfigError(f"{self.name}: {value!r} is not a whole number from {self.least} on")
         if value > MOST_NUMBER:
             raise ConfigError(f"{self.name}: is above {MOST_NUMBER:,}; give a usual number")
         return value

@@ -12,6 +12,7 @@ from whichlora.symbolic.autograd import (
     Tensor,
     constant,
     per_pair,
+    per_sequence,
     per_span_squared,
     per_token,
     plus,
@@ -255,6 +256,7 @@ def attend(
         return attend_disentangled(code, attention, x)
     tape = code.tape
     read = x if memory is None else memory
+    whole = attention
     projected = _PROJECTIONS[attention.projection](code, attention, x, read)
     attention, q, k, v = projected.attention, projected.q, projected.k, projected.v
     local_variables = list(projected.local_variables)
@@ -287,6 +289,9 @@ def attend(
     # returned also where nobody uses them: `hidden_states, _ = self.self_attn(…)`
     if weights is not None:
         tape.hold_to_end(weights, name="attention weights")
+    wrap = code.method.after_attention
+    if wrap is not None and code.adapts(whole.linears[-1]):
+        return wrap(code, whole, x, result, lambda query: rotate(code, query, whole, "query"))
     return result
 
 
@@ -348,12 +353,34 @@ def _through_cache(
         if code.tape.writes_cache:
             code.tape.hold(*states)
     store(code, k, v, num_heads=attention.num_key_value_heads)
+    if code.dtypes.prefix_tokens and not attention.cross:
+        widths = (attention.k_width, attention.v_width)
+        k, v = (_behind_prefix(code, *pair) for pair in zip((k, v), widths, strict=True))
     return k, v
+
+
+def _behind_prefix(code: OpEmitter, state: Tensor, width: int) -> Tensor:
+    """Keys or values behind those that a cache hands each sequence, in the dtype of the base.
+
+    Source: peft 0.21.2 `PeftModel.get_prompt`; transformers 5.23 `DynamicLayer.update`.
+    """
+    size = max(state.size, code.dtypes.base_bytes)
+    whole = code.tape.behind(state, _of_keys(code, width), size)
+    code.tape.hold(state)
+    code.tape.hold_to_end(whole)  # by the cache, which lives longer
+    return whole
 
 
 def _of_keys(code: OpEmitter, width: int) -> LinearForm:
     """Elements of a tensor that has `width` for every key."""
-    return per_pair(width) if code.decoding else per_token(width)
+    if code.decoding:
+        return per_pair(width)
+    return plus(per_token(width), per_sequence(width * code.dtypes.prefix_tokens))
+
+
+def _pairs(code: OpEmitter, count: int) -> LinearForm:
+    """Elements of a tensor that has `count` for every query and key."""
+    return plus(per_pair(count), per_token(count * code.dtypes.prefix_tokens))
 
 
 Attended = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
@@ -426,7 +453,7 @@ def _fused_kernel(
     if bias is not None:
         inputs.append(code.cast(_biased_mask(code, attention, bias), size))
     elif code.masked and dtypes.uses_sdpa and not _is_mask_shared(attention):
-        keeps.append(per_pair(size))
+        keeps.append(_mask_elements(code, attention, size))
     in_ring, in_ring_backward = _ring(attention, inputs, size)
     out = tape.op(
         inputs,
@@ -446,6 +473,21 @@ def _fused_kernel(
     if packed:  # `attn_outputs` names the parts of `attn_output`
         return code.copy(out), None, (out,)
     return out, None, ()
+
+
+_ALIGNED_KEYS = 16  # `preprocess_mask`, `pad_bias` of torch's attention.cpp
+
+
+def _mask_elements(code: OpEmitter, attention: Attention, size: int) -> LinearForm:
+    """The additive mask, whose rows the memory-efficient kernel wants aligned.
+
+    Kind: exact where the sequence is aligned. Source: torch 2.13 `convert_boolean_attn_mask`,
+    `pad_bias`.
+    """
+    before = code.dtypes.prefix_tokens
+    if _kernel_of(code, attention) == "efficient":
+        before += -before % _ALIGNED_KEYS
+    return plus(per_pair(size), per_token(size * before))
 
 
 def _is_mask_shared(attention: Attention) -> bool:
@@ -517,7 +559,7 @@ def _eager_kernel(
     """Source: `eager_attention_forward` of transformers 5.23."""
     tape, dtypes = code.tape, code.dtypes
     heads = attention.num_attention_heads
-    scores_shape = per_pair(heads)
+    scores_shape = _pairs(code, heads)
     q_size = q.size
     k, v = _repeated(code, attention, k, v)
     if attention.eager == "fp32":
@@ -570,7 +612,7 @@ def _factors(code: OpEmitter, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def _product(code: OpEmitter, q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys as the product reads them, and what it makes."""
     q, k = _by_head(code, q), _by_head(code, k)
-    return q, k, code.tape.op([q, k], per_pair(heads), q.size, saves=[q, k])
+    return q, k, code.tape.op([q, k], _pairs(code, heads), q.size, saves=[q, k])
 
 
 Scores = tuple[Tensor, tuple[Tensor, ...]]
@@ -622,12 +664,12 @@ def _softmax(code: OpEmitter, attention: Attention, scores: Tensor, size: int) -
 def _softmax_with_sinks(code: OpEmitter, attention: Attention, scores: Tensor) -> Tensor:
     """One more column, in the dtype of the scores. Source: gpt-oss's `eager_attention_forward`."""
     tape, heads = code.tape, attention.num_attention_heads
-    shape = plus(per_pair(heads), per_token(heads))
+    shape = plus(_pairs(code, heads), per_token(heads))
     combined = tape.op([scores], shape, scores.size)
     lowered = tape.op([combined], shape, scores.size, passes=True)
     softmax = code.softmax(lowered)
     tape.hold(lowered)
-    (probabilities,) = tape.parts(softmax, (per_pair(heads),))
+    (probabilities,) = tape.parts(softmax, (_pairs(code, heads),))
     return probabilities
 
 
@@ -659,7 +701,7 @@ def _math_kernel(
     scaled_q = code.scale(wide[0])
     mask = None
     if code.masked:
-        mask = tape.op([], per_pair(1), size)
+        mask = tape.op([], _pairs(code, 1), size)
     elif attention.causal and not code.decoding:
         boolean = tape.op([], per_span_squared(1), 1)
         mask = tape.op([boolean], per_span_squared(1), 4)
@@ -676,7 +718,7 @@ def _math_kernel(
         factors[1] = tape.op([scaled_k], _of_keys(code, heads * attention.head_dim), 4)
     else:
         factors[1] = _by_head(code, scaled_k)
-    shape = per_pair(heads)
+    shape = _pairs(code, heads)
     scores = tape.op(factors, shape, 4, saves=factors)
     if bias is not None:
         scores = code.add(scores, bias)

@@ -321,6 +321,7 @@ class _Node:
     reshapes: bool = False
     casts: int = 0
     overwrites: bool = False
+    narrows: bool = False
 
 
 @dataclass(slots=True)
@@ -620,6 +621,20 @@ class Tape:
         self._nodes.append(_Node(len(self._steps) - 1, (result,), (tensor,), (), False, True, ()))
         return result
 
+    def behind(self, tensor: Tensor, elements: LinearForm, size: int) -> Tensor:
+        """`tensor` behind others that are trained and made before all blocks: `torch.cat`.
+
+        Their node runs after all blocks' backward, so that a view for it keeps the gradient.
+
+        Args:
+            elements, size: of the result.
+        """
+        before = Tensor(-1, elements, size, self._edge(), needs_grad=not self.no_grad)
+        result = self.op([before, tensor], elements, size, joined=True)
+        if result.needs_grad:
+            self._nodes[-1].narrows = True
+        return result
+
     def works_before(self, tensor: Tensor, inner: Temporaries) -> Tensor:
         """`tensor`, whose gradient comes while a backward has `inner` and has freed nothing yet."""
         if not tensor.needs_grad:
@@ -897,6 +912,7 @@ class Backward:
         self._shares: dict[int, int] = {}  # holders of one gradient's storage
         self._sizes: dict[int, int] = {}
         self._views: set[int] = set()
+        self._bases: dict[int, int] = {}  # of views that are no whole storage
         self._next = 0
         self.events: list[_PackedEvent] = []
         self.parameters: list[int] = []
@@ -941,9 +957,18 @@ class Backward:
         self.events.append((gradient, form))
         return gradient
 
+    def _part(self, gradient: int, form: int) -> int:
+        """A view of a part of `gradient`, which holds all of it."""
+        view = self._new(form)
+        self._bases[view] = gradient
+        self._shares[gradient] += 1
+        return view
+
     def _release(self, gradient: int) -> None:
         self._shares[gradient] -= 1
-        if not self._shares[gradient]:
+        if not self._shares[gradient] and gradient in self._bases:
+            self._release(self._bases[gradient])
+        elif not self._shares[gradient]:
             self.live -= self._sizes[gradient]
             self.events.append((gradient, None))
 
@@ -1013,6 +1038,8 @@ class Backward:
             if node.passes and self._sizes[gradients[0]] == form:
                 self._shares[gradients[0]] += 1
                 made.append((tensor, gradients[0]))
+            elif node.narrows and tensor.size == node.results[0].size:
+                made.append((tensor, self._part(gradients[0], form)))
             else:
                 gradient = self._born(form)
                 made.append((tensor, gradient))

@@ -105,6 +105,7 @@ class OpEmitter:
 
     constant = staticmethod(constant)
     per_rank = staticmethod(per_rank)
+    per_sequence = staticmethod(per_sequence)
 
     # --- plain operators ---------------------------------------------------------------------
 

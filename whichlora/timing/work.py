@@ -681,7 +681,7 @@ def training_work(
     weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
     multiplied = Work.total((layers, product_work(around_layers, wide=_widens_head(dtypes))))
     if not method.trains_base:
-        read = batch_size * method.virtual_tokens if method.virtual_tokens else tokens
+        read = batch_size * method.added_tokens if method.added_tokens else tokens
         shared = method.shared_tensors(adapted_linears(model, targets), r)
         params = update.num_params - sum(tensor.num_params for tensor in shared)
         of_adapters = (6 + 2 * recompute) * read * params

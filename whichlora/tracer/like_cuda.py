@@ -407,6 +407,10 @@ def attention(
                 enable_gqa=enable_gqa,
             )[0]  # fmt: skip
         return expanded
+    if attn_mask is not None and kernel == "efficient" and attn_mask.shape[-1] % 16:
+        # `preprocess_mask`, `pad_bias`: rows that are aligned, of which a part is read
+        keys = attn_mask.shape[-1]
+        attn_mask = torch.nn.functional.pad(attn_mask, (0, -keys % 16))[..., :keys]
     out: torch.Tensor = _Fused.apply(query, key, value, attn_mask)
     return out
 

@@ -65,7 +65,7 @@ def method_rows(
         ConfigError: an unknown model or accelerator, or LoRA itself does not run.
     """
     spec, device = load_model(model), find_target(gpu)
-    plain = replace(run or RunConfig(model=""), model=spec.name)
+    plain = replace(run or RunConfig(model="", gradient_checkpointing=None), model=spec.name)
     calibration = load_calibration(device, calibration_dir)
     base = predict(spec, replace(plain, method=_LORA), device, calibration)
     rows = []
@@ -105,7 +105,7 @@ def _filled(
 
 
 def _trains_on_4_bit(model: ModelSpec, method: str, gpu: GpuSpec) -> bool:
-    run = RunConfig(model=model.name, method=method, quant="nf4-dq")
+    run = RunConfig(model=model.name, method=method, quant="nf4-dq", gradient_checkpointing=None)
     return _is_accepted(model, run, gpu)
 
 

@@ -256,7 +256,7 @@ def adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[s
         return [f"peft_config = {made}"]
     if task is not None:  # which has PEFT train the head, too
         settings["task_type"] = task.peft_task
-    elif method.virtual_tokens:  # whose forward differs from task to task
+    elif method.added_tokens:  # whose forward differs from task to task
         settings["task_type"] = "CAUSAL_LM"
     config = call(method.peft_class.rpartition(".")[2], **settings)
     options = {"autocast_adapter_dtype": False} if run.narrows_adapters else {}
