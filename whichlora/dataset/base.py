@@ -141,7 +141,7 @@ def labelled_texts(example: Example) -> list[str]:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """The texts of a column that holds a text or messages, without the pictures among them.
+    """The texts of a column that holds a text or messages, without the images among them.
 
     Raises:
         ConfigError: a message without role and text.

@@ -39,7 +39,7 @@ CONTEXTS = ("input", "inputs", "context", "passage", "document")  # beside a pro
 SYSTEMS = ("system", "system_prompt", "system_message")
 HISTORIES = ("history",)  # earlier turns, as pairs
 TEXTS = ("text", "content", "code")
-PICTURES = ("images", "image")  # beside messages, or a prompt and its answer
+IMAGE_COLUMNS = ("images", "image")  # beside messages, or a prompt and its answer
 LABELS = ("label", "kto_tag", "desirable", "is_desirable", "thumbs_up")  # of an answer: wanted
 CLASSIFIED_TEXTS = ("text", "sentence", "content", "review", "tweet", "question", "title")
 CLASSES = ("label", "labels", "class", "category", "sentiment", "intent", "coarse_label")
@@ -59,7 +59,7 @@ class Columns:
         trained: what the model learns to write: the text, the conversation or the answer.
         prompt, rejected, label, system, history: columns, or None.
         contexts: columns that follow the prompt, after a blank line; of an anchor, the negatives.
-        images: column of the paths of pictures, where it is not in the messages.
+        images: column of the paths of images, where it is not in the messages.
         unused: all others.
     """
 
@@ -87,7 +87,7 @@ class Columns:
         words += f" (rejected: {self.rejected})" if self.rejected else ""
         words += f" (label: {self.label})" if self.label else ""
         words += f" as {'messages' if self.chat else 'text'}"
-        words += f" (pictures: {self.images})" if self.images else ""
+        words += f" (images: {self.images})" if self.images else ""
         use = "for the rewards" if self.kind == "prompts" else "not used"
         return words + (f" ({use}: {', '.join(self.unused)})" if self.unused else "")
 
@@ -327,10 +327,10 @@ def _needed(row: Row, rows: Rows) -> str:
     return f"{words} ({', '.join(spellings)})" if spellings else words
 
 
-def picture_column(row: Row) -> str | None:
-    """The column of `row` that names pictures, by its name."""
+def image_column(row: Row) -> str | None:
+    """The column of `row` that names images, by its name."""
     by_name = _by_name(row)
-    return next((by_name[name] for name in PICTURES if name in by_name), None)
+    return next((by_name[name] for name in IMAGE_COLUMNS if name in by_name), None)
 
 
 def _by_name(row: Row) -> dict[str, str]:

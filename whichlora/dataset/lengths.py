@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from whichlora.dataset.base import Split
-from whichlora.dataset.pictures import Size
+from whichlora.dataset.images import Size
 from whichlora.errors import ConfigError
 
 UNCUT = 10**9  # tokens, more than any text has
@@ -25,7 +25,7 @@ class TokenLengths:
         num_empty: rows left out because they have no text, over all splits.
         num_unlearned: rows left out, over all splits, and `unlearned`: why.
         of_row: what a row is, in words.
-        pictures: split to sizes of the pictures of each row; empty where no row has one.
+        image_sizes: split to sizes of the images of each row; empty where no row has one.
         method: "tokenizer <name>", "bytes", or how the lengths were estimated and why.
         longest_possible: where lengths are assumed or estimated, an upper bound of the longest
             sequence; None is the longest of `lengths`.
@@ -44,7 +44,7 @@ class TokenLengths:
     unlearned: str = ""
     of_row: str = "sequences"
     others: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    pictures: Mapping[str, tuple[tuple[Size, ...], ...]] = field(default_factory=dict)
+    image_sizes: Mapping[str, tuple[tuple[Size, ...], ...]] = field(default_factory=dict)
     method: str
     longest_possible: int | None = None
     alternatives: tuple[Self, ...] = ()

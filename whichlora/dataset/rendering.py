@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.dataset.base import Example, Row
-from whichlora.dataset.columns import Columns, as_list, picture_column, recognised
-from whichlora.dataset.pictures import PLACE, has_pictures, in_parts, is_picture, paths_of
+from whichlora.dataset.columns import Columns, as_list, image_column, recognised
+from whichlora.dataset.images import PLACE, has_images, in_parts, is_image, paths_of
 from whichlora.errors import ConfigError
 from whichlora.spec.data_format import IMAGE_KINDS, LABELLED_KINDS, PARTS, Rows
 from whichlora.spec.plan import DatasetConfig
@@ -46,26 +46,26 @@ def rendering(
         ), f"template of {', '.join(names)}"
     named = _named(config, row, rows)
     columns = named or recognised(row, rows)
-    pictured = _pictured(config, row, columns, is_named=named is not None, rows=rows)
-    columns = pictured or columns
+    with_images = _with_images(config, row, columns, is_named=named is not None, rows=rows)
+    columns = with_images or columns
     words = columns.describe()
     if columns.kind == "preference" and rows == "texts":
         words += "; rejected answers are kept, and not trained on by this supervised job"
     render = _pair if rows == "pairs" else _example
-    if pictured is not None:
+    if with_images is not None:
         return (lambda row: in_parts(_example(row, columns), paths_of(row, columns))), words
-    return (lambda row: render(_without_pictures(row, columns), columns)), words
+    return (lambda row: render(_without_images(row, columns), columns)), words
 
 
-def _pictured(
+def _with_images(
     config: DatasetConfig, row: Row, columns: Columns, *, is_named: bool, rows: Rows
 ) -> Columns | None:
-    """`columns` where their rows have pictures; None where they have none.
+    """`columns` where their rows have images; None where they have none.
 
-    Columns that a config names are alone, unless it names that of the pictures, too.
+    Columns that a config names are alone, unless it names that of the images, too.
 
     Raises:
-        ConfigError: the config names a column of pictures that is missing, or beside plain texts.
+        ConfigError: the config names a column of images that is missing, or beside plain texts.
     """
     column = config.images_column
     if column is not None:
@@ -76,23 +76,23 @@ def _pictured(
                 f"completion, got {columns.kind}; name their columns, too"
             )
     elif columns.kind in IMAGE_KINDS and rows == "texts" and not is_named:
-        column = picture_column(row)
+        column = image_column(row)
     unused = tuple(name for name in columns.unused if name != column)
     seen = replace(columns, images=column, unused=unused, chat=True)
-    if columns.kind not in IMAGE_KINDS or rows != "texts" or not has_pictures(row, seen):
+    if columns.kind not in IMAGE_KINDS or rows != "texts" or not has_images(row, seen):
         return None
     return seen
 
 
-def _without_pictures(row: Row, columns: Columns) -> Row:
-    """`row`, whose messages name no picture.
+def _without_images(row: Row, columns: Columns) -> Row:
+    """`row`, whose messages name no image.
 
     Raises:
         ConfigError: they do.
     """
-    if columns.chat and has_pictures(row, columns):
+    if columns.chat and has_images(row, columns):
         raise ConfigError(
-            "has a picture in its messages, and only text is trained on here; give each row a "
+            "has an image in its messages, and only text is trained on here; give each row a "
             "list images, which may be empty, or remove the row"
         )
     return row
@@ -385,7 +385,7 @@ def _joined(content: Any) -> str:
 
 
 def _part(part: Mapping[str, Any]) -> Any:
-    """The text of one part, or the place of a picture; LLaMA-Factory 0.9.5 calls it value."""
-    if is_picture(part):
+    """The text of one part, or the place of an image; LLaMA-Factory 0.9.5 calls it value."""
+    if is_image(part):
         return PLACE
     return part.get("text", part.get("value")) if part.get("type", "text") == "text" else None

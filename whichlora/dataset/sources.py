@@ -15,8 +15,8 @@ from pathlib import Path
 from whichlora.dataset import assumed
 from whichlora.dataset.base import BaseDataset, Example, Row, checked_format
 from whichlora.dataset.files import read_rows
+from whichlora.dataset.images import found_in
 from whichlora.dataset.lengths import UNCUT, TokenLengths
-from whichlora.dataset.pictures import found_in
 from whichlora.dataset.rendering import rendering
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.spec.data_format import DataFormat, Rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from whichlora.dataset.base import Example, texts_of, trained
 from whichlora.dataset.encoders import Encode, Messages, Render
-from whichlora.dataset.pictures import Grid, image_tokens
+from whichlora.dataset.images import Grid, image_tokens
 from whichlora.spec.data_format import IMAGES
 
 MESSAGE_TOKENS = 5
@@ -31,7 +31,7 @@ class TextTokens:
         render: the chat template; None where it is not available, and for plain texts.
         conversational: rows hold messages.
         completions_only: rows in which nothing is learned are left out.
-        grid: the rule of the model's processor for pictures; None where rows have none.
+        grid: the rule of the model's processor for images; None where rows have none.
     """
 
     max_length: int
@@ -66,14 +66,14 @@ class TextTokens:
         return [(number,) for number in numbers]
 
     def _added(self, row: Example) -> int:
-        """Tokens of the pictures of `row`, beyond one for each that a chat template writes."""
+        """Tokens of the images of `row`, beyond one for each that a chat template writes."""
         assert self.grid is not None
         return image_tokens(row, self.grid) - len(row.get(IMAGES, ())) * (self.render is not None)
 
     def is_kept(self, encode: Encode, row: Example, counts: tuple[int, ...]) -> bool:
         """Whether the first `max_length` of the row's tokens hold some that are learned."""
         if row.get(IMAGES) and max(counts) > self.max_length:
-            return False  # the job can't cut the tokens of a picture
+            return False  # the job can't cut the tokens of an image
         if not self.completions_only or "text" in row:
             return True
         before = _before_answer(row)

@@ -27,9 +27,9 @@ from whichlora.dataset.encoders import (
     encoder_of,
     renderer_of,
 )
+from whichlora.dataset.images import Grid, sizes_of
 from whichlora.dataset.label_tokens import LabelTokens
 from whichlora.dataset.lengths import TokenLengths
-from whichlora.dataset.pictures import Grid, sizes_of
 from whichlora.dataset.sources import CountedDataset
 from whichlora.dataset.text_tokens import MESSAGE_TOKENS, TextTokens, all_texts
 from whichlora.errors import ConfigError
@@ -70,11 +70,11 @@ def count_tokens(
         completions_only: leave out rows in which nothing is learned, since their prompt fills
             `max_length` or no turn is the assistant's; so does the job.
         run: whose trainer reads the rows; None: they are texts.
-        grid: how the model's processor cuts a picture; None where it reads none.
+        grid: how the model's processor cuts an image; None where it reads none.
 
     Raises:
         ConfigError: nothing to train on or to learn, an example can't be made of a row, or rows
-            have pictures that the model does not read.
+            have images that the model does not read.
     """
     rows: Rows = "texts" if run is None else rows_of(run)
     if isinstance(dataset, CountedDataset):
@@ -129,7 +129,7 @@ def count_tokens(
     lengths = lengths_of(counts)
     if expected.images:
         sizes = {str(split): tuple(map(sizes_of, rows)) for split, rows in whole.items()}
-        lengths = replace(lengths, pictures=sizes)
+        lengths = replace(lengths, image_sizes=sizes)
     if lengths.is_counted:
         return lengths
     step = ceil_div(len(whole["train"]), _MOST_ALTERNATIVE)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from whichlora.dataset.batching import batches, best_fit_decreasing
 from whichlora.dataset.expected import binned
+from whichlora.dataset.images import RowImages
 from whichlora.dataset.lengths import TokenLengths
-from whichlora.dataset.pictures import RowPictures
 from whichlora.errors import ConfigError
 from whichlora.spec.plan import Collator
 
@@ -40,7 +40,7 @@ class Workload:
         real_tokens, padded_tokens: that it trains on, without and with padding.
         deviation: standard deviation of the logarithm of `padded_tokens`, where lengths are
             assumed or estimated.
-        pictures: of the heaviest row, which memory and time take each row to have.
+        images: of the heaviest row, which memory and time take each row to have.
     """
 
     collator: Collator
@@ -53,7 +53,7 @@ class Workload:
     padded_tokens: int
     least_longest: int
     deviation: float = 0.0
-    pictures: RowPictures | None = None
+    images: RowImages | None = None
 
     @property
     def padding_fraction(self) -> float:

@@ -226,10 +226,10 @@ class Candidates:
                 "padding": (padding,),
                 "gradient_accumulation_steps": (accumulation,),
             }
-            shown = {load.pictures for load in loads.values()} - {None}
-            for pictures in shown:  # one, of the model
-                assert pictures is not None
-                base = replace(base, images=pictures.images, image_size=pictures.image_size)
+            shown = {load.images for load in loads.values()} - {None}
+            for images in shown:  # one, of the model
+                assert images is not None
+                base = replace(base, images=images.images, image_size=images.image_size)
             for some in together:
                 of_ranks = axes | {"r": np.array(some)[:, None]}
                 for job in self._jobs(replace(base, r=some[0]), config, stacks, refused):

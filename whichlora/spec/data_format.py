@@ -55,7 +55,7 @@ token-classification and question-answering; sentence-transformers 6.2, dataset 
 """
 LABELLED_KINDS: tuple[DataKind, ...] = ("classified", "tagged", "spans", "scored", "anchors")
 IMAGES = "images"
-"""Column of the paths of a row's pictures, in the order of their places in its messages.
+"""Column of the paths of a row's images, in the order of their places in its messages.
 
 Source: TRL 1.16, dataset formats, vision datasets.
 """
@@ -108,10 +108,10 @@ class DataFormat:
         kind: which columns there are, see `COLUMNS`.
         conversational: the columns hold messages of role and content, which the tokenizer's
             chat template renders where the model is trained.
-        images: rows have a column of pictures, and messages are made of parts.
+        images: rows have a column of images, and messages are made of parts.
 
     Raises:
-        ConfigError: text as messages, messages as text, or pictures of other rows than messages.
+        ConfigError: text as messages, messages as text, or images of other rows than messages.
     """
 
     kind: DataKind = "text"

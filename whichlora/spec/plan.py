@@ -166,7 +166,7 @@ class DatasetConfig:
         prompt_column, completion_column: which columns hold a question and its answer.
         chosen_column, rejected_column, label_column: which hold the better and the worse answer,
             or whether an answer is wanted, for trainers on such rows.
-        images_column: which holds the paths of pictures, beside messages or a prompt.
+        images_column: which holds the paths of images, beside messages or a prompt.
         validation_fraction: share of rows kept for validation where the source has no split.
         split, config_name: of a Hugging Face dataset.
         num_samples, mean_tokens: size of the training split, for planning without the data.

@@ -17,7 +17,7 @@ from whichlora.dataset import (
     open_dataset,
     workload,
 )
-from whichlora.dataset.pictures import Grid, RowPictures, heaviest
+from whichlora.dataset.images import Grid, RowImages, heaviest
 from whichlora.predict.evaluation_and_saving import num_evaluations
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.plan import Plan
@@ -25,7 +25,7 @@ from whichlora.tasks import rows_of
 from whichlora.trainers import Repeats, Trainer, get_trainer, with_trainer
 
 Key: TypeAlias = tuple[str, int, bool, Grid | None]
-"""A tokenizer, the length that rows are cut to, whether prompts are learned, a rule of pictures."""
+"""A tokenizer, the length that rows are cut to, whether prompts are learned, a rule of images."""
 Counted: TypeAlias = dict[Key, TokenLengths]
 
 
@@ -80,26 +80,26 @@ class TrainingData:
         return self._lengths[key]
 
     def _grid(self, model: str) -> Grid | None:
-        """How the processor of `model` cuts a picture; None where it reads none."""
+        """How the processor of `model` cuts an image; None where it reads none."""
         tower = self._models[model].tower
         return None if tower is None else tower.grid
 
-    def pictures(self, model: str) -> RowPictures | None:
-        """The pictures of the heaviest row that is trained on; None where no row has one."""
-        rows, grid = self.lengths(model).pictures.get("train", ()), self._grid(model)
+    def images(self, model: str) -> RowImages | None:
+        """The images of the heaviest row that is trained on; None where no row has one."""
+        rows, grid = self.lengths(model).image_sizes.get("train", ()), self._grid(model)
         return None if grid is None else heaviest(rows, grid)
 
     def _rows(self, model: str) -> TokenLengths:
-        """The lengths of the data, with room in each row for the pictures of the heaviest.
+        """The lengths of the data, with room in each row for the images of the heaviest.
 
-        Kind: upper bound, where rows have different pictures: a run states one number of them.
+        Kind: upper bound, where rows have different images: a run states one number of them.
         """
-        lengths, pictures, grid = self.lengths(model), self.pictures(model), self._grid(model)
-        if pictures is None or grid is None:
+        lengths, images, grid = self.lengths(model), self.images(model), self._grid(model)
+        if images is None or grid is None:
             return lengths
-        width, height = pictures.image_size
+        width, height = images.image_size
         each = grid(height, width)
-        return lengths.at_least(pictures.images * (each.tokens + each.markers + 1) + 2)
+        return lengths.at_least(images.images * (each.tokens + each.markers + 1) + 2)
 
     def _key(self, model: str) -> Key:
         """What the lengths depend on; the last is whether the job leaves rows out.
@@ -146,7 +146,7 @@ class TrainingData:
                 sequences=self._trainer(self._plan).sequences(self._plan.finetune),
                 repeats=self._repeats(batch_size, accumulation),
             )
-            self._workloads[key] = replace(load, pictures=self.pictures(model))
+            self._workloads[key] = replace(load, images=self.images(model))
         return self._workloads[key]
 
     def _repeats(self, batch_size: int, accumulation: int) -> Repeats | None:

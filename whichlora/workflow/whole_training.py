@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Self
 
 from whichlora.dataset.expected import binned, expected_widths
+from whichlora.dataset.images import Grid, RowImages, Size, heaviest, typical
 from whichlora.dataset.lengths import UNCUT
-from whichlora.dataset.pictures import Grid, RowPictures, Size, heaviest, typical
 from whichlora.dataset.sources import open_dataset
 from whichlora.dataset.tokens import count_tokens
 from whichlora.dataset.workload import count_steps
@@ -171,8 +171,8 @@ class Rows:
         others: tokens of the other sequences, where a row is a pair.
         longest: an upper bound of the longest, where lengths are estimated.
         alternatives: other plausible counts, where they are.
-        pictures: tokens, and sizes of the pictures, of each row; empty where no row may have one.
-        most, mean: pictures of the heaviest row, and of one as heavy as all in the mean.
+        images: tokens, and sizes of the images, of each row; empty where no row may have one.
+        most, mean: images of the heaviest row, and of one as heavy as all in the mean.
         notes: how they were counted where no tokenizer did, and which are left out.
     """
 
@@ -181,30 +181,28 @@ class Rows:
     longest: int
     alternatives: tuple[Mapping[int, int], ...] = ()
     notes: tuple[str, ...] = ()
-    pictures: tuple[tuple[int, tuple[Size, ...]], ...] = ()
-    most: RowPictures | None = None
-    mean: RowPictures | None = None
+    images: tuple[tuple[int, tuple[Size, ...]], ...] = ()
+    most: RowImages | None = None
+    mean: RowImages | None = None
     grid: Grid | None = None
 
     def within(self, seq_len: int) -> Self:
-        """The rows that a training of so many tokens reads: those with pictures are never cut.
+        """The rows that a training of so many tokens reads: those with images are never cut.
 
         Raises:
             ConfigError: there are none.
         """
         if self.grid is None:
             return self
-        kept = [
-            (length, sizes) for length, sizes in self.pictures if length <= seq_len or not sizes
-        ]
+        kept = [(length, sizes) for length, sizes in self.images if length <= seq_len or not sizes]
         if not kept:
-            least = min(length for length, _ in self.pictures)
+            least = min(length for length, _ in self.images)
             raise ConfigError(
                 f"data: no row with its images is within {seq_len} tokens, the shortest has "
                 f"{least}; raise seq_len, or give smaller images"
             )
         notes = self.notes
-        if num_left_out := len(self.pictures) - len(kept):
+        if num_left_out := len(self.images) - len(kept):
             notes = (*notes, f"{num_left_out} rows are left out: their images exceed {seq_len}")
         sizes = [sizes for _, sizes in kept]
         return replace(
@@ -212,19 +210,19 @@ class Rows:
             counts=Counter(length for length, _ in kept),
             longest=max(length for length, _ in kept) if num_left_out else self.longest,
             notes=notes,
-            pictures=tuple(kept),
+            images=tuple(kept),
             most=heaviest(sizes, self.grid),
             mean=typical(sizes, self.grid),
         )
 
     def shown(self, run: RunConfig, *, on_average: bool = False) -> RunConfig:
-        """`run` with the pictures of its heaviest row, or with as many as there are in the mean."""
+        """`run` with the images of its heaviest row, or with as many as there are in the mean."""
         if self.grid is None:
             return run
-        pictures = self.mean if on_average else self.most
-        if pictures is None:
+        images = self.mean if on_average else self.most
+        if images is None:
             return replace(run, images=0)
-        return replace(run, images=pictures.images, image_size=pictures.image_size)
+        return replace(run, images=images.images, image_size=images.image_size)
 
 
 @lru_cache(maxsize=64)
@@ -247,7 +245,7 @@ def _rows(
         run=run,
         grid=grid,
     )
-    sizes = lengths.pictures.get("train", ())
+    sizes = lengths.image_sizes.get("train", ())
     notes = [] if lengths.is_counted else [f"lengths are {lengths.method}"]
     if lengths.num_empty:
         notes.append(f"{lengths.num_empty} rows without text to learn are left out")
@@ -257,7 +255,7 @@ def _rows(
         longest=lengths.longest(),
         alternatives=tuple(Counter(each.lengths["train"]) for each in lengths.alternatives),
         notes=tuple(notes),
-        pictures=tuple(zip(lengths.lengths["train"], sizes, strict=True)) if sizes else (),
+        images=tuple(zip(lengths.lengths["train"], sizes, strict=True)) if sizes else (),
         grid=grid if sizes else None,
     )
 

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from whichlora.dataset import count_tokens, data_format, open_dataset
-from whichlora.dataset.pictures import (
-    RowPictures,
+from whichlora.dataset.images import (
+    RowImages,
     found_in,
     heaviest,
+    image_size,
     image_tokens,
     in_parts,
     patches,
-    paths_of,
-    picture_size,
     sizes_of,
     typical,
 )
@@ -111,7 +110,7 @@ def test_a_prompt_and_its_answer_are_messages_where_there_are_images(
     assert example["prompt"] == [said(PLACE, PLACE, TEXT)]
     assert example["completion"] == [IN_PARTS]
     assert sizes_of(example) == ((56, 84), (280, 140))
-    assert "(pictures: images)" in dataset.describe()
+    assert "(images: images)" in dataset.describe()
 
 
 def test_rows_with_and_without_images_are_of_one_format(
@@ -134,34 +133,34 @@ def test_columns_that_are_named_alone_are_texts(data: Callable[..., DatasetConfi
 FAULTS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "missing": (
         [{"prompt": "p", "completion": "c", "image": "gone.png"}],
-        ":1: picture .*gone.png: is missing; correct the path",
+        ":1: image .*gone.png: is missing; correct the path",
     ),
     "broken": (
         [{"prompt": "p", "completion": "c", "image": "data.jsonl"}],
-        ":1: picture .*data.jsonl: can't be read as an image",
+        ":1: image .*data.jsonl: can't be read as an image",
     ),
     "no path": (
         [{"prompt": "p", "completion": "c", "image": {"bytes": "x"}}],
-        ":1: a picture must be the path of a file, got dict; save it as a file",
+        ":1: an image must be the path of a file, got dict; save it as a file",
     ),
     "an address": (
         [{"prompt": "p", "completion": "c", "image": "https://a.org/b.png"}],
-        ":1: a picture must be a file, got 'https://a.org/b.png'; download it",
+        ":1: an image must be a file, got 'https://a.org/b.png'; download it",
     ),
     "too few places": (
         [{"messages": [said(PLACE, TEXT), ANSWER], "images": ["a.png", "b.jpg"]}],
-        ":1: has 2 pictures, and its messages have 1 places for them",
+        ":1: has 2 images, and its messages have 1 places for them",
     ),
     "named twice": (
         [{"messages": [said(PLACE | {"image": "a.png"}, TEXT), ANSWER], "images": ["b.jpg"]}],
-        ":1: has pictures in the column 'images' and in its messages",
+        ":1: has images in the column 'images' and in its messages",
     ),
     "the first row without": (
         [
             {"messages": [said(TEXT), ANSWER]},
             {"messages": [said(PLACE | {"image": "a.png"}), ANSWER]},
         ],
-        ":2: has a picture in its messages, and only text is trained on here",
+        ":2: has an image in its messages, and only text is trained on here",
     ),
 }
 
@@ -189,13 +188,13 @@ def test_an_image_is_turned_as_its_exif_says(folder: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (30, 20)).save(folder / "turned.jpg", exif=exif)
-    assert picture_size(str(folder / "turned.jpg")) == (20, 30)
+    assert image_size(str(folder / "turned.jpg")) == (20, 30)
 
 
 def test_paths_and_parts_of_a_row_without_images_stay_empty() -> None:
     row = {"prompt": "p", "completion": "c", "images": []}
     _, words = rendering(DatasetConfig(path="a.jsonl"), row)
-    assert "pictures" in words
+    assert "images" in words
     example = {"prompt": [{"role": "user", "content": "p"}], "completion": [ANSWER.copy()]}
     assert in_parts(example, [])["images"] == []
 
@@ -206,7 +205,7 @@ def test_rows_are_as_long_as_their_texts_and_images(data: Callable[..., DatasetC
     counted = count_tokens(dataset, tokenizer=None, offline=True, max_length=10**6, grid=QWEN)
     seen, plain = counted.lengths["train"]
     assert seen - plain == 6 + 50  # 2 x 3 and 10 x 5 merged patches
-    assert counted.pictures["train"] == (((56, 84), (280, 140)), ())
+    assert counted.image_sizes["train"] == (((56, 84), (280, 140)), ())
     (example, _) = dataset.splits()["train"]
     assert image_tokens(example, QWEN) == 56
     assert image_tokens(example, PIXTRAL) == 56 + 3 + 5  # a mark after each row
@@ -232,16 +231,16 @@ def test_a_model_that_sees_nothing_is_refused(data: Callable[..., DatasetConfig]
 def test_the_heaviest_row_and_one_of_mean_weight_stand_for_all() -> None:
     rows = [((280, 280),), ((560, 560),), ((280, 280), (280, 280)), ()]
     assert [patches(sizes, QWEN) for sizes in rows] == [400, 1600, 800, 0]
-    assert heaviest(rows, QWEN) == RowPictures(1, (560, 560))
-    assert typical(rows, QWEN) == RowPictures(2, (280, 280))
+    assert heaviest(rows, QWEN) == RowImages(1, (560, 560))
+    assert typical(rows, QWEN) == RowImages(2, (280, 280))
     assert heaviest([(), ()], QWEN) is None
     assert typical([(), ()], QWEN) is None
-    assert heaviest(rows, CLIP) == RowPictures(2, (280, 280))  # every square has as many
+    assert heaviest(rows, CLIP) == RowImages(2, (280, 280))  # every square has as many
 
 
 @pytest.mark.parametrize("grid", [QWEN, PIXTRAL, CLIP])
 def test_images_of_several_sizes_become_equal_ones_of_no_more_patches(grid: Any) -> None:
     sizes = ((1024, 768), (300, 400), (640, 480))
-    shown = RowPictures.of(sizes, grid)
+    shown = RowImages.of(sizes, grid)
     together = patches((shown.image_size,) * shown.images, grid)
     assert 0.9 * patches(sizes, grid) <= together <= patches(sizes, grid)
