@@ -93,6 +93,7 @@ def test_no_estimate_loads_torch() -> None:
         f"types = settings | {{'model': {list(SMALLEST.values())!r}, 'method': ['lora']}}\n"
         "types |= {'gradient_checkpointing': [False]}  # ALBERT has none\n"
         f"methods = settings | {{'model': ['{ALL_METHODS}'], 'method': {METHODS!r}}}\n"
+        "methods |= {'gradient_checkpointing': [None]}  # as the method has it\n"
         "runs = [*combinations.grid(types), *combinations.grid(methods)]\n"
         "found = estimates.estimate(runs, ['h100-sxm-80gb'])\n"
         "print(json.dumps([len(found), sorted({name.partition('.')[0] for name in sys.modules})]))"
