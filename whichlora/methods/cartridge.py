@@ -71,6 +71,7 @@ METHOD = replace(
     read_peft=read_peft,
     options=_OPTIONS,
     with_options=with_options,
+    find_targets=partial(prefix_tuning.no_targets, method="cartridge"),
     outer_tensors=outer_tensors,
     notes=notes,
 )

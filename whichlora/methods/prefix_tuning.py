@@ -80,7 +80,9 @@ def _encoder(*shapes: tuple[int, int]) -> Iterator[OuterTensor]:
         )
 
 
-def no_targets(model: ModelSpec, target_modules: tuple[str, ...]) -> tuple[str, ...]:
+def no_targets(
+    model: ModelSpec, target_modules: tuple[str, ...], *, method: str = "prefix-tuning"
+) -> tuple[str, ...]:
     """No layer gets an adapter.
 
     Raises:
@@ -89,7 +91,7 @@ def no_targets(model: ModelSpec, target_modules: tuple[str, ...]) -> tuple[str, 
     prompt_tuning.no_targets(model, target_modules)
     if model.model_type in _HEADS_NOT_FOUND:
         raise ConfigError(
-            f"method: prefix-tuning of {model.model_type}: PEFT finds no number of heads in its "
+            f"method: {method} of {model.model_type}: PEFT finds no number of heads in its "
             "config; use method prompt-tuning or lora"
         )
     layers = [layer.attentions for layer, _ in model.layers()]
@@ -97,7 +99,7 @@ def no_targets(model: ModelSpec, target_modules: tuple[str, ...]) -> tuple[str, 
     plain = all(len(attentions) == 1 and _takes_prefix(attentions[0]) for attentions in layers)
     if not plain or len(widths) > 1:
         raise ConfigError(
-            f"method: prefix-tuning puts keys and values of one shape before those of all layers; "
+            f"method: {method} puts keys and values of one shape before those of all layers; "
             f"{model.name} has layers that take none, use method prompt-tuning or lora"
         )
     return ()
