@@ -13,7 +13,9 @@ from whichlora.spec.architecture import ImageGrid, LayerGroup, Linear, Tower
 class FixedGrid:
     """Every image is resized to a square of `side` pixels.
 
-    Source: transformers 5.23 `Gemma3ImageProcessor._preprocess`, without pan and scan.
+    Marks of its begin and its end, and an empty line before and after, one token each.
+    Source: transformers 5.23 `Gemma3ImageProcessor._preprocess`, without pan and scan;
+    `Gemma3Processor.full_image_sequence`.
     """
 
     side: int
@@ -26,6 +28,7 @@ class FixedGrid:
             crops=1,
             patches=(self.side // self.patch) ** 2,
             tokens=self.tokens,
+            markers=4,
             pixels=(1, self.channels, self.side, self.side),
         )
 

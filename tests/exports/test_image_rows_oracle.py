@@ -1,0 +1,151 @@
+"""Rows with images in the written job: what is read, what is learned, and a real training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from image_checkpoints import MODELS, write_checkpoint
+from train_runs import run_script
+from written_job import script_of
+
+from whichlora.dataset import count_tokens, open_dataset
+from whichlora.exports.train_script import train_script
+from whichlora.families import build
+from whichlora.spec.data_format import IMAGE_ROWS
+from whichlora.spec.plan import DatasetConfig
+from whichlora.spec.run import RunConfig
+
+pytestmark = pytest.mark.oracle
+Image = pytest.importorskip("PIL.Image")
+torch = pytest.importorskip("torch")
+
+SEQ_LEN = 128
+SIZES = ((56, 84), (280, 140), (31, 200), (90, 64))
+PLACE = {"type": "image"}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+ROWS = [
+    ([PLACE, said("Which colour?")], "Red, all of it.", [0]),
+    ([said("First "), PLACE, said(" and then "), PLACE], "Two.", [1, 2]),
+    ([said("No image at all.")], "None.", []),
+    ([said("What of this: "), PLACE], "A wide one, and a longer answer to it.", [3]),
+]
+
+
+@pytest.fixture(params=sorted(MODELS))
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    for number, size in enumerate(SIZES):
+        Image.new("RGB", size, (60 * number, 20, 90)).save(tmp_path / f"{number}.png")
+    with (tmp_path / "train.jsonl").open("w") as file:
+        for parts, answer, images in ROWS:
+            messages = [
+                {"role": "user", "content": parts},
+                {"role": "assistant", "content": [said(answer)]},
+            ]
+            row = {"messages": messages, "images": [f"{number}.png" for number in images]}
+            file.write(json.dumps(row) + "\n")
+    return write_checkpoint(tmp_path / "model", request.param)
+
+
+def write_job(checkpoint: Path, **settings: Any) -> Path:
+    run = RunConfig(
+        model=str(checkpoint),
+        images=1,
+        image_size=SIZES[0],
+        seq_len=SEQ_LEN,
+        padding="padded",
+        batch_size=2,
+        precision="fp32",
+        r=4,
+    )
+    path = checkpoint.parent / "train.py"
+    config = json.loads((checkpoint / "config.json").read_text())
+    script = train_script(
+        replace(run, **settings),
+        model_config=config,
+        target_modules="all-linear",
+        data_format=IMAGE_ROWS,
+    )
+    path.write_text(script)
+    return path
+
+
+def read(script: ModuleType, checkpoint: Path) -> tuple[Any, list[dict[str, Any]]]:
+    processor = script.AutoProcessor.from_pretrained(checkpoint)
+    processor.tokenizer.chat_template = processor.chat_template
+    return processor, script.read_rows(checkpoint.parent / "train.jsonl", processor)
+
+
+def test_answers_are_learned_and_no_token_of_an_image(checkpoint: Path) -> None:
+    script = script_of(write_job(checkpoint))
+    processor, rows = read(script, checkpoint)
+    assert len(rows) == len(ROWS)
+    batch = script.ImageBatches(processor)(rows)
+    tokenizer = processor.tokenizer
+    for ids, labels, (_, answer, _) in zip(batch["input_ids"], batch["labels"], ROWS, strict=True):
+        assert all(label in (-100, token) for label, token in zip(labels, ids, strict=True))
+        assert tokenizer.decode(labels[labels != -100]) == f"{answer}</s>"
+    assert len(batch["pixel_values"]) == sum(len(images) for _, _, images in ROWS)
+
+
+def test_rows_are_counted_as_the_processor_cuts_them(checkpoint: Path) -> None:
+    script = script_of(write_job(checkpoint))
+    processor, rows = read(script, checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    tower = build(config, name="m").tower
+    assert tower is not None
+    data = DatasetConfig(path=str(checkpoint.parent / "train.jsonl"), validation_fraction=0.0)
+    counted = count_tokens(
+        open_dataset(data),
+        tokenizer=str(checkpoint),
+        offline=True,
+        max_length=SEQ_LEN,
+        grid=tower.grid,
+    )
+    assert counted.is_counted
+    batches = script.ImageBatches(processor)
+    real = [int(batches([row])["attention_mask"].sum()) for row in rows]
+    assert list(counted.lengths["train"]) == real
+
+
+def test_rows_whose_images_exceed_the_length_are_left_out(checkpoint: Path) -> None:
+    script = script_of(write_job(checkpoint))
+    _, rows = read(script, checkpoint)
+    shortest = min(len(row["labels"]) for row in rows if row["images"])
+    script.SEQ_LEN = shortest  # type: ignore[attr-defined]
+    _, kept = read(script, checkpoint)
+    assert sorted(len(row["images"]) for row in kept) == sorted(
+        len(row["images"]) for row in rows if not row["images"] or len(row["labels"]) <= shortest
+    )
+    assert len(kept) < len(rows)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_frozen_tower_stays_as_it_is(checkpoint: Path, method: str) -> None:
+    path = write_job(checkpoint, method=method, freeze_vision_tower=True)
+    done = run_script(path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    output = path.parent / "output"
+    result = json.loads((output / "result.json").read_text())
+    assert result["num_steps"] == 2
+    assert 0 < result["final_loss"] < 20
+    from safetensors.torch import load_file
+
+    if method == "lora":
+        names = list(load_file(output / "adapter_model.safetensors"))
+        assert names
+        assert not [name for name in names if "vision_tower" in name or "projector" in name]
+        return
+    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, output))
+    changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+    assert changed
+    assert not [name for name in changed if "vision_tower" in name or "projector" in name]

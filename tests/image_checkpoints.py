@@ -1,0 +1,105 @@
+"""Small checkpoints of models that see images, with real processors, of random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from oracle_tokenizer import byte_tokenizer
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3Processor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+_CHAT = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% for part in message.content %}{{ 'PLACE' if part.type == 'image' else part.text }}"
+    "{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+}
+_VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 56,
+    "patch_size": 14,
+}
+
+
+def _tokenizer(**special: str) -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special.values())})
+    tokenizer._set_model_specific_special_tokens(special)
+    return tokenizer
+
+
+def _llava() -> tuple[Any, Any]:
+    tokenizer = _tokenizer(image_token="<image>")
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}),
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        chat_template=_CHAT.replace("PLACE", "<image>"),
+        num_additional_image_tokens=1,
+    )
+    config = LlavaConfig(
+        text_config={**_TEXT, "model_type": "llama"},
+        vision_config={**_VISION, "model_type": "clip_vision_model", "projection_dim": 64},
+        image_token_index=tokenizer.image_token_id,
+    )
+    return processor, LlavaForConditionalGeneration(config)
+
+
+def _gemma3() -> tuple[Any, Any]:
+    tokenizer = _tokenizer(
+        boi_token="<start_of_image>",
+        image_token="<image_soft_token>",
+        eoi_token="<end_of_image>",
+    )
+    tokenizer.add_tokens(["\n\n"])  # as Gemma's own vocabulary has it
+    processor = Gemma3Processor(
+        Gemma3ImageProcessorPil(size={"height": 56, "width": 56}),
+        tokenizer,
+        chat_template=_CHAT.replace("PLACE", "<start_of_image>"),
+        image_seq_length=4,
+    )
+    config = Gemma3Config(
+        text_config={**_TEXT, "head_dim": 16, "sliding_window": 64},
+        vision_config=_VISION,
+        mm_tokens_per_image=4,
+        image_token_index=tokenizer.image_token_id,
+        boi_token_index=tokenizer.boi_token_id,
+        eoi_token_index=tokenizer.eoi_token_id,
+    )
+    return processor, Gemma3ForConditionalGeneration(config)
+
+
+MODELS: Mapping[str, Callable[[], tuple[Any, Any]]] = {"llava": _llava, "gemma3": _gemma3}
+"""Whose processors need Pillow alone."""
+
+
+def write_checkpoint(folder: Path, model_type: str) -> Path:
+    """A checkpoint in `folder` that `from_pretrained` loads, with what cuts images and texts."""
+    torch.manual_seed(0)
+    processor, model = MODELS[model_type]()
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
