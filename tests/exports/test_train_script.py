@@ -13,7 +13,7 @@ from whichlora.errors import ConfigError
 from whichlora.exports.launch import launch_files, launch_line, slurm_lines
 from whichlora.exports.train_script import train_command, train_script
 from whichlora.methods import list_methods
-from whichlora.spec.data_format import DataFormat
+from whichlora.spec.data_format import IMAGE_ROWS, DataFormat
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import Keeping, TrainOn
 from whichlora.spec.run import Optimizer, Precision, Quant, RunConfig
@@ -345,3 +345,19 @@ def test_a_model_that_sees_is_loaded_by_the_class_that_knows_it(
 ) -> None:
     text = script(model_config={"model_type": model_type})
     assert f"model = {loads}.from_pretrained(" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"images": 1}, "images are predicted, and no row names one"),
+        ({"data_format": IMAGE_ROWS, "weights": "random"}, "random has no processor for them"),
+        ({"data_format": IMAGE_ROWS, "trainer": "sft"}, "trainer sft does not read them"),
+        ({"data_format": IMAGE_ROWS, "batching": "packed"}, "collator packed can't batch them"),
+    ],
+)
+def test_images_that_a_job_can_not_read_are_refused(settings: dict[str, Any], fault: str) -> None:
+    if settings.get("weights") == "random":
+        settings = settings | {"model_config": TINY_LLAMA}
+    with pytest.raises(ConfigError, match=fault):
+        script(**settings)

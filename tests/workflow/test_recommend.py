@@ -20,6 +20,7 @@ from whichlora.workflow.run import run_plan
 
 SMALL, LARGE = "Qwen/Qwen3-4B", "Qwen/Qwen3-14B"
 MODELS = (SMALL, LARGE)
+SEES = "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
 def said(*words: str) -> Result:
@@ -189,3 +190,35 @@ def test_a_plan_that_can_not_be_written_says_so(tmp_path: Path) -> None:
     result = said("--gpu", "4090", "--models", SMALL, "--save", str(tmp_path / "no" / "plan.yaml"))
     assert result.exit_code == 2
     assert "can't be written" in result.output
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Path:
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (560, 420)).save(tmp_path / "a.png")
+    path = tmp_path / "seen.jsonl"
+    row = {"question": "What is this?", "answer": "A black image.", "image": "a.png"}
+    path.write_text(f"{json.dumps(row)}\n" * 40)
+    return path
+
+
+def test_rows_with_images_are_for_models_that_see(seen: Path) -> None:
+    result = said("--gpu", "4090", "--data", str(seen))
+    assert result.exit_code == 0, result.output
+    assert "Winner: Qwen/Qwen2.5-VL-7B-Instruct" in result.output
+    assert "note: images: 1 of 560x420 in each row, 300 tokens" in result.output
+    assert "Qwen3-4B" not in result.output
+
+
+def test_models_that_see_nothing_are_left_out_of_a_plan_with_images(seen: Path) -> None:
+    answer = recommend(
+        Question(gpu="4090", data=str(seen), models=(SMALL, SEES)), progress=Silent()
+    ).answer
+    assert answer.winner is not None
+    assert answer.winner.run.model == SEES
+    assert (answer.winner.run.images, answer.winner.run.image_size) == (1, (560, 420))
+    (refused,) = answer.refused
+    assert refused.model == SMALL
+    assert refused.reason.startswith("rows have images, and this model reads none")
+    with pytest.raises(ConfigError, match=f"rows have images, and those of {SMALL} are not"):
+        recommend(Question(gpu="4090", data=str(seen), models=(SMALL,)), progress=Silent())

@@ -12,6 +12,7 @@ from typing import Any
 
 from whichlora.config import parse_duration, plan_of
 from whichlora.config.document import write_document
+from whichlora.dataset import data_format, open_dataset
 from whichlora.errors import ConfigError
 from whichlora.methods import with_method
 from whichlora.predict.advice import Advice, advice
@@ -22,10 +23,12 @@ from whichlora.serving import get_engine
 from whichlora.spec.costs import Offer, cheapest, own_price
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import MOST_GPUS
+from whichlora.spec.plan import DatasetConfig
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import MOST_COUNT, MOST_RATIO, TRANSFORMERS, RunConfig
 from whichlora.store.costs import find_grid, load_rates
 from whichlora.store.gpus import find_target, number_of
+from whichlora.store.models import find_model, list_models
 from whichlora.workflow import estimates
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.profiling import gpus_of
@@ -271,8 +274,8 @@ def plan_content(question: Question) -> dict[str, Any]:
     content: dict[str, Any] = {"gpu": gpu}
     if question.gpus > 1:
         content["gpus"] = question.gpus
-    if question.models:
-        content["models"] = list(question.models)
+    if models := question.models or _models_that_see(question):
+        content["models"] = list(models)
     content |= {"sequence_length": question.seq_len, "epochs": float(question.epochs)}
     if question.data is None:
         length = question.seq_len
@@ -301,6 +304,21 @@ def plan_content(question: Question) -> dict[str, Any]:
     if question.country is not None:
         content["country"] = find_grid(question.country).country
     return content | {"profile": "none"}
+
+
+def _models_that_see(question: Question) -> tuple[str, ...]:
+    """The known models that see images, where the rows have some; else none.
+
+    Raises:
+        ConfigError, DataFileError: as of `open_dataset`.
+    """
+    if question.data is None or not os.path.isfile(os.path.expanduser(question.data)):
+        return ()
+    path = os.path.abspath(os.path.expanduser(question.data))
+    if not data_format(open_dataset(DatasetConfig(path=path, validation_fraction=0.0))).images:
+        return ()
+    found = (find_model(one.hub_id) for one in list_models())
+    return tuple(one.name for one in found if one is not None and one.tower is not None)
 
 
 def save_plan(recommendation: Recommendation, path: Path) -> None:

@@ -54,7 +54,7 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.life import LifeConfig
 from whichlora.spec.plan import Plan
-from whichlora.spec.results import SCHEMA_VERSION, Measurement, Prediction
+from whichlora.spec.results import SCHEMA_VERSION, Measurement, Prediction, Refused
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import read_object, write_object
@@ -112,7 +112,6 @@ class Session:
             inference=replace(with_precision(plan.inference, gpu), request_rate=rate),
             finetune=with_precision(plan.finetune, gpu),
         )
-        self.plan = plan
         self.gpu = gpu
         self.limits = plan.limits_on(gpu.key)
         self.progress = progress
@@ -120,6 +119,9 @@ class Session:
             name: load_model(name, trust_remote_code=plan.trust_remote_code) for name in plan.models
         }
         self.data = TrainingData(plan, self.models, lengths)
+        readers = tuple(filter(self.data.reads, plan.models)) or plan.models
+        others = [name for name in plan.models if name not in readers]
+        self.plan = plan = replace(plan, models=readers)
         for name in plan.models:
             most = self.data.seq_len(name)
             if most < plan.finetune.seq_len and self.data.lengths(name).longest() >= most:
@@ -139,6 +141,13 @@ class Session:
             "this_host_bytes": self.calibration.this_host_bytes,
         }
         self.space = Candidates(plan, self.models, gpu, self._workload, **self._of_host)
+        for name in others:
+            self.space.refused[name] = Refused(
+                model=name,
+                gpu=gpu.key,
+                settings={"phase": "finetune"},
+                reason="rows have images, and this model reads none, or none that are predicted",
+            )
         self.cold = replace(prior_calibration(gpu), **self._of_host)
         # read once: a shared database holds more records than a run adds
         self._records = self._read_records()

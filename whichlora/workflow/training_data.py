@@ -13,11 +13,13 @@ from whichlora.dataset import (
     TokenLengths,
     Workload,
     count_tokens,
+    data_format,
     evaluation_widths,
     open_dataset,
     workload,
 )
 from whichlora.dataset.images import Grid, RowImages, heaviest
+from whichlora.dataset.sources import CountedDataset
 from whichlora.predict.evaluation_and_saving import num_evaluations
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.plan import Plan
@@ -83,6 +85,12 @@ class TrainingData:
         """How the processor of `model` cuts an image; None where it reads none."""
         tower = self._models[model].tower
         return None if tower is None else tower.grid
+
+    def reads(self, model: str) -> bool:
+        """Whether `model` can read the rows: images need a vision tower that is predicted."""
+        counted = isinstance(self.dataset, CountedDataset)
+        has_images = not counted and data_format(self.dataset).images
+        return not has_images or self._grid(model) is not None
 
     def images(self, model: str) -> RowImages | None:
         """The images of the heaviest row that is trained on; None where no row has one."""
