@@ -95,6 +95,7 @@ class _RunSettings(TypedDict, total=False):
     expandable_segments: bool | Sequence[bool]
     images: int | Sequence[int]
     image_size: tuple[int, int]
+    image_max_pixels: int | None
     freeze_vision_tower: bool | Sequence[bool]
     prompt_len: int | Sequence[int]
     max_new_tokens: int | Sequence[int]

@@ -16,6 +16,7 @@ from written_job import script_of
 from whichlora.dataset import count_tokens, open_dataset
 from whichlora.exports.train_script import train_script
 from whichlora.families import build
+from whichlora.spec.architecture import limited_sides
 from whichlora.spec.data_format import IMAGE_ROWS
 from whichlora.spec.plan import DatasetConfig
 from whichlora.spec.run import RunConfig
@@ -97,8 +98,9 @@ def test_answers_are_learned_and_no_token_of_an_image(checkpoint: Path) -> None:
     assert len(batch["pixel_values"]) == sum(len(images) for _, _, images in ROWS)
 
 
-def test_rows_are_counted_as_the_processor_cuts_them(checkpoint: Path) -> None:
-    script = script_of(write_job(checkpoint))
+@pytest.mark.parametrize("most", [None, 4000])
+def test_rows_are_counted_as_the_processor_cuts_them(checkpoint: Path, most: int | None) -> None:
+    script = script_of(write_job(checkpoint, image_max_pixels=most))
     processor, rows = read(script, checkpoint)
     config = json.loads((checkpoint / "config.json").read_text())
     tower = build(config, name="m").tower
@@ -109,7 +111,7 @@ def test_rows_are_counted_as_the_processor_cuts_them(checkpoint: Path) -> None:
         tokenizer=str(checkpoint),
         offline=True,
         max_length=SEQ_LEN,
-        grid=tower.grid,
+        grid=tower.limited(most),
     )
     assert counted.is_counted
     batches = script.ImageBatches(processor)
@@ -149,3 +151,23 @@ def test_a_frozen_tower_stays_as_it_is(checkpoint: Path, method: str) -> None:
     changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
     assert changed
     assert not [name for name in changed if "vision_tower" in name or "projector" in name]
+
+
+def test_larger_images_are_shrunk_before_the_processor_sees_them(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = script_of(write_job(checkpoint, image_max_pixels=4000))
+    processor, rows = read(script, checkpoint)
+    seen: list[tuple[int, int]] = []
+    reads = type(processor.image_processor).__call__
+
+    def noting(self: Any, images: Any, **options: Any) -> Any:
+        seen.extend(image.size for row in images for image in row)
+        return reads(self, images, **options)
+
+    monkeypatch.setattr(type(processor.image_processor), "__call__", noting)
+    script.ImageBatches(processor)(rows)
+    sides = [limited_sides(height, width, 4000) for width, height in SIZES]
+    assert seen == [(width, height) for height, width in sides]
+    assert max(width * height for width, height in seen) <= 4000
+    assert seen[0] != SIZES[0]

@@ -10,6 +10,7 @@ from devices import A100
 from whichlora.errors import ConfigError
 from whichlora.families import build
 from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.spec.architecture import limited_sides
 from whichlora.spec.run import RunConfig, image_sides
 
 TEXT = {
@@ -47,6 +48,20 @@ def test_all_linear_reaches_the_tower_and_a_frozen_one_has_no_adapter() -> None:
     assert not {"qkv", "proj"} & set(frozen.targets)
     assert frozen.model.tower is not None
     assert not any(linear.rank_multiple for linear in frozen.model.tower.linears)
+
+
+def test_a_larger_image_is_shrunk_and_a_smaller_one_is_not() -> None:
+    whole, limited = (
+        job(image_size=(4000, 3000), seq_len=16384),
+        job(image_size=(4000, 3000), image_max_pixels=768 * 768),
+    )
+    (note,) = limited.model.notes
+    assert "1 of 4000x3000 in each row, shrunk to 589,824 pixels, 768 tokens" in note
+    assert "15,301 tokens" in whole.model.notes[0]
+    small = job(image_size=(512, 384), image_max_pixels=768 * 768)
+    assert small.model.notes == job(image_size=(512, 384)).model.notes
+    assert limited_sides(3000, 4000, 768 * 768) == (665, 886)
+    assert limited_sides(1, 10**6, 100) == (1, 10_000)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,12 @@ _SETTINGS = (
         default="x".join(map(str, specs.DEFAULT_IMAGE_SIZE)),
         show_default=True,
         callback=image_size,
-        help="Width and height of each image in pixels, before its processor resizes it.",
+        help="Width and height of each image in pixels, before anything resizes it.",
+    ),
+    click.option(
+        "--image-max-pixels",
+        type=click.IntRange(1, specs.MOST_COUNT),
+        help="A larger image is shrunk to so many pixels before its processor sees it.",
     ),
     click.option(
         "--freeze-vision-tower",
@@ -256,6 +261,7 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         "quantize_moe_experts",
         "images",
         "image_size",
+        "image_max_pixels",
         "freeze_vision_tower",
     )
     from whichlora.workflow.combinations import with_concurrency

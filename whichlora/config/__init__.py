@@ -215,6 +215,7 @@ def _shared(settings: PlanFile, model: str) -> dict[str, Any]:
         "expandable_segments": settings.expandable_segments,
         "images": settings.images,
         "image_size": image_sides(settings.image_size),
+        "image_max_pixels": settings.image_max_pixels,
         "freeze_vision_tower": settings.freeze_vision_tower,
         "kv_cache": settings.kv_cache,
         "cache_backend": settings.cache_backend,

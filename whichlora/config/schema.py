@@ -431,7 +431,9 @@ class PlanFile(_Section):
     images: Annotated[int, Field(ge=0, le=MOST_IMAGES)] = _RUN.images
     """Images of each row and prompt; their tokens are among sequence_length and prefill_length."""
     image_size: ImageSize = "x".join(map(str, _RUN.image_size))
-    """Width and height of each image in pixels, before its processor resizes it: 1024x768."""
+    """Width and height of each image in pixels, before anything resizes it: 1024x768."""
+    image_max_pixels: Annotated[int, Field(ge=1, le=MOST_COUNT)] | None = _RUN.image_max_pixels
+    """A larger image is shrunk to so many pixels before its processor sees it."""
     freeze_vision_tower: bool = _RUN.freeze_vision_tower
     """Whether the vision tower gets no adapters and is not trained."""
     expandable_segments: bool = _RUN.expandable_segments

@@ -85,6 +85,8 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     for name in _OPTIMIZERS:
         if keys.flag(name):
             keys.refuse("optimizer", name, "is not predicted")
+    if "image_max_pixels" in keys:
+        settings["image_max_pixels"] = keys.count("image_max_pixels", 0)
     if _torchrun_of_its_own(launch, settings):
         settings["expandable_segments"] = True
     return settings

@@ -64,7 +64,7 @@ TOWER_FORWARD = Fact(
 def grid_of(tower: Tower, run: RunConfig) -> ImageGrid:
     """How each image of `run` is cut. Kind: exact. Source: `Tower.grid`."""
     width, height = run.image_size
-    return tower.grid(height, width)
+    return tower.limited(run.image_max_pixels)(height, width)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,9 +69,15 @@ def _note(tower: Tower, run: RunConfig) -> str:
     width, height = run.image_size
     tokens = grid.tokens + grid.markers
     return (
-        f"images: {run.images} of {width}x{height} in each row, {tokens:,} tokens and "
-        f"{grid.crops * grid.patches:,} patches each"
+        f"images: {run.images} of {width}x{height} in each row{_shrunk(run)}, {tokens:,} tokens "
+        f"and {grid.crops * grid.patches:,} patches each"
     )
+
+
+def _shrunk(run: RunConfig) -> str:
+    width, height = run.image_size
+    most = run.image_max_pixels
+    return f", shrunk to {most:,} pixels" if most is not None and width * height > most else ""
 
 
 def _check_tokens(tower: Tower, run: RunConfig) -> None:
@@ -83,7 +89,7 @@ def _check_tokens(tower: Tower, run: RunConfig) -> None:
         raise ConfigError(
             f"images: {run.images} of {width}x{height} are {tokens:,} tokens, "
             f"more than {setting} {room:,}, which includes them; give a larger {setting}, fewer "
-            "images or a smaller image_size"
+            "images, or set image_max_pixels (589824 is 768x768)"
         )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from whichlora.errors import MeasurementError
 from whichlora.families import build
+from whichlora.memory.towers import grid_of
 from whichlora.spec.architecture import ImageGrid, Tower
 from whichlora.spec.run import RunConfig
 
@@ -29,8 +30,7 @@ def image_fields(config: Any, run: RunConfig, input_ids: torch.Tensor) -> dict[s
     tower = build(config.to_dict(), name="profiled").tower
     if tower is None:
         raise MeasurementError(f"images: {config.model_type} is not described; leave images out")
-    width, height = run.image_size
-    grid = tower.grid(height, width)
+    grid = grid_of(tower, run)
     placed = _placed(config, run, grid, input_ids)
     return {"input_ids": placed} | {
         name: _FIELDS[name](config, run, tower, grid, placed) for name in tower.fields
@@ -42,8 +42,7 @@ def image_span(config: Any, run: RunConfig) -> int:
     tower = build(config.to_dict(), name="profiled").tower
     if tower is None:
         return 1
-    width, height = run.image_size
-    return run.images * (tower.grid(height, width).tokens + 1)
+    return run.images * (grid_of(tower, run).tokens + 1)
 
 
 def _token(config: Any) -> int:

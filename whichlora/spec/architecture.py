@@ -559,6 +559,28 @@ class ImageGrid(NamedTuple):
         return math.prod(self.pixels)
 
 
+@dataclass(frozen=True, slots=True)
+class LimitedGrid:
+    """The rule `grid` of a processor that sees larger images shrunk to `max_pixels`."""
+
+    grid: Callable[[int, int], ImageGrid]
+    max_pixels: int
+
+    def __call__(self, height: int, width: int) -> ImageGrid:
+        return self.grid(*limited_sides(height, width, self.max_pixels))
+
+
+def limited_sides(height: int, width: int, max_pixels: int) -> tuple[int, int]:
+    """Sides of an image that is shrunk to `max_pixels` where it has more.
+
+    Kind: exact. Source: LLaMA-Factory 0.9.5 `MMPluginMixin._preprocess_image`.
+    """
+    if height * width <= max_pixels:
+        return height, width
+    factor = math.sqrt(max_pixels / (height * width))
+    return max(1, int(height * factor)), max(1, int(width * factor))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower:
     """What turns the images of a prompt into vectors of the language model.
@@ -611,6 +633,10 @@ class Tower:
     normalises: bool = False
     masks_text: bool = False
     stacks_rows: bool = False
+
+    def limited(self, max_pixels: int | None) -> Callable[[int, int], ImageGrid]:
+        """`grid` for images that are shrunk to `max_pixels` before, if there is such a limit."""
+        return self.grid if max_pixels is None else LimitedGrid(self.grid, max_pixels)
 
     @property
     def linears(self) -> tuple[Linear, ...]:

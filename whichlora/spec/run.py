@@ -223,7 +223,9 @@ class RunConfig:
             under way at any time.
         images: of each row or prompt; the tokens that the language model reads of them are among
             `seq_len` and `prompt_len`.
-        image_size: width and height of each in pixels, before its processor resizes it.
+        image_size: width and height of each in pixels, before anything resizes it.
+        image_max_pixels: a larger image is shrunk to so many before its processor sees it; None
+            for as it is.
         freeze_vision_tower: it gets no adapters and is not trained, whatever `target_modules` is.
     """
 
@@ -277,6 +279,7 @@ class RunConfig:
     request_rate: float | None = None
     images: int = 0
     image_size: tuple[int, int] = DEFAULT_IMAGE_SIZE
+    image_max_pixels: int | None = None
     freeze_vision_tower: bool = False
 
     def __post_init__(self) -> None:
@@ -330,6 +333,8 @@ class RunConfig:
         if self.images > MOST_IMAGES:
             raise ConfigError(f"images: must be {MOST_IMAGES} or less, got {self.images}")
         image_sides(self.image_size)
+        if self.image_max_pixels is not None:
+            _at_least("image_max_pixels", self.image_max_pixels, 1, "; 589824 is 768x768")
         if self.context is not None:
             _at_least("context", self.context, 1)
         if not 0.0 <= self.shared_prompt_fraction <= 1.0:
@@ -482,6 +487,8 @@ class RunConfig:
             del values["images"], values["image_size"]
         else:
             values["image_size"] = list(self.image_size)
+        if self.image_max_pixels is None:
+            del values["image_max_pixels"]
         if not self.freeze_vision_tower:
             del values["freeze_vision_tower"]
         if self.parallel != ONE_GPU:

@@ -84,7 +84,7 @@ class TrainingData:
     def _grid(self, model: str) -> Grid | None:
         """How the processor of `model` cuts an image; None where it reads none."""
         tower = self._models[model].tower
-        return None if tower is None else tower.grid
+        return None if tower is None else tower.limited(self._plan.finetune.image_max_pixels)
 
     def reads(self, model: str) -> bool:
         """Whether `model` can read the rows: images need a vision tower that is predicted."""

@@ -137,7 +137,7 @@ class Data:
         # texts are the same rows for every run
         reader = None if rows_of(run) == "texts" else run
         tokenizer = None if self.offline else model.name
-        grid = None if model.tower is None else model.tower.grid
+        grid = None if model.tower is None else model.tower.limited(run.image_max_pixels)
         return _rows(os.path.abspath(path), self.path, changed, tokenizer, reader, grid)
 
     def sized(self, run: RunConfig, model: ModelSpec, *, largest_batch: bool = False) -> RunConfig:
@@ -199,11 +199,15 @@ class Rows:
             least = min(length for length, _ in self.images)
             raise ConfigError(
                 f"data: no row with its images is within {seq_len} tokens, the shortest has "
-                f"{least}; raise seq_len, or give smaller images"
+                f"{least}; raise seq_len, or set image_max_pixels (589824 is 768x768)"
             )
         notes = self.notes
         if num_left_out := len(self.images) - len(kept):
-            notes = (*notes, f"{num_left_out} rows are left out: their images exceed {seq_len}")
+            rows = "1 row is" if num_left_out == 1 else f"{num_left_out} rows are"
+            notes = (
+                *notes,
+                f"{rows} left out, whose images exceed the sequence; image_max_pixels shrinks them",
+            )
         sizes = [sizes for _, sizes in kept]
         return replace(
             self,

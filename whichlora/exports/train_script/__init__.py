@@ -176,6 +176,7 @@ def train_script(
         "TOKENIZER": tokenizer,
         "OUTPUT": Code('HERE / "output"'),
         **_batch_constants(run, data_format),
+        "IMAGE_MAX_PIXELS": run.image_max_pixels if images else None,
         "EPOCHS": epochs if max_steps is None else None,
         "MAX_STEPS": max_steps,
         "LEARNING_RATE": learning_rate,

@@ -31,12 +31,21 @@ for name, parameter in model.named_parameters():
     if name.rpartition(".")[0] in frozen:
         parameter.requires_grad_(False)
 """.splitlines()
+LIMIT = '''\
+def limited(size):
+    """Width and height of an image with at most IMAGE_MAX_PIXELS."""
+    width, height = size
+    factor = math.sqrt(min(1, IMAGE_MAX_PIXELS / (width * height)))
+    return max(1, int(width * factor)), max(1, int(height * factor))
+
+
+'''
 IMAGE_ROWS = '''\
 def image_size(path):
-    """Width and height of an image, turned as `load_image` turns it."""
+    """Width and height of an image as the processor sees it."""
     with Image.open(path) as image:
-        is_turned = image.getexif().get(0x0112, 1) >= 5
-        return image.size[::-1] if is_turned else image.size
+        is_turned = image.getexif().get(0x0112, 1) >= 5  # as `load_image` turns it
+        return {size}
 
 
 @lru_cache(maxsize=None)
@@ -92,7 +101,7 @@ class ImageBatches:
         self.processor = processor
 
     def __call__(self, rows):
-        images = [[load_image(image) for image in row["images"]] for row in rows]
+        images = [[{load} for image in row["images"]] for row in rows]
         batch = self.processor(
             text=[row["text"] for row in rows],
             images=images if any(images) else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whichlora.exports.python_source import literal
-from whichlora.exports.train_script.image_rows import IMAGE_ROWS
+from whichlora.exports.train_script.image_rows import IMAGE_ROWS, LIMIT
 from whichlora.exports.train_script.label_rows import label_row_functions
 from whichlora.spec.data_format import COLUMNS, LABELLED_KINDS, DataFormat
 from whichlora.spec.plan import Collator, TrainOn
@@ -282,7 +282,14 @@ def row_functions(
     encode = _masked(data, reader) if masked_lm else _causal(data, train_on)
     if data.images:
         columns = ", ".join(COLUMNS[data.kind])
-        return encode + IMAGE_ROWS.format(columns=columns, messages=_whole(data))
+        size, load = "image.size[::-1] if is_turned else image.size", "load_image(image)"
+        limit = ""
+        if run.image_max_pixels is not None:
+            limit, size = LIMIT, f"limited({size})"
+            load = "load_image(image).resize(image_size(image))"
+        return f"{encode}{limit}" + IMAGE_ROWS.format(
+            columns=columns, messages=_whole(data), size=size, load=load
+        )
     read = _READ.format(
         summary=_SUMMARIES[reader],
         batching=_BATCHING[reader],

@@ -9,6 +9,7 @@ STANDARD = (
     ("import argparse", "argparse."),
     ("import gc", "gc."),
     ("import json", "json."),
+    ("import math", "math."),
     ("import os", "os."),
     ("import re", "re."),
     ("import runpy", "runpy."),
