@@ -126,6 +126,26 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         },
         "image_token_index": 32000,
     },
+    "internvl": {  # InternVL3-2B
+        "text_config": {
+            "model_type": "qwen2",
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "vocab_size": 151674,
+        },
+        "vision_config": {
+            "model_type": "internvl_vision",
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_attention_heads": 16,
+            "attention_bias": True,
+            "image_size": [448, 448],
+            "patch_size": [14, 14],
+        },
+        "tie_word_embeddings": False,
+    },
     "mistral3": {  # Mistral Small 3.1, with half as wide a text
         "text_config": {
             "model_type": "mistral",

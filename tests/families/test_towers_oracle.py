@@ -40,6 +40,10 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
         "llava_next.image_processing_pil_llava_next.LlavaNextImageProcessorPil",
         {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
     ),
+    "internvl": (
+        "got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil",
+        {"size": {"height": 448, "width": 448}, "crop_to_patches": True},
+    ),
     "gemma3": (
         "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
         {"size": {"height": 896, "width": 896}},
@@ -48,7 +52,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tower(model_type: str) -> Tower:
-    sides = {"gemma3": 896, "llava": 336, "llava_next": 336}
+    sides = {"gemma3": 896, "llava": 336, "llava_next": 336, "internvl": 448}
     vision = {"image_size": sides[model_type], "patch_size": 14} if model_type in sides else {}
     found = build({"model_type": model_type, "vision_config": vision}, name="m").tower
     assert found is not None
@@ -76,6 +80,14 @@ def test_patches_and_tokens_are_the_processors(model_type: str) -> None:
         patches = real.get_number_of_image_patches(height, width)
         ours = grid(height, width)
         assert (ours.patches, ours.tokens) == (patches, patches // real.merge_size**2)
+
+
+def test_squares_are_those_of_the_processor_of_internvl() -> None:
+    real, grid = processor("internvl"), tower("internvl").grid
+    for height, width in drawn("internvl", 10 * NUM_DRAWN):
+        ours = grid(height, width)
+        squares = real.get_number_of_image_patches(height, width)
+        assert (ours.crops, ours.tokens, ours.patches) == (squares, 256 * squares, 1025)
 
 
 def test_tokens_of_squares_and_of_ends_of_rows_are_those_of_llava_next() -> None:

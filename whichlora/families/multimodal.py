@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from whichlora.families.fields import Fields
-from whichlora.families.towers import clip, pixtral, qwen, siglip
+from whichlora.families.towers import clip, intern, pixtral, qwen, siglip
 from whichlora.spec.architecture import Linear, ModelSpec, Tower
 
 NOTE = (
@@ -124,6 +124,8 @@ class Multimodal:
         causal: `AutoModelForCausalLM` knows the type. Source: transformers 5.23
             `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
         splits: that class loads the text tower alone.
+        around: keys of the outer config that the tower reads, where their defaults differ from
+            `_AROUND`.
         hands_on_cache: the outer model hands its own `use_cache` on to the text's.
             Source: transformers 5.23 `merge_with_config_defaults` over its forward.
     """
@@ -138,6 +140,7 @@ class Multimodal:
     causal: bool = False
     splits: bool = False
     hands_on_cache: bool = False
+    around: Mapping[str, Any] = field(default_factory=dict)
 
 
 _QWEN2 = {
@@ -213,6 +216,21 @@ _CLIP = {
     "image_size": 224,
     "patch_size": 32,
 }
+_INTERN = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "hidden_act": "gelu",
+    "norm_type": "layer_norm",
+    "image_size": 448,
+    "patch_size": 14,
+    "num_channels": 3,
+    "use_absolute_position_embeddings": True,
+    "use_mean_pooling": True,
+}
 TOWERS: Mapping[str, Multimodal] = {
     "gemma3": Multimodal(
         text="gemma3_text",
@@ -229,6 +247,13 @@ TOWERS: Mapping[str, Multimodal] = {
         tower=gemma4_tower,
         defaults=_GEMMA4,
         linears=gemma4_tower_linears,
+    ),
+    "internvl": Multimodal(
+        text="qwen2",
+        tied=True,
+        images=intern.internvl,
+        defaults=_INTERN,
+        around={"vision_feature_layer": -1},
     ),
     "llava": Multimodal(text="llama", tied=False, images=clip.llava, defaults=_CLIP),
     "llava_next": Multimodal(
@@ -282,6 +307,7 @@ TOWERS: Mapping[str, Multimodal] = {
 _AROUND: Mapping[str, Any] = {
     "spatial_merge_size": 2,
     "mm_tokens_per_image": 256,
+    "downsample_ratio": 0.5,
     "vision_feature_layer": -2,
     "vision_feature_select_strategy": "default",
     "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
@@ -320,7 +346,7 @@ def build_multimodal(
     if c.get("vision_config") is None:
         return replace(spec, notes=(*spec.notes, TEXT_ONLY))
     named = {key: c.values[key] for key in _AROUND if c.values.get(key) is not None}
-    facts = {**_AROUND, **named, "hidden_size": text.hidden_size}
+    facts = {**_AROUND, **kind.around, **named, "hidden_size": text.hidden_size}
     vision = c.part("vision_config", defaults=kind.defaults)
     around = Fields(name=c.name, values=facts, defaults={}, synonyms={})
     tower = None if kind.images is None else kind.images(vision, around)

@@ -393,7 +393,8 @@ class Layer:
         returns_probabilities: eager attention's are part of what the block returns, which the
             model's loop names until the next block has returned (GPT-J, BLOOM).
         scales_result: the result is multiplied by a number, in place (Gemma 4).
-        scales_sums: so is what is added to the hidden state, before it is (Granite).
+        scales_sums: so is what is added to the hidden state, before it is (Granite);
+            scales_channels: each of its channels by a parameter of its own (InternViT).
         side_by_side: all `attentions` read what the first norm returns, and what they return is
             added up (Falcon-H1).
         wide_residual: the hidden state is fp32 whatever the model is; norms read it in the dtype of
@@ -414,6 +415,7 @@ class Layer:
     layer_input: LayerInput | None = None
     scales_result: bool = False
     scales_sums: bool = False
+    scales_channels: bool = False
     side_by_side: bool = False
     wide_residual: bool = False
     other_params: int = 0

@@ -17,6 +17,7 @@ from whichlora.symbolic.autograd import (
     Tape,
     TapeEvent,
     Tensor,
+    constant,
     maximal,
     minus,
     per_pair,
@@ -172,6 +173,8 @@ def _add_to_stream(
     names_both = layer.norms[0].kind == "rms_mixed"
     if _is_sandwich(layer):
         y = code.norm(norms.pop(0), y)
+    if layer.scales_channels:
+        y = _scaled_by_channel(code, layer, y)
     result = code.add(x, code.scale(y) if layer.scales_sums else y)
     # `residual` and `hidden_states` of `LlamaDecoderLayer.forward` refer to both operands until
     # the sum is assigned
@@ -179,6 +182,15 @@ def _add_to_stream(
     if layer.scales_sums:
         code.tape.hold(y)
     return result
+
+
+def _scaled_by_channel(code: OpEmitter, layer: Layer, y: Tensor) -> Tensor:
+    """Source: transformers 5.23 `InternVLVisionLayer.forward`, which names the first to its end."""
+    dtypes, channels = code.dtypes, constant(layer.norms[0].width)
+    scales = code.tape.weight(channels, dtypes.base_bytes, trained=dtypes.trains_base)
+    scaled_y = code.multiply_rows(y, scales)
+    code.tape.hold_to_end(scaled_y)
+    return scaled_y
 
 
 def returned_probabilities(layer: Layer, dtypes: Dtypes) -> LinearForm:

@@ -99,6 +99,20 @@ def _llava_next(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
     return joined
 
 
+def _internvl(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """Two copies put the patches of a vector beside each other.
+
+    Source: transformers 5.23 `InternVLModel.pixel_shuffle`, `InternVLMultiModalProjector.forward`.
+    """
+    first, second = tower.stack.head_linears
+    shuffled = code.copy(code.copy(x))
+    width = tower.merge * tower.stack.hidden_size
+    normed = code.norm(Norm(name="layer_norm", kind="layer", width=width, bias=True), shuffled)
+    inner = code.linear(first, normed)
+    code.tape.hold(shuffled)
+    return code.linear(second, activate(code, "gelu", inner))
+
+
 PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "qwen2": _qwen2,
     "qwen2_5": _qwen2_5,
@@ -107,6 +121,7 @@ PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "mistral3": _mistral3,
     "llava": _llava,
     "llava_next": _llava_next,
+    "internvl": _internvl,
 }
 """Tensors of the last block -> those that the language model reads."""
 
