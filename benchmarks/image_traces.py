@@ -146,6 +146,44 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
+    "smolvlm": {  # SmolVLM2-2.2B
+        "text_config": {
+            "model_type": "llama",
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "vocab_size": 49280,
+        },
+        "vision_config": {
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_attention_heads": 16,
+            "image_size": 384,
+            "patch_size": 14,
+        },
+        "scale_factor": 3,
+        "image_token_id": 49190,
+    },
+    "idefics3": {  # SmolVLM-256M
+        "text_config": {
+            "model_type": "llama",
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 49280,
+        },
+        "vision_config": {
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_attention_heads": 12,
+            "image_size": 512,
+            "patch_size": 16,
+        },
+        "scale_factor": 4,
+        "image_token_id": 49190,
+    },
     "mistral3": {  # Mistral Small 3.1, with half as wide a text
         "text_config": {
             "model_type": "mistral",

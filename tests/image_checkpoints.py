@@ -12,12 +12,16 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3Processor,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3Processor,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 _CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>"
@@ -30,7 +34,7 @@ _TEXT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 320,
+    "vocab_size": 384,
     "max_position_embeddings": 512,
 }
 _VISION = {
@@ -92,7 +96,32 @@ def _gemma3() -> tuple[Any, Any]:
     return processor, Gemma3ForConditionalGeneration(config)
 
 
-MODELS: Mapping[str, Callable[[], tuple[Any, Any]]] = {"llava": _llava, "gemma3": _gemma3}
+def _idefics3() -> tuple[Any, Any]:
+    tokenizer = byte_tokenizer()
+    places = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    special = ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special + places})
+    tokenizer.add_tokens(["\n\n"])  # as SmolLM's own vocabulary has it
+    processor = Idefics3Processor(
+        Idefics3ImageProcessorPil(size={"longest_edge": 224}, max_image_size={"longest_edge": 56}),
+        tokenizer,
+        image_seq_len=4,
+        chat_template=_CHAT.replace("PLACE", "<image>"),
+    )
+    config = Idefics3Config(
+        text_config={**_TEXT, "model_type": "llama"},
+        vision_config=_VISION,
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    return processor, Idefics3ForConditionalGeneration(config)
+
+
+MODELS: Mapping[str, Callable[[], tuple[Any, Any]]] = {
+    "llava": _llava,
+    "gemma3": _gemma3,
+    "idefics3": _idefics3,
+}
 """Whose processors need Pillow alone."""
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.oracle
 Image = pytest.importorskip("PIL.Image")
 torch = pytest.importorskip("torch")
 
-SEQ_LEN = 128
+SEQ_LEN = 288
 SIZES = ((56, 84), (280, 140), (31, 200), (90, 64))
 PLACE = {"type": "image"}
 

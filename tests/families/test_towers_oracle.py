@@ -8,6 +8,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from whichlora.families import build
@@ -40,6 +41,14 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
         "llava_next.image_processing_pil_llava_next.LlavaNextImageProcessorPil",
         {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
     ),
+    "smolvlm": (
+        "smolvlm.image_processing_pil_smolvlm.SmolVLMImageProcessorPil",
+        {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}},
+    ),
+    "idefics3": (
+        "idefics3.image_processing_pil_idefics3.Idefics3ImageProcessorPil",
+        {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}},
+    ),
     "internvl": (
         "got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil",
         {"size": {"height": 448, "width": 448}, "crop_to_patches": True},
@@ -53,6 +62,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def tower(model_type: str) -> Tower:
     sides = {"gemma3": 896, "llava": 336, "llava_next": 336, "internvl": 448}
+    sides |= {"smolvlm": 384, "idefics3": 512}
     vision = {"image_size": sides[model_type], "patch_size": 14} if model_type in sides else {}
     found = build({"model_type": model_type, "vision_config": vision}, name="m").tower
     assert found is not None
@@ -80,6 +90,41 @@ def test_patches_and_tokens_are_the_processors(model_type: str) -> None:
         patches = real.get_number_of_image_patches(height, width)
         ours = grid(height, width)
         assert (ours.patches, ours.tokens) == (patches, patches // real.merge_size**2)
+
+
+@pytest.mark.parametrize("model_type", ["smolvlm", "idefics3"])
+def test_squares_and_marks_are_those_of_the_processor_of(model_type: str) -> None:
+    real, grid = processor(model_type), tower(model_type).grid
+    counts = import_module("transformers.models.smolvlm.processing_smolvlm")
+    side = real.max_image_size["longest_edge"]
+    for height, width in drawn(model_type, 10 * NUM_DRAWN):
+        high, wide = _resized_by(real, height, width)
+        rows, columns = (high // side, wide // side) if max(high, wide) > side else (0, 0)
+        ours = grid(height, width)
+        assert ours.crops == rows * columns + 1
+        text = counts.get_image_prompt_string(rows, columns, 1, "<f>", "<i>", "<g>")
+        assert text.count("<i>") == ours.crops
+        marks = text.count("<f>") + text.count("<row") + text.count("<g>")
+        breaks = text.count("\n") - (rows > 0)  # two in a row are one token
+        assert ours.markers == marks + breaks
+
+
+def _resized_by(real: Any, height: int, width: int) -> tuple[int, int]:
+    """Sides of an image after both resizes of the processor."""
+    sides: list[tuple[int, int]] = []
+
+    def noting(image: Any, size: Any, *_: Any, **__: Any) -> Any:
+        sides.append((size.height, size.width))
+        return np.zeros((1, *sides[-1]), dtype=np.uint8)
+
+    bare = SimpleNamespace(shape=(1, height, width))
+    module = import_module(type(real).__module__)
+    first = module.get_resize_output_image_size(bare, real.size["longest_edge"])
+    stand_in = SimpleNamespace(resize=noting)
+    type(real).resize_for_vision_encoder(
+        stand_in, SimpleNamespace(shape=(1, *first)), real.max_image_size["longest_edge"]
+    )
+    return sides[-1]
 
 
 def test_squares_are_those_of_the_processor_of_internvl() -> None:
@@ -113,7 +158,11 @@ def test_pixels_of_a_picture_are_the_processors(model_type: str) -> None:
         size = (1 + width // 4, 1 + height // 4)
         made = real(images=[Image.new("RGB", size)], return_tensors="pt")
         ours = grid(size[1], size[0])
-        assert tuple(made["pixel_values"].shape) == ours.pixels
+        rows = (1,) if tower(model_type).stacks_rows else ()
+        assert tuple(made["pixel_values"].shape) == rows + ours.pixels
+        if "pixel_attention_mask" in made:
+            assert made["pixel_attention_mask"].numel() == ours.masked
+            assert made["pixel_attention_mask"].all()
         if "image_sizes" in made:
             assert made["image_sizes"].tolist() == [[*ours.sides]]
         if "image_grid_thw" in made:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from whichlora.families.fields import Fields
-from whichlora.families.towers import clip, intern, pixtral, qwen, siglip
+from whichlora.families.towers import clip, intern, pixtral, qwen, siglip, smolvlm
 from whichlora.spec.architecture import Linear, ModelSpec, Tower
 
 NOTE = (
@@ -231,6 +231,23 @@ _INTERN = {
     "use_absolute_position_embeddings": True,
     "use_mean_pooling": True,
 }
+_SMOLVLM = {
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+_SPLIT = Multimodal(
+    text="llama",
+    tied=False,
+    hands_on_cache=True,
+    images=smolvlm.smolvlm,
+    defaults=_SMOLVLM,
+)
 TOWERS: Mapping[str, Multimodal] = {
     "gemma3": Multimodal(
         text="gemma3_text",
@@ -248,6 +265,7 @@ TOWERS: Mapping[str, Multimodal] = {
         defaults=_GEMMA4,
         linears=gemma4_tower_linears,
     ),
+    "idefics3": _SPLIT,
     "internvl": Multimodal(
         text="qwen2",
         tied=True,
@@ -266,6 +284,7 @@ TOWERS: Mapping[str, Multimodal] = {
         images=pixtral.mistral3,
         defaults=_PIXTRAL,
     ),
+    "smolvlm": _SPLIT,
     "qwen2_vl": Multimodal(
         text="qwen2_vl_text",
         tied=False,
@@ -308,6 +327,7 @@ _AROUND: Mapping[str, Any] = {
     "spatial_merge_size": 2,
     "mm_tokens_per_image": 256,
     "downsample_ratio": 0.5,
+    "scale_factor": 2,
     "vision_feature_layer": -2,
     "vision_feature_select_strategy": "default",
     "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],

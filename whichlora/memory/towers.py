@@ -130,13 +130,20 @@ class TowerForward:
 
     @property
     def pixels(self) -> Entry:
-        return Entry(PIXELS, self.num_pixels * PIXEL_BYTES)
+        return Entry(PIXELS, self.num_pixels * PIXEL_BYTES + self._mask_bytes)
 
     @property
     def narrow_pixels(self) -> Entry:
         """The same as the tower reads them, where its caller holds them."""
         joined = self.num_pixels * PIXEL_BYTES * self.tower.joins_pixels
+        if self.tower.copies_pixels:
+            size = min(self.dtypes.base_bytes, PIXEL_BYTES)
+            return Entry(NARROW_PIXELS, self.num_pixels * size + self._mask_bytes)
         return Entry(NARROW_PIXELS, self._narrow_bytes * self.tower.holds_narrow + joined)
+
+    @property
+    def _mask_bytes(self) -> Count:
+        return 8 * self.num_images * self.grid.masked
 
     @property
     def _narrow_bytes(self) -> Count:
@@ -165,12 +172,13 @@ class TowerForward:
             self.tower, self.targets, self.dtypes, self.method, stream=self.stream
         )
         in_projector = self.state_bytes + most(points, **self.of_vectors)
-        # the loop names a block's input alone, not the embedded patches
+        # `forward_bytes` has one beside the input of its block
+        embedded = self.state_bytes * (self.tower.num_embedded - 1)
         shared = self.num_patches * self.tower.table_bytes
         shared = shared + kept_mask_bytes(
             self.tower.stack, self.dtypes, tokens=self.num_patches, span=self.span
         )
-        in_blocks = largest(in_block + shared - self.state_bytes, in_projector)
+        in_blocks = largest(in_block + shared + embedded, in_projector)
         return largest(in_blocks + self.held, self.embedding)
 
     @cached_property

@@ -17,8 +17,8 @@ Batch = Mapping[str, torch.Tensor]
 
 
 def host_pixels(shape: tuple[int, ...]) -> torch.Tensor:
-    """Pixels of a batch before it is on the device."""
-    return torch.zeros(shape)
+    """Pixels of a batch before it is on the device: black images pass for padding (SmolVLM)."""
+    return torch.ones(shape)
 
 
 def image_fields(config: Any, run: RunConfig, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -83,6 +83,13 @@ def _sizes(
     return torch.tensor([list(grid.sides)] * (ids.shape[0] * run.images), dtype=torch.long)
 
 
+def _mask(
+    config: Any, run: RunConfig, tower: Tower, grid: ImageGrid, ids: torch.Tensor
+) -> torch.Tensor:
+    crops, _, height, width = grid.pixels
+    return torch.ones((ids.shape[0], run.images * crops, height, width), dtype=torch.long)
+
+
 def _is_image(
     config: Any, run: RunConfig, tower: Tower, grid: ImageGrid, ids: torch.Tensor
 ) -> torch.Tensor:
@@ -93,6 +100,7 @@ _FIELDS: Mapping[str, Callable[[Any, RunConfig, Tower, ImageGrid, torch.Tensor],
     "pixel_values": _pixels,
     "image_grid_thw": _grid_thw,
     "image_sizes": _sizes,
+    "pixel_attention_mask": _mask,
     "mm_token_type_ids": _is_image,
     "token_type_ids": _is_image,
 }

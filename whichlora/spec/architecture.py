@@ -545,6 +545,7 @@ class ImageGrid(NamedTuple):
         sides: rows and columns that the processor tells the model: of patches, or of pixels.
         markers: tokens of text that the processor writes into it.
         projected: vectors of it before some are left out or added; 0: as many as `tokens`.
+        masked: pixels of the mask of int64 that the processor makes; 0: it makes none.
     """
 
     crops: int
@@ -554,6 +555,7 @@ class ImageGrid(NamedTuple):
     sides: tuple[int, int] = (0, 0)
     markers: int = 0
     projected: int = 0
+    masked: int = 0
 
     @property
     def num_pixels(self) -> int:
@@ -609,6 +611,9 @@ class Tower:
         joined: images stand in one row that a mask divides.
         holds_narrow: a caller of the tower holds the pixels in its dtype while it runs.
         joins_pixels: so it does of a copy of them in fp32 (LLaVA-NeXT).
+        copies_pixels: they are copied even where the dtype is the same, and their mask (SmolVLM).
+        num_embedded: tensors of embedded patches that the tower's forward names while the blocks
+            run, beside the input of the one that does.
         normalises: a LayerNorm stands before what the tower returns.
         masks_text: images make a mask of the text, which attends to each as a whole (Gemma 3).
         stacks_rows: `pixel_values` has a dimension of rows before that of images.
@@ -632,6 +637,8 @@ class Tower:
     joined: bool = False
     holds_narrow: bool = True
     joins_pixels: bool = False
+    copies_pixels: bool = False
+    num_embedded: int = 1
     normalises: bool = False
     masks_text: bool = False
     stacks_rows: bool = False

@@ -113,6 +113,19 @@ def _internvl(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
     return code.linear(second, activate(code, "gelu", inner))
 
 
+def _smolvlm(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """Two copies put the patches of a vector beside each other.
+
+    Source: transformers 5.23 `SmolVLMVisionTransformer.forward`, `SmolVLMConnector.forward`.
+    """
+    width = tower.stack.hidden_size
+    last = Norm(name="post_layernorm", kind="layer", width=width, rows=tower.merge, bias=True)
+    states = code.norm(last, x)
+    projected = code.linear(tower.stack.head_linears[0], code.copy(code.copy(states)))
+    code.tape.hold(states)
+    return projected
+
+
 PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "qwen2": _qwen2,
     "qwen2_5": _qwen2_5,
@@ -122,6 +135,7 @@ PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "llava": _llava,
     "llava_next": _llava_next,
     "internvl": _internvl,
+    "smolvlm": _smolvlm,
 }
 """Tensors of the last block -> those that the language model reads."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -162,6 +163,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         if chosen is not None:
             self._note(chosen, func, args, -1)
             return chosen
+        args = _with_equal_parts(func, args)
         temporary_bytes = _temporary_bytes(func, args, kwargs or {}, self._fused_rows)
         temporary = self._write_birth(temporary_bytes, str(func), None) if temporary_bytes else 0
         result = func(*args, **(kwargs or {}))
@@ -201,7 +203,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         if storage._cdata in self._live or not storage.nbytes():
             return
         layer, moment = self._place()
-        if moment == "forward" and not self._in_model and not tensor.is_floating_point():
+        # `generate` calls a tower by itself, with a mask that is on the device
+        of_batch = self._run.phase == "finetune" or tensor.numel() < _FEWEST_PIXELS
+        is_inside = moment != "forward" or self._in_model
+        if of_batch and not is_inside and not tensor.is_floating_point():
             return  # a batch in the making, on the host
         owner = layer if layer is not None else self._owner_of_args(args, index, moment)
         if makes_host_tensors() and self._run.phase == "finetune":
@@ -288,6 +293,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             hook.remove()
 
 
+_FEWEST_PIXELS = 100_000  # of a mask; positions of tokens are fewer
+
 # `gather_backward` of FunctionsManual.cpp scatters in place, but for subclasses of a tensor
 _IN_PLACE = (torch.ops.aten.add.Tensor, torch.ops.aten.scatter_add.default)
 
@@ -342,7 +349,20 @@ def _chosen_by_mask(
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
         return None
     rows = _num_chosen(mask, scored) * (mask is not unwanted)
-    return tensor.flatten(0, mask.ndim - 1)[:rows].clone()
+    keeps = nullcontext() if isinstance(tensor, FakeTensor) else unset_fake_temporarily()
+    with keeps:  # a mask of pixels has values
+        return tensor.flatten(0, mask.ndim - 1)[:rows].clone()
+
+
+def _with_equal_parts(func: Any, args: Any) -> Any:
+    """`args` with parts of one size, where a fake tensor stood for their sizes: images of a row."""
+    if func is not torch.ops.aten.split_with_sizes.default:
+        return args
+    tensor, sizes, *dim = args
+    length = int(tensor.shape[dim[0] if dim else 0])
+    if sum(sizes) == length or length % len(sizes):
+        return args
+    return (tensor, [length // len(sizes)] * len(sizes), *dim)
 
 
 def _num_chosen(mask: torch.Tensor, scored: int | None) -> int:

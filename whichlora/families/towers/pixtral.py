@@ -100,5 +100,6 @@ def mistral3(vision: Fields, text: Fields) -> Tower:
         table_bytes=2 * 2 * (width // heads),
         embedded=(3 * width, width),  # what the kernel returns, in a row, and its norm
         joined=True,
+        num_embedded=2,  # what the kernel returned has views in a list
         holds_narrow=False,
     )
