@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 from whichlora.dataset.anchor_tokens import AnchorTokens
@@ -46,6 +47,12 @@ Reader: TypeAlias = TextTokens | AnswerTokens | LabelTokens | AnchorTokens
 Counts: TypeAlias = Sequence[tuple[int, ...]]  # tokens of each sequence of each row
 
 
+_NO_TEMPLATE = (
+    f"; for a chat template, which is not available, {MESSAGE_TOKENS} tokens a message and 1 a "
+    "conversation"
+)
+
+
 def count_tokens(
     dataset: BaseDataset,
     *,
@@ -63,7 +70,6 @@ def count_tokens(
     fewer tokens.
 
     Args:
-        dataset: rows to count.
         tokenizer: a name or folder, `BYTE_LEVEL`, or None to estimate.
         offline: never ask the hub.
         max_length: longer sequences are cut to this.
@@ -82,43 +88,26 @@ def count_tokens(
         return counted.paired() if rows == "pairs" else counted
     expected = data_format(dataset)
     expected.require(rows)
-    if expected.images and grid is None:
-        raise ConfigError(
-            f"dataset: rows have images, and those of {tokenizer or 'this model'} are not "
-            "predicted; give a model such as Qwen/Qwen2.5-VL-7B-Instruct, or rows without images"
-        )
-    if expected.images and tokenizer == BYTE_LEVEL:
-        raise ConfigError(
-            "weights: random has no processor for the images of the dataset; set weights: "
-            "pretrained, or give rows without images"
-        )
+    if expected.images:
+        _check_images(tokenizer, grid)
     encode, method = encoder_of(tokenizer, offline=offline)
     render = None
     if expected.conversational:
         render = renderer_of(tokenizer, offline=offline, parts=expected.images)
-    if expected.conversational and render is None:
-        method += (
-            f"; for a chat template, which is not available, {MESSAGE_TOKENS} tokens a message "
-            "and 1 a conversation"
-        )
-    reader: Reader = TextTokens(
-        max_length=max_length,
-        render=render,
-        conversational=expected.conversational,
-        completions_only=completions_only,
-        grid=grid if expected.images else None,
-    )
+        method += _NO_TEMPLATE * (render is None)
     if run is not None and rows != "texts":
         reader = _reader_of(run, expected, max_length=max_length, render=render)
+    else:
+        reader = TextTokens(
+            max_length=max_length,
+            render=render,
+            conversational=expected.conversational,
+            completions_only=completions_only,
+            grid=grid if expected.images else None,
+        )
     whole, num_empty = _whole_examples(dataset, expected)
 
-    def counts_of(encode: Encode, rows: Sequence[Example]) -> Counts:
-        return [
-            numbers
-            for start in range(0, len(rows), _CHUNK)
-            for numbers in reader.counts(encode, rows[start : start + _CHUNK])
-        ]
-
+    counts_of = partial(_counts, reader)
     counts = {split: counts_of(encode, rows) for split, rows in whole.items()}
     num_left_out = _leave_out(whole, counts, reader, encode)
 
@@ -144,6 +133,28 @@ def count_tokens(
             for bytes_per_token in (MOST_BYTES_PER_TOKEN, FEWEST_BYTES_PER_TOKEN)
         ),
     )
+
+
+def _counts(reader: Reader, encode: Encode, rows: Sequence[Example]) -> Counts:
+    return [
+        numbers
+        for start in range(0, len(rows), _CHUNK)
+        for numbers in reader.counts(encode, rows[start : start + _CHUNK])
+    ]
+
+
+def _check_images(tokenizer: str | None, grid: Grid | None) -> None:
+    """Raises: ConfigError: nobody knows how many tokens an image is."""
+    if grid is None:
+        raise ConfigError(
+            f"dataset: rows have images, and those of {tokenizer or 'this model'} are not "
+            "predicted; give a model such as Qwen/Qwen2.5-VL-7B-Instruct, or rows without images"
+        )
+    if tokenizer == BYTE_LEVEL:
+        raise ConfigError(
+            "weights: random has no processor for the images of the dataset; set weights: "
+            "pretrained, or give rows without images"
+        )
 
 
 def _reader_of(

@@ -222,7 +222,7 @@ def _record(row: Mapping[str, str], columns: Sequence[Column], gpu: GpuSpec) -> 
     run = RunConfig.from_dict(config)
     settings = run.to_dict()
     if "id" in row:  # of a record, which a later release must not lengthen
-        settings = {name: settings[name] for name in config}
+        settings = {name: settings[name] for name in config if name in settings}
     values: dict[str, Any] = {
         field: _quantity(row, column)
         for column in columns

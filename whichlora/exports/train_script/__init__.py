@@ -159,12 +159,10 @@ def train_script(
         ConfigError: a run that the script can't perform.
     """
     run = with_defaults(run)
-    trainer, task = get_trainer(run.trainer), task_of(run)
+    trainer, task, images = get_trainer(run.trainer), task_of(run), data_format.images
     masked_lm = masked_lm and task is None
-    images = data_format.images
     reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
-    _check(run, weights, model_config, data_format)
-    _check_images(run, weights, data_format, reader)
+    _check(run, weights, model_config, data_format, reader)
     keeping = _evaluated(trainer, keeping)
     random_config = model_config if weights == "random" else None
     takes_bytes = random_config is not None and tokenizer is None
@@ -176,7 +174,6 @@ def train_script(
         "TOKENIZER": tokenizer,
         "OUTPUT": Code('HERE / "output"'),
         **_batch_constants(run, data_format),
-        "IMAGE_MAX_PIXELS": run.image_max_pixels if images else None,
         "EPOCHS": epochs if max_steps is None else None,
         "MAX_STEPS": max_steps,
         "LEARNING_RATE": learning_rate,
@@ -193,11 +190,7 @@ def train_script(
         *templates.RESUME_LINES * keeping.saves,
         "compare_versions()",
         *allocator_lines(run),
-        *(
-            processor_lines(tokenizer, hub)
-            if images
-            else tokenizer_lines(tokenizer, takes_bytes, hub)
-        ),
+        *_reader_lines(tokenizer, hub, takes_bytes=takes_bytes, images=images),
         *templates.CHAT_TEMPLATE_LINES * chats,
         *_row_lines(trainer, keeping, images=images),
         *RANDOM_CHECKPOINT_LINES * (random_config is not None),
@@ -206,8 +199,7 @@ def train_script(
     random_class = model_class if random_config else None
     functions = _helper_functions(run, keeping, random_class, takes_bytes=takes_bytes)
     functions += row_functions(data_format, run, train_on, reader, masked_lm=masked_lm)
-    pads = _collator(reader, data_format, masked_lm=masked_lm)
-    tail = _tail(run, keeping, pads, images=images)
+    tail = _tail(run, keeping, _collator(reader, data_format, masked_lm=masked_lm), images=images)
     return _assembled(run, constants, functions, main, tail)
 
 
@@ -249,6 +241,15 @@ def _row_lines(trainer: Trainer, keeping: Keeping, *, images: bool) -> list[str]
         *templates.REWARD_LINES * trainer.writes_answers,
         *lines.format(reader=_reader_name(images)).splitlines(),
     ]
+
+
+def _reader_lines(
+    tokenizer: str | None, hub: Mapping[str, Any], *, takes_bytes: bool, images: bool
+) -> list[str]:
+    """The lines that load what makes tokens of rows."""
+    if images:
+        return processor_lines(tokenizer, hub)
+    return tokenizer_lines(tokenizer, takes_bytes, hub)
 
 
 def _reader_name(images: bool) -> str:
@@ -345,6 +346,7 @@ def _batch_constants(run: RunConfig, data: DataFormat) -> dict[str, Any]:
         "SEQ_LEN": run.seq_len,
         "BATCH_SIZE": run.batch_size,
         "GRADIENT_ACCUMULATION_STEPS": run.gradient_accumulation_steps,
+        "IMAGE_MAX_PIXELS": run.image_max_pixels if data.images else None,
     }
     task = task_of(run)
     if task is not None and has_classes(data.kind):
@@ -555,6 +557,7 @@ def _check(
     weights: Weights,
     model_config: Mapping[str, Any] | None,
     data_format: DataFormat,
+    reader: Collator,
 ) -> None:
     if run.phase != "finetune":
         raise ConfigError(f"phase: {run.phase} has nothing to train; a job needs finetune")
@@ -569,6 +572,7 @@ def _check(
             "quantize_moe_experts: train.py leaves experts in 16 bit; use --to axolotl, or leave "
             "it out"
         )
+    _check_images(run, weights, data_format, reader)
     data_format.require(rows_of(run))
     adapted = trainer.makes_adapters and not get_method(run.method).trains_base
     if adapted and run.quant in BNB_QUANTS and run.prepare_kbit == trainer.keeps_base:
