@@ -220,6 +220,10 @@ def test_rows_whose_images_exceed_the_length_are_left_out(
     )
     assert counted.num_sequences() == 1
     assert "1 rows are left out: within 40 tokens there is no room" in counted.describe()
+    with pytest.raises(ConfigError, match="no row has room within 4 tokens for its images and"):
+        count_tokens(
+            open_dataset(data(*rows)), tokenizer=None, offline=True, max_length=4, grid=QWEN
+        )
 
 
 def test_a_model_that_sees_nothing_is_refused(data: Callable[..., DatasetConfig]) -> None:

@@ -53,6 +53,22 @@ def test_gemma_3_has_256_tokens_of_every_image() -> None:
 
 
 @pytest.mark.parametrize(
+    ("model_type", "tasks"),
+    [
+        ("llava", ()),  # llama has three
+        ("mistral3", ()),
+        ("gemma3", ("sequence-classification",)),
+        ("qwen3_5", ("sequence-classification", "token-classification")),
+    ],
+)
+def test_labels_are_given_by_classes_of_the_whole_model(
+    model_type: str, tasks: tuple[str, ...]
+) -> None:
+    spec = build({"model_type": model_type, "vision_config": {}}, name="m")
+    assert tuple(task for task, _ in spec.label_heads) == tasks
+
+
+@pytest.mark.parametrize(
     "model_type",
     ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "llava", "llava_next"],
 )

@@ -21,6 +21,7 @@ from whichlora.workflow.run import run_plan
 SMALL, LARGE = "Qwen/Qwen3-4B", "Qwen/Qwen3-14B"
 MODELS = (SMALL, LARGE)
 SEES = "Qwen/Qwen2.5-VL-3B-Instruct"
+SQUARES = "llava-hf/llava-v1.6-mistral-7b-hf"
 
 
 def said(*words: str) -> Result:
@@ -205,8 +206,9 @@ def seen(tmp_path: Path) -> Path:
 def test_rows_with_images_are_for_models_that_see(seen: Path) -> None:
     result = said("--gpu", "4090", "--data", str(seen))
     assert result.exit_code == 0, result.output
-    assert "Winner: Qwen/Qwen2.5-VL-7B-Instruct" in result.output
-    assert "note: images: 1 of 560x420 in each row, 300 tokens" in result.output
+    assert "Winner: mistralai/Mistral-Small-3.1-24B-Instruct-2503" in result.output
+    assert "note: images: 1 of 560x420 in each row, 315 tokens" in result.output
+    assert "Qwen/Qwen3-VL-8B-Instruct" in result.output
     assert "Qwen3-4B" not in result.output
 
 
@@ -222,3 +224,18 @@ def test_models_that_see_nothing_are_left_out_of_a_plan_with_images(seen: Path) 
     assert refused.reason.startswith("rows have images, and this model reads none")
     with pytest.raises(ConfigError, match=f"rows have images, and those of {SMALL} are not"):
         recommend(Question(gpu="4090", data=str(seen), models=(SMALL,)), progress=Silent())
+
+
+def test_a_model_whose_images_fill_the_rows_is_left_out_of_a_plan(seen: Path) -> None:
+    asked = Question(gpu="4090", data=str(seen), models=(SEES, SQUARES))
+    answer = recommend(asked, progress=Silent()).answer
+    assert answer.winner is not None
+    assert answer.winner.run.model == SEES
+    (refused,) = answer.refused
+    assert refused.model == SQUARES
+    assert "no row has room within 2048 tokens for its images" in refused.reason
+    longer = recommend(replace(asked, seq_len=4096), progress=Silent()).answer
+    assert longer.winner is not None
+    assert longer.winner.run.model == SQUARES
+    with pytest.raises(ConfigError, match="no row has room within 2048 tokens"):
+        recommend(replace(asked, models=(SQUARES,)), progress=Silent())

@@ -48,10 +48,18 @@ class TextTokens:
             return "within {} tokens there is no room for their images, or nothing is learned"
         return "within {} tokens nothing in them is learned"
 
-    none_left = (
-        "nothing is learned within {} tokens of any row: prompts fill them, or no turn is the "
-        "assistant's; raise sequence_length, or set train_on: all"
-    )
+    @property
+    def none_left(self) -> str:
+        """Why no row is left, with a place for the greatest length."""
+        if self.grid is not None:
+            return (
+                "no row has room within {} tokens for its images and for text to learn; raise "
+                "sequence_length, or set image_max_pixels"
+            )
+        return (
+            "nothing is learned within {} tokens of any row: prompts fill them, or no turn is the "
+            "assistant's; raise sequence_length, or set train_on: all"
+        )
 
     def counts(self, encode: Encode, rows: Sequence[Example]) -> list[tuple[int, ...]]:
         """Tokens of the sequence of each row."""

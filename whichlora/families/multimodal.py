@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from whichlora.families.fields import Fields
+from whichlora.families.labels import of_decoder
 from whichlora.families.towers import clip, intern, pixtral, qwen, siglip, smolvlm
 from whichlora.spec.architecture import Linear, ModelSpec, Tower
 
@@ -363,6 +364,7 @@ def build_multimodal(
         config=c.values,
         caches_in_training=not (kind.splits or kind.hands_on_cache),
     )
+    spec = replace(spec, label_heads=of_decoder(spec))  # most outer types have no such class
     if c.get("vision_config") is None:
         return replace(spec, notes=(*spec.notes, TEXT_ONLY))
     named = {key: c.values[key] for key in _AROUND if c.values.get(key) is not None}

@@ -119,8 +119,8 @@ class Session:
             name: load_model(name, trust_remote_code=plan.trust_remote_code) for name in plan.models
         }
         self.data = TrainingData(plan, self.models, lengths)
-        readers = tuple(filter(self.data.reads, plan.models)) or plan.models
-        others = [name for name in plan.models if name not in readers]
+        unread = {name: self.data.unread(name) for name in plan.models}
+        readers = tuple(name for name in plan.models if not unread[name]) or plan.models
         self.plan = plan = replace(plan, models=readers)
         for name in plan.models:
             most = self.data.seq_len(name)
@@ -141,13 +141,11 @@ class Session:
             "this_host_bytes": self.calibration.this_host_bytes,
         }
         self.space = Candidates(plan, self.models, gpu, self._workload, **self._of_host)
-        for name in others:
-            self.space.refused[name] = Refused(
-                model=name,
-                gpu=gpu.key,
-                settings={"phase": "finetune"},
-                reason="rows have images, and this model reads none, or none that are predicted",
-            )
+        for name, reason in unread.items():
+            if name not in readers:
+                self.space.refused[name] = Refused(
+                    model=name, gpu=gpu.key, settings={"phase": "finetune"}, reason=reason
+                )
         self.cold = replace(prior_calibration(gpu), **self._of_host)
         # read once: a shared database holds more records than a run adds
         self._records = self._read_records()

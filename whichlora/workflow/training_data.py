@@ -20,6 +20,7 @@ from whichlora.dataset import (
 )
 from whichlora.dataset.images import Grid, RowImages, heaviest
 from whichlora.dataset.sources import CountedDataset
+from whichlora.errors import ConfigError
 from whichlora.predict.evaluation_and_saving import num_evaluations
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.plan import Plan
@@ -86,11 +87,17 @@ class TrainingData:
         tower = self._models[model].tower
         return None if tower is None else tower.limited(self._plan.finetune.image_max_pixels)
 
-    def reads(self, model: str) -> bool:
-        """Whether `model` can read the rows: images need a vision tower that is predicted."""
-        counted = isinstance(self.dataset, CountedDataset)
-        has_images = not counted and data_format(self.dataset).images
-        return not has_images or self._grid(model) is not None
+    def unread(self, model: str) -> str:
+        """Why `model` can't learn of rows with images; "" where it can, or where they have none."""
+        if isinstance(self.dataset, CountedDataset) or not data_format(self.dataset).images:
+            return ""
+        if self._grid(model) is None:
+            return "rows have images, and this model reads none, or none that are predicted"
+        try:
+            self.lengths(model)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     def images(self, model: str) -> RowImages | None:
         """The images of the heaviest row that is trained on; None where no row has one."""
