@@ -5,6 +5,7 @@ Nothing is downloaded; weights are random.
 
     python benchmarks/memory_on_cpu.py                 all settings (about half an hour)
     python benchmarks/memory_on_cpu.py --full-size     three models (about ten minutes)
+    python benchmarks/memory_on_cpu.py --images        models that see (about five minutes)
     python benchmarks/memory_on_cpu.py --only F,A --output accuracy.md
 """
 
@@ -122,6 +123,23 @@ FULL_SIZE_SETTINGS = (
 )
 
 
+IMAGE_SETTINGS = (
+    *("F lora", "F lora, checkpointing", "F full", "F full, checkpointing", "F qlora", "F dora"),
+    *("P lora", "I fp32"),
+)
+FROZEN: dict[str, dict[str, Any]] = {
+    "F lora, frozen tower": {"freeze_vision_tower": True},
+    "F lora of q_proj and v_proj": {"target_modules": ("q_proj", "v_proj")},
+}
+
+
+def image_cases() -> Iterable[tuple[str, str, oracle.Case]]:
+    settings = {name: SETTINGS[name] for name in IMAGE_SETTINGS} | FROZEN
+    for setting, values in settings.items():
+        for family in oracle.IMAGE_CONFIGS:
+            yield setting, family, oracle.image_case(family, **values)
+
+
 def measured_rows(cases: Iterable[tuple[str, str, oracle.Case]]) -> list[tuple[str, str, int, int]]:
     """Setting, model, measured and predicted bytes; what the libraries refuse is left out."""
     rows = []
@@ -180,13 +198,16 @@ def environment() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full-size", action="store_true", help="the quickstart's models")
+    parser.add_argument("--images", action="store_true", help="models that see")
     parser.add_argument("--only", default="", help="modes, such as F,A; all unless given")
     parser.add_argument("--families", default=",".join(oracle.CONFIGS))
     parser.add_argument("--output", type=Path, help="a file instead of stdout")
     options = parser.parse_args()
 
     modes = tuple(mode for mode in options.only.split(",") if mode)
-    if not options.full_size:
+    if options.images:
+        cases = list(image_cases())
+    elif not options.full_size:
         cases = [
             (setting, family, oracle.case(family, **values))
             for setting, values in SETTINGS.items()

@@ -21,7 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 from devices import CPU
-from small_models import CONFIGS, VOCAB
+from small_models import CONFIGS, IMAGE_CONFIGS, VOCAB
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whichlora.families import build
@@ -70,6 +70,28 @@ def case(family: str, *, config: dict[str, Any] | None = None, **settings: Any) 
     return Case(family, RunConfig(**(defaults | settings)), CONFIGS[family] | (config or {}))
 
 
+def image_case(family: str, **settings: Any) -> Case:
+    """A run of a small model with two images of 224x224 in each row, and as much text as fits."""
+    config = IMAGE_CONFIGS[family]
+    tower = build({"model_type": family, **config}, name=family).tower
+    assert tower is not None
+    grid = tower.grid(224, 224)
+    length = 2 * (grid.tokens + grid.markers) + 48
+    defaults = {
+        "model": family,
+        "precision": "fp32",
+        "batch_size": 2,
+        "seq_len": length,
+        "r": 8,
+        "gradient_checkpointing": False,
+        "prompt_len": length,
+        "max_new_tokens": 4,
+        "images": 2,
+        "image_size": (224, 224),
+    }
+    return Case(family, RunConfig(**(defaults | settings)), config)
+
+
 def job_of(one: Case) -> resolution.Job:
     return resolution.resolve(build(one.model_config, name=one.family), one.run, CPU)
 
@@ -94,12 +116,16 @@ def load(one: Case) -> Any:
 
 
 def step_peak(one: Case) -> int:
-    """Peak live bytes of one optimizer step of the run's trainer."""
+    """Peak live bytes of one optimizer step of the run's trainer.
+
+    With images of several steps: the Trainer reads a batch ahead.
+    """
     model = load(one)
+    batches = 4 if one.run.images else 1
     meter = Meter("cpu")
     with _quiet():
         measure = resolve_name(get_trainer(one.run.trainer).steps)
-        found = measure(model, one.run, meter, [one.run.seq_len])
+        found = measure(model, one.run, meter, [one.run.seq_len] * batches)
     return int(found["peak_allocated_bytes"])
 
 

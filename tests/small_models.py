@@ -99,3 +99,81 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bert": _BERT,
     "roberta": _BERT,
 }
+
+_TEXT: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 448,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+}
+_BLOCKS = {"hidden_size": 160, "num_hidden_layers": 3, "num_attention_heads": 5}
+_VISION = _BLOCKS | {"intermediate_size": 320, "image_size": 112, "patch_size": 14}
+_QWEN_VISION = {"hidden_size": 160, "num_heads": 5, "depth": 3, "intermediate_size": 320}
+_QWEN_VISION |= {"out_hidden_size": 128}
+_ROTATED = {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 6, 6]}}
+_IDS = {"image_token_id": 2000, "video_token_id": 2001}
+_IDS |= {"vision_start_token_id": 2002, "vision_end_token_id": 2003}
+IMAGE_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "text_config": _TEXT | _ROTATED,
+        "vision_config": {"embed_dim": 160, "num_heads": 5, "depth": 3, "hidden_size": 128},
+        **_IDS,
+    },
+    "qwen2_5_vl": {
+        "text_config": _TEXT | _ROTATED,
+        "vision_config": _QWEN_VISION | {"fullatt_block_indexes": [1]},
+        **_IDS,
+    },
+    "qwen3_vl": {
+        "text_config": _TEXT | _ROTATED,
+        "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]},
+        **_IDS,
+    },
+    "gemma3": {
+        "text_config": _TEXT | {"sliding_window": 512},
+        "vision_config": _VISION | {"vision_use_head": False},
+        "mm_tokens_per_image": 16,
+        "image_token_index": 2000,
+        "boi_token_index": 2001,
+        "eoi_token_index": 2002,
+    },
+    "llava": {
+        "text_config": _TEXT | {"model_type": "llama"},
+        "vision_config": _VISION | {"model_type": "clip_vision_model"},
+        "image_token_index": 2000,
+    },
+    "llava_next": {
+        "text_config": _TEXT | {"model_type": "llama"},
+        "vision_config": _VISION | {"model_type": "clip_vision_model"},
+        "image_grid_pinpoints": [[112, 224], [224, 112], [224, 224]],
+        "image_token_index": 2000,
+    },
+    "mistral3": {
+        "text_config": _TEXT | {"model_type": "mistral"},
+        "vision_config": _VISION | {"model_type": "pixtral", "image_size": 1540},
+        "image_token_index": 2000,
+    },
+    "internvl": {
+        "text_config": _TEXT | {"model_type": "qwen2"},
+        "vision_config": _VISION | {"model_type": "internvl_vision", "attention_bias": True},
+        "image_token_id": 2000,
+        "tie_word_embeddings": False,
+    },
+    "smolvlm": {
+        "text_config": _TEXT | {"model_type": "llama"},
+        "vision_config": _VISION | {"image_size": 72, "patch_size": 12},
+        "scale_factor": 3,
+        "image_token_id": 2000,
+    },
+    "idefics3": {
+        "text_config": _TEXT | {"model_type": "llama"},
+        "vision_config": _VISION | {"image_size": 64, "patch_size": 8},
+        "scale_factor": 4,
+        "image_token_id": 2000,
+    },
+}
+"""Of models that see, whose towers have another width than their texts."""

@@ -13,7 +13,7 @@ from whichlora.memory.embeddings import norm_kept
 from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.layer_bytes import listed_tensors
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.towers import EMBEDDED_TEXT, TOWER_FORWARD, TowerForward
+from whichlora.memory.towers import EMBEDDED_TEXT, PIXEL_BYTES, TOWER_FORWARD, TowerForward
 from whichlora.spec.architecture import Tower
 from whichlora.spec.numeric import Count, largest
 from whichlora.symbolic.autograd import LAYER_INPUT, evaluate, most
@@ -108,14 +108,15 @@ class TowerStep(TrainingStep):
     def pixels(self) -> Entry:
         """Of all batches that a variable of the Trainer holds.
 
+        On a CPU so is the next one, which waits on the host.
         Source: transformers 5.23 `Trainer.get_batch_samples`, which reads those of all micro-steps
-        before the first.
+        before the first; accelerate 1.15 `DataLoaderShard.__iter__`, which reads one ahead.
         """
         pixels = self.forward.pixels
         if not self.trainer.gathers_batches:
             return pixels
-        steps = self.run.gradient_accumulation_steps
-        return replace(pixels, num_bytes=pixels.num_bytes * steps)
+        batches = self.run.gradient_accumulation_steps + (self.gpu.kind == "cpu")
+        return replace(pixels, num_bytes=pixels.num_bytes * batches)
 
     @cached_property
     def projected(self) -> LayerPoints:
@@ -135,7 +136,9 @@ class TowerStep(TrainingStep):
         width = self.model.hidden_size
         tensors = [Tensor("cosines and sines", self.tower.table_bytes, dims="2, head_dim")]
         if self.trains:
-            read = self.forward.num_pixels * self.dtypes.compute_bytes
+            size, tower = self.dtypes.compute_bytes, self.tower
+            is_copy = size < PIXEL_BYTES or tower.copies_pixels or tower.joins_pixels
+            read = self.forward.num_pixels * size * is_copy
             tensors.append(Tensor("pixels, which the kernel of the patches reads", constant=read))
         elif self.is_hooked and self.model.embeds_in_steps:  # a leaf, which the graph holds
             tensors.append(Tensor("embedded patches", self.dtypes.compute_bytes * width))

@@ -1,0 +1,30 @@
+"""Real steps and generations of small models that see, on this CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from oracle_memory import IMAGE_CONFIGS, image_case, peak
+
+pytestmark = pytest.mark.oracle
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "full": {"method": "full"},
+    "frozen": {"freeze_vision_tower": True},
+    "text alone": {"target_modules": ("q_proj", "v_proj")},
+    "qlora": {"method": "qlora"},
+    "inference": {"phase": "inference"},
+}
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("family", sorted(IMAGE_CONFIGS))
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_the_peak_with_images_is_the_predicted_one(family: str, settings: dict[str, Any]) -> None:
+    measured, predicted = peak(image_case(family, **settings))
+    assert predicted == pytest.approx(measured, rel=0.015)
