@@ -5,6 +5,7 @@ no dependency: install deepspeed 0.19.8 (`DS_BUILD_OPS=0`) to measure again.
 
     python benchmarks/zero_on_cpu.py                       the table, from the kept readings
     python benchmarks/zero_on_cpu.py --measure 40 --ranks 2 --seed 1     40 more readings
+    python benchmarks/zero_on_cpu.py --measure 40 --images               of models that see
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import gloo_ranks
 from markdown_tables import sizes_by_strategy
+from oracle_memory import IMAGE_CONFIGS, image_case
+
+from whichlora.parallel import get_strategy
 
 KEPT = ROOT / "tests" / "golden" / "gloo_readings.jsonl"
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "phi3", "gpt2", "opt", "mistral")
@@ -65,10 +69,43 @@ def drawn(strategy: str, ranks: int, draw: random.Random) -> dict[str, Any]:
     return {"family": family, "config": {depth: draw.choice((2, 3, 5))}, "run": run}
 
 
-def measure(count: int, ranks: int, seed: int, strategies: Iterable[str]) -> None:
+def drawn_with_images(strategy: str, ranks: int, draw: random.Random) -> dict[str, Any]:
+    """A small model that sees, and a run of it with two images in a row."""
+    family = draw.choice(sorted(IMAGE_CONFIGS))
+    method = draw.choice(("full", "lora", "lora", "qlora"))
+    if family == "qwen2_vl" and method == "qlora":
+        method = "lora"  # a CPU's LayerNorm keeps its tower in 16 bit, a GPU's autocast does not
+    run = image_case(family).run
+    frozen, checkpoints = draw.random() < 0.3, draw.random() < 0.4
+    if family.startswith("llava") and method == "full" and strategy == "ddp":
+        checkpoints = checkpoints and frozen  # else the reducer waits for the idle block
+    return {
+        "family": family,
+        "config": {},
+        "run": {
+            "precision": "bf16" if method == "qlora" else draw.choice(("bf16", "fp32")),
+            "method": method,
+            "r": draw.choice((4, 8, 32)),
+            "batch_size": draw.choice((1, 1, 2)),
+            "seq_len": run.seq_len,
+            "images": run.images,
+            "image_size": list(run.image_size),
+            "gradient_accumulation_steps": draw.choice((1, 1, 2)),
+            "gradient_checkpointing": checkpoints,
+            "freeze_vision_tower": frozen,
+            "optimizer": draw.choice(("adamw_torch_fused", "sgd")),
+            "parallel": {"strategy": strategy, "gpus": ranks},
+        },
+    }
+
+
+def measure(
+    count: int, ranks: int, seed: int, strategies: Iterable[str], *, images: bool = False
+) -> None:
     draw = random.Random(f"{seed} {ranks}")
     names = sorted(strategies)
-    cases = [drawn(names[index * len(names) // count], ranks, draw) for index in range(count)]
+    drawing = drawn_with_images if images else drawn
+    cases = [drawing(names[index * len(names) // count], ranks, draw) for index in range(count)]
     readings = gloo_ranks.readings(cases, world_size=ranks)
     with KEPT.open("a", encoding="utf-8") as file:
         for case, reading in zip(cases, readings, strict=True):
@@ -94,7 +131,8 @@ def table(records: Iterable[Mapping[str, Any]]) -> str:
         if "error" in record["reading"]:
             continue
         measured, predicted = compared(record)
-        name = record["case"]["run"]["parallel"]["strategy"]
+        of_run = record["case"]["run"]
+        name = of_run["parallel"]["strategy"] + ", images" * bool(of_run.get("images"))
         errors.setdefault(name, []).append(predicted / measured - 1)
     return sizes_by_strategy(dict(sorted(errors.items())))
 
@@ -103,11 +141,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measure", type=int, default=0, help="readings to add")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--images", action="store_true", help="of models that see")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     options = parser.parse_args()
     if options.measure:
-        measure(options.measure, options.ranks, options.seed, options.strategies.split(","))
+        names = options.strategies.split(",")
+        if options.images:
+            names = [name for name in names if get_strategy(name).takes_images]
+        measure(options.measure, options.ranks, options.seed, names, images=options.images)
     print(table(kept()))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from devices import CPU
-from small_models import CONFIGS
+from small_models import CONFIGS, IMAGE_CONFIGS
 from train_runs import run_ranks
 
 from whichlora.families import build
@@ -61,14 +61,15 @@ def _largest(of_ranks: Iterable[Reading]) -> Reading:
     return {name: max(reading[name] for reading in of_ranks) for name in of_ranks[0]}
 
 
-FORWARD = ("layer_forward", "loss_forward")
+FORWARD = ("images_forward", "layer_forward", "loss_forward")
 UPDATE = ("optimizer_step", "flat_gradient", "gradient_norm")
 
 
 def predicted_peaks(case: Mapping[str, Any]) -> dict[str, int]:
     """The formulas' peaks of forward, backward and step."""
     run = RunConfig.from_dict({"model": case["family"]} | case["run"])
-    config = {"model_type": case["family"]} | CONFIGS[case["family"]] | case["config"]
+    known = (CONFIGS | IMAGE_CONFIGS)[case["family"]]
+    config = {"model_type": case["family"]} | known | case["config"]
     job = resolve(build(config, name=case["family"]), run, CPU)
     assert job.layout is not None
     step = training_step(job)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.trainer import Trainer
 
 from whichlora.predict.resolve import layout_of
+from whichlora.profiler.images import image_fields
 from whichlora.spec.parallel import ONE_GPU
 from whichlora.spec.run import RunConfig
 
@@ -158,15 +159,16 @@ def _parameter_groups(model: Any) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def _batch(run: Any, vocab: int) -> dict[str, Any]:
+def _batch(run: Any, vocab: int, config: Any) -> dict[str, Any]:
     ids = torch.randint(3, vocab, (run.batch_size, run.seq_len))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    fields = image_fields(config, run, ids) if run.images else {"input_ids": ids}
+    return fields | {"attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
 def _reading(case: Mapping[str, Any]) -> Reading:
     run = RunConfig.from_dict({"model": case["family"]} | case["run"])
     alone = dataclasses.replace(run, parallel=ONE_GPU)
-    config = oracle.CONFIGS[case["family"]] | case["config"]
+    config = (oracle.CONFIGS | oracle.IMAGE_CONFIGS)[case["family"]] | case["config"]
     recorder = LiveStorages()
     recorder.ignore_live()
     model = oracle.load(oracle.Case(case["family"], alone, config))
@@ -186,11 +188,15 @@ def _reading(case: Mapping[str, Any]) -> Reading:
         steps = _zero_steps(run, model, optimizer, recorder)
     else:
         steps = _ddp_steps(run, model, optimizer, recorder)
+    of_model = model.config
     del model, optimizer
-    batches = [_batch(run, oracle.VOCAB) for _ in range(run.gradient_accumulation_steps)]
+    batches = [_batch(run, oracle.VOCAB, of_model) for _ in range(run.gradient_accumulation_steps)]
+    ahead = _batch(run, oracle.VOCAB, of_model) if run.images else None  # as a DataLoader reads it
     for batch in batches:
         batch["labels"] = batch["labels"].clone()
-    return steps(batches)
+    reading = steps(batches)
+    del ahead
+    return reading
 
 
 def _zero_steps(run: Any, model: Any, optimizer: Any, recorder: Any) -> Any:
@@ -198,7 +204,7 @@ def _zero_steps(run: Any, model: Any, optimizer: Any, recorder: Any) -> Any:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
-    hidden_size = model.config.hidden_size
+    hidden_size = model.config.get_text_config().hidden_size
     config = _deepspeed_config(run, hidden_size)
     accelerator = get_accelerator()
     pin = type(accelerator).pin_memory
@@ -271,8 +277,12 @@ def _mark_offloaded(engine: Any, offload: Any, recorder: Any) -> None:
 
 def _ddp_steps(run: Any, model: Any, optimizer: Any, recorder: Any) -> Any:
     options = dict(run.parallel.options)
+    is_full = run.method == "full"
     wrapped = DistributedDataParallel(
-        model, gradient_as_bucket_view=bool(options.get("gradient_as_bucket_view", False))
+        model,
+        gradient_as_bucket_view=bool(options.get("gradient_as_bucket_view", False)),
+        # as the Trainer does it: not all of LLaVA's tower has a gradient
+        find_unused_parameters=bool(run.images) and not (is_full and run.gradient_checkpointing),
     )
     autocasts = run.precision in ("bf16", "fp16")
 

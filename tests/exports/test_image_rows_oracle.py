@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from image_checkpoints import MODELS, write_checkpoint
-from train_runs import run_script
+from train_runs import run_ranks, run_script
 from written_job import script_of
 
 from whichlora.dataset import count_tokens, open_dataset
@@ -18,6 +18,7 @@ from whichlora.exports.train_script import train_script
 from whichlora.families import build
 from whichlora.spec.architecture import limited_sides
 from whichlora.spec.data_format import IMAGE_ROWS
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import DatasetConfig
 from whichlora.spec.run import RunConfig
 
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.oracle
 Image = pytest.importorskip("PIL.Image")
 torch = pytest.importorskip("torch")
 
+ON_CPU = Path(__file__).parents[1] / "spread_on_cpu.py"
 SEQ_LEN = 288
 SIZES = ((56, 84), (280, 140), (31, 200), (90, 64))
 PLACE = {"type": "image"}
@@ -151,6 +153,14 @@ def test_a_frozen_tower_stays_as_it_is(checkpoint: Path, method: str) -> None:
     changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
     assert changed
     assert not [name for name in changed if "vision_tower" in name or "projector" in name]
+
+
+def test_two_processes_train_on_images(checkpoint: Path) -> None:
+    path = write_job(checkpoint, parallel=ParallelConfig(strategy="ddp", gpus=2), batch_size=1)
+    printed = "".join(run_ranks(ON_CPU, str(path), world_size=2, logs_folder=checkpoint.parent))
+    assert printed.count("final_loss: ") == 1
+    result = json.loads((path.parent / "output" / "result.json").read_text())
+    assert result["num_steps"] == 2
 
 
 def test_larger_images_are_shrunk_before_the_processor_sees_them(

@@ -45,8 +45,9 @@ def kept_mask_bytes(
             elif dtypes.uses_sdpa:
                 masks[key] = masked
                 if attention.adds_mask:
-                    masks[key] = dtypes.compute_bytes * (1 + 0 * span)
-                    saved.add(key)
+                    masks[key] = dtypes.stream_bytes * (1 + 0 * span)
+                    if dtypes.stream_bytes <= dtypes.compute_bytes:  # else each layer casts it
+                        saved.add(key)
             if has_mask_per_head(attention) and key in masks:
                 masks[key] = dtypes.stream_bytes * attention.num_attention_heads * (1 + 0 * span)
             if attention.relative_rows:  # products of positions, and the distances

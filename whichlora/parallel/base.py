@@ -229,6 +229,7 @@ class Strategy:
             another strategy's. It gets "distributed_type", "sync_each_batch", "fsdp" (settings of
             the plugin), and "deepspeed" (content of its JSON). It refuses what is not modelled.
         launcher: "torchrun" starts a process per GPU, "python" one for all of them.
+        takes_images: it is predicted for runs whose rows have images, too.
         notes: what a user must know.
         joins_shards: it shards among the ranks of strategies with `needs_shards`, too.
         needs_shards: why it runs beside one that shards parameters alone; empty where it does not.
@@ -258,6 +259,7 @@ class Strategy:
     read_accelerator: Callable[[Mapping[str, Any]], Mapping[str, OptionValue] | None] = _reads_none
     launcher: Literal["torchrun", "python"] = "torchrun"
     notes: Callable[[TrainingStep, Spread], tuple[str, ...]] = _no_notes
+    takes_images: bool = False
     joins_shards: bool = False
     needs_shards: str = ""
     replicas_refused: str = ""

@@ -40,6 +40,21 @@ def bucket_bytes(step: TrainingStep) -> Count:
     return step.all_gradients
 
 
+def _check(step: TrainingStep, spread: Spread) -> None:
+    """Refuse parameters that never get a gradient, which the reducer waits for.
+
+    Source: transformers 5.23 `Trainer._ddp_find_unused_parameters`: only without checkpointing.
+    """
+    tower = step.model.tower
+    unused = tower is not None and tower.idle and step.trains_tower
+    if unused and step.run.gradient_checkpointing:
+        raise ConfigError(
+            "parallel: ddp waits for all gradients, and the last block of the vision tower of "
+            f"{step.model.name} gets none; use freeze_vision_tower, or gradient_checkpointing: "
+            "false"
+        )
+
+
 def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
     buckets = Entry(BUCKETS, bucket_bytes(rank.step))
     if spread.options["gradient_as_bucket_view"]:
@@ -111,6 +126,8 @@ STRATEGY = Strategy(
             default=False,
         ),
     ),
+    check=_check,
+    takes_images=True,
     moments=_moments,
     messages=_messages,
     training_arguments=_training_arguments,

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from whichlora.memory import moments as one_device
 from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.images import TowerStep, with_images
 from whichlora.memory.step import ACCUMULATED, TrainingStep
+from whichlora.memory.towers import PIXELS
 
 # of `as_accumulated`; a tied head's part, which waits in autograd, is none of them
 GRADIENTS = (ACCUMULATED, one_device.ALL_GRADIENTS)
@@ -20,7 +22,15 @@ def as_accumulated(step: TrainingStep) -> Mapping[str, tuple[Entry, ...]]:
     is added by the stage.
     """
     run = replace(step.run, gradient_accumulation_steps=2)
-    return one_device.training_moments(replace(step, run=run))
+    accumulating = replace(step, run=run)
+    moments = with_images(accumulating, one_device.training_moments(accumulating))
+    if step.model.tower is None:
+        return moments
+    pixels = TowerStep.of(step, step.model.tower).pixels  # of as many batches as the run's own
+    return {
+        name: tuple(pixels if entry.fact is PIXELS else entry for entry in entries)
+        for name, entries in moments.items()
+    }
 
 
 def without(entries: Iterable[Entry], *facts: Fact) -> tuple[Entry, ...]:

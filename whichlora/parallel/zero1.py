@@ -45,6 +45,7 @@ STRATEGY = Strategy(
     options=_OPTIONS,
     smallest=(("offload", ("optimizer",)),),
     check=deepspeed.check,
+    takes_images=True,
     split=deepspeed.narrowed,
     moments=_moments,
     update_share=deepspeed.update_share,

@@ -100,7 +100,6 @@ def _check_beside(model: ModelSpec, run: RunConfig, trainer: Trainer) -> None:
         (training and not trainer.takes_images, f"are not predicted for trainer {trainer.name}"),
         (served, f"are not predicted for serving {run.serving}"),
         (model.label_head is not None, "are predicted for models that write texts, not for a task"),
-        (run.parallel.gpus > 1, "are predicted on one GPU"),
         (run.kv_cache in ("vllm", "paged"), f"are not predicted for kv_cache {run.kv_cache}"),
         (run.attn == "eager", "are predicted for attn sdpa and flash_attention_2, not for eager"),
         (run.bias != "none", f"are not predicted for bias {run.bias}"),

@@ -452,7 +452,7 @@ def _fused_kernel(
     keeps = [per_token(4 * heads)]
     if bias is not None:
         inputs.append(code.cast(_biased_mask(code, attention, bias), size))
-    elif code.masked and dtypes.uses_sdpa and not _is_mask_shared(attention):
+    elif code.masked and dtypes.uses_sdpa and not _is_mask_shared(code, attention):
         keeps.append(_mask_elements(code, attention, size))
     in_ring, in_ring_backward = _ring(attention, inputs, size)
     out = tape.op(
@@ -490,9 +490,10 @@ def _mask_elements(code: OpEmitter, attention: Attention, size: int) -> LinearFo
     return plus(per_pair(size), per_token(size * before))
 
 
-def _is_mask_shared(attention: Attention) -> bool:
-    """Whether all layers read one mask that is counted beside them."""
-    return attention.adds_mask or has_mask_per_head(attention)
+def _is_mask_shared(code: OpEmitter, attention: Attention) -> bool:
+    """Whether all layers read one mask that is counted beside them: none casts it first."""
+    is_narrow = code.dtypes.stream_bytes <= code.dtypes.compute_bytes
+    return (attention.adds_mask and is_narrow) or has_mask_per_head(attention)
 
 
 def _ring(
