@@ -321,6 +321,7 @@ class _Question(TypedDict, total=False):
     seq_len: int
     data: str
     samples: int
+    image_max_pixels: int
     epochs: float
     within: str
     budget: str

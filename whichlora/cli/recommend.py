@@ -51,6 +51,11 @@ def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     type=click.IntRange(1, 10**7),
     help="Without --data: rows of --seq-len tokens each.",
 )
+@click.option(
+    "--image-max-pixels",
+    type=click.IntRange(1, MOST_COUNT),
+    help="Larger images of --data are shrunk to so many pixels; 589824 is 768x768.",
+)
 @click.option("--epochs", type=Positive(1000), default=1.0, show_default=True, help="Passes.")
 @click.option("--within", help="Most time of the whole fine-tuning, such as 8h.")
 @click.option("--budget", help="GPU-hours (10h), money (20usd) or electricity (5kWh).")

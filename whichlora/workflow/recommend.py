@@ -54,6 +54,7 @@ class Question:
         gpus: that share the fine-tuning.
         models: to choose from; empty is the default list of a plan.
         data: a file, folder or hub dataset; None is `samples` rows of `seq_len` tokens.
+        image_max_pixels: larger images of the data are shrunk to so many.
         within: most time of the whole fine-tuning, such as "8h".
         budget: GPU-hours ("10h"), money ("20usd") or electricity of the boards ("5kWh").
         price_per_hour: of one GPU, in the currency of `budget`; None is that of the price table.
@@ -73,6 +74,7 @@ class Question:
     seq_len: int = RunConfig(model="any").seq_len
     data: str | None = None
     samples: int | None = None
+    image_max_pixels: int | None = None
     epochs: float = 1.0
     within: str | None = None
     budget: str | None = None
@@ -94,9 +96,10 @@ class Question:
             ("gpus", 1, MOST_GPUS),
             ("seq_len", 2, MOST_COUNT),
             ("samples", 1, 10**7),
+            ("image_max_pixels", 1, MOST_COUNT),
         ):
             value = getattr(self, name)
-            if value is None and name == "samples":
+            if value is None and name in ("samples", "image_max_pixels"):
                 continue
             if type(value) is not int or not least <= value <= most:
                 raise ConfigError(
@@ -286,6 +289,8 @@ def plan_content(question: Question) -> dict[str, Any]:
         is_here = os.path.exists(os.path.expanduser(question.data))
         path = os.path.abspath(os.path.expanduser(question.data)) if is_here else question.data
         content["dataset"] = {"path": path}
+    if question.image_max_pixels is not None:
+        content["image_max_pixels"] = question.image_max_pixels
     content["stage1_profile"] = {"batch_size": 1}
     if question.serving not in (None, TRANSFORMERS):
         content["serving"] = question.serving
