@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 
 import oracle_trainer as oracle
 import torch
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from train_runs import run_ranks
 
 from whichlora.calibration.load import model_of, refit
@@ -146,8 +146,12 @@ def half_frozen_adapters(model: Any) -> None:
             parameter.requires_grad = False
 
 
-def prefix_tuning(model: Any) -> Any:
-    return get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+class OwnConfig(LoraConfig):
+    """Of a variant that only its author knows."""
+
+
+def own_adapters(model: Any) -> Any:
+    return get_peft_model(model, OwnConfig(r=4, target_modules=["q_proj"]))
 
 
 def narrow_adapters(model: Any) -> None:
@@ -161,7 +165,7 @@ REFUSED: list[tuple[str, oracle.Case, Any, str]] = [
     ("two adapters", PLAIN, two_adapters, "2 adapters are loaded (default, second)"),
     ("frozen layer", FULL, frozen_layer, "weights are frozen and there is no adapter"),
     ("frozen adapters", PLAIN, half_frozen_adapters, "parameters are trained, its settings"),
-    ("prefix tuning", FULL, prefix_tuning, "adapters of peft.PrefixTuningConfig are not modelled"),
+    ("own adapters", FULL, own_adapters, "OwnConfig are not modelled"),
     (
         "rank pattern",
         replace(PLAIN, adapter={"rank_pattern": {"q_proj": 4}}),
