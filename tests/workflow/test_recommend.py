@@ -14,7 +14,7 @@ from plan_runs import Silent
 from whichlora.api import recommend as recommended
 from whichlora.cli import main
 from whichlora.errors import ConfigError
-from whichlora.workflow import estimates
+from whichlora.workflow import estimates, session
 from whichlora.workflow.recommend import Question, plan_content, recommend
 from whichlora.workflow.run import run_plan
 
@@ -239,3 +239,16 @@ def test_a_model_whose_images_fill_the_rows_is_left_out_of_a_plan(seen: Path) ->
     assert longer.winner.run.model == SQUARES
     with pytest.raises(ConfigError, match="no row has room within 2048 tokens"):
         recommend(replace(asked, models=(SQUARES,)), progress=Silent())
+
+
+def test_a_shortlist_has_no_model_whose_images_fill_the_rows(
+    seen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "MANY", 0)
+    models = (SQUARES, SEES)
+    answer = recommend(
+        Question(gpu="4090", data=str(seen), models=models), progress=Silent()
+    ).answer
+    assert answer.winner is not None
+    assert answer.winner.run.model == SEES
+    assert [refused.model for refused in answer.refused] == [SQUARES]

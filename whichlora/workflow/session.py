@@ -202,13 +202,14 @@ class Session:
         limits, objective = self.limits, self.plan.objective
         device = float(self.gpu.memory_bytes)
         serving = self.plan.most_gpus * device
-        places = [objective.place(name, model.num_params) for name, model in self.models.items()]
+        readers = self.plan.models
+        places = [objective.place(name, self.models[name].num_params) for name in readers]
         requirements = Requirements(
             inference_s=limits.time_per_token_s or math.inf,
             inference_bytes=min(serving, limits.inference_bytes or serving),
             total_s=limits.total_time_s or math.inf,
             finetune_bytes=min(device, limits.finetune_bytes or device),
-            tier=dict(zip(self.models, tiers(places), strict=True)),
+            tier=dict(zip(readers, tiers(places), strict=True)),
             prefer=objective.prefer,
             confidence=least_chance(self.plan),
         )
