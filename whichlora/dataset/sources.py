@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from whichlora.dataset import assumed
@@ -42,6 +43,17 @@ def open_dataset(config: DatasetConfig, rows: Rows = "texts") -> BaseDataset:
         DataFileError: a file that can't be read, with the line.
     """
     return _OPENERS[config.kind](config, rows)
+
+
+def has_images(path: str) -> bool:
+    """Whether the first row of a file has images, and so all do.
+
+    Raises:
+        DataFileError: the row can't be read, with its line.
+    """
+    config = DatasetConfig(path=path)
+    first, _ = _read_examples([Path(path)], config, "texts", most=1)
+    return any(DataFormat.of(example).images for example in first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,13 +282,19 @@ def _read_examples(
     config: DatasetConfig,
     rows: Rows,
     expected: DataFormat | None = None,
+    *,
+    most: int | None = None,
 ) -> tuple[list[Example], str]:
-    """The example of every row, and the columns that it is made of, in words."""
+    """The example of every row, and the columns that it is made of, in words.
+
+    Args:
+        most: rows that are read of a file.
+    """
     examples: list[Example] = []
     render: Callable[[Row], Example] | None = None
     columns = ""
     for path in paths:
-        for line, row in read_rows(path):
+        for line, row in islice(read_rows(path), most):
             try:
                 if render is None:
                     render, columns = rendering(config, row, rows)

@@ -12,7 +12,7 @@ from typing import Any
 
 from whichlora.config import parse_duration, plan_of
 from whichlora.config.document import write_document
-from whichlora.dataset import data_format, open_dataset
+from whichlora.dataset import has_images
 from whichlora.errors import ConfigError
 from whichlora.methods import with_method
 from whichlora.predict.advice import Advice, advice
@@ -23,7 +23,6 @@ from whichlora.serving import get_engine
 from whichlora.spec.costs import Offer, cheapest, own_price
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import MOST_GPUS
-from whichlora.spec.plan import DatasetConfig
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import MOST_COUNT, MOST_RATIO, TRANSFORMERS, RunConfig
 from whichlora.store.costs import find_grid, load_rates
@@ -315,12 +314,11 @@ def _models_that_see(question: Question) -> tuple[str, ...]:
     """The known models that see images, where the rows have some; else none.
 
     Raises:
-        ConfigError, DataFileError: as of `open_dataset`.
+        DataFileError: the first row can't be read.
     """
     if question.data is None or not os.path.isfile(os.path.expanduser(question.data)):
         return ()
-    path = os.path.abspath(os.path.expanduser(question.data))
-    if not data_format(open_dataset(DatasetConfig(path=path, validation_fraction=0.0))).images:
+    if not has_images(os.path.abspath(os.path.expanduser(question.data))):
         return ()
     found = (find_model(one.hub_id) for one in list_models())
     return tuple(one.name for one in found if one is not None and one.tower is not None)
