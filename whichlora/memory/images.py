@@ -185,7 +185,8 @@ class TowerStep(TrainingStep):
         in_projector = state + most(self.projected.forward, **self.forward.of_vectors) + held
         if not self.goes_backward:
             return largest(self.forward.working, in_projector)
-        # the loop names a block's input alone, not the embedded patches
+        # `saved_passes` counts embedded rows beside a layer's input; what a tower embeds is the
+        # input of its first block, which is among what is saved
         named_twice = 0 if self.run.gradient_checkpointing else state
         # patches are embedded before any block has saved a thing
         early = self.forward.embedding - self.saved_by_blocks.num_bytes

@@ -11,7 +11,14 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
-from whichlora.methods.base import RANK_SETTINGS, AdapterWork, Method, given, no_shapes
+from whichlora.methods.base import (
+    RANK_SETTINGS,
+    AdapterWork,
+    Method,
+    given,
+    no_shapes,
+    read_options,
+)
 from whichlora.methods.operators import counted
 from whichlora.spec.architecture import Attention, LayerGroup, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes
@@ -184,9 +191,7 @@ def peft_config(run: RunConfig) -> dict[str, Any]:
 
 
 def read_peft(config: Any) -> Mapping[str, Any]:
-    values = ((option, getattr(config, option.name)) for option in _OPTIONS)
-    stated = (pair for pair in values if pair[1] != pair[0].default)
-    return {"method_options": tuple(sorted((option.name, value) for option, value in stated))}
+    return {"method_options": read_options(config, _OPTIONS)["method_options"]}
 
 
 METHOD = Method(

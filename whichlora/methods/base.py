@@ -230,7 +230,7 @@ def read_options(
             raise ConfigError(f"{kind}.{name}={value!r} is not modelled")
     values = ((option, getattr(config, option.name)) for option in options)
     return {
-        "modules_to_save": tuple(sorted(config.modules_to_save or ())),
+        "modules_to_save": tuple(sorted(getattr(config, "modules_to_save", None) or ())),
         "method_options": tuple(
             sorted((option.name, value) for option, value in values if value != option.default)
         ),

@@ -5,14 +5,13 @@ Eyuboglu et al. 2025, arXiv:2506.06266; peft 0.21.2 `tuners/cartridge`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods import prefix_tuning, prompt_tuning
-from whichlora.methods.base import OuterTensor, read_options, stated_options
+from whichlora.methods.base import OuterTensor
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
@@ -49,15 +48,6 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     return {"prefix_tokens": tokens, "outer_tensors": bound}
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return prompt_tuning.peft_config(run) | stated_options(run, _OPTIONS)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    plain = {"num_transformer_submodules": (1,)}
-    return {"method_options": read_options(config, _OPTIONS, plain=plain)["method_options"]}
-
-
 def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
     return ("cartridge: without gradient checkpointing, which would drop its keys and values",)
 
@@ -67,8 +57,8 @@ METHOD = replace(
     name="cartridge",
     summary="prefix tuning that starts as the cache of a text, its first token frozen",
     peft_class="peft.CartridgeConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=partial(prompt_tuning.peft_config, options=_OPTIONS),
+    read_peft=partial(prompt_tuning.read_peft, options=_OPTIONS),
     options=_OPTIONS,
     with_options=with_options,
     find_targets=partial(prefix_tuning.no_targets, method="cartridge"),

@@ -5,13 +5,12 @@ Liu et al. 2021, arXiv:2103.10385; peft 0.21.2 `tuners/p_tuning`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from whichlora.methods import prompt_tuning
-from whichlora.methods.base import OuterTensor, read_options, stated_options
+from whichlora.methods.base import OuterTensor
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
@@ -58,29 +57,17 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return prompt_tuning.peft_config(run) | stated_options(run, _OPTIONS)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    kind = config.encoder_reparameterization_type
-    plain = {
-        "num_transformer_submodules": (1,),
-        "encoder_reparameterization_type": ("MLP",) if kind == "MLP" else (),
-    }
-    options = dict(read_options(config, _OPTIONS, plain=plain)["method_options"])
-    if options.get(_HIDDEN.name) == config.token_dim:  # PEFT fills it in
-        options.pop(_HIDDEN.name, None)
-    return {"method_options": tuple(sorted(options.items()))}
-
-
 METHOD = replace(
     prompt_tuning.METHOD,
     name="p-tuning",
     summary="tokens before each sequence, whose embeddings an encoder makes in training",
     peft_class="peft.PromptEncoderConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=partial(prompt_tuning.peft_config, options=_OPTIONS),
+    read_peft=partial(
+        prompt_tuning.read_peft,
+        options=_OPTIONS,
+        plain={"encoder_reparameterization_type": ("MLP",)},
+    ),
     options=_OPTIONS,
     with_options=with_options,
     outer_tensors=outer_tensors,

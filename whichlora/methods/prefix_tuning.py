@@ -5,14 +5,14 @@ Li and Liang 2021, arXiv:2101.00190; peft 0.21.2 `tuners/prefix_tuning`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods import prompt_tuning
-from whichlora.methods.base import OuterTensor, read_options, stated_options
+from whichlora.methods.base import OuterTensor
 from whichlora.spec.architecture import Attention, ModelSpec
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
@@ -122,20 +122,8 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     return {"prefix_tokens": tokens, "outer_tensors": bound}
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return prompt_tuning.peft_config(run) | stated_options(run, _OPTIONS)
-
-
 def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
     return ("prefix-tuning: without gradient checkpointing, which would drop its keys and values",)
-
-
-def read_peft(config: Any) -> Mapping[str, Any]:
-    plain = {"num_transformer_submodules": (1,)}
-    options = dict(read_options(config, _OPTIONS, plain=plain)["method_options"])
-    if options.get(_HIDDEN.name) == config.token_dim:  # PEFT fills it in
-        options.pop(_HIDDEN.name, None)
-    return {"method_options": tuple(sorted(options.items()))}
 
 
 METHOD = replace(
@@ -143,8 +131,8 @@ METHOD = replace(
     name="prefix-tuning",
     summary="trained keys and values before each sequence's in every layer",
     peft_class="peft.PrefixTuningConfig",
-    peft_config=peft_config,
-    read_peft=read_peft,
+    peft_config=partial(prompt_tuning.peft_config, options=_OPTIONS),
+    read_peft=partial(prompt_tuning.read_peft, options=_OPTIONS),
     options=_OPTIONS,
     with_options=with_options,
     virtual_tokens=0,

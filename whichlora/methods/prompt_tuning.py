@@ -5,8 +5,9 @@ Lester et al. 2021, arXiv:2104.08691; peft 0.21.2 `tuners/prompt_tuning`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from whichlora.errors import ConfigError
@@ -57,13 +58,21 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     return {"virtual_tokens": tokens, "outer_tensors": partial(outer_tensors, tokens=tokens)}
 
 
-def peft_config(run: RunConfig) -> dict[str, Any]:
-    return {VIRTUAL_TOKENS.name: num_virtual_tokens(run)} | stated_options(run, OPTIONS)
+def peft_config(run: RunConfig, *, options: Sequence[Option] = OPTIONS) -> dict[str, Any]:
+    return {VIRTUAL_TOKENS.name: num_virtual_tokens(run)} | stated_options(run, options)
 
 
-def read_peft(config: Any) -> Mapping[str, Any]:
-    plain = {"num_transformer_submodules": (1,)}
-    return {"method_options": read_options(config, OPTIONS, plain=plain)["method_options"]}
+def read_peft(
+    config: Any,
+    *,
+    options: Sequence[Option] = OPTIONS,
+    plain: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+) -> Mapping[str, Any]:
+    """Its `options`; a width of an encoder that PEFT filled in is left out."""
+    accepted = {"num_transformer_submodules": (1,), **plain}
+    stated = read_options(config, options, plain=accepted)["method_options"]
+    filled_in = ("encoder_hidden_size", config.token_dim)
+    return {"method_options": tuple(pair for pair in stated if pair != filled_in)}
 
 
 METHOD = Method(

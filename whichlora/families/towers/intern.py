@@ -99,15 +99,9 @@ def internvl(vision: Fields, text: Fields) -> Tower:
             "are not known to the formulas; accepted are -1, default, layer_norm and rms_norm"
         )
     width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
-    side, patch, out = (
-        _side(vision, "image_size"),
-        _side(vision, "patch_size"),
-        text.size("hidden_size"),
-    )
-    channels, merge = (
-        vision.size("num_channels"),
-        round(1 / (text.number_or_none("downsample_ratio") or 0.5)) ** 2,
-    )
+    side, patch = _side(vision, "image_size"), _side(vision, "patch_size")
+    channels, out = vision.size("num_channels"), text.size("hidden_size")
+    merge = round(1 / (text.number_or_none("downsample_ratio") or 0.5)) ** 2
     patches = (side // patch) ** 2
     attention = self_attention(
         width,
@@ -127,7 +121,7 @@ def internvl(vision: Fields, text: Fields) -> Tower:
     )
     made = replace(made, scales_channels=True, other_params=2 * width)
     positions = (patches + 1) * width * vision.flag("use_absolute_position_embeddings")
-    last = () if vision.flag("use_mean_pooling") else (2 * width,)
+    normalises = not vision.flag("use_mean_pooling")
     return Tower(
         stack=stack(
             vision,
@@ -137,7 +131,7 @@ def internvl(vision: Fields, text: Fields) -> Tower:
             other_params=dense(channels * patch**2, width)
             + width  # the token of the square
             + positions
-            + sum(last)
+            + 2 * width * normalises
             + 2 * merge * width,  # the projector's norm
             embeds_in_steps=True,
         ),
@@ -147,5 +141,5 @@ def internvl(vision: Fields, text: Fields) -> Tower:
         merge=merge,
         copies=0,
         embedded=(2 * width, 0),  # joined with the token of the square, and the sum with positions
-        normalises=bool(last),
+        normalises=normalises,
     )
