@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from whichlora.errors import ConfigError
 from whichlora.families.fields import Fields
+from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import dense, matrices, stack
 from whichlora.families.towers.siglip import siglip_groups
 from whichlora.spec.architecture import ImageGrid, Norm, Tower
@@ -147,3 +149,28 @@ def llava(vision: Fields, text: Fields) -> Tower:
         embedded=(3 * width, 0),  # what the kernel returns, joined, and its sum with the positions
         holds_narrow=False,
     )
+
+
+_CLIP = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "hidden_act": "quick_gelu",
+    "image_size": 224,
+    "patch_size": 32,
+}
+_AROUND = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+_RESOLUTIONS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+TYPES: Mapping[str, Multimodal] = {
+    "llava": Multimodal(text="llama", tied=False, images=llava, defaults=_CLIP, around=_AROUND),
+    "llava_next": Multimodal(
+        text="llama",
+        tied=False,
+        hands_on_cache=True,
+        images=llava_next,
+        defaults=_CLIP,
+        around=_AROUND | {"image_grid_pinpoints": _RESOLUTIONS},
+    ),
+}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from whichlora.errors import ConfigError
 from whichlora.families.fields import Fields
+from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import block, dense, matrices, self_attention, stack
 from whichlora.spec.architecture import ImageGrid, LayerGroup, Norm, NormKind, Tower
 
@@ -143,3 +144,33 @@ def internvl(vision: Fields, text: Fields) -> Tower:
         embedded=(2 * width, 0),  # joined with the token of the square, and the sum with positions
         normalises=normalises,
     )
+
+
+_INTERN = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "hidden_act": "gelu",
+    "norm_type": "layer_norm",
+    "image_size": 448,
+    "patch_size": 14,
+    "num_channels": 3,
+    "use_absolute_position_embeddings": True,
+    "use_mean_pooling": True,
+}
+TYPES: Mapping[str, Multimodal] = {
+    "internvl": Multimodal(
+        text="qwen2",
+        tied=True,
+        images=internvl,
+        defaults=_INTERN,
+        around={
+            "downsample_ratio": 0.5,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "default",
+        },
+    )
+}

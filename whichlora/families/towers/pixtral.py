@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whichlora.families.fields import Fields
+from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import block, matrices, self_attention, stack
 from whichlora.spec.architecture import ImageGrid, LayerGroup, Norm, Tower
 
@@ -103,3 +105,25 @@ def mistral3(vision: Fields, text: Fields) -> Tower:
         num_embedded=2,  # what the kernel returned has views in a list
         holds_narrow=False,
     )
+
+
+_PIXTRAL = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_channels": 3,
+    "hidden_act": "gelu",
+    "image_size": 1540,
+    "patch_size": 14,
+}
+TYPES: Mapping[str, Multimodal] = {
+    "mistral3": Multimodal(
+        text="mistral",
+        tied=True,
+        hands_on_cache=True,
+        images=mistral3,
+        defaults=_PIXTRAL,
+        around={"spatial_merge_size": 2},
+    )
+}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from whichlora.errors import ConfigError
 from whichlora.families.fields import Fields
+from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import block, dense, matrices, self_attention, stack
 from whichlora.spec.architecture import Attention, ImageGrid, Layer, LayerGroup, Tower
 
@@ -192,7 +194,10 @@ def _gated(vision: Fields, width: int, wide: int, *, segment: int) -> Layer:
 
 
 def qwen3(vision: Fields, text: Fields) -> Tower:
-    """`Qwen3VLVisionModel`, which also merges what a few blocks in between return."""
+    """`Qwen3VLVisionModel`, which also merges what a few blocks in between return.
+
+    `Qwen3_5VisionModel` merges the last block's alone.
+    """
     width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
     merged = width * vision.size("spatial_merge_size") ** 2
     deep = len(vision.indices("deepstack_visual_indexes"))
@@ -230,3 +235,58 @@ def qwen3(vision: Fields, text: Fields) -> Tower:
         embedded=(5 * width, 4 * width),
         positions=width,
     )
+
+
+_QWEN2 = {
+    "depth": 32,
+    "embed_dim": 1280,
+    "hidden_size": 3584,
+    "mlp_ratio": 4,
+    "in_channels": 3,
+    "num_heads": 16,
+    "hidden_act": "quick_gelu",
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN2_5 = _QWEN2 | {
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "out_hidden_size": 3584,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+_QWEN3 = {
+    "depth": 27,
+    "num_heads": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+}
+_QWEN3_5 = Multimodal(
+    text="qwen3_5_text",
+    tied=False,
+    images=qwen3,
+    reads_images=False,
+    defaults=_QWEN3,
+    causal=True,
+    splits=True,
+)
+TYPES: Mapping[str, Multimodal] = {
+    "qwen2_vl": Multimodal(text="qwen2_vl_text", tied=False, images=qwen2, defaults=_QWEN2),
+    "qwen2_5_vl": Multimodal(text="qwen2_5_vl_text", tied=False, images=qwen2_5, defaults=_QWEN2_5),
+    "qwen3_vl": Multimodal(
+        text="qwen3_vl_text",
+        tied=False,
+        images=qwen3,
+        defaults=_QWEN3 | {"deepstack_visual_indexes": [8, 16, 24]},
+    ),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": replace(_QWEN3_5, text="qwen3_5_moe_text"),
+}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whichlora.families.fields import Fields
+from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import block, dense, matrices, self_attention, stack
 from whichlora.spec.architecture import ImageGrid, LayerGroup, Linear, Tower
 
@@ -87,3 +89,26 @@ def gemma3(vision: Fields, text: Fields) -> Tower:
         normalises=True,
         masks_text=True,
     )
+
+
+_SIGLIP = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 16,
+    "vision_use_head": True,
+    "num_attention_heads": 12,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+TYPES: Mapping[str, Multimodal] = {
+    "gemma3": Multimodal(
+        text="gemma3_text",
+        tied=True,
+        causal=True,
+        images=gemma3,
+        defaults=_SIGLIP,
+        around={"mm_tokens_per_image": 256},
+    )
+}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whichlora.families.fields import Fields
+from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import dense, matrices, stack
 from whichlora.families.towers.siglip import siglip_groups
 from whichlora.spec.architecture import ImageGrid, Tower
@@ -111,3 +113,24 @@ def smolvlm(vision: Fields, text: Fields) -> Tower:
         normalises=True,
         stacks_rows=True,
     )
+
+
+_SMOLVLM = {
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+_SPLIT = Multimodal(
+    text="llama",
+    tied=False,
+    hands_on_cache=True,
+    images=smolvlm,
+    defaults=_SMOLVLM,
+    around={"scale_factor": 2},
+)
+TYPES: Mapping[str, Multimodal] = {"idefics3": _SPLIT, "smolvlm": _SPLIT}

@@ -1,0 +1,44 @@
+"""What a type of models that see declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from whichlora.families.fields import Fields
+from whichlora.spec.architecture import Linear, Tower
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multimodal:
+    """Where a multimodal type keeps its parts.
+
+    Args:
+        text: model_type of the text tower where its config does not say.
+        tied: whether the head is tied where the config does not say.
+        tower: vision config, text facts -> parameters outside the text tower.
+        defaults: of the vision config.
+        around: keys of the outer config that the tower reads, with their defaults.
+        linears: so its matrices, which PEFT's all-linear and bitsandbytes reach.
+        images: so its blocks; a tower that has none of these is counted, and no image passes it.
+        reads_images: False where no trace has confirmed what images do in these blocks: they are
+            counted alone.
+        causal: `AutoModelForCausalLM` knows the type. Source: transformers 5.23
+            `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
+        splits: that class loads the text tower alone.
+        hands_on_cache: the outer model hands its own `use_cache` on to the text's.
+            Source: transformers 5.23 `merge_with_config_defaults` over its forward.
+    """
+
+    text: str
+    tied: bool
+    defaults: Mapping[str, Any]
+    tower: Callable[[Fields, Fields], int] = lambda *_: 0
+    linears: Callable[[Fields, Fields], tuple[Linear, ...]] = lambda *_: ()
+    images: Callable[[Fields, Fields], Tower] | None = None
+    reads_images: bool = True
+    causal: bool = False
+    splits: bool = False
+    hands_on_cache: bool = False
+    around: Mapping[str, Any] = field(default_factory=dict)
