@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +130,14 @@ def refuse_copy(name: str) -> str:
 
 
 def _match(name: str) -> str | None:
-    index = _index()
+    return _match_in(name.strip(), *_sources())
+
+
+@lru_cache(maxsize=1024)  # every answer of the page asks for its model again
+def _match_in(name: str, *sources: Any) -> str | None:
+    index = _index_of(*sources)
     params = {stem: _record(stem, index).params for stem in index["models"]}
-    return match(name.strip(), _preferred_names(), params)
+    return match(name, _preferred_names(*sources), params)
 
 
 def _is_path_or_hub_id(name: str) -> bool:
@@ -141,9 +146,10 @@ def _is_path_or_hub_id(name: str) -> bool:
     )
 
 
-def _preferred_names() -> dict[str, str]:
+@cache
+def _preferred_names(*sources: Any) -> Mapping[str, str]:
     """Every name in the hub's letter case to its architecture, each hub id before its aliases."""
-    index = _index()
+    index = _index_of(*sources)
     records = {stem: _record(stem, index) for stem in index["models"]}
     return {
         name: stem
@@ -155,7 +161,7 @@ def _preferred_names() -> dict[str, str]:
 
 def near_matches(name: str, limit: int = MAX_NEAR) -> tuple[str, ...]:
     """Hub ids and aliases spelled most like `name`, best first, one per architecture."""
-    stems = _preferred_names()
+    stems = _preferred_names(*_sources())
     best: dict[str, str] = {}
     with contextlib.suppress(ConfigError):
         meant = _match(name.rpartition("/")[2])
@@ -175,18 +181,21 @@ def _path(stem: str) -> Path:
 
 
 def _index() -> Mapping[str, Any]:
-    """What both folders hold: a packaged name always means the packaged model."""
+    return _index_of(*_sources())
+
+
+def _sources() -> tuple[Path, Path | None, int]:
+    """The packaged folder, the user's own, and when a file changed last in that one (ns)."""
     own = user_models_folder()
-    packaged = _packaged_index(_folder())
-    if not own.is_dir():
-        return packaged
-    return _with_own(_folder(), own, own.stat().st_mtime_ns)
+    return (_folder(), own, own.stat().st_mtime_ns) if own.is_dir() else (_folder(), None, 0)
 
 
 @cache
-def _with_own(folder: Path, own: Path, changed_ns: int) -> Mapping[str, Any]:
-    """The index of `folder` with what `own` adds, where a file changed last at `changed_ns`."""
+def _index_of(folder: Path, own: Path | None, changed_ns: int) -> Mapping[str, Any]:
+    """What both folders hold: a packaged name always means the packaged model."""
     packaged = _packaged_index(folder)
+    if own is None:
+        return packaged
     added = index_of({path.stem: _checked_entry(path) for path in sorted(own.glob("*--*.json"))})
     return {
         "names": {**added["names"], **packaged["names"]},
@@ -292,11 +301,11 @@ def _stem(name: str, index: Mapping[str, Any]) -> str | None:
 
 
 def _record(stem: str, index: Mapping[str, Any]) -> ModelRecord:
-    where = f"{_folder() / 'index.json'}: models.{stem}"
     try:
         values = index["models"][stem]
         return ModelRecord(**{**values, "aliases": tuple(values["aliases"])})
     except (KeyError, TypeError) as error:
+        where = f"{_folder() / 'index.json'}: models.{stem}"
         raise DataFileError(f"{where}: {error}; reinstall whichlora") from error
 
 
