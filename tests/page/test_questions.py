@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from io import BytesIO
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,13 @@ def parts(question: Question) -> list[dict[str, Any]]:
     return [json.loads(part) for part in answer(json.dumps(question))]
 
 
+def settled(question: Question) -> dict[str, Any]:
+    """What is said of the runs once the allocator's whole replay is known."""
+    every = map(json.loads, answer(json.dumps(question)))
+    *_, last = takewhile(lambda part: part["part"] in ("run", "compare"), every)
+    return last
+
+
 def printed(command_line: str) -> str:
     program, *arguments = shlex.split(command_line)
     assert program == "whichlora"
@@ -71,7 +79,7 @@ def printed(command_line: str) -> str:
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: "-".join(question.values()))
 def test_the_command_of_an_answer_prints_the_same_bytes(question: Question) -> None:
-    run = next(json.loads(part) for part in answer(json.dumps(question)))
+    run = settled(question)
     assert run["part"] == "run", run
     assert printed(run["commands"][0]) == run["document"] + "\n"
     (prediction,) = json.loads(run["document"])["predictions"]
@@ -115,9 +123,8 @@ DATA = {"data": "train data.jsonl", "epochs": "3"}
 def test_files_data_and_several_cards_are_answered_as_the_command_line_does(
     question: Question, chosen: Path
 ) -> None:
-    first = next(json.loads(part) for part in answer(json.dumps(question)))
-    assert first["part"] in ("run", "compare"), first
-    ours, printed_ones = json.loads(first["document"]), json.loads(printed(first["commands"][0]))
+    said = settled(question)
+    ours, printed_ones = json.loads(said["document"]), json.loads(printed(said["commands"][0]))
     for prediction in [*ours["predictions"], *printed_ones["predictions"]]:
         prediction["notes"] = [
             note for note in prediction["notes"] if not note.startswith("lengths are estimated")
@@ -127,7 +134,8 @@ def test_files_data_and_several_cards_are_answered_as_the_command_line_does(
 
 def test_with_data_the_page_says_what_the_training_takes_and_costs(chosen: Path) -> None:
     question = {"gpu": "l4", "model": LLAMA, "method": "qlora", **DATA}
-    run, largest, *tables = parts(question)
+    first, run, largest, *tables = parts(question)
+    assert first["need"] != run["need"]  # the whole replay reserves more than its beginning
     facts = {name: (value, more) for name, value, more in run["facts"]}
     training = json.loads(run["document"])["predictions"][0]["training"]
     assert facts["Data"][0] == "196 rows"
@@ -165,7 +173,7 @@ def test_models_and_cards_have_costs_and_the_cheapest_is_that_of_the_command_lin
 
 
 def test_cards_beside_each_other_have_prices_and_the_largest_batches(chosen: Path) -> None:
-    first, last = parts({"gpu": "2x3090,a6000", "model": LLAMA, "method": "qlora"})
+    first, *_, last = parts({"gpu": "2x3090,a6000", "model": LLAMA, "method": "qlora"})
     assert [row["name"] for row in last["rows"]] == ["2 x rtx-3090-24gb", "rtx-a6000-48gb"]
     column = first["columns"].index("Largest batch") - 1
     assert {row["cells"][column] for row in first["rows"]} == {"…"}

@@ -64,12 +64,15 @@ class EventList:
         peak_bytes, large_peak_bytes, small_peak_bytes: the most bytes alive at once, of all
             tensors, of large ones, of small ones.
         skips_steps: decoding steps are left out.
+        num_early: of `plays`, after which most runs reserve nothing more; None where no such is
+            known.
     """
 
     def __init__(self) -> None:
         self.plays: list[tuple[Requests, int]] = []
         self.peak_bytes = self.large_peak_bytes = self.small_peak_bytes = 0
         self.skips_steps = False
+        self.num_early: int | None = None
         self._live_bytes = self._small_bytes = 0
         self._next = 0
         self._sizes: dict[int, int] = {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,6 +20,21 @@ from whichlora.spec.numeric import round_up
 _AGREES = 0.01  # of the peak: further off, a tensor that matters is missing among the events
 # Of the backends whose rules are public: bytes of what serves small requests.
 _SMALL_POOL_STEP = {"segments": SMALL_SEGMENT_BYTES, "heaps": SMALL_HEAP_BYTES}
+_IS_EARLY: ContextVar[bool] = ContextVar("is_early", default=False)
+
+
+@contextmanager
+def early_replays() -> Iterator[None]:
+    """Inside, a replay of training ends after a few layers of the first backward.
+
+    That is a fifth of its requests. What is reserved by then is what the whole run reserves,
+    unless the optimizer's states, or blocks between others, need more.
+    """
+    token = _IS_EARLY.set(True)
+    try:
+        yield
+    finally:
+        _IS_EARLY.reset(token)
 
 
 class _Replayed(NamedTuple):
@@ -45,7 +63,8 @@ class _OnAnyCard:
     def __init__(self, run: TrainingStep | Generation) -> None:
         self.run = run
         names = (field.name for field in fields(run) if field.name != "gpu")
-        self._key = (type(run), run.gpu.kind, *(getattr(run, name) for name in names))
+        of_run = (getattr(run, name) for name in names)
+        self._key = (_IS_EARLY.get(), type(run), run.gpu.kind, *of_run)
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -60,10 +79,10 @@ def _replay(*, in_heaps: bool, expandable_segments: bool) -> LargeReplay | HeapR
 
 @lru_cache(maxsize=8)  # a fifth of the alternatives of an explanation have the requests of another
 def _replayed_once(
-    requests: EventList, *, in_heaps: bool, expandable_segments: bool
+    requests: EventList, *, in_heaps: bool, expandable_segments: bool, is_early: bool
 ) -> tuple[int, int]:
     replayed = _replay(in_heaps=in_heaps, expandable_segments=expandable_segments)
-    replayed.play(requests.plays)
+    replayed.play(requests.plays[: requests.num_early if is_early else None])
     return replayed.peak_allocated_bytes, replayed.reserved_bytes
 
 
@@ -75,6 +94,7 @@ def _replayed_training(step: TrainingStep) -> _Replayed | None:
         requests,
         in_heaps=step.gpu.backend.allocator == "heaps",
         expandable_segments=bool(step.run.expandable_segments),
+        is_early=_IS_EARLY.get(),
     )
     return _Replayed.of(requests, allocated_bytes=allocated_bytes, reserved_bytes=reserved_bytes)
 

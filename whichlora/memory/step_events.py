@@ -34,6 +34,7 @@ from whichlora.symbolic.layer import layer_events, stream_bytes
 from whichlora.symbolic.token_embeddings import embedding_events
 
 _STEPS = 2  # the optimizer's states are there from the second on
+_EARLY_LAYERS = 3  # of the first backward
 
 
 @dataclass(slots=True)
@@ -318,13 +319,20 @@ class StepEvents(BlockPlayer):
         """From the `gradient` of its result to that of the looked-up rows."""
         if stack.end is not None:
             gradient = self._backward(stack.end, gradient)
-        for instance in reversed(stack.instances):
+        for number, instance in enumerate(reversed(stack.instances)):
+            if number == _EARLY_LAYERS:
+                self._note_early()
             gradient = self._backward(instance, gradient)
             self._after_layer(instance)
         if stack.embedded is not None and stack.embedded.block.events.backward:
             gradient = self._backward(stack.embedded, gradient)
         if self._holders.get(gradient):
             self._let_go(gradient)
+
+    def _note_early(self) -> None:
+        """Full fine-tuning has no early part: states of its optimizer decide what is reserved."""
+        if self.list.num_early is None and not self.step.method.trains_base:
+            self.list.num_early = len(self.list.plays)
 
     def _free_hidden(self, stacks: list[_Stack]) -> None:
         """The graph goes, with what bypasses the saved-tensor hooks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from whichlora.memory.reserved import early_replays
 from whichlora.page.asked import HEADLINES, UNKNOWN, Asked, Part, document, link
 from whichlora.page.form import command
 from whichlora.predict.cost_words import of_training, per_hour, per_million, price_lines
@@ -15,9 +16,16 @@ from whichlora.units import format_bytes, format_count, format_seconds
 
 
 def compared_parts(asked: Asked, gpus: Sequence[str]) -> Iterator[Part]:
-    """The table at once, and again with the largest batches."""
+    """The table at once, again if whole replays say otherwise, and with the largest batches."""
+    with early_replays():
+        answers = asked.predicted(gpus)
+    waiting = ["…"] * len(answers)
+    first = _part(asked, answers, waiting)
+    yield first
     answers = asked.predicted(gpus)
-    yield _part(asked, answers, ["…"] * len(answers))
+    whole = _part(asked, answers, waiting)
+    if whole != first:
+        yield whole
     is_one_type = not any("+" in gpu for gpu in gpus)
     if answers[0].run.phase == "finetune" and is_one_type:
         largest = asked.predicted(gpus, maximise="batch_size")

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from whichlora.config import DEFAULT_MODELS
 from whichlora.errors import ConfigError, WhichLoraError
+from whichlora.memory.reserved import early_replays
 from whichlora.page.asked import HEADLINES, Asked, Part, link
 from whichlora.page.compared import compared_parts
 from whichlora.page.every_card import card_parts
@@ -34,8 +35,9 @@ _ALL_ROWS = "every row is trained on here; `whichlora recommend` keeps 5 % for e
 def answer(text: str) -> Iterator[str]:
     """The parts of the answer to the question in `text`, both as JSON.
 
-    With a model, or a file that names one: "run", then "largest", then "cards" until all are
-    judged; of some cards "compare", twice; of any card "cards" alone. Without a model "models",
+    With a model, or a file that names one: "run", again if the whole replay of the allocator says
+    otherwise than its beginning, then "largest", then "cards" until all are judged; of some cards
+    "compare", as often; of any card "cards" alone. Without a model "models",
     the largest first. A fault is the last part, "refusal", with its message.
     """
     parts = parts_of({name: str(value) for name, value in json.loads(text).items()})
@@ -71,8 +73,13 @@ def parts_of(question: Question) -> Iterator[Part]:
 
 
 def _one_run(asked: Asked, gpu: str) -> Iterator[Part]:
-    answers = asked.predicted([gpu])
-    yield run_part(asked, answers)
+    with early_replays():
+        answers = asked.predicted([gpu])
+    first = run_part(asked, answers)
+    yield first
+    whole = run_part(asked, asked.predicted([gpu]))
+    if whole != first:
+        yield whole
     yield largest_part(asked, gpu)
     yield from card_parts(asked.at_length(answers[0].run.seq_len))
 
