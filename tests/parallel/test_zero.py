@@ -216,7 +216,7 @@ def test_the_embedding_is_gathered_while_its_gradient_is_reduced_last() -> None:
     step = training_step(job)
     assert zero3.trained_table_bytes(step) == 2 * 128_256 * 4096
     assert job.layout is not None
-    moments = job.layout.merged_ledger(step).moments
+    moments = job.layout.merged_ledger(job.layout.rank_kinds(step)).moments
     held = {entry.fact: entry.num_bytes for entry in moments["table_reduced"]}
     assert held[deepspeed.WAITING] == zero3.trained_table_bytes(step)
     assert held[zero3.LIVE_PARAMETERS] >= held[deepspeed.WAITING]

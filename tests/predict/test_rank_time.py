@@ -14,7 +14,7 @@ from whichlora.parallel import ddp
 from whichlora.parallel.base import Message, RankKind, Spread, Strategy
 from whichlora.parallel.layout import Layout
 from whichlora.predict.coefficients import Calibration, prior_calibration
-from whichlora.predict.predict import predict, predict_block, training_step
+from whichlora.predict.predict import predict, predict_block, rank_kinds
 from whichlora.predict.rank_time import count_ranks, judge_ranks, link_notes, links_of
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.links import LinkSpec
@@ -183,7 +183,7 @@ def resolved(strategy: Strategy, gpus: int = 4) -> ResolvedRun:
 def judged(strategy: Strategy, links: LinkSpec = MACHINES["hgx-a100"]) -> Any:
     job = resolved(strategy)
     assert job.layout is not None
-    counted = count_ranks(job.layout, training_step(job))
+    counted = count_ranks(job.layout, job.run, rank_kinds(job))
     return judge_ranks(counted, calibration().time["finetune"], links)
 
 

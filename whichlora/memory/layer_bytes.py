@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from whichlora.memory.entries import Tensor
 from whichlora.methods.base import NO_ADAPTERS, Method
@@ -26,6 +27,15 @@ from whichlora.symbolic.layer import (
 # The state decayed, what comes to it and their sum, in fp32, beside the cached one. Source:
 # transformers 5.23 `torch_recurrent_gated_delta_rule`, `mamba2_selective_state_update`.
 _STEP_STATES = 3
+_SUMMED = (  # over a layer with a mask and without
+    "saved",
+    "unsaved",
+    "held_by_later_layers",
+    "graph_behind_held",
+    "gathered",
+    "forward",
+    "backward",
+)
 WEIGHT_COPIES = ("weight, cast", "adapter, cast")  # as `operators` calls them
 
 
@@ -82,47 +92,87 @@ def layer_bytes(
 
     Kind: exact. Source: `symbolic.layer.layer_points`.
     """
+    count_of = _counted_once if is_plain(r, tokens, span) else _counted
+    of_layer = count_of(
+        layer,
+        targets,
+        dtypes,
+        method,
+        hidden_size=model.hidden_size,
+        stream=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
+        r=r,
+        tokens=tokens,
+        span=span,
+        checkpointed=bool(run.gradient_checkpointing),
+        reentrant=bool(run.use_reentrant),
+        accumulated=run.gradient_accumulation_steps > 1 or method.in_loss,
+        meets=meets,
+    )
+    return replace(of_layer, count=count)
+
+
+def _counted(
+    layer: Layer,
+    targets: tuple[str, ...],
+    dtypes: Dtypes,
+    method: Method,
+    *,
+    hidden_size: int,
+    stream: int,
+    r: Count,
+    tokens: Count,
+    span: Count,
+    checkpointed: bool,
+    reentrant: bool,
+    **graph: bool,
+) -> LayerBytes:
+    """One layer; args as of `layer_points`."""
     sizes = {"tokens": tokens, "span": span, "r": r}
     tensors: list[Tensor] = []
     held: list[Tensor] = []
-    values: dict[str, Count] = dict.fromkeys(
-        (
-            "saved",
-            "unsaved",
-            "held_by_later_layers",
-            "graph_behind_held",
-            "gathered",
-            "forward",
-            "backward",
-        ),
-        0,
-    )
+    values: dict[str, Count] = dict.fromkeys(_SUMMED, 0)
     before = evaluate(returned_probabilities(layer, dtypes), **sizes)
-    of_layer = _points_of(layer, model, targets, dtypes, method, run, span=span, meets=meets)
-    for share, points in of_layer:
+    for share, masked, ragged in layer_cases(layer, dtypes, span):  # with a mask, and without
+        points = layer_points(
+            layer,
+            hidden_size,
+            targets,
+            dtypes,
+            method,
+            masked=masked,
+            ragged=ragged,
+            reentrant=reentrant,
+            checkpointed=checkpointed,
+            stream=stream,
+            **graph,
+        )
         tensors.extend(listed_tensors(points.saved_tensors, share, tokens=tokens, span=span, r=r))
         held.extend(listed_tensors(points.held, share, tokens=tokens, span=span, r=r))
         maxima = _values(points, **sizes)
         for name, value in maxima.items():
             values[name] = values[name] + share * value
-    if run.gradient_checkpointing:  # else kept anyway
+    if checkpointed:  # else kept anyway
         values["forward"] = values["forward"] + before
-        if run.use_reentrant:  # a `Function` materializes gradients of unused results as zeros
+        if reentrant:  # a `Function` materializes gradients of unused results as zeros
             values["backward"] = values["backward"] + before
-    if not run.gradient_checkpointing or run.use_reentrant:  # its backward frees that graph
+    if not checkpointed or reentrant:  # its backward frees that graph
         values["graph_behind_held"] = 0
     # `CheckpointFunction.forward` of torch 2.13 runs the layer under `no_grad`, and the graph of
     # the second run dies in its `backward`: no node is left to hold anything as an attribute.
     # Without `use_reentrant` the nodes of the first forward stay
     return LayerBytes(
-        count=count,
-        stream_bytes=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
+        count=1,
+        stream_bytes=stream,
         tensors=tuple(tensors),
         copies=tuple(tensor for tensor in tensors if tensor.what.endswith(WEIGHT_COPIES)),
-        held=() if run.gradient_checkpointing and run.use_reentrant else tuple(held),
+        held=() if checkpointed and reentrant else tuple(held),
         gradients=_gradients(layer, targets, dtypes, method, r),
         **values,
     )
+
+
+# The strategies of several GPUs ask for the same layers, and so do lengths of a sweep.
+_counted_once = lru_cache(maxsize=256, typed=True)(_counted)
 
 
 def _gradients(
@@ -135,38 +185,6 @@ def _gradients(
     for norm in layer.norms:
         gradients = gradients + norm.num_params * dtypes.base_bytes * (norm.name in targets)
     return gradients
-
-
-def _points_of(
-    layer: Layer,
-    model: ModelSpec,
-    targets: tuple[str, ...],
-    dtypes: Dtypes,
-    method: Method,
-    run: RunConfig,
-    *,
-    span: Count,
-    meets: bool,
-) -> Iterator[tuple[Count, LayerPoints]]:
-    """The points with and without a mask: each with 1 where they hold, 0 elsewhere."""
-    for share, masked, ragged in layer_cases(layer, dtypes, span):
-        yield (
-            share,
-            layer_points(
-                layer,
-                model.hidden_size,
-                targets,
-                dtypes,
-                method,
-                masked=masked,
-                ragged=ragged,
-                accumulated=run.gradient_accumulation_steps > 1 or method.in_loss,
-                reentrant=bool(run.use_reentrant),
-                checkpointed=bool(run.gradient_checkpointing),
-                stream=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
-                meets=meets,
-            ),
-        )
 
 
 def reads_last(layer: Layer, dtypes: Dtypes) -> bool:

@@ -129,13 +129,12 @@ class Layout:
             moments = strategy.moments(kind, moments, spread)
         return replace(counted, moments=dict(moments))
 
-    def merged_ledger(self, step: TrainingStep) -> Ledger:
+    def merged_ledger(self, kinds: Sequence[RankKind]) -> Ledger:
         """The moments of every kind of rank: the largest is the peak of the rank that needs most.
 
         Where there are several kinds a moment is named after its ranks, such as
         "last stage: loss_backward".
         """
-        kinds = self.rank_kinds(step)
         if len(kinds) == 1:
             return self.ledger(kinds[0])
         ledgers = {kind.name: self.ledger(kind) for kind in kinds}

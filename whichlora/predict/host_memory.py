@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from whichlora.errors import ConfigError
-from whichlora.memory.step import TrainingStep
+from whichlora.parallel.base import RankKind
 from whichlora.parallel.layout import Layout
 from whichlora.spec.links import LinkSpec
 from whichlora.spec.numeric import added
@@ -13,14 +13,14 @@ from whichlora.spec.parallel import ParallelConfig
 from whichlora.units import format_bytes
 
 
-def pinned_bytes(layout: Layout, step: TrainingStep) -> int:
+def pinned_bytes(layout: Layout, kinds: Sequence[RankKind]) -> int:
     """Pinned host memory of the first node, whose ranks keep as much there as those of others.
 
     Kind: exact, of what a strategy pins; processes and the data that they load take more.
     Source: `Strategy.on_host`.
 
     Args:
-        step: of the whole model on one device.
+        kinds: of the ranks.
     """
     if not layout.may_use_host:
         return 0
@@ -28,7 +28,7 @@ def pinned_bytes(layout: Layout, step: TrainingStep) -> int:
     return sum(
         int(added(entry.num_bytes for entry in layout.on_host(kind)))
         * sum(number < per_node for number in kind.ranks)
-        for kind in layout.rank_kinds(step)
+        for kind in kinds
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from whichlora.memory.training import (
     trained_params,
     training_ledger,
 )
+from whichlora.parallel.base import RankKind
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.host_memory import host_fault, memory_of_node, pinned_bytes
 from whichlora.predict.judgement import (
@@ -94,10 +95,16 @@ def _served_sizes(job: ResolvedRun, changed: Mapping[str, Count]) -> dict[str, C
     return counts
 
 
-def ledger(job: ResolvedRun, **sizes: Count) -> Ledger:
+def rank_kinds(job: ResolvedRun, **sizes: Count) -> tuple[RankKind, ...]:
+    """The kinds of ranks of `job`, none on one GPU; args as of `ledger`."""
+    return () if job.layout is None else job.layout.rank_kinds(training_step(job, **sizes))
+
+
+def ledger(job: ResolvedRun, kinds: Sequence[RankKind] = (), **sizes: Count) -> Ledger:
     """The moments of `job`.
 
     Args:
+        kinds: of its ranks, where they are at hand.
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
     if job.run.phase == "inference":
@@ -105,9 +112,9 @@ def ledger(job: ResolvedRun, **sizes: Count) -> Ledger:
         if service is not None:
             return start_ledger(job, service.start)
         return inference_ledger(generation(job, **sizes))
-    step = training_step(job, **sizes)
     if job.layout is not None:
-        return job.layout.merged_ledger(step)
+        return job.layout.merged_ledger(kinds or rank_kinds(job, **sizes))
+    step = training_step(job, **sizes)
     counted, inner = training_ledger(step), rollout_job(job)
     if inner is None or inner.run.kv_cache == "vllm":  # the pool is among what a step holds
         return counted
@@ -311,13 +318,15 @@ def num_tokens(job: ResolvedRun, **sizes: Count) -> Count:
     return counts["batch_size"] * counts[made]
 
 
-def ledger_and_idle(job: ResolvedRun) -> tuple[Ledger, int | None]:
+def ledger_and_idle(job: ResolvedRun, kinds: Sequence[RankKind] = ()) -> tuple[Ledger, int | None]:
     """The moments of `job`, and what a replay says that the allocator keeps, if there is one.
+
+    Args as of `ledger`.
 
     Source: `memory.reserved`, where the events of the run are known.
     """
     if job.layout is not None or job.has_pool:  # no events are written of what these add
-        return ledger(job), None
+        return ledger(job, kinds), None
     run: TrainingStep | Generation
     if job.run.phase == "inference":
         run = generation(job)
@@ -329,12 +338,16 @@ def ledger_and_idle(job: ResolvedRun) -> tuple[Ledger, int | None]:
     return counted, replayed_idle_bytes(run, live_bytes=live_bytes)
 
 
-def run_moments(job: ResolvedRun) -> tuple[dict[str, dict[str, Count]], bool]:
+def run_moments(
+    job: ResolvedRun, kinds: Sequence[RankKind] = ()
+) -> tuple[dict[str, dict[str, Count]], bool]:
     """Bytes by part at each moment, and whether a replay narrows the allocator's interval.
+
+    Args as of `ledger`.
 
     It does so in training alone, where measured peaks have confirmed the narrower one.
     """
-    counted, idle_bytes = ledger_and_idle(job)
+    counted, idle_bytes = ledger_and_idle(job, kinds)
     moments = _by_part(job, counted)
     if idle_bytes is not None:
         moments = {name: parts | {"allocator": idle_bytes} for name, parts in moments.items()}
@@ -349,7 +362,8 @@ class CountedRun:
         moments: bytes by part at each that can be the peak.
         is_replayed: whether the allocator's part of them comes from a replay.
         passes: what one optimizer step is, or one generation.
-        ranks: what the ranks of several GPUs do instead.
+        kinds: of the ranks of several GPUs.
+        ranks: what they do instead.
         host_bytes: that all ranks of a node pin.
         service: the engine that serves it, started; None where memory is taken as needed.
     """
@@ -358,6 +372,7 @@ class CountedRun:
     moments: Mapping[str, Mapping[str, Count]]
     is_replayed: bool
     passes: tuple[Pass, ...]
+    kinds: tuple[RankKind, ...] = ()
     ranks: RanksWork | None = None
     host_bytes: int = 0
     service: Service | None = None
@@ -385,34 +400,40 @@ def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
         job.trainer.check(job.run)
     check_rollout(job)
     check_layout(job)
-    moments, is_replayed = run_moments(job) if replayed else (moment_parts(job), False)
-    ranks = ranks_work(job)
+    kinds = rank_kinds(job)
+    moments, is_replayed = run_moments(job, kinds) if replayed else (moment_parts(job), False)
+    ranks = ranks_work(job, kinds)
     return CountedRun(
         job=job,
         moments=moments,
         is_replayed=is_replayed,
         passes=passes(job) if ranks is None else (),
+        kinds=kinds,
         ranks=ranks,
-        host_bytes=host_bytes(job),
+        host_bytes=host_bytes(job, kinds),
     )
 
 
-def host_bytes(job: ResolvedRun, **sizes: Count) -> int:
+def host_bytes(job: ResolvedRun, kinds: Sequence[RankKind] = (), **sizes: Count) -> int:
     """Host memory that all ranks of a node of `job` pin; args as of `ledger`, no arrays.
 
     On one GPU these are the inputs of layers that a trainer keeps on the host.
     """
     if job.layout is not None:
-        return pinned_bytes(job.layout, training_step(job, **sizes))
+        return pinned_bytes(job.layout, kinds or rank_kinds(job, **sizes))
     run = job.run
     if run.phase != "finetune" or not run.gradient_checkpointing or not job.trainer.offloads(run):
         return 0
     return int(offloaded_bytes(job.model, tokens=run.batch_size * run.seq_len))
 
 
-def ranks_work(job: ResolvedRun, **sizes: Count) -> RanksWork | None:
+def ranks_work(
+    job: ResolvedRun, kinds: Sequence[RankKind] = (), **sizes: Count
+) -> RanksWork | None:
     """What the ranks of `job` compute and send; None on one GPU. Args as of `ledger`."""
-    return None if job.layout is None else count_ranks(job.layout, training_step(job, **sizes))
+    if job.layout is None:
+        return None
+    return count_ranks(job.layout, job.run, kinds or rank_kinds(job, **sizes))
 
 
 def check_layout(job: ResolvedRun) -> None:
@@ -706,7 +727,8 @@ def _several_gpus(
     return several_gpus(
         job,
         job.layout,
-        training_step(job),
+        counted.kinds,
+        counted.moments,
         calibration,
         ranks.communication,
         host_bytes=counted.host_bytes,
@@ -764,7 +786,9 @@ def count_block(job: ResolvedRun, axes: Mapping[str, Count]) -> CountedBlock:
 
     check_layout(job)
 
-    sizes = {name: np.asarray(values, dtype=np.float64) for name, values in axes.items()}
+    sizes: dict[str, Count] = {
+        name: np.asarray(values, dtype=np.float64) for name, values in axes.items()
+    }
     return CountedBlock(
         job=job,
         shape=np.broadcast_shapes(*(values.shape for values in sizes.values())),

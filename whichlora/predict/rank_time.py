@@ -28,6 +28,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.links import LinkSpec, NetworkSpec
 from whichlora.spec.numeric import Real, sqrt, where
 from whichlora.spec.parallel import AUTO_INTERCONNECT, ParallelConfig
+from whichlora.spec.run import RunConfig
 from whichlora.timing import model as timing
 from whichlora.timing import work
 from whichlora.timing.links import host_update_s
@@ -155,22 +156,21 @@ class RanksWork:
 
 def count_ranks(
     layout: Layout,
-    step: TrainingStep,
+    run: RunConfig,
+    kinds: Sequence[RankKind],
     features_of: Callable[..., Mapping[str, Real]] = features_of_step,
-    kinds: Sequence[RankKind] | None = None,
 ) -> RanksWork:
     """Count what the ranks of `layout` do.
 
     Args:
-        step: of the whole model on one device; its sizes may be arrays.
+        kinds: of the ranks; the sizes of their steps may be arrays.
         features_of: `features_of_step`, or what keeps its results.
-        kinds: of the ranks, where they are at hand.
     """
     update_share = layout.update_share
     return RanksWork(
         config=layout.config,
         order=layout.order,
-        micro_steps=step.run.gradient_accumulation_steps,
+        micro_steps=run.gradient_accumulation_steps,
         ranks=tuple(
             RankWork(
                 features=features_of(kind.step, update_share=update_share),
@@ -179,7 +179,7 @@ def count_ranks(
                 forward_share=work.forward_share(kind.step.run, kind.step.method),
                 host_update=layout.host_update(kind),
             )
-            for kind in (kinds or layout.rank_kinds(step))
+            for kind in kinds
         ),
     )
 

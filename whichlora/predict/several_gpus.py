@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from whichlora.memory.step import TrainingStep
 from whichlora.parallel.base import Message, RankKind
 from whichlora.parallel.communication import CommunicationTime
 from whichlora.parallel.layout import Layout
@@ -13,7 +12,7 @@ from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import judge_memory
 from whichlora.predict.parts import part_bytes
 from whichlora.predict.resolve import ResolvedRun
-from whichlora.spec.numeric import added
+from whichlora.spec.numeric import Count, added
 from whichlora.spec.results import (
     Communication,
     MessagePrediction,
@@ -27,7 +26,8 @@ from whichlora.timing.links import RING_FACTORS
 def several_gpus(
     job: ResolvedRun,
     layout: Layout,
-    step: TrainingStep,
+    kinds: Sequence[RankKind],
+    moments: Mapping[str, Mapping[str, Count]],
     calibration: Calibration,
     communication: Sequence[CommunicationTime],
     *,
@@ -37,12 +37,16 @@ def several_gpus(
     """What several GPUs add to the prediction of `job`.
 
     Args:
-        step: of the whole model on one device.
+        kinds: of its ranks.
+        moments: bytes by part at each, of the ranks together.
         communication: of every kind of rank; empty where the links are not known.
         host_bytes, host_memory_bytes: what all ranks of a node pin, and what it has.
     """
-    kinds = layout.rank_kinds(step)
-    ranks = tuple(_rank(job, layout, kind, calibration) for kind in kinds)
+    of_kind = (moments,) if len(kinds) == 1 else (_moments(job, layout, kind) for kind in kinds)
+    ranks = tuple(
+        _rank(job, layout, kind, held, calibration)
+        for kind, held in zip(kinds, of_kind, strict=True)
+    )
     return SeveralGpus(
         ranks=ranks,
         host_bytes=host_bytes,
@@ -59,15 +63,20 @@ def several_gpus(
     )
 
 
-def _rank(
-    job: ResolvedRun, layout: Layout, kind: RankKind, calibration: Calibration
-) -> RankPrediction:
+def _moments(job: ResolvedRun, layout: Layout, kind: RankKind) -> dict[str, dict[str, Count]]:
     counted = layout.ledger(kind)
+    return {moment: part_bytes(job, counted, moment) for moment in counted.moments}
+
+
+def _rank(
+    job: ResolvedRun,
+    layout: Layout,
+    kind: RankKind,
+    moments: Mapping[str, Mapping[str, Count]],
+    calibration: Calibration,
+) -> RankPrediction:
     judged = judge_memory(
-        {moment: part_bytes(job, counted, moment) for moment in counted.moments},
-        calibration.memory,
-        device_bytes=job.gpu.memory_bytes,
-        pool_bytes=0,
+        moments, calibration.memory, device_bytes=job.gpu.memory_bytes, pool_bytes=0
     )
     return RankPrediction(
         name=kind.name,

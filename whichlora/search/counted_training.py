@@ -94,7 +94,7 @@ class TrainingGroup:
         layout = self.group.job.layout
         if layout is None:
             return None
-        return count_ranks(layout, self._step, self.features_of, self._kinds)
+        return count_ranks(layout, self._step.run, self._kinds, self.features_of)
 
     @cached_property
     def moments(self) -> Mapping[str, Mapping[str, Any]]:
