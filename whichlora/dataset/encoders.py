@@ -79,8 +79,7 @@ def encoder_of(tokenizer: str | None, *, offline: bool) -> tuple[Encode, str]:
         return Estimate(), f"{_ESTIMATE}, as there is no tokenizer"
     file = _tokenizer_file(tokenizer, "tokenizer.json", offline=offline)
     if file is None:
-        where = "on this machine" if offline else "on this machine or the hub"
-        return Estimate(), f"{_ESTIMATE}, as tokenizer {tokenizer} is not {where}"
+        return Estimate(), _not_there(tokenizer, offline=offline)
     try:
         fast = importlib.import_module("tokenizers").Tokenizer.from_file(str(file))
     except ImportError:
@@ -93,6 +92,24 @@ def encoder_of(tokenizer: str | None, *, offline: bool) -> tuple[Encode, str]:
     config = file.with_name("tokenizer_config.json")
     ends = [_special(config, key) for key in ("bos_token", "eos_token")]
     return _ByTokenizer(fast, *ends), f"tokenizer {tokenizer}"
+
+
+def why_estimated(tokenizer: str, *, offline: bool) -> str:
+    """Why the lengths are estimated, where no file of `tokenizer` is at hand; else "".
+
+    Then they are the same for every such tokenizer.
+    """
+    names = ("tokenizer.json", "tokenizer_config.json")
+    if tokenizer == BYTE_LEVEL or any(
+        _tokenizer_file(tokenizer, name, offline=offline) for name in names
+    ):
+        return ""
+    return _not_there(tokenizer, offline=offline)
+
+
+def _not_there(tokenizer: str, *, offline: bool) -> str:
+    where = "on this machine" if offline else "on this machine or the hub"
+    return f"{_ESTIMATE}, as tokenizer {tokenizer} is not {where}"
 
 
 def _special(config: Path, key: str) -> str | None:

@@ -70,6 +70,7 @@ def count_tokens(
     fewer tokens.
 
     Args:
+        dataset: rows to count.
         tokenizer: a name or folder, `BYTE_LEVEL`, or None to estimate.
         offline: never ask the hub.
         max_length: longer sequences are cut to this.
@@ -95,16 +96,15 @@ def count_tokens(
     if expected.conversational:
         render = renderer_of(tokenizer, offline=offline, parts=expected.images)
         method += _NO_TEMPLATE * (render is None)
+    reader: Reader = TextTokens(
+        max_length=max_length,
+        render=render,
+        conversational=expected.conversational,
+        completions_only=completions_only,
+        grid=grid if expected.images else None,
+    )
     if run is not None and rows != "texts":
         reader = _reader_of(run, expected, max_length=max_length, render=render)
-    else:
-        reader = TextTokens(
-            max_length=max_length,
-            render=render,
-            conversational=expected.conversational,
-            completions_only=completions_only,
-            grid=grid if expected.images else None,
-        )
     whole, num_empty = _whole_examples(dataset, expected)
 
     counts_of = partial(_counts, reader)

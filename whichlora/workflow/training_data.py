@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TypeAlias
 
 from whichlora.dataset import (
@@ -18,6 +19,7 @@ from whichlora.dataset import (
     open_dataset,
     workload,
 )
+from whichlora.dataset.encoders import why_estimated
 from whichlora.dataset.images import Grid, RowImages, heaviest
 from whichlora.dataset.sources import CountedDataset
 from whichlora.errors import ConfigError
@@ -27,8 +29,11 @@ from whichlora.spec.plan import Plan
 from whichlora.tasks import rows_of
 from whichlora.trainers import Repeats, Trainer, get_trainer, with_trainer
 
-Key: TypeAlias = tuple[str, int, bool, Grid | None]
-"""A tokenizer, the length that rows are cut to, whether prompts are learned, a rule of images."""
+Key: TypeAlias = tuple[str | None, int, bool, Grid | None]
+"""A tokenizer, the length that rows are cut to, whether prompts are learned, a rule of images.
+
+Tokenizers that are not at hand are None: all estimate the same lengths.
+"""
 Counted: TypeAlias = dict[Key, TokenLengths]
 
 
@@ -47,6 +52,7 @@ class TrainingData:
         self._plan = plan
         self._models = models
         self._lengths: Counted = {} if lengths is None else lengths
+        self._estimated: dict[str, str] = {}  # why, by tokenizer
         self._evaluated: dict[tuple[Key, int, int, int], dict[int, float]] = {}
         self._workloads: dict[tuple[Key, int, int, int], Workload] = {}
 
@@ -73,23 +79,38 @@ class TrainingData:
         if key not in self._lengths:
             self._lengths[key] = count_tokens(
                 self.dataset,
-                tokenizer=tokenizer,
+                tokenizer=self.tokenizer(model),
                 offline=self._plan.weights == "random",
                 max_length=UNCUT if joins else seq_len,
                 completions_only=completions_only,
                 run=self._plan.finetune,
                 grid=grid,
             )
-        return self._lengths[key]
+        lengths = self._lengths[key]
+        return lengths if tokenizer else replace(lengths, method=self._why_estimated(model))
+
+    def _why_estimated(self, model: str) -> str:
+        """Why the lengths are, where nothing of the model's tokenizer is at hand; else ""."""
+        tokenizer, offline = self.tokenizer(model), self._plan.weights == "random"
+        if tokenizer not in self._estimated:
+            self._estimated[tokenizer] = why_estimated(tokenizer, offline=offline)
+        return self._estimated[tokenizer]
+
+    @cached_property
+    def _has_images(self) -> bool:
+        is_counted = isinstance(self.dataset, CountedDataset)
+        return not is_counted and data_format(self.dataset).images
 
     def _grid(self, model: str) -> Grid | None:
-        """How the processor of `model` cuts an image; None where it reads none."""
+        """How the processor of `model` cuts an image; None where it or the rows have none."""
         tower = self._models[model].tower
-        return None if tower is None else tower.limited(self._plan.finetune.image_max_pixels)
+        if tower is None or not self._has_images:
+            return None
+        return tower.limited(self._plan.finetune.image_max_pixels)
 
     def unread(self, model: str) -> str:
         """Why `model` can't learn of rows with images; "" where it can, or where they have none."""
-        if isinstance(self.dataset, CountedDataset) or not data_format(self.dataset).images:
+        if not self._has_images:
             return ""
         if self._grid(model) is None:
             return "rows have images, and this model reads none, or none that are predicted"
@@ -125,7 +146,8 @@ class TrainingData:
         packs = self._plan.collator.startswith("packed")
         masks = self._models[model].task == "encoder"
         completions_only = self._plan.train_on == "completions" and not packs and not masks
-        return self.tokenizer(model), self.seq_len(model), completions_only, self._grid(model)
+        tokenizer = None if self._why_estimated(model) else self.tokenizer(model)
+        return tokenizer, self.seq_len(model), completions_only, self._grid(model)
 
     def cautions(self, model: str) -> tuple[str, ...]:
         """What of the data must be known before a plan is acted on."""
