@@ -7,11 +7,12 @@ from typing import Any
 
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.predict import CountedRun, count_run, count_served, predict_counted
-from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.predict.resolve import ResolvedRun, resolve, respread
 from whichlora.serving.base import Engine, Served
 from whichlora.serving.step_time import Service
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 
@@ -29,10 +30,11 @@ LOAD = (
 class Predictor:
     """Predicts as `predict` does, and starts a serving engine once for all that is asked of it.
 
-    Engines are told apart by the names of model and GPU.
+    So it resolves a run once for all strategies. Runs are told apart by the names of model and GPU.
     """
 
     def __init__(self) -> None:
+        self._resolved: dict[tuple[RunConfig, str], ResolvedRun] = {}
         self._started: dict[tuple[RunConfig, str], tuple[ResolvedRun, Service]] = {}
 
     def predict(
@@ -45,7 +47,7 @@ class Predictor:
         """Count one run on one device; args and errors as of `predict`."""
         key = replace(run, **_NO_LOAD), gpu.key
         if run.phase != "inference" or key not in self._started:
-            counted = count_run(resolve(model, run, gpu))
+            counted = count_run(self._resolve(model, run, gpu))
             if counted.service is not None:
                 self._started[key] = counted.job, counted.service
             return counted
@@ -53,6 +55,15 @@ class Predictor:
         load = {name: getattr(run, name) for name in LOAD}
         job = replace(job, run=replace(job.run, **load))
         return count_served(job, under_load(job.engine, job.served, service))
+
+    def _resolve(self, model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
+        parallel = run.parallel
+        if parallel.is_one_device or parallel.global_batch_size is not None:
+            return resolve(model, run, gpu)
+        key = replace(run, parallel=replace(parallel, strategy=AUTO, options=())), gpu.key
+        if key not in self._resolved:
+            self._resolved[key] = resolve(model, run, gpu)
+        return respread(self._resolved[key], parallel)
 
 
 def under_load(engine: Engine, served: Served, service: Service) -> Service:

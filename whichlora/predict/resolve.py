@@ -21,7 +21,7 @@ from whichlora.spec.dtypes import Dtypes, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.kernels import NO_KERNELS
 from whichlora.spec.options import by_own_names
-from whichlora.spec.parallel import ONE_DEVICE, micro_steps
+from whichlora.spec.parallel import ONE_DEVICE, ParallelConfig, micro_steps
 from whichlora.spec.run import (
     ALL_LINEAR,
     BNB_QUANTS,
@@ -408,6 +408,17 @@ def spread(run: RunConfig) -> tuple[RunConfig, Layout | None]:
     )
     config = replace(config, global_batch_size=None)
     return replace(run, gradient_accumulation_steps=steps, parallel=config), layout
+
+
+def respread(job: ResolvedRun, config: ParallelConfig) -> ResolvedRun:
+    """`job` under other strategies on as many GPUs, of which nothing else of it knows.
+
+    Raises:
+        ConfigError: as of `layout_of`.
+    """
+    layout = layout_of(replace(job.run, parallel=config))
+    filled = config if layout is None else layout.config
+    return replace(job, run=replace(job.run, parallel=filled), layout=layout)
 
 
 def layout_of(run: RunConfig) -> Layout | None:
