@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from devices import A100
 
 from whichlora.calibration.load import load_calibration
@@ -47,6 +48,18 @@ def test_vllm_quantises_16_bit_files_as_it_loads_them() -> None:
 
 def test_prefix_caching_is_turned_off_where_the_run_says_so() -> None:
     assert command(enable_prefix_caching=False).endswith(" --no-enable-prefix-caching")
+
+
+def test_vllm_serves_the_texts_of_a_model_that_sees_without_its_tower() -> None:
+    sees, reads = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen2.5-7B"
+    assert command(replace(RUN, model=sees)).endswith(" --language-model-only")
+    assert "--language-model-only" not in command(replace(RUN, model=sees, serving="sglang"))
+    texts = [
+        predict(load_model(name), replace(RUN, model=name), A100, load_calibration(A100))
+        for name in (sees, reads)
+    ]
+    weights = [text.memory.breakdown["weights"] for text in texts]
+    assert weights[0] == pytest.approx(weights[1], rel=1e-4)  # positions differ
 
 
 def test_sglang_has_other_flags() -> None:

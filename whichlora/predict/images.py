@@ -24,6 +24,9 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
         tower = _without_adapters(tower)
         model = replace(model, tower=tower, idle_linears=(*tower.linears, *tower.idle))
     if not run.images:
+        has_tower = any(linear.reads == "tower" for linear in model.idle_linears)
+        if run.phase == "inference" and has_tower and not get_engine(run.serving).loads_towers:
+            return _text_alone(model)
         return replace(model, tower=None) if tower is not None else model
     if tower is None:
         raise ConfigError(
@@ -38,6 +41,19 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
         idle_params=tower.idle_params + tower.stack.num_params * run.freeze_vision_tower,
         embeds_in_steps=True,  # `masked_scatter` makes a new tensor of the looked-up rows
         notes=(*model.notes[:-1], _note(tower, run)),
+    )
+
+
+def _text_alone(model: ModelSpec) -> ModelSpec:
+    """`model` without its tower, which an engine leaves out that serves texts alone."""
+    note = f"text tower alone, without the {model.other_params:,} parameters of the vision tower"
+    return replace(
+        model,
+        tower=None,
+        idle_params=0,
+        idle_linears=(),
+        unloaded_params=model.other_params,
+        notes=(*model.notes[:-1], note),
     )
 
 

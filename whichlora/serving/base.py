@@ -278,6 +278,7 @@ class Engine:
             one start alike.
         reads_checkpoints: it loads the files of the hub as they are stored.
         reads_fp8: whether it serves weights in 8-bit floats.
+        loads_towers: whether it loads what sees to serve texts alone.
         stepping: how it steps, where `Start.untimed` does not say why not; None where its times are
             not predicted.
         logged_timer: of steps that `Start.untimed` says are not predicted, by logs of the same
@@ -303,6 +304,7 @@ class Engine:
     load_of_start: Callable[[Served], Hashable] = _nothing
     reads_checkpoints: bool = True
     reads_fp8: bool = False
+    loads_towers: bool = True
     stepping: Callable[[Served], Stepping] | None = None
     logged_timer: Callable[[Served, Sequence[LoggedTimes]], CpuTimer | None] | None = None
     check: Callable[[Served], None] = _accepts
