@@ -79,6 +79,14 @@ def test_the_static_share_follows_the_card_and_its_chunk(
     assert mem_fraction_static(served(gpu=A100, mem_fraction_static=0.5)) == 0.5
 
 
+def test_a_model_that_sees_leaves_room_for_images() -> None:
+    share = mem_fraction_static(served(gpu=A100))
+    sees = served(replace(RUN, model="Qwen/Qwen2.5-VL-7B-Instruct"), A100)  # 1280 wide, no layers
+    assert mem_fraction_static(sees) == pytest.approx(share * 0.95 * (1 - 0.1 * 0.5625))
+    wide = served(replace(RUN, model="Qwen/Qwen2-VL-7B-Instruct"), A100)
+    assert mem_fraction_static(wide) == pytest.approx(share * 0.95 * 0.8)
+
+
 def test_sizes_of_prompts_that_are_captured() -> None:
     assert prefill_sizes(4) == 1
     assert prefill_sizes(2048) == 8 + 14 + 8 + 8 + 4

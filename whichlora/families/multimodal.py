@@ -34,6 +34,12 @@ def is_image_class(config: Mapping[str, Any], *, images: bool = False) -> bool:
     return kind is not None and (images or not kind.causal)
 
 
+def vision_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The vision tower's part of `config`, its defaults filled in; None where a model has none."""
+    kind, stated = TOWERS.get(str(config.get("model_type"))), config.get("vision_config")
+    return None if kind is None or stated is None else {**kind.defaults, **stated}
+
+
 def build_multimodal(
     c: Fields, build_text: Callable[[Mapping[str, Any]], ModelSpec], kind: Multimodal
 ) -> ModelSpec:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from whichlora.errors import ConfigError
+from whichlora.families.multimodal import vision_config
 from whichlora.memory import allocator
 from whichlora.memory.entries import Fact
 from whichlora.parallel.communicators import communicator_bytes
@@ -82,7 +83,21 @@ def mem_fraction_static(served: Served) -> float:
         reserved_mib += 2 * decode_graphs(served) + 8 * prefill_sizes(chunk)
     if total_mib > 60 * 1024:
         reserved_mib = max(reserved_mib, 10 * 1024)
-    return round((total_mib - reserved_mib) / total_mib, 3)
+    share = round((total_mib - reserved_mib) / total_mib, 3)
+    return share * _beside_images(served.model)
+
+
+def _beside_images(model: ModelSpec) -> float:
+    """Of the share, what a model that sees leaves beside images, whether any come or not.
+
+    Kind: exact. Source: SGLang 0.5.23 srt/arg_groups/memory_hook.py `adjust_mem_fraction_for_vlm`.
+    """
+    vision = vision_config(model.config)
+    if vision is None:
+        return 1.0
+    layers, width = vision.get("num_hidden_layers", 24), vision.get("hidden_size", 1024)
+    size = float(layers * width**2) / (24 * 1024**2)  # of ViT-L
+    return 0.95 * max(0.8, min(1.05, 1.0 - 0.1 * (size - 1.0)))
 
 
 def decode_graphs(served: Served) -> int:
