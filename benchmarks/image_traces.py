@@ -1,4 +1,4 @@
-"""Trace drawn runs with images, keep the records, and compare them with the ledger.
+"""Trace drawn runs with images or sound, keep the records, and compare them with the ledger.
 
 `python benchmarks/image_traces.py` prints errors of the peak by class, for docs/memory.md.
 `--draw 12` traces as many runs of each class anew, or of `--types qwen2_5_vl,gemma3`; `--seed 1000`
@@ -206,6 +206,18 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
+    "whisper": {  # Whisper small
+        "d_model": 768,
+        "encoder_attention_heads": 12,
+        "decoder_attention_heads": 12,
+        "encoder_ffn_dim": 3072,
+        "decoder_ffn_dim": 3072,
+        "vocab_size": 51865,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    },
 }
 DEPTH_KEYS = {"qwen2_vl": "depth", "qwen2_5_vl": "depth", "qwen3_vl": "depth"}
 
@@ -213,6 +225,10 @@ DEPTH_KEYS = {"qwen2_vl": "depth", "qwen2_5_vl": "depth", "qwen3_vl": "depth"}
 def config_of(line: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the record's class with as many layers and blocks as were traced."""
     known = CONFIGS[line["type"]]
+    if "text_config" not in known:  # an encoder and its decoder
+        depths = {"encoder_layers": line["blocks"], "decoder_layers": line["layers"]}
+        vocab = line["vocab"] or known["vocab_size"]
+        return {**known, **depths, "model_type": line["type"], "vocab_size": vocab}
     text = known["text_config"] | {"num_hidden_layers": line["layers"]}
     if line["vocab"]:  # so few that the peak is no longer at the loss
         text |= {"vocab_size": line["vocab"]}
@@ -259,8 +275,38 @@ def _served(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _draw_sound(seed: int, model_type: str) -> dict[str, Any]:
+    """A run with one clip in each row, whose tokens are those of what is said in it."""
+    rng = random.Random(f"{model_type} {seed}")
+    method = rng.choice(("full", "lora", "lora", "qlora", "qlora", "dora"))
+    wide = method == "full" and rng.random() < 0.5
+    size = {"batch_size": rng.choice((1, 2, 4, 8))}
+    settings = {
+        "method": method,
+        "r": rng.choice((8, 16, 64)),
+        "lora_dropout": rng.choice((0.0, 0.0, 0.05)),
+        "seq_len": rng.choice((64, 128, 256, 448)),
+        "precision": "bf16" if wide else rng.choice(("bf16", "bf16-pure")),
+        "base_dtype": "float32" if wide else "auto",
+        "gradient_checkpointing": rng.random() < 0.5,
+        "gradient_accumulation_steps": rng.choice((1, 1, 2)),
+        "target_modules": rng.choice((("all-linear",), ("q_proj", "v_proj"))),
+    }
+    if rng.random() < 0.2:
+        settings = _served(rng) | {"prompt_len": 4, "max_new_tokens": rng.choice((2, 100))}
+    return {
+        "type": model_type,
+        "layers": rng.choice((2, 4)),
+        "blocks": rng.choice((2, 4)),
+        "vocab": rng.choice((0, 4096)),
+        "run": RunConfig(model=model_type, **settings, **size).to_dict(),
+    }
+
+
 def draw(seed: int, model_type: str) -> dict[str, Any]:
     """A run with images that the language model has room for."""
+    if model_type == "whisper":
+        return _draw_sound(seed, model_type)
     rng = random.Random(f"{model_type} {seed}")
     while True:
         method = rng.choice(("full", "lora", "lora", "qlora", "qlora"))

@@ -138,6 +138,8 @@ def image_cases() -> Iterable[tuple[str, str, oracle.Case]]:
     for setting, values in settings.items():
         for family in oracle.IMAGE_CONFIGS:
             yield setting, family, oracle.image_case(family, **values)
+        if not values.get("freeze_vision_tower"):
+            yield setting, "whisper", oracle.sound_case(**values)
 
 
 def measured_rows(cases: Iterable[tuple[str, str, oracle.Case]]) -> list[tuple[str, str, int, int]]:

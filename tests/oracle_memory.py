@@ -21,7 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 from devices import CPU
-from small_models import CONFIGS, IMAGE_CONFIGS, VOCAB
+from small_models import CONFIGS, IMAGE_CONFIGS, SOUND_CONFIG, VOCAB
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whichlora.families import build
@@ -92,6 +92,21 @@ def image_case(family: str, **settings: Any) -> Case:
     return Case(family, RunConfig(**(defaults | settings)), config)
 
 
+def sound_case(**settings: Any) -> Case:
+    """A run of the small model that hears, fp32, of labels of 48 tokens unless told."""
+    defaults = {
+        "model": "whisper",
+        "precision": "fp32",
+        "batch_size": 2,
+        "seq_len": 48,
+        "r": 8,
+        "gradient_checkpointing": False,
+        "prompt_len": 4,
+        "max_new_tokens": 4,
+    }
+    return Case("whisper", RunConfig(**(defaults | settings)), SOUND_CONFIG)
+
+
 def job_of(one: Case) -> resolution.Job:
     return resolution.resolve(build(one.model_config, name=one.family), one.run, CPU)
 
@@ -118,10 +133,10 @@ def load(one: Case) -> Any:
 def step_peak(one: Case) -> int:
     """Peak live bytes of one optimizer step of the run's trainer.
 
-    With images of several steps: the Trainer reads a batch ahead.
+    With images or sound of several steps: the Trainer reads a batch ahead.
     """
     model = load(one)
-    batches = 4 if one.run.images else 1
+    batches = 4 if one.run.images or one.config is SOUND_CONFIG else 1
     meter = Meter("cpu")
     with _quiet():
         measure = resolve_name(get_trainer(one.run.trainer).steps)

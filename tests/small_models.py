@@ -177,3 +177,21 @@ IMAGE_CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """Of models that see, whose towers have another width than their texts."""
+
+# a model that hears: a clip of 4 s, of which 200 positions are made
+SOUND_CONFIG: dict[str, Any] = {
+    "model_type": "whisper",
+    "d_model": 128,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 512,
+    "decoder_ffn_dim": 512,
+    "max_source_positions": 200,
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}

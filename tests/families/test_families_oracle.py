@@ -17,7 +17,7 @@ from whichlora.families import FAMILIES, build, known_types
 from whichlora.memory.training import trained_params
 from whichlora.memory.weights import masked_head_params
 from whichlora.methods import get_method
-from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.architecture import LayerGroup, ModelSpec
 from whichlora.spec.run import ALL_LINEAR
 from whichlora.spec.targets import resolve_targets
 from whichlora.store.models import list_models
@@ -60,6 +60,8 @@ def module(config: dict[str, Any], task: str) -> Any:
         "seq2seq-lm": "AutoModelForSeq2SeqLM",
         "encoder": "AutoModel",
     }[task]
+    if config["model_type"] == "whisper":
+        auto = "AutoModelForSpeechSeq2Seq"
     if {"text_config", "vision_config"} & set(config):
         auto = "AutoModelForImageTextToText"
     config = {**config}
@@ -96,9 +98,14 @@ def real_linears(model: Any) -> Counter[tuple[str, int, int, bool]]:
     return counts
 
 
+def every_group(spec: ModelSpec) -> tuple[LayerGroup, ...]:
+    """With those of an encoder of sound, which is part of its decoder's class."""
+    return spec.groups + (spec.tower.stack.groups if spec.tower and spec.tower.attended else ())
+
+
 def described_linears(spec: ModelSpec) -> Counter[tuple[str, int, int, bool]]:
     counts: Counter[tuple[str, int, int, bool]] = Counter()
-    for group in spec.groups:
+    for group in every_group(spec):
         copies = 1 if group.shared else group.count
         for x in group.layer.linears:
             if x.is_module:
@@ -125,7 +132,7 @@ def real_norms(model: Any) -> Counter[tuple[str, int]]:
 
 def described_norms(spec: ModelSpec) -> Counter[tuple[str, int]]:
     counts: Counter[tuple[str, int]] = Counter()
-    for group in spec.groups:
+    for group in every_group(spec):
         layer, copies = group.layer, 1 if group.shared else group.count
         for norm in layer.norms + layer.inner_norms:
             if norm.num_params:
@@ -485,7 +492,7 @@ def test_every_causal_type_has_a_tiny_variant() -> None:
         *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert"),
         *("deberta-v2", "modernbert", "data2vec-text", "ernie", "layoutlm", "mpnet", "rembert"),
         *("roberta-prelayernorm", "xlm-roberta-xl", "megatron-bert", "nomic_bert", "gte"),
-        *("eurobert", "esm", "t5gemma"),
+        *("eurobert", "esm", "t5gemma", "whisper"),
     }
     assert bare - others == described
 
@@ -539,6 +546,7 @@ def test_the_cache_holds_the_described_elements(variant: str) -> None:
         {"model_type": "marian", "d_model": 64, "encoder_layers": 2, "decoder_layers": 3},
         {"model_type": "blenderbot", "d_model": 64, "decoder_layers": 3},
         {"model_type": "blenderbot-small", "encoder_layers": 2, "decoder_layers": 3},
+        {"model_type": "whisper", "d_model": 48, "encoder_layers": 2, "decoder_layers": 3},
         {"model_type": "camembert", "num_hidden_layers": 2},
         {"model_type": "electra", "num_hidden_layers": 2},
         {"model_type": "albert", "num_hidden_groups": 2, "inner_group_num": 2, "hidden_size": 64},

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from devices import A100
 
+from whichlora.errors import ConfigError
 from whichlora.families import build
 from whichlora.memory.images import (
     TOWER_SAVED,
@@ -21,7 +22,7 @@ from whichlora.memory.images import (
 )
 from whichlora.memory.moments import training_moments
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.towers import NARROW_PIXELS, PIXELS, grid_of
+from whichlora.memory.towers import NARROW_PIXELS, PIXELS, TOWER_NAMED, grid_of
 from whichlora.predict.predict import ledger, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.numeric import added
@@ -129,6 +130,29 @@ def test_a_generation_runs_the_tower_before_the_prompt_and_holds_pixels() -> Non
     assert next(iter(moments)) == "images"
 
 
+def test_an_encoder_of_sound_waits_until_all_of_its_decoder_has_gone_backward() -> None:
+    run = RunConfig(model="m", method="full", seq_len=64, precision="bf16-pure")
+    line = {"type": "whisper", "layers": 2, "blocks": 2, "vocab": 0, "run": run.to_dict()}
+    moments = ledger(image_traces.job_of(line)).moments
+    saved = named(moments, "embedding_backward", TOWER_SAVED)
+    assert saved > 2 * 1500 * 768 * 2  # the inputs of both blocks
+    assert named(moments, "layer_backward", TOWER_SAVED) == saved
+    assert named(moments, "optimizer_step", TOWER_SAVED) == 0
+    positions = {named(moments, name, TOWER_NAMED) for name in ("layer_forward", "layer_backward")}
+    assert positions == {1500 * 768 * 2}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [({"images": 1}, "reads sound"), ({"freeze_vision_tower": True}, "frozen encoder")],
+)
+def test_what_an_encoder_of_sound_has_not_is_refused(setting: dict[str, Any], message: str) -> None:
+    run = RunConfig(model="m", seq_len=64, **setting)
+    line = {"type": "whisper", "layers": 2, "blocks": 2, "vocab": 0, "run": run.to_dict()}
+    with pytest.raises(ConfigError, match=message):
+        image_traces.job_of(line)
+
+
 def test_traced_runs_with_images_are_predicted() -> None:
     by_type = image_traces.errors(image_traces.records())
     assert set(by_type) == set(image_traces.CONFIGS)
@@ -141,7 +165,10 @@ def test_traced_runs_with_images_are_predicted() -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model_type", "seed"),
-    [("qwen2_vl", 13), ("qwen2_5_vl", 4), ("qwen3_vl", 3), ("gemma3", 2), ("mistral3", 0)],
+    [
+        *(("qwen2_vl", 13), ("qwen2_5_vl", 4), ("qwen3_vl", 3), ("gemma3", 2), ("mistral3", 0)),
+        *(("whisper", 0), ("whisper", 5), ("whisper", 13)),
+    ],
 )
 def test_a_traced_run_with_images_needs_as_much(model_type: str, seed: int) -> None:
     pytest.importorskip("peft")

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from oracle_memory import IMAGE_CONFIGS, image_case, peak
+from oracle_memory import IMAGE_CONFIGS, image_case, peak, sound_case
 
 pytestmark = pytest.mark.oracle
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -20,6 +20,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qlora": {"method": "qlora"},
     "inference": {"phase": "inference"},
 }
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", sorted(set(SETTINGS) - {"frozen"}))
+def test_the_peak_with_sound_is_the_predicted_one(name: str) -> None:
+    measured, predicted = peak(sound_case(**SETTINGS[name]))
+    assert predicted == pytest.approx(measured, rel=0.015)
 
 
 @pytest.mark.sampled(8)

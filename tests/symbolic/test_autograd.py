@@ -32,6 +32,7 @@ from whichlora.symbolic.autograd import (
     most,
     packed,
     per_rank,
+    per_rank_sequence,
     per_sequence,
     per_token,
     plus,
@@ -201,8 +202,13 @@ def test_a_4_bit_product_of_many_rows_expands_its_weight() -> None:
     assert (few, many) == (0, 7)
 
 
+def test_what_reads_an_encoder_grows_with_sequences_and_rank_not_with_tokens() -> None:
+    form = per_rank_sequence(1500)
+    assert [evaluate(form, tokens=4 * n, span=n, r=8) for n in (1, 50)] == [4 * 1500 * 8] * 2
+
+
 def test_sums_and_multiples_of_packed_forms_are_those_of_the_forms() -> None:
-    large = LinearForm(*(10**27 + place for place in range(9)), 64)
+    large = LinearForm(*(10**27 + place for place in range(10)), 64)
     terms = (large, per_sequence(-3), constant(-(10**27)), per_token(1))
     form, number = NOTHING, 0
     for term in terms:
@@ -249,6 +255,7 @@ EVERY_TERM = st.builds(
     where_many_rows=st.integers(0, 9999),
     per_chunk=st.just(0),
     per_sequence=st.just(0),
+    per_rank_sequence=st.just(0),
     chunk_size=st.just(0),
     fused_rows=st.just(32),
 )

@@ -11,6 +11,7 @@ from whichlora.memory.images import TowerStep
 from whichlora.predict.predict import training_step
 from whichlora.spec.run import RunConfig
 from whichlora.timing.tower_work import tower_forward_work, tower_step_work
+from whichlora.timing.work import trained_layers
 
 
 def step(**settings: Any) -> TowerStep:
@@ -44,6 +45,29 @@ def test_a_frozen_tower_without_a_graph_goes_forward_once() -> None:
     frozen = step(freeze_vision_tower=True, gradient_checkpointing=False)
     once = tower_forward_work(frozen.forward)
     assert tower_step_work(frozen, text_tokens=2048).product_flops == once.product_flops
+
+
+def test_cross_attention_projects_every_position_whatever_the_length_of_the_text() -> None:
+    run = RunConfig(model="m", method="full", seq_len=64, gradient_checkpointing=False)
+    line = {"type": "whisper", "layers": 3, "blocks": 2, "vocab": 0, "run": run.to_dict()}
+    whole = training_step(image_traces.job_of(line))
+    layer, width = whole.model.groups[0].layer, 768
+    work = trained_layers(
+        layer,
+        3,
+        whole.model,
+        run,
+        whole.dtypes,
+        whole.method,
+        (),
+        tokens=2 * 64,
+        seq_len=64,
+        r=0,
+        num_multiprocessors=None,
+    )
+    of_text = 2 * 64 * (6 * width**2 + 8 * width**2)
+    of_encoder = 2 * 1500 * 2 * width**2
+    assert work.product_flops == 3 * 3 * 2 * (of_text + of_encoder)
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])

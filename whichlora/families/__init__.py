@@ -29,6 +29,7 @@ from whichlora.families import (
     qwen_hybrid,
     seq2seq,
     t5gemma,
+    whisper,
 )
 from whichlora.families.experts import with_adapter_ranks
 from whichlora.families.fields import Fields
@@ -55,6 +56,7 @@ _MODULES = (
     bert,
     encoders,
     t5gemma,
+    whisper,
 )
 _DEFAULTS: dict[str, Mapping[str, Any]] = {
     key: value for module in _MODULES for key, value in module.DEFAULTS.items()

@@ -75,12 +75,12 @@ def outside_saved(
         stacks = len({group.stack for group in model.groups})
         rows = stacks * model.embeddings[0].width
         saved.append(per_token("looked-up embeddings", dtypes.embedding_bytes, rows, "hidden_size"))
-    if not in_encoder and _reads_encoder(model, targets, dtypes):
+    if not in_encoder and model.tower is None and saves_encoded(model, targets, dtypes):
         saved.append(per_token("encoder output", dtypes.stream_bytes, hidden, "hidden_size"))
     return saved
 
 
-def _reads_encoder(model: ModelSpec, targets: tuple[str, ...], dtypes: Dtypes) -> bool:
+def saves_encoded(model: ModelSpec, targets: tuple[str, ...], dtypes: Dtypes) -> bool:
     """Whether the encoder's output is saved.
 
     `k_proj` and `v_proj` of every cross attention read this one tensor, and save it where they or

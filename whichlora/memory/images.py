@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from whichlora.memory.embeddings import norm_kept
+from whichlora.memory.embeddings import norm_kept, saves_encoded
 from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.layer_bytes import listed_tensors
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.towers import EMBEDDED_TEXT, PIXEL_BYTES, TOWER_FORWARD, TowerForward
+from whichlora.memory.towers import EMBEDDED_TEXT, TOWER_FORWARD, TowerForward
 from whichlora.spec.architecture import Tower
 from whichlora.spec.numeric import Count, largest
 from whichlora.symbolic.autograd import LAYER_INPUT, evaluate, most
@@ -55,10 +55,12 @@ class TowerStep(TrainingStep):
     Args:
         forward: the same without a graph.
         trains: its weights are trained.
+        is_hooked: `enable_input_require_grads` finds the embedding of the patches.
     """
 
     forward: TowerForward
     trains: bool
+    is_hooked: bool
 
     @classmethod
     def of(cls, step: TrainingStep, tower: Tower) -> TowerStep:
@@ -70,7 +72,7 @@ class TowerStep(TrainingStep):
             dtypes=dtypes,
             method=step.method,
             targets=step.tower_targets,
-            num_images=step.batch_size * step.run.images,
+            num_images=step.batch_size * tower.inputs(step.run.images),
             r=step.r,
         )
         return cls(
@@ -82,6 +84,7 @@ class TowerStep(TrainingStep):
             seq_len=forward.span,
             forward=forward,
             trains=step.trains_tower,
+            is_hooked=tower.hooked and step.hooks_inputs,
         )
 
     @property
@@ -92,11 +95,6 @@ class TowerStep(TrainingStep):
     def needs_grad(self) -> bool:
         """Whether the embedded patches do: trained, or made to by checkpointing's hook."""
         return self.trains or self.is_hooked
-
-    @property
-    def is_hooked(self) -> bool:
-        """Whether `enable_input_require_grads` finds the embedding of the patches."""
-        return self.tower.hooked and bool(self.run.gradient_checkpointing)
 
     @cached_property
     def goes_backward(self) -> bool:
@@ -135,13 +133,19 @@ class TowerStep(TrainingStep):
         """Tables that all blocks read, and what is saved before the first."""
         width = self.model.hidden_size
         tensors = [Tensor("cosines and sines", self.tower.table_bytes, dims="2, head_dim")]
+        size, tower = self.dtypes.compute_bytes, self.tower
+        if self.needs_grad and tower.embedding_saved:
+            saved = size * tower.embedding_saved
+            tensors.append(Tensor("what embeds the patches", saved, dims="patches, …"))
+            if self.trains and self.dtypes.under_autocast and self.dtypes.base_bytes > size:
+                copied = size * self.model.other_params
+                tensors.append(Tensor("16-bit copies of what embeds the patches", constant=copied))
         if self.trains:
-            size, tower = self.dtypes.compute_bytes, self.tower
-            is_copy = size < PIXEL_BYTES or tower.copies_pixels or tower.joins_pixels
+            is_copy = size < self.forward.pixel_bytes or tower.copies_pixels or tower.joins_pixels
             read = self.forward.num_pixels * size * is_copy
             tensors.append(Tensor("pixels, which the kernel of the patches reads", constant=read))
         elif self.is_hooked and self.model.embeds_in_steps:  # a leaf, which the graph holds
-            tensors.append(Tensor("embedded patches", self.dtypes.compute_bytes * width))
+            tensors.append(Tensor("embedded patches", size * width))
         for norm in self.model.embedding_norms if self.needs_grad else ():
             tensors += listed_tensors(norm_kept(norm, self.dtypes), 1, tokens=0, span=0, r=0)
         return Group(where="around the blocks", tensors=tuple(tensors), **self.sized)
@@ -205,6 +209,12 @@ class TowerStep(TrainingStep):
         passes = self.passes
         return largest(in_projector, saved + largest(*passes.backward))
 
+    @property
+    def later_gradients(self) -> Count:
+        """Gradients of the first block and of what embeds the patches, which come last."""
+        around = self.model.other_params * self.dtypes.base_bytes * self.trains
+        return self.layers[0].gradients + around
+
     @cached_property
     def first_backward(self) -> Count:
         """Of the first block, when all others have gone backward."""
@@ -231,6 +241,8 @@ _AFTER_BACKWARD = ("embedding_backward", "optimizer_step")
 
 def _held_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
     pixels = tower.pixels
+    if tower.tower.attended:
+        return _attended_in(moment, step, tower)
     if moment in _AFTER_BACKWARD:
         return (pixels,)
     named: Entries = ()
@@ -241,10 +253,45 @@ def _held_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
     return pixels, tower.saved_by_blocks, tower.saved_by_projector, *named
 
 
+def _attended_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
+    """Of an encoder whose decoder is the language model: all of it goes backward last.
+
+    Source: transformers 5.23 `WhisperModel.forward`: nodes of the encoder are older than any of the
+    decoder, and its output's gradient is a sum over the decoder's layers.
+    """
+    if moment == "optimizer_step":
+        return (tower.pixels,)
+    saved: Entries = ()
+    if step.learns_from_images:
+        saved = tower.saved_by_blocks, tower.saved_by_projector
+    states = tower.forward.named(step.model.hidden_size)
+    if moment == "embedding_backward":  # their gradient waits
+        return tower.pixels, *saved, states
+    checkpointed = bool(step.run.gradient_checkpointing)  # an argument of every layer
+    is_named = moment in ("layer_forward", "loss_forward")
+    is_saved = checkpointed or _is_saved_as_it_is(step, tower)
+    return tower.pixels, *saved, *((states,) if is_named or is_saved else ())
+
+
+def _is_saved_as_it_is(step: TrainingStep, tower: TowerStep) -> bool:
+    """Whether cross attention keeps the encoder's very output, of which else it makes copies.
+
+    Source: as of `OpEmitter.base`, `methods.lora.around`.
+    """
+    dtypes = step.dtypes
+    if dtypes.quant == "int8":
+        return True
+    casts = dtypes.under_autocast or dtypes.trains_base
+    read = dtypes.compute_bytes if casts else dtypes.adapter_bytes
+    saves = saves_encoded(step.model, step.targets, dtypes)
+    return saves and tower.forward.result_bytes == read
+
+
 def images_forward(step: TrainingStep, tower: TowerStep) -> Entries:
     """In a block of the tower, or in its projector: the text is looked up, no layer has run."""
     # `inputs_embeds = self.get_input_embeddings()(input_ids)` stands before `get_image_features`
-    rows = step.tokens * step.model.embeddings[0].width * step.dtypes.embedding_bytes
+    is_looked_up = not tower.tower.attended
+    rows = step.tokens * step.model.embeddings[0].width * step.dtypes.embedding_bytes * is_looked_up
     return (
         *step.always,
         tower.pixels,
@@ -263,9 +310,13 @@ def images_backward(step: TrainingStep, tower: TowerStep) -> Entries:
     waits = (step.tokens * step.needs_grad + tower.forward.num_vectors * tower.tower.deep) * width
     leaf = step.tokens * step.leaf_embedding_bytes
     gradients, in_tower = step.gradients_in_layers, 0 * step.num_trained
+    if tower.tower.attended:  # all of the text has gone backward
+        waits, leaf, gradients = 0 * waits, 0 * leaf, 0 * gradients
     if not step.accumulates:
-        in_tower = step.tower_gradients
-        gradients = step.all_gradients - step.embedding_gradients - in_tower
+        in_tower = step.tower_gradients - tower.later_gradients
+        gradients = step.all_gradients - step.tower_gradients
+        if not tower.tower.attended:
+            gradients = gradients - step.embedding_gradients
     return (
         *step.always,
         tower.pixels,

@@ -69,7 +69,7 @@ class Generation:
             dtypes=replace(self.dtypes, padded=False),
             method=self.method,
             targets=self.targets,
-            num_images=self.batch_size * self.run.images,
+            num_images=self.batch_size * self.model.tower.inputs(self.run.images),
             r=self.r,
         )
 
@@ -86,7 +86,12 @@ class Generation:
     @property
     def has_encoder(self) -> bool:
         """Whether an encoder reads the prompt, so that the decoder begins with one token."""
-        return self.model.task == "seq2seq-lm"
+        return self.model.task == "seq2seq-lm" and self.model.groups[0].stack == "encoder"
+
+    @property
+    def encoder_tokens(self) -> Count:
+        """Positions of one sequence that cross attention reads."""
+        return self.prompt_len if self.tower is None else self.tower.grid.tokens
 
     @cached_property
     def prompt_tokens(self) -> Count:
@@ -123,7 +128,7 @@ class Generation:
             tokens=tokens,
             kv_cache=self.run.kv_cache,
             element_bytes=self.element_bytes,
-            encoder_tokens=self.prompt_len,
+            encoder_tokens=self.encoder_tokens,
             after_prompt=after_prompt,
             stored=self.stored,
         )
@@ -565,7 +570,8 @@ def with_images(run: Generation, moments: dict[str, Entries]) -> dict[str, Entri
     # `model_kwargs` of `generate` hold the pixels to the end
     result = {"images": (*run.static, tower.pixels, *running)}
     for name, entries in moments.items():
-        named = (tower.named(run.model.hidden_size),) if name == "prefill" else ()
+        is_held = name == "prefill" or tower.tower.attended
+        named = (tower.named(run.model.hidden_size),) if is_held else ()
         result[name] = (*entries, tower.pixels, *named)
     return result
 

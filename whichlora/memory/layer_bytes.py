@@ -14,7 +14,7 @@ from whichlora.spec.numeric import Count, is_plain, largest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
 from whichlora.symbolic import kernels
-from whichlora.symbolic.autograd import SavedTensor, chunks, evaluate, most, without_sequences
+from whichlora.symbolic.autograd import SavedTensor, evaluate, in_sequence, most, without_sequences
 from whichlora.symbolic.gemma4 import layer_input_points
 from whichlora.symbolic.layer import (
     LayerPoints,
@@ -355,9 +355,8 @@ def listed_tensors(
             constant = constant + form.per_rank * r
         if form.per_span_squared:
             constant = constant + form.per_span_squared * span * span
-        if form.per_chunk or form.per_sequence:
-            in_chunks = form.per_chunk * chunks(span, form.chunk_size)
-            constant = constant + tokens // span * (form.per_sequence + in_chunks)
+        if form.per_chunk or form.per_sequence or form.per_rank_sequence:
+            constant = constant + tokens // span * in_sequence(form, span=span, r=r)
         per_token: Count = form.per_token
         if form.per_rank_token:
             per_token = per_token + form.per_rank_token * r
@@ -374,6 +373,8 @@ def listed_tensors(
 
 def _dims(tensor: SavedTensor, width: int) -> str:
     form = tensor.form
-    if form.per_rank_token or form.per_rank:
-        return f"{(form.per_rank_token or form.per_rank) // width} · r"
-    return str((form.per_pair or form.per_token or form.constant) // width)
+    per_rank = form.per_rank_token or form.per_rank or form.per_rank_sequence
+    if per_rank:
+        return f"{per_rank // width} · r"
+    elements = form.per_pair or form.per_token or form.constant or form.per_sequence
+    return str(elements // width)

@@ -14,6 +14,7 @@ from whichlora.memory.entries import Entry, Fact, Group, listed
 from whichlora.memory.held import HELD_INPUTS, held_between_steps, held_in_update, held_outputs
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.step import GRADIENTS_OF_TERM, TrainingStep
+from whichlora.memory.towers import layer_norm_bytes
 from whichlora.memory.worst_layer import after, has_one_order
 from whichlora.spec.numeric import largest
 from whichlora.symbolic.autograd import most
@@ -98,9 +99,14 @@ LAST_STATES = Fact(
 
 def _beside_cache(step: TrainingStep) -> Entries:
     # of other runs the loss's backward is larger, since no cache is held then
-    if not step.dtypes.prefix_tokens:
+    states, dtypes = step.tokens * step.model.hidden_size, step.dtypes
+    if step.attends:  # `outputs` of `WhisperForConditionalGeneration.forward` names them, too
+        size = layer_norm_bytes(dtypes)
+        is_saved = dtypes.trains_base and size == dtypes.compute_bytes
+        return (Entry(LAST_STATES, states * size * (not is_saved)),)
+    if not dtypes.prefix_tokens:
         return ()
-    return (Entry(LAST_STATES, step.tokens * step.model.hidden_size * step.dtypes.stream_bytes),)
+    return (Entry(LAST_STATES, states * dtypes.stream_bytes),)
 
 
 def _loss_and_copies(step: TrainingStep) -> Entries:
@@ -417,10 +423,13 @@ def embedding_backward(step: TrainingStep) -> Entries:
     # runs once all of its inputs are there. An encoder's part is added in place to the sum of head
     # and decoder, which no node of theirs holds
     parts = 1 + step.accumulates if step.second_stack else _num_tied_parts(step)
+    gradients = step.all_gradients
+    if step.attends and not step.accumulates:
+        gradients = gradients - step.tower_gradients
     return (
         *step.static,
         held_outputs(step),
-        Entry(ALL_GRADIENTS, step.all_gradients),
+        Entry(ALL_GRADIENTS, gradients),
         step.late_remainders,
         _tied_gradients(step, parts),
     )

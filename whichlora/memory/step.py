@@ -330,7 +330,13 @@ class TrainingStep:
     @property
     def gives_input_gradient(self) -> bool:
         """Whether a gradient flows through all of the first layer."""
-        return self.needs_grad or self._trains_norms or self.learns_from_images
+        from_images = self.learns_from_images and not self.attends
+        return self.needs_grad or self._trains_norms or from_images
+
+    @property
+    def attends(self) -> bool:
+        """Whether layers attend to what a tower returns, which stands in no row of the text."""
+        return self.model.tower is not None and self.model.tower.attended
 
     @property
     def learns_from_images(self) -> bool:
@@ -338,8 +344,7 @@ class TrainingStep:
         tower = self.model.tower
         if tower is None:
             return False
-        is_hooked = tower.hooked and bool(self.run.gradient_checkpointing)
-        return is_hooked or self.trains_tower or bool(self.tower_targets)
+        return (tower.hooked and self.hooks_inputs) or self.trains_tower or bool(self.tower_targets)
 
     @property
     def trains_tower(self) -> bool:
@@ -444,7 +449,16 @@ class TrainingStep:
         trains_before = self.method.trains_base or trains_embedding or self.model.continues
         method = self.method
         trains_before = trains_before or bool(method.virtual_tokens) or method.copies_table
-        return trains_before or bool(self.run.gradient_checkpointing)
+        return trains_before or self.hooks_inputs
+
+    @property
+    def hooks_inputs(self) -> bool:
+        """Whether checkpointing makes what layers read need a gradient.
+
+        Source: transformers 5.23 `PreTrainedModel.gradient_checkpointing_enable`, which does so for
+        a model whose main input is tokens.
+        """
+        return bool(self.run.gradient_checkpointing) and not self.attends
 
     @property
     def leaf_embedding_bytes(self) -> int:
@@ -455,7 +469,7 @@ class TrainingStep:
         # behind a frozen table no node made the rows, so that `output.requires_grad_(True)` in
         # `make_inputs_require_grads` makes them a leaf: `AccumulateGrad` holds them, and stores a
         # gradient in them that nobody reads
-        if not self.run.gradient_checkpointing or self.method.trains_base:
+        if not self.hooks_inputs or self.method.trains_base:
             return 0
         if self.method.copies_table:
             return 0

@@ -67,6 +67,15 @@ def grid_of(tower: Tower, run: RunConfig) -> ImageGrid:
     return tower.limited(run.image_max_pixels)(height, width)
 
 
+def layer_norm_bytes(dtypes: Dtypes) -> int:
+    """One element of what a LayerNorm returns. Kind: exact.
+
+    Source: torch 2.13 `autocast_mode.h`: `layer_norm` is in its fp32 list, but for a CPU.
+    """
+    is_wide = dtypes.under_autocast and dtypes.device_kind != "cpu"
+    return 4 if is_wide else dtypes.stream_bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class TowerForward:
     """One forward over the images of a batch.
@@ -130,7 +139,14 @@ class TowerForward:
 
     @property
     def pixels(self) -> Entry:
-        return Entry(PIXELS, self.num_pixels * PIXEL_BYTES + self._mask_bytes)
+        return Entry(PIXELS, self.num_pixels * self.pixel_bytes + self._mask_bytes)
+
+    @property
+    def pixel_bytes(self) -> int:
+        """Of one number of the batch: an encoder that casts nothing is given its own dtype."""
+        dtypes = self.dtypes
+        is_given = self.tower.attended and not dtypes.under_autocast
+        return min(PIXEL_BYTES, dtypes.embedding_bytes) if is_given else PIXEL_BYTES
 
     @property
     def narrow_pixels(self) -> Entry:
@@ -185,8 +201,11 @@ class TowerForward:
     def held(self) -> Count:
         """What the tower's forward names until it returns: positions, and features of blocks."""
         tower = self.tower
+        held = 4 * self.num_patches * tower.positions
+        if not tower.deep:
+            return held
         features = self.num_vectors * tower.stack.head_linears[-1].out_features * tower.deep
-        return 4 * self.num_patches * tower.positions + features * self.stream
+        return held + features * self.stream
 
     @property
     def embedding(self) -> Count:
@@ -195,12 +214,15 @@ class TowerForward:
         made = self.num_patches * (self.dtypes.base_bytes * narrow + 4 * wide)
         return made if self.tower.holds_narrow else made + self._narrow_bytes
 
+    @property
+    def result_bytes(self) -> int:
+        """One element of what the tower returns."""
+        return layer_norm_bytes(self.dtypes) if self.tower.normalises else self.stream
+
     def named(self, hidden_size: int) -> Entry:
         """What the model's forward holds of the tower while the text is read."""
-        size, tower = self.stream, self.tower
-        widened = tower.normalises and self.dtypes.under_autocast
-        returned = 4 if widened and self.dtypes.device_kind != "cpu" else size
+        size, tower, returned = self.stream, self.tower, self.result_bytes
         states = self.num_patches * tower.stack.hidden_size * returned * tower.num_returned
         # those that are wider than the text are cast
-        per_element = returned + size * (tower.copies + (returned != size))
+        per_element = returned + size * (tower.copies + (returned != size and not tower.attended))
         return Entry(TOWER_NAMED, states + self.num_vectors * hidden_size * per_element)

@@ -84,7 +84,7 @@ class Layout:
         for strategy, _ in self.strategies:
             if strategy.needs_shards and not joins:
                 raise ConfigError(f"parallel: {strategy.needs_shards}")
-            if step.run.images and not strategy.takes_images:
+            if step.model.tower is not None and not strategy.takes_images:
                 raise ConfigError(
                     f"images: are not predicted for parallel {strategy.name}; use ddp, zero1 or "
                     "zero2, or leave images out"

@@ -20,6 +20,8 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
             is not predicted beside images.
     """
     tower = model.tower
+    if tower is not None and tower.attended:
+        return _with_sound(model, tower, run, trainer)
     if tower is not None and run.freeze_vision_tower:
         tower = _without_adapters(tower)
         model = replace(model, tower=tower, idle_linears=(*tower.linears, *tower.idle))
@@ -55,6 +57,56 @@ def _text_alone(model: ModelSpec) -> ModelSpec:
         unloaded_params=model.other_params,
         notes=(*model.notes[:-1], note),
     )
+
+
+_WHISPER_PROMPT = 4  # tokens that say: a transcript begins, its language, the task, no times
+_DEFAULTS = RunConfig(model="")
+
+
+def with_lengths(model: ModelSpec, run: RunConfig) -> RunConfig:
+    """`run`, whose default lengths are shortened where a decoder of sound reads no such row.
+
+    Source: openai/whisper `Tokenizer.sot_sequence_including_notimestamps`.
+    """
+    longest = model.longest_input
+    if model.tower is None or not model.tower.attended or longest is None:
+        return run
+    seq_len, prompt_len = run.seq_len, run.prompt_len
+    if seq_len == _DEFAULTS.seq_len:
+        seq_len = min(seq_len, longest)
+    if prompt_len == _DEFAULTS.prompt_len:
+        prompt_len = _WHISPER_PROMPT
+    return replace(run, seq_len=seq_len, prompt_len=prompt_len)
+
+
+def _check_length(model: ModelSpec, run: RunConfig) -> None:
+    """Refuse more tokens than there are positions. Source: transformers 5.23 `WhisperDecoder`."""
+    longest, trains = model.longest_input, run.phase == "finetune"
+    names = ("seq_len",) if trains else ("prompt_len", "max_new_tokens")
+    tokens = sum(getattr(run, name) for name in names)
+    if longest is not None and tokens > longest:
+        raise ConfigError(
+            f"{' and '.join(names)}: {tokens} tokens are more than the {longest} that {model.name} "
+            f"writes of one clip; give {longest} or less"
+        )
+
+
+def _with_sound(model: ModelSpec, tower: Tower, run: RunConfig, trainer: Trainer) -> ModelSpec:
+    """`model` of which each row has one clip of sound, as long as its encoder always reads."""
+    for is_wrong, fault in (
+        (run.images > 0, f"images: {model.name} reads sound, not images; leave images out"),
+        (
+            run.freeze_vision_tower,
+            f"freeze_vision_tower: a frozen encoder of {model.name} is not predicted; leave it out",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(fault)
+    _check_beside(model, run, trainer, "audio")
+    _check_length(model, run)
+    positions = grid_of(tower, run).tokens
+    note = f"audio: one clip in each row, which the encoder reads as {positions:,} positions"
+    return replace(model, notes=(*model.notes, note))
 
 
 def _without_adapters(tower: Tower) -> Tower:
@@ -109,7 +161,9 @@ def _check_tokens(tower: Tower, run: RunConfig) -> None:
         )
 
 
-def _check_beside(model: ModelSpec, run: RunConfig, trainer: Trainer) -> None:
+def _check_beside(
+    model: ModelSpec, run: RunConfig, trainer: Trainer, reads: str = "images"
+) -> None:
     training = run.phase == "finetune"
     served = not training and get_engine(run.serving).start is not None
     for is_wrong, fault in (
@@ -121,4 +175,5 @@ def _check_beside(model: ModelSpec, run: RunConfig, trainer: Trainer) -> None:
         (run.bias != "none", f"are not predicted for bias {run.bias}"),
     ):
         if is_wrong:
-            raise ConfigError(f"images: {fault}; leave images out")
+            todo = "leave images out" if reads == "images" else "choose another"
+            raise ConfigError(f"{reads}: {fault}; {todo}")

@@ -114,7 +114,7 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
         if run.gradient_checkpointing and job.trainer.offloads(run):
             on_host = offloaded_bytes(job.model, tokens=run.batch_size * run.seq_len)
             notes.append(f"{format_bytes(on_host)} of layers' inputs lie in pinned host memory")
-    if job.model.task == "seq2seq-lm" and run.phase == "finetune":
+    if len({group.stack for group in job.model.groups}) > 1 and run.phase == "finetune":
         notes.append("encoder and decoder are both taken at seq_len tokens")
     return tuple(notes)
 

@@ -11,7 +11,7 @@ from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
 from whichlora.parallel import get_strategy
 from whichlora.parallel.layout import Layout
-from whichlora.predict.images import with_images
+from whichlora.predict.images import with_images, with_lengths
 from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Engine, Served
 from whichlora.spec.architecture import ModelSpec
@@ -255,7 +255,7 @@ def _filled(model: ModelSpec, run: RunConfig, gpu: GpuSpec, method: Method) -> R
     if run.serving_options:
         named = by_own_names(get_engine(run.serving).options, run.serving_options)
         run = replace(run, serving_options=named)
-    run = with_precision(with_checkpointing(model, run), gpu)
+    run = with_lengths(model, with_precision(with_checkpointing(model, run), gpu))
     training = run.phase == "finetune"
     if training and method.trains_base and run.quant != "none":
         quantised = [

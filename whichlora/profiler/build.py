@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
     BitsAndBytesConfig,
     PretrainedConfig,
 )
@@ -30,6 +31,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 )
 from transformers.quantizers import AutoHfQuantizer
 
@@ -195,7 +197,8 @@ def _auto_class(run: RunConfig, config: PretrainedConfig) -> Any:
 def auto_class_of(config: PretrainedConfig) -> Any:
     """The auto class for fine-tuning a model: its language-model head if it has one."""
     if getattr(config, "is_encoder_decoder", False):
-        return AutoModelForSeq2SeqLM
+        hears = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+        return AutoModelForSpeechSeq2Seq if hears else AutoModelForSeq2SeqLM
     # Encoders such as BERT are in both tables; the config says when one is used as a decoder.
     masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and (

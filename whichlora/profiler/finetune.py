@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from whichlora.errors import MeasurementError
 from whichlora.methods import get_method
-from whichlora.profiler.images import image_fields, image_span
+from whichlora.profiler.images import has_fields, image_span, with_fields
 from whichlora.profiler.meter import Meter
 from whichlora.profiler.spread import spreading
 from whichlora.spec.run import RunConfig
@@ -320,14 +320,9 @@ def collator(config: Any, run: RunConfig) -> Callable[[list[Mapping[str, Any]]],
     task = task_of(run)
     if task is not None:
         return partial(_with_labels, task, config.num_labels)
-    if not run.images:
+    if not has_fields(config, run):
         return collate
-
-    def with_images(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
-        batch = collate(rows)
-        return batch | image_fields(config, run, batch["input_ids"])
-
-    return with_images
+    return lambda rows: with_fields(config, run, collate(rows))
 
 
 def _with_labels(task: Task, number: int, rows: list[Mapping[str, Any]]) -> dict[str, Any]:

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 
 from whichlora.errors import MeasurementError
-from whichlora.families import build
+from whichlora.families import build, known_types
 from whichlora.memory.towers import grid_of
+from whichlora.methods import weight_dtype
 from whichlora.spec.architecture import ImageGrid, Tower
 from whichlora.spec.run import RunConfig
 
 Batch = Mapping[str, torch.Tensor]
 
 
-def host_pixels(shape: tuple[int, ...]) -> torch.Tensor:
+def host_pixels(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Pixels of a batch before it is on the device: black images pass for padding (SmolVLM)."""
-    return torch.ones(shape)
+    return torch.ones(shape, dtype=dtype)
 
 
 def image_fields(config: Any, run: RunConfig, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -35,6 +36,50 @@ def image_fields(config: Any, run: RunConfig, input_ids: torch.Tensor) -> dict[s
     return {"input_ids": placed} | {
         name: _FIELDS[name](config, run, tower, grid, placed) for name in tower.fields
     }
+
+
+def has_fields(config: Any, run: RunConfig) -> bool:
+    """Whether a batch has images, or sound."""
+    return run.images > 0 or hears(config)
+
+
+def hears(config: Any) -> bool:
+    """Whether the model attends to a clip of sound, and its tokens are those of a decoder."""
+    if config.model_type not in known_types():
+        return False
+    tower = build(config.to_dict(), name="profiled").tower
+    return tower is not None and tower.attended
+
+
+def with_fields(config: Any, run: RunConfig, batch: Batch) -> dict[str, torch.Tensor]:
+    """`batch` of texts with what a processor adds to it; of sound and labels, these alone."""
+    if hears(config):
+        return {**sound_fields(config, run, batch["labels"]), "labels": batch["labels"]}
+    return {**batch, **image_fields(config, run, batch["input_ids"])}
+
+
+def prompt_fields(config: Any, run: RunConfig, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What `generate` is given beside tokens, or in their place, on their device."""
+    if hears(config):
+        made = {**sound_fields(config, run, ids), "decoder_input_ids": ids}
+    else:
+        made = image_fields(config, run, ids)
+    return {name: value.to(ids.device) for name, value in made.items()}
+
+
+def sound_fields(config: Any, run: RunConfig, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Frames of one clip for each of `rows`, in the dtype that the encoder's weights need.
+
+    Source: transformers 5.23 `WhisperEncoder.forward`, which casts nothing.
+    """
+    tower = build(config.to_dict(), name="profiled").tower
+    assert tower is not None
+    grid = grid_of(tower, run)
+    trains = run.phase == "finetune"
+    is_wide = trains and (run.precision in ("bf16", "fp16") or bool(run.prepare_kbit))
+    dtype = torch.float32 if is_wide else getattr(torch, weight_dtype(run))
+    frames = host_pixels((rows.shape[0] * grid.pixels[0], *grid.pixels[1:]), dtype)
+    return dict.fromkeys(tower.fields, frames)
 
 
 def image_span(config: Any, run: RunConfig) -> int:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 
 from whichlora.errors import MeasurementError
-from whichlora.profiler.images import image_fields
+from whichlora.profiler.images import has_fields, prompt_fields
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import RunConfig
 
@@ -56,10 +62,9 @@ def measure_inference(
     shape = (run.batch_size, run.prompt_len)
     input_ids = torch.randint(vocab_size, shape, generator=generator).to(model.device)
     fields: dict[str, torch.Tensor] = {}
-    if run.images:
-        made = image_fields(model.config, run, input_ids)
-        fields = {name: value.to(model.device) for name, value in made.items()}
-        input_ids = fields.pop("input_ids")
+    if has_fields(model.config, run):
+        fields = prompt_fields(model.config, run, input_ids)
+        input_ids = fields.pop("input_ids", input_ids)
     generate: Callable[[], dict[str, float]]
     if not model.can_generate():
         generate = _Forward(model, meter, input_ids)
@@ -116,9 +121,17 @@ class _Generation:
         input_ids: torch.Tensor,
         fields: dict[str, torch.Tensor],
     ) -> None:
-        self._model, self._meter, self._input_ids = model, meter, input_ids
-        self._fields = fields  # of images
-        self._mask = torch.ones_like(input_ids)
+        self._model, self._meter = model, meter
+        # of images or sound; a model that hears has no other prompt than the decoder's
+        if "decoder_input_ids" in fields:
+            self._fields = fields
+            # of one clip; Whisper's own function calls it for each part of a longer record
+            unwrapped = getattr(model, "get_base_model", lambda: model)()
+            self._generate = partial(GenerationMixin.generate, unwrapped)
+        else:
+            mask = torch.ones_like(input_ids)
+            self._fields = {"inputs": input_ids, "attention_mask": mask, **fields}
+            self._generate = model.generate
         self._clock = _TokenClock(meter)
         # `generate` takes missing arguments from this config, so it is set here.
         model.generation_config = _generation_config(model, run)
@@ -127,12 +140,7 @@ class _Generation:
         self._clock.token_s.clear()
         self._meter.enter("prefill")
         start_s = self._meter.now()
-        self._model.generate(
-            self._input_ids,
-            attention_mask=self._mask,
-            logits_processor=LogitsProcessorList([self._clock]),
-            **self._fields,
-        )
+        self._generate(logits_processor=LogitsProcessorList([self._clock]), **self._fields)
         end_s = self._meter.now()
         first_s, *later_s = self._clock.token_s
         timing = {"generate_s": end_s - start_s, "prefill_s": first_s - start_s}

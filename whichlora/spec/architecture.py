@@ -50,6 +50,7 @@ Projection = Literal[
     "one_by_one_shared",
     "borrowed",
     "complex_by_head",
+    "contiguous",
 ]
 EagerScores = Literal["scaled", "scaled_queries", "named", "fp32", "sinks"]
 
@@ -153,6 +154,7 @@ class Attention:
         sliding_window: tokens a query sees, None for all.
         softcap: tanh soft cap on the scores (Gemma 2).
         cross: keys and values come from the encoder.
+        memory_len: positions of its output, whatever the length of the text; 0: as many as it has.
         cache_elements: elements per token that a KV cache keeps for this layer.
         state_elements: elements per sequence of a cache of fixed size (convolutions);
             `recurrent_elements` of one that is in fp32 whatever the model is.
@@ -173,7 +175,8 @@ class Attention:
             "latent_halves" (MiniCPM3); "one_by_one", each
             with a norm, also with one projection for keys and values, "one_by_one_shared", or
             with those of an earlier layer, "borrowed" (Gemma 4); "complex_by_head", rotated in
-            complex numbers before their norms (Llama 4).
+            complex numbers before their norms (Llama 4); "contiguous", copied head by head, queries
+            scaled before (Whisper).
         out_norm: over what the output projection reads (BitNet).
         has_temperature: queries are multiplied by a number for each position (Llama 4).
         eager: which function makes the scores in eager code: "scaled"; products of
@@ -213,6 +216,7 @@ class Attention:
     softcap: float | None = None
     causal: bool = True
     cross: bool = False
+    memory_len: int = 0
     cache_elements: int = 0
     state_elements: int = 0
     recurrent_elements: int = 0
@@ -285,7 +289,8 @@ class Mlp:
     `Moe`). `activation` is the Hugging Face name (silu, gelu, gelu_new, relu, …). `dropout`
     says that training drops values between the activation and the last projection, `is_scaled`
     that gate and result are multiplied by numbers (Falcon-H1). `norms` are over what the last
-    projection reads (BitNet).
+    projection reads (BitNet). `is_inline`: lines of the layer's own forward, where one variable
+    names its input and then what the activation returns (Whisper).
     """
 
     width: int
@@ -295,6 +300,7 @@ class Mlp:
     norms: tuple[Norm, ...] = ()
     dropout: bool = False
     is_scaled: bool = False
+    is_inline: bool = False
 
     @property
     def num_params(self) -> int:
@@ -617,6 +623,9 @@ class Tower:
         normalises: a LayerNorm stands before what the tower returns.
         masks_text: images make a mask of the text, which attends to each as a whole (Gemma 3).
         stacks_rows: `pixel_values` has a dimension of rows before that of images.
+        attended: its vectors stand in no row of the text, which attends to them: an encoder whose
+            decoder is the language model, of one clip of sound in each row (Whisper).
+        embedding_saved: elements of a patch that its embedding keeps for its backward.
     """
 
     stack: ModelSpec
@@ -642,6 +651,12 @@ class Tower:
     normalises: bool = False
     masks_text: bool = False
     stacks_rows: bool = False
+    attended: bool = False
+    embedding_saved: int = 0
+
+    def inputs(self, images: int) -> int:
+        """How many it reads of each row, which has so many images."""
+        return 1 if self.attended else images
 
     def limited(self, max_pixels: int | None) -> Callable[[int, int], ImageGrid]:
         """`grid` for images that are shrunk to `max_pixels` before, if there is such a limit."""

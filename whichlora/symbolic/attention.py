@@ -33,7 +33,7 @@ from whichlora.symbolic.kernels import (
 )
 from whichlora.symbolic.llama4 import project_and_turn
 from whichlora.symbolic.mla import latent_projections
-from whichlora.symbolic.operators import OpEmitter
+from whichlora.symbolic.operators import OpEmitter, Rows
 
 
 def rotate(
@@ -157,6 +157,23 @@ def _project_scaled_keys(
     return _by_heads(code, attention, q, code.scale(k), v)
 
 
+def _project_contiguous(
+    code: OpEmitter, attention: Attention, x: Tensor, read: Tensor
+) -> Projected:
+    """Source: transformers 5.23 `WhisperAttention.forward`."""
+    q_linear, k_linear, v_linear, _ = attention.linears
+    reading = replace(code, rows=Rows(in_sequence=attention.memory_len)) if read is not x else code
+    q = _laid_out(code, code.scale(code.linear(q_linear, x)))
+    k = _laid_out(code, reading.linear(k_linear, read))
+    v = _laid_out(code, reading.linear(v_linear, read))
+    return Projected(attention=attention, q=q, k=k, v=v)
+
+
+def _laid_out(code: OpEmitter, x: Tensor) -> Tensor:
+    """`x` head by head."""
+    return code.tape.op([x], x.elements, x.size, joined=True, what="copy, head by head")
+
+
 def _project_gated(code: OpEmitter, attention: Attention, x: Tensor, read: Tensor) -> Projected:
     """Source: transformers 5.23 `Qwen3NextAttention.forward`."""
     q_linear, k_linear, v_linear, _ = attention.linears
@@ -235,6 +252,7 @@ _PROJECTIONS: dict[Projection, Callable[[OpEmitter, Attention, Tensor, Tensor], 
     "one_by_one_shared": _project_one_by_one,
     "borrowed": _project_one_by_one,
     "complex_by_head": _project_complex_by_head,
+    "contiguous": _project_contiguous,
 }
 """The attention functions that a family names in `Attention.projection`.
 

@@ -35,6 +35,7 @@ class LinearForm(NamedTuple):
     where_many_rows: int = 0
     per_chunk: int = 0
     per_sequence: int = 0
+    per_rank_sequence: int = 0
     chunk_size: int = 0
     fused_rows: int = 0
 
@@ -88,17 +89,25 @@ def per_sequence(count: int) -> LinearForm:
     return LinearForm(per_sequence=count)
 
 
+def per_rank_sequence(count: int) -> LinearForm:
+    return LinearForm(per_rank_sequence=count)
+
+
 def scaled(form: LinearForm, factor: int) -> LinearForm:
-    a, b, c, d, e, f, g, h, i, size, fused = form
+    a, b, c, d, e, f, g, h, i, j, size, fused = form
     k = factor
-    return LinearForm(a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k, size, fused)
+    return LinearForm(
+        a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k, j * k, size, fused
+    )
 
 
 def plus(first: LinearForm, second: LinearForm) -> LinearForm:
-    a, b, c, d, e, f, g, h, i, size, fused = first
-    p, q, r, s, t, u, v, w, x, other_size, other_fused = second
+    a, b, c, d, e, f, g, h, i, j, size, fused = first
+    p, q, r, s, t, u, v, w, x, y, other_size, other_fused = second
     size, fused = size or other_size, fused or other_fused
-    return LinearForm(a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x, size, fused)
+    return LinearForm(
+        a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x, j + y, size, fused
+    )
 
 
 def minus(first: LinearForm, second: LinearForm) -> LinearForm:
@@ -139,7 +148,7 @@ def unpacked(number: int, chunk_size: int, fused_rows: int) -> LinearForm:
 
 def without_sequences(form: LinearForm) -> LinearForm:
     """`form` without its terms per chunk and per sequence."""
-    return form._replace(per_chunk=0, per_sequence=0, chunk_size=0)
+    return form._replace(per_chunk=0, per_sequence=0, per_rank_sequence=0, chunk_size=0)
 
 
 def evaluate(form: LinearForm, *, tokens: Count, span: Count, r: Count) -> Count:
@@ -156,10 +165,15 @@ def evaluate(form: LinearForm, *, tokens: Count, span: Count, r: Count) -> Count
         result = result + form.per_span_squared * span * span
     if form.where_many_rows:
         result = result + form.where_many_rows * (tokens > form.fused_rows)
-    if form.per_chunk or form.per_sequence:
-        in_chunks = form.per_chunk * chunks(span, form.chunk_size)
-        result = result + floor_div(tokens, span) * (form.per_sequence + in_chunks)
+    if form.per_chunk or form.per_sequence or form.per_rank_sequence:
+        result = result + floor_div(tokens, span) * in_sequence(form, span=span, r=r)
     return result
+
+
+def in_sequence(form: LinearForm, *, span: Count, r: Count) -> Count:
+    """What `form` has for each sequence, whatever the number of its tokens."""
+    result: Count = form.per_sequence + form.per_chunk * chunks(span, form.chunk_size)
+    return result + form.per_rank_sequence * r if form.per_rank_sequence else result
 
 
 def chunks(span: Count, size: int) -> Count:
@@ -184,7 +198,7 @@ def _largest_somewhere(
     """
     import numpy as np
 
-    if any(form.per_chunk or form.per_sequence for form in forms):
+    if any(form.per_chunk or form.per_sequence or form.per_rank_sequence for form in forms):
         return forms
     few, many = np.min(tokens), np.max(tokens)
     fused_rows = max((form.fused_rows for form in forms), default=0)

@@ -21,6 +21,7 @@ from whichlora.symbolic.autograd import (
     maximal,
     minus,
     per_pair,
+    per_sequence,
     per_token,
 )
 from whichlora.symbolic.experts import mix_experts
@@ -68,7 +69,9 @@ def _memory(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor | None:
         layer.norms[0].kind == "layer" and dtypes.under_autocast and dtypes.backend.widens_norms
     )
     size = 4 if widened else dtypes.stream_bytes
-    return code.tape.shared(x.elements, size, needs_grad=dtypes.training)
+    length = layer.attentions[-1].memory_len
+    elements = per_sequence(length * x.elements.per_token) if length else x.elements
+    return code.tape.shared(elements, size, needs_grad=dtypes.training)
 
 
 def _attend_self(code: OpEmitter, layer: Layer, x: Tensor, memory: Tensor | None) -> Tensor:

@@ -134,6 +134,8 @@ def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
     else:
         in_linear, down_linear = mlp.linears[:2]
         inner = activate(code, mlp.activation, code.linear(in_linear, x))
+        if mlp.is_inline:
+            tape.hold(x)
     for norm in mlp.norms:
         normed = code.norm(norm, inner)
         tape.hold(inner)  # an argument of the norm's call
@@ -143,7 +145,7 @@ def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
     result = code.linear(down_linear, inner)
     if mlp.is_scaled:
         result = code.scale(result)
-    tape.hold(x, inner)
+    tape.hold(*([] if mlp.is_inline else [x]), inner)
     if mlp.gated and dtypes.kernels.gated and len(mlp.linears) < 3:
         tape.hold(joint)  # `gate` and `up_states` of `LigerPhi3SwiGLUMLP.forward` are parts of it
     return result

@@ -22,6 +22,7 @@ from whichlora.symbolic.autograd import (
     Tensor,
     constant,
     per_rank,
+    per_rank_sequence,
     per_rank_token,
     per_sequence,
     per_token,
@@ -47,10 +48,12 @@ class Rows:
 
     Args:
         number: rows whatever the tokens are; 0 for rows of tokens.
+        in_sequence: rows of each sequence, whatever its tokens are; 0 for rows of tokens.
         chosen: rows of each token in all, of which the `part`-th of `parts` is read.
     """
 
     number: int = 0
+    in_sequence: int = 0
     chosen: int = 1
     part: int = 0
     parts: int = 1
@@ -63,11 +66,15 @@ class Rows:
     def of(self, width: int) -> LinearForm:
         if self.number:
             return constant(self.number * width)
+        if self.in_sequence:
+            return per_sequence(self.in_sequence * width)
         return per_token(self._share(width))
 
     def of_rank(self, multiple: int) -> LinearForm:
         if self.number:
             return per_rank(self.number * multiple)
+        if self.in_sequence:
+            return per_rank_sequence(self.in_sequence * multiple)
         return per_rank_token(self._share(multiple))
 
     def where_many(self, count: int, fused_rows: int) -> LinearForm:

@@ -126,6 +126,12 @@ def _smolvlm(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
     return projected
 
 
+def _whisper(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """Source: transformers 5.23 `WhisperEncoder.forward`."""
+    last = Norm(name="layer_norm", kind="layer", width=tower.stack.hidden_size, bias=True)
+    return code.norm(last, x)
+
+
 PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "qwen2": _qwen2,
     "qwen2_5": _qwen2_5,
@@ -136,6 +142,7 @@ PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "llava_next": _llava_next,
     "internvl": _internvl,
     "smolvlm": _smolvlm,
+    "whisper": _whisper,
 }
 """Tensors of the last block -> those that the language model reads."""
 

@@ -243,6 +243,22 @@ def encoder_reading_weights(layer: Layer) -> int:
     return sum(linear.num_weights for linear in layer.linears if linear.reads == ENCODER_OUT)
 
 
+def _num_keys(attention: Attention, length: Count) -> Count:
+    """Keys of one sequence of `length` tokens: as many, or an encoder's whatever it has."""
+    return attention.memory_len or length
+
+
+def _further_reading_flops(layer: Layer, sequences: Count, tokens: Count) -> Count:
+    """Of products that read an encoder's output, beyond those of as many rows as `tokens`.
+
+    Kind: exact. Source: the architecture.
+    """
+    positions = max((attention.memory_len for attention in layer.attentions), default=0)
+    if not positions:
+        return 0 * tokens
+    return 2 * (sequences * positions - tokens) * encoder_reading_weights(layer)
+
+
 def kernels_of(
     attention: Attention, dtypes: Dtypes, keys: Count, *, decoding: bool = False
 ) -> Iterator[tuple[Count, Kernel]]:
@@ -521,7 +537,7 @@ def trained_layers(
             dtypes,
             batch_size=tokens // seq_len,
             queries=seq_len,
-            keys=seq_len * attention.ring,
+            keys=_num_keys(attention, seq_len) * attention.ring,
             triangular=True,
             forwards=1 + recompute,
             backward=True,
@@ -546,7 +562,8 @@ def trained_layers(
     base_ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + expert_ops(layer, tokens)
     in_forward = base_ops + loop_ops(layer) + unpacking_ops(layer, dtypes)
     layers = Work(
-        product_flops=multiplied * (active_weights(layer) - wide),
+        product_flops=multiplied * (active_weights(layer) - wide)
+        + count * (passes + recompute) * _further_reading_flops(layer, tokens // seq_len, tokens),
         wide_product_flops=multiplied * wide,
         idle_flops=count
         * _trained_idle_flops(layer, tokens, method, recompute, num_multiprocessors),
@@ -955,7 +972,8 @@ def served_layers(
     """One forward through the equal layers of `group`. Kind: estimate. Source: `docs/time.md`."""
     tokens = batch_size if decoding else batch_size * context
     layer, count = group.layer, group.count
-    reads_one = model.task == "seq2seq-lm" and group.stack == "decoder"
+    two_stacks = model.task == "seq2seq-lm" and model.groups[0].stack == "encoder"
+    reads_one = two_stacks and group.stack == "decoder"
     alone = decoding or reads_one
     alone = alone or (run.kv_cache in ("dynamic", "static") and reads_last(layer, dtypes))
     rows = batch_size if alone else tokens
@@ -964,6 +982,8 @@ def served_layers(
     product_flops = count * 2 * rows * in_rows
     if not decoding:
         product_flops = product_flops + count * 2 * tokens * of_encoder
+        further = _further_reading_flops(layer, batch_size, tokens)
+        product_flops = product_flops + count * further
     visited = visited_weights(layer, rows) - of_encoder * decoding
     weight_read = count * visited_bytes(layer, dtypes, rows)
     if of_encoder and decoding:
@@ -975,7 +995,7 @@ def served_layers(
             dtypes,
             batch_size=batch_size,
             queries=1 if alone else context,
-            keys=context,
+            keys=_num_keys(attention, context),
             triangular=not alone,
             forwards=1,
             backward=False,
@@ -988,7 +1008,7 @@ def served_layers(
             run,
             dtypes,
             batch_size=batch_size,
-            context=context,
+            context=_num_keys(attention, context),
             decoding=decoding,
             num_multiprocessors=num_multiprocessors,
         )

@@ -196,11 +196,11 @@ def makes_host_tensors() -> bool:
     return _host_tensors
 
 
-def _host_pixels(shape: tuple[int, ...]) -> torch.Tensor:
+def _host_pixels(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     global _host_tensors
     _host_tensors = True
     try:
-        return torch.zeros(shape)
+        return torch.zeros(shape, dtype=dtype)
     finally:
         _host_tensors = False
 

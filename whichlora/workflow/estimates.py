@@ -16,6 +16,7 @@ from whichlora.predict import explain as explanation
 from whichlora.predict.alike import Predictor
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.explain import Explanation
+from whichlora.predict.images import with_lengths
 from whichlora.predict.largest import (
     Placement,
     Size,
@@ -100,7 +101,7 @@ def estimate(
                 f"{maximise}: max needs a model that the formulas know, got {model.name}; "
                 "give values, which are traced"
             )
-        run = with_checkpointing(model, replace(run, model=model.name))
+        run = with_lengths(model, with_checkpointing(model, replace(run, model=model.name)))
         if data is not None:
             run = data.sized(run, model, largest_batch=maximise == "batch_size")
         as_requested = run

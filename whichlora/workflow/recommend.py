@@ -321,7 +321,8 @@ def _models_that_see(question: Question) -> tuple[str, ...]:
     if not has_images(os.path.abspath(os.path.expanduser(question.data))):
         return ()
     found = (find_model(one.hub_id) for one in list_models())
-    return tuple(one.name for one in found if one is not None and one.tower is not None)
+    towers = {one.name: one.tower for one in found if one is not None}
+    return tuple(name for name, tower in towers.items() if tower and not tower.attended)
 
 
 def save_plan(recommendation: Recommendation, path: Path) -> None:

@@ -1,0 +1,109 @@
+"""Whisper's encoder: a clip of sound as mel frames, always padded to the same length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from whichlora.families.blocks import mlp, norms, softmax_attention
+from whichlora.families.fields import Fields
+from whichlora.families.towers.parts import dense, stack
+from whichlora.spec.architecture import Attention, ImageGrid, Layer, LayerGroup, Tower
+
+Side = Literal["encoder", "decoder"]
+_FRAMES = 2  # of one position: the stride of the second convolution
+_KERNEL = 3  # frames that a convolution reads
+
+
+@dataclass(frozen=True, slots=True)
+class ClipGrid:
+    """Every clip is padded, or cut, to `positions`.
+
+    Kind: exact. Source: transformers 5.23 `WhisperFeatureExtractor.__call__`,
+    `WhisperEncoder.forward`, which refuses any other length.
+    """
+
+    positions: int
+    mel_bins: int
+
+    def __call__(self, height: int, width: int) -> ImageGrid:
+        return ImageGrid(
+            crops=1,
+            patches=self.positions,
+            tokens=self.positions,
+            pixels=(1, self.mel_bins, _FRAMES * self.positions),
+        )
+
+
+def attention(c: Fields, side: Side, **overrides: Any) -> Attention:
+    """`WhisperAttention`, whose keys have no bias."""
+    block = softmax_attention(
+        hidden=c.size("hidden_size"),
+        heads=c.size(f"{side}_attention_heads"),
+        out_name="out_proj",
+        qkv_bias=True,
+        out_bias=True,
+        position="none",
+        dropout=c.probability("attention_dropout"),
+        wide_softmax=False,
+        projection="contiguous",
+        **overrides,
+    )
+    linears = tuple(replace(x, bias=x.bias and x.name != "k_proj") for x in block.linears)
+    return replace(block, linears=linears)
+
+
+def layer(c: Fields, side: Side, attentions: dict[str, Attention]) -> Layer:
+    """Blocks by the names of the norms before them, and the MLP."""
+    hidden = c.size("hidden_size")
+    names = (*attentions, "final_layer_norm")
+    return Layer(
+        attentions=tuple(attentions.values()),
+        mlp=replace(
+            mlp(
+                hidden=hidden,
+                width=c.size(f"{side}_ffn_dim"),
+                activation=c.text("activation_function"),
+                names=("fc1", "fc2"),
+                bias=True,
+                dropout=c.probability("activation_dropout") > 0,
+            ),
+            is_inline=True,
+        ),
+        norms=norms(names, width=hidden, kind="layer", bias=True),
+        dropouts=(hidden,) * len(names) if c.probability("dropout") else (),
+    )
+
+
+def encoder(c: Fields) -> Tower:
+    """`WhisperEncoder`: two convolutions, blocks and a norm, which a decoder attends to."""
+    width, bins = c.size("hidden_size"), c.size("num_mel_bins")
+    positions = c.size("max_source_positions")
+    block = layer(
+        c,
+        "encoder",
+        {"self_attn_layer_norm": attention(c, "encoder", causal=False, cached=False)},
+    )
+    return Tower(
+        stack=stack(
+            c,
+            (LayerGroup(layer=block, count=c.layers("encoder_layers"), stack="encoder"),),
+            width=width,
+            linears=(),
+            other_params=dense(_KERNEL * bins, width) + dense(_KERNEL * width, width) + 2 * width,
+        ),
+        grid=ClipGrid(positions, bins),
+        fields=("input_features",),
+        projector="whisper",
+        merge=1,
+        idle_params=positions * width,  # sines, which `WhisperEncoder.__init__` freezes
+        num_returned=0,
+        copies=0,
+        # the first convolution's result and its GELU, of twice as many frames
+        embedded=(2 * _FRAMES * width, 0),
+        # both, and the second convolution's result
+        embedding_saved=(2 * _FRAMES + 1) * width,
+        holds_narrow=False,
+        normalises=True,
+        attended=True,
+    )
