@@ -144,10 +144,15 @@ def test_an_encoder_of_sound_waits_until_all_of_its_decoder_has_gone_backward() 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [({"images": 1}, "reads sound"), ({"freeze_vision_tower": True}, "frozen encoder")],
+    [
+        ({"images": 1}, "reads sound"),
+        ({"freeze_vision_tower": True}, "frozen encoder"),
+        ({"seq_len": 449}, "449 tokens are more than the 448"),
+        ({"use_reentrant": True}, "nothing of drawn would be trained"),
+    ],
 )
 def test_what_an_encoder_of_sound_has_not_is_refused(setting: dict[str, Any], message: str) -> None:
-    run = RunConfig(model="m", seq_len=64, **setting)
+    run = RunConfig(model="m", **({"seq_len": 64} | setting))
     line = {"type": "whisper", "layers": 2, "blocks": 2, "vocab": 0, "run": run.to_dict()}
     with pytest.raises(ConfigError, match=message):
         image_traces.job_of(line)

@@ -51,6 +51,7 @@ def test_cross_attention_projects_every_position_whatever_the_length_of_the_text
     run = RunConfig(model="m", method="full", seq_len=64, gradient_checkpointing=False)
     line = {"type": "whisper", "layers": 3, "blocks": 2, "vocab": 0, "run": run.to_dict()}
     whole = training_step(image_traces.job_of(line))
+    assert whole.model.tower is not None
     layer, width = whole.model.groups[0].layer, 768
     work = trained_layers(
         layer,
@@ -67,6 +68,9 @@ def test_cross_attention_projects_every_position_whatever_the_length_of_the_text
     )
     of_text = 2 * 64 * (6 * width**2 + 8 * width**2)
     of_encoder = 2 * 1500 * 2 * width**2
+    tower = tower_forward_work(TowerStep.of(whole, whole.model.tower).forward)
+    convolutions = 3000 * 3 * 80 * width + 1500 * 3 * width**2
+    assert tower.product_flops == 2 * (convolutions + 1500 * 2 * 12 * width**2)
     assert work.product_flops == 3 * 3 * 2 * (of_text + of_encoder)
 
 

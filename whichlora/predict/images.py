@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from whichlora.errors import ConfigError
 from whichlora.memory.towers import grid_of
+from whichlora.methods import get_method
 from whichlora.serving import get_engine
 from whichlora.spec.architecture import ModelSpec, Tower
 from whichlora.spec.run import RunConfig
@@ -93,7 +94,13 @@ def _check_length(model: ModelSpec, run: RunConfig) -> None:
 
 def _with_sound(model: ModelSpec, tower: Tower, run: RunConfig, trainer: Trainer) -> ModelSpec:
     """`model` of which each row has one clip of sound, as long as its encoder always reads."""
+    frozen = run.phase == "finetune" and not get_method(run.method).trains_base
     for is_wrong, fault in (
+        (
+            frozen and bool(run.use_reentrant),
+            f"use_reentrant: nothing of {model.name} would be trained, since checkpointing makes "
+            "no input of it need a gradient; use false",
+        ),
         (run.images > 0, f"images: {model.name} reads sound, not images; leave images out"),
         (
             run.freeze_vision_tower,

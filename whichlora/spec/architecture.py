@@ -626,6 +626,8 @@ class Tower:
         attended: its vectors stand in no row of the text, which attends to them: an encoder whose
             decoder is the language model, of one clip of sound in each row (Whisper).
         embedding_saved: elements of a patch that its embedding keeps for its backward.
+        embedding_weights: weights that embed a patch, where kernels overlap; 0: every number of it
+            is read once.
     """
 
     stack: ModelSpec
@@ -653,6 +655,7 @@ class Tower:
     stacks_rows: bool = False
     attended: bool = False
     embedding_saved: int = 0
+    embedding_weights: int = 0
 
     def inputs(self, images: int) -> int:
         """How many it reads of each row, which has so many images."""

@@ -35,6 +35,8 @@ def _around_flops(tower: TowerForward) -> Count:
     stack = tower.tower.stack
     in_projector = sum(linear.num_weights for linear in stack.head_linears)
     embedded = tower.num_pixels * stack.hidden_size
+    if tower.tower.embedding_weights:
+        embedded = tower.num_patches * tower.tower.embedding_weights
     return 2 * (embedded + tower.num_vectors * in_projector)
 
 

@@ -103,6 +103,7 @@ def encoder(c: Fields) -> Tower:
         embedded=(2 * _FRAMES * width, 0),
         # both, and the second convolution's result
         embedding_saved=(2 * _FRAMES + 1) * width,
+        embedding_weights=_KERNEL * width * (_FRAMES * bins + width),
         holds_narrow=False,
         normalises=True,
         attended=True,
