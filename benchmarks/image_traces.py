@@ -184,6 +184,29 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "scale_factor": 4,
         "image_token_id": 49190,
     },
+    "llama4": {  # Llama 4 Scout, with a narrower text and fewer experts
+        "text_config": {
+            "model_type": "llama4_text",
+            "hidden_size": 2048,
+            "intermediate_size": 4096,
+            "intermediate_size_mlp": 8192,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "vocab_size": 202048,
+        },
+        "vision_config": {
+            "model_type": "llama4_vision_model",
+            "hidden_size": 1408,
+            "intermediate_size": 5632,
+            "num_attention_heads": 16,
+            "vision_output_dim": 4096,
+            "image_size": 336,
+        },
+        "image_token_index": 2000,
+    },
     "mistral3": {  # Mistral Small 3.1, with half as wide a text
         "text_config": {
             "model_type": "mistral",
@@ -262,6 +285,7 @@ _SIZES = ((448, 448), (640, 480), (1024, 768), (768, 1280), (1600, 1200), (301, 
 # a text that has fewer layers than the tower hands features to would drop some of them
 _MORE_LAYERS = {"qwen3_vl": 3}
 _SHARED = ("batch_size", "images", "image_size")
+_UNQUANTISED = ("llama4",)  # whose experts in 4 bits are refused
 
 
 def _served(rng: random.Random) -> dict[str, Any]:
@@ -310,6 +334,8 @@ def draw(seed: int, model_type: str) -> dict[str, Any]:
     rng = random.Random(f"{model_type} {seed}")
     while True:
         method = rng.choice(("full", "lora", "lora", "qlora", "qlora"))
+        if method == "qlora" and model_type in _UNQUANTISED:
+            method = "lora"
         wide = method == "full" and rng.random() < 0.3
         settings = {
             "method": method,
@@ -328,6 +354,8 @@ def draw(seed: int, model_type: str) -> dict[str, Any]:
         }
         if rng.random() < 0.2:
             settings = _served(rng) | {key: settings[key] for key in _SHARED}
+            if model_type in _UNQUANTISED:
+                settings["quant"] = "none"
         run = RunConfig(model=model_type, **settings)
         line = {
             "type": model_type,

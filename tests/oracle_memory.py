@@ -71,7 +71,10 @@ def case(family: str, *, config: dict[str, Any] | None = None, **settings: Any) 
 
 
 def image_case(family: str, **settings: Any) -> Case:
-    """A run of a small model with two images of 224x224 in each row, and as much text as fits."""
+    """A run of a small model with two images of 224x224 in each row, and as much text as fits.
+
+    In fp32, or in bf16 where the processor's pixels are.
+    """
     config = IMAGE_CONFIGS[family]
     tower = build({"model_type": family, **config}, name=family).tower
     assert tower is not None
@@ -79,7 +82,7 @@ def image_case(family: str, **settings: Any) -> Case:
     length = 2 * (grid.tokens + grid.markers) + 48
     defaults = {
         "model": family,
-        "precision": "fp32",
+        "precision": "fp32" if tower.pixel_bytes == torch.float32.itemsize else "bf16",
         "batch_size": 2,
         "seq_len": length,
         "r": 8,

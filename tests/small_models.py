@@ -163,6 +163,13 @@ IMAGE_CONFIGS: dict[str, dict[str, Any]] = {
         "image_token_id": 2000,
         "tie_word_embeddings": False,
     },
+    "llama4": {
+        "text_config": _TEXT | {"intermediate_size_mlp": 448, "moe_layers": []},
+        "vision_config": _VISION
+        | {"intermediate_size": 640, "projector_input_dim": 96, "projector_output_dim": 96}
+        | {"vision_output_dim": 96},
+        "image_token_index": 2000,
+    },
     "smolvlm": {
         "text_config": _TEXT | {"model_type": "llama"},
         "vision_config": _VISION | {"image_size": 72, "patch_size": 12},

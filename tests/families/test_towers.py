@@ -52,6 +52,23 @@ def test_gemma_3_has_256_tokens_of_every_image() -> None:
     assert (grid.patches, grid.tokens, grid.pixels) == (64 * 64, 256, (1, 3, 896, 896))
 
 
+LLAMA4 = {"hidden_size": 1408, "intermediate_size": 5632, "vision_output_dim": 4096}
+
+
+def test_tiles_of_llama_4_have_144_tokens_and_a_separator_each() -> None:
+    grid = tower("llama4", image_size=336, **LLAMA4).grid
+    small, wide, large = grid(100, 336), grid(300, 1000), grid(3000, 3000)
+    assert (small.crops, small.tokens, small.markers) == (1, 144, 3)
+    assert (wide.crops, wide.tokens, wide.markers) == (4, 4 * 144, 3 + 3)
+    assert (large.crops, large.pixels) == (17, (17, 3, 336, 336))
+    assert small.patches == 577
+
+
+def test_llama_4_refuses_vectors_that_its_matrix_cannot_read() -> None:
+    with pytest.raises(ConfigError, match="intermediate_size 5600 must be 4 times hidden_size"):
+        tower("llama4", **LLAMA4 | {"intermediate_size": 5600})
+
+
 @pytest.mark.parametrize(
     ("model_type", "tasks"),
     [

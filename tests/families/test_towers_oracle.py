@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import random
+from collections import defaultdict
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,9 +65,11 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tower(model_type: str) -> Tower:
-    sides = {"gemma3": 896, "llava": 336, "llava_next": 336, "internvl": 448}
+    sides = {"gemma3": 896, "llama4": 336, "llava": 336, "llava_next": 336, "internvl": 448}
     sides |= {"smolvlm": 384, "idefics3": 512}
     vision = {"image_size": sides[model_type], "patch_size": 14} if model_type in sides else {}
+    if model_type == "llama4":
+        vision |= {"hidden_size": 1408, "intermediate_size": 5632, "vision_output_dim": 4096}
     found = build({"model_type": model_type, "vision_config": vision}, name="m").tower
     assert found is not None
     return found
@@ -125,6 +131,34 @@ def _resized_by(real: Any, height: int, width: int) -> tuple[int, int]:
         stand_in, SimpleNamespace(shape=(1, *first)), real.max_image_size["longest_edge"]
     )
     return sides[-1]
+
+
+def _functions_of(name: str, module: str) -> dict[str, Any]:
+    """The functions of a module of transformers that only torchvision lets import."""
+    path = Path(find_spec("transformers").origin).parent / "models" / name / module  # type: ignore[union-attr,arg-type]
+    made = {"torch": import_module("torch"), "lru_cache": lambda **_: lambda function: function}
+    made |= {"defaultdict": defaultdict, "SizeDict": Any}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            exec(compile(ast.Module([node], []), str(path), "exec"), made)
+    return made
+
+
+def test_tiles_and_separators_are_those_of_the_processor_of_llama_4() -> None:
+    real = _functions_of("llama4", "image_processing_llama4.py")
+    counts = import_module("transformers.models.llama4.processing_llama4").Llama4Processor
+    sizes = real["find_supported_resolutions"](16, SimpleNamespace(height=336, width=336))
+    possible, grid = import_module("torch").tensor(sizes), tower("llama4").grid
+    for height, width in drawn("llama4", 10 * NUM_DRAWN):
+        fit = real["get_best_fit"]((height, width), possible)
+        rows, columns = (int(length) // 336 for length in fit)
+        text = counts._prompt_split_image(None, (rows, columns), 144)
+        ours = grid(height, width)
+        assert ours.crops == rows * columns + (rows * columns > 1)
+        assert (ours.tokens, ours.markers) == (
+            text.count("<|patch|>"),
+            text.count("<|") - text.count("<|patch|>"),
+        )
 
 
 def test_squares_are_those_of_the_processor_of_internvl() -> None:

@@ -84,6 +84,31 @@ def test_what_is_not_predicted_is_refused_in_one_line(
         job(**settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_refused"),
+    [
+        ({"precision": "fp32"}, True),
+        ({"precision": "fp16-pure"}, True),
+        ({"precision": "fp16"}, False),  # autocast
+        ({"precision": "fp16", "phase": "inference", "prompt_len": 2048}, True),
+        ({"precision": "fp32", "method": "qlora"}, False),
+    ],
+)
+def test_narrow_pixels_need_weights_of_their_dtype(
+    settings: dict[str, Any], is_refused: bool
+) -> None:
+    vision = {"hidden_size": 64, "intermediate_size": 256, "vision_output_dim": 4096}
+    text = {**TEXT, "moe_layers": [], "intermediate_size_mlp": 4096}
+    llama = {"model_type": "llama4", "text_config": text, "vision_config": vision}
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"^images: the processor makes bf16 pixels"):
+            job(llama, **settings)
+    else:
+        tower = job(llama, **settings).model.tower
+        assert tower is not None
+        assert tower.pixel_bytes == 2
+
+
 def test_a_model_without_a_described_tower_takes_no_images() -> None:
     with pytest.raises(ConfigError, match=r"images: the tower of m \(qwen2\) is not predicted"):
         job({"model_type": "qwen2", **TEXT})

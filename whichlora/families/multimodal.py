@@ -8,7 +8,7 @@ from typing import Any
 
 from whichlora.families.fields import Fields
 from whichlora.families.labels import of_decoder
-from whichlora.families.towers import clip, gemma4, intern, pixtral, qwen, siglip, smolvlm
+from whichlora.families.towers import clip, gemma4, intern, llama4, pixtral, qwen, siglip, smolvlm
 from whichlora.families.towers.base import Multimodal
 from whichlora.spec.architecture import ModelSpec
 
@@ -20,7 +20,7 @@ UNLOADED = "text tower, as AutoModelForCausalLM loads it, without the {:,} of th
 TEXT_ONLY = "text tower only: the config describes no vision tower"
 TOWERS: Mapping[str, Multimodal] = {
     model_type: declared
-    for module in (clip, gemma4, intern, pixtral, qwen, siglip, smolvlm)
+    for module in (clip, gemma4, intern, llama4, pixtral, qwen, siglip, smolvlm)
     for model_type, declared in module.TYPES.items()
 }
 

@@ -18,7 +18,7 @@ from whichlora.spec.architecture import Tower
 from whichlora.spec.numeric import Count, largest
 from whichlora.symbolic.autograd import LAYER_INPUT, evaluate, most
 from whichlora.symbolic.layer import LayerPoints
-from whichlora.symbolic.projectors import projector_points
+from whichlora.symbolic.projectors import embedder_saved, projector_points
 
 Entries = tuple[Entry, ...]
 
@@ -94,7 +94,12 @@ class TowerStep(TrainingStep):
     @cached_property
     def needs_grad(self) -> bool:
         """Whether the embedded patches do: trained, or made to by checkpointing's hook."""
-        return self.trains or self.is_hooked
+        return self.trains or self.is_hooked or self._adapts_embedder
+
+    @property
+    def _adapts_embedder(self) -> bool:
+        embedder = self.tower.embedder
+        return embedder is not None and embedder.name in self.targets
 
     @cached_property
     def goes_backward(self) -> bool:
@@ -140,7 +145,10 @@ class TowerStep(TrainingStep):
             if self.trains and self.dtypes.under_autocast and self.dtypes.base_bytes > size:
                 copied = size * self.model.other_params
                 tensors.append(Tensor("16-bit copies of what embeds the patches", constant=copied))
-        if self.trains:
+        if tower.unfolds and (self.trains or self._adapts_embedder):
+            read = embedder_saved(tower, self.targets, self.dtypes, self.method)
+            tensors += listed_tensors(read, 1, tokens=0, span=0, r=self.r)
+        elif self.trains:
             is_copy = size < self.forward.pixel_bytes or tower.copies_pixels or tower.joins_pixels
             read = self.forward.num_pixels * size * is_copy
             tensors.append(Tensor("pixels, which the kernel of the patches reads", constant=read))

@@ -17,13 +17,11 @@ from whichlora.symbolic.autograd import most
 from whichlora.symbolic.layer import stream_bytes
 from whichlora.symbolic.projectors import projector_working_points
 
-PIXEL_BYTES = 4  # processors return fp32, whatever the model computes in
-
 PIXELS = Fact(
     part="activations",
     what="pixels of the images",
     shape="[batch_size, images, …]",
-    dtype="fp32",
+    dtype="as the processor returns them",
     why="part of the batch, which a variable of the caller holds until the next one is read",
     source="transformers Trainer._run_epoch, GenerationMixin.generate",
 )
@@ -144,16 +142,16 @@ class TowerForward:
     @property
     def pixel_bytes(self) -> int:
         """Of one number of the batch: an encoder that casts nothing is given its own dtype."""
-        dtypes = self.dtypes
+        dtypes, made = self.dtypes, self.tower.pixel_bytes
         is_given = self.tower.attended and not dtypes.under_autocast
-        return min(PIXEL_BYTES, dtypes.embedding_bytes) if is_given else PIXEL_BYTES
+        return min(made, dtypes.embedding_bytes) if is_given else made
 
     @property
     def narrow_pixels(self) -> Entry:
         """The same as the tower reads them, where its caller holds them."""
-        joined = self.num_pixels * PIXEL_BYTES * self.tower.joins_pixels
+        joined = self.num_pixels * self.tower.pixel_bytes * self.tower.joins_pixels
         if self.tower.copies_pixels:
-            size = min(self.dtypes.base_bytes, PIXEL_BYTES)
+            size = min(self.dtypes.base_bytes, self.tower.pixel_bytes)
             return Entry(NARROW_PIXELS, self.num_pixels * size + self._mask_bytes)
         return Entry(NARROW_PIXELS, self._narrow_bytes * self.tower.holds_narrow + joined)
 
@@ -163,9 +161,9 @@ class TowerForward:
 
     @property
     def _narrow_bytes(self) -> Count:
-        """Nothing where the tower is fp32, too."""
+        """Nothing where they are as narrow as the tower."""
         size = self.dtypes.base_bytes
-        return self.num_pixels * size * (size < PIXEL_BYTES)
+        return self.num_pixels * size * (size < self.tower.pixel_bytes)
 
     @property
     def of_vectors(self) -> dict[str, Count]:
@@ -225,4 +223,5 @@ class TowerForward:
         states = self.num_patches * tower.stack.hidden_size * returned * tower.num_returned
         # those that are wider than the text are cast
         per_element = returned + size * (tower.copies + (returned != size and not tower.attended))
-        return Entry(TOWER_NAMED, states + self.num_vectors * hidden_size * per_element)
+        vectors = hidden_size * per_element + tower.returned_width * size
+        return Entry(TOWER_NAMED, states + self.num_vectors * vectors)

@@ -9,8 +9,10 @@ from whichlora.memory.towers import grid_of
 from whichlora.methods import get_method
 from whichlora.serving import get_engine
 from whichlora.spec.architecture import ModelSpec, Tower
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import AUTOCAST_PRECISIONS, RunConfig
 from whichlora.trainers import Trainer
+
+WIDE_PIXEL_BYTES = 4  # fp32, which towers cast themselves
 
 
 def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec:
@@ -25,7 +27,8 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
         return _with_sound(model, tower, run, trainer)
     if tower is not None and run.freeze_vision_tower:
         tower = _without_adapters(tower)
-        model = replace(model, tower=tower, idle_linears=(*tower.linears, *tower.idle))
+        loaded = (*tower.linears, *tower.idle) if model.idle_linears else ()
+        model = replace(model, tower=tower, idle_linears=loaded)
     if not run.images:
         has_tower = any(linear.reads == "tower" for linear in model.idle_linears)
         if run.phase == "inference" and has_tower and not get_engine(run.serving).loads_towers:
@@ -37,10 +40,13 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
             "images out, or choose a model whose images are, such as Qwen/Qwen2.5-VL-7B-Instruct"
         )
     _check_beside(model, run, trainer)
+    _check_pixels(tower, run)
     _check_tokens(tower, run)
     return replace(
         model,
         tower=tower,
+        idle_linears=(*tower.linears, *tower.idle),  # also where texts alone load none
+        unloaded_params=0,
         idle_params=tower.idle_params + tower.stack.num_params * run.freeze_vision_tower,
         embeds_in_steps=True,  # `masked_scatter` makes a new tensor of the looked-up rows
         notes=(*model.notes[:-1], _note(tower, run)),
@@ -165,6 +171,17 @@ def _check_tokens(tower: Tower, run: RunConfig) -> None:
             f"images: {run.images} of {width}x{height} are {tokens:,} tokens, "
             f"more than {setting} {room:,}, which includes them; give a larger {setting}, fewer "
             "images, or set image_max_pixels (589824 is 768x768)"
+        )
+
+
+def _check_pixels(tower: Tower, run: RunConfig) -> None:
+    """Source: torch 2.13: `mm` takes two tensors of one dtype, autocast casts them before."""
+    autocasts = run.phase == "finetune" and run.precision in AUTOCAST_PRECISIONS
+    casts = tower.pixel_bytes == WIDE_PIXEL_BYTES or run.quant != "none"
+    if not (casts or autocasts or run.precision.startswith("bf16")):
+        raise ConfigError(
+            f"images: the processor makes bf16 pixels, which weights of precision {run.precision} "
+            "can't be multiplied with; use precision bf16"
         )
 
 

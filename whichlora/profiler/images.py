@@ -111,9 +111,10 @@ def _pixels(
     config: Any, run: RunConfig, tower: Tower, grid: ImageGrid, ids: torch.Tensor
 ) -> torch.Tensor:
     rows = ids.shape[0]
+    dtype = torch.bfloat16 if tower.pixel_bytes == torch.bfloat16.itemsize else torch.float32
     if tower.stacks_rows:
-        return host_pixels((rows, run.images * grid.pixels[0], *grid.pixels[1:]))
-    return host_pixels((rows * run.images * grid.pixels[0], *grid.pixels[1:]))
+        return host_pixels((rows, run.images * grid.pixels[0], *grid.pixels[1:]), dtype)
+    return host_pixels((rows * run.images * grid.pixels[0], *grid.pixels[1:]), dtype)
 
 
 def _grid_thw(

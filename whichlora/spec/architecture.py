@@ -628,6 +628,10 @@ class Tower:
         embedding_saved: elements of a patch that its embedding keeps for its backward.
         embedding_weights: weights that embed a patch, where kernels overlap; 0: every number of it
             is read once.
+        unfolds: patches are rows of pixels, and the first of `head_linears` embeds them (Llama 4).
+        pixel_bytes: of one number in `pixel_values`, whatever the model computes in.
+        returned_width: elements of each vector as the tower returns it to a caller who projects it,
+            and holds both (Llama 4).
     """
 
     stack: ModelSpec
@@ -656,6 +660,9 @@ class Tower:
     attended: bool = False
     embedding_saved: int = 0
     embedding_weights: int = 0
+    unfolds: bool = False
+    pixel_bytes: int = 4
+    returned_width: int = 0
 
     def inputs(self, images: int) -> int:
         """How many it reads of each row, which has so many images."""
@@ -664,6 +671,11 @@ class Tower:
     def limited(self, max_pixels: int | None) -> Callable[[int, int], ImageGrid]:
         """`grid` for images that are shrunk to `max_pixels` before, if there is such a limit."""
         return self.grid if max_pixels is None else LimitedGrid(self.grid, max_pixels)
+
+    @property
+    def embedder(self) -> Linear | None:
+        """The matrix that embeds patches, where it is one that takes an adapter."""
+        return self.stack.head_linears[0] if self.unfolds else None
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -12,7 +12,15 @@ from functools import lru_cache
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import Norm, NormKind, Tower
 from whichlora.spec.dtypes import Dtypes
-from whichlora.symbolic.autograd import NOTHING, LinearForm, Tape, Tensor, maximal, per_token
+from whichlora.symbolic.autograd import (
+    NOTHING,
+    LinearForm,
+    SavedTensor,
+    Tape,
+    Tensor,
+    maximal,
+    per_token,
+)
 from whichlora.symbolic.layer import LayerPoints
 from whichlora.symbolic.mlp import activate
 from whichlora.symbolic.operators import OpEmitter
@@ -132,6 +140,25 @@ def _whisper(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
     return code.norm(last, x)
 
 
+def _llama4(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """Two copies put the patches of a vector beside each other.
+
+    Source: transformers 5.23 `Llama4VisionModel.forward`, `pixel_shuffle`, `Llama4VisionMLP2`,
+    `Llama4ForConditionalGeneration.forward`.
+    """
+    tape, width = code.tape, tower.stack.hidden_size
+    _, first, second, projection = tower.stack.head_linears
+    last = Norm(name="layernorm_post", kind="layer", width=width, rows=tower.merge, bias=True)
+    states = code.norm(last, x)
+    shuffled = code.copy(code.copy(states))
+    inner = code.linear(second, activate(code, "gelu", code.linear(first, shuffled)))
+    features = activate(code, "gelu", inner)
+    tape.hold(states, shuffled)
+    projected = code.linear(projection, features)
+    tape.hold(features)
+    return projected
+
+
 PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "qwen2": _qwen2,
     "qwen2_5": _qwen2_5,
@@ -143,6 +170,7 @@ PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "internvl": _internvl,
     "smolvlm": _smolvlm,
     "whisper": _whisper,
+    "llama4": _llama4,
 }
 """Tensors of the last block -> those that the language model reads."""
 
@@ -155,6 +183,22 @@ def _tape_of(code: OpEmitter, tower: Tower, stream: int, *, needs_grad: bool) ->
     tape.hold(x, features)
     tape.returns(features)
     return tape
+
+
+@lru_cache(maxsize=512)
+def embedder_saved(
+    tower: Tower, targets: tuple[str, ...], dtypes: Dtypes, method: Method
+) -> tuple[SavedTensor, ...]:
+    """What autograd keeps of the matrix that embeds unfolded patches.
+
+    Kind: exact. Source: transformers 5.23 `Llama4UnfoldConvolution.forward`.
+    """
+    embedder = tower.embedder
+    assert embedder is not None
+    code = OpEmitter(Tape(), dtypes, targets, method, stream_bytes=tower.pixel_bytes)
+    pixels = code.tape.input(per_token(embedder.in_features), tower.pixel_bytes, needs_grad=False)
+    code.tape.returns(code.linear(embedder, pixels))
+    return code.tape.saved_tensors()
 
 
 @lru_cache(maxsize=512)

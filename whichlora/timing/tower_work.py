@@ -33,7 +33,8 @@ def _packed_launches(group: LayerGroup, num_patches: Count, span: Count) -> Coun
 def _around_flops(tower: TowerForward) -> Count:
     """Products of the kernel that embeds the patches, and of the projector, in one forward."""
     stack = tower.tower.stack
-    in_projector = sum(linear.num_weights for linear in stack.head_linears)
+    behind = stack.head_linears[1:] if tower.tower.unfolds else stack.head_linears
+    in_projector = sum(linear.num_weights for linear in behind)
     embedded = tower.num_pixels * stack.hidden_size
     if tower.tower.embedding_weights:
         embedded = tower.num_patches * tower.tower.embedding_weights
