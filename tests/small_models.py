@@ -115,6 +115,12 @@ _VISION = _BLOCKS | {"intermediate_size": 320, "image_size": 112, "patch_size": 
 _QWEN_VISION = {"hidden_size": 160, "num_heads": 5, "depth": 3, "intermediate_size": 320}
 _QWEN_VISION |= {"out_hidden_size": 128}
 _ROTATED = {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 6, 6]}}
+MLLAMA: dict[str, Any] = {  # one of whose layers no text passes
+    "text_config": _TEXT | {"cross_attention_layers": [1]},
+    "vision_config": _BLOCKS
+    | {"attention_heads": 5, "intermediate_size": 320, "image_size": 112, "num_global_layers": 2}
+    | {"intermediate_layers_indices": [0, 2], "vision_output_dim": 480},
+}
 _IDS = {"image_token_id": 2000, "video_token_id": 2001}
 _IDS |= {"vision_start_token_id": 2002, "vision_end_token_id": 2003}
 IMAGE_CONFIGS: dict[str, dict[str, Any]] = {

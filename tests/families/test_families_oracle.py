@@ -29,7 +29,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Where the blocks of a model live; what lies outside is embeddings, head, pooler, vision tower.
 STACKS = ("layers", "h", "block", "blocks", "layer", "albert_layers")
 R = 8
-NO_AUTO_CLASS = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # never a model by themselves
+NO_AUTO_CLASS = {
+    "mllama_text_model",
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "qwen3_vl_text",
+}  # never a model by themselves
 
 
 def smallest() -> dict[str, str]:
@@ -649,6 +654,35 @@ def tower_linears(model: Any) -> Counter[tuple[str, int, int, bool]]:
         for name, leaf in model.named_modules()
         if isinstance(leaf, nn.Linear) and "language_model" not in name and "lm_head" not in name
     )
+
+
+MLLAMA = {
+    "model_type": "mllama",
+    "text_config": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "num_hidden_layers": 6, "cross_attention_layers": [1, 4]}
+    | {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "vision_config": {"hidden_size": 48, "attention_heads": 4, "intermediate_size": 80}
+    | {"num_hidden_layers": 3, "num_global_layers": 2, "image_size": 56, "vision_output_dim": 240}
+    | {"max_num_tiles": 2, "supported_aspect_ratios": [[1, 1], [1, 2]]},
+}
+
+
+def test_layers_that_read_images_alone_are_loaded_beside_those_of_the_text() -> None:
+    from torch import nn
+
+    spec = build(MLLAMA, name="tiny")
+    model = module(MLLAMA, spec.task)
+    assert spec.num_params == sum(p.numel() for p in model.parameters())
+    text = model.model.language_model
+    loaded = [*text.parameters(), *model.lm_head.parameters()]
+    assert spec.loaded_params == sum(p.numel() for p in loaded)
+    skipped = [layer for number, layer in enumerate(text.layers) if number in (1, 4)]
+    assert spec.idle_params == sum(p.numel() for layer in skipped for p in layer.parameters())
+    assert {(x.name, x.in_features, x.out_features, x.count) for x in spec.idle_linears} == {
+        (name.rpartition(".")[2], leaf.in_features, leaf.out_features, len(skipped))
+        for name, leaf in skipped[0].named_modules()
+        if isinstance(leaf, nn.Linear)
+    }
 
 
 def test_a_multimodal_config_with_the_text_at_the_top_is_the_same_model() -> None:

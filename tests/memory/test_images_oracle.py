@@ -8,7 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from oracle_memory import IMAGE_CONFIGS, image_case, peak, sound_case
+from oracle_memory import IMAGE_CONFIGS, Case, case, image_case, peak, sound_case
+from small_models import MLLAMA
 
 pytestmark = pytest.mark.oracle
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -35,3 +36,10 @@ def test_the_peak_with_sound_is_the_predicted_one(name: str) -> None:
 def test_the_peak_with_images_is_the_predicted_one(family: str, settings: dict[str, Any]) -> None:
     measured, predicted = peak(image_case(family, **settings))
     assert predicted == pytest.approx(measured, rel=0.015)
+
+
+@pytest.mark.parametrize("name", ["lora", "checkpointing", "full", "qlora", "inference"])
+def test_texts_skip_the_layers_that_read_images_alone(name: str) -> None:
+    run = case("llama", **SETTINGS[name]).run
+    measured, predicted = peak(Case("mllama", run, MLLAMA))
+    assert predicted == pytest.approx(measured, rel=0.01)

@@ -24,6 +24,7 @@ from whichlora.families import (
     llama4,
     mamba,
     mixtures,
+    mllama,
     moe,
     opt,
     qwen_hybrid,
@@ -39,6 +40,7 @@ from whichlora.spec.architecture import Linear, ModelSpec, Pooling
 _MODULES = (
     llama,
     llama4,
+    mllama,
     layernorm,
     moe,
     mixtures,

@@ -8,7 +8,17 @@ from typing import Any
 
 from whichlora.families.fields import Fields
 from whichlora.families.labels import of_decoder
-from whichlora.families.towers import clip, gemma4, intern, llama4, pixtral, qwen, siglip, smolvlm
+from whichlora.families.towers import (
+    clip,
+    gemma4,
+    intern,
+    llama4,
+    mllama,
+    pixtral,
+    qwen,
+    siglip,
+    smolvlm,
+)
 from whichlora.families.towers.base import Multimodal
 from whichlora.spec.architecture import ModelSpec
 
@@ -20,7 +30,7 @@ UNLOADED = "text tower, as AutoModelForCausalLM loads it, without the {:,} of th
 TEXT_ONLY = "text tower only: the config describes no vision tower"
 TOWERS: Mapping[str, Multimodal] = {
     model_type: declared
-    for module in (clip, gemma4, intern, llama4, pixtral, qwen, siglip, smolvlm)
+    for module in (clip, gemma4, intern, llama4, mllama, pixtral, qwen, siglip, smolvlm)
     for model_type, declared in module.TYPES.items()
 }
 
@@ -75,10 +85,10 @@ def build_multimodal(
     note = (UNLOADED if kind.splits else NOTE).format(extra)
     return replace(
         spec,
-        other_params=extra,
-        idle_params=0 if kind.splits else extra,
+        other_params=text.other_params + extra,
+        idle_params=text.idle_params + (0 if kind.splits else extra),
         unloaded_params=extra if kind.splits else 0,
-        idle_linears=() if kind.splits else linears,
+        idle_linears=(*text.idle_linears, *(() if kind.splits else linears)),
         tower=tower if kind.reads_images else None,
         notes=(*spec.notes, note),
     )
