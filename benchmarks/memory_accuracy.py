@@ -344,7 +344,8 @@ def main() -> None:
     parser.add_argument("--retrace", action="store_true", help="also what was traced before")
     parser.add_argument("--traces", type=Path, default=samples.FIRST_TRACES)
     parser.add_argument("--later", action="store_true", help="the types that came after the draws")
-    parser.add_argument("--newest", action="store_true", help="the types that came last")
+    parser.add_argument("--newest", action="store_true", help="the types that came then")
+    parser.add_argument("--latest", action="store_true", help="the types that came last")
     parser.add_argument("--settings", action="store_true", help="one model, setting by setting")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     options = parser.parse_args()
@@ -353,6 +354,8 @@ def main() -> None:
     drawn = [(index, samples.draw(options.seed, index)) for index in range(options.runs)]
     if options.later:
         drawn, options.traces = list(enumerate(samples.later_runs())), samples.LATER_TRACES
+    if options.latest:
+        drawn, options.traces = list(enumerate(samples.latest_runs())), samples.LATEST_TRACES
     if options.newest:
         drawn, options.traces = list(enumerate(samples.newest_runs())), samples.NEWEST_TRACES
     if options.settings:

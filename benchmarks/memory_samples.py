@@ -38,9 +38,11 @@ TRACES = Path(__file__).resolve().parent / "traces"  # a file for each draw
 FIRST_TRACES = TRACES / "draw-1.jsonl"
 LATER_TRACES = TRACES / "later-types.jsonl"
 NEWEST_TRACES = TRACES / "newest-types.jsonl"
+LATEST_TRACES = TRACES / "latest-types.jsonl"
 SETTING_TRACES = TRACES / "settings.jsonl"
 RUNS_OF_LATER = 4  # of each type
 RUNS_OF_NEWEST = 6
+LATEST_RUNS = (*range(20), *range(100, 128))  # the second were drawn when formulas were finished
 MAX_LAYERS = 8  # where layers differ all are traced, which takes a second or so each
 MAX_SECONDS = 200
 
@@ -114,6 +116,16 @@ OTHER_NAMES: dict[str, dict[str, Any]] = {  # types that name some otherwise; No
     },
     "hy_v3": _SIX | _EXPERTS,
     "hunyuan_v1_moe": _NARROW | {"moe_topk": 4},
+    "jamba": _SIX
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 1280,
+        "num_experts": 8,
+        "head_dim": None,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 2,
+        "max_position_embeddings": 256,
+    },
     "lfm2_moe": _SIX
     | _EXPERTS
     | {"head_dim": None, "layer_types": ["conv", "conv", "full_attention"] * 2},
@@ -175,7 +187,9 @@ NEWEST_TYPES = (
     *("axk1", "bamba", "biogpt", "bitnet", "falcon_h1", "hy_v3", "llama4_text", "mamba2"),
     *("minicpm3", "nemotron_h"),
 )
-"""The types that came last, and whose runs have a file of their own."""
+"""The types that came after those, and whose runs have a file of their own."""
+LATEST_TYPES = ("jamba",)
+"""The types that came last, so have theirs."""
 METHODS = ("full", "lora", "lora", "qlora", "qlora", "dora", "qdora")
 QUANTS = (None, None, None, None, "int8", "nf4", "fp4")
 PRECISIONS = ("bf16", "bf16", "bf16", "bf16-pure", "bf16-no-autocast", "fp16", "fp32")
@@ -266,7 +280,8 @@ def draw_later(model_type: str, number: int) -> RunConfig:
 
 
 def later_types() -> tuple[str, ...]:
-    return tuple(sorted(set(models_by_type()) - {*FIRST_TYPES, *NEWEST_TYPES}))
+    earlier_or_apart = {*FIRST_TYPES, *NEWEST_TYPES, *LATEST_TYPES}
+    return tuple(sorted(set(models_by_type()) - earlier_or_apart))
 
 
 def setting_runs() -> list[RunConfig]:
@@ -279,6 +294,10 @@ def later_runs() -> list[RunConfig]:
 
 def newest_runs() -> list[RunConfig]:
     return [draw_later(name, number) for number in range(RUNS_OF_NEWEST) for name in NEWEST_TYPES]
+
+
+def latest_runs() -> list[RunConfig]:
+    return [draw_later(name, number) for name in LATEST_TYPES for number in LATEST_RUNS]
 
 
 def _drawn(model_type: str, rng: random.Random) -> RunConfig:

@@ -9,9 +9,10 @@ from written_layers import points_of, points_of_layer
 
 from whichlora.errors import ConfigError
 from whichlora.families import build
+from whichlora.memory.gradients import trained_tensors
 from whichlora.memory.kv_cache import cache_bytes
 from whichlora.memory.training import trained_params
-from whichlora.predict.resolve import resolve
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model
@@ -97,6 +98,55 @@ def test_longer_chunks_keep_more_pairs_and_fewer_states() -> None:
     )
     of_pairs = 3 * 4 * 16 * 1024 * (256 - 64)
     assert of_pairs / 2 < long - short < of_pairs
+
+
+LOOP: dict[str, Any] = {
+    "model_type": "jamba",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attn_layer_period": 4,
+    "attn_layer_offset": 3,
+    "num_experts": 4,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+}
+
+
+def loop_job(**settings: Any) -> ResolvedRun:
+    run = RunConfig(model="loop", precision="bf16-pure", **settings)
+    return resolve(build(LOOP, name="loop"), run, find_gpu("h100-sxm-80gb"))
+
+
+def test_a_loop_over_tokens_keeps_every_state_in_fp32_and_narrowed() -> None:
+    job = loop_job()
+    points = points_of_layer(job.model.groups[0].layer, job)
+    states = (x.form for x in points.saved_tensors if x.what == "scan: states")
+    size = sum(evaluate(form, tokens=20, span=10, r=8) for form in states)
+    assert size == 2 * 128 * 8 * (9 * 4 + 2 + 10 * 2)  # the first is narrow, the last not kept
+
+
+@pytest.mark.parametrize(("quant", "idle"), [("none", 3), ("nf4", 0)])
+def test_an_adapter_whose_module_is_never_called_gets_no_gradient(quant: str, idle: int) -> None:
+    job = loop_job(quant=quant, r=8)
+    tensors = trained_tensors(job.model, job.targets, job.method, 8, dtypes=job.dtypes)
+    in_adapters = trained_params(job.model, job.targets, job.method, 8)
+    trained = sum(tensor.num_params * tensor.count for tensor in tensors)
+    assert in_adapters - trained == idle * 8 * (4 + 128)  # of dt_proj in each state space
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"attn_layer_offset": 4}, "attn_layer_offset is 4, must be smaller than"),
+        ({"use_mambapy": True}, "use_mambapy is true"),
+    ],
+)
+def test_a_loop_that_the_formulas_lack_is_refused(field: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(LOOP | field, name="loop")
 
 
 def test_heads_of_a_scan_have_to_fill_its_width() -> None:

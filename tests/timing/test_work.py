@@ -88,6 +88,21 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
+# a frozen weight that the code multiplies itself is a batched product, as attention's are
+JAMBA: dict[str, Any] = {
+    "model_type": "jamba",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 1,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 2,
+    "mamba_d_state": 8,
+    "vocab_size": 320,
+}
+
 _TEXT = {
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -224,6 +239,17 @@ def test_flops_are_those_that_pytorch_counts(
     assert done.product_flops == pytest.approx(products, rel=tolerance)
     if method == "full" and not gradient_checkpointing:
         assert done.product_flops == products
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("method", "tolerance"), [("full", 1e-12), ("lora", 0.04)])
+def test_flops_of_a_loop_over_tokens_are_in_sum_those_that_pytorch_counts(
+    method: str, tolerance: float
+) -> None:
+    job = job_of(tiny_run(method, gradient_checkpointing=False), JAMBA)
+    done = training(job)
+    total = sum(counted(JAMBA, job))
+    assert done.attention_flops + done.product_flops == pytest.approx(total, rel=tolerance)
 
 
 @pytest.mark.sampled(16)
@@ -624,6 +650,17 @@ def test_a_decoding_step_reads_the_states_of_a_recurrent_layer() -> None:
 
     groups = [replace(group, layer=stateless(group.layer)) for group in job.model.groups]
     assert moved(job.model) > moved(replace(job.model, groups=tuple(groups))) > 0
+
+
+def test_a_loop_over_tokens_launches_kernels_for_each_and_fills_gradients_of_all() -> None:
+    job = job_of(RunConfig(model="tiny", gradient_checkpointing=False), JAMBA)
+    short, long, longer = (training(job, batch_size=1, seq_len=length) for length in (64, 96, 128))
+    assert long.launches - short.launches == 4 * 32 * 4  # in four of six layers
+    assert long.autograd_launches - short.autograd_launches == 4 * 32 * 17
+    linear = long.elementwise_bytes - short.elementwise_bytes
+    assert longer.elementwise_bytes - long.elementwise_bytes - linear == (
+        4 * 2 * 32 * 32 * 2 * 4 * 4 * 128 * 8  # zeros and sums, of two tensors, in fp32
+    )
 
 
 # --- by hand: TINY["llama"] has 43,008 weights in each of 6 layers and 320 words of width 64

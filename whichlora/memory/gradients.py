@@ -9,7 +9,7 @@ from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.weights import masked_head_params
 from whichlora.methods.base import FrozenTensor, Method
 from whichlora.spec.architecture import Layer, Linear, ModelSpec, Norm
-from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.dtypes import Dtypes, runs_adapter
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears, tower_linears
@@ -190,7 +190,7 @@ def trained_tensors(
     if method.trains_base:
         return tuple(base_tensors(model, dtypes.base_bytes))
     return (
-        *_of_adapters(model, targets, method, r, dtypes),
+        *_of_adapters(model, targets, method, r, dtypes, running=True),
         *_outer(model, method, dtypes),
         *_norm_copies(model, targets, dtypes),
         *saved_modules(model, modules_to_save, dtypes.embedding_bytes),
@@ -351,9 +351,18 @@ def unwanted_gradient_bytes(
 
 
 def _of_adapters(
-    model: ModelSpec, targets: tuple[str, ...], method: Method, r: Count, dtypes: Dtypes
+    model: ModelSpec,
+    targets: tuple[str, ...],
+    method: Method,
+    r: Count,
+    dtypes: Dtypes,
+    *,
+    running: bool = False,
 ) -> Iterator[Trained]:
+    """Args: `running`: only those that get a gradient."""
     for linear, count in adapted_linears(model, targets):
+        if running and not runs_adapter(linear, dtypes):
+            continue
         widths = method.adapter_widths(linear, dtypes)
         for (rows, width), param_bytes in zip(
             method.adapter_shapes(linear, r), widths, strict=False

@@ -9,7 +9,7 @@ from functools import lru_cache
 from whichlora.memory.entries import Tensor
 from whichlora.methods.base import NO_ADAPTERS, Method
 from whichlora.spec.architecture import Layer, ModelSpec
-from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.dtypes import Dtypes, runs_adapter
 from whichlora.spec.numeric import Count, is_plain, largest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
@@ -181,6 +181,8 @@ def _gradients(
     """Bytes of those that one layer leaves."""
     gradients: Count = layer.num_params * dtypes.base_bytes * method.trains_base + 0 * r
     for linear in adapted(layer, targets):
+        if not runs_adapter(linear, dtypes):
+            continue
         gradients = gradients + method.gradient_bytes(linear, dtypes, r)
     for norm in layer.norms:
         gradients = gradients + norm.num_params * dtypes.base_bytes * (norm.name in targets)

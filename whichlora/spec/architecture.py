@@ -26,6 +26,7 @@ Routing = Literal[
     "softmax_wide",
     "softmax_fp32",
     "softmax_exact",
+    "softmax_as_input",
     "sigmoid",
     "sigmoid_divided",
     "sigmoid_wide",
@@ -75,6 +76,8 @@ class Linear:
             for the rule: 1 for a module, 0 for a bare parameter.
         is_refused: PEFT raises an error where it is among the targets, "all-linear" included
             (`out_proj` of Mamba), so that targets are given by name.
+        weight_only: the class multiplies by the weight without calling the module, whose adapter
+            then does nothing, unless the matrix is quantised (Jamba's `dt_proj`).
     """
 
     name: str
@@ -90,6 +93,7 @@ class Linear:
     quantisable: bool = True
     is_subclass: bool = False
     is_refused: bool = False
+    weight_only: bool = False
 
     @property
     def rank_multiple(self) -> int:
@@ -139,9 +143,9 @@ class Attention:
     """One mixing block: softmax attention, or a recurrent / convolutional replacement of it.
 
     Args:
-        kind: "softmax", "linear" (gated delta net: a state of fixed size), "mamba2" (so the
-            state space of Mamba 2, whose groups of heads share one key) or "conv" (short
-            convolution).
+        kind: "softmax", "linear" (gated delta net: a state of fixed size), "mamba1" or "mamba2"
+            (so the state space of Mamba, whose channels are heads that share one key, or of Mamba
+            2, whose groups of heads share one) or "conv" (short convolution).
         linears: its projections, in the order the forward applies them.
         head_dim: width of one query or key head; `v_head_dim` of one value head.
         position: how positions enter: "rope", "alibi", "relative" (a bias per head) or "none"
@@ -203,7 +207,7 @@ class Attention:
         ring: ranks whose keys and values its queries see; 1: those of this one.
     """
 
-    kind: Literal["softmax", "linear", "mamba2", "conv"] = "softmax"
+    kind: Literal["softmax", "linear", "mamba1", "mamba2", "conv"] = "softmax"
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -318,7 +322,8 @@ class Moe:
             all, narrowed to the dtype of the product (Qwen) or left in fp32 ("softmax_wide",
             Mixtral); a product in fp32 before it ("softmax_fp32", DeepSeek V2; "sigmoid",
             DeepSeek V3), autocast switched off for it and weights narrowed ("softmax_exact",
-            ERNIE); "sigmoid_divided" is DeepSeek V3's, divided by the sum in a new tensor, which
+            ERNIE), or only weights narrowed to the dtype of the input ("softmax_as_input", Jamba);
+            "sigmoid_divided" is DeepSeek V3's, divided by the sum in a new tensor, which
             autocast widens (Hunyuan 3); a sigmoid without that, in fp32 ("sigmoid_wide", MiniMax
             M2) or in the dtype of the product ("sigmoid_narrow", LFM2); softmax over the "chosen"
             ones (gpt-oss, Granite); "sparse_mixer" (Phi); "scaled", of normalised inputs and with a

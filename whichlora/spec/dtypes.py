@@ -304,3 +304,8 @@ def is_quantised(linear: Linear, dtypes: Dtypes) -> bool:
     if linear.is_subclass and not dtypes.libraries.quantises_subclasses:
         return False
     return dtypes.quant != "none" and linear.is_module and linear.quantisable
+
+
+def runs_adapter(linear: Linear, dtypes: Dtypes) -> bool:
+    """Whether the adapter of `linear` runs, so that it gets a gradient. Source: `weight_only`."""
+    return not linear.weight_only or is_quantised(linear, dtypes)

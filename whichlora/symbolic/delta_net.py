@@ -19,6 +19,7 @@ from whichlora.symbolic.autograd import (
     scaled,
     total,
 )
+from whichlora.symbolic.mamba1 import mix_by_channel_states
 from whichlora.symbolic.mamba2 import mix_by_states
 from whichlora.symbolic.operators import OpEmitter
 
@@ -29,7 +30,7 @@ def mix_recurrently(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     if code.dtypes.padded:  # padding tokens are set to nothing
         x = code.tape.op([x], x.elements, x.size)
     result = _BLOCKS[attention.kind](code, attention, x)
-    if attention.kind == "mamba2":
+    if attention.kind in ("mamba1", "mamba2"):
         code.tape.hold(block_input)  # held by a variable of the caller
     return result
 
@@ -244,4 +245,9 @@ def _but_one(form: LinearForm) -> LinearForm:
     return minus(form, per_sequence(form.per_chunk))
 
 
-_BLOCKS = {"linear": _delta_net, "mamba2": mix_by_states, "conv": _short_convolution}
+_BLOCKS = {
+    "linear": _delta_net,
+    "mamba1": mix_by_channel_states,
+    "mamba2": mix_by_states,
+    "conv": _short_convolution,
+}

@@ -149,7 +149,7 @@ def route(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
         return code.multiply(weights, expert_scales), chosen, scores
     if moe.routing == "softmax":
         weights = code.cast(weights, logits.size)
-    elif moe.routing == "softmax_exact":
+    elif moe.routing in ("softmax_exact", "softmax_as_input"):
         weights = code.cast(weights, router_input.size)
     return weights, chosen, logits
 

@@ -18,7 +18,7 @@ from whichlora.memory.layer_bytes import reads_last
 from whichlora.memory.optimizer import Update, update_bytes, update_launches
 from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
-from whichlora.spec.dtypes import Dtypes, expands_by_operators, is_quantised
+from whichlora.spec.dtypes import Dtypes, expands_by_operators, is_quantised, runs_adapter
 from whichlora.spec.numeric import Count, Real, is_plain, largest, smallest
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears
@@ -37,7 +37,13 @@ from whichlora.timing.expansion import (
     forward_bytes,
     visited_matrices,
 )
-from whichlora.timing.mamba_work import SCAN_OPS, scan_bytes, scan_flops_per_token
+from whichlora.timing.mamba_work import (
+    scan_bytes,
+    scan_flops_per_token,
+    scan_loop_backward_bytes,
+    scan_loop_ops,
+    scan_ops,
+)
 from whichlora.timing.products import idle_flops
 from whichlora.trainers.base import LogitsLoss
 
@@ -415,8 +421,8 @@ def layer_ops(layer: Layer, run: RunConfig) -> int:
     for attention in layer.attentions:
         ops += len(attention.linears)
         ops += ROPE_OPS if attention.position == "rope" else 0
-        if attention.kind == "mamba2":
-            ops += SCAN_OPS
+        if attention.kind in ("mamba1", "mamba2"):
+            ops += scan_ops(attention)
         else:
             ops += EAGER_OPS if run.attn == "eager" else ATTENTION_OPS
         ops += RESIDUAL_OPS // 2
@@ -508,6 +514,15 @@ def loop_ops(layer: Layer) -> int:
     return LOOP_OPS * moe.num_experts if moe is not None and moe.one_by_one else 0
 
 
+def _adapter_works(
+    layer: Layer, dtypes: Dtypes, method: Method, targets: tuple[str, ...], r: Count
+) -> list[tuple[Linear, AdapterWork]]:
+    """The matrices of one layer whose adapters run, each with the work of its adapter."""
+    linears = () if method.trains_base else adapted(layer, targets)
+    running = (linear for linear in linears if runs_adapter(linear, dtypes))
+    return [(linear, method.work(linear, dtypes, r)) for linear in running]
+
+
 def trained_layers(
     layer: Layer,
     count: int,
@@ -544,14 +559,12 @@ def trained_layers(
         )
         for attention in layer.attentions
     ]
-    adapters = [
-        (linear, method.work(linear, dtypes, r))
-        for linear in (adapted(layer, targets) if not method.trains_base else ())
-    ]
+    adapters = _adapter_works(layer, dtypes, method, targets, r)
     moved = elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
     moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
     # backward reads a gradient and what was saved for each that it writes
     elementwise = count * tokens * moved * (5 + 2 * recompute) // 2
+    elementwise = elementwise + count * tokens * scan_loop_backward_bytes(layer, seq_len)
     if dtypes.under_autocast and dtypes.base_bytes == 4 and dtypes.quant == "none":
         matrices = sum(linear.num_weights for linear in layer.linears)
         elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
@@ -561,6 +574,8 @@ def trained_layers(
     weight_read = weight_read + count * (expanded_read * (1 + recompute) + read_back)
     base_ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + expert_ops(layer, tokens)
     in_forward = base_ops + loop_ops(layer) + unpacking_ops(layer, dtypes)
+    in_forward = in_forward + scan_loop_ops(layer, seq_len)
+    in_backward = base_ops * BACKWARD_RATIO + scan_loop_ops(layer, seq_len, backward=True)
     layers = Work(
         product_flops=multiplied * (active_weights(layer) - wide)
         + count * (passes + recompute) * _further_reading_flops(layer, tokens // seq_len, tokens),
@@ -572,7 +587,7 @@ def trained_layers(
         elementwise_bytes=elementwise,
         dequant_bytes=dequant,
         launches=count * in_forward * (1 + recompute),
-        autograd_launches=count * base_ops * BACKWARD_RATIO,
+        autograd_launches=count * in_backward,
     )
     in_step = (
         _trained_adapter(linear, adapter, dtypes, recompute, count, tokens)
@@ -1014,12 +1029,13 @@ def served_layers(
         )
         for attention in layer.attentions
     ]
-    adapters = [(linear, method.work(linear, dtypes, r)) for linear in adapted(layer, targets)]
+    adapters = _adapter_works(layer, dtypes, method, targets, r)
     moved = elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
     moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
     unpacked, expanded_read = forward_bytes(layer, dtypes, rows)
     dequant, weight_read = count * unpacked, weight_read + count * expanded_read
     ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + loop_ops(layer)
+    ops = ops + scan_loop_ops(layer, 1 if alone else context)
     layers = Work(
         product_flops=product_flops,
         idle_flops=count * _served_idle_flops(layer, rows, num_multiprocessors),
