@@ -16,7 +16,7 @@ from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model
-from whichlora.symbolic.autograd import evaluate
+from whichlora.symbolic.autograd import evaluate, most
 from whichlora.symbolic.layer import LayerPoints
 
 DELTA = "Qwen/Qwen3.5-9B"
@@ -126,6 +126,17 @@ def test_a_loop_over_tokens_keeps_every_state_in_fp32_and_narrowed() -> None:
     states = (x.form for x in points.saved_tensors if x.what == "scan: states")
     size = sum(evaluate(form, tokens=20, span=10, r=8) for form in states)
     assert size == 2 * 128 * 8 * (9 * 4 + 2 + 10 * 2)  # the first is narrow, the last not kept
+
+
+def test_the_first_forward_of_a_checkpointed_loop_holds_one_state_after_the_other() -> None:
+    sizes = {"tokens": 2000, "span": 1000, "r": 8}
+    job = loop_job()
+    saving, checkpointed = (
+        most(points_of_layer(job.model.groups[0].layer, job, checkpointed=each).forward, **sizes)
+        for each in (False, True)
+    )
+    states = 128 * 8 * (4 + 2) * 2000
+    assert saving - checkpointed > states
 
 
 @pytest.mark.parametrize(("quant", "idle"), [("none", 3), ("nf4", 0)])

@@ -344,6 +344,11 @@ class _Step:
     makes: Sequence[int]
     inner: Sequence[int]
     by_graph: bool = False
+    in_turn: bool = False
+
+    def made(self, *, saving: bool) -> Sequence[int]:
+        """Storages that are there at the end of the step."""
+        return self.makes[:1] if self.in_turn and not saving else self.makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,6 +536,7 @@ class Tape:
         hidden: bool = False,
         reshapes: bool = False,
         overwrites: bool = False,
+        in_turn: bool = False,
         joined: bool = False,
         what: str = "",
     ) -> Tensor:
@@ -550,6 +556,8 @@ class Tape:
             reshapes: the gradients it returns are views, as those of a product of matrices are that
                 reads its input as rows.
             overwrites: gradients are written over what it has saved.
+            in_turn: what it keeps is made in a loop, where each is gone before the next one unless
+                it is saved.
             what: label of the tensors that it saves.
         """
         result = Tensor(len(self._forms), elements, size, self._edge(), joined=joined)
@@ -588,6 +596,7 @@ class Tape:
                 [tensor.storage for tensor in reads if tensor.storage >= 0],
                 made,
                 self._blocks(inner),
+                in_turn=in_turn,
             )
         )
         return result
@@ -778,7 +787,7 @@ class Tape:
         points = []
         live = 0
         for index, step in enumerate(self._steps if stop is None else self._steps[:stop]):
-            for storage in step.makes:
+            for storage in step.made(saving=saving):
                 live += forms[storage]
             points.append(live + sum(step.inner))
             for storage in ends.get(index, ()):
@@ -814,7 +823,7 @@ class Tape:
         for index, step in enumerate(self._steps if stop is None else self._steps[:stop]):
             temporaries = range(-1, -1 - len(step.inner), -1)
             events += zip(temporaries, step.inner, strict=True)
-            events += [(storage, self._forms[storage]) for storage in step.makes]
+            events += [(storage, self._forms[storage]) for storage in step.made(saving=saving)]
             events += [(number, None) for number in temporaries]
             events += [(tensor, None) for tensor in ends.get(index, ()) if tensor not in held]
         if stop is None:
@@ -840,7 +849,7 @@ class Tape:
         for index, step in enumerate(self._steps):
             for storage in step.reads if saving or not step.by_graph else ():
                 last[storage] = index
-            for storage in step.makes:
+            for storage in step.made(saving=saving):
                 last[storage] = index
         last |= dict.fromkeys(self._returned, len(self._steps) - 1)
         ends: dict[int, list[int]] = {}

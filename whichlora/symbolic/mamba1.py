@@ -147,5 +147,6 @@ def _states(
         keeps=[states, narrow],
         inner=scaled(one, 3 * 4),
         inner_backward=scaled(every, 4),
+        in_turn=True,
         what="scan: states",
     )
