@@ -59,7 +59,7 @@ def checked(one: Prediction) -> None:
 
 def runs_of(model: ModelRecord, methods: Sequence[str]) -> list[RunConfig]:
     """A fine-tuning with each method, and a generation."""
-    settings: dict[str, list[Any]] = {"model": [model.hub_id], "seq_len": [512], "batch_size": [2]}
+    settings: dict[str, list[Any]] = {"model": [model.hub_id], "seq_len": [448], "batch_size": [2]}
     training: dict[str, Sequence[Any]] = {
         "phase": ["finetune"],
         "method": methods,
@@ -89,7 +89,7 @@ def test_no_estimate_loads_torch() -> None:
     code = (
         "import sys, json\n"
         "from whichlora.workflow import combinations, estimates\n"
-        "settings = {'phase': ['finetune', 'inference'], 'seq_len': [512]}\n"
+        "settings = {'phase': ['finetune', 'inference'], 'seq_len': [448]}\n"
         f"types = settings | {{'model': {list(SMALLEST.values())!r}, 'method': ['lora']}}\n"
         "types |= {'gradient_checkpointing': [False]}  # ALBERT has none\n"
         f"methods = settings | {{'model': ['{ALL_METHODS}'], 'method': {METHODS!r}}}\n"
