@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import image_traces
 
-from whichlora.memory.towers import TowerForward, grid_of
+from whichlora.memory.towers import TowerForward, grid_of, layer_norm_bytes
 from whichlora.predict.predict import generation
 from whichlora.spec.run import RunConfig
 
@@ -19,6 +19,13 @@ def forward(model_type: str, **settings: object) -> TowerForward:
     tower = generation(image_traces.job_of(line)).tower
     assert tower is not None
     return tower
+
+
+def test_autocast_widens_what_a_norm_returns_but_on_a_cpu() -> None:
+    plain = forward("qwen2_5_vl").dtypes
+    under = replace(plain, under_autocast=True)
+    on_cpu = replace(under, device_kind="cpu")
+    assert [layer_norm_bytes(dtypes) for dtypes in (plain, under, on_cpu)] == [2, 4, 2]
 
 
 def test_grid_of_a_run_takes_width_before_height() -> None:
