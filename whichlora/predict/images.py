@@ -191,13 +191,14 @@ def _check_beside(
     training = run.phase == "finetune"
     served = not training and get_engine(run.serving).start is not None
     for is_wrong, fault in (
-        (training and not trainer.takes_images, f"are not predicted for trainer {trainer.name}"),
-        (served, f"are not predicted for serving {run.serving}"),
-        (model.label_head is not None, "are predicted for models that write texts, not for a task"),
-        (run.kv_cache in ("vllm", "paged"), f"are not predicted for kv_cache {run.kv_cache}"),
-        (run.attn == "eager", "are predicted for attn sdpa and flash_attention_2, not for eager"),
-        (run.bias != "none", f"are not predicted for bias {run.bias}"),
+        (training and not trainer.takes_images, f"not predicted for trainer {trainer.name}"),
+        (served, f"not predicted for serving {run.serving}"),
+        (model.label_head is not None, "predicted for models that write texts, not for a task"),
+        (run.kv_cache in ("vllm", "paged"), f"not predicted for kv_cache {run.kv_cache}"),
+        (run.attn == "eager", "predicted for attn sdpa and flash_attention_2, not for eager"),
+        (run.bias != "none", f"not predicted for bias {run.bias}"),
     ):
         if is_wrong:
-            todo = "leave images out" if reads == "images" else "choose another"
-            raise ConfigError(f"{reads}: {fault}; {todo}")
+            if reads == "images":
+                raise ConfigError(f"images: are {fault}; leave images out")
+            raise ConfigError(f"{reads}: is {fault}; choose another")
