@@ -9,8 +9,11 @@ from devices import A100
 
 from whichlora.errors import ConfigError
 from whichlora.families import build
+from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.predict import predict
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import limited_sides
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig, image_sides
 
 TEXT = {
@@ -119,3 +122,25 @@ def test_sides_are_two_numbers(value: object) -> None:
     assert image_sides("1024X768") == image_sides([1024, 768]) == (1024, 768)
     with pytest.raises(ConfigError, match=r"image_size: .* is no width and height, such as 1024"):
         image_sides(value)
+
+
+MLLAMA = {"model_type": "mllama", "text_config": {}, "vision_config": {}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"parallel": "fsdp"}, "fsdp shards layers of m that rows without images skip"),
+        ({"parallel": "ddp"}, "ddp waits for all gradients, and the layers of m that rows without"),
+        ({"phase": "inference", "serving": "vllm"}, "not predicted for the cross attention of m"),
+        ({"images": 1}, r"the tower of m \(mllama\) is not predicted"),
+    ],
+)
+def test_layers_that_texts_skip_are_refused_where_they_count(
+    settings: dict[str, Any], message: str
+) -> None:
+    if "parallel" in settings:
+        settings = settings | {"parallel": ParallelConfig(strategy=settings["parallel"], gpus=2)}
+    run = RunConfig(model="m", gradient_checkpointing=True, **settings)
+    with pytest.raises(ConfigError, match=message):
+        predict(build(MLLAMA, name="m"), run, A100, prior_calibration(A100))

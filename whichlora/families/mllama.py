@@ -77,6 +77,7 @@ def _mllama(c: Fields) -> ModelSpec:
         head_tied=False,
         other_params=skipped,
         idle_params=skipped,
+        skips_layers=bool(crossing),
         idle_linears=tuple(
             replace(linear, count=len(crossing)) for linear in crossed.linears if crossing
         ),

@@ -53,6 +53,11 @@ def _check(step: TrainingStep, spread: Spread) -> None:
             f"{step.model.name} gets none; use freeze_vision_tower, or gradient_checkpointing: "
             "false"
         )
+    if step.model.skips_layers and step.run.gradient_checkpointing:
+        raise ConfigError(
+            f"parallel: ddp waits for all gradients, and the layers of {step.model.name} that "
+            "rows without images skip get none; use gradient_checkpointing: false, or zero2"
+        )
 
 
 def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:

@@ -277,6 +277,11 @@ def _check(step: TrainingStep, spread: Spread) -> None:
         raise ConfigError(
             "fsdp_version: accelerate divides sequences with version 2 alone; use fsdp_version 2"
         )
+    if step.model.skips_layers:
+        raise ConfigError(
+            f"parallel: fsdp shards layers of {step.model.name} that rows without images skip, "
+            "which is not predicted; use zero2 or zero3"
+        )
     if step.dtypes.quant != "none" and step.dtypes.quant not in FOUR_BIT_BNB:
         raise ConfigError(
             f"quant: {step.dtypes.quant} weights are integers, which FSDP can't shard; use "

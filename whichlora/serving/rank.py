@@ -173,7 +173,7 @@ def check_ranks(served: Served, option: str) -> None:
 
 
 def check_model(served: Served) -> None:
-    """Refuse a model that generates nothing, or whose layers keep a state of fixed size.
+    """Refuse a model that generates nothing, or whose layers keep another state than keys.
 
     Raises:
         ConfigError: one line.
@@ -188,6 +188,11 @@ def check_model(served: Served) -> None:
     if kinds != {"softmax"}:
         raise ConfigError(
             f"serving: {name}'s pool is not predicted for the recurrent layers of {model.name}; "
+            "leave serving out"
+        )
+    if model.skips_layers:
+        raise ConfigError(
+            f"serving: {name}'s pool is not predicted for the cross attention of {model.name}; "
             "leave serving out"
         )
 

@@ -786,6 +786,8 @@ class ModelSpec:
         other_params: parameters outside all of the above (a vision tower, a pooler).
         idle_params: those among them that no text passes: fully trained, they get no gradient and
             the optimizer keeps no states of them.
+        skips_layers: whole layers are among them, which rows without images skip (Llama 3.2
+            Vision).
         unloaded_params: those among them that `AutoModelForCausalLM` leaves on the disk.
         tower: what turns images into vectors, where the family describes its blocks.
         buffer_bytes: what modules keep beside parameters (a causal mask per attention).
@@ -828,6 +830,7 @@ class ModelSpec:
     supports_checkpointing: bool = True
     other_params: int = 0
     idle_params: int = 0
+    skips_layers: bool = False
     unloaded_params: int = 0
     tower: Tower | None = None
     buffer_bytes: int = 0
