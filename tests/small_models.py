@@ -85,6 +85,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "olmoe": _DECODER | {"num_experts": 4, "num_experts_per_tok": 2},
+    "jamba": _DECODER | {"num_experts": 4, "pad_token_id": 0},  # of so few layers none attends
     "t5": {
         "vocab_size": VOCAB,
         "d_model": 128,
