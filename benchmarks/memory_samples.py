@@ -42,7 +42,7 @@ LATEST_TRACES = TRACES / "latest-types.jsonl"
 SETTING_TRACES = TRACES / "settings.jsonl"
 RUNS_OF_LATER = 4  # of each type
 RUNS_OF_NEWEST = 6
-LATEST_RUNS = (*range(20), *range(100, 128))  # the second were drawn when formulas were finished
+LATEST_RUNS = (*range(20), *range(100, 118), *range(128, 137))
 MAX_LAYERS = 8  # where layers differ all are traced, which takes a second or so each
 MAX_SECONDS = 200
 

@@ -30,7 +30,9 @@ def test_types_that_came_later_have_runs_of_their_own() -> None:
     newest = {samples.model_type(run) for run in samples.newest_runs()}
     assert newest == set(samples.NEWEST_TYPES)
     assert not newest & drawn
-    known = drawn | newest | set(samples.FIRST_TYPES) | samples.NO_AUTO_CLASS
+    latest = {samples.model_type(run) for run in samples.latest_runs()}
+    assert latest == set(samples.LATEST_TYPES)
+    known = drawn | newest | latest | set(samples.FIRST_TYPES) | samples.NO_AUTO_CLASS
     assert set(families.FAMILIES) <= known
 
 

@@ -556,7 +556,7 @@ class Tape:
             reshapes: the gradients it returns are views, as those of a product of matrices are that
                 reads its input as rows.
             overwrites: gradients are written over what it has saved.
-            in_turn: a loop makes what it keeps, one gone before the next unless it is saved.
+            in_turn: a loop makes what it keeps, each gone before the next unless it is saved.
             what: label of the tensors that it saves.
         """
         result = Tensor(len(self._forms), elements, size, self._edge(), joined=joined)
