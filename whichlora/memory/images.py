@@ -11,6 +11,7 @@ from functools import cached_property
 
 from whichlora.memory.embeddings import norm_kept, saves_encoded
 from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
+from whichlora.memory.held import held_outputs
 from whichlora.memory.layer_bytes import listed_tensors
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.towers import EMBEDDED_TEXT, TOWER_FORWARD, TowerForward
@@ -261,24 +262,30 @@ def _held_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
     return pixels, tower.saved_by_blocks, tower.saved_by_projector, *named
 
 
+_LASTING = ("until_step_ends", "until_next_outputs")
+
+
 def _attended_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
     """Of an encoder whose decoder is the language model: all of it goes backward last.
 
     Source: transformers 5.23 `WhisperModel.forward`: nodes of the encoder are older than any of the
     decoder, and its output's gradient is a sum over the decoder's layers.
     """
+    states = tower.forward.named(step.model.hidden_size)
+    held = step.trainer.outputs_held(step.run)  # they name the encoder's
     if moment == "optimizer_step":
-        return (tower.pixels,)
+        return tower.pixels, *((states,) if held.startswith(_LASTING) else ())
     saved: Entries = ()
     if step.learns_from_images:
         saved = tower.saved_by_blocks, tower.saved_by_projector
-    states = tower.forward.named(step.model.hidden_size)
     if moment == "embedding_backward":  # their gradient waits
         return tower.pixels, *saved, states
     checkpointed = bool(step.run.gradient_checkpointing)  # an argument of every layer
-    is_named = moment in ("layer_forward", "loss_forward")
+    in_forward = moment in ("layer_forward", "loss_forward")
+    is_named = in_forward or held != "until_loss"
+    earlier = (states,) if in_forward and held == "until_next_outputs" else ()
     is_saved = checkpointed or _is_saved_as_it_is(step, tower)
-    return tower.pixels, *saved, *((states,) if is_named or is_saved else ())
+    return tower.pixels, *saved, *earlier, *((states,) if is_named or is_saved else ())
 
 
 def _is_saved_as_it_is(step: TrainingStep, tower: TowerStep) -> bool:
@@ -325,9 +332,13 @@ def images_backward(step: TrainingStep, tower: TowerStep) -> Entries:
         gradients = step.all_gradients - step.tower_gradients
         if not tower.tower.attended:
             gradients = gradients - step.embedding_gradients
+    outputs: Entries = ()
+    if tower.tower.attended and step.trainer.outputs_held(step.run) != "until_loss":
+        outputs = held_outputs(step), tower.forward.named(step.model.hidden_size)
     return (
         *step.always,
         tower.pixels,
+        *outputs,
         Entry(TEXT_GRADIENTS, gradients),
         Entry(EMBEDDED_TEXT, waits + leaf),
         Entry(TOWER_BACKWARD, largest(tower.worst_backward, tower.first_backward + in_tower)),
