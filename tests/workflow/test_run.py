@@ -301,6 +301,29 @@ def test_training_needs_one_gpu(tmp_path: Path) -> None:
         run_plan(path, progress=Silent())
 
 
+def test_where_no_job_can_be_written_the_answer_says_so_instead_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_config(tmp_path, profile="none")
+    text = path.read_text().replace(", ".join(MODELS), "google-t5/t5-small")
+    path.write_text(text + "train: true\n")
+    monkeypatch.chdir(tmp_path)
+    progress = Silent()
+    training = run_plan(path, progress=progress).training
+    assert training is not None
+    assert "has no train.py" in training["error"]
+    assert any("is an encoder-decoder" in line for line in progress.said)
+
+
+def test_whisper_is_chosen_though_its_rows_are_shorter_than_the_plans(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none")
+    text = path.read_text().replace(", ".join(MODELS), "openai/whisper-tiny")
+    path.write_text(text.replace("sequence_length: 64\n", ""))
+    winner = run_plan(path, progress=Silent()).winner
+    assert winner is not None
+    assert winner.run.seq_len <= 448
+
+
 def test_a_model_that_a_setting_refuses_leaves_the_others_in_the_plan(tmp_path: Path) -> None:
     models = f"{MODELS[0]}, albert/albert-base-v2"
     path = write_config(tmp_path, profile="none", models=models)

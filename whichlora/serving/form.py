@@ -23,7 +23,7 @@ _OF_ADAPTER = (
     "quant",
 )
 # What the candidates of one form differ in.
-_SHAPE = ("batch_size", "prompt_len", "max_new_tokens", "attn")
+_SHAPE = ("batch_size", "seq_len", "prompt_len", "max_new_tokens", "attn")
 
 
 def serving_run(inference: RunConfig, trained: RunConfig, serve: ServeAs | None) -> RunConfig:

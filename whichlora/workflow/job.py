@@ -122,7 +122,11 @@ def train(session: Session, answer: Answer) -> dict[str, Any]:
     assert answer.winner is not None  # whose job it is
     session.close()  # the job needs the device to itself
     folder = session.plan.output_dir
-    job = answer.files["job"]
+    job = answer.files.get("job")
+    if job is None:
+        return {
+            "error": f"{folder}: has no train.py, for the reason that was said as it was written"
+        }
     result = folder / "output" / "result.json"
     if result.is_file() and result.stat().st_mtime > job.stat().st_mtime:
         session.progress.say(f"trained before: {result}")
