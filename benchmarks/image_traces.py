@@ -67,6 +67,23 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         },
         "tie_word_embeddings": True,
     },
+    "qwen3_5": {  # Qwen3.5-2B's widths
+        "text_config": {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_value_heads": 16,
+            "vocab_size": 248320,
+        },
+        "vision_config": {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "out_hidden_size": 2048,
+        },
+        "tie_word_embeddings": True,
+    },
     "gemma3": {  # Gemma 3 4B
         "text_config": {
             "hidden_size": 2560,
@@ -242,7 +259,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "decoder_start_token_id": 1,
     },
 }
-DEPTH_KEYS = {"qwen2_vl": "depth", "qwen2_5_vl": "depth", "qwen3_vl": "depth"}
+DEPTH_KEYS = {"qwen2_vl": "depth", "qwen2_5_vl": "depth", "qwen3_vl": "depth", "qwen3_5": "depth"}
 
 
 def config_of(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,7 +300,7 @@ _SIZES = ((448, 448), (640, 480), (1024, 768), (768, 1280), (1600, 1200), (301, 
 
 
 # a text that has fewer layers than the tower hands features to would drop some of them
-_MORE_LAYERS = {"qwen3_vl": 3}
+_MORE_LAYERS = {"qwen3_vl": 3, "qwen3_5": 4}
 _SHARED = ("batch_size", "images", "image_size")
 _UNQUANTISED = ("llama4",)  # whose experts in 4 bits are refused
 

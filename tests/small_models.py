@@ -140,6 +140,14 @@ IMAGE_CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]},
         **_IDS,
     },
+    "qwen3_5": {
+        "text_config": _TEXT
+        | {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+        "vision_config": _QWEN_VISION,
+        **_IDS,
+    },
     "gemma3": {
         "text_config": _TEXT | {"sliding_window": 512},
         "vision_config": _VISION | {"vision_use_head": False},

@@ -37,6 +37,10 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
         {"min_pixels": 65_536, "max_pixels": 16_777_216, "patch_size": 16},
     ),
+    "qwen3_5": (
+        "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
+        {"min_pixels": 65_536, "max_pixels": 16_777_216, "patch_size": 16},
+    ),
     "llava": (
         "clip.image_processing_pil_clip.CLIPImageProcessorPil",
         {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
@@ -87,7 +91,7 @@ def drawn(model_type: str, count: int) -> list[tuple[int, int]]:
     return [(rng.randint(8, 5000), rng.randint(30, 5000)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_patches_and_tokens_are_the_processors(model_type: str) -> None:
     real, grid = processor(model_type), tower(model_type).grid
     for height, width in drawn(model_type, NUM_DRAWN):

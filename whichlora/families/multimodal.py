@@ -89,6 +89,6 @@ def build_multimodal(
         idle_params=text.idle_params + (0 if kind.splits else extra),
         unloaded_params=extra if kind.splits else 0,
         idle_linears=(*text.idle_linears, *(() if kind.splits else linears)),
-        tower=tower if kind.reads_images else None,
+        tower=tower,
         notes=(*spec.notes, note),
     )

@@ -378,5 +378,5 @@ def _dims(tensor: SavedTensor, width: int) -> str:
     per_rank = form.per_rank_token or form.per_rank or form.per_rank_sequence
     if per_rank:
         return f"{per_rank // width} · r"
-    elements = form.per_pair or form.per_token or form.constant or form.per_sequence
+    elements = form.per_pair or form.per_token or form.constant or max(0, form.per_sequence)
     return str(elements // width)

@@ -192,6 +192,7 @@ def saved_passes(
     dtypes: Dtypes,
     *,
     freezes_input: bool,
+    num_idle: int,
     unnamed_mask_bytes: Count,
     masks: Group,
     sized: Mapping[str, Count],
@@ -200,13 +201,16 @@ def saved_passes(
 
     Args:
         freezes_input: the first layer's input needs no gradient, nor does any norm's bias.
+        num_idle: layers before that one, which keep nothing.
         unnamed_mask_bytes: masks that only the model's loop holds, until its forward is done.
 
     Kind: exact.
     Source: torch 2.13 `torch/csrc/autograd/saved_variable.cpp`.
     """
     # a `SavedVariable` keeps the tensor itself: what several nodes read is there, and listed, once
-    unsaved = _unsaved(model, layers, freezes_input=freezes_input, tokens=sized["tokens"])
+    unsaved = _unsaved(
+        model, layers, freezes_input=freezes_input, num_idle=num_idle, tokens=sized["tokens"]
+    )
     corrections = (
         Tensor(
             "not kept by the first layer, whose input is frozen",
@@ -242,16 +246,22 @@ def saved_passes(
 
 
 def _unsaved(
-    model: ModelSpec, layers: Sequence[LayerBytes], *, freezes_input: bool, tokens: Count
+    model: ModelSpec,
+    layers: Sequence[LayerBytes],
+    *,
+    freezes_input: bool,
+    num_idle: int,
+    tokens: Count,
 ) -> dict[str, Count]:
-    """What the first layer of each stack keeps less than the others.
+    """What the first layer of each stack that has a graph keeps less than the others.
 
     Autograd saves an operand only for an input that needs a gradient.
     Source: torch 2.13 `VariableType.cpp`, `should_compute_output` before each `SavedVariable`.
     """
     by_stack: dict[str, Count] = {}
     for group, layer in zip(model.groups[::-1], layers[::-1], strict=True):
-        by_stack[group.stack] = 0 * tokens + layer.unsaved * freezes_input
+        if not num_idle or num_idle in group.positions:
+            by_stack[group.stack] = 0 * tokens + layer.unsaved * freezes_input
     return by_stack
 
 

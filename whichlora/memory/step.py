@@ -37,12 +37,12 @@ from whichlora.memory.loading import unquantised_matrix_bytes
 from whichlora.memory.weights import EMBEDDING_WEIGHTS, token_table_bytes, weight_entries
 from whichlora.memory.worst_layer import after, has_one_order, keeps_keys, worst_backward
 from whichlora.methods.base import Method
-from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.architecture import ModelSpec, layers_in_order
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, added, floor_div, largest
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
-from whichlora.spec.targets import adapted_linears, tower_linears
+from whichlora.spec.targets import adapted, adapted_linears, tower_linears
 from whichlora.symbolic.autograd import LinearForm, most
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
 from whichlora.symbolic.language_head import LabelPoints, label_points
@@ -292,12 +292,30 @@ class TrainingStep:
     # --- the layers -----------------------------------------------------------------------------
 
     @cached_property
+    def num_idle_layers(self) -> int:
+        """First layers that nothing flows back through, since what is trained comes after them.
+
+        Kind: exact; 0 where they are checkpointed, or not known to stand in one order. Source:
+        torch 2.13 `VariableType.cpp`: no node is made where no input needs a gradient.
+        """
+        is_first = self.gives_input_gradient or self.method.trains_base or self.run.bias == "all"
+        if is_first or self.run.gradient_checkpointing or not has_one_order(self.model):
+            return 0
+        trained = (
+            bool(adapted(layer, self.targets))
+            or any(norm.name in self.targets for norm in layer.norms)
+            for layer in layers_in_order(self.model)
+        )
+        return next((place for place, is_trained in enumerate(trained) if is_trained), 0)
+
+    @cached_property
     def layers(self) -> tuple[LayerBytes, ...]:
-        """One of each group of equal layers."""
+        """One of each group of equal layers; `count` is that of those with a graph."""
+        idle = self.num_idle_layers
         return tuple(
             layer_bytes(
-                layer,
-                count,
+                group.layer,
+                group.count - sum(place < idle for place in group.positions or ()),
                 self.model,
                 self.targets,
                 self.dtypes,
@@ -307,7 +325,7 @@ class TrainingStep:
                 meets=self.meets,
                 **self.sized,
             )
-            for layer, count in self.model.layers()
+            for group in self.model.groups
         )
 
     @cached_property
@@ -322,6 +340,7 @@ class TrainingStep:
             self.layers,
             self.dtypes,
             freezes_input=not self.gives_input_gradient,
+            num_idle=self.num_idle_layers,
             unnamed_mask_bytes=self.unnamed_mask_bytes,
             masks=self.shared_masks,
             sized=self.sized,
@@ -391,7 +410,10 @@ class TrainingStep:
     @cached_property
     def first_kinds(self) -> tuple[int, ...]:
         """Groups that the layer whose backward comes last may be of."""
-        return self.first_stack[:1] if has_one_order(self.model) else self.first_stack
+        if not has_one_order(self.model):
+            return self.first_stack
+        first = self.num_idle_layers
+        return tuple(i for i in self.first_stack if first in self.model.groups[i].positions)
 
     def _mask_bytes(self, *, checkpointed: bool, side: str = "") -> Count:
         return activations.kept_mask_bytes(
@@ -675,7 +697,14 @@ class TrainingStep:
             for layer in self.layers
         ]
         passes = self.passes
-        return worst_backward(self.model, self.layers, passes.backward, passes.saved, left)
+        return worst_backward(
+            self.model,
+            self.layers,
+            passes.backward,
+            passes.saved,
+            left,
+            num_idle=self.num_idle_layers,
+        )
 
     @property
     def shares_keys(self) -> bool:

@@ -467,6 +467,7 @@ def has_events(step: TrainingStep) -> bool:
         and not any(group.shared for group in model.groups)
         and model.layer_input_norm is None
         and model.tower is None
+        and not step.num_idle_layers
         and step.run.loss_head in ("hf", "raw")
         and step.trainer.columns(step.run) is None
         and not step.method.in_loss

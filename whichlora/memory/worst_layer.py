@@ -24,6 +24,8 @@ def worst_backward(
     backward: Sequence[Count],
     saved: Sequence[Count],
     left: Sequence[Count],
+    *,
+    num_idle: int = 0,
 ) -> Count:
     """Bytes of the worst backward beside what all layers keep.
 
@@ -31,6 +33,7 @@ def worst_backward(
         backward: of one layer of each kind, the gradients that later layers gathered included.
         saved: what autograd saves of one layer of each kind until its backward is done.
         left: what its backward leaves: gradients of its parameters, the graph of shared keys.
+        num_idle: first layers, which have no backward.
 
     Kind: exact. Source: torch 2.13 `Engine::evaluate_function`: nodes go backward in reverse order.
     """
@@ -42,7 +45,7 @@ def worst_backward(
         # later layers release more than they leave, so that the last of a kind is worst, or the one
         # before it, where the last of all finds nothing gathered. Where they leave more, see
         # `moments.layers_backward_at_depth`
-        for place in group.positions[-2:]:
+        for place in [each for each in group.positions if each >= num_idle][-2:]:
             if place == last:  # no later layer has gathered anything yet
                 candidates.append(layer_backward - layer.gathered)
             else:

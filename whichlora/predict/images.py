@@ -55,13 +55,13 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
 
 def _text_alone(model: ModelSpec) -> ModelSpec:
     """`model` without its tower, which an engine leaves out that serves texts alone."""
-    note = f"text tower alone, without the {model.other_params:,} parameters of the vision tower"
+    note = f"text tower alone, without the {model.idle_params:,} parameters of the vision tower"
     return replace(
         model,
         tower=None,
         idle_params=0,
         idle_linears=(),
-        unloaded_params=model.other_params,
+        unloaded_params=model.idle_params,
         notes=(*model.notes[:-1], note),
     )
 

@@ -22,8 +22,6 @@ class Multimodal:
         around: keys of the outer config that the tower reads, with their defaults.
         linears: so its matrices, which PEFT's all-linear and bitsandbytes reach.
         images: so its blocks; a tower that has none of these is counted, and no image passes it.
-        reads_images: False where no trace has confirmed what images do in these blocks: they are
-            counted alone.
         causal: `AutoModelForCausalLM` knows the type. Source: transformers 5.23
             `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
         splits: that class loads the text tower alone.
@@ -37,7 +35,6 @@ class Multimodal:
     tower: Callable[[Fields, Fields], int] = lambda *_: 0
     linears: Callable[[Fields, Fields], tuple[Linear, ...]] = lambda *_: ()
     images: Callable[[Fields, Fields], Tower] | None = None
-    reads_images: bool = True
     causal: bool = False
     splits: bool = False
     hands_on_cache: bool = False

@@ -273,7 +273,6 @@ _QWEN3_5 = Multimodal(
     text="qwen3_5_text",
     tied=False,
     images=qwen3,
-    reads_images=False,
     defaults=_QWEN3,
     causal=True,
     splits=True,
