@@ -22,6 +22,7 @@ from whichlora.families.towers import (
 from whichlora.families.towers.base import Multimodal
 from whichlora.spec.architecture import ModelSpec
 
+TEXT_TOWER = "text tower"  # how these notes begin
 NOTE = (
     "text tower in blocks; the vision tower counts as {:,} further parameters, stored and adapted "
     "as its matrices are, but no image passes it: no activations, no work"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
+from whichlora.families.multimodal import TEXT_TOWER
 from whichlora.memory.towers import grid_of
 from whichlora.methods import get_method
 from whichlora.serving import get_engine
@@ -49,20 +50,25 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
         unloaded_params=0,
         idle_params=tower.idle_params + tower.stack.num_params * run.freeze_vision_tower,
         embeds_in_steps=True,  # `masked_scatter` makes a new tensor of the looked-up rows
-        notes=(*model.notes[:-1], _note(tower, run)),
+        notes=(*_beside_tower(model.notes), _note(tower, run)),
     )
+
+
+def _beside_tower(notes: tuple[str, ...]) -> tuple[str, ...]:
+    """`notes` without what is said of a tower that no image passes."""
+    return tuple(note for note in notes if not note.startswith(TEXT_TOWER))
 
 
 def _text_alone(model: ModelSpec) -> ModelSpec:
     """`model` without its tower, which an engine leaves out that serves texts alone."""
-    note = f"text tower alone, without the {model.idle_params:,} parameters of the vision tower"
+    note = f"{TEXT_TOWER} alone, without the {model.idle_params:,} parameters of the vision tower"
     return replace(
         model,
         tower=None,
         idle_params=0,
         idle_linears=(),
         unloaded_params=model.idle_params,
-        notes=(*model.notes[:-1], note),
+        notes=(*_beside_tower(model.notes), note),
     )
 
 
