@@ -126,7 +126,13 @@ def test_checkpointed_passes_keep_the_input_and_saved_passes_what_backward_reads
     common = {"masks": step.shared_masks, "sized": step.sized}
     few = layer_passes.checkpointed_passes(llama.model, step.layers, **common)
     every = layer_passes.saved_passes(
-        llama.model, step.layers, llama.dtypes, freezes_input=True, unnamed_mask_bytes=0, **common
+        llama.model,
+        step.layers,
+        llama.dtypes,
+        freezes_input=True,
+        num_idle=0,
+        unnamed_mask_bytes=0,
+        **common,
     )
     assert few.saved == (128 * 1024 * llama.dtypes.stream_bytes,)
     assert every.saved == tuple(layer.saved for layer in step.layers)
