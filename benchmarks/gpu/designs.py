@@ -40,6 +40,11 @@ TRAINED = (
     "Qwen/Qwen2.5-14B",
 )
 LARGE_4BIT = ("Qwen/Qwen2.5-32B", "mistralai/Mixtral-8x7B-v0.1")
+# Methods with operators of their own, and the settings of adapters that people choose most.
+METHODS = (
+    *("vera", "ia3", "loha", "lokr", "oft", "hra", "fourierft", "randlora", "miss"),
+    *("adalora", "road", "c3a", "prompt-tuning", "prefix-tuning", "ln-tuning", "hira", "shira"),
+)
 SERVED = (
     "HuggingFaceTB/SmolLM2-135M",
     "meta-llama/Llama-3.2-1B",
@@ -148,6 +153,46 @@ def quantised(gpu: GpuSpec) -> Iterator[Planned]:
                     seq_len=seq_len,
                 )
                 yield Planned(group="quantised", run=run)
+
+
+def methods(gpu: GpuSpec) -> Iterator[Planned]:
+    """What methods other than LoRA take: the operators of each, and what autograd keeps of them."""
+    for method in METHODS:
+        run = train("meta-llama/Llama-3.2-1B", method=method, batch_size=2, seq_len=1024)
+        yield Planned(group="methods", run=run, num_batches=3)
+
+
+def images(gpu: GpuSpec) -> Iterator[Planned]:
+    """Rows and prompts with pictures: the tower's time and bytes beside the language model's."""
+    for model, batch_size, image_size, gradient_checkpointing in (
+        ("HuggingFaceTB/SmolVLM-500M-Instruct", 4, (1024, 768), True),
+        ("Qwen/Qwen2-VL-2B-Instruct", 2, (640, 480), True),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", 1, (1024, 768), True),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", 4, (1024, 768), True),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", 1, (1024, 768), False),
+        ("Qwen/Qwen3-VL-2B-Instruct", 2, (1024, 768), True),
+        ("Qwen/Qwen3-VL-2B-Instruct", 2, (1024, 768), False),
+        ("llava-hf/llava-1.5-7b-hf", 2, (336, 336), True),
+    ):
+        run = train(
+            model,
+            batch_size=batch_size,
+            seq_len=2048,
+            images=1,
+            image_size=image_size,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+        yield Planned(group="images", run=run)
+    for model in ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen3-VL-2B-Instruct"):
+        run = RunConfig(
+            model=model,
+            phase="inference",
+            images=1,
+            image_size=(1024, 768),
+            prompt_len=2048,
+            max_new_tokens=16,
+        )
+        yield Planned(group="images", run=run, num_batches=2)
 
 
 def padded(gpu: GpuSpec) -> Iterator[Planned]:
@@ -411,6 +456,8 @@ GROUPS: dict[str, Callable[[GpuSpec], Iterator[Planned]]] = {
     "optimizers": optimizers,
     "boundary": boundary,
     "caches": caches,
+    "methods": methods,
+    "images": images,
     "real": real,
     "experts": experts,
     "repeats": repeats,

@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ from whichlora.predict.resolve import resolve
 from whichlora.profiler.profile import Profiler
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Measurement, Prediction
-from whichlora.spec.run import FOUR_BIT_BNB
+from whichlora.spec.run import BATCH_SETTINGS, FOUR_BIT_BNB
 from whichlora.store.gpus import find_gpu
 from whichlora.store.jsonfiles import write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--groups", default=",".join(GROUPS), help="in this order")
     parser.add_argument("--models", default="", help="only these, with commas")
     parser.add_argument("--minutes", type=float, default=SLICE_MINUTES, help="no run starts later")
+    parser.add_argument("--group-minutes", type=float, default=math.inf, help="most of each group")
     parser.add_argument("--gpu", default="auto", help="key of the accelerator")
     parser.add_argument("--list", action="store_true", help="say what would run, and stop")
     options = parser.parse_args()
@@ -73,15 +75,34 @@ def main() -> None:
         for record in read_measurements([options.out, *options.seen], gpu.key)
         if record.outcome in DONE
     }
-    left = [one for one in wanted if design_of(one) not in done]
+    left = by_build([one for one in wanted if design_of(one) not in done])
     print(f"{gpu.key}: {len(wanted)} runs, {len(left)} left", flush=True)
     if gpu.kind == "cuda" and not (options.out / gpu.key / "facts.json").is_file():
         write_object(options.out / gpu.key / "facts.json", device_facts())
-    sweep(left, gpu, options.out, deadline_s=start_s + 60 * options.minutes)
+    deadline_s = start_s + 60 * options.minutes
+    sweep(left, gpu, options.out, deadline_s=deadline_s, group_s=60 * options.group_minutes)
 
 
-def sweep(left: list[Planned], gpu: GpuSpec, out: Path, *, deadline_s: float) -> None:
-    """Measure what is `left` until the time is over; every record is on the disk at once."""
+def by_build(left: list[Planned]) -> list[Planned]:
+    """`left` with runs of one model as it is built beside each other, groups in their order."""
+    first: dict[Any, int] = {}
+
+    def place(one: Planned) -> tuple[int, int]:
+        settings = {k: v for k, v in one.run.to_dict().items() if k not in BATCH_SETTINGS}
+        build = (one.group, json.dumps(settings, sort_keys=True))
+        return first.setdefault(one.group, len(first)), first.setdefault(build, len(first))
+
+    return sorted(left, key=place)
+
+
+def sweep(
+    left: list[Planned], gpu: GpuSpec, out: Path, *, deadline_s: float, group_s: float
+) -> None:
+    """Measure what is `left` until the time is over; every record is on the disk at once.
+
+    Args:
+        group_s: no run of a group starts later than so long after its first one.
+    """
     run_id = datetime.now(UTC).strftime("gpu-sweep-%Y%m%dt%H%M%S")
     log = MeasurementLog(out, gpu.key, run_id)
     outcomes: Counter[str] = Counter()
@@ -89,7 +110,7 @@ def sweep(left: list[Planned], gpu: GpuSpec, out: Path, *, deadline_s: float) ->
     provenance = {"run_id": run_id, "command": " ".join(["python", *sys.argv]), "commit": commit()}
     log_path = out / gpu.key / "sweep.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    previous = ""
+    previous, measured, group_end_s = "", "", math.inf
     with Profiler(
         gpu=gpu.key,
         device=device,
@@ -104,13 +125,15 @@ def sweep(left: list[Planned], gpu: GpuSpec, out: Path, *, deadline_s: float) ->
                 continue
             prediction = predicted(one.run, gpu)
             needs_s = expected_seconds(one, prediction)
-            remaining_s = deadline_s - time.monotonic()
+            if one.group != previous:
+                previous, group_end_s = one.group, time.monotonic() + group_s
+            remaining_s = min(deadline_s, group_end_s) - time.monotonic()
             if needs_s > remaining_s:
                 outcomes["left for the next slice"] += 1
                 continue
-            if one.group == "repeats" or one.group != previous == "repeats":
+            if one.group == "repeats" or one.group != measured == "repeats":
                 profiler.close()  # repetitions are of whole processes
-            previous = one.group
+            measured = one.group
             found = measure(profiler, one, gpu, timeout_s=max(20.0, min(remaining_s, 4 * needs_s)))
             log.append(found)
             outcomes[found.outcome] += 1
