@@ -159,7 +159,7 @@ def test_two_runs_narrow_the_interval_of_a_third() -> None:
     )
     found = fit([measured(run, truth) for run in (first, second)], GPU, model_of)
     assert found.time["finetune"].num_runs == 2
-    assert width(found, third) < 0.8 * width(cold, third)
+    assert width(found, third) < 0.85 * width(cold, third)
     assert error_of(found, truth, third) < error_of(cold, truth, third) / 2
 
 

@@ -309,6 +309,22 @@ def test_a_step_passes_the_moments_of_the_ledger_in_their_order(settings: dict[s
     assert entered == [*micro, *micro, "optimizer_step", ""] * 2
 
 
+def test_where_libraries_load_kernels_a_step_of_each_length_comes_first() -> None:
+    from whichlora.profiler.build import build_model
+    from whichlora.profiler.finetune import measure_finetune
+    from whichlora.profiler.meter import Meter
+
+    run = RunConfig(model="tiny", precision="fp32", seq_len=16)
+    meter = Meter("cpu")
+    meter.needs_extra_run, meter.warms_lengths = False, True
+    told: list[str] = []
+    model = build_model(run, LLAMA, device="cpu", target_modules="all-linear")
+    found = measure_finetune(model, run, meter, [16, 8, 8], tell=told.append)
+    assert told[:3] == ["warming up", "warming up", "in batch 1 of 3"]
+    assert found["batch_seq_len"] == [16, 8, 8]
+    assert len(found["step_s"]) == 3
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_weights_stay_tied_and_buffers_are_right(method: str, tied: bool) -> None:

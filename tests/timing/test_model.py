@@ -27,7 +27,8 @@ SPEC = load_model(RUN.model)
 
 found_features = st.fixed_dictionaries(
     {name: st.floats(0, 1e3) for name in DEVICE_FEATURES}
-    | {"launch": st.integers(0, 10**6), "constant": st.just(1.0), "engine": st.integers(0, 1)}
+    | {name: st.integers(0, 10**6) for name in ("launch", "trainer")}
+    | {"constant": st.just(1.0), "engine": st.integers(0, 1)}
 )
 FEW = Work(
     product_flops=10**12,
@@ -216,7 +217,8 @@ def test_a_small_step_is_bound_by_the_host_and_a_large_one_by_the_device() -> No
 
     small = parts_of(RUN)
     assert small["launch"] > 0
-    assert all(small[name] == 0 for name in DEVICE_FEATURES)
+    assert small["optimizer"] > 0  # which starts when the backward is done
+    assert all(small[name] == 0 for name in DEVICE_FEATURES if name != "optimizer")
     large = parts_of(replace(RUN, batch_size=64, seq_len=2048))
     assert large["launch"] == 0
     assert large["products"] > 0
@@ -229,9 +231,9 @@ def test_on_a_cpu_host_and_device_are_the_same_cores() -> None:
     assert parts["products"] > 0
 
 
-def test_a_small_kernel_takes_time_on_an_accelerator_and_autograd_launches_in_half_of_it() -> None:
+def test_a_small_kernel_takes_time_on_an_accelerator_and_autograd_launches_in_less() -> None:
     counts = timing.features(replace(FEW, autograd_launches=60), GPU, dtype="bf16")
-    assert (counts["launch"], counts["kernels"]) == (100 + 60 / 2, 100 + 60)
+    assert (counts["launch"], counts["kernels"]) == (100 + 60 * 0.6, 100 + 60)
     assert timing.features(FEW, CPU, dtype="fp32")["kernels"] == 0
 
 

@@ -35,7 +35,7 @@ STACK_SPREAD = 0.15
 RESOURCES = {
     "compute": ("products", "attention"),
     "memory": ("weights", "cache", "elementwise", "dequant", "optimizer"),
-    "host": ("launch", "constant", "engine"),
+    "host": ("launch", "trainer", "constant", "engine"),
 }
 
 Spread: TypeAlias = Mapping[str, float]  # relative standard deviation by feature

@@ -121,6 +121,7 @@ class AdapterWork:
         forward_bytes, backward_bytes: so per token, where a backward has been counted apart.
         expansions: of a quantised weight, beyond that of the product, in one forward.
         forward_launches, backward_launches: kernels beyond those of the frozen base layer.
+        modules: that PEFT puts around a linear layer and into it.
     """
 
     token_flops: Count = 0
@@ -135,6 +136,7 @@ class AdapterWork:
     expansions: int = 0
     forward_launches: int = 0
     backward_launches: int = 0
+    modules: int = 4
 
 
 def _base_alone(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:

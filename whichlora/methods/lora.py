@@ -305,6 +305,7 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
         backward_bytes=2 * low_rank_bytes(linear, dtypes),
         forward_launches=8 if dtypes.autocast else 4,
         backward_launches=10 if dtypes.autocast else 6,
+        modules=10,
     )
 
 

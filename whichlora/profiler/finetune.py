@@ -112,6 +112,10 @@ def stages(
     """
     steps = ["warming up", *["counting memory"] * (num_counted * meter.needs_extra_run)]
     untimed = [max(seq_lens)] * len(steps)
+    if meter.warms_lengths:
+        others = [length for length in dict.fromkeys(seq_lens) if length != max(seq_lens)]
+        untimed += others
+        steps += ["warming up"] * len(others)
     steps += [f"in batch {number} of {len(seq_lens)}" for number in range(1, len(seq_lens) + 1)]
     return [*untimed, *seq_lens], steps
 
@@ -203,7 +207,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._tell(self._steps[state.global_step])  # steps completed so far
-        if 1 <= state.global_step < self._num_untimed:
+        if self._meter.needs_extra_run and 1 <= state.global_step < self._num_untimed:
             self._meter.start_extra_run()
         self._meter.enter("layer_forward")
 
@@ -221,7 +225,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop |= self._is_done(self.step_s)
         elif state.global_step == 1:
             self.warm_up_s = now - self._end_s
-        else:
+        elif self._meter.needs_extra_run:
             self._meter.stop_extra_run()
             now = self._meter.now()  # reading the profile takes a while
         self._end_s = now

@@ -21,10 +21,17 @@ class Meter:
 
     Args:
         keeps_history: record every block that a CUDA allocator hands out, which slows it.
+        warms_lengths: a step of each length comes before those that are timed. On an H200 the
+            first one at a new length took 0.2 to 2.5 s longer: libraries load their kernels then.
     """
 
-    def __init__(self, device: str, *, keeps_history: bool = False) -> None:
+    warms_lengths = False
+
+    def __init__(
+        self, device: str, *, keeps_history: bool = False, warms_lengths: bool = False
+    ) -> None:
         self.is_cuda = device.startswith("cuda")
+        self.warms_lengths = warms_lengths and self.is_cuda
         self.needs_extra_run = not self.is_cuda
         self._keeps_history = keeps_history and self.is_cuda
         self._cpu_peak = CpuPeak()

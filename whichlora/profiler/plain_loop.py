@@ -65,7 +65,7 @@ def measure_loop(
     end_s = meter.now()
     for number, stage in enumerate(steps):
         tell(stage)
-        if number == 1 < num_untimed:
+        if meter.needs_extra_run and number == 1 < num_untimed:
             outputs = loss = None  # a profiler does not see the release of what was there before
             meter.start_extra_run()
         for _ in range(run.gradient_accumulation_steps):
@@ -93,7 +93,7 @@ def measure_loop(
         now = meter.now()
         if number == 0:
             warm_up_s = now - end_s
-        elif number == num_untimed - 1:
+        elif meter.needs_extra_run and number == num_untimed - 1:
             meter.stop_extra_run()
             now = meter.now()  # reading the profile takes a while
         elif number >= num_untimed:

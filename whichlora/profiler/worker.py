@@ -103,7 +103,11 @@ def answer(device: str, kept: KeptModel, request: Mapping[str, Any], tell: Tell)
     """
     from whichlora.profiler.meter import Meter
 
-    meter = Meter(device, keeps_history=request.get("keeps_history", False))
+    meter = Meter(
+        device,
+        keeps_history=request.get("keeps_history", False),
+        warms_lengths=request.get("warms_lengths", False),
+    )
     kept.drop_unless(request)
     _collect(meter)
     if not kept.num_bytes:  # a frozen model would never be freed

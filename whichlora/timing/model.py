@@ -20,17 +20,23 @@ DEVICE_FEATURES = (
 )  # fmt: skip
 # Arithmetic and the bytes that it reads meanwhile: the slower of the two decides.
 ROOFS = (("products", "weights"), ("attention", "cache"))
-FEATURES = (*DEVICE_FEATURES, "launch", "constant", "engine")
+FEATURES = (*DEVICE_FEATURES, "launch", "trainer", "constant", "engine")
 # What a run's time is of, in the order in which the first that holds counts: the host's launches,
 # quantised weights that are unpacked, products and their bytes alone.
 REGIMES = ("host", "unpacking", "device")
-PER_COUNT = ("kernels", "launch", "constant", "engine")  # whose coefficient is in seconds
+PER_COUNT = (
+    "kernels",
+    "launch",
+    "trainer",
+    "constant",
+    "engine",
+)  # whose coefficient is in seconds
 # Whose coefficient is the device's, whatever runs on it: the rates of arithmetic and of memory.
 # Those of the other kernels belong to the engine, whose kernels they are.
 DEVICE_RATES = ("products", "weights")
 # Of these, the ones that change between versions and hosts of one engine: what a host takes to
 # launch and prepare, and the kernels of a quantisation library.
-STACK_FEATURES = ("dequant", "launch", "constant", "engine")
+STACK_FEATURES = ("dequant", "launch", "trainer", "constant", "engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +45,8 @@ class TimeModel:
 
     Args:
         mean: coefficient by feature; "launch" and "kernels" in seconds per kernel, of the host and
-            of the device; "constant" in seconds, "engine" in seconds per step of a serving engine.
+            of the device; "trainer" in seconds per module that it walks through; "constant" in
+            seconds, "engine" in seconds per step of a serving engine.
         covariance: of the coefficients, rows and columns in the order of `FEATURES`.
         noise: standard deviation of the log of a single measurement around the model.
         interval_scale: what deviations are multiplied with, so that intervals hold as much as they
@@ -91,9 +98,14 @@ _USUAL_SHARE = 0.83
 # microseconds; `docs/accuracy/published.md`), measured ones of H20 (12), H100 (20) and T4 (28).
 LAUNCH_S, LAUNCH_SPREAD = 21e-6, 0.27
 # Of what a kernel costs the host in a forward, which Python launches, the share that one of a
-# backward costs, which autograd's C++ does. Kind: estimate. A small Llama with LoRA on a CPU, whose
-# kernels take nearly no time, has 0.5; launches on A100 of published steps have 0.3.
-AUTOGRAD_LAUNCH = 0.5
+# backward costs, which autograd's C++ does. Kind: measured, `benchmarks/host_costs.py`: 0.57 to
+# 0.69; launches on A100 of published steps have 0.3.
+AUTOGRAD_LAUNCH = 0.6
+# What a trainer takes for each module of the model around a micro-step: `model.train()` and
+# `num_parameters()` walk through them. It waits for the loss first (`logging_nan_inf_filter`), so
+# that the device has nothing to do meanwhile.
+# Kind: measured, `benchmarks/host_costs.py`: half of what a launch takes.
+MODULE_S, MODULE_SPREAD = LAUNCH_S / 2, 0.5
 # Relative deviation of a model's launches from another's on the same host. Kind: fitted, to the
 # models of three published tables: 18.9 to 21.5, 21.1 to 24.3 and 22.4 to 23.4 microseconds.
 LAUNCH_KNOWN = 0.06
@@ -121,6 +133,7 @@ _ACCELERATOR_PRIOR = {
     "optimizer": (1.0 / 0.8, 0.5),
     "kernels": (KERNEL_S, KERNEL_SPREAD),
     "launch": (LAUNCH_S, LAUNCH_SPREAD),
+    "trainer": (MODULE_S, MODULE_SPREAD),
     "constant": (3e-3, 1.0),
     "engine": (2.5e-3, 0.4),
 }
@@ -134,6 +147,7 @@ _CPU_PRIOR = {
     "optimizer": (1.0 / 0.4, 1.0),
     "kernels": (KERNEL_S, 0.6),  # counted on accelerators alone
     "launch": (16e-6, 0.8),
+    "trainer": (8e-6, 0.8),
     "constant": (10e-3, 1.0),
     "engine": (2.5e-3, 0.8),
 }
@@ -289,9 +303,10 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
         "cache": work.attention_bytes / bandwidth,
         "elementwise": work.elementwise_bytes / bandwidth,
         "dequant": work.dequant_bytes / bandwidth,
-        "optimizer": work.optimizer_bytes / bandwidth,
+        "optimizer": work.optimizer_bytes / bandwidth + work.optimizer_flops / wide_rate,
         "kernels": kernels,
-        "launch": work.launches + AUTOGRAD_LAUNCH * work.autograd_launches,
+        "launch": work.launches + AUTOGRAD_LAUNCH * work.autograd_launches + work.hook_launches,
+        "trainer": work.walked_modules + 0.0 * work.launches,
         "constant": once,
         "engine": work.engine_steps + 0.0 * work.launches,
     }
@@ -301,7 +316,7 @@ def deciding(model: TimeModel, features: Mapping[str, Real]) -> dict[str, Real]:
     """The features that decide the time of a run; the others are zero.
 
     Where arithmetic and its reads overlap, or host and device, the one that waits for the other
-    counts nothing.
+    counts nothing. The update starts when the backward is done, so that it is added.
 
     Kind: exact. Source: the roofline model: Williams et al. 2009, doi:10.1145/1498765.1498785.
     """
@@ -312,9 +327,10 @@ def deciding(model: TimeModel, features: Mapping[str, Real]) -> dict[str, Real]:
         decided[reads] = features[reads] * waits
     if not model.overlaps:
         return decided
-    device = sum((model.mean[name] * decided[name] for name in DEVICE_FEATURES), 0.0)
+    overlapping = [name for name in DEVICE_FEATURES if name != "optimizer"]
+    device = sum((model.mean[name] * decided[name] for name in overlapping), 0.0)
     host_bound = device < model.mean["launch"] * features["launch"]
-    for name in DEVICE_FEATURES:
+    for name in overlapping:
         decided[name] = decided[name] * (1 - host_bound)
     decided["launch"] = features["launch"] * host_bound
     return decided

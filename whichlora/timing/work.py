@@ -7,7 +7,7 @@ functions serve training, the prompt pass and decoding.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add, attrgetter
@@ -15,7 +15,7 @@ from operator import add, attrgetter
 from whichlora.memory import weights
 from whichlora.memory.embeddings import ENCODER_OUT
 from whichlora.memory.layer_bytes import reads_last
-from whichlora.memory.optimizer import Update, update_bytes, update_launches
+from whichlora.memory.optimizer import Update, update_bytes, update_flops, update_launches
 from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes, expands_by_operators, is_quantised, runs_adapter
@@ -45,6 +45,7 @@ from whichlora.timing.mamba_work import (
     scan_ops,
 )
 from whichlora.timing.products import idle_flops
+from whichlora.trainers import get_trainer
 from whichlora.trainers.base import LogitsLoss
 
 # Kernels of one layer's forward, traced on transformers 5.23 (Llama: 38 in all, backward 60).
@@ -69,6 +70,11 @@ VLLM_CAPTURED_TOKENS = 8192  # longest sequence of its captured graphs, by defau
 OUTSIDE_OPS = 22  # embedding, final norm, head, sampling
 LOSS_OPS = 32
 BACKWARD_RATIO = 1.6  # 60 of 38
+# Launches of a forward that take the host as long as the Python hooks through which every tensor
+# passes that non-reentrant checkpointing saves: packed in the forward, packed again in the second
+# one, unpacked in the backward. Kind: measured, `benchmarks/host_costs.py`: 0.86 to 1.2.
+HOOKS = 0.9
+LAYER_MODULES = 6  # beside its linear layers: itself, attention, MLP, activation and two norms
 # Bytes that the loss reads and writes per token and vocabulary entry, forward and backward.
 LOSS_PASSES = {"hf": 30, "unsloth": 30, "raw": 8, "trl-fused": 16, "liger": 16, "unsloth-fused": 16}
 # The same of a trainer's own loss of fp32 logits. Kind: estimate, read. Those of 16 bit are widened
@@ -118,8 +124,13 @@ class Work:
         dequant_bytes: quantised weights expanded to 16 bit and read back, all passes.
         optimizer_bytes: parameters, gradients and states read and written by the step, by clipping,
             and by summing the gradients of micro-batches.
+        optimizer_flops: of the step in fp32, where they take longer than its bytes.
         launches: kernels launched from Python, each on its own.
         autograd_launches: those that autograd's C++ launches in a backward.
+        hook_launches: launches of a forward that take the host as long as its Python hooks on what
+            checkpointing saves.
+        walked_modules: modules of the model that the trainer walks through around its micro-steps,
+            while the device waits.
         engine_steps: turns of a serving engine's scheduler and sampler on the host, for which the
             device waits.
     """
@@ -134,8 +145,11 @@ class Work:
     elementwise_bytes: Count = 0
     dequant_bytes: Count = 0
     optimizer_bytes: Count = 0
+    optimizer_flops: Count = 0
     launches: Count = 0
     autograd_launches: Count = 0
+    hook_launches: Count = 0
+    walked_modules: Count = 0
     engine_steps: Count = 0
 
     @classmethod
@@ -576,6 +590,7 @@ def trained_layers(
     in_forward = base_ops + loop_ops(layer) + unpacking_ops(layer, dtypes)
     in_forward = in_forward + scan_loop_ops(layer, seq_len)
     in_backward = base_ops * BACKWARD_RATIO + scan_loop_ops(layer, seq_len, backward=True)
+    hooks = HOOKS * (recompute and not run.use_reentrant)
     layers = Work(
         product_flops=multiplied * (active_weights(layer) - wide)
         + count * (passes + recompute) * _further_reading_flops(layer, tokens // seq_len, tokens),
@@ -588,12 +603,28 @@ def trained_layers(
         dequant_bytes=dequant,
         launches=count * in_forward * (1 + recompute),
         autograd_launches=count * in_backward,
+        hook_launches=count * in_forward * hooks,
+        walked_modules=count * _walked_modules(layer, run, adapters),
     )
     in_step = (
-        _trained_adapter(linear, adapter, dtypes, recompute, count, tokens)
+        _trained_adapter(linear, adapter, dtypes, recompute, hooks, count, tokens)
         for linear, adapter in adapters
     )
     return Work.total((layers, Work.total(attentions).times(count), *in_step))
+
+
+def _walked_modules(
+    layer: Layer, run: RunConfig, adapters: Sequence[tuple[Linear, AdapterWork]]
+) -> int:
+    """Modules of one layer through which the trainer walks; a script of one's own does not.
+
+    Kind: exact of Llama, an estimate of others. Source: transformers 5.23 `Trainer.training_step`,
+    `Trainer.floating_point_ops`.
+    """
+    if not get_trainer(run.trainer).library_class:
+        return 0
+    of_adapters = sum(adapter.modules for _, adapter in adapters)
+    return LAYER_MODULES + len(layer.linears) + of_adapters
 
 
 def _by_shape(layer: Layer) -> Iterable[tuple[Linear, int]]:
@@ -638,6 +669,7 @@ def _trained_adapter(
     adapter: AdapterWork,
     dtypes: Dtypes,
     recompute: int,
+    hooks: float,
     count: int,
     tokens: Count,
 ) -> Work:
@@ -652,6 +684,7 @@ def _trained_adapter(
         dequant_bytes=count * _expanded_again(linear, adapter, dtypes) * (1 + recompute),
         launches=count * adapter.forward_launches * (1 + recompute),
         autograd_launches=count * adapter.backward_launches,
+        hook_launches=count * adapter.forward_launches * hooks,
     )
     flops = count * (weight_flops + token_flops)
     return Work.total((product_work(flops, wide=dtypes.widens_adapters), beside))
@@ -732,11 +765,16 @@ def training_work(
         dequant_bytes=layers.dequant_bytes + 0 * tokens,
         launches=layers.launches + OUTSIDE_OPS + LOSS_OPS,
     )
-    in_update = Work(
-        optimizer_bytes=update_bytes(update) + 0 * tokens, launches=update_launches(update)
-    )
     steps = run.gradient_accumulation_steps * num_forwards
-    return Work.total((micro_step.times(steps), in_update))
+    return Work.total((micro_step.times(steps), _work_of_update(update, like=tokens)))
+
+
+def _work_of_update(update: Update, *, like: Count) -> Work:
+    return Work(
+        optimizer_bytes=update_bytes(update) + 0 * like,
+        optimizer_flops=update_flops(update),
+        launches=update_launches(update),
+    )
 
 
 def _widens_head(dtypes: Dtypes) -> bool:
