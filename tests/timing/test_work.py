@@ -939,8 +939,8 @@ def test_the_math_kernel_reads_and_writes_every_key_per_query_head() -> None:
         ("llama", "sdpa", LAYER_KERNELS),
         ("llama", "eager", LAYER_KERNELS + 4),
         ("qwen3", "sdpa", LAYER_KERNELS + 2 * 6),  # norms of queries and keys
-        # two norms; a product for queries, keys and values, and one out; no gate
-        ("gpt2", "sdpa", 12 + 2 + 4 + 1 + 2 + 1 + 1),
+        # two norms; a product for queries, keys and values, and one out; no gate; gelu_new
+        ("gpt2", "sdpa", 12 + 2 + 4 + 1 + 2 + 8 + 1),
     ],
 )
 def test_kernels_of_a_layer(name: str, attn: str, kernels: int) -> None:

@@ -170,10 +170,6 @@ class Profiler:
         device_s = answer.pop("device_s", device_s)
         if answer["outcome"] == "oom" or not clean:
             self.close()
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in answer.items()
-        }
         return Measurement(
             id=uuid.uuid4().hex,
             gpu=self._gpu,
@@ -182,7 +178,7 @@ class Profiler:
             device_s=device_s,
             environment=environment,
             provenance=self._provenance,
-            **fields,
+            **_fields(answer),
         )
 
     def _worker_for(self, run: RunConfig) -> _Worker:
@@ -211,6 +207,12 @@ def _ordered_batches(
         return batches
     longest, *shorter = sorted(batches, reverse=True)
     return [longest, *shorter[-1:], *shorter[:-1]]
+
+
+def _fields(answer: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in answer.items()
+    }
 
 
 class _Worker:

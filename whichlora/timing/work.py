@@ -70,6 +70,9 @@ VLLM_CAPTURED_TOKENS = 8192  # longest sequence of its captured graphs, by defau
 OUTSIDE_OPS = 22  # embedding, final norm, head, sampling
 LOSS_OPS = 32
 BACKWARD_RATIO = 1.6  # 60 of 38
+# Elements that an activation reads and writes, and its kernels, where it is no kernel of its own.
+# Kind: exact. Source: transformers 5.23 `NewGELUActivation`, `QuickGELUActivation`.
+ACTIVATION_PASSES = {"gelu_new": (18, 8), "quick_gelu": (7, 3)}
 # Launches of a forward that take the host as long as the Python hooks through which every tensor
 # passes that non-reentrant checkpointing saves: packed in the forward, packed again in the second
 # one, unpacked in the backward. Kind: measured, `benchmarks/host_costs.py`: 0.86 to 1.2.
@@ -441,7 +444,8 @@ def layer_ops(layer: Layer, run: RunConfig) -> int:
             ops += EAGER_OPS if run.attn == "eager" else ATTENTION_OPS
         ops += RESIDUAL_OPS // 2
     if layer.mlp is not None:
-        ops += len(layer.mlp.linears) + (2 if layer.mlp.gated else 1) + RESIDUAL_OPS // 2
+        _, of_activation = ACTIVATION_PASSES.get(layer.mlp.activation, (2, 1))
+        ops += len(layer.mlp.linears) + of_activation + layer.mlp.gated + RESIDUAL_OPS // 2
     if layer.moe is not None:
         ops += 10 + RESIDUAL_OPS // 2
         if layer.moe.shared is not None:
@@ -498,11 +502,10 @@ def elementwise_forward_bytes(
         mlp, active = layer.moe.expert, layer.moe.rows_per_token
         moved += 6 * narrow * hidden_size * active  # gathered, weighted and added
     if mlp is not None:
-        passes = (
-            (3 if fused or dtypes.kernels.gated or dtypes.kernels.adapters else 5)
-            if mlp.gated
-            else 2
-        )
+        of_activation, _ = ACTIVATION_PASSES.get(mlp.activation, (2, 1))
+        passes = of_activation + 3 if mlp.gated else of_activation
+        if mlp.gated and (fused or dtypes.kernels.gated or dtypes.kernels.adapters):
+            passes = 3
         moved += passes * dtypes.mlp_bytes * mlp.width * active
     return moved
 
