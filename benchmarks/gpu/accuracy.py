@@ -9,6 +9,7 @@ first five runs of `FIRST`, and with a fit to all models but the one predicted.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections import defaultdict
@@ -32,9 +33,11 @@ from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.results import Measurement, MemoryPrediction
+from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.jsonfiles import read_object
 from whichlora.store.measurements import read_measurements
+from whichlora.store.models import find_model
 from whichlora.timing import model as timing
 from whichlora.timing.model import TimeModel
 from whichlora.units import GiB
@@ -88,6 +91,7 @@ def document(gpu: GpuSpec, records: Sequence[Measurement], facts: str) -> str:
         *memory_section(judged),
         "## Time",
         *time_section(gpu, judged),
+        kernel_section(gpu, Path(__file__).parent / "kernel_times" / f"{gpu.key}.jsonl"),
         "## Whole runs, predicted from five batches",
         real_section(gpu, judged),
         "## At the limit of the card",
@@ -287,6 +291,62 @@ def real_section(gpu: GpuSpec, judged: Sequence[Judged]) -> str:
 
 
 # --- the rest -----------------------------------------------------------------------------------
+
+
+# What the name of a kernel says of it, in the order in which the first that holds counts.
+KERNEL_KINDS = {
+    "moved": ("memcpy", "memset"),
+    "attention": ("fmha", "flash", "sdpa", "softmax_warp"),
+    "products": ("nvjet", "gemm", "cutlass", "splitk", "s16816", "imma"),
+    "dequant": ("quantizeblockwise", "dequant"),
+    "optimizer": ("optimizer", "multi_tensor"),
+}
+KERNEL_COLUMNS = {
+    "products": ("products",),
+    "attention": ("attention",),
+    "dequant": ("dequant",),
+    "optimizer": ("optimizer",),
+    "elementwise": ("elementwise", "kernels"),
+}
+
+
+def kind_of(kernel: str) -> str:
+    kinds = (k for k, words in KERNEL_KINDS.items() if any(w in kernel.lower() for w in words))
+    return next(kinds, "elementwise")
+
+
+def kernel_section(gpu: GpuSpec, path: Path) -> str:
+    """Seconds of all kernels of a kind in one step, beside what datasheet and priors say."""
+    if not path.is_file():
+        return ""
+    prior = timing.prior_model(gpu, "finetune")
+    rows: list[Row] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        run = RunConfig.from_dict(record["run"])
+        model = find_model(run.model)
+        assert model is not None
+        features = step_features(resolve(model, run, gpu))
+        measured: dict[str, float] = defaultdict(float)
+        for name, _, seconds in record["kernels"]:
+            measured[kind_of(name)] += seconds
+        words = [run.model.partition("/")[2], run.method, f"{run.batch_size} x {run.seq_len}"]
+        words += [run.quant] * (run.quant != "none") + [run.attn] * (run.attn != "sdpa")
+        words += ["dropout"] * bool(run.lora_dropout) + [run.optimizer] * (run.method == "full")
+        words += [] if run.gradient_checkpointing else ["no checkpointing"]
+        cells = []
+        for kind, names in KERNEL_COLUMNS.items():
+            predicted = sum(prior.mean[name] * features[name] for name in names)
+            cells.append(f"{1e3 * measured[kind]:.1f} / {1e3 * predicted:.1f}")
+        number = round(sum(count for _, count, _ in record["kernels"]))
+        rows.append((" ".join(words), number, *cells))
+    heads = ("run", "kernels", *KERNEL_COLUMNS)
+    return (
+        "## Kernels of one step, measured and predicted\n\nMilliseconds by kind: the sum of all "
+        "kernels under torch's profiler, and datasheet and priors, nothing fitted. Elementwise "
+        "kernels are beside what every kernel takes whatever its work (5 µs).\n\n"
+        + markdown_table(heads, rows)
+    )
 
 
 def boundary_section(records: Sequence[Measurement]) -> str:
