@@ -194,6 +194,24 @@ def wide_weights(layer: Layer, dtypes: Dtypes) -> int:
     )
 
 
+def wide_gradient_weights(layer: Layer, dtypes: Dtypes) -> int:
+    """Weights in 8 bit whose product of the backward is computed in fp32: those with fp32 inputs.
+
+    Kind: exact. Source: bitsandbytes 0.50.2 `MatMul8bitLt.backward`: `CB.to(ctx.dtype_A)`.
+    """
+    if dtypes.quant != "int8" or dtypes.compute_bytes == 4:
+        return 0
+    inputs = {linear.name: dtypes.stream_bytes for linear in layer.linears}
+    inputs |= {attention.linears[-1].name: dtypes.compute_bytes for attention in layer.attentions}
+    if layer.mlp is not None:
+        inputs[layer.mlp.linears[-1].name] = dtypes.mlp_bytes
+    return sum(
+        linear.active * linear.in_features * linear.out_features
+        for linear in layer.linears
+        if is_quantised(linear, dtypes) and inputs[linear.name] == 4
+    )
+
+
 def product_work(flops: Count, *, wide: bool) -> Work:
     """Matrix products in the run's dtype or, if `wide`, in fp32.
 
@@ -594,10 +612,12 @@ def trained_layers(
     in_forward = in_forward + scan_loop_ops(layer, seq_len)
     in_backward = base_ops * BACKWARD_RATIO + scan_loop_ops(layer, seq_len, backward=True)
     hooks = HOOKS * (recompute and not run.use_reentrant)
+    in_fp32 = count * 2 * tokens * wide_gradient_weights(layer, dtypes)
     layers = Work(
         product_flops=multiplied * (active_weights(layer) - wide)
+        - in_fp32
         + count * (passes + recompute) * _further_reading_flops(layer, tokens // seq_len, tokens),
-        wide_product_flops=multiplied * wide,
+        wide_product_flops=multiplied * wide + in_fp32,
         idle_flops=count
         * _trained_idle_flops(layer, tokens, method, recompute, num_multiprocessors),
         weight_read_bytes=weight_read,
