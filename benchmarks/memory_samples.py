@@ -424,8 +424,12 @@ def read_lines(path: Path = FIRST_TRACES) -> Iterator[dict[str, Any]]:
 
 
 def as_traced(job: ResolvedRun) -> ResolvedRun:
-    """`job` without what no trace sees: buffers inside kernels; fp16 is traced as bf16 is."""
-    return replace(job, dtypes=replace(job.dtypes, kernel_buffers=False, fused_fp16_softmax=False))
+    """`job` without what no trace sees: buffers inside kernels; fp16 is traced as bf16 is.
+
+    All kept traces begin with the warm-up block of loading.
+    """
+    dtypes = replace(job.dtypes, kernel_buffers=False, fused_fp16_softmax=False, loads_at_once=True)
+    return replace(job, dtypes=dtypes)
 
 
 _MOMENTS = {"layer_forward": "forward", "loss_forward": "forward", "optimizer_step": "optimizer"}

@@ -16,6 +16,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from whichlora.memory.allocator import REMAINDERS
+from whichlora.memory.loading import UNSPLIT_WEIGHTS
 from whichlora.predict.predict import ledger
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.numeric import added
@@ -27,7 +28,9 @@ def live_bytes(job: ResolvedRun) -> dict[str, int]:
     """Live bytes at each moment as the ledger has them; loading is not traced."""
     # remainders of blocks are the allocator's: no storage of a trace has them
     return {
-        name: int(added(entry.num_bytes for entry in entries if entry.fact is not REMAINDERS))
+        name: int(
+            added(x.num_bytes for x in entries if x.fact not in (REMAINDERS, UNSPLIT_WEIGHTS))
+        )
         for name, entries in ledger(job).moments.items()
         if name != "loading"
     }

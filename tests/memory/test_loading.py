@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from devices import A100
 
+from whichlora.memory.event_list import unsplit_weight_bytes
 from whichlora.memory.loading import (
     NARROW_TABLE,
     START,
+    UNSPLIT_WEIGHTS,
     loading_moment,
     loading_temporaries,
     narrow_table_bytes,
@@ -24,7 +27,7 @@ from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.backends.cuda import OLDER_WORKSPACE_BYTES
 from whichlora.spec.run import Quant, RunConfig
 from whichlora.store.models import find_model
-from whichlora.units import GiB
+from whichlora.units import GiB, MiB
 
 SHORT = RunConfig(
     model="Qwen/Qwen2.5-0.5B",
@@ -50,6 +53,30 @@ def test_an_awq_checkpoint_holds_the_tied_head_twice(name: str, published_gib: f
     counted = ledger(job(run))
     assert counted.peak_moment == "loading"
     assert counted.peak_allocated_bytes / GiB == pytest.approx(published_gib, abs=0.005)
+
+
+# 36 layers with 3 matrices of 43 MiB in 44, and a table of 593.5 in 594
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 108.5),
+        ({"quant": "nf4"}, 0.0),
+        ({"phase": "finetune"}, 108.5),
+        ({"phase": "finetune", "trainer": "unsloth"}, 0.0),
+        ({"expandable_segments": True}, 0.0),
+        ({"model": "albert/albert-base-v2"}, 0.0),  # its one layer is loaded once
+    ],
+    ids=str,
+)
+def test_weights_that_are_loaded_one_by_one_leave_remainders(
+    settings: dict[str, Any], expected: float
+) -> None:
+    resolved = job(replace(SHORT, **({"model": "Qwen/Qwen2.5-3B"} | settings)))
+    entries = next(iter(ledger(resolved).moments.values()))
+    (unsplit,) = (entry.num_bytes for entry in entries if entry.fact is UNSPLIT_WEIGHTS)
+    assert unsplit / MiB == expected
+    if not resolved.run.expandable_segments:
+        assert unsplit == unsplit_weight_bytes(resolved.model, resolved.dtypes)
 
 
 def test_a_head_of_its_own_is_loaded_once() -> None:

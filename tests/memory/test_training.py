@@ -19,6 +19,7 @@ from whichlora import families
 from whichlora.memory import (
     allocator,
     kv_cache,
+    loading,
     moments,
     optimizer,
     weights,
@@ -496,12 +497,13 @@ def test_gptq_weights_that_torch_expands_stay_until_the_backward_but_for_checkpo
 
 @given(run=finetune_runs() | inference_runs())
 def test_expandable_segments_never_leave_more_idle_and_keep_what_lives(run: RunConfig) -> None:
+    unsplit = (allocator.REMAINDERS, loading.UNSPLIT_WEIGHTS)
     plain, joined = (ledger(job(replace(run, expandable_segments=on))) for on in (False, True))
     for moment, entries in plain.moments.items():
-        lives = [one for one in entries if one.fact is not allocator.REMAINDERS]
+        lives = [one for one in entries if one.fact not in unsplit]
         others = joined.moments[moment]
-        assert [one for one in others if one.fact is not allocator.REMAINDERS] == lives
-        assert all(one.num_bytes == 0 for one in others if one.fact is allocator.REMAINDERS)
+        assert [one for one in others if one.fact not in unsplit] == lives
+        assert all(one.num_bytes == 0 for one in others if one.fact in unsplit)
     assert joined.idle_bytes <= plain.idle_bytes
 
 

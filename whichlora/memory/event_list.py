@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from whichlora.memory.allocator_simulator import SMALL_BYTES, Requests, rounded
+from whichlora.memory.allocator_simulator import SMALL_BYTES, Allocator, Requests, rounded
 from whichlora.memory.exllama import scratch_bytes
-from whichlora.memory.weights import quantised_matrices, quantised_parts, weight_bytes
+from whichlora.memory.weights import linear_bytes, quantised_matrices, quantised_parts, weight_bytes
 from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.run import FOUR_BIT_BNB
@@ -342,11 +343,12 @@ class BlockPlayer:
 def play_loading(events: EventList, model: ModelSpec, dtypes: Dtypes) -> None:
     """Weights in the order of the modules.
 
-    Kind: exact as far as the sizes are. Source: transformers 5.23 `caching_allocator_warmup`: one
-    block of all weights that stay is asked for, and freed, before them.
+    Kind: exact as far as the sizes are. Source: transformers 5.23 `caching_allocator_warmup`: where
+    it is called, one block of all weights that stay is asked for, and freed, before them.
     """
     modules = [(list(parts), times) for parts, times in _loaded(model, dtypes)]
-    events.pass_by([sum(sum(size for size, _ in blocks) * times for blocks, times in modules)])
+    if dtypes.loads_at_once:
+        events.pass_by([sum(sum(size for size, _ in blocks) * times for blocks, times in modules)])
     for blocks, times in modules:
         changes: list[tuple[int, int]] = []
         for number, (size, wide) in enumerate(blocks):
@@ -356,6 +358,26 @@ def play_loading(events: EventList, model: ModelSpec, dtypes: Dtypes) -> None:
         events.play_again(Chunk(changes), len(blocks), times)
 
 
+@lru_cache(maxsize=64)  # candidates share their base
+def unsplit_weight_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+    """What the blocks of weights that are loaded one by one are larger than the weights.
+
+    Kind: exact as far as the sizes are; what loads no quantised base has no wide tensors between.
+    Source: `memory.allocator_simulator`; torch 2.13 `Module._apply`, parameter by parameter.
+    """
+    if dtypes.loads_at_once:
+        return 0
+    allocator = Allocator()
+    num_bytes = 0
+    for parts, times in _loaded(model, dtypes):
+        blocks = [size for size, _ in parts if size > SMALL_BYTES]
+        num_bytes += sum(blocks) * times
+        for _ in range(times):
+            for size in blocks:
+                allocator.allocate(size)
+    return allocator.allocated_bytes - num_bytes
+
+
 def _loaded(model: ModelSpec, dtypes: Dtypes) -> Iterator[tuple[Iterable[tuple[int, int]], int]]:
     """Tensors of each module, and how many such modules follow one another.
 
@@ -363,12 +385,19 @@ def _loaded(model: ModelSpec, dtypes: Dtypes) -> Iterator[tuple[Iterable[tuple[i
     """
     tables = [table.num_elements * dtypes.embedding_bytes for table in model.embeddings]
     yield [(block_bytes(size), 0) for size in tables], 1
+    shared = {group.layer for group in model.groups if group.shared}
     for part in parts_of(model):
         for layer, times in repeated(layers_in_order(part)):
-            yield _layer_weights(layer, dtypes), times
+            yield _layer_weights(layer, dtypes), 1 if layer in shared else times
     if model.head is not None and not model.head_tied:
         yield [(block_bytes(model.head.num_weights * dtypes.head_bytes), 0)], 1
+    around = model.outer_linears + model.idle_linears
+    for times, linears in itertools.groupby(around, key=lambda linear: linear.count):
+        of_block = (_stored(replace(linear, count=1), dtypes) for linear in linears)
+        pairs = itertools.chain.from_iterable(of_block)
+        yield [(block_bytes(size), block_bytes(wide)) for size, wide in pairs], times
     stored = weight_bytes(model, dtypes)
+    stored["other"] -= sum(linear_bytes(replace(linear, bias=False), dtypes) for linear in around)
     yield [(block_bytes(stored[name]), 0) for name in ("other", "buffers")], 1
     if scratch := scratch_bytes(model, dtypes):
         yield [(block_bytes(scratch), 0)], 1

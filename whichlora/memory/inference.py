@@ -13,7 +13,7 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.exllama import scratch_entries
 from whichlora.memory.gradients import adapter_entries
 from whichlora.memory.layer_bytes import forward_bytes
-from whichlora.memory.loading import loading_moment
+from whichlora.memory.loading import loading_moment, unsplit_weights
 from whichlora.memory.metal_heaps import idle_in_heaps
 from whichlora.memory.towers import TOWER_FORWARD, TowerForward
 from whichlora.memory.training import Ledger
@@ -51,6 +51,15 @@ class Generation:
     @cached_property
     def static(self) -> Entries:
         entries = weight_entries(self.model, self.dtypes, like=self.batch_size)
+        entries.append(
+            unsplit_weights(
+                self.model,
+                self.dtypes,
+                self.gpu,
+                expandable=self.run.expandable_segments,
+                like=self.batch_size,
+            )
+        )
         entries += scratch_entries(self.model, self.dtypes, like=self.batch_size)
         if self.targets:
             entries += adapter_entries(

@@ -174,7 +174,7 @@ def loading(step: TrainingStep) -> Stage:
     weights = weight_entries(step.model, step.dtypes, like=0)
     moments = [weights, *training_loading(step, like=0).values()]
     largest = max(moments, key=_size)
-    if step.dtypes.quant in BNB_QUANTS:  # `update_device_map` puts the model on the GPU
+    if step.dtypes.loads_at_once:  # its device_map is of the GPU
         width = stored_dtypes(step.model, step.dtypes).embedding_bytes
         tables = [table.num_params for table in step.model.embeddings]
         on_host = Held("host", Entry(TENSOR_ON_HOST, _copied(step, max(tables) * width)))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from whichlora.memory.allocator import splits_all
 from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.event_list import unsplit_weight_bytes
 from whichlora.memory.mxfp4 import SWIZZLED_BLOCKS, swizzling_bytes
 from whichlora.memory.weights import BUFFERS, quantised_matrices, weight_entries
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import BNB_QUANTS
 
@@ -47,6 +50,26 @@ START = Fact(
     source="the method's start_bytes; workspaces of the decomposition are left out",
     kind="lower bound",
 )
+
+UNSPLIT_WEIGHTS = Fact(
+    part="weights",
+    what="allocator: unsplit remainders of weights",
+    shape="[of 10 MiB and more what 2 MiB round up; up to 1 MiB of 20 MiB]",
+    dtype="bytes",
+    count="weights of more than 1 MiB that are loaded one by one",
+    why="what a segment has more than its weight, up to 1 MiB, stays with the block",
+    source="torch 2.13 CUDACachingAllocator should_split; Module._apply",
+)
+
+
+def unsplit_weights(
+    model: ModelSpec, dtypes: Dtypes, gpu: GpuSpec, *, expandable: bool, like: Count
+) -> Entry:
+    """What blocks of weights are larger than the weights. Kind, source: `unsplit_weight_bytes`."""
+    num_bytes = 0
+    if not splits_all(gpu, expandable=expandable):
+        num_bytes = unsplit_weight_bytes(model, dtypes)
+    return Entry(UNSPLIT_WEIGHTS, num_bytes + 0 * like)
 
 
 def tied_table_bytes(model: ModelSpec, dtypes: Dtypes) -> int:

@@ -33,7 +33,7 @@ from whichlora.memory.layer_passes import (
     saved_passes,
     staging_bytes,
 )
-from whichlora.memory.loading import unquantised_matrix_bytes
+from whichlora.memory.loading import unquantised_matrix_bytes, unsplit_weights
 from whichlora.memory.weights import EMBEDDING_WEIGHTS, token_table_bytes, weight_entries
 from whichlora.memory.worst_layer import after, has_one_order, keeps_keys, worst_backward
 from whichlora.methods.base import Method
@@ -205,15 +205,22 @@ class TrainingStep:
     @cached_property
     def static(self) -> tuple[Entry, ...]:
         """Entries of the whole step: weights, adapters and the optimizer's states."""
-        weights = self._weights
-        entries = [*weights]
+        weights, run = self._weights, self.run
+        unsplit = unsplit_weights(
+            self.model,
+            self.dtypes,
+            self.gpu,
+            expandable=run.expandable_segments,
+            like=self.tokens,
+        )
+        entries = [*weights, unsplit]
         if not self.method.trains_base:
             entries += adapter_entries(
-                self.model, self.run, self.dtypes, self.method, self.targets, self.r
+                self.model, run, self.dtypes, self.method, self.targets, self.r
             )
         states = optimizer.state_bytes(
             self.tensors,
-            optimizer=self.run.optimizer,
+            optimizer=run.optimizer,
             device_kind=self.gpu.kind,
             narrow_embeddings=self.trainer.narrows_embedding_states,
         )
@@ -227,9 +234,9 @@ class TrainingStep:
         if in_buffer and self.dtypes.quant in FOUR_BIT_BNB:
             expanded = unquantised_matrix_bytes(self.model, self.dtypes)
             entries.append(Entry(EXPANSION, expanded + 0 * self.tokens))
-        if self.run.gradient_checkpointing and self.trainer.offloads(self.run):
+        if run.gradient_checkpointing and self.trainer.offloads(run):
             entries.append(Entry(STAGING, staging_bytes(self.model, tokens=self.tokens)))
-        rollout = self.trainer.rollout(self.run)
+        rollout = self.trainer.rollout(run)
         if rollout is not None and rollout.pool_share:
             pool = int(rollout.pool_share * self.gpu.memory_bytes)
             entries.append(Entry(ROLLOUT_POOL, pool + 0 * self.tokens))
@@ -880,9 +887,7 @@ class TrainingStep:
 
     @property
     def _lasting_copies(self) -> int:
-        """Adapters and states; the base's weights are cut from one block."""
-        # `caching_allocator_warmup` of transformers 5.23 modeling_utils.py asks for all of them at
-        # once and lets go, so that the loaded tensors are split from what the allocator keeps
+        """Adapters and states; of the base's weights `UNSPLIT_WEIGHTS` counts them."""
         return int(not self.method.trains_base) + optimizer.num_wide_states(self.run.optimizer)
 
     @cached_property

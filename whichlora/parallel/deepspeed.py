@@ -16,6 +16,7 @@ from whichlora.memory import moments as one_device
 from whichlora.memory import optimizer
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained
+from whichlora.memory.loading import UNSPLIT_WEIGHTS
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import BUFFERS
 from whichlora.parallel.base import HostUpdate, Message, Moments, RankKind, Saving, Spread, in_run
@@ -676,7 +677,7 @@ def stored_entries(step: TrainingStep) -> list[Entry]:
     return [
         entry
         for entry in step.static
-        if entry.part in ("weights", "adapters") and entry.fact is not BUFFERS
+        if entry.part in ("weights", "adapters") and entry.fact not in (BUFFERS, UNSPLIT_WEIGHTS)
     ]
 
 

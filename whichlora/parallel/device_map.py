@@ -101,6 +101,7 @@ def shares(step: TrainingStep, gpus: int) -> tuple[Share, ...]:
 
 def _split(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
     kinds = []
+    dtypes = replace(rank.step.dtypes, loads_at_once=True)
     for share in shares(rank.step, spread.size):
         part = part_of_model(
             rank.step.model,
@@ -115,7 +116,7 @@ def _split(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
                 name=f"GPU {share.gpu}",
                 ranks=(share.gpu,),
                 at_rest=replace(rank.at_rest, model=part),
-                step=replace(rank.step, model=part),
+                step=replace(rank.step, model=part, dtypes=dtypes),
             )
         )
     return tuple(kinds)

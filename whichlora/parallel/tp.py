@@ -73,11 +73,13 @@ def _gathered_logits(step: TrainingStep, spread: Spread, entries: Sequence[Entry
 
 def _split(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
     divided = divided_model(rank.step.model, spread.size)
+    # `initialize_tensor_parallelism` of transformers 5.23 makes a device_map
+    dtypes = replace(rank.step.dtypes, loads_at_once=True)
     return (
         replace(
             rank,
             at_rest=replace(rank.at_rest, model=divided),
-            step=replace(rank.step, model=divided),
+            step=replace(rank.step, model=divided, dtypes=dtypes),
         ),
     )
 

@@ -20,6 +20,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory import optimizer
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained, base_tensors
+from whichlora.memory.loading import UNSPLIT_WEIGHTS
 from whichlora.memory.moments import HEAD_GRADIENT, LAYER_BACKWARD, LOGITS_GRADIENT
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import BUFFERS, LAYER_WEIGHTS, quantised_state_bytes
@@ -481,6 +482,7 @@ def _divided(entries: tuple[Entry, ...], part: Partitioned) -> tuple[Entry, ...]
         if entry.part in ("weights", "adapters") and entry.fact is not BUFFERS
         else entry
         for entry in deepspeed.with_partitioned_states(entries, part)
+        if entry.fact is not UNSPLIT_WEIGHTS  # `zero.Init` leaves no whole weight
     )
 
 

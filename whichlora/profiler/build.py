@@ -26,7 +26,8 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.integrations import sdpa_attention
-from transformers.modeling_utils import local_torch_dtype
+from transformers.integrations.accelerate import expand_device_map
+from transformers.modeling_utils import caching_allocator_warmup, local_torch_dtype
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -82,6 +83,10 @@ def build_model(
     if divided and run.quant == "none":
         return finished_model(_divided(run, model_config), run, target_modules)
     model = meta_model(run, model_config, device=device, quant_storage=quant_storage)
+    if getattr(model, "hf_quantizer", None) is not None:
+        # as `from_pretrained` does with the device_map that bitsandbytes makes
+        places = expand_device_map({"": device}, list(model.state_dict()))
+        caching_allocator_warmup(model, places, model.hf_quantizer)
     with experts_quantised(model, run):
         _materialise(model, stored_dtype(run), torch.device(device))
     return finished_model(model, run, target_modules)

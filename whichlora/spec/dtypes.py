@@ -75,6 +75,10 @@ class Dtypes:
         kernels: operators of the layers that the trainer replaces.
         prefix_tokens: keys and values that stand before each sequence's own while it trains.
         stores: the format that a layer's keys and values are quantised to in this forward, if any.
+        loads_at_once: loading first asks the device for one block, from which the weights are cut:
+            `caching_allocator_warmup` of transformers 5.23, which runs where there is a device_map,
+            as bitsandbytes makes one (`update_device_map`). Else the model is loaded to the host
+            and moved tensor by tensor, as `Trainer.__init__` does.
     """
 
     mode: Mode
@@ -114,6 +118,7 @@ class Dtypes:
     narrow_head: bool = False
     wide_expert_biases: bool = False
     linears_keep_inputs: bool = False
+    loads_at_once: bool = False
     kernels: FusedKernels = NO_KERNELS
 
     @property
@@ -189,8 +194,7 @@ def resolve_dtypes(
         is_widened = prepared or wide_base or wide_result
         mode = "Q" if is_widened else _narrow_mode(run, autocast=autocast, trains_base=trains_base)
 
-    # A prepared base has an fp32 stream whatever the adapters are; without autocast, a copy of it
-    # is made for each.
+    # A prepared base has an fp32 stream; without autocast, a copy of it is made for each adapter.
     narrow_adapters = mode == "F" and narrow
     widens_input = mode in ("A", "C", "Q", "F") and not narrow_adapters
     cast_by_autocast = mode == "P" and autocast and not trains_base
@@ -234,6 +238,7 @@ def resolve_dtypes(
         libraries=run.versions,
         quantises_experts=run.quantize_moe_experts,
         wide_expert_biases=quant == "mxfp4" and run.engine == TRANSFORMERS,
+        loads_at_once=quant in BNB_QUANTS,
     )
 
 

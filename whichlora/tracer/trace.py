@@ -38,7 +38,7 @@ from whichlora.profiler.build import (
 from whichlora.profiler.inference import measure_inference
 from whichlora.profiler.meter import Meter
 from whichlora.spec.dtypes import has_master_weights
-from whichlora.spec.run import FP32_PRECISIONS, Precision, RunConfig
+from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, Precision, RunConfig
 from whichlora.spec.versions import Libraries
 from whichlora.tracer.extrapolate import (
     DEPTH_KEYS,
@@ -202,12 +202,16 @@ def whole_trace(
     device_kind: str = "cuda",
     compute_capability: str | None = None,
     layers: str = "2,4",
+    loads_at_once: bool = True,
 ) -> tuple[list[TracedEvent], str]:
-    """Storages of `run` at its full depth, after the warm-up block of loading, and a note.
+    """Storages of `run` at its full depth, and a note.
 
     Four layers are traced and stretched to all. A trace of two layers checks that, unless `layers`
     is "4"; "all" traces every layer. Where the layers do not repeat, all are traced, and the note
     says so.
+
+    Args:
+        loads_at_once: the warm-up block of loading comes first, as of `Dtypes`.
     """
     traced = partial(
         trace,
@@ -228,12 +232,11 @@ def whole_trace(
             if layers == "2,4":
                 few = traced(num_layers=TRACED_LAYERS - 2)
                 check_growth(few, some, stretched, num_layers=depth)
-            return with_warm_up(
-                stretched
-            ), f"{TRACED_LAYERS} of {depth} layers traced and stretched"
+            note = f"{TRACED_LAYERS} of {depth} layers traced and stretched"
+            return with_warm_up(stretched) if loads_at_once else stretched, note
         except (DoesNotRepeatError, StopIteration, ValueError) as error:
             note = f"every layer traced: {error or 'no depth in the config'}"
-    return with_warm_up(traced()), note
+    return with_warm_up(traced()) if loads_at_once else traced(), note
 
 
 def peaks(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,6 +250,7 @@ def peaks(request: Mapping[str, Any]) -> dict[str, Any]:
         device_kind=request["device_kind"],
         compute_capability=request["compute_capability"],
         layers=request["layers"],
+        loads_at_once=with_defaults(run).quant in BNB_QUANTS,  # as of `Dtypes.loads_at_once`
     )
     allocator = replay(
         (traced.event for traced in events), expandable_segments=run.expandable_segments

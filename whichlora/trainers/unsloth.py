@@ -70,6 +70,8 @@ def _narrow_copies(dtypes: Dtypes) -> Dtypes:
     Source: `prepare_model_for_training` with `float32_mixed_precision`; `get_lora_parameters`;
     `utils/attention_dispatch.py`, `select_attention_backend`.
     """
+    # `FastLanguageModel.from_pretrained` has a device_map where nobody gives one: "sequential"
+    dtypes = replace(dtypes, loads_at_once=True)
     if not dtypes.kernels.adapters:
         return dtypes
     return replace(
