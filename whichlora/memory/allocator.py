@@ -34,8 +34,9 @@ WORKSPACE = Fact(
 def workspace_bytes(gpu: GpuSpec, *, training: bool) -> int:
     """Workspaces of cuBLAS or hipBLAS in the framework's pool: one per thread that runs products.
 
-    Kind: exact before Hopper, unmeasured after and on AMD. Source: `workspace_bytes` of the
-    backend; two published figures of 8.5 and 17 MB left after inference and after training.
+    Kind: exact to Hopper, unmeasured after and on AMD. Source: `workspace_bytes` of the backend;
+    two published figures of 8.5 and 17 MB left after inference and after training; 32 and 64 MiB
+    on an H200, calibration/h200-sxm-141gb/facts.json.
     """
     # a workspace belongs to a handle of the library, and handles to a thread
     # (`getCurrentCUDABlasHandle` of torch CublasHandlePool.cpp); autograd runs the backward in a
