@@ -245,6 +245,16 @@ def test_a_small_tensor_has_states_of_32_bits_under_an_8_bit_optimizer() -> None
     assert moved(small, "adamw_8bit") == 3 * 2 + 2 * 8
 
 
+def test_arithmetic_bounds_the_tensors_whose_states_have_8_bits() -> None:
+    def flops(tensor: Trained, name: str = "adamw_8bit") -> float:
+        return float(optimizer.update_flops(update_of([tensor], name)))
+
+    assert flops(replace(MATRIX, count=3)) == 3 * flops(MATRIX) > 0
+    assert flops(replace(MATRIX, is_embedding=True)) == 0
+    assert flops(replace(VECTOR, width=4095)) == 0
+    assert flops(MATRIX, "adamw_torch_fused") == 0
+
+
 @pytest.mark.parametrize(
     ("name", "of_448", "calls"),
     [
