@@ -55,7 +55,7 @@ def test_every_storage_is_born_before_it_dies_and_live_bytes_are_the_ledgers(
     counted = inference_ledger(run)
     unsplit = unsplit_weight_bytes(run.model, run.dtypes)  # of blocks, not of storages
     live = counted.peak_allocated_bytes - counted.workspace_bytes - unsplit
-    assert requests.peak_bytes == pytest.approx(live, rel=0.01)
+    assert requests.peak_bytes - requests.workspace_bytes == pytest.approx(live, rel=0.01)
 
 
 def test_a_growing_cache_is_copied_layer_by_layer_and_a_static_one_is_not() -> None:

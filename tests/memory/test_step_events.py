@@ -1,13 +1,18 @@
 """The requests of a training run: each is freed once, and they add up to the ledger."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.memory.test_reserved import MODEL, step_of
-from whichlora.memory.event_list import Chunk, EventList
+from whichlora.memory.allocator import kernel_workspace_bytes, workspace_bytes
+from whichlora.memory.event_list import Chunk, EventList, asks_in_backward, asks_in_forward
 from whichlora.memory.optimizer import state_blocks, state_bytes, temporary_blocks
 from whichlora.memory.step_events import has_events, training_events
 from whichlora.memory.weights import quantised_bytes, quantised_parts
 from whichlora.spec.run import RunConfig
+from whichlora.symbolic.autograd import TapeEvent, per_token
+from whichlora.symbolic.layer import BlockEvents
 from whichlora.units import MiB
 
 RUNS = [
@@ -99,6 +104,38 @@ def test_a_chunk_knows_the_most_that_is_alive_inside_it() -> None:
     assert (chunk.change, chunk.small_change) == (MiB, MiB)
     assert (chunk.most, chunk.large_most) == (2 * MiB + 1024, 2 * MiB)
     assert chunk.small_most == MiB + 1024
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_each_thread_asks_for_one_workspace_when_it_multiplies_first(accumulated: int) -> None:
+    run = RunConfig(model=MODEL, seq_len=1024, gradient_accumulation_steps=accumulated)
+    step = step_of(run)
+    workspace = kernel_workspace_bytes(step.gpu, step.dtypes)
+    assert 2 * workspace == workspace_bytes(step.gpu, training=True)
+    requests = training_events(step)
+    assert requests.workspace_bytes == 2 * workspace
+    traced = replace(step, dtypes=replace(step.dtypes, kernel_buffers=False))
+    without = training_events(traced).events
+    births = [size for _, size in requests.events if size]
+    assert sorted(births) == sorted([*(size for _, size in without if size), *[workspace] * 2])
+
+
+def test_a_workspace_follows_the_first_result_of_a_product() -> None:
+    step = step_of(RunConfig(model=MODEL, seq_len=1024))
+    sizes = [size for _, size in training_events(step).events]
+    first = sizes.index(kernel_workspace_bytes(step.gpu, step.dtypes))
+    query = step.tokens * step.model.hidden_size * step.dtypes.compute_bytes
+    assert sizes[first - 1] == query
+    events = BlockEvents(
+        num_tensors=4,
+        forward=(TapeEvent(1, per_token(8)), TapeEvent(2, per_token(4)), TapeEvent(1, None)),
+        result=2,
+        backward=(TapeEvent(-1, per_token(64)), TapeEvent(3, per_token(4))),
+        product=2,
+    )
+    assert [tensor for tensor, _ in asks_in_forward(events).forward] == [1, 2, 4, 1]
+    asked = asks_in_backward(events, logits_bytes=64)
+    assert [tensor for tensor, _ in asked.backward] == [-1, 3, 4]
 
 
 def test_layers_that_share_tensors_and_fused_losses_have_no_events() -> None:

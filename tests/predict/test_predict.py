@@ -174,8 +174,8 @@ def test_a_replay_of_the_run_narrows_what_the_allocator_may_take() -> None:
         high - low for low, high in (estimate.reserved_interval(), replayed.reserved_interval())
     ]
     assert widths[1] < widths[0] / 2
-    # the requests of the real code reserve 30,182 MiB, and two workspaces of 32 MiB come to it
-    assert replayed.peak_reserved_bytes / 2**20 == pytest.approx(30_182 + 64, rel=0.01)
+    # the requests of the real code, with a workspace of 32 MiB after the first product of each pass
+    assert replayed.peak_reserved_bytes / 2**20 == pytest.approx(30_630, rel=0.001)
 
 
 def test_segments_that_a_cache_has_outgrown_make_no_request_fail() -> None:

@@ -12,6 +12,7 @@ from whichlora.memory.allocator_simulator import (
     SMALL_SEGMENT_BYTES,
 )
 from whichlora.memory.entries import Fact, Group, Tensor, tensor_bytes
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, added, divides, floor_div, is_plain, largest, round_up
 from whichlora.units import MiB
@@ -42,6 +43,14 @@ def workspace_bytes(gpu: GpuSpec, *, training: bool) -> int:
     # (`getCurrentCUDABlasHandle` of torch CublasHandlePool.cpp); autograd runs the backward in a
     # thread of its own
     return gpu.backend.workspace_bytes(gpu.compute_capability) * (2 if training else 1)
+
+
+def kernel_workspace_bytes(gpu: GpuSpec, dtypes: Dtypes) -> int:
+    """One of these workspaces among a run's requests; no trace has it.
+
+    Kind: exact to Hopper. Source: `workspace_bytes`.
+    """
+    return dtypes.kernel_buffers * gpu.backend.workspace_bytes(gpu.compute_capability)
 
 
 def splits_all(gpu: GpuSpec, *, expandable: bool) -> bool:

@@ -17,7 +17,7 @@ from whichlora.memory.weights import linear_bytes, quantised_matrices, quantised
 from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.run import FOUR_BIT_BNB
-from whichlora.symbolic.autograd import LinearForm, TapeEvent, evaluate
+from whichlora.symbolic.autograd import NOTHING, LinearForm, TapeEvent, evaluate
 from whichlora.symbolic.layer import BlockEvents
 
 
@@ -64,6 +64,7 @@ class EventList:
         plays: large requests of every chunk that has any, and the number of its first tensor.
         peak_bytes, large_peak_bytes, small_peak_bytes: the most bytes alive at once, of all
             tensors, of large ones, of small ones.
+        workspace_bytes: of workspaces, which are born and stay.
         skips_steps: decoding steps are left out.
         num_early: of `plays`, after which most runs reserve nothing more; None where no such is
             known.
@@ -72,6 +73,7 @@ class EventList:
     def __init__(self) -> None:
         self.plays: list[tuple[Requests, int]] = []
         self.peak_bytes = self.large_peak_bytes = self.small_peak_bytes = 0
+        self.workspace_bytes = 0
         self.skips_steps = False
         self.num_early: int | None = None
         self._live_bytes = self._small_bytes = 0
@@ -104,6 +106,11 @@ class EventList:
         number = self.numbers(1)
         self.start(number, block_bytes(num_bytes))
         return number
+
+    def workspace_after(self, tensor: int, num_bytes: int) -> dict[int, int]:
+        """Bytes of a workspace, by the number that it gets in a block; it is born once."""
+        self.workspace_bytes += num_bytes
+        return {tensor: block_bytes(num_bytes)}
 
     def start(self, number: int, size: int) -> None:
         self._sizes[number] = size
@@ -338,6 +345,41 @@ class BlockPlayer:
             tables = [self.list.born(narrow), self.list.born(narrow)]
         self.list.die(*angles)
         return tables
+
+
+def asks_in_forward(events: BlockEvents) -> BlockEvents:
+    """`events` with a tensor more, which the first product of the forward asks for.
+
+    Kind: exact where the block is the first that has a product. Source: torch 2.13
+    `addmm_out_cuda_impl`, whose result is there before it gets a handle of cuBLAS;
+    `getCurrentCUDABlasHandle`, which makes the workspace of a thread's handle.
+    """
+    births = (place for place, event in enumerate(events.forward, 1) if event[0] == events.product)
+    forward = _with_birth(events.forward, next(births, 0), events.num_tensors)
+    return replace(events, num_tensors=events.num_tensors + 1, forward=forward)
+
+
+def asks_in_backward(events: BlockEvents, *, logits_bytes: int) -> BlockEvents:
+    """`events` of a head with a tensor more, which the first product of the backward asks for.
+
+    Kind: exact where the loss is one of logits. Source: as of `asks_in_forward`; autograd runs the
+    backward in a thread of its own.
+
+    Args:
+        logits_bytes: of a token; what is narrower is a product's result.
+    """
+    births = (
+        place
+        for place, (_, form) in enumerate(events.backward, 1)
+        if form is not None and 0 < form.per_token < logits_bytes
+    )
+    place = next(births, len(events.backward))
+    backward = _with_birth(events.backward, place, events.num_tensors)
+    return replace(events, num_tensors=events.num_tensors + 1, backward=backward)
+
+
+def _with_birth(events: tuple[TapeEvent, ...], place: int, tensor: int) -> tuple[TapeEvent, ...]:
+    return (*events[:place], TapeEvent(tensor, NOTHING), *events[place:])
 
 
 def play_loading(events: EventList, model: ModelSpec, dtypes: Dtypes) -> None:

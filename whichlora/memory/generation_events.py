@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from whichlora.memory import activations, loss
+from whichlora.memory.allocator import kernel_workspace_bytes
 from whichlora.memory.allocator_simulator import rounded
 from whichlora.memory.event_list import (
     Block,
@@ -16,6 +17,7 @@ from whichlora.memory.event_list import (
     Chunk,
     EventList,
     Instance,
+    asks_in_forward,
     play_loading,
 )
 from whichlora.memory.inference import Generation
@@ -69,7 +71,9 @@ class GenerationEvents(BlockPlayer):
 
     # --- one layer ------------------------------------------------------------------------------
 
-    def _block(self, layer: Layer, *, tokens: int, span: int, decoding: bool) -> Block:
+    def _block(
+        self, layer: Layer, *, tokens: int, span: int, decoding: bool, workspace: int = 0
+    ) -> Block:
         run = self.run
         dtypes = run.dtypes if decoding else run.reader
         window = layer.attentions[0].sliding_window
@@ -105,6 +109,9 @@ class GenerationEvents(BlockPlayer):
                 for event in events.forward
                 if event.tensor in events.in_cache and event.form is not None
             }
+        if workspace:
+            fixed |= self.list.workspace_after(events.num_tensors, workspace)
+            events = asks_in_forward(events)
         return Block(events, sizes, input_bytes=size, result_bytes=size, fixed=fixed)
 
     def _overflows(self, layer: Layer) -> bool:
@@ -175,9 +182,13 @@ class GenerationEvents(BlockPlayer):
         blocks = [
             self._block(layer, tokens=tokens, span=span, decoding=decoding) for layer in self._kinds
         ]
+        workspace = kernel_workspace_bytes(run.gpu, run.dtypes) * (not decoding)
+        asking = self._block(
+            self.layers[0], tokens=tokens, span=span, decoding=decoding, workspace=workspace
+        )
         before: Instance | None = None
         for number, kind in enumerate(self._kind_of):
-            instance = self._run_layer(number, blocks[kind], stream)
+            instance = self._run_layer(number, blocks[kind] if number else asking, stream)
             if before is not None:
                 self._kill(before, before.block.events.copies)
             self._let_go(stream)

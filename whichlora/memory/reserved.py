@@ -43,6 +43,7 @@ class _Replayed(NamedTuple):
     peak_bytes: int
     large_peak_bytes: int
     small_peak_bytes: int
+    workspace_bytes: int
     allocated_bytes: int
     reserved_bytes: int
 
@@ -52,6 +53,7 @@ class _Replayed(NamedTuple):
             requests.peak_bytes,
             requests.large_peak_bytes,
             requests.small_peak_bytes,
+            requests.workspace_bytes,
             allocated_bytes,
             reserved_bytes,
         )
@@ -137,7 +139,7 @@ def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> i
     segments and has steps that are left out: how many segments a cache outgrows depends on each.
 
     Args:
-        live_bytes: the ledger's peak without workspaces, which the events leave out, too.
+        live_bytes: the ledger's peak without workspaces.
 
     Kind: exact as far as the events are. Source: torch 2.13 `CUDACachingAllocator.cpp`,
     `XPUCachingAllocator.cpp`, `MPSAllocator.mm`; the errors against replays of traced runs are in
@@ -151,7 +153,7 @@ def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> i
         return None
     # what blocks are larger than their tensors is no idle memory
     live = replayed.peak_bytes + replayed.allocated_bytes - replayed.large_peak_bytes
-    if abs(live / live_bytes - 1) > _AGREES:
+    if abs((live - replayed.workspace_bytes) / live_bytes - 1) > _AGREES:
         return None
     small: int = round_up(replayed.small_peak_bytes, step_bytes)
     return max(0, replayed.reserved_bytes + small - live)

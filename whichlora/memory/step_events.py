@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whichlora.memory import activations, loss, optimizer
+from whichlora.memory.allocator import kernel_workspace_bytes
 from whichlora.memory.allocator_simulator import rounded
 from whichlora.memory.embeddings import ENCODER_OUT
 from whichlora.memory.event_list import (
@@ -20,6 +21,8 @@ from whichlora.memory.event_list import (
     BlockPlayer,
     EventList,
     Instance,
+    asks_in_backward,
+    asks_in_forward,
     parts_of,
     play_loading,
     repeated,
@@ -67,7 +70,7 @@ class StepEvents(BlockPlayer):
         self._table_gradients: list[int] = []
         self._waiting_gradient: int | None = None  # of a table that two stacks look up
         self._layer_blocks: dict[tuple[str, bool], list[Block]] = {}  # by stack and `accumulated`
-        self._head_blocks: dict[bool, Block] = {}  # by `accumulated`
+        self._head_blocks: dict[tuple[bool, bool], Block] = {}  # by arguments of `_head_block`
         self._named: Instance | None = None  # the head whose outputs the caller still names
 
     def _backward(self, instance: Instance, gradient: int) -> int:
@@ -149,6 +152,10 @@ class StepEvents(BlockPlayer):
         return tuple(table for table in tables if table.name in step.run.modules_to_save)
 
     @cached_property
+    def _workspace(self) -> int:
+        return kernel_workspace_bytes(self.step.gpu, self.step.dtypes)
+
+    @cached_property
     def _sized(self) -> dict[str, int]:
         return {**self.step.sized, "r": self.step.r}
 
@@ -157,7 +164,13 @@ class StepEvents(BlockPlayer):
         return rounded(width * step.model.hidden_size * step.tokens)
 
     def _layer_block(
-        self, step: TrainingStep, layer: Layer, *, needs_grad: bool, accumulated: bool
+        self,
+        step: TrainingStep,
+        layer: Layer,
+        *,
+        needs_grad: bool,
+        accumulated: bool,
+        first: bool = False,
     ) -> Block:
         run, model = step.run, step.model
         ((_, masked, ragged),) = layer_cases(layer, step.dtypes, step.seq_len)
@@ -175,8 +188,11 @@ class StepEvents(BlockPlayer):
             stream=stream_bytes(layer, step.dtypes, after_norm=model.starts_in_layer_norm),
             needs_grad=needs_grad,
         )
-        size = self._stream_bytes(step, layer)
-        return Block(events, self._sized, input_bytes=size, result_bytes=size)
+        size, fixed = self._stream_bytes(step, layer), {}
+        if first:
+            fixed = self.list.workspace_after(events.num_tensors, self._workspace)
+            events = asks_in_forward(events)
+        return Block(events, self._sized, input_bytes=size, result_bytes=size, fixed=fixed)
 
     def _blocks(self, step: TrainingStep, *, accumulated: bool) -> list[Block]:
         """Those of the layers in order, which all micro-steps share."""
@@ -198,13 +214,14 @@ class StepEvents(BlockPlayer):
                 blocks.append(kinds[layer, needs_grad])
         return blocks
 
-    def _head_block(self, *, accumulated: bool) -> Block:
-        """That of the head, which all micro-steps share."""
-        if accumulated not in self._head_blocks:
-            self._head_blocks[accumulated] = self._made_head(accumulated=accumulated)
-        return self._head_blocks[accumulated]
+    def _head_block(self, *, accumulated: bool, first: bool) -> Block:
+        """That of the head, which all micro-steps share but the first, which gets a workspace."""
+        key = accumulated, first
+        if key not in self._head_blocks:
+            self._head_blocks[key] = self._made_head(accumulated=accumulated, first=first)
+        return self._head_blocks[key]
 
-    def _made_head(self, *, accumulated: bool) -> Block:
+    def _made_head(self, *, accumulated: bool, first: bool) -> Block:
         step = self.stacks[-1]
         last = self.layers[-1]
         events = head_events(
@@ -222,21 +239,31 @@ class StepEvents(BlockPlayer):
             widens_outputs=step.trainer.widens_outputs,
             accumulated=accumulated and not step.tied_gradients_wait,
         )
-        size = self._stream_bytes(step, last)
-        return Block(events, self._sized, input_bytes=size, result_bytes=512)
+        size, fixed = self._stream_bytes(step, last), {}
+        if first and self._workspace:
+            fixed = self.list.workspace_after(events.num_tensors, self._workspace)
+            logits = loss.logit_width(step.model) * step.dtypes.compute_bytes
+            events = asks_in_backward(events, logits_bytes=logits)
+        return Block(events, self._sized, input_bytes=size, result_bytes=512, fixed=fixed)
 
     # --- one step -------------------------------------------------------------------------------
 
-    def micro_step(self, *, accumulated: bool) -> None:
-        """A forward and a backward."""
+    def micro_step(self, *, accumulated: bool, first: bool) -> None:
+        """A forward and a backward; `first` of the run, each thread asks for a workspace."""
         step = self.step
         outputs_held = step.trainer.outputs_held(step.run)
         if outputs_held == "until_step_ends":
             self._drop_outputs()
         batch = [self.list.born(8 * step.tokens) for _ in range(3)]
-        stacks = [self._stack_forward(stack, accumulated=accumulated) for stack in self.stacks]
+        stacks = [
+            self._stack_forward(
+                stack, accumulated=accumulated, first=first and stack is self.stacks[0]
+            )
+            for stack in self.stacks
+        ]
         stream = stacks[-1].result
-        head, loss_number = self._forward(self._head_block(accumulated=accumulated), stream)
+        block = self._head_block(accumulated=accumulated, first=first)
+        head, loss_number = self._forward(block, stream)
         if 0 in head.block.events.saved:
             self._let_go(stream)
         if not self._keeps_encoder_out:
@@ -281,13 +308,23 @@ class StepEvents(BlockPlayer):
             for linear in self.layers[-1].linears
         )
 
-    def _stack_forward(self, step: TrainingStep, *, accumulated: bool) -> _Stack:
+    def _stack_forward(self, step: TrainingStep, *, accumulated: bool, first: bool) -> _Stack:
         """Embeddings, layers and, of an encoder, what ends it."""
         rows, stream, embedded = self._embed(step)
         around = self._shared(step)
         unnamed = self.list.born(step.unnamed_mask_bytes)
         instances: list[Instance] = []
-        for block in self._blocks(step, accumulated=accumulated):
+        blocks = self._blocks(step, accumulated=accumulated)
+        if first and self._workspace:
+            asking = self._layer_block(
+                step,
+                layers_in_order(step.model)[0],
+                needs_grad=step.gives_input_gradient,
+                accumulated=accumulated,
+                first=True,
+            )
+            blocks = [asking, *blocks[1:]]
+        for block in blocks:
             if step.run.gradient_checkpointing:
                 self._holders[stream] += 1
             instance, result = self._forward(block, stream)
@@ -436,9 +473,9 @@ class StepEvents(BlockPlayer):
     def whole_run(self) -> EventList:
         self.load()
         for number in range(_STEPS):
-            self.micro_step(accumulated=False)
+            self.micro_step(accumulated=False, first=number == 0)
             if self.step.accumulates:
-                self.micro_step(accumulated=True)
+                self.micro_step(accumulated=True, first=False)
             self.optimizer_step(first=number == 0)
         return self.list
 

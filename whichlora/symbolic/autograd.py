@@ -385,6 +385,7 @@ class Tape:
         self._num_edges = 0
         self.input_edge = 0
         self.result = 0  # storage that a caller takes over
+        self.product: int | None = None  # the first result of a matrix
         self.cached_copies: list[int] = []  # of trained weights, in autocast's cache
         self.in_cache: list[int] = []  # keys and values, which outlive the block
         self._returned: set[int] = set()

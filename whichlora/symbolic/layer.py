@@ -375,6 +375,7 @@ class BlockEvents:
         result_gradient, gathered: there before the backward.
         input_gradient: None where the input needs none.
         parameters: gradients of trained parameters.
+        product: the first result of a matrix in the forward, if it has any.
     """
 
     num_tensors: int
@@ -389,6 +390,7 @@ class BlockEvents:
     gathered: tuple[int, ...] = ()
     input_gradient: int | None = None
     parameters: tuple[int, ...] = ()
+    product: int | None = None
 
 
 def block_events(
@@ -431,6 +433,7 @@ def block_events(
             result=tape.result,
             copies=tuple(tape.cached_copies),
             in_cache=tuple(tape.in_cache),
+            product=tape.product,
         )
     gradient = walk.input_gradient
     hidden = frozenset() if without_graph else tape.saved_storages(hidden=True)
@@ -455,6 +458,7 @@ def block_events(
         gathered=tuple(map(number, walk.gathered)),
         input_gradient=None if gradient is None else number(gradient),
         parameters=tuple(map(number, walk.parameters)),
+        product=tape.product,
     )
 
 

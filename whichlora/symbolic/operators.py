@@ -327,6 +327,12 @@ class OpEmitter:
 
     def base(self, linear: Linear, x: Tensor) -> Tensor:
         """The matrix itself, frozen or trained."""
+        out = self._product(linear, x)
+        if self.tape.product is None:
+            self.tape.product = out.storage
+        return out
+
+    def _product(self, linear: Linear, x: Tensor) -> Tensor:
         tape, dtypes = self.tape, self.dtypes
         elements = self.rows.of(linear.active * linear.out_features)
         weights = constant(linear.num_weights // linear.count)
