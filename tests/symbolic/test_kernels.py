@@ -19,6 +19,7 @@ from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
 from whichlora.symbolic.kernels import attention_kernel, repeats_keys, runs_efficient
+from whichlora.symbolic.layer import working_points
 
 GROUPED = "Qwen/Qwen2.5-0.5B"
 CALL: dict[str, Any] = {
@@ -173,3 +174,15 @@ def test_the_efficient_kernel_is_refused_where_it_does_not_run() -> None:
 
 def test_an_amount_of_memory_says_which_compute_capability_it_is_taken_as() -> None:
     assert any(f"capability {ASSUMED_CAPABILITY} or newer" in x for x in find_target("24GB").notes)
+
+
+def test_a_kernel_is_given_a_mask_in_16_bit_where_nothing_is_saved() -> None:
+    run = RunConfig(model=GROUPED, phase="inference", precision="bf16", kv_cache="static")
+    job = resolve(load_model(GROUPED), run, find_target("a100-sxm-80gb"))
+    (layer, _), *_ = job.model.layers()
+
+    def pairs(*, masked: bool) -> int:
+        settings = (layer, job.model.hidden_size, (), job.dtypes, job.method)
+        return max(form.per_pair for form in working_points(*settings, masked=masked, stream=2))
+
+    assert (pairs(masked=True), pairs(masked=False)) == (2, 0)

@@ -472,6 +472,8 @@ def _fused_kernel(
         inputs.append(code.cast(_biased_mask(code, attention, bias), size))
     elif code.masked and dtypes.uses_sdpa and not _is_mask_shared(code, attention):
         keeps.append(_mask_elements(code, attention, size))
+    is_kept = any(operand.needs_grad for operand in inputs)
+    masks = () if is_kept else tuple(keeps[1:])  # else the kernel's alone
     in_ring, in_ring_backward = _ring(attention, inputs, size)
     out = tape.op(
         inputs,
@@ -480,7 +482,7 @@ def _fused_kernel(
         saves=inputs,
         saves_result=True,
         keeps=keeps,
-        inner=in_ring,
+        inner=(in_ring, *masks),
         inner_backward=plus(summed, in_ring_backward),
         # values of another width rule the flash kernel out; the other one writes token by token.
         # `_partial_update` of a ring concatenates along the sequence, on all ranks but the last
