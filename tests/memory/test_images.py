@@ -13,6 +13,7 @@ from devices import A100
 
 from whichlora.errors import ConfigError
 from whichlora.families import build
+from whichlora.memory.activations import rotary_bytes
 from whichlora.memory.images import (
     TOWER_SAVED,
     TowerStep,
@@ -21,7 +22,7 @@ from whichlora.memory.images import (
     with_images,
 )
 from whichlora.memory.moments import training_moments
-from whichlora.memory.step import TrainingStep
+from whichlora.memory.step import INPUTS, TrainingStep
 from whichlora.memory.towers import NARROW_PIXELS, PIXELS, TOWER_NAMED, grid_of
 from whichlora.predict.predict import ledger, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
@@ -112,6 +113,15 @@ def test_a_block_whose_result_nobody_reads_keeps_until_the_forward_is_done_alone
     moments = ledger(resolved).moments
     kept = {name: named(moments, name, TOWER_SAVED) for name in ("layer_forward", "loss_backward")}
     assert kept["layer_forward"] - kept["loss_backward"] == tower.idle_block.num_bytes
+
+
+def test_tables_of_positions_are_there_while_layers_of_the_text_are_alone() -> None:
+    step, _ = steps()
+    moments = ledger(job()).moments
+    counted = {name: named(moments, name, INPUTS) for name in ("images_forward", "layer_forward")}
+    tables = rotary_bytes(step.model, step.dtypes, span=step.seq_len)
+    assert counted["layer_forward"] - counted["images_forward"] == tables > 0
+    assert named(moments, "images_backward", INPUTS) == counted["images_forward"]
 
 
 def test_arrays_count_as_single_runs_do() -> None:

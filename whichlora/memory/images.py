@@ -229,7 +229,8 @@ class TowerStep(TrainingStep):
         """Of the first block, when all others have gone backward."""
         if not self.goes_backward:
             return 0 * self.tokens
-        return self._around_blocks.num_bytes + largest(*self.passes.last_backward)
+        around = self._around_blocks.num_bytes + self.masks_in_first_layer.num_bytes
+        return around + largest(*self.passes.last_backward)
 
 
 def with_images(step: TrainingStep, moments: dict[str, Entries]) -> dict[str, Entries]:
@@ -308,7 +309,7 @@ def images_forward(step: TrainingStep, tower: TowerStep) -> Entries:
     is_looked_up = not tower.tower.attended
     rows = step.tokens * step.model.embeddings[0].width * step.dtypes.embedding_bytes * is_looked_up
     return (
-        *step.always,
+        *step.around_layers,
         tower.pixels,
         tower.forward.narrow_pixels,
         Entry(EMBEDDED_TEXT, rows),
@@ -336,7 +337,7 @@ def images_backward(step: TrainingStep, tower: TowerStep) -> Entries:
     if tower.tower.attended and step.trainer.outputs_held(step.run) != "until_loss":
         outputs = held_outputs(step), tower.forward.named(step.model.hidden_size)
     return (
-        *step.always,
+        *step.around_layers,
         tower.pixels,
         *outputs,
         Entry(TEXT_GRADIENTS, gradients),

@@ -264,9 +264,6 @@ class TrainingStep:
     @cached_property
     def always(self) -> tuple[Entry, ...]:
         """Entries that live from the first layer's forward to its backward."""
-        # `batch_samples` and `inputs` of transformers 5.23 `Trainer._run_epoch` name the batch
-        # until the next is read; the `del inputs` of `training_step` drops its own name only
-        batch = Tensor("token ids, labels, mask", 24, element_bytes=8)
         # `position_embeddings` of `LlamaModel.forward`: a local variable of the loop over layers.
         # The products of `apply_rotary_pos_emb` save them, or the `partial` of each checkpoint
         # holds them
@@ -276,6 +273,17 @@ class TrainingStep:
             dims="2, seq_len, rotary_dim",
             element_bytes=self.dtypes.stream_bytes,
         )
+        return self._lasting(rotary)
+
+    @cached_property
+    def around_layers(self) -> tuple[Entry, ...]:
+        """Those of them that are there before the first layer's forward, and after its backward."""
+        return self._lasting()
+
+    def _lasting(self, *tables: Tensor) -> tuple[Entry, ...]:
+        # `batch_samples` and `inputs` of transformers 5.23 `Trainer._run_epoch` name the batch
+        # until the next is read; the `del inputs` of `training_step` drops its own name only
+        batch = Tensor("token ids, labels, mask", 24, element_bytes=8)
         # `Trainer` calls `zero_grad` once per optimizer step: `.grad` of earlier micro-steps
         # exists in the next forward
         accumulated = self.all_gradients if self.accumulates else 0 * self.num_trained
@@ -284,7 +292,7 @@ class TrainingStep:
             Entry(ACCUMULATED, accumulated),
             *self._outer_copies,
             *self.waiting,
-            listed(INPUTS, Group(tensors=(batch, rotary), **self.sized)),
+            listed(INPUTS, Group(tensors=(batch, *tables), **self.sized)),
         )
 
     @property
