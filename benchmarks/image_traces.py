@@ -104,6 +104,29 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         },
         "mm_tokens_per_image": 256,
     },
+    "gemma4": {  # Gemma 4 26B-A4B's tower, and a text half as wide without experts
+        "text_config": {
+            "hidden_size": 1408,
+            "intermediate_size": 8448,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_size_per_layer_input": 0,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "sliding_window": 1024,
+            "use_bidirectional_attention": "vision",
+            "vocab_size": 262144,
+        },
+        "vision_config": {
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 72,
+            "standardize": True,
+        },
+    },
     "llava": {  # LLaVA 1.5, with half as wide a text
         "text_config": {
             "model_type": "llama",
@@ -303,6 +326,7 @@ _SIZES = ((448, 448), (640, 480), (1024, 768), (768, 1280), (1600, 1200), (301, 
 _MORE_LAYERS = {"qwen3_vl": 3, "qwen3_5": 4}
 _SHARED = ("batch_size", "images", "image_size")
 _UNQUANTISED = ("llama4",)  # whose experts in 4 bits are refused
+_WRAPPED = ("gemma4",)  # in whose tower PEFT can't adapt matrices by their names
 
 
 def _served(rng: random.Random) -> dict[str, Any]:
@@ -369,6 +393,8 @@ def draw(seed: int, model_type: str) -> dict[str, Any]:
             "freeze_vision_tower": rng.random() < 0.35,
             "target_modules": rng.choice((("all-linear",), ("all-linear",), ("q_proj", "v_proj"))),
         }
+        if model_type in _WRAPPED and settings["target_modules"] != ("all-linear",):
+            settings["freeze_vision_tower"] = True
         if rng.random() < 0.2:
             settings = _served(rng) | {key: settings[key] for key in _SHARED}
             if model_type in _UNQUANTISED:

@@ -73,7 +73,8 @@ def case(family: str, *, config: dict[str, Any] | None = None, **settings: Any) 
 def image_case(family: str, **settings: Any) -> Case:
     """A run of a small model with two images of 224x224 in each row, and as much text as fits.
 
-    In fp32, or in bf16 where the processor's pixels are.
+    In fp32, or in bf16 where the processor's pixels are. A tower that PEFT can't adapt by name is
+    frozen.
     """
     config = IMAGE_CONFIGS[family]
     tower = build({"model_type": family, **config}, name=family).tower
@@ -91,6 +92,7 @@ def image_case(family: str, **settings: Any) -> Case:
         "max_new_tokens": 4,
         "images": 2,
         "image_size": (224, 224),
+        "freeze_vision_tower": bool(tower.wraps) and "target_modules" in settings,
     }
     return Case(family, RunConfig(**(defaults | settings)), config)
 

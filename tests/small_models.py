@@ -156,6 +156,16 @@ IMAGE_CONFIGS: dict[str, dict[str, Any]] = {
         "boi_token_index": 2001,
         "eoi_token_index": 2002,
     },
+    "gemma4": {
+        "text_config": _TEXT
+        | {"sliding_window": 512, "global_head_dim": 48, "hidden_size_per_layer_input": 0}
+        | {"use_bidirectional_attention": "vision"},
+        "vision_config": _BLOCKS
+        | {"num_key_value_heads": 5, "head_dim": 32, "intermediate_size": 320}
+        | {"position_embedding_size": 64, "use_clipped_linears": True},
+        "vision_soft_tokens_per_image": 70,
+        "image_token_id": 2000,
+    },
     "llava": {
         "text_config": _TEXT | {"model_type": "llama"},
         "vision_config": _VISION | {"model_type": "clip_vision_model"},

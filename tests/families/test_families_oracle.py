@@ -624,6 +624,7 @@ LLAMA4_VISION = {"hidden_size": 64, "intermediate_size": 256, "vision_output_dim
     [
         {"model_type": "gemma3", "vision_config": {"vision_use_head": False}},
         {"model_type": "gemma3", "vision_config": {"image_size": 896, "patch_size": 14}},
+        {"model_type": "gemma4", "vision_config": {"use_clipped_linears": True}},
         {"model_type": "mistral3", "vision_config": {"model_type": "pixtral", "patch_size": 14}},
         {"model_type": "qwen2_vl", "vision_config": {"hidden_size": 64}},
         {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 80, "out_hidden_size": 64}},

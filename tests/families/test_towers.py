@@ -52,6 +52,27 @@ def test_gemma_3_has_256_tokens_of_every_image() -> None:
     assert (grid.patches, grid.tokens, grid.pixels) == (64 * 64, 256, (1, 3, 896, 896))
 
 
+def test_images_of_gemma_4_fill_280_tokens_at_most_and_are_padded_to_them() -> None:
+    grid = tower("gemma4").grid
+    screen, full, line = grid(768, 1024), grid(14, 20), grid(10, 30_000)
+    assert (screen.sides, screen.tokens) == ((14 * 3, 19 * 3), 14 * 19)
+    assert {each.patches for each in (screen, full, line)} == {2520}
+    assert (screen.padding, full.padding) == (2520 - 9 * 266, 0)
+    assert (line.tokens, line.markers, line.projected) == (280, 2, 280)  # of one row
+    assert full.pixels == (1, 2520, 768)
+
+
+@pytest.mark.parametrize(("asks", "masked"), [("vision", "windows"), (None, "")])
+def test_images_of_gemma_4_are_whole_in_windows_where_the_config_asks(
+    asks: str | None, masked: str
+) -> None:
+    text = {"use_bidirectional_attention": asks}
+    config = {"model_type": "gemma4", "text_config": text, "vision_config": {}}
+    found = build(config, name="m").tower
+    assert found is not None
+    assert found.masks_text == masked
+
+
 LLAMA4 = {"hidden_size": 1408, "intermediate_size": 5632, "vision_output_dim": 4096}
 
 
@@ -87,7 +108,7 @@ def test_labels_are_given_by_classes_of_the_whole_model(
 
 @pytest.mark.parametrize(
     "model_type",
-    ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "llava", "llava_next"],
+    ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mistral3", "llava", "llava_next"],
 )
 def test_a_tower_adds_up_to_the_parameters_beside_the_text(model_type: str) -> None:
     spec = build({"model_type": model_type, "vision_config": {}}, name="m")

@@ -61,6 +61,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
         "got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil",
         {"size": {"height": 448, "width": 448}, "crop_to_patches": True},
     ),
+    "gemma4": ("gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil", {}),
     "gemma3": (
         "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
         {"size": {"height": 896, "width": 896}},
@@ -165,6 +166,14 @@ def test_tiles_and_separators_are_those_of_the_processor_of_llama_4() -> None:
         )
 
 
+def test_rows_and_columns_are_those_of_the_processor_of_gemma_4() -> None:
+    module = import_module("transformers.models.gemma4.image_processing_pil_gemma4")
+    grid = tower("gemma4").grid
+    for height, width in drawn("gemma4", 10 * NUM_DRAWN):
+        sides = module.get_aspect_ratio_preserving_size(height, width, 16, 2520, 3)
+        assert tuple(16 * side for side in grid(height, width).sides) == sides
+
+
 def test_squares_are_those_of_the_processor_of_internvl() -> None:
     real, grid = processor("internvl"), tower("internvl").grid
     for height, width in drawn("internvl", 10 * NUM_DRAWN):
@@ -203,6 +212,11 @@ def test_pixels_of_a_picture_are_the_processors(model_type: str) -> None:
             assert made["pixel_attention_mask"].all()
         if "image_sizes" in made:
             assert made["image_sizes"].tolist() == [[*ours.sides]]
+        if "image_position_ids" in made:
+            places = made["image_position_ids"].numpy()
+            assert places.size == ours.masked
+            assert (places[0, :, 0] == -1).sum() == ours.padding
+            assert tuple(1 + places[0].max(axis=0)) == ours.sides[::-1]
         if "image_grid_thw" in made:
             assert made["image_grid_thw"].tolist() == [[1, *ours.sides]]
 

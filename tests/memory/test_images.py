@@ -124,6 +124,17 @@ def test_tables_of_positions_are_there_while_layers_of_the_text_are_alone() -> N
     assert named(moments, "images_backward", INPUTS) == counted["images_forward"]
 
 
+def test_a_mask_of_patches_is_there_until_the_first_block_has_gone_backward() -> None:
+    run = RunConfig(model="m", images=2, image_size=(640, 480), gradient_checkpointing=True)
+    line = {"type": "gemma4", "layers": 2, "blocks": 4, "vocab": 0, "run": run.to_dict()}
+    step = training_step(image_traces.job_of(line))
+    assert step.model.tower is not None
+    tower = TowerStep.of(step, step.model.tower)
+    assert tower.masks_in_first_layer.num_bytes == 2 * 2520**2
+    inputs_of_others = 3 * tower.forward.state_bytes
+    assert tower.worst_backward - tower.first_backward == inputs_of_others
+
+
 def test_arrays_count_as_single_runs_do() -> None:
     resolved = job(seq_len=2048)
     batch_size = np.array([1, 2, 5])
@@ -187,6 +198,7 @@ def test_traced_runs_with_images_are_predicted() -> None:
     ("model_type", "seed"),
     [
         *(("qwen2_vl", 13), ("qwen2_5_vl", 4), ("qwen3_vl", 3), ("gemma3", 2), ("mistral3", 0)),
+        ("gemma4", 4),
         *(("whisper", 0), ("whisper", 5), ("whisper", 13)),
     ],
 )

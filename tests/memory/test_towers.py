@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import image_traces
 
-from whichlora.memory.towers import TowerForward, grid_of, layer_norm_bytes
+from whichlora.memory.towers import TowerForward, grid_of, layer_norm_bytes, tower_dtypes
 from whichlora.predict.predict import generation
 from whichlora.spec.run import RunConfig
 
@@ -38,3 +38,18 @@ def test_grid_of_a_run_takes_width_before_height() -> None:
 def test_what_a_tower_works_with_grows_with_its_images() -> None:
     tower = forward("qwen2_5_vl")
     assert replace(tower, num_images=4).working == 2 * tower.working
+
+
+def test_a_quantised_embedding_leaves_the_stream_of_gemma_4_as_wide_as_its_pixels() -> None:
+    plain, quantised = forward("gemma4"), forward("gemma4", quant="nf4")
+    assert (plain.dtypes.stream_bytes, quantised.dtypes.stream_bytes) == (2, 4)
+    assert quantised.state_bytes == 2 * plain.state_bytes
+    other = forward("qwen2_5_vl", quant="nf4")
+    assert tower_dtypes(other.tower, other.run, other.dtypes) == other.dtypes
+
+
+def test_padding_masks_the_patches_of_gemma_4() -> None:
+    tower = forward("gemma4")
+    full = replace(tower.run, image_size=(2000, 1400))  # of 20 x 14 tokens
+    assert tower.dtypes.padded
+    assert not tower_dtypes(tower.tower, full, tower.dtypes).padded

@@ -112,6 +112,32 @@ def test_narrow_pixels_need_weights_of_their_dtype(
         assert tower.pixel_bytes == 2
 
 
+GEMMA4 = {
+    "model_type": "gemma4",
+    "text_config": TEXT
+    | {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+    "vision_config": {},
+}
+
+
+def test_names_that_peft_refuses_in_a_tower_are_refused_unless_it_is_frozen() -> None:
+    named: dict[str, Any] = {"target_modules": ("q_proj", "linear")}
+    with pytest.raises(ConfigError, match="PEFT refuses q_proj, which in the vision tower of m"):
+        job(GEMMA4, **named)
+    assert "linear" in job(GEMMA4).targets
+    frozen = {"target_modules": ("attention",), "freeze_vision_tower": True}
+    assert "q_proj" in job(GEMMA4, **frozen).targets
+
+
+def test_images_mask_the_layers_with_a_window_alone() -> None:
+    def masked(images: int) -> list[bool]:
+        layers = job(GEMMA4, images=images).model.layers()
+        return [layer.attentions[0].always_masked for layer, _ in layers]
+
+    assert masked(1) == [True, False]
+    assert masked(0) == [False, False]
+
+
 def test_a_model_without_a_described_tower_takes_no_images() -> None:
     with pytest.raises(ConfigError, match=r"images: the tower of m \(qwen2\) is not predicted"):
         job({"model_type": "qwen2", **TEXT})

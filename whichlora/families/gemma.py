@@ -10,7 +10,7 @@ from whichlora.families.decoder import FULL, Style, decoder, every_nth_full
 from whichlora.families.fields import Fields
 from whichlora.spec.architecture import Embedding, Layer, LayerInput, Linear, ModelSpec, Norm
 
-_SANDWICH = (
+SANDWICH = (
     "input_layernorm",
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
@@ -83,7 +83,7 @@ def _gemma(c: Fields) -> ModelSpec:
 
 
 def _gemma2(c: Fields) -> ModelSpec:
-    return decoder(c, _style(c, layer_norms=_SANDWICH), layer_types=every_nth_full(c, 2))
+    return decoder(c, _style(c, layer_norms=SANDWICH), layer_types=every_nth_full(c, 2))
 
 
 def _vaultgemma(c: Fields) -> ModelSpec:
@@ -94,7 +94,7 @@ def _vaultgemma(c: Fields) -> ModelSpec:
 def _gemma3(c: Fields) -> ModelSpec:
     return decoder(
         c,
-        _style(c, layer_norms=_SANDWICH, qk_norm="head"),
+        _style(c, layer_norms=SANDWICH, qk_norm="head"),
         layer_types=every_nth_full(c, c.size("sliding_window_pattern")),
         rotates_each_kind=True,
     )
@@ -147,7 +147,7 @@ def _gemma4_layer(c: Fields, kind: str, *, sharing: str) -> Layer:
     wide = reuses and c.flag("use_double_wide_mlp")
     activation = c.text("hidden_activation")
     experts = None
-    names: tuple[str, ...] = _SANDWICH
+    names: tuple[str, ...] = SANDWICH
     if c.flag("enable_moe_block"):
         num_experts = c.size("num_experts")
         experts = moe(

@@ -74,7 +74,8 @@ def build_multimodal(
     spec = replace(spec, label_heads=of_decoder(spec))  # most outer types have no such class
     if c.get("vision_config") is None:
         return replace(spec, notes=(*spec.notes, TEXT_ONLY))
-    named = {key: c.values[key] for key in kind.around if c.values.get(key) is not None}
+    stated = {**values, **c.values}
+    named = {key: stated[key] for key in kind.around if stated.get(key) is not None}
     facts = {**kind.around, **named, "hidden_size": text.hidden_size}
     vision = c.part("vision_config", defaults=kind.defaults)
     around = Fields(name=c.name, values=facts, defaults={}, synonyms={})

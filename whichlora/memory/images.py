@@ -14,7 +14,7 @@ from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.held import held_outputs
 from whichlora.memory.layer_bytes import listed_tensors
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.towers import EMBEDDED_TEXT, TOWER_FORWARD, TowerForward
+from whichlora.memory.towers import EMBEDDED_TEXT, TOWER_FORWARD, TowerForward, tower_dtypes
 from whichlora.spec.architecture import Tower
 from whichlora.spec.numeric import Count, largest
 from whichlora.symbolic.autograd import LAYER_INPUT, evaluate, most
@@ -65,8 +65,8 @@ class TowerStep(TrainingStep):
 
     @classmethod
     def of(cls, step: TrainingStep, tower: Tower) -> TowerStep:
-        # there is no padding among patches
-        dtypes = replace(step.dtypes, trains_base=step.trains_tower, padded=False)
+        dtypes = replace(step.dtypes, trains_base=step.trains_tower)
+        dtypes = tower_dtypes(tower, step.run, dtypes)
         forward = TowerForward(
             tower=tower,
             run=step.run,
@@ -132,13 +132,14 @@ class TowerStep(TrainingStep):
             needs_grad=self.goes_backward,
             accumulated=self.accumulates,
             stream=self.forward.stream,
+            kept=self.forward.kept,
         )
 
     @cached_property
     def _around_blocks(self) -> Group:
         """Tables that all blocks read, and what is saved before the first."""
         width = self.model.hidden_size
-        tensors = [Tensor("cosines and sines", self.tower.table_bytes, dims="2, head_dim")]
+        tensors = [Tensor("cosines and sines", self.forward.table_bytes, dims="2, head_dim")]
         size, tower = self.dtypes.compute_bytes, self.tower
         if self.needs_grad and tower.embedding_saved:
             saved = size * tower.embedding_saved
@@ -177,7 +178,7 @@ class TowerStep(TrainingStep):
         sizes, deep = self.forward.of_vectors, self.tower.deep
         in_tokens: dict[str, Count] = {
             "tokens": self.forward.num_projected,
-            "span": self.forward.grid.tokens,
+            "span": self.forward.projected_span,
         }
         tensors = tuple(listed_tensors(self.projected.saved_tensors, 1, **sizes))
         # what a projector in between reads is the next block's input

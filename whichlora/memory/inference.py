@@ -15,7 +15,7 @@ from whichlora.memory.gradients import adapter_entries
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.loading import loading_moment, unsplit_weights
 from whichlora.memory.metal_heaps import idle_in_heaps
-from whichlora.memory.towers import TOWER_FORWARD, TowerForward
+from whichlora.memory.towers import TOWER_FORWARD, TowerForward, tower_dtypes
 from whichlora.memory.training import Ledger
 from whichlora.memory.weights import weight_entries
 from whichlora.methods.base import Method
@@ -75,7 +75,7 @@ class Generation:
         return TowerForward(
             tower=self.model.tower,
             run=self.run,
-            dtypes=replace(self.dtypes, padded=False),
+            dtypes=tower_dtypes(self.model.tower, self.run, self.dtypes),
             method=self.method,
             targets=self.targets,
             num_images=self.batch_size * self.model.tower.inputs(self.run.images),

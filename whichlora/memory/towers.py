@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whichlora.memory.activations import kept_mask_bytes
@@ -10,7 +10,7 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ImageGrid, Tower
-from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count, largest
 from whichlora.spec.run import RunConfig
 from whichlora.symbolic.autograd import most
@@ -74,6 +74,20 @@ def layer_norm_bytes(dtypes: Dtypes) -> int:
     return 4 if is_wide else dtypes.stream_bytes
 
 
+def tower_dtypes(tower: Tower, run: RunConfig, dtypes: Dtypes) -> Dtypes:
+    """`dtypes` as the blocks of `tower` have them.
+
+    A quantised embedding returns the fp32 of the pixels, which nothing after it narrows.
+    Kind: exact. Source: transformers 5.23 `Gemma4VisionPatchEmbedder.forward`.
+    """
+    dtypes = replace(dtypes, padded=grid_of(tower, run).padding > 0)
+    embedder = tower.embedder
+    if embedder is None or not tower.rescales_pixels or not is_quantised(embedder, dtypes):
+        return dtypes
+    compute = dtypes.compute_bytes if dtypes.under_autocast else 4
+    return replace(dtypes, stream_bytes=4, compute_bytes=compute)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TowerForward:
     """One forward over the images of a batch.
@@ -117,7 +131,7 @@ class TowerForward:
     @property
     def num_projected(self) -> Count:
         """That the projector makes of the patches."""
-        return self.num_images * (self.grid.projected or self.grid.tokens)
+        return self.num_images * self.projected_span
 
     @property
     def num_pixels(self) -> Count:
@@ -168,7 +182,22 @@ class TowerForward:
     @property
     def of_vectors(self) -> dict[str, Count]:
         """Sizes that the projector's forms are evaluated at."""
-        return {"tokens": self.num_projected, "span": self.grid.tokens, "r": self.r}
+        return {"tokens": self.num_projected, "span": self.projected_span, "r": self.r}
+
+    @property
+    def projected_span(self) -> int:
+        """Vectors that the projector makes of one image."""
+        return self.grid.projected or self.grid.tokens
+
+    @property
+    def kept(self) -> int:
+        """Vectors of one image that the last matrix reads; 0: all."""
+        return self.grid.tokens * self.tower.strips
+
+    @property
+    def table_bytes(self) -> int:
+        """Cosines and sines of one patch."""
+        return self.tower.table_bytes + self.tower.table_width * self.stream
 
     @cached_property
     def working(self) -> Count:
@@ -183,12 +212,13 @@ class TowerForward:
             r=self.r,
         )
         points = projector_working_points(
-            self.tower, self.targets, self.dtypes, self.method, stream=self.stream
+            self.tower, self.targets, self.dtypes, self.method, stream=self.stream, kept=self.kept
         )
-        in_projector = self.state_bytes + most(points, **self.of_vectors)
+        named = 1 + self.tower.names_embedded
+        in_projector = named * self.state_bytes + most(points, **self.of_vectors)
         # `forward_bytes` has one beside the input of its block
         embedded = self.state_bytes * (self.tower.num_embedded - 1)
-        shared = self.num_patches * self.tower.table_bytes
+        shared = self.num_patches * self.table_bytes
         shared = shared + kept_mask_bytes(
             self.tower.stack, self.dtypes, tokens=self.num_patches, span=self.span
         )
@@ -210,6 +240,10 @@ class TowerForward:
         """Worst point while the patches are embedded."""
         narrow, wide = self.tower.embedded
         made = self.num_patches * (self.dtypes.base_bytes * narrow + 4 * wide)
+        if self.tower.rescales_pixels:
+            rescaled = self.tower.pixel_bytes * self.num_pixels
+            read = min(self.tower.pixel_bytes, self.dtypes.base_bytes) * self.num_pixels
+            return largest(2 * rescaled, made + read)
         return made if self.tower.holds_narrow else made + self._narrow_bytes
 
     @property

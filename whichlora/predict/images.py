@@ -10,7 +10,8 @@ from whichlora.memory.towers import grid_of
 from whichlora.methods import get_method
 from whichlora.serving import get_engine
 from whichlora.spec.architecture import ModelSpec, Tower
-from whichlora.spec.run import AUTOCAST_PRECISIONS, RunConfig
+from whichlora.spec.run import ATTENTION, AUTOCAST_PRECISIONS, RunConfig
+from whichlora.spec.targets import all_linears
 from whichlora.trainers import Trainer
 
 WIDE_PIXEL_BYTES = 4  # fp32, which towers cast themselves
@@ -43,6 +44,9 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
     _check_beside(model, run, trainer)
     _check_pixels(tower, run)
     _check_tokens(tower, run)
+    _check_targets(model, tower, run)
+    if tower.masks_text == "windows":
+        model = _with_masked_windows(model)
     return replace(
         model,
         tower=tower,
@@ -52,6 +56,21 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
         embeds_in_steps=True,  # `masked_scatter` makes a new tensor of the looked-up rows
         notes=(*_beside_tower(model.notes), _note(tower, run)),
     )
+
+
+def _with_masked_windows(model: ModelSpec) -> ModelSpec:
+    """`model` whose layers with a window always have a mask.
+
+    Source: transformers 5.23 `create_masks_for_vision_model` of modeling_gemma4.py.
+    """
+    groups = []
+    for group in model.groups:
+        attentions = tuple(
+            replace(attention, always_masked=attention.sliding_window is not None)
+            for attention in group.layer.attentions
+        )
+        groups.append(replace(group, layer=replace(group.layer, attentions=attentions)))
+    return replace(model, groups=tuple(groups))
 
 
 def _beside_tower(notes: tuple[str, ...]) -> tuple[str, ...]:
@@ -188,6 +207,22 @@ def _check_pixels(tower: Tower, run: RunConfig) -> None:
         raise ConfigError(
             f"images: the processor makes bf16 pixels, which weights of precision {run.precision} "
             "can't be multiplied with; use precision bf16"
+        )
+
+
+def _check_targets(model: ModelSpec, tower: Tower, run: RunConfig) -> None:
+    """Source: peft 0.21.2 `LoraModel._create_new_module`."""
+    adapts = run.phase == "finetune" or run.serve == "as-trained"
+    if run.freeze_vision_tower or get_method(run.method).trains_base or not adapts:
+        return
+    named = set(run.target_modules)
+    if ATTENTION in named:
+        named |= {linear.name for linear in all_linears(model)}
+    if refused := sorted(named & set(tower.wraps)):
+        raise ConfigError(
+            f"target_modules: PEFT refuses {', '.join(refused)}, which in the vision tower of "
+            f"{model.name} are no matrices but modules around one; use all-linear, or "
+            "freeze_vision_tower"
         )
 
 

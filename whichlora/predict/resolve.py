@@ -191,7 +191,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         check_saved_modules(model, run.modules_to_save)
         _check_adapted(model, run, method, targets)
     dtypes = _dtypes_of(model, run, gpu, method, trainer)
-    if model.tower is not None and model.tower.masks_text and dtypes.uses_sdpa:
+    if model.tower is not None and model.tower.masks_text == "all" and dtypes.uses_sdpa:
         dtypes = replace(dtypes, padded=True)
     if training and method.prefix_tokens:  # more keys than queries, which a mask tells apart
         dtypes = replace(dtypes, padded=True, prefix_tokens=method.prefix_tokens)

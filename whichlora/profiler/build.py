@@ -402,13 +402,16 @@ def _with_adapters(
 
 
 def _tower_modules(model: Any) -> list[str]:
-    """Names of the modules that are of no language model: those of a vision tower around it."""
+    """Names of the modules that are of no language model: those of a vision tower around it.
+
+    Also of those that have matrices under other names, which PEFT finds by their own (Gemma 4).
+    """
     text = model.get_decoder()
     inside = {id(module) for module in (*text.modules(), model.get_output_embeddings())}
     return [
         name
         for name, module in model.named_modules()
-        if id(module) not in inside and module._parameters
+        if inside.isdisjoint(map(id, module.modules()))
     ]
 
 

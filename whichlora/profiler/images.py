@@ -129,6 +129,16 @@ def _sizes(
     return torch.tensor([list(grid.sides)] * (ids.shape[0] * run.images), dtype=torch.long)
 
 
+def _places(
+    config: Any, run: RunConfig, tower: Tower, grid: ImageGrid, ids: torch.Tensor
+) -> torch.Tensor:
+    """Column and row of each patch, -1 where it is padding."""
+    rows, columns = grid.sides
+    held = torch.tensor([[column, row] for row in range(rows) for column in range(columns)])
+    padding = torch.full((grid.padding, 2), -1, dtype=torch.long)
+    return torch.cat([held, padding]).repeat(ids.shape[0] * run.images, 1, 1)
+
+
 def _mask(
     config: Any, run: RunConfig, tower: Tower, grid: ImageGrid, ids: torch.Tensor
 ) -> torch.Tensor:
@@ -146,6 +156,7 @@ _FIELDS: Mapping[str, Callable[[Any, RunConfig, Tower, ImageGrid, torch.Tensor],
     "pixel_values": _pixels,
     "image_grid_thw": _grid_thw,
     "image_sizes": _sizes,
+    "image_position_ids": _places,
     "pixel_attention_mask": _mask,
     "mm_token_type_ids": _is_image,
     "token_type_ids": _is_image,

@@ -49,6 +49,7 @@ Projection = Literal[
     "latent_halves",
     "one_by_one",
     "one_by_one_shared",
+    "one_after_other",
     "borrowed",
     "complex_by_head",
     "contiguous",
@@ -78,6 +79,7 @@ class Linear:
             (`out_proj` of Mamba), so that targets are given by name.
         weight_only: the class multiplies by the weight without calling the module, whose adapter
             then does nothing, unless the matrix is quantised (Jamba's `dt_proj`).
+        clamped: what it reads and what it returns are clamped (Gemma 4's tower).
     """
 
     name: str
@@ -94,6 +96,7 @@ class Linear:
     is_subclass: bool = False
     is_refused: bool = False
     weight_only: bool = False
+    clamped: bool = False
 
     @property
     def rank_multiple(self) -> int:
@@ -178,7 +181,8 @@ class Attention:
             operators, in complex numbers, "latent_complex" (DeepSeek), or as of Llama,
             "latent_halves" (MiniCPM3); "one_by_one", each
             with a norm, also with one projection for keys and values, "one_by_one_shared", or
-            with those of an earlier layer, "borrowed" (Gemma 4); "complex_by_head", rotated in
+            with those of an earlier layer, "borrowed" (Gemma 4), or each projected after the one
+            before is done, "one_after_other" (its tower); "complex_by_head", rotated in
             complex numbers before their norms (Llama 4); "contiguous", copied head by head, queries
             scaled before (Whisper).
         out_norm: over what the output projection reads (BitNet).
@@ -187,6 +191,8 @@ class Attention:
             "scaled_queries" (MVP); "named", one fused product whose operands the class names until
             it returns (BLOOM); of queries and keys in "fp32" (GPT-J, GPT-Neo); with "sinks", one
             more logit for each head, which no value belongs to (gpt-oss).
+        rotated_parts: parts of each head that are rotated apart, one for each axis of an image,
+            and concatenated.
         joins_rotation: rotated and unrotated parts of the heads are concatenated, so that
             queries and keys are contiguous per head.
         relative_rows: entries of the table of relative positions that queries and keys are
@@ -231,6 +237,7 @@ class Attention:
     flash: bool = True
     projection: Projection = "plain"
     eager: EagerScores = "scaled"
+    rotated_parts: int = 1
     joins_rotation: bool = False
     biases_each_layer: bool = False
     biases_each_sequence: bool = False
@@ -556,7 +563,8 @@ class ImageGrid(NamedTuple):
         sides: rows and columns that the processor tells the model: of patches, or of pixels.
         markers: tokens of text that the processor writes into it.
         projected: vectors of it before some are left out or added; 0: as many as `tokens`.
-        masked: pixels of the mask of int64 that the processor makes; 0: it makes none.
+        masked: numbers of int64 beside the pixels: of a mask, or of the places of patches; 0: none.
+        padding: patches among `patches` that are none, and are masked.
     """
 
     crops: int
@@ -567,6 +575,7 @@ class ImageGrid(NamedTuple):
     markers: int = 0
     projected: int = 0
     masked: int = 0
+    padding: int = 0
 
     @property
     def num_pixels(self) -> int:
@@ -606,7 +615,8 @@ class Tower:
         grid: height and width of an image in pixels -> how its processor cuts it.
         fields: what the processor adds to a batch.
         projector: name of the code after the last block (`symbolic.projectors`).
-        table_bytes: cosines and sines of one patch, which all blocks read.
+        table_bytes: cosines and sines of one patch, which all blocks read; `table_width`: elements
+            of them that are in the dtype of the stream.
         idle: matrices of blocks whose result nobody reads, behind the one that is read (LLaVA).
         idle_params: all parameters of these blocks, and what else gets no gradient.
         trained: full fine-tuning changes it.
@@ -626,7 +636,8 @@ class Tower:
         num_embedded: tensors of embedded patches that the tower's forward names while the blocks
             run, beside the input of the one that does.
         normalises: a LayerNorm stands before what the tower returns.
-        masks_text: images make a mask of the text, which attends to each as a whole (Gemma 3).
+        masks_text: images make a mask of the text, which attends to each as a whole (Gemma 3), or
+            of its layers with a window (Gemma 4).
         stacks_rows: `pixel_values` has a dimension of rows before that of images.
         attended: its vectors stand in no row of the text, which attends to them: an encoder whose
             decoder is the language model, of one clip of sound in each row (Whisper).
@@ -637,6 +648,11 @@ class Tower:
         pixel_bytes: of one number in `pixel_values`, whatever the model computes in.
         returned_width: elements of each vector as the tower returns it to a caller who projects it,
             and holds both (Llama 4).
+        rescales_pixels: pixels are shifted and scaled in fp32 before they are embedded, and stay so
+            where the embedding is quantised: with it all of the tower's stream (Gemma 4).
+        names_embedded: the tower's forward names the embedded patches until it returns.
+        strips: vectors of padding are left out before the last matrix.
+        wraps: names of modules around its matrices, which PEFT takes for targets and refuses.
     """
 
     stack: ModelSpec
@@ -645,6 +661,7 @@ class Tower:
     projector: str
     merge: int
     table_bytes: int = 0
+    table_width: int = 0
     idle: tuple[Linear, ...] = ()
     idle_params: int = 0
     trained: bool = True
@@ -660,7 +677,7 @@ class Tower:
     copies_pixels: bool = False
     num_embedded: int = 1
     normalises: bool = False
-    masks_text: bool = False
+    masks_text: Literal["", "all", "windows"] = ""
     stacks_rows: bool = False
     attended: bool = False
     embedding_saved: int = 0
@@ -668,6 +685,10 @@ class Tower:
     unfolds: bool = False
     pixel_bytes: int = 4
     returned_width: int = 0
+    rescales_pixels: bool = False
+    names_embedded: bool = False
+    strips: bool = False
+    wraps: tuple[str, ...] = ()
 
     def inputs(self, images: int) -> int:
         """How many it reads of each row, which has so many images."""

@@ -61,6 +61,8 @@ def rotate(
         else:  # `q, k = q.float(), k.float()` of `apply_rotary_pos_emb_vision`
             widened.append(wide)
         return result
+    if attention.rotated_parts > 1:
+        return _rotate_by_axis(code, x, attention, label)
     heads = x.elements.per_token // attention.head_dim
     rotated = per_token(heads * attention.rotary_dim)
     unrotated = per_token(heads * (attention.head_dim - attention.rotary_dim))
@@ -87,6 +89,26 @@ def rotate(
             joined=attention.joins_rotation,
             what=f"{label}, rotated",
         )
+    return result
+
+
+def _rotate_by_axis(code: OpEmitter, x: Tensor, attention: Attention, label: str) -> Tensor:
+    """Each part of the heads by itself.
+
+    Source: transformers 5.23 `apply_multidimensional_rope` of modeling_gemma4.py.
+    """
+    tape, num_parts = code.tape, attention.rotated_parts
+    part = per_token(x.elements.per_token // num_parts)
+    of_part = replace(
+        attention,
+        head_dim=attention.head_dim // num_parts,
+        rotary_dim=attention.head_dim // num_parts,
+        rotated_parts=1,
+    )
+    parts = tape.parts(x, (part,) * num_parts)
+    turned = [rotate(code, each, of_part, label) for each in parts]
+    result = tape.op(turned, x.elements, x.size, what=f"{label}, rotated")
+    tape.hold(x, *turned)
     return result
 
 
@@ -250,6 +272,7 @@ _PROJECTIONS: dict[Projection, Callable[[OpEmitter, Attention, Tensor, Tensor], 
     "latent_halves": _project_latent,
     "one_by_one": _project_one_by_one,
     "one_by_one_shared": _project_one_by_one,
+    "one_after_other": _project_one_by_one,
     "borrowed": _project_one_by_one,
     "complex_by_head": _project_complex_by_head,
     "contiguous": _project_contiguous,

@@ -61,8 +61,13 @@ def project_in_turn(
         k, v = tape.parts(borrowed, (per_token(attention.k_width), per_token(attention.v_width)))
         return q, k, v
     k = code.linear(linears.pop(0), x)
-    v = k if attention.projection == "one_by_one_shared" else code.linear(linears.pop(0), x)
-    k = rotated(k, "key")
+    if attention.projection == "one_after_other":  # `Gemma4VisionAttention.forward`
+        k = rotated(k, "key")
+        v = code.linear(linears.pop(0), x)
+    else:
+        shares = attention.projection == "one_by_one_shared"
+        v = k if shares else code.linear(linears.pop(0), x)
+        k = rotated(k, "key")
     normed = code.norm(norms.pop(0), tape.view(v, copies_gradient=copies_gradient))
     tape.hold(v)
     if attention.keeps_keys and code.dtypes.training:

@@ -135,6 +135,13 @@ class OpEmitter:
         """Times a Python number."""
         return self.tape.op([x], x.elements, x.size, joined=x.joined)
 
+    def clamp(self, x: Tensor) -> Tensor:
+        """Between two tensors. Source: torch 2.13 `clamp_backward`: a boolean for each bound."""
+        masks = scaled(x.elements, 1)
+        return self.tape.op(
+            [x], x.elements, x.size, saves=[x], inner_backward=(masks, masks), what="clamp"
+        )
+
     def add(self, x: Tensor, y: Tensor, what: str = "sum") -> Tensor:
         size = max(x.size, y.size)
         return self.tape.op([x, y], x.elements, size, passes=True, what=what)
@@ -317,9 +324,15 @@ class OpEmitter:
 
     def linear(self, linear: Linear, x: Tensor) -> Tensor:
         """One projection, with its adapter if it has one."""
-        if self.adapts(linear):
-            return self.method.forward(self, linear, x)
-        return self.base(linear, x)
+        function = self.method.forward if self.adapts(linear) else OpEmitter.base
+        if not linear.clamped:
+            return function(self, linear, x)
+        read = self.clamp(x)
+        result = function(self, linear, read)
+        self.tape.hold(x, read)
+        clamped = self.clamp(result)
+        self.tape.hold(result)
+        return clamped
 
     def adapts(self, linear: Linear) -> bool:
         named = linear.rank_multiple and linear.name in self.targets

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import Norm, NormKind, Tower
-from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.symbolic.autograd import (
     NOTHING,
     LinearForm,
@@ -19,11 +19,12 @@ from whichlora.symbolic.autograd import (
     Tape,
     Tensor,
     maximal,
+    per_pair,
     per_token,
 )
 from whichlora.symbolic.layer import LayerPoints
 from whichlora.symbolic.mlp import activate
-from whichlora.symbolic.operators import OpEmitter
+from whichlora.symbolic.operators import OpEmitter, Rows
 
 
 def _merge(code: OpEmitter, tower: Tower, x: Tensor, kind: NormKind) -> Tensor:
@@ -159,6 +160,40 @@ def _llama4(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
     return projected
 
 
+def _gemma4(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """A mean of square groups of patches, as a product with a matrix of their places.
+
+    What is padding is left out of its result.
+    Source: transformers 5.23 `Gemma4VisionPooler.forward`, `Gemma4VisionModel.forward`,
+    `Gemma4MultimodalEmbedder.forward`.
+    """
+    tape, width = code.tape, tower.stack.hidden_size
+    masked = tape.op([x], x.elements, x.size)
+    of_places = per_pair(tower.merge)
+    places = tape.op([tape.op([], of_places, 8)], of_places, 4)  # `F.one_hot(…).float()`
+    weights = tape.op([places], of_places, 4)
+    wide = code.cast(masked, 4)
+    factors = code.autocast(weights), code.autocast(wide)
+    pooled = tape.op(
+        factors, per_token(width), factors[1].size, saves=factors[:1], what="pooled patches"
+    )
+    tape.hold(wide)
+    tape.op([weights], of_places, 1)  # `weights == 0`
+    narrow = code.cast(pooled, x.size)
+    tape.hold(masked, weights, pooled)
+    wide = code.cast(narrow, 4)
+    pooled = code.scale(wide)
+    tape.hold(narrow, wide)
+    kept = code.rows.of(width)
+    stripped = tape.op([pooled], kept, 4)
+    standard = code.scale(code.scale(stripped))
+    states = code.cast(standard, x.size)
+    norm = Norm(name="embedding_pre_projection_norm", kind="rms_power", width=width, weight=False)
+    projected = code.linear(tower.stack.head_linears[-1], code.norm(norm, states))
+    tape.hold(states)
+    return projected
+
+
 PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "qwen2": _qwen2,
     "qwen2_5": _qwen2_5,
@@ -171,6 +206,7 @@ PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "smolvlm": _smolvlm,
     "whisper": _whisper,
     "llama4": _llama4,
+    "gemma4": _gemma4,
 }
 """Tensors of the last block -> those that the language model reads."""
 
@@ -191,12 +227,17 @@ def embedder_saved(
 ) -> tuple[SavedTensor, ...]:
     """What autograd keeps of the matrix that embeds unfolded patches.
 
-    Kind: exact. Source: transformers 5.23 `Llama4UnfoldConvolution.forward`.
+    Kind: exact. Source: transformers 5.23 `Llama4UnfoldConvolution.forward`,
+    `Gemma4VisionPatchEmbedder.forward`.
     """
     embedder = tower.embedder
     assert embedder is not None
     code = OpEmitter(Tape(), dtypes, targets, method, stream_bytes=tower.pixel_bytes)
     pixels = code.tape.input(per_token(embedder.in_features), tower.pixel_bytes, needs_grad=False)
+    if tower.rescales_pixels:
+        pixels = code.scale(pixels)
+        if not is_quantised(embedder, dtypes):
+            pixels = code.cast(pixels, dtypes.base_bytes, "pixels, scaled")
     code.tape.returns(code.linear(embedder, pixels))
     return code.tape.saved_tensors()
 
@@ -211,16 +252,19 @@ def projector_points(
     needs_grad: bool,
     accumulated: bool,
     stream: int,
+    kept: int = 0,
 ) -> LayerPoints:
     """Bytes at its points that can be the largest; it is never checkpointed.
 
     Args:
         needs_grad: a gradient flows on into the blocks.
         stream: bytes of one element of what the last block returns.
+        kept: vectors of each image that the last matrix reads, where `Tower.strips`.
 
     Kind: exact. Source: the functions above.
     """
-    code = OpEmitter(Tape(), dtypes, targets, method, stream_bytes=stream)
+    rows = Rows(in_sequence=kept)
+    code = OpEmitter(Tape(), dtypes, targets, method, stream_bytes=stream, rows=rows)
     tape = _tape_of(code, tower, stream, needs_grad=needs_grad)
     backward: tuple[LinearForm, ...] = (NOTHING,)
     if tape.has_graph:
@@ -240,12 +284,20 @@ def projector_points(
 
 @lru_cache(maxsize=512)
 def projector_working_points(
-    tower: Tower, targets: tuple[str, ...], dtypes: Dtypes, method: Method, *, stream: int
+    tower: Tower,
+    targets: tuple[str, ...],
+    dtypes: Dtypes,
+    method: Method,
+    *,
+    stream: int,
+    kept: int = 0,
 ) -> tuple[LinearForm, ...]:
     """Points of a forward without gradients, what the last block returns left out.
 
     Kind: exact. Source: as of `projector_points`.
     """
-    code = OpEmitter(Tape(no_grad=True), dtypes, targets, method, stream_bytes=stream)
-    tape = _tape_of(code, tower, stream, needs_grad=False)
+    rows = Rows(in_sequence=kept)
+    tape = Tape(no_grad=True)
+    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream, rows=rows)
+    _tape_of(code, tower, stream, needs_grad=False)
     return maximal(tape.forward(saving=False))

@@ -106,6 +106,7 @@ def like_cuda(device: Device) -> Iterator[None]:
             # PEFT knows a 4-bit weight by its class, which a fake one can't have.
             ("peft.tuners.lora.dora", "dequantize_module_weight", _expanded),
             *_of_peft(),
+            *_of_towers(),
             # Pixels are made on the host, and are on the device when the model is called.
             ("whichlora.profiler.images", "host_pixels", _host_pixels),
             # One list of tensors per operation, as `foreach` optimizers do it on CUDA.
@@ -262,8 +263,24 @@ def _of_peft() -> tuple[Patch, ...]:
     return tuple(found)
 
 
+def _of_towers() -> list[Patch]:
+    """What stands in for functions of vision towers that read values, of the model that is traced.
+
+    Gemma 4's finds padding by the zeros of a matrix of places, which follow from their indices.
+    """
+    module = sys.modules.get("transformers.models.gemma4.modeling_gemma4")
+    if module is None:
+        return []
+    places = "kernel_idxs.unsqueeze(-1).eq(torch.arange(length))"
+    return [
+        _without_values(
+            module.Gemma4VisionPooler, "_avg_pool_by_positions", mask=f"{places}.any(dim=1)"
+        )
+    ]
+
+
 def _without_values(owner: Any, name: str, **replaced: str) -> Patch:
-    """A function of PEFT's class `owner` whose lines that fake tensors cannot run are others.
+    """A function of the class `owner` whose lines that fake tensors cannot run are others.
 
     Args:
         replaced: what stands in for a line, by the variable that it sets.

@@ -23,7 +23,7 @@ inside = {id(module) for module in (*text.modules(), model.get_output_embeddings
 frozen = [
     name
     for name, module in model.named_modules()
-    if id(module) not in inside and module._parameters
+    if inside.isdisjoint(map(id, module.modules()))
 ]
 """.splitlines()
 FREEZING_LINES = """\

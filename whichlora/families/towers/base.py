@@ -19,7 +19,8 @@ class Multimodal:
         tied: whether the head is tied where the config does not say.
         tower: vision config, text facts -> parameters outside the text tower.
         defaults: of the vision config.
-        around: keys of the outer config that the tower reads, with their defaults.
+        around: keys of the outer config, or of the text's, that the tower reads, with their
+            defaults.
         linears: so its matrices, which PEFT's all-linear and bitsandbytes reach.
         images: so its blocks; a tower that has none of these is counted, and no image passes it.
         causal: `AutoModelForCausalLM` knows the type. Source: transformers 5.23

@@ -1,53 +1,157 @@
-"""Gemma 4's vision tower, as one number of parameters: no image passes it yet."""
+"""Gemma 4's tower: images keep their shape, and are filled up to one number of patches."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from whichlora.families.blocks import norms
 from whichlora.families.fields import Fields
+from whichlora.families.gemma import SANDWICH
 from whichlora.families.towers.base import Multimodal
-from whichlora.spec.architecture import Linear
+from whichlora.families.towers.parts import block, matrices, self_attention, stack
+from whichlora.spec.architecture import Attention, ImageGrid, Layer, LayerGroup, Norm, Tower
+
+_SOFT_TOKENS = 280  # `max_soft_tokens` of the processor
+_AXES = 2
+_MARKS = 2  # begin and end
+_WRAPPED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def _count(vision: Fields, text: Fields) -> int:
-    """Parameters of `Gemma4VisionModel` and of the projection to the text tower."""
-    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
-    head_dim = vision.size("head_dim")
-    q_width = vision.size("num_attention_heads") * head_dim
-    kv_width = vision.size("num_key_value_heads") * head_dim
-    block = (
-        2 * width * (q_width + kv_width)
-        + 2 * head_dim  # q_norm and k_norm
-        + 3 * width * wide
-        + 4 * width  # norms around both halves
+def sides(height: int, width: int, *, cell: int, most: int) -> tuple[int, int]:
+    """Rows and columns of cells, at most `most` of them, that an image is resized to.
+
+    Kind: exact. Source: transformers 5.23 `get_aspect_ratio_preserving_size`.
+    """
+    factor = math.sqrt(most * cell**2 / (height * width))
+    rows, columns = (math.floor(factor * side / cell) for side in (height, width))
+    if not rows:
+        return 1, min(width // height, most)
+    if not columns:
+        return min(height // width, most), 1
+    return rows, columns
+
+
+@dataclass(frozen=True, slots=True)
+class PooledGrid:
+    """Patches, `pool` squared of which become a token, and padding up to `most` tokens.
+
+    Kind: exact. Source: transformers 5.23 `Gemma4ImageProcessor._preprocess`.
+    """
+
+    patch: int
+    pool: int
+    most: int
+
+    def __call__(self, height: int, width: int) -> ImageGrid:
+        rows, columns = sides(height, width, cell=self.patch * self.pool, most=self.most)
+        patches = self.most * self.pool**2
+        return ImageGrid(
+            crops=1,
+            patches=patches,
+            tokens=rows * columns,
+            pixels=(1, patches, 3 * self.patch**2),
+            sides=(rows * self.pool, columns * self.pool),
+            markers=_MARKS,
+            projected=self.most,
+            masked=_AXES * patches,
+            padding=patches - rows * columns * self.pool**2,
+        )
+
+
+def _attention(vision: Fields) -> Attention:
+    head_dim, kv_heads = vision.size("head_dim"), vision.size("num_key_value_heads")
+    heads = vision.size("num_attention_heads")
+    plain = self_attention(
+        vision.size("hidden_size"),
+        heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        names=("linear", "linear", "linear"),
+        out_name="linear",
+        qkv_bias=False,
+        out_bias=False,
+        position="rope",
+        rotary_dim=head_dim,
+        rotated_parts=_AXES,
+        projection="one_after_other",
+        dropout=vision.probability("attention_dropout"),
     )
-    patch = 3 * vision.size("patch_size") ** 2
-    return (
-        patch * width
-        + 2 * vision.size("position_embedding_size") * width  # rows and columns
-        + vision.layers() * block
-        + width * text.size("hidden_size")
+    rows = {"q_norm": heads, "k_norm": kv_heads, "v_norm": kv_heads}
+    return replace(
+        plain,
+        norms=tuple(
+            Norm(name=name, kind="rms_power", width=head_dim, rows=count, weight=name != "v_norm")
+            for name, count in rows.items()
+        ),
     )
 
 
-def _linears(vision: Fields, text: Fields) -> tuple[Linear, ...]:
-    """The matrices of `Gemma4VisionModel`, clipped ones under the name of what they wrap."""
-    width, wide = vision.size("hidden_size"), vision.size("intermediate_size")
-    q_width = vision.size("num_attention_heads") * vision.size("head_dim")
-    kv_width = vision.size("num_key_value_heads") * vision.size("head_dim")
-    hidden = text.size("hidden_size")
-    shapes = [("linear", width, q_width), ("linear", q_width, width)]
-    shapes += [("linear", width, kv_width)] * 2
-    shapes += [("linear", width, wide)] * 2 + [("linear", wide, width)]
-    blocks = [
-        Linear(name=name, in_features=into, out_features=out, reads="tower", count=vision.layers())
-        for name, into, out in shapes
-    ]
-    patch = 3 * vision.size("patch_size") ** 2
-    return (
-        Linear(name="input_proj", in_features=patch, out_features=width, reads="tower"),
-        *blocks,
-        Linear(name="embedding_projection", in_features=width, out_features=hidden, reads="tower"),
+def _layer(vision: Fields) -> Layer:
+    """`Gemma4VisionEncoderLayer`, whose matrices PEFT sees inside of `Gemma4ClippableLinear`."""
+    width = vision.size("hidden_size")
+    layer = block(
+        _attention(vision),
+        width=width,
+        wide=vision.size("intermediate_size"),
+        activation=vision.text("hidden_activation"),
+        norm="rms_power",
+        names=("linear", "linear", "linear"),
+        bias=False,
+    )
+    layer = replace(layer, norms=norms(SANDWICH, width=width, kind="rms_power"))
+    return _clamped(layer) if vision.flag("use_clipped_linears") else layer
+
+
+def _clamped(layer: Layer) -> Layer:
+    assert layer.mlp is not None
+    (attention,) = layer.attentions
+    inside, fed = (
+        tuple(replace(linear, clamped=True) for linear in linears)
+        for linears in (attention.linears, layer.mlp.linears)
+    )
+    return replace(
+        layer,
+        attentions=(replace(attention, linears=inside),),
+        mlp=replace(layer.mlp, linears=fed),
+    )
+
+
+def gemma4(vision: Fields, text: Fields) -> Tower:
+    """`Gemma4VisionModel` and `Gemma4MultimodalEmbedder`."""
+    width, head_dim = vision.size("hidden_size"), vision.size("head_dim")
+    patch, pool = vision.size("patch_size"), vision.size("pooling_kernel_size")
+    around = [("input_proj", 3 * patch**2, width)]
+    around += [("embedding_projection", width, text.size("hidden_size"))]
+    embedder, projection = matrices(around, bias=False)
+    # `get_keys_to_not_convert` leaves out what comes last, which a tied head does not
+    is_last = text.flag("tie_word_embeddings") and not text.flag("audio_config")
+    return Tower(
+        stack=stack(
+            vision,
+            (LayerGroup(layer=_layer(vision), count=vision.layers(), stack="encoder"),),
+            width=width,
+            linears=(embedder, replace(projection, quantisable=not is_last)),
+            other_params=_AXES * vision.size("position_embedding_size") * width,
+            embeds_in_steps=True,
+        ),
+        grid=PooledGrid(patch, pool, text.size("vision_soft_tokens_per_image")),
+        fields=("pixel_values", "image_position_ids", "mm_token_type_ids"),
+        projector="gemma4",
+        merge=pool**2,
+        table_width=2 * head_dim,
+        hooked=False,  # `Gemma4VisionModel` names no embedding that is a module
+        num_returned=0,
+        returned_width=width,
+        embedded=(5 * width, 0),  # of the pixels, and of rows, of columns, of both, and masked
+        masks_text="windows" if text.get("use_bidirectional_attention") == "vision" else "",
+        unfolds=True,
+        holds_narrow=False,
+        rescales_pixels=True,
+        names_embedded=True,
+        strips=True,
+        wraps=_WRAPPED,
     )
 
 
@@ -58,8 +162,12 @@ _GEMMA4 = {
     "num_attention_heads": 12,
     "num_key_value_heads": 12,
     "head_dim": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_dropout": 0.0,
+    "pooling_kernel_size": 3,
     "patch_size": 16,
     "position_embedding_size": 10240,
+    "use_clipped_linears": False,
 }
 TYPES: Mapping[str, Multimodal] = {
     "gemma4": Multimodal(
@@ -67,8 +175,13 @@ TYPES: Mapping[str, Multimodal] = {
         tied=True,
         causal=True,
         hands_on_cache=True,
-        tower=_count,
+        images=gemma4,
         defaults=_GEMMA4,
-        linears=_linears,
+        around={
+            "vision_soft_tokens_per_image": _SOFT_TOKENS,
+            "use_bidirectional_attention": None,
+            "tie_word_embeddings": True,
+            "audio_config": None,
+        },
     )
 }

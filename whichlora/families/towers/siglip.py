@@ -87,7 +87,7 @@ def gemma3(vision: Fields, text: Fields) -> Tower:
         embedded=(2 * width, 0),  # what the kernel returns, and its sum with the positions
         holds_narrow=False,
         normalises=True,
-        masks_text=True,
+        masks_text="all",
     )
 
 
