@@ -122,8 +122,18 @@ GEMMA4 = {
 
 def test_names_that_peft_refuses_in_a_tower_are_refused_unless_it_is_frozen() -> None:
     named: dict[str, Any] = {"target_modules": ("q_proj", "linear")}
-    with pytest.raises(ConfigError, match="PEFT refuses q_proj, which in the vision tower of m"):
-        job(GEMMA4, **named)
+    for images in (0, 1):
+        with pytest.raises(ConfigError, match="PEFT refuses q_proj, which in the vision tower of"):
+            job(GEMMA4, images=images, **named)
+    served = job(
+        GEMMA4,
+        phase="inference",
+        serve="as-trained",
+        serving="vllm",
+        images=0,
+        target_modules=("q_proj",),
+    )
+    assert "q_proj" in served.targets  # which loads no tower
     assert "linear" in job(GEMMA4).targets
     frozen = {"target_modules": ("attention",), "freeze_vision_tower": True}
     assert "q_proj" in job(GEMMA4, **frozen).targets

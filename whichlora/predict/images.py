@@ -31,6 +31,8 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
         tower = _without_adapters(tower)
         loaded = (*tower.linears, *tower.idle) if model.idle_linears else ()
         model = replace(model, tower=tower, idle_linears=loaded)
+    if tower is not None:
+        _check_targets(model, tower, run)
     if not run.images:
         has_tower = any(linear.reads == "tower" for linear in model.idle_linears)
         if run.phase == "inference" and has_tower and not get_engine(run.serving).loads_towers:
@@ -44,7 +46,6 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
     _check_beside(model, run, trainer)
     _check_pixels(tower, run)
     _check_tokens(tower, run)
-    _check_targets(model, tower, run)
     if tower.masks_text == "windows":
         model = _with_masked_windows(model)
     return replace(
@@ -212,7 +213,8 @@ def _check_pixels(tower: Tower, run: RunConfig) -> None:
 
 def _check_targets(model: ModelSpec, tower: Tower, run: RunConfig) -> None:
     """Source: peft 0.21.2 `LoraModel._create_new_module`."""
-    adapts = run.phase == "finetune" or run.serve == "as-trained"
+    loads = run.phase == "finetune" or get_engine(run.serving).loads_towers
+    adapts = loads and (run.phase == "finetune" or run.serve == "as-trained")
     if run.freeze_vision_tower or get_method(run.method).trains_base or not adapts:
         return
     named = set(run.target_modules)
