@@ -80,7 +80,8 @@ def module(config: dict[str, Any], task: str) -> Any:
 
 
 def in_layers(name: str) -> bool:
-    if name.startswith(("model.", "vision_model.")) and ("visual" in name or "vision" in name):
+    of_tower = any(word in name for word in ("visual", "vision", "audio_tower"))
+    if name.startswith(("model.", "vision_model.")) and of_tower:
         return False
     parts = name.split(".")
     return any(part in STACKS and following.isdigit() for part, following in pairwise(parts))
@@ -625,6 +626,7 @@ LLAMA4_VISION = {"hidden_size": 64, "intermediate_size": 256, "vision_output_dim
         {"model_type": "gemma3", "vision_config": {"vision_use_head": False}},
         {"model_type": "gemma3", "vision_config": {"image_size": 896, "patch_size": 14}},
         {"model_type": "gemma4", "vision_config": {"use_clipped_linears": True}},
+        {"model_type": "gemma4", "vision_config": {}, "audio_config": {"hidden_size": 96}},
         {"model_type": "mistral3", "vision_config": {"model_type": "pixtral", "patch_size": 14}},
         {"model_type": "qwen2_vl", "vision_config": {"hidden_size": 64}},
         {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 80, "out_hidden_size": 64}},

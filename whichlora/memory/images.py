@@ -170,7 +170,7 @@ class TowerStep(TrainingStep):
     @property
     def idle_block(self) -> Entry:
         """What a block saves whose result nobody reads, until the model's forward is done."""
-        keeps = self.tower.idle and self.goes_backward and not self.run.gradient_checkpointing
+        keeps = self.tower.runs_idle and self.goes_backward and not self.run.gradient_checkpointing
         return Entry(TOWER_SAVED, self.passes.saved[-1] if keeps else 0 * self.tokens)
 
     @cached_property

@@ -49,8 +49,8 @@ def _check(step: TrainingStep, spread: Spread) -> None:
     unused = tower is not None and tower.idle and step.trains_tower
     if unused and step.run.gradient_checkpointing:
         raise ConfigError(
-            "parallel: ddp waits for all gradients, and the last block of the vision tower of "
-            f"{step.model.name} gets none; use freeze_vision_tower, or gradient_checkpointing: "
+            "parallel: ddp waits for all gradients, and blocks of the tower of "
+            f"{step.model.name} get none; use freeze_vision_tower, or gradient_checkpointing: "
             "false"
         )
     if step.model.skips_layers and step.run.gradient_checkpointing:

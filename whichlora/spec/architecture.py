@@ -617,7 +617,8 @@ class Tower:
         projector: name of the code after the last block (`symbolic.projectors`).
         table_bytes: cosines and sines of one patch, which all blocks read; `table_width`: elements
             of them that are in the dtype of the stream.
-        idle: matrices of blocks whose result nobody reads, behind the one that is read (LLaVA).
+        idle: matrices that no image passes (Gemma 4's audio), or of a block whose result nobody
+            reads (LLaVA), which `runs_idle`.
         idle_params: all parameters of these blocks, and what else gets no gradient.
         trained: full fine-tuning changes it.
         hooked: checkpointing makes the embedded patches need a gradient, whatever is frozen.
@@ -664,6 +665,7 @@ class Tower:
     table_width: int = 0
     idle: tuple[Linear, ...] = ()
     idle_params: int = 0
+    runs_idle: bool = False
     trained: bool = True
     hooked: bool = True
     num_returned: int = 1

@@ -144,6 +144,7 @@ def llava(vision: Fields, text: Fields) -> Tower:
         projector="llava",
         merge=1,
         idle=blocks.layer.linears,
+        runs_idle=True,
         idle_params=blocks.layer.num_params + 2 * width,  # post_layernorm
         num_returned=2,  # the last states, and those of the layer that is read
         embedded=(3 * width, 0),  # what the kernel returns, joined, and its sum with the positions

@@ -11,10 +11,19 @@ from whichlora.families.fields import Fields
 from whichlora.families.gemma import SANDWICH
 from whichlora.families.towers.base import Multimodal
 from whichlora.families.towers.parts import block, matrices, self_attention, stack
-from whichlora.spec.architecture import Attention, ImageGrid, Layer, LayerGroup, Norm, Tower
+from whichlora.spec.architecture import (
+    Attention,
+    ImageGrid,
+    Layer,
+    LayerGroup,
+    Linear,
+    Norm,
+    Tower,
+)
 
 _SOFT_TOKENS = 280  # `max_soft_tokens` of the processor
 _AXES = 2
+_KERNEL = 3 * 3  # of a convolution of sound
 _MARKS = 2  # begin and end
 _WRAPPED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -118,21 +127,50 @@ def _clamped(layer: Layer) -> Layer:
     )
 
 
+def _audio(audio: Fields, hidden: int, *, quantises_last: bool) -> tuple[tuple[Linear, ...], int]:
+    """Matrices and parameters of `Gemma4AudioModel` and its embedder, which no image passes."""
+    width, depth, out = audio.size("hidden_size"), audio.layers(), audio.size("output_proj_dims")
+    first, second = audio.items("subsampling_conv_channels", length=2) or (0, 0)
+    inside = [("linear", width, 4 * width), ("linear", 4 * width, width)] * 2
+    inside += [("linear", width, width)] * 5 + [("linear", width, 2 * width)]
+    inside += [("relative_k_proj", width, width)]
+    around = [("input_proj_linear", first // 4 * second, width)]
+    (last,) = matrices([("embedding_projection", out, hidden)], bias=False)
+    linears = (
+        *matrices(inside, count=depth, bias=False),
+        *matrices(around, bias=False),
+        *matrices([("output_proj", width, out)]),
+        replace(last, quantisable=quantises_last),
+    )
+    convolutions = _KERNEL * (first + first * second) + first + second  # with a norm each
+    norms_of_layer = (2 * 2 + 2 + 3) * width
+    kernel = audio.size("conv_kernel_size") * width
+    scales = width // audio.size("num_attention_heads")  # `per_dim_scale`
+    in_layers = depth * (norms_of_layer + kernel + scales)
+    return linears, sum(x.num_params for x in linears) + convolutions + in_layers
+
+
 def gemma4(vision: Fields, text: Fields) -> Tower:
-    """`Gemma4VisionModel` and `Gemma4MultimodalEmbedder`."""
+    """`Gemma4VisionModel` and `Gemma4MultimodalEmbedder`, with the audio beside it."""
     width, head_dim = vision.size("hidden_size"), vision.size("head_dim")
     patch, pool = vision.size("patch_size"), vision.size("pooling_kernel_size")
     around = [("input_proj", 3 * patch**2, width)]
     around += [("embedding_projection", width, text.size("hidden_size"))]
     embedder, projection = matrices(around, bias=False)
     # `get_keys_to_not_convert` leaves out what comes last, which a tied head does not
-    is_last = text.flag("tie_word_embeddings") and not text.flag("audio_config")
+    quantises_last, hears = not text.flag("tie_word_embeddings"), text.get("audio_config")
+    idle: tuple[Linear, ...] = ()
+    idle_params = 0
+    if hears is not None:
+        audio = text.part("audio_config", defaults=_AUDIO)
+        idle, idle_params = _audio(audio, text.size("hidden_size"), quantises_last=quantises_last)
+        quantises_last = True
     return Tower(
         stack=stack(
             vision,
             (LayerGroup(layer=_layer(vision), count=vision.layers(), stack="encoder"),),
             width=width,
-            linears=(embedder, replace(projection, quantisable=not is_last)),
+            linears=(embedder, replace(projection, quantisable=quantises_last)),
             other_params=_AXES * vision.size("position_embedding_size") * width,
             embeds_in_steps=True,
         ),
@@ -140,6 +178,8 @@ def gemma4(vision: Fields, text: Fields) -> Tower:
         fields=("pixel_values", "image_position_ids", "mm_token_type_ids"),
         projector="gemma4",
         merge=pool**2,
+        idle=idle,
+        idle_params=idle_params,
         table_width=2 * head_dim,
         hooked=False,  # `Gemma4VisionModel` names no embedding that is a module
         num_returned=0,
@@ -155,6 +195,14 @@ def gemma4(vision: Fields, text: Fields) -> Tower:
     )
 
 
+_AUDIO = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "subsampling_conv_channels": [128, 32],
+    "conv_kernel_size": 5,
+    "output_proj_dims": 1536,
+}
 _GEMMA4 = {
     "hidden_size": 768,
     "intermediate_size": 3072,
