@@ -49,8 +49,9 @@ _PEFT_TASKS = {
     AutoModelForSequenceClassification: "SEQ_CLS",
 }
 _PADDING_ID = 0  # of the random tokens, too
-# A prime, so that no row of a weight repeats the row above it.
-_PATTERN_LEN = 1_048_573
+# A prime, so that no row of a weight repeats the row above it; of 1 MiB at most in fp32, so that
+# it lies in the allocator's small pool and leaves no hole between weights.
+_PATTERN_LEN = 262_139
 _SEED = 0
 _ONCE_PLACED = "_whichlora_once_placed"
 
