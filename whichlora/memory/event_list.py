@@ -446,8 +446,15 @@ def _loaded(model: ModelSpec, dtypes: Dtypes) -> Iterator[tuple[Iterable[tuple[i
 
 
 def _layer_weights(layer: Layer, dtypes: Dtypes) -> Iterator[tuple[int, int]]:
+    moe = layer.moe
+    halves: tuple[Linear, ...] = ()
+    if moe is not None and moe.one_by_one and len(moe.expert.linears) == 1 + moe.expert.gated:
+        halves = moe.expert.linears[: int(moe.expert.gated)]
     for linear in layer.linears:
-        for size, wide in _stored(linear, dtypes):
+        stored = linear
+        if linear in halves:  # gates and what they multiply are modules of their own
+            stored = replace(linear, count=2 * linear.count, out_features=linear.out_features // 2)
+        for size, wide in _stored(stored, dtypes):
             yield block_bytes(size), block_bytes(wide)
     in_linears = sum(linear.num_weights for linear in layer.linears)
     yield block_bytes((layer.num_params - in_linears) * dtypes.base_bytes), 0
