@@ -65,7 +65,7 @@ def test_an_awq_checkpoint_holds_the_tied_head_twice(name: str, published_gib: f
         ({"phase": "finetune", "trainer": "unsloth"}, 0.0),
         ({"expandable_segments": True}, 0.0),
         ({"model": "albert/albert-base-v2"}, 0.0),  # its one layer is loaded once
-        # transformers 4 has gates of 5.5 MiB apart from what they multiply, 5 both in 660 of a layer
+        # transformers 4 has gates apart from what they multiply, each of 5.5 MiB
         ({"model": "Qwen/Qwen1.5-MoE-A2.7B", "libraries": (("transformers", "4.38.2"),)}, 1.0),
     ],
     ids=str,

@@ -109,6 +109,17 @@ def test_expandable_segments_reserve_less() -> None:
     [  # MiB of runs on an H200, calibration/h200-sxm-141gb/measurements
         # a workspace is cut from the logits' blocks in the first backward, so that another is made
         ({"model": "HuggingFaceTB/SmolLM2-135M", "method": "full", "batch_size": 8}, 7854),
+        (
+            {
+                "model": "HuggingFaceTB/SmolLM2-135M",
+                "method": "full",
+                "batch_size": 2,
+                "seq_len": 4096,
+                "optimizer": "adamw_8bit",
+                "padding": "padded",
+            },
+            7958,
+        ),
         ({"batch_size": 1, "seq_len": 512, "gradient_checkpointing": False}, 4640),
         ({"batch_size": 4, "gradient_checkpointing": False}, 17170),
         # from blocks that layer 0 has freed before its first product

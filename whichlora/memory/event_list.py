@@ -20,6 +20,8 @@ from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.symbolic.autograd import NOTHING, LinearForm, TapeEvent, evaluate
 from whichlora.symbolic.layer import BlockEvents
 
+_SCALAR_BYTES = 8  # of a loss and its gradients, at most
+
 
 def block_bytes(num_bytes: int) -> int:
     """Bytes of the block that serves a request. Kind: exact. Source: `rounded`."""
@@ -366,12 +368,12 @@ def asks_in_backward(events: BlockEvents, *, logits_bytes: int) -> BlockEvents:
     backward in a thread of its own.
 
     Args:
-        logits_bytes: of a token; what is narrower is a product's result.
+        logits_bytes: of a token; what is narrower, and no scalar, is a product's result.
     """
     births = (
         place
         for place, (_, form) in enumerate(events.backward, 1)
-        if form is not None and 0 < form.per_token < logits_bytes
+        if form is not None and form.per_token < logits_bytes and max(form[:3]) > _SCALAR_BYTES
     )
     place = next(births, len(events.backward))
     backward = _with_birth(events.backward, place, events.num_tensors)

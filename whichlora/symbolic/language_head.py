@@ -92,8 +92,9 @@ def logits_of(code: OpEmitter, model: ModelSpec, x: Tensor, *, trained: bool) ->
     weight = tape.weight(elements, dtypes.head_bytes, trained=trained)
     used = code.autocast(weight)
     saves = [used, narrow] if trained else [used]
+    # torch 2.13 `MmBackward0` makes the gradient of its second matrix first
     logits = tape.op(
-        [narrow, used], per_token(model.head.out_features), narrow.size, saves=saves, reshapes=True
+        [used, narrow], per_token(model.head.out_features), narrow.size, saves=saves, reshapes=True
     )
     tape.hold_to_end(y)
     if model.logit_softcap:
