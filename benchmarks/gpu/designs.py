@@ -112,7 +112,9 @@ def train(model: str, **settings: Any) -> RunConfig:
 
 
 def _sensible(run: RunConfig, gpu: GpuSpec) -> bool:
-    """Whether `run` certainly fits, and is over within seconds."""
+    """Whether `run` certainly fits, is over within seconds, and has a position for each token."""
+    if run.seq_len > (model_of(run).max_position_embeddings or run.seq_len):
+        return False
     found = judged(run, gpu)
     if found is None or not found.fits:
         return False
