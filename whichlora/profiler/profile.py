@@ -163,12 +163,11 @@ class Profiler:
         except BaseException:  # Ctrl-C too: the worker has a session of its own and would go on
             self.close()
             raise
-        clean = (
-            answer.pop("clean", False) and _PAGED not in run.optimizer
-        )  # absent of a dead worker
+        clean = answer.pop("clean", False)  # absent where the worker died
         environment = answer.pop("environment", worker.environment)
         device_s = answer.pop("device_s", device_s)
-        if answer["outcome"] == "oom" or not clean:
+        keeps_memory = _PAGED in run.optimizer and self._device != "cpu"
+        if answer["outcome"] == "oom" or not clean or keeps_memory:
             self.close()
         return Measurement(
             id=uuid.uuid4().hex,
