@@ -33,6 +33,8 @@ from whichlora.profiler.meter import Meter
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model
+from whichlora.timing.model import AUTOGRAD_LAUNCH
+from whichlora.timing.work import LOSS_OPS, OUTSIDE_OPS
 
 LLAMA = "meta-llama/Llama-3.2-1B"  # of 16 layers, too
 CONFIG = {
@@ -118,14 +120,9 @@ def counted(run: RunConfig) -> tuple[float, float]:
         return passes(resolve(model, RunConfig.from_dict(settings), gpu))[0][2]
 
     plain, again = of(), of(gradient_checkpointing=True, use_reentrant=True)
-    outside = 22 + 32  # of embedding, norm and head; of the loss
-    return again["kernels"] - plain["kernels"] + outside, backward_kernels(plain)
-
-
-def backward_kernels(features: dict[str, Any]) -> float:
-    from whichlora.timing.model import AUTOGRAD_LAUNCH
-
-    return float((features["kernels"] - features["launch"]) / (1 - AUTOGRAD_LAUNCH))
+    forward = again["kernels"] - plain["kernels"] + OUTSIDE_OPS + LOSS_OPS
+    # the first counts a kernel of the backward whole, the second as what it costs the host
+    return forward, (plain["kernels"] - plain["launch"]) / (1 - AUTOGRAD_LAUNCH)
 
 
 def direct(model: Any, run: RunConfig) -> tuple[float, float]:

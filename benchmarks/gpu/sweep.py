@@ -31,10 +31,11 @@ sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 from designs import GROUPS, Planned, model_of, planned, predicted
 
 from whichlora.predict.resolve import resolve
+from whichlora.profiler.kept_model import build_settings
 from whichlora.profiler.profile import Profiler
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Measurement, Prediction
-from whichlora.spec.run import BATCH_SETTINGS, FOUR_BIT_BNB
+from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.store.gpus import find_gpu
 from whichlora.store.jsonfiles import write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
@@ -88,8 +89,7 @@ def by_build(left: list[Planned]) -> list[Planned]:
     first: dict[Any, int] = {}
 
     def place(one: Planned) -> tuple[int, int]:
-        settings = {k: v for k, v in one.run.to_dict().items() if k not in BATCH_SETTINGS}
-        build = (one.group, json.dumps(settings, sort_keys=True))
+        build = (one.group, json.dumps(build_settings(one.run.to_dict()), sort_keys=True))
         return first.setdefault(one.group, len(first)), first.setdefault(build, len(first))
 
     return sorted(left, key=place)

@@ -182,13 +182,15 @@ class GenerationEvents(BlockPlayer):
         blocks = [
             self._block(layer, tokens=tokens, span=span, decoding=decoding) for layer in self._kinds
         ]
-        workspace = kernel_workspace_bytes(run.gpu, run.dtypes) * (not decoding)
-        asking = self._block(
-            self.layers[0], tokens=tokens, span=span, decoding=decoding, workspace=workspace
-        )
+        ordered = [blocks[kind] for kind in self._kind_of]
+        workspace = kernel_workspace_bytes(run.gpu, run.dtypes)
+        if workspace and not decoding:
+            ordered[0] = self._block(
+                self.layers[0], tokens=tokens, span=span, decoding=False, workspace=workspace
+            )
         before: Instance | None = None
-        for number, kind in enumerate(self._kind_of):
-            instance = self._run_layer(number, blocks[kind] if number else asking, stream)
+        for number, block in enumerate(ordered):
+            instance = self._run_layer(number, block, stream)
             if before is not None:
                 self._kill(before, before.block.events.copies)
             self._let_go(stream)

@@ -75,5 +75,12 @@ def _copied(value: Any) -> Any:
 
 def build_key(request: Mapping[str, Any]) -> str:
     """What the model of a measurement is built from: equal where it can be kept."""
-    run = {name: value for name, value in request["run"].items() if name not in BATCH_SETTINGS}
-    return json.dumps([run, request["model_config"], request["target_modules"]], sort_keys=True)
+    settings = build_settings(request["run"])
+    return json.dumps(
+        [settings, request["model_config"], request["target_modules"]], sort_keys=True
+    )
+
+
+def build_settings(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings of `run` that its model is built from."""
+    return {name: value for name, value in run.items() if name not in BATCH_SETTINGS}

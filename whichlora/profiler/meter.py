@@ -25,8 +25,6 @@ class Meter:
             first one at a new length took 0.2 to 2.5 s longer: libraries load their kernels then.
     """
 
-    warms_lengths = False
-
     def __init__(
         self, device: str, *, keeps_history: bool = False, warms_lengths: bool = False
     ) -> None:

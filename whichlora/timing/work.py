@@ -72,7 +72,7 @@ LOSS_OPS = 32
 BACKWARD_RATIO = 1.6  # 60 of 38
 # Elements that an activation reads and writes, and its kernels, where it is no kernel of its own.
 # Kind: exact. Source: transformers 5.23 `NewGELUActivation`, `QuickGELUActivation`.
-ACTIVATION_PASSES = {"gelu_new": (18, 8), "quick_gelu": (7, 3)}
+_ACTIVATION_PASSES = {"gelu_new": (18, 8), "quick_gelu": (7, 3)}
 # Launches of a forward that take the host as long as the Python hooks through which every tensor
 # passes that non-reentrant checkpointing saves: packed in the forward, packed again in the second
 # one, unpacked in the backward. Kind: measured, `benchmarks/host_costs.py`: 0.86 to 1.2.
@@ -445,6 +445,14 @@ def _attention_work(
     )
 
 
+def activation_passes(activation: str) -> tuple[int, int]:
+    """Elements that an activation reads and writes for each of its result, and its kernels.
+
+    Kind: exact. Source: `_ACTIVATION_PASSES`.
+    """
+    return _ACTIVATION_PASSES.get(activation, (2, 1))
+
+
 def layer_ops(layer: Layer, run: RunConfig) -> int:
     """Kernels of one layer's forward, adapters left out; experts as one pass.
 
@@ -462,7 +470,7 @@ def layer_ops(layer: Layer, run: RunConfig) -> int:
             ops += EAGER_OPS if run.attn == "eager" else ATTENTION_OPS
         ops += RESIDUAL_OPS // 2
     if layer.mlp is not None:
-        _, of_activation = ACTIVATION_PASSES.get(layer.mlp.activation, (2, 1))
+        _, of_activation = activation_passes(layer.mlp.activation)
         ops += len(layer.mlp.linears) + of_activation + layer.mlp.gated + RESIDUAL_OPS // 2
     if layer.moe is not None:
         ops += 10 + RESIDUAL_OPS // 2
@@ -520,7 +528,7 @@ def elementwise_forward_bytes(
         mlp, active = layer.moe.expert, layer.moe.rows_per_token
         moved += 6 * narrow * hidden_size * active  # gathered, weighted and added
     if mlp is not None:
-        of_activation, _ = ACTIVATION_PASSES.get(mlp.activation, (2, 1))
+        of_activation, _ = activation_passes(mlp.activation)
         passes = of_activation + 3 if mlp.gated else of_activation
         if mlp.gated and (fused or dtypes.kernels.gated or dtypes.kernels.adapters):
             passes = 3
