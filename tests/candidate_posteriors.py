@@ -29,7 +29,9 @@ def candidate_posterior(**changes: object) -> CandidatePosterior:
                 RunConfig(model=name, batch_size=batch_size, seq_len=2048, **changes)  # type: ignore[arg-type]
             )
             counted_candidates.append(
-                count_training(count_run(resolve(model, train, A100)), {2048: 100}, num_batches=5)
+                count_training(
+                    count_run(resolve(model, train, A100)), {2048: 100}, profiled=[2048] * 5
+                )
             )
         serve = RunConfig(model=name, phase="inference", batch_size=4)
         counted_candidates.append(

@@ -187,7 +187,7 @@ def table_of(name: str, gpu: GpuSpec, records: Sequence[Measurement]) -> Table:
         if run.phase == "finetune":
             steps = {run.seq_len: NUM_SEQUENCES / run.batch_size}
             counted_candidates.append(
-                count_training(count_run(job), steps, num_batches=len(record.step_s))
+                count_training(count_run(job), steps, profiled=[run.seq_len] * len(record.step_s))
             )
         else:
             counted_candidates.append(
@@ -242,7 +242,7 @@ def invented_table(seed: int) -> Table:
     jobs = [job for job in table_jobs(gpu) if 64 in (job.run.seq_len, job.run.prompt_len)]
     jobs = [job for job in jobs if job.run.seq_len == 64 or job.run.phase == "inference"]
     counted_candidates = [
-        count_training(count_run(job), {64: NUM_SEQUENCES / job.run.batch_size}, num_batches=4)
+        count_training(count_run(job), {64: NUM_SEQUENCES / job.run.batch_size}, profiled=[64] * 4)
         if job.run.phase == "finetune"
         else count_inference(count_run(job), num_runs=4)
         for job in jobs

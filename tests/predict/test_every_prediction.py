@@ -225,7 +225,7 @@ def test_what_the_search_sees_of_a_run_is_what_is_predicted_of_it(
     counted = count_run(job)
     time = predict_counted(counted, prior_calibration(gpu)).time
     if run.phase == "finetune":
-        counted_candidate = count_training(counted, {run.seq_len: 1.0}, num_batches=1)
+        counted_candidate = count_training(counted, {run.seq_len: 1.0}, profiled=[run.seq_len])
         expected = time.step_s
     else:
         counted_candidate = count_inference(counted, num_runs=1)

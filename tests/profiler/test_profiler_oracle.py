@@ -309,7 +309,7 @@ def test_a_step_passes_the_moments_of_the_ledger_in_their_order(settings: dict[s
     assert entered == [*micro, *micro, "optimizer_step", ""] * 2
 
 
-def test_where_libraries_load_kernels_a_step_of_each_length_comes_first() -> None:
+def test_where_libraries_load_kernels_a_length_is_warmed_before_it_is_timed() -> None:
     from whichlora.profiler.build import build_model
     from whichlora.profiler.finetune import measure_finetune
     from whichlora.profiler.meter import Meter
@@ -320,7 +320,7 @@ def test_where_libraries_load_kernels_a_step_of_each_length_comes_first() -> Non
     told: list[str] = []
     model = build_model(run, LLAMA, device="cpu", target_modules="all-linear")
     found = measure_finetune(model, run, meter, [16, 8, 8], tell=told.append)
-    assert told[:3] == ["warming up", "warming up", "in batch 1 of 3"]
+    assert told[:4] == ["warming up", "in batch 1 of 3", "warming up", "in batch 2 of 3"]
     assert found["batch_seq_len"] == [16, 8, 8]
     assert len(found["step_s"]) == 3
 

@@ -139,7 +139,7 @@ def test_in_no_sample_does_more_work_take_less_time() -> None:
         for method in ("lora", "dora")
     ]
     jobs = [resolve(model, run, CPU) for run in runs]
-    counted_candidates = [count_training(count_run(job), {64: 1.0}, num_batches=1) for job in jobs]
+    counted_candidates = [count_training(count_run(job), {64: 1.0}, profiled=[64]) for job in jobs]
     more = np.array(counted_candidates[1].passes[0][2]) >= np.array(
         counted_candidates[0].passes[0][2]
     )
@@ -394,7 +394,7 @@ def test_a_budget_of_runs_is_kept() -> None:
 def test_every_feature_has_a_place_in_a_counted_candidate() -> None:
     train = RunConfig(model=NAMES[1])
     job = resolve(load_model(NAMES[1]), train, CPU)
-    (one,) = count_training(count_run(job), {64: 2.0}, num_batches=1).passes
+    (one,) = count_training(count_run(job), {64: 2.0}, profiled=[64]).passes
     assert len(one[2]) == len(FEATURES)
 
 

@@ -54,7 +54,7 @@ def test_a_whole_training_is_the_sum_of_its_predicted_steps(strategy: str) -> No
 
 def in_the_search(run: RunConfig) -> tuple[Quantity, TimePrediction]:
     """Time of one step of `run` as the search has it, and as it is predicted alone."""
-    counted = count_training(count_run(resolve(MODEL, run, A100)), {2048: 1.0}, num_batches=5)
+    counted = count_training(count_run(resolve(MODEL, run, A100)), {2048: 1.0}, profiled=[2048] * 5)
     time = CandidatePosterior([counted]).time(CALIBRATION).quantity(0)
     return time, predict(MODEL, run, A100, CALIBRATION).time
 

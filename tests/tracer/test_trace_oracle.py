@@ -21,7 +21,7 @@ from whichlora.memory.allocator_simulator import replay
 from whichlora.methods import with_defaults
 from whichlora.predict import predict, resolve
 from whichlora.profiler.build import finished_model, meta_model
-from whichlora.profiler.finetune import collate, random_rows, stages
+from whichlora.profiler.finetune import collate, random_rows, steps_of
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import RunConfig
 from whichlora.store import models
@@ -187,7 +187,7 @@ def test_loop_function_is_traced_as_a_step_that_is_a_function(
             optimizer.step()
             optimizer.zero_grad()
 
-        lengths, _ = stages(meter, seq_lens, num_counted=2)
+        lengths = [step.seq_len for step in steps_of(meter, seq_lens, num_counted=2)]
         for row in random_rows(model.config, run, lengths):
             train_step(collate([row]))
 

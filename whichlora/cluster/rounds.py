@@ -14,6 +14,7 @@ from whichlora.errors import ConfigError
 from whichlora.predict.words import describe
 from whichlora.search.feasibility import Candidate
 from whichlora.spec.plan import Plan
+from whichlora.spec.profile_steps import steps_by_length
 from whichlora.store.locks import hold_folder
 from whichlora.workflow.session import Progress, Session
 
@@ -136,12 +137,14 @@ def _task(plan: Plan, session: Session, candidate: Candidate) -> Task:
     training = run.phase == "finetune"
     number = plan.num_batches if training else plan.num_runs
     load = session.workload(run) if training else None
-    upper_s = _upper_s(candidate) * (number + 1)  # and one to warm up
+    lengths = load.profile_lengths(number) if load else (run.prompt_len,) * number
+    steps = steps_by_length(lengths, session.gpu.backend.torch_device)
+    upper_s = _upper_s(candidate) * steps.total()
     return Task(
         what=describe(run),
         run=run,
         target_modules=session.job(run).peft_targets,
-        seq_lens=load.profile_lengths(number) if load else (run.prompt_len,),
+        seq_lens=lengths,
         num_batches=number,
         timeout_s=round(min(plan.timeout_s, plan.slurm.startup_s / 2 + upper_s), 1),
         upper_s=round(upper_s, 3),

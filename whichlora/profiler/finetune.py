@@ -20,6 +20,7 @@ from whichlora.methods import get_method
 from whichlora.profiler.images import has_fields, image_span, with_fields
 from whichlora.profiler.meter import Meter
 from whichlora.profiler.spread import spreading
+from whichlora.spec.profile_steps import ProfileStep, profile_steps
 from whichlora.spec.run import RunConfig
 from whichlora.tasks import Task, task_of
 from whichlora.trainers import get_trainer
@@ -39,10 +40,8 @@ def measure_finetune(
 ) -> dict[str, Any]:
     """Time one optimizer step per length in `seq_lens`, after a warm-up at the longest.
 
-    The first step is timed on its own: it grows the allocator, creates the optimizer state and
-    selects kernels. On a device without memory counters the second one, also at the longest
-    length, counts the bytes and is not timed. So the peak is known before the timed steps, which
-    may end early.
+    The steps are those of `profile_steps`; the first one is timed on its own. On a device without
+    memory counters the second one counts the bytes.
 
     Args:
         is_done: of the times of the steps so far, whether the run ends; without it every step is
@@ -60,7 +59,7 @@ def measure_finetune(
             f"loss_head: {run.loss_head} runs inside {maker}'s own "
             "trainer and can't be profiled; profile hf, liger or raw instead"
         )
-    lengths, timer = timed_stages(meter, seq_lens, is_done, tell)
+    lengths, timer = timed_steps(meter, seq_lens, is_done, tell)
     watch_moments(model, meter)
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = _Trainer(
@@ -102,36 +101,26 @@ def updating(run: RunConfig) -> list[TrainerCallback]:
     return [AfterUpdate(name)] if name else []
 
 
-def stages(
-    meter: Meter, seq_lens: Sequence[int], *, num_counted: int = 1
-) -> tuple[list[int], list[str]]:
-    """Length of every step, those that are not timed first, and what each is for, in words.
+def steps_of(meter: Meter, seq_lens: Sequence[int], *, num_counted: int = 1) -> list[ProfileStep]:
+    """The steps that `meter` needs to time each of `seq_lens`.
 
     Args:
         num_counted: steps under the memory profiler of a device without counters.
     """
-    steps = ["warming up", *["counting memory"] * (num_counted * meter.needs_extra_run)]
-    untimed = [max(seq_lens)] * len(steps)
-    if meter.warms_lengths:
-        others = [length for length in dict.fromkeys(seq_lens) if length != max(seq_lens)]
-        untimed += others
-        steps += ["warming up"] * len(others)
-    steps += [f"in batch {number} of {len(seq_lens)}" for number in range(1, len(seq_lens) + 1)]
-    return [*untimed, *seq_lens], steps
+    counted = num_counted if meter.needs_extra_run else 0
+    return [*profile_steps(seq_lens, num_counted=counted, warms_lengths=meter.warms_lengths)]
 
 
-def timed_stages(
+def timed_steps(
     meter: Meter,
     seq_lens: Sequence[int],
     is_done: Callable[[Sequence[float]], bool],
     tell: Callable[[str], None],
 ) -> tuple[list[int], StepTimer]:
-    """Length of every step as of `stages`, and the callback that times those of `seq_lens`."""
-    lengths, steps = stages(meter, seq_lens)
-    num_untimed = len(lengths) - len(seq_lens)
-    return lengths, StepTimer(
-        meter, num_untimed=num_untimed, is_done=is_done, steps=steps, tell=tell
-    )
+    """Length of every step of `steps_of`, and the callback that times those of `seq_lens`."""
+    steps = steps_of(meter, seq_lens)
+    lengths = [step.seq_len for step in steps]
+    return lengths, StepTimer(meter, steps=steps, is_done=is_done, tell=tell)
 
 
 def measured(
@@ -181,33 +170,31 @@ class _Trainer(in_given_order(Trainer)):  # type: ignore[misc]
 class StepTimer(TrainerCallback):  # type: ignore[misc]
     """Seconds from the end of one optimizer step to the end of the next, fetching included.
 
-    Step 1 is the warm-up; where two are untimed, step 2 runs under the memory profiler. Ends the
-    training once `is_done` says so of the timed steps.
+    Ends the training once `is_done` says so of the timed steps.
     """
 
     def __init__(
         self,
         meter: Meter,
         *,
-        num_untimed: int,
+        steps: Sequence[ProfileStep],
         is_done: Callable[[Sequence[float]], bool],
-        steps: Sequence[str],
         tell: Callable[[str], None],
     ) -> None:
         self.step_s: list[float] = []
         self.warm_up_s = 0.0
         self._meter = meter
-        self._num_untimed = num_untimed
-        self._is_done = is_done
-        self._steps, self._tell = steps, tell
+        self._steps = steps
+        self._is_done, self._tell = is_done, tell
         self._end_s = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._end_s = self._meter.now()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._tell(self._steps[state.global_step])  # steps completed so far
-        if self._meter.needs_extra_run and 1 <= state.global_step < self._num_untimed:
+        step = self._steps[state.global_step]  # steps completed so far
+        self._tell(step.what)
+        if step.is_counted:
             self._meter.start_extra_run()
         self._meter.enter("layer_forward")
 
@@ -220,12 +207,13 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._meter.enter("")
         now = self._meter.now()
-        if state.global_step > self._num_untimed:
+        step = self._steps[state.global_step - 1]
+        if step.is_timed:
             self.step_s.append(now - self._end_s)
             control.should_training_stop |= self._is_done(self.step_s)
         elif state.global_step == 1:
             self.warm_up_s = now - self._end_s
-        elif self._meter.needs_extra_run:
+        elif step.is_counted:
             self._meter.stop_extra_run()
             now = self._meter.now()  # reading the profile takes a while
         self._end_s = now

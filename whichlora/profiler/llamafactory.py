@@ -22,7 +22,7 @@ from whichlora.profiler.finetune import (
     in_given_order,
     measured,
     random_rows,
-    timed_stages,
+    timed_steps,
     training_options,
     updating,
     watch_moments,
@@ -57,7 +57,7 @@ def measure_llamafactory(
             f"trainer: {run.trainer} needs LLaMA-Factory and its TRL ({error}); "
             "pip install llamafactory"
         ) from None
-    lengths, timer = timed_stages(meter, seq_lens, is_done, tell)
+    lengths, timer = timed_steps(meter, seq_lens, is_done, tell)
     watch_moments(model, meter)
     rows = random_rows(model.config, run, lengths)
     made = _BATCHES[trainer.rows]

@@ -17,7 +17,7 @@ from whichlora.profiler.finetune import (
     collator,
     own_optimizer,
     random_rows,
-    stages,
+    steps_of,
     watch_moments,
 )
 from whichlora.profiler.meter import Meter
@@ -49,8 +49,9 @@ def measure_loop(
             f"loss_head: {run.loss_head} is not in the plain loop; profile {' or '.join(_HEADS)}"
         )
     # two are counted: what a step leaves behind is in the second alone
-    lengths, steps = stages(meter, seq_lens, num_counted=2)
-    num_untimed = len(lengths) - len(seq_lens)
+    steps = steps_of(meter, seq_lens, num_counted=2)
+    lengths = [step.seq_len for step in steps]
+    counted = [number for number, step in enumerate(steps) if step.is_counted]
     watch_moments(model, meter)
     model.config.use_cache = False  # else the outputs hold keys and values, too
     _enable_checkpointing(model, run)
@@ -63,9 +64,9 @@ def measure_loop(
     step_s: list[float] = []
     warm_up_s = 0.0
     end_s = meter.now()
-    for number, stage in enumerate(steps):
-        tell(stage)
-        if meter.needs_extra_run and number == 1 < num_untimed:
+    for number, step in enumerate(steps):
+        tell(step.what)
+        if number in counted[:1]:
             outputs = loss = None  # a profiler does not see the release of what was there before
             meter.start_extra_run()
         for _ in range(run.gradient_accumulation_steps):
@@ -93,10 +94,10 @@ def measure_loop(
         now = meter.now()
         if number == 0:
             warm_up_s = now - end_s
-        elif meter.needs_extra_run and number == num_untimed - 1:
+        elif number in counted[-1:]:
             meter.stop_extra_run()
             now = meter.now()  # reading the profile takes a while
-        elif number >= num_untimed:
+        elif step.is_timed:
             step_s.append(now - end_s)
             if is_done(step_s):
                 break

@@ -22,7 +22,7 @@ from whichlora.profiler.finetune import (
     measured,
     own_optimizer,
     random_rows,
-    timed_stages,
+    timed_steps,
     training_options,
     updating,
     watch_moments,
@@ -59,7 +59,7 @@ def measure_sentence_transformers(
             f"trainer: {run.trainer} needs sentence-transformers, which is not installed ({error});"
             " pip install sentence-transformers"
         ) from None
-    lengths, timer = timed_stages(meter, seq_lens, is_done, tell)
+    lengths, timer = timed_steps(meter, seq_lens, is_done, tell)
     watch_moments(model, meter)
     rows = random_rows(model.config, run, lengths)
     texts = get_trainer(run.trainer).sequences(run)

@@ -28,7 +28,7 @@ from whichlora.profiler.finetune import (
     in_given_order,
     measured,
     random_rows,
-    timed_stages,
+    timed_steps,
     training_options,
     updating,
     watch_moments,
@@ -66,7 +66,7 @@ def measure_trl(
         raise MeasurementError(
             f"trainer: {run.trainer} needs TRL, which is not installed ({error}); pip install trl"
         ) from None
-    lengths, timer = timed_stages(meter, seq_lens, is_done, tell)
+    lengths, timer = timed_steps(meter, seq_lens, is_done, tell)
     watch_moments(model, meter)
     rows, writes = random_rows(model.config, run, lengths), trainer.writes_answers
     prepared = _prepared(library_class)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
@@ -18,11 +18,10 @@ from whichlora.predict.predict import (
 )
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.search.spread_steps import SpreadSteps
+from whichlora.spec.profile_steps import steps_by_length
 from whichlora.timing.model import FEATURES
 
 NO_EVALUATION: Mapping[int, float] = MappingProxyType({})
-# Steps of a profile beside the timed ones: the warm-up, and the step that counts bytes.
-UNTIMED_STEPS = 2
 
 PassRow: TypeAlias = tuple[str, float, tuple[float, ...]]
 """Phase, count, and the time features of one pass in the order of `FEATURES`."""
@@ -58,14 +57,14 @@ def count_training(
     counted: CountedRun,
     steps: Mapping[int, float],
     *,
-    num_batches: int,
+    profiled: Sequence[int],
     evaluated: Mapping[int, float] = NO_EVALUATION,
 ) -> CountedCandidate:
     """Count a fine-tuning.
 
     Args:
         steps: number of optimizer steps by padded length.
-        num_batches: timed in a profile.
+        profiled: padded lengths of the batches that a profile times.
         evaluated: number of evaluation batches by padded length.
     """
     job = counted.job
@@ -75,18 +74,26 @@ def count_training(
     )
     if job.layout is not None:
         return CountedCandidate(counted, evaluations, (), SpreadSteps.of(job, steps))
+    tried = steps_by_length(profiled, job.gpu.backend.torch_device)
+    lengths = list(dict.fromkeys((*steps, *tried)))
     if len(counted.passes) > 1:  # answers are written, too
-        trained = tuple(
-            (phase, count * float(times), _row(features))
-            for length, count in steps.items()
-            for phase, times, features in passes(job, seq_len=length)
-        )
+        of_step = {
+            length: tuple(
+                (phase, float(times), _row(features))
+                for phase, times, features in passes(job, seq_len=length)
+            )
+            for length in lengths
+        }
     else:
-        rows = features_by_length(lambda width: step_features(job, seq_len=width), steps)
-        trained = tuple(("finetune", count, _row(rows[length])) for length, count in steps.items())
-    of_step = tuple((phase, float(times), _row(row)) for phase, times, row in counted.passes)
-    trial = _scaled(of_step, float(num_batches + UNTIMED_STEPS))
-    return CountedCandidate(counted, trained + evaluations, trial)
+        rows = features_by_length(lambda width: step_features(job, seq_len=width), lengths)
+        of_step = {length: (("finetune", 1.0, _row(row)),) for length, row in rows.items()}
+
+    def passes_of(numbers: Mapping[int, float]) -> tuple[PassRow, ...]:
+        return tuple(
+            row for length, count in numbers.items() for row in _scaled(of_step[length], count)
+        )
+
+    return CountedCandidate(counted, passes_of(steps) + evaluations, passes_of(tried))
 
 
 def count_inference(counted: CountedRun, *, num_runs: int) -> CountedCandidate:
@@ -95,13 +102,14 @@ def count_inference(counted: CountedRun, *, num_runs: int) -> CountedCandidate:
     Args:
         num_runs: generations timed in a profile.
     """
+    device = counted.job.gpu.backend.torch_device
     generation = tuple(
         (phase, float(count), _row(features)) for phase, count, features in counted.passes
     )
     return CountedCandidate(
         counted,
         _scaled(generation, 1.0 / num_tokens(counted.job)),
-        _scaled(generation, float(num_runs + UNTIMED_STEPS)),
+        _scaled(generation, float(steps_by_length([1] * num_runs, device).total())),
     )
 
 

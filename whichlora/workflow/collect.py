@@ -12,6 +12,7 @@ from whichlora.calibration.load import load_calibration
 from whichlora.config import load_plan
 from whichlora.predict.predict import forward_features, mean_context, predict, step_features
 from whichlora.spec.parallel import ONE_GPU
+from whichlora.spec.profile_steps import steps_by_length
 from whichlora.spec.results import Measurement
 from whichlora.spec.run import RunConfig
 from whichlora.store.host import read_host, write_host
@@ -22,7 +23,6 @@ from whichlora.workflow.profiling import device_of, gpu_of, require_profiler
 from whichlora.workflow.session import Progress, Session
 
 START_S = 10.0  # guess of what building a model takes, until one was built here
-_UNTIMED = 1  # warm-up of every profile
 
 
 def measure(config: Path, *, budget_s: float, progress: Progress) -> Refit:
@@ -74,6 +74,7 @@ def _spend(session: Session, budget_s: float) -> None:
     targets = [predicted_time for some in predicted_times.values() for predicted_time in some]
     search_loop = session.search_loop(alive)
     left_s, starts_s = budget_s, [START_S]
+    device = session.gpu.backend.torch_device
     while True:
         open_positions = [i for i in range(len(alive)) if i not in search_loop.measured]
         options = [
@@ -93,7 +94,7 @@ def _spend(session: Session, budget_s: float) -> None:
         search_loop.measured[position] = measurement
         left_s -= measurement.device_s
         if measurement.outcome == "ok":
-            built_s = max(0.0, measurement.device_s - _measured_s(measurement))
+            built_s = max(0.0, measurement.device_s - _measured_s(measurement, device))
             starts_s = [*starts_s, built_s] if len(search_loop.measured) > 1 else [built_s]
         session.learn(measurement)
 
@@ -124,20 +125,24 @@ def _predicted_times(session: Session, run: RunConfig) -> tuple[PredictedTime, .
 
 def _timed_s(session: Session, predicted_times: tuple[PredictedTime, ...], run: RunConfig) -> float:
     """Predicted device time of a profile, building left out."""
-    models = session.calibration.time
-    each = {
-        predicted_time.phase: float(
-            seconds(models[predicted_time.phase], predicted_time.features)[0]
-        )
-        for predicted_time in reversed(predicted_times)  # of several widths, the longest
-    }
-    plan = session.plan
+    models, plan = session.calibration.time, session.plan
+    device = session.gpu.backend.torch_device
+    each = [
+        float(seconds(models[predicted_time.phase], predicted_time.features)[0])
+        for predicted_time in predicted_times
+    ]
     if run.phase == "finetune":
-        return (plan.num_batches + _UNTIMED) * each["finetune"]
-    whole = each["prefill"] + (run.max_new_tokens - 1) * each.get("decode", 0.0)
-    return (plan.num_runs + _UNTIMED) * whole
+        lengths = session.workload(run).profile_lengths(plan.num_batches)
+        of_length = dict(zip(dict.fromkeys(lengths), each, strict=True))
+        steps = steps_by_length(lengths, device)
+        return sum(number * of_length[length] for length, number in steps.items())
+    prompt_s, *token_s = each
+    whole = prompt_s + (run.max_new_tokens - 1) * sum(token_s)
+    return steps_by_length([run.prompt_len] * plan.num_runs, device).total() * whole
 
 
-def _measured_s(measurement: Measurement) -> float:
+def _measured_s(measurement: Measurement, device: str) -> float:
+    """Of its steps or generations, those that are not timed as long as the others."""
     timed = measurement.step_s or measurement.generate_s
-    return sum(timed) * (1 + _UNTIMED / max(1, len(timed)))
+    lengths = measurement.step_lengths if measurement.step_s else [1] * len(timed)
+    return steps_by_length(lengths, device).total() * mean(timed)

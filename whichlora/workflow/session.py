@@ -389,7 +389,7 @@ class Session:
         return count_training(
             counted,
             steps,
-            num_batches=self.plan.num_batches,
+            profiled=load.profile_lengths(self.plan.num_batches),
             evaluated=self.evaluation(run),
         )
 
