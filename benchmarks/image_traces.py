@@ -2,7 +2,9 @@
 
 `python benchmarks/image_traces.py` prints errors of the peak by class, for docs/memory.md.
 `--draw 12` traces as many runs of each class anew, or of `--types qwen2_5_vl,gemma3`; `--seed 1000`
-draws others, which are printed and not kept.
+draws others, which are printed and not kept. `--trainer sft` traces those of TRL's `SFTTrainer`,
+which needs TRL (`pip install trl`). What the allocator reserves is compared by
+`reserved_accuracy.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from trace_records import live_bytes, read, traced_peak
+from trace_records import live_bytes, read, traced_peaks
 
 from whichlora import families
 from whichlora.predict.resolve import ResolvedRun, resolve
@@ -23,6 +25,9 @@ from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 
 RECORDS = Path(__file__).parent / "traces" / "images.jsonl"
+SFT_RECORDS = RECORDS.with_name("images-sft.jsonl")
+# TRL's fused head finds no states: `base_model` of these is the text with its own head
+NO_SFT = ("llama4", "whisper")
 GPU = find_gpu("a100-sxm-80gb")
 _QWEN2_TEXT = {
     "hidden_size": 1536,
@@ -314,9 +319,9 @@ def predicted(line: Mapping[str, Any]) -> int:
     return max(moments(line).values())
 
 
-def traced(line: Mapping[str, Any]) -> int:
-    """The same of the real class on fake tensors."""
-    return traced_peak(job_of(line), config_of(line))
+def traced(line: Mapping[str, Any]) -> dict[str, int]:
+    """The same of the real class on fake tensors, and what is reserved for it."""
+    return traced_peaks(job_of(line), config_of(line))
 
 
 _SIZES = ((448, 448), (640, 480), (1024, 768), (768, 1280), (1600, 1200), (301, 997))
@@ -416,8 +421,20 @@ def draw(seed: int, model_type: str) -> dict[str, Any]:
             return line
 
 
-def records() -> Iterator[dict[str, Any]]:
-    return read(RECORDS)
+def draw_of(trainer: str, seed: int, model_type: str) -> dict[str, Any]:
+    """The run of that seed, or of TRL's trainer the training that it or a later one draws."""
+    line = draw(seed, model_type)
+    if trainer == "transformers":
+        return line
+    while line["run"]["phase"] != "finetune":
+        seed += 10_000
+        line = draw(seed, model_type)
+    line["run"] |= {"trainer": trainer, "loss_head": "trl-fused"}
+    return line
+
+
+def records(trainer: str = "transformers") -> Iterator[dict[str, Any]]:
+    return read(RECORDS if trainer == "transformers" else SFT_RECORDS)
 
 
 def errors(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
@@ -443,19 +460,24 @@ def main() -> None:
     parser.add_argument("--draw", type=int, metavar="N", help="trace N runs of each class")
     parser.add_argument("--types", default=",".join(CONFIGS))
     parser.add_argument("--seed", type=int, default=0, help="of the first run; kept from 0 alone")
+    parser.add_argument("--trainer", default="transformers", choices=("transformers", "sft"))
     arguments = parser.parse_args()
-    kept = list(records()) if RECORDS.exists() else []
+    trainer = arguments.trainer
+    path = RECORDS if trainer == "transformers" else SFT_RECORDS
+    kept = list(read(path)) if path.exists() else []
     if arguments.draw:
         drawn = arguments.types.split(",")
+        if trainer == "sft":
+            drawn = [name for name in drawn if name not in NO_SFT]
         seeds = range(arguments.seed, arguments.seed + arguments.draw)
-        lines = [draw(seed, model_type) for model_type in drawn for seed in seeds]
+        lines = [draw_of(trainer, seed, name) for name in drawn for seed in seeds]
         for line in lines:
-            line["traced"] = traced(line)
+            line |= traced(line)
         if arguments.seed:
             print(table(errors(lines)))
             return
         kept = [line for line in kept if line["type"] not in drawn] + lines
-        with RECORDS.open("w", encoding="utf-8") as file:
+        with path.open("w", encoding="utf-8") as file:
             for line in kept:
                 print(json.dumps(line), file=file)
     print(table(errors(kept)))

@@ -350,7 +350,7 @@ def settings(run: RunConfig) -> dict[str, Any]:
     return {
         name: value
         for name, value in run.to_dict().items()
-        if name == "model" or value != default[name]
+        if name == "model" or value != default.get(name)
     }
 
 

@@ -22,8 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import image_traces
 import memory_samples as samples
 import published
+import trainer_traces
 from markdown_tables import markdown_table
 
 from whichlora.predict import predict as prediction
@@ -39,6 +41,7 @@ FILES = (
     "newest-types.jsonl",
 )
 NUM_WORST = 15
+ENDLESS_GPU = replace(samples.GPU, memory_bytes=samples.ENDLESS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +99,37 @@ def published_spreads() -> Iterator[float]:
 
 
 def compared(run: RunConfig, traced: int) -> Compared:
-    """`run` against `traced` bytes, without a limit of memory and without workspaces."""
-    gpu = replace(samples.GPU, memory_bytes=samples.ENDLESS)
-    job = samples.as_traced(resolution.resolve(samples.model_of(run.model), run, gpu))
+    """`run` against `traced` bytes, without a limit of memory."""
+    return compared_job(
+        samples.as_traced(resolution.resolve(samples.model_of(run.model), run, ENDLESS_GPU)), traced
+    )
+
+
+def compared_images() -> Iterator[Compared]:
+    """Kept traces of training with images."""
+    for line in [*image_traces.records(), *image_traces.records("sft")]:
+        run = RunConfig.from_dict(line["run"])
+        if run.phase == "finetune" and run.images and "reserved" in line:
+            yield _without_warm_up(image_traces.job_of(line), line["reserved"])
+
+
+def compared_sft() -> Iterator[Compared]:
+    """Kept traces of TRL's `SFTTrainer`."""
+    for line in trainer_traces.records():
+        if "reserved" in line and line["run"]["trainer"] == "sft":
+            yield _without_warm_up(trainer_traces.job_of(line), line["reserved"])
+
+
+def _without_warm_up(job: resolution.ResolvedRun, traced: int) -> Compared:
+    """`job` against a trace that does not begin with the warm-up block of loading."""
+    gpu = replace(job.gpu, memory_bytes=samples.ENDLESS)
+    job = samples.as_traced(replace(job, gpu=gpu))
+    return compared_job(replace(job, dtypes=replace(job.dtypes, loads_at_once=False)), traced)
+
+
+def compared_job(job: resolution.ResolvedRun, traced: int) -> Compared:
+    """`job` against `traced` bytes, without workspaces."""
+    run, gpu = job.run, job.gpu
     counted = prediction.ledger(job)
     workspace = counted.workspace_bytes
     judged = prediction.judged_run(job, prior_calibration(gpu))
@@ -162,6 +193,11 @@ def _training_groups(found: Sequence[Compared]) -> Iterator[tuple[str, list[Comp
             )
 
 
+def _image_groups(found: Sequence[Compared]) -> Iterator[tuple[str, list[Compared]]]:
+    for name in sorted({one.run.model for one in found}):
+        yield name, [one for one in found if one.run.model == name and one.is_replayed]
+
+
 def _inference_groups(found: Sequence[Compared]) -> Iterator[tuple[str, list[Compared]]]:
     by_name: dict[str, list[Compared]] = {}
     for one in found:
@@ -214,6 +250,7 @@ def document(found: Sequence[Compared]) -> str:
     inferred = [one for one in found if one.run.phase == "inference"]
     traced = [one.needed_spread for one in trained if one.is_replayed]
     measured = list(published_spreads())
+    seen, tuned = list(compared_images()), list(compared_sft())
     return (
         "# Accuracy of reserved memory\n\n"
         f"Made by `benchmarks/reserved_accuracy.py --write` on {today}; no GPU was used. A "
@@ -225,7 +262,7 @@ def document(found: Sequence[Compared]) -> str:
         "either.\n\n"
         "*Estimate* is what millions of runs at once are judged by. *Answer* is what a prediction "
         "of one run says: the replay, or the estimate where a tensor that matters is missing "
-        "among the events. Those are shared layers and Gemma 4; in inference also "
+        "among the events. Those are shared layers and Gemma 4's; in inference also images, "
         "encoder-decoders, recurrent layers, latent attention, quantised caches; else where live "
         "bytes differ by more than 1 % from the ledger's.\n\n"
         f"## Training\n\n{table(trained, _training_groups(trained))}\n\n{_summary(trained)}"
@@ -234,6 +271,11 @@ def document(found: Sequence[Compared]) -> str:
         f"traces, {spread_of(measured):.2f} by {len(measured)} peaks published "
         "([published.md](published.md)).\n\n"
         f"### The worst\n\n{worst(trained)}\n\n"
+        f"## Training with TRL's SFTTrainer\n\nTraces of `trainer_traces.py`.\n\n"
+        f"{table(tuned, _training_groups(tuned))}\n\n{_summary(tuned)}"
+        f"## Training with images\n\nTraces of `image_traces.py`, by class.\n\n"
+        f"{table(seen, _image_groups(seen))}\n\n{_summary(seen)}"
+        f"### The worst\n\n{worst(seen)}\n\n"
         f"## Inference\n\nOne to eight new tokens.\n\n"
         f"{table(inferred, _inference_groups(inferred))}\n\n{_summary(inferred)}"
         f"### The worst\n\n{worst(inferred)}\n"

@@ -16,6 +16,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from whichlora.memory.allocator import REMAINDERS
+from whichlora.memory.allocator_simulator import replay
 from whichlora.memory.loading import UNSPLIT_WEIGHTS
 from whichlora.predict.predict import ledger
 from whichlora.predict.resolve import ResolvedRun
@@ -38,11 +39,18 @@ def live_bytes(job: ResolvedRun) -> dict[str, int]:
 
 def traced_peak(job: ResolvedRun, config: Mapping[str, Any]) -> int:
     """Live bytes at the peak of the real code of `job` on fake tensors, loading left out."""
+    return traced_peaks(job, config)["traced"]
+
+
+def traced_peaks(job: ResolvedRun, config: Mapping[str, Any]) -> dict[str, int]:
+    """The same, and what the allocator's rules reserve for all of it, loading included."""
     from whichlora.tracer.trace import trace
 
     peak = live = 0
     sizes: dict[int, int] = {}
+    requests: list[tuple[int, int | None]] = []
     for event in trace(job.run, config, target_modules=job.peft_targets):
+        requests.append((event.storage, event.num_bytes))
         if event.num_bytes is None:
             live -= sizes.pop(event.storage)
         else:
@@ -50,7 +58,7 @@ def traced_peak(job: ResolvedRun, config: Mapping[str, Any]) -> int:
             live += event.num_bytes
         if event.moment not in ("load", "adapters"):
             peak = max(peak, live)
-    return peak
+    return {"traced": peak, "reserved": replay(requests).peak_reserved_bytes}
 
 
 def read(path: Path) -> Iterator[Line]:

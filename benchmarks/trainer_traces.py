@@ -24,7 +24,7 @@ from statistics import median, quantiles
 from typing import Any
 from unittest import mock
 
-from trace_records import live_bytes, read, traced_peak
+from trace_records import live_bytes, read, traced_peak, traced_peaks
 
 from whichlora import families
 from whichlora.predict.resolve import ResolvedRun, resolve
@@ -191,7 +191,7 @@ def main() -> None:
             for line in others:
                 print(json.dumps(line), file=file)
             for line in lines:
-                line["traced"] = traced(line)
+                line |= traced_peaks(job_of(line), config_of(line))
                 print(json.dumps(line), file=file, flush=True)
     print(table())
 

@@ -192,6 +192,12 @@ def test_traced_runs_with_images_are_predicted() -> None:
     assert max(sizes) < 0.06
 
 
+def test_traced_runs_with_images_under_trl_are_predicted() -> None:
+    by_type = image_traces.errors(image_traces.records("sft"))
+    assert set(by_type) == set(image_traces.CONFIGS) - set(image_traces.NO_SFT)
+    assert max(size for of_type in by_type.values() for size in of_type) < 0.01
+
+
 @pytest.mark.oracle
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
@@ -205,4 +211,6 @@ def test_traced_runs_with_images_are_predicted() -> None:
 def test_a_traced_run_with_images_needs_as_much(model_type: str, seed: int) -> None:
     pytest.importorskip("peft")
     line = image_traces.draw(seed, model_type)
-    assert image_traces.predicted(line) == pytest.approx(image_traces.traced(line), rel=0.005)
+    assert image_traces.predicted(line) == pytest.approx(
+        image_traces.traced(line)["traced"], rel=0.005
+    )

@@ -26,6 +26,7 @@ RUNS = [
     {"trainer": "loop", "precision": "bf16-no-autocast"},
     {"trainer": "loop-function", "gradient_accumulation_steps": 2},
     {"trainer": "orpo", "gradient_checkpointing": False},
+    {"trainer": "sft", "gradient_accumulation_steps": 2},
 ]
 
 

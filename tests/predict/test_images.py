@@ -32,6 +32,13 @@ QWEN = {
 RUN: dict[str, Any] = {"model": "m", "images": 1, "image_size": (1024, 768)}
 
 
+LLAMA4 = {
+    "model_type": "llama4",
+    "text_config": {**TEXT, "moe_layers": [], "intermediate_size_mlp": 4096},
+    "vision_config": {"hidden_size": 64, "intermediate_size": 256, "vision_output_dim": 4096},
+}
+
+
 def job(config: dict[str, Any] = QWEN, **settings: Any) -> ResolvedRun:
     return resolve(build(config, name="m"), RunConfig(**(RUN | settings)), A100)
 
@@ -100,16 +107,19 @@ def test_what_is_not_predicted_is_refused_in_one_line(
 def test_narrow_pixels_need_weights_of_their_dtype(
     settings: dict[str, Any], is_refused: bool
 ) -> None:
-    vision = {"hidden_size": 64, "intermediate_size": 256, "vision_output_dim": 4096}
-    text = {**TEXT, "moe_layers": [], "intermediate_size_mlp": 4096}
-    llama = {"model_type": "llama4", "text_config": text, "vision_config": vision}
     if is_refused:
         with pytest.raises(ConfigError, match=r"^images: the processor makes bf16 pixels"):
-            job(llama, **settings)
+            job(LLAMA4, **settings)
     else:
-        tower = job(llama, **settings).model.tower
+        tower = job(LLAMA4, **settings).model.tower
         assert tower is not None
         assert tower.pixel_bytes == 2
+
+
+def test_sft_trains_on_images_where_its_fused_head_finds_the_states() -> None:
+    assert job(trainer="sft").run.loss_head == "trl-fused"
+    with pytest.raises(ConfigError, match=r"^images: are not predicted for trainer sft"):
+        job(LLAMA4, trainer="sft")
 
 
 GEMMA4 = {

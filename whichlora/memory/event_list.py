@@ -7,7 +7,7 @@ A block is what `symbolic` writes of it; a list has the blocks of one run, with 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -262,6 +262,7 @@ class BlockPlayer:
     def __init__(self) -> None:
         self.list = EventList()
         self._holders: dict[int, int] = {}  # of tensors that several blocks share
+        self._parameters: list[tuple[Instance, tuple[int, ...]]] = []  # with gradients
 
     def _start(self, number: int, size: int) -> None:
         self._holders[number] = 1
@@ -305,24 +306,44 @@ class BlockPlayer:
         self._holders[result] += events.result in events.saved
         return instance, result
 
+    def _backward(self, instance: Instance, gradient: int) -> int:
+        """Go back through `instance`; the number of the input's gradient."""
+        events = instance.block.events
+        instance.streams[events.result_gradient] = gradient
+        made = events.input_gradient
+        if made is not None and made != events.result_gradient:
+            instance.streams[made] = instance.first + made
+        self._play(instance.block.backward, instance)
+        self._parameters.append((instance, events.parameters))
+        return gradient if made is None else instance.streams[made]
+
     def _embedded(
-        self, block: Block | None, model: ModelSpec, *, rows_bytes: int, keeps_rows: bool
+        self,
+        block: Block | None,
+        model: ModelSpec,
+        *,
+        rows_bytes: int,
+        keeps_rows: bool,
+        look: Callable[[], list[int]] = list,
     ) -> tuple[int, int, Instance | None]:
         """Look the tokens up: a number that the model holds to the end of its forward, the stream.
 
         Args:
             block: what is made of the rows before the first layer, if anything.
             keeps_rows: somebody else holds them.
+            look: plays the forward of a tower, which comes between; tensors that die with the rows.
 
         Source: transformers 5.23 `LlamaModel.forward`, `GPT2Model.forward`: `inputs_embeds`.
         """
         rows = self.list.numbers(1)
         self._start(rows, rows_bytes)
+        temporaries = look()
         if block is None:
             self._holders[rows] += 1
             return rows, rows, None
         self._holders[rows] += keeps_rows
         instance, stream = self._forward(block, rows)
+        self.list.die(*temporaries)
         if model.adds_positions and model.task == "causal-lm":
             return rows, stream, instance
         self._let_go(rows)

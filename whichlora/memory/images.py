@@ -136,7 +136,7 @@ class TowerStep(TrainingStep):
         )
 
     @cached_property
-    def _around_blocks(self) -> Group:
+    def around_blocks(self) -> Group:
         """Tables that all blocks read, and what is saved before the first."""
         width = self.model.hidden_size
         tensors = [Tensor("cosines and sines", self.forward.table_bytes, dims="2, head_dim")]
@@ -165,7 +165,7 @@ class TowerStep(TrainingStep):
         """None where the blocks have no graph."""
         if not self.goes_backward:
             return listed(TOWER_SAVED)
-        return listed(TOWER_SAVED, *self.passes.groups, self._around_blocks)
+        return listed(TOWER_SAVED, *self.passes.groups, self.around_blocks)
 
     @property
     def idle_block(self) -> Entry:
@@ -230,7 +230,7 @@ class TowerStep(TrainingStep):
         """Of the first block, when all others have gone backward."""
         if not self.goes_backward:
             return 0 * self.tokens
-        around = self._around_blocks.num_bytes + self.masks_in_first_layer.num_bytes
+        around = self.around_blocks.num_bytes + self.masks_in_first_layer.num_bytes
         return around + largest(*self.passes.last_backward)
 
 

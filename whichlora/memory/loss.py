@@ -11,11 +11,10 @@ from whichlora.memory.kv_cache import checkpointed_cache_copy_bytes
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, ceil_div, largest, next_power_of_2, smallest
+from whichlora.symbolic.language_head import FUSED_TILE_TOKENS, FUSED_TILE_VOCAB
 from whichlora.trainers.base import Trainer
 
 WITHOUT_LOGITS = ("liger", "trl-fused", "unsloth-fused")  # fused heads, which go backward in tiles
-FUSED_TILE_TOKENS = 4096
-FUSED_TILE_VOCAB = 32_768
 
 
 def logit_width(model: ModelSpec) -> int:

@@ -362,6 +362,11 @@ class TrainingStep:
         )
 
     @property
+    def goes_backward(self) -> bool:
+        """Whether any layer has a graph."""
+        return True
+
+    @property
     def gives_input_gradient(self) -> bool:
         """Whether a gradient flows through all of the first layer."""
         from_images = self.learns_from_images and not self.attends

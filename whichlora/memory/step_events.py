@@ -8,7 +8,7 @@ the caching allocator reserves.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,7 +18,6 @@ from whichlora.memory.allocator_simulator import rounded
 from whichlora.memory.embeddings import ENCODER_OUT
 from whichlora.memory.event_list import (
     Block,
-    BlockPlayer,
     EventList,
     Instance,
     asks_in_backward,
@@ -30,6 +29,12 @@ from whichlora.memory.event_list import (
 from whichlora.memory.gradients import Trained, trained_norms
 from whichlora.memory.layer_bytes import layer_cases
 from whichlora.memory.step import TrainingStep
+from whichlora.memory.tower_events import (
+    PLACE_BYTES,
+    TowerPass,
+    TowerPlayer,
+    trained_matrices,
+)
 from whichlora.spec.architecture import Embedding, Layer, Linear, ModelSpec, layers_in_order
 from whichlora.spec.targets import adapted, adapted_linears
 from whichlora.symbolic.language_head import head_events, stack_end_events
@@ -60,29 +65,17 @@ class _Stack:
     result_bytes: int
 
 
-class StepEvents(BlockPlayer):
+class StepEvents(TowerPlayer):
     """The events of loading and of `_STEPS` optimizer steps."""
 
     def __init__(self, step: TrainingStep) -> None:
-        super().__init__()
-        self.step = step
-        self._parameters: list[tuple[Instance, tuple[int, ...]]] = []  # with gradients
+        super().__init__(step)
         self._table_gradients: list[int] = []
         self._waiting_gradient: int | None = None  # of a table that two stacks look up
-        self._layer_blocks: dict[tuple[str, bool], list[Block]] = {}  # by stack and `accumulated`
+        # by arguments of `_blocks`
+        self._layer_blocks: dict[tuple[type, str, bool], list[Block]] = {}
         self._head_blocks: dict[tuple[bool, bool], Block] = {}  # by arguments of `_head_block`
         self._named: Instance | None = None  # the head whose outputs the caller still names
-
-    def _backward(self, instance: Instance, gradient: int) -> int:
-        """Go back through `instance`; the number of the input's gradient."""
-        events = instance.block.events
-        instance.streams[events.result_gradient] = gradient
-        made = events.input_gradient
-        if made is not None and made != events.result_gradient:
-            instance.streams[made] = instance.first + made
-        self._play(instance.block.backward, instance)
-        self._parameters.append((instance, events.parameters))
-        return gradient if made is None else instance.streams[made]
 
     # --- loading --------------------------------------------------------------------------------
 
@@ -103,7 +96,7 @@ class StepEvents(BlockPlayer):
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """Every layer in the order of the forward."""
+        """Every layer of the text in the order of the forward."""
         return tuple(layer for stack in self.stacks for layer in layers_in_order(stack.model))
 
     @cached_property
@@ -112,13 +105,25 @@ class StepEvents(BlockPlayer):
         step = self.step
         if step.method.trains_base:
             return tuple(self._trained_base())
-        of_layers = ((self._adapters(layer), times) for layer, times in repeated(self.layers))
-        return (*of_layers, (list(step.saved_modules), 1))
+        of_layers = (
+            (self._adapters(adapted(layer, step.targets)), times)
+            for layer, times in repeated(self.layers)
+        )
+        return (*self._tower_adapters(), *of_layers, (list(step.saved_modules), 1))
 
-    def _adapters(self, layer: Layer) -> list[Trained]:
+    def _tower_adapters(self) -> Iterator[tuple[list[Trained], int]]:
+        tower = self.tower
+        if tower is None:
+            return
+        for layer, times in repeated(layers_in_order(tower.model)):
+            yield self._adapters(adapted(layer, tower.targets)), times
+        around = (linear for linear in tower.model.head_linears if linear.rank_multiple)
+        yield self._adapters([each for each in around if each.name in tower.targets]), 1
+
+    def _adapters(self, linears: Iterable[Linear]) -> list[Trained]:
         step = self.step
         tensors: list[Trained] = []
-        for linear in adapted(layer, step.targets):
+        for linear in linears:
             shapes = step.method.adapter_shapes(linear, step.r)
             size = step.dtypes.adapter_bytes
             tensors += [
@@ -128,6 +133,11 @@ class StepEvents(BlockPlayer):
 
     def _trained_base(self) -> Iterator[tuple[list[Trained], int]]:
         model, size = self.step.model, self.step.param_bytes
+        if self.tower is not None and self.tower.trains:
+            for layer, times in repeated(layers_in_order(self.tower.model)):
+                yield list(self._trained_weights(layer)), times
+            around = trained_matrices(self.tower)
+            yield [Trained(rows=1, width=width, param_bytes=size) for width in around], 1
         for table in self._trained_tables(model):
             rows, width = table.rows, table.width
             yield [Trained(rows=rows, width=width, param_bytes=size, is_embedding=True)], 1
@@ -155,9 +165,8 @@ class StepEvents(BlockPlayer):
     def _workspace(self) -> int:
         return kernel_workspace_bytes(self.step.gpu, self.step.dtypes)
 
-    @cached_property
-    def _sized(self) -> dict[str, int]:
-        return {**self.step.sized, "r": self.step.r}
+    def _sized(self, step: TrainingStep) -> dict[str, int]:
+        return {**step.sized, "r": step.r}
 
     def _stream_bytes(self, step: TrainingStep, layer: Layer) -> int:
         width = stream_bytes(layer, step.dtypes, after_norm=step.model.starts_in_layer_norm)
@@ -192,11 +201,11 @@ class StepEvents(BlockPlayer):
         if first:
             fixed = self.list.workspace_after(events.num_tensors, self._workspace)
             events = asks_in_forward(events)
-        return Block(events, self._sized, input_bytes=size, result_bytes=size, fixed=fixed)
+        return Block(events, self._sized(step), input_bytes=size, result_bytes=size, fixed=fixed)
 
     def _blocks(self, step: TrainingStep, *, accumulated: bool) -> list[Block]:
         """Those of the layers in order, which all micro-steps share."""
-        key = step.model.groups[0].stack, accumulated
+        key = type(step), step.model.groups[0].stack, accumulated
         if key not in self._layer_blocks:
             self._layer_blocks[key] = self._made_blocks(step, accumulated=accumulated)
         return self._layer_blocks[key]
@@ -204,14 +213,14 @@ class StepEvents(BlockPlayer):
     def _made_blocks(self, step: TrainingStep, *, accumulated: bool) -> list[Block]:
         blocks: list[Block] = []
         kinds: dict[tuple[Layer, bool], Block] = {}
-        for layer, times in repeated(layers_in_order(step.model)):
-            alike = [bool(blocks) or step.gives_input_gradient] + [True] * (times - 1)
-            for needs_grad in alike:
-                if (layer, needs_grad) not in kinds:
-                    kinds[layer, needs_grad] = self._layer_block(
-                        step, layer, needs_grad=needs_grad, accumulated=accumulated
-                    )
-                blocks.append(kinds[layer, needs_grad])
+        for place, layer in enumerate(layers_in_order(step.model)):
+            flows = step.gives_input_gradient or place > step.num_idle_layers
+            needs_grad = step.goes_backward and flows
+            if (layer, needs_grad) not in kinds:
+                kinds[layer, needs_grad] = self._layer_block(
+                    step, layer, needs_grad=needs_grad, accumulated=accumulated
+                )
+            blocks.append(kinds[layer, needs_grad])
         return blocks
 
     def _head_block(self, *, accumulated: bool, first: bool) -> Block:
@@ -234,6 +243,7 @@ class StepEvents(BlockPlayer):
             trains_head=bool(step.head_gradient),
             loss_head=step.run.loss_head,
             logits_loss=step.trainer.logits_loss(step.run),
+            tokens=step.tokens,
             sequences=step.batch_size,
             holds_outputs=step.trainer.outputs_held(step.run) != "until_loss",
             widens_outputs=step.trainer.widens_outputs,
@@ -244,7 +254,7 @@ class StepEvents(BlockPlayer):
             fixed = self.list.workspace_after(events.num_tensors, self._workspace)
             logits = loss.logit_width(step.model) * step.dtypes.compute_bytes
             events = asks_in_backward(events, logits_bytes=logits)
-        return Block(events, self._sized, input_bytes=size, result_bytes=512, fixed=fixed)
+        return Block(events, self._sized(step), input_bytes=size, result_bytes=512, fixed=fixed)
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -255,9 +265,12 @@ class StepEvents(BlockPlayer):
         if outputs_held == "until_step_ends":
             self._drop_outputs()
         batch = [self.list.born(8 * step.tokens) for _ in range(3)]
+        if not step.trainer.gathers_batches:
+            self._read_pixels(1)
+        seen: list[TowerPass] = []
         stacks = [
             self._stack_forward(
-                stack, accumulated=accumulated, first=first and stack is self.stacks[0]
+                stack, seen, accumulated=accumulated, first=first and stack is self.stacks[0]
             )
             for stack in self.stacks
         ]
@@ -271,7 +284,7 @@ class StepEvents(BlockPlayer):
                 self._let_go(encoder.result)
         self._drop_outputs()
         self._named = head
-        for instance in _instances(stacks):
+        for instance in _instances(stacks, seen):
             events = instance.block.events
             self._kill(instance, [copy for copy in events.copies if copy not in events.saved])
         gradient = self.list.numbers(1)
@@ -282,14 +295,18 @@ class StepEvents(BlockPlayer):
             of_encoder = self.list.numbers(1)
             if number:  # cross attention adds to its gradient, layer by layer
                 self._start(of_encoder, stacks[number - 1].result_bytes)
-            self._stack_backward(stack, gradient)
+            gradient = self._stack_backward(stack, gradient)
+            for done in seen:
+                self._look_back(done, gradient)
+            if self._holders.get(gradient):
+                self._let_go(gradient)
             gradient = of_encoder
             if number == 0:
-                self._free_hidden(stacks)
+                self._free_hidden(_instances(stacks, seen))
             elif self._keeps_encoder_out:
                 self._let_go(stacks[number - 1].result)
             self._embedding_backward(stack.step.model, head, accumulated=accumulated)
-            if stack.embedded is not None and step.needs_grad:
+            if stack.embedded is not None and stack.step.leaf_embedding_bytes:
                 self._let_go(stack.embedded.streams[0])
             self.list.die(*stack.around)
         if outputs_held in ("until_loss", "until_backward"):
@@ -308,23 +325,27 @@ class StepEvents(BlockPlayer):
             for linear in self.layers[-1].linears
         )
 
-    def _stack_forward(self, step: TrainingStep, *, accumulated: bool, first: bool) -> _Stack:
-        """Embeddings, layers and, of an encoder, what ends it."""
-        rows, stream, embedded = self._embed(step)
+    def _stack_forward(
+        self, step: TrainingStep, seen: list[TowerPass], *, accumulated: bool, first: bool
+    ) -> _Stack:
+        """Embeddings, layers and, of an encoder, what ends it.
+
+        Args:
+            seen: gets the pass of a tower whose vectors the text reads.
+        """
+
+        def look() -> list[int]:
+            done = self._look(accumulated=accumulated, first=first)
+            if done is None:
+                return []
+            seen.append(done)
+            return [self.list.born(step.tokens * step.model.hidden_size * PLACE_BYTES)]
+
+        rows, stream, embedded = self._embed(step, look)
         around = self._shared(step)
         unnamed = self.list.born(step.unnamed_mask_bytes)
         instances: list[Instance] = []
-        blocks = self._blocks(step, accumulated=accumulated)
-        if first and self._workspace:
-            asking = self._layer_block(
-                step,
-                layers_in_order(step.model)[0],
-                needs_grad=step.gives_input_gradient,
-                accumulated=accumulated,
-                first=True,
-            )
-            blocks = [asking, *blocks[1:]]
-        for block in blocks:
+        for block in self._asking_blocks(step, accumulated=accumulated, first=first and not seen):
             if step.run.gradient_checkpointing:
                 self._holders[stream] += 1
             instance, result = self._forward(block, stream)
@@ -333,6 +354,8 @@ class StepEvents(BlockPlayer):
             stream = result
         self.list.die(unnamed)
         self._let_go(rows)
+        for done in seen:
+            self._leave_images(done)
         last = layers_in_order(step.model)[-1]
         size, end = self._stream_bytes(step, last), None
         if step is not self.stacks[-1]:
@@ -345,14 +368,28 @@ class StepEvents(BlockPlayer):
                 accumulated=accumulated,
             )
             if events is not None:
-                block = Block(events, self._sized, input_bytes=size, result_bytes=size)
+                block = Block(events, self._sized(step), input_bytes=size, result_bytes=size)
                 end, result = self._forward(block, stream)
                 self._let_go(stream)
                 stream, size = result, block.sizes.by_tensor[events.result]
                 block.sizes.by_tensor[events.result_gradient] = size
         return _Stack(step, embedded, instances, end, around, stream, size)
 
-    def _stack_backward(self, stack: _Stack, gradient: int) -> None:
+    def _asking_blocks(self, step: TrainingStep, *, accumulated: bool, first: bool) -> list[Block]:
+        """`_blocks`; the first layer of a run asks for a workspace."""
+        blocks = self._blocks(step, accumulated=accumulated)
+        if not (first and self._workspace):
+            return blocks
+        asking = self._layer_block(
+            step,
+            layers_in_order(step.model)[0],
+            needs_grad=step.gives_input_gradient and step.goes_backward,
+            accumulated=accumulated,
+            first=True,
+        )
+        return [asking, *blocks[1:]]
+
+    def _stack_backward(self, stack: _Stack, gradient: int) -> int:
         """From the `gradient` of its result to that of the looked-up rows."""
         if stack.end is not None:
             gradient = self._backward(stack.end, gradient)
@@ -363,17 +400,16 @@ class StepEvents(BlockPlayer):
             self._after_layer(instance)
         if stack.embedded is not None and stack.embedded.block.events.backward:
             gradient = self._backward(stack.embedded, gradient)
-        if self._holders.get(gradient):
-            self._let_go(gradient)
+        return gradient
 
     def _note_early(self) -> None:
         """Full fine-tuning has no early part: states of its optimizer decide what is reserved."""
         if self.list.num_early is None and not self.step.method.trains_base:
             self.list.num_early = len(self.list.plays)
 
-    def _free_hidden(self, stacks: list[_Stack]) -> None:
+    def _free_hidden(self, instances: list[Instance]) -> None:
         """The graph goes, with what bypasses the saved-tensor hooks."""
-        for instance in _instances(stacks):
+        for instance in instances:
             hidden = instance.block.events.hidden
             if 0 in hidden:
                 self._let_go(instance.streams[0])
@@ -387,7 +423,9 @@ class StepEvents(BlockPlayer):
         self._kill(self._named, [copy for copy in events.copies if copy not in events.saved])
         self._named = None
 
-    def _embed(self, step: TrainingStep) -> tuple[int, int, Instance | None]:
+    def _embed(
+        self, step: TrainingStep, look: Callable[[], list[int]]
+    ) -> tuple[int, int, Instance | None]:
         """Look the tokens up, as of `_embedded`."""
         model = step.model
         size = rounded(step.tokens * model.embeddings[0].width * step.dtypes.embedding_bytes)
@@ -397,9 +435,10 @@ class StepEvents(BlockPlayer):
         block = None
         if events is not None:
             result_bytes = self._stream_bytes(step, layers_in_order(model)[0])
-            block = Block(events, self._sized, input_bytes=size, result_bytes=result_bytes)
-        # a leaf, or what the table's gradient is made for
-        return self._embedded(block, model, rows_bytes=size, keeps_rows=step.needs_grad)
+            block = Block(events, self._sized(step), input_bytes=size, result_bytes=result_bytes)
+        return self._embedded(
+            block, model, rows_bytes=size, keeps_rows=bool(step.leaf_embedding_bytes), look=look
+        )
 
     def _after_layer(self, instance: Instance) -> None:
         """A reentrant checkpoint names its result and the gradient of it until it returns."""
@@ -473,6 +512,8 @@ class StepEvents(BlockPlayer):
     def whole_run(self) -> EventList:
         self.load()
         for number in range(_STEPS):
+            if self.step.trainer.gathers_batches:
+                self._read_pixels(self.step.run.gradient_accumulation_steps)
             self.micro_step(accumulated=False, first=number == 0)
             if self.step.accumulates:
                 self.micro_step(accumulated=True, first=False)
@@ -480,9 +521,10 @@ class StepEvents(BlockPlayer):
         return self.list
 
 
-def _instances(stacks: list[_Stack]) -> list[Instance]:
-    """Every layer of a micro-step."""
-    return [instance for stack in stacks for instance in stack.instances]
+def _instances(stacks: list[_Stack], seen: list[TowerPass]) -> list[Instance]:
+    """Every layer of a micro-step, and every block of a tower."""
+    of_towers = [instance for done in seen for instance in done.blocks]
+    return of_towers + [instance for stack in stacks for instance in stack.instances]
 
 
 def _rows_of_modules(linear: Linear) -> list[int]:
@@ -490,6 +532,19 @@ def _rows_of_modules(linear: Linear) -> list[int]:
     if linear.is_module:
         return [linear.out_features] * linear.count
     return [linear.count * linear.out_features]
+
+
+def _is_fused_alone(step: TrainingStep) -> bool:
+    """Whether TRL's fused head scores each row once, and no reference does."""
+    forwards_once = step.trainer.sequences(step.run) == 1 and not step.has_reference
+    return (
+        step.run.loss_head == "trl-fused"
+        and step.model.task == "causal-lm"
+        and step.model.head is not None
+        and forwards_once
+        and step.dtypes.backend.has_triton
+        and step.trainer.rollout(step.run) is None
+    )
 
 
 def has_events(step: TrainingStep) -> bool:
@@ -503,9 +558,9 @@ def has_events(step: TrainingStep) -> bool:
         not any(attention.keeps_keys for attention in attentions)
         and not any(group.shared for group in model.groups)
         and model.layer_input_norm is None
-        and model.tower is None
+        and (model.tower is None or not model.tower.attended)
         and not step.num_idle_layers
-        and step.run.loss_head in ("hf", "raw")
+        and (step.run.loss_head in ("hf", "raw") or _is_fused_alone(step))
         and step.trainer.columns(step.run) is None
         and not step.method.in_loss
         and not step.method.outer_tensors(model)

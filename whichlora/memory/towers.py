@@ -11,7 +11,7 @@ from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ImageGrid, Tower
 from whichlora.spec.dtypes import Dtypes, is_quantised
-from whichlora.spec.numeric import Count, largest
+from whichlora.spec.numeric import Count, added, largest
 from whichlora.spec.run import RunConfig
 from whichlora.symbolic.autograd import most
 from whichlora.symbolic.layer import stream_bytes
@@ -151,7 +151,12 @@ class TowerForward:
 
     @property
     def pixels(self) -> Entry:
-        return Entry(PIXELS, self.num_pixels * self.pixel_bytes + self._mask_bytes)
+        return Entry(PIXELS, added(self.pixel_tensors))
+
+    @property
+    def pixel_tensors(self) -> tuple[Count, Count]:
+        """Bytes of the pixels and of their mask."""
+        return self.num_pixels * self.pixel_bytes, self._mask_bytes
 
     @property
     def pixel_bytes(self) -> int:
@@ -163,18 +168,23 @@ class TowerForward:
     @property
     def narrow_pixels(self) -> Entry:
         """The same as the tower reads them, where its caller holds them."""
-        joined = self.num_pixels * self.tower.pixel_bytes * self.tower.joins_pixels
+        return Entry(NARROW_PIXELS, added(self.narrow_tensors))
+
+    @property
+    def narrow_tensors(self) -> tuple[Count, Count]:
+        """Bytes of these pixels, and of their mask or of a copy in fp32."""
         if self.tower.copies_pixels:
             size = min(self.dtypes.base_bytes, self.tower.pixel_bytes)
-            return Entry(NARROW_PIXELS, self.num_pixels * size + self._mask_bytes)
-        return Entry(NARROW_PIXELS, self._narrow_bytes * self.tower.holds_narrow + joined)
+            return self.num_pixels * size, self._mask_bytes
+        joined = self.num_pixels * self.tower.pixel_bytes * self.tower.joins_pixels
+        return self.narrow_bytes * self.tower.holds_narrow, joined
 
     @property
     def _mask_bytes(self) -> Count:
         return 8 * self.num_images * self.grid.masked
 
     @property
-    def _narrow_bytes(self) -> Count:
+    def narrow_bytes(self) -> Count:
         """Nothing where they are as narrow as the tower."""
         size = self.dtypes.base_bytes
         return self.num_pixels * size * (size < self.tower.pixel_bytes)
@@ -244,7 +254,7 @@ class TowerForward:
             rescaled = self.tower.pixel_bytes * self.num_pixels
             read = min(self.tower.pixel_bytes, self.dtypes.base_bytes) * self.num_pixels
             return largest(2 * rescaled, made + read)
-        return made if self.tower.holds_narrow else made + self._narrow_bytes
+        return made if self.tower.holds_narrow else made + self.narrow_bytes
 
     @property
     def result_bytes(self) -> int:

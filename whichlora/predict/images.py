@@ -231,10 +231,12 @@ def _check_targets(model: ModelSpec, tower: Tower, run: RunConfig) -> None:
 def _check_beside(
     model: ModelSpec, run: RunConfig, trainer: Trainer, reads: str = "images"
 ) -> None:
-    training = run.phase == "finetune"
+    training, tower = run.phase == "finetune", model.tower
+    assert tower is not None  # its caller has looked
     served = not training and get_engine(run.serving).start is not None
+    takes = trainer.takes_images and (run.loss_head != "trl-fused" or tower.fused_head)
     for is_wrong, fault in (
-        (training and not trainer.takes_images, f"not predicted for trainer {trainer.name}"),
+        (training and not takes, f"not predicted for trainer {trainer.name}"),
         (served, f"not predicted for serving {run.serving}"),
         (model.label_head is not None, "predicted for models that write texts, not for a task"),
         (run.kv_cache in ("vllm", "paged"), f"not predicted for kv_cache {run.kv_cache}"),

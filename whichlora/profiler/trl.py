@@ -33,6 +33,7 @@ from whichlora.profiler.finetune import (
     updating,
     watch_moments,
 )
+from whichlora.profiler.images import has_fields, with_fields
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import get_trainer
@@ -82,7 +83,10 @@ def measure_trl(
         made = _BATCHES[run.trainer]
 
         def collator(batch: Sequence[Mapping[str, int]]) -> Batch:
-            return made([rows[each["row"]] for each in batch])
+            made_batch = made([rows[each["row"]] for each in batch])
+            if not has_fields(model.config, run):
+                return made_batch
+            return with_fields(model.config, run, made_batch)
 
         feeding = {"data_collator": collator}
     with tempfile.TemporaryDirectory() as output_dir:

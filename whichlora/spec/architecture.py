@@ -654,6 +654,8 @@ class Tower:
         names_embedded: the tower's forward names the embedded patches until it returns.
         strips: vectors of padding are left out before the last matrix.
         wraps: names of modules around its matrices, which PEFT takes for targets and refuses.
+        fused_head: TRL's fused head finds the last states of the model's class: its `base_model`
+            ends in them (not Llama 4's, which ends in logits), and has no decoder of its own.
     """
 
     stack: ModelSpec
@@ -691,6 +693,7 @@ class Tower:
     names_embedded: bool = False
     strips: bool = False
     wraps: tuple[str, ...] = ()
+    fused_head: bool = True
 
     def inputs(self, images: int) -> int:
         """How many it reads of each row, which has so many images."""

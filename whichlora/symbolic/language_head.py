@@ -173,6 +173,50 @@ def compared_answers(
     return tape.op(parts, constant(1), 4)
 
 
+FUSED_TILE_TOKENS = 4096
+FUSED_TILE_VOCAB = 32_768
+
+
+def fused_loss(
+    code: OpEmitter, model: ModelSpec, x: Tensor, *, tokens: int, sequences: int, trained: bool
+) -> Tensor:
+    """TRL's fused head, which makes tiles of logits and goes backward through them again.
+
+    Source: TRL 1.16 `_fused_forward` of trainer/utils.py, `ChunkedLogProbFunction` of
+    kernels/chunked_logprob.py.
+    """
+    tape, dtypes, width = code.tape, code.dtypes, model.hidden_size
+    assert model.head is not None
+    y = end_of_stack(code, model, x)
+    tape.hold(x)
+    # the rows whose next token is scored
+    scored = tape.op([y], plus(per_token(width), per_sequence(-width)), y.size)
+    tile_rows = min(tokens - sequences, FUSED_TILE_TOKENS)
+    vocab = min(model.head.out_features, FUSED_TILE_VOCAB)
+    compute, head = dtypes.compute_bytes, dtypes.head_bytes
+    tiles = [
+        constant(tile_rows * FUSED_TILE_VOCAB * compute),
+        constant(tile_rows * width * compute * (y.size != compute)),
+        constant(vocab * width * compute * (head != compute)),
+    ]
+    summed = [plus(per_token(4 * width), per_sequence(-4 * width))] if y.size < 4 else []
+    if trained and head < 4:
+        summed.append(constant(4 * model.head.num_weights))
+    weight = tape.weight(constant(model.head.num_weights), head, trained=trained)
+    scores = tape.op(
+        [scored, weight],
+        per_token(1),
+        4,
+        saves=[scored],
+        keeps=[per_token(8 + 4)],  # targets and normaliser
+        inner=tiles,
+        inner_backward=[*summed, *tiles],
+        what="selected hidden states",
+    )
+    tape.hold(y)
+    return tape.op([scores], constant(1), 4)
+
+
 def head_events(
     model: ModelSpec,
     dtypes: Dtypes,
@@ -184,6 +228,7 @@ def head_events(
     trains_head: bool,
     loss_head: str,
     logits_loss: LogitsLoss | None,
+    tokens: int,
     sequences: int,
     holds_outputs: bool,
     widens_outputs: bool,
@@ -194,9 +239,9 @@ def head_events(
     Args:
         stream: one element of the last layer's result.
         loss_bytes: one entry of the loss.
-        loss_head: "hf", or "raw" for a caller that reads the logits.
+        loss_head: "hf", "raw" for a caller that reads the logits, or "trl-fused".
         logits_loss: what that caller computes, where it is a trainer.
-        sequences: rows of a batch.
+        tokens, sequences: of a batch, and its rows.
         holds_outputs: the caller holds them when it goes backward: they are among `copies`.
         widens_outputs: under autocast it gets fp32 copies of them.
 
@@ -205,6 +250,10 @@ def head_events(
     tape = Tape()
     code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
     x = tape.input(per_token(model.hidden_size), stream, needs_grad=True)
+    if loss_head == "trl-fused":
+        sizes = {"tokens": tokens, "sequences": sequences}
+        tape.returns(fused_loss(code, model, x, trained=trains_head, **sizes))
+        return block_events(tape, frees_input=True, accumulated=accumulated)
     logits = logits_of(code, model, x, trained=trains_head)
     # accelerate 1.15 `ConvertOutputsToFp32`: the model of a Trainer returns its logits in fp32
     widens = widens_outputs and dtypes.under_autocast

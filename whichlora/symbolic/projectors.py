@@ -22,7 +22,7 @@ from whichlora.symbolic.autograd import (
     per_pair,
     per_token,
 )
-from whichlora.symbolic.layer import LayerPoints
+from whichlora.symbolic.layer import BlockEvents, LayerPoints, block_events
 from whichlora.symbolic.mlp import activate
 from whichlora.symbolic.operators import OpEmitter, Rows
 
@@ -242,6 +242,41 @@ def embedder_saved(
     return code.tape.saved_tensors()
 
 
+@lru_cache(maxsize=64)
+def _training_tape(
+    tower: Tower,
+    targets: tuple[str, ...],
+    dtypes: Dtypes,
+    method: Method,
+    *,
+    needs_grad: bool,
+    stream: int,
+    kept: int,
+) -> Tape:
+    rows = Rows(in_sequence=kept)
+    code = OpEmitter(Tape(), dtypes, targets, method, stream_bytes=stream, rows=rows)
+    return _tape_of(code, tower, stream, needs_grad=needs_grad)
+
+
+@lru_cache(maxsize=512)
+def projector_events(
+    tower: Tower,
+    targets: tuple[str, ...],
+    dtypes: Dtypes,
+    method: Method,
+    *,
+    needs_grad: bool,
+    accumulated: bool,
+    stream: int,
+    kept: int = 0,
+) -> BlockEvents:
+    """What it makes and frees in a step; args and source as of `projector_points`. Kind: exact."""
+    tape = _training_tape(
+        tower, targets, dtypes, method, needs_grad=needs_grad, stream=stream, kept=kept
+    )
+    return block_events(tape, accumulated=accumulated)
+
+
 @lru_cache(maxsize=512)
 def projector_points(
     tower: Tower,
@@ -263,9 +298,9 @@ def projector_points(
 
     Kind: exact. Source: the functions above.
     """
-    rows = Rows(in_sequence=kept)
-    code = OpEmitter(Tape(), dtypes, targets, method, stream_bytes=stream, rows=rows)
-    tape = _tape_of(code, tower, stream, needs_grad=needs_grad)
+    tape = _training_tape(
+        tower, targets, dtypes, method, needs_grad=needs_grad, stream=stream, kept=kept
+    )
     backward: tuple[LinearForm, ...] = (NOTHING,)
     if tape.has_graph:
         backward = maximal(tape.backward(recomputed=False, accumulated=accumulated))

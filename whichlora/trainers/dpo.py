@@ -59,6 +59,7 @@ def _check(run: RunConfig) -> None:
 
 TRAINER = replace(
     sft.TRAINER,
+    takes_images=False,
     name="dpo",
     summary="TRL's DPOTrainer: pairs of answers, and a reference",
     library_class="trl.DPOTrainer",

@@ -136,6 +136,7 @@ def _notes(run: RunConfig) -> tuple[str, ...]:
 
 TRAINER = replace(
     sft.TRAINER,
+    takes_images=False,
     name="grpo",
     summary="TRL's GRPOTrainer: learns from rewards of answers that it writes",
     library_class="trl.GRPOTrainer",

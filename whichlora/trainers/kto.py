@@ -49,6 +49,7 @@ def _check(run: RunConfig) -> None:
 
 TRAINER = replace(
     sft.TRAINER,
+    takes_images=False,
     name="kto",
     summary="TRL's KTOTrainer: answers wanted or not, and a reference",
     library_class="trl.KTOTrainer",

@@ -29,7 +29,6 @@ def _notes_of(run: RunConfig, model_type: str) -> tuple[str, ...]:
 TRAINER = replace(
     transformers.TRAINER,
     name="sft",
-    takes_images=False,
     summary="TRL's SFTTrainer, without logits",
     steps="whichlora.profiler.trl:measure_trl",
     library_class="trl.SFTTrainer",

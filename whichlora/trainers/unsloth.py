@@ -136,6 +136,7 @@ def _notes(run: RunConfig) -> tuple[str, ...]:
 
 TRAINER = replace(
     sft.TRAINER,
+    takes_images=False,
     name="unsloth",
     summary="Unsloth's FastLanguageModel with its kernels, under TRL's SFTTrainer",
     steps="whichlora.tracer.like_unsloth:measure_unsloth",

@@ -123,6 +123,7 @@ def llama4(vision: Fields, text: Fields) -> Tower:
         merge=merge,
         num_returned=0,
         returned_width=out,
+        fused_head=False,
         embedded=(2 * width, 0),  # joined with the token of the tile, and the sum with positions
         unfolds=True,
         pixel_bytes=2,

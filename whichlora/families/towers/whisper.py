@@ -107,4 +107,5 @@ def encoder(c: Fields) -> Tower:
         holds_narrow=False,
         normalises=True,
         attended=True,
+        fused_head=False,
     )
