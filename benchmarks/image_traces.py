@@ -252,6 +252,28 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         },
         "image_token_index": 2000,
     },
+    "mllama": {  # Llama 3.2 Vision 11B, with half as wide a text and fewer, so smaller states
+        "text_config": {
+            "hidden_size": 2048,
+            "intermediate_size": 7168,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "cross_attention_layers": [1, 3],
+            "vocab_size": 128256,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        "vision_config": {
+            "hidden_size": 1280,
+            "intermediate_size": 5120,
+            "num_global_layers": 2,
+            "image_size": 448,
+            "intermediate_layers_indices": [0, 2],
+            "vision_output_dim": 3840,
+        },
+        "image_token_index": 2000,
+    },
     "mistral3": {  # Mistral Small 3.1, with half as wide a text
         "text_config": {
             "model_type": "mistral",
@@ -328,7 +350,7 @@ _SIZES = ((448, 448), (640, 480), (1024, 768), (768, 1280), (1600, 1200), (301, 
 
 
 # a text that has fewer layers than the tower hands features to would drop some of them
-_MORE_LAYERS = {"qwen3_vl": 3, "qwen3_5": 4}
+_MORE_LAYERS = {"qwen3_vl": 3, "qwen3_5": 4, "mllama": 2}
 _SHARED = ("batch_size", "images", "image_size")
 _UNQUANTISED = ("llama4",)  # whose experts in 4 bits are refused
 _WRAPPED = ("gemma4",)  # in whose tower PEFT can't adapt matrices by their names

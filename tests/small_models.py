@@ -195,6 +195,7 @@ IMAGE_CONFIGS: dict[str, dict[str, Any]] = {
         | {"vision_output_dim": 96},
         "image_token_index": 2000,
     },
+    "mllama": MLLAMA | {"image_token_index": 2000},
     "smolvlm": {
         "text_config": _TEXT | {"model_type": "llama"},
         "vision_config": _VISION | {"image_size": 72, "patch_size": 12},

@@ -674,7 +674,8 @@ MLLAMA = {
     | {"num_key_value_heads": 2, "num_hidden_layers": 6, "cross_attention_layers": [1, 4]}
     | {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "vision_config": {"hidden_size": 48, "attention_heads": 4, "intermediate_size": 80}
-    | {"num_hidden_layers": 3, "num_global_layers": 2, "image_size": 56, "vision_output_dim": 240}
+    | {"num_hidden_layers": 3, "num_global_layers": 2, "image_size": 56, "vision_output_dim": 144}
+    | {"intermediate_layers_indices": [0, 2]}
     | {"max_num_tiles": 2, "supported_aspect_ratios": [[1, 1], [1, 2]]},
 }
 

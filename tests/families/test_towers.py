@@ -90,6 +90,32 @@ def test_llama_4_refuses_vectors_that_its_matrix_cannot_read() -> None:
         tower("llama4", **LLAMA4 | {"intermediate_size": 5600})
 
 
+def test_llama_3_2_reads_all_tiles_that_an_image_could_have_and_one_token() -> None:
+    grid = tower("mllama", image_size=560).grid
+    small, tall = grid(100, 336), grid(3000, 700)
+    assert (small.sides, tall.sides) == ((1, 1), (4, 1))
+    assert (small.patches, small.attended, small.tokens, small.markers) == (6432, 6404, 1, 0)
+    assert small._replace(sides=tall.sides) == tall
+    assert tall.pixels == (1, 4, 3, 560, 560)
+
+
+def test_layers_of_llama_3_2_that_attend_to_images_stand_among_the_others() -> None:
+    spec = build({"model_type": "mllama", "vision_config": {}}, name="m")
+    assert spec.for_images is not None
+    (own,), (between, crossed) = spec.groups, spec.for_images.groups
+    assert (own.count, between.count, crossed.count) == (32, 32, 8)
+    assert crossed.positions == (3, 8, 13, 18, 23, 28, 33, 38)
+    assert spec.num_params == spec.for_images.num_params
+    assert spec.for_images.unloaded_params == 0 < spec.unloaded_params
+    assert spec.returns_wide_logits
+    assert not spec.for_images.returns_wide_logits
+
+
+def test_llama_3_2_refuses_a_width_that_its_states_do_not_have() -> None:
+    with pytest.raises(ConfigError, match="vision_output_dim 7681 must be hidden_size 1280"):
+        tower("mllama", vision_output_dim=7681)
+
+
 @pytest.mark.parametrize(
     ("model_type", "tasks"),
     [

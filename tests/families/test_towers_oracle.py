@@ -61,6 +61,10 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
         "got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil",
         {"size": {"height": 448, "width": 448}, "crop_to_patches": True},
     ),
+    "mllama": (
+        "mllama.image_processing_pil_mllama.MllamaImageProcessorPil",
+        {"size": {"height": 560, "width": 560}},
+    ),
     "gemma4": ("gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil", {}),
     "gemma3": (
         "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
@@ -71,7 +75,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def tower(model_type: str) -> Tower:
     sides = {"gemma3": 896, "llama4": 336, "llava": 336, "llava_next": 336, "internvl": 448}
-    sides |= {"smolvlm": 384, "idefics3": 512}
+    sides |= {"smolvlm": 384, "idefics3": 512, "mllama": 560}
     vision = {"image_size": sides[model_type], "patch_size": 14} if model_type in sides else {}
     if model_type == "llama4":
         vision |= {"hidden_size": 1408, "intermediate_size": 5632, "vision_output_dim": 4096}
@@ -166,6 +170,14 @@ def test_tiles_and_separators_are_those_of_the_processor_of_llama_4() -> None:
         )
 
 
+def test_tiles_are_those_of_the_processor_of_llama_3_2() -> None:
+    module = import_module("transformers.models.mllama.image_processing_pil_mllama")
+    grid = tower("mllama").grid
+    for height, width in drawn("mllama", 10 * NUM_DRAWN):
+        canvas = module.get_optimal_tiled_canvas(height, width, 4, 560)
+        assert tuple(560 * side for side in grid(height, width).sides) == canvas
+
+
 def test_rows_and_columns_are_those_of_the_processor_of_gemma_4() -> None:
     module = import_module("transformers.models.gemma4.image_processing_pil_gemma4")
     grid = tower("gemma4").grid
@@ -210,6 +222,11 @@ def test_pixels_of_a_picture_are_the_processors(model_type: str) -> None:
         if "pixel_attention_mask" in made:
             assert made["pixel_attention_mask"].numel() == ours.masked
             assert made["pixel_attention_mask"].all()
+        if "aspect_ratio_mask" in made:
+            assert made["aspect_ratio_mask"].numel() + made["aspect_ratio_ids"].numel() == (
+                ours.masked
+            )
+            assert made["aspect_ratio_mask"].sum() == ours.sides[0] * ours.sides[1]
         if "image_sizes" in made:
             assert made["image_sizes"].tolist() == [[*ours.sides]]
         if "image_position_ids" in made:

@@ -21,9 +21,11 @@ from whichlora.memory.images import (
     images_forward,
     with_images,
 )
+from whichlora.memory.kv_cache import trained_memory_bytes
 from whichlora.memory.moments import training_moments
 from whichlora.memory.step import INPUTS, TrainingStep
 from whichlora.memory.towers import NARROW_PIXELS, PIXELS, TOWER_NAMED, grid_of
+from whichlora.memory.worst_layer import gathered_after
 from whichlora.predict.predict import ledger, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.numeric import added
@@ -135,9 +137,80 @@ def test_a_mask_of_patches_is_there_until_the_first_block_has_gone_backward() ->
     assert tower.worst_backward - tower.first_backward == inputs_of_others
 
 
+def attending(**settings: Any) -> tuple[TrainingStep, TowerStep]:
+    """A step of Llama 3.2 Vision, whose second and fourth layer attend to two images."""
+    run = RunConfig(model="m", images=2, seq_len=1024, **settings)
+    line = {"type": "mllama", "layers": 5, "blocks": 4, "vocab": 0, "run": run.to_dict()}
+    step = training_step(image_traces.job_of(line))
+    assert step.model.tower is not None
+    return step, TowerStep.of(step, step.model.tower)
+
+
+def test_layers_that_attend_read_every_vector_of_every_image_and_their_mask() -> None:
+    step, _ = attending(precision="bf16-pure", gradient_checkpointing=False)
+    own, crossed = step.model.groups
+    (attention,) = crossed.layer.attentions
+    assert (own.positions, crossed.positions) == ((0, 2, 4), (1, 3))
+    assert attention.memory_len == 2 * 4 * 1025
+    by_name = {tensor.what: tensor for tensor in step.layers[1].tensors}
+    repeated = by_name["values, repeated"]
+    assert repeated.constant == 2 * attention.memory_len * attention.q_width
+    # 8,200 keys are no multiple of 16: each layer lays the mask out anew
+    masks = [t.per_token for t in step.layers[1].tensors if t.per_token == 2 * 8208]
+    assert len(masks) == 1
+    moments = ledger(
+        image_traces.job_of(
+            {"type": "mllama", "layers": 5, "blocks": 4, "vocab": 0, "run": step.run.to_dict()}
+        )
+    ).moments
+    assert {"images_masked", "last_norm"} <= set(moments)
+
+
+def test_a_frozen_tower_is_attended_to_and_gets_no_gradient() -> None:
+    frozen, learning = attending(**FROZEN)[0], attending(gradient_checkpointing=False)[0]
+    assert not frozen.dtypes.learns_encoder
+    assert learning.dtypes.learns_encoder
+    assert [layer.gathered for layer in frozen.layers] == [0, 0]
+    of_images = 2 * 4 * 1025 * 2048 * learning.dtypes.encoder_bytes
+    assert [layer.gathered for layer in learning.layers] == [0, of_images]
+    # what the last layer that attends has not summed yet waits before all others
+    after = [gathered_after(learning.model, learning.layers, place) for place in range(5)]
+    assert after == [of_images, of_images, of_images, 0, 0]
+
+
+def test_a_tower_that_is_not_checkpointed_keeps_all_and_joins_states_of_blocks() -> None:
+    step, tower = attending(gradient_checkpointing=True, precision="bf16-pure")
+    assert not tower.run.gradient_checkpointing
+    assert step.run.gradient_checkpointing
+    assert tower.is_hooked
+    unhooked = attending(gradient_checkpointing=False, precision="bf16-pure")[1]
+    more = tower.saved_by_blocks.num_bytes - unhooked.saved_by_blocks.num_bytes
+    assert tower.forward.leaf_bytes < more < 5 * tower.forward.leaf_bytes
+    (last,) = tower.model.head_linears
+    assert last.in_features == 3 * tower.model.hidden_size
+    assert tower.forward.num_vectors == 2 * 4 * 1025
+    assert tower.forward.num_patches == 2 * 4 * 1032
+
+
+def test_keys_of_images_are_cached_in_training_where_attention_reads_copies() -> None:
+    step, _ = attending(gradient_checkpointing=False, precision="bf16-pure")
+    per_layer = 8200 * 2 * 4 * 128 * 2
+    assert trained_memory_bytes(step.model, step.dtypes) == 2 * per_layer
+
+
 def test_arrays_count_as_single_runs_do() -> None:
     resolved = job(seq_len=2048)
     batch_size = np.array([1, 2, 5])
+    together = ledger(resolved, batch_size=batch_size).peak_allocated_bytes
+    alone = [ledger(resolved, batch_size=int(size)).peak_allocated_bytes for size in batch_size]
+    assert together.tolist() == alone
+
+
+@pytest.mark.parametrize("phase", ["finetune", "inference"])
+def test_arrays_count_as_single_runs_do_where_layers_attend(phase: str) -> None:
+    run = RunConfig(model="m", images=2, phase=phase, seq_len=1024, prompt_len=1024)
+    line = {"type": "mllama", "layers": 5, "blocks": 4, "vocab": 0, "run": run.to_dict()}
+    resolved, batch_size = image_traces.job_of(line), np.array([1, 2, 5])
     together = ledger(resolved, batch_size=batch_size).peak_allocated_bytes
     alone = [ledger(resolved, batch_size=int(size)).peak_allocated_bytes for size in batch_size]
     assert together.tolist() == alone
@@ -204,7 +277,7 @@ def test_traced_runs_with_images_under_trl_are_predicted() -> None:
     ("model_type", "seed"),
     [
         *(("qwen2_vl", 13), ("qwen2_5_vl", 4), ("qwen3_vl", 3), ("gemma3", 2), ("mistral3", 0)),
-        ("gemma4", 4),
+        *(("gemma4", 4), ("mllama", 4), ("mllama", 12), ("mllama", 18)),
         *(("whisper", 0), ("whisper", 5), ("whisper", 13)),
     ],
 )

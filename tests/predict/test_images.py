@@ -173,13 +173,36 @@ def test_sides_are_two_numbers(value: object) -> None:
 MLLAMA = {"model_type": "mllama", "text_config": {}, "vision_config": {}}
 
 
+def test_images_bring_the_layers_into_use_that_attend_to_them() -> None:
+    with_images, texts = job(MLLAMA, seq_len=128), job(MLLAMA, images=0)
+    assert with_images.model.num_hidden_layers == 40 == texts.model.num_hidden_layers + 8
+    assert with_images.model.idle_params == 0 < texts.model.idle_params
+    assert with_images.model.notes[-1].endswith("1 tokens and 4,128 patches each")
+    assert {"fc1", "multi_modal_projector"} <= set(with_images.targets)
+    assert not {"fc1", "multi_modal_projector"} & set(texts.targets)
+
+
+def test_a_frozen_tower_that_texts_leave_on_the_disk_keeps_the_layers_that_they_skip() -> None:
+    frozen, plain = (
+        job(MLLAMA, images=0, freeze_vision_tower=freezes).model.idle_linears
+        for freezes in (True, False)
+    )
+    assert frozen == plain != ()
+
+
+def test_a_tower_that_several_layers_attend_to_goes_backward_once() -> None:
+    settings = {"seq_len": 128, "use_reentrant": True}
+    with pytest.raises(ConfigError, match="use_reentrant: each layer of m that attends to images"):
+        job(MLLAMA, gradient_checkpointing=True, **settings)
+    job(MLLAMA, gradient_checkpointing=False, **settings)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"parallel": "fsdp"}, "fsdp shards layers of m that rows without images skip"),
         ({"parallel": "ddp"}, "ddp waits for all gradients, and the layers of m that rows without"),
         ({"phase": "inference", "serving": "vllm"}, "not predicted for the cross attention of m"),
-        ({"images": 1}, r"the tower of m \(mllama\) is not predicted"),
     ],
 )
 def test_layers_that_texts_skip_are_refused_where_they_count(

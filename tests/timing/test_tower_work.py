@@ -74,6 +74,21 @@ def test_cross_attention_projects_every_position_whatever_the_length_of_the_text
     assert work.product_flops == 3 * 3 * 2 * (of_text + of_encoder)
 
 
+def test_a_tower_of_tiles_reads_all_of_them_and_projects_joined_states() -> None:
+    run = RunConfig(model="m", images=2, method="full", gradient_checkpointing=True)
+    line = {"type": "mllama", "layers": 5, "blocks": 4, "vocab": 0, "run": run.to_dict()}
+    whole = training_step(image_traces.job_of(line))
+    assert whole.model.tower is not None
+    tower, width = TowerStep.of(whole, whole.model.tower), 1280
+    done = tower_forward_work(tower.forward).product_flops
+    blocks = (4 + 2) * 12 * width**2 * 4 * 1032
+    embedded = 4 * 3 * 448**2 * width
+    assert done == 2 * 2 * (blocks + embedded + 4 * 1025 * 3 * width * 2048)
+    # it is not checkpointed, so that no forward is repeated
+    trained = tower_step_work(tower, text_tokens=whole.tokens).product_flops
+    assert trained == 3 * done
+
+
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_a_checkpointed_tower_goes_forward_twice_and_backward(micro_steps: int) -> None:
     settings = {"freeze_vision_tower": True, "gradient_accumulation_steps": micro_steps}

@@ -44,11 +44,19 @@ def _cross_layer(c: Fields, plain: Layer) -> Layer:
         norms=qk_norms,
         position="none",
         causal=False,
+        cross=True,
+        projection="queries_first",
+        adds_mask="weights",
+        always_masked=True,
+        dropout=c.probability("attention_dropout"),
+        flash=False,
     )
     return replace(
         plain,
         attentions=(attention,),
         norms=norms(PRE_NORM, width=hidden, kind="rms"),
+        gates_sums=True,
+        masks_fed=True,
         other_params=_NUM_GATES,
     )
 
@@ -70,11 +78,26 @@ def _mllama(c: Fields) -> ModelSpec:
     crossed = _cross_layer(c, group.layer)
     (table,) = model.embeddings
     skipped = len(crossing) * crossed.num_params
+    model = replace(
+        model, embeddings=(replace(table, rows=table.rows + _ADDED_ROWS),), head_tied=False
+    )
+    places = {False: own.layer, True: crossed}
     return replace(
         model,
         groups=(own,),
-        embeddings=(replace(table, rows=table.rows + _ADDED_ROWS),),
-        head_tied=False,
+        for_images=replace(
+            model,
+            groups=tuple(
+                LayerGroup(layer=layer, count=len(positions), positions=positions)
+                for is_crossed, layer in places.items()
+                if (
+                    positions := tuple(
+                        place for place in range(group.count) if (place in crossing) == is_crossed
+                    )
+                )
+            ),
+            returns_wide_logits=False,  # as of `MllamaForConditionalGeneration.forward`
+        ),
         other_params=skipped,
         idle_params=skipped,
         skips_layers=bool(crossing),

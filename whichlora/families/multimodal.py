@@ -65,32 +65,46 @@ def build_multimodal(
     if "dtype" not in values and "torch_dtype" not in values:
         values["dtype"] = c.dtype
     text = build_text(values)
-    spec = replace(
+    spec = _around(c, text, kind, splits=kind.splits)
+    spec = replace(spec, label_heads=of_decoder(spec))  # most outer types have no such class
+    if c.get("vision_config") is None:
+        return replace(spec, for_images=None, notes=(*spec.notes, TEXT_ONLY))
+    if text.for_images is not None:
+        for_images = _with_tower(
+            c, values, _around(c, text.for_images, kind, splits=False), kind, splits=False
+        )
+        spec = replace(spec, for_images=for_images)
+    return _with_tower(c, values, spec, kind, splits=kind.splits)
+
+
+def _around(c: Fields, text: ModelSpec, kind: Multimodal, *, splits: bool) -> ModelSpec:
+    return replace(
         text,
         model_type=c.text("model_type"),
         config=c.values,
-        caches_in_training=not (kind.splits or kind.hands_on_cache),
+        caches_in_training=not (splits or kind.hands_on_cache),
     )
-    spec = replace(spec, label_heads=of_decoder(spec))  # most outer types have no such class
-    if c.get("vision_config") is None:
-        return replace(spec, notes=(*spec.notes, TEXT_ONLY))
+
+
+def _with_tower(
+    c: Fields, values: Mapping[str, Any], spec: ModelSpec, kind: Multimodal, *, splits: bool
+) -> ModelSpec:
+    """`spec` with its tower; `splits`: its class leaves the tower on the disk."""
     stated = {**values, **c.values}
     named = {key: stated[key] for key in kind.around if stated.get(key) is not None}
-    facts = {**kind.around, **named, "hidden_size": text.hidden_size}
+    facts = {**kind.around, **named, "hidden_size": spec.hidden_size}
     vision = c.part("vision_config", defaults=kind.defaults)
     around = Fields(name=c.name, values=facts, defaults={}, synonyms={})
-    tower = None if kind.images is None else kind.images(vision, around)
-    extra, linears = kind.tower(vision, around), kind.linears(vision, around)
-    if tower is not None:
-        extra = tower.stack.num_params + tower.idle_params
-        linears = (*tower.linears, *tower.idle)
-    note = (UNLOADED if kind.splits else NOTE).format(extra)
+    tower = kind.images(vision, around)
+    extra = tower.stack.num_params + tower.idle_params
+    linears = (*tower.linears, *tower.idle)
+    note = (UNLOADED if splits else NOTE).format(extra)
     return replace(
         spec,
-        other_params=text.other_params + extra,
-        idle_params=text.idle_params + (0 if kind.splits else extra),
-        unloaded_params=extra if kind.splits else 0,
-        idle_linears=(*text.idle_linears, *(() if kind.splits else linears)),
+        other_params=spec.other_params + extra,
+        idle_params=spec.idle_params + (0 if splits else extra),
+        unloaded_params=extra if splits else 0,
+        idle_linears=(*spec.idle_linears, *(() if splits else linears)),
         tower=tower,
         notes=(*spec.notes, note),
     )

@@ -5,7 +5,14 @@ from __future__ import annotations
 from whichlora.spec.architecture import Layer, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
-from whichlora.symbolic.kernels import FUSED, attention_kernel, has_mask_per_head, is_masked
+from whichlora.symbolic.kernels import (
+    FUSED,
+    added_mask_bytes,
+    attention_kernel,
+    has_mask_per_head,
+    is_masked,
+    shares_mask,
+)
 
 _INDEX_BYTES = 8  # torch indexes with int64
 
@@ -31,6 +38,7 @@ def kept_mask_bytes(
     Source: transformers 5.23 `create_causal_mask`, `sdpa_mask`, `T5Stack.forward`.
     """
     masks: dict[tuple[str, bool, int | None], Count] = {}
+    num_keys: dict[tuple[str, bool, int | None], Count] = {}
     biases: dict[tuple[str, bool], int] = {}
     saved: set[tuple[str, bool, int | None]] = set()  # by SDPA, which makes no mask of its own
     for group in (group for group in model.groups if side in ("", group.stack)):
@@ -40,13 +48,14 @@ def kept_mask_bytes(
             decodes = reads_encoder and not attention.cross  # never padded
             masked = 0 * span if decodes else is_masked(attention, dtypes, span)
             key = (group.stack, attention.cross, attention.sliding_window)
+            num_keys[key] = attention.memory_len or span + dtypes.prefix_tokens
             if kernel == "eager":
                 masks[key] = dtypes.stream_bytes * (1 if attention.causal else masked)
             elif dtypes.uses_sdpa:
                 masks[key] = masked
                 if attention.adds_mask:
-                    masks[key] = dtypes.stream_bytes * (1 + 0 * span)
-                    if dtypes.stream_bytes <= dtypes.compute_bytes:  # else each layer casts it
+                    masks[key] = added_mask_bytes(attention, dtypes) * (1 + 0 * span)
+                    if shares_mask(attention, dtypes):  # else each layer makes its own of it
                         saved.add(key)
             if has_mask_per_head(attention) and key in masks:
                 masks[key] = dtypes.stream_bytes * attention.num_attention_heads * (1 + 0 * span)
@@ -64,7 +73,7 @@ def kept_mask_bytes(
         total = total + sequence_bias_bytes(model, dtypes, tokens=tokens, span=span)
     for mask, mask_bytes in masks.items():
         if checkpointed or mask in saved:
-            total = total + mask_bytes * tokens * (span + dtypes.prefix_tokens)
+            total = total + mask_bytes * tokens * num_keys[mask]
     return total
 
 

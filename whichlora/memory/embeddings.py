@@ -10,7 +10,7 @@ from whichlora.methods.base import NO_ADAPTERS, Method
 from whichlora.spec.architecture import ModelSpec, Norm
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
-from whichlora.symbolic.autograd import SavedTensor, Tape
+from whichlora.symbolic.autograd import LinearForm, SavedTensor, Tape, maximal, minus
 from whichlora.symbolic.autograd import per_token as elements_per_token
 from whichlora.symbolic.gemma4 import LayerInputPoints
 from whichlora.symbolic.layer import stream_bytes
@@ -110,6 +110,17 @@ def norm_kept(norm: Norm, dtypes: Dtypes, targets: tuple[str, ...] = ()) -> tupl
     x = tape.input(elements_per_token(norm.width * norm.rows), dtypes.stream_bytes, needs_grad=True)
     OpEmitter(tape, dtypes, targets, NO_ADAPTERS).norm(norm, x)
     return tape.saved_tensors()
+
+
+@lru_cache(maxsize=512)
+def norm_points(
+    norm: Norm, dtypes: Dtypes, targets: tuple[str, ...] = ()
+) -> tuple[LinearForm, ...]:
+    """Points of such a norm beyond what it saves. Kind: exact. Source: `OpEmitter.norm`."""
+    tape = Tape()
+    x = tape.input(elements_per_token(norm.width * norm.rows), dtypes.stream_bytes, needs_grad=True)
+    tape.returns(OpEmitter(tape, dtypes, targets, NO_ADAPTERS).norm(norm, x))
+    return maximal(minus(point, tape.saved) for point in tape.forward(saving=True))
 
 
 def layer_inputs_saved(

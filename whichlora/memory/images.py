@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from whichlora.memory.embeddings import norm_kept, saves_encoded
+from whichlora.memory.embeddings import norm_kept, norm_points, saves_encoded
 from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.held import held_outputs
 from whichlora.memory.layer_bytes import listed_tensors
+from whichlora.memory.moments import LAYER_FORWARD
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.towers import EMBEDDED_TEXT, TOWER_FORWARD, TowerForward, tower_dtypes
 from whichlora.spec.architecture import Tower
@@ -76,8 +77,10 @@ class TowerStep(TrainingStep):
             num_images=step.batch_size * tower.inputs(step.run.images),
             r=step.r,
         )
+        checkpointed = bool(step.run.gradient_checkpointing) and tower.checkpointed
         return cls(
-            **{name: getattr(step, name) for name in ("run", "method", "gpu", "trainer", "r")},
+            **{name: getattr(step, name) for name in ("method", "gpu", "trainer", "r")},
+            run=replace(step.run, gradient_checkpointing=checkpointed),
             model=tower.stack,
             dtypes=dtypes,
             targets=step.tower_targets,
@@ -138,7 +141,6 @@ class TowerStep(TrainingStep):
     @cached_property
     def around_blocks(self) -> Group:
         """Tables that all blocks read, and what is saved before the first."""
-        width = self.model.hidden_size
         tensors = [Tensor("cosines and sines", self.forward.table_bytes, dims="2, head_dim")]
         size, tower = self.dtypes.compute_bytes, self.tower
         if self.needs_grad and tower.embedding_saved:
@@ -155,8 +157,13 @@ class TowerStep(TrainingStep):
             read = self.forward.num_pixels * size * is_copy
             tensors.append(Tensor("pixels, which the kernel of the patches reads", constant=read))
         elif self.is_hooked and self.model.embeds_in_steps:  # a leaf, which the graph holds
-            tensors.append(Tensor("embedded patches", size * width))
+            tensors.append(Tensor("embedded patches", constant=self.forward.leaf_bytes))
+        if self.trains and tower.table_saved:
+            looked_up = self.forward.num_images * tower.table_saved * self.dtypes.base_bytes
+            tensors.append(Tensor("looked-up positions, which gates multiply", constant=looked_up))
         for norm in self.model.embedding_norms if self.needs_grad else ():
+            tensors += listed_tensors(norm_kept(norm, self.dtypes), 1, tokens=0, span=0, r=0)
+        for norm in tower.inner_norms:
             tensors += listed_tensors(norm_kept(norm, self.dtypes), 1, tokens=0, span=0, r=0)
         return Group(where="around the blocks", tensors=tuple(tensors), **self.sized)
 
@@ -172,6 +179,16 @@ class TowerStep(TrainingStep):
         """What a block saves whose result nobody reads, until the model's forward is done."""
         keeps = self.tower.runs_idle and self.goes_backward and not self.run.gradient_checkpointing
         return Entry(TOWER_SAVED, self.passes.saved[-1] if keeps else 0 * self.tokens)
+
+    def named(self, hidden_size: int) -> Entry:
+        """What is attended to, and what it is made of where the projector has not saved that."""
+        forward = self.forward
+        named = forward.named(hidden_size)
+        of_image = forward.kept * self.tower.returned_width * forward.stream
+        saved = (each.form.per_sequence for each in self.projected.saved_tensors)
+        if not of_image or of_image not in saved:
+            return named
+        return replace(named, num_bytes=named.num_bytes - forward.num_images * of_image)
 
     @cached_property
     def saved_by_projector(self) -> Entry:
@@ -196,7 +213,12 @@ class TowerStep(TrainingStep):
             return self.forward.working
         state = self.forward.state_bytes
         held = self.forward.held
-        in_projector = state + most(self.projected.forward, **self.forward.of_vectors) + held
+        named = self.forward.named_in_projector
+        if self.goes_backward and self.tower.names_blocks:
+            # the other states are saved, and so are masks where no block makes its own
+            named = state + self.unnamed_mask_bytes
+            held = held * (not self.is_hooked)
+        in_projector = named + most(self.projected.forward, **self.forward.of_vectors) + held
         if not self.goes_backward:
             return largest(self.forward.working, in_projector)
         # `saved_passes` counts embedded rows beside a layer's input; what a tower embeds is the
@@ -216,8 +238,11 @@ class TowerStep(TrainingStep):
         in_projector = saved + largest(projecting, saved_there)
         if not self.goes_backward:
             return in_projector
-        passes = self.passes
-        return largest(in_projector, saved + largest(*passes.backward))
+        # gradients of the states that are joined wait for the blocks that returned them
+        waiting = self.forward.state_bytes * self.tower.num_joined
+        leaves = not self.gradients_wait
+        in_blocks = self.layer_backward_where(leaves_gradients=leaves)
+        return largest(in_projector, saved + waiting + in_blocks)
 
     @property
     def later_gradients(self) -> Count:
@@ -231,7 +256,20 @@ class TowerStep(TrainingStep):
         if not self.goes_backward:
             return 0 * self.tokens
         around = self.around_blocks.num_bytes + self.masks_in_first_layer.num_bytes
-        return around + largest(*self.passes.last_backward)
+        return around + largest(*(self.passes.last_backward[i] for i in self.first_kinds))
+
+
+def attending(step: TrainingStep) -> TrainingStep:
+    """`step` whose layers know what they attend to of the images, where they do.
+
+    Kind: exact. Source: `TowerForward.result_bytes`, `TrainingStep.learns_from_images`.
+    """
+    tower = step.model.tower
+    if tower is None or not tower.attended or tower.hears:
+        return step
+    size, learns = TowerStep.of(step, tower).forward.result_bytes, step.learns_from_images
+    dtypes = replace(step.dtypes, encoder_bytes=size, learns_encoder=learns)
+    return replace(step, dtypes=dtypes)
 
 
 def with_images(step: TrainingStep, moments: dict[str, Entries]) -> dict[str, Entries]:
@@ -240,8 +278,12 @@ def with_images(step: TrainingStep, moments: dict[str, Entries]) -> dict[str, En
         return moments
     tower = TowerStep.of(step, step.model.tower)
     result = {"images_forward": images_forward(step, tower)}
+    if tower.tower.names_blocks:
+        result["images_masked"] = images_masked(step, tower)
     for name, entries in moments.items():
         result[name] = (*entries, *_held_in(name, step, tower))
+    if tower.tower.names_blocks:
+        result["last_norm"] = last_norm(step, result["layer_forward"])
     if step.learns_from_images:
         result["images_backward"] = images_backward(step, tower)
     return result
@@ -273,8 +315,8 @@ def _attended_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
     Source: transformers 5.23 `WhisperModel.forward`: nodes of the encoder are older than any of the
     decoder, and its output's gradient is a sum over the decoder's layers.
     """
-    states = tower.forward.named(step.model.hidden_size)
-    held = step.trainer.outputs_held(step.run)  # they name the encoder's
+    states = tower.forward.attended(step.model.hidden_size)
+    held = step.trainer.outputs_held(step.run) if step.hears else "until_loss"
     if moment == "optimizer_step":
         return tower.pixels, *((states,) if held.startswith(_LASTING) else ())
     saved: Entries = ()
@@ -283,11 +325,14 @@ def _attended_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
     if moment == "embedding_backward":  # their gradient waits
         return tower.pixels, *saved, states
     checkpointed = bool(step.run.gradient_checkpointing)  # an argument of every layer
-    in_forward = moment in ("layer_forward", "loss_forward")
+    in_forward = moment == "layer_forward" or (moment == "loss_forward" and step.hears)
     is_named = in_forward or held != "until_loss"
     earlier = (states,) if in_forward and held == "until_next_outputs" else ()
     is_saved = checkpointed or _is_saved_as_it_is(step, tower)
-    return tower.pixels, *saved, *earlier, *((states,) if is_named or is_saved else ())
+    kept = (states,) if is_named or is_saved else ()
+    if moment == "layer_forward":
+        kept = (tower.named(step.model.hidden_size),)
+    return tower.pixels, *saved, *earlier, *kept
 
 
 def _is_saved_as_it_is(step: TrainingStep, tower: TowerStep) -> bool:
@@ -319,6 +364,41 @@ def images_forward(step: TrainingStep, tower: TowerStep) -> Entries:
     )
 
 
+def last_norm(step: TrainingStep, in_layer: Entries) -> Entries:
+    """After the last layer, in the norm of what it returned: `in_layer` but for what has run."""
+    made: Count = 0 * step.tokens
+    stream = step.layers[-1].stream_bytes
+    for norm in step.model.final_norms:
+        points = norm_points(norm, step.dtypes, step.targets)
+        made = made + most(points, r=step.r, **step.sized)
+    states = step.tokens * step.model.hidden_size
+    if step.method.trains_base:  # what it returns is among what is saved: the head's input
+        made = made - states * step.dtypes.compute_bytes
+    # looked-up rows and what the last layer returned, unless the first layer's norm keeps the rows
+    first = step.layers[step.first_kinds[0]]
+    keeps = step.gives_input_gradient and any(t.what == LAYER_INPUT for t in first.tensors)
+    streams = (2 - keeps) * states * stream
+    changed = {
+        LAYER_FORWARD: Entry(LAYER_FORWARD, made + streams + step.unnamed_mask_bytes),
+        step.saved_in_layers.fact: step.saved_for_backward,
+    }
+    return tuple(changed.get(entry.fact, entry) for entry in in_layer)
+
+
+def images_masked(step: TrainingStep, tower: TowerStep) -> Entries:
+    """Between the tower and the layers, whose mask of images is made."""
+    saved: Entries = ()
+    if step.learns_from_images:
+        saved = tower.saved_by_blocks, tower.saved_by_projector
+    return (
+        *step.around_layers,
+        tower.pixels,
+        *saved,
+        tower.named(step.model.hidden_size),
+        tower.forward.masking(step.seq_len),
+    )
+
+
 def images_backward(step: TrainingStep, tower: TowerStep) -> Entries:
     """In the backward of the projector, of the last block or of the first, whichever is worst."""
     # the embedding's node is older than the tower's, so that its gradient waits; where it is a
@@ -336,7 +416,9 @@ def images_backward(step: TrainingStep, tower: TowerStep) -> Entries:
             gradients = gradients - step.embedding_gradients
     outputs: Entries = ()
     if tower.tower.attended and step.trainer.outputs_held(step.run) != "until_loss":
-        outputs = held_outputs(step), tower.forward.named(step.model.hidden_size)
+        outputs = (held_outputs(step),)
+        if step.hears:
+            outputs += (tower.forward.attended(step.model.hidden_size),)
     return (
         *step.around_layers,
         tower.pixels,

@@ -100,7 +100,9 @@ class Generation:
     @property
     def encoder_tokens(self) -> Count:
         """Positions of one sequence that cross attention reads."""
-        return self.prompt_len if self.tower is None else self.tower.grid.tokens
+        if self.tower is None:
+            return self.prompt_len
+        return self.tower.grid.vectors * self.tower.tower.inputs(self.run.images)
 
     @cached_property
     def prompt_tokens(self) -> Count:
@@ -578,8 +580,11 @@ def with_images(run: Generation, moments: dict[str, Entries]) -> dict[str, Entri
     running = (tower.narrow_pixels, Entry(TOWER_FORWARD, tower.working))
     # `model_kwargs` of `generate` hold the pixels to the end
     result = {"images": (*run.static, tower.pixels, *running)}
+    if tower.tower.names_blocks:
+        made = tower.named(run.model.hidden_size), tower.masking(run.prompt_len)
+        result["images_masked"] = (*run.static, tower.pixels, *made)
     for name, entries in moments.items():
-        is_held = name == "prefill" or tower.tower.attended
+        is_held = name == "prefill" or tower.tower.hears
         named = (tower.named(run.model.hidden_size),) if is_held else ()
         result[name] = (*entries, tower.pixels, *named)
     return result

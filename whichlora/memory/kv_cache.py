@@ -168,17 +168,38 @@ def trained_cache_elements(model: ModelSpec, dtypes: Dtypes) -> int:
         count * attention.cache_elements
         for layer, count in model.layers()
         for attention in layer.attentions
-        if _is_cached_apart(model, attention, dtypes)
+        if not attention.memory_len and _is_cached_apart(model, attention, dtypes)
+    )
+
+
+def trained_memory_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
+    """Bytes per sequence of keys and values of what is attended to, so cached, too.
+
+    Kind: exact. Source: transformers 5.23 `MllamaTextCrossAttention.forward`: attention keeps
+    copies of them, one for each query head. `DynamicLayer.lazy_initialization` starts both in the
+    dtype of the keys, with which `torch.cat` widens values.
+    """
+    if not model.caches_in_training:
+        return 0
+    key_bytes = max(dtypes.linear_out_bytes, dtypes.base_bytes)  # after a norm
+    return sum(
+        count * attention.memory_len * (attention.k_width + attention.v_width) * key_bytes
+        for layer, count in model.layers()
+        for attention in layer.attentions
+        if attention.cross and repeats_keys(attention, dtypes, masked=True)
     )
 
 
 def _is_cached_apart(model: ModelSpec, attention: Attention, dtypes: Dtypes) -> bool:
     # `DynamicLayer.update` returns the tensor that it keeps, and attention saves it for its
     # backward: one tensor, unless something is made of it in between
-    is_cast = dtypes.linear_out_bytes != dtypes.compute_bytes
+    key_bytes = dtypes.linear_out_bytes
+    if attention.position == "rope":  # tables are in the dtype of the stream
+        key_bytes = max(key_bytes, dtypes.stream_bytes)
+    is_cast = key_bytes != dtypes.compute_bytes
     if model.task == "seq2seq-lm":
         return is_cast and attention.position == "relative"
-    if not model.caches_in_training or dtypes.linear_out_bytes != 4:
+    if not model.caches_in_training or key_bytes != 4:
         return False
     return is_cast or attention_kernel(attention, dtypes, masked=dtypes.padded) not in FUSED
 

@@ -15,8 +15,8 @@ from whichlora.memory.held import HELD_INPUTS, held_between_steps, held_in_updat
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.step import GRADIENTS_OF_TERM, TrainingStep
 from whichlora.memory.towers import layer_norm_bytes
-from whichlora.memory.worst_layer import after, has_one_order
-from whichlora.spec.numeric import largest
+from whichlora.memory.worst_layer import after, gathered_after, has_one_order
+from whichlora.spec.numeric import Count, largest
 from whichlora.symbolic.autograd import most
 
 Entries = tuple[Entry, ...]
@@ -59,8 +59,9 @@ def _decoder_cache(step: TrainingStep, *, in_layer: bool = False) -> Entry:
     # `forward_with_checkpointing` of transformers 5.23 modeling_layers.py sets `past_key_values` of
     # a checkpointed layer to None
     if checkpointed:
-        elements = 0
-    return Entry(kv_cache.DECODER_CACHE, step.tokens * elements * 4)
+        return Entry(kv_cache.DECODER_CACHE, 0 * step.tokens)
+    of_memory = step.batch_size * kv_cache.trained_memory_bytes(step.model, step.dtypes)
+    return Entry(kv_cache.DECODER_CACHE, step.tokens * elements * 4 + of_memory)
 
 
 AUTOCAST_COPIES = Fact(
@@ -100,13 +101,16 @@ LAST_STATES = Fact(
 def _beside_cache(step: TrainingStep) -> Entries:
     # of other runs the loss's backward is larger, since no cache is held then
     states, dtypes = step.tokens * step.model.hidden_size, step.dtypes
-    if step.attends:  # `outputs` of `WhisperForConditionalGeneration.forward` names them, too
+    if step.hears:  # `outputs` of `WhisperForConditionalGeneration.forward` names them, too
         size = layer_norm_bytes(dtypes)
         is_saved = dtypes.trains_base and size == dtypes.compute_bytes
         return (Entry(LAST_STATES, states * size * (not is_saved)),)
-    if not dtypes.prefix_tokens:
+    if dtypes.prefix_tokens:
+        return (Entry(LAST_STATES, states * dtypes.stream_bytes),)
+    if not step.model.caches_in_training or step.run.gradient_checkpointing:
         return ()
-    return (Entry(LAST_STATES, states * dtypes.stream_bytes),)
+    is_saved = dtypes.trains_base and dtypes.stream_bytes == dtypes.compute_bytes
+    return (Entry(LAST_STATES, states * dtypes.stream_bytes * (not is_saved)),)
 
 
 def _loss_and_copies(step: TrainingStep) -> Entries:
@@ -288,8 +292,17 @@ def first_layer_backward(step: TrainingStep) -> Entries:
         step.late_remainders,
         listed(AROUND_LAYERS, step.outside_in_first_layer, step.masks_in_first_layer),
         *([Entry(SHARED_KEYS, step.keys_in_first_layer)] if step.shares_keys else []),
-        Entry(LAYER_BACKWARD, largest(*(step.passes.last_backward[i] for i in step.first_kinds))),
+        Entry(LAYER_BACKWARD, largest(*(_last_backward(step, i) for i in step.first_kinds))),
     )
+
+
+def _last_backward(step: TrainingStep, kind: int) -> Count:
+    """Of the first layer, with what later ones have summed of what it does not read."""
+    backward = step.passes.last_backward[kind]
+    if not step.attends or not has_one_order(step.model):
+        return backward
+    gathered = gathered_after(step.model, step.layers, step.num_idle_layers)
+    return backward - step.layers[kind].gathered + gathered
 
 
 def layers_backward_at_depth(step: TrainingStep) -> Iterator[tuple[str, Entries]]:
@@ -302,8 +315,11 @@ def layers_backward_at_depth(step: TrainingStep) -> Iterator[tuple[str, Entries]
     if not step.method.trains_base or not has_one_order(model):
         return
     by_layer = [layer.gradients for layer in step.layers]
-    for group, backward in zip(model.groups[1:], passes.backward[1:], strict=True):
+    kinds = zip(model.groups, step.layers, passes.backward, strict=True)
+    for group, layer, backward in list(kinds)[1:]:
         place = group.positions[0]
+        gathered = gathered_after(model, step.layers, place, of_keys=layer.gathered)
+        backward = backward - layer.gathered + gathered
         gradients = after(model, by_layer, place) + step.head_gradient
         waiting = (
             replace(held, count=sum(position <= place for position in of_kind.positions))

@@ -378,6 +378,11 @@ class TrainingStep:
         return self.model.tower is not None and self.model.tower.attended
 
     @property
+    def hears(self) -> bool:
+        """Whether it is sound, which stands in the place of tokens."""
+        return self.model.tower is not None and self.model.tower.hears
+
+    @property
     def learns_from_images(self) -> bool:
         """Whether a gradient flows into a vision tower, or into what it makes of the patches."""
         tower = self.model.tower
@@ -500,7 +505,7 @@ class TrainingStep:
         Source: transformers 5.23 `PreTrainedModel.gradient_checkpointing_enable`, which does so for
         a model whose main input is tokens.
         """
-        return bool(self.run.gradient_checkpointing) and not self.attends
+        return bool(self.run.gradient_checkpointing) and not self.hears
 
     @property
     def leaf_embedding_bytes(self) -> int:

@@ -15,7 +15,7 @@ from whichlora.spec.numeric import Count, added, largest
 from whichlora.spec.run import RunConfig
 from whichlora.symbolic.autograd import most
 from whichlora.symbolic.layer import stream_bytes
-from whichlora.symbolic.projectors import projector_working_points
+from whichlora.symbolic.projectors import projector_working_points, result_bytes
 
 PIXELS = Fact(
     part="activations",
@@ -48,6 +48,14 @@ EMBEDDED_TEXT = Fact(
     dtype="embedding_bytes",
     why="they are looked up before the tower runs",
     source="transformers Qwen2_5_VLModel.forward, inputs_embeds",
+)
+ATTENDED_MASK = Fact(
+    part="temporary",
+    what="mask of the tokens and of what they attend to of the images, while it is made",
+    shape="[batch_size, 1, seq_len, vectors of the images]",
+    dtype="int64, and what is made of it",
+    why="it is repeated for every vector of a tile before it is narrowed",
+    source="transformers _prepare_cross_attention_mask of modeling_mllama.py",
 )
 TOWER_FORWARD = Fact(
     part="temporary",
@@ -126,7 +134,7 @@ class TowerForward:
     @property
     def num_vectors(self) -> Count:
         """That the language model reads."""
-        return self.num_images * self.grid.tokens
+        return self.num_images * self.grid.vectors
 
     @property
     def num_projected(self) -> Count:
@@ -162,7 +170,7 @@ class TowerForward:
     def pixel_bytes(self) -> int:
         """Of one number of the batch: an encoder that casts nothing is given its own dtype."""
         dtypes, made = self.dtypes, self.tower.pixel_bytes
-        is_given = self.tower.attended and not dtypes.under_autocast
+        is_given = self.tower.hears and not dtypes.under_autocast
         return min(made, dtypes.embedding_bytes) if is_given else made
 
     @property
@@ -197,12 +205,12 @@ class TowerForward:
     @property
     def projected_span(self) -> int:
         """Vectors that the projector makes of one image."""
-        return self.grid.projected or self.grid.tokens
+        return self.grid.projected or self.grid.vectors
 
     @property
     def kept(self) -> int:
         """Vectors of one image that the last matrix reads; 0: all."""
-        return self.grid.tokens * self.tower.strips
+        return self.grid.vectors * self.tower.strips
 
     @property
     def table_bytes(self) -> int:
@@ -224,22 +232,42 @@ class TowerForward:
         points = projector_working_points(
             self.tower, self.targets, self.dtypes, self.method, stream=self.stream, kept=self.kept
         )
-        named = 1 + self.tower.names_embedded
-        in_projector = named * self.state_bytes + most(points, **self.of_vectors)
+        in_projector = self.named_in_projector + most(points, **self.of_vectors)
         # `forward_bytes` has one beside the input of its block
         embedded = self.state_bytes * (self.tower.num_embedded - 1)
-        shared = self.num_patches * self.table_bytes
-        shared = shared + kept_mask_bytes(
-            self.tower.stack, self.dtypes, tokens=self.num_patches, span=self.span
-        )
+        shared = self.num_patches * self.table_bytes + self._block_masks
         in_blocks = largest(in_block + shared + embedded, in_projector)
         return largest(in_blocks + self.held, self.embedding)
+
+    @property
+    def named_in_projector(self) -> Count:
+        """What the last block returned, and what else the tower's forward names by then."""
+        tower = self.tower
+        if not tower.names_blocks:
+            return (1 + tower.names_embedded) * self.state_bytes
+        return tower.stack.num_hidden_layers * self.state_bytes + self._block_masks
+
+    @property
+    def _block_masks(self) -> Count:
+        """Masks that all blocks read."""
+        stack = self.tower.stack
+        return kept_mask_bytes(stack, self.dtypes, tokens=self.num_patches, span=self.span)
+
+    @property
+    def leaf_bytes(self) -> Count:
+        """Patches as they are embedded, before anything is added to them."""
+        elements = self.num_images * self.tower.named_elements
+        if not self.tower.named_elements:
+            elements = self.num_patches * self.tower.stack.hidden_size
+        return elements * self.dtypes.compute_bytes
 
     @cached_property
     def held(self) -> Count:
         """What the tower's forward names until it returns: positions, and features of blocks."""
         tower = self.tower
         held = 4 * self.num_patches * tower.positions
+        if tower.named_elements:
+            held = held + self.leaf_bytes
         if not tower.deep:
             return held
         features = self.num_vectors * tower.stack.head_linears[-1].out_features * tower.deep
@@ -254,12 +282,36 @@ class TowerForward:
             rescaled = self.tower.pixel_bytes * self.num_pixels
             read = min(self.tower.pixel_bytes, self.dtypes.base_bytes) * self.num_pixels
             return largest(2 * rescaled, made + read)
+        if self.tower.names_blocks:
+            made = made + self.leaf_bytes
+            masking = self.state_bytes + self.leaf_bytes + 2 * self._block_masks
+            return largest(made, masking)
         return made if self.tower.holds_narrow else made + self.narrow_bytes
 
     @property
     def result_bytes(self) -> int:
         """One element of what the tower returns."""
-        return layer_norm_bytes(self.dtypes) if self.tower.normalises else self.stream
+        if self.tower.normalises:
+            return layer_norm_bytes(self.dtypes)
+        if not self.tower.attended:
+            return self.stream
+        settings = (self.tower, self.targets, self.dtypes, self.method)
+        return result_bytes(*settings, stream=self.stream)
+
+    def attended(self, hidden_size: int) -> Entry:
+        """What cross attention reads."""
+        return Entry(TOWER_NAMED, self.num_vectors * hidden_size * self.result_bytes)
+
+    def masking(self, length: Count) -> Entry:
+        """The mask of `length` tokens of each row and of what they attend to, while it is made.
+
+        Kind: exact. Source: transformers 5.23 `_prepare_cross_attention_mask`.
+        """
+        narrow = self.dtypes.base_bytes
+        # repeated in int64; subtracted from 1, in fp32, and narrowed; a boolean, and filled in
+        repeated, inverted, boolean = 8, 4, 1
+        worst = inverted + narrow * (narrow < inverted), narrow + boolean + narrow
+        return Entry(ATTENDED_MASK, length * self.num_vectors * (repeated + max(worst)))
 
     def named(self, hidden_size: int) -> Entry:
         """What the model's forward holds of the tower while the text is read."""

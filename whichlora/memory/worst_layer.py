@@ -39,23 +39,41 @@ def worst_backward(
     """
     if not has_one_order(model):
         return largest(*backward)
-    last = model.num_hidden_layers - 1
-    candidates: list[Count] = []
-    for group, layer, layer_backward in zip(model.groups, layers, backward, strict=True):
-        # later layers release more than they leave, so that the last of a kind is worst, or the one
-        # before it, where the last of all finds nothing gathered. Where they leave more, see
-        # `moments.layers_backward_at_depth`
-        for place in [each for each in group.positions if each >= num_idle][-2:]:
-            if place == last:  # no later layer has gathered anything yet
-                candidates.append(layer_backward - layer.gathered)
-            else:
-                candidates.append(
-                    layer_backward
-                    - after(model, saved, place)
-                    + after(model, left, place)
-                    + _waiting(model, layers, place)
-                )
-    return largest(*candidates)
+    # later layers release more than they leave, so that the last of a kind is worst, or the one
+    # before it, where the last of all finds nothing gathered. Where they leave more, see
+    # `moments.layers_backward_at_depth`
+    return largest(
+        *(
+            layer_backward
+            - layer.gathered
+            + gathered_after(model, layers, place, of_keys=layer.gathered)
+            - after(model, saved, place)
+            + after(model, left, place)
+            + _waiting(model, layers, place)
+            for group, layer, layer_backward in zip(model.groups, layers, backward, strict=True)
+            for place in [each for each in group.positions if each >= num_idle][-2:]
+        )
+    )
+
+
+def gathered_after(
+    model: ModelSpec, layers: Sequence[LayerBytes], place: int, *, of_keys: Count = 0
+) -> Count:
+    """Gradients that layers after `place` have summed, of what earlier ones may read, too.
+
+    Args:
+        of_keys: so where layers lend their keys to later ones, unless `place` is the last.
+
+    Kind: exact where kinds of layers read the same. Source: torch 2.13 `InputBuffer::accumulate`.
+    """
+    if any(keeps_keys(layer) for layer, _ in model.layers()):
+        return of_keys if place < model.num_hidden_layers - 1 else 0
+    later = [
+        layer.gathered
+        for group, layer in zip(model.groups, layers, strict=True)
+        if any(position > place for position in group.positions)
+    ]
+    return largest(*later) if later else 0
 
 
 def keeps_keys(layer: Layer) -> bool:

@@ -25,12 +25,16 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
             is not predicted beside images.
     """
     tower = model.tower
-    if tower is not None and tower.attended:
+    if tower is not None and tower.hears:
         return _with_sound(model, tower, run, trainer)
+    if run.images and model.for_images is not None:
+        model = model.for_images
     if tower is not None and run.freeze_vision_tower:
         tower = _without_adapters(tower)
-        loaded = (*tower.linears, *tower.idle) if model.idle_linears else ()
-        model = replace(model, tower=tower, idle_linears=loaded)
+        others = tuple(linear for linear in model.idle_linears if linear.reads != "tower")
+        loads = len(others) < len(model.idle_linears)
+        loaded = (*tower.linears, *tower.idle) if loads else ()
+        model = replace(model, tower=tower, idle_linears=(*others, *loaded))
     if tower is not None:
         _check_targets(model, tower, run)
     if not run.images:
@@ -44,17 +48,26 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
             "images out, or choose a model whose images are, such as Qwen/Qwen2.5-VL-7B-Instruct"
         )
     _check_beside(model, run, trainer)
+    reentrant = run.phase == "finetune" and run.gradient_checkpointing and run.use_reentrant
+    if tower.attended and reentrant:
+        raise ConfigError(
+            f"use_reentrant: each layer of {model.name} that attends to images would go backward "
+            "through the whole tower, which is possible once; use false"
+        )
     _check_pixels(tower, run)
     _check_tokens(tower, run)
     if tower.masks_text == "windows":
         model = _with_masked_windows(model)
+    if tower.attended:
+        model = _attending(model, run.images * grid_of(tower, run).vectors)
     return replace(
         model,
         tower=tower,
         idle_linears=(*tower.linears, *tower.idle),  # also where texts alone load none
         unloaded_params=0,
         idle_params=tower.idle_params + tower.stack.num_params * run.freeze_vision_tower,
-        embeds_in_steps=True,  # `masked_scatter` makes a new tensor of the looked-up rows
+        # `masked_scatter` makes a new tensor of the looked-up rows
+        embeds_in_steps=model.embeds_in_steps or not tower.attended,
         notes=(*_beside_tower(model.notes), _note(tower, run)),
     )
 
@@ -68,6 +81,18 @@ def _with_masked_windows(model: ModelSpec) -> ModelSpec:
     for group in model.groups:
         attentions = tuple(
             replace(attention, always_masked=attention.sliding_window is not None)
+            for attention in group.layer.attentions
+        )
+        groups.append(replace(group, layer=replace(group.layer, attentions=attentions)))
+    return replace(model, groups=tuple(groups))
+
+
+def _attending(model: ModelSpec, length: int) -> ModelSpec:
+    """`model` whose cross attention reads `length` vectors for each row."""
+    groups = []
+    for group in model.groups:
+        attentions = tuple(
+            replace(attention, memory_len=length) if attention.cross else attention
             for attention in group.layer.attentions
         )
         groups.append(replace(group, layer=replace(group.layer, attentions=attentions)))
@@ -102,7 +127,7 @@ def with_lengths(model: ModelSpec, run: RunConfig) -> RunConfig:
     Source: openai/whisper `Tokenizer.sot_sequence_including_notimestamps`.
     """
     longest = model.longest_input
-    if model.tower is None or not model.tower.attended or longest is None:
+    if model.tower is None or not model.tower.hears or longest is None:
         return run
     seq_len, prompt_len = run.seq_len, run.prompt_len
     if seq_len == _DEFAULTS.seq_len:
@@ -143,7 +168,7 @@ def _with_sound(model: ModelSpec, tower: Tower, run: RunConfig, trainer: Trainer
             raise ConfigError(fault)
     _check_beside(model, run, trainer, "audio")
     _check_length(model, run)
-    positions = grid_of(tower, run).tokens
+    positions = grid_of(tower, run).vectors
     note = f"audio: one clip in each row, which the encoder reads as {positions:,} positions"
     return replace(model, notes=(*model.notes, note))
 

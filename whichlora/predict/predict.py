@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from whichlora.memory import allocator
+from whichlora.memory.images import attending
 from whichlora.memory.inference import Generation, inference_ledger
 from whichlora.memory.layer_passes import offloaded_bytes
 from whichlora.memory.optimizer import Update
@@ -127,7 +128,7 @@ def training_step(job: ResolvedRun, **sizes: Count) -> TrainingStep:
     counts = _sizes(job, sizes)
     counts["batch_size"] = counts["batch_size"] * job.trainer.sequences(job.run)
     counts["seq_len"] = counts["seq_len"] + job.method.virtual_tokens
-    return TrainingStep(
+    step = TrainingStep(
         model=job.model,
         run=job.run,
         dtypes=job.dtypes,
@@ -137,6 +138,7 @@ def training_step(job: ResolvedRun, **sizes: Count) -> TrainingStep:
         trainer=job.trainer,
         **counts,
     )
+    return attending(step)
 
 
 def generation(job: ResolvedRun, **sizes: Count) -> Generation:

@@ -48,7 +48,7 @@ def hears(config: Any) -> bool:
     if config.model_type not in known_types():
         return False
     tower = build(config.to_dict(), name="profiled").tower
-    return tower is not None and tower.attended
+    return tower is not None and tower.hears
 
 
 def with_fields(config: Any, run: RunConfig, batch: Batch) -> dict[str, torch.Tensor]:
@@ -152,12 +152,48 @@ def _is_image(
     return (ids == _token(config)).long()
 
 
+def _tiles(
+    config: Any, run: RunConfig, tower: Tower, grid: ImageGrid, ids: torch.Tensor
+) -> torch.Tensor:
+    """Which of its tiles each image has."""
+    _, most, *_ = grid.pixels
+    has = torch.arange(most) < grid.sides[0] * grid.sides[1]
+    return has.long().expand(ids.shape[0], run.images, most).contiguous()
+
+
+def _ratios(
+    config: Any, run: RunConfig, tower: Tower, grid: ImageGrid, ids: torch.Tensor
+) -> torch.Tensor:
+    """The number of their arrangement, from 1 on."""
+    _, most, *_ = grid.pixels
+    known = [
+        (rows, columns) for rows in range(1, most + 1) for columns in range(1, most // rows + 1)
+    ]
+    return torch.full((ids.shape[0], run.images), 1 + known.index(grid.sides), dtype=torch.long)
+
+
+def _attended_tiles(
+    config: Any, run: RunConfig, tower: Tower, grid: ImageGrid, ids: torch.Tensor
+) -> torch.Tensor:
+    """Those that each token reads: of the last image before it.
+
+    Source: transformers 5.23 `get_cross_attention_token_mask`.
+    """
+    seen = (ids == _token(config)).cumsum(dim=1)
+    is_read = seen[:, :, None] == torch.arange(1, run.images + 1)
+    tiles = _tiles(config, run, tower, grid, ids)
+    return is_read[..., None].long() * tiles[:, None]
+
+
 _FIELDS: Mapping[str, Callable[[Any, RunConfig, Tower, ImageGrid, torch.Tensor], torch.Tensor]] = {
     "pixel_values": _pixels,
     "image_grid_thw": _grid_thw,
     "image_sizes": _sizes,
     "image_position_ids": _places,
     "pixel_attention_mask": _mask,
+    "aspect_ratio_ids": _ratios,
+    "aspect_ratio_mask": _tiles,
+    "cross_attention_mask": _attended_tiles,
     "mm_token_type_ids": _is_image,
     "token_type_ids": _is_image,
 }

@@ -53,8 +53,10 @@ Projection = Literal[
     "borrowed",
     "complex_by_head",
     "contiguous",
+    "queries_first",
 ]
 EagerScores = Literal["scaled", "scaled_queries", "named", "fp32", "sinks"]
+AddedMask = Literal["", "stream", "weights", "product"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +186,8 @@ class Attention:
             with those of an earlier layer, "borrowed" (Gemma 4), or each projected after the one
             before is done, "one_after_other" (its tower); "complex_by_head", rotated in
             complex numbers before their norms (Llama 4); "contiguous", copied head by head, queries
-            scaled before (Whisper).
+            scaled before (Whisper); "queries_first", with their norm before there are keys, which
+            come from images (Llama 3.2 Vision).
         out_norm: over what the output projection reads (BitNet).
         has_temperature: queries are multiplied by a number for each position (Llama 4).
         eager: which function makes the scores in eager code: "scaled"; products of
@@ -208,8 +211,9 @@ class Attention:
         packed: images stand in one row, and SDPA is called for each of them (Qwen2-VL).
         segment: patches that one call of SDPA reads at most, where windows are packed, too; 0: all
             of an image.
-        adds_mask: SDPA gets one mask for all layers that is in the dtype of the stream already
-            (Pixtral).
+        adds_mask: SDPA gets one mask for all layers that is added to the scores as it is: in the
+            dtype of the "stream" (Pixtral), of the "weights", or of a "product" of matrices, which
+            autocast narrows (Llama 3.2 Vision); "" for none.
         ring: ranks whose keys and values its queries see; 1: those of this one.
     """
 
@@ -253,7 +257,7 @@ class Attention:
     has_temperature: bool = False
     packed: bool = False
     segment: int = 0
-    adds_mask: bool = False
+    adds_mask: AddedMask = ""
     ring: int = 1
 
     def __post_init__(self) -> None:
@@ -413,6 +417,8 @@ class Layer:
         scales_result: the result is multiplied by a number, in place (Gemma 4).
         scales_sums: so is what is added to the hidden state, before it is (Granite);
             scales_channels: each of its channels by a parameter of its own (InternViT).
+        gates_sums: so it is by the hyperbolic tangent of a parameter of one number, and
+            masks_fed: what the MLP returns, by a number for each token (Llama 3.2 Vision).
         side_by_side: all `attentions` read what the first norm returns, and what they return is
             added up (Falcon-H1).
         wide_residual: the hidden state is fp32 whatever the model is; norms read it in the dtype of
@@ -434,6 +440,8 @@ class Layer:
     scales_result: bool = False
     scales_sums: bool = False
     scales_channels: bool = False
+    gates_sums: bool = False
+    masks_fed: bool = False
     side_by_side: bool = False
     wide_residual: bool = False
     other_params: int = 0
@@ -565,6 +573,7 @@ class ImageGrid(NamedTuple):
         projected: vectors of it before some are left out or added; 0: as many as `tokens`.
         masked: numbers of int64 beside the pixels: of a mask, or of the places of patches; 0: none.
         padding: patches among `patches` that are none, and are masked.
+        attended: vectors of it that stand in no row of the text, which attends to them.
     """
 
     crops: int
@@ -576,6 +585,12 @@ class ImageGrid(NamedTuple):
     projected: int = 0
     masked: int = 0
     padding: int = 0
+    attended: int = 0
+
+    @property
+    def vectors(self) -> int:
+        """Of the whole image that the language model reads, in rows of the text or beside them."""
+        return self.attended or self.tokens
 
     @property
     def num_pixels(self) -> int:
@@ -640,8 +655,8 @@ class Tower:
         masks_text: images make a mask of the text, which attends to each as a whole (Gemma 3), or
             of its layers with a window (Gemma 4).
         stacks_rows: `pixel_values` has a dimension of rows before that of images.
-        attended: its vectors stand in no row of the text, which attends to them: an encoder whose
-            decoder is the language model, of one clip of sound in each row (Whisper).
+        attended: its vectors stand in no row of the text, which attends to them.
+        hears: so does a decoder, to one clip of sound for each row of tokens (Whisper).
         embedding_saved: elements of a patch that its embedding keeps for its backward.
         embedding_weights: weights that embed a patch, where kernels overlap; 0: every number of it
             is read once.
@@ -653,6 +668,12 @@ class Tower:
             where the embedding is quantised: with it all of the tower's stream (Gemma 4).
         names_embedded: the tower's forward names the embedded patches until it returns.
         strips: vectors of padding are left out before the last matrix.
+        checkpointed: checkpointing makes its blocks again in the backward, as it does layers.
+        names_blocks: the tower's forward names what all of its blocks returned, and their mask,
+            until it returns; num_joined: how many of these states are joined with the last one.
+        inner_norms: between blocks.
+        named_elements: of an image that it names so long: of its patches without what is added.
+        table_saved: of an image that looked-up positions have, which trained gates multiply.
         wraps: names of modules around its matrices, which PEFT takes for targets and refuses.
         fused_head: TRL's fused head finds the last states of the model's class: its `base_model`
             ends in them (not Llama 4's, which ends in logits), and has no decoder of its own.
@@ -684,6 +705,7 @@ class Tower:
     masks_text: Literal["", "all", "windows"] = ""
     stacks_rows: bool = False
     attended: bool = False
+    hears: bool = False
     embedding_saved: int = 0
     embedding_weights: int = 0
     unfolds: bool = False
@@ -692,12 +714,18 @@ class Tower:
     rescales_pixels: bool = False
     names_embedded: bool = False
     strips: bool = False
+    checkpointed: bool = True
+    names_blocks: bool = False
+    num_joined: int = 0
+    inner_norms: tuple[Norm, ...] = ()
+    named_elements: int = 0
+    table_saved: int = 0
     wraps: tuple[str, ...] = ()
     fused_head: bool = True
 
     def inputs(self, images: int) -> int:
         """How many it reads of each row, which has so many images."""
-        return 1 if self.attended else images
+        return 1 if self.hears else images
 
     def limited(self, max_pixels: int | None) -> Callable[[int, int], ImageGrid]:
         """`grid` for images that are shrunk to `max_pixels` before, if there is such a limit."""
@@ -814,6 +842,7 @@ class ModelSpec:
             the optimizer keeps no states of them.
         skips_layers: whole layers are among them, which rows without images skip (Llama 3.2
             Vision).
+        for_images: the model as rows with images pass it, where it has other layers then.
         unloaded_params: those among them that `AutoModelForCausalLM` leaves on the disk.
         tower: what turns images into vectors, where the family describes its blocks.
         buffer_bytes: what modules keep beside parameters (a causal mask per attention).
@@ -857,6 +886,7 @@ class ModelSpec:
     other_params: int = 0
     idle_params: int = 0
     skips_layers: bool = False
+    for_images: ModelSpec | None = None
     unloaded_params: int = 0
     tower: Tower | None = None
     buffer_bytes: int = 0

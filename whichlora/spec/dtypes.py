@@ -74,6 +74,8 @@ class Dtypes:
         linears_keep_inputs: `F.linear` of a frozen matrix keeps its input for the backward, too.
         kernels: operators of the layers that the trainer replaces.
         prefix_tokens: keys and values that stand before each sequence's own while it trains.
+        learns_encoder: what cross attention reads needs a gradient.
+        encoder_bytes: one element of it, where a matrix makes it of images; else 0.
         stores: the format that a layer's keys and values are quantised to in this forward, if any.
         loads_at_once: loading first asks the device for one block, from which the weights are cut:
             `caching_allocator_warmup` of transformers 5.23, which runs where there is a device_map,
@@ -112,6 +114,8 @@ class Dtypes:
     compute_capability: str | None
     libraries: Libraries
     stores: CacheFormat | None = None
+    learns_encoder: bool = True
+    encoder_bytes: int = 0
     prefix_tokens: int = 0
     adapters_drop: bool = False
     quantises_experts: bool = False

@@ -24,12 +24,14 @@ from whichlora.symbolic.delta_net import mix_recurrently
 from whichlora.symbolic.fused_lora import project_fused, runs_fused
 from whichlora.symbolic.gemma4 import project_in_turn
 from whichlora.symbolic.kernels import (
+    ALIGNED_KEYS,
     FUSED,
     Kernel,
     attention_kernel,
     fused_qkv,
     has_mask_per_head,
     repeats_keys,
+    shares_mask,
 )
 from whichlora.symbolic.llama4 import project_and_turn
 from whichlora.symbolic.mla import latent_projections
@@ -196,6 +198,26 @@ def _laid_out(code: OpEmitter, x: Tensor) -> Tensor:
     return code.tape.op([x], x.elements, x.size, joined=True, what="copy, head by head")
 
 
+def _project_queries_first(
+    code: OpEmitter, attention: Attention, x: Tensor, read: Tensor
+) -> Projected:
+    """Source: transformers 5.23 `MllamaTextCrossAttention.forward`."""
+    tape = code.tape
+    q_linear, k_linear, v_linear, _ = attention.linears
+    q_norm, k_norm = attention.norms
+    q = code.norm(q_norm, tape.view(code.linear(q_linear, x), copies_gradient=True))
+    if code.decoding:  # the cache has keys and values
+        k, v = (
+            replace(x, storage=-1, elements=_of_keys(code, attention, width), joined=True)
+            for width in (attention.k_width, attention.v_width)
+        )
+        return Projected(attention=attention, q=q, k=k, v=v, is_turned=True)
+    reading = replace(code, rows=Rows(in_sequence=attention.memory_len))
+    k, v = reading.linear(k_linear, read), reading.linear(v_linear, read)
+    k = reading.norm(k_norm, tape.view(k, copies_gradient=True), rows=reading.rows.of(k_norm.rows))
+    return Projected(attention=attention, q=q, k=k, v=v, is_turned=True)
+
+
 def _project_gated(code: OpEmitter, attention: Attention, x: Tensor, read: Tensor) -> Projected:
     """Source: transformers 5.23 `Qwen3NextAttention.forward`."""
     q_linear, k_linear, v_linear, _ = attention.linears
@@ -276,6 +298,7 @@ _PROJECTIONS: dict[Projection, Callable[[OpEmitter, Attention, Tensor, Tensor], 
     "borrowed": _project_one_by_one,
     "complex_by_head": _project_complex_by_head,
     "contiguous": _project_contiguous,
+    "queries_first": _project_queries_first,
 }
 """The attention functions that a family names in `Attention.projection`.
 
@@ -396,31 +419,36 @@ def _through_cache(
     store(code, k, v, num_heads=attention.num_key_value_heads)
     if code.dtypes.prefix_tokens and not attention.cross:
         widths = (attention.k_width, attention.v_width)
-        k, v = (_behind_prefix(code, *pair) for pair in zip((k, v), widths, strict=True))
+        k, v = (_behind_prefix(code, attention, *pair) for pair in zip((k, v), widths, strict=True))
     return k, v
 
 
-def _behind_prefix(code: OpEmitter, state: Tensor, width: int) -> Tensor:
+def _behind_prefix(code: OpEmitter, attention: Attention, state: Tensor, width: int) -> Tensor:
     """Keys or values behind those that a cache hands each sequence, in the dtype of the base.
 
     Source: peft 0.21.2 `PeftModel.get_prompt`; transformers 5.23 `DynamicLayer.update`.
     """
     size = max(state.size, code.dtypes.base_bytes)
-    whole = code.tape.behind(state, _of_keys(code, width), size)
+    whole = code.tape.behind(state, _of_keys(code, attention, width), size)
     code.tape.hold(state)
     code.tape.hold_to_end(whole)  # by the cache, which lives longer
     return whole
 
 
-def _of_keys(code: OpEmitter, width: int) -> LinearForm:
+def _of_keys(code: OpEmitter, attention: Attention, width: int) -> LinearForm:
     """Elements of a tensor that has `width` for every key."""
+    if attention.memory_len:
+        of_sequence = width * attention.memory_len
+        return per_token(of_sequence) if code.decoding else per_sequence(of_sequence)
     if code.decoding:
         return per_pair(width)
     return plus(per_token(width), per_sequence(width * code.dtypes.prefix_tokens))
 
 
-def _pairs(code: OpEmitter, count: int) -> LinearForm:
+def _pairs(code: OpEmitter, attention: Attention, count: int) -> LinearForm:
     """Elements of a tensor that has `count` for every query and key."""
+    if attention.memory_len:
+        return per_token(count * attention.memory_len)
     return plus(per_pair(count), per_token(count * code.dtypes.prefix_tokens))
 
 
@@ -518,25 +546,26 @@ def _fused_kernel(
     return out, None, ()
 
 
-_ALIGNED_KEYS = 16  # `preprocess_mask`, `pad_bias` of torch's attention.cpp
-
-
 def _mask_elements(code: OpEmitter, attention: Attention, size: int) -> LinearForm:
     """The additive mask, whose rows the memory-efficient kernel wants aligned.
 
     Kind: exact where the sequence is aligned. Source: torch 2.13 `convert_boolean_attn_mask`,
     `pad_bias`.
     """
-    before = code.dtypes.prefix_tokens
-    if _kernel_of(code, attention) == "efficient":
-        before += -before % _ALIGNED_KEYS
+    is_aligned = _kernel_of(code, attention) == "efficient"
+    if attention.memory_len:
+        return per_token(size * _aligned(attention.memory_len, is_aligned))
+    before = _aligned(code.dtypes.prefix_tokens, is_aligned)
     return plus(per_pair(size), per_token(size * before))
+
+
+def _aligned(number: int, is_aligned: bool) -> int:
+    return number + (-number % ALIGNED_KEYS) * is_aligned
 
 
 def _is_mask_shared(code: OpEmitter, attention: Attention) -> bool:
     """Whether all layers read one mask that is counted beside them: none casts it first."""
-    is_narrow = code.dtypes.stream_bytes <= code.dtypes.compute_bytes
-    return (attention.adds_mask and is_narrow) or has_mask_per_head(attention)
+    return shares_mask(attention, code.dtypes) or has_mask_per_head(attention)
 
 
 def _ring(
@@ -570,8 +599,8 @@ def _repeated(code: OpEmitter, attention: Attention, k: Tensor, v: Tensor) -> tu
         return k, v
     tape = code.tape
     if attention.num_key_value_heads == 1:
-        (k,) = tape.parts(k, (_of_keys(code, heads * attention.head_dim),))
-        (v,) = tape.parts(v, (_of_keys(code, heads * attention.v_head_dim),))
+        (k,) = tape.parts(k, (_of_keys(code, attention, heads * attention.head_dim),))
+        (v,) = tape.parts(v, (_of_keys(code, attention, heads * attention.v_head_dim),))
         return replace(k, joined=False), replace(v, joined=False)
     return _written_out(code, attention, k, v)
 
@@ -584,7 +613,7 @@ def _written_out(
     keys, values = (
         code.tape.op(
             [state],
-            _of_keys(code, heads * width),
+            _of_keys(code, attention, heads * width),
             state.size,
             joined=True,
             what=f"{name}, repeated",
@@ -603,13 +632,13 @@ def _eager_kernel(
     """Source: `eager_attention_forward` of transformers 5.23."""
     tape, dtypes = code.tape, code.dtypes
     heads = attention.num_attention_heads
-    scores_shape = _pairs(code, heads)
+    scores_shape = _pairs(code, attention, heads)
     q_size = q.size
     k, v = _repeated(code, attention, k, v)
     if attention.eager == "fp32":
         q, k = code.cast(q, 4), code.cast(k, 4)
     named = k, v
-    scores, steps = _SCORES[attention.eager](code, q, k, heads)
+    scores, steps = _SCORES[attention.eager](code, q, k, scores_shape)
     if attention.softcap is not None:
         divided = code.scale(scores)
         tanh = tape.op([divided], scores_shape, divided.size, saves_result=True, what="soft cap")
@@ -653,36 +682,38 @@ def _factors(code: OpEmitter, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return code.cast(q, size), code.cast(k, size)
 
 
-def _product(code: OpEmitter, q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _product(
+    code: OpEmitter, q: Tensor, k: Tensor, shape: LinearForm
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys as the product reads them, and what it makes."""
     q, k = _by_head(code, q), _by_head(code, k)
-    return q, k, code.tape.op([q, k], _pairs(code, heads), q.size, saves=[q, k])
+    return q, k, code.tape.op([q, k], shape, q.size, saves=[q, k])
 
 
 Scores = tuple[Tensor, tuple[Tensor, ...]]
 """Scores before the mask, and tensors that local variables hold until the attention returns."""
 
 
-def _scaled_scores(code: OpEmitter, q: Tensor, k: Tensor, heads: int) -> Scores:
+def _scaled_scores(code: OpEmitter, q: Tensor, k: Tensor, shape: LinearForm) -> Scores:
     """Source: `eager_attention_forward` of transformers 5.23, `matmul(...) * scaling`."""
-    _, _, scores = _product(code, *_factors(code, q, k), heads)
+    _, _, scores = _product(code, *_factors(code, q, k), shape)
     return code.scale(scores), ()
 
 
-def _scores_of_scaled_queries(code: OpEmitter, q: Tensor, k: Tensor, heads: int) -> Scores:
+def _scores_of_scaled_queries(code: OpEmitter, q: Tensor, k: Tensor, shape: LinearForm) -> Scores:
     """Source: transformers 5.23 `MvpAttention.forward`."""
     q, k = _factors(code, q, k)
-    _, _, scores = _product(code, code.scale(q), k, heads)
+    _, _, scores = _product(code, code.scale(q), k, shape)
     return scores, ()
 
 
-def _named_scores(code: OpEmitter, q: Tensor, k: Tensor, heads: int) -> Scores:
+def _named_scores(code: OpEmitter, q: Tensor, k: Tensor, shape: LinearForm) -> Scores:
     """One `baddbmm` also adds the bias. Source: transformers 5.23 `BloomAttention.forward`."""
-    steps = _product(code, *_factors(code, q, k), heads)
+    steps = _product(code, *_factors(code, q, k), shape)
     return steps[-1], steps
 
 
-_SCORES: dict[EagerScores, Callable[[OpEmitter, Tensor, Tensor, int], Scores]] = {
+_SCORES: dict[EagerScores, Callable[[OpEmitter, Tensor, Tensor, LinearForm], Scores]] = {
     "scaled": _scaled_scores,
     "scaled_queries": _scores_of_scaled_queries,
     "named": _named_scores,
@@ -708,12 +739,12 @@ def _softmax(code: OpEmitter, attention: Attention, scores: Tensor, size: int) -
 def _softmax_with_sinks(code: OpEmitter, attention: Attention, scores: Tensor) -> Tensor:
     """One more column, in the dtype of the scores. Source: gpt-oss's `eager_attention_forward`."""
     tape, heads = code.tape, attention.num_attention_heads
-    shape = plus(_pairs(code, heads), per_token(heads))
+    shape = plus(_pairs(code, attention, heads), per_token(heads))
     combined = tape.op([scores], shape, scores.size)
     lowered = tape.op([combined], shape, scores.size, passes=True)
     softmax = code.softmax(lowered)
     tape.hold(lowered)
-    (probabilities,) = tape.parts(softmax, (_pairs(code, heads),))
+    (probabilities,) = tape.parts(softmax, (_pairs(code, attention, heads),))
     return probabilities
 
 
@@ -745,7 +776,7 @@ def _math_kernel(
     scaled_q = code.scale(wide[0])
     mask = None
     if code.masked:
-        mask = tape.op([], _pairs(code, 1), size)
+        mask = tape.op([], _pairs(code, attention, 1), size)
     elif attention.causal and not code.decoding:
         boolean = tape.op([], per_span_squared(1), 1)
         mask = tape.op([boolean], per_span_squared(1), 4)
@@ -759,10 +790,10 @@ def _math_kernel(
         value = replace(value, joined=size != 4)
     factors = [_by_head(code, scaled_q), scaled_k]
     if broadcasts:
-        factors[1] = tape.op([scaled_k], _of_keys(code, heads * attention.head_dim), 4)
+        factors[1] = tape.op([scaled_k], _of_keys(code, attention, heads * attention.head_dim), 4)
     else:
         factors[1] = _by_head(code, scaled_k)
-    shape = _pairs(code, heads)
+    shape = _pairs(code, attention, heads)
     scores = tape.op(factors, shape, 4, saves=factors)
     if bias is not None:
         scores = code.add(scores, bias)
@@ -784,7 +815,7 @@ def _math_kernel(
         softmax = code.dropout(softmax)
     returned = tape.op([softmax], shape, size, detached=True) if size != 4 else softmax
     if broadcasts:
-        value = tape.op([value], _of_keys(code, attention.out_width), 4)
+        value = tape.op([value], _of_keys(code, attention, attention.out_width), 4)
     else:
         value = _by_head(code, value)
     out = tape.op([softmax, value], per_token(attention.out_width), 4, saves=[softmax, value])

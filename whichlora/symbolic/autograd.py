@@ -658,6 +658,13 @@ class Tape:
             self._nodes[-1].narrows = True
         return result
 
+    def concatenate(self, tensors: Sequence[Tensor], elements: LinearForm) -> Tensor:
+        """`torch.cat`, whose backward hands on views of the gradient that it gets."""
+        result = self.op(tensors, elements, max(tensor.size for tensor in tensors))
+        if result.needs_grad:
+            self._nodes[-1].narrows = True
+        return result
+
     def works_before(self, tensor: Tensor, inner: Temporaries) -> Tensor:
         """`tensor`, whose gradient comes while a backward has `inner` and has freed nothing yet."""
         if not tensor.needs_grad:

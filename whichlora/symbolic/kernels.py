@@ -13,6 +13,7 @@ from whichlora.spec.numeric import Count
 
 Kernel = Literal["flash", "efficient", "math", "eager"]
 FUSED: tuple[Kernel, ...] = ("flash", "efficient")
+ALIGNED_KEYS = 16  # `preprocess_mask`, `pad_bias` of torch's attention.cpp
 
 
 def fused_qkv(attention: Attention) -> Linear | None:
@@ -119,6 +120,27 @@ def is_masked(attention: Attention, dtypes: Dtypes, span: Count) -> Count:
     if attention.sliding_window is None:
         return 0 * span
     return 1 * (span >= attention.sliding_window)
+
+
+def added_mask_bytes(attention: Attention, dtypes: Dtypes) -> int:
+    """One element of a mask that the model makes for all layers and SDPA adds as it is.
+
+    Kind: exact. Source: `Attention.adds_mask`; torch 2.13 `autocast_mode.h` on products.
+    """
+    if attention.adds_mask == "product" and dtypes.under_autocast:
+        return dtypes.compute_bytes
+    return dtypes.stream_bytes if attention.adds_mask == "stream" else dtypes.base_bytes
+
+
+def shares_mask(attention: Attention, dtypes: Dtypes) -> bool:
+    """Whether SDPA reads that mask itself: no layer casts it, or lays out rows that are aligned.
+
+    Kind: exact. Source: as of `ALIGNED_KEYS`.
+    """
+    if not attention.adds_mask or added_mask_bytes(attention, dtypes) > dtypes.compute_bytes:
+        return False
+    is_aligned = attention.memory_len % ALIGNED_KEYS == 0
+    return is_aligned or attention_kernel(attention, dtypes, masked=True) != "efficient"
 
 
 def has_mask_per_head(attention: Attention) -> bool:

@@ -68,10 +68,10 @@ def _memory(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor | None:
     widened = (
         layer.norms[0].kind == "layer" and dtypes.under_autocast and dtypes.backend.widens_norms
     )
-    size = 4 if widened else dtypes.stream_bytes
+    size = dtypes.encoder_bytes or (4 if widened else dtypes.stream_bytes)
     length = layer.attentions[-1].memory_len
     elements = per_sequence(length * x.elements.per_token) if length else x.elements
-    return code.tape.shared(elements, size, needs_grad=dtypes.training)
+    return code.tape.shared(elements, size, needs_grad=dtypes.training and dtypes.learns_encoder)
 
 
 def _attend_self(code: OpEmitter, layer: Layer, x: Tensor, memory: Tensor | None) -> Tensor:
@@ -117,7 +117,7 @@ def _run_pre_norm(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor:
         y = code.norm(norms.pop(0), x) if number or read_norms else x
         if layer.names_norm and not number:
             code.tape.hold_to_end(y)
-        if number:
+        if number or attention.cross:
             mixed = attend(code, attention, y, memory=memory)
         else:
             mixed = _attend_self(code, layer, y, memory)
@@ -127,6 +127,8 @@ def _run_pre_norm(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor:
         x = _add_to_stream(code, layer, x, y, mixed, norms)
     y = code.norm(norms.pop(0), x)
     mixed = feed(code, layer, y, x)
+    if layer.masks_fed:
+        mixed = code.multiply_rows(mixed, code.tape.weight(per_token(1), code.dtypes.base_bytes))
     y = _dropped(code, layer, mixed, of_mlp=True)
     result = _add_to_stream(code, layer, x, y, mixed, norms)
     if layer.layer_input is not None:
@@ -178,13 +180,26 @@ def _add_to_stream(
         y = code.norm(norms.pop(0), y)
     if layer.scales_channels:
         y = _scaled_by_channel(code, layer, y)
-    result = code.add(x, code.scale(y) if layer.scales_sums else y)
+    added = code.scale(y) if layer.scales_sums else y
+    if layer.gates_sums:
+        added = code.multiply_rows(y, _gate(code))
+    result = code.add(x, added)
     # `residual` and `hidden_states` of `LlamaDecoderLayer.forward` refer to both operands until
     # the sum is assigned
     code.tape.hold(x, *([mixed] if names_both else []))
-    if layer.scales_sums:
+    if layer.scales_sums or layer.gates_sums:
         code.tape.hold(y)
     return result
+
+
+def _gate(code: OpEmitter) -> Tensor:
+    """The hyperbolic tangent of a parameter of one number.
+
+    Source: transformers 5.23 `MllamaCrossAttentionDecoderLayer.forward`.
+    """
+    tape, dtypes = code.tape, code.dtypes
+    gate = tape.weight(constant(1), dtypes.base_bytes, trained=dtypes.trains_base)
+    return tape.op([gate], constant(1), gate.size, saves_result=True, what="gate")
 
 
 def _scaled_by_channel(code: OpEmitter, layer: Layer, y: Tensor) -> Tensor:

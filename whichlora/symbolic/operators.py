@@ -223,14 +223,17 @@ class OpEmitter:
 
     # --- norms -------------------------------------------------------------------------------
 
-    def norm(self, norm: Norm, x: Tensor) -> Tensor:
-        """Source: the norms of transformers 5.23, torch 2.13's layer_norm under CUDA's autocast."""
+    def norm(self, norm: Norm, x: Tensor, *, rows: LinearForm | None = None) -> Tensor:
+        """`x`, normalised over each of `rows`: by default as many as tokens have.
+
+        Source: the norms of transformers 5.23, torch 2.13's layer_norm under CUDA's autocast.
+        """
         tape, dtypes = self.tape, self.dtypes
-        rows = per_token(norm.rows)
+        rows = per_token(norm.rows) if rows is None else rows
         trained = norm.weight and (dtypes.trains_base or norm.name in self.targets)
         weight = tape.weight(constant(norm.width), dtypes.base_bytes, trained=trained)
         if dtypes.kernels.norm != "none" and norm.kind in ("rms", "rms_offset"):
-            return self._fused_norm(norm, x, weight)
+            return self._fused_norm(norm, x, weight, rows)
         if norm.kind in ("layer", "layer_narrow"):
             on_cpu = dtypes.device_kind == "cpu"
             # OLMo's has no weight, and casts by itself
@@ -282,7 +285,7 @@ class OpEmitter:
         tape.hold(y)
         return out
 
-    def _fused_norm(self, norm: Norm, x: Tensor, weight: Tensor) -> Tensor:
+    def _fused_norm(self, norm: Norm, x: Tensor, weight: Tensor, rows: LinearForm) -> Tensor:
         """An RMSNorm in one kernel; sums of a trained weight's gradient by multiprocessor left out.
 
         Source: liger-kernel 0.8.5 `ops/rms_norm.py`, `LigerRMSNormFunction`: `dX = dY` in place.
@@ -292,7 +295,7 @@ class OpEmitter:
             x.elements,
             x.size,
             saves=[x],
-            keeps=[scaled(per_token(norm.rows), 4)],
+            keeps=[scaled(rows, 4)],
             passes=self.dtypes.kernels.norm == "in_place",
             what=f"{norm.name}: reciprocal deviation",
         )

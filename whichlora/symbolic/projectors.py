@@ -194,6 +194,24 @@ def _gemma4(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
     return projected
 
 
+def _mllama(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """States of blocks in between stand beside the last one, without the patches that fill up.
+
+    Source: transformers 5.23 `MllamaVisionModel.forward`, `MllamaModel.forward`.
+    """
+    tape, width = code.tape, tower.stack.hidden_size
+    (projection,) = tower.stack.head_linears
+    earlier = tape.weight(per_token(width * tower.num_joined), x.size)
+    earlier.needs_grad = x.needs_grad
+    stacked = tape.op([earlier], earlier.elements, x.size, passes=True)
+    parts = [tape.parts(y, (code.rows.of(y.elements.per_token),))[0] for y in (x, stacked)]
+    joined = tape.concatenate(parts, code.rows.of(projection.in_features))
+    tape.hold(x, stacked)
+    projected = code.linear(projection, joined)
+    tape.hold(joined)
+    return projected
+
+
 PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "qwen2": _qwen2,
     "qwen2_5": _qwen2_5,
@@ -207,6 +225,7 @@ PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "whisper": _whisper,
     "llama4": _llama4,
     "gemma4": _gemma4,
+    "mllama": _mllama,
 }
 """Tensors of the last block -> those that the language model reads."""
 
@@ -275,6 +294,16 @@ def projector_events(
         tower, targets, dtypes, method, needs_grad=needs_grad, stream=stream, kept=kept
     )
     return block_events(tape, accumulated=accumulated)
+
+
+@lru_cache(maxsize=64)
+def result_bytes(
+    tower: Tower, targets: tuple[str, ...], dtypes: Dtypes, method: Method, *, stream: int
+) -> int:
+    """One element of what it returns. Kind: exact. Source: the functions above."""
+    code = OpEmitter(Tape(), dtypes, targets, method, stream_bytes=stream, rows=Rows(in_sequence=1))
+    x = code.tape.input(per_token(tower.merge * tower.stack.hidden_size), stream, needs_grad=False)
+    return PROJECTORS[tower.projector](code, tower, x).size
 
 
 @lru_cache(maxsize=512)

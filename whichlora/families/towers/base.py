@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Linear, Tower
+from whichlora.spec.architecture import Tower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +17,10 @@ class Multimodal:
     Args:
         text: model_type of the text tower where its config does not say.
         tied: whether the head is tied where the config does not say.
-        tower: vision config, text facts -> parameters outside the text tower.
         defaults: of the vision config.
         around: keys of the outer config, or of the text's, that the tower reads, with their
             defaults.
-        linears: so its matrices, which PEFT's all-linear and bitsandbytes reach.
-        images: so its blocks; a tower that has none of these is counted, and no image passes it.
+        images: vision config, text facts -> its blocks and the matrices around them.
         causal: `AutoModelForCausalLM` knows the type. Source: transformers 5.23
             `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
         splits: that class loads the text tower alone.
@@ -33,9 +31,7 @@ class Multimodal:
     text: str
     tied: bool
     defaults: Mapping[str, Any]
-    tower: Callable[[Fields, Fields], int] = lambda *_: 0
-    linears: Callable[[Fields, Fields], tuple[Linear, ...]] = lambda *_: ()
-    images: Callable[[Fields, Fields], Tower] | None = None
+    images: Callable[[Fields, Fields], Tower]
     causal: bool = False
     splits: bool = False
     hands_on_cache: bool = False

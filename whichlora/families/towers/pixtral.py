@@ -72,7 +72,7 @@ def mistral3(vision: Fields, text: Fields) -> Tower:
         position="rope",
         rotary_dim=width // heads,
         always_masked=True,
-        adds_mask=True,
+        adds_mask="stream",
     )
     layer = block(
         attention,

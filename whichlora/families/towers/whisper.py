@@ -30,7 +30,8 @@ class ClipGrid:
         return ImageGrid(
             crops=1,
             patches=self.positions,
-            tokens=self.positions,
+            tokens=0,
+            attended=self.positions,
             pixels=(1, self.mel_bins, _FRAMES * self.positions),
         )
 
@@ -108,4 +109,5 @@ def encoder(c: Fields) -> Tower:
         normalises=True,
         attended=True,
         fused_head=False,
+        hears=True,
     )
