@@ -18,10 +18,14 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    MllamaProcessor,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 
 _CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>"
@@ -117,10 +121,32 @@ def _idefics3() -> tuple[Any, Any]:
     return processor, Idefics3ForConditionalGeneration(config)
 
 
+def _mllama() -> tuple[Any, Any]:
+    tokenizer = _tokenizer(image_token="<|image|>", python_token="<|python_tag|>")
+    tokenizer.add_special_tokens({"bos_token": "<|begin_of_text|>"})
+    processor = MllamaProcessor(
+        MllamaImageProcessorPil(size={"height": 56, "width": 56}),
+        tokenizer,
+        chat_template="{{ bos_token }}" + _CHAT.replace("PLACE", "<|image|>"),
+    )
+    vision = _VISION | {"attention_heads": 4, "num_global_layers": 1, "vision_output_dim": 192}
+    config = MllamaConfig(
+        text_config={**_TEXT, "cross_attention_layers": [1], "num_hidden_layers": 3}
+        | {
+            name: getattr(tokenizer, name)
+            for name in ("pad_token_id", "bos_token_id", "eos_token_id")
+        },
+        vision_config=vision | {"intermediate_layers_indices": [0, 2]},
+        image_token_index=tokenizer.image_token_id,
+    )
+    return processor, MllamaForConditionalGeneration(config)
+
+
 MODELS: Mapping[str, Callable[[], tuple[Any, Any]]] = {
     "llava": _llava,
     "gemma3": _gemma3,
     "idefics3": _idefics3,
+    "mllama": _mllama,
 }
 """Whose processors need Pillow alone."""
 

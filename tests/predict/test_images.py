@@ -177,7 +177,7 @@ def test_images_bring_the_layers_into_use_that_attend_to_them() -> None:
     with_images, texts = job(MLLAMA, seq_len=128), job(MLLAMA, images=0)
     assert with_images.model.num_hidden_layers == 40 == texts.model.num_hidden_layers + 8
     assert with_images.model.idle_params == 0 < texts.model.idle_params
-    assert with_images.model.notes[-1].endswith("1 tokens and 4,128 patches each")
+    assert with_images.model.notes[-1].endswith("1 token and 4,128 patches each")
     assert {"fc1", "multi_modal_projector"} <= set(with_images.targets)
     assert not {"fc1", "multi_modal_projector"} & set(texts.targets)
 

@@ -201,8 +201,8 @@ def _note(tower: Tower, run: RunConfig) -> str:
     width, height = run.image_size
     tokens = grid.tokens + grid.markers
     return (
-        f"images: {run.images} of {width}x{height} in each row{_shrunk(run)}, {tokens:,} tokens "
-        f"and {grid.crops * grid.patches:,} patches each"
+        f"images: {run.images} of {width}x{height} in each row{_shrunk(run)}, {tokens:,} "
+        f"token{'s' * (tokens != 1)} and {grid.crops * grid.patches:,} patches each"
     )
 
 

@@ -51,9 +51,10 @@ def image_size(path):
 @lru_cache(maxsize=None)
 def image_tokens(processor, size):
     """Tokens that the processor writes for an image of this size, tried with a blank one."""
-    blank, text = Image.new("RGB", size), processor.image_token
+    blank, begin = Image.new("RGB", size), processor.tokenizer.bos_token or ""
+    text = begin + processor.image_token  # some write the first themselves where it is missing
     ids = processor(text=[text], images=[[blank]], add_special_tokens=False)["input_ids"]
-    return len(ids[0])
+    return len(ids[0]) - bool(begin)
 
 
 def read_rows(path, processor):
@@ -101,6 +102,8 @@ class ImageBatches:
         self.processor = processor
 
     def __call__(self, rows):
+        first = next((number for number, row in enumerate(rows) if row["images"]), 0)
+        rows = [*rows[first:], *rows[:first]]  # some processors look for an image in the first
         images = [[{load} for image in row["images"]] for row in rows]
         batch = self.processor(
             text=[row["text"] for row in rows],
