@@ -197,6 +197,13 @@ def test_a_tower_that_several_layers_attend_to_goes_backward_once() -> None:
     job(MLLAMA, gradient_checkpointing=False, **settings)
 
 
+def test_keys_of_images_are_not_quantised() -> None:
+    settings = {"phase": "inference", "kv_cache": "quantized"}
+    with pytest.raises(ConfigError, match="kv_cache: transformers does not find quantized keys"):
+        job(MLLAMA, **settings)
+    job(MLLAMA, images=0, **settings)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

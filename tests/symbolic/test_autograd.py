@@ -69,6 +69,15 @@ def test_a_tensor_behind_a_prefix_gets_a_view_of_the_gradient() -> None:
     assert most(points, tokens=10, span=10, r=1) == whole + of_input
 
 
+def test_tensors_that_are_joined_get_views_of_one_gradient() -> None:
+    tape = Tape()
+    x = tape.input(per_token(4), 2, needs_grad=True)
+    tape.concatenate([tape.op([x], per_token(3), 2), tape.op([x], per_token(5), 2)], per_token(8))
+    points = [bytes_of(one) for one in tape.backward(recomputed=False)]
+    # all of it until both parts have gone on, each with a gradient for the input
+    assert max(points) == 2 * (8 + 4 + 4)
+
+
 def test_a_tensor_lives_until_its_last_reader_unless_a_name_holds_it() -> None:
     tape = Tape()
     x = tape.input(per_token(1), 2, needs_grad=False)

@@ -39,6 +39,20 @@ def test_a_frozen_merger_keeps_what_its_norm_and_activation_read() -> None:
     assert points.saved.per_token == 4 * merged + 4 * 4 + 2 * merged
 
 
+def test_states_that_are_joined_get_one_gradient_and_lose_what_fills_tiles_up() -> None:
+    step = tower_step("mllama", gradient_checkpointing=False, target_modules=("q_proj", "fc1"))
+    width, filled, kept, hidden = 1280, 4 * 1032, 4 * 1025, 2048
+    assert step.projected.saved == NOTHING  # a frozen matrix keeps nothing of what it reads
+    sizes = {"tokens": filled, "span": filled, "r": 16}
+    # two states, and the three of which the last are joined
+    forward = 2 * (2 * filled * width + 3 * kept * width)
+    assert most(step.projected.forward, **sizes) == forward
+    # that of the joined ones, as it is cut into those of all patches
+    backward = 2 * (3 * kept * width + 2 * filled * width + filled * width)
+    assert most(step.projected.backward, **sizes) == backward
+    assert backward > 2 * kept * (hidden + 3 * width)
+
+
 def test_nothing_is_kept_where_nothing_is_trained() -> None:
     step = tower_step("qwen2_5_vl", freeze_vision_tower=True, gradient_checkpointing=False)
     assert step.projected.saved == NOTHING

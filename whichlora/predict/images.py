@@ -48,12 +48,8 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
             "images out, or choose a model whose images are, such as Qwen/Qwen2.5-VL-7B-Instruct"
         )
     _check_beside(model, run, trainer)
-    reentrant = run.phase == "finetune" and run.gradient_checkpointing and run.use_reentrant
-    if tower.attended and reentrant:
-        raise ConfigError(
-            f"use_reentrant: each layer of {model.name} that attends to images would go backward "
-            "through the whole tower, which is possible once; use false"
-        )
+    if tower.attended:
+        _check_attending(model, run)
     _check_pixels(tower, run)
     _check_tokens(tower, run)
     if tower.masks_text == "windows":
@@ -222,6 +218,25 @@ def _check_tokens(tower: Tower, run: RunConfig) -> None:
             f"images: {run.images} of {width}x{height} are {tokens:,} tokens, "
             f"more than {setting} {room:,}, which includes them; give a larger {setting}, fewer "
             "images, or set image_max_pixels (589824 is 768x768)"
+        )
+
+
+def _check_attending(model: ModelSpec, run: RunConfig) -> None:
+    """Refuse what breaks where several layers attend to images.
+
+    Source: torch 2.13 `CheckpointFunction.backward`; transformers 5.23 `QuantizedLayer.update`,
+    which keeps no `keys` that `_has_cached_cross_attention_states` of modeling_mllama.py finds.
+    """
+    training = run.phase == "finetune"
+    if training and run.gradient_checkpointing and run.use_reentrant:
+        raise ConfigError(
+            f"use_reentrant: each layer of {model.name} that attends to images would go backward "
+            "through the whole tower, which is possible once; use false"
+        )
+    if not training and run.kv_cache == "quantized":
+        raise ConfigError(
+            f"kv_cache: transformers does not find quantized keys of images, so that layers of "
+            f"{model.name} would be skipped after the prompt; use dynamic or static"
         )
 
 
