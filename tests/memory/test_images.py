@@ -14,6 +14,7 @@ from devices import A100
 from whichlora.errors import ConfigError
 from whichlora.families import build
 from whichlora.memory.activations import rotary_bytes
+from whichlora.memory.held import KEPT_CACHE
 from whichlora.memory.images import (
     TOWER_SAVED,
     TowerStep,
@@ -21,7 +22,7 @@ from whichlora.memory.images import (
     images_forward,
     with_images,
 )
-from whichlora.memory.kv_cache import trained_memory_bytes
+from whichlora.memory.kv_cache import trained_cache_bytes, trained_memory_bytes
 from whichlora.memory.moments import training_moments
 from whichlora.memory.step import INPUTS, TrainingStep
 from whichlora.memory.towers import NARROW_PIXELS, PIXELS, TOWER_NAMED, grid_of
@@ -190,6 +191,21 @@ def test_a_tower_that_is_not_checkpointed_keeps_all_and_joins_states_of_blocks()
     assert last.in_features == 3 * tower.model.hidden_size
     assert tower.forward.num_vectors == 2 * 4 * 1025
     assert tower.forward.num_patches == 2 * 4 * 1032
+
+
+def test_a_caller_who_holds_the_outputs_holds_all_keys_that_they_cache() -> None:
+    settings = {"gradient_checkpointing": False, "precision": "bf16-pure", "trainer": "loop"}
+    step, _ = attending(**settings)
+    of_text, of_images = 3 * 1024, 2 * 8200
+    bytes_of_key = 2 * 4 * 128 * 2
+    cached = trained_cache_bytes(step.model, step.dtypes, **step.sized)
+    assert cached == bytes_of_key * (of_text + of_images)
+    moments = training_moments(step)
+    assert named(moments, "layer_forward", KEPT_CACHE) == cached
+    assert named(moments, "optimizer_step", KEPT_CACHE) == cached
+    assert named(moments, "loss_backward", KEPT_CACHE) == 0
+    checkpointed, _ = attending(**settings | {"gradient_checkpointing": True})
+    assert named(training_moments(checkpointed), "layer_forward", KEPT_CACHE) == 0
 
 
 def test_keys_of_images_are_cached_in_training_where_attention_reads_copies() -> None:

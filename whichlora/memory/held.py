@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whichlora.memory import loss
+from whichlora.memory import kv_cache, loss
 from whichlora.memory.entries import Entry, Fact, Group, listed
 from whichlora.memory.step import TrainingStep
 
@@ -21,6 +21,14 @@ GRAPH_LEAVES = Fact(
     dtype="of the embedding",
     why="a variable of the caller holds the graph, whose leaf they are",
     source="transformers 5.23 enable_input_require_grads; torch AccumulateGrad",
+)
+KEPT_CACHE = Fact(
+    part="kv_cache",
+    what="keys and values that the model's output holds",
+    shape="[2, num_hidden_layers, batch_size, num_key_value_heads, seq_len, head_dim]",
+    dtype="of the keys",
+    why="a variable of the caller holds the output with its cache",
+    source="transformers 5.23 CausalLMOutputWithPast; a text config that still says use_cache",
 )
 HELD_INPUTS = Fact(
     part="activations",
@@ -48,10 +56,13 @@ def held_in_update(step: TrainingStep) -> tuple[Entry, ...]:
     # down to the leaves; `ctx.tensors = (CAt, subA, A)` of `MatMul8bitLt` is an attribute of its
     # node. A decoder's cross attention saves the encoder's output, too, until its backward is done
     states = step.model.hidden_size * step.dtypes.stream_bytes if step.second_stack else 0
+    cached = kv_cache.trained_cache_bytes(step.model, step.dtypes, **step.sized)
+    caches = step.model.caches_in_training and not step.run.gradient_checkpointing
     held = (Group(tensors=layer.held, count=layer.count, **step.sized) for layer in step.layers)
     return (
         held_outputs(step),
         Entry(ENCODER_STATES, step.tokens * states),
+        Entry(KEPT_CACHE, cached * caches),
         Entry(GRAPH_LEAVES, 2 * step.tokens * step.leaf_embedding_bytes),
         listed(HELD_INPUTS, *held),
     )

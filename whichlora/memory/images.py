@@ -11,7 +11,7 @@ from functools import cached_property
 
 from whichlora.memory.embeddings import norm_kept, norm_points, saves_encoded
 from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
-from whichlora.memory.held import held_outputs
+from whichlora.memory.held import held_between_steps, held_outputs
 from whichlora.memory.layer_bytes import listed_tensors
 from whichlora.memory.moments import LAYER_FORWARD
 from whichlora.memory.step import TrainingStep
@@ -356,6 +356,7 @@ def images_forward(step: TrainingStep, tower: TowerStep) -> Entries:
     rows = step.tokens * step.model.embeddings[0].width * step.dtypes.embedding_bytes * is_looked_up
     return (
         *step.around_layers,
+        *held_between_steps(step),
         tower.pixels,
         tower.forward.narrow_pixels,
         Entry(EMBEDDED_TEXT, rows),
@@ -392,6 +393,7 @@ def images_masked(step: TrainingStep, tower: TowerStep) -> Entries:
         saved = tower.saved_by_blocks, tower.saved_by_projector
     return (
         *step.around_layers,
+        *held_between_steps(step),
         tower.pixels,
         *saved,
         tower.named(step.model.hidden_size),

@@ -172,6 +172,29 @@ def trained_cache_elements(model: ModelSpec, dtypes: Dtypes) -> int:
     )
 
 
+def trained_cache_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, span: Count) -> Count:
+    """All keys and values that a model caches while it trains.
+
+    Kind: exact. Source: `DECODER_CACHE`; each is as wide as the keys are.
+    """
+    total: Count = 0 * tokens
+    for layer, count in model.layers():
+        for attention in layer.attentions:
+            num_keys = tokens // span * attention.memory_len if attention.memory_len else tokens
+            size = _key_bytes(attention, dtypes)
+            total = total + count * attention.cache_elements * size * num_keys
+            total = total + count * attention.state_elements * size * (tokens // span)
+    return total
+
+
+def _key_bytes(attention: Attention, dtypes: Dtypes) -> int:
+    """One element of cached keys: tables of positions are in the dtype of the stream."""
+    size = dtypes.linear_out_bytes
+    if attention.position == "rope":
+        return max(size, dtypes.stream_bytes)
+    return max(size, dtypes.base_bytes) if attention.norms else size
+
+
 def trained_memory_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     """Bytes per sequence of keys and values of what is attended to, so cached, too.
 
@@ -193,9 +216,7 @@ def trained_memory_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
 def _is_cached_apart(model: ModelSpec, attention: Attention, dtypes: Dtypes) -> bool:
     # `DynamicLayer.update` returns the tensor that it keeps, and attention saves it for its
     # backward: one tensor, unless something is made of it in between
-    key_bytes = dtypes.linear_out_bytes
-    if attention.position == "rope":  # tables are in the dtype of the stream
-        key_bytes = max(key_bytes, dtypes.stream_bytes)
+    key_bytes = _key_bytes(attention, dtypes)
     is_cast = key_bytes != dtypes.compute_bytes
     if model.task == "seq2seq-lm":
         return is_cast and attention.position == "relative"
