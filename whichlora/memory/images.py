@@ -343,6 +343,8 @@ def _is_saved_as_it_is(step: TrainingStep, tower: TowerStep) -> bool:
     dtypes = step.dtypes
     if dtypes.quant == "int8":
         return True
+    if not dtypes.trains_base and (dtypes.adapters_drop or dtypes.mode == "A"):
+        return False  # adapters read what dropout made of it, or a copy in fp32, cast again
     casts = dtypes.under_autocast or dtypes.trains_base
     read = dtypes.compute_bytes if casts else dtypes.adapter_bytes
     saves = saves_encoded(step.model, step.targets, dtypes)
