@@ -284,7 +284,7 @@ def test_traced_runs_with_images_are_predicted() -> None:
 def test_traced_runs_with_images_under_trl_are_predicted() -> None:
     by_type = image_traces.errors(image_traces.records("sft"))
     assert set(by_type) == set(image_traces.CONFIGS) - set(image_traces.NO_SFT)
-    assert max(size for of_type in by_type.values() for size in of_type) < 0.01
+    assert max(size for of_type in by_type.values() for size in of_type) < 0.015
 
 
 @pytest.mark.oracle
