@@ -42,7 +42,10 @@ LATEST_TRACES = TRACES / "latest-types.jsonl"
 SETTING_TRACES = TRACES / "settings.jsonl"
 RUNS_OF_LATER = 4  # of each type
 RUNS_OF_NEWEST = 6
-LATEST_RUNS = (*range(20), *range(100, 118), *range(128, 137))
+LATEST_RUNS = {
+    "jamba": (*range(20), *range(100, 118), *range(128, 137)),
+    "gemma3n_text": (*range(31), *range(100, 131)),
+}
 MAX_LAYERS = 8  # where layers differ all are traced, which takes a second or so each
 MAX_SECONDS = 200
 
@@ -105,6 +108,20 @@ OTHER_NAMES: dict[str, dict[str, Any]] = {  # types that name some otherwise; No
     | _MAMBA
     | {"mamba_d_ssm": 1536, "mamba_n_heads": 24, "embedding_multiplier": 5.0},
     "flex_olmo": _NARROW | {"head_dim": None, "pad_token_id": 1, "eos_token_id": 2},
+    "gemma3n_text": _SIX
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 2560,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size_per_layer_input": 4096,
+        "hidden_size_per_layer_input": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 4,
+        "num_kv_shared_layers": 2,
+        "max_position_embeddings": 8192,
+    },
     "glm4_moe_lite": _LATENT,
     "granitemoehybrid": _SIX
     | _MAMBA
@@ -188,7 +205,7 @@ NEWEST_TYPES = (
     *("minicpm3", "nemotron_h"),
 )
 """The types that came after those, and whose runs have a file of their own."""
-LATEST_TYPES = ("jamba",)
+LATEST_TYPES = tuple(LATEST_RUNS)
 """The types that came last, so have theirs."""
 METHODS = ("full", "lora", "lora", "qlora", "qlora", "dora", "qdora")
 QUANTS = (None, None, None, None, "int8", "nf4", "fp4")
@@ -297,7 +314,7 @@ def newest_runs() -> list[RunConfig]:
 
 
 def latest_runs() -> list[RunConfig]:
-    return [draw_later(name, number) for name in LATEST_TYPES for number in LATEST_RUNS]
+    return [draw_later(name, number) for name in LATEST_TYPES for number in LATEST_RUNS[name]]
 
 
 def _drawn(model_type: str, rng: random.Random) -> RunConfig:
@@ -432,7 +449,12 @@ def as_traced(job: ResolvedRun) -> ResolvedRun:
     return replace(job, dtypes=dtypes)
 
 
-_MOMENTS = {"layer_forward": "forward", "loss_forward": "forward", "optimizer_step": "optimizer"}
+_MOMENTS = {
+    "layer_forward": "forward",
+    "loss_forward": "forward",
+    "merging_forward": "forward",
+    "optimizer_step": "optimizer",
+}
 
 
 def without_workspaces(run: RunConfig) -> tuple[resolution.ResolvedRun, Ledger]:

@@ -22,7 +22,7 @@ def points_of_layer(
     """Points of `layer` as `job` runs it."""
     return layer_points(
         layer,
-        job.model.hidden_size,
+        job.model.stream_width,
         job.targets,
         job.dtypes,
         job.method,

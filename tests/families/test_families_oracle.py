@@ -323,6 +323,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 24,
     },
+    "gemma3n_text": {
+        "model_type": "gemma3n_text",
+        "head_dim": 16,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 96,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "intermediate_size": [96] * 3 + [128] * 3,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
     "qwen3_next": {
         "model_type": "qwen3_next",
         "shared_expert_intermediate_size": 40,

@@ -24,7 +24,7 @@ from whichlora.memory import (
 )
 from whichlora.memory.entries import Fact
 from whichlora.memory.layer_bytes import LayerBytes, layer_bytes
-from whichlora.memory.worst_layer import has_one_order, worst_backward
+from whichlora.memory.worst_layer import has_one_order, leaves_behind_keys, worst_backward
 from whichlora.predict.predict import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
@@ -298,7 +298,33 @@ def test_keys_made_again_hold_their_graph_until_the_first_layer_is_done(
     keys = sum(layer.held_by_later_layers for layer in layers)
     entries = ledger(found).moments["first_layer_backward"]
     held = [int(entry.num_bytes) for entry in entries if entry.fact is moments.SHARED_KEYS]
-    assert held == [keys + full.graph_behind_held]
+    # the leaf of that graph, whose gradient the first layer has got, and nobody else holds
+    leaf = 10 * 64 * full.stream_bytes * use_reentrant
+    assert full.leaf_behind_held == leaf
+    assert leaves_behind_keys(found.model, layers, 0) == leaf
+    assert leaves_behind_keys(found.model, [layers[1]] * 4, 0) == (3 + 2) * leaf
+    assert held == [keys + full.graph_behind_held + leaf]
+
+
+def test_a_static_cache_keeps_a_window_of_the_keys_that_later_layers_read_whole() -> None:
+    spec = families.build(GEMMA_4 | {"sliding_window": 32}, name="x")
+
+    def handed_on(tokens: int) -> int:
+        return int(kv_cache.handed_on_bytes(spec, batch_size=3, tokens=tokens, element_bytes=2))
+
+    assert handed_on(32) == 0
+    assert handed_on(33) == 3 * 33 * 2 * (4 * 64 + 4 * 64)  # of the first layer alone
+
+
+def test_a_checkpoint_whose_graph_shared_keys_hold_in_fp32_keeps_its_input() -> None:
+    def behind(precision: str) -> int:
+        _, layers = gemma_4_layers(use_reentrant=False, precision=precision)
+        return int(layers[1].graph_behind_held)
+
+    # a norm in 16 bit has read a copy, whose place the input takes
+    in_fp32 = behind("fp32")
+    assert in_fp32 > behind("bf16-pure")
+    assert in_fp32 >= 10 * 4 * (64 + 4 * 512 + 4 * 512)
 
 
 def test_sdpa_holds_repeated_keys_while_the_kernel_reads_their_copies() -> None:

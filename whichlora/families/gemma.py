@@ -130,6 +130,7 @@ def _gemma4_layer(c: Fields, kind: str, *, sharing: str) -> Layer:
         if reuses
         else ("one_by_one_shared" if keys_are_values else "one_by_one"),
         keeps_keys=sharing == "store",
+        skips_prompt=reuses,
     )
     missing = {"v_proj"} if keys_are_values else set()
     qk_norms = [Norm(name="q_norm", kind="rms_power", width=head_dim, rows=heads)]
@@ -176,12 +177,13 @@ def _gemma4_layer(c: Fields, kind: str, *, sharing: str) -> Layer:
         ),
         moe=experts,
         norms=norms(names, width=hidden, kind="rms_power"),
-        layer_input=_layer_input(c),
+        layer_input=layer_input(c),
         scales_result=True,
     )
 
 
-def _layer_input(c: Fields) -> LayerInput | None:
+def layer_input(c: Fields) -> LayerInput | None:
+    """This layer's part of a second embedding; None where the model has none."""
     hidden, width = c.size("hidden_size"), c.size_or_none("hidden_size_per_layer_input")
     if not width:
         return None
@@ -195,7 +197,7 @@ def _layer_input(c: Fields) -> LayerInput | None:
     )
 
 
-def _kv_sharing(types: list[str], num_shared: int) -> list[str]:
+def kv_sharing(types: list[str], num_shared: int) -> list[str]:
     """Per layer: "reuse" in the last `num_shared`, "store" in those they read, else nothing.
 
     Source: transformers 5.23 `Gemma4TextConfig.kv_sharing_modes`.
@@ -210,7 +212,7 @@ def _gemma4(c: Fields) -> ModelSpec:
     hidden, count = c.size("hidden_size"), c.layers()
     types = every_nth_full(c, 6)
     types[-1] = FULL  # whatever the config says
-    sharing = _kv_sharing(types, c.count("num_kv_shared_layers"))
+    sharing = kv_sharing(types, c.count("num_kv_shared_layers"))
     layers = [
         _gemma4_layer(c, kind, sharing=mode) for kind, mode in zip(types, sharing, strict=True)
     ]

@@ -50,7 +50,9 @@ def kept_mask_bytes(
             key = (group.stack, attention.cross, attention.sliding_window)
             num_keys[key] = attention.memory_len or span + dtypes.prefix_tokens
             if kernel == "eager":
-                masks[key] = dtypes.stream_bytes * (1 if attention.causal else masked)
+                # a mask is in the dtype of the looked-up rows, as a stream of one state is
+                rows = dtypes.stream_bytes if model.streams is None else dtypes.embedding_bytes
+                masks[key] = rows * (1 if attention.causal else masked)
             elif dtypes.uses_sdpa:
                 masks[key] = masked
                 if attention.adds_mask:

@@ -43,6 +43,8 @@ def outside_saved(
     hidden = model.hidden_size
     saved: list[Tensor] = []
     norms, dropped = model.final_norms, model.final_dropouts
+    if model.streams is not None:  # `merging_points` has them
+        norms = ()
     has_points = model.label_head is not None or model.pooling is not None
     if has_points:  # `label_points` has them
         norms, dropped = (), ()

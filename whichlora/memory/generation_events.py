@@ -86,7 +86,7 @@ class GenerationEvents(BlockPlayer):
         ((_, masked, ragged),) = layer_cases(layer, dtypes, span)
         events = forward_events(
             layer,
-            run.model.hidden_size,
+            run.model.stream_width,
             run.targets,
             dtypes,
             run.method,
@@ -271,6 +271,7 @@ def has_events(run: Generation) -> bool:
         and not any(attention.keeps_keys for attention in attentions)
         and not any(group.shared for group in model.groups)
         and model.layer_input_norm is None
+        and model.streams is None
         and model.tower is None
     )
 

@@ -265,6 +265,17 @@ PROMPT_FORWARD = Fact(
 )
 
 
+HANDED_ON = Fact(
+    part="activations",
+    what="keys and values of whole prompts that later layers read",
+    shape="[batch_size, num_key_value_heads, prompt_len, head_dim]",
+    dtype="compute_bytes",
+    count="2 for each layer with a window whose keys later layers read",
+    why="a static cache keeps a window of them, a dict of the model's forward all",
+    source="transformers StaticSlidingWindowLayer.update; Gemma4TextModel.forward",
+)
+
+
 def prefill(run: Generation) -> Entries:
     """In the last layer over the prompt, while the cache of those before it is there."""
     # `DynamicLayer.update` of transformers 5.23 joins an empty tensor with `key_states`: a copy
@@ -279,7 +290,16 @@ def prefill(run: Generation) -> Entries:
             element_bytes=run.element_bytes,
         )
         cache = Entry(quantised_cache.QUANTISED_CACHE, earlier)
-    return (*run.static, cache, Entry(PROMPT_FORWARD, run.prompt_forward))
+    forward = Entry(PROMPT_FORWARD, run.prompt_forward)
+    if run.run.kv_cache != "static":  # whose keys are parts of these
+        return (*run.static, cache, forward)
+    handed_on = kv_cache.handed_on_bytes(
+        run.model,
+        batch_size=run.batch_size,
+        tokens=run.prompt_len,
+        element_bytes=run.element_bytes,
+    )
+    return (*run.static, cache, Entry(HANDED_ON, handed_on), forward)
 
 
 LAST_HIDDEN = Fact(

@@ -313,3 +313,22 @@ def _fused_projections(layer: Layer) -> tuple[Linear, ...]:
 def _projected_bytes(linear: Linear, dtypes: Dtypes) -> int:
     quantised = is_quantised(linear, dtypes) and dtypes.quant in BNB_QUANTS
     return 4 if quantised and dtypes.under_autocast else dtypes.linear_out_bytes
+
+
+def handed_on_bytes(
+    model: ModelSpec, *, batch_size: Count, tokens: Count, element_bytes: int
+) -> Count:
+    """Keys and values of whole prompts beside a static cache, which keeps a window of them.
+
+    Later layers read all of them, from a dict that the model's forward names.
+
+    Kind: exact. Source: transformers 5.23 `StaticSlidingWindowLayer.update`: a prompt longer than
+    the window is returned as it came.
+    """
+    total: Count = 0 * batch_size * tokens
+    for layer, count in model.layers():
+        for attention in layer.attentions:
+            if attention.keeps_keys and attention.sliding_window is not None:
+                width = attention.k_width + attention.v_width
+                total = total + count * width * tokens * (tokens > attention.sliding_window)
+    return batch_size * element_bytes * total

@@ -14,6 +14,7 @@ from whichlora.spec.numeric import Count, is_plain, largest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
 from whichlora.symbolic import kernels
+from whichlora.symbolic.altup import expanding_points
 from whichlora.symbolic.autograd import SavedTensor, evaluate, in_sequence, most, without_sequences
 from whichlora.symbolic.gemma4 import layer_input_points
 from whichlora.symbolic.layer import (
@@ -49,8 +50,11 @@ class LayerBytes:
         saved: their bytes.
         unsaved: bytes that the first layer of a stack keeps less, its input being frozen.
         held: what checkpointing does not free.
-        held_by_later_layers: bytes of keys and values that checkpointed later layers hold.
+        held_by_later_layers: bytes of keys and values that checkpointed later layers hold; without
+            checkpointing those that a dict of the forward alone does.
         graph_behind_held: bytes that the recomputed graph of those holds from its backward on.
+        leaf_behind_held: so of the input of a reentrant checkpoint, a leaf of that graph, to which
+            belongs a gradient as large.
         gathered: so of gradients that later layers have left when its backward begins.
         copies: those of `tensors` that are autocast's copies of weights.
         forward: bytes at the worst point of a forward that keeps `saved`.
@@ -67,6 +71,7 @@ class LayerBytes:
     held: tuple[Tensor, ...]
     held_by_later_layers: Count
     graph_behind_held: Count
+    leaf_behind_held: Count
     gathered: Count
     copies: tuple[Tensor, ...]
     forward: Count
@@ -98,7 +103,7 @@ def layer_bytes(
         targets,
         dtypes,
         method,
-        hidden_size=model.hidden_size,
+        stream_width=model.stream_width,
         stream=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
         r=r,
         tokens=tokens,
@@ -117,7 +122,7 @@ def _counted(
     dtypes: Dtypes,
     method: Method,
     *,
-    hidden_size: int,
+    stream_width: int,
     stream: int,
     r: Count,
     tokens: Count,
@@ -135,7 +140,7 @@ def _counted(
     for share, masked, ragged in layer_cases(layer, dtypes, span):  # with a mask, and without
         points = layer_points(
             layer,
-            hidden_size,
+            stream_width,
             targets,
             dtypes,
             method,
@@ -157,6 +162,7 @@ def _counted(
             values["backward"] = values["backward"] + before
     if not checkpointed or reentrant:  # its backward frees that graph
         values["graph_behind_held"] = 0
+    is_leaf = checkpointed and reentrant and keeps_keys(layer)
     # `CheckpointFunction.forward` of torch 2.13 runs the layer under `no_grad`, and the graph of
     # the second run dies in its `backward`: no node is left to hold anything as an attribute.
     # Without `use_reentrant` the nodes of the first forward stay
@@ -167,6 +173,7 @@ def _counted(
         copies=tuple(tensor for tensor in tensors if tensor.what.endswith(WEIGHT_COPIES)),
         held=() if checkpointed and reentrant else tuple(held),
         gradients=_gradients(layer, targets, dtypes, method, r),
+        leaf_behind_held=stream * stream_width * tokens * is_leaf,
         **values,
     )
 
@@ -189,13 +196,18 @@ def _gradients(
     return gradients
 
 
+def keeps_keys(layer: Layer) -> bool:
+    """Whether later layers read the keys and values that `layer` makes."""
+    return any(attention.keeps_keys for attention in layer.attentions)
+
+
 def reads_last(layer: Layer, dtypes: Dtypes) -> bool:
     """Whether `generate` runs `layer` on the last position of a prompt alone: it makes no keys.
 
     Source: transformers 5.23 `Gemma4TextModel._maybe_slice_kv_shared_inputs`.
     """
-    borrows = any(attention.projection == "borrowed" for attention in layer.attentions)
-    return borrows and dtypes.attn != "flash_attention_2"
+    skips = any(attention.skips_prompt for attention in layer.attentions)
+    return skips and dtypes.attn != "flash_attention_2"
 
 
 def forward_bytes(
@@ -233,9 +245,14 @@ def forward_bytes(
     beside: Count = 0 * tokens
     inputs = layer_input_points(model, targets, dtypes, method)
     if inputs is not None:
-        embedded = dtypes.stream_bytes * model.hidden_size * tokens
+        rows = dtypes.stream_bytes if model.streams is None else dtypes.embedding_bytes
+        embedded = rows * model.hidden_size * tokens
         points.append(embedded + most(inputs.forward, **sizes))
         beside = inputs.packed_bytes * tokens  # every layer reads its part of it
+    begun = expanding_points(model, targets, dtypes, method)
+    if begun is not None:
+        points.append(dtypes.embedding_bytes * model.hidden_size * tokens + beside)
+        points[-1] = points[-1] + most(begun.forward, **sizes)
     layers = [group.layer for group in model.groups if side in ("", group.stack)]
     for layer in layers:
         if prompt and reads_last(layer, dtypes):
@@ -257,6 +274,9 @@ def _streams(
     Source: transformers 5.23 `LlamaModel.forward`, `inputs_embeds` and `hidden_states`; the rows
     of positions in `GPT2Model.forward`, `position_embeds`.
     """
+    begun = expanding_points(model, (), dtypes)
+    if begun is not None:
+        return (begun.named_bytes + dtypes.stream_bytes * model.stream_width) * tokens
     num_streams = 3 if model.adds_positions and model.task == "causal-lm" else 2
     stream = stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm)
     before = evaluate(returned_probabilities(layer, dtypes), tokens=tokens, span=span, r=r)
@@ -293,7 +313,7 @@ class _Forward:
         for share, masked, ragged in layer_cases(layer, dtypes, span):
             forms = working_points(
                 layer,
-                model.hidden_size,
+                model.stream_width,
                 self.targets,
                 dtypes,
                 self.method,

@@ -79,7 +79,7 @@ def offloaded_bytes(model: ModelSpec, *, tokens: Count) -> Count:
     Kind: exact; host buffers that are there before, 50 MiB, are left out. Source: unsloth_zoo
     2026.10.9 gradient_checkpointing.py, lines 1403 to 1410: fp32 is stored as bf16.
     """
-    size = 2 * model.hidden_size * tokens
+    size = 2 * model.stream_width * tokens
     return (model.num_hidden_layers - 1) * size * (size > LEAST_OFFLOADED_BYTES)
 
 
@@ -89,7 +89,7 @@ def staging_bytes(model: ModelSpec, *, tokens: Count) -> Count:
     Kind: upper bound: the second is there where 512 MiB are free after the first step. Source: as
     of `STAGING`.
     """
-    size = 2 * model.hidden_size * tokens
+    size = 2 * model.stream_width * tokens
     return 2 * size * (size > LEAST_OFFLOADED_BYTES)
 
 
@@ -101,7 +101,7 @@ def offloaded_passes(
     Kind: exact. Source: `OFFLOADED`.
     """
     plain = checkpointed_passes(model, layers, masks=masks, sized=sized)
-    stays = 1 - (2 * model.hidden_size * sized["tokens"] > LEAST_OFFLOADED_BYTES)
+    stays = 1 - (2 * model.stream_width * sized["tokens"] > LEAST_OFFLOADED_BYTES)
     stream = plain.saved[-1]
     many = sum(layer.count for layer in layers) - 2
     held = Tensor(LAYER_INPUT, constant=stream * (2 + many * stays), dims="hidden_size")
@@ -160,8 +160,8 @@ def _layer_input(model: ModelSpec, layer: LayerBytes) -> Tensor:
     """The argument that `torch.utils.checkpoint` saves."""
     return Tensor(
         LAYER_INPUT,
-        layer.stream_bytes * model.hidden_size,
-        dims="hidden_size",
+        layer.stream_bytes * model.stream_width,
+        dims="hidden_size" if model.streams is None else "states, hidden_size",
         element_bytes=layer.stream_bytes,
     )
 
@@ -228,6 +228,8 @@ def saved_passes(
     # the loop of transformers 5.23 `LlamaModel.forward` names the looked-up rows
     # (`inputs_embeds`), the layer's input (`hidden_states`) and the masks (`causal_mask`)
     streams = 2 * model.hidden_size * max(layer.stream_bytes for layer in layers)
+    if model.streams is not None:  # what else is named then, see `TrainingStep.passes`
+        streams = model.stream_width * layers[-1].stream_bytes
     in_layer = largest(*(layer.forward - layer.saved for layer in layers), 0 * sized["tokens"])
     return LayerPasses(
         fact=SAVED,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from whichlora.memory import activations, kv_cache, loss, optimizer
+from whichlora.memory.embeddings import layer_inputs_saved
 from whichlora.memory.entries import Entry, Fact, Group, listed
 from whichlora.memory.held import HELD_INPUTS, held_between_steps, held_in_update, held_outputs
 from whichlora.memory.layer_bytes import forward_bytes
@@ -320,7 +321,7 @@ def layers_backward_at_depth(step: TrainingStep) -> Iterator[tuple[str, Entries]
         place = group.positions[0]
         gathered = gathered_after(model, step.layers, place, of_keys=layer.gathered)
         backward = backward - layer.gathered + gathered
-        gradients = after(model, by_layer, place) + step.head_gradient
+        gradients = after(model, by_layer, place) + step.head_gradient + step.merging_gradients
         waiting = (
             replace(held, count=sum(position <= place for position in of_kind.positions))
             for held, of_kind in zip(passes.groups, model.groups, strict=False)
@@ -402,6 +403,76 @@ def layer_inputs_backward(step: TrainingStep) -> Entries:
         Entry(ALL_GRADIENTS, step.late_gradients),
         Entry(LAYER_INPUTS_BACKWARD, making + embeddings),
     )
+
+
+MERGING_FORWARD = Fact(
+    part="temporary",
+    what="forward of what makes one hidden state of several",
+    shape="[batch_size, seq_len, states, hidden_size]",
+    dtype="stream_bytes",
+    why="further states are projected, brought to one magnitude, stacked and averaged",
+    source="symbolic.altup: Gemma3nTextModel.forward",
+)
+MERGING_BACKWARD = Fact(
+    part="temporary",
+    what="backward of what makes one hidden state of several",
+    shape="[batch_size, seq_len, states, hidden_size]",
+    dtype="stream_bytes",
+    why="what it saved, and a gradient of all states for each of them",
+    source="symbolic.altup: Gemma3nTextModel.forward",
+)
+EXPANDING_BACKWARD = Fact(
+    part="temporary",
+    what="backward of what makes several hidden states of one",
+    shape="[batch_size, seq_len, states, hidden_size]",
+    dtype="stream_bytes",
+    why="what it saved, and gradients of the states; that of the layers' inputs waits",
+    source="symbolic.altup: Gemma3nTextModel.forward",
+)
+
+
+def stream_moments(step: TrainingStep) -> dict[str, Entries]:
+    """Before the first and after the last layer of a stream of several hidden states (Gemma 3n)."""
+    begin, end = step.expanding, step.merging
+    if begin is None or end is None:
+        return {}
+    forward = most(end.forward, r=step.r, **step.sized)
+    # the model's forward names masks and keys until it returns
+    forward = forward + step.tokens * begin.outer_named_bytes + step.keys_in_forward
+    if not step.run.gradient_checkpointing:
+        forward = forward + step.unnamed_mask_bytes
+    result = step.tokens * step.model.stream_width * step.layers[-1].stream_bytes
+    moments: dict[str, Entries] = {
+        "merging_forward": (
+            *step.always,
+            *held_between_steps(step),
+            step.saved_in_layers,
+            step.remainders,
+            Entry(MERGING_FORWARD, forward + result),
+        )
+    }
+    if end.backward:
+        moments["merging_backward"] = (
+            *step.always,
+            held_outputs(step),
+            Entry(LAST_LAYERS_GRADIENTS, step.gradients_in_layers - step.merging_gradients),
+            step.saved_in_layers,
+            step.remainders,
+            Entry(MERGING_BACKWARD, most(end.backward, r=step.r, **step.sized)),
+        )
+    if begin.backward:
+        inputs = step.layer_inputs
+        waiting = 0 * step.tokens
+        if inputs is not None:
+            kept = layer_inputs_saved(inputs, r=step.r, **step.sized)
+            waiting = Group(tensors=kept, **step.sized).num_bytes
+        moments["expanding_backward"] = (
+            *step.always,
+            held_outputs(step),
+            Entry(ALL_GRADIENTS, step.late_gradients),
+            Entry(EXPANDING_BACKWARD, waiting + most(begin.backward, r=step.r, **step.sized)),
+        )
+    return moments
 
 
 # --- tied embeddings --------------------------------------------------------------------------
@@ -558,6 +629,7 @@ def training_moments(step: TrainingStep) -> dict[str, Entries]:
     moments |= layers_backward_at_depth(step)
     if step.layer_inputs is not None and step.layer_inputs.backward:
         moments["layer_inputs_backward"] = layer_inputs_backward(step)
+    moments |= stream_moments(step)
     if step.head_gradient and step.run.loss_head not in loss.WITHOUT_LOGITS:
         moments["head_backward"] = head_backward(step)
     if step.method.copies_table:

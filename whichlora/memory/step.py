@@ -24,7 +24,7 @@ from whichlora.memory.gradients import (
     trained_tensors,
     unwanted_gradient_bytes,
 )
-from whichlora.memory.layer_bytes import LayerBytes, layer_bytes, listed_tensors
+from whichlora.memory.layer_bytes import LayerBytes, keeps_keys, layer_bytes, listed_tensors
 from whichlora.memory.layer_passes import (
     STAGING,
     LayerPasses,
@@ -35,15 +35,21 @@ from whichlora.memory.layer_passes import (
 )
 from whichlora.memory.loading import unquantised_matrix_bytes, unsplit_weights
 from whichlora.memory.weights import EMBEDDING_WEIGHTS, token_table_bytes, weight_entries
-from whichlora.memory.worst_layer import after, has_one_order, keeps_keys, worst_backward
+from whichlora.memory.worst_layer import (
+    after,
+    has_one_order,
+    leaves_behind_keys,
+    worst_backward,
+)
 from whichlora.methods.base import Method
-from whichlora.spec.architecture import ModelSpec, layers_in_order
+from whichlora.spec.architecture import Linear, ModelSpec, layers_in_order
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, added, floor_div, largest
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears, tower_linears
-from whichlora.symbolic.autograd import LinearForm, most
+from whichlora.symbolic.altup import StreamPoints, expanding_points, merging_points
+from whichlora.symbolic.autograd import LAYER_INPUT, LinearForm, most
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
 from whichlora.symbolic.language_head import LabelPoints, label_points
 from whichlora.symbolic.layer import stream_bytes
@@ -346,6 +352,21 @@ class TrainingStep:
     @cached_property
     def passes(self) -> LayerPasses:
         """Tensors that layers keep from forward to backward, and temporaries of their passes."""
+        named = self.keys_in_forward
+        if self.expanding is not None:  # `temp_hidden_states` of `Gemma3nTextModel.forward`
+            named = named + self.tokens * self.expanding.unsaved_named_bytes
+        return replace(self._passes, forward=self._passes.forward + named)
+
+    @property
+    def keys_in_forward(self) -> Count:
+        """Keys and values for later layers that a dict of the model's forward alone holds."""
+        if self.run.gradient_checkpointing:  # they are among `CHECKPOINTS`
+            return 0 * self.tokens
+        held = (layer.count * layer.held_by_later_layers for layer in self.layers)
+        return sum(held, 0 * self.tokens)
+
+    @cached_property
+    def _passes(self) -> LayerPasses:
         if self.run.gradient_checkpointing:
             offloads = self.trainer.offloads(self.run)
             passes = offloaded_passes if offloads else checkpointed_passes
@@ -370,7 +391,11 @@ class TrainingStep:
     def gives_input_gradient(self) -> bool:
         """Whether a gradient flows through all of the first layer."""
         from_images = self.learns_from_images and not self.attends
-        return self.needs_grad or self._trains_norms or from_images
+        streams = self.model.streams
+        is_projected = streams is not None and any(
+            linear.name in self.targets for linear in streams.expanding
+        )
+        return self.needs_grad or self._trains_norms or from_images or is_projected
 
     @property
     def attends(self) -> bool:
@@ -536,6 +561,44 @@ class TrainingStep:
             accumulated=self.gradients_wait,
         )
 
+    @cached_property
+    def expanding(self) -> StreamPoints | None:
+        """What makes several hidden states of one, where the stream has several."""
+        return expanding_points(
+            self.model,
+            self.targets,
+            self.dtypes,
+            self.method,
+            needs_grad=self.needs_grad,
+            accumulated=self.gradients_wait,
+        )
+
+    @cached_property
+    def merging(self) -> StreamPoints | None:
+        """What makes one of them after the last layer, the last norm included."""
+        return merging_points(
+            self.model, self.targets, self.dtypes, self.method, accumulated=self.gradients_wait
+        )
+
+    def _saved_by(self, points: StreamPoints | None) -> tuple[Tensor, ...]:
+        saved = () if points is None else points.saved_tensors
+        return tuple(listed_tensors(saved, 1, r=self.r, **self.sized))
+
+    @property
+    def _saved_before_layers(self) -> tuple[Tensor, ...]:
+        """What makes the inputs of all layers, and several states; both read the looked-up rows."""
+        inputs = layer_inputs_saved(self.layer_inputs, r=self.r, **self.sized)
+        if self.expanding is None:
+            if self.run.gradient_checkpointing:  # whose first checkpoint they are
+                inputs = tuple(tensor for tensor in inputs if tensor.what != LAYER_INPUT)
+            return inputs
+        both = (*inputs, *self._saved_by(self.expanding))
+        rows = [tensor for tensor in both if tensor.what == LAYER_INPUT]
+        size = self.leaf_embedding_bytes  # else nobody but these keeps them
+        leaf = Tensor("looked-up embeddings", size, dims="hidden_size")
+        kept = (leaf,) if size else tuple(rows[:1])
+        return (*(tensor for tensor in both if tensor.what != LAYER_INPUT), *kept)
+
     def _around_layers(self, *, after_layers: bool, in_encoder: bool = False) -> Group:
         head = masked_head_saved(self.model, self.targets, self.dtypes, self.method, r=self.r)
         if self.label_points is not None:
@@ -552,7 +615,8 @@ class TrainingStep:
                 joins_rows=bool(self.method.virtual_tokens) and bool(self.leaf_embedding_bytes),
             ),
             *(head if after_layers else ()),
-            *layer_inputs_saved(self.layer_inputs, r=self.r, **self.sized),
+            *self._saved_before_layers,
+            *(self._saved_by(self.merging) if after_layers else ()),
         )
         return Group(where="around the layers", tensors=tensors, **self.sized)
 
@@ -745,6 +809,7 @@ class TrainingStep:
         argument of every layer's checkpoint.
         """
         held: Count = sum(layer.count * layer.held_by_later_layers for layer in self.layers)
+        held = held + leaves_behind_keys(self.model, self.layers, 0)
         return held + after(self.model, [layer.graph_behind_held for layer in self.layers], 0)
 
     # --- gradients ------------------------------------------------------------------------------
@@ -809,7 +874,31 @@ class TrainingStep:
         gradient = self.head_gradient + 0 * self.num_trained
         if self.accumulates:
             gradient = gradient * self.tied_gradients_wait
-        return gradient + self.gradients_of_term
+        return gradient + self.merging_gradients + self.gradients_of_term
+
+    def _gradients_of(self, linears: Iterable[Linear]) -> Count:
+        """Those of matrices around the layers, or of their adapters."""
+        total: Count = 0 * self.num_trained
+        for linear in linears:
+            if self.method.trains_base:
+                total = total + linear.num_params * self.param_bytes
+            elif linear.rank_multiple and linear.name in self.targets:
+                total = total + self.method.gradient_bytes(linear, self.dtypes, self.r)
+        return total * (not self.gradients_wait)
+
+    @cached_property
+    def merging_gradients(self) -> Count:
+        """Those of matrices after the last layer, which come before the layers' own."""
+        streams = self.model.streams
+        return self._gradients_of(() if streams is None else streams.merging)
+
+    @cached_property
+    def _gradients_before_layers(self) -> Count:
+        """Those of matrices that make the inputs of all layers, and several states of one."""
+        model = self.model
+        expanding = () if model.streams is None else model.streams.expanding
+        projecting = () if model.layer_input_norm is None else model.head_linears
+        return self._gradients_of((*projecting, *expanding))
 
     @cached_property
     def late_gradients(self) -> Count:
@@ -820,7 +909,7 @@ class TrainingStep:
             gradients = gradients - self.gradients_of_term + of_first
         elif not self.gradients_wait:
             gradients = self.all_gradients - of_first - self.embedding_gradients
-            gradients = gradients - self.tower_gradients
+            gradients = gradients - self.tower_gradients - self._gradients_before_layers
             gradients = gradients - self._outer_params * outer_bytes(self.dtypes)
             # the first layer adds to them, so that its own backward counts them
             gradients = gradients - self._gathered_params * self.dtypes.adapter_bytes

@@ -185,7 +185,7 @@ class StepEvents(TowerPlayer):
         ((_, masked, ragged),) = layer_cases(layer, step.dtypes, step.seq_len)
         events = layer_events(
             layer,
-            model.hidden_size,
+            model.stream_width,
             step.targets,
             step.dtypes,
             step.method,
@@ -559,6 +559,7 @@ def has_events(step: TrainingStep) -> bool:
         and not any(group.shared for group in model.groups)
         and model.layer_input_norm is None
         and (model.tower is None or not model.tower.attended)
+        and model.streams is None
         and not step.num_idle_layers
         and (step.run.loss_head in ("hf", "raw") or _is_fused_alone(step))
         and step.trainer.columns(step.run) is None

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whichlora.memory.layer_bytes import LayerBytes
-from whichlora.spec.architecture import Layer, ModelSpec
+from whichlora.memory.layer_bytes import LayerBytes, keeps_keys
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import Count, largest
 
 
@@ -49,6 +49,7 @@ def worst_backward(
             + gathered_after(model, layers, place, of_keys=layer.gathered)
             - after(model, saved, place)
             + after(model, left, place)
+            + leaves_behind_keys(model, layers, place)
             + _waiting(model, layers, place)
             for group, layer, layer_backward in zip(model.groups, layers, backward, strict=True)
             for place in [each for each in group.positions if each >= num_idle][-2:]
@@ -76,9 +77,16 @@ def gathered_after(
     return largest(*later) if later else 0
 
 
-def keeps_keys(layer: Layer) -> bool:
-    """Whether later layers read the keys and values that `layer` makes."""
-    return any(attention.keeps_keys for attention in layer.attentions)
+def leaves_behind_keys(model: ModelSpec, layers: Sequence[LayerBytes], place: int) -> Count:
+    """Inputs of reentrant checkpoints, and their gradients, that shared keys hold at `place`.
+
+    The graph of keys that later layers have read ends in a leaf, whose `AccumulateGrad` keeps both;
+    the gradient of the layer after `place` is the one that goes on.
+
+    Kind: exact. Source: torch 2.13 `CheckpointFunction.backward`, `detach_variable`.
+    """
+    leaves = [layer.leaf_behind_held for layer in layers]
+    return after(model, leaves, place) + after(model, leaves, place + 1)
 
 
 def _waiting(model: ModelSpec, layers: Sequence[LayerBytes], place: int) -> Count:

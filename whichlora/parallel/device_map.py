@@ -149,7 +149,7 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
     }
     is_first, is_last = not model.continues, bool(model.final_norms)
     if step.run.gradient_checkpointing and not (is_first and is_last):
-        stream = step.tokens * model.hidden_size * step.dtypes.stream_bytes
+        stream = step.tokens * model.stream_width * step.dtypes.stream_bytes
         beside = Entry(NEXT_CHECKPOINT, stream * ((not is_last) - (not is_first)))
         changed = {
             name: (*entries, beside) if name in ("layer_forward", "layer_backward") else entries
@@ -171,7 +171,7 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
 def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
     step, model = rank.step, rank.step.model
     micro_steps = step.run.gradient_accumulation_steps
-    stream = step.tokens * model.hidden_size * step.dtypes.stream_bytes
+    stream = step.tokens * model.stream_width * step.dtypes.stream_bytes
     messages = [
         ("hidden states to the next GPU", stream, not model.final_norms),
         ("their gradient to the GPU before", stream, model.continues),

@@ -329,5 +329,5 @@ class Rank:
 
     def _stream(self, count: int) -> Entry:
         step = self.sharding.units.step
-        width = step.model.hidden_size * step.layers[0].stream_bytes
+        width = step.model.stream_width * step.layers[0].stream_bytes
         return Entry(STREAM, count * step.tokens * width)

@@ -93,7 +93,7 @@ def _stage(rank: RankKind) -> int:
 
 
 def _stream(step: TrainingStep) -> Count:
-    return step.tokens * step.model.hidden_size * step.dtypes.stream_bytes
+    return step.tokens * step.model.stream_width * step.dtypes.stream_bytes
 
 
 def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:

@@ -69,7 +69,7 @@ def check_can_be_parted(step: TrainingStep, name: str) -> None:
     """
     model = step.model
     rows = {group.stack for group in model.groups}
-    beside = model.other_params or model.head_linears or model.layer_input_norm
+    beside = model.other_params or model.around_linears or model.layer_input_norm
     is_row = len(rows) == 1 and not any(group.shared for group in model.groups)
     if not is_row or beside or model.head is None or step.shares_keys:
         raise ConfigError(

@@ -17,7 +17,7 @@ from whichlora.serving.base import Engine, Served
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.backends.cuda import ASSUMED_CAPABILITY, FLASH_CAPABILITY
 from whichlora.spec.checkpoint import packed_experts, refuses_bitsandbytes, stored_quant
-from whichlora.spec.dtypes import Dtypes, resolve_dtypes
+from whichlora.spec.dtypes import Dtypes, is_quantised, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.kernels import NO_KERNELS
 from whichlora.spec.options import by_own_names
@@ -198,6 +198,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     dtypes = _with_stream(model, targets, dtypes, method)
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)
+    _check_clamped(model, run, dtypes)
     run, layout = spread(run)
     job = ResolvedRun(
         model=model,
@@ -335,14 +336,18 @@ def _dtypes_of(
 def _with_stream(
     model: ModelSpec, targets: tuple[str, ...], dtypes: Dtypes, method: Method
 ) -> Dtypes:
-    """`dtypes` with the stream that adapters make which return the dtype of their input.
+    """`dtypes` with the stream of several states, or of adapters that keep their input's dtype.
+
+    Autocast takes powers in fp32, so that states of one magnitude are fp32 and widen the others.
 
     Under autocast a LayerNorm returns fp32, so that such a layer after it does, too; the sum with
     a 16-bit stream is fp32.
     """
+    if model.streams is not None and dtypes.under_autocast and dtypes.backend.widens_norms:
+        dtypes = replace(dtypes, stream_bytes=4)
     if not (method.keeps_input_dtype and dtypes.under_autocast and targets):
         return dtypes
-    hidden = model.hidden_size
+    hidden = model.stream_width
     widths = [result_bytes(layer, hidden, targets, dtypes, method) for layer, _ in model.layers()]
     return replace(dtypes, stream_bytes=max(dtypes.stream_bytes, *widths))
 
@@ -359,6 +364,11 @@ def _check_serving(job: ResolvedRun) -> None:
         if run.serving != TRANSFORMERS:
             raise ConfigError(f"serving: {run.serving} is of inference; give phase inference")
         return
+    if engine.name != TRANSFORMERS and job.model.streams is not None:
+        raise ConfigError(
+            f"serving: {engine.name} is not predicted for {job.model.name}, whose stream has "
+            f"{job.model.streams.num_states} states; leave serving out"
+        )
     if engine.start is not None:
         if run.kv_cache != DYNAMIC:
             raise ConfigError(
@@ -492,6 +502,19 @@ def _shipped_quant(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Quant | No
         return run.quant
     capability = float(gpu.compute_capability or ASSUMED_CAPABILITY)
     return "mxfp4" if capability >= MXFP4_CAPABILITY else None
+
+
+def _check_clamped(model: ModelSpec, run: RunConfig, dtypes: Dtypes) -> None:
+    """Refuse to train on packed weights that the class clamps. Source: `Linear.clamps_weight`."""
+    if run.phase != "finetune":
+        return
+    linears = (linear for layer, _ in model.layers() for linear in layer.linears)
+    clamped = [x for x in linears if x.clamps_weight and is_quantised(x, dtypes)]
+    if clamped:
+        raise ConfigError(
+            f"quant: transformers clamps {clamped[0].name} of {model.name} while it trains, which "
+            f"weights in {run.quant} refuse; use quant none"
+        )
 
 
 def _check_storage(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:

@@ -82,6 +82,7 @@ class Linear:
         weight_only: the class multiplies by the weight without calling the module, whose adapter
             then does nothing, unless the matrix is quantised (Jamba's `dt_proj`).
         clamped: what it reads and what it returns are clamped (Gemma 4's tower).
+        clamps_weight: training clamps its weight, which packed weights refuse (Gemma 3n).
     """
 
     name: str
@@ -99,6 +100,7 @@ class Linear:
     is_refused: bool = False
     weight_only: bool = False
     clamped: bool = False
+    clamps_weight: bool = False
 
     @property
     def rank_multiple(self) -> int:
@@ -208,6 +210,7 @@ class Attention:
         returns_probabilities: eager attention's are given to the layer, whose code names them.
         always_masked: the model makes a mask whatever the batch, with ALiBi one per head (Falcon).
         keeps_keys: later layers read its keys and values.
+        skips_prompt: it borrows keys, and reads the last position of a prompt alone (Gemma 4).
         packed: images stand in one row, and SDPA is called for each of them (Qwen2-VL).
         segment: patches that one call of SDPA reads at most, where windows are packed, too; 0: all
             of an image.
@@ -253,6 +256,7 @@ class Attention:
     returns_probabilities: bool = True
     always_masked: bool = False
     keeps_keys: bool = False
+    skips_prompt: bool = False
     out_norm: Norm | None = None
     has_temperature: bool = False
     packed: bool = False
@@ -305,7 +309,9 @@ class Mlp:
     says that training drops values between the activation and the last projection, `is_scaled`
     that gate and result are multiplied by numbers (Falcon-H1). `norms` are over what the last
     projection reads (BitNet). `is_inline`: lines of the layer's own forward, where one variable
-    names its input and then what the activation returns (Whisper).
+    names its input and then what the activation returns (Whisper). `names_steps`: variables
+    name both factors and what the activation read until it returns (Gemma 3n). `is_sparse`: what
+    the gate returns is less a cutoff of each token, and 0 below it.
     """
 
     width: int
@@ -316,6 +322,8 @@ class Mlp:
     dropout: bool = False
     is_scaled: bool = False
     is_inline: bool = False
+    names_steps: bool = False
+    is_sparse: bool = False
 
     @property
     def num_params(self) -> int:
@@ -400,6 +408,60 @@ class LayerInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AltUp:
+    """How a block reads a stream of several hidden states and writes it: alternating updates.
+
+    All states are predicted as sums of all. Attention and MLP read the first of them; what they
+    make corrects every state. Coefficients of both are products of what a router says.
+
+    Args:
+        num_states: hidden states side by side.
+        router, norm: of the first state before the block, and of what the block has made.
+        prediction, correction: matrices from the router's result to the coefficients.
+        scales: the first state is multiplied by a parameter before the layer's own input.
+
+    Source: Baykal et al. 2023, arXiv:2301.13310; transformers 5.23 `Gemma3nTextAltUp`.
+    """
+
+    num_states: int
+    router: Linear
+    norm: Norm
+    prediction: Linear
+    correction: Linear
+    scales: bool = True
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.router, self.prediction, self.correction
+
+    @property
+    def num_params(self) -> int:
+        in_linears = sum(linear.num_params for linear in self.linears)
+        return in_linears + self.norm.num_params + self.norm.width  # a scale, used or not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankResidual:
+    """What a block adds to its attention: its normalised input, and a low-rank product of it.
+
+    Args:
+        down, up: the two factors.
+        norm: over their product.
+
+    Source: Menghani et al. 2024, arXiv:2411.07501 (LAuReL); transformers 5.23
+    `Gemma3nTextLaurelBlock`.
+    """
+
+    down: Linear
+    up: Linear
+    norm: Norm
+
+    @property
+    def num_params(self) -> int:
+        return self.down.num_params + self.up.num_params + self.norm.num_params
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """One transformer block.
 
@@ -423,6 +485,8 @@ class Layer:
             added up (Falcon-H1).
         wide_residual: the hidden state is fp32 whatever the model is; norms read it in the dtype of
             the weights (Mamba 2).
+        altup: its stream has several hidden states (Gemma 3n).
+        low_rank: beside its attention, of the same normalised input.
     """
 
     attentions: tuple[Attention, ...]
@@ -444,6 +508,8 @@ class Layer:
     masks_fed: bool = False
     side_by_side: bool = False
     wide_residual: bool = False
+    altup: AltUp | None = None
+    low_rank: LowRankResidual | None = None
     other_params: int = 0
 
     @property
@@ -460,6 +526,9 @@ class Layer:
                 linears.extend(self.moe.shared.linears)
         if self.layer_input is not None:
             linears += [self.layer_input.gate, self.layer_input.projection]
+        linears += () if self.altup is None else self.altup.linears
+        if self.low_rank is not None:
+            linears += [self.low_rank.down, self.low_rank.up]
         return tuple(linears)
 
     @property
@@ -471,6 +540,8 @@ class Layer:
         norms += () if self.moe is None or self.moe.norm is None else (self.moe.norm,)
         if self.layer_input is not None:
             norms.append(self.layer_input.norm)
+        norms += () if self.altup is None else (self.altup.norm,)
+        norms += () if self.low_rank is None else (self.low_rank.norm,)
         return tuple(norms)
 
     @property
@@ -483,6 +554,8 @@ class Layer:
             + sum(norm.num_params for norm in self.norms)
             + (extra.gate.num_params + extra.projection.num_params if extra else 0)
             + (extra.norm.num_params if extra else 0)
+            + (self.altup.num_params if self.altup else 0)
+            + (self.low_rank.num_params if self.low_rank else 0)
             + self.other_params
         )
 
@@ -806,6 +879,27 @@ class LabelHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    """A stream of several hidden states: the embeddings, and a projection of them for each further.
+
+    Args:
+        expanding: those projections, before the first layer.
+        merging: so after the last, before the mean of all states.
+    """
+
+    expanding: tuple[Linear, ...]
+    merging: tuple[Linear, ...]
+
+    @property
+    def num_states(self) -> int:
+        return 1 + len(self.expanding)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.expanding + self.merging
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """One architecture, with every size that memory and time depend on.
 
@@ -815,6 +909,7 @@ class ModelSpec:
         head_tied: the head shares its weight with the token embedding.
         head_linears: projections around the stack (OPT-350M's project_in and project_out), and
             the one that makes the inputs of each layer, which `layer_input_norm` reads (Gemma 4).
+        streams: what makes several hidden states of one, and one of them (Gemma 3n).
         idle_linears: matrices of a tower that no text passes, loaded and quantised as others are;
             their parameters are among `other_params`.
         rotates_each_kind: sliding and full layers have tables of cosines and sines of their own.
@@ -865,6 +960,7 @@ class ModelSpec:
     head: Linear | None = None
     head_tied: bool = False
     head_linears: tuple[Linear, ...] = ()
+    streams: Streams | None = None
     idle_linears: tuple[Linear, ...] = ()
     masked_head: MaskedHead | None = None
     label_heads: tuple[tuple[str, LabelHead], ...] = ()
@@ -911,12 +1007,22 @@ class ModelSpec:
         return self.task != "encoder" and self.label_head is None and self.pooling is None
 
     @property
+    def stream_width(self) -> int:
+        """Elements of a token that a layer reads and returns."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.num_states)
+
+    @property
+    def around_linears(self) -> tuple[Linear, ...]:
+        """Matrices before the first and after the last layer, without any head."""
+        return self.head_linears + (() if self.streams is None else self.streams.linears)
+
+    @property
     def outer_linears(self) -> tuple[Linear, ...]:
         """Matrices outside of the layers that can take an adapter."""
         if self.label_head is not None:
-            return self.head_linears + self.label_head.linears
+            return self.around_linears + self.label_head.linears
         transform = None if self.masked_head is None else self.masked_head.linear
-        return self.head_linears + (() if transform is None else (transform,))
+        return self.around_linears + (() if transform is None else (transform,))
 
     @property
     def num_params(self) -> int:
@@ -931,7 +1037,7 @@ class ModelSpec:
             + sum(embedding.num_params for embedding in self.embeddings)
             + sum(norm.num_params for norm in self.embedding_norms + self.final_norms)
             + (self.layer_input_norm.num_params if self.layer_input_norm else 0)
-            + sum(linear.num_params for linear in self.head_linears)
+            + sum(linear.num_params for linear in self.around_linears)
             + head
             + (self.label_head.num_params if self.label_head else 0)
             + self.other_params

@@ -467,9 +467,15 @@ class Tape:
         return total(tensor.form for tensor in self._held_by_later_layers)
 
     @property
+    def unsaved_for_later_layers(self) -> LinearForm:
+        """Bytes of the tensors that later layers read and no backward does."""
+        storages = self.storages_held(graph=False) - self.saved_storages()
+        return self._form(sum(self._forms[storage] for storage in storages))
+
+    @property
     def graph_behind_held(self) -> LinearForm:
-        """Bytes that nodes behind the tensors held by later layers have saved."""
-        storages = self.storages_held(graph=True) - self.storages_held(graph=False)
+        """Bytes that nodes behind the tensors held by later layers have saved, the input's too."""
+        storages = self._storages_behind(graph=True) - self.storages_held(graph=False)
         return self._form(sum(self._forms[storage] for storage in storages))
 
     def storages_held(self, *, graph: bool) -> frozenset[int]:
@@ -478,7 +484,11 @@ class Tape:
         What a checkpoint recomputes has a graph of its own, which lives as long as one of its
         tensors does. Source: torch 2.13 `torch/utils/checkpoint.py`, `_recomputation_hook`: what
         its hook packs is held by the recomputed node, too. Reentrant, backward frees that node's.
+        The input of a checkpoint is left out, which is counted elsewhere.
         """
+        return self._storages_behind(graph=graph) - {0}
+
+    def _storages_behind(self, *, graph: bool) -> frozenset[int]:
         storages = {tensor.storage for tensor in self._held_by_later_layers}
         if not graph:
             return frozenset(storages)
@@ -487,7 +497,7 @@ class Tape:
             if any(result.edge in edges for result in node.results):
                 edges.update(tensor.edge for tensor in node.inputs)
                 storages.update(() if node.hidden else node.saved)
-        return frozenset(storages - {0})
+        return frozenset(storages)
 
     def keep_copy(self, copy: Tensor) -> Tensor:
         """Autocast's cache has `copy`, of a trained weight, until the forward is done."""
@@ -685,6 +695,44 @@ class Tape:
         result = replace(tensor, edge=self._edge(), needs_grad=True)
         is_sum = added is not None  # a product's backward reads its factor
         self._nodes.append(_Node(step, (result,), inputs, (), not is_sum, is_sum, ()))
+        return result
+
+    def write_view(
+        self,
+        tensor: Tensor,
+        value: Tensor,
+        part: LinearForm | None = None,
+        *,
+        replaces: bool = False,
+    ) -> Tensor:
+        """An in-place sum of `value` and a view of `tensor`, of all its elements or of `part`.
+
+        Args:
+            replaces: the view becomes `value`, which is there already: an assignment to a slice.
+
+        Source: torch 2.13 `CopySlices::apply_impl`: a copy of the whole gradient for `tensor`, and
+        one of the view's part for the node of the operator, which hands it on or sums it up.
+        """
+        step = len(self._steps)
+        self.hold(tensor, value)
+        inputs = [operand for operand in (tensor, value) if operand.needs_grad]
+        if not inputs:
+            return tensor
+        result = replace(tensor, edge=self._edge(), needs_grad=True)
+        elements = tensor.elements if part is None else part
+        copied = scaled(elements, tensor.size)
+        hands_on = value.needs_grad and value.form == copied
+        inner = (NOTHING if hands_on else copied, copied if replaces else NOTHING)
+        beside = self._blocks(inner)
+        self._nodes.append(_Node(step, (result,), inputs, (), False, False, beside))
+        return result
+
+    def stack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """All of `tensors` in one; their gradients are views of its own."""
+        elements = total(tensor.elements for tensor in tensors)
+        result = self.op(tensors, elements, tensors[0].size)
+        if result.needs_grad:
+            self._nodes[-1].narrows = True
         return result
 
     def parts(

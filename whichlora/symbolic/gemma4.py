@@ -96,7 +96,7 @@ def feed_both_ways(code: OpEmitter, layer: Layer, x: Tensor, y: Tensor) -> Tenso
     return result
 
 
-def add_layer_input(code: OpEmitter, layer_input: LayerInput, x: Tensor) -> Tensor:
+def gated_layer_input(code: OpEmitter, layer_input: LayerInput, x: Tensor) -> Tensor:
     """This layer's part of the inputs of all, behind a gate. All layers add to one gradient."""
     tape = code.tape
     needs_grad = code.dtypes.trains_base or code.checkpointed or INPUTS_PROJECTION in code.targets
@@ -110,14 +110,23 @@ def add_layer_input(code: OpEmitter, layer_input: LayerInput, x: Tensor) -> Tens
     tape.hold(active)
     projected = code.linear(layer_input.projection, opened)
     tape.hold(opened)
-    y = code.norm(layer_input.norm, projected)
-    result = code.add(x, y)
-    tape.hold(x)
+    return code.norm(layer_input.norm, projected)
+
+
+def add_layer_input(code: OpEmitter, layer_input: LayerInput, x: Tensor) -> Tensor:
+    """`x` and what the layer makes of its own input."""
+    result = code.add(x, gated_layer_input(code, layer_input, x))
+    code.tape.hold(x)
     return result
 
 
-def embed_layer_inputs(code: OpEmitter, projection: Linear, norm: Norm, x: Tensor) -> Tensor:
+def embed_layer_inputs(
+    code: OpEmitter, projection: Linear, norm: Norm, x: Tensor, *, in_place: bool
+) -> Tensor:
     """The inputs of all layers side by side: looked up, and projected from the embeddings `x`.
+
+    Args:
+        in_place: what is projected is scaled in place (Gemma 3n).
 
     Source: `Gemma4TextModel.get_per_layer_inputs`, `project_per_layer_inputs`.
     """
@@ -126,7 +135,8 @@ def embed_layer_inputs(code: OpEmitter, projection: Linear, norm: Norm, x: Tenso
     table = tape.weight(constant(0), dtypes.embedding_bytes, trained=dtypes.trains_base)
     looked_up = tape.op([table], packed, dtypes.embedding_bytes, saves=[table])
     scaled = code.scale(looked_up)
-    projected = code.scale(code.linear(projection, x))
+    product = code.linear(projection, x)
+    projected = tape.in_place(product) if in_place else code.scale(product)
     y = code.norm(norm, projected)
     summed = code.add(y, scaled)
     result = code.scale(summed)
@@ -159,13 +169,15 @@ def _points(
     dtypes: Dtypes,
     method: Method,
     *,
+    rows_bytes: int,
+    in_place: bool,
     needs_grad: bool,
     accumulated: bool,
 ) -> LayerInputPoints:
     tape = Tape()
     code = OpEmitter(tape, dtypes, targets, method, stream_bytes=dtypes.stream_bytes)
-    x = tape.input(per_token(projection.in_features), dtypes.stream_bytes, needs_grad=needs_grad)
-    result = embed_layer_inputs(code, projection, norm, x)
+    x = tape.input(per_token(projection.in_features), rows_bytes, needs_grad=needs_grad)
+    result = embed_layer_inputs(code, projection, norm, x, in_place=in_place)
     tape.hold(result)
     forward = tape.forward(saving=result.needs_grad)
     backward = tape.backward(recomputed=False, accumulated=accumulated) if result.needs_grad else ()
@@ -190,12 +202,15 @@ def layer_input_points(
     """
     if model.layer_input_norm is None:
         return None
+    several = model.streams is not None  # which begins after them
     return _points(
         model.head_linears[0],
         model.layer_input_norm,
         targets,
         dtypes,
         method,
+        rows_bytes=dtypes.embedding_bytes if several else dtypes.stream_bytes,
+        in_place=several,
         needs_grad=needs_grad,
         accumulated=accumulated,
     )

@@ -8,6 +8,7 @@ from functools import lru_cache
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
+from whichlora.symbolic.altup import merge_streams
 from whichlora.symbolic.autograd import (
     NOTHING,
     LinearForm,
@@ -30,10 +31,12 @@ from whichlora.trainers.base import LogitsLoss
 
 
 def end_of_stack(code: OpEmitter, model: ModelSpec, x: Tensor) -> Tensor:
-    """The norms and dropouts after the last layer.
+    """What makes one state of several, and the norms and dropouts after the last layer.
 
     Source: transformers 5.23 `LlamaModel.forward`, `T5Stack.forward`.
     """
+    if model.streams is not None:
+        x = merge_streams(code, model.streams, x)
     for norm in model.final_norms:
         x = code.norm(norm, x)
     for _ in model.final_dropouts if code.dtypes.training else ():
@@ -61,7 +64,7 @@ def stack_end_events(
     """
     tape = Tape(no_grad=not dtypes.training)
     code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
-    x = tape.input(per_token(model.hidden_size), stream, needs_grad=dtypes.training)
+    x = tape.input(per_token(model.stream_width), stream, needs_grad=dtypes.training)
     result = end_of_stack(code, model, x)
     if result.storage == x.storage:
         return None
@@ -122,7 +125,8 @@ def logits_events(
     tape = Tape(no_grad=True)
     code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
     x = tape.input(per_token(model.hidden_size), stream, needs_grad=False)
-    headless = replace(model, final_norms=(), final_dropouts=())  # `stack_end_events` has them
+    # `stack_end_events` has them
+    headless = replace(model, final_norms=(), final_dropouts=(), streams=None)
     tape.returns(logits_of(code, headless, x, trained=False))
     return block_events(tape)
 
@@ -249,7 +253,7 @@ def head_events(
     """
     tape = Tape()
     code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
-    x = tape.input(per_token(model.hidden_size), stream, needs_grad=True)
+    x = tape.input(per_token(model.stream_width), stream, needs_grad=True)
     if loss_head == "trl-fused":
         sizes = {"tokens": tokens, "sequences": sequences}
         tape.returns(fused_loss(code, model, x, trained=trains_head, **sizes))
@@ -310,7 +314,7 @@ def label_points(
     """
     tape = Tape()
     code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
-    x = tape.input(per_token(model.hidden_size), stream, needs_grad=True)
+    x = tape.input(per_token(model.stream_width), stream, needs_grad=True)
     states = NOTHING
     if model.pooling is not None:
         loss, states = _embedded(code, model, x, widens_outputs=widens_outputs)

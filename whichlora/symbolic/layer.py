@@ -9,6 +9,7 @@ from whichlora.methods.base import Method
 from whichlora.spec.architecture import Layer, Norm
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.run import BNB_QUANTS
+from whichlora.symbolic.altup import run_altup_layer
 from whichlora.symbolic.attention import attend
 from whichlora.symbolic.autograd import (
     NOTHING,
@@ -42,7 +43,9 @@ def feed(code: OpEmitter, layer: Layer, y: Tensor, x: Tensor) -> Tensor:
 
 
 def run_layer(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor:
-    """The layer's forward, in one of the three orders of norms and sums that the classes have."""
+    """The layer's forward, in one of the orders of norms and sums that the classes have."""
+    if layer.altup is not None:
+        return run_altup_layer(code, layer, x)
     if layer.parallel:
         return _run_parallel(code, layer, x)
     if layer.post_norm:
@@ -263,7 +266,8 @@ class LayerPoints:
         unsaved: bytes that the first layer saves less where its input needs no gradient, as that
             of a checkpointed one does.
         held: saved tensors that checkpointing does not free.
-        held_by_later_layers: keys and values that checkpointed later layers hold.
+        held_by_later_layers: keys and values that checkpointed later layers hold; without
+            checkpointing those that the forward alone does.
         graph_behind_held: what the recomputed nodes behind those have saved.
         gathered: gradients that later layers have summed when its backward begins.
         forward: alive in a forward that saves `saved`.
@@ -282,30 +286,30 @@ class LayerPoints:
     backward: tuple[LinearForm, ...]
 
 
-def _tape_of(layer: Layer, hidden_size: int, code: OpEmitter, *, needs_grad: bool) -> Tape:
+def _tape_of(layer: Layer, stream_width: int, code: OpEmitter, *, needs_grad: bool) -> Tape:
     """The tape of `code` after one layer has run on it."""
-    x = code.tape.input(per_token(hidden_size), code.stream_bytes, needs_grad=needs_grad)
+    x = code.tape.input(per_token(stream_width), code.stream_bytes, needs_grad=needs_grad)
     code.tape.returns(run_layer(code, layer, x))
     return code.tape
 
 
 @lru_cache(maxsize=64)
 def result_bytes(
-    layer: Layer, hidden_size: int, targets: tuple[str, ...], dtypes: Dtypes, method: Method
+    layer: Layer, stream_width: int, targets: tuple[str, ...], dtypes: Dtypes, method: Method
 ) -> int:
     """Width of one element of what `layer` returns; wider than its input where adapters widen it.
 
     Kind: exact. Source: the `forward` of the method's layers: `result.to(previous_dtype)`.
     """
     code = OpEmitter(Tape(), dtypes, targets, method, stream_bytes=dtypes.stream_bytes)
-    x = code.tape.input(per_token(hidden_size), code.stream_bytes, needs_grad=True)
+    x = code.tape.input(per_token(stream_width), code.stream_bytes, needs_grad=True)
     return run_layer(code, layer, x).size
 
 
 @lru_cache(maxsize=16)  # what the points of a layer are read from, its events are, too
 def _training_tape(
     layer: Layer,
-    hidden_size: int,
+    stream_width: int,
     targets: tuple[str, ...],
     dtypes: Dtypes,
     method: Method,
@@ -318,13 +322,13 @@ def _training_tape(
 ) -> Tape:
     settings = (dtypes, targets, method, masked, stream, checkpointed)
     code = OpEmitter(Tape(), *settings, ragged=ragged)
-    return _tape_of(layer, hidden_size, code, needs_grad=needs_grad)
+    return _tape_of(layer, stream_width, code, needs_grad=needs_grad)
 
 
 @lru_cache(maxsize=512)
 def layer_points(
     layer: Layer,
-    hidden_size: int,
+    stream_width: int,
     targets: tuple[str, ...],
     dtypes: Dtypes,
     method: Method,
@@ -344,7 +348,7 @@ def layer_points(
     written = partial(
         _training_tape,
         layer,
-        hidden_size,
+        stream_width,
         targets,
         dtypes,
         method,
@@ -365,7 +369,7 @@ def layer_points(
         tape.saved,
         NOTHING if checkpointed else minus(tape.saved, written(needs_grad=False).saved),
         tape.saved_tensors(hidden=True),
-        tape.held_by_later_layers,
+        tape.held_by_later_layers if checkpointed else tape.unsaved_for_later_layers,
         tape.graph_behind_held,
         tape.gathered,
         maximal(tape.forward(saving=not checkpointed)),
@@ -480,7 +484,7 @@ def block_events(
 @lru_cache(maxsize=512)
 def layer_events(
     layer: Layer,
-    hidden_size: int,
+    stream_width: int,
     targets: tuple[str, ...],
     dtypes: Dtypes,
     method: Method,
@@ -499,7 +503,7 @@ def layer_events(
     """
     tape = _training_tape(
         layer,
-        hidden_size,
+        stream_width,
         targets,
         dtypes,
         method,
@@ -520,7 +524,7 @@ def layer_events(
 @lru_cache(maxsize=512)
 def forward_events(
     layer: Layer,
-    hidden_size: int,
+    stream_width: int,
     targets: tuple[str, ...],
     dtypes: Dtypes,
     method: Method,
@@ -543,7 +547,7 @@ def forward_events(
     settings = (dtypes, targets, method, masked, stream)
     tape = Tape(no_grad=True, writes_cache=writes_cache, reads_own=reads_own)
     code = OpEmitter(tape, *settings, ragged=ragged, decoding=decoding)
-    _tape_of(layer, hidden_size, code, needs_grad=False)
+    _tape_of(layer, stream_width, code, needs_grad=False)
     if layer.returns_probabilities:
         tape.keep_to_next("attention weights")
     return block_events(tape, checkpointed=True)  # which saves nothing
@@ -552,7 +556,7 @@ def forward_events(
 @lru_cache(maxsize=512)
 def working_points(
     layer: Layer,
-    hidden_size: int,
+    stream_width: int,
     targets: tuple[str, ...],
     dtypes: Dtypes,
     method: Method,
@@ -572,5 +576,5 @@ def working_points(
     """
     settings = (dtypes, targets, method, masked, stream)
     code = OpEmitter(Tape(no_grad=True), *settings, ragged=ragged, decoding=decoding)
-    tape = _tape_of(layer, hidden_size, code, needs_grad=False)
+    tape = _tape_of(layer, stream_width, code, needs_grad=False)
     return maximal(tape.forward(saving=False, fills_cache=fills_cache))

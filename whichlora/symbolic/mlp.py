@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whichlora.spec.architecture import Mlp
-from whichlora.symbolic.autograd import Tensor, per_token, scaled
+from whichlora.symbolic.autograd import NOTHING, Tensor, per_token, scaled
 from whichlora.symbolic.fused_lora import feed_fused, runs_fused
 from whichlora.symbolic.operators import OpEmitter
 
@@ -83,6 +83,26 @@ def _xielu(code: OpEmitter, x: Tensor) -> Tensor:
     return result
 
 
+def _above_cutoff(code: OpEmitter, x: Tensor) -> Tensor:
+    """What of `x` exceeds its mean by so many deviations, and 0 elsewhere.
+
+    Source: transformers 5.23 `Gemma3nTextMLP._gaussian_topk`; torch 2.13 `std_backward`, whose
+    `var_backward` makes `self - mean`, and two products with it.
+    """
+    tape, one = code.tape, per_token(1)
+    mean = tape.op([x], one, x.size)
+    # the difference, scaled; their product is the gradient
+    deviation = tape.op(
+        [x], one, x.size, saves=[x], saves_result=True, inner_backward=x.form, what="deviation"
+    )
+    cutoff = tape.op([mean, code.scale(deviation)], one, x.size)
+    negative = x.form if cutoff.needs_grad else NOTHING  # before it is summed up
+    above = tape.op([x, cutoff], x.elements, x.size, passes=True, inner_backward=negative)
+    result = tape.op([above], x.elements, x.size, saves_result=True, what="above the cutoff")
+    tape.hold(x)
+    return result
+
+
 def _gated_in_kernel(code: OpEmitter, gate: Tensor, up: Tensor, *, copies: bool) -> Tensor:
     """Activation and product in one kernel, whose backward writes over both factors.
 
@@ -105,6 +125,7 @@ def _gated_in_kernel(code: OpEmitter, gate: Tensor, up: Tensor, *, copies: bool)
 
 def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
     tape, dtypes = code.tape, code.dtypes
+    named: tuple[Tensor, ...] = ()
     if mlp.gated and len(mlp.linears) > 2 and runs_fused(code, mlp.linears[:3]):
         return feed_fused(code, mlp, x)
     if mlp.gated and len(mlp.linears) > 2:
@@ -112,6 +133,8 @@ def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
         gate = code.linear(gate_linear, x)
         if mlp.is_scaled:
             gate = code.scale(gate)
+        if mlp.is_sparse:
+            gate = _above_cutoff(code, gate)
         active = gate if dtypes.kernels.gated else activate(code, mlp.activation, gate)
         up = code.linear(up_linear, x)
         if dtypes.kernels.gated:
@@ -121,6 +144,7 @@ def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
         # `act_fn(gate_proj(x)) * up_proj(x)` of `LlamaMLP.forward`: the interpreter holds
         # both factors until the product exists
         tape.hold(active, up)
+        named = (gate, active, up) if mlp.names_steps else ()
     elif mlp.gated:
         joint_linear, down_linear = mlp.linears[:2]
         joint = code.linear(joint_linear, x)
@@ -145,7 +169,7 @@ def feed_forward(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
     result = code.linear(down_linear, inner)
     if mlp.is_scaled:
         result = code.scale(result)
-    tape.hold(*([] if mlp.is_inline else [x]), inner)
+    tape.hold(*([] if mlp.is_inline else [x]), inner, *named)
     if mlp.gated and dtypes.kernels.gated and len(mlp.linears) < 3:
         tape.hold(joint)  # `gate` and `up_states` of `LigerPhi3SwiGLUMLP.forward` are parts of it
     return result

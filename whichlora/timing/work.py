@@ -67,6 +67,12 @@ LOOP_OPS = 3
 HEAD_PASS = 0.6
 VLLM_LAYER_OPS = 12  # its kernels join norm and residual, queries and keys, gate and product
 VLLM_CAPTURED_TOKENS = 8192  # longest sequence of its captured graphs, by default
+# Kernels of a layer of Gemma 3n, traced on torch 2.13, norms left out: states predicted and
+# corrected; a low-rank product and two sums; a cutoff of the gate.
+STATES_OPS = 24
+LOW_RANK_OPS = 5
+CUTOFF_OPS = 13
+STATE_OPS = 8  # that project one further state, and bring it to a magnitude
 OUTSIDE_OPS = 22  # embedding, final norm, head, sampling
 LOSS_OPS = 32
 BACKWARD_RATIO = 1.6  # 60 of 38
@@ -252,7 +258,7 @@ def head_weights(model: ModelSpec) -> tuple[int, int]:
 
     Kind: exact. Source: the architecture.
     """
-    around = sum(linear.num_weights for linear in model.head_linears)
+    around = sum(linear.num_weights for linear in model.around_linears)
     labels = model.label_head
     if labels is not None:
         if labels.pools == "before":
@@ -461,6 +467,9 @@ def layer_ops(layer: Layer, run: RunConfig) -> int:
     ops = NORM_OPS * len(layer.norms + layer.inner_norms)
     if layer.layer_input is not None:  # its matrices, activation and product
         ops += 4 + RESIDUAL_OPS // 2
+    if layer.altup is not None:  # whose norm runs twice
+        ops += NORM_OPS + STATES_OPS
+    ops += LOW_RANK_OPS if layer.low_rank is not None else 0
     for attention in layer.attentions:
         ops += len(attention.linears)
         ops += ROPE_OPS if attention.position == "rope" else 0
@@ -472,6 +481,7 @@ def layer_ops(layer: Layer, run: RunConfig) -> int:
     if layer.mlp is not None:
         _, of_activation = activation_passes(layer.mlp.activation)
         ops += len(layer.mlp.linears) + of_activation + layer.mlp.gated + RESIDUAL_OPS // 2
+        ops += CUTOFF_OPS if layer.mlp.is_sparse else 0
     if layer.moe is not None:
         ops += 10 + RESIDUAL_OPS // 2
         if layer.moe.shared is not None:
@@ -521,7 +531,7 @@ def elementwise_forward_bytes(
         if attention.position == "rope":  # two products, a half negated, both joined, their sum
             moved += (2 if fused or dtypes.kernels.rope != "none" else 10) * narrow * (q + k)
         moved += 2 * narrow * (q + k + v)  # read by the kernel, or laid out for it
-    moved += scan_bytes(layer)
+    moved += scan_bytes(layer) + _states_bytes(layer, dtypes)
     active = 1
     mlp = layer.mlp
     if layer.moe is not None:
@@ -532,8 +542,46 @@ def elementwise_forward_bytes(
         passes = of_activation + 3 if mlp.gated else of_activation
         if mlp.gated and (fused or dtypes.kernels.gated or dtypes.kernels.adapters):
             passes = 3
+        passes += 6 if mlp.is_sparse else 0  # mean, deviation, difference, what exceeds it
         moved += passes * dtypes.mlp_bytes * mlp.width * active
     return moved
+
+
+def _states_bytes(layer: Layer, dtypes: Dtypes) -> int:
+    """Bytes per token that a stream of several states moves in a layer, and a low-rank residual.
+
+    Kind: estimate. Source: transformers 5.23 `Gemma3nTextAltUp.predict`, `correct`.
+    """
+    moved = 0
+    if layer.altup is not None:
+        width, states = layer.altup.norm.width, layer.altup.num_states
+        # product 2, sum 3, layout 2; gain and its copies 4 + 1, product 2, sum 3; the first state
+        # copied and scaled 4, the input added to the others 2, less 1
+        moved += (15 * states + 7) * dtypes.stream_bytes * width
+        moved += (7 * 4 + 4 * dtypes.compute_bytes) * width  # its norm runs twice
+    if layer.low_rank is not None:  # two sums and a quotient
+        moved += 8 * dtypes.stream_bytes * layer.low_rank.norm.width
+    return moved
+
+
+def states_bytes_around(model: ModelSpec, dtypes: Dtypes) -> int:
+    """So before the first and after the last layer.
+
+    Kind: estimate. Source: transformers 5.23 `Gemma3nTextModel.forward`.
+    """
+    if model.streams is None:
+        return 0
+    states = model.streams.num_states
+    # of each further state square, mean, product and quotient, twice; both stacks, the mean
+    passes = 14 * (states - 1) + 5 * states + 7
+    return passes * dtypes.stream_bytes * model.hidden_size
+
+
+def outside_ops(model: ModelSpec) -> int:
+    """Kernels of one forward beside the layers. Kind: estimate. Source: traced kernels."""
+    if model.streams is None:
+        return OUTSIDE_OPS
+    return OUTSIDE_OPS + 2 * STATE_OPS * (model.streams.num_states - 1) + STATE_OPS
 
 
 def expert_ops(layer: Layer, tokens: Count) -> Count:
@@ -786,6 +834,7 @@ def training_work(
     vocab = num_logits(model)
     _, loss_passes = _loss_passes(run, dtypes, logits_loss)
     elementwise = layers.elementwise_bytes + loss_passes * vocab * scored
+    elementwise = elementwise + tokens * states_bytes_around(model, dtypes) * 5 // 2
     # a copy is read and written, and so is its gradient
     elementwise = elementwise + 4 * copied * (1 + tied) * dtypes.embedding_bytes
 
@@ -794,7 +843,7 @@ def training_work(
         weight_read_bytes=weight_read,
         elementwise_bytes=elementwise,
         dequant_bytes=layers.dequant_bytes + 0 * tokens,
-        launches=layers.launches + OUTSIDE_OPS + LOSS_OPS,
+        launches=layers.launches + outside_ops(model) + LOSS_OPS,
     )
     steps = run.gradient_accumulation_steps * num_forwards
     return Work.total((micro_step.times(steps), _work_of_update(update, like=tokens)))
@@ -894,7 +943,7 @@ def evaluation_work(
         + loss_passes * tokens * vocab,
         dequant_bytes=again.dequant_bytes - once.dequant_bytes,
         optimizer_bytes=0 * tokens,
-        launches=again.launches - once.launches + OUTSIDE_OPS,
+        launches=again.launches - once.launches + outside_ops(model),
     )
 
 
@@ -1151,6 +1200,9 @@ def inference_work(
     scored = tokens if scores_all else batch_size
     if model.task == "encoder":
         head = head + around
+    around_flops = 0 * tokens  # of further states, whose product every token has
+    if model.streams is not None:
+        around_flops = 2 * tokens * around
     layers = Work.total(
         served_layers(
             group,
@@ -1168,21 +1220,23 @@ def inference_work(
         for group in model.groups
         if not (decoding and model.task == "seq2seq-lm" and group.stack == "encoder")
     )
-    launches = layers.launches + OUTSIDE_OPS + 0 * tokens
+    launches = layers.launches + outside_ops(model) + 0 * tokens
     serving = run.engine == "vllm"
     if decoding and serving:
         by_layer = VLLM_LAYER_OPS * model.num_hidden_layers + OUTSIDE_OPS
         eager = (context > VLLM_CAPTURED_TOKENS) * dtypes.libraries.graphs_end_early
         launches = 1 + eager * by_layer + 0 * tokens  # a captured graph is one launch
     return Work(
-        product_flops=layers.product_flops + 2 * scored * head,
+        product_flops=layers.product_flops + 2 * scored * head + around_flops,
         wide_product_flops=layers.wide_product_flops + 0 * tokens,
         idle_flops=layers.idle_flops,
         weight_read_bytes=layers.weight_read_bytes + head * dtypes.embedding_bytes + 0 * tokens,
         attention_flops=layers.attention_flops,
         wide_attention_flops=layers.wide_attention_flops,
         attention_bytes=layers.attention_bytes,
-        elementwise_bytes=layers.elementwise_bytes + 12 * scored * vocab,
+        elementwise_bytes=layers.elementwise_bytes
+        + 12 * scored * vocab
+        + tokens * states_bytes_around(model, dtypes),
         dequant_bytes=layers.dequant_bytes + 0 * tokens,
         optimizer_bytes=0 * tokens,
         launches=launches,
