@@ -86,6 +86,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "olmoe": _DECODER | {"num_experts": 4, "num_experts_per_tok": 2},
     "jamba": _DECODER | {"num_experts": 4, "pad_token_id": 0},  # of so few layers none attends
+    "gemma3n_text": _DECODER
+    | {
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 32,
+        "laurel_rank": 16,
+    },
     "t5": {
         "vocab_size": VOCAB,
         "d_model": 128,

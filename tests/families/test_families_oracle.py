@@ -768,3 +768,35 @@ def test_a_config_that_names_no_dropout_has_that_of_its_class(model_type: str) -
     ours = {attention.dropout for layer, _ in spec.layers() for attention in layer.attentions}
     if named:
         assert ours == {named[0]}
+
+
+def test_gemma_3n_counts_its_audio_encoder_and_both_embedders() -> None:
+    """The images' encoder is timm's, which the oracles do not need: its size is a constant."""
+    torch = pytest.importorskip("torch")
+    gemma3n = pytest.importorskip("transformers.models.gemma3n.modeling_gemma3n")
+    transformers = pytest.importorskip("transformers")
+    audio = {"hidden_size": 96, "conf_num_hidden_layers": 3, "conf_num_attention_heads": 4}
+    config = {"model_type": "gemma3n", "vision_config": {"hidden_size": 80}, "audio_config": audio}
+    text = build({**TINY, **VARIANTS["gemma3n_text"]}, name="text")
+    spec = build(config | {"text_config": {**TINY, **VARIANTS["gemma3n_text"]}}, name="whole")
+    of_audio = transformers.Gemma3nAudioConfig(**audio)
+    of_text = transformers.Gemma3nTextConfig(hidden_size=TINY["hidden_size"])
+    of_images = transformers.Gemma3nAudioConfig(hidden_size=80)  # the embedder reads its width
+    with torch.device("meta"):
+        encoder = gemma3n.Gemma3nAudioEncoder(of_audio)
+        embedders = [
+            gemma3n.Gemma3nMultimodalEmbedder(each, of_text) for each in (of_images, of_audio)
+        ]
+    modules = (encoder, *embedders)
+    added = sum(p.numel() for each in modules for p in each.parameters())
+    assert spec.num_params - text.num_params == added + 294_126_912
+    described: Counter[tuple[str, int, int, bool]] = Counter()
+    for x in spec.idle_linears:
+        described[x.name, x.in_features, x.out_features, x.bias] += x.count
+    assert described == sum((tower_linears(each) for each in modules), Counter())
+
+
+def test_another_encoder_of_images_than_gemma_3ns_is_refused() -> None:
+    config = {"model_type": "gemma3n", "vision_config": {"architecture": "resnet50"}}
+    with pytest.raises(ConfigError, match=r"'resnet50'; known of gemma3n is mobilenetv5_300m_enc"):
+        build(config | {"text_config": {**TINY, **VARIANTS["gemma3n_text"]}}, name="x")

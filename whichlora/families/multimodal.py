@@ -10,6 +10,7 @@ from whichlora.families.fields import Fields
 from whichlora.families.labels import of_decoder
 from whichlora.families.towers import (
     clip,
+    gemma3n,
     gemma4,
     intern,
     llama4,
@@ -31,7 +32,7 @@ UNLOADED = "text tower, as AutoModelForCausalLM loads it, without the {:,} of th
 TEXT_ONLY = "text tower only: the config describes no vision tower"
 TOWERS: Mapping[str, Multimodal] = {
     model_type: declared
-    for module in (clip, gemma4, intern, llama4, mllama, pixtral, qwen, siglip, smolvlm)
+    for module in (clip, gemma3n, gemma4, intern, llama4, mllama, pixtral, qwen, siglip, smolvlm)
     for model_type, declared in module.TYPES.items()
 }
 

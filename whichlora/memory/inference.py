@@ -185,10 +185,19 @@ class Generation:
     @cached_property
     def prompt_forward(self) -> Count:
         """One layer's forward over the prompt, and what all layers share meanwhile."""
+        working = self._prompt_forward(self.reader)
+        if self.reader.padded == self.dtypes.padded:
+            return working
+        # without that mask grouped keys in fp32 have no fused kernel
+        return largest(
+            working, self._prompt_forward(replace(self.reader, padded=self.dtypes.padded))
+        )
+
+    def _prompt_forward(self, reader: Dtypes) -> Count:
         model, is_decoder = self.model, self.model.task == "causal-lm"
         working = forward_bytes(
             model,
-            self.reader,
+            reader,
             side="encoder" if self.has_encoder else "",
             prompt=model.can_generate or model.task == "encoder",
             queries=self.prompt_len,
@@ -202,10 +211,10 @@ class Generation:
         positions = self.prompt_tokens if is_decoder and model.can_generate else self.prompt_len
         working = working + activations.rotary_bytes(model, self.dtypes, span=positions)
         if is_decoder:
-            masks = activations.kept_mask_bytes(model, self.reader, checkpointed=True, **self.sized)
+            masks = activations.kept_mask_bytes(model, reader, checkpointed=True, **self.sized)
             return working + masks
         if model.task == "encoder":
-            working = working + activations.sequence_bias_bytes(model, self.reader, **self.sized)
+            working = working + activations.sequence_bias_bytes(model, reader, **self.sized)
         return working
 
     @cached_property
