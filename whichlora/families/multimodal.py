@@ -96,9 +96,11 @@ def _with_tower(
     facts = {**kind.around, **named, "hidden_size": spec.hidden_size}
     vision = c.part("vision_config", defaults=kind.defaults)
     around = Fields(name=c.name, values=facts, defaults={}, synonyms={})
-    tower = kind.images(vision, around)
-    extra = tower.stack.num_params + tower.idle_params
-    linears = (*tower.linears, *tower.idle)
+    tower = None if kind.images is None else kind.images(vision, around)
+    extra, linears = kind.counted(vision, around)
+    if tower is not None:
+        extra = tower.stack.num_params + tower.idle_params
+        linears = (*tower.linears, *tower.idle)
     note = (UNLOADED if splits else NOTE).format(extra)
     return replace(
         spec,

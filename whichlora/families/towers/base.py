@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Tower
+from whichlora.spec.architecture import Linear, Tower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,9 @@ class Multimodal:
         defaults: of the vision config.
         around: keys of the outer config, or of the text's, that the tower reads, with their
             defaults.
-        images: vision config, text facts -> its blocks and the matrices around them.
+        images: vision config, text facts -> its blocks and the matrices around them; None of a
+            tower that no image passes, of which `counted` says its parameters and its matrices,
+            which PEFT's all-linear and bitsandbytes reach.
         causal: `AutoModelForCausalLM` knows the type. Source: transformers 5.23
             `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
         splits: that class loads the text tower alone.
@@ -31,7 +33,8 @@ class Multimodal:
     text: str
     tied: bool
     defaults: Mapping[str, Any]
-    images: Callable[[Fields, Fields], Tower]
+    images: Callable[[Fields, Fields], Tower] | None = None
+    counted: Callable[[Fields, Fields], tuple[int, tuple[Linear, ...]]] = lambda *_: (0, ())
     causal: bool = False
     splits: bool = False
     hands_on_cache: bool = False

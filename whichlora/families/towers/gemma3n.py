@@ -89,8 +89,7 @@ TYPES: Mapping[str, Multimodal] = {
         text="gemma3n_text",
         tied=True,
         causal=True,
-        tower=_count,
-        linears=_linears,
+        counted=lambda vision, around: (_count(vision, around), _linears(vision, around)),
         defaults={"architecture": "mobilenetv5_300m_enc", "hidden_size": 2048, "vocab_size": 128},
         around={"audio_config": None},
     )
