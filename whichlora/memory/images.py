@@ -265,7 +265,7 @@ def attending(step: TrainingStep) -> TrainingStep:
     Kind: exact. Source: `TowerForward.result_bytes`, `TrainingStep.learns_from_images`.
     """
     tower = step.model.tower
-    if tower is None or not tower.attended or tower.hears:
+    if tower is None or not tower.attended or tower.transcribes:
         return step
     size, learns = TowerStep.of(step, tower).forward.result_bytes, step.learns_from_images
     dtypes = replace(step.dtypes, encoder_bytes=size, learns_encoder=learns)
@@ -316,7 +316,7 @@ def _attended_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
     decoder, and its output's gradient is a sum over the decoder's layers.
     """
     states = tower.forward.attended(step.model.hidden_size)
-    held = step.trainer.outputs_held(step.run) if step.hears else "until_loss"
+    held = step.trainer.outputs_held(step.run) if step.transcribes else "until_loss"
     if moment == "optimizer_step":
         return tower.pixels, *((states,) if held.startswith(_LASTING) else ())
     saved: Entries = ()
@@ -325,7 +325,7 @@ def _attended_in(moment: str, step: TrainingStep, tower: TowerStep) -> Entries:
     if moment == "embedding_backward":  # their gradient waits
         return tower.pixels, *saved, states
     checkpointed = bool(step.run.gradient_checkpointing)  # an argument of every layer
-    in_forward = moment == "layer_forward" or (moment == "loss_forward" and step.hears)
+    in_forward = moment == "layer_forward" or (moment == "loss_forward" and step.transcribes)
     is_named = in_forward or held != "until_loss"
     earlier = (states,) if in_forward and held == "until_next_outputs" else ()
     is_saved = checkpointed or _is_saved_as_it_is(step, tower)
@@ -421,7 +421,7 @@ def images_backward(step: TrainingStep, tower: TowerStep) -> Entries:
     outputs: Entries = ()
     if tower.tower.attended and step.trainer.outputs_held(step.run) != "until_loss":
         outputs = (held_outputs(step),)
-        if step.hears:
+        if step.transcribes:
             outputs += (tower.forward.attended(step.model.hidden_size),)
     return (
         *step.around_layers,

@@ -613,7 +613,7 @@ def with_images(run: Generation, moments: dict[str, Entries]) -> dict[str, Entri
         made = tower.named(run.model.hidden_size), tower.masking(run.prompt_len)
         result["images_masked"] = (*run.static, tower.pixels, *made)
     for name, entries in moments.items():
-        is_held = name == "prefill" or tower.tower.hears
+        is_held = name == "prefill" or tower.tower.transcribes
         named = (tower.named(run.model.hidden_size),) if is_held else ()
         result[name] = (*entries, tower.pixels, *named)
     return result

@@ -102,7 +102,7 @@ LAST_STATES = Fact(
 def _beside_cache(step: TrainingStep) -> Entries:
     # of other runs the loss's backward is larger, since no cache is held then
     states, dtypes = step.tokens * step.model.hidden_size, step.dtypes
-    if step.hears:  # `outputs` of `WhisperForConditionalGeneration.forward` names them, too
+    if step.transcribes:  # `outputs` of `WhisperForConditionalGeneration.forward` names them, too
         size = layer_norm_bytes(dtypes)
         is_saved = dtypes.trains_base and size == dtypes.compute_bytes
         return (Entry(LAST_STATES, states * size * (not is_saved)),)

@@ -403,9 +403,9 @@ class TrainingStep:
         return self.model.tower is not None and self.model.tower.attended
 
     @property
-    def hears(self) -> bool:
+    def transcribes(self) -> bool:
         """Whether it is sound, which stands in the place of tokens."""
-        return self.model.tower is not None and self.model.tower.hears
+        return self.model.tower is not None and self.model.tower.transcribes
 
     @property
     def learns_from_images(self) -> bool:
@@ -530,7 +530,7 @@ class TrainingStep:
         Source: transformers 5.23 `PreTrainedModel.gradient_checkpointing_enable`, which does so for
         a model whose main input is tokens.
         """
-        return bool(self.run.gradient_checkpointing) and not self.hears
+        return bool(self.run.gradient_checkpointing) and not self.transcribes
 
     @property
     def leaf_embedding_bytes(self) -> int:

@@ -170,7 +170,7 @@ class TowerForward:
     def pixel_bytes(self) -> int:
         """Of one number of the batch: an encoder that casts nothing is given its own dtype."""
         dtypes, made = self.dtypes, self.tower.pixel_bytes
-        is_given = self.tower.hears and not dtypes.under_autocast
+        is_given = self.tower.transcribes and not dtypes.under_autocast
         return min(made, dtypes.embedding_bytes) if is_given else made
 
     @property

@@ -25,7 +25,7 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
             is not predicted beside images.
     """
     tower = model.tower
-    if tower is not None and tower.hears:
+    if tower is not None and tower.transcribes:
         return _with_sound(model, tower, run, trainer)
     if run.images and model.for_images is not None:
         model = model.for_images
@@ -123,7 +123,7 @@ def with_lengths(model: ModelSpec, run: RunConfig) -> RunConfig:
     Source: openai/whisper `Tokenizer.sot_sequence_including_notimestamps`.
     """
     longest = model.longest_input
-    if model.tower is None or not model.tower.hears or longest is None:
+    if model.tower is None or not model.tower.transcribes or longest is None:
         return run
     seq_len, prompt_len = run.seq_len, run.prompt_len
     if seq_len == _DEFAULTS.seq_len:

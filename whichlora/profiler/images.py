@@ -48,7 +48,7 @@ def hears(config: Any) -> bool:
     if config.model_type not in known_types():
         return False
     tower = build(config.to_dict(), name="profiled").tower
-    return tower is not None and tower.hears
+    return tower is not None and tower.transcribes
 
 
 def with_fields(config: Any, run: RunConfig, batch: Batch) -> dict[str, torch.Tensor]:

@@ -729,7 +729,7 @@ class Tower:
             of its layers with a window (Gemma 4).
         stacks_rows: `pixel_values` has a dimension of rows before that of images.
         attended: its vectors stand in no row of the text, which attends to them.
-        hears: so does a decoder, to one clip of sound for each row of tokens (Whisper).
+        transcribes: so does a decoder, to one clip of sound for each row of tokens (Whisper).
         embedding_saved: elements of a patch that its embedding keeps for its backward.
         embedding_weights: weights that embed a patch, where kernels overlap; 0: every number of it
             is read once.
@@ -778,7 +778,7 @@ class Tower:
     masks_text: Literal["", "all", "windows"] = ""
     stacks_rows: bool = False
     attended: bool = False
-    hears: bool = False
+    transcribes: bool = False
     embedding_saved: int = 0
     embedding_weights: int = 0
     unfolds: bool = False
@@ -798,7 +798,7 @@ class Tower:
 
     def inputs(self, images: int) -> int:
         """How many it reads of each row, which has so many images."""
-        return 1 if self.hears else images
+        return 1 if self.transcribes else images
 
     def limited(self, max_pixels: int | None) -> Callable[[int, int], ImageGrid]:
         """`grid` for images that are shrunk to `max_pixels` before, if there is such a limit."""

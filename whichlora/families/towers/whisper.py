@@ -109,5 +109,5 @@ def encoder(c: Fields) -> Tower:
         normalises=True,
         attended=True,
         fused_head=False,
-        hears=True,
+        transcribes=True,
     )
