@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from clips import write_clip
 from plan_runs import Silent
 
+from whichlora.api import estimate
 from whichlora.api import recommend as recommended
 from whichlora.cli import main
 from whichlora.errors import ConfigError
@@ -21,6 +23,7 @@ from whichlora.workflow.run import run_plan
 SMALL, LARGE = "Qwen/Qwen3-4B", "Qwen/Qwen3-14B"
 MODELS = (SMALL, LARGE)
 SEES = "Qwen/Qwen2.5-VL-3B-Instruct"
+HEARS = "openai/whisper-small"
 SQUARES = "llava-hf/llava-v1.6-mistral-7b-hf"
 
 
@@ -210,6 +213,39 @@ def test_rows_with_images_are_for_models_that_see(seen: Path) -> None:
     assert "note: images: 1 of 560x420 in each row, 315 tokens" in result.output
     assert "Qwen/Qwen3-VL-8B-Instruct" in result.output
     assert "Qwen3-4B" not in result.output
+
+
+@pytest.fixture
+def heard(tmp_path: Path) -> Path:
+    write_clip(tmp_path / "a.wav", 4.0)
+    path = tmp_path / "heard.jsonl"
+    row = {"audio": "a.wav", "text": "some words that were said"}
+    path.write_text(f"{json.dumps(row)}\n" * 40)
+    return path
+
+
+def test_clips_with_transcripts_are_for_models_that_write_them(heard: Path) -> None:
+    result = said("--gpu", "4090", "--data", str(heard))
+    assert result.exit_code == 0, result.output
+    assert "Winner: openai/whisper-large-v3 " in result.output
+    assert "Qwen" not in result.output
+    question = Question(gpu="4090", models=(SMALL, HEARS), data=str(heard))
+    answer = recommend(question, progress=Silent()).answer
+    assert answer.winner is not None
+    assert answer.winner.run.model == HEARS
+    (refused,) = answer.refused
+    assert refused.reason.startswith("rows have clips with transcripts, and this model writes none")
+    with pytest.raises(ConfigError, match=f"clips with transcripts, which {SMALL} does not learn"):
+        recommend(replace(question, models=(SMALL,)), progress=Silent())
+
+
+def test_an_estimate_of_clips_leaves_out_what_is_too_long(heard: Path) -> None:
+    write_clip(heard.with_name("b.wav"), 31.0)
+    row = {"audio": "b.wav", "text": "more words than were said"}
+    heard.write_text(heard.read_text() + json.dumps(row) + "\n")
+    (run,) = estimate(HEARS, gpu="4090", data=str(heard))
+    assert run.training.num_sequences == 40
+    assert any("1 rows are left out: they are longer than 30 s" in note for note in run.notes)
 
 
 def test_models_that_see_nothing_are_left_out_of_a_plan_with_images(seen: Path) -> None:

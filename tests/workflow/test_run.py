@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from clips import write_clip
 from fake_profiler import FakeProfiler, pretend_device
 from plan_runs import MODELS, Silent, write_config
 from rich.console import Console
@@ -322,6 +323,25 @@ def test_whisper_is_chosen_though_its_rows_are_shorter_than_the_plans(tmp_path: 
     winner = run_plan(path, progress=Silent()).winner
     assert winner is not None
     assert winner.run.seq_len <= 448
+
+
+def test_a_job_of_whisper_needs_clips(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none")
+    text = path.read_text().replace(", ".join(MODELS), "openai/whisper-tiny")
+    path.write_text(text.replace("sequence_length: 64\n", ""))
+    progress = Silent()
+    assert "job" not in run_plan(path, progress=progress).files
+    assert any("learns from clips with transcripts" in line for line in progress.said)
+    write_clip(tmp_path / "a.wav", 1.0)
+    row = json.dumps({"audio": "a.wav", "text": "what was said"})
+    (data,) = tmp_path.glob("*.jsonl")
+    data.write_text(f"{row}\n" * 8)
+    text = path.read_text().replace("weights: random", "weights: pretrained")
+    path.write_text(text.replace("text_column: ", "audio_column: audio, text_column: "))
+    job = run_plan(path, progress=progress).files["job"]
+    assert "AutoModelForSpeechSeq2Seq" in job.read_text()
+    (line, *_) = job.with_name("train.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"audio": str(tmp_path / "a.wav"), "text": "what was said"}
 
 
 def test_a_model_that_a_setting_refuses_leaves_the_others_in_the_plan(tmp_path: Path) -> None:

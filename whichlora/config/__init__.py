@@ -441,6 +441,7 @@ def _dataset(settings: Dataset, folder: Path) -> DatasetConfig:
         rejected_column=settings.rejected_column,
         label_column=settings.label_column,
         images_column=settings.images_column,
+        audio_column=settings.audio_column,
         validation_fraction=settings.validation_fraction,
         split=settings.split or "train",
         config_name=settings.config_name,

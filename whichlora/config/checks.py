@@ -54,7 +54,7 @@ _COUNTS = ("tokens", "samples", "mean_tokens", "p95_tokens", "max_tokens")
 _ROW_SETTINGS: Mapping[Rows, tuple[str, ...]] = {
     "texts": (
         *("template", "text_column", "messages_column", "prompt_column", "completion_column"),
-        "images_column",
+        *("images_column", "audio_column"),
     ),
     "pairs": ("prompt_column", "chosen_column", "rejected_column"),
     "labelled": ("prompt_column", "completion_column", "label_column"),
@@ -663,9 +663,12 @@ def _check_row_settings(dataset: Data, rows: Rows, learner: str) -> Iterator[Pro
 
 
 def _check_text_settings(dataset: Data) -> Iterator[Problem]:
-    ways = (key for key in _ROW_SETTINGS["texts"] if key != "images_column")
+    ways = (key for key in _ROW_SETTINGS["texts"] if key not in ("images_column", "audio_column"))
     row_keys = [key for key in ways if key in dataset]
     texts = [key for key in row_keys if key in ("template", "text_column")]
+    if "audio_column" in dataset and row_keys not in ([], ["text_column"]):
+        fault = f"goes with dataset.text_column, not with dataset.{row_keys[0]}"
+        yield Problem(loc=("dataset", "audio_column"), fault=fault, accepted="text_column")
     if texts and "images_column" in dataset:
         fault = f"goes with messages, or a prompt and its completion, not with dataset.{texts[0]}"
         accepted = "one of the two"

@@ -6,7 +6,7 @@ from whichlora.dataset.base import BaseDataset, data_format
 from whichlora.dataset.encoders import BYTE_LEVEL
 from whichlora.dataset.export import write_jsonl
 from whichlora.dataset.lengths import UNCUT, TokenLengths
-from whichlora.dataset.sources import has_images, open_dataset
+from whichlora.dataset.sources import first_format, open_dataset
 from whichlora.dataset.tokens import count_tokens
 from whichlora.dataset.workload import Workload, evaluation_widths, workload
 
@@ -19,7 +19,7 @@ __all__ = [
     "count_tokens",
     "data_format",
     "evaluation_widths",
-    "has_images",
+    "first_format",
     "open_dataset",
     "workload",
     "write_jsonl",

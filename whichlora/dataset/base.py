@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from whichlora.errors import ConfigError
-from whichlora.spec.data_format import COLUMNS, LABELLED_KINDS, DataFormat, negatives_of
+from whichlora.spec.data_format import AUDIO, COLUMNS, LABELLED_KINDS, DataFormat, negatives_of
 
 Row = Mapping[str, Any]
 Example = Mapping[str, Any]
@@ -34,9 +34,9 @@ class BaseDataset(ABC):
     def to_example(self, row: Row) -> Example:
         """The example of `row` to train on, in the columns of one `DataFormat` for all rows.
 
-        {"text": …}, {"messages": [{"role": …, "content": …}, …]}, {"prompt": …, "completion": …}
-        or {"prompt": …, "chosen": …, "rejected": …}; for some trainers also with "label", or a
-        prompt alone.
+        {"text": …}, {"messages": [{"role": …, "content": …}, …]}, {"prompt": …, "completion": …},
+        {"prompt": …, "chosen": …, "rejected": …} or {"audio": …, "text": …}; for some trainers also
+        with "label", or a prompt alone.
         """
         return {"text": self.to_text(row)}
 
@@ -107,6 +107,8 @@ def checked_format(example: Example, expected: DataFormat | None = None) -> Data
             "".join(labelled_texts(example)).encode()
             example = {}
         for name, value in example.items():
+            if name == AUDIO:
+                continue
             if isinstance(value, str) or name in COLUMNS[row_format.kind]:
                 "".join(texts_of(value)).encode()
     except UnicodeEncodeError:  # JSON can spell half a character, as "\\ud83d"

@@ -39,6 +39,11 @@ CONTEXTS = ("input", "inputs", "context", "passage", "document")  # beside a pro
 SYSTEMS = ("system", "system_prompt", "system_message")
 HISTORIES = ("history",)  # earlier turns, as pairs
 TEXTS = ("text", "content", "code")
+AUDIO_COLUMNS = ("audio", "audio_path", "audio_file", "audio_filepath", "wav", "wav_path")
+TRANSCRIPT_COLUMNS = (
+    *("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text"),
+    *("raw_transcription", "target_text"),
+)  # beside a clip
 IMAGE_COLUMNS = ("images", "image")  # beside messages, or a prompt and its answer
 LABELS = ("label", "kto_tag", "desirable", "is_desirable", "thumbs_up")  # of an answer: wanted
 CLASSIFIED_TEXTS = ("text", "sentence", "content", "review", "tweet", "question", "title")
@@ -60,6 +65,7 @@ class Columns:
         prompt, rejected, label, system, history: columns, or None.
         contexts: columns that follow the prompt, after a blank line; of an anchor, the negatives.
         images: column of the paths of images, where it is not in the messages.
+        audio: column of the clip whose transcript is learned.
         unused: all others.
     """
 
@@ -73,6 +79,7 @@ class Columns:
     history: str | None = None
     contexts: tuple[str, ...] = ()
     images: str | None = None
+    audio: str | None = None
     unused: tuple[str, ...] = ()
 
     def roles(self) -> dict[str, str]:
@@ -82,7 +89,9 @@ class Columns:
 
     def describe(self) -> str:
         """Which columns make an example, and which are left out."""
-        first = ", ".join(filter(None, (self.system, self.history, self.prompt, *self.contexts)))
+        first = ", ".join(
+            filter(None, (self.audio, self.system, self.history, self.prompt, *self.contexts))
+        )
         words = f"{first} -> {self.trained}" if first else self.trained
         words += f" (rejected: {self.rejected})" if self.rejected else ""
         words += f" (label: {self.label})" if self.label else ""
@@ -143,6 +152,7 @@ def _learned_text(row: Row) -> Columns | None:
     return (
         _preference(row)
         or _conversation(row)
+        or _transcript(row)
         or _prompt_completion(row)
         or _instruction(row)
         or _plain_text(row)
@@ -176,6 +186,13 @@ def _conversation(row: Row) -> Columns | None:
             system = _first_text(row, SYSTEMS)
             return _columns(row, kind="messages", chat=True, trained=by_name[name], system=system)
     return None
+
+
+def _transcript(row: Row) -> Columns | None:
+    audio, text = audio_column(row), transcript_column(row)
+    if audio is None or text is None:
+        return None
+    return _columns(row, kind="transcripts", chat=False, trained=text, audio=audio)
 
 
 def _prompt_completion(row: Row) -> Columns | None:
@@ -325,6 +342,18 @@ def _needed(row: Row, rows: Rows) -> str:
         if name not in accepted and (near := difflib.get_close_matches(name, missing, n=1))
     ]
     return f"{words} ({', '.join(spellings)})" if spellings else words
+
+
+def audio_column(row: Row) -> str | None:
+    """The column of `row` that holds a clip of sound, by its name."""
+    by_name = _by_name(row)
+    columns = (by_name[name] for name in AUDIO_COLUMNS if name in by_name)
+    return next((name for name in columns if isinstance(row[name], str | Mapping)), None)
+
+
+def transcript_column(row: Row) -> str | None:
+    """The column of `row` that holds what is said in its clip, by its name."""
+    return _first_text(row, TRANSCRIPT_COLUMNS)
 
 
 def image_column(row: Row) -> str | None:

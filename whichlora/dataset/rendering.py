@@ -6,11 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from whichlora.dataset.audio import clip_of
 from whichlora.dataset.base import Example, Row
-from whichlora.dataset.columns import Columns, as_list, image_column, recognised
+from whichlora.dataset.columns import (
+    Columns,
+    as_list,
+    image_column,
+    recognised,
+    transcript_column,
+)
 from whichlora.dataset.images import PLACE, has_images, in_parts, is_image, paths_of
 from whichlora.errors import ConfigError
-from whichlora.spec.data_format import IMAGE_KINDS, LABELLED_KINDS, PARTS, Rows
+from whichlora.spec.data_format import AUDIO, IMAGE_KINDS, LABELLED_KINDS, PARTS, Rows
 from whichlora.spec.plan import DatasetConfig
 
 Message = dict[str, Any]
@@ -102,6 +109,14 @@ def _named(config: DatasetConfig, row: Row, rows: Rows) -> Columns | None:
     """The columns that the config names."""
     if rows != "texts":
         return _named_parts(config, row, rows)
+    if config.audio_column is not None:
+        text = config.text_column or transcript_column(row)
+        if text is None:
+            raise ConfigError(
+                f"dataset.audio_column: {config.audio_column!r} goes with its transcript, and "
+                f"there are {', '.join(map(str, row))}; name it with dataset.text_column"
+            )
+        return Columns(kind="transcripts", chat=False, trained=text, audio=config.audio_column)
     if config.text_column is not None:
         return Columns(kind="text", chat=False, trained=config.text_column)
     if config.messages_column is not None:
@@ -145,6 +160,9 @@ def _named_parts(config: DatasetConfig, row: Row, rows: Rows) -> Columns | None:
 def _example(row: Row, columns: Columns) -> Example:
     if columns.kind == "text":
         return {"text": _text(row, columns.trained)}
+    if columns.kind == "transcripts":
+        assert columns.audio is not None, "a transcript is of a clip"
+        return {AUDIO: clip_of(_cell(row, columns.audio)), "text": _text(row, columns.trained)}
     if columns.kind == "messages":
         messages = _messages(row, columns.trained)
         return {"messages": [*_system(row, columns, messages), *messages]}

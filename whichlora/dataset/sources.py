@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from whichlora.dataset import assumed
+from whichlora.dataset import assumed, audio
 from whichlora.dataset.base import BaseDataset, Example, Row, checked_format
 from whichlora.dataset.files import read_rows
 from whichlora.dataset.images import found_in
@@ -45,15 +45,15 @@ def open_dataset(config: DatasetConfig, rows: Rows = "texts") -> BaseDataset:
     return _OPENERS[config.kind](config, rows)
 
 
-def has_images(path: str) -> bool:
-    """Whether the first row of a file has images, and so all do.
+def first_format(path: str) -> DataFormat | None:
+    """The format of the first row of a file, and so of all; None where it has no row.
 
     Raises:
         DataFileError: the row can't be read, with its line.
     """
     config = DatasetConfig(path=path)
     first, _ = _read_examples([Path(path)], config, "texts", most=1)
-    return any(DataFormat.of(example).images for example in first)
+    return next(map(DataFormat.of, first), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +298,7 @@ def _read_examples(
             try:
                 if render is None:
                     render, columns = rendering(config, row, rows)
-                example = found_in(path.parent, render(row))
+                example = audio.found_in(path.parent, found_in(path.parent, render(row)))
                 expected = checked_format(example, expected)
             except ConfigError as error:
                 raise DataFileError(f"{path}:{line}: {error}") from None

@@ -33,8 +33,9 @@ from whichlora.dataset.label_tokens import LabelTokens
 from whichlora.dataset.lengths import TokenLengths
 from whichlora.dataset.sources import CountedDataset
 from whichlora.dataset.text_tokens import MESSAGE_TOKENS, TextTokens, all_texts
+from whichlora.dataset.transcript_tokens import TranscriptTokens
 from whichlora.errors import ConfigError
-from whichlora.spec.data_format import LABELLED_KINDS, DataFormat, Rows
+from whichlora.spec.data_format import LABELLED_KINDS, TRANSCRIPTS, DataFormat, Rows
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.run import RunConfig
 from whichlora.tasks import rows_of
@@ -43,7 +44,7 @@ from whichlora.trainers import get_trainer
 _MOST_ALTERNATIVE = 20_000  # sequences of an alternative estimate of the lengths
 _CHUNK = 1024  # examples handed to the tokenizer at once
 
-Reader: TypeAlias = TextTokens | AnswerTokens | LabelTokens | AnchorTokens
+Reader: TypeAlias = TextTokens | AnswerTokens | LabelTokens | AnchorTokens | TranscriptTokens
 Counts: TypeAlias = Sequence[tuple[int, ...]]  # tokens of each sequence of each row
 
 
@@ -62,12 +63,12 @@ def count_tokens(
     completions_only: bool = False,
     run: RunConfig | None = None,
     grid: Grid | None = None,
+    window_s: float = 0.0,
 ) -> TokenLengths:
     """Lengths of all sequences, as `tokenizer` cuts them.
 
-    The tokenizer comes from a local folder, the Hugging Face cache, or the hub when online. Without
-    it the lengths are estimated from bytes: `method` says why, and `alternatives` hold more and
-    fewer tokens.
+    It comes from a local folder, the Hugging Face cache, or the hub when online. Without it they
+    are estimated from bytes: `method` says why, and `alternatives` hold more and fewer tokens.
 
     Args:
         dataset: rows to count.
@@ -78,10 +79,11 @@ def count_tokens(
             `max_length` or no turn is the assistant's; so does the job.
         run: whose trainer reads the rows; None: they are texts.
         grid: how the model's processor cuts an image; None where it reads none.
+        window_s: seconds that it keeps of a clip to be transcribed; 0 where it reads no sound.
 
     Raises:
         ConfigError: nothing to train on or to learn, an example can't be made of a row, or rows
-            have images that the model does not read.
+            have images or sound that the model does not read.
     """
     rows: Rows = "texts" if run is None else rows_of(run)
     if isinstance(dataset, CountedDataset):
@@ -89,8 +91,7 @@ def count_tokens(
         return counted.paired() if rows == "pairs" else counted
     expected = data_format(dataset)
     expected.require(rows)
-    if expected.images:
-        _check_images(tokenizer, grid)
+    _check_media(expected, tokenizer, grid, window_s)
     encode, method = encoder_of(tokenizer, offline=offline)
     render = None
     if expected.conversational:
@@ -103,8 +104,8 @@ def count_tokens(
         completions_only=completions_only,
         grid=grid if expected.images else None,
     )
-    if run is not None and rows != "texts":
-        reader = _reader_of(run, expected, max_length=max_length, render=render)
+    if expected == TRANSCRIPTS or (run is not None and rows != "texts"):
+        reader = _reader_of(run, expected, window_s, max_length=max_length, render=render)
     whole, num_empty = _whole_examples(dataset, expected)
 
     counts_of = partial(_counts, reader)
@@ -143,6 +144,16 @@ def _counts(reader: Reader, encode: Encode, rows: Sequence[Example]) -> Counts:
     ]
 
 
+def _check_media(
+    expected: DataFormat, tokenizer: str | None, grid: Grid | None, window_s: float
+) -> None:
+    """Refuse rows with images or sound that the model does not read."""
+    if expected.images:
+        _check_images(tokenizer, grid)
+    if expected == TRANSCRIPTS:
+        _check_audio(tokenizer, window_s)
+
+
 def _check_images(tokenizer: str | None, grid: Grid | None) -> None:
     """Raises: ConfigError: nobody knows how many tokens an image is."""
     if grid is None:
@@ -157,10 +168,31 @@ def _check_images(tokenizer: str | None, grid: Grid | None) -> None:
         )
 
 
+def _check_audio(tokenizer: str | None, window_s: float) -> None:
+    """Raises: ConfigError: the model writes no transcripts, or has no processor."""
+    if not window_s:
+        raise ConfigError(
+            f"dataset: rows have clips with transcripts, which {tokenizer or 'this model'} does "
+            "not learn from; give a model such as openai/whisper-small, or name the column of "
+            "texts alone with dataset.text_column"
+        )
+    if tokenizer == BYTE_LEVEL:
+        raise ConfigError(
+            "weights: random has no processor for the audio of the dataset; set weights: pretrained"
+        )
+
+
 def _reader_of(
-    run: RunConfig, expected: DataFormat, *, max_length: int, render: Render | None
+    run: RunConfig | None,
+    expected: DataFormat,
+    window_s: float,
+    *,
+    max_length: int,
+    render: Render | None,
 ) -> Reader:
-    """What counts rows that are no texts to write."""
+    """What counts rows that are no texts to write, or transcripts."""
+    if run is None or expected == TRANSCRIPTS:
+        return TranscriptTokens(max_length=max_length, window_s=window_s)
     if expected.kind == "anchors":
         return AnchorTokens(max_length=max_length, texts=get_trainer(run.trainer).sequences(run))
     if expected.kind in LABELLED_KINDS:

@@ -197,6 +197,14 @@ def with_pooling(model: ModelSpec, pooling: Pooling) -> ModelSpec:
     )
 
 
+def writes_transcripts(config: Mapping[str, Any]) -> bool:
+    """Whether the model of a `config.json` learns from clips of sound with their transcripts."""
+    if config.get("model_type") not in known_types():
+        return False
+    tower = build(config, name="model").tower
+    return tower is not None and tower.transcribes
+
+
 __all__ = [
     "FAMILIES",
     "Fields",
@@ -205,4 +213,5 @@ __all__ = [
     "with_label_head",
     "with_pooling",
     "without_dropout",
+    "writes_transcripts",
 ]

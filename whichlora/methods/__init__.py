@@ -221,6 +221,16 @@ def weight_dtype(run: RunConfig) -> WeightDtype:
     return "float16" if run.precision.startswith("fp16") else "bfloat16"
 
 
+def input_dtype(run: RunConfig) -> WeightDtype:
+    """Dtype of the inputs of a tower that casts none, as its first weights need them.
+
+    Source: transformers 5.23 `WhisperEncoder.forward`; torch 2.13: autocast casts them.
+    """
+    trains = run.phase == "finetune"
+    is_wide = trains and (run.precision in ("bf16", "fp16") or bool(run.prepare_kbit))
+    return "float32" if is_wide else weight_dtype(run)
+
+
 __all__ = [
     "BUILT_IN",
     "COMPARED",
@@ -229,6 +239,7 @@ __all__ = [
     "NOT_MODELLED",
     "Method",
     "get_method",
+    "input_dtype",
     "list_methods",
     "weight_dtype",
     "with_defaults",

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from whichlora.errors import MeasurementError
-from whichlora.families import build, known_types
+from whichlora.families import build, writes_transcripts
 from whichlora.memory.towers import grid_of
-from whichlora.methods import weight_dtype
+from whichlora.methods import input_dtype
 from whichlora.spec.architecture import ImageGrid, Tower
 from whichlora.spec.run import RunConfig
 
@@ -45,10 +45,7 @@ def has_fields(config: Any, run: RunConfig) -> bool:
 
 def hears(config: Any) -> bool:
     """Whether the model attends to a clip of sound, and its tokens are those of a decoder."""
-    if config.model_type not in known_types():
-        return False
-    tower = build(config.to_dict(), name="profiled").tower
-    return tower is not None and tower.transcribes
+    return writes_transcripts(config.to_dict())
 
 
 def with_fields(config: Any, run: RunConfig, batch: Batch) -> dict[str, torch.Tensor]:
@@ -75,9 +72,7 @@ def sound_fields(config: Any, run: RunConfig, rows: torch.Tensor) -> dict[str, t
     tower = build(config.to_dict(), name="profiled").tower
     assert tower is not None
     grid = grid_of(tower, run)
-    trains = run.phase == "finetune"
-    is_wide = trains and (run.precision in ("bf16", "fp16") or bool(run.prepare_kbit))
-    dtype = torch.float32 if is_wide else getattr(torch, weight_dtype(run))
+    dtype = getattr(torch, input_dtype(run))
     frames = host_pixels((rows.shape[0] * grid.pixels[0], *grid.pixels[1:]), dtype)
     return dict.fromkeys(tower.fields, frames)
 

@@ -730,6 +730,7 @@ class Tower:
         stacks_rows: `pixel_values` has a dimension of rows before that of images.
         attended: its vectors stand in no row of the text, which attends to them.
         transcribes: so does a decoder, to one clip of sound for each row of tokens (Whisper).
+        window_s: seconds of a clip of sound that the processor keeps; 0: it reads images.
         embedding_saved: elements of a patch that its embedding keeps for its backward.
         embedding_weights: weights that embed a patch, where kernels overlap; 0: every number of it
             is read once.
@@ -779,6 +780,7 @@ class Tower:
     stacks_rows: bool = False
     attended: bool = False
     transcribes: bool = False
+    window_s: float = 0.0
     embedding_saved: int = 0
     embedding_weights: int = 0
     unfolds: bool = False

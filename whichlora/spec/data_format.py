@@ -21,6 +21,7 @@ DataKind = Literal[
     "spans",
     "scored",
     "anchors",
+    "transcripts",
 ]
 # what a trainer or a task learns from
 Rows = Literal[
@@ -47,6 +48,7 @@ COLUMNS: Mapping[DataKind, tuple[str, ...]] = {
     "spans": ("question", "context", "answers"),  # as SQuAD has them: text and answer_start
     "scored": ("query", "document", "score"),  # from 0 to 1
     "anchors": ("anchor", "positive"),  # and negative, or negative_1, negative_2, ...
+    "transcripts": ("audio", "text"),  # the path of a clip, or its samples and their rate
 }
 """Columns of each kind of row, as `train.jsonl` has them.
 
@@ -59,6 +61,12 @@ IMAGES = "images"
 
 Source: TRL 1.16, dataset formats, vision datasets.
 """
+AUDIO = "audio"
+"""Column of a clip of sound, and the keys of one whose samples stand in the row.
+
+Source: datasets 5.2 `Audio`.
+"""
+ARRAY, RATE = "array", "sampling_rate"
 IMAGE_KINDS: tuple[DataKind, ...] = ("messages", "prompt-completion")
 _NEGATIVE = re.compile(r"negative(_(?P<number>\d+))?")
 
@@ -67,7 +75,7 @@ PARTS = frozenset(
 )
 
 KINDS: Mapping[Rows, tuple[DataKind, ...]] = {
-    "texts": ("text", "messages", "prompt-completion", "preference"),
+    "texts": ("text", "messages", "prompt-completion", "preference", "transcripts"),
     "pairs": ("preference",),
     "labelled": ("labelled",),
     "prompts": ("prompts",),
@@ -135,6 +143,11 @@ class DataFormat:
                 "completion as messages"
             )
 
+    @property
+    def has_processor(self) -> bool:
+        """Whether a processor of the model reads its rows, not a tokenizer alone."""
+        return self.images or self.kind == "transcripts"
+
     def describe(self) -> str:
         """In words, for a message."""
         columns = ", ".join(COLUMNS[self.kind])
@@ -174,7 +187,7 @@ class DataFormat:
             if kind == "anchors":
                 further -= set(negatives_of(row))
             if set(columns) - optional <= set(row) and not further:
-                if kind in LABELLED_KINDS:
+                if kind in _CHECKS:
                     _CHECKS[kind](row)
                     return cls(kind=kind)
                 if "label" in columns and not isinstance(row["label"], bool):
@@ -241,6 +254,16 @@ def _check_anchor(row: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} must be text, got {type(value).__name__}")
 
 
+def _check_transcript(row: Mapping[str, Any]) -> None:
+    if not isinstance(row["text"], str):
+        raise ConfigError(f"text must be text, got {type(row['text']).__name__}")
+    clip = row[AUDIO]
+    if not (isinstance(clip, str) or (isinstance(clip, Mapping) and {ARRAY, RATE} <= set(clip))):
+        raise ConfigError(
+            f"audio must be the path of a file, or {ARRAY} and {RATE}, got {type(clip).__name__}"
+        )
+
+
 def negatives_of(names: Iterable[str]) -> list[str]:
     """Those of `names` that are of texts which do not belong to an anchor, by their number."""
     found = {name: match for name in names if (match := _NEGATIVE.fullmatch(name))}
@@ -260,6 +283,7 @@ _CHECKS: Mapping[DataKind, Callable[[Mapping[str, Any]], None]] = {
     "spans": _check_span,
     "scored": _check_score,
     "anchors": _check_anchor,
+    "transcripts": _check_transcript,
 }
 
 TEXT_ROWS = DataFormat()
@@ -270,4 +294,5 @@ TEXT_PREFERENCES = DataFormat(kind="preference")
 CHAT_PREFERENCES = DataFormat(kind="preference", conversational=True)
 IMAGE_ROWS = DataFormat(kind="messages", conversational=True, images=True)
 TEXT_LABELLED = DataFormat(kind="labelled")
+TRANSCRIPTS = DataFormat(kind="transcripts")
 CHAT_LABELLED = DataFormat(kind="labelled", conversational=True)

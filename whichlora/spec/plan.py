@@ -167,6 +167,7 @@ class DatasetConfig:
         chosen_column, rejected_column, label_column: which hold the better and the worse answer,
             or whether an answer is wanted, for trainers on such rows.
         images_column: which holds the paths of images, beside messages or a prompt.
+        audio_column: which holds a clip of sound, whose transcript `text_column` holds.
         validation_fraction: share of rows kept for validation where the source has no split.
         split, config_name: of a Hugging Face dataset.
         num_samples, mean_tokens: size of the training split, for planning without the data.
@@ -187,6 +188,7 @@ class DatasetConfig:
     rejected_column: str | None = None
     label_column: str | None = None
     images_column: str | None = None
+    audio_column: str | None = None
     validation_fraction: float = 0.05
     split: str = "train"
     config_name: str | None = None

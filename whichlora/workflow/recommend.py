@@ -12,7 +12,7 @@ from typing import Any
 
 from whichlora.config import parse_duration, plan_of
 from whichlora.config.document import write_document
-from whichlora.dataset import has_images
+from whichlora.dataset import first_format
 from whichlora.errors import ConfigError
 from whichlora.methods import with_method
 from whichlora.predict.advice import Advice, advice
@@ -21,6 +21,7 @@ from whichlora.predict.largest import Placement
 from whichlora.search.feasibility import Candidate, closest
 from whichlora.serving import get_engine
 from whichlora.spec.costs import Offer, cheapest, own_price
+from whichlora.spec.data_format import TRANSCRIPTS
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.results import Prediction
@@ -276,7 +277,7 @@ def plan_content(question: Question) -> dict[str, Any]:
     content: dict[str, Any] = {"gpu": gpu}
     if question.gpus > 1:
         content["gpus"] = question.gpus
-    if models := question.models or _models_that_see(question):
+    if models := question.models or _models_that_read(question):
         content["models"] = list(models)
     content |= {"sequence_length": question.seq_len, "epochs": float(question.epochs)}
     if question.data is None:
@@ -310,19 +311,21 @@ def plan_content(question: Question) -> dict[str, Any]:
     return content | {"profile": "none"}
 
 
-def _models_that_see(question: Question) -> tuple[str, ...]:
-    """The known models that see images, where the rows have some; else none.
+def _models_that_read(question: Question) -> tuple[str, ...]:
+    """The known models that read images, or sound, where the rows have some; else none.
 
     Raises:
         DataFileError: the first row can't be read.
     """
     if question.data is None or not os.path.isfile(os.path.expanduser(question.data)):
         return ()
-    if not has_images(os.path.abspath(os.path.expanduser(question.data))):
+    rows = first_format(os.path.abspath(os.path.expanduser(question.data)))
+    hears = rows == TRANSCRIPTS
+    if rows is None or not (rows.images or hears):
         return ()
     found = (find_model(one.hub_id) for one in list_models())
     towers = {one.name: one.tower for one in found if one is not None}
-    return tuple(name for name, tower in towers.items() if tower and not tower.transcribes)
+    return tuple(name for name, tower in towers.items() if tower and tower.transcribes == hears)
 
 
 def save_plan(recommendation: Recommendation, path: Path) -> None:

@@ -25,12 +25,14 @@ from whichlora.dataset.sources import CountedDataset
 from whichlora.errors import ConfigError
 from whichlora.predict.evaluation_and_saving import num_evaluations
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.data_format import TRANSCRIPTS, DataFormat
 from whichlora.spec.plan import Plan
 from whichlora.tasks import rows_of
 from whichlora.trainers import Repeats, Trainer, get_trainer, with_trainer
 
-Key: TypeAlias = tuple[str | None, int, bool, Grid | None]
-"""A tokenizer, the length that rows are cut to, whether prompts are learned, a rule of images.
+Key: TypeAlias = tuple[str | None, int, bool, Grid | None, float]
+"""A tokenizer, the length that rows are cut to, whether prompts are learned, a rule of images, and
+seconds of a clip.
 
 Tokenizers that are not at hand are None: all estimate the same lengths.
 """
@@ -74,7 +76,7 @@ class TrainingData:
     def lengths(self, model: str) -> TokenLengths:
         """Token lengths of the data as the tokenizer of `model` cuts them."""
         key = self._key(model)
-        tokenizer, seq_len, completions_only, grid = key
+        tokenizer, seq_len, completions_only, grid, _ = key
         joins = self._plan.collator == "packed"  # before it cuts
         if key not in self._lengths:
             self._lengths[key] = count_tokens(
@@ -85,6 +87,7 @@ class TrainingData:
                 completions_only=completions_only,
                 run=self._plan.finetune,
                 grid=grid,
+                window_s=self._window_s(model),
             )
         lengths = self._lengths[key]
         return lengths if tokenizer else replace(lengths, method=self._why_estimated(model))
@@ -97,22 +100,35 @@ class TrainingData:
         return self._estimated[tokenizer]
 
     @cached_property
+    def _format(self) -> DataFormat | None:
+        """What its rows look like; None where only counts are known."""
+        return None if isinstance(self.dataset, CountedDataset) else data_format(self.dataset)
+
+    @property
     def _has_images(self) -> bool:
-        is_counted = isinstance(self.dataset, CountedDataset)
-        return not is_counted and data_format(self.dataset).images
+        return self._format is not None and self._format.images
+
+    def _window_s(self, model: str) -> float:
+        """Seconds of a clip that `model` writes the transcript of; 0 where it writes none."""
+        tower = self._models[model].tower
+        transcribes = tower is not None and tower.transcribes and self._format == TRANSCRIPTS
+        return tower.window_s if tower is not None and transcribes else 0.0
 
     def _grid(self, model: str) -> Grid | None:
         """How the processor of `model` cuts an image; None where it or the rows have none."""
         tower = self._models[model].tower
-        if tower is None or not self._has_images:
+        if tower is None or tower.transcribes or not self._has_images:
             return None
         return tower.limited(self._plan.finetune.image_max_pixels)
 
     def unread(self, model: str) -> str:
-        """Why `model` can't learn of rows with images; "" where it can, or where they have none."""
-        if not self._has_images:
+        """Why `model` can't learn of rows with images or sound; "" where it can, or of others."""
+        if self._format == TRANSCRIPTS:
+            if not self._window_s(model):
+                return "rows have clips with transcripts, and this model writes none"
+        elif not self._has_images:
             return ""
-        if self._grid(model) is None:
+        elif self._grid(model) is None:
             return "rows have images, and this model reads none, or none that are predicted"
         try:
             self.lengths(model)
@@ -147,7 +163,8 @@ class TrainingData:
         masks = self._models[model].task == "encoder"
         completions_only = self._plan.train_on == "completions" and not packs and not masks
         tokenizer = None if self._why_estimated(model) else self.tokenizer(model)
-        return tokenizer, self.seq_len(model), completions_only, self._grid(model)
+        window_s = self._window_s(model)
+        return tokenizer, self.seq_len(model), completions_only, self._grid(model), window_s
 
     def cautions(self, model: str) -> tuple[str, ...]:
         """What of the data must be known before a plan is acted on."""

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Self
 
+from whichlora.dataset.base import data_format
 from whichlora.dataset.expected import binned, expected_widths
 from whichlora.dataset.images import Grid, RowImages, Size, heaviest, typical
 from whichlora.dataset.lengths import UNCUT
@@ -22,6 +23,7 @@ from whichlora.predict.coefficients import Calibration
 from whichlora.predict.predict import judged_time
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.data_format import TRANSCRIPTS
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.plan import DatasetConfig
@@ -137,8 +139,12 @@ class Data:
         # texts are the same rows for every run
         reader = None if rows_of(run) == "texts" else run
         tokenizer = None if self.offline else model.name
-        grid = None if model.tower is None else model.tower.limited(run.image_max_pixels)
-        return _rows(os.path.abspath(path), self.path, changed, tokenizer, reader, grid)
+        grid, window = None, None
+        if model.tower is not None and model.tower.transcribes:
+            window = model.tower.window_s, _seq_len(run, model)
+        elif model.tower is not None:
+            grid = model.tower.limited(run.image_max_pixels)
+        return _rows(os.path.abspath(path), self.path, changed, tokenizer, reader, grid, window)
 
     def sized(self, run: RunConfig, model: ModelSpec, *, largest_batch: bool = False) -> RunConfig:
         """`run` at the length of its longest batch, padded where rows of a batch differ.
@@ -149,7 +155,7 @@ class Data:
         Raises:
             ConfigError, DataFileError: as of `rows`.
         """
-        seq_len = min(run.seq_len, model.longest_input or run.seq_len)
+        seq_len = _seq_len(run, model)
         rows = self.rows(run, model).within(seq_len)
         if run.images and rows.grid is not None:
             raise ConfigError("images: the data has its own; leave images out")
@@ -229,6 +235,11 @@ class Rows:
         return replace(run, images=images.images, image_size=images.image_size)
 
 
+def _seq_len(run: RunConfig, model: ModelSpec) -> int:
+    """Tokens of `run`, but no more than `model` can look up."""
+    return min(run.seq_len, model.longest_input or run.seq_len)
+
+
 @lru_cache(maxsize=64)
 def _rows(
     path: str,
@@ -237,22 +248,33 @@ def _rows(
     tokenizer: str | None,
     run: RunConfig | None,
     grid: Grid | None,
+    window: tuple[float, int] | None,
 ) -> Rows:
-    """The rows of a file, counted once until it changes."""
+    """The rows of a file, counted once until it changes.
+
+    Args:
+        window: seconds and tokens that a clip and its transcript may have.
+    """
     config = DatasetConfig(path=path if changed else name, validation_fraction=0.0)
     dataset = open_dataset(config, "texts" if run is None else rows_of(run))
+    window_s, longest = 0.0, UNCUT
+    if window is not None and data_format(dataset) == TRANSCRIPTS:
+        window_s, longest = window
     lengths = count_tokens(
         dataset,
         tokenizer=tokenizer,
         offline=tokenizer is None,
-        max_length=UNCUT,
+        max_length=longest,
         run=run,
         grid=grid,
+        window_s=window_s,
     )
     sizes = lengths.image_sizes.get("train", ())
     notes = [] if lengths.is_counted else [f"lengths are {lengths.method}"]
     if lengths.num_empty:
         notes.append(f"{lengths.num_empty} rows without text to learn are left out")
+    if lengths.num_unlearned:
+        notes += lengths.changed()
     return Rows(
         counts=Counter(lengths.lengths["train"]),
         others=sum(lengths.others.get("train", ())),

@@ -33,12 +33,18 @@ from whichlora.exports.train_script.lines import (
     trainer_name,
 )
 from whichlora.exports.train_script.rows import row_functions
+from whichlora.families import writes_transcripts
 from whichlora.families.multimodal import is_image_class
 from whichlora.methods import get_method, weight_dtype, with_defaults
 from whichlora.parallel.host_update import OMP_NUM_THREADS
 from whichlora.predict.resolve import layout_of
 from whichlora.spec.checkpoint import is_expanded
-from whichlora.spec.data_format import ALPACA_CHAT_TEMPLATE, TEXT_ROWS, DataFormat
+from whichlora.spec.data_format import (
+    ALPACA_CHAT_TEMPLATE,
+    TEXT_ROWS,
+    TRANSCRIPTS,
+    DataFormat,
+)
 from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
 from whichlora.spec.run import BNB_QUANTS, RunConfig
 from whichlora.tasks import Task, rows_of, task_of
@@ -65,6 +71,7 @@ _IMPORTABLE: Mapping[str, Sequence[str]] = {
         "AutoModelForMaskedLM",
         "AutoModelForQuestionAnswering",
         "AutoModelForSequenceClassification",
+        "AutoModelForSpeechSeq2Seq",
         "AutoModelForTokenClassification",
         "AutoProcessor",
         "AutoTokenizer",
@@ -159,16 +166,16 @@ def train_script(
         ConfigError: a run that the script can't perform.
     """
     run = with_defaults(run)
-    trainer, task, images = get_trainer(run.trainer), task_of(run), data_format.images
+    trainer, task = get_trainer(run.trainer), task_of(run)
     masked_lm = masked_lm and task is None
     reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
     _check(run, weights, model_config, data_format, reader)
     keeping = _evaluated(trainer, keeping)
     random_config = model_config if weights == "random" else None
     takes_bytes = random_config is not None and tokenizer is None
-    model_class = _model_class(task, masked_lm, model_config or {}, images=images)
+    model_class = _model_class(task, masked_lm, model_config or {}, data_format)
     hub = {"trust_remote_code": True} if trust_remote_code else {}
-    chats = data_format.conversational and not masked_lm and not images
+    chats = data_format.conversational and not masked_lm and not data_format.has_processor
     constants = {
         "MODEL": run.model if random_config is None else Code('HERE / "random-weights"'),
         "TOKENIZER": tokenizer,
@@ -190,16 +197,16 @@ def train_script(
         *templates.RESUME_LINES * keeping.saves,
         "compare_versions()",
         *allocator_lines(run),
-        *_reader_lines(tokenizer, hub, takes_bytes=takes_bytes, images=images),
+        *_reader_lines(tokenizer, hub, data_format, takes_bytes=takes_bytes),
         *templates.CHAT_TEMPLATE_LINES * chats,
-        *_row_lines(trainer, keeping, images=images),
+        *_row_lines(trainer, keeping, data_format),
         *RANDOM_CHECKPOINT_LINES * (random_config is not None),
-        *_training_lines(model, run, keeping, reader, limited=max_steps is not None, images=images),
+        *_training_lines(model, run, keeping, reader, data_format, limited=max_steps is not None),
     ]
     random_class = model_class if random_config else None
     functions = _helper_functions(run, keeping, random_class, takes_bytes=takes_bytes)
     functions += row_functions(data_format, run, train_on, reader, masked_lm=masked_lm)
-    tail = _tail(run, keeping, _collator(reader, data_format, masked_lm=masked_lm), images=images)
+    tail = _tail(run, keeping, data_format, _collator(reader, data_format, masked_lm=masked_lm))
     return _assembled(run, constants, functions, main, tail)
 
 
@@ -207,6 +214,8 @@ def _collator(reader: Collator, data: DataFormat, *, masked_lm: bool) -> str:
     """What makes batches of the rows."""
     if data.images:
         return "ImageBatches(processor)"
+    if data == TRANSCRIPTS:
+        return "AudioBatches(processor)"
     fixed = {"pad_to_multiple_of": Code("SEQ_LEN")} if reader == "fixed" else {}
     pads = "DataCollatorForLanguageModeling" if masked_lm else "DataCollatorForSeq2Seq"
     return call(COLLATORS.get(data.kind, pads), Code("tokenizer"), **fixed)
@@ -234,35 +243,37 @@ def _evaluated(trainer: Trainer, keeping: Keeping) -> Keeping:
     return replace(keeping, eval_steps=0) if trainer.writes_answers else keeping
 
 
-def _row_lines(trainer: Trainer, keeping: Keeping, *, images: bool) -> list[str]:
+def _row_lines(trainer: Trainer, keeping: Keeping, data: DataFormat) -> list[str]:
     """The lines that read the rows, and what they are learnt by."""
     lines = templates.TRAIN_LINES + templates.VALIDATION_LINES * keeping.evaluates
     return [
         *templates.REWARD_LINES * trainer.writes_answers,
-        *lines.format(reader=_reader_name(images)).splitlines(),
+        *lines.format(reader=_reader_name(data)).splitlines(),
     ]
 
 
 def _reader_lines(
-    tokenizer: str | None, hub: Mapping[str, Any], *, takes_bytes: bool, images: bool
+    tokenizer: str | None, hub: Mapping[str, Any], data: DataFormat, *, takes_bytes: bool
 ) -> list[str]:
     """The lines that load what makes tokens of rows."""
-    if images:
-        return processor_lines(tokenizer, hub)
+    if data.has_processor:
+        return processor_lines(tokenizer, hub, images=data.images)
     return tokenizer_lines(tokenizer, takes_bytes, hub)
 
 
-def _reader_name(images: bool) -> str:
+def _reader_name(data: DataFormat) -> str:
     """The variable of what makes tokens of rows."""
-    return "processor" if images else "tokenizer"
+    return "processor" if data.has_processor else "tokenizer"
 
 
 def _model_class(
-    task: Task | None, masked_lm: bool, model_config: Mapping[str, Any], *, images: bool
+    task: Task | None, masked_lm: bool, model_config: Mapping[str, Any], data: DataFormat
 ) -> str:
     if task is not None:
         return task.auto_class.rpartition(".")[2]
-    if is_image_class(model_config, images=images):
+    if data == TRANSCRIPTS:
+        return "AutoModelForSpeechSeq2Seq"
+    if is_image_class(model_config, images=data.images):
         return "AutoModelForImageTextToText"
     return "AutoModelForMaskedLM" if masked_lm else "AutoModelForCausalLM"
 
@@ -272,9 +283,9 @@ def _training_lines(
     run: RunConfig,
     keeping: Keeping,
     reader: Collator,
+    data: DataFormat,
     *,
     limited: bool,
-    images: bool,
 ) -> list[str]:
     """The lines that make the `model`, the Trainer's arguments and the optimizer.
 
@@ -282,7 +293,9 @@ def _training_lines(
         limited: by steps, not epochs.
     """
     grouped = reader == "grouped"
-    arguments = argument_lines(run, keeping, limited=limited, grouped=grouped, images=images)
+    arguments = argument_lines(
+        run, keeping, limited=limited, grouped=grouped, processor=data.has_processor
+    )
     in_order = [arguments, model] if divides_while_loading(run) else [model, arguments]
     made = optimizer_lines(run) * (not get_trainer(run.trainer).makes_adapters)
     return ["set_seed(SEED)", *attention_lines(run), *in_order[0], *in_order[1], *made]
@@ -347,6 +360,7 @@ def _batch_constants(run: RunConfig, data: DataFormat) -> dict[str, Any]:
         "BATCH_SIZE": run.batch_size,
         "GRADIENT_ACCUMULATION_STEPS": run.gradient_accumulation_steps,
         "IMAGE_MAX_PIXELS": run.image_max_pixels if data.images else None,
+        "LANGUAGE": "" if data == TRANSCRIPTS else None,
     }
     task = task_of(run)
     if task is not None and has_classes(data.kind):
@@ -373,7 +387,7 @@ def _is_narrow(run: RunConfig, keeping: Keeping) -> bool:
     return keeping.saves and narrow and not get_method(run.method).trains_base
 
 
-def _tail(run: RunConfig, keeping: Keeping, pads: str, *, images: bool) -> str:
+def _tail(run: RunConfig, keeping: Keeping, data: DataFormat, pads: str) -> str:
     """The training and the files that it writes.
 
     Args:
@@ -391,7 +405,7 @@ def _tail(run: RunConfig, keeping: Keeping, pads: str, *, images: bool) -> str:
     has_config = trainer.makes_adapters and not get_method(run.method).trains_base
     validation = rows[1].format("validation_rows")
     return templates.TAIL.format(
-        reader=_reader_name(images),
+        reader=_reader_name(data),
         trainer="NarrowTrainer" if _is_narrow(run, keeping) else trainer_name(run),
         train=rows[0].format("train_rows"),
         evaluation=f"        eval_dataset={validation},\n" * keeping.evaluates,
@@ -458,6 +472,7 @@ def _head(body: str, constants: Mapping[str, Any], classes: Sequence[str]) -> st
     }
     return templates.HEAD.format(
         standard=templates.standard_imports(f"Path(__file__)\n{body}"),
+        arrays="import numpy as np\n" if re.search(r"\bnp\.", body) else "",
         imports=import_lines(body, importable),
         constants="\n".join(
             f"{name} = {literal(value)}" for name, value in constants.items() if value is not None
@@ -484,7 +499,7 @@ def require_library(run: RunConfig, place: str) -> None:
 
 
 def require_texts(run: RunConfig, place: str) -> None:
-    """Refuse rows with images, which `train.py` alone reads.
+    """Refuse rows with images or sound, which `train.py` alone reads.
 
     Args:
         place: how the message begins.
@@ -500,28 +515,29 @@ def require_texts(run: RunConfig, place: str) -> None:
             )
 
 
-def _check_images(
+def _check_media(
     run: RunConfig, weights: Weights, data_format: DataFormat, reader: Collator
 ) -> None:
-    """Refuse images that the job can't read.
+    """Refuse images or sound that the job can't read.
 
     Raises:
         ConfigError: there are images without rows that name them, or settings that exclude them.
     """
-    if not data_format.images:
-        if run.images:
-            raise ConfigError(
-                "train.py: images are predicted, and no row names one; give rows with a column "
-                "images, or leave images out"
-            )
+    if run.images and not data_format.images:
+        raise ConfigError(
+            "train.py: images are predicted, and no row names one; give rows with a column "
+            "images, or leave images out"
+        )
+    if not data_format.has_processor:
         return
+    media = "images" if data_format.images else "audio"
     for is_wrong, fault in (
         (weights == "random", "weights: random has no processor for them; set weights: pretrained"),
         (not runs_in_trainer(run), f"trainer {run.trainer} does not read them; use transformers"),
         (reader not in ("longest",), f"collator {reader} can't batch them; use longest"),
     ):
         if is_wrong:
-            raise ConfigError(f"train.py: rows have images: {fault}")
+            raise ConfigError(f"train.py: rows have {media}: {fault}")
 
 
 def runs_in_trainer(run: RunConfig, *others: str) -> bool:
@@ -572,7 +588,7 @@ def _check(
             "quantize_moe_experts: train.py leaves experts in 16 bit; use --to axolotl, or leave "
             "it out"
         )
-    _check_images(run, weights, data_format, reader)
+    _check_media(run, weights, data_format, reader)
     data_format.require(rows_of(run))
     adapted = trainer.makes_adapters and not get_method(run.method).trains_base
     if adapted and run.quant in BNB_QUANTS and run.prepare_kbit == trainer.keeps_base:
@@ -589,7 +605,14 @@ def _check(
         )
     if weights == "random" and model_config is None:
         raise ConfigError("weights: random needs the config of the model")
-    if model_config is not None and model_config.get("is_encoder_decoder"):
+    transcribes = writes_transcripts(model_config or {})
+    if transcribes != (data_format == TRANSCRIPTS):
+        takes = "clips with transcripts: audio, text" if transcribes else "none with a clip"
+        raise ConfigError(
+            f"train.py: rows have {data_format.describe()}, and {run.model} learns from {takes}; "
+            "give such rows, or another model"
+        )
+    if model_config is not None and model_config.get("is_encoder_decoder") and not transcribes:
         raise ConfigError(
             f"model: {run.model} is an encoder-decoder, which needs pairs of texts; the job "
             "trains on single texts"

@@ -7,6 +7,7 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.exports.python_source import Code, call, literal
+from whichlora.exports.train_script.audio_rows import AUDIO_PROCESSOR_LINES
 from whichlora.exports.train_script.image_rows import (
     FREEZING_LINES,
     FROZEN_TOWER_LINES,
@@ -95,11 +96,12 @@ def tokenizer_lines(tokenizer: str | None, takes_bytes: bool, hub: Mapping[str, 
     ]
 
 
-def processor_lines(tokenizer: str | None, hub: Mapping[str, Any]) -> list[str]:
-    """The lines that load what makes tokens and pixels of a text and its images."""
+def processor_lines(tokenizer: str | None, hub: Mapping[str, Any], *, images: bool) -> list[str]:
+    """The lines that load what makes tokens and pixels of a text and its images, or of sound."""
     settings = "".join(f", {name}={literal(value)}" for name, value in hub.items())
     source = "MODEL" if tokenizer is None else "TOKENIZER"
-    return IMAGE_PROCESSOR_LINES.format(source=source, hub=settings).splitlines()
+    lines = IMAGE_PROCESSOR_LINES if images else AUDIO_PROCESSOR_LINES
+    return lines.format(source=source, hub=settings).splitlines()
 
 
 def attention_lines(run: RunConfig) -> list[str]:
@@ -291,14 +293,14 @@ def saving_options(keeping: Keeping) -> dict[str, Any]:
 
 
 def argument_lines(
-    run: RunConfig, keeping: Keeping, *, limited: bool, grouped: bool, images: bool = False
+    run: RunConfig, keeping: Keeping, *, limited: bool, grouped: bool, processor: bool = False
 ) -> list[str]:
     """The lines that make the Trainer's arguments.
 
     Args:
         limited: by steps, not epochs.
         grouped: rows of similar length are batched.
-        images: rows hold paths of images, which the collator reads.
+        processor: rows hold paths of images or clips, which the collator reads.
     """
     options: dict[str, Any] = {
         "output_dir": Code("OUTPUT"),
@@ -320,7 +322,7 @@ def argument_lines(
         **_spread_arguments(run)[1],
         "report_to": "none",
     }
-    if images:
+    if processor:
         workers = Code("min(4, os.cpu_count() or 1)")
         options |= {"remove_unused_columns": False, "dataloader_num_workers": workers}
     trainer = get_trainer(run.trainer)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from whichlora.exports.python_source import literal
+from whichlora.exports.train_script.audio_rows import AUDIO_ROWS
 from whichlora.exports.train_script.image_rows import IMAGE_ROWS, LIMIT
 from whichlora.exports.train_script.label_rows import label_row_functions
-from whichlora.spec.data_format import COLUMNS, LABELLED_KINDS, DataFormat
+from whichlora.methods import input_dtype
+from whichlora.spec.data_format import COLUMNS, LABELLED_KINDS, TRANSCRIPTS, DataFormat
 from whichlora.spec.plan import Collator, TrainOn
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import get_trainer
@@ -277,6 +279,10 @@ def row_functions(
     """The source of `read_rows` and of what it calls, for rows of one format."""
     if data.kind in LABELLED_KINDS:
         return label_row_functions(data.kind)
+    if data == TRANSCRIPTS:
+        dtype = input_dtype(run)
+        cast = "" if dtype == "float32" else f".to(torch.{dtype})"
+        return AUDIO_ROWS.format(cast=cast)
     if get_trainer(run.trainer).rows != "texts":
         return _answers(data, run)
     encode = _masked(data, reader) if masked_lm else _causal(data, train_on)

@@ -16,6 +16,7 @@ STANDARD = (
     ("import shlex", "shlex."),
     ("import shutil", "shutil."),
     ("import sys", "sys."),
+    ("import wave", "wave."),
     ("from bisect import bisect_left, insort", "insort("),
     ("from functools import lru_cache", "lru_cache("),
     ("from importlib.metadata import version", "version("),
@@ -39,7 +40,7 @@ WhichLoRA for exactly the run it predicted; edit it as you like.
 
 {standard}
 
-import torch
+{arrays}import torch
 {imports}
 
 HERE = Path(__file__).resolve().parent

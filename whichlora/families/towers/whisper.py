@@ -13,6 +13,7 @@ from whichlora.spec.architecture import Attention, ImageGrid, Layer, LayerGroup,
 Side = Literal["encoder", "decoder"]
 _FRAMES = 2  # of one position: the stride of the second convolution
 _KERNEL = 3  # frames that a convolution reads
+_FRAME_S = 0.01  # from one frame to the next: 160 of 16,000 samples a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,4 +111,5 @@ def encoder(c: Fields) -> Tower:
         attended=True,
         fused_head=False,
         transcribes=True,
+        window_s=_FRAME_S * _FRAMES * positions,
     )
