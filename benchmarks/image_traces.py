@@ -20,6 +20,7 @@ from typing import Any
 from trace_records import live_bytes, read, traced_peaks
 
 from whichlora import families
+from whichlora.memory.towers import grid_of
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -296,6 +297,23 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
+    "qwen2_audio": {  # Qwen2-Audio 7B's encoder, and a narrower text
+        "text_config": {
+            "model_type": "qwen2",
+            "hidden_size": 2048,
+            "intermediate_size": 5504,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "vocab_size": 156032,
+        },
+        "audio_config": {
+            "model_type": "qwen2_audio_encoder",
+            "d_model": 1280,
+            "encoder_attention_heads": 20,
+            "encoder_ffn_dim": 5120,
+        },
+        "audio_token_index": 2000,
+    },
     "whisper": {  # Whisper small
         "d_model": 768,
         "encoder_attention_heads": 12,
@@ -309,7 +327,9 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "decoder_start_token_id": 1,
     },
 }
-DEPTH_KEYS = {"qwen2_vl": "depth", "qwen2_5_vl": "depth", "qwen3_vl": "depth", "qwen3_5": "depth"}
+_HEARS = ("qwen2_audio",)
+DEPTH_KEYS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), "depth")
+DEPTH_KEYS |= {"qwen2_audio": "encoder_layers"}
 
 
 def config_of(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,8 +343,9 @@ def config_of(line: Mapping[str, Any]) -> dict[str, Any]:
     if line["vocab"]:  # so few that the peak is no longer at the loss
         text |= {"vocab_size": line["vocab"]}
     depth = DEPTH_KEYS.get(line["type"], "num_hidden_layers")
-    vision = known["vision_config"] | {depth: line["blocks"]}
-    return {**known, "model_type": line["type"], "text_config": text, "vision_config": vision}
+    part = "audio_config" if line["type"] in _HEARS else "vision_config"
+    tower = known[part] | {depth: line["blocks"]}
+    return {**known, "model_type": line["type"], "text_config": text, part: tower}
 
 
 def job_of(line: Mapping[str, Any]) -> ResolvedRun:
@@ -346,12 +367,13 @@ def traced(line: Mapping[str, Any]) -> dict[str, int]:
     return traced_peaks(job_of(line), config_of(line))
 
 
+_SECONDS = (2.5, 5.0, 12.3, 20.0, 29.0)
 _SIZES = ((448, 448), (640, 480), (1024, 768), (768, 1280), (1600, 1200), (301, 997))
 
 
 # a text that has fewer layers than the tower hands features to would drop some of them
 _MORE_LAYERS = {"qwen3_vl": 3, "qwen3_5": 4, "mllama": 2}
-_SHARED = ("batch_size", "images", "image_size")
+_SHARED = ("batch_size", "images", "image_size", "audios", "audio_seconds")
 _UNQUANTISED = ("llama4",)  # whose experts in 4 bits are refused
 _WRAPPED = ("gemma4",)  # in whose tower PEFT can't adapt matrices by their names
 
@@ -417,11 +439,16 @@ def draw(seed: int, model_type: str) -> dict[str, Any]:
             "gradient_accumulation_steps": rng.choice((1, 1, 2)),
             "images": rng.choice((1, 1, 2, 3, 4)),
             "image_size": rng.choice(_SIZES),
+            "audios": 0,
+            "audio_seconds": 30.0,
             "freeze_vision_tower": rng.random() < 0.35,
             "target_modules": rng.choice((("all-linear",), ("all-linear",), ("q_proj", "v_proj"))),
         }
         if model_type in _WRAPPED and settings["target_modules"] != ("all-linear",):
             settings["freeze_vision_tower"] = True
+        if model_type in _HEARS:
+            settings |= {"audios": settings["images"], "audio_seconds": rng.choice(_SECONDS)}
+            settings["images"] = 0
         if rng.random() < 0.2:
             settings = _served(rng) | {key: settings[key] for key in _SHARED}
             if model_type in _UNQUANTISED:
@@ -434,12 +461,12 @@ def draw(seed: int, model_type: str) -> dict[str, Any]:
             "vocab": rng.choice((0, 4096)),
             "run": run.to_dict(),
         }
-        width, height = run.image_size
         tower = families.build(config_of(line), name="drawn").tower
         assert tower is not None
         # a text token stands before each image, and one at the end
         room = run.seq_len if run.phase == "finetune" else run.prompt_len
-        if run.images * (tower.grid(height, width).tokens + 1) < room:
+        tokens = grid_of(tower, run).tokens + 1
+        if tower.inputs(run.images, run.audios) * tokens < room:
             return line
 
 

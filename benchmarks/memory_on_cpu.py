@@ -140,6 +140,7 @@ def image_cases() -> Iterable[tuple[str, str, oracle.Case]]:
             yield setting, family, oracle.image_case(family, **values)
         if not values.get("freeze_vision_tower"):
             yield setting, "whisper", oracle.sound_case(**values)
+        yield setting, "qwen2_audio", oracle.audio_case(**values)
 
 
 def measured_rows(cases: Iterable[tuple[str, str, oracle.Case]]) -> list[tuple[str, str, int, int]]:

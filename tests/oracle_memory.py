@@ -21,7 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 from devices import CPU
-from small_models import CONFIGS, IMAGE_CONFIGS, SOUND_CONFIG, VOCAB
+from small_models import AUDIO_CONFIG, CONFIGS, IMAGE_CONFIGS, SOUND_CONFIG, VOCAB
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whichlora.families import build
@@ -112,6 +112,23 @@ def sound_case(**settings: Any) -> Case:
     return Case("whisper", RunConfig(**(defaults | settings)), SOUND_CONFIG)
 
 
+def audio_case(**settings: Any) -> Case:
+    """A run of the small model that reads two clips of 3 s in each row, fp32 unless told."""
+    defaults = {
+        "model": "qwen2_audio",
+        "precision": "fp32",
+        "batch_size": 2,
+        "seq_len": 192,
+        "r": 8,
+        "gradient_checkpointing": False,
+        "prompt_len": 192,
+        "max_new_tokens": 4,
+        "audios": 2,
+        "audio_seconds": 3.0,
+    }
+    return Case("qwen2_audio", RunConfig(**(defaults | settings)), AUDIO_CONFIG)
+
+
 def job_of(one: Case) -> resolution.Job:
     return resolution.resolve(build(one.model_config, name=one.family), one.run, CPU)
 
@@ -141,7 +158,8 @@ def step_peak(one: Case) -> int:
     With images or sound of several steps: the Trainer reads a batch ahead.
     """
     model = load(one)
-    batches = 4 if one.run.images or one.config is SOUND_CONFIG else 1
+    has_media = one.run.images or one.run.audios or one.config is SOUND_CONFIG
+    batches = 4 if has_media else 1
     meter = Meter("cpu")
     with _quiet():
         measure = resolve_name(get_trainer(one.run.trainer).steps)

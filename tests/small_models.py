@@ -239,3 +239,18 @@ SOUND_CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
 }
+
+# one that hears before it writes: clips of 4 s at most
+AUDIO_CONFIG: dict[str, Any] = {
+    "model_type": "qwen2_audio",
+    "text_config": _TEXT | {"model_type": "qwen2"},
+    "audio_config": {
+        "model_type": "qwen2_audio_encoder",
+        "d_model": 128,
+        "encoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 512,
+        "max_source_positions": 200,
+    },
+    "audio_token_index": 2000,
+}

@@ -96,6 +96,8 @@ class _RunSettings(TypedDict, total=False):
     images: int | Sequence[int]
     image_size: tuple[int, int]
     image_max_pixels: int | None
+    audios: int | Sequence[int]
+    audio_seconds: float
     freeze_vision_tower: bool | Sequence[bool]
     prompt_len: int | Sequence[int]
     max_new_tokens: int | Sequence[int]

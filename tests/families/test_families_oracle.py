@@ -69,6 +69,8 @@ def module(config: dict[str, Any], task: str) -> Any:
         auto = "AutoModelForSpeechSeq2Seq"
     if {"text_config", "vision_config"} & set(config):
         auto = "AutoModelForImageTextToText"
+    if config["model_type"] == "qwen2_audio":
+        auto = "AutoModelForMultimodalLM"
     config = {**config}
     # `for_model` knows the classes of transformers only; the hub's InternLM 3 is LlamaForCausalLM.
     model_type = {"internlm3": "llama"}.get(config["model_type"], config["model_type"])
@@ -642,6 +644,7 @@ LLAMA4_VISION = {"hidden_size": 64, "intermediate_size": 256, "vision_output_dim
         {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 80, "out_hidden_size": 64}},
         {"model_type": "qwen3_vl", "vision_config": {"out_hidden_size": 64}},
         {"model_type": "llama4", "vision_config": LLAMA4_VISION},
+        {"model_type": "qwen2_audio", "audio_config": {"d_model": 80, "encoder_layers": 3}},
         {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}},
         {"model_type": "llava_next", "vision_config": {"model_type": "clip_vision_model"}},
     ],

@@ -175,3 +175,18 @@ def test_llava_refuses_another_tower() -> None:
 def test_most_blocks_of_qwen2_5_see_a_window_of_64_patches() -> None:
     groups = tower("qwen2_5_vl").stack.groups
     assert [(g.layer.attentions[0].segment, g.count) for g in groups] == [(64, 28), (0, 4)]
+
+
+def test_a_clip_has_a_token_for_each_forty_milliseconds() -> None:
+    config = {"model_type": "qwen2_audio", "audio_config": {}, "text_config": {}}
+    tower = build(config, name="qwen2_audio").tower
+    assert tower is not None
+    assert tower.hears
+    assert tower.reads == "audio"
+    assert tower.window_s == 30.0
+    grids = {seconds: tower.grid(1, round(16_000 * seconds)) for seconds in (1, 12.3, 30, 60)}
+    assert [grid.tokens for grid in grids.values()] == [25, 307, 750, 750]
+    assert [grid.padding for grid in grids.values()] == [1450, 885, 0, 0]
+    assert {(grid.patches, grid.projected, grid.markers) for grid in grids.values()} == {
+        (1500, 750, 2)
+    }

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from whichlora.families import build
-from whichlora.families.multimodal import TOWERS, is_image_class
+from whichlora.families.multimodal import TOWERS, is_audio_class, is_image_class
 from whichlora.spec.architecture import Tower
 
 pytestmark = pytest.mark.oracle
@@ -238,10 +238,41 @@ def test_pixels_of_a_picture_are_the_processors(model_type: str) -> None:
             assert made["image_grid_thw"].tolist() == [[1, *ours.sides]]
 
 
+def test_tokens_of_a_clip_are_those_of_the_processor_of_qwen2_audio() -> None:
+    transformers = import_module("transformers")
+    extract = transformers.WhisperFeatureExtractor(feature_size=128)
+    config = {"model_type": "qwen2_audio", "audio_config": {}, "text_config": {}}
+    tower = build(config, name="m").tower
+    assert tower is not None
+    rng = random.Random(0)
+    drawn = [rng.randint(400, 520_000) for _ in range(6)]
+    for samples in (*drawn, 160 * 1000, 160 * 1000 + 1, 480_000):
+        made = transformers.Qwen2AudioProcessor._process_audio(
+            SimpleNamespace(
+                feature_extractor=extract,
+                replace_audio_token=lambda *_, **__: "",
+            ),
+            [np.zeros(samples, dtype=np.float32)],
+            sampling_rate=16_000,
+            return_tensors="np",
+        )[0]
+        ours = tower.grid(1, samples)
+        assert made["num_audio_tokens"] == [ours.tokens]
+        assert made["input_features"].shape == ours.pixels
+        assert made["feature_attention_mask"].size == ours.masked
+        assert made["feature_attention_mask"].sum() == ours.sides[1]
+
+
 @pytest.mark.parametrize("model_type", sorted(TOWERS))
 def test_the_class_that_loads_a_model_is_the_one_that_transformers_has(model_type: str) -> None:
     auto = import_module("transformers.models.auto.modeling_auto")
     config = {"model_type": model_type}
+    if TOWERS[model_type].reads == "audio":
+        assert model_type in auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+        assert model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        assert is_audio_class(config)
+        assert not is_image_class(config, images=True)
+        return
     knows = model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     assert is_image_class(config) is not knows
     assert is_image_class(config, images=True)

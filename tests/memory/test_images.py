@@ -250,17 +250,17 @@ def test_an_encoder_of_sound_waits_until_all_of_its_decoder_has_gone_backward() 
     assert named(moments, "optimizer_step", TOWER_SAVED) == 0
     positions = {named(moments, name, TOWER_NAMED) for name in ("layer_forward", "layer_backward")}
     assert positions == {1500 * 768 * 2}
-    assert named(moments, "images_backward", TOWER_NAMED) == 0
+    assert named(moments, "audio_backward", TOWER_NAMED) == 0
     line["run"]["trainer"] = "loop"  # whose variable holds the model's outputs
     held = ledger(image_traces.job_of(line)).moments
-    assert named(held, "images_backward", TOWER_NAMED) == 1500 * 768 * 2
+    assert named(held, "audio_backward", TOWER_NAMED) == 1500 * 768 * 2
     assert named(held, "layer_forward", TOWER_NAMED) == 2 * 1500 * 768 * 2
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"images": 1}, "reads sound"),
+        ({"images": 1}, "reads audio, not images"),
         ({"freeze_vision_tower": True}, "frozen encoder"),
         ({"seq_len": 449}, "449 tokens are more than the 448"),
         ({"use_reentrant": True}, "nothing of drawn would be trained"),

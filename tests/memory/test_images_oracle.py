@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from oracle_memory import IMAGE_CONFIGS, Case, case, image_case, peak, sound_case
+from oracle_memory import IMAGE_CONFIGS, Case, audio_case, case, image_case, peak, sound_case
 from small_models import MLLAMA
 
 pytestmark = pytest.mark.oracle
@@ -27,6 +27,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", sorted(set(SETTINGS) - {"frozen"}))
 def test_the_peak_with_sound_is_the_predicted_one(name: str) -> None:
     measured, predicted = peak(sound_case(**SETTINGS[name]))
+    assert predicted == pytest.approx(measured, rel=0.015)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_the_peak_with_clips_is_the_predicted_one(name: str) -> None:
+    measured, predicted = peak(audio_case(**SETTINGS[name]))
     assert predicted == pytest.approx(measured, rel=0.015)
 
 

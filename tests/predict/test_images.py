@@ -10,6 +10,7 @@ from devices import A100
 from whichlora.errors import ConfigError
 from whichlora.families import build
 from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.explain import explain
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import limited_sides
@@ -220,3 +221,53 @@ def test_layers_that_texts_skip_are_refused_where_they_count(
     run = RunConfig(model="m", gradient_checkpointing=True, **settings)
     with pytest.raises(ConfigError, match=message):
         predict(build(MLLAMA, name="m"), run, A100, prior_calibration(A100))
+
+
+HEARS: dict[str, Any] = {
+    "model_type": "qwen2_audio",
+    "text_config": {**TEXT, "model_type": "qwen2"},
+    "audio_config": {},
+}
+CLIPS: dict[str, Any] = {"images": 0, "audios": 2, "audio_seconds": 12.3}
+
+
+def test_clips_bring_the_encoder_into_use_and_a_note() -> None:
+    with_clips, without = job(HEARS, **CLIPS), job(HEARS, images=0)
+    assert with_clips.model.tower is not None
+    (note,) = with_clips.model.notes
+    assert note == "audio: 2 of 12.3 s in each row, 309 tokens and 1,500 positions each"
+    (note,) = without.model.notes
+    assert note.startswith("text tower in blocks; the audio encoder counts as 639,")
+    assert "no audio passes it" in note
+    assert RunConfig(**RUN | CLIPS).to_dict()["audios"] == 2
+    assert "audio_seconds" not in RunConfig(model="m").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "fault"),
+    [
+        (HEARS, {"images": 1}, "images: m reads audio, not images; leave images out"),
+        (QWEN, CLIPS, "audios: m reads images, not audio; leave audios out"),
+        (HEARS, CLIPS | {"seq_len": 500}, "audios: 2 of 12.3 s are 618 tokens, more than seq_len"),
+        (HEARS, CLIPS | {"attn": "eager"}, "audio: is predicted for attn sdpa"),
+        (HEARS, CLIPS | {"audios": 10_001}, "audios: must be 10000 or less, got 10001"),
+        (HEARS, CLIPS | {"audio_seconds": 0.0}, "audio_seconds: must be above 0 and at most"),
+    ],
+)
+def test_clips_that_can_not_be_predicted_are_refused(
+    config: dict[str, Any], settings: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        job(config, **settings)
+
+
+@pytest.mark.parametrize("phase", ["finetune", "inference"])
+def test_an_explanation_of_clips_speaks_of_no_image(phase: str) -> None:
+    settings = CLIPS | {"phase": phase, "prompt_len": 1024, "seq_len": 1024}
+    run = RunConfig(**RUN | settings)
+    found = explain(build(HEARS, name="m"), run, A100, prior_calibration(A100))
+    lines = [*found.lines, *(member for line in found.lines for member in line.members)]
+    words = " ".join(f"{line.what} {line.shape} {line.why}" for line in lines)
+    assert "clips" in words
+    assert not [word for word in ("image", "vision", "pixel", "patch") if word in words]
+    assert any(name.startswith("audio") for name in found.moments)

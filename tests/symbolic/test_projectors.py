@@ -16,6 +16,8 @@ def tower_step(model_type: str, **settings: object) -> TowerStep:
     shared = {"seq_len": 4096, "images": 1, "image_size": (640, 480), "precision": "bf16-pure"}
     if model_type == "whisper":
         shared |= {"seq_len": 448, "images": 0}
+    if model_type == "qwen2_audio":
+        shared |= {"images": 0, "audios": 1, "audio_seconds": 12.0}
     run = RunConfig(model="m", **(shared | settings))
     line = {"type": model_type, "layers": 2, "blocks": 4, "vocab": 0, "run": run.to_dict()}
     step = training_step(image_traces.job_of(line))

@@ -208,6 +208,21 @@ _SETTINGS = (
         help="A larger image is shrunk to so many pixels before its processor sees it.",
     ),
     click.option(
+        "--audios",
+        type=click.IntRange(0, specs.MOST_IMAGES),
+        default=0,
+        show_default=True,
+        help="Clips of sound of each row or prompt; their tokens are among --seq-len and "
+        "--prompt-len. Whisper has always one.",
+    ),
+    click.option(
+        "--audio-seconds",
+        type=click.FloatRange(0, specs.MOST_SECONDS, min_open=True),
+        default=specs.DEFAULT_AUDIO_SECONDS,
+        show_default=True,
+        help="How long each clip lasts.",
+    ),
+    click.option(
         "--freeze-vision-tower",
         is_flag=True,
         help="The vision tower gets no adapters and is not trained; without it PEFT's all-linear "
@@ -262,6 +277,8 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         "images",
         "image_size",
         "image_max_pixels",
+        "audios",
+        "audio_seconds",
         "freeze_vision_tower",
     )
     from whichlora.workflow.combinations import with_concurrency

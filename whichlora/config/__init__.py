@@ -216,6 +216,8 @@ def _shared(settings: PlanFile, model: str) -> dict[str, Any]:
         "images": settings.images,
         "image_size": image_sides(settings.image_size),
         "image_max_pixels": settings.image_max_pixels,
+        "audios": settings.audios,
+        "audio_seconds": settings.audio_seconds,
         "freeze_vision_tower": settings.freeze_vision_tower,
         "kv_cache": settings.kv_cache,
         "cache_backend": settings.cache_backend,

@@ -33,6 +33,7 @@ from whichlora.spec.run import (
     MOST_COUNT,
     MOST_IMAGES,
     MOST_RATIO,
+    MOST_SECONDS,
     AdapterDtype,
     AttentionKernel,
     BaseDtype,
@@ -436,6 +437,10 @@ class PlanFile(_Section):
     """Width and height of each image in pixels, before anything resizes it: 1024x768."""
     image_max_pixels: Annotated[int, Field(ge=1, le=MOST_COUNT)] | None = _RUN.image_max_pixels
     """A larger image is shrunk to so many pixels before its processor sees it."""
+    audios: Annotated[int, Field(ge=0, le=MOST_IMAGES)] = _RUN.audios
+    """Clips of sound of each row and prompt; their tokens are among the lengths, too."""
+    audio_seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = _RUN.audio_seconds
+    """How long each clip lasts."""
     freeze_vision_tower: bool = _RUN.freeze_vision_tower
     """Whether the vision tower gets no adapters and is not trained."""
     expandable_segments: bool = _RUN.expandable_segments

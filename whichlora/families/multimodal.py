@@ -17,22 +17,35 @@ from whichlora.families.towers import (
     mllama,
     pixtral,
     qwen,
+    qwen2_audio,
     siglip,
     smolvlm,
 )
 from whichlora.families.towers.base import Multimodal
-from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.architecture import UNTIL_TODAY, ModelSpec
 
 TEXT_TOWER = "text tower"  # how these notes begin
 NOTE = (
-    "text tower in blocks; the vision tower counts as {:,} further parameters, stored and adapted "
-    "as its matrices are, but no image passes it: no activations, no work"
+    "text tower in blocks; the {} counts as {:,} further parameters, stored and adapted as its "
+    "matrices are, but no {} passes it: no activations, no work"
 )
-UNLOADED = "text tower, as AutoModelForCausalLM loads it, without the {:,} of the vision tower"
-TEXT_ONLY = "text tower only: the config describes no vision tower"
+UNLOADED = "text tower, as AutoModelForCausalLM loads it, without the {:,} of the {}"
+TEXT_ONLY = "text tower only: the config describes no {}"
 TOWERS: Mapping[str, Multimodal] = {
     model_type: declared
-    for module in (clip, gemma3n, gemma4, intern, llama4, mllama, pixtral, qwen, siglip, smolvlm)
+    for module in (
+        clip,
+        gemma3n,
+        gemma4,
+        intern,
+        llama4,
+        mllama,
+        pixtral,
+        qwen,
+        qwen2_audio,
+        siglip,
+        smolvlm,
+    )
     for model_type, declared in module.TYPES.items()
 }
 
@@ -43,12 +56,22 @@ def is_image_class(config: Mapping[str, Any], *, images: bool = False) -> bool:
     Kind: exact. Source: transformers 5.23, the tables of modeling_auto.py.
     """
     kind = TOWERS.get(str(config.get("model_type")))
-    return kind is not None and (images or not kind.causal)
+    return kind is not None and kind.reads == "image" and (images or not kind.causal)
+
+
+def is_audio_class(config: Mapping[str, Any]) -> bool:
+    """Whether `AutoModelForMultimodalLM` loads a model, which no narrower class knows.
+
+    Kind: exact. Source: transformers 5.23, the tables of modeling_auto.py.
+    """
+    kind = TOWERS.get(str(config.get("model_type")))
+    return kind is not None and kind.reads == "audio"
 
 
 def vision_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The vision tower's part of `config`, its defaults filled in; None where a model has none."""
-    kind, stated = TOWERS.get(str(config.get("model_type"))), config.get("vision_config")
+    kind = TOWERS.get(str(config.get("model_type")))
+    stated = None if kind is None else config.get(kind.part)
     return None if kind is None or stated is None else {**kind.defaults, **stated}
 
 
@@ -68,8 +91,9 @@ def build_multimodal(
     text = build_text(values)
     spec = _around(c, text, kind, splits=kind.splits)
     spec = replace(spec, label_heads=of_decoder(spec))  # most outer types have no such class
-    if c.get("vision_config") is None:
-        return replace(spec, for_images=None, notes=(*spec.notes, TEXT_ONLY))
+    if c.get(kind.part) is None:
+        note = TEXT_ONLY.format(kind.tower_name)
+        return replace(spec, for_images=None, notes=(*spec.notes, note))
     if text.for_images is not None:
         for_images = _with_tower(
             c, values, _around(c, text.for_images, kind, splits=False), kind, splits=False
@@ -84,6 +108,8 @@ def _around(c: Fields, text: ModelSpec, kind: Multimodal, *, splits: bool) -> Mo
         model_type=c.text("model_type"),
         config=c.values,
         caches_in_training=not (splits or kind.hands_on_cache),
+        narrow_loss_before=UNTIL_TODAY if kind.scores_all else text.narrow_loss_before,
+        scores_prompt=kind.scores_all,
     )
 
 
@@ -94,14 +120,17 @@ def _with_tower(
     stated = {**values, **c.values}
     named = {key: stated[key] for key in kind.around if stated.get(key) is not None}
     facts = {**kind.around, **named, "hidden_size": spec.hidden_size}
-    vision = c.part("vision_config", defaults=kind.defaults)
+    vision = c.part(kind.part, defaults=kind.defaults)
     around = Fields(name=c.name, values=facts, defaults={}, synonyms={})
     tower = None if kind.images is None else kind.images(vision, around)
     extra, linears = kind.counted(vision, around)
     if tower is not None:
         extra = tower.stack.num_params + tower.idle_params
         linears = (*tower.linears, *tower.idle)
-    note = (UNLOADED if splits else NOTE).format(extra)
+    name = kind.tower_name
+    note = NOTE.format(name, extra, kind.reads)
+    if splits:
+        note = UNLOADED.format(extra, name)
     return replace(
         spec,
         other_params=spec.other_params + extra,

@@ -266,6 +266,7 @@ def has_events(run: Generation) -> bool:
         and run.run.kv_cache in ("dynamic", "static")
         and run.stored is None
         and not (libraries.scores_whole_prompt or libraries.cache_of_tuples)
+        and not model.scores_prompt
         and all(attention.kind == "softmax" for attention in attentions)
         and not any(attention.projection.startswith("latent") for attention in attentions)
         and not any(attention.keeps_keys for attention in attentions)

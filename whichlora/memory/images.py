@@ -74,7 +74,7 @@ class TowerStep(TrainingStep):
             dtypes=dtypes,
             method=step.method,
             targets=step.tower_targets,
-            num_images=step.batch_size * tower.inputs(step.run.images),
+            num_images=step.batch_size * tower.inputs(step.run.images, step.run.audios),
             r=step.r,
         )
         checkpointed = bool(step.run.gradient_checkpointing) and tower.checkpointed
@@ -146,8 +146,9 @@ class TowerStep(TrainingStep):
         if self.needs_grad and tower.embedding_saved:
             saved = size * tower.embedding_saved
             tensors.append(Tensor("what embeds the patches", saved, dims="patches, …"))
-            if self.trains and self.dtypes.under_autocast and self.dtypes.base_bytes > size:
-                copied = size * self.model.other_params
+            cast = self.model.other_params if self.trains else tower.hooked_weights
+            if cast and self.dtypes.under_autocast and self.dtypes.base_bytes > size:
+                copied = size * cast
                 tensors.append(Tensor("16-bit copies of what embeds the patches", constant=copied))
         if tower.unfolds and (self.trains or self._adapts_embedder):
             read = embedder_saved(tower, self.targets, self.dtypes, self.method)
@@ -277,7 +278,8 @@ def with_images(step: TrainingStep, moments: dict[str, Entries]) -> dict[str, En
     if step.model.tower is None:
         return moments
     tower = TowerStep.of(step, step.model.tower)
-    result = {"images_forward": images_forward(step, tower)}
+    reads = step.model.tower.reads
+    result = {f"{reads}_forward": images_forward(step, tower)}
     if tower.tower.names_blocks:
         result["images_masked"] = images_masked(step, tower)
     for name, entries in moments.items():
@@ -285,7 +287,7 @@ def with_images(step: TrainingStep, moments: dict[str, Entries]) -> dict[str, En
     if tower.tower.names_blocks:
         result["last_norm"] = last_norm(step, result["layer_forward"])
     if step.learns_from_images:
-        result["images_backward"] = images_backward(step, tower)
+        result[f"{reads}_backward"] = images_backward(step, tower)
     return result
 
 

@@ -15,7 +15,7 @@ from whichlora.memory.gradients import adapter_entries
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.loading import loading_moment, unsplit_weights
 from whichlora.memory.metal_heaps import idle_in_heaps
-from whichlora.memory.towers import TOWER_FORWARD, TowerForward, tower_dtypes
+from whichlora.memory.towers import EMBEDDED_TEXT, TOWER_FORWARD, TowerForward, tower_dtypes
 from whichlora.memory.training import Ledger
 from whichlora.memory.weights import weight_entries
 from whichlora.methods.base import Method
@@ -78,7 +78,7 @@ class Generation:
             dtypes=tower_dtypes(self.model.tower, self.run, self.dtypes),
             method=self.method,
             targets=self.targets,
-            num_images=self.batch_size * self.model.tower.inputs(self.run.images),
+            num_images=self.batch_size * self.model.tower.inputs(self.run.images, self.run.audios),
             r=self.r,
         )
 
@@ -102,7 +102,7 @@ class Generation:
         """Positions of one sequence that cross attention reads."""
         if self.tower is None:
             return self.prompt_len
-        return self.tower.grid.vectors * self.tower.tower.inputs(self.run.images)
+        return self.tower.grid.vectors * self.tower.tower.inputs(self.run.images, self.run.audios)
 
     @cached_property
     def prompt_tokens(self) -> Count:
@@ -339,6 +339,9 @@ def first_logits(run: Generation) -> Entries:
     if run.dtypes.libraries.scores_whole_prompt:
         last_hidden = scored * model.hidden_size * run.element_bytes
         scores = loss.prompt_bytes(model, run.dtypes, tokens=scored)
+    elif model.scores_prompt:
+        last_hidden = scored * model.hidden_size * run.element_bytes
+        scores = scores + scored * model.vocab_size * run.element_bytes
     fact = PROMPT_CACHE if run.stored is None else quantised_cache.QUANTISED_CACHE
     return (
         *run.static,
@@ -606,9 +609,12 @@ def with_images(run: Generation, moments: dict[str, Entries]) -> dict[str, Entri
     if tower is None:
         return moments
     # `_prepare_multimodal_encoder_kwargs_for_generation` comes before the text is looked up
-    running = (tower.narrow_pixels, Entry(TOWER_FORWARD, tower.working))
+    running: Entries = (tower.narrow_pixels, Entry(TOWER_FORWARD, tower.working))
+    if tower.tower.embeds_first:
+        looked_up = run.prompt_tokens * run.model.hidden_size * run.dtypes.embedding_bytes
+        running = (Entry(EMBEDDED_TEXT, looked_up), *running)
     # `model_kwargs` of `generate` hold the pixels to the end
-    result = {"images": (*run.static, tower.pixels, *running)}
+    result = {tower.tower.reads: (*run.static, tower.pixels, *running)}
     if tower.tower.names_blocks:
         made = tower.named(run.model.hidden_size), tower.masking(run.prompt_len)
         result["images_masked"] = (*run.static, tower.pixels, *made)

@@ -36,7 +36,8 @@ def has_narrow_loss(model: ModelSpec, dtypes: Dtypes) -> bool:
     """Whether the class shifts a copy of its logits as they are and calls `CrossEntropyLoss`.
 
     Kind: exact. Source: transformers 4.48.1 `GPTBigCodeForCausalLM.forward`; 4.49.0 calls
-    `ForCausalLMLoss`.
+    `ForCausalLMLoss`. 5.23 `Qwen2AudioForConditionalGeneration.forward`, which copies what the
+    padding mask chooses.
     """
     until = model.narrow_loss_before
     return bool(until) and dtypes.libraries.older("transformers", until)
@@ -179,7 +180,10 @@ def _narrow_loss_bytes(
     upcast_bytes = 0 if narrow == loss_bytes else loss_bytes
     vocab = logit_width(model)
     in_loss = vocab * (2 * narrow + (0 if in_kernel else upcast_bytes + loss_bytes))
-    if dtypes.under_autocast:  # it makes the last norm's output fp32, which `forward` names
+    # `forward` names the last norm's output, which autocast makes fp32 of a LayerNorm
+    if not all(norm.kind == "layer" for norm in model.final_norms):
+        in_loss += dtypes.stream_bytes * model.hidden_size
+    elif dtypes.under_autocast:
         in_loss += 4 * model.hidden_size
     if not _widens_outputs(dtypes, trainer):
         return in_loss

@@ -9,7 +9,7 @@ from whichlora.memory.activations import kept_mask_bytes
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.methods.base import Method
-from whichlora.spec.architecture import ImageGrid, Tower
+from whichlora.spec.architecture import SAMPLING_RATE, ImageGrid, Tower
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count, added, largest
 from whichlora.spec.run import RunConfig
@@ -68,7 +68,9 @@ TOWER_FORWARD = Fact(
 
 
 def grid_of(tower: Tower, run: RunConfig) -> ImageGrid:
-    """How each image of `run` is cut. Kind: exact. Source: `Tower.grid`."""
+    """How each image or clip of `run` is cut. Kind: exact. Source: `Tower.grid`."""
+    if tower.hears:
+        return tower.grid(1, round(run.audio_seconds * SAMPLING_RATE))
     width, height = run.image_size
     return tower.limited(run.image_max_pixels)(height, width)
 
@@ -319,5 +321,12 @@ class TowerForward:
         states = self.num_patches * tower.stack.hidden_size * returned * tower.num_returned
         # those that are wider than the text are cast
         per_element = returned + size * (tower.copies + (returned != size and not tower.attended))
-        vectors = hidden_size * per_element + tower.returned_width * size
-        return Entry(TOWER_NAMED, states + self.num_vectors * vectors)
+        vectors = self.num_vectors * hidden_size * per_element
+        # an argument of checkpointed blocks, among what they save
+        is_argument = self.run.phase == "finetune" and self.run.gradient_checkpointing
+        if tower.holds_mask and self.grid.padding and not is_argument:
+            states = states + self.num_patches * self.grid.patches  # a byte for each pair
+        if tower.returns_normed:
+            width = tower.returned_width * layer_norm_bytes(self.dtypes)
+            return Entry(TOWER_NAMED, states + vectors + self.num_projected * width)
+        return Entry(TOWER_NAMED, states + vectors + self.num_vectors * tower.returned_width * size)

@@ -26,6 +26,7 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
     """
     tower = model.tower
     if tower is not None and tower.transcribes:
+        _check_medium(model, tower, run)
         return _with_sound(model, tower, run, trainer)
     if run.images and model.for_images is not None:
         model = model.for_images
@@ -37,7 +38,9 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
         model = replace(model, tower=tower, idle_linears=(*others, *loaded))
     if tower is not None:
         _check_targets(model, tower, run)
-    if not run.images:
+    if tower is not None:
+        _check_medium(model, tower, run)
+    if not (run.images or run.audios):
         has_tower = any(linear.reads == "tower" for linear in model.idle_linears)
         if run.phase == "inference" and has_tower and not get_engine(run.serving).loads_towers:
             return _text_alone(model)
@@ -47,7 +50,7 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
             f"images: the tower of {model.name} ({model.model_type}) is not predicted; leave "
             "images out, or choose a model whose images are, such as Qwen/Qwen2.5-VL-7B-Instruct"
         )
-    _check_beside(model, run, trainer)
+    _check_beside(model, run, trainer, "audio" if tower.hears else "images")
     if tower.attended:
         _check_attending(model, run)
     _check_pixels(tower, run)
@@ -66,6 +69,14 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
         embeds_in_steps=model.embeds_in_steps or not tower.attended,
         notes=(*_beside_tower(model.notes), _note(tower, run)),
     )
+
+
+def _check_medium(model: ModelSpec, tower: Tower, run: RunConfig) -> None:
+    """Refuse images for a model that hears, and clips for one that sees."""
+    other = "images" if tower.hears else "audios"
+    if getattr(run, other):
+        reads = "audio, not images" if tower.hears else "images, not audio"
+        raise ConfigError(f"{other}: {model.name} reads {reads}; leave {other} out")
 
 
 def _with_masked_windows(model: ModelSpec) -> ModelSpec:
@@ -102,7 +113,9 @@ def _beside_tower(notes: tuple[str, ...]) -> tuple[str, ...]:
 
 def _text_alone(model: ModelSpec) -> ModelSpec:
     """`model` without its tower, which an engine leaves out that serves texts alone."""
-    note = f"{TEXT_TOWER} alone, without the {model.idle_params:,} parameters of the vision tower"
+    hears = model.tower is not None and model.tower.hears
+    of = "audio encoder" if hears else "vision tower"
+    note = f"{TEXT_TOWER} alone, without the {model.idle_params:,} parameters of the {of}"
     return replace(
         model,
         tower=None,
@@ -154,7 +167,6 @@ def _with_sound(model: ModelSpec, tower: Tower, run: RunConfig, trainer: Trainer
             f"use_reentrant: nothing of {model.name} would be trained, since checkpointing makes "
             "no input of it need a gradient; use false",
         ),
-        (run.images > 0, f"images: {model.name} reads sound, not images; leave images out"),
         (
             run.freeze_vision_tower,
             f"freeze_vision_tower: a frozen encoder of {model.name} is not predicted; leave it out",
@@ -162,6 +174,8 @@ def _with_sound(model: ModelSpec, tower: Tower, run: RunConfig, trainer: Trainer
     ):
         if is_wrong:
             raise ConfigError(fault)
+    if run.audios > 1:
+        raise ConfigError(f"audios: {model.name} transcribes one clip in each row; leave it out")
     _check_beside(model, run, trainer, "audio")
     _check_length(model, run)
     positions = grid_of(tower, run).vectors
@@ -194,6 +208,11 @@ def _without_adapters(tower: Tower) -> Tower:
 
 def _note(tower: Tower, run: RunConfig) -> str:
     grid = grid_of(tower, run)
+    if tower.hears:
+        return (
+            f"audio: {run.audios} of {run.audio_seconds:g} s in each row, "
+            f"{grid.tokens + grid.markers:,} tokens and {grid.patches:,} positions each"
+        )
     width, height = run.image_size
     tokens = grid.tokens + grid.markers
     return (
@@ -211,7 +230,12 @@ def _shrunk(run: RunConfig) -> str:
 def _check_tokens(tower: Tower, run: RunConfig) -> None:
     setting = "seq_len" if run.phase == "finetune" else "prompt_len"
     grid, room = grid_of(tower, run), getattr(run, setting)
-    tokens = run.images * (grid.tokens + grid.markers)
+    tokens = tower.inputs(run.images, run.audios) * (grid.tokens + grid.markers)
+    if tokens > room and tower.hears:
+        raise ConfigError(
+            f"audios: {run.audios} of {run.audio_seconds:g} s are {tokens:,} tokens, more than "
+            f"{setting} {room:,}, which includes them; give a larger {setting}, or fewer audios"
+        )
     if tokens > room:
         width, height = run.image_size
         raise ConfigError(

@@ -156,7 +156,36 @@ def _sizes(job: ResolvedRun) -> dict[str, int]:
     return sizes
 
 
+_OF_SOUND = (
+    ("a vision tower", "an audio encoder"),
+    ("vision tower", "audio encoder"),
+    ("pixels of the images", "mel frames of the clips"),
+    ("pixels", "mel frames"),
+    ("images", "clips"),
+    ("image tokens", "audio tokens"),
+    ("patches", "positions"),
+    ("the tower", "the encoder"),
+)
+"""Words of a tower that reads images, and those of one that reads sound."""
+
+
+def _in_words_of(job: ResolvedRun, line: Line) -> Line:
+    """`line` in the words of what the tower of the model reads."""
+    tower = job.model.tower
+    if tower is None or not tower.hears:
+        return line
+    words = {name: getattr(line, name) for name in ("what", "shape", "why")}
+    for seen, heard in _OF_SOUND:
+        words = {name: text.replace(seen, heard) for name, text in words.items()}
+    members = tuple(_in_words_of(job, member) for member in line.members)
+    return replace(line, members=members, **words)
+
+
 def _line(job: ResolvedRun, entry: Entry, sizes: Mapping[str, int]) -> Line:
+    return _in_words_of(job, _as_of_images(job, entry, sizes))
+
+
+def _as_of_images(job: ResolvedRun, entry: Entry, sizes: Mapping[str, int]) -> Line:
     fact = entry.fact
     if fact is weights.LAYER_WEIGHTS:  # the ledger only sums them up
         members = _ordered(_matrices(job, fact))

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
@@ -32,6 +33,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 )
 from transformers.quantizers import AutoHfQuantizer
@@ -45,6 +47,7 @@ from whichlora.trainers import get_trainer
 _PEFT_TASKS = {
     AutoModelForCausalLM: "CAUSAL_LM",
     AutoModelForImageTextToText: "CAUSAL_LM",
+    AutoModelForMultimodalLM: "CAUSAL_LM",
     AutoModelForSeq2SeqLM: "SEQ_2_SEQ_LM",
     AutoModelForSequenceClassification: "SEQ_CLS",
 }
@@ -213,6 +216,8 @@ def auto_class_of(config: PretrainedConfig) -> Any:
         return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:  # texts alone, of one that sees
         return AutoModelForImageTextToText
+    if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:  # one that hears
+        return AutoModelForMultimodalLM
     return AutoModelForMaskedLM if masked else AutoModelForSequenceClassification
 
 

@@ -291,7 +291,7 @@ def random_rows(config: Any, run: RunConfig, lengths: Sequence[int]) -> list[dic
     """The rows of all batches in order; each knows the padded length of its batch."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = config.get_text_config().vocab_size
-    least = image_span(config, run) if run.images else 1
+    least = image_span(config, run) if run.images or run.audios else 1
     rows = []
     for seq_len in lengths:
         at_once = run.batch_size * spreading(run).micro_batches

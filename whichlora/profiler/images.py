@@ -40,7 +40,7 @@ def image_fields(config: Any, run: RunConfig, input_ids: torch.Tensor) -> dict[s
 
 def has_fields(config: Any, run: RunConfig) -> bool:
     """Whether a batch has images, or sound."""
-    return run.images > 0 or hears(config)
+    return run.images > 0 or run.audios > 0 or hears(config)
 
 
 def hears(config: Any) -> bool:
@@ -82,21 +82,24 @@ def image_span(config: Any, run: RunConfig) -> int:
     tower = build(config.to_dict(), name="profiled").tower
     if tower is None:
         return 1
-    return run.images * (grid_of(tower, run).tokens + 1)
+    return tower.inputs(run.images, run.audios) * (grid_of(tower, run).tokens + 1)
+
+
+_TOKENS = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
 
 
 def _token(config: Any) -> int:
-    for name in ("image_token_id", "image_token_index"):
+    for name in _TOKENS:
         if getattr(config, name, None) is not None:
             return int(getattr(config, name))
-    raise MeasurementError(f"images: the config of {config.model_type} names no image token")
+    raise MeasurementError(f"images: the config of {config.model_type} names no token of them")
 
 
 def _placed(config: Any, run: RunConfig, grid: ImageGrid, input_ids: torch.Tensor) -> torch.Tensor:
     """`input_ids` with the places of every image, one text token before each."""
     token = _token(config)
     placed = torch.where(input_ids == token, 0, input_ids)
-    for number in range(run.images):
+    for number in range(run.images or run.audios):
         start = number * (grid.tokens + 1) + 1
         placed[:, start : start + grid.tokens] = token
     return placed
@@ -110,6 +113,22 @@ def _pixels(
     if tower.stacks_rows:
         return host_pixels((rows, run.images * grid.pixels[0], *grid.pixels[1:]), dtype)
     return host_pixels((rows * run.images * grid.pixels[0], *grid.pixels[1:]), dtype)
+
+
+def _frames(
+    config: Any, run: RunConfig, tower: Tower, grid: ImageGrid, ids: torch.Tensor
+) -> torch.Tensor:
+    return host_pixels((ids.shape[0] * run.audios, *grid.pixels[1:]))
+
+
+def _frame_mask(
+    config: Any, run: RunConfig, tower: Tower, grid: ImageGrid, ids: torch.Tensor
+) -> torch.Tensor:
+    """Ones, and zeros where a clip is padded."""
+    _, heard = grid.sides
+    mask = torch.zeros((ids.shape[0] * run.audios, grid.pixels[-1]), dtype=torch.long)
+    mask[:, :heard] = 1
+    return mask
 
 
 def _grid_thw(
@@ -182,6 +201,8 @@ def _attended_tiles(
 
 _FIELDS: Mapping[str, Callable[[Any, RunConfig, Tower, ImageGrid, torch.Tensor], torch.Tensor]] = {
     "pixel_values": _pixels,
+    "input_features": _frames,
+    "feature_attention_mask": _frame_mask,
     "image_grid_thw": _grid_thw,
     "image_sizes": _sizes,
     "image_position_ids": _places,

@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 from whichlora.errors import ConfigError
 
+SAMPLING_RATE = 16_000  # samples of sound a second, as every processor here takes them
+UNTIL_TODAY = "999"  # a release that is newer than all
 Task = Literal["causal-lm", "seq2seq-lm", "encoder"]
 Pooling = Literal["mean", "cls", "lasttoken"]
 NormKind = Literal[
@@ -709,6 +711,7 @@ class Tower:
             reads (LLaVA), which `runs_idle`.
         idle_params: all parameters of these blocks, and what else gets no gradient.
         trained: full fine-tuning changes it.
+        hooked_weights: those that embed what the hook is behind.
         hooked: checkpointing makes the embedded patches need a gradient, whatever is frozen.
         merge: patches of one vector that the language model reads.
         num_returned: states of blocks that the caller holds while the text is read.
@@ -729,7 +732,6 @@ class Tower:
             of its layers with a window (Gemma 4).
         stacks_rows: `pixel_values` has a dimension of rows before that of images.
         attended: its vectors stand in no row of the text, which attends to them.
-        transcribes: so does a decoder, to one clip of sound for each row of tokens (Whisper).
         window_s: seconds of a clip of sound that the processor keeps; 0: it reads images.
         embedding_saved: elements of a patch that its embedding keeps for its backward.
         embedding_weights: weights that embed a patch, where kernels overlap; 0: every number of it
@@ -737,7 +739,10 @@ class Tower:
         unfolds: patches are rows of pixels, and the first of `head_linears` embeds them (Llama 4).
         pixel_bytes: of one number in `pixel_values`, whatever the model computes in.
         returned_width: elements of each vector as the tower returns it to a caller who projects it,
-            and holds both (Llama 4).
+            and holds both (Llama 4); all vectors, behind a LayerNorm, where it `returns_normed`
+            (Qwen2-Audio).
+        embeds_first: `generate` looks up the text before it, for which it has no function.
+        holds_mask: its caller names the mask of padded patches while the text is read.
         rescales_pixels: pixels are shifted and scaled in fp32 before they are embedded, and stay so
             where the embedding is quantised: with it all of the tower's stream (Gemma 4).
         names_embedded: the tower's forward names the embedded patches until it returns.
@@ -765,6 +770,7 @@ class Tower:
     runs_idle: bool = False
     trained: bool = True
     hooked: bool = True
+    hooked_weights: int = 0
     num_returned: int = 1
     copies: int = 1
     deep: int = 0
@@ -779,13 +785,15 @@ class Tower:
     masks_text: Literal["", "all", "windows"] = ""
     stacks_rows: bool = False
     attended: bool = False
-    transcribes: bool = False
     window_s: float = 0.0
     embedding_saved: int = 0
     embedding_weights: int = 0
     unfolds: bool = False
     pixel_bytes: int = 4
     returned_width: int = 0
+    returns_normed: bool = False
+    holds_mask: bool = False
+    embeds_first: bool = False
     rescales_pixels: bool = False
     names_embedded: bool = False
     strips: bool = False
@@ -798,9 +806,26 @@ class Tower:
     wraps: tuple[str, ...] = ()
     fused_head: bool = True
 
-    def inputs(self, images: int) -> int:
-        """How many it reads of each row, which has so many images."""
-        return 1 if self.transcribes else images
+    @property
+    def hears(self) -> bool:
+        """Whether it reads clips of sound, not images."""
+        return self.window_s > 0
+
+    @property
+    def transcribes(self) -> bool:
+        """Whether a decoder attends to one clip of sound for each row of tokens (Whisper)."""
+        return self.attended and self.hears
+
+    @property
+    def reads(self) -> str:
+        """What it reads, as moments are named by it."""
+        return "audio" if self.hears else "images"
+
+    def inputs(self, images: int, audios: int) -> int:
+        """How many it reads of each row, which has so many images and clips."""
+        if self.transcribes:
+            return 1
+        return audios if self.hears else images
 
     def limited(self, max_pixels: int | None) -> Callable[[int, int], ImageGrid]:
         """`grid` for images that are shrunk to `max_pixels` before, if there is such a limit."""
@@ -922,6 +947,7 @@ class ModelSpec:
         splits_embeddings: each of two stacks has a table of tokens of its own (T5Gemma).
         embeds_in_steps: looked-up rows are multiplied by something before they are the stream.
         widens_logits: the loss of an encoder-decoder casts its logits to fp32 itself (T5Gemma).
+        scores_prompt: `generate` gets logits of every token of a prompt, as they are.
         narrow_loss_before: release of transformers up to which the class computes its own loss, of
             shifted logits that it does not widen (GPT-BigCode); empty where none does.
         caches_checkpointed_before: release up to which the class caches keys and values in training
@@ -978,6 +1004,7 @@ class ModelSpec:
     embeds_in_steps: bool = False
     widens_logits: bool = False
     narrow_loss_before: str = ""
+    scores_prompt: bool = False
     caches_checkpointed_before: str = ""
     caches_in_training: bool = False
     supports_checkpointing: bool = True

@@ -87,6 +87,8 @@ BATCH_SETTINGS = (
 )
 DEFAULT_IMAGE_SIZE = (1024, 1024)
 MOST_IMAGES = 10_000  # of one row
+DEFAULT_AUDIO_SECONDS = 30.0
+MOST_SECONDS = 3600.0  # of one clip
 ALL_LINEAR = "all-linear"
 ATTENTION = "attention"
 
@@ -224,6 +226,9 @@ class RunConfig:
         images: of each row or prompt; the tokens that the language model reads of them are among
             `seq_len` and `prompt_len`.
         image_size: width and height of each in pixels, before anything resizes it.
+        audios: clips of sound of each row or prompt, whose tokens are among them, too; of a model
+            that transcribes there is always one.
+        audio_seconds: how long each lasts.
         image_max_pixels: a larger image is shrunk to so many before its processor sees it; None
             for as it is.
         freeze_vision_tower: it gets no adapters and is not trained, whatever `target_modules` is.
@@ -280,6 +285,8 @@ class RunConfig:
     images: int = 0
     image_size: tuple[int, int] = DEFAULT_IMAGE_SIZE
     image_max_pixels: int | None = None
+    audios: int = 0
+    audio_seconds: float = DEFAULT_AUDIO_SECONDS
     freeze_vision_tower: bool = False
 
     def __post_init__(self) -> None:
@@ -330,8 +337,17 @@ class RunConfig:
                 f"{self.loraplus_lr_ratio}; 16 is usual"
             )
         _at_least("images", self.images, 0)
-        if self.images > MOST_IMAGES:
-            raise ConfigError(f"images: must be {MOST_IMAGES} or less, got {self.images}")
+        _at_least("audios", self.audios, 0)
+        for name in ("images", "audios"):
+            if getattr(self, name) > MOST_IMAGES:
+                raise ConfigError(
+                    f"{name}: must be {MOST_IMAGES} or less, got {getattr(self, name)}"
+                )
+        if not 0 < self.audio_seconds <= MOST_SECONDS:
+            raise ConfigError(
+                f"audio_seconds: must be above 0 and at most {MOST_SECONDS}, got "
+                f"{self.audio_seconds}"
+            )
         image_sides(self.image_size)
         if self.image_max_pixels is not None:
             _at_least("image_max_pixels", self.image_max_pixels, 1, "; 589824 is 768x768")
@@ -489,6 +505,8 @@ class RunConfig:
             values["image_size"] = list(self.image_size)
         if self.image_max_pixels is None:
             del values["image_max_pixels"]
+        if not self.audios:
+            del values["audios"], values["audio_seconds"]
         if not self.freeze_vision_tower:
             del values["freeze_vision_tower"]
         if self.parallel != ONE_GPU:

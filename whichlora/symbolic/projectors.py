@@ -7,6 +7,7 @@ one vector that the language model reads, however many patches it is made of.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from whichlora.methods.base import Method
@@ -141,6 +142,22 @@ def _whisper(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
     return code.norm(last, x)
 
 
+def _qwen2_audio(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """A mean of two positions; vectors of the padding are projected, and left out after it.
+
+    Source: transformers 5.23 `Qwen2AudioEncoder.forward`, `Qwen2AudioModel.forward`.
+    """
+    tape, width = code.tape, tower.stack.hidden_size
+    (projection,) = tower.stack.head_linears
+    pooled = tape.op([x], per_token(width), x.size, saves=[x], what="positions to be pooled")
+    last = Norm(name="layer_norm", kind="layer", width=width, bias=True)
+    states = code.norm(last, pooled)
+    projected = replace(code, rows=Rows()).linear(projection, states)
+    chosen = tape.op([projected], code.rows.of(projection.out_features), projected.size)
+    tape.hold(states)
+    return chosen
+
+
 def _llama4(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
     """Two copies put the patches of a vector beside each other.
 
@@ -223,6 +240,7 @@ PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "internvl": _internvl,
     "smolvlm": _smolvlm,
     "whisper": _whisper,
+    "qwen2_audio": _qwen2_audio,
     "llama4": _llama4,
     "gemma4": _gemma4,
     "mllama": _mllama,

@@ -1196,7 +1196,8 @@ def inference_work(
     tokens = batch_size if decoding else batch_size * context
     head, around = head_weights(model)
     vocab = num_logits(model)
-    scores_all = dtypes.libraries.scores_whole_prompt or not model.can_generate
+    scores_all = dtypes.libraries.scores_whole_prompt or model.scores_prompt
+    scores_all = scores_all or not model.can_generate
     scored = tokens if scores_all else batch_size
     if model.task == "encoder":
         head = head + around

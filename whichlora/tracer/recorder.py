@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._placeholder_value(args[0])
-        if self._run.images and _reads_numbers(func, args, kwargs or {}):
+        if (self._run.images or self._run.audios) and _reads_numbers(func, args, kwargs or {}):
             with unset_fake_temporarily():
                 result = func(*args, **(kwargs or {}))
             for tensor in result if isinstance(result, list | tuple) else [result]:

@@ -34,7 +34,7 @@ from whichlora.exports.train_script.lines import (
 )
 from whichlora.exports.train_script.rows import row_functions
 from whichlora.families import writes_transcripts
-from whichlora.families.multimodal import is_image_class
+from whichlora.families.multimodal import is_audio_class, is_image_class
 from whichlora.methods import get_method, weight_dtype, with_defaults
 from whichlora.parallel.host_update import OMP_NUM_THREADS
 from whichlora.predict.resolve import layout_of
@@ -69,6 +69,7 @@ _IMPORTABLE: Mapping[str, Sequence[str]] = {
         "AutoModelForCausalLM",
         "AutoModelForImageTextToText",
         "AutoModelForMaskedLM",
+        "AutoModelForMultimodalLM",
         "AutoModelForQuestionAnswering",
         "AutoModelForSequenceClassification",
         "AutoModelForSpeechSeq2Seq",
@@ -273,6 +274,8 @@ def _model_class(
         return task.auto_class.rpartition(".")[2]
     if data == TRANSCRIPTS:
         return "AutoModelForSpeechSeq2Seq"
+    if is_audio_class(model_config):
+        return "AutoModelForMultimodalLM"
     if is_image_class(model_config, images=data.images):
         return "AutoModelForImageTextToText"
     return "AutoModelForMaskedLM" if masked_lm else "AutoModelForCausalLM"

@@ -1,4 +1,4 @@
-"""What a type of models that see declares."""
+"""What a type of models that see or hear declares."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ class Multimodal:
     """Where a multimodal type keeps its parts.
 
     Args:
+        scores_all: its class knows no `logits_to_keep`, and shifts a copy of its logits as they
+            are for its own loss.
+        part: key of the tower in the config.
         text: model_type of the text tower where its config does not say.
         tied: whether the head is tied where the config does not say.
         defaults: of the vision config.
@@ -38,4 +41,15 @@ class Multimodal:
     causal: bool = False
     splits: bool = False
     hands_on_cache: bool = False
+    part: str = "vision_config"
+    scores_all: bool = False
     around: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def reads(self) -> str:
+        """What passes the tower."""
+        return "audio" if self.part == "audio_config" else "image"
+
+    @property
+    def tower_name(self) -> str:
+        return "audio encoder" if self.reads == "audio" else "vision tower"

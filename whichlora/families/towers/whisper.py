@@ -8,12 +8,12 @@ from typing import Any, Literal
 from whichlora.families.blocks import mlp, norms, softmax_attention
 from whichlora.families.fields import Fields
 from whichlora.families.towers.parts import dense, stack
-from whichlora.spec.architecture import Attention, ImageGrid, Layer, LayerGroup, Tower
+from whichlora.spec.architecture import Attention, ImageGrid, Layer, LayerGroup, Linear, Tower
 
 Side = Literal["encoder", "decoder"]
-_FRAMES = 2  # of one position: the stride of the second convolution
+FRAMES = 2  # of one position: the stride of the second convolution
 _KERNEL = 3  # frames that a convolution reads
-_FRAME_S = 0.01  # from one frame to the next: 160 of 16,000 samples a second
+FRAME_S = 0.01  # from one frame to the next: 160 of 16,000 samples a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ClipGrid:
             patches=self.positions,
             tokens=0,
             attended=self.positions,
-            pixels=(1, self.mel_bins, _FRAMES * self.positions),
+            pixels=(1, self.mel_bins, FRAMES * self.positions),
         )
 
 
@@ -77,8 +77,13 @@ def layer(c: Fields, side: Side, attentions: dict[str, Attention]) -> Layer:
     )
 
 
-def encoder(c: Fields) -> Tower:
-    """`WhisperEncoder`: two convolutions, blocks and a norm, which a decoder attends to."""
+def encoder(c: Fields, *, linears: tuple[Linear, ...] = (), **overrides: Any) -> Tower:
+    """`WhisperEncoder`: two convolutions, blocks and a norm, which a decoder attends to.
+
+    Args:
+        linears: matrices behind it.
+        overrides: fields of the tower that are others in a class that copies it.
+    """
     width, bins = c.size("hidden_size"), c.size("num_mel_bins")
     positions = c.size("max_source_positions")
     block = layer(
@@ -86,30 +91,33 @@ def encoder(c: Fields) -> Tower:
         "encoder",
         {"self_attn_layer_norm": attention(c, "encoder", causal=False, cached=False)},
     )
+    settings: dict[str, Any] = {
+        "grid": ClipGrid(positions, bins),
+        "fields": ("input_features",),
+        "projector": "whisper",
+        "merge": 1,
+        "num_returned": 0,
+        "copies": 0,
+        "holds_narrow": False,
+        "normalises": True,
+        "attended": True,
+        "fused_head": False,
+    }
     return Tower(
         stack=stack(
             c,
             (LayerGroup(layer=block, count=c.layers("encoder_layers"), stack="encoder"),),
             width=width,
-            linears=(),
+            linears=linears,
             other_params=dense(_KERNEL * bins, width) + dense(_KERNEL * width, width) + 2 * width,
         ),
-        grid=ClipGrid(positions, bins),
-        fields=("input_features",),
-        projector="whisper",
-        merge=1,
         idle_params=positions * width,  # sines, which `WhisperEncoder.__init__` freezes
-        num_returned=0,
-        copies=0,
         # the first convolution's result and its GELU, of twice as many frames
-        embedded=(2 * _FRAMES * width, 0),
+        embedded=(2 * FRAMES * width, 0),
         # both, and the second convolution's result
-        embedding_saved=(2 * _FRAMES + 1) * width,
-        embedding_weights=_KERNEL * width * (_FRAMES * bins + width),
-        holds_narrow=False,
-        normalises=True,
-        attended=True,
-        fused_head=False,
-        transcribes=True,
-        window_s=_FRAME_S * _FRAMES * positions,
+        embedding_saved=(2 * FRAMES + 1) * width,
+        embedding_weights=_KERNEL * width * (FRAMES * bins + width),
+        hooked_weights=_KERNEL * width * width,
+        window_s=FRAME_S * FRAMES * positions,
+        **(settings | overrides),
     )
