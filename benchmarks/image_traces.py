@@ -28,7 +28,7 @@ from whichlora.store.gpus import find_gpu
 RECORDS = Path(__file__).parent / "traces" / "images.jsonl"
 SFT_RECORDS = RECORDS.with_name("images-sft.jsonl")
 # TRL's fused head finds no states: `base_model` of these is the text with its own head
-NO_SFT = ("llama4", "whisper")
+NO_SFT = ("llama4", "whisper", "qwen2_audio")
 GPU = find_gpu("a100-sxm-80gb")
 _QWEN2_TEXT = {
     "hidden_size": 1536,
