@@ -182,7 +182,8 @@ def _narrow_loss_bytes(
     in_loss = vocab * (2 * narrow + (0 if in_kernel else upcast_bytes + loss_bytes))
     # `forward` names the last norm's output, which autocast makes fp32 of a LayerNorm
     if not all(norm.kind == "layer" for norm in model.final_norms):
-        in_loss += dtypes.stream_bytes * model.hidden_size
+        is_saved = dtypes.trains_base and dtypes.stream_bytes == narrow  # by the head, too
+        in_loss += dtypes.stream_bytes * model.hidden_size * (not is_saved)
     elif dtypes.under_autocast:
         in_loss += 4 * model.hidden_size
     if not _widens_outputs(dtypes, trainer):

@@ -474,6 +474,8 @@ class Layer:
         post_norm: no norm reads the layer's input (BERT, OLMo 2).
         dropouts: widths of the tensors that training drops values of, outside the MLP.
         drops_mlp: what the MLP returns is dropped, too, where there are `dropouts`.
+        copies_gradients: the stream's gradient is laid out otherwise than what is added to it, so
+            that each sum copies it on its way back (Qwen2-Audio).
         names_attention: the block's code holds what attention returned until its end (GPT-2).
         names_norm: so what the first norm returned (StableLM).
         returns_probabilities: eager attention's are part of what the block returns, which the
@@ -499,6 +501,7 @@ class Layer:
     post_norm: bool = False
     dropouts: tuple[int, ...] = ()
     drops_mlp: bool = True
+    copies_gradients: bool = False
     names_attention: bool = False
     names_norm: bool = False
     returns_probabilities: bool = False

@@ -183,6 +183,7 @@ def _add_to_stream(
         y = code.norm(norms.pop(0), y)
     if layer.scales_channels:
         y = _scaled_by_channel(code, layer, y)
+    y = code.tape.view(y, copies_gradient=layer.copies_gradients)
     added = code.scale(y) if layer.scales_sums else y
     if layer.gates_sums:
         added = code.multiply_rows(y, _gate(code))

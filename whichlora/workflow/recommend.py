@@ -325,7 +325,9 @@ def _models_that_read(question: Question) -> tuple[str, ...]:
         return ()
     found = (find_model(one.hub_id) for one in list_models())
     towers = {one.name: one.tower for one in found if one is not None}
-    return tuple(name for name, tower in towers.items() if tower and tower.transcribes == hears)
+    if hears:
+        return tuple(name for name, tower in towers.items() if tower and tower.transcribes)
+    return tuple(name for name, tower in towers.items() if tower and not tower.hears)
 
 
 def save_plan(recommendation: Recommendation, path: Path) -> None:

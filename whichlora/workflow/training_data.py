@@ -117,7 +117,7 @@ class TrainingData:
     def _grid(self, model: str) -> Grid | None:
         """How the processor of `model` cuts an image; None where it or the rows have none."""
         tower = self._models[model].tower
-        if tower is None or tower.transcribes or not self._has_images:
+        if tower is None or tower.hears or not self._has_images:
             return None
         return tower.limited(self._plan.finetune.image_max_pixels)
 

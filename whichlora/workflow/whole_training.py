@@ -142,7 +142,7 @@ class Data:
         grid, window = None, None
         if model.tower is not None and model.tower.transcribes:
             window = model.tower.window_s, _seq_len(run, model)
-        elif model.tower is not None:
+        elif model.tower is not None and not model.tower.hears:
             grid = model.tower.limited(run.image_max_pixels)
         return _rows(os.path.abspath(path), self.path, changed, tokenizer, reader, grid, window)
 

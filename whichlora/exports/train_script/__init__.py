@@ -510,10 +510,10 @@ def require_texts(run: RunConfig, place: str) -> None:
     Raises:
         ConfigError: there are images, or a tower that is left alone.
     """
-    for setting in ("images", "freeze_vision_tower"):
+    for setting in ("images", "audios", "freeze_vision_tower"):
         if getattr(run, setting):
             raise ConfigError(
-                f"{place}: {setting} can't be written, its training would leave the images out; "
+                f"{place}: {setting} can't be written, its training would leave them out; "
                 f"use --to transformers, or leave {setting} out"
             )
 
@@ -530,6 +530,11 @@ def _check_media(
         raise ConfigError(
             "train.py: images are predicted, and no row names one; give rows with a column "
             "images, or leave images out"
+        )
+    if run.audios:
+        raise ConfigError(
+            f"train.py: audios beside the texts of {run.model} are predicted, and the job reads "
+            "none; write the job by hand, or give a model such as openai/whisper-small"
         )
     if not data_format.has_processor:
         return

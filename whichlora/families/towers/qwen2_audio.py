@@ -57,6 +57,7 @@ def qwen2_audio(audio: Fields, text: Fields) -> Tower:
         audio,
         grid=PooledClipGrid(positions, bins),
         linears=projection,
+        copies_gradients=True,  # as `AvgPool1d` lays them out
         fields=("input_features", "feature_attention_mask"),
         projector="qwen2_audio",
         merge=_POOLED,

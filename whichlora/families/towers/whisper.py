@@ -77,11 +77,18 @@ def layer(c: Fields, side: Side, attentions: dict[str, Attention]) -> Layer:
     )
 
 
-def encoder(c: Fields, *, linears: tuple[Linear, ...] = (), **overrides: Any) -> Tower:
+def encoder(
+    c: Fields,
+    *,
+    linears: tuple[Linear, ...] = (),
+    copies_gradients: bool = False,
+    **overrides: Any,
+) -> Tower:
     """`WhisperEncoder`: two convolutions, blocks and a norm, which a decoder attends to.
 
     Args:
         linears: matrices behind it.
+        copies_gradients: of its blocks.
         overrides: fields of the tower that are others in a class that copies it.
     """
     width, bins = c.size("hidden_size"), c.size("num_mel_bins")
@@ -91,6 +98,7 @@ def encoder(c: Fields, *, linears: tuple[Linear, ...] = (), **overrides: Any) ->
         "encoder",
         {"self_attn_layer_norm": attention(c, "encoder", causal=False, cached=False)},
     )
+    block = replace(block, copies_gradients=copies_gradients)
     settings: dict[str, Any] = {
         "grid": ClipGrid(positions, bins),
         "fields": ("input_features",),
