@@ -100,9 +100,8 @@ def published_spreads() -> Iterator[float]:
 
 def compared(run: RunConfig, traced: int) -> Compared:
     """`run` against `traced` bytes, without a limit of memory."""
-    return compared_job(
-        samples.as_traced(resolution.resolve(samples.model_of(run.model), run, ENDLESS_GPU)), traced
-    )
+    job = samples.as_traced(resolution.resolve(samples.model_of(run.model), run, ENDLESS_GPU))
+    return replace(compared_job(job, traced), run=run)
 
 
 def compared_images() -> Iterator[Compared]:
