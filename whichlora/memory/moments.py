@@ -110,6 +110,8 @@ def _beside_cache(step: TrainingStep) -> Entries:
         return (Entry(LAST_STATES, states * dtypes.stream_bytes),)
     if not step.model.caches_in_training or step.run.gradient_checkpointing:
         return ()
+    if loss.has_narrow_loss(step.model, dtypes):  # which counts them
+        return ()
     is_saved = dtypes.trains_base and dtypes.stream_bytes == dtypes.compute_bytes
     return (Entry(LAST_STATES, states * dtypes.stream_bytes * (not is_saved)),)
 
