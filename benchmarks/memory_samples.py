@@ -40,6 +40,7 @@ LATER_TRACES = TRACES / "later-types.jsonl"
 NEWEST_TRACES = TRACES / "newest-types.jsonl"
 LATEST_TRACES = TRACES / "latest-types.jsonl"
 SETTING_TRACES = TRACES / "settings.jsonl"
+LONG_TRACES = TRACES / "long-encoder-decoders.jsonl"
 RUNS_OF_LATER = 4  # of each type
 RUNS_OF_NEWEST = 6
 LATEST_RUNS = {
@@ -299,6 +300,24 @@ def draw_later(model_type: str, number: int) -> RunConfig:
 def later_types() -> tuple[str, ...]:
     earlier_or_apart = {*FIRST_TYPES, *NEWEST_TYPES, *LATEST_TYPES}
     return tuple(sorted(set(models_by_type()) - earlier_or_apart))
+
+
+def long_encoder_decoder_runs() -> list[RunConfig]:
+    """T5 with checkpointing, so long that a layer's backward is the peak."""
+    sizes = (("google-t5/t5-small", 4096), ("google/flan-t5-base", 3072))
+    chosen: tuple[dict[str, Any], ...] = (
+        {"method": "lora", "attn": "eager", "use_reentrant": False},
+        {"method": "full", "attn": "eager", "use_reentrant": False},
+        {"method": "lora", "attn": "eager", "use_reentrant": True},
+        {"method": "full", "attn": "eager", "use_reentrant": True, "precision": "fp32"},
+        {"method": "lora", "attn": "sdpa", "use_reentrant": False},
+        {"method": "qlora", "attn": "eager", "use_reentrant": False, "precision": "bf16-pure"},
+    )
+    return [
+        RunConfig(model=model, seq_len=length, gradient_checkpointing=True, **each)
+        for model, length in sizes
+        for each in chosen
+    ]
 
 
 def setting_runs() -> list[RunConfig]:

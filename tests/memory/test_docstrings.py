@@ -75,13 +75,13 @@ def test_rotary_bytes_are_two_tables_of_one_head() -> None:
     )
 
 
-def test_remade_zeros_bytes_are_of_cross_attention_alone() -> None:
+def test_zeros_bytes_are_of_cross_attention_alone() -> None:
     t5 = job(T5)
     decoder = next(group.layer for group in t5.model.groups if group.stack == "decoder")
     encoder = next(group.layer for group in t5.model.groups if group.stack == "encoder")
-    zeros = activations.remade_zeros_bytes(decoder, t5.dtypes, span=128)
+    zeros = activations.zeros_bytes(decoder, t5.dtypes, span=128)
     assert zeros == 8 * t5.dtypes.linear_out_bytes * 128 * 128
-    assert activations.remade_zeros_bytes(encoder, t5.dtypes, span=128) == 0
+    assert activations.zeros_bytes(encoder, t5.dtypes, span=128) == 0
 
 
 def test_remainder_bytes_count_every_layer_of_a_group() -> None:

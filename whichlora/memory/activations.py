@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from whichlora.spec.architecture import Layer, ModelSpec
+from typing import TypeAlias
+
+from whichlora.spec.architecture import Attention, Layer, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.symbolic.kernels import (
@@ -15,6 +17,8 @@ from whichlora.symbolic.kernels import (
 )
 
 _INDEX_BYTES = 8  # torch indexes with int64
+_Mask: TypeAlias = tuple[str, bool, int | None]
+"""A stack, whether it is of cross attention, and a window."""
 
 
 def kept_mask_bytes(
@@ -25,28 +29,29 @@ def kept_mask_bytes(
     span: Count,
     checkpointed: bool = True,
     side: str = "",
+    unbiased: str = "",
+    without_zeros: bool = False,
 ) -> Count:
     """Attention masks and position biases that all layers of a stack share.
 
     Args:
         side: only those of this stack, "encoder" or "decoder".
+        unbiased: the stack that makes its position bias again, and whose layers have dropped it.
+        without_zeros: so they have the zeros of its cross attention.
 
     Checkpointed layers hold them as their arguments. Eager code adds a mask in the dtype of the
     stream, SDPA is handed a boolean one; layers with a window have a mask of their own. Without
-    checkpointing only the zeros stay that T5's cross attention adds, where no padding mask makes
-    new ones of them. Kind: exact.
-    Source: transformers 5.23 `create_causal_mask`, `sdpa_mask`, `T5Stack.forward`.
+    it only the zeros stay that T5's cross attention adds, where no padding mask makes new ones.
+    Kind: exact. Source: transformers 5.23 `create_causal_mask`, `sdpa_mask`, `T5Stack.forward`.
     """
-    masks: dict[tuple[str, bool, int | None], Count] = {}
-    num_keys: dict[tuple[str, bool, int | None], Count] = {}
+    masks: dict[_Mask, Count] = {}
+    num_keys: dict[_Mask, Count] = {}
     biases: dict[tuple[str, bool], int] = {}
-    saved: set[tuple[str, bool, int | None]] = set()  # by SDPA, which makes no mask of its own
+    saved: set[_Mask] = set()  # by SDPA, which makes no mask of its own
     for group in (group for group in model.groups if side in ("", group.stack)):
         for attention in group.layer.attentions:
             kernel = attention_kernel(attention, dtypes, masked=attention.position == "relative")
-            reads_encoder = any(each.cross for each in group.layer.attentions)
-            decodes = reads_encoder and not attention.cross  # never padded
-            masked = 0 * span if decodes else is_masked(attention, dtypes, span)
+            masked = _masked(group.layer, attention, dtypes, span)
             key = (group.stack, attention.cross, attention.sliding_window)
             num_keys[key] = attention.memory_len or span + dtypes.prefix_tokens
             if kernel == "eager":
@@ -64,12 +69,11 @@ def kept_mask_bytes(
             if attention.relative_rows:  # products of positions, and the distances
                 masks[key] = 4 * (1 + 0 * span)
                 biases[key[:2]] = _INDEX_BYTES
-            elif attention.biases_each_sequence:
-                continue
-            elif attention.position == "relative" and not attention.biases_each_layer:
-                size = dtypes.linear_out_bytes if attention.cross else dtypes.base_bytes
-                if checkpointed or (attention.cross and kernel in FUSED and not dtypes.padded):
-                    biases[key[:2]] = size * attention.num_attention_heads
+            elif _shares_bias(attention):
+                stays = checkpointed or (attention.cross and kernel in FUSED and not dtypes.padded)
+                dropped = group.stack == unbiased and (without_zeros or not attention.cross)
+                if stays and not dropped:
+                    biases[key[:2]] = _relative_bias_bytes(attention, dtypes)
     total = sum(biases.values()) * span * span
     if checkpointed:
         total = total + sequence_bias_bytes(model, dtypes, tokens=tokens, span=span)
@@ -79,12 +83,37 @@ def kept_mask_bytes(
     return total
 
 
-def remade_zeros_bytes(layer: Layer, dtypes: Dtypes, *, span: Count) -> Count:
-    """Zeros that the first checkpointed layer of T5's decoder makes again in its backward.
+def _masked(layer: Layer, attention: Attention, dtypes: Dtypes, span: Count) -> Count:
+    """1 where a mask is made: never for a decoder's own tokens, which are never padded."""
+    decodes = any(each.cross for each in layer.attentions) and not attention.cross
+    return 0 * span if decodes else is_masked(attention, dtypes, span)
 
-    It made them for the cross attention of all layers, and those of the forward wait for their
-    gradient. The looked-up bias that it makes again takes the place of the forward's, which nobody
-    holds by then. Kind: exact. Source: transformers 5.23 `T5Attention.forward`.
+
+def _relative_bias_bytes(attention: Attention, dtypes: Dtypes) -> int:
+    """Of a query and a key."""
+    size = dtypes.linear_out_bytes if attention.cross else dtypes.base_bytes
+    return size * attention.num_attention_heads
+
+
+def _shares_bias(attention: Attention) -> bool:
+    of_its_own = attention.biases_each_layer or attention.biases_each_sequence
+    return attention.position == "relative" and not of_its_own
+
+
+def makes_bias(layer: Layer) -> bool:
+    """Whether the first layer of a stack makes a position bias that the others read.
+
+    Source: transformers 5.23 `T5Stack.forward`: `position_bias = self_attention_position_bias`.
+    """
+    return any(
+        _shares_bias(attention) and not attention.relative_rows for attention in layer.attentions
+    )
+
+
+def zeros_bytes(layer: Layer, dtypes: Dtypes, *, span: Count) -> Count:
+    """Zeros that the cross attention of T5 adds, made by its first layer. Kind: exact.
+
+    Source: transformers 5.23 `T5Attention.forward`.
     """
     sizes = [
         attention.num_attention_heads * dtypes.linear_out_bytes

@@ -92,8 +92,11 @@ def layer_bytes(
     span: Count,
     run: RunConfig,
     meets: bool = False,
+    makes_bias: bool = False,
 ) -> LayerBytes:
-    """Args as of the ledger and `Tape.backward`; `run` says how gradients are accumulated.
+    """Args as of the ledger, `Tape.backward` and `OpEmitter`.
+
+    `run` says how gradients are accumulated.
 
     Kind: exact. Source: `symbolic.layer.layer_points`.
     """
@@ -112,6 +115,7 @@ def layer_bytes(
         reentrant=bool(run.use_reentrant),
         accumulated=run.gradient_accumulation_steps > 1 or method.in_loss,
         meets=meets,
+        makes_bias=makes_bias,
     )
     return replace(of_layer, count=count)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from whichlora.memory import activations, kv_cache, loss, optimizer
+from whichlora.memory import kv_cache, loss, optimizer
 from whichlora.memory.embeddings import layer_inputs_saved
 from whichlora.memory.entries import Entry, Fact, Group, listed
 from whichlora.memory.held import HELD_INPUTS, held_between_steps, held_in_update, held_outputs
@@ -301,7 +301,7 @@ def first_layer_backward(step: TrainingStep) -> Entries:
 
 def _last_backward(step: TrainingStep, kind: int) -> Count:
     """Of the first layer, with what later ones have summed of what it does not read."""
-    backward = step.passes.last_backward[kind]
+    backward = step.backward_of_last(kind)
     if not step.attends or not has_one_order(step.model):
         return backward
     gathered = gathered_after(step.model, step.layers, step.num_idle_layers)
@@ -350,28 +350,24 @@ def first_decoder_layer_backward(step: TrainingStep) -> Entries:
         of_kind = largest(*(step.layers[number].gradients for number in step.second_stack))
         gradients = gradients + step.layers[0].gradients - step.first_stack_gradients - of_kind
         gradients = largest(gradients, 0 * step.num_trained)
-    backward = largest(*(step.passes.last_backward[number] for number in step.second_stack))
-    if step.run.gradient_checkpointing:
-        first = step.model.groups[step.second_stack[0]].layer
-        zeros = activations.remade_zeros_bytes(first, step.dtypes, span=step.seq_len)
-        backward = backward + zeros
+    backward = largest(*(step.backward_of_last(number) for number in step.second_stack))
     return (
         *step.always,
         held_outputs(step),
         Entry(LATER_LAYERS_GRADIENTS, gradients),
         step.remainders,
-        _kept_by_encoder(step),
+        _kept_by_encoder(step, step.masks_in_first_decoder_layer),
         Entry(LAYER_BACKWARD, backward),
     )
 
 
-def _kept_by_encoder(step: TrainingStep) -> Entry:
+def _kept_by_encoder(step: TrainingStep, masks: Group) -> Entry:
     # every cross attention adds to the gradient of the encoder's output, and
     # `Engine::evaluate_function` queues a node when all of its inputs are there: no node of the
     # encoder runs, and frees what it saved, before the decoder's first layer is done
     passes = step.passes
     waiting = (passes.groups[number] for number in step.first_stack)
-    return listed(passes.fact, *waiting, step.outside_in_layers, step.shared_masks)
+    return listed(passes.fact, *waiting, step.outside_in_layers, masks)
 
 
 ALL_GRADIENTS = Fact(
@@ -501,7 +497,7 @@ def decoder_embedding_backward(step: TrainingStep) -> Entries:
         held_outputs(step),
         Entry(ALL_GRADIENTS, gradients * is_first),
         step.remainders,
-        _kept_by_encoder(step),
+        _kept_by_encoder(step, step.shared_masks),
         _tied_gradients(step, _num_tied_parts(step)),
     )
 

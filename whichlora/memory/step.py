@@ -42,7 +42,7 @@ from whichlora.memory.worst_layer import (
     worst_backward,
 )
 from whichlora.methods.base import Method
-from whichlora.spec.architecture import Linear, ModelSpec, layers_in_order
+from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, added, floor_div, largest
@@ -334,19 +334,25 @@ class TrainingStep:
         """One of each group of equal layers; `count` is that of those with a graph."""
         idle = self.num_idle_layers
         return tuple(
-            layer_bytes(
-                group.layer,
-                group.count - sum(place < idle for place in group.positions or ()),
-                self.model,
-                self.targets,
-                self.dtypes,
-                self.method,
-                r=self.r,
-                run=self.run,
-                meets=self.meets,
-                **self.sized,
+            self._layer_bytes(
+                group.layer, group.count - sum(place < idle for place in group.positions or ())
             )
             for group in self.model.groups
+        )
+
+    def _layer_bytes(self, layer: Layer, count: int = 1, *, makes_bias: bool = False) -> LayerBytes:
+        return layer_bytes(
+            layer,
+            count,
+            self.model,
+            self.targets,
+            self.dtypes,
+            self.method,
+            r=self.r,
+            run=self.run,
+            meets=self.meets,
+            makes_bias=makes_bias,
+            **self.sized,
         )
 
     @cached_property
@@ -465,9 +471,19 @@ class TrainingStep:
         first = self.num_idle_layers
         return tuple(i for i in self.first_stack if first in self.model.groups[i].positions)
 
-    def _mask_bytes(self, *, checkpointed: bool, side: str = "") -> Count:
+    @property
+    def _is_reentrant(self) -> bool:
+        return bool(self.run.gradient_checkpointing and self.run.use_reentrant)
+
+    def _mask_bytes(self, *, checkpointed: bool, side: str = "", unbiased: str = "") -> Count:
         return activations.kept_mask_bytes(
-            self.model, self.dtypes, checkpointed=checkpointed, side=side, **self.sized
+            self.model,
+            self.dtypes,
+            checkpointed=checkpointed,
+            side=side,
+            unbiased=unbiased,
+            without_zeros=self._is_reentrant,
+            **self.sized,
         )
 
     @cached_property
@@ -485,14 +501,40 @@ class TrainingStep:
     def masks_in_first_layer(self) -> Group:
         """The same in the last layer of the backward: a decoder's went with its layers."""
         checkpointed = bool(self.run.gradient_checkpointing)
-        num_bytes = self._mask_bytes(checkpointed=checkpointed, side=self.model.groups[0].stack)
-        if checkpointed and self.second_stack:
+        side = self.model.groups[0].stack
+        remade = side if self._is_bias_remade(0) else ""
+        num_bytes = self._mask_bytes(checkpointed=checkpointed, side=side, unbiased=remade)
+        if checkpointed and self.second_stack and not self._is_reentrant:
             # `T5Attention.forward` makes the zeros a leaf, `position_bias.requires_grad = True`:
             # `AccumulateGrad` holds it and its gradient as long as the graph
             first = self.model.groups[self.second_stack[0]].layer
-            zeros = activations.remade_zeros_bytes(first, self.dtypes, span=self.seq_len)
+            zeros = activations.zeros_bytes(first, self.dtypes, span=self.seq_len)
             num_bytes = num_bytes + 2 * zeros
         return self._mask_group(num_bytes)
+
+    @cached_property
+    def masks_in_first_decoder_layer(self) -> Group:
+        """The same in the last layer of the decoder's backward."""
+        if not self._is_bias_remade(self.second_stack[0]):
+            return self.shared_masks
+        return self._mask_group(self._mask_bytes(checkpointed=True, unbiased="decoder"))
+
+    def _is_bias_remade(self, number: int) -> bool:
+        """Whether the first layer of a stack, of group `number`, makes its position bias again.
+
+        By then no later layer's checkpoint holds the one that it made in the forward.
+        """
+        layer = self.model.groups[number].layer
+        return bool(self.run.gradient_checkpointing) and activations.makes_bias(layer)
+
+    def backward_of_last(self, number: int) -> Count:
+        """Worst backward of the last layer of a stack to go backward, if of group `number`."""
+        passes = self.passes
+        if not self._is_bias_remade(number):
+            return passes.last_backward[number]
+        group, layer = self.model.groups[number], self.layers[number]
+        first = self._layer_bytes(group.layer, makes_bias=True)
+        return passes.last_backward[number] + first.backward - layer.backward
 
     def _mask_group(self, num_bytes: Count) -> Group:
         masks = Tensor(

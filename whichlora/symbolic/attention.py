@@ -466,12 +466,25 @@ def _position_bias(code: OpEmitter, attention: Attention, *, size: int) -> Tenso
     elements = per_span_squared(attention.num_attention_heads)
     if attention.biases_each_sequence:
         elements = per_pair(attention.num_attention_heads)
-    if not attention.biases_each_layer:
+    if attention.biases_each_layer:
+        return tape.op([], elements, size) if attention.cross else _looked_up_bias(code, elements)
+    if code.makes_bias:
         if attention.cross:
-            return tape.shared(elements, size, needs_grad=code.checkpointed)
-        return tape.shared(elements, dtypes.base_bytes, needs_grad=dtypes.trains_base)
+            bias = replace(tape.op([], elements, size), needs_grad=code.checkpointed)
+        else:
+            bias = _looked_up_bias(code, elements)
+        tape.returns_to_later_layers(bias, gathers=bias.needs_grad or code.reentrant)
+        return bias
     if attention.cross:
-        return tape.op([], elements, size)
+        return tape.shared(elements, size, needs_grad=code.checkpointed)
+    # what `CheckpointFunction` returns needs a gradient, though what it made it of is frozen
+    wanted = dtypes.trains_base or code.reentrant
+    return tape.shared(elements, dtypes.base_bytes, needs_grad=wanted)
+
+
+def _looked_up_bias(code: OpEmitter, elements: LinearForm) -> Tensor:
+    """Source: transformers 5.23 `T5Attention.compute_bias`."""
+    tape, dtypes = code.tape, code.dtypes
     buckets = tape.op([], per_span_squared(1), 8, inner=per_span_squared(2 * 8))
     table = tape.weight(constant(0), dtypes.base_bytes, trained=dtypes.trains_base)
     return tape.op(

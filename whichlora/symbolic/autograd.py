@@ -392,6 +392,7 @@ class Tape:
         self._bound: dict[str, int] = {}
         self._names: list[tuple[str, int]] = []
         self._gathered: list[Tensor] = []
+        self._further_results: list[int] = []
         self._shared_weights: dict[str, Tensor] = {}
         self._held_by_later_layers: list[Tensor] = []
         self._cache_writes: list[tuple[int, int]] = []  # steps, and what they put there
@@ -456,6 +457,17 @@ class Tape:
         if needs_grad:
             self._gathered.append(tensor)
         return tensor
+
+    def returns_to_later_layers(self, tensor: Tensor, *, gathers: bool) -> None:
+        """The block's caller hands `tensor` on to later blocks.
+
+        Args:
+            gathers: they have summed its gradient, wanted or not.
+        """
+        self.hold_to_end(tensor)
+        self._further_results.append(tensor.storage)
+        if gathers:
+            self._gathered.append(tensor)
 
     def hold_for_later_layers(self, *tensors: Tensor) -> None:
         """Later blocks read `tensors`; their gradients exist when this block goes backward."""
@@ -1087,9 +1099,9 @@ class Backward:
         Source: torch 2.13 `CheckpointFunction.backward`: `outputs`, `args`.
         """
         self._shares[self.result_gradient] += 1
-        result = last.results[0].storage
-        if result >= 0 and not self._holders.get(result):
-            self.live += self._forms[result]
+        for result in (last.results[0].storage, *self._tape._further_results):
+            if result >= 0 and not self._holders.get(result):
+                self.live += self._forms[result]
 
     def run(self, node: _Node, *, unpacks_once: bool) -> None:
         """Pass the gradients of `node`'s results on to its inputs.

@@ -320,9 +320,17 @@ def _training_tape(
     stream: int,
     ragged: bool,
     needs_grad: bool,
+    reentrant: bool,
+    makes_bias: bool = False,
 ) -> Tape:
     settings = (dtypes, targets, method, masked, stream, checkpointed)
-    code = OpEmitter(Tape(), *settings, ragged=ragged)
+    code = OpEmitter(
+        Tape(),
+        *settings,
+        ragged=ragged,
+        makes_bias=makes_bias,
+        reentrant=checkpointed and reentrant,
+    )
     return _tape_of(layer, stream_width, code, needs_grad=needs_grad)
 
 
@@ -341,8 +349,11 @@ def layer_points(
     stream: int,
     ragged: bool = False,
     meets: bool = False,
+    makes_bias: bool = False,
 ) -> LayerPoints:
     """Args: `stream` as of `stream_bytes`, `meets` of `Tape.backward`, the others of the ledger.
+
+    `makes_bias` is as of `OpEmitter`.
 
     Kind: exact. Source: the code of transformers, peft, bitsandbytes and torch named above.
     """
@@ -357,6 +368,8 @@ def layer_points(
         checkpointed=checkpointed,
         stream=stream,
         ragged=ragged,
+        reentrant=reentrant,
+        makes_bias=makes_bias,
     )
     tape = written(needs_grad=True)
     backward = tape.backward(
@@ -513,6 +526,7 @@ def layer_events(
         stream=stream,
         ragged=ragged,
         needs_grad=needs_grad,
+        reentrant=reentrant,
     )
     return block_events(
         tape,

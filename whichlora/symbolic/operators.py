@@ -94,9 +94,12 @@ class OpEmitter:
         masked: SDPA gets a mask tensor.
         stream_bytes: one element of the layer's input.
         checkpointed: the layer is run again in its backward.
+        reentrant: by `CheckpointFunction`, all of whose results need a gradient.
         rows: how many rows matrices read.
         ragged: the last chunk of a scan is filled up.
         decoding: one token of each sequence runs, and sees those in the cache.
+        makes_bias: it is the first layer of a stack, and makes the position bias that later ones
+            read; else that is counted beside the layers.
     """
 
     tape: Tape
@@ -109,6 +112,8 @@ class OpEmitter:
     rows: Rows = Rows()
     ragged: bool = False
     decoding: bool = False
+    makes_bias: bool = False
+    reentrant: bool = False
 
     constant = staticmethod(constant)
     per_rank = staticmethod(per_rank)
