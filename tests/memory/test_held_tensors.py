@@ -439,18 +439,19 @@ def test_dora_takes_the_bias_of_a_4_bit_matrix_off_in_16_bit(quant: str, narrow:
     assert (2 * 512 in operands) == narrow
 
 
-def test_the_first_layer_of_a_checkpointed_t5_decoder_makes_its_zeros_again() -> None:
+def test_the_first_layer_of_a_checkpointed_t5_decoder_makes_its_bias_and_zeros_again() -> None:
     config = {"model_type": "t5", "d_model": 512, "num_heads": 8, "vocab_size": 1024}
     run = {"attn": "eager", "method": "lora", "seq_len": 2048}
     zeros = 8 * 2048**2 * 2
-    for kind, more in (("t5", zeros), ("umt5", 0)):
+    # a bias is as large: what the layers shared of the forward's is gone by then
+    for kind, more in (("t5", 2 * zeros), ("umt5", 0)):
         moments = ledger_of(config | {"model_type": kind}, **run).moments
         first, others = (
             sum(int(one.num_bytes) for one in moments[name] if one.fact is LAYER_BACKWARD)
             for name in ("first_decoder_layer_backward", "layer_backward")
         )
         own = 4 * 512 * 2048  # the first layer's input, which others count among the checkpoints
-        assert first - others == pytest.approx(more, abs=2 * own)
+        assert first - others == pytest.approx(more, abs=3 * own)
 
 
 def test_flash_attention_of_gemma_2_makes_no_mask_where_sdpa_would_be_eager() -> None:
