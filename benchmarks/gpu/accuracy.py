@@ -14,7 +14,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -28,7 +28,7 @@ from whichlora.calibration.load import model_of
 from whichlora.calibration.samples import Sample, time_samples
 from whichlora.predict.coefficients import TIME_PHASES, prior_calibration
 from whichlora.predict.judgement import TIME_CONFIDENCE
-from whichlora.predict.predict import ledger, predict_memory, step_features
+from whichlora.predict.predict import ledger, passes, predict_memory, step_features
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import TWO_SIDED_Z
@@ -302,8 +302,8 @@ KERNEL_KINDS = {
     "optimizer": ("optimizer", "multi_tensor"),
 }
 KERNEL_COLUMNS = {
-    "products": ("products",),
-    "attention": ("attention",),
+    "products": ("products", "weights"),
+    "attention": ("attention", "cache"),
     "dequant": ("dequant",),
     "optimizer": ("optimizer",),
     "elementwise": ("elementwise", "kernels"),
@@ -316,37 +316,55 @@ def kind_of(kernel: str) -> str:
 
 
 def kernel_section(gpu: GpuSpec, path: Path) -> str:
-    """Seconds of all kernels of a kind in one step, beside what datasheet and priors say."""
+    """Seconds of all kernels of a kind in one step or generation, measured and by the priors."""
     if not path.is_file():
         return ""
-    prior = timing.prior_model(gpu, "finetune")
     rows: list[Row] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         run = RunConfig.from_dict(record["run"])
         model = find_model(run.model)
         assert model is not None
-        features = step_features(resolve(model, run, gpu))
         measured: dict[str, float] = defaultdict(float)
         for name, _, seconds in record["kernels"]:
             measured[kind_of(name)] += seconds
-        words = [run.model.partition("/")[2], run.method, f"{run.batch_size} x {run.seq_len}"]
-        words += [run.quant] * (run.quant != "none") + [run.attn] * (run.attn != "sdpa")
+        predicted = device_seconds(resolve(model, run, gpu))
+        cells = [
+            f"{1e3 * measured[kind]:.1f} / {1e3 * sum(predicted[name] for name in names):.1f}"
+            for kind, names in KERNEL_COLUMNS.items()
+        ]
+        number = round(sum(count for _, count, _ in record["kernels"]))
+        rows.append((kernel_run(run), number, *cells))
+    return (
+        "## Kernels of one step or generation, measured and predicted\n\nMilliseconds by kind: "
+        "the sum of all kernels under torch's profiler, and datasheet and priors, nothing fitted. "
+        "Elementwise kernels are beside what every kernel takes whatever its work (5 µs).\n\n"
+        + markdown_table(("run", "kernels", *KERNEL_COLUMNS), rows)
+    )
+
+
+def device_seconds(job: ResolvedRun) -> dict[str, float]:
+    """Seconds of the device by feature in one step or generation, whatever the host takes."""
+    found: dict[str, float] = defaultdict(float)
+    for phase, times, features in passes(job):
+        model = replace(timing.prior_model(job.gpu, phase), overlaps=False)
+        for name, decided in timing.deciding(model, features).items():
+            found[name] += times * model.mean[name] * float(decided)
+    return found
+
+
+def kernel_run(run: RunConfig) -> str:
+    words: list[str] = [run.model.partition("/")[2]]
+    if run.phase == "inference":
+        words.append(f"prompt {run.batch_size} x {run.prompt_len}")
+        words += [f"and {run.max_new_tokens - 1} decoding steps"] * (run.max_new_tokens > 1)
+    else:
+        words += [run.method, f"{run.batch_size} x {run.seq_len}"]
         words += ["dropout"] * bool(run.lora_dropout) + [run.optimizer] * (run.method == "full")
         words += [] if run.gradient_checkpointing else ["no checkpointing"]
-        cells = []
-        for kind, names in KERNEL_COLUMNS.items():
-            predicted = sum(prior.mean[name] * features[name] for name in names)
-            cells.append(f"{1e3 * measured[kind]:.1f} / {1e3 * predicted:.1f}")
-        number = round(sum(count for _, count, _ in record["kernels"]))
-        rows.append((" ".join(words), number, *cells))
-    heads = ("run", "kernels", *KERNEL_COLUMNS)
-    return (
-        "## Kernels of one step, measured and predicted\n\nMilliseconds by kind: the sum of all "
-        "kernels under torch's profiler, and datasheet and priors, nothing fitted. Elementwise "
-        "kernels are beside what every kernel takes whatever its work (5 µs).\n\n"
-        + markdown_table(heads, rows)
-    )
+    words += [run.attn] * (run.attn != "sdpa")
+    words += [run.quant] if run.quant not in (None, "none") else []
+    return " ".join(words)
 
 
 def boundary_section(records: Sequence[Measurement]) -> str:

@@ -67,6 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "kernel_times")
     parser.add_argument("--minutes", type=float, default=3.0, help="no run starts later")
+    parser.add_argument("--phase", choices=("finetune", "inference"), help="runs of this one alone")
     options = parser.parse_args()
 
     from whichlora.profiler.kept_model import KeptModel
@@ -77,6 +78,8 @@ def main() -> None:
     kept = KeptModel()
     with (options.out / f"{gpu.key}.jsonl").open("w", encoding="utf-8") as file:
         for run in runs():
+            if options.phase not in (None, run.phase):
+                continue
             if time.monotonic() - start_s > 60 * options.minutes:
                 print("no time is left for the others")
                 break
