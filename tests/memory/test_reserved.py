@@ -97,6 +97,13 @@ def test_no_replay_says_what_its_events_do_not_know() -> None:
     assert replayed_idle_bytes(on_cpu, live_bytes=GiB) is None
 
 
+def test_a_run_that_no_address_reaches_has_an_estimate() -> None:
+    absurd = RunConfig(model=MODEL, batch_size=10**9, seq_len=10**9)
+    counted, idle_bytes = ledger_and_idle(resolve(samples.model_of(MODEL), absurd, samples.GPU))
+    assert idle_bytes is None
+    assert counted.peak_allocated_bytes > 2**64
+
+
 def test_expandable_segments_reserve_less() -> None:
     plain = RunConfig(model=MODEL, batch_size=4, seq_len=1024)
     by_pages = reserved(replace(plain, expandable_segments=True))

@@ -11,7 +11,6 @@ from devices import A100
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
 from whichlora.memory.layer_bytes import layer_bytes
-from whichlora.memory.loss import liger_chunk
 from whichlora.methods import with_defaults
 from whichlora.predict.notes import notes_on
 from whichlora.predict.resolve import ResolvedRun, resolve
@@ -20,6 +19,7 @@ from whichlora.spec.liger import fused_kernels, liger_kernels, liger_notes
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
+from whichlora.symbolic.language_head import liger_chunk
 from whichlora.trainers.liger import kernel_config
 from whichlora.workflow.export import make_recipe
 
@@ -156,9 +156,8 @@ def test_trl_s_trainer_keeps_its_own_loss() -> None:
 
 def test_a_chunk_of_the_loss_has_as_many_logits_as_all_tokens_have_states() -> None:
     """The example of liger-kernel's `fused_linear_cross_entropy_forward`."""
-    model = replace(load_model(LLAMA), vocab_size=32_000)
-    assert liger_chunk(model, tokens=4096 * 4) == 2048
-    assert liger_chunk(model, tokens=3) == 1
+    assert liger_chunk(32_000, 4096, tokens=4096 * 4) == 2048
+    assert liger_chunk(32_000, 4096, tokens=3) == 1
 
 
 def test_the_script_asks_for_the_kernels_of_the_run() -> None:

@@ -10,7 +10,7 @@ from sklearn.model_selection import cross_val_predict
 from whichlora.calibration.regression import Array, MemoryRegressor, grouped_folds
 from whichlora.calibration.samples import Sample, groups_of, matrix
 from whichlora.memory.training import PARTS
-from whichlora.predict.coefficients import MemoryModel, part_spread
+from whichlora.predict.coefficients import MemoryModel
 
 
 def memory_errors(model: MemoryModel, samples: Sequence[Sample]) -> Array:
@@ -21,8 +21,8 @@ def memory_errors(model: MemoryModel, samples: Sequence[Sample]) -> Array:
 
 
 def _regressor(start: MemoryModel) -> MemoryRegressor:
-    spread = part_spread()
-    return MemoryRegressor(spread=[spread[part] for part in PARTS], noise=start.noise)
+    spread = np.sqrt(np.diag(start.covariance))
+    return MemoryRegressor(spread=spread.tolist(), noise=start.noise)
 
 
 def fit_memory(samples: Sequence[Sample], start: MemoryModel) -> MemoryModel:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
 from whichlora.memory.training import PARTS
-from whichlora.predict.judgement import ALLOCATED_PARTS
-from whichlora.predict.parts import part_bytes
+from whichlora.predict.judgement import ALLOCATED_PARTS, allocated_bytes
 from whichlora.predict.predict import (
     features_by_length,
     forward_features,
-    ledger,
     mean_context,
+    run_moments,
     step_features,
 )
 from whichlora.predict.resolve import ResolvedRun
@@ -153,14 +152,12 @@ def stack_of(measurement: Measurement) -> str:
 
 
 def memory_samples(job: ResolvedRun, measurement: Measurement) -> list[Sample]:
-    """Parts of the ledger at its peak against the measured counters, one sample each."""
-    counted = ledger(job)
+    """Parts of the largest moment against the measured counters, one sample each."""
+    moments, _ = run_moments(job)
     if job.run.phase == "finetune":  # a profile forgets its loading
-        moments = {name: held for name, held in counted.moments.items() if name != "loading"}
-        counted = replace(counted, moments=moments)
-    parts = {
-        name: float(size) for name, size in part_bytes(job, counted, counted.peak_moment).items()
-    }
+        moments.pop("loading", None)
+    peak = max(moments.values(), key=allocated_bytes)
+    parts = {name: float(peak[name]) for name in PARTS}
     none = dict.fromkeys(PARTS, 0.0)
     live = none | {name: parts[name] for name in ALLOCATED_PARTS}
     run = job.run

@@ -10,8 +10,13 @@ from whichlora.memory.entries import Fact
 from whichlora.memory.kv_cache import checkpointed_cache_copy_bytes
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
-from whichlora.spec.numeric import Count, ceil_div, largest, next_power_of_2, smallest
-from whichlora.symbolic.language_head import FUSED_TILE_TOKENS, FUSED_TILE_VOCAB
+from whichlora.spec.numeric import Count, largest, next_power_of_2, smallest
+from whichlora.symbolic.language_head import (
+    FUSED_TILE_TOKENS,
+    FUSED_TILE_VOCAB,
+    LIGER_VECTORS,
+    liger_chunk,
+)
 from whichlora.trainers.base import Trainer
 
 WITHOUT_LOGITS = ("liger", "trl-fused", "unsloth-fused")  # fused heads, which go backward in tiles
@@ -96,12 +101,13 @@ def loss_forward_bytes(
         return tokens * (states + _UNSLOTH_VECTORS) + logits
     if loss_head == "liger":
         states = 2 * dtypes.stream_bytes * model.hidden_size  # the last norm's result, its gradient
-        logits = liger_chunk(model, tokens=tokens) * vocab * dtypes.compute_bytes
+        logits = liger_chunk(vocab, model.hidden_size, tokens=tokens) * vocab
+        logits = logits * dtypes.compute_bytes
         # autocast's cache has a 16-bit copy of a trained fp32 head; the product with its transpose,
         # a view without a gradient, makes another (`cached_cast` of autocast_mode.cpp)
         is_cast = dtypes.under_autocast and dtypes.trains_base and dtypes.head_bytes == 4
         made = _liger_gradient(model, dtypes) + 2 * vocab * model.hidden_size * is_cast
-        return tokens * (states + _LIGER_VECTORS) + logits + made
+        return tokens * (states + LIGER_VECTORS) + logits + made
     logits_bytes = dtypes.compute_bytes
     loss_bytes = loss_element_bytes(model, dtypes)
     # `ForCausalLMLoss` runs `logits = logits.float()`; `logits` of the model's `forward` still
@@ -118,20 +124,6 @@ def loss_forward_bytes(
             entry -= logits_bytes
         return tokens * (vocab * entry + hidden_bytes)
     return tokens * vocab * entry
-
-
-_LIGER_VECTORS = 4 + 8 + 8 + 1  # losses, labels padded and shifted, and which count
-
-
-def liger_chunk(model: ModelSpec, *, tokens: Count) -> Count:
-    """Tokens whose logits Liger's loss makes at once: as many bytes as all hidden states, or more.
-
-    Kind: exact. Source: liger-kernel 0.8.5 `fused_linear_cross_entropy_forward`: `inc_factor`,
-    `chunk_size`.
-    """
-    most = max(1, ceil_div(logit_width(model), model.hidden_size))  # chunks
-    least = ceil_div(tokens, most)
-    return smallest(next_power_of_2(least), tokens)
 
 
 _UNSLOTH_VECTORS = 8 + 4  # shifted labels, log-probabilities

@@ -19,6 +19,7 @@ from whichlora.spec.numeric import round_up
 
 _AGREES = 0.01  # of the peak: further off, a tensor that matters is missing among the events
 # Of the backends whose rules are public: bytes of what serves small requests.
+_MOST_BYTES = 2**50  # no card has as much; what a step adds to it still has an address of 64 bits
 _SMALL_POOL_STEP = {"segments": SMALL_SEGMENT_BYTES, "heaps": SMALL_HEAP_BYTES}
 _IS_EARLY: ContextVar[bool] = ContextVar("is_early", default=False)
 
@@ -146,7 +147,7 @@ def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> i
     `docs/accuracy/reserved.md`.
     """
     step_bytes = _SMALL_POOL_STEP.get(run.gpu.backend.allocator)
-    if step_bytes is None:
+    if step_bytes is None or live_bytes > _MOST_BYTES:
         return None
     replayed = _replay_of(_OnAnyCard(run))
     if replayed is None:

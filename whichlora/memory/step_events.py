@@ -561,7 +561,7 @@ def has_events(step: TrainingStep) -> bool:
         and (model.tower is None or not model.tower.attended)
         and model.streams is None
         and not step.num_idle_layers
-        and (step.run.loss_head in ("hf", "raw") or _is_fused_alone(step))
+        and (step.run.loss_head in ("hf", "raw", "liger") or _is_fused_alone(step))
         and step.trainer.columns(step.run) is None
         and not step.method.in_loss
         and not step.method.outer_tensors(model)

@@ -11,6 +11,7 @@ import torch
 from whichlora.profiler.cpu_peak import CpuPeak, live_tensor_bytes
 
 _NUM_LARGEST = 16
+_COUNTERS = ("allocated", "reserved")
 
 
 class Meter:
@@ -67,9 +68,12 @@ class Meter:
             self._moment = moment
 
     def _close_moment(self) -> None:
-        peak = max(torch.cuda.max_memory_allocated(), self._moment_peaks.get(self._moment, 0))
+        # `max_memory_allocated` sorts all counters by name, which takes the host 0.2 to 0.5 ms
+        stats = torch.cuda.memory_stats_as_nested_dict()
+        allocated, reserved = (stats[f"{kind}_bytes"]["all"]["peak"] for kind in _COUNTERS)
+        peak = max(allocated, self._moment_peaks.get(self._moment, 0))
         self._moment_peaks[self._moment] = peak
-        self._reserved_peak = max(self._reserved_peak, torch.cuda.max_memory_reserved())
+        self._reserved_peak = max(self._reserved_peak, reserved)
         torch.cuda.reset_peak_memory_stats()
 
     def start_extra_run(self) -> None:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.numeric import Count, ceil_div, next_power_of_2, smallest
 from whichlora.symbolic.altup import merge_streams
 from whichlora.symbolic.autograd import (
     NOTHING,
@@ -221,6 +222,50 @@ def fused_loss(
     return tape.op([scores], constant(1), 4)
 
 
+LIGER_VECTORS = 4 + 8 + 8 + 1  # losses, labels padded and shifted, and which count
+
+
+def liger_chunk(vocab: int, hidden: int, *, tokens: Count) -> Count:
+    """Tokens whose logits Liger's loss makes at once: as many bytes as all hidden states, or more.
+
+    Kind: exact. Source: liger-kernel 0.8.5 `fused_linear_cross_entropy_forward`: `inc_factor`,
+    `chunk_size`.
+    """
+    most = max(1, ceil_div(vocab, hidden))  # chunks
+    least = ceil_div(tokens, most)
+    return smallest(next_power_of_2(least), tokens)
+
+
+def liger_loss(
+    code: OpEmitter, model: ModelSpec, x: Tensor, *, tokens: int, trained: bool
+) -> Tensor:
+    """Liger's fused head, whose forward makes the gradients and whose backward scales them.
+
+    Source: liger-kernel 0.8.5 `fused_linear_cross_entropy_forward`, all of whose chunks write
+    their logits into one tensor where `_can_use_mm_out` holds.
+    """
+    tape, dtypes, head = code.tape, code.dtypes, model.head
+    assert head is not None
+    y = end_of_stack(code, model, x)
+    tape.hold(x)
+    weight = tape.weight(constant(head.num_weights), dtypes.head_bytes, trained=trained)
+    made = [per_token(y.size * model.hidden_size)]
+    if trained:
+        made.append(constant(dtypes.head_bytes * head.num_weights))
+    rows = liger_chunk(head.out_features, model.hidden_size, tokens=tokens)
+    loss = tape.op(
+        [y, weight],
+        constant(1),
+        4,
+        keeps=made,
+        inner=[constant(rows * head.out_features * dtypes.compute_bytes), per_token(LIGER_VECTORS)],
+        overwrites=True,
+        what="gradients that the loss has made",
+    )
+    tape.hold(y)
+    return loss
+
+
 def head_events(
     model: ModelSpec,
     dtypes: Dtypes,
@@ -243,7 +288,7 @@ def head_events(
     Args:
         stream: one element of the last layer's result.
         loss_bytes: one entry of the loss.
-        loss_head: "hf", "raw" for a caller that reads the logits, or "trl-fused".
+        loss_head: "hf", "raw" for a caller that reads the logits, "liger" or "trl-fused".
         logits_loss: what that caller computes, where it is a trainer.
         tokens, sequences: of a batch, and its rows.
         holds_outputs: the caller holds them when it goes backward: they are among `copies`.
@@ -257,6 +302,9 @@ def head_events(
     if loss_head == "trl-fused":
         sizes = {"tokens": tokens, "sequences": sequences}
         tape.returns(fused_loss(code, model, x, trained=trains_head, **sizes))
+        return block_events(tape, frees_input=True, accumulated=accumulated)
+    if loss_head == "liger":
+        tape.returns(liger_loss(code, model, x, tokens=tokens, trained=trains_head))
         return block_events(tape, frees_input=True, accumulated=accumulated)
     logits = logits_of(code, model, x, trained=trains_head)
     # accelerate 1.15 `ConvertOutputsToFp32`: the model of a Trainer returns its logits in fp32
