@@ -21,6 +21,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import trainer_traces
+from trace_records import traced_peaks
 
 from whichlora.spec.run import RunConfig
 
@@ -116,10 +117,14 @@ DRAWS = {
 }
 
 
-def traced(line: dict[str, Any]) -> int:
+def traced(line: dict[str, Any]) -> dict[str, int]:
     """In a process of its own: Liger changes the modules of transformers for good."""
     with get_context("spawn").Pool(1) as pool:
-        return pool.apply(trainer_traces.traced, (line,))
+        return pool.apply(_traced, (line,))
+
+
+def _traced(line: dict[str, Any]) -> dict[str, int]:
+    return traced_peaks(trainer_traces.job_of(line), trainer_traces.config_of(line))
 
 
 def records(kind: str) -> Iterator[dict[str, Any]]:
@@ -142,8 +147,7 @@ def main() -> None:
             lines = [DRAWS[kind](seed) for seed in range(arguments.draw)]
             with (RECORDS / f"{kind}.jsonl").open("w", encoding="utf-8") as file:
                 for line in lines:
-                    line["traced"] = traced(line)
-                    print(json.dumps(line), file=file, flush=True)
+                    print(json.dumps(line | traced(line)), file=file, flush=True)
         sizes = errors(kind)
         p90, p95 = (quantiles(sizes, n=20, method="inclusive")[place] for place in (17, 18))
         shown = (f"{100 * size:.3f} %" for size in (median(sizes), p90, p95, max(sizes)))

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import image_traces
+import kernel_traces
 import memory_samples as samples
 import published
 import trainer_traces
@@ -117,6 +118,12 @@ def compared_sft() -> Iterator[Compared]:
     for line in trainer_traces.records():
         if "reserved" in line and line["run"]["trainer"] == "sft":
             yield _without_warm_up(trainer_traces.job_of(line), line["reserved"])
+
+
+def compared_liger() -> Iterator[Compared]:
+    """Kept traces of the Trainer with Liger's kernels."""
+    for line in kernel_traces.records("liger"):
+        yield _without_warm_up(trainer_traces.job_of(line), line["reserved"])
 
 
 def _without_warm_up(job: resolution.ResolvedRun, traced: int) -> Compared:
@@ -249,7 +256,7 @@ def document(found: Sequence[Compared]) -> str:
     inferred = [one for one in found if one.run.phase == "inference"]
     traced = [one.needed_spread for one in trained if one.is_replayed]
     measured = list(published_spreads())
-    seen, tuned = list(compared_images()), list(compared_sft())
+    seen, tuned, fused = list(compared_images()), list(compared_sft()), list(compared_liger())
     return (
         "# Accuracy of reserved memory\n\n"
         f"Made by `benchmarks/reserved_accuracy.py --write` on {today}; no GPU was used. A "
@@ -272,6 +279,9 @@ def document(found: Sequence[Compared]) -> str:
         f"### The worst\n\n{worst(trained)}\n\n"
         f"## Training with TRL's SFTTrainer\n\nTraces of `trainer_traces.py`.\n\n"
         f"{table(tuned, _training_groups(tuned))}\n\n{_summary(tuned)}"
+        f"## Training with Liger's kernels\n\nTraces of `kernel_traces.py`.\n\n"
+        f"{table(fused, _training_groups(fused))}\n\n{_summary(fused)}"
+        f"### The worst\n\n{worst(fused)}\n\n"
         f"## Training with images\n\nTraces of `image_traces.py`, by class.\n\n"
         f"{table(seen, _image_groups(seen))}\n\n{_summary(seen)}"
         f"### The worst\n\n{worst(seen)}\n\n"

@@ -277,9 +277,13 @@ def test_all_rows_or_none_unless_bad_ones_are_skipped(tmp_path: Path, root: Path
     assert len(ids(root)) == 1
 
 
+IMAGES = {"images": 2, "image_size": [640, 480]}
+
+
 def test_an_exported_table_is_read_back_as_the_same_records(tmp_path: Path) -> None:
     records = [
         *(a_record(number) for number in range(4)),
+        a_record(4, config={**a_record().config, "model": "Qwen/Qwen2-VL-2B-Instruct", **IMAGES}),
         a_record(
             5,
             outcome="oom",

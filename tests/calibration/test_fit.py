@@ -490,6 +490,20 @@ def test_a_run_on_the_current_versions_outweighs_any_number_of_older_ones() -> N
     assert error_of(many, now, run) < 0.1
 
 
+def test_own_runs_outweigh_those_of_another_machine() -> None:
+    """Whose host takes twice as long: there is one of it, here and anywhere else another."""
+    slow, fast = (true_calibration(launch=k, trainer=k, constant=k) for k in (2.0, 0.8))
+    theirs = [measured(run, slow) for run in runs()]
+    own = [measured(run, fast, id=f"own-{n}") for n, run in enumerate(runs()[:3])]
+    ids = {record.id for record in theirs}
+    run = runs()[0]
+    alike = fit([*theirs, *own], GPU, model_of, held_out=False)
+    apart = fit([*theirs, *own], GPU, model_of, held_out=False, elsewhere=ids)
+    assert error_of(apart, fast, run) < 0.1 < error_of(alike, fast, run)
+    alone, known = (fit(theirs, GPU, model_of, held_out=False, elsewhere=e) for e in (ids, ()))
+    assert width(alone, run) > 2 * width(known, run)
+
+
 def test_memory_is_not_taught_by_other_versions() -> None:
     records = [
         measured(replace(run, libraries=OLDER), true_calibration(), memory_factor=1.3)

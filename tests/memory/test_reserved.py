@@ -1,11 +1,13 @@
 """Reserved bytes by a replay of the run's own requests, against replays of real ones."""
 
+import itertools
 import json
 import statistics
 from dataclasses import replace
 
 import memory_samples as samples
 import pytest
+from reserved_accuracy import compared_liger
 
 from whichlora.memory.reserved import replayed_idle_bytes
 from whichlora.memory.step import TrainingStep
@@ -62,6 +64,15 @@ def test_kept_traces_reserve_what_the_replay_says() -> None:
             errors.append(abs(found / line["peak_reserved_bytes"] - 1))
     assert len(errors) >= len(lines) // 2, json.dumps([line["run"] for line in lines])
     assert statistics.median(errors) < 0.01
+
+
+def test_ligers_loss_reserves_what_the_real_one_does() -> None:
+    """Of the traces of `kernel_traces.py`, whose chunks of logits share a tensor or have each one."""
+    found = list(itertools.islice(compared_liger(), 0, None, 4))
+    errors = [abs(one.answer) for one in found if one.is_replayed]
+    assert len(errors) >= 0.9 * len(found)
+    assert statistics.median(errors) < 0.003
+    assert max(errors) < 0.07
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,8 @@ def test_layers_that_share_tensors_and_fused_losses_have_no_events() -> None:
     assert has_events(step_of(RunConfig(model="google-t5/t5-base", seq_len=128)))
     shared = RunConfig(model="albert/albert-base-v2", seq_len=128, gradient_checkpointing=False)
     assert not has_events(step_of(shared))
-    assert not has_events(step_of(RunConfig(model=MODEL, loss_head="liger")))
+    assert has_events(step_of(RunConfig(model=MODEL, loss_head="liger")))
+    assert not has_events(step_of(RunConfig(model=MODEL, loss_head="unsloth")))
 
 
 @pytest.mark.parametrize("name", ["adamw_torch", "sgd", "lion", "adamw_8bit", "adafactor"])

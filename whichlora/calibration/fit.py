@@ -11,7 +11,7 @@ require("a fit to recorded runs", "sklearn", extra="profile")  # before the impo
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from statistics import median
@@ -22,7 +22,13 @@ from whichlora.calibration.fit_memory import fit_memory, held_out_errors, memory
 from whichlora.calibration.fit_time import fit_phases, sharpened, time_errors
 from whichlora.calibration.formula_version import formulas_digest
 from whichlora.calibration.regression import Array, held_out_noise, robust_weights
-from whichlora.calibration.samples import Sample, judged, memory_samples, time_samples
+from whichlora.calibration.samples import (
+    Sample,
+    as_elsewhere,
+    judged,
+    memory_samples,
+    time_samples,
+)
 from whichlora.errors import WhichLoraError
 from whichlora.predict.coefficients import (
     TIME_PHASES,
@@ -159,6 +165,7 @@ def _gather(
     gpu: GpuSpec,
     find_model: FindModel,
     start: Calibration,
+    elsewhere: Collection[str],
 ) -> tuple[dict[str, list[Sample]], dict[str, int], dict[str, str]]:
     """Samples by "memory" and time phase, parameters by model, why a record has no sample."""
     by_phase: dict[str, list[Sample]] = {phase: [] for phase in ("memory", *TIME_PHASES)}
@@ -193,6 +200,12 @@ def _gather(
                 f"runs on {run.engine}, and this calibration is of {start.engine}"
             )
             continue
+        if measurement.id in elsewhere:
+            times = {
+                phase: [as_elsewhere(sample, measurement) for sample in samples[phase]]
+                for phase in samples.keys() & TIME_PHASES
+            }
+            samples = {**samples, **times}
         is_disturbed = bool(measurement.provenance.get("busy"))
         for phase, of_phase in samples.items():
             target = disturbed if is_disturbed and phase in disturbed else by_phase
@@ -212,6 +225,7 @@ def fit(
     find_model: FindModel,
     *,
     held_out: bool = True,
+    elsewhere: Collection[str] = (),
 ) -> Calibration:
     """Calibrate the predictors of `gpu` to `measurements`; failures teach nothing here yet.
 
@@ -223,9 +237,11 @@ def fit(
             asked once per model.
         held_out: also measure the error on left-out runs, and take the noise from it. During a
             search the fit is repeated after every run and the residuals must do.
+        elsewhere: ids of measurements that are of other machines with this device. They teach
+            times as those on other library versions do.
     """
     start = prior_calibration(gpu)
-    by_phase, num_params, left_out = _gather(measurements, gpu, find_model, start)
+    by_phase, num_params, left_out = _gather(measurements, gpu, find_model, start, elsewhere)
     summaries: dict[str, HeldOut] = {}
     cold: dict[str, HeldOut] = {}
     outliers: list[Outlier] = []

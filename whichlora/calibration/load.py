@@ -115,11 +115,18 @@ def _fit(gpu: GpuSpec, roots: Sequence[Path], *, held_out: bool) -> Calibration:
 
     unread: dict[str, str] = {}
     records = read_measurements(roots, gpu.key, leave_out=unread.__setitem__)
-    calibration = fit(records, gpu, model_of, held_out=held_out)
+    calibration = fit(
+        records, gpu, model_of, held_out=held_out, elsewhere=ids_elsewhere(roots, gpu.key)
+    )
     # the digest names all records that are there, so that those left out do not make it stale
     digest = digest_of(record_ids(roots, gpu.key))
     left_out = {**unread, **calibration.left_out}
     return replace(calibration, left_out=left_out, digest=digest)
+
+
+def ids_elsewhere(roots: Sequence[Path], gpu: str) -> set[str]:
+    """Ids of the records that come with this package, whose machines are not this one."""
+    return record_ids(roots[-1:], gpu)
 
 
 def model_of(measurement: Measurement) -> ModelSpec:

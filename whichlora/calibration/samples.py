@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -38,8 +38,8 @@ class Sample:
     Args:
         record: id of the measurement it is from.
         shape: the settings whose range bounds where the fit is valid.
-        older: measured on other library versions than the current ones; `stack` names these, and
-            who measured.
+        older: measured on other library versions than the current ones, or on another machine;
+            `stack` names these, and who measured.
     """
 
     group: str
@@ -139,8 +139,13 @@ def _sample(
     return Sample(job.run.model, features, value, measurement.id, shape, older, stack)
 
 
+def as_elsewhere(sample: Sample, measurement: Measurement) -> Sample:
+    """`sample` of `measurement`, which is of another machine, whose host is not this one's."""
+    return replace(sample, older=True, stack=stack_of(measurement))
+
+
 def stack_of(measurement: Measurement) -> str:
-    """The software of a run on older versions: the libraries that it names, and who ran it.
+    """The software and machine of a run: the libraries that it names, and who ran it.
 
     Which of exllama's kernels run is a choice on one host, as the quantisation itself is.
     """

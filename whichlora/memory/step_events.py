@@ -547,6 +547,14 @@ def _is_fused_alone(step: TrainingStep) -> bool:
     )
 
 
+def _has_loss_events(step: TrainingStep) -> bool:
+    """Whether what the loss makes is written: of Liger's, where there is a head to fuse."""
+    loss_head = step.run.loss_head
+    if loss_head == "liger":
+        return step.model.task == "causal-lm" and step.model.head is not None
+    return loss_head in ("hf", "raw") or _is_fused_alone(step)
+
+
 def has_events(step: TrainingStep) -> bool:
     """Whether all of a step is written as events: one forward of layers that share nothing.
 
@@ -561,7 +569,7 @@ def has_events(step: TrainingStep) -> bool:
         and (model.tower is None or not model.tower.attended)
         and model.streams is None
         and not step.num_idle_layers
-        and (step.run.loss_head in ("hf", "raw", "liger") or _is_fused_alone(step))
+        and _has_loss_events(step)
         and step.trainer.columns(step.run) is None
         and not step.method.in_loss
         and not step.method.outer_tensors(model)

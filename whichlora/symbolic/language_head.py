@@ -253,12 +253,19 @@ def liger_loss(
     if trained:
         made.append(constant(dtypes.head_bytes * head.num_weights))
     rows = liger_chunk(head.out_features, model.hidden_size, tokens=tokens)
+    width = dtypes.compute_bytes
+    passing = [constant(rows * head.out_features * width)]
+    # `@` casts what it reads, and makes a tensor of its own
+    if y.size != width or dtypes.head_bytes != width:
+        passing *= min(2, ceil_div(tokens, rows))  # the loop still names the chunk before
+        passing.append(constant(rows * model.hidden_size * width * (y.size != width)))
+        passing.append(constant(head.num_weights * width * (dtypes.head_bytes != width)))
     loss = tape.op(
         [y, weight],
         constant(1),
         4,
         keeps=made,
-        inner=[constant(rows * head.out_features * dtypes.compute_bytes), per_token(LIGER_VECTORS)],
+        inner=[*passing, per_token(LIGER_VECTORS)],
         overwrites=True,
         what="gradients that the loss has made",
     )

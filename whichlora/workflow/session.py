@@ -13,7 +13,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from whichlora.calibration.load import calibration_roots, load_calibration, model_of, stale_note
+from whichlora.calibration.load import (
+    calibration_roots,
+    ids_elsewhere,
+    load_calibration,
+    model_of,
+    stale_note,
+)
 from whichlora.dataset.workload import Workload
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import COMPARED, get_method, with_method
@@ -149,6 +155,7 @@ class Session:
         self.cold = replace(prior_calibration(gpu), **self._of_host)
         # read once: a shared database holds more records than a run adds
         self._records = self._read_records()
+        self._elsewhere = ids_elsewhere(self.roots, self.gpu.key)
         self._resumed: dict[RunConfig, list[Measurement]] = {}
         for record in self._records:
             if record.provenance.get("run_id") == self.run_id:
@@ -619,7 +626,7 @@ class Session:
         self.compared.append((measurement, run, before))
         self.progress.learned(measurement, before)
         launch_s = self.calibration.launch_s
-        fitted = fit(self._records, self.gpu, model_of, held_out=False)
+        fitted = fit(self._records, self.gpu, model_of, held_out=False, elsewhere=self._elsewhere)
         fitted = replace(fitted, **self._of_host)
         if launch_s is not None:
             fitted = fitted.with_launch(launch_s, other_host=False)

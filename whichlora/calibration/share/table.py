@@ -437,8 +437,8 @@ def _setting_cell(config: Mapping[str, Any], name: str) -> str:
         return ""
     value = config[name]
     if isinstance(value, list | tuple):
-        odd = not value or any(re.search(r"[;\s]", item) for item in value)
-        return json.dumps(list(value)) if odd else ";".join(value)
+        plain = all(isinstance(item, str) and not re.search(r"[;\s]", item) for item in value)
+        return ";".join(value) if value and plain else json.dumps(list(value))
     return NOTHING if value is None else _plain(value)
 
 
