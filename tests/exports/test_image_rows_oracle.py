@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,8 @@ ON_CPU = Path(__file__).parents[1] / "spread_on_cpu.py"
 SEQ_LEN = 288
 SIZES = ((56, 84), (280, 140), (31, 200), (90, 64))
 PLACE = {"type": "image"}
+NEEDS_TRL = pytest.mark.skipif(find_spec("trl") is None, reason="pip install --no-deps trl")
+TRAINERS = ["transformers", pytest.param("sft", marks=NEEDS_TRL)]
 
 
 def said(text: str) -> dict[str, str]:
@@ -146,9 +149,10 @@ def test_rows_whose_images_exceed_the_length_are_left_out(checkpoint: Path) -> N
     assert len(kept) < len(rows)
 
 
+@pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_frozen_tower_stays_as_it_is(checkpoint: Path, method: str) -> None:
-    path = write_job(checkpoint, method=method, freeze_vision_tower=True)
+def test_a_frozen_tower_stays_as_it_is(checkpoint: Path, method: str, trainer: str) -> None:
+    path = write_job(checkpoint, method=method, trainer=trainer, freeze_vision_tower=True)
     done = run_script(path)
     assert done.returncode == 0, done.stderr[-3000:]
     output = path.parent / "output"
@@ -168,8 +172,10 @@ def test_a_frozen_tower_stays_as_it_is(checkpoint: Path, method: str) -> None:
     assert not [name for name in changed if "vision_tower" in name or "projector" in name]
 
 
-def test_two_processes_train_on_images(checkpoint: Path) -> None:
-    path = write_job(checkpoint, parallel=ParallelConfig(strategy="ddp", gpus=2), batch_size=1)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_two_processes_train_on_images(checkpoint: Path, trainer: str) -> None:
+    parallel = ParallelConfig(strategy="ddp", gpus=2)
+    path = write_job(checkpoint, trainer=trainer, parallel=parallel, batch_size=1)
     printed = "".join(run_ranks(ON_CPU, str(path), world_size=2, logs_folder=checkpoint.parent))
     assert printed.count("final_loss: ") == 1
     result = json.loads((path.parent / "output" / "result.json").read_text())

@@ -352,7 +352,7 @@ def test_a_model_that_sees_is_loaded_by_the_class_that_knows_it(
     [
         ({"images": 1}, "images are predicted, and no row names one"),
         ({"data_format": IMAGE_ROWS, "weights": "random"}, "random has no processor for them"),
-        ({"data_format": IMAGE_ROWS, "trainer": "sft"}, "trainer sft does not read them"),
+        ({"data_format": IMAGE_ROWS, "trainer": "dpo"}, "trainer dpo does not read them"),
         ({"data_format": IMAGE_ROWS, "batching": "packed"}, "collator packed can't batch them"),
     ],
 )

@@ -17,6 +17,7 @@ from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.predict import ledger, num_tokens, passes, predict, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.data_format import CHAT_ROWS
 from whichlora.spec.numeric import added
 from whichlora.spec.options import OptionValue
 from whichlora.spec.run import RunConfig
@@ -152,6 +153,37 @@ def test_trl_s_exporter_writes_its_own_trainer_and_no_other(model: ModelSpec) ->
     for name in ("orpo", "cpo"):
         with pytest.raises(ConfigError, match=f"--to trl: trainer {name} can't be written"):
             FORMATS["trl"](make_recipe(replace(SFT, trainer=name), "a100-sxm-80gb"))
+
+
+def test_trl_s_exporter_writes_a_script_for_rows_with_images() -> None:
+    run = RunConfig(
+        model="Qwen/Qwen2.5-VL-7B-Instruct",
+        method="qlora",
+        images=1,
+        image_max_pixels=4000,
+        freeze_vision_tower=True,
+    )
+    recipe = make_recipe(run, "a100-sxm-80gb")
+    made = FORMATS["trl"](recipe)
+    own = make_recipe(replace(run, trainer="sft"), "a100-sxm-80gb")
+    assert made.run == own.run
+    assert made.files == FORMATS["trl"](own).files == FORMATS["transformers"](own).files
+    script = made.files["train.py"]
+    for line in (
+        "class NarrowTrainer(SFTTrainer):",
+        "data_collator=ImageBatches(processor)",
+        "IMAGE_MAX_PIXELS = 4000",
+        "exclude_modules=frozen",
+        "max_length=SEQ_LEN",
+    ):
+        assert line in script
+    for other, fault in (
+        (replace(recipe, run=replace(own.run, trainer="dpo")), "--to trl: trainer dpo can't"),
+        (replace(recipe, data_format=CHAT_ROWS), "no row names one"),
+        (replace(recipe, batching="packed"), "collator packed can't batch them"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            FORMATS["trl"](other)
 
 
 def test_the_ledger_has_the_bytes_of_the_kept_traces() -> None:

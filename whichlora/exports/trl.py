@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.errors import ConfigError
+from whichlora.exports import transformers
 from whichlora.exports.launch import Spreading, launch_line, spreading
 from whichlora.exports.recipe import (
     BATCH,
@@ -22,6 +23,7 @@ from whichlora.exports.recipe import (
     without_pinned_kernel,
     written,
 )
+from whichlora.exports.train_script import require_trainer
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method, weight_dtype
 from whichlora.parallel.base import ON_HOST
@@ -40,7 +42,7 @@ from whichlora.spec.data_format import (
 )
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
 from whichlora.tasks import task_of
-from whichlora.trainers import get_trainer
+from whichlora.trainers import get_trainer, sft
 
 FILE = "trl.yaml"
 LENGTH: Mapping[str, str] = {"max_length": "seq_len"}
@@ -56,9 +58,8 @@ _UNKNOWN = (
     "expandable_segments",
     "quantize_moe_experts",
 )
-_SFT = "trl.SFTTrainer"
 _COMMANDS: Mapping[str, str] = {  # of `trl`, by the class that trains
-    _SFT: "sft",
+    sft.TRAINER.library_class: "sft",
     "trl.DPOTrainer": "dpo",
     "trl.KTOTrainer": "kto",
     "trl.RewardTrainer": "reward",
@@ -90,6 +91,8 @@ def export(recipe: Recipe) -> Export:
     Raises:
         ConfigError: a setting that TRL lacks.
     """
+    if recipe.run.images or recipe.data_format.images:
+        return _with_images(recipe)
     trainer = get_trainer(recipe.run.trainer)
     name = _COMMANDS.get(trainer.library_class, "sft")
     require_plain(
@@ -152,6 +155,21 @@ def export(recipe: Recipe) -> Export:
         run=run,
         notes=notes,
     )
+
+
+def _with_images(recipe: Recipe) -> Export:
+    """`train.py` with TRL's `SFTTrainer`, since its command shrinks no image and freezes no tower.
+
+    The script makes the batches: TRL's own collator cuts the tokens of an image at `max_length`,
+    and has a loss on them. Source: TRL 1.16 `DataCollatorForVisionLanguageModeling`.
+
+    Raises:
+        ConfigError: another trainer of TRL, or a setting that the script lacks.
+    """
+    require_trainer(recipe.run, "--to trl", sft.TRAINER.library_class)
+    run, notes = under_trl(recipe.run)
+    made = transformers.export(replace(recipe, run=replace(run, trainer=sft.TRAINER.name)))
+    return replace(made, notes=notes)
 
 
 def _model_keys(spread: Spreading) -> dict[str, Any]:

@@ -538,10 +538,11 @@ def _check_media(
         )
     if not data_format.has_processor:
         return
-    media = "images" if data_format.images else "audio"
+    media, trainer = "images" if data_format.images else "audio", get_trainer(run.trainer)
+    reads = runs_in_trainer(run) or (data_format.images and trainer.takes_images)
     for is_wrong, fault in (
         (weights == "random", "weights: random has no processor for them; set weights: pretrained"),
-        (not runs_in_trainer(run), f"trainer {run.trainer} does not read them; use transformers"),
+        (not reads, f"trainer {run.trainer} does not read them; use transformers"),
         (reader not in ("longest",), f"collator {reader} can't batch them; use longest"),
     ):
         if is_wrong:

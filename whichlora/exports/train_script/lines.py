@@ -255,7 +255,7 @@ def adapter_lines(run: RunConfig, target_modules: Sequence[str] | str) -> list[s
     if trainer.makes_adapters:
         kind = "CAUSAL_LM" if task is None else task.peft_task
         made = call(method.peft_class.rpartition(".")[2], **settings, task_type=kind)
-        return [f"peft_config = {made}"]
+        return [*frozen, f"peft_config = {made}"]
     if task is not None:  # which has PEFT train the head, too
         settings["task_type"] = task.peft_task
     elif method.added_tokens:  # whose forward differs from task to task
