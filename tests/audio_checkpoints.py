@@ -1,12 +1,16 @@
-"""A small checkpoint of Whisper, of random weights, with a real processor."""
+"""Small checkpoints of Whisper and Qwen2-Audio, of random weights, with real processors."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from oracle_tokenizer import byte_tokenizer
 from tokenizers import pre_tokenizers
 from transformers import (
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2AudioProcessor,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -54,4 +58,35 @@ def write_checkpoint(folder: Path) -> Path:
     model.save_pretrained(folder)
     extractor = WhisperFeatureExtractor(chunk_length=WINDOW_S)
     WhisperProcessor(extractor, tokenizer).save_pretrained(folder)
+    return folder
+
+
+def write_listener(folder: Path) -> Path:
+    """A checkpoint of Qwen2-Audio in `folder`, with the chat template of its class."""
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    special = ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tower = {
+        "d_model": 64,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "num_mel_bins": 80,
+        "max_source_positions": 50 * WINDOW_S,
+    }
+    text = {
+        "model_type": "qwen2",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 384,
+    }
+    place = tokenizer.convert_tokens_to_ids("<|AUDIO|>")
+    config = Qwen2AudioConfig(audio_config=tower, text_config=text, audio_token_index=place)
+    Qwen2AudioForConditionalGeneration(config).save_pretrained(folder)
+    extractor = WhisperFeatureExtractor(chunk_length=WINDOW_S)
+    Qwen2AudioProcessor(extractor, tokenizer).save_pretrained(folder)
     return folder

@@ -78,7 +78,7 @@ def read(checkpoint: Path, **settings: Any) -> tuple[Any, Any, list[dict[str, An
 
 def test_transcripts_are_learned_behind_what_the_model_puts_there(checkpoint: Path) -> None:
     script, processor, rows = read(checkpoint)
-    batch = script.AudioBatches(processor)(rows)
+    batch = script.TranscriptBatches(processor)(rows)
     assert batch["input_features"].shape == (len(TEXTS), 80, 100 * WINDOW_S)
     model = script.AutoModelForSpeechSeq2Seq.from_pretrained(checkpoint)
     for labels, text in zip(batch["labels"], TEXTS, strict=True):

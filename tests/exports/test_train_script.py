@@ -13,7 +13,7 @@ from whichlora.errors import ConfigError
 from whichlora.exports.launch import launch_files, launch_line, slurm_lines
 from whichlora.exports.train_script import train_command, train_script
 from whichlora.methods import list_methods
-from whichlora.spec.data_format import IMAGE_ROWS, DataFormat
+from whichlora.spec.data_format import AUDIO_ROWS, IMAGE_ROWS, DataFormat
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import Keeping, TrainOn
 from whichlora.spec.run import Optimizer, Precision, Quant, RunConfig
@@ -351,6 +351,8 @@ def test_a_model_that_sees_is_loaded_by_the_class_that_knows_it(
     ("settings", "fault"),
     [
         ({"images": 1}, "images are predicted, and no row names one"),
+        ({"audios": 1}, "audios are predicted, and no row names one"),
+        ({"data_format": AUDIO_ROWS, "trainer": "sft"}, "trainer sft does not read them"),
         ({"data_format": IMAGE_ROWS, "weights": "random"}, "random has no processor for them"),
         ({"data_format": IMAGE_ROWS, "trainer": "dpo"}, "trainer dpo does not read them"),
         ({"data_format": IMAGE_ROWS, "batching": "packed"}, "collator packed can't batch them"),

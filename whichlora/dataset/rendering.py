@@ -17,7 +17,7 @@ from whichlora.dataset.columns import (
 )
 from whichlora.dataset.images import PLACE, has_images, in_parts, is_image, paths_of
 from whichlora.errors import ConfigError
-from whichlora.spec.data_format import AUDIO, IMAGE_KINDS, LABELLED_KINDS, PARTS, Rows
+from whichlora.spec.data_format import AUDIO, LABELLED_KINDS, MEDIA_KINDS, PARTS, Rows
 from whichlora.spec.plan import DatasetConfig
 
 Message = dict[str, Any]
@@ -77,16 +77,16 @@ def _with_images(
     column = config.images_column
     if column is not None:
         _cell(row, column)
-        if columns.kind not in IMAGE_KINDS or rows != "texts":
+        if columns.kind not in MEDIA_KINDS or rows != "texts":
             raise ConfigError(
                 f"dataset.images_column: {column!r} goes with messages, or a prompt and its "
                 f"completion, got {columns.kind}; name their columns, too"
             )
-    elif columns.kind in IMAGE_KINDS and rows == "texts" and not is_named:
+    elif columns.kind in MEDIA_KINDS and rows == "texts" and not is_named:
         column = image_column(row)
     unused = tuple(name for name in columns.unused if name != column)
     seen = replace(columns, images=column, unused=unused, chat=True)
-    if columns.kind not in IMAGE_KINDS or rows != "texts" or not has_images(row, seen):
+    if columns.kind not in MEDIA_KINDS or rows != "texts" or not has_images(row, seen):
         return None
     return seen
 

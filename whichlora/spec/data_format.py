@@ -66,8 +66,13 @@ AUDIO = "audio"
 
 Source: datasets 5.2 `Audio`.
 """
+AUDIOS = "audios"
+"""Column of a row's clips, in the order of their places in its messages.
+
+Source: LLaMA-Factory 0.9.5, `data/README.md`, multimodal audio datasets.
+"""
 ARRAY, RATE = "array", "sampling_rate"
-IMAGE_KINDS: tuple[DataKind, ...] = ("messages", "prompt-completion")
+MEDIA_KINDS: tuple[DataKind, ...] = ("messages", "prompt-completion")
 _NEGATIVE = re.compile(r"negative(_(?P<number>\d+))?")
 
 PARTS = frozenset(
@@ -117,14 +122,17 @@ class DataFormat:
         conversational: the columns hold messages of role and content, which the tokenizer's
             chat template renders where the model is trained.
         images: rows have a column of images, and messages are made of parts.
+        audios: the same of clips of sound.
 
     Raises:
-        ConfigError: text as messages, messages as text, or images of other rows than messages.
+        ConfigError: text as messages, messages as text, or images or clips of other rows than
+            messages.
     """
 
     kind: DataKind = "text"
     conversational: bool = False
     images: bool = False
+    audios: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in COLUMNS:
@@ -137,22 +145,29 @@ class DataFormat:
                 f"data format: {self.kind} can't have conversational {self.conversational!r}; "
                 f"accepted is {fixed.get(self.kind, 'true or false')}"
             )
-        if self.images and not (self.conversational and self.kind in IMAGE_KINDS):
+        if self.media and not (self.conversational and self.kind in MEDIA_KINDS):
             raise ConfigError(
-                f"data format: {self.kind} can't have images; accepted are messages, or prompt and "
-                "completion as messages"
+                f"data format: {self.kind} can't have {self.media}; accepted are messages, or "
+                "prompt and completion as messages"
             )
+        if self.images and self.audios:
+            raise ConfigError("data format: rows have images and audios; give one of them")
+
+    @property
+    def media(self) -> str:
+        """The column of images or clips beside messages; "" without one."""
+        return IMAGES if self.images else AUDIOS if self.audios else ""
 
     @property
     def has_processor(self) -> bool:
         """Whether a processor of the model reads its rows, not a tokenizer alone."""
-        return self.images or self.kind == "transcripts"
+        return bool(self.media) or self.kind == "transcripts"
 
     def describe(self) -> str:
         """In words, for a message."""
         columns = ", ".join(COLUMNS[self.kind])
         words = f"{columns} as {'messages' if self.conversational else 'text'}"
-        return f"{words} with images" if self.images else words
+        return f"{words} with {self.media}" if self.media else words
 
     def require(self, rows: Rows) -> None:
         """Refuse a format that a trainer on `rows` can't take.
@@ -180,8 +195,8 @@ class DataFormat:
         for kind, columns in COLUMNS.items():
             optional = {"prompt"} if kind == "preference" else set()
             further = set(row) - set(columns)
-            if kind in IMAGE_KINDS:
-                further -= {IMAGES}
+            if kind in MEDIA_KINDS:
+                further -= {IMAGES, AUDIOS}
             if kind == "prompts":  # columns of others go to the rewards
                 further &= PARTS
             if kind == "anchors":
@@ -194,11 +209,11 @@ class DataFormat:
                     raise ConfigError(f"label must be true or false, got {row['label']!r}")
                 texts = [column for column in columns if column in row and column != "label"]
                 types = {type(row[column]) for column in texts}
-                images = kind in IMAGE_KINDS and IMAGES in row
+                media = {name: True for name in (IMAGES, AUDIOS) if name in row}
                 if types == {str}:
-                    return cls(kind=kind, images=images)
+                    return cls(kind=kind, **media)
                 if types == {list}:
-                    return cls(kind=kind, conversational=True, images=images)
+                    return cls(kind=kind, conversational=True, **media)
                 raise ConfigError(
                     f"a row of {', '.join(row)} must hold text in each, or a list of messages in "
                     f"each, got {', '.join(sorted(kind.__name__ for kind in types))}"
@@ -293,6 +308,7 @@ CHAT_ROWS = DataFormat(kind="messages", conversational=True)
 TEXT_PREFERENCES = DataFormat(kind="preference")
 CHAT_PREFERENCES = DataFormat(kind="preference", conversational=True)
 IMAGE_ROWS = DataFormat(kind="messages", conversational=True, images=True)
+AUDIO_ROWS = DataFormat(kind="messages", conversational=True, audios=True)
 TEXT_LABELLED = DataFormat(kind="labelled")
 TRANSCRIPTS = DataFormat(kind="transcripts")
 CHAT_LABELLED = DataFormat(kind="labelled", conversational=True)

@@ -13,7 +13,7 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.exports import DATA_FILE, FORMATS, Export, Recipe
 from whichlora.exports.simpler import simpler_row
 from whichlora.predict.resolve import resolve
-from whichlora.spec.data_format import IMAGE_ROWS, KINDS, TRANSCRIPTS, DataFormat
+from whichlora.spec.data_format import AUDIO_ROWS, IMAGE_ROWS, KINDS, TRANSCRIPTS, DataFormat
 from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
@@ -107,6 +107,8 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
     data_format = DataFormat(kind=KINDS[rows_of(resolved.run)][0])
     if run.images:
         data_format = IMAGE_ROWS
+    elif resolved.run.audios:
+        data_format = AUDIO_ROWS
     elif model.tower is not None and model.tower.transcribes:
         data_format = TRANSCRIPTS
     rows = {"data_format": data_format}

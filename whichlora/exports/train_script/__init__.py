@@ -211,12 +211,17 @@ def train_script(
     return _assembled(run, constants, functions, main, tail)
 
 
+_BATCHES = {
+    "images": "ImageBatches(processor)",
+    "audios": "AudioBatches(processor)",
+    "": "TranscriptBatches(processor)",
+}
+
+
 def _collator(reader: Collator, data: DataFormat, *, masked_lm: bool) -> str:
     """What makes batches of the rows."""
-    if data.images:
-        return "ImageBatches(processor)"
-    if data == TRANSCRIPTS:
-        return "AudioBatches(processor)"
+    if data.has_processor:
+        return _BATCHES[data.media]
     fixed = {"pad_to_multiple_of": Code("SEQ_LEN")} if reader == "fixed" else {}
     pads = "DataCollatorForLanguageModeling" if masked_lm else "DataCollatorForSeq2Seq"
     return call(COLLATORS.get(data.kind, pads), Code("tokenizer"), **fixed)
@@ -258,7 +263,7 @@ def _reader_lines(
 ) -> list[str]:
     """The lines that load what makes tokens of rows."""
     if data.has_processor:
-        return processor_lines(tokenizer, hub, images=data.images)
+        return processor_lines(tokenizer, hub, media=data.media)
     return tokenizer_lines(tokenizer, takes_bytes, hub)
 
 
@@ -526,19 +531,15 @@ def _check_media(
     Raises:
         ConfigError: there are images without rows that name them, or settings that exclude them.
     """
-    if run.images and not data_format.images:
-        raise ConfigError(
-            "train.py: images are predicted, and no row names one; give rows with a column "
-            "images, or leave images out"
-        )
-    if run.audios:
-        raise ConfigError(
-            f"train.py: audios beside the texts of {run.model} are predicted, and the job reads "
-            "none; write the job by hand, or give a model such as openai/whisper-small"
-        )
+    for setting in ("images", "audios"):
+        if getattr(run, setting) and data_format.media != setting and data_format != TRANSCRIPTS:
+            raise ConfigError(
+                f"train.py: {setting} are predicted, and no row names one; give rows with a column "
+                f"{setting}, or leave {setting} out"
+            )
     if not data_format.has_processor:
         return
-    media, trainer = "images" if data_format.images else "audio", get_trainer(run.trainer)
+    media, trainer = data_format.media or "audio", get_trainer(run.trainer)
     reads = runs_in_trainer(run) or (data_format.images and trainer.takes_images)
     for is_wrong, fault in (
         (weights == "random", "weights: random has no processor for them; set weights: pretrained"),

@@ -1,13 +1,13 @@
-"""The functions of `train.py` that read rows with clips of sound and their transcripts."""
+"""The functions of `train.py` that read rows with clips of sound."""
 
 from __future__ import annotations
 
-AUDIO_PROCESSOR_LINES = """\
+TRANSCRIPT_PROCESSOR_LINES = """\
 processor = AutoProcessor.from_pretrained({source}{hub})
 if LANGUAGE:  # such as "french"; else the transcripts begin as the tokenizer has it
     processor.tokenizer.set_prefix_tokens(language=LANGUAGE, task="transcribe")
 """
-AUDIO_ROWS = '''\
+READ_CLIPS = '''\
 def read_file(path):
     """Samples of a file from -1 to 1, [time, channels], and how many there are in a second."""
     try:
@@ -18,7 +18,7 @@ def read_file(path):
         try:
             import soundfile
         except ImportError:
-            raise ValueError(f"{{path}}: {{error}}; pip install soundfile to read it") from None
+            raise ValueError(f"{path}: {error}; pip install soundfile to read it") from None
         return soundfile.read(path, dtype="float32", always_2d=True)
     if width == 1:  # from 0 to 255
         return data.reshape(-1, channels).astype(np.float32) / 128 - 1, rate
@@ -56,6 +56,8 @@ def clip_seconds(clip):
         return len(samples) / rate
 
 
+'''
+TRANSCRIPT_ROWS = '''\
 def read_rows(path, processor):
     """The rows of a JSONL file: clips and labels; clips are read batch by batch."""
     rows, too_long, tokenizer = [], 0, processor.tokenizer
@@ -82,7 +84,7 @@ def read_rows(path, processor):
     return rows
 
 
-class AudioBatches:
+class TranscriptBatches:
     """Reads the clips of a batch, of which the processor makes mel frames; pads the labels."""
 
     def __init__(self, processor):
@@ -95,6 +97,53 @@ class AudioBatches:
         longest = max(len(row["labels"]) for row in rows)
         padded = [row["labels"] + [-100] * (longest - len(row["labels"])) for row in rows]
         return {{"input_features": batch["input_features"]{cast}, "labels": torch.tensor(padded)}}
+
+
+'''
+AUDIO_ROWS = '''\
+def audio_tokens(processor, audio):
+    """Tokens that the processor writes for a clip; more than SEQ_LEN where it would cut it."""
+    extract, seconds = processor.feature_extractor, clip_seconds(audio)
+    if seconds > extract.chunk_length:
+        return SEQ_LEN + 1
+    samples = round(seconds * extract.sampling_rate)
+    return tokens_of_frames(processor, -(-samples // extract.hop_length))
+
+
+@lru_cache(maxsize=None)
+def tokens_of_frames(processor, frames):
+    """Tokens for so many mel frames, tried with silence."""
+    extract = processor.feature_extractor
+    silence = np.zeros(frames * extract.hop_length, dtype=np.float32)
+    options = {"sampling_rate": extract.sampling_rate}
+    made = processor(text=[processor.audio_token], audio=[silence], audio_kwargs=options)
+    return len(made["input_ids"][0])
+
+
+'''
+AUDIO_BATCHES = '''\
+class AudioBatches:
+    """Reads the clips of a batch; the processor makes token ids and mel frames."""
+
+    def __init__(self, processor):
+        self.processor = processor
+
+    def __call__(self, rows):
+        rate = self.processor.feature_extractor.sampling_rate
+        clips = [read_clip(audio, rate) for row in rows for audio in row["audios"]]
+        batch = self.processor(
+            text=[row["text"] for row in rows],
+            audio=clips or None,
+            text_kwargs={
+                "add_special_tokens": False,
+                "padding": True,
+                "truncation": True,  # of rows without clips
+                "max_length": SEQ_LEN,
+            },
+            audio_kwargs={"sampling_rate": rate},
+            return_tensors="pt",
+        )
+        return with_labels(batch, rows)
 
 
 '''

@@ -7,12 +7,9 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.exports.python_source import Code, call, literal
-from whichlora.exports.train_script.audio_rows import AUDIO_PROCESSOR_LINES
-from whichlora.exports.train_script.image_rows import (
-    FREEZING_LINES,
-    FROZEN_TOWER_LINES,
-    IMAGE_PROCESSOR_LINES,
-)
+from whichlora.exports.train_script.audio_rows import TRANSCRIPT_PROCESSOR_LINES
+from whichlora.exports.train_script.image_rows import FREEZING_LINES, FROZEN_TOWER_LINES
+from whichlora.exports.train_script.media_rows import MEDIA_PROCESSOR_LINES
 from whichlora.memory.optimizer import library_of
 from whichlora.methods import get_method, weight_dtype
 from whichlora.predict.resolve import layout_of
@@ -96,12 +93,16 @@ def tokenizer_lines(tokenizer: str | None, takes_bytes: bool, hub: Mapping[str, 
     ]
 
 
-def processor_lines(tokenizer: str | None, hub: Mapping[str, Any], *, images: bool) -> list[str]:
-    """The lines that load what makes tokens and pixels of a text and its images, or of sound."""
+def processor_lines(tokenizer: str | None, hub: Mapping[str, Any], *, media: str) -> list[str]:
+    """The lines that load what makes tokens of a text, and what the model reads of its `media`.
+
+    Args:
+        media: images or audios beside messages; "": a clip whose transcript is the text.
+    """
     settings = "".join(f", {name}={literal(value)}" for name, value in hub.items())
     source = "MODEL" if tokenizer is None else "TOKENIZER"
-    lines = IMAGE_PROCESSOR_LINES if images else AUDIO_PROCESSOR_LINES
-    return lines.format(source=source, hub=settings).splitlines()
+    lines = MEDIA_PROCESSOR_LINES if media else TRANSCRIPT_PROCESSOR_LINES
+    return lines.format(source=source, hub=settings, media=media).splitlines()
 
 
 def attention_lines(run: RunConfig) -> list[str]:

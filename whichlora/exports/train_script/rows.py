@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from whichlora.exports.python_source import literal
-from whichlora.exports.train_script.audio_rows import AUDIO_ROWS
-from whichlora.exports.train_script.image_rows import IMAGE_ROWS, LIMIT
+from whichlora.exports.train_script.audio_rows import (
+    AUDIO_BATCHES,
+    AUDIO_ROWS,
+    READ_CLIPS,
+    TRANSCRIPT_ROWS,
+)
+from whichlora.exports.train_script.image_rows import IMAGE_BATCHES, IMAGE_ROWS, LIMIT
 from whichlora.exports.train_script.label_rows import label_row_functions
+from whichlora.exports.train_script.media_rows import MEDIA_ROWS
 from whichlora.methods import input_dtype
 from whichlora.spec.data_format import COLUMNS, LABELLED_KINDS, TRANSCRIPTS, DataFormat
 from whichlora.spec.plan import Collator, TrainOn
@@ -282,26 +290,52 @@ def row_functions(
     if data == TRANSCRIPTS:
         dtype = input_dtype(run)
         cast = "" if dtype == "float32" else f".to(torch.{dtype})"
-        return AUDIO_ROWS.format(cast=cast)
+        return READ_CLIPS + TRANSCRIPT_ROWS.format(cast=cast)
     if get_trainer(run.trainer).rows != "texts":
         return _answers(data, run)
     encode = _masked(data, reader) if masked_lm else _causal(data, train_on)
-    if data.images:
-        columns = ", ".join(COLUMNS[data.kind])
-        size, load = "image.size[::-1] if is_turned else image.size", "load_image(image)"
-        limit = ""
-        if run.image_max_pixels is not None:
-            limit, size = LIMIT, f"limited({size})"
-            load = "load_image(image).resize(image_size(image))"
-        return f"{encode}{limit}" + IMAGE_ROWS.format(
-            columns=columns, messages=_whole(data), size=size, load=load
-        )
+    if data.media:
+        return encode + _with_media(data, run)
     read = _READ.format(
         summary=_SUMMARIES[reader],
         batching=_BATCHING[reader],
         columns=", ".join(COLUMNS[data.kind]),
     )
     return encode + read + (_MASKED_ROWS if masked_lm else _CAUSAL_ROWS)
+
+
+_MEDIA: Mapping[str, Mapping[str, str]] = {
+    "images": {
+        "media": "images",
+        "medium": "image",
+        "one": "an image",
+        "found": "str(HERE / image)",
+        "tokens": "image_tokens(processor, image_size(image))",
+        "why": "with their images they exceed SEQ_LEN",
+    },
+    "audios": {
+        "media": "audios",
+        "medium": "audio",
+        "one": "a clip",
+        "found": "audio",
+        "tokens": "audio_tokens(processor, audio)",
+        "why": "with their clips they exceed SEQ_LEN, or a clip is longer than the model reads",
+    },
+}
+
+
+def _with_media(data: DataFormat, run: RunConfig) -> str:
+    """The functions that read images or clips, rows and batches."""
+    rows = MEDIA_ROWS.format(
+        **_MEDIA[data.media], columns=", ".join(COLUMNS[data.kind]), messages=_whole(data)
+    )
+    if data.audios:
+        return READ_CLIPS + AUDIO_ROWS + rows + AUDIO_BATCHES
+    limit, size, load = "", "image.size[::-1] if is_turned else image.size", "load_image(image)"
+    if run.image_max_pixels is not None:
+        limit, size = LIMIT, f"limited({size})"
+        load = "load_image(image).resize(image_size(image))"
+    return limit + IMAGE_ROWS.format(size=size) + rows + IMAGE_BATCHES.format(load=load)
 
 
 def _causal(data: DataFormat, train_on: TrainOn) -> str:
