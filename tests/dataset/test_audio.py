@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 from clips import write_clip
 
 from whichlora.dataset import count_tokens, data_format, first_format, open_dataset
-from whichlora.dataset.audio import clip_of, file_seconds, found_in, seconds_of
+from whichlora.dataset.audio import PlayedClips, clip_of, file_seconds, found_in, seconds_of
+from whichlora.dataset.images import heaviest, image_tokens, sizes_of
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.spec.data_format import TEXT_ROWS, TRANSCRIPTS
+from whichlora.families.towers.qwen2_audio import PooledClipGrid
+from whichlora.spec.data_format import AUDIO_ROWS, TEXT_ROWS, TRANSCRIPTS
 from whichlora.spec.plan import DatasetConfig
+from whichlora.spec.run import RunConfig
 
 IN_ROW = {"path": None, "array": [0.0] * 8_000, "sampling_rate": 16_000}
 
@@ -110,6 +114,113 @@ def test_other_files_are_read_by_soundfile(folder: Path, monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"can't be read as sound \(unknown format\)"):
         found_in(folder, {"audio": "c.flac", "text": ""})
     assert clip_of({"path": "b.flac"}) == "b.flac"
+
+
+USER, ANSWER = {"role": "user"}, {"role": "assistant", "content": "So."}
+CLIP, TEXT = {"type": "audio"}, {"type": "text", "text": "Why?"}
+BESIDE: list[tuple[dict[str, Any], list[dict[str, str]]]] = [
+    ({"question": "Why?", "answer": "So.", "audio": "a.wav"}, [CLIP, TEXT]),
+    ({"question": "Why?<audio>", "answer": "So.", "audios": ["a.wav"]}, [TEXT, CLIP]),
+    ({"messages": [USER | {"content": [TEXT, CLIP]}, ANSWER], "audios": ["a.wav"]}, [TEXT, CLIP]),
+    (
+        {"messages": [USER | {"content": [CLIP | {"audio_url": "a.wav"}, TEXT]}, ANSWER]},
+        [CLIP, TEXT],
+    ),
+    (
+        {
+            "conversations": [{"from": "human", "value": "<audio>Why?"}, ANSWER],
+            "wav": {"path": "a.wav", "bytes": None},
+        },
+        [CLIP, TEXT],
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "user"), BESIDE)
+def test_clips_beside_messages_are_read_from_a_column_or_from_parts(
+    data: Callable[..., DatasetConfig], folder: Path, row: dict[str, Any], user: Any
+) -> None:
+    dataset = open_dataset(data(row))
+    (example,) = dataset.splits()["train"]
+    assert example["audios"] == [str(folder / "a.wav")]
+    messages = example.get("messages", example.get("prompt"))
+    assert messages[0] == {"role": "user", "content": user}
+    assert data_format(dataset).media == "audios"
+    assert sizes_of(example) == ((20_000, 0),)
+    assert seconds_of(example) == 1.25
+
+
+def test_clips_of_named_columns_stand_beside_messages(data: Callable[..., DatasetConfig]) -> None:
+    row = {"Q": "Why?", "A": "So.", "clip": [IN_ROW, "a.wav"], "text": "not this"}
+    names = {"prompt_column": "Q", "completion_column": "A", "audio_column": "clip"}
+    dataset = open_dataset(data(row, **names))
+    (example,) = dataset.splits()["train"]
+    assert example["prompt"] == [USER | {"content": [CLIP, CLIP, TEXT]}]
+    assert sizes_of(example) == ((8_000, 0), (20_000, 0))
+    assert data_format(dataset) == replace(AUDIO_ROWS, kind="prompt-completion")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"question": "<audio><audio>", "answer": "So.", "audio": "a.wav"},
+            "has 1 audios, and its messages have 2 places for them",
+        ),
+        ({"question": "Q", "answer": "So.", "audio": "b.wav"}, "audio .*b.wav: is missing"),
+        ({"question": "Q", "answer": "So.", "audio": 3}, ""),
+        (
+            {
+                "messages": [USER | {"content": [CLIP, {"type": "image"}]}, ANSWER],
+                "audios": ["a.wav"],
+                "images": ["a.png"],
+            },
+            "has audios beside images",
+        ),
+    ],
+)
+def test_a_fault_of_a_clip_beside_messages_is_told(
+    data: Callable[..., DatasetConfig], row: dict[str, Any], message: str
+) -> None:
+    if not message:  # no clip: a column that is left out
+        assert data_format(open_dataset(data(row))).media == ""
+        return
+    with pytest.raises(DataFileError, match=message):
+        open_dataset(data(row))
+
+
+def test_a_run_states_the_most_clips_and_the_longest() -> None:
+    grid = PooledClipGrid(positions=1500, mel_bins=128)
+    rows = (((16_000, 0),), ((16_000, 0), (32_000, 0)), ((8_000, 0), (16_000, 0)))
+    most = heaviest(rows, grid)
+    assert most is not None
+    run = most.shown(RunConfig(model="m"))
+    assert (run.audios, run.audio_seconds, run.images) == (2, 2.0, 0)
+    assert most.room(grid) == 2 * (50 + 2 + 1) + 2
+    assert image_tokens({"audios": [IN_ROW]}, grid) == 12 + 2
+    assert image_tokens({"audios": [IN_ROW]}, grid, rendered=True) == 12 - 1
+
+
+def test_a_transcript_answers_its_clip_where_a_model_reads_clips_beside_messages(
+    data: Callable[..., DatasetConfig], folder: Path
+) -> None:
+    dataset = PlayedClips(open_dataset(data({"audio": "a.wav", "text": "So."})))
+    (row,) = dataset.splits()["train"]
+    assert dataset.to_example(row) == {
+        "prompt": [USER | {"content": [CLIP]}],
+        "completion": [{"role": "assistant", "content": [{"type": "text", "text": "So."}]}],
+        "audios": [str(folder / "a.wav")],
+    }
+    assert data_format(dataset) == replace(AUDIO_ROWS, kind="prompt-completion")
+    assert dataset.describe() == "audio -> text as text"
+    settings = {"tokenizer": None, "offline": True, "max_length": 99}
+    grid = PooledClipGrid(positions=1500, mel_bins=128)
+    counted = count_tokens(dataset, grid=grid, window_s=30.0, **settings)
+    assert counted.image_sizes["train"] == (((20_000, 0),),)
+    with pytest.raises(ConfigError, match="no row has room within 99 tokens for its audios"):
+        count_tokens(dataset, grid=grid, window_s=1.0, **settings)
+    with pytest.raises(ConfigError, match="rows have audios, and those of this model are not pred"):
+        count_tokens(dataset, **settings)
 
 
 def test_rows_that_are_too_long_are_left_out(data: Callable[..., DatasetConfig]) -> None:

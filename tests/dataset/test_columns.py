@@ -344,7 +344,7 @@ def test_a_suggestion_names_every_text_and_the_answer_last(
             ":2: column 'messages': message 2 must have role and content, or from and value",
         ),
         (
-            [{"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}],
+            [{"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}],
             ":1: column 'messages': message 1 has a part without text, and only text is trained",
         ),
         ([{"text": "a"}, {"text": "\ud83d"}], ":2: holds half of a surrogate pair; remove it"),

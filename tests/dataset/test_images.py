@@ -16,11 +16,11 @@ from whichlora.dataset.images import (
     heaviest,
     image_size,
     image_tokens,
-    in_parts,
     patches,
     sizes_of,
     typical,
 )
+from whichlora.dataset.media import MEDIA
 from whichlora.dataset.rendering import rendering
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.families.towers.clip import CroppedGrid
@@ -160,7 +160,7 @@ FAULTS: dict[str, tuple[list[dict[str, Any]], str]] = {
             {"messages": [said(TEXT), ANSWER]},
             {"messages": [said(PLACE | {"image": "a.png"}), ANSWER]},
         ],
-        ":2: has an image in its messages, and only text is trained on here",
+        ":2: has images in its messages, and only text is trained on here",
     ),
 }
 
@@ -196,7 +196,7 @@ def test_paths_and_parts_of_a_row_without_images_stay_empty() -> None:
     _, words = rendering(DatasetConfig(path="a.jsonl"), row)
     assert "images" in words
     example = {"prompt": [{"role": "user", "content": "p"}], "completion": [ANSWER.copy()]}
-    assert in_parts(example, [])["images"] == []
+    assert MEDIA[0].in_parts(example, [])["images"] == []
 
 
 def test_rows_are_as_long_as_their_texts_and_images(data: Callable[..., DatasetConfig]) -> None:

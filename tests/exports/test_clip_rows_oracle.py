@@ -13,11 +13,13 @@ from clips import tone, write_clip
 from train_runs import run_ranks, run_script
 from written_job import script_of
 
+from whichlora.dataset import count_tokens, open_dataset
 from whichlora.exports.train_script import train_script
 from whichlora.families import build
 from whichlora.profiler.images import image_fields
 from whichlora.spec.data_format import AUDIO_ROWS
 from whichlora.spec.parallel import ParallelConfig
+from whichlora.spec.plan import DatasetConfig
 from whichlora.spec.run import RunConfig
 
 pytestmark = pytest.mark.oracle
@@ -114,6 +116,25 @@ def test_a_clip_has_the_tokens_that_are_predicted(checkpoint: Path) -> None:
             tower.grid(1, round(16_000 * each)).tokens for each in seconds
         )
         assert len(ids) == len(row["labels"])
+
+
+def test_rows_are_counted_as_the_processor_cuts_them(checkpoint: Path) -> None:
+    script, processor, rows = read(checkpoint)
+    tower = build(json.loads((checkpoint / "config.json").read_text()), name="m").tower
+    assert tower is not None
+    data = DatasetConfig(path=str(checkpoint.parent / "train.jsonl"), validation_fraction=0.0)
+    counted = count_tokens(
+        open_dataset(data),
+        tokenizer=str(checkpoint),
+        offline=True,
+        max_length=SEQ_LEN,
+        grid=tower.grid,
+        window_s=float(WINDOW_S),
+    )
+    assert counted.is_counted
+    batches = script.AudioBatches(processor)
+    real = [int(batches([row])["attention_mask"].sum()) for row in rows]
+    assert list(counted.lengths["train"]) == real
 
 
 def test_a_batch_has_what_a_profile_makes_up(checkpoint: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from clips import write_clip
 from plan_runs import Silent
+from small_models import AUDIO_CONFIG
 
 from whichlora.api import estimate
 from whichlora.api import recommend as recommended
@@ -246,6 +247,21 @@ def test_an_estimate_of_clips_leaves_out_what_is_too_long(heard: Path) -> None:
     (run,) = estimate(HEARS, gpu="4090", data=str(heard))
     assert run.training.num_sequences == 40
     assert any("1 rows are left out: they are longer than 30 s" in note for note in run.notes)
+
+
+def test_a_model_that_reads_clips_beside_messages_learns_transcripts_too(heard: Path) -> None:
+    config = heard.with_name("config.json")
+    config.write_text(json.dumps(AUDIO_CONFIG))
+    (run,) = estimate(str(config), gpu="4090", data=str(heard))
+    assert (run.run.audios, run.run.audio_seconds) == (1, 4.0)
+    assert run.training.num_sequences == 40
+    row = {"question": "Who?", "answer": "Nobody.", "audios": ["a.wav", "a.wav"]}
+    heard.write_text(f"{json.dumps(row)}\n" * 20)
+    (run,) = estimate(str(config), gpu="4090", data=str(heard))
+    assert (run.run.audios, run.run.audio_seconds) == (2, 4.0)
+    assert run.training.num_sequences == 20
+    with pytest.raises(ConfigError, match="audios: the data has its own; leave audios out"):
+        estimate(str(config), gpu="4090", data=str(heard), audios=1)
 
 
 def test_models_that_see_nothing_are_left_out_of_a_plan_with_images(seen: Path) -> None:

@@ -666,9 +666,10 @@ def _check_text_settings(dataset: Data) -> Iterator[Problem]:
     ways = (key for key in _ROW_SETTINGS["texts"] if key not in ("images_column", "audio_column"))
     row_keys = [key for key in ways if key in dataset]
     texts = [key for key in row_keys if key in ("template", "text_column")]
-    if "audio_column" in dataset and row_keys not in ([], ["text_column"]):
-        fault = f"goes with dataset.text_column, not with dataset.{row_keys[0]}"
-        yield Problem(loc=("dataset", "audio_column"), fault=fault, accepted="text_column")
+    if "audio_column" in dataset and "template" in dataset:
+        fault = "goes with a transcript, messages, or a prompt and its completion, not a template"
+        accepted = "text_column, messages_column, or prompt_column and completion_column"
+        yield Problem(loc=("dataset", "audio_column"), fault=fault, accepted=accepted)
     if texts and "images_column" in dataset:
         fault = f"goes with messages, or a prompt and its completion, not with dataset.{texts[0]}"
         accepted = "one of the two"

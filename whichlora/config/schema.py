@@ -256,7 +256,7 @@ class Dataset(_Section):
     images_column: Name | None = None
     """The column that holds the paths of images, beside messages or a question."""
     audio_column: Name | None = None
-    """The column that holds a clip of sound, beside its transcript in `text_column`."""
+    """The column that holds a clip beside its transcript, or clips beside messages."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of the rows kept for validation where the data has no such split."""
     split: Name | None = None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import wave
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from whichlora.dataset.base import Example
+from whichlora.dataset.base import BaseDataset, Example, Row
 from whichlora.errors import ConfigError
-from whichlora.spec.data_format import ARRAY, AUDIO, RATE
+from whichlora.spec.data_format import ARRAY, AUDIO, AUDIOS, RATE
 
 
 def clip_of(value: Any) -> Any:
@@ -37,25 +38,56 @@ def clip_of(value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class PlayedClips(BaseDataset):
+    """Clips with transcripts as chats: a user plays one, and the transcript is the answer."""
+
+    rows: BaseDataset
+
+    def splits(self) -> Mapping[str, Sequence[Row]]:
+        return self.rows.splits()
+
+    def to_example(self, row: Row) -> Example:
+        example = self.rows.to_example(row)
+        said = [{"type": "text", "text": example["text"]}]
+        return {
+            "prompt": [{"role": "user", "content": [{"type": "audio"}]}],
+            "completion": [{"role": "assistant", "content": said}],
+            AUDIOS: [example[AUDIO]],
+        }
+
+    def describe(self) -> str:
+        return self.rows.describe()
+
+
 def found_in(folder: Path, example: Example) -> Example:
-    """`example` with the absolute path of its clip, which starts in `folder`.
+    """`example` with the absolute paths of its clips, which start in `folder`.
 
     Raises:
-        ConfigError: the clip is missing, or can't be read.
+        ConfigError: a clip is missing, or can't be read.
     """
-    clip = example.get(AUDIO)
-    if not isinstance(clip, str):
-        return example
-    path = str((folder / clip).absolute())
-    file_seconds(path)
-    return {**example, AUDIO: path}
+
+    def absolute(clip: Any) -> Any:
+        path = str((folder / clip).absolute()) if isinstance(clip, str) else None
+        if path is None:
+            return clip
+        file_seconds(path)
+        return path
+
+    found = {AUDIO: absolute(example[AUDIO])} if AUDIO in example else {}
+    if AUDIOS in example:
+        found[AUDIOS] = list(map(absolute, example[AUDIOS]))
+    return {**example, **found}
 
 
 def seconds_of(example: Example) -> float:
-    """How long the clip of `example` lasts; 0 where it has none."""
-    clip = example.get(AUDIO)
-    if clip is None:
-        return 0.0
+    """How long the longest clip of `example` lasts; 0 where it has none."""
+    clips = example.get(AUDIOS, ()) if example.get(AUDIO) is None else (example[AUDIO],)
+    return max(map(length_s, clips), default=0.0)
+
+
+def length_s(clip: Any) -> float:
+    """Seconds of a clip, whatever holds it."""
     return file_seconds(clip) if isinstance(clip, str) else len(clip[ARRAY]) / float(clip[RATE])
 
 

@@ -65,7 +65,7 @@ class Columns:
         prompt, rejected, label, system, history: columns, or None.
         contexts: columns that follow the prompt, after a blank line; of an anchor, the negatives.
         images: column of the paths of images, where it is not in the messages.
-        audio: column of the clip whose transcript is learned.
+        audio: column of the clip whose transcript is learned, or of clips beside messages.
         unused: all others.
     """
 
@@ -349,6 +349,14 @@ def audio_column(row: Row) -> str | None:
     by_name = _by_name(row)
     columns = (by_name[name] for name in AUDIO_COLUMNS if name in by_name)
     return next((name for name in columns if isinstance(row[name], str | Mapping)), None)
+
+
+def clips_column(row: Row) -> str | None:
+    """The column of `row` that holds clips beside messages, by its name."""
+    by_name = _by_name(row)
+    columns = (by_name[name] for name in ("audios", *AUDIO_COLUMNS) if name in by_name)
+    kinds = (str, list, Mapping, type(None))
+    return next((name for name in columns if isinstance(row[name], kinds)), None)
 
 
 def transcript_column(row: Row) -> str | None:

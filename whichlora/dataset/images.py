@@ -1,87 +1,28 @@
-"""Rows with images: where they stand in the messages, and how large they are."""
+"""Images of rows, and clips as images are: how large they are, and what they take."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from whichlora.dataset.base import Example, Row
-from whichlora.dataset.columns import Columns, as_list
+from whichlora.dataset.audio import length_s
+from whichlora.dataset.base import Example
 from whichlora.errors import ConfigError
 from whichlora.extras import require
-from whichlora.spec.architecture import ImageGrid
-from whichlora.spec.data_format import IMAGES
+from whichlora.spec.architecture import SAMPLING_RATE, ImageGrid
+from whichlora.spec.data_format import AUDIOS, IMAGES
+from whichlora.spec.run import RunConfig
 
-PLACE = "<image>"
-"""Stands in a text where an image does. Source: LLaVA's and LLaMA-Factory's data sets."""
-
-_PATHS = ("image", "path", "url", "image_url", "base64")  # keys of a part of a message
-_PARTS = ("image", "image_url")  # types of a part
 _TURNED = range(5, 9)  # values of EXIF's orientation that swap the sides
 _ORIENTATION = 0x0112
 _FINE = 1e-3  # of a side
 
 Size = tuple[int, int]  # width and height in pixels
 Grid = Callable[[int, int], ImageGrid]  # of height and width
-
-
-def is_image(part: Mapping[str, Any]) -> bool:
-    """Whether a part of a message is an image, or the place of one."""
-    return part.get("type") in _PARTS
-
-
-def has_images(row: Row, columns: Columns) -> bool:
-    """Whether `row` names images: in a column of its own, or in its messages."""
-    return columns.images is not None or any(True for _ in _parts(row, columns))
-
-
-def paths_of(row: Row, columns: Columns) -> list[str]:
-    """The paths of the images of `row`, in their order.
-
-    Raises:
-        ConfigError: something else than a path.
-    """
-    named = [part for part in map(_path_of, _parts(row, columns)) if part is not None]
-    column = columns.images
-    if column is None or row.get(column) is None:
-        return [_checked(path) for path in named]
-    if named:
-        raise ConfigError(
-            f"has images in the column {column!r} and in its messages; name them in one of both"
-        )
-    held = row[column]
-    listed = as_list(held)
-    return [_checked(path) for path in ([held] if listed is None else listed) if path != ""]
-
-
-def in_parts(example: Example, paths: Sequence[str]) -> Example:
-    """`example` with messages of parts, and its images beside them.
-
-    Images without a place stand before the first text of the user.
-    Source: TRL 1.16 `prepare_multimodal_messages`.
-
-    Raises:
-        ConfigError: another number of places than of images.
-    """
-    columns = [name for name, value in example.items() if isinstance(value, list)]
-    messages = [message for name in columns for message in example[name]]
-    places = sum(message["content"].count(PLACE) for message in messages)
-    first = next((message for message in messages if message["role"] == "user"), None)
-    if not places and first is not None:
-        first["content"] = PLACE * len(paths) + first["content"]
-        places = len(paths)
-    if places != len(paths):
-        raise ConfigError(
-            f"has {len(paths)} images, and its messages have {places} places for them (parts of "
-            f"type image, or {PLACE} in a text); give as many of both"
-        )
-    for message in messages:
-        message["content"] = _split(message["content"])
-    return {**example, IMAGES: list(paths)}
 
 
 def found_in(folder: Path, example: Example) -> Example:
@@ -126,22 +67,28 @@ def image_size(path: str) -> Size:
 
 
 def sizes_of(example: Example) -> tuple[Size, ...]:
-    """Width and height of each image of `example`."""
-    return tuple(map(image_size, example.get(IMAGES, ())))
+    """Width and height of each image of `example`, or samples of each clip, whose height is 0."""
+    clips = (round(length_s(clip) * SAMPLING_RATE) for clip in example.get(AUDIOS, ()))
+    return (*map(image_size, example.get(IMAGES, ())), *((samples, 0) for samples in clips))
 
 
-def image_tokens(example: Example, grid: Grid) -> int:
-    """Tokens of the images of `example`, with the marks that the processor writes around them.
+def image_tokens(example: Example, grid: Grid, *, rendered: bool = False) -> int:
+    """Tokens of the images or clips of `example`, with the marks around them.
+
+    Args:
+        rendered: less what a chat template writes: one for each, and the marks of a clip.
 
     Kind: exact. Source: `ImageGrid`.
     """
-    grids = (grid(height, width) for width, height in sizes_of(example))
-    return sum(each.tokens + each.markers for each in grids)
+    sizes = sizes_of(example)
+    grids = [(grid(height, width), height == 0) for width, height in sizes]
+    whole = sum(each.tokens + each.markers * (not (clip and rendered)) for each, clip in grids)
+    return whole - rendered * len(sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class RowImages:
-    """The images of one row as a run states them: as many, all of one size."""
+    """The images or clips of one row as a run states them: as many, all of one size."""
 
     images: int
     image_size: Size
@@ -154,7 +101,7 @@ class RowImages:
         patches of each.
         """
         number, most = len(sizes), patches(sizes, grid)
-        width, height = max(sizes, key=lambda size: patches((size,), grid))
+        width, height = max(sizes, key=lambda size: _weight((size,), grid))
         low, high = 0.0, 1.0
         if number * patches(((width, height),), grid) <= most:
             low = high
@@ -164,9 +111,28 @@ class RowImages:
             low, high = (middle, high) if fits else (low, middle)
         return cls(number, _scaled(width, height, low))
 
+    def shown(self, run: RunConfig) -> RunConfig:
+        """`run` whose rows have them."""
+        samples, height = self.image_size
+        if height:
+            return replace(run, images=self.images, image_size=self.image_size)
+        return replace(run, audios=self.images, audio_seconds=samples / SAMPLING_RATE)
+
+    def room(self, grid: Grid) -> int:
+        """Tokens of a row that has them and a text around each, at least."""
+        width, height = self.image_size
+        each = grid(height, width)
+        return self.images * (each.tokens + each.markers + 1) + 2
+
 
 def _scaled(width: int, height: int, factor: float) -> Size:
-    return max(1, round(width * factor)), max(1, round(height * factor))
+    return max(1, round(width * factor)), max(min(1, height), round(height * factor))
+
+
+def _weight(sizes: Sequence[Size], grid: Grid) -> tuple[int, int]:
+    """Patches of images, then their tokens: clips have as many patches, however short."""
+    tokens = sum(grid(height, width).tokens for width, height in sizes)
+    return patches(sizes, grid), tokens
 
 
 def patches(sizes: Sequence[Size], grid: Grid) -> int:
@@ -180,7 +146,7 @@ def heaviest(rows: Sequence[Sequence[Size]], grid: Grid) -> RowImages | None:
 
     Kind: upper bound of a batch, whose other rows may have fewer.
     """
-    most = max(rows, key=lambda sizes: patches(sizes, grid), default=())
+    most = max(rows, key=lambda sizes: _weight(sizes, grid), default=())
     return RowImages.of(most, grid) if most else None
 
 
@@ -197,24 +163,7 @@ def typical(rows: Sequence[Sequence[Size]], grid: Grid) -> RowImages | None:
     return RowImages.of(rows[nearest], grid) if rows[nearest] else None
 
 
-def _parts(row: Row, columns: Columns) -> Iterator[Mapping[str, Any]]:
-    """The images among the parts of the messages of `row`, in their order."""
-    for column in (columns.prompt, columns.trained):
-        messages = as_list(row.get(column)) if column is not None else None
-        for message in messages or ():
-            content = message.get("content") if isinstance(message, Mapping) else None
-            for part in content if isinstance(content, list) else ():
-                if isinstance(part, Mapping) and is_image(part):
-                    yield part
-
-
-def _path_of(part: Mapping[str, Any]) -> Any:
-    """What a part says of its image; None where a column says it."""
-    value = next((part[key] for key in _PATHS if part.get(key) is not None), None)
-    return value.get("url") if isinstance(value, Mapping) and "url" in value else value
-
-
-def _checked(value: Any) -> str:
+def image_of(value: Any) -> str:
     """The path that `value` is, or holds as `datasets` writes it.
 
     Raises:
@@ -229,12 +178,3 @@ def _checked(value: Any) -> str:
             f"an image must be a file, got {path[:60]!r}; download it and give its path"
         )
     return path
-
-
-def _split(text: str) -> list[dict[str, str]]:
-    """`text` as parts, with an image at each place."""
-    parts: list[dict[str, str]] = []
-    for number, piece in enumerate(text.split(PLACE)):
-        parts += [{"type": "image"}] * bool(number)
-        parts += [{"type": "text", "text": piece}] * bool(piece)
-    return parts

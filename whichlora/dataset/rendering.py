@@ -8,14 +8,8 @@ from typing import Any
 
 from whichlora.dataset.audio import clip_of
 from whichlora.dataset.base import Example, Row
-from whichlora.dataset.columns import (
-    Columns,
-    as_list,
-    image_column,
-    recognised,
-    transcript_column,
-)
-from whichlora.dataset.images import PLACE, has_images, in_parts, is_image, paths_of
+from whichlora.dataset.columns import Columns, as_list, recognised, transcript_column
+from whichlora.dataset.media import MEDIA, Medium
 from whichlora.errors import ConfigError
 from whichlora.spec.data_format import AUDIO, LABELLED_KINDS, MEDIA_KINDS, PARTS, Rows
 from whichlora.spec.plan import DatasetConfig
@@ -53,55 +47,78 @@ def rendering(
         ), f"template of {', '.join(names)}"
     named = _named(config, row, rows)
     columns = named or recognised(row, rows)
-    with_images = _with_images(config, row, columns, is_named=named is not None, rows=rows)
-    columns = with_images or columns
+    seen = _with_media(config, row, columns, is_named=named is not None, rows=rows)
+    if seen is not None:
+        medium, columns = seen
     words = columns.describe()
     if columns.kind == "preference" and rows == "texts":
         words += "; rejected answers are kept, and not trained on by this supervised job"
     render = _pair if rows == "pairs" else _example
-    if with_images is not None:
-        return (lambda row: in_parts(_example(row, columns), paths_of(row, columns))), words
-    return (lambda row: render(_without_images(row, columns), columns)), words
+    if seen is not None:
+        return (
+            lambda row: medium.in_parts(
+                _example(_with_one(row, columns, medium), columns), medium.of(row, columns)
+            )
+        ), words
+    return (lambda row: render(_without_media(row, columns), columns)), words
 
 
-def _with_images(
+def _with_media(
     config: DatasetConfig, row: Row, columns: Columns, *, is_named: bool, rows: Rows
-) -> Columns | None:
-    """`columns` where their rows have images; None where they have none.
+) -> tuple[Medium, Columns] | None:
+    """What stands beside the messages of the rows, and `columns` with its own; None without any.
 
-    Columns that a config names are alone, unless it names that of the images, too.
+    Columns that a config names are alone, unless it names that of the images or clips, too.
 
     Raises:
-        ConfigError: the config names a column of images that is missing, or beside plain texts.
+        ConfigError: the config names a column of them that is missing, or beside plain texts.
     """
-    column = config.images_column
-    if column is not None:
-        _cell(row, column)
-        if columns.kind not in MEDIA_KINDS or rows != "texts":
-            raise ConfigError(
-                f"dataset.images_column: {column!r} goes with messages, or a prompt and its "
-                f"completion, got {columns.kind}; name their columns, too"
-            )
-    elif columns.kind in MEDIA_KINDS and rows == "texts" and not is_named:
-        column = image_column(row)
-    unused = tuple(name for name in columns.unused if name != column)
-    seen = replace(columns, images=column, unused=unused, chat=True)
-    if columns.kind not in MEDIA_KINDS or rows != "texts" or not has_images(row, seen):
-        return None
-    return seen
+    takes = columns.kind in MEDIA_KINDS and rows == "texts"
+    for medium in MEDIA:
+        column = getattr(config, medium.setting)
+        if column is not None and column != columns.audio:
+            _cell(row, column)
+            if not takes:
+                raise ConfigError(
+                    f"dataset.{medium.setting}: {column!r} goes with messages, or a prompt and its "
+                    f"completion, got {columns.kind}; name their columns, too"
+                )
+        elif takes and not is_named:
+            column = medium.column_of(row)
+        unused = tuple(name for name in columns.unused if name != column)
+        seen = replace(columns, unused=unused, chat=True, **{medium.role: column})
+        if takes and medium.is_in(row, seen):
+            return medium, seen
+    return None
 
 
-def _without_images(row: Row, columns: Columns) -> Row:
-    """`row`, whose messages name no image.
+def _with_one(row: Row, columns: Columns, medium: Medium) -> Row:
+    """`row`, which has no other medium than this one.
+
+    Raises:
+        ConfigError: its messages name another.
+    """
+    others = [each.name for each in MEDIA if each != medium and each.is_in(row, columns)]
+    if others:
+        raise ConfigError(
+            f"has {others[0]} beside {medium.name}, and a model is trained on one of both here; "
+            "remove the row, or its other parts"
+        )
+    return row
+
+
+def _without_media(row: Row, columns: Columns) -> Row:
+    """`row`, whose messages name no image and no clip.
 
     Raises:
         ConfigError: they do.
     """
-    if columns.chat and has_images(row, columns):
-        raise ConfigError(
-            "has an image in its messages, and only text is trained on here; give each row a "
-            "list images, which may be empty, or remove the row"
-        )
+    for medium in MEDIA:
+        if columns.chat and medium.is_in(row, columns):
+            raise ConfigError(
+                f"has {medium.name} in its messages, and only text is trained on here; give each "
+                f"row a list {medium.name}, which may be empty, or remove the row"
+            )
     return row
 
 
@@ -109,7 +126,8 @@ def _named(config: DatasetConfig, row: Row, rows: Rows) -> Columns | None:
     """The columns that the config names."""
     if rows != "texts":
         return _named_parts(config, row, rows)
-    if config.audio_column is not None:
+    chats = config.messages_column is not None or config.completion_column is not None
+    if config.audio_column is not None and not chats:
         text = config.text_column or transcript_column(row)
         if text is None:
             raise ConfigError(
@@ -403,7 +421,7 @@ def _joined(content: Any) -> str:
 
 
 def _part(part: Mapping[str, Any]) -> Any:
-    """The text of one part, or the place of an image; LLaMA-Factory 0.9.5 calls it value."""
-    if is_image(part):
-        return PLACE
-    return part.get("text", part.get("value")) if part.get("type", "text") == "text" else None
+    """The text of one part, or the place of what it is; LLaMA-Factory 0.9.5 calls it value."""
+    kind = part.get("type", "text")
+    place = next((medium.place for medium in MEDIA if kind in medium.types), None)
+    return place or (part.get("text", part.get("value")) if kind == "text" else None)

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from whichlora.dataset.audio import seconds_of
 from whichlora.dataset.base import Example, texts_of, trained
 from whichlora.dataset.encoders import Encode, Messages, Render
 from whichlora.dataset.images import Grid, image_tokens
-from whichlora.spec.data_format import IMAGES
 
 MESSAGE_TOKENS = 5
 """Tokens that a chat template adds to a message: around its role, before and after its content.
@@ -31,7 +31,9 @@ class TextTokens:
         render: the chat template; None where it is not available, and for plain texts.
         conversational: rows hold messages.
         completions_only: rows in which nothing is learned are left out.
-        grid: the rule of the model's processor for images; None where rows have none.
+        grid: the rule of the model's processor for images or clips; None where rows have none.
+        media: what they are called.
+        window_s: seconds that the processor keeps of a clip; a row with a longer one is left out.
     """
 
     max_length: int
@@ -39,13 +41,17 @@ class TextTokens:
     conversational: bool
     completions_only: bool
     grid: Grid | None = None
+    media: str = ""
+    window_s: float = 0.0
     of_row = "sequences"
 
     @property
     def leaves_out(self) -> str:
         """Why rows are left out, with a place for the greatest length."""
         if self.grid is not None:
-            return "within {} tokens there is no room for their images, or nothing is learned"
+            longer = f", a clip is longer than {self.window_s:g} s" if self.window_s else ""
+            room = f"within {{}} tokens there is no room for their {self.media}"
+            return f"{room}{longer}, or nothing is learned"
         return "within {} tokens nothing in them is learned"
 
     @property
@@ -53,8 +59,9 @@ class TextTokens:
         """Why no row is left, with a place for the greatest length."""
         if self.grid is not None:
             return (
-                "no row has room within {} tokens for its images and for text to learn; raise "
-                "sequence_length, or set image_max_pixels"
+                f"no row has room within {{}} tokens for its {self.media} and for text to learn; "
+                "raise sequence_length, or "
+                f"{'split the clips' if self.window_s else 'set image_max_pixels'}"
             )
         return (
             "nothing is learned within {} tokens of any row: prompts fill them, or no turn is the "
@@ -74,14 +81,16 @@ class TextTokens:
         return [(number,) for number in numbers]
 
     def _added(self, row: Example) -> int:
-        """Tokens of the images of `row`, beyond one for each that a chat template writes."""
+        """Tokens of the images or clips of `row`, beyond what a chat template writes."""
         assert self.grid is not None
-        return image_tokens(row, self.grid) - len(row.get(IMAGES, ())) * (self.render is not None)
+        return image_tokens(row, self.grid, rendered=self.render is not None)
 
     def is_kept(self, encode: Encode, row: Example, counts: tuple[int, ...]) -> bool:
         """Whether the first `max_length` of the row's tokens hold some that are learned."""
-        if row.get(IMAGES) and max(counts) > self.max_length:
+        if row.get(self.media) and max(counts) > self.max_length:
             return False  # the job can't cut the tokens of an image
+        if self.window_s and seconds_of(row) > self.window_s:
+            return False
         if not self.completions_only or "text" in row:
             return True
         before = _before_answer(row)

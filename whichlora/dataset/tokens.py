@@ -71,15 +71,14 @@ def count_tokens(
     are estimated from bytes: `method` says why, and `alternatives` hold more and fewer tokens.
 
     Args:
-        dataset: rows to count.
         tokenizer: a name or folder, `BYTE_LEVEL`, or None to estimate.
         offline: never ask the hub.
         max_length: longer sequences are cut to this.
         completions_only: leave out rows in which nothing is learned, since their prompt fills
             `max_length` or no turn is the assistant's; so does the job.
         run: whose trainer reads the rows; None: they are texts.
-        grid: how the model's processor cuts an image; None where it reads none.
-        window_s: seconds that it keeps of a clip to be transcribed; 0 where it reads no sound.
+        grid: how the model's processor cuts what stands beside messages; None where it reads none.
+        window_s: seconds that it keeps of a clip; 0 where it reads no sound.
 
     Raises:
         ConfigError: nothing to train on or to learn, an example can't be made of a row, or rows
@@ -95,14 +94,16 @@ def count_tokens(
     encode, method = encoder_of(tokenizer, offline=offline)
     render = None
     if expected.conversational:
-        render = renderer_of(tokenizer, offline=offline, parts=expected.images)
+        render = renderer_of(tokenizer, offline=offline, parts=bool(expected.media))
         method += _NO_TEMPLATE * (render is None)
     reader: Reader = TextTokens(
         max_length=max_length,
         render=render,
         conversational=expected.conversational,
         completions_only=completions_only,
-        grid=grid if expected.images else None,
+        grid=grid if expected.media else None,
+        media=expected.media,
+        window_s=window_s,
     )
     if expected == TRANSCRIPTS or (run is not None and rows != "texts"):
         reader = _reader_of(run, expected, window_s, max_length=max_length, render=render)
@@ -117,14 +118,13 @@ def count_tokens(
         return replace(cut, num_empty=num_empty, num_unlearned=num_left_out, method=method)
 
     lengths = lengths_of(counts)
-    if expected.images:
+    if expected.media:
         sizes = {str(split): tuple(map(sizes_of, rows)) for split, rows in whole.items()}
         lengths = replace(lengths, image_sizes=sizes)
     if lengths.is_counted:
         return lengths
-    step = ceil_div(len(whole["train"]), _MOST_ALTERNATIVE)
-    some = whole["train"][::step]
-    longest = whole["train"] if expected.images else _longest(whole["train"])
+    some = whole["train"][:: ceil_div(len(whole["train"]), _MOST_ALTERNATIVE)]
+    longest = whole["train"] if expected.media else _longest(whole["train"])
     most = counts_of(Estimate(LONGEST_BYTES_PER_TOKEN), longest)
     return replace(
         lengths,
@@ -148,23 +148,26 @@ def _check_media(
     expected: DataFormat, tokenizer: str | None, grid: Grid | None, window_s: float
 ) -> None:
     """Refuse rows with images or sound that the model does not read."""
-    if expected.images:
-        _check_images(tokenizer, grid)
+    if expected.media:
+        _check_beside(expected.media, tokenizer, grid)
     if expected == TRANSCRIPTS:
         _check_audio(tokenizer, window_s)
 
 
-def _check_images(tokenizer: str | None, grid: Grid | None) -> None:
-    """Raises: ConfigError: nobody knows how many tokens an image is."""
+_READERS = {"images": "Qwen/Qwen2.5-VL-7B-Instruct", "audios": "Qwen/Qwen2-Audio-7B-Instruct"}
+
+
+def _check_beside(media: str, tokenizer: str | None, grid: Grid | None) -> None:
+    """Raises: ConfigError: nobody knows how many tokens an image or a clip is."""
     if grid is None:
         raise ConfigError(
-            f"dataset: rows have images, and those of {tokenizer or 'this model'} are not "
-            "predicted; give a model such as Qwen/Qwen2.5-VL-7B-Instruct, or rows without images"
+            f"dataset: rows have {media}, and those of {tokenizer or 'this model'} are not "
+            f"predicted; give a model such as {_READERS[media]}, or rows without {media}"
         )
     if tokenizer == BYTE_LEVEL:
         raise ConfigError(
-            "weights: random has no processor for the images of the dataset; set weights: "
-            "pretrained, or give rows without images"
+            f"weights: random has no processor for the {media} of the dataset; set weights: "
+            f"pretrained, or give rows without {media}"
         )
 
 

@@ -229,7 +229,7 @@ class Candidates:
             shown = {load.images for load in loads.values()} - {None}
             for images in shown:  # one, of the model
                 assert images is not None
-                base = replace(base, images=images.images, image_size=images.image_size)
+                base = images.shown(base)
             for some in together:
                 of_ranks = axes | {"r": np.array(some)[:, None]}
                 for job in self._jobs(replace(base, r=some[0]), config, stacks, refused):

@@ -52,12 +52,12 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
     data = {}
     rows = DataFormat(kind=KINDS[rows_of(best)][0])
     if plan.dataset.kind != "counts":
-        data = write_jsonl(session.data.dataset, folder)
-        rows = data_format(session.data.dataset)
+        dataset = session.data.dataset_of(best.model)
+        data, rows = write_jsonl(dataset, folder), data_format(dataset)
     run, longest = best, None
-    if rows.images or session.data.lengths(best.model).method.startswith("estimated"):
+    if rows.media or session.data.lengths(best.model).method.startswith("estimated"):
         # the longest row is a guess, and a row that is longer is not to lose its end for it; one
-        # of the validation split with images would be left out
+        # of the validation split with images or clips would be left out
         run, longest = replace(best, seq_len=session.data.seq_len(best.model)), best.seq_len
     recipe = Recipe(
         run=run,

@@ -13,6 +13,7 @@ from typing import Any
 from whichlora.config import parse_duration, plan_of
 from whichlora.config.document import write_document
 from whichlora.dataset import first_format
+from whichlora.dataset.media import read_by
 from whichlora.errors import ConfigError
 from whichlora.methods import with_method
 from whichlora.predict.advice import Advice, advice
@@ -320,14 +321,13 @@ def _models_that_read(question: Question) -> tuple[str, ...]:
     if question.data is None or not os.path.isfile(os.path.expanduser(question.data)):
         return ()
     rows = first_format(os.path.abspath(os.path.expanduser(question.data)))
-    hears = rows == TRANSCRIPTS
-    if rows is None or not (rows.images or hears):
+    if rows is None or not rows.has_processor:
         return ()
     found = (find_model(one.hub_id) for one in list_models())
     towers = {one.name: one.tower for one in found if one is not None}
-    if hears:
-        return tuple(name for name, tower in towers.items() if tower and tower.transcribes)
-    return tuple(name for name, tower in towers.items() if tower and not tower.hears)
+    if rows == TRANSCRIPTS:
+        return tuple(name for name, tower in towers.items() if tower and tower.hears)
+    return tuple(name for name, tower in towers.items() if read_by(tower) == rows.media)
 
 
 def save_plan(recommendation: Recommendation, path: Path) -> None:

@@ -19,13 +19,15 @@ from whichlora.dataset import (
     open_dataset,
     workload,
 )
+from whichlora.dataset.audio import PlayedClips
 from whichlora.dataset.encoders import why_estimated
 from whichlora.dataset.images import Grid, RowImages, heaviest
+from whichlora.dataset.media import read_by
 from whichlora.dataset.sources import CountedDataset
 from whichlora.errors import ConfigError
 from whichlora.predict.evaluation_and_saving import num_evaluations
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.data_format import TRANSCRIPTS, DataFormat
+from whichlora.spec.data_format import AUDIOS, TRANSCRIPTS, DataFormat
 from whichlora.spec.plan import Plan
 from whichlora.tasks import rows_of
 from whichlora.trainers import Repeats, Trainer, get_trainer, with_trainer
@@ -80,7 +82,7 @@ class TrainingData:
         joins = self._plan.collator == "packed"  # before it cuts
         if key not in self._lengths:
             self._lengths[key] = count_tokens(
-                self.dataset,
+                self.dataset_of(model),
                 tokenizer=self.tokenizer(model),
                 offline=self._plan.weights == "random",
                 max_length=UNCUT if joins else seq_len,
@@ -104,32 +106,39 @@ class TrainingData:
         """What its rows look like; None where only counts are known."""
         return None if isinstance(self.dataset, CountedDataset) else data_format(self.dataset)
 
-    @property
-    def _has_images(self) -> bool:
-        return self._format is not None and self._format.images
+    def dataset_of(self, model: str) -> BaseDataset:
+        """The rows as `model` reads them, which may answer clips with their transcripts."""
+        plays = self._format == TRANSCRIPTS and read_by(self._models[model].tower) == AUDIOS
+        return PlayedClips(self.dataset) if plays else self.dataset
+
+    def _media(self, model: str) -> str:
+        """What stands beside the messages of the rows of `model`; "" where nothing does."""
+        return "" if self._format is None else data_format(self.dataset_of(model)).media
 
     def _window_s(self, model: str) -> float:
-        """Seconds of a clip that `model` writes the transcript of; 0 where it writes none."""
+        """Seconds that `model` reads of a clip of the rows; 0 where it or they have none."""
         tower = self._models[model].tower
         transcribes = tower is not None and tower.transcribes and self._format == TRANSCRIPTS
-        return tower.window_s if tower is not None and transcribes else 0.0
+        reads = transcribes or self._grid(model) is not None
+        return tower.window_s if tower is not None and reads else 0.0
 
     def _grid(self, model: str) -> Grid | None:
-        """How the processor of `model` cuts an image; None where it or the rows have none."""
+        """How the processor of `model` cuts what is beside messages; None where nothing is."""
         tower = self._models[model].tower
-        if tower is None or tower.hears or not self._has_images:
+        if tower is None or not self._media(model) or read_by(tower) != self._media(model):
             return None
-        return tower.limited(self._plan.finetune.image_max_pixels)
+        return tower.grid if tower.hears else tower.limited(self._plan.finetune.image_max_pixels)
 
     def unread(self, model: str) -> str:
         """Why `model` can't learn of rows with images or sound; "" where it can, or of others."""
         if self._format == TRANSCRIPTS:
             if not self._window_s(model):
                 return "rows have clips with transcripts, and this model writes none"
-        elif not self._has_images:
+        elif not self._media(model):
             return ""
         elif self._grid(model) is None:
-            return "rows have images, and this model reads none, or none that are predicted"
+            has = self._media(model)
+            return f"rows have {has}, and this model reads none, or none that are predicted"
         try:
             self.lengths(model)
         except ConfigError as error:
@@ -149,9 +158,7 @@ class TrainingData:
         lengths, images, grid = self.lengths(model), self.images(model), self._grid(model)
         if images is None or grid is None:
             return lengths
-        width, height = images.image_size
-        each = grid(height, width)
-        return lengths.at_least(images.images * (each.tokens + each.markers + 1) + 2)
+        return lengths.at_least(images.room(grid))
 
     def _key(self, model: str) -> Key:
         """What the lengths depend on; the last is whether the job leaves rows out.

@@ -11,10 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Self
 
+from whichlora.dataset.audio import PlayedClips
 from whichlora.dataset.base import data_format
 from whichlora.dataset.expected import binned, expected_widths
 from whichlora.dataset.images import Grid, RowImages, Size, heaviest, typical
 from whichlora.dataset.lengths import UNCUT
+from whichlora.dataset.media import read_by
 from whichlora.dataset.sources import open_dataset
 from whichlora.dataset.tokens import count_tokens
 from whichlora.dataset.workload import count_steps
@@ -23,7 +25,7 @@ from whichlora.predict.coefficients import Calibration
 from whichlora.predict.predict import judged_time
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.data_format import TRANSCRIPTS
+from whichlora.spec.data_format import AUDIOS, TRANSCRIPTS
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.plan import DatasetConfig
@@ -139,11 +141,13 @@ class Data:
         # texts are the same rows for every run
         reader = None if rows_of(run) == "texts" else run
         tokenizer = None if self.offline else model.name
-        grid, window = None, None
-        if model.tower is not None and model.tower.transcribes:
-            window = model.tower.window_s, _seq_len(run, model)
-        elif model.tower is not None and not model.tower.hears:
-            grid = model.tower.limited(run.image_max_pixels)
+        grid, window, tower = None, None, model.tower
+        if tower is not None and tower.hears:
+            window = tower.window_s, _seq_len(run, model) if tower.transcribes else UNCUT
+        if read_by(tower):
+            assert tower is not None
+            limit = None if tower.hears else run.image_max_pixels
+            grid = read_by(tower), tower.limited(limit)
         return _rows(os.path.abspath(path), self.path, changed, tokenizer, reader, grid, window)
 
     def sized(self, run: RunConfig, model: ModelSpec, *, largest_batch: bool = False) -> RunConfig:
@@ -157,8 +161,9 @@ class Data:
         """
         seq_len = _seq_len(run, model)
         rows = self.rows(run, model).within(seq_len)
-        if run.images and rows.grid is not None:
-            raise ConfigError("images: the data has its own; leave images out")
+        for setting in ("images", "audios"):
+            if getattr(run, setting) and rows.grid is not None:
+                raise ConfigError(f"{setting}: the data has its own; leave {setting} out")
         run = rows.shown(run)
         if self.packed:
             return replace(run, seq_len=seq_len)
@@ -204,15 +209,16 @@ class Rows:
         if not kept:
             least = min(length for length, _ in self.images)
             raise ConfigError(
-                f"data: no row with its images is within {seq_len} tokens, the shortest has "
-                f"{least}; raise seq_len, or set image_max_pixels (589824 is 768x768)"
+                f"data: no row with its images or clips is within {seq_len} tokens, the shortest "
+                f"has {least}; raise seq_len, or set image_max_pixels (589824 is 768x768)"
             )
         notes = self.notes
         if num_left_out := len(self.images) - len(kept):
             rows = "1 row is" if num_left_out == 1 else f"{num_left_out} rows are"
             notes = (
                 *notes,
-                f"{rows} left out, whose images exceed the sequence; image_max_pixels shrinks them",
+                f"{rows} left out, whose images or clips exceed the sequence; image_max_pixels "
+                "shrinks images",
             )
         sizes = [sizes for _, sizes in kept]
         return replace(
@@ -231,8 +237,8 @@ class Rows:
             return run
         images = self.mean if on_average else self.most
         if images is None:
-            return replace(run, images=0)
-        return replace(run, images=images.images, image_size=images.image_size)
+            return replace(run, images=0, audios=0)
+        return images.shown(run)
 
 
 def _seq_len(run: RunConfig, model: ModelSpec) -> int:
@@ -247,26 +253,34 @@ def _rows(
     changed: int,
     tokenizer: str | None,
     run: RunConfig | None,
-    grid: Grid | None,
+    grid: tuple[str, Grid] | None,
     window: tuple[float, int] | None,
 ) -> Rows:
     """The rows of a file, counted once until it changes.
 
     Args:
+        grid: what the model reads beside messages, and how its processor cuts that.
         window: seconds and tokens that a clip and its transcript may have.
     """
     config = DatasetConfig(path=path if changed else name, validation_fraction=0.0)
     dataset = open_dataset(config, "texts" if run is None else rows_of(run))
-    window_s, longest = 0.0, UNCUT
-    if window is not None and data_format(dataset) == TRANSCRIPTS:
-        window_s, longest = window
+    window_s, longest, cuts = 0.0, UNCUT, None
+    if grid is not None or window is not None:
+        has = data_format(dataset)
+        if has == TRANSCRIPTS and grid is not None and grid[0] == AUDIOS:
+            dataset = PlayedClips(dataset)
+            has = data_format(dataset)
+        if grid is not None and has.media == grid[0]:
+            cuts = grid[1]
+        if window is not None and (has == TRANSCRIPTS or has.audios):
+            window_s, longest = window
     lengths = count_tokens(
         dataset,
         tokenizer=tokenizer,
         offline=tokenizer is None,
         max_length=longest,
         run=run,
-        grid=grid,
+        grid=cuts,
         window_s=window_s,
     )
     sizes = lengths.image_sizes.get("train", ())
@@ -282,7 +296,7 @@ def _rows(
         alternatives=tuple(Counter(each.lengths["train"]) for each in lengths.alternatives),
         notes=tuple(notes),
         images=tuple(zip(lengths.lengths["train"], sizes, strict=True)) if sizes else (),
-        grid=grid if sizes else None,
+        grid=cuts if sizes else None,
     )
 
 
