@@ -279,6 +279,20 @@ def test_paths_start_in_the_folder_of_the_config(
     assert plan.output_dir == folder / "sub" / "out"
 
 
+def test_clips_stand_beside_a_transcript_or_messages(folder: Path) -> None:
+    (folder / "data.jsonl").touch()
+    chats = ("messages_column: c", "prompt_column: p, completion_column: c", "text_column: t")
+    for names in chats:
+        plan = load(f"dataset: {{path: data.jsonl, audio_column: a, {names}}}")
+        assert plan.dataset.audio_column == "a"
+    for names, told in (
+        ("template: '{c}'", "goes with a transcript, messages, or a prompt and its completion"),
+        ("messages_column: c, images_column: i", "is beside dataset.images_column"),
+    ):
+        said = fault(f"dataset: {{path: data.jsonl, audio_column: a, {names}}}")
+        assert "dataset.audio_column: " + told in said
+
+
 def test_counts_stand_for_data(folder: Path) -> None:
     dataset = load("dataset: {tokens: 12000000, samples: 50000}\n").dataset
     assert (dataset.kind, dataset.num_samples, dataset.mean_tokens) == ("counts", 50_000, 240.0)

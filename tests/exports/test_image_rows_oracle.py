@@ -106,6 +106,34 @@ def test_answers_are_learned_and_no_token_of_an_image(checkpoint: Path) -> None:
     assert len(pixels) == sum(len(images) for _, _, images in ROWS)
 
 
+@NEEDS_TRL
+def test_ids_labels_and_pixels_are_those_of_trl_s_collator(checkpoint: Path) -> None:
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    script = script_of(write_job(checkpoint))
+    processor, rows = read(script, checkpoint)
+    rows = [row for row in rows if row["images"]]
+    ours = script.ImageBatches(processor)(rows)
+    examples = [
+        {
+            "prompt": [{"role": "user", "content": parts}],
+            "completion": [{"role": "assistant", "content": [said(answer)]}],
+            "images": [Image.open(checkpoint.parent / f"{number}.png") for number in images],
+        }
+        for parts, answer, images in ROWS
+        if images
+    ]
+    theirs = DataCollatorForVisionLanguageModeling(processor, completion_only_loss=True)(examples)
+    assert torch.equal(ours["pixel_values"], theirs["pixel_values"])
+    begin = processor.tokenizer.bos_token_id
+    for name in ("input_ids", "labels"):
+        for our_row, ids, values in zip(ours[name], theirs["input_ids"], theirs[name], strict=True):
+            # Llama 3.2 Vision's processor begins TRL's answers once more
+            kept = (ids != begin) | (torch.arange(len(ids)) == 0)
+            width = min(int(kept.sum()), len(our_row))
+            assert torch.equal(our_row[:width], values[kept][:width]), name
+
+
 def test_a_row_with_an_image_comes_first(checkpoint: Path) -> None:
     script = script_of(write_job(checkpoint))
     processor, rows = read(script, checkpoint)

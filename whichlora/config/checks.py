@@ -670,6 +670,9 @@ def _check_text_settings(dataset: Data) -> Iterator[Problem]:
         fault = "goes with a transcript, messages, or a prompt and its completion, not a template"
         accepted = "text_column, messages_column, or prompt_column and completion_column"
         yield Problem(loc=("dataset", "audio_column"), fault=fault, accepted=accepted)
+    if {"images_column", "audio_column"} <= set(dataset):
+        fault = "is beside dataset.images_column, and a model is trained on one of both here"
+        yield Problem(loc=("dataset", "audio_column"), fault=fault, accepted="one of the two")
     if texts and "images_column" in dataset:
         fault = f"goes with messages, or a prompt and its completion, not with dataset.{texts[0]}"
         accepted = "one of the two"
