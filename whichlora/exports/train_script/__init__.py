@@ -617,7 +617,7 @@ def _check(
         raise ConfigError("weights: random needs the config of the model")
     transcribes = writes_transcripts(model_config or {})
     if transcribes != (data_format == TRANSCRIPTS):
-        takes = "clips with transcripts: audio, text" if transcribes else "none with a clip"
+        takes = "clips with transcripts: audio, text" if transcribes else "messages or texts"
         raise ConfigError(
             f"train.py: rows have {data_format.describe()}, and {run.model} learns from {takes}; "
             "give such rows, or another model"
