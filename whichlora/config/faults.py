@@ -71,6 +71,8 @@ _VALUE_SYNONYMS = {
     "8bit": "int8",
 }
 
+_MANY = 20  # settings; where one is likely meant, nobody reads as many
+
 # A plan compares sizes, since the largest is not the fastest; `estimate` answers the largest.
 _LARGEST = {
     "batch_size": "a list such as [1, 2, 4, 8, 16], of which the search takes the best; "
@@ -87,9 +89,10 @@ def problems_of(error: ValidationError) -> Iterator[Problem]:
             continue  # the list is not empty: its items are wrong, and reported
         if kind in {"extra_forbidden", "invalid_key"}:
             kind = "extra_forbidden"
-            accepted = ", ".join(_properties(_subschema(loc[:-1])))
+            known = _properties(_subschema(loc[:-1]))
             fault = _FAULTS[kind]
             hint = _meant_setting(loc)
+            accepted = "" if hint and len(known) > _MANY else ", ".join(known)
         else:
             fault = _FAULTS.get(kind, details["msg"])
             accepted = _phrase(_subschema(loc))
