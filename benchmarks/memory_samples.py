@@ -144,6 +144,12 @@ OTHER_NAMES: dict[str, dict[str, Any]] = {  # types that name some otherwise; No
         "attn_layer_offset": 2,
         "max_position_embeddings": 256,
     },
+    "led": _BART
+    | {
+        "max_encoder_position_embeddings": 4096,
+        "max_decoder_position_embeddings": 4096,
+        "attention_window": 256,
+    },
     "lfm2_moe": _SIX
     | _EXPERTS
     | {"head_dim": None, "layer_types": ["conv", "conv", "full_attention"] * 2},

@@ -34,11 +34,12 @@ class _Kind:
     biases_logits: bool = True
 
 
+MVP = _Kind(own_attention=True)
 _KINDS = {
     "bart": _Kind(),
     "mbart": _Kind(post_norm=False),
     "plbart": _Kind(),
-    "mvp": _Kind(own_attention=True),
+    "mvp": MVP,
     "m2m_100": _Kind(
         post_norm=False, embedding_norms=False, positions="buffer", biases_logits=False
     ),
@@ -50,7 +51,7 @@ _KINDS = {
     "blenderbot-small": _Kind(offset=0, per_sequence=False),
 }
 
-_BART: dict[str, Any] = {
+BART: dict[str, Any] = {
     "vocab_size": 50265,
     "hidden_size": 1024,
     "encoder_layers": 12,
@@ -77,17 +78,17 @@ def _sizes(
             f"{side}_ffn_dim": width,
             f"{side}_attention_heads": heads,
         }
-    return _BART | sizes | overrides
+    return BART | sizes | overrides
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "bart": _BART,
-    "mbart": _BART,
+    "bart": BART,
+    "mbart": BART,
     "plbart": _sizes(
         hidden=768, layers=(6, 6), width=3072, heads=12, vocab_size=50005, attention_dropout=0.1
     ),
-    "mvp": _BART | {"vocab_size": 50267},
-    "m2m_100": _BART
+    "mvp": BART | {"vocab_size": 50267},
+    "m2m_100": BART
     | {
         "vocab_size": 128112,
         "activation_function": "relu",
@@ -95,8 +96,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "encoder_layerdrop": 0.05,
         "decoder_layerdrop": 0.05,
     },
-    "pegasus": _BART,
-    "marian": _BART | {"vocab_size": 58101, "share_encoder_decoder_embeddings": True},
+    "pegasus": BART,
+    "marian": BART | {"vocab_size": 58101, "share_encoder_decoder_embeddings": True},
     "blenderbot": _sizes(
         hidden=2560,
         layers=(2, 24),
@@ -114,7 +115,7 @@ SYNONYMS = {name: {"hidden_size": ("d_model",)} for name in _KINDS}
 _Side = Literal["encoder", "decoder"]
 
 
-def _feed_forward(c: Fields, side: _Side) -> Mlp:
+def feed_forward(c: Fields, side: _Side) -> Mlp:
     return mlp(
         hidden=c.size("hidden_size"),
         width=c.size(f"{side}_ffn_dim"),
@@ -148,6 +149,11 @@ def _attention(c: Fields, kind: _Kind, side: _Side, *, cross: bool = False) -> A
     )
 
 
+def decoder_layer(c: Fields, kind: _Kind) -> Layer:
+    """A layer with cross attention; LED's are MVP's."""
+    return _layer(c, kind, "decoder")
+
+
 def _layer(c: Fields, kind: _Kind, side: _Side) -> Layer:
     hidden = c.size("hidden_size")
     blocks, names = [_attention(c, kind, side)], ["self_attn_layer_norm"]
@@ -156,7 +162,7 @@ def _layer(c: Fields, kind: _Kind, side: _Side) -> Layer:
         names.append("encoder_attn_layer_norm")
     return Layer(
         attentions=tuple(blocks),
-        mlp=_feed_forward(c, side),
+        mlp=feed_forward(c, side),
         norms=norms((*names, "final_layer_norm"), width=hidden, kind="layer", bias=True),
         post_norm=kind.post_norm,
         dropouts=(hidden,) * (len(names) + 1) if c.probability("dropout") else (),
@@ -187,7 +193,7 @@ def _bart(c: Fields) -> ModelSpec:
     return encoder_decoder(
         c,
         [_layer(c, kind, "encoder")] * c.layers("encoder_layers"),
-        [_layer(c, kind, "decoder")] * c.layers("decoder_layers"),
+        [decoder_layer(c, kind)] * c.layers("decoder_layers"),
         tied=c.flag("tie_word_embeddings"),
         embeddings=(Embedding(name="shared", rows=vocab, width=hidden), table, table),
         embedding_norms=each if kind.embedding_norms else (),

@@ -83,9 +83,10 @@ class GenerationEvents(BlockPlayer):
             span = run.prompt_len
         elif window is not None and (decoding or self._is_static):
             span = smallest(span, window)
-        ((_, masked, ragged),) = layer_cases(layer, dtypes, span)
+        tokens, span = layer.padded(tokens, span)
+        ((_, running, masked, ragged),) = layer_cases(layer, dtypes, tokens=tokens, span=span)
         events = forward_events(
-            layer,
+            running,
             run.model.stream_width,
             run.targets,
             dtypes,

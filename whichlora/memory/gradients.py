@@ -94,7 +94,7 @@ def cached_params(
     shapes = method.autocast_shapes or method.adapter_shapes
     total: Count = 0 * r
     for linear, count in adapted_linears(model, targets):
-        is_cached = linear.is_module or not modules_only
+        is_cached = linear.active > 0 and (linear.is_module or not modules_only)
         for rows, width in shapes(linear, r):
             total = total + count * linear.count * rows * width * is_cached
     for shared in method.shared_tensors(adapted_linears(model, targets), r):
@@ -389,10 +389,11 @@ def base_tensors(model: ModelSpec, param_bytes: int) -> Iterator[Trained]:
         count = 1 if group.shared else group.count
         in_linears = 0
         for linear in group.layer.linears:
-            in_linears += linear.num_weights
-            yield _weight(linear, count, param_bytes)
+            if linear.active:
+                in_linears += linear.num_weights
+                yield _weight(linear, count, param_bytes)
         # norms and biases, most of them as wide as the stream
-        whole, remainder = divmod(group.layer.num_params - in_linears, hidden)
+        whole, remainder = divmod(group.layer.trained_params - in_linears, hidden)
         yield Trained(rows=1, width=hidden, count=count * whole, param_bytes=param_bytes)
         yield Trained(rows=1, width=remainder, count=count, param_bytes=param_bytes)
     around = (

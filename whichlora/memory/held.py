@@ -58,7 +58,7 @@ def held_in_update(step: TrainingStep) -> tuple[Entry, ...]:
     states = step.model.hidden_size * step.dtypes.stream_bytes if step.second_stack else 0
     cached = kv_cache.trained_cache_bytes(step.model, step.dtypes, **step.sized)
     caches = step.model.caches_in_training and not step.run.gradient_checkpointing
-    held = (Group(tensors=layer.held, count=layer.count, **step.sized) for layer in step.layers)
+    held = (Group(tensors=layer.held, count=layer.count, **layer.sized) for layer in step.layers)
     return (
         held_outputs(step),
         Entry(ENCODER_STATES, step.tokens * states),

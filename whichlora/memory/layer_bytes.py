@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -77,6 +78,13 @@ class LayerBytes:
     forward: Count
     backward: Count
     gradients: Count
+    tokens: Count
+    span: Count
+
+    @property
+    def sized(self) -> dict[str, Count]:
+        """Tokens that it runs on, padding to whole windows included, and their span."""
+        return {"tokens": self.tokens, "span": self.span}
 
 
 def layer_bytes(
@@ -100,6 +108,7 @@ def layer_bytes(
 
     Kind: exact. Source: `symbolic.layer.layer_points`.
     """
+    tokens, span = layer.padded(tokens, span)
     count_of = _counted_once if is_plain(r, tokens, span) else _counted
     of_layer = count_of(
         layer,
@@ -141,9 +150,9 @@ def _counted(
     held: list[Tensor] = []
     values: dict[str, Count] = dict.fromkeys(_SUMMED, 0)
     before = evaluate(returned_probabilities(layer, dtypes), **sizes)
-    for share, masked, ragged in layer_cases(layer, dtypes, span):  # with a mask, and without
+    for share, running, masked, ragged in layer_cases(layer, dtypes, tokens=tokens, span=span):
         points = layer_points(
-            layer,
+            running,
             stream_width,
             targets,
             dtypes,
@@ -178,6 +187,8 @@ def _counted(
         held=() if checkpointed and reentrant else tuple(held),
         gradients=_gradients(layer, targets, dtypes, method, r),
         leaf_behind_held=stream * stream_width * tokens * is_leaf,
+        tokens=tokens,
+        span=span,
         **values,
     )
 
@@ -190,7 +201,7 @@ def _gradients(
     layer: Layer, targets: tuple[str, ...], dtypes: Dtypes, method: Method, r: Count
 ) -> Count:
     """Bytes of those that one layer leaves."""
-    gradients: Count = layer.num_params * dtypes.base_bytes * method.trains_base + 0 * r
+    gradients: Count = layer.trained_params * dtypes.base_bytes * method.trains_base + 0 * r
     for linear in adapted(layer, targets):
         if not runs_adapter(linear, dtypes):
             continue
@@ -244,28 +255,28 @@ def forward_bytes(
     Kind: exact.
     Source: `symbolic.layer.working_points`.
     """
-    sizes = {"tokens": tokens, "span": span, "r": r}
     points: list[Count] = [0 * tokens]
     beside: Count = 0 * tokens
     inputs = layer_input_points(model, targets, dtypes, method)
     if inputs is not None:
         rows = dtypes.stream_bytes if model.streams is None else dtypes.embedding_bytes
         embedded = rows * model.hidden_size * tokens
-        points.append(embedded + most(inputs.forward, **sizes))
+        points.append(embedded + most(inputs.forward, tokens=tokens, span=span, r=r))
         beside = inputs.packed_bytes * tokens  # every layer reads its part of it
     begun = expanding_points(model, targets, dtypes, method)
     if begun is not None:
         points.append(dtypes.embedding_bytes * model.hidden_size * tokens + beside)
-        points[-1] = points[-1] + most(begun.forward, **sizes)
+        points[-1] = points[-1] + most(begun.forward, tokens=tokens, span=span, r=r)
     layers = [group.layer for group in model.groups if side in ("", group.stack)]
     for layer in layers:
         if prompt and reads_last(layer, dtypes):
             continue
-        around = beside + _streams(layer, model, dtypes, **sizes)
+        num_tokens, length = layer.padded(tokens, span)
+        around = beside + _streams(layer, model, dtypes, tokens=num_tokens, span=length, r=r)
         run = _Forward(layer, model, targets, dtypes, method, decoding, fills_cache)
         # chunks of a recurrent layer are made of the tokens that run, not of all keys
-        length = span if queries is None or not run.state_elements else queries
-        for share, in_layer in run.points(tokens=tokens, span=length, r=r):
+        length = length if queries is None or not run.state_elements else queries
+        for share, in_layer in run.points(tokens=num_tokens, span=length, r=r):
             points.append(share * (around + in_layer))
     return largest(*points)
 
@@ -314,9 +325,9 @@ class _Forward:
         states: Count = 0
         if self.decoding:
             states = _STEP_STATES * 4 * self.state_elements * tokens
-        for share, masked, ragged in layer_cases(layer, dtypes, span):
+        for share, running, masked, ragged in layer_cases(layer, dtypes, tokens=tokens, span=span):
             forms = working_points(
-                layer,
+                running,
                 model.stream_width,
                 self.targets,
                 dtypes,
@@ -345,8 +356,33 @@ def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dic
     }
 
 
-def layer_cases(layer: Layer, dtypes: Dtypes, span: Count) -> Iterator[tuple[Count, bool, bool]]:
-    """Whether SDPA gets a mask, and a scan fills up a chunk: each with 1 where it holds."""
+def layer_cases(
+    layer: Layer, dtypes: Dtypes, *, tokens: Count, span: Count
+) -> Iterator[tuple[Count, Layer, bool, bool]]:
+    """Whether SDPA gets a mask, and a scan fills up a chunk: each with 1 where it holds.
+
+    The layer comes back as it runs on so many tokens.
+    """
+    for share, running in _window_cases(layer, tokens=tokens, span=span):
+        for part, masked, ragged in _mask_cases(running, dtypes, span):
+            yield share * part, running, masked, ragged
+
+
+def _window_cases(layer: Layer, *, tokens: Count, span: Count) -> Iterator[tuple[Count, Layer]]:
+    """Whether a batch has several sequences, and a sequence several chunks."""
+    if layer.windows is None:
+        yield 1, layer
+        return
+    (attention,) = layer.attentions
+    for batched, single in itertools.product((False, True), repeat=2):
+        windows = replace(layer.windows, batched=batched, single=single)
+        has_one = span == 2 * windows.one_sided
+        share = 1 * ((tokens > span) == batched) * (has_one == single)
+        if not is_plain(share) or share:
+            yield share, replace(layer, attentions=(replace(attention, windows=windows),))
+
+
+def _mask_cases(layer: Layer, dtypes: Dtypes, span: Count) -> Iterator[tuple[Count, bool, bool]]:
     if not layer.attentions:
         yield 1, False, False
         return

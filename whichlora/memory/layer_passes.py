@@ -130,12 +130,14 @@ def checkpointed_passes(
     inputs = [_layer_input(model, layer) for layer in layers]
     groups = (
         *(
-            Group(tensors=() if _holds_input(layer) else (stream,), count=layer.count, **sized)
+            Group(
+                tensors=() if _holds_input(layer) else (stream,), count=layer.count, **layer.sized
+            )
             for layer, stream in zip(layers, inputs, strict=True)
         ),
         masks,  # keyword arguments: the `partial` of `forward_with_checkpointing` holds them
         # nodes of the graph hold these themselves: no saved-tensor hook sees or frees them
-        *(Group(tensors=layer.held, count=layer.count, **sized) for layer in layers),
+        *(Group(tensors=layer.held, count=layer.count, **layer.sized) for layer in layers),
         # an argument of the later layers' checkpoints keeps them alive (Gemma 4)
         *(
             Group(tensors=(_held_by_later_layers(layer),), count=layer.count, **sized)
@@ -145,7 +147,10 @@ def checkpointed_passes(
     # the recomputed keys replace those that later layers hold: `Gemma4TextAttention.forward`, run
     # again, writes `shared_kv_states[self.layer_type]` of the one dict that all layers were given
     backward = tuple(layer.backward - layer.held_by_later_layers for layer in layers)
-    saved = tuple(Group(tensors=(stream,), **sized).num_bytes for stream in inputs)
+    saved = tuple(
+        Group(tensors=(stream,), **layer.sized).num_bytes
+        for layer, stream in zip(layers, inputs, strict=True)
+    )
     return LayerPasses(
         fact=CHECKPOINTS,
         groups=groups,
@@ -234,7 +239,7 @@ def saved_passes(
     return LayerPasses(
         fact=SAVED,
         groups=(
-            *(Group(tensors=layer.tensors, count=layer.count, **sized) for layer in layers),
+            *(Group(tensors=layer.tensors, count=layer.count, **layer.sized) for layer in layers),
             Group(tensors=corrections + masks.tensors, **sized),
         ),
         forward=in_layer + sized["tokens"] * streams + unnamed_mask_bytes,

@@ -284,7 +284,7 @@ def first_layer_backward(step: TrainingStep) -> Entries:
     # `release_variables` frees; without checkpointing the first layer's are in its own backward
     num_first = 0 if step.run.gradient_checkpointing else 1
     inputs = (
-        Group(tensors=layer.held, count=layer.count - num_first * (number == 0), **step.sized)
+        Group(tensors=layer.held, count=layer.count - num_first * (number == 0), **layer.sized)
         for number, layer in enumerate(step.layers)
     )
     return (

@@ -1016,7 +1016,7 @@ class TrainingStep:
             )
             return 2 * copied if dtypes.adapter_bytes == 4 else 0 * num_trained
         matrices = sum(
-            count * sum(linear.num_weights for linear in layer.linears if linear.is_module)
+            count * sum(x.num_weights for x in layer.linears if x.is_module and x.active)
             for layer, count in self.model.layers()
         )
         return (2 * matrices if dtypes.base_bytes == 4 else 0) + 0 * num_trained

@@ -92,7 +92,12 @@ class StepEvents(TowerPlayer):
     @cached_property
     def stacks(self) -> tuple[TrainingStep, ...]:
         """The step of an encoder and of its decoder, or of all layers."""
-        return tuple(replace(self.step, model=part) for part in parts_of(self.step.model))
+        step = self.step
+        parts = ((part, part.groups[0].layer) for part in parts_of(step.model))
+        return tuple(
+            replace(step, model=part, seq_len=layer.padded(step.tokens, step.seq_len)[1])
+            for part, layer in parts
+        )
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -149,11 +154,12 @@ class StepEvents(TowerPlayer):
 
     def _trained_weights(self, layer: Layer) -> Iterator[Trained]:
         size = self.step.param_bytes
-        for linear in layer.linears:
+        trained = [linear for linear in layer.linears if linear.active]
+        for linear in trained:
             for rows in _rows_of_modules(linear):
                 yield Trained(rows=rows, width=linear.in_features, param_bytes=size)
-        in_linears = sum(linear.num_weights for linear in layer.linears)
-        yield Trained(rows=1, width=layer.num_params - in_linears, param_bytes=size)
+        in_linears = sum(linear.num_weights for linear in trained)
+        yield Trained(rows=1, width=layer.trained_params - in_linears, param_bytes=size)
 
     def _trained_tables(self, model: ModelSpec) -> tuple[Embedding, ...]:
         step, tables = self.step, model.embeddings
@@ -182,9 +188,9 @@ class StepEvents(TowerPlayer):
         first: bool = False,
     ) -> Block:
         run, model = step.run, step.model
-        ((_, masked, ragged),) = layer_cases(layer, step.dtypes, step.seq_len)
+        ((_, running, masked, ragged),) = layer_cases(layer, step.dtypes, **step.sized)
         events = layer_events(
-            layer,
+            running,
             model.stream_width,
             step.targets,
             step.dtypes,

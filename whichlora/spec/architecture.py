@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from whichlora.errors import ConfigError
+from whichlora.spec.numeric import Count, ceil_div, floor_div
 
 SAMPLING_RATE = 16_000  # samples of sound a second, as every processor here takes them
 UNTIL_TODAY = "999"  # a release that is newer than all
@@ -69,7 +70,7 @@ class Linear:
         name: leaf module name, as `target_modules` of PEFT sees it.
         reads: label of the tensor it reads; linears with one label share one input.
         count: how many such matrices the layer holds (experts that are separate modules).
-        active: how many of them each token passes through.
+        active: how many of them each token passes through; 0: its weight gets no gradient.
         is_module: an `nn.Linear` or `Conv1D`, so that it can take an adapter and be quantised;
             False for a slice of a 3-D expert parameter or of any other bare parameter.
         quantisable: bitsandbytes converts it; False for what transformers keeps in fp32 (T5's
@@ -148,6 +149,25 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Attention in overlapping chunks: a query sees `one_sided` tokens before and after it.
+
+    Args:
+        one_sided: half of a chunk; the next chunk begins so many tokens later.
+        padded_to: tokens that sequences are padded to a multiple of, before the first layer.
+        batched: the batch has several sequences, so that rows of tokens are laid out anew.
+        single: each sequence is one chunk.
+
+    Source: Beltagy et al. 2020, arXiv:2004.05150; transformers 5.23 `LEDEncoderSelfAttention`.
+    """
+
+    one_sided: int
+    padded_to: int
+    batched: bool = True
+    single: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """One mixing block: softmax attention, or a recurrent / convolutional replacement of it.
 
@@ -220,6 +240,7 @@ class Attention:
             dtype of the "stream" (Pixtral), of the "weights", or of a "product" of matrices, which
             autocast narrows (Llama 3.2 Vision); "" for none.
         ring: ranks whose keys and values its queries see; 1: those of this one.
+        windows: its scores are products of chunks (LED); `sliding_window` is a mask's.
     """
 
     kind: Literal["softmax", "linear", "mamba1", "mamba2", "conv"] = "softmax"
@@ -265,6 +286,7 @@ class Attention:
     segment: int = 0
     adds_mask: AddedMask = ""
     ring: int = 1
+    windows: Windows | None = None
 
     def __post_init__(self) -> None:
         if self.kind != "softmax":
@@ -563,6 +585,25 @@ class Layer:
             + (self.low_rank.num_params if self.low_rank else 0)
             + self.other_params
         )
+
+    @property
+    def trained_params(self) -> int:
+        """Those that get a gradient where all weights are trained."""
+        return self.num_params - sum(each.num_params for each in self.linears if not each.active)
+
+    @property
+    def windows(self) -> Windows | None:
+        return next((each.windows for each in self.attentions if each.windows), None)
+
+    def padded(self, tokens: Count, span: Count) -> tuple[Count, Count]:
+        """How many tokens it runs on, and how many of each sequence. Kind: exact.
+
+        Source: transformers 5.23 `LEDEncoder._pad_to_window_size`.
+        """
+        if self.windows is None:
+            return tokens, span
+        length = ceil_div(span, self.windows.padded_to) * self.windows.padded_to
+        return floor_div(tokens, span) * length, length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1084,7 +1125,11 @@ class ModelSpec:
     def trainable_params(self) -> int:
         """Those among them that full fine-tuning on text changes. Kind: exact."""
         frozen = sum(embedding.num_params for embedding in self.embeddings if not embedding.trains)
-        return self.loaded_params - frozen - self.idle_params
+        in_layers = sum(
+            group.num_params - group.layer.trained_params * (1 if group.shared else group.count)
+            for group in self.groups
+        )
+        return self.loaded_params - frozen - in_layers - self.idle_params
 
     @property
     def continues(self) -> bool:

@@ -317,4 +317,4 @@ def is_quantised(linear: Linear, dtypes: Dtypes) -> bool:
 
 def runs_adapter(linear: Linear, dtypes: Dtypes) -> bool:
     """Whether the adapter of `linear` runs, so that it gets a gradient. Source: `weight_only`."""
-    return not linear.weight_only or is_quantised(linear, dtypes)
+    return linear.active > 0 and (not linear.weight_only or is_quantised(linear, dtypes))

@@ -36,6 +36,7 @@ from whichlora.symbolic.kernels import (
 from whichlora.symbolic.llama4 import project_and_turn
 from whichlora.symbolic.mla import latent_projections
 from whichlora.symbolic.operators import OpEmitter, Rows
+from whichlora.symbolic.windows import attend_in_windows
 
 
 def rotate(
@@ -318,6 +319,8 @@ def attend(
         return mix_recurrently(code, attention, x)
     if attention.relative_rows:
         return attend_disentangled(code, attention, x)
+    if attention.windows is not None:
+        return attend_in_windows(code, attention, x)
     tape = code.tape
     read = x if memory is None else memory
     whole = attention

@@ -299,6 +299,7 @@ class Tensor:
         needs_grad: a gradient flows into it.
         is_leaf: the gradient is kept: a trained parameter.
         joined: laid out as [batch, heads, seq, head_dim] in memory.
+        strided: its rows are transposed, so that a product copies them first.
         edge: key of the buffer that sums its gradient; a view of all elements shares it.
     """
 
@@ -309,6 +310,7 @@ class Tensor:
     needs_grad: bool = False
     is_leaf: bool = False
     joined: bool = False
+    strided: bool = False
 
     @property
     def form(self) -> LinearForm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import Linear, Norm
@@ -125,9 +125,14 @@ class OpEmitter:
         """`x.to(dtype)`: nothing where it has that dtype."""
         if x.size == size:
             return x
-        return self.tape.op(
+        result = self.tape.op(
             [x], x.elements, size, passes=True, joined=x.joined, what=what or "copy, cast"
         )
+        return replace(result, strided=x.strided)
+
+    def in_rows(self, x: Tensor) -> Tensor:
+        """`x` as a product of matrices reads it. Source: torch 2.13 `matmul`, `should_fold`."""
+        return self.copy(x) if x.strided else x
 
     def autocast(self, x: Tensor, what: str = "") -> Tensor:
         """`x` as a matrix product reads it: autocast casts it to 16 bits."""
@@ -211,7 +216,8 @@ class OpEmitter:
         # and XPU keeps a boolean mask, the product elsewhere one as wide as `x`: torch 2.13
         # `dropout_impl`
         mask = scaled(x.elements, x.size if self.dtypes.backend.wide_dropout_masks else 1)
-        return self.tape.op([x], x.elements, x.size, keeps=[mask], what="dropout: result, mask")
+        result = self.tape.op([x], x.elements, x.size, keeps=[mask], what="dropout: result, mask")
+        return replace(result, strided=x.strided)
 
     def convolve(self, x: Tensor, channels: int, kernel: int) -> Tensor:
         """A depthwise convolution, padded on both sides; its backward has input and weight."""
@@ -391,7 +397,7 @@ class OpEmitter:
                 what=f"{linear.name}: result",
             )
         label = f"{linear.name}: own copy of the input"
-        narrow = self.autocast(x, label)
+        narrow = self.in_rows(self.autocast(x, label))
         weight = tape.weight(weights, dtypes.base_bytes, trained=dtypes.trains_base)
         used = self.autocast(weight, f"{linear.name}: weight, cast")
         saves = [used] if x.needs_grad else []

@@ -97,6 +97,8 @@ def like_cuda(device: Device) -> Iterator[None]:
             ("transformers.masking_utils", "find_packed_sequence_indices", lambda *_: None),
             # PEFT's 4-bit layer asks without naming a device, which means CUDA.
             (torch, "is_autocast_enabled", _is_autocast_enabled),
+            # Longformer counts its windows with tensors of the host, which keep their values.
+            (torch, "div", _div),
             # `Module.to` exchanges fake parameters as a whole, and cannot while they are watched.
             ("torch.utils", "swap_tensors", _take_data),
             # bitsandbytes' 8-bit product expands the weight on a CPU.
@@ -165,6 +167,16 @@ def _flash(
 
 
 _torch_is_autocast_enabled = torch.is_autocast_enabled
+
+
+_torch_div = torch.div
+
+
+def _div(first: Any, second: Any, **settings: Any) -> Any:
+    """Of two whole numbers their quotient, and what torch makes of tensors."""
+    if isinstance(first, int) and isinstance(second, int):
+        return first // second  # `rounding_mode="trunc"` of sizes, none of which is negative
+    return _torch_div(first, second, **settings)
 
 
 def _is_autocast_enabled(device_type: str = "cpu") -> bool:
