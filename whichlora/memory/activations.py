@@ -45,19 +45,20 @@ def kept_mask_bytes(
     Kind: exact. Source: transformers 5.23 `create_causal_mask`, `sdpa_mask`, `T5Stack.forward`.
     """
     masks: dict[_Mask, Count] = {}
-    num_keys: dict[_Mask, Count] = {}
+    num_pairs: dict[_Mask, Count] = {}
     biases: dict[tuple[str, bool], int] = {}
     saved: set[_Mask] = set()  # by SDPA, which makes no mask of its own
     for group in (group for group in model.groups if side in ("", group.stack)):
+        rows, length = group.layer.padded(tokens, span)
         for attention in group.layer.attentions:
             kernel = attention_kernel(attention, dtypes, masked=attention.position == "relative")
             masked = _masked(group.layer, attention, dtypes, span)
             key = (group.stack, attention.cross, attention.sliding_window)
-            num_keys[key] = attention.memory_len or span + dtypes.prefix_tokens
+            num_pairs[key] = rows * (attention.memory_len or length + dtypes.prefix_tokens)
             if kernel == "eager":
                 # a mask is in the dtype of the looked-up rows, as a stream of one state is
-                rows = dtypes.stream_bytes if model.streams is None else dtypes.embedding_bytes
-                masks[key] = rows * (1 if attention.causal else masked)
+                size = dtypes.stream_bytes if model.streams is None else dtypes.embedding_bytes
+                masks[key] = size * (1 if attention.causal else masked)
             elif dtypes.uses_sdpa:
                 masks[key] = masked
                 if attention.adds_mask:
@@ -79,7 +80,7 @@ def kept_mask_bytes(
         total = total + sequence_bias_bytes(model, dtypes, tokens=tokens, span=span)
     for mask, mask_bytes in masks.items():
         if checkpointed or mask in saved:
-            total = total + mask_bytes * tokens * num_keys[mask]
+            total = total + mask_bytes * num_pairs[mask]
     return total
 
 

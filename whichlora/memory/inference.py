@@ -490,7 +490,7 @@ def encode(run: Generation) -> Entries:
     """In a layer of the encoder that reads the prompt of a decoder."""
     # `_prepare_encoder_decoder_kwargs_for_generation` runs it before there is any cache
     shared = activations.kept_mask_bytes(
-        run.model, run.dtypes, tokens=0 * run.prompt_tokens, span=run.prompt_len, side="encoder"
+        run.model, run.dtypes, tokens=run.prompt_tokens, span=run.prompt_len, side="encoder"
     )
     positions = _named_positions(run.model, tokens=run.prompt_tokens, span=run.prompt_len)
     working = run.prompt_forward + shared + positions * run.element_bytes

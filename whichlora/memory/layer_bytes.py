@@ -78,8 +78,8 @@ class LayerBytes:
     forward: Count
     backward: Count
     gradients: Count
-    tokens: Count
-    span: Count
+    tokens: Count = 0
+    span: Count = 0
 
     @property
     def sized(self) -> dict[str, Count]:
@@ -126,7 +126,7 @@ def layer_bytes(
         meets=meets,
         makes_bias=makes_bias,
     )
-    return replace(of_layer, count=count)
+    return replace(of_layer, count=count, tokens=tokens, span=span)
 
 
 def _counted(
@@ -187,8 +187,6 @@ def _counted(
         held=() if checkpointed and reentrant else tuple(held),
         gradients=_gradients(layer, targets, dtypes, method, r),
         leaf_behind_held=stream * stream_width * tokens * is_leaf,
-        tokens=tokens,
-        span=span,
         **values,
     )
 

@@ -547,7 +547,12 @@ class TrainingStep:
     @property
     def unnamed_mask_bytes(self) -> Count:
         """Masks that only the model's loop holds, until its forward is done."""
-        return self._mask_bytes(checkpointed=True) - self.kept_mask_bytes
+        groups = self.model.groups
+        # LED's encoder makes one for each pair of tokens, which goes before its decoder begins
+        side = groups[-1].stack if groups[0].layer.windows else ""
+        checkpointed = bool(self.run.gradient_checkpointing)
+        kept = self._mask_bytes(checkpointed=checkpointed, side=side)
+        return self._mask_bytes(checkpointed=True, side=side) - kept
 
     # --- around the layers ----------------------------------------------------------------------
 

@@ -385,6 +385,7 @@ class OpEmitter:
             return out
         if is_quantised(linear, dtypes) and dtypes.quant == "int8":
             # rows are quantised from fp16; the layer's own attribute keeps what it was given
+            x = self.in_rows(x)
             coded = tape.op([x], x.elements, 1, inner=scaled(x.elements, 2), detached=True)
             dense = scaled(weights, x.size)
             return tape.op(

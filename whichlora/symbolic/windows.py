@@ -72,11 +72,12 @@ def _chunks(code: OpEmitter, windows: Windows, x: Tensor, width: int, *, turned:
         turned: the product's gradient for it is laid out otherwise.
     """
     if windows.single:
-        return code.tape.view(x, copies_gradient=True)
+        return code.autocast(code.tape.view(x, copies_gradient=True))
     elements = _of_chunks(windows, width)
     indices = (scaled(x.elements, _INDEX), scaled(elements, _INDEX))
     inner = (indices[0], scaled(elements, x.size), indices[1]) if turned else indices
-    return code.tape.op([x], elements, x.size, inner_backward=inner, what="chunks, copied")
+    copied = code.tape.op([x], elements, x.size, inner_backward=inner, what="chunks, copied")
+    return code.autocast(copied)
 
 
 def _window_scores(code: OpEmitter, windows: Windows, heads: int, q: Tensor, k: Tensor) -> Tensor:
@@ -84,13 +85,14 @@ def _window_scores(code: OpEmitter, windows: Windows, heads: int, q: Tensor, k: 
 
     Source: `_sliding_chunks_query_key_matmul`, `_mask_invalid_locations`.
     """
-    tape, half, size = code.tape, windows.one_sided, q.size
+    tape, half = code.tape, windows.one_sided
     width = q.elements.per_token
     if width > 1:  # else a broadcast product reads the chunks where they are
         q, k = (
             _chunks(code, windows, each, width, turned=turned)
             for each, turned in ((q, False), (k, True))
         )
+    size = q.size
     products = tape.op(
         [q, k], _of_chunks(windows, 2 * half * heads), size, saves=[q, k], what="chunks, copied"
     )
@@ -157,13 +159,14 @@ def _weighted_values(code: OpEmitter, windows: Windows, probabilities: Tensor, v
     padded_values = tape.op(
         [v], plus(v.elements, per_sequence(2 * half * width)), v.size, what="values, padded"
     )
-    padded = tape.op([rows], per_token((3 * half + 2) * heads), v.size, what="rows, padded")
+    padded = tape.op([rows], per_token((3 * half + 2) * heads), rows.size, what="rows, padded")
     (moved,) = tape.parts(padded, (per_token((3 * half + 1) * heads),))
     (moved,) = tape.parts(moved, (per_token(3 * half * heads),))
     indices = (scaled(padded_values.elements, _INDEX), per_token(3 * width * _INDEX))
     chunks = tape.op(
         [padded_values], per_token(3 * width), v.size, inner_backward=indices, what="values, copied"
     )
-    context = tape.op([moved, chunks], v.elements, v.size, saves=[moved, chunks])
+    chunks = code.autocast(chunks)
+    context = tape.op([moved, chunks], v.elements, chunks.size, saves=[moved, chunks])
     tape.hold(padded_values)
     return context
