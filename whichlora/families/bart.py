@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from whichlora.errors import ConfigError
@@ -34,12 +34,11 @@ class _Kind:
     biases_logits: bool = True
 
 
-MVP = _Kind(own_attention=True)
 _KINDS = {
     "bart": _Kind(),
     "mbart": _Kind(post_norm=False),
     "plbart": _Kind(),
-    "mvp": MVP,
+    "mvp": _Kind(own_attention=True),
     "m2m_100": _Kind(
         post_norm=False, embedding_norms=False, positions="buffer", biases_logits=False
     ),
@@ -149,9 +148,11 @@ def _attention(c: Fields, kind: _Kind, side: _Side, *, cross: bool = False) -> A
     )
 
 
-def decoder_layer(c: Fields, kind: _Kind) -> Layer:
-    """A layer with cross attention; LED's are MVP's."""
-    return _layer(c, kind, "decoder")
+def mvp_decoder_layer(c: Fields, **cross: Any) -> Layer:
+    """That of MVP, and of LED; `cross` are further fields of its cross attention."""
+    layer = _layer(c, _KINDS["mvp"], "decoder")
+    first, second = layer.attentions
+    return replace(layer, attentions=(first, replace(second, **cross)))
 
 
 def _layer(c: Fields, kind: _Kind, side: _Side) -> Layer:
@@ -193,7 +194,7 @@ def _bart(c: Fields) -> ModelSpec:
     return encoder_decoder(
         c,
         [_layer(c, kind, "encoder")] * c.layers("encoder_layers"),
-        [decoder_layer(c, kind)] * c.layers("decoder_layers"),
+        [_layer(c, kind, "decoder")] * c.layers("decoder_layers"),
         tied=c.flag("tie_word_embeddings"),
         embeddings=(Embedding(name="shared", rows=vocab, width=hidden), table, table),
         embedding_norms=each if kind.embedding_norms else (),

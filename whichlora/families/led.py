@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.families.bart import BART, MVP, decoder_layer, feed_forward
+from whichlora.families.bart import BART, feed_forward, mvp_decoder_layer
 from whichlora.families.blocks import encoder_decoder, norms, qkv_linears, softmax_attention
 from whichlora.families.fields import Fields
 from whichlora.spec.architecture import Attention, Embedding, Layer, ModelSpec, Windows
@@ -116,7 +116,7 @@ def _led(c: Fields) -> ModelSpec:
     return encoder_decoder(
         c,
         [_encoder_layer(c, _attention(c, window, max(windows))) for window in windows],
-        [decoder_layer(c, MVP)] * c.layers("decoder_layers"),
+        [mvp_decoder_layer(c, cut_from=max(windows))] * c.layers("decoder_layers"),
         tied=c.flag("tie_word_embeddings"),
         embeddings=(Embedding(name="shared", rows=vocab, width=hidden), *tables),
         embedding_norms=norms(["layernorm_embedding"] * 2, width=hidden, kind="layer", bias=True),

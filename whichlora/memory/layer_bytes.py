@@ -367,9 +367,17 @@ def layer_cases(
 
 
 def _window_cases(layer: Layer, *, tokens: Count, span: Count) -> Iterator[tuple[Count, Layer]]:
-    """Whether a batch has several sequences, and a sequence several chunks."""
-    if layer.windows is None:
+    """Whether a batch has several sequences, and a sequence several chunks or padding."""
+    cut_from = max((attention.cut_from for attention in layer.attentions), default=0)
+    if layer.windows is None and not cut_from:
         yield 1, layer
+        return
+    if layer.windows is None:
+        is_cut = 1 * (tokens > span) * (span % cut_from > 0)
+        whole = tuple(replace(attention, cut_from=0) for attention in layer.attentions)
+        for share, running in ((is_cut, layer), (1 - is_cut, replace(layer, attentions=whole))):
+            if not is_plain(share) or share:
+                yield share, running
         return
     (attention,) = layer.attentions
     for batched, single in itertools.product((False, True), repeat=2):

@@ -661,11 +661,32 @@ class TrainingStep:
                 in_encoder=in_encoder and bool(self.second_stack),
                 joins_rows=bool(self.method.virtual_tokens) and bool(self.leaf_embedding_bytes),
             ),
+            self._padding_around(in_encoder=in_encoder),
             *(head if after_layers else ()),
             *self._saved_before_layers,
             *(self._saved_by(self.merging) if after_layers else ()),
         )
         return Group(where="around the layers", tensors=tensors, **self.sized)
+
+    def _padding_around(self, *, in_encoder: bool) -> Tensor:
+        """What an encoder's embeddings and its output have beside those of `tokens`."""
+        layer = self.model.groups[0].layer
+        if layer.windows is None:
+            return Tensor("padding")
+        of_encoder = outside_saved(
+            self.model,
+            self.targets,
+            self.dtypes,
+            embeddings_need_grad=self.needs_grad,
+            after_layers=False,
+            in_encoder=True,
+        )
+        looked_up = self.leaf_embedding_bytes
+        encoded = self.model.hidden_size * self.dtypes.stream_bytes
+        encoded = encoded * (not in_encoder and bool(self.run.gradient_checkpointing))
+        per_token = sum(tensor.per_token for tensor in of_encoder) - looked_up + encoded
+        padding = layer.padded(**self.sized)[0] - self.tokens
+        return Tensor("padding of the encoder's sequences", constant=per_token * padding)
 
     @cached_property
     def label_points(self) -> LabelPoints | None:

@@ -241,6 +241,8 @@ class Attention:
             autocast narrows (Llama 3.2 Vision); "" for none.
         ring: ranks whose keys and values its queries see; 1: those of this one.
         windows: its scores are products of chunks (LED); `sliding_window` is a mask's.
+        cut_from: what cross attention reads is cut from sequences that were padded to a multiple of
+            so many tokens; 0: it is all of them.
     """
 
     kind: Literal["softmax", "linear", "mamba1", "mamba2", "conv"] = "softmax"
@@ -287,6 +289,7 @@ class Attention:
     adds_mask: AddedMask = ""
     ring: int = 1
     windows: Windows | None = None
+    cut_from: int = 0
 
     def __post_init__(self) -> None:
         if self.kind != "softmax":

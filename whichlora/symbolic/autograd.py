@@ -300,6 +300,7 @@ class Tensor:
         is_leaf: the gradient is kept: a trained parameter.
         joined: laid out as [batch, heads, seq, head_dim] in memory.
         strided: its rows are transposed, so that a product copies them first.
+        cut: so are rows that are a part of longer sequences, unless something makes them anew.
         edge: key of the buffer that sums its gradient; a view of all elements shares it.
     """
 
@@ -311,6 +312,7 @@ class Tensor:
     is_leaf: bool = False
     joined: bool = False
     strided: bool = False
+    cut: bool = False
 
     @property
     def form(self) -> LinearForm:

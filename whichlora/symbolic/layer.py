@@ -74,7 +74,9 @@ def _memory(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor | None:
     size = dtypes.encoder_bytes or (4 if widened else dtypes.stream_bytes)
     length = layer.attentions[-1].memory_len
     elements = per_sequence(length * x.elements.per_token) if length else x.elements
-    return code.tape.shared(elements, size, needs_grad=dtypes.training and dtypes.learns_encoder)
+    needs_grad = dtypes.training and dtypes.learns_encoder
+    memory = code.tape.shared(elements, size, needs_grad=needs_grad)
+    return replace(memory, cut=any(attention.cut_from for attention in layer.attentions))
 
 
 def _attend_self(code: OpEmitter, layer: Layer, x: Tensor, memory: Tensor | None) -> Tensor:

@@ -132,7 +132,7 @@ class OpEmitter:
 
     def in_rows(self, x: Tensor) -> Tensor:
         """`x` as a product of matrices reads it. Source: torch 2.13 `matmul`, `should_fold`."""
-        return self.copy(x) if x.strided else x
+        return self.copy(x) if x.strided or x.cut else x
 
     def autocast(self, x: Tensor, what: str = "") -> Tensor:
         """`x` as a matrix product reads it: autocast casts it to 16 bits."""
