@@ -84,6 +84,18 @@ def kept_mask_bytes(
     return total
 
 
+def making_mask_bytes(layer: Layer, dtypes: Dtypes, *, tokens: Count, span: Count) -> Count:
+    """While LED's encoder makes its mask, of which it reads one row: it has one of all pairs.
+
+    The mask in the dtype of the rows, one less it, which are masked, and the result.
+    Kind: exact. Source: transformers 5.23 `_prepare_4d_attention_mask_inverted` of modeling_led.py.
+    """
+    if layer.windows is None:
+        return 0 * tokens
+    rows, length = layer.padded(tokens, span)
+    return (3 * dtypes.stream_bytes + 1) * rows * length
+
+
 def _masked(layer: Layer, attention: Attention, dtypes: Dtypes, span: Count) -> Count:
     """1 where a mask is made: never for a decoder's own tokens, which are never padded."""
     decodes = any(each.cross for each in layer.attentions) and not attention.cross

@@ -249,7 +249,8 @@ class Generation:
     @cached_property
     def encoded(self) -> Entry:
         width = self.model.hidden_size * self.dtypes.stream_bytes
-        return Entry(ENCODED, self.prompt_tokens * width)
+        tokens, _ = self.model.groups[0].layer.padded(self.prompt_tokens, self.prompt_len)
+        return Entry(ENCODED, tokens * width)
 
 
 # --- the pass over the prompt -----------------------------------------------------------------
@@ -494,7 +495,10 @@ def encode(run: Generation) -> Entries:
     )
     positions = _named_positions(run.model, tokens=run.prompt_tokens, span=run.prompt_len)
     working = run.prompt_forward + shared + positions * run.element_bytes
-    return (*run.static, Entry(PROMPT_FORWARD, working))
+    first, sized = run.model.groups[0].layer, run.sized
+    making = activations.making_mask_bytes(first, run.dtypes, **sized)
+    rows = first.padded(**sized)[0] * run.model.hidden_size * run.dtypes.embedding_bytes
+    return (*run.static, Entry(PROMPT_FORWARD, largest(working, making + rows)))
 
 
 def _named_positions(model: ModelSpec, *, tokens: Count, span: Count) -> Count:
