@@ -123,6 +123,7 @@ def _led(c: Fields) -> ModelSpec:
         biases_logits=True,
         embedding_dropouts=(hidden,) * 2 if c.probability("dropout") else (),
         max_position_embeddings=min(positions),
+        max_prompt_positions=positions[0],
         notes=tuple(notes),
     )
 

@@ -66,6 +66,8 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     notes = [*job.model.notes, *gpu.notes]
     limit = job.model.max_position_embeddings
     length = run.seq_len if run.phase == "finetune" else run.prompt_len
+    if run.phase == "inference":
+        limit = job.model.max_prompt_positions or limit
     if run.phase == "inference" and job.model.task == "causal-lm" and job.model.can_generate:
         length += run.max_new_tokens
     if limit and length > limit:

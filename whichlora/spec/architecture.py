@@ -595,6 +595,17 @@ class Layer:
         return self.num_params - sum(each.num_params for each in self.linears if not each.active)
 
     @property
+    def running(self) -> Layer:
+        """The layer without matrices that no token passes."""
+        if all(linear.active for linear in self.linears):
+            return self
+        attentions = (
+            replace(each, linears=tuple(linear for linear in each.linears if linear.active))
+            for each in self.attentions
+        )
+        return replace(self, attentions=tuple(attentions))
+
+    @property
     def windows(self) -> Windows | None:
         return next((each.windows for each in self.attentions if each.windows), None)
 
@@ -1016,6 +1027,8 @@ class ModelSpec:
         unloaded_params: those among them that `AutoModelForCausalLM` leaves on the disk.
         tower: what turns images into vectors, where the family describes its blocks.
         buffer_bytes: what modules keep beside parameters (a causal mask per attention).
+        max_position_embeddings: of two stacks, positions that both have; max_prompt_positions:
+            those of an encoder that has more (LED).
         embedding_dropouts, final_dropouts: widths of the tensors that training drops values of
             before the first and after the last layer.
         notes: what a reader must know: text tower only, approximated blocks, and so on.
@@ -1065,6 +1078,7 @@ class ModelSpec:
     embedding_dropouts: tuple[int, ...] = ()
     final_dropouts: tuple[int, ...] = ()
     max_position_embeddings: int | None = None
+    max_prompt_positions: int | None = None
     dtype: str = "bfloat16"
     notes: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -45,6 +45,11 @@ from whichlora.timing.mamba_work import (
     scan_ops,
 )
 from whichlora.timing.products import idle_flops
+from whichlora.timing.window_work import (
+    WINDOW_OPS,
+    window_bytes_per_token,
+    window_flops_per_token,
+)
 from whichlora.trainers import get_trainer
 from whichlora.trainers.base import LogitsLoss
 
@@ -342,6 +347,8 @@ def attention_flops_per_token(
 
     Kind: exact. Source: two products of every query with the keys that it sees.
     """
+    if attention.windows is not None:
+        return window_flops_per_token(attention, context)
     seen = context
     if attention.sliding_window is not None and kernel in FUSED:
         seen = smallest(context, attention.sliding_window)
@@ -435,7 +442,11 @@ def _attention_work(
         )
         forward_scores, backward_scores = score_bytes(attention, dtypes, kernel)
         per_pair = forward_scores * forwards + backward_scores * backward
-        moved = moved + share * rows * keys * per_pair
+        if attention.windows is not None:
+            in_forward, in_backward = window_bytes_per_token(attention, dtypes)
+            moved = moved + share * rows * (in_forward * forwards + in_backward * backward)
+        else:
+            moved = moved + share * rows * keys * per_pair
         if kernel == "math":
             passes = forwards + 2 * backward
             of_keys = math_key_bytes(attention, dtypes, masked=False, decoding=decoding)
@@ -475,6 +486,8 @@ def layer_ops(layer: Layer, run: RunConfig) -> int:
         ops += ROPE_OPS if attention.position == "rope" else 0
         if attention.kind in ("mamba1", "mamba2"):
             ops += scan_ops(attention)
+        elif attention.windows is not None:
+            ops += WINDOW_OPS
         else:
             ops += EAGER_OPS if run.attn == "eager" else ATTENTION_OPS
         ops += RESIDUAL_OPS // 2
@@ -629,6 +642,8 @@ def trained_layers(
     num_multiprocessors: int | None,
 ) -> Work:
     """One micro-step of `count` equal layers. Kind: estimate. Source: `docs/time.md`."""
+    layer = layer.running
+    tokens, seq_len = layer.padded(tokens, seq_len)
     recompute = 1 if run.gradient_checkpointing else 0
     passes = 3 if method.trains_base else 2
     multiplied = count * 2 * tokens * (passes + recompute)
@@ -1103,8 +1118,9 @@ def served_layers(
     num_multiprocessors: int | None,
 ) -> Work:
     """One forward through the equal layers of `group`. Kind: estimate. Source: `docs/time.md`."""
-    tokens = batch_size if decoding else batch_size * context
-    layer, count = group.layer, group.count
+    layer, count = group.layer.running, group.count
+    whole = layer.padded(batch_size * context, context)
+    tokens, context = (batch_size, context) if decoding else whole
     two_stacks = model.task == "seq2seq-lm" and model.groups[0].stack == "encoder"
     reads_one = two_stacks and group.stack == "decoder"
     alone = decoding or reads_one
