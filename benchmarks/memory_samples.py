@@ -478,6 +478,7 @@ _MOMENTS = {
     "layer_forward": "forward",
     "loss_forward": "forward",
     "merging_forward": "forward",
+    "encoder_forward": "forward",
     "optimizer_step": "optimizer",
 }
 

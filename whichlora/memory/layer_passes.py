@@ -154,11 +154,23 @@ def checkpointed_passes(
     return LayerPasses(
         fact=CHECKPOINTS,
         groups=groups,
-        forward=largest(*(layer.forward for layer in layers)),
+        forward=largest(*(layer.forward for layer in _last_stack(model, layers))),
         saved=saved,
         backward=backward,
         last_backward=tuple(a + b for a, b in zip(backward, saved, strict=True)),
     )
+
+
+def _last_stack(model: ModelSpec, layers: Sequence[LayerBytes]) -> Sequence[LayerBytes]:
+    """Layers that run when all others have saved what they keep; one stack needs more than another.
+
+    An encoder in windows may need more than its decoder: `moments.encoder_forward` has it.
+    """
+    groups = model.groups
+    if groups[0].layer.windows is None:
+        return layers
+    last = groups[-1].stack
+    return [layer for group, layer in zip(groups, layers, strict=True) if group.stack == last]
 
 
 def _layer_input(model: ModelSpec, layer: LayerBytes) -> Tensor:
@@ -235,7 +247,8 @@ def saved_passes(
     streams = 2 * model.hidden_size * max(layer.stream_bytes for layer in layers)
     if model.streams is not None:  # what else is named then, see `TrainingStep.passes`
         streams = model.stream_width * layers[-1].stream_bytes
-    in_layer = largest(*(layer.forward - layer.saved for layer in layers), 0 * sized["tokens"])
+    last = _last_stack(model, layers)
+    in_layer = largest(*(layer.forward - layer.saved for layer in last), 0 * sized["tokens"])
     return LayerPasses(
         fact=SAVED,
         groups=(

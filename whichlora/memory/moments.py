@@ -361,6 +361,47 @@ def first_decoder_layer_backward(step: TrainingStep) -> Entries:
     )
 
 
+def encoder_forward(step: TrainingStep) -> Entries:
+    """In the forward of the encoder's last layer, before there is anything of the decoder."""
+    checkpointed = bool(step.run.gradient_checkpointing)
+    layers = [step.layers[number] for number in step.first_stack]
+    made = largest(*(each.forward - each.saved * (not checkpointed) for each in layers))
+    if not checkpointed:  # the loop of `LEDEncoder.forward` names rows, states and the mask
+        made = made + 2 * layers[0].tokens * step.model.hidden_size * layers[0].stream_bytes
+        made = made + step.encoder_mask_bytes
+    return (
+        *step.always,
+        *held_between_steps(step),
+        step.remainders,
+        _left_of_encoder(step),
+        Entry(LAYER_FORWARD, made),
+    )
+
+
+def encoder_backward(step: TrainingStep) -> Entries:
+    """In the backward of the encoder's last layer, after the decoder's."""
+    gradients = step.late_gradients
+    if not step.gradients_wait:
+        gradients = gradients + step.layers[0].gradients - step.first_stack_gradients
+        gradients = largest(gradients, 0 * step.num_trained)
+    backward = largest(*(step.passes.backward[number] for number in step.first_stack))
+    return (
+        *step.always,
+        held_outputs(step),
+        Entry(LATER_LAYERS_GRADIENTS, gradients),
+        step.remainders,
+        _left_of_encoder(step),
+        Entry(LAYER_BACKWARD, backward),
+    )
+
+
+def _left_of_encoder(step: TrainingStep) -> Entry:
+    """What the encoder's layers keep, and what is saved around them."""
+    passes = step.passes
+    kept = (passes.groups[number] for number in step.first_stack)
+    return listed(passes.fact, *kept, step.outside_in_first_layer, step.masks_in_first_layer)
+
+
 def _kept_by_encoder(step: TrainingStep, masks: Group) -> Entry:
     # every cross attention adds to the gradient of the encoder's output, and
     # `Engine::evaluate_function` queues a node when all of its inputs are there: no node of the
@@ -624,6 +665,9 @@ def training_moments(step: TrainingStep) -> dict[str, Entries]:
         moments["reference_forward"] = reference_forward(step)
     if step.second_stack:
         moments["first_decoder_layer_backward"] = first_decoder_layer_backward(step)
+    if step.encodes_in_windows:
+        moments["encoder_forward"] = encoder_forward(step)
+        moments["encoder_backward"] = encoder_backward(step)
     moments |= layers_backward_at_depth(step)
     if step.layer_inputs is not None and step.layer_inputs.backward:
         moments["layer_inputs_backward"] = layer_inputs_backward(step)

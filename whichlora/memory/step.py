@@ -463,6 +463,11 @@ class TrainingStep:
         """Groups of the decoder after an encoder, else none."""
         return tuple(i for i in range(len(self.layers)) if i not in self.first_stack)
 
+    @property
+    def encodes_in_windows(self) -> bool:
+        """Whether a layer of the encoder may need more than one of its decoder, at other times."""
+        return bool(self.second_stack) and self.model.groups[0].layer.windows is not None
+
     @cached_property
     def first_kinds(self) -> tuple[int, ...]:
         """Groups that the layer whose backward comes last may be of."""
@@ -547,12 +552,15 @@ class TrainingStep:
     @property
     def unnamed_mask_bytes(self) -> Count:
         """Masks that only the model's loop holds, until its forward is done."""
-        groups = self.model.groups
         # LED's encoder makes one for each pair of tokens, which goes before its decoder begins
-        side = groups[-1].stack if groups[0].layer.windows else ""
+        side = self.model.groups[-1].stack if self.encodes_in_windows else ""
         checkpointed = bool(self.run.gradient_checkpointing)
         kept = self._mask_bytes(checkpointed=checkpointed, side=side)
         return self._mask_bytes(checkpointed=True, side=side) - kept
+
+    @property
+    def encoder_mask_bytes(self) -> Count:
+        return self._mask_bytes(checkpointed=True, side="encoder")
 
     # --- around the layers ----------------------------------------------------------------------
 
@@ -854,10 +862,13 @@ class TrainingStep:
             for layer in self.layers
         ]
         passes = self.passes
+        backward = passes.backward
+        if self.encodes_in_windows:  # the encoder's has a moment of its own
+            backward = tuple(backward[number] for number in self.second_stack)
         return worst_backward(
             self.model,
             self.layers,
-            passes.backward,
+            backward,
             passes.saved,
             left,
             num_idle=self.num_idle_layers,
