@@ -40,6 +40,7 @@ LATER_TRACES = TRACES / "later-types.jsonl"
 NEWEST_TRACES = TRACES / "newest-types.jsonl"
 LATEST_TRACES = TRACES / "latest-types.jsonl"
 SETTING_TRACES = TRACES / "settings.jsonl"
+LED_TRACES = TRACES / "led.jsonl"
 LONG_TRACES = TRACES / "long-encoder-decoders.jsonl"
 RUNS_OF_LATER = 4  # of each type
 RUNS_OF_NEWEST = 6
@@ -47,6 +48,7 @@ LATEST_RUNS = {
     "jamba": (*range(20), *range(100, 118), *range(128, 137)),
     "gemma3n_text": (*range(31), *range(100, 131)),
 }
+LED_RUNS = range(100, 132)
 MAX_LAYERS = 8  # where layers differ all are traced, which takes a second or so each
 MAX_SECONDS = 200
 
@@ -304,7 +306,7 @@ def draw_later(model_type: str, number: int) -> RunConfig:
 
 
 def later_types() -> tuple[str, ...]:
-    earlier_or_apart = {*FIRST_TYPES, *NEWEST_TYPES, *LATEST_TYPES}
+    earlier_or_apart = {*FIRST_TYPES, *NEWEST_TYPES, *LATEST_TYPES, "led"}
     return tuple(sorted(set(models_by_type()) - earlier_or_apart))
 
 
@@ -340,6 +342,10 @@ def newest_runs() -> list[RunConfig]:
 
 def latest_runs() -> list[RunConfig]:
     return [draw_later(name, number) for name in LATEST_TYPES for number in LATEST_RUNS[name]]
+
+
+def led_runs() -> list[RunConfig]:
+    return [draw_later("led", number) for number in LED_RUNS]
 
 
 def _drawn(model_type: str, rng: random.Random) -> RunConfig:

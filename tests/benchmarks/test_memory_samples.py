@@ -32,7 +32,8 @@ def test_types_that_came_later_have_runs_of_their_own() -> None:
     assert not newest & drawn
     latest = {samples.model_type(run) for run in samples.latest_runs()}
     assert latest == set(samples.LATEST_TYPES)
-    known = drawn | newest | latest | set(samples.FIRST_TYPES) | samples.NO_AUTO_CLASS
+    assert {samples.model_type(run) for run in samples.led_runs()} == {"led"}
+    known = {"led"} | drawn | newest | latest | set(samples.FIRST_TYPES) | samples.NO_AUTO_CLASS
     assert set(families.FAMILIES) <= known
 
 

@@ -515,7 +515,7 @@ def test_every_causal_type_has_a_tiny_variant() -> None:
     others = {
         *("internlm3", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),  # Llama, Qwen
         *("t5", "mt5", "umt5", "bart", "mbart", "plbart", "mvp", "m2m_100", "pegasus", "marian"),
-        *("blenderbot", "blenderbot-small"),
+        *("blenderbot", "blenderbot-small", "led"),
         *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert"),
         *("deberta-v2", "modernbert", "data2vec-text", "ernie", "layoutlm", "mpnet", "rembert"),
         *("roberta-prelayernorm", "xlm-roberta-xl", "megatron-bert", "nomic_bert", "gte"),
@@ -627,6 +627,19 @@ def test_encoders_and_encoder_decoders_with_other_sizes(config: dict[str, Any]) 
     assert spec.num_params == sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert spec.trainable_params == trained  # Pegasus and Marian freeze their positions
+
+
+def test_led_trains_all_but_what_tokens_with_global_attention_read() -> None:
+    config = {"model_type": "led", "d_model": 64, "encoder_layers": 2, "attention_window": [8, 16]}
+    spec = build(config, name="tiny")
+    model = module(config, spec.task)
+    assert described_linears(spec) == real_linears(model)
+    assert described_norms(spec) == real_norms(model)
+    named = {name: p.numel() for name, p in model.named_parameters()}
+    assert spec.num_params == sum(named.values())
+    idle = sum(size for name, size in named.items() if "_global." in name)
+    assert idle == 2 * 3 * 65 * 64
+    assert spec.trainable_params == spec.num_params - idle
 
 
 LLAMA4_VISION = {"hidden_size": 64, "intermediate_size": 256, "vision_output_dim": 4096}

@@ -9,6 +9,7 @@ import pytest
 from devices import A100
 
 from whichlora import families
+from whichlora.errors import ConfigError
 from whichlora.memory import (
     activations,
     kv_cache,
@@ -130,6 +131,32 @@ def test_layers_share_masks_and_biases(
     assert kept == activations.kept_mask_bytes(
         found.model, found.dtypes, tokens=20, span=10, checkpointed=checkpointed
     )
+
+
+def led(**config: Any) -> ResolvedRun:
+    whole = {"model_type": "led", "d_model": 64, "attention_window": 8, **config}
+    run = RunConfig(model="led", precision="bf16-pure", seq_len=10)
+    return resolve(families.build(whole, name="led"), run, A100)
+
+
+@pytest.mark.parametrize(("side", "kept"), [("encoder", 2 * 32 * 16), ("decoder", 2 * PAIRS)])
+def test_an_encoder_in_windows_has_a_mask_of_all_pairs_of_padded_tokens(
+    side: str, kept: int
+) -> None:
+    found = led()
+    sizes = {"tokens": 20, "span": 10}
+    assert kept == activations.kept_mask_bytes(found.model, found.dtypes, side=side, **sizes)
+    first = found.model.groups[0].layer
+    making = activations.making_mask_bytes(first, found.dtypes, **sizes)
+    assert making == (3 * 2 + 1) * 32 * 16
+    plain = found.model.groups[-1].layer
+    assert activations.making_mask_bytes(plain, found.dtypes, **sizes) == 0
+
+
+@pytest.mark.parametrize("window", [7, 0, [8, 12], [8, 8.5], "8"])
+def test_windows_that_do_not_fit_each_other_are_refused(window: Any) -> None:
+    with pytest.raises(ConfigError, match="attention_window"):
+        led(encoder_layers=2, attention_window=window)
 
 
 # --- logits

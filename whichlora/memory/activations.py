@@ -40,7 +40,7 @@ def kept_mask_bytes(
         without_zeros: so they have the zeros of its cross attention.
 
     Checkpointed layers hold them as their arguments. Eager code adds a mask in the dtype of the
-    stream, SDPA is handed a boolean one; layers with a window have a mask of their own. Without
+    looked-up rows, SDPA is handed a boolean one; layers with a window have one of their own. Without
     it only the zeros stay that T5's cross attention adds, where no padding mask makes new ones.
     Kind: exact. Source: transformers 5.23 `create_causal_mask`, `sdpa_mask`, `T5Stack.forward`.
     """
@@ -56,7 +56,6 @@ def kept_mask_bytes(
             key = (group.stack, attention.cross, attention.sliding_window)
             num_pairs[key] = rows * (attention.memory_len or length + dtypes.prefix_tokens)
             if kernel == "eager":
-                # a mask is in the dtype of the looked-up rows, as a stream of one state is
                 size = dtypes.stream_bytes if model.streams is None else dtypes.embedding_bytes
                 masks[key] = size * (1 if attention.causal else masked)
             elif dtypes.uses_sdpa:

@@ -76,8 +76,8 @@ def _chunks(code: OpEmitter, windows: Windows, x: Tensor, width: int, *, turned:
     elements = _of_chunks(windows, width)
     indices = (scaled(x.elements, _INDEX), scaled(elements, _INDEX))
     inner = (indices[0], scaled(elements, x.size), indices[1]) if turned else indices
-    copied = code.tape.op([x], elements, x.size, inner_backward=inner, what="chunks, copied")
-    return code.autocast(copied)
+    (overlapping,) = code.tape.parts(x, (elements,), inner=inner)
+    return code.autocast(code.copy(overlapping))
 
 
 def _window_scores(code: OpEmitter, windows: Windows, heads: int, q: Tensor, k: Tensor) -> Tensor:
@@ -159,14 +159,12 @@ def _weighted_values(code: OpEmitter, windows: Windows, probabilities: Tensor, v
     padded_values = tape.op(
         [v], plus(v.elements, per_sequence(2 * half * width)), v.size, what="values, padded"
     )
+    indices = (scaled(padded_values.elements, _INDEX), per_token(3 * width * _INDEX))
+    (chunks,) = tape.parts(padded_values, (per_token(3 * width),), inner=indices)
     padded = tape.op([rows], per_token((3 * half + 2) * heads), rows.size, what="rows, padded")
     (moved,) = tape.parts(padded, (per_token((3 * half + 1) * heads),))
     (moved,) = tape.parts(moved, (per_token(3 * half * heads),))
-    indices = (scaled(padded_values.elements, _INDEX), per_token(3 * width * _INDEX))
-    chunks = tape.op(
-        [padded_values], per_token(3 * width), v.size, inner_backward=indices, what="values, copied"
-    )
-    chunks = code.autocast(chunks)
+    chunks = code.autocast(code.copy(chunks))
     context = tape.op([moved, chunks], v.elements, chunks.size, saves=[moved, chunks])
     tape.hold(padded_values)
     return context

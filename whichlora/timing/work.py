@@ -1119,11 +1119,10 @@ def served_layers(
 ) -> Work:
     """One forward through the equal layers of `group`. Kind: estimate. Source: `docs/time.md`."""
     layer, count = group.layer.running, group.count
-    whole = layer.padded(batch_size * context, context)
-    tokens, context = (batch_size, context) if decoding else whole
+    padded = layer.padded(batch_size * context, context)
+    tokens, context = (batch_size, context) if decoding else padded
     two_stacks = model.task == "seq2seq-lm" and model.groups[0].stack == "encoder"
-    reads_one = two_stacks and group.stack == "decoder"
-    alone = decoding or reads_one
+    alone = decoding or (two_stacks and group.stack == "decoder")
     alone = alone or (run.kv_cache in ("dynamic", "static") and reads_last(layer, dtypes))
     rows = batch_size if alone else tokens
     of_encoder = encoder_reading_weights(layer)  # once, over the whole prompt
