@@ -128,6 +128,7 @@ TINY_ENCODERS: dict[str, dict[str, Any]] = {
     "pegasus": _STACKS,
     "marian": _STACKS | _SMALL_IDS,
     "mvp": _STACKS,
+    "led": _STACKS | {"attention_window": [32, 16, 32]},  # which pads 48 tokens to 64
     "t5gemma": {"vocab_size": 320, "encoder": _GEMMA, "decoder": _GEMMA},
 }
 

@@ -40,8 +40,8 @@ def kept_mask_bytes(
         without_zeros: so they have the zeros of its cross attention.
 
     Checkpointed layers hold them as their arguments. Eager code adds a mask in the dtype of the
-    looked-up rows, SDPA is handed a boolean one; layers with a window have one of their own. Without
-    it only the zeros stay that T5's cross attention adds, where no padding mask makes new ones.
+    looked-up rows, SDPA is handed a boolean one; layers with a window have their own. Without it
+    only the zeros stay that T5's cross attention adds, where no padding mask makes new ones.
     Kind: exact. Source: transformers 5.23 `create_causal_mask`, `sdpa_mask`, `T5Stack.forward`.
     """
     masks: dict[_Mask, Count] = {}
