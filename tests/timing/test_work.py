@@ -128,7 +128,6 @@ TINY_ENCODERS: dict[str, dict[str, Any]] = {
     "pegasus": _STACKS,
     "marian": _STACKS | _SMALL_IDS,
     "mvp": _STACKS,
-    "led": _STACKS | {"attention_window": [32, 16, 32]},  # which pads 48 tokens to 64
     "t5gemma": {"vocab_size": 320, "encoder": _GEMMA, "decoder": _GEMMA},
 }
 
@@ -266,6 +265,19 @@ def test_flops_of_encoders_and_of_two_stacks_are_those_that_pytorch_counts(
     done = training(job)
     assert done.attention_flops == attention
     assert done.product_flops == pytest.approx(products, rel=tolerance)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("method", "tolerance"), [("full", 0), ("lora", 0.05)])
+def test_flops_of_windows_are_in_sum_those_that_pytorch_counts(
+    method: str, tolerance: float
+) -> None:
+    # 48 tokens are padded to 64; frozen weights multiply transposed rows batch by batch
+    config = _STACKS | {"model_type": "led", "attention_window": [32, 16, 32]}
+    job = job_of(tiny_run(method, gradient_checkpointing=False), config)
+    done = training(job)
+    total = sum(counted(config, job))
+    assert done.attention_flops + done.product_flops == pytest.approx(total, rel=tolerance)
 
 
 def test_a_decoder_reads_the_prompt_once_and_its_encoder_never_again() -> None:

@@ -114,7 +114,7 @@ def _base_result(
     tape, dtypes, outputs = ops.tape, ops.dtypes, ops.rows.of(linear.out_features)
     if dtypes.lora_dropout:
         used = ops.autocast(weight)
-        narrow = ops.in_rows(ops.autocast(x))
+        narrow = ops.autocast(x)
         reads, saves = [narrow], [used]
         if trains_frozen(linear, dtypes):
             dense = ops.constant(linear.in_features * linear.out_features)

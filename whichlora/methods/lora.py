@@ -153,7 +153,7 @@ def low_rank(
         factor = ops.tape.weight(ops.per_rank(rank * width), dtypes.adapter_bytes, trained=trained)
         factors.append(ops.autocast(factor, f"{linear.name}: adapter, cast"))
     a, b = factors
-    narrow = ops.in_rows(ops.autocast(x, f"{linear.name}: own copy of the input"))
+    narrow = ops.in_rows(ops.autocast(x, f"{linear.name}: own copy of the input"), a)
     inner = ops.tape.op(
         [narrow, a],
         ops.rows.of_rank(rank * linear.active),

@@ -130,9 +130,12 @@ class OpEmitter:
         )
         return replace(result, strided=x.strided)
 
-    def in_rows(self, x: Tensor) -> Tensor:
-        """`x` as a product of matrices reads it. Source: torch 2.13 `matmul`, `should_fold`."""
-        return self.copy(x) if x.strided or x.cut else x
+    def in_rows(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`x` as a product of matrices reads it: copied so that a trained weight is not expanded.
+
+        Source: torch 2.13 `matmul`, `should_fold`.
+        """
+        return self.copy(x) if (x.strided or x.cut) and weight.needs_grad else x
 
     def autocast(self, x: Tensor, what: str = "") -> Tensor:
         """`x` as a matrix product reads it: autocast casts it to 16 bits."""
@@ -385,7 +388,7 @@ class OpEmitter:
             return out
         if is_quantised(linear, dtypes) and dtypes.quant == "int8":
             # rows are quantised from fp16; the layer's own attribute keeps what it was given
-            x = self.in_rows(x)
+            x = self.copy(x) if x.strided or x.cut else x
             coded = tape.op([x], x.elements, 1, inner=scaled(x.elements, 2), detached=True)
             dense = scaled(weights, x.size)
             return tape.op(
@@ -398,8 +401,8 @@ class OpEmitter:
                 what=f"{linear.name}: result",
             )
         label = f"{linear.name}: own copy of the input"
-        narrow = self.in_rows(self.autocast(x, label))
         weight = tape.weight(weights, dtypes.base_bytes, trained=dtypes.trains_base)
+        narrow = self.in_rows(self.autocast(x, label), weight)
         used = self.autocast(weight, f"{linear.name}: weight, cast")
         saves = [used] if x.needs_grad else []
         if dtypes.trains_base or (dtypes.linears_keep_inputs and not linear.transposed):
