@@ -362,6 +362,7 @@ def main() -> None:
     parser.add_argument("--later", action="store_true", help="the types that came after the draws")
     parser.add_argument("--newest", action="store_true", help="the types that came then")
     parser.add_argument("--latest", action="store_true", help="the types that came last")
+    parser.add_argument("--led", action="store_true", help="LED, whose encoder attends in windows")
     parser.add_argument("--settings", action="store_true", help="one model, setting by setting")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     options = parser.parse_args()
@@ -372,6 +373,8 @@ def main() -> None:
         drawn, options.traces = list(enumerate(samples.later_runs())), samples.LATER_TRACES
     if options.latest:
         drawn, options.traces = list(enumerate(samples.latest_runs())), samples.LATEST_TRACES
+    if options.led:
+        drawn, options.traces = list(enumerate(samples.led_runs())), samples.LED_TRACES
     if options.newest:
         drawn, options.traces = list(enumerate(samples.newest_runs())), samples.NEWEST_TRACES
     if options.settings:
