@@ -57,7 +57,7 @@ def kept_mask_bytes(
             if kernel == "eager":
                 # a mask is in the dtype of the looked-up rows, as a stream of one state is
                 rows = dtypes.stream_bytes if model.streams is None else dtypes.embedding_bytes
-                masks[key] = rows * (1 if attention.causal else masked)
+                masks[key] = rows * (1 if attention.causal else masked) * (not attention.masks_keys)
             elif dtypes.uses_sdpa:
                 masks[key] = masked
                 if attention.adds_mask:

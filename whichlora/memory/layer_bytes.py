@@ -15,7 +15,14 @@ from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
 from whichlora.symbolic import kernels
 from whichlora.symbolic.altup import expanding_points
-from whichlora.symbolic.autograd import SavedTensor, evaluate, in_sequence, most, without_sequences
+from whichlora.symbolic.autograd import (
+    SavedTensor,
+    evaluate,
+    has_sequences,
+    in_sequence,
+    most,
+    without_sequences,
+)
 from whichlora.symbolic.gemma4 import layer_input_points
 from whichlora.symbolic.layer import (
     LayerPoints,
@@ -345,19 +352,29 @@ def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dic
     }
 
 
+def _uneven(layer: Layer, span: Count) -> Count | None:
+    """1 where the last chunk is filled up or experts turn tokens away; None: no length does."""
+    attention, moe = layer.attentions[0], layer.moe
+    if attention.kind in ("linear", "mamba2") or attention.in_blocks:
+        return 1 * (span % attention.chunk_size > 0)
+    if moe is not None and moe.capacity:
+        return 1 * (span > moe.capacity * moe.num_experts)
+    return None
+
+
 def layer_cases(layer: Layer, dtypes: Dtypes, span: Count) -> Iterator[tuple[Count, bool, bool]]:
-    """Whether SDPA gets a mask, and a scan fills up a chunk: each with 1 where it holds."""
+    """Whether SDPA gets a mask, and the length is uneven: each with 1 where it holds."""
     if not layer.attentions:
         yield 1, False, False
         return
     attention = layer.attentions[0]
-    if attention.kind in ("linear", "mamba2"):
-        filled = 1 * (span % attention.chunk_size > 0)
-        if is_plain(filled):
-            yield 1, dtypes.padded, bool(filled)
+    uneven = _uneven(layer, span)
+    if uneven is not None:
+        if is_plain(uneven):
+            yield 1, dtypes.padded, bool(uneven)
             return
-        yield 1 - filled, dtypes.padded, False
-        yield filled, dtypes.padded, True
+        yield 1 - uneven, dtypes.padded, False
+        yield uneven, dtypes.padded, True
         return
     always = dtypes.padded or (attention.always_masked and dtypes.uses_sdpa)
     if always or attention.sliding_window is None:
@@ -381,7 +398,7 @@ def listed_tensors(
             constant = constant + form.per_rank * r
         if form.per_span_squared:
             constant = constant + form.per_span_squared * span * span
-        if form.per_chunk or form.per_sequence or form.per_rank_sequence:
+        if has_sequences(form):
             constant = constant + tokens // span * in_sequence(form, span=span, r=r)
         per_token: Count = form.per_token
         if form.per_rank_token:

@@ -36,6 +36,7 @@ Routing = Literal[
     "chosen",
     "sparse_mixer",
     "scaled",
+    "largest",
 ]
 
 
@@ -85,6 +86,8 @@ class Linear:
             then does nothing, unless the matrix is quantised (Jamba's `dt_proj`).
         clamped: what it reads and what it returns are clamped (Gemma 4's tower).
         clamps_weight: training clamps its weight, which packed weights refuse (Gemma 3n).
+        casts_input: the class casts what it reads to the dtype of its weight, which is that of
+            bytes where 4 bits are packed.
     """
 
     name: str
@@ -103,6 +106,7 @@ class Linear:
     weight_only: bool = False
     clamped: bool = False
     clamps_weight: bool = False
+    casts_input: bool = False
 
     @property
     def rank_multiple(self) -> int:
@@ -171,7 +175,12 @@ class Attention:
         cache_elements: elements per token that a KV cache keeps for this layer.
         state_elements: elements per sequence of a cache of fixed size (convolutions);
             `recurrent_elements` of one that is in fp32 whatever the model is.
-        chunk_size: tokens that a block with such a state takes at once.
+        chunk_size: tokens that a block with such a state takes at once, or that are one of
+            `in_blocks`.
+        in_blocks: queries see their own block and its two neighbours, all of them written out
+            (LongT5); with `summed_tokens`, sums of as many tokens each, too.
+        masks_keys: the model adds a mask to the scores whatever the batch, one row for each
+            sequence (Switch Transformers).
         other_params: bare parameters: sinks, convolution kernels, decay vectors.
         dropout: probability that a trained model drops an attention weight.
         sdpa: what a request for SDPA ends in: the "fused" kernel, "math" where the shapes rule
@@ -240,6 +249,9 @@ class Attention:
     state_elements: int = 0
     recurrent_elements: int = 0
     chunk_size: int = 64
+    in_blocks: bool = False
+    summed_tokens: int = 0
+    masks_keys: bool = False
     other_params: int = 0
     dropout: float = 0.0
     sdpa: Literal["fused", "math", "eager"] = "fused"
@@ -348,10 +360,13 @@ class Moe:
             autocast widens (Hunyuan 3); a sigmoid without that, in fp32 ("sigmoid_wide", MiniMax
             M2) or in the dtype of the product ("sigmoid_narrow", LFM2); softmax over the "chosen"
             ones (gpt-oss, Granite); "sparse_mixer" (Phi); "scaled", of normalised inputs and with a
-            weight of each expert (Gemma 4). None where nobody has written it down.
+            weight of each expert (Gemma 4); the "largest" of a softmax of a router in fp32 (Switch
+            Transformers). None where nobody has written it down.
         shared_first: the shared expert runs before the router.
         clamped: the gate is gpt-oss's, of single operators.
         one_by_one: the experts run in a Python loop, not in grouped products.
+        capacity: tokens of a sequence that an expert takes, the others pass it by; 0: all.
+        jitters: training multiplies what the router reads by noise.
         latent: projections before and after the routed experts, which work on fewer elements
             (Nemotron-H).
         norm: over the sum of routed and shared experts (A.X K1).
@@ -370,6 +385,8 @@ class Moe:
     shared_first: bool = False
     clamped: bool = False
     one_by_one: bool = False
+    capacity: int = 0
+    jitters: bool = False
     by_score: bool = False
     latent: tuple[Linear, ...] = ()
     norm: Norm | None = None

@@ -661,7 +661,7 @@ def _eager_kernel(
         scores = tape.in_place(scores, bias)
     elif bias is not None:
         scores = code.add(scores, bias)
-    if attention.causal or code.masked:
+    if attention.causal or attention.masks_keys or code.masked:
         scores = code.add(scores, tape.weight(scores_shape, code.stream_bytes))
     if attention.eager == "sinks":
         probabilities = _softmax_with_sinks(code, attention, scores)

@@ -96,7 +96,7 @@ class OpEmitter:
         checkpointed: the layer is run again in its backward.
         reentrant: by `CheckpointFunction`, all of whose results need a gradient.
         rows: how many rows matrices read.
-        ragged: the last chunk of a scan is filled up.
+        ragged: the last chunk of a sequence is filled up, or experts turn tokens away.
         decoding: one token of each sequence runs, and sees those in the cache.
         makes_bias: it is the first layer of a stack, and makes the position bias that later ones
             read; else that is counted beside the layers.
