@@ -466,10 +466,16 @@ class TrainingStep:
     @cached_property
     def first_kinds(self) -> tuple[int, ...]:
         """Groups that the layer whose backward comes last may be of."""
-        if not has_one_order(self.model):
-            return self.first_stack
-        first = self.num_idle_layers
-        return tuple(i for i in self.first_stack if first in self.model.groups[i].positions)
+        return self._kinds_at(self.num_idle_layers, self.first_stack)
+
+    @cached_property
+    def first_decoder_kinds(self) -> tuple[int, ...]:
+        """So of the decoder after an encoder."""
+        return self._kinds_at(0, self.second_stack)
+
+    def _kinds_at(self, place: int, stack: tuple[int, ...]) -> tuple[int, ...]:
+        """Groups of `stack` that its layer at `place` is of; all where nobody said."""
+        return tuple(i for i in stack if place in self.model.groups[i].positions) or stack
 
     @property
     def _is_reentrant(self) -> bool:

@@ -730,12 +730,12 @@ class Tape:
         return result
 
     def in_place(
-        self, tensor: Tensor, added: Tensor | None = None, *, factor: Tensor | None = None
+        self, tensor: Tensor, added: Tensor | None = None, *, saves: Sequence[Tensor] = ()
     ) -> Tensor:
         """An in-place sum with `added`, or an in-place product with a parameter or number.
 
         Args:
-            factor: of the product, which backward reads.
+            saves: what its backward reads.
         """
         operands = [tensor] if added is None else [tensor, added]
         step = len(self._steps)
@@ -745,8 +745,9 @@ class Tape:
             return tensor
         result = replace(tensor, edge=self._edge(), needs_grad=True)
         is_sum = added is not None  # a product's backward reads its factor
-        saved = () if factor is None else (factor.storage,)
-        self._nodes.append(_Node(step, (result,), inputs, saved, not is_sum, is_sum, ()))
+        saved = [operand.storage for operand in saves if operand.storage >= 0]
+        packs = bool(saved) or not is_sum
+        self._nodes.append(_Node(step, (result,), inputs, saved, packs, is_sum, ()))
         return result
 
     def write_view(

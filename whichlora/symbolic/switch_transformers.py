@@ -20,7 +20,8 @@ def route_to_largest(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tens
     tape, every = code.tape, per_token(moe.num_experts)
     wide = code.cast(x, 4)
     if moe.jitters and code.dtypes.training:
-        wide = tape.in_place(wide, factor=tape.op([], x.elements, 4, what="router: noise"))
+        noise = tape.op([], x.elements, 4, what="router: noise")
+        wide = tape.in_place(wide, saves=[noise])
     logits = code.linear(moe.router, wide)
     scores = tape.op(
         [code.cast(logits, 4)], every, 4, saves_result=True, what="router: probabilities"
@@ -59,7 +60,9 @@ def run_with_capacity(
         row_weights = tape.op([weights, readers], rows.of(1), weights.size, saves=[readers])
         weighted = part.multiply_rows(out, row_weights, row_last=True)
         tape.hold(*named)
-        result = tape.in_place(result, part.cast(weighted, x.size))
+        added = part.cast(weighted, x.size)
+        # `index_add` of derivatives.yaml: `expand_as(source)`
+        result = tape.in_place(result, added, saves=[readers, added])
         named = gathered, weighted
     tape.hold(x, *named)
     return result
