@@ -7,6 +7,8 @@ from typing import TypeAlias
 from whichlora.spec.architecture import Attention, Layer, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
+from whichlora.symbolic.autograd import evaluate
+from whichlora.symbolic.block_attention import bias_bytes, bias_elements, mask_elements
 from whichlora.symbolic.kernels import (
     FUSED,
     added_mask_bytes,
@@ -50,6 +52,8 @@ def kept_mask_bytes(
     saved: set[_Mask] = set()  # by SDPA, which makes no mask of its own
     for group in (group for group in model.groups if side in ("", group.stack)):
         for attention in group.layer.attentions:
+            if attention.in_blocks:
+                continue
             kernel = attention_kernel(attention, dtypes, masked=attention.position == "relative")
             masked = _masked(group.layer, attention, dtypes, span)
             key = (group.stack, attention.cross, attention.sliding_window)
@@ -57,7 +61,7 @@ def kept_mask_bytes(
             if kernel == "eager":
                 # a mask is in the dtype of the looked-up rows, as a stream of one state is
                 rows = dtypes.stream_bytes if model.streams is None else dtypes.embedding_bytes
-                masks[key] = rows * (1 if attention.causal else masked) * (not attention.masks_keys)
+                masks[key] = rows * (1 if attention.causal else masked)
             elif dtypes.uses_sdpa:
                 masks[key] = masked
                 if attention.adds_mask:
@@ -77,6 +81,9 @@ def kept_mask_bytes(
     total = sum(biases.values()) * span * span
     if checkpointed:
         total = total + sequence_bias_bytes(model, dtypes, tokens=tokens, span=span)
+        total = total + block_bias_bytes(
+            model, dtypes, tokens=tokens, span=span, side=side, unbiased=unbiased
+        )
     for mask, mask_bytes in masks.items():
         if checkpointed or mask in saved:
             total = total + mask_bytes * tokens * num_keys[mask]
@@ -84,7 +91,12 @@ def kept_mask_bytes(
 
 
 def _masked(layer: Layer, attention: Attention, dtypes: Dtypes, span: Count) -> Count:
-    """1 where a mask is made: never for a decoder's own tokens, which are never padded."""
+    """1 where a mask is made: never for a decoder's own tokens, which are never padded.
+
+    One of a row for each sequence is so small that it is left out.
+    """
+    if attention.masks_keys:
+        return 0 * span
     decodes = any(each.cross for each in layer.attentions) and not attention.cross
     return 0 * span if decodes else is_masked(attention, dtypes, span)
 
@@ -121,6 +133,36 @@ def zeros_bytes(layer: Layer, dtypes: Dtypes, *, span: Count) -> Count:
         if attention.cross and attention.position == "relative" and not attention.biases_each_layer
     ]
     return sum(sizes) * span * span
+
+
+def block_bias_bytes(
+    model: ModelSpec,
+    dtypes: Dtypes,
+    *,
+    tokens: Count,
+    span: Count,
+    side: str = "",
+    unbiased: str = "",
+) -> Count:
+    """Mask and position bias of neighbouring blocks, for every sequence. Args: `kept_mask_bytes`.
+
+    Kind: exact. Source: transformers 5.23 `LongT5Stack.forward`, `_get_local_attention_mask`.
+    """
+    blocks = {
+        group.stack: attention
+        for group in model.groups
+        for attention in group.layer.attentions
+        if attention.in_blocks and side in ("", group.stack)
+    }
+    total: Count = 0 * tokens
+    for stack, attention in blocks.items():
+        sizes = {"tokens": tokens, "span": span, "r": 0}
+        if not attention.summed_tokens:  # else each layer makes its own mask
+            total = total + evaluate(mask_elements(attention), **sizes)
+        if stack != unbiased:
+            size = bias_bytes(attention, dtypes.linear_out_bytes)
+            total = total + size * evaluate(bias_elements(attention), **sizes)
+    return total
 
 
 def sequence_bias_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, span: Count) -> Count:

@@ -492,6 +492,7 @@ def encode(run: Generation) -> Entries:
     shared = activations.kept_mask_bytes(
         run.model, run.dtypes, tokens=0 * run.prompt_tokens, span=run.prompt_len, side="encoder"
     )
+    shared = shared + activations.block_bias_bytes(run.model, run.dtypes, **run.sized)
     positions = _named_positions(run.model, tokens=run.prompt_tokens, span=run.prompt_len)
     working = run.prompt_forward + shared + positions * run.element_bytes
     return (*run.static, Entry(PROMPT_FORWARD, working))

@@ -18,6 +18,7 @@ from whichlora.symbolic.autograd import (
     plus,
     scaled,
 )
+from whichlora.symbolic.block_attention import attend_in_blocks
 from whichlora.symbolic.cache import store
 from whichlora.symbolic.deberta import attend_disentangled
 from whichlora.symbolic.delta_net import mix_recurrently
@@ -318,6 +319,8 @@ def attend(
         return mix_recurrently(code, attention, x)
     if attention.relative_rows:
         return attend_disentangled(code, attention, x)
+    if attention.in_blocks:
+        return attend_in_blocks(code, attention, x)
     tape = code.tape
     read = x if memory is None else memory
     whole = attention
