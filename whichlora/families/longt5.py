@@ -51,8 +51,9 @@ def _longt5(c: Fields) -> ModelSpec:
         if not decodes:
             own = attention(other_params=0 if number else tables, **in_blocks)
             return t5_layer(c, own, mlp=block)
-        own = attention(causal=True, biased=number == 0)
-        return t5_layer(c, own, attention(cross=True), mlp=block)
+        own = attention(causal=True, biased=number == 0, keeps_probabilities=True)
+        cross = attention(cross=True, keeps_probabilities=True)
+        return replace(t5_layer(c, own, cross, mlp=block), returns_probabilities=True)
 
     return t5_model(c, layer, notes=tied_head_notes(c))
 

@@ -147,7 +147,7 @@ def _counted(
     tensors: list[Tensor] = []
     held: list[Tensor] = []
     values: dict[str, Count] = dict.fromkeys(_SUMMED, 0)
-    before = evaluate(returned_probabilities(layer, dtypes), **sizes)
+    before = evaluate(returned_probabilities(layer, dtypes, saving=not checkpointed), **sizes)
     for share, masked, ragged in layer_cases(layer, dtypes, span):  # with a mask, and without
         points = layer_points(
             layer,
@@ -167,10 +167,9 @@ def _counted(
         maxima = _values(points, **sizes)
         for name, value in maxima.items():
             values[name] = values[name] + share * value
-    if checkpointed:  # else kept anyway
-        values["forward"] = values["forward"] + before
-        if reentrant:  # a `Function` materializes gradients of unused results as zeros
-            values["backward"] = values["backward"] + before
+    values["forward"] = values["forward"] + before
+    if checkpointed and reentrant:  # a `Function` materializes gradients of unused results as zeros
+        values["backward"] = values["backward"] + before
     if not checkpointed or reentrant:  # its backward frees that graph
         values["graph_behind_held"] = 0
     is_leaf = checkpointed and reentrant and keeps_keys(layer)

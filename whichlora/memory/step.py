@@ -553,7 +553,11 @@ class TrainingStep:
     @property
     def unnamed_mask_bytes(self) -> Count:
         """Masks that only the model's loop holds, until its forward is done."""
-        return self._mask_bytes(checkpointed=True) - self.kept_mask_bytes
+        num_bytes = self._mask_bytes(checkpointed=True) - self.kept_mask_bytes
+        if self.second_stack and not self.run.gradient_checkpointing:  # the encoder's is done
+            of_blocks = activations.block_bias_bytes(self.model, self.dtypes, **self.sized)
+            num_bytes = num_bytes - of_blocks
+        return num_bytes
 
     # --- around the layers ----------------------------------------------------------------------
 

@@ -219,6 +219,7 @@ class Attention:
         names_parts: rotated and unrotated parts of the heads have names of their own until the
             attention returns (StableLM, Phi, GPT-J).
         returns_probabilities: eager attention's are given to the layer, whose code names them.
+        keeps_probabilities: it does until it returns, whatever else attends after it (LongT5).
         always_masked: the model makes a mask whatever the batch, with ALiBi one per head (Falcon).
         keeps_keys: later layers read its keys and values.
         skips_prompt: it borrows keys, and reads the last position of a prompt alone (Gemma 4).
@@ -268,6 +269,7 @@ class Attention:
     wide_softmax: bool = True
     names_parts: bool = False
     returns_probabilities: bool = True
+    keeps_probabilities: bool = False
     always_masked: bool = False
     keeps_keys: bool = False
     skips_prompt: bool = False

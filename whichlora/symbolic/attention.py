@@ -355,7 +355,7 @@ def attend(
     tape.hold(x, q, k, v, out, *local_variables, *steps)
     # returned also where nobody uses them: `hidden_states, _ = self.self_attn(…)`
     if weights is not None:
-        tape.hold_to_end(weights, name="attention weights")
+        tape.hold_to_end(weights, name="" if attention.keeps_probabilities else "attention weights")
     wrap = code.method.after_attention
     if wrap is not None and code.adapts(whole.linears[-1]):
         return wrap(code, whole, x, result, lambda query: rotate(code, query, whole, "query"))
