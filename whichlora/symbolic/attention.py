@@ -354,8 +354,10 @@ def attend(
     # local variables of `forward`, which Python drops when it returns
     tape.hold(x, q, k, v, out, *local_variables, *steps)
     # returned also where nobody uses them: `hidden_states, _ = self.self_attn(…)`
-    if weights is not None:
-        tape.hold_to_end(weights, name="" if attention.keeps_probabilities else "attention weights")
+    if weights is not None and attention.keeps_probabilities:
+        tape.returns_to_later_layers(weights, gathers=False)
+    elif weights is not None:
+        tape.hold_to_end(weights, name="attention weights")
     wrap = code.method.after_attention
     if wrap is not None and code.adapts(whole.linears[-1]):
         return wrap(code, whole, x, result, lambda query: rotate(code, query, whole, "query"))
