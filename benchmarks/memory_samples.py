@@ -48,7 +48,10 @@ LATEST_RUNS = {
     "jamba": (*range(20), *range(100, 118), *range(128, 137)),
     "gemma3n_text": (*range(31), *range(100, 131)),
 }
-T5_RUNS = {"longt5": 36, "switch_transformers": 60}
+T5_RUNS = {  # from 100 on: drawn after the formulas were finished
+    "longt5": (*range(36), *range(100, 130)),
+    "switch_transformers": (*range(60), *range(100, 150)),
+}
 MAX_LAYERS = 8  # where layers differ all are traced, which takes a second or so each
 MAX_SECONDS = 200
 
@@ -101,7 +104,8 @@ _T5 = {
     "d_ff": 4096,
     "d_kv": 96,
     "head_dim": None,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": None,
+    "num_layers": 4,
     "num_decoder_layers": 4,
     "decoder_start_token_id": 0,
 }
@@ -356,7 +360,7 @@ def latest_runs() -> list[RunConfig]:
 
 
 def t5_runs() -> list[RunConfig]:
-    return [draw_later(name, number) for name, count in T5_RUNS.items() for number in range(count)]
+    return [draw_later(name, number) for name, numbers in T5_RUNS.items() for number in numbers]
 
 
 def _drawn(model_type: str, rng: random.Random) -> RunConfig:

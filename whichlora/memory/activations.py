@@ -43,7 +43,7 @@ def kept_mask_bytes(
 
     Checkpointed layers hold them as their arguments. Eager code adds a mask in the dtype of the
     stream, SDPA is handed a boolean one; layers with a window have a mask of their own. Without
-    it only the zeros stay that T5's cross attention adds, where no padding mask makes new ones.
+    it only the zeros stay of T5's cross attention, where no padding mask makes new ones.
     Kind: exact. Source: transformers 5.23 `create_causal_mask`, `sdpa_mask`, `T5Stack.forward`.
     """
     masks: dict[_Mask, Count] = {}
@@ -51,9 +51,7 @@ def kept_mask_bytes(
     biases: dict[tuple[str, bool], int] = {}
     saved: set[_Mask] = set()  # by SDPA, which makes no mask of its own
     for group in (group for group in model.groups if side in ("", group.stack)):
-        for attention in group.layer.attentions:
-            if attention.in_blocks:
-                continue
+        for attention in (each for each in group.layer.attentions if not each.in_blocks):
             kernel = attention_kernel(attention, dtypes, masked=attention.position == "relative")
             masked = _masked(group.layer, attention, dtypes, span)
             key = (group.stack, attention.cross, attention.sliding_window)
@@ -80,14 +78,11 @@ def kept_mask_bytes(
                     biases[key[:2]] = _relative_bias_bytes(attention, dtypes)
     total = sum(biases.values()) * span * span
     if checkpointed:
-        total = total + sequence_bias_bytes(model, dtypes, tokens=tokens, span=span)
-        total = total + block_bias_bytes(
-            model, dtypes, tokens=tokens, span=span, side=side, unbiased=unbiased
-        )
-    for mask, mask_bytes in masks.items():
-        if checkpointed or mask in saved:
-            total = total + mask_bytes * tokens * num_keys[mask]
-    return total
+        sizes = {"tokens": tokens, "span": span}
+        total = total + sequence_bias_bytes(model, dtypes, **sizes)
+        total = total + block_bias_bytes(model, dtypes, **sizes, side=side, unbiased=unbiased)
+    kept = masks if checkpointed else saved
+    return total + sum(masks[mask] * num_keys[mask] for mask in kept) * tokens
 
 
 def _masked(layer: Layer, attention: Attention, dtypes: Dtypes, span: Count) -> Count:

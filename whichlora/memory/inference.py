@@ -193,7 +193,7 @@ class Generation:
             working, self._prompt_forward(replace(self.reader, padded=self.dtypes.padded))
         )
 
-    def _prompt_forward(self, reader: Dtypes) -> Count:
+    def _prompt_forward(self, reader: Dtypes, *, makes_bias: bool = False) -> Count:
         model, is_decoder = self.model, self.model.task == "causal-lm"
         working = forward_bytes(
             model,
@@ -202,6 +202,7 @@ class Generation:
             prompt=model.can_generate or model.task == "encoder",
             queries=self.prompt_len,
             fills_cache=self.run.kv_cache == "dynamic" and model.label_head is None,
+            makes_bias=makes_bias,
             targets=self.targets,
             method=self.method,
             r=self.r,
@@ -216,6 +217,19 @@ class Generation:
         if model.task == "encoder":
             working = working + activations.sequence_bias_bytes(model, reader, **self.sized)
         return working
+
+    @property
+    def encoder_forward(self) -> Count:
+        """The same of an encoder whose first layer makes a bias of blocks for all of them."""
+        layers = self.model.layers()
+        if not any(attention.in_blocks for layer, _ in layers for attention in layer.attentions):
+            return self.prompt_forward
+        made = activations.block_bias_bytes(self.model, self.dtypes, **self.sized)
+        masks = activations.block_bias_bytes(
+            self.model, self.dtypes, **self.sized, unbiased="encoder"
+        )
+        making = self._prompt_forward(self.reader, makes_bias=True)
+        return largest(self.prompt_forward + made, making + masks)
 
     @cached_property
     def token_forward(self) -> Count:
@@ -492,9 +506,9 @@ def encode(run: Generation) -> Entries:
     shared = activations.kept_mask_bytes(
         run.model, run.dtypes, tokens=0 * run.prompt_tokens, span=run.prompt_len, side="encoder"
     )
-    shared = shared + activations.block_bias_bytes(run.model, run.dtypes, **run.sized)
     positions = _named_positions(run.model, tokens=run.prompt_tokens, span=run.prompt_len)
-    working = run.prompt_forward + shared + positions * run.element_bytes
+    shared = shared + positions * run.element_bytes
+    working = run.encoder_forward + shared
     return (*run.static, Entry(PROMPT_FORWARD, working))
 
 

@@ -234,6 +234,7 @@ def forward_bytes(
     queries: Count | None = None,
     decoding: bool = False,
     fills_cache: bool = False,
+    makes_bias: bool = False,
 ) -> Count:
     """Alive while a forward without gradients is in the layer that needs most.
 
@@ -245,6 +246,7 @@ def forward_bytes(
         queries: tokens of each sequence, where a preallocated cache makes more keys than these.
         decoding: one token of each sequence, so that a recurrent layer has no chunks.
         fills_cache: a layer's keys and values, counted elsewhere, are there once it has made them.
+        makes_bias: as of `OpEmitter`.
 
     With the looked-up embeddings and the layer's input, which the model's loop holds.
     Kind: exact.
@@ -268,7 +270,7 @@ def forward_bytes(
         if prompt and reads_last(layer, dtypes):
             continue
         around = beside + _streams(layer, model, dtypes, **sizes)
-        run = _Forward(layer, model, targets, dtypes, method, decoding, fills_cache)
+        run = _Forward(layer, model, targets, dtypes, method, decoding, fills_cache, makes_bias)
         # chunks of a recurrent layer are made of the tokens that run, not of all keys
         length = span if queries is None or not run.state_elements else queries
         for share, in_layer in run.points(tokens=tokens, span=length, r=r):
@@ -299,7 +301,7 @@ class _Forward:
 
     Args:
         decoding: of one token of each sequence.
-        fills_cache: as of `forward_bytes`.
+        fills_cache, makes_bias: as of `forward_bytes`.
     """
 
     layer: Layer
@@ -309,6 +311,7 @@ class _Forward:
     method: Method
     decoding: bool
     fills_cache: bool
+    makes_bias: bool
 
     @property
     def state_elements(self) -> int:
@@ -332,6 +335,7 @@ class _Forward:
                 ragged=ragged,
                 decoding=self.decoding,
                 fills_cache=self.fills_cache,
+                makes_bias=self.makes_bias,
             )
             if self.decoding:
                 forms = tuple(without_sequences(form) for form in forms)

@@ -109,19 +109,19 @@ def per_chunk_group(count: int, *, chunk: int, group: int) -> LinearForm:
 
 
 def scaled(form: LinearForm, factor: int) -> LinearForm:
-    a, b, c, d, e, f, g, h, i, j, l, m, *sizes = form
+    a, b, c, d, e, f, g, h, i, j, m, n, *sizes = form
     k = factor
     return LinearForm(
-        *(a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k, j * k, l * k, m * k),
+        *(a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k, j * k, m * k, n * k),
         *sizes,
     )
 
 
 def plus(first: LinearForm, second: LinearForm) -> LinearForm:
-    a, b, c, d, e, f, g, h, i, j, k, l, chunk, fused, group = first
-    p, q, r, s, t, u, v, w, x, y, z, n, other_chunk, other_fused, other_group = second
+    a, b, c, d, e, f, g, h, i, j, m, n, chunk, fused, group = first
+    p, q, r, s, t, u, v, w, x, y, z, o, other_chunk, other_fused, other_group = second
     return LinearForm(
-        *(a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x, j + y, k + z, l + n),
+        *(a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x, j + y, m + z, n + o),
         chunk or other_chunk,
         fused or other_fused,
         group or other_group,

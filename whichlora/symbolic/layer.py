@@ -590,6 +590,7 @@ def working_points(
     ragged: bool = False,
     decoding: bool = False,
     fills_cache: bool = False,
+    makes_bias: bool = False,
 ) -> tuple[LinearForm, ...]:
     """Points of a forward without gradients, the layer's input left out.
 
@@ -597,8 +598,11 @@ def working_points(
         fills_cache: as of `Tape.forward`.
         targets: names of the matrices with an adapter; none of a merged model.
         decoding: one token of each sequence runs, and sees those in the cache.
+        makes_bias: as of `OpEmitter`.
     """
     settings = (dtypes, targets, method, masked, stream)
-    code = OpEmitter(Tape(no_grad=True), *settings, ragged=ragged, decoding=decoding)
+    code = OpEmitter(
+        Tape(no_grad=True), *settings, ragged=ragged, decoding=decoding, makes_bias=makes_bias
+    )
     tape = _tape_of(layer, stream_width, code, needs_grad=False)
     return maximal(tape.forward(saving=False, fills_cache=fills_cache))
