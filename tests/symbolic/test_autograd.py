@@ -217,7 +217,7 @@ def test_what_reads_an_encoder_grows_with_sequences_and_rank_not_with_tokens() -
 
 
 def test_sums_and_multiples_of_packed_forms_are_those_of_the_forms() -> None:
-    large = LinearForm(*(10**27 + place for place in range(10)), 64)
+    large = LinearForm(*(10**27 + place for place in range(12)), chunk_size=64)
     terms = (large, per_sequence(-3), constant(-(10**27)), per_token(1))
     form, number = NOTHING, 0
     for term in terms:

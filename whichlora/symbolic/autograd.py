@@ -157,12 +157,12 @@ _SIGN = 1 << (_TERM_BITS - 1)
 _SIGNS = sum(_SIGN << shift for shift in _SHIFTS)
 
 
-def unpacked(number: int, *sizes: int) -> LinearForm:
+def unpacked(number: int, chunk_size: int, fused_rows: int, group_size: int = 0) -> LinearForm:
     """The form that `packed` made a number of."""
     number += _SIGNS  # so that no term is negative
     mask = (1 << _TERM_BITS) - 1
     terms = [(number >> shift & mask) - _SIGN for shift in _SHIFTS]
-    return LinearForm._make([*terms, *sizes])
+    return LinearForm._make([*terms, chunk_size, fused_rows, group_size])
 
 
 _IN_SEQUENCE = ("per_chunk", "per_sequence", "per_rank_sequence", "per_group", "per_chunk_group")
