@@ -76,6 +76,12 @@ NEAR = {
         "optimizer": (3, 4, 7, 11, 0.006),
         "peak": (0, 3, 5, 13, 0.013),
     },
+    "long-t5-and-switch.jsonl": {
+        "forward": (4, 15, 20, 46, None),
+        "backward": (5, 15, 23, 40, 0.016),
+        "optimizer": (0, 11, 23, 32, 0.014),
+        "peak": (1, 7, 12, 47, 0.0235),
+    },
     "latest-types.jsonl": {
         "forward": (0, 0, 5, 36, None),
         "backward": (2, 8, 21, 30, 0.002),

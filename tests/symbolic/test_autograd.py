@@ -265,8 +265,11 @@ EVERY_TERM = st.builds(
     per_chunk=st.just(0),
     per_sequence=st.just(0),
     per_rank_sequence=st.just(0),
+    per_group=st.just(0),
+    per_chunk_group=st.just(0),
     chunk_size=st.just(0),
     fused_rows=st.just(32),
+    group_size=st.just(0),
 )
 AXIS = st.lists(st.integers(1, 99), min_size=1, max_size=4, unique=True)
 
