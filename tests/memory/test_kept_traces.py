@@ -77,10 +77,10 @@ NEAR = {
         "peak": (0, 3, 5, 13, 0.013),
     },
     "long-t5-and-switch.jsonl": {
-        "forward": (4, 15, 20, 46, None),
+        "forward": (6, 19, 23, 49, None),
         "backward": (5, 15, 23, 40, 0.016),
         "optimizer": (0, 11, 23, 32, 0.014),
-        "peak": (1, 7, 12, 47, 0.0235),
+        "peak": (1, 8, 14, 49, 0.0148),
     },
     "latest-types.jsonl": {
         "forward": (0, 0, 5, 36, None),

@@ -55,7 +55,7 @@ def _longt5(c: Fields) -> ModelSpec:
         cross = attention(cross=True, keeps_probabilities=True)
         return replace(t5_layer(c, own, cross, mlp=block), returns_probabilities=True)
 
-    return t5_model(c, layer, notes=tied_head_notes(c))
+    return t5_model(c, layer, notes=tied_head_notes(c), hands_on_use_cache=True)
 
 
 BUILDERS = {"longt5": _longt5}

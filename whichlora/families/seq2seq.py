@@ -111,13 +111,12 @@ def t5_layer(c: Fields, *attentions: Attention, **feed_forward: Any) -> Layer:
     )
 
 
-def t5_model(
-    c: Fields, layer: Callable[[int, bool], Layer], *, notes: tuple[str, ...] = ()
-) -> ModelSpec:
+def t5_model(c: Fields, layer: Callable[[int, bool], Layer], **overrides: Any) -> ModelSpec:
     """Two stacks that read one table of tokens.
 
     Args:
         layer: the number of a layer, and whether it is one of the decoder -> the layer.
+        overrides: further fields of `ModelSpec`.
     """
     hidden, num_encoder = c.size("hidden_size"), c.layers()
     num_decoder = c.layers("num_decoder_layers", fallback=num_encoder)
@@ -131,7 +130,7 @@ def t5_model(
         final_norms=norms(["final_layer_norm"] * 2, width=hidden, kind="rms_mixed"),
         embedding_dropouts=dropouts,
         final_dropouts=dropouts,
-        notes=notes,
+        **overrides,
     )
 
 

@@ -976,6 +976,8 @@ class ModelSpec:
             with checkpointing, too.
         caches_in_training: its text has a config of its own, which still says `use_cache` where the
             Trainer has set the model's to False.
+        hands_on_use_cache: both stacks are told the model's `use_cache`, which the Trainer sets to
+            False, so that no decoder caches while it trains (LongT5).
         supports_checkpointing: the class has gradient checkpointing; the Trainer refuses one that
             has not.
         scales_logits: the model multiplies its logits by a number (Cohere, Granite).
@@ -1029,6 +1031,7 @@ class ModelSpec:
     scores_prompt: bool = False
     caches_checkpointed_before: str = ""
     caches_in_training: bool = False
+    hands_on_use_cache: bool = False
     supports_checkpointing: bool = True
     other_params: int = 0
     idle_params: int = 0

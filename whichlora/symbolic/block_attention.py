@@ -62,7 +62,7 @@ def attend_in_blocks(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor
             for near, far in zip((k, v), side, strict=True)
         )
     scores = _product(code, code.copy(q), code.copy(k), bias_elements(attention))
-    bias, mask = _bias(code, attention, size=scores.size)
+    bias, named = _bias(code, attention, size=scores.size)
     added = tape.in_place(scores, bias)
     probabilities = code.cast(code.softmax(code.cast(added, 4)), scores.size)
     if attention.dropout and dtypes.training:
@@ -73,7 +73,7 @@ def attend_in_blocks(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor
     (out,) = tape.parts(out, (per_token(attention.out_width),))
     result = code.linear(out_linear, code.copy(out) if code.ragged else out)
     tape.hold(out)
-    tape.hold(x, q, k, v, scores, probabilities, *side, *([] if mask is None else [mask]))
+    tape.hold(x, q, k, v, scores, probabilities, *side, *named)
     return result
 
 
@@ -130,19 +130,19 @@ def _sums_of_blocks(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     return code.norm(norm, sums, rows=per_group(norm.rows, group))
 
 
-def _bias(code: OpEmitter, attention: Attention, *, size: int) -> tuple[Tensor, Tensor | None]:
-    """What is added to the scores, and the mask that a variable names."""
+def _bias(code: OpEmitter, attention: Attention, *, size: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What is added to the scores, and what variables name besides."""
     tape, dtypes = code.tape, code.dtypes
     elements, wanted = bias_elements(attention), dtypes.trains_base or code.reentrant
     size = bias_bytes(attention, size)
-    mask = None
+    masks: tuple[Tensor, ...] = ()
     if attention.summed_tokens or code.makes_bias:
-        mask = tape.op([], mask_elements(attention), 4)
+        masks = (tape.op([], mask_elements(attention), 4),)
     if not code.makes_bias:
-        return tape.shared(elements, size, needs_grad=wanted), mask
-    bias = _looked_up(code, attention, size)
+        return tape.shared(elements, size, needs_grad=wanted), masks
+    bias, named = _looked_up(code, attention, size)
     tape.returns_to_later_layers(bias, gathers=bias.needs_grad or code.reentrant)
-    return bias, mask
+    return bias, masks + named
 
 
 def bias_bytes(attention: Attention, size: int) -> int:
@@ -150,8 +150,13 @@ def bias_bytes(attention: Attention, size: int) -> int:
     return size if attention.summed_tokens else 4
 
 
-def _looked_up(code: OpEmitter, attention: Attention, size: int) -> Tensor:
-    """Source: `compute_bias`, `compute_side_bias` and what adds the mask to them."""
+def _looked_up(
+    code: OpEmitter, attention: Attention, size: int
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The bias, and its part for sums.
+
+    Source: `compute_bias`, `compute_side_bias` and what adds the mask to them.
+    """
     tape, dtypes, chunk = code.tape, code.dtypes, attention.chunk_size
     heads, group = attention.num_attention_heads, attention.summed_tokens
 
@@ -166,11 +171,9 @@ def _looked_up(code: OpEmitter, attention: Attention, size: int) -> Tensor:
     near = table(constant(pairs), constant(heads * pairs))
     masked = tape.op([near], per_chunk(heads * pairs, chunk), 4)
     if not group:
-        return masked
+        return masked, ()
     masked = code.cast(masked, size)
     side = per_chunk_group(chunk, chunk=chunk, group=group)
     of_heads = per_chunk_group(heads * chunk, chunk=chunk, group=group)
     far = code.cast(tape.op([table(side, of_heads)], of_heads, 4), size)
-    result = tape.concatenate((masked, far), bias_elements(attention))
-    tape.hold(far)
-    return result
+    return tape.concatenate((masked, far), bias_elements(attention)), (far,)
