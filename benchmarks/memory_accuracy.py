@@ -363,6 +363,7 @@ def main() -> None:
     parser.add_argument("--newest", action="store_true", help="the types that came then")
     parser.add_argument("--latest", action="store_true", help="the types that came last")
     parser.add_argument("--led", action="store_true", help="LED, whose encoder attends in windows")
+    parser.add_argument("--t5", action="store_true", help="LongT5 and Switch Transformers")
     parser.add_argument("--settings", action="store_true", help="one model, setting by setting")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     options = parser.parse_args()
@@ -377,6 +378,8 @@ def main() -> None:
         drawn, options.traces = list(enumerate(samples.led_runs())), samples.LED_TRACES
     if options.newest:
         drawn, options.traces = list(enumerate(samples.newest_runs())), samples.NEWEST_TRACES
+    if options.t5:
+        drawn, options.traces = list(enumerate(samples.t5_runs())), samples.T5_TRACES
     if options.settings:
         drawn, options.traces = list(enumerate(samples.setting_runs())), samples.SETTING_TRACES
     drawn = drawn[wanted]

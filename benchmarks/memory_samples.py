@@ -42,6 +42,7 @@ LATEST_TRACES = TRACES / "latest-types.jsonl"
 SETTING_TRACES = TRACES / "settings.jsonl"
 LED_TRACES = TRACES / "led.jsonl"
 LONG_TRACES = TRACES / "long-encoder-decoders.jsonl"
+T5_TRACES = TRACES / "long-t5-and-switch.jsonl"
 RUNS_OF_LATER = 4  # of each type
 RUNS_OF_NEWEST = 6
 LATEST_RUNS = {
@@ -49,6 +50,10 @@ LATEST_RUNS = {
     "gemma3n_text": (*range(31), *range(100, 131)),
 }
 LED_RUNS = range(100, 132)
+T5_RUNS = {  # from 100 on: drawn after the formulas were finished
+    "longt5": (*range(36), *range(100, 130)),
+    "switch_transformers": (*range(60), *range(100, 150)),
+}
 MAX_LAYERS = 8  # where layers differ all are traced, which takes a second or so each
 MAX_SECONDS = 200
 
@@ -97,6 +102,16 @@ _LATENT = (
 _NARROW = {"num_experts": 16, "intermediate_size": 640}
 _MAMBA = {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "head_dim": None}
 _MAMBA2 = {"hidden_size": 1536, "state_size": 64, "num_heads": 48, "n_groups": 2, "head_dim": 64}
+_T5 = {
+    "d_ff": 4096,
+    "d_kv": 96,
+    "head_dim": None,
+    "num_hidden_layers": None,
+    "num_layers": 4,
+    "num_decoder_layers": 4,
+    "decoder_start_token_id": 0,
+}
+_LONG_T5 = _T5 | {"model_type": "longt5", "feed_forward_proj": "gated-gelu"}
 OTHER_NAMES: dict[str, dict[str, Any]] = {  # types that name some otherwise; None leaves one out
     "axk1": _LATENT,
     "bamba": _SIX | _MAMBA | {"mamba_n_groups": 2, "attn_layer_indices": [2, 5]},
@@ -152,6 +167,8 @@ OTHER_NAMES: dict[str, dict[str, Any]] = {  # types that name some otherwise; No
         "max_decoder_position_embeddings": 4096,
         "attention_window": 256,
     },
+    "longt5-local": _LONG_T5 | {"encoder_attention_type": "local"},
+    "longt5-global": _LONG_T5 | {"encoder_attention_type": "transient-global"},
     "lfm2_moe": _SIX
     | _EXPERTS
     | {"head_dim": None, "layer_types": ["conv", "conv", "full_attention"] * 2},
@@ -191,6 +208,8 @@ OTHER_NAMES: dict[str, dict[str, Any]] = {  # types that name some otherwise; No
     "persimmon": {"num_key_value_heads": 16},
     "plbart": _BART | {"encoder_attention_heads": 16, "decoder_attention_heads": 16},
     "solar_open": _SIX | _ROUTED,
+    "switch_transformers": _T5
+    | {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "vocab_size": 32_128},
     "t5gemma": {"encoder": _STACK, "decoder": _STACK},
     "umt5": {"d_ff": 4096, "d_kv": 96, "num_decoder_layers": 12},
 }
@@ -272,7 +291,11 @@ def models_by_type() -> dict[str, tuple[str, ...]]:
     }
     for record in model_store.list_models():
         found.setdefault(record.model_type, []).append(record.hub_id)
-    return {model_type: tuple(names) or (model_type,) for model_type, names in found.items()}
+    shapes = {"longt5": ("longt5-local", "longt5-global")}  # types with several invented ones
+    return {
+        model_type: tuple(names) or shapes.get(model_type, (model_type,))
+        for model_type, names in found.items()
+    }
 
 
 @cache
@@ -281,8 +304,8 @@ def model_of(name: str) -> ModelSpec:
 
     Its weights are random, so that how a checkpoint is stored is left out.
     """
-    if name in families.FAMILIES:
-        wanted = INVENTED | OTHER_NAMES.get(name, {}) | {"model_type": name}
+    if name in families.FAMILIES or name in OTHER_NAMES:
+        wanted = INVENTED | {"model_type": name} | OTHER_NAMES.get(name, {})
         config = {key: value for key, value in wanted.items() if value is not None}
         return families.build(config, name=name)
     found = model_store.find_model(name)
@@ -306,7 +329,7 @@ def draw_later(model_type: str, number: int) -> RunConfig:
 
 
 def later_types() -> tuple[str, ...]:
-    earlier_or_apart = {*FIRST_TYPES, *NEWEST_TYPES, *LATEST_TYPES, "led"}
+    earlier_or_apart = {*FIRST_TYPES, *NEWEST_TYPES, *LATEST_TYPES, *T5_RUNS, "led"}
     return tuple(sorted(set(models_by_type()) - earlier_or_apart))
 
 
@@ -346,6 +369,10 @@ def latest_runs() -> list[RunConfig]:
 
 def led_runs() -> list[RunConfig]:
     return [draw_later("led", number) for number in LED_RUNS]
+
+
+def t5_runs() -> list[RunConfig]:
+    return [draw_later(name, number) for name, numbers in T5_RUNS.items() for number in numbers]
 
 
 def _drawn(model_type: str, rng: random.Random) -> RunConfig:

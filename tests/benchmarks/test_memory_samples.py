@@ -33,7 +33,11 @@ def test_types_that_came_later_have_runs_of_their_own() -> None:
     latest = {samples.model_type(run) for run in samples.latest_runs()}
     assert latest == set(samples.LATEST_TYPES)
     assert {samples.model_type(run) for run in samples.led_runs()} == {"led"}
-    known = {"led"} | drawn | newest | latest | set(samples.FIRST_TYPES) | samples.NO_AUTO_CLASS
+    of_t5 = {samples.model_type(run) for run in samples.t5_runs()}
+    assert of_t5 == set(samples.T5_RUNS)
+    known = (
+        {"led"} | of_t5 | drawn | newest | latest | set(samples.FIRST_TYPES) | samples.NO_AUTO_CLASS
+    )
     assert set(families.FAMILIES) <= known
 
 

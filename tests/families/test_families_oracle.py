@@ -519,7 +519,8 @@ def test_every_causal_type_has_a_tiny_variant() -> None:
         *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert"),
         *("deberta-v2", "modernbert", "data2vec-text", "ernie", "layoutlm", "mpnet", "rembert"),
         *("roberta-prelayernorm", "xlm-roberta-xl", "megatron-bert", "nomic_bert", "gte"),
-        *("eurobert", "esm", "t5gemma", "whisper", "mllama_text_model"),
+        *("eurobert", "esm", "t5gemma", "whisper", "mllama_text_model", "longt5"),
+        "switch_transformers",
     }
     assert bare - others == described
 
@@ -564,6 +565,22 @@ def test_the_cache_holds_the_described_elements(variant: str) -> None:
     [
         {"model_type": "t5", "d_model": 64, "feed_forward_proj": "gated-gelu"},
         {"model_type": "umt5", "d_model": 64, "num_layers": 3},
+        {"model_type": "longt5", "d_model": 64, "num_decoder_layers": 3},
+        {
+            "model_type": "longt5",
+            "d_model": 64,
+            "encoder_attention_type": "transient-global",
+            "feed_forward_proj": "gated-gelu",
+        },
+        {"model_type": "switch_transformers", "d_model": 64, "router_bias": True},
+        {
+            "model_type": "switch_transformers",
+            "d_model": 64,
+            "num_layers": 5,
+            "num_decoder_layers": 4,
+            "num_sparse_encoder_layers": 0,
+            "num_sparse_decoder_layers": 4,
+        },
         {"model_type": "mbart", "d_model": 64, "encoder_layers": 2, "decoder_layers": 3},
         {"model_type": "bart", "d_model": 64, "encoder_layers": 2, "decoder_layers": 3},
         {"model_type": "plbart"},

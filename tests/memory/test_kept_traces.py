@@ -82,6 +82,12 @@ NEAR = {
         "optimizer": (0, 2, 10, 16, 0.008),
         "peak": (1, 2, 5, 23, 0.013),
     },
+    "long-t5-and-switch.jsonl": {
+        "forward": (6, 19, 23, 49, None),
+        "backward": (5, 15, 23, 40, 0.016),
+        "optimizer": (0, 11, 23, 32, 0.014),
+        "peak": (1, 8, 14, 49, 0.0148),
+    },
     "latest-types.jsonl": {
         "forward": (0, 0, 5, 36, None),
         "backward": (2, 8, 21, 30, 0.002),

@@ -217,7 +217,7 @@ def test_what_reads_an_encoder_grows_with_sequences_and_rank_not_with_tokens() -
 
 
 def test_sums_and_multiples_of_packed_forms_are_those_of_the_forms() -> None:
-    large = LinearForm(*(10**27 + place for place in range(10)), 64)
+    large = LinearForm(*(10**27 + place for place in range(12)), chunk_size=64)
     terms = (large, per_sequence(-3), constant(-(10**27)), per_token(1))
     form, number = NOTHING, 0
     for term in terms:
@@ -265,8 +265,11 @@ EVERY_TERM = st.builds(
     per_chunk=st.just(0),
     per_sequence=st.just(0),
     per_rank_sequence=st.just(0),
+    per_group=st.just(0),
+    per_chunk_group=st.just(0),
     chunk_size=st.just(0),
     fused_rows=st.just(32),
+    group_size=st.just(0),
 )
 AXIS = st.lists(st.integers(1, 99), min_size=1, max_size=4, unique=True)
 

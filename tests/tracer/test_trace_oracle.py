@@ -462,3 +462,29 @@ def test_a_forward_beside_the_last_output_of_gemma_2b(caches: bool, mib: float) 
         peak = max(peak, sum(sizes.values()))
     assert outputs.logits.shape == (1, 32, 256_000)
     assert (peak - loaded) / MiB == pytest.approx(mib, abs=0.01)
+
+
+@pytest.mark.parametrize(("capacity", "rows"), [(64, 16), (8, 8)])
+def test_experts_are_chosen_in_turn_up_to_their_capacity(capacity: int, rows: int) -> None:
+    config = {
+        "model_type": "switch_transformers",
+        "vocab_size": 128,
+        "d_model": 64,
+        "d_ff": 64,
+        "num_heads": 2,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+        "num_experts": 4,
+        "expert_capacity": capacity,
+        "decoder_start_token_id": 0,
+    }
+    run = RunConfig(model="m", seq_len=64, attn="eager", gradient_checkpointing=False)
+    places = [
+        event.num_bytes
+        for event in trace(run, config, target_modules=("wi", "wo"))
+        if event.operator == "aten.nonzero.default"
+    ]
+    assert len(places) == 2 * 2 * (1 + 4)  # two steps, two stacks: who is chosen, and by whom
+    assert places.count(2 * 8 * rows) == 2 * 2 * 4

@@ -7,6 +7,8 @@ from typing import TypeAlias
 from whichlora.spec.architecture import Attention, Layer, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
+from whichlora.symbolic.autograd import evaluate
+from whichlora.symbolic.block_attention import bias_bytes, bias_elements, mask_elements
 from whichlora.symbolic.kernels import (
     FUSED,
     added_mask_bytes,
@@ -41,7 +43,7 @@ def kept_mask_bytes(
 
     Checkpointed layers hold them as their arguments. Eager code adds a mask in the dtype of the
     looked-up rows, SDPA is handed a boolean one; layers with a window have their own. Without it
-    only the zeros stay that T5's cross attention adds, where no padding mask makes new ones.
+    only the zeros stay of T5's cross attention, where no padding mask makes new ones.
     Kind: exact. Source: transformers 5.23 `create_causal_mask`, `sdpa_mask`, `T5Stack.forward`.
     """
     masks: dict[_Mask, Count] = {}
@@ -50,7 +52,7 @@ def kept_mask_bytes(
     saved: set[_Mask] = set()  # by SDPA, which makes no mask of its own
     for group in (group for group in model.groups if side in ("", group.stack)):
         rows, length = group.layer.padded(tokens, span)
-        for attention in group.layer.attentions:
+        for attention in (each for each in group.layer.attentions if not each.in_blocks):
             kernel = attention_kernel(attention, dtypes, masked=attention.position == "relative")
             masked = _masked(group.layer, attention, dtypes, span)
             key = (group.stack, attention.cross, attention.sliding_window)
@@ -76,11 +78,11 @@ def kept_mask_bytes(
                     biases[key[:2]] = _relative_bias_bytes(attention, dtypes)
     total = sum(biases.values()) * span * span
     if checkpointed:
-        total = total + sequence_bias_bytes(model, dtypes, tokens=tokens, span=span)
-    for mask, mask_bytes in masks.items():
-        if checkpointed or mask in saved:
-            total = total + mask_bytes * num_pairs[mask]
-    return total
+        sizes = {"tokens": tokens, "span": span}
+        total = total + sequence_bias_bytes(model, dtypes, **sizes)
+        total = total + block_bias_bytes(model, dtypes, **sizes, side=side, unbiased=unbiased)
+    kept = masks if checkpointed else saved
+    return total + sum(masks[mask] * num_pairs[mask] for mask in kept)
 
 
 def making_mask_bytes(layer: Layer, dtypes: Dtypes, *, tokens: Count, span: Count) -> Count:
@@ -96,7 +98,12 @@ def making_mask_bytes(layer: Layer, dtypes: Dtypes, *, tokens: Count, span: Coun
 
 
 def _masked(layer: Layer, attention: Attention, dtypes: Dtypes, span: Count) -> Count:
-    """1 where a mask is made: never for a decoder's own tokens, which are never padded."""
+    """1 where a mask is made: never for a decoder's own tokens, which are never padded.
+
+    One of a row for each sequence is so small that it is left out.
+    """
+    if attention.masks_keys:
+        return 0 * span
     decodes = any(each.cross for each in layer.attentions) and not attention.cross
     return 0 * span if decodes else is_masked(attention, dtypes, span)
 
@@ -133,6 +140,36 @@ def zeros_bytes(layer: Layer, dtypes: Dtypes, *, span: Count) -> Count:
         if attention.cross and attention.position == "relative" and not attention.biases_each_layer
     ]
     return sum(sizes) * span * span
+
+
+def block_bias_bytes(
+    model: ModelSpec,
+    dtypes: Dtypes,
+    *,
+    tokens: Count,
+    span: Count,
+    side: str = "",
+    unbiased: str = "",
+) -> Count:
+    """Mask and position bias of neighbouring blocks, for every sequence. Args: `kept_mask_bytes`.
+
+    Kind: exact. Source: transformers 5.23 `LongT5Stack.forward`, `_get_local_attention_mask`.
+    """
+    blocks = {
+        group.stack: attention
+        for group in model.groups
+        for attention in group.layer.attentions
+        if attention.in_blocks and side in ("", group.stack)
+    }
+    total: Count = 0 * tokens
+    for stack, attention in blocks.items():
+        sizes = {"tokens": tokens, "span": span, "r": 0}
+        if not attention.summed_tokens:  # else each layer makes its own mask
+            total = total + evaluate(mask_elements(attention), **sizes)
+        if stack != unbiased:
+            size = bias_bytes(attention, dtypes.linear_out_bytes)
+            total = total + size * evaluate(bias_elements(attention), **sizes)
+    return total
 
 
 def sequence_bias_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, span: Count) -> Count:

@@ -6,7 +6,7 @@ One function per moment, as in `memory.moments`; what several moments read is in
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from whichlora.memory import activations, allocator, kv_cache, loss, quantised_cache
 from whichlora.memory.entries import Entry, Fact
@@ -193,7 +193,7 @@ class Generation:
             working, self._prompt_forward(replace(self.reader, padded=self.dtypes.padded))
         )
 
-    def _prompt_forward(self, reader: Dtypes) -> Count:
+    def _prompt_forward(self, reader: Dtypes, *, makes_bias: bool = False) -> Count:
         model, is_decoder = self.model, self.model.task == "causal-lm"
         working = forward_bytes(
             model,
@@ -202,6 +202,7 @@ class Generation:
             prompt=model.can_generate or model.task == "encoder",
             queries=self.prompt_len,
             fills_cache=self.run.kv_cache == "dynamic" and model.label_head is None,
+            makes_bias=makes_bias,
             targets=self.targets,
             method=self.method,
             r=self.r,
@@ -216,6 +217,19 @@ class Generation:
         if model.task == "encoder":
             working = working + activations.sequence_bias_bytes(model, reader, **self.sized)
         return working
+
+    @property
+    def encoder_forward(self) -> Count:
+        """The same of an encoder, beside the biases that its layers share.
+
+        Its first layer may make a bias of blocks for all of them, which is not there by then.
+        """
+        layers = self.model.layers()
+        if not any(attention.in_blocks for layer, _ in layers for attention in layer.attentions):
+            return self.prompt_forward
+        of_blocks = partial(activations.block_bias_bytes, self.model, self.dtypes, **self.sized)
+        making = self._prompt_forward(self.reader, makes_bias=True)
+        return largest(self.prompt_forward, making + of_blocks(unbiased="encoder") - of_blocks())
 
     @cached_property
     def token_forward(self) -> Count:
@@ -494,7 +508,8 @@ def encode(run: Generation) -> Entries:
         run.model, run.dtypes, tokens=run.prompt_tokens, span=run.prompt_len, side="encoder"
     )
     positions = _named_positions(run.model, tokens=run.prompt_tokens, span=run.prompt_len)
-    working = run.prompt_forward + shared + positions * run.element_bytes
+    shared = shared + positions * run.element_bytes
+    working = run.encoder_forward + shared
     first, sized = run.model.groups[0].layer, run.sized
     making = activations.making_mask_bytes(first, run.dtypes, **sized)
     rows = first.padded(**sized)[0] * run.model.hidden_size * run.dtypes.embedding_bytes

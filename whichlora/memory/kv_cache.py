@@ -219,7 +219,7 @@ def _is_cached_apart(model: ModelSpec, attention: Attention, dtypes: Dtypes) -> 
     key_bytes = _key_bytes(attention, dtypes)
     is_cast = key_bytes != dtypes.compute_bytes
     if model.task == "seq2seq-lm":
-        return is_cast and attention.position == "relative"
+        return is_cast and attention.position == "relative" and not model.hands_on_use_cache
     if not model.caches_in_training or key_bytes != 4:
         return False
     return is_cast or attention_kernel(attention, dtypes, masked=dtypes.padded) not in FUSED

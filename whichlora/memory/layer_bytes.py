@@ -16,7 +16,14 @@ from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
 from whichlora.symbolic import kernels
 from whichlora.symbolic.altup import expanding_points
-from whichlora.symbolic.autograd import SavedTensor, evaluate, in_sequence, most, without_sequences
+from whichlora.symbolic.autograd import (
+    SavedTensor,
+    evaluate,
+    has_sequences,
+    in_sequence,
+    most,
+    without_sequences,
+)
 from whichlora.symbolic.gemma4 import layer_input_points
 from whichlora.symbolic.layer import (
     LayerPoints,
@@ -149,7 +156,7 @@ def _counted(
     tensors: list[Tensor] = []
     held: list[Tensor] = []
     values: dict[str, Count] = dict.fromkeys(_SUMMED, 0)
-    before = evaluate(returned_probabilities(layer, dtypes), **sizes)
+    before = evaluate(returned_probabilities(layer, dtypes, saving=not checkpointed), **sizes)
     for share, running, masked, ragged in layer_cases(layer, dtypes, tokens=tokens, span=span):
         points = layer_points(
             running,
@@ -169,10 +176,9 @@ def _counted(
         maxima = _values(points, **sizes)
         for name, value in maxima.items():
             values[name] = values[name] + share * value
-    if checkpointed:  # else kept anyway
-        values["forward"] = values["forward"] + before
-        if reentrant:  # a `Function` materializes gradients of unused results as zeros
-            values["backward"] = values["backward"] + before
+    values["forward"] = values["forward"] + before
+    if checkpointed and reentrant:  # a `Function` materializes gradients of unused results as zeros
+        values["backward"] = values["backward"] + before
     if not checkpointed or reentrant:  # its backward frees that graph
         values["graph_behind_held"] = 0
     is_leaf = checkpointed and reentrant and keeps_keys(layer)
@@ -237,6 +243,7 @@ def forward_bytes(
     queries: Count | None = None,
     decoding: bool = False,
     fills_cache: bool = False,
+    makes_bias: bool = False,
 ) -> Count:
     """Alive while a forward without gradients is in the layer that needs most.
 
@@ -248,6 +255,7 @@ def forward_bytes(
         queries: tokens of each sequence, where a preallocated cache makes more keys than these.
         decoding: one token of each sequence, so that a recurrent layer has no chunks.
         fills_cache: a layer's keys and values, counted elsewhere, are there once it has made them.
+        makes_bias: as of `OpEmitter`.
 
     With the looked-up embeddings and the layer's input, which the model's loop holds.
     Kind: exact.
@@ -271,7 +279,7 @@ def forward_bytes(
             continue
         num_tokens, length = layer.padded(tokens, span)
         around = beside + _streams(layer, model, dtypes, tokens=num_tokens, span=length, r=r)
-        run = _Forward(layer, model, targets, dtypes, method, decoding, fills_cache)
+        run = _Forward(layer, model, targets, dtypes, method, decoding, fills_cache, makes_bias)
         # chunks of a recurrent layer are made of the tokens that run, not of all keys
         length = length if queries is None or not run.state_elements else queries
         for share, in_layer in run.points(tokens=num_tokens, span=length, r=r):
@@ -302,7 +310,7 @@ class _Forward:
 
     Args:
         decoding: of one token of each sequence.
-        fills_cache: as of `forward_bytes`.
+        fills_cache, makes_bias: as of `forward_bytes`.
     """
 
     layer: Layer
@@ -312,6 +320,7 @@ class _Forward:
     method: Method
     decoding: bool
     fills_cache: bool
+    makes_bias: bool
 
     @property
     def state_elements(self) -> int:
@@ -335,6 +344,7 @@ class _Forward:
                 ragged=ragged,
                 decoding=self.decoding,
                 fills_cache=self.fills_cache,
+                makes_bias=self.makes_bias,
             )
             if self.decoding:
                 forms = tuple(without_sequences(form) for form in forms)
@@ -357,7 +367,7 @@ def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dic
 def layer_cases(
     layer: Layer, dtypes: Dtypes, *, tokens: Count, span: Count
 ) -> Iterator[tuple[Count, Layer, bool, bool]]:
-    """Whether SDPA gets a mask, and a scan fills up a chunk: each with 1 where it holds.
+    """Whether SDPA gets a mask, and the length is uneven: each with 1 where it holds.
 
     The layer comes back as it runs on so many tokens.
     """
@@ -388,18 +398,29 @@ def _window_cases(layer: Layer, *, tokens: Count, span: Count) -> Iterator[tuple
             yield share, replace(layer, attentions=(replace(attention, windows=windows),))
 
 
+def _uneven(layer: Layer, span: Count) -> Count | None:
+    """1 where the last chunk is filled up or experts turn tokens away; None: no length does."""
+    attention, moe = layer.attentions[0], layer.moe
+    if attention.kind in ("linear", "mamba2") or attention.in_blocks:
+        return 1 * (span % attention.chunk_size > 0)
+    if moe is not None and moe.capacity:
+        return 1 * (span > moe.capacity * moe.num_experts)
+    return None
+
+
 def _mask_cases(layer: Layer, dtypes: Dtypes, span: Count) -> Iterator[tuple[Count, bool, bool]]:
+    """Whether SDPA gets a mask, and the length is uneven: each with 1 where it holds."""
     if not layer.attentions:
         yield 1, False, False
         return
     attention = layer.attentions[0]
-    if attention.kind in ("linear", "mamba2"):
-        filled = 1 * (span % attention.chunk_size > 0)
-        if is_plain(filled):
-            yield 1, dtypes.padded, bool(filled)
+    uneven = _uneven(layer, span)
+    if uneven is not None:
+        if is_plain(uneven):
+            yield 1, dtypes.padded, bool(uneven)
             return
-        yield 1 - filled, dtypes.padded, False
-        yield filled, dtypes.padded, True
+        yield 1 - uneven, dtypes.padded, False
+        yield uneven, dtypes.padded, True
         return
     always = dtypes.padded or (attention.always_masked and dtypes.uses_sdpa)
     if always or attention.sliding_window is None:
@@ -423,7 +444,7 @@ def listed_tensors(
             constant = constant + form.per_rank * r
         if form.per_span_squared:
             constant = constant + form.per_span_squared * span * span
-        if form.per_chunk or form.per_sequence or form.per_rank_sequence:
+        if has_sequences(form):
             constant = constant + tokens // span * in_sequence(form, span=span, r=r)
         per_token: Count = form.per_token
         if form.per_rank_token:

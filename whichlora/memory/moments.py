@@ -347,10 +347,10 @@ def first_decoder_layer_backward(step: TrainingStep) -> Entries:
     """In the decoder's first layer, while the encoder's saved tensors still exist."""
     gradients = step.late_gradients
     if not step.gradients_wait:
-        of_kind = largest(*(step.layers[number].gradients for number in step.second_stack))
+        of_kind = largest(*(step.layers[number].gradients for number in step.first_decoder_kinds))
         gradients = gradients + step.layers[0].gradients - step.first_stack_gradients - of_kind
         gradients = largest(gradients, 0 * step.num_trained)
-    backward = largest(*(step.backward_of_last(number) for number in step.second_stack))
+    backward = largest(*(step.backward_of_last(number) for number in step.first_decoder_kinds))
     return (
         *step.always,
         held_outputs(step),

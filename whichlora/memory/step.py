@@ -471,10 +471,16 @@ class TrainingStep:
     @cached_property
     def first_kinds(self) -> tuple[int, ...]:
         """Groups that the layer whose backward comes last may be of."""
-        if not has_one_order(self.model):
-            return self.first_stack
-        first = self.num_idle_layers
-        return tuple(i for i in self.first_stack if first in self.model.groups[i].positions)
+        return self._kinds_at(self.num_idle_layers, self.first_stack)
+
+    @cached_property
+    def first_decoder_kinds(self) -> tuple[int, ...]:
+        """So of the decoder after an encoder."""
+        return self._kinds_at(0, self.second_stack)
+
+    def _kinds_at(self, place: int, stack: tuple[int, ...]) -> tuple[int, ...]:
+        """Groups of `stack` that its layer at `place` is of; all where nobody said."""
+        return tuple(i for i in stack if place in self.model.groups[i].positions) or stack
 
     @property
     def _is_reentrant(self) -> bool:
@@ -556,7 +562,11 @@ class TrainingStep:
         side = self.model.groups[-1].stack if self.encodes_in_windows else ""
         checkpointed = bool(self.run.gradient_checkpointing)
         kept = self._mask_bytes(checkpointed=checkpointed, side=side)
-        return self._mask_bytes(checkpointed=True, side=side) - kept
+        num_bytes = self._mask_bytes(checkpointed=True, side=side) - kept
+        if self.second_stack and not checkpointed:  # the encoder's is done
+            of_blocks = activations.block_bias_bytes(self.model, self.dtypes, **self.sized)
+            num_bytes = num_bytes - of_blocks
+        return num_bytes
 
     @property
     def encoder_mask_bytes(self) -> Count:

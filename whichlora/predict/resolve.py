@@ -199,6 +199,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     _check_efficient(model, run, gpu, dtypes)
     _check_trained(model, run, dtypes)
     _check_clamped(model, run, dtypes)
+    _check_cast(model, run, dtypes)
     run, layout = spread(run)
     job = ResolvedRun(
         model=model,
@@ -514,6 +515,17 @@ def _check_clamped(model: ModelSpec, run: RunConfig, dtypes: Dtypes) -> None:
         raise ConfigError(
             f"quant: transformers clamps {clamped[0].name} of {model.name} while it trains, which "
             f"weights in {run.quant} refuse; use quant none"
+        )
+
+
+def _check_cast(model: ModelSpec, run: RunConfig, dtypes: Dtypes) -> None:
+    """Refuse 4-bit weights to whose dtype a class casts. Source: `Linear.casts_input`."""
+    linears = (linear for layer, _ in model.layers() for linear in layer.linears)
+    cast = [x for x in linears if x.casts_input and is_quantised(x, dtypes)]
+    if cast and run.quant in FOUR_BIT_BNB:
+        raise ConfigError(
+            f"quant: transformers casts what {cast[0].name} of {model.name} reads to the dtype of "
+            f"its weight, which is uint8 in {run.quant}; use quant int8 or none"
         )
 
 

@@ -37,6 +37,7 @@ Routing = Literal[
     "chosen",
     "sparse_mixer",
     "scaled",
+    "largest",
 ]
 
 
@@ -86,6 +87,8 @@ class Linear:
             then does nothing, unless the matrix is quantised (Jamba's `dt_proj`).
         clamped: what it reads and what it returns are clamped (Gemma 4's tower).
         clamps_weight: training clamps its weight, which packed weights refuse (Gemma 3n).
+        casts_input: the class casts what it reads to the dtype of its weight, which is that of
+            bytes where 4 bits are packed.
     """
 
     name: str
@@ -104,6 +107,7 @@ class Linear:
     weight_only: bool = False
     clamped: bool = False
     clamps_weight: bool = False
+    casts_input: bool = False
 
     @property
     def rank_multiple(self) -> int:
@@ -191,7 +195,12 @@ class Attention:
         cache_elements: elements per token that a KV cache keeps for this layer.
         state_elements: elements per sequence of a cache of fixed size (convolutions);
             `recurrent_elements` of one that is in fp32 whatever the model is.
-        chunk_size: tokens that a block with such a state takes at once.
+        chunk_size: tokens that a block with such a state takes at once, or that are one of
+            `in_blocks`.
+        in_blocks: queries see their own block and its two neighbours, all of them written out
+            (LongT5); with `summed_tokens`, sums of as many tokens each, too.
+        masks_keys: the model adds a mask to the scores whatever the batch, one row for each
+            sequence (Switch Transformers).
         other_params: bare parameters: sinks, convolution kernels, decay vectors.
         dropout: probability that a trained model drops an attention weight.
         sdpa: what a request for SDPA ends in: the "fused" kernel, "math" where the shapes rule
@@ -230,6 +239,7 @@ class Attention:
         names_parts: rotated and unrotated parts of the heads have names of their own until the
             attention returns (StableLM, Phi, GPT-J).
         returns_probabilities: eager attention's are given to the layer, whose code names them.
+        keeps_probabilities: it does until it returns, whatever else attends after it (LongT5).
         always_masked: the model makes a mask whatever the batch, with ALiBi one per head (Falcon).
         keeps_keys: later layers read its keys and values.
         skips_prompt: it borrows keys, and reads the last position of a prompt alone (Gemma 4).
@@ -263,6 +273,9 @@ class Attention:
     state_elements: int = 0
     recurrent_elements: int = 0
     chunk_size: int = 64
+    in_blocks: bool = False
+    summed_tokens: int = 0
+    masks_keys: bool = False
     other_params: int = 0
     dropout: float = 0.0
     sdpa: Literal["fused", "math", "eager"] = "fused"
@@ -279,6 +292,7 @@ class Attention:
     wide_softmax: bool = True
     names_parts: bool = False
     returns_probabilities: bool = True
+    keeps_probabilities: bool = False
     always_masked: bool = False
     keeps_keys: bool = False
     skips_prompt: bool = False
@@ -373,10 +387,13 @@ class Moe:
             autocast widens (Hunyuan 3); a sigmoid without that, in fp32 ("sigmoid_wide", MiniMax
             M2) or in the dtype of the product ("sigmoid_narrow", LFM2); softmax over the "chosen"
             ones (gpt-oss, Granite); "sparse_mixer" (Phi); "scaled", of normalised inputs and with a
-            weight of each expert (Gemma 4). None where nobody has written it down.
+            weight of each expert (Gemma 4); the "largest" of a softmax of a router in fp32 (Switch
+            Transformers). None where nobody has written it down.
         shared_first: the shared expert runs before the router.
         clamped: the gate is gpt-oss's, of single operators.
         one_by_one: the experts run in a Python loop, not in grouped products.
+        capacity: tokens of a sequence that an expert takes, the others pass it by; 0: all.
+        jitters: training multiplies what the router reads by noise.
         latent: projections before and after the routed experts, which work on fewer elements
             (Nemotron-H).
         norm: over the sum of routed and shared experts (A.X K1).
@@ -395,6 +412,8 @@ class Moe:
     shared_first: bool = False
     clamped: bool = False
     one_by_one: bool = False
+    capacity: int = 0
+    jitters: bool = False
     by_score: bool = False
     latent: tuple[Linear, ...] = ()
     norm: Norm | None = None
@@ -1012,6 +1031,8 @@ class ModelSpec:
             with checkpointing, too.
         caches_in_training: its text has a config of its own, which still says `use_cache` where the
             Trainer has set the model's to False.
+        hands_on_use_cache: both stacks are told the model's `use_cache`, which the Trainer sets to
+            False, so that no decoder caches while it trains (LongT5).
         supports_checkpointing: the class has gradient checkpointing; the Trainer refuses one that
             has not.
         scales_logits: the model multiplies its logits by a number (Cohere, Granite).
@@ -1067,6 +1088,7 @@ class ModelSpec:
     scores_prompt: bool = False
     caches_checkpointed_before: str = ""
     caches_in_training: bool = False
+    hands_on_use_cache: bool = False
     supports_checkpointing: bool = True
     other_params: int = 0
     idle_params: int = 0

@@ -18,6 +18,7 @@ from whichlora.symbolic.autograd import (
     plus,
     scaled,
 )
+from whichlora.symbolic.block_attention import attend_in_blocks
 from whichlora.symbolic.cache import store
 from whichlora.symbolic.deberta import attend_disentangled
 from whichlora.symbolic.delta_net import mix_recurrently
@@ -321,6 +322,8 @@ def attend(
         return attend_disentangled(code, attention, x)
     if attention.windows is not None:
         return attend_in_windows(code, attention, x)
+    if attention.in_blocks:
+        return attend_in_blocks(code, attention, x)
     tape = code.tape
     read = x if memory is None else memory
     whole = attention
@@ -354,7 +357,9 @@ def attend(
     # local variables of `forward`, which Python drops when it returns
     tape.hold(x, q, k, v, out, *local_variables, *steps)
     # returned also where nobody uses them: `hidden_states, _ = self.self_attn(…)`
-    if weights is not None:
+    if weights is not None and attention.keeps_probabilities:
+        tape.returns_to_later_layers(weights, gathers=False)
+    elif weights is not None:
         tape.hold_to_end(weights, name="attention weights")
     wrap = code.method.after_attention
     if wrap is not None and code.adapts(whole.linears[-1]):
@@ -664,7 +669,7 @@ def _eager_kernel(
         scores = tape.in_place(scores, bias)
     elif bias is not None:
         scores = code.add(scores, bias)
-    if attention.causal or code.masked:
+    if attention.causal or attention.masks_keys or code.masked:
         scores = code.add(scores, tape.weight(scores_shape, code.stream_bytes))
     if attention.eager == "sinks":
         probabilities = _softmax_with_sinks(code, attention, scores)

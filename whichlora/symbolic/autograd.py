@@ -22,6 +22,8 @@ class LinearForm(NamedTuple):
 
     Args:
         where_many_rows: bytes that are there only above `fused_rows` tokens.
+        per_group: for every `group_size` tokens of each sequence, a part of them left out.
+        per_chunk_group: so for every one of its chunks.
         chunk_size: how many tokens a chunk has; 0 where there are none.
         fused_rows: as of `spec.dtypes.fused_rows`; 0 where no term asks.
     """
@@ -36,8 +38,11 @@ class LinearForm(NamedTuple):
     per_chunk: int = 0
     per_sequence: int = 0
     per_rank_sequence: int = 0
+    per_group: int = 0
+    per_chunk_group: int = 0
     chunk_size: int = 0
     fused_rows: int = 0
+    group_size: int = 0
 
 
 NOTHING = LinearForm()
@@ -93,20 +98,33 @@ def per_rank_sequence(count: int) -> LinearForm:
     return LinearForm(per_rank_sequence=count)
 
 
+def per_group(count: int, size: int) -> LinearForm:
+    """Per `size` tokens of one sequence, a part of them left out; one size in all of a layer."""
+    return LinearForm(per_group=count, group_size=size)
+
+
+def per_chunk_group(count: int, *, chunk: int, group: int) -> LinearForm:
+    """Per chunk of `chunk` tokens and `group` tokens of one sequence, as of both."""
+    return LinearForm(per_chunk_group=count, chunk_size=chunk, group_size=group)
+
+
 def scaled(form: LinearForm, factor: int) -> LinearForm:
-    a, b, c, d, e, f, g, h, i, j, size, fused = form
+    a, b, c, d, e, f, g, h, i, j, m, n, *sizes = form
     k = factor
     return LinearForm(
-        a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k, j * k, size, fused
+        *(a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k, j * k, m * k, n * k),
+        *sizes,
     )
 
 
 def plus(first: LinearForm, second: LinearForm) -> LinearForm:
-    a, b, c, d, e, f, g, h, i, j, size, fused = first
-    p, q, r, s, t, u, v, w, x, y, other_size, other_fused = second
-    size, fused = size or other_size, fused or other_fused
+    a, b, c, d, e, f, g, h, i, j, m, n, chunk, fused, group = first
+    p, q, r, s, t, u, v, w, x, y, z, o, other_chunk, other_fused, other_group = second
     return LinearForm(
-        a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x, j + y, size, fused
+        *(a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x, j + y, m + z, n + o),
+        chunk or other_chunk,
+        fused or other_fused,
+        group or other_group,
     )
 
 
@@ -122,7 +140,8 @@ def total(forms: Iterable[LinearForm]) -> LinearForm:
 
 
 _TERM_BITS = 128  # of a packed form; a config's largest size has 30, a product of three 90
-_SHIFTS = tuple(_TERM_BITS * place for place in reversed(range(len(NOTHING) - 2)))
+_NUM_SIZES = 3  # the last fields are no terms
+_SHIFTS = tuple(_TERM_BITS * place for place in reversed(range(len(NOTHING) - _NUM_SIZES)))
 
 
 @lru_cache(maxsize=4096)
@@ -138,17 +157,25 @@ _SIGN = 1 << (_TERM_BITS - 1)
 _SIGNS = sum(_SIGN << shift for shift in _SHIFTS)
 
 
-def unpacked(number: int, chunk_size: int, fused_rows: int) -> LinearForm:
+def unpacked(number: int, chunk_size: int, fused_rows: int, group_size: int = 0) -> LinearForm:
     """The form that `packed` made a number of."""
     number += _SIGNS  # so that no term is negative
     mask = (1 << _TERM_BITS) - 1
     terms = [(number >> shift & mask) - _SIGN for shift in _SHIFTS]
-    return LinearForm._make([*terms, chunk_size, fused_rows])
+    return LinearForm._make([*terms, chunk_size, fused_rows, group_size])
+
+
+_IN_SEQUENCE = ("per_chunk", "per_sequence", "per_rank_sequence", "per_group", "per_chunk_group")
+
+
+def has_sequences(form: LinearForm) -> bool:
+    """Whether anything in it is of each sequence."""
+    return any(form[7:12])
 
 
 def without_sequences(form: LinearForm) -> LinearForm:
-    """`form` without its terms per chunk and per sequence."""
-    return form._replace(per_chunk=0, per_sequence=0, per_rank_sequence=0, chunk_size=0)
+    """`form` without its terms per chunk, group and sequence."""
+    return form._replace(**dict.fromkeys(_IN_SEQUENCE, 0), chunk_size=0, group_size=0)
 
 
 def evaluate(form: LinearForm, *, tokens: Count, span: Count, r: Count) -> Count:
@@ -165,7 +192,7 @@ def evaluate(form: LinearForm, *, tokens: Count, span: Count, r: Count) -> Count
         result = result + form.per_span_squared * span * span
     if form.where_many_rows:
         result = result + form.where_many_rows * (tokens > form.fused_rows)
-    if form.per_chunk or form.per_sequence or form.per_rank_sequence:
+    if has_sequences(form):
         result = result + floor_div(tokens, span) * in_sequence(form, span=span, r=r)
     return result
 
@@ -173,6 +200,10 @@ def evaluate(form: LinearForm, *, tokens: Count, span: Count, r: Count) -> Count
 def in_sequence(form: LinearForm, *, span: Count, r: Count) -> Count:
     """What `form` has for each sequence, whatever the number of its tokens."""
     result: Count = form.per_sequence + form.per_chunk * chunks(span, form.chunk_size)
+    if form.group_size:
+        groups = floor_div(span, form.group_size)
+        of_chunks = form.per_chunk_group * chunks(span, form.chunk_size)
+        result = result + (form.per_group + of_chunks) * groups
     return result + form.per_rank_sequence * r if form.per_rank_sequence else result
 
 
@@ -198,7 +229,7 @@ def _largest_somewhere(
     """
     import numpy as np
 
-    if any(form.per_chunk or form.per_sequence or form.per_rank_sequence for form in forms):
+    if any(has_sequences(form) for form in forms):
         return forms
     few, many = np.min(tokens), np.max(tokens)
     fused_rows = max((form.fused_rows for form in forms), default=0)
@@ -383,7 +414,7 @@ class Tape:
         self.writes_cache = writes_cache
         self.reads_own = reads_own
         self._forms: list[int] = []
-        self._chunk_size = self._fused_rows = 0
+        self._chunk_size = self._fused_rows = self._group_size = 0
         self._steps: list[_Step] = []
         self._nodes: list[_Node] = []
         self._num_edges = 0
@@ -412,6 +443,8 @@ class Tape:
             self._chunk_size = form.chunk_size
         if form.fused_rows:
             self._fused_rows = form.fused_rows
+        if form.group_size:
+            self._group_size = form.group_size
         return packed(form)
 
     def _blocks(self, temporaries: Temporaries) -> tuple[int, ...]:
@@ -423,7 +456,7 @@ class Tape:
         return tuple(self._packed(form) for form in temporaries if any(form))
 
     def _form(self, number: int) -> LinearForm:
-        return unpacked(number, self._chunk_size, self._fused_rows)
+        return unpacked(number, self._chunk_size, self._fused_rows, self._group_size)
 
     def _unpacked(self, points: Sequence[int]) -> list[LinearForm]:
         forms = {point: self._form(point) for point in set(points)}
@@ -700,8 +733,14 @@ class Tape:
         self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, True, beside))
         return result
 
-    def in_place(self, tensor: Tensor, added: Tensor | None = None) -> Tensor:
-        """An in-place sum with `added`, or an in-place product with a parameter or number."""
+    def in_place(
+        self, tensor: Tensor, added: Tensor | None = None, *, saves: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """An in-place sum with `added`, or an in-place product with a parameter or number.
+
+        Args:
+            saves: what its backward reads.
+        """
         operands = [tensor] if added is None else [tensor, added]
         step = len(self._steps)
         self.hold(*operands)
@@ -710,7 +749,9 @@ class Tape:
             return tensor
         result = replace(tensor, edge=self._edge(), needs_grad=True)
         is_sum = added is not None  # a product's backward reads its factor
-        self._nodes.append(_Node(step, (result,), inputs, (), not is_sum, is_sum, ()))
+        saved = [operand.storage for operand in saves if operand.storage >= 0]
+        packs = bool(saved) or not is_sum
+        self._nodes.append(_Node(step, (result,), inputs, saved, packs, is_sum, ()))
         return result
 
     def write_view(

@@ -14,6 +14,7 @@ from whichlora.symbolic.grouped_experts import run_grouped
 from whichlora.symbolic.llama4 import run_every_expert
 from whichlora.symbolic.mlp import activate, feed_forward
 from whichlora.symbolic.operators import OpEmitter
+from whichlora.symbolic.switch_transformers import route_to_largest, run_with_capacity
 
 _INDEX = 8  # torch indexes with int64
 _IN_FP32 = ("softmax_fp32", "softmax_exact", "sigmoid", "sigmoid_divided")
@@ -41,6 +42,7 @@ def mix_experts(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
 def _run_routed(code: OpEmitter, moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     grouped = run_grouped if code.dtypes.kernels.experts else run_experts
     run = run_each_expert if moe.one_by_one else grouped
+    run = run_with_capacity if moe.capacity else run
     if not moe.latent:
         return run(code, moe, x, weights, chosen)
     into, back = moe.latent
@@ -117,6 +119,8 @@ def _logits(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
 def route(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Weights and numbers of the chosen experts, and logits, which the caller's variable holds."""
     tape, router_input = code.tape, x
+    if moe.routing == "largest":
+        return route_to_largest(code, moe, x)
     if moe.routing == "scaled":
         x = _scaled(code, moe, x)
     logits = _logits(code, moe, x)

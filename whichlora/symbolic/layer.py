@@ -24,6 +24,7 @@ from whichlora.symbolic.autograd import (
     per_pair,
     per_sequence,
     per_token,
+    plus,
 )
 from whichlora.symbolic.experts import mix_experts
 from whichlora.symbolic.gemma4 import add_layer_input, feed_both_ways
@@ -217,18 +218,26 @@ def _scaled_by_channel(code: OpEmitter, layer: Layer, y: Tensor) -> Tensor:
     return scaled_y
 
 
-def returned_probabilities(layer: Layer, dtypes: Dtypes) -> LinearForm:
+def returned_probabilities(layer: Layer, dtypes: Dtypes, *, saving: bool = False) -> LinearForm:
     """Attention probabilities of the previous block, held by a variable of the loop. Kind: exact.
+
+    Args:
+        saving: only those that are not saved for backward.
 
     Source: transformers 5.23 `GPTJModel.forward`: `outputs = block(...)`.
     """
-    if not layer.attentions:
+    if not layer.returns_probabilities:
         return NOTHING
-    attention = layer.attentions[0]
-    eager = attention_kernel(attention, dtypes, masked=True) == "eager"  # whatever the mask
-    if not layer.returns_probabilities or not eager:
-        return NOTHING
-    return per_pair(attention.num_attention_heads * dtypes.linear_out_bytes)
+    widened = dtypes.under_autocast and dtypes.backend.widens_norms
+    form = NOTHING
+    for attention in layer.attentions:
+        if attention_kernel(attention, dtypes, masked=True) != "eager":  # whatever the mask
+            continue
+        is_wide = widened and not attention.wide_softmax  # the values' product reads a copy
+        if is_wide or not saving:
+            size = 4 if is_wide else dtypes.linear_out_bytes
+            form = plus(form, per_pair(attention.num_attention_heads * size))
+    return form
 
 
 def stream_bytes(layer: Layer, dtypes: Dtypes, *, after_norm: bool) -> int:
@@ -583,6 +592,7 @@ def working_points(
     ragged: bool = False,
     decoding: bool = False,
     fills_cache: bool = False,
+    makes_bias: bool = False,
 ) -> tuple[LinearForm, ...]:
     """Points of a forward without gradients, the layer's input left out.
 
@@ -590,8 +600,11 @@ def working_points(
         fills_cache: as of `Tape.forward`.
         targets: names of the matrices with an adapter; none of a merged model.
         decoding: one token of each sequence runs, and sees those in the cache.
+        makes_bias: as of `OpEmitter`.
     """
     settings = (dtypes, targets, method, masked, stream)
-    code = OpEmitter(Tape(no_grad=True), *settings, ragged=ragged, decoding=decoding)
+    code = OpEmitter(
+        Tape(no_grad=True), *settings, ragged=ragged, decoding=decoding, makes_bias=makes_bias
+    )
     tape = _tape_of(layer, stream_width, code, needs_grad=False)
     return maximal(tape.forward(saving=False, fills_cache=fills_cache))

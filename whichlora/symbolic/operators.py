@@ -21,6 +21,7 @@ from whichlora.symbolic.autograd import (
     Tape,
     Tensor,
     constant,
+    per_group,
     per_rank,
     per_rank_sequence,
     per_rank_token,
@@ -49,11 +50,14 @@ class Rows:
     Args:
         number: rows whatever the tokens are; 0 for rows of tokens.
         in_sequence: rows of each sequence, whatever its tokens are; 0 for rows of tokens.
+        group: one row for so many tokens of a sequence; 0 for rows of tokens. What adapters make
+            of them is left out.
         chosen: rows of each token in all, of which the `part`-th of `parts` is read.
     """
 
     number: int = 0
     in_sequence: int = 0
+    group: int = 0
     chosen: int = 1
     part: int = 0
     parts: int = 1
@@ -68,6 +72,8 @@ class Rows:
             return constant(self.number * width)
         if self.in_sequence:
             return per_sequence(self.in_sequence * width)
+        if self.group:
+            return per_group(width, self.group)
         return per_token(self._share(width))
 
     def of_rank(self, multiple: int) -> LinearForm:
@@ -75,6 +81,8 @@ class Rows:
             return per_rank(self.number * multiple)
         if self.in_sequence:
             return per_rank_sequence(self.in_sequence * multiple)
+        if self.group:
+            return NOTHING
         return per_rank_token(self._share(multiple))
 
     def where_many(self, count: int, fused_rows: int) -> LinearForm:
@@ -96,7 +104,7 @@ class OpEmitter:
         checkpointed: the layer is run again in its backward.
         reentrant: by `CheckpointFunction`, all of whose results need a gradient.
         rows: how many rows matrices read.
-        ragged: the last chunk of a scan is filled up.
+        ragged: the last chunk of a sequence is filled up, or experts turn tokens away.
         decoding: one token of each sequence runs, and sees those in the cache.
         makes_bias: it is the first layer of a stack, and makes the position bias that later ones
             read; else that is counted beside the layers.

@@ -19,7 +19,7 @@ from whichlora.memory.optimizer import Update, update_bytes, update_flops, updat
 from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes, expands_by_operators, is_quantised, runs_adapter
-from whichlora.spec.numeric import Count, Real, is_plain, largest, smallest
+from whichlora.spec.numeric import Count, Real, floor_div, is_plain, largest, smallest
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears
 from whichlora.symbolic.kernels import (
@@ -296,7 +296,13 @@ def encoder_reading_weights(layer: Layer) -> int:
 
 
 def _num_keys(attention: Attention, length: Count) -> Count:
-    """Keys of one sequence of `length` tokens: as many, or an encoder's whatever it has."""
+    """Keys of one sequence of `length` tokens: as many, or an encoder's whatever it has.
+
+    Of blocks, those that a query sees.
+    """
+    if attention.in_blocks:
+        sums = floor_div(length, attention.summed_tokens) if attention.summed_tokens else 0
+        return 3 * attention.chunk_size + sums + 0 * length
     return attention.memory_len or length
 
 

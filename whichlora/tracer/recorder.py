@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -55,6 +56,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._last_owner: int | None = None
         self._drawn: int | None = None  # storage of a random number, then of what it is compared to
         self._sum: tuple[int, int] | None = None  # storages of a sum just made, of what it adds to
+        self._has_numbers = bool(run.images or run.audios)
         self._closed = False
         self._global_hooks: tuple[Any, ...] = ()
 
@@ -152,7 +154,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._placeholder_value(args[0])
-        if (self._run.images or self._run.audios) and _reads_numbers(func, args, kwargs or {}):
+        routed = _chosen_in_turn(func, args)
+        if routed is not None:
+            self._has_numbers = True
+            self._note(routed, func, args, -1)
+            return routed
+        if self._has_numbers and _reads_numbers(func, args, kwargs or {}):
             with unset_fake_temporarily():
                 result = func(*args, **(kwargs or {}))
             for tensor in result if isinstance(result, list | tuple) else [result]:
@@ -326,6 +333,15 @@ def _reads_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
         isinstance(tensor, FakeTensor) or (tensor.is_floating_point() and not to_integers)
         for tensor in tensors
     )
+
+
+def _chosen_in_turn(func: Any, args: Any) -> torch.Tensor | None:
+    """The expert of each token, which fake scores can't tell: one after the other."""
+    if func is not torch.ops.aten.argmax.default or args[0].ndim != 3:  # of words it has two
+        return None
+    *rows, num_experts = args[0].shape
+    with unset_fake_temporarily():
+        return (torch.arange(math.prod(rows)) % num_experts).view(rows)
 
 
 def _chosen_by_mask(
