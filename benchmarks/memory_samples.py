@@ -290,12 +290,16 @@ def models_by_type() -> dict[str, tuple[str, ...]]:
         model_type: [] for model_type in families.FAMILIES if model_type not in NO_AUTO_CLASS
     }
     for record in model_store.list_models():
-        found.setdefault(record.model_type, []).append(record.hub_id)
+        found.setdefault(_TEXTS.get(record.model_type, record.model_type), []).append(record.hub_id)
     shapes = {"longt5": ("longt5-local", "longt5-global")}  # types with several invented ones
     return {
         model_type: tuple(names) or shapes.get(model_type, (model_type,))
         for model_type, names in found.items()
     }
+
+
+# Of models that see, those that were drawn as their texts alone.
+_TEXTS = {"gemma3": "gemma3_text"}
 
 
 @cache
@@ -310,6 +314,8 @@ def model_of(name: str) -> ModelSpec:
         return families.build(config, name=name)
     found = model_store.find_model(name)
     assert found is not None
+    if found.model_type in _TEXTS:
+        found = families.build(found.config["text_config"] | {"dtype": found.dtype}, name=name)
     if len({layer for layer, _ in found.layers()}) == 1:
         return found
     config = {key: value for key, value in found.config.items() if key != "quantization_config"}

@@ -212,7 +212,7 @@ def test_rows_with_images_are_for_models_that_see(seen: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "Winner: mistralai/Mistral-Small-3.1-24B-Instruct-2503" in result.output
     assert "note: images: 1 of 560x420 in each row, 315 tokens" in result.output
-    assert "Qwen/Qwen3-VL-8B-Instruct" in result.output
+    assert "google/gemma-3-12b-pt" in result.output
     assert "Qwen3-4B" not in result.output
 
 

@@ -68,6 +68,7 @@ ARCHITECTURES = {
     "qwen3_moe": Architecture(name="qwen3moe"),
     "gemma": Architecture(name="gemma"),
     "gemma2": Architecture(name="gemma2", windows=True),
+    "gemma3": Architecture(name="gemma3", windows=True),
     "gemma3_text": Architecture(name="gemma3", windows=True),
     "phi3": Architecture(name="phi3"),
     "granite": Architecture(name="granite"),
@@ -739,6 +740,7 @@ ENGINE = Engine(
     summary="llama.cpp: a GGUF file, and a cache of every slot from the start",
     device_kinds=("cuda", "cpu"),
     reads_checkpoints=False,
+    loads_towers=False,  # a GGUF file of its own has it, which `--mmproj` names
     stored_by="file_type",
     options=(
         Option(
