@@ -228,8 +228,9 @@ def heard(tmp_path: Path) -> Path:
 def test_clips_with_transcripts_are_for_models_that_write_them(heard: Path) -> None:
     result = said("--gpu", "4090", "--data", str(heard))
     assert result.exit_code == 0, result.output
-    assert "Winner: openai/whisper-large-v3 " in result.output
-    assert "Qwen" not in result.output
+    assert "Winner: Qwen/Qwen2-Audio-7B-Instruct " in result.output
+    assert "openai/whisper-large-v3 " in result.output
+    assert "Qwen3" not in result.output
     question = Question(gpu="4090", models=(SMALL, HEARS), data=str(heard))
     answer = recommend(question, progress=Silent()).answer
     assert answer.winner is not None
