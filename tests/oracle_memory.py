@@ -35,7 +35,10 @@ from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model
 from whichlora.trainers import get_trainer
 
-_DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_DEPTH_KEYS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    *("encoder_layers", "decoder_layers"),
+)
 
 
 @dataclass(frozen=True, slots=True)
