@@ -107,8 +107,9 @@ def real_linears(model: Any) -> Counter[tuple[str, int, int, bool]]:
 
 
 def every_group(spec: ModelSpec) -> tuple[LayerGroup, ...]:
-    """With those of an encoder of sound, which is part of its decoder's class."""
-    return spec.groups + (spec.tower.stack.groups if spec.tower and spec.tower.attended else ())
+    """Those that run with images, and of an encoder of sound, part of its decoder's class."""
+    of_sound = spec.tower.stack.groups if spec.tower and spec.tower.hears else ()
+    return (spec.for_images or spec).groups + (of_sound if of_sound and spec.tower.attended else ())
 
 
 def described_linears(spec: ModelSpec) -> Counter[tuple[str, int, int, bool]]:

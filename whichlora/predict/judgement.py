@@ -143,7 +143,7 @@ class MemoryJudgement:
         index = [PARTS.index(name) for name in names]
         covariance = [[self.model.covariance[i][j] for j in index] for i in index]
         variance = quadratic_form([uncertain[name] for name in names], covariance)
-        total = sum(self.counted[name] * self.model.mean[name] for name in names)
+        total = added(self.counted[name] * self.model.mean[name] for name in names)
         deviation = sqrt(variance + (self.model.noise * total) ** 2)
         return TWO_SIDED_Z[MEMORY_CONFIDENCE] * deviation
 
@@ -254,7 +254,7 @@ class TimeJudgement:
         """Seconds by feature; adds up to `total_s`."""
         names = dict.fromkeys(name for parts in self.pass_parts.values() for name in parts)
         return {
-            name: sum(count * self.pass_parts[phase][name] for phase, count, _ in self.passes)
+            name: added(count * self.pass_parts[phase][name] for phase, count, _ in self.passes)
             for name in names
         }
 

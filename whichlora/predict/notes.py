@@ -19,6 +19,7 @@ from whichlora.units import format_bytes
 # which version. Source: release notes of 2.8; github.com/pytorch/pytorch, issue 172352.
 _DROPPED = ((7.0, "2.8"), (7.5, "2.11"))
 UNVERIFIED = "datasheet facts"  # how the note on facts that nobody confirmed begins
+HOST_BOUND = "bound by the host"  # how the one on the side that waits does
 
 
 _PASS_NAMES = {
@@ -37,7 +38,7 @@ def host_notes(job: ResolvedRun, pass_parts: Mapping[str, Mapping[str, Real]]) -
     bound = [_PASS_NAMES[phase] for phase, parts in pass_parts.items() if parts["launch"] > 0]
     if job.gpu.kind == "cpu" or not bound:
         return ()
-    return (f"bound by the host: launching kernels takes longest in {' and '.join(bound)}",)
+    return (f"{HOST_BOUND}: launching kernels takes longest in {' and '.join(bound)}",)
 
 
 def _on_gpu(job: ResolvedRun) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from whichlora.predict.notes import HOST_BOUND
 from whichlora.search.feasibility import Candidate, accepted, least_chance
 from whichlora.terminal.answer import (
     besides_in_short,
@@ -142,9 +143,10 @@ def _blocks(lines: list[str]) -> list[list[str]]:
 def _notes(answer: Answer) -> list[str]:
     """What must be known before the winner is trained, and what names were taken as.
 
-    Of many names, the winner's.
+    Of many names, the winner's. What a time is of stands in the report.
     """
     meanings = list(answer.plan.notes)
     if len(meanings) > MAX_NOTES and answer.winner is not None:
         meanings = [note for note in meanings if answer.winner.run.model in note]
-    return list(dict.fromkeys((*answer.cautions, *answer.gpu.notes, *meanings[:MAX_NOTES])))
+    cautions = (note for note in answer.cautions if not note.startswith(HOST_BOUND))
+    return list(dict.fromkeys((*cautions, *answer.gpu.notes, *meanings[:MAX_NOTES])))

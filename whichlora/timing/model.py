@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.numeric import Real, quadratic_form, sqrt, where
+from whichlora.spec.numeric import Real, added, quadratic_form, sqrt, where
 from whichlora.timing.work import Work
 
 DEVICE_FEATURES = (
@@ -266,7 +266,7 @@ def power_w(gpu: GpuSpec, dtype: str, breakdown: Mapping[str, float]) -> tuple[f
     Kind: upper bound, and an estimate of the lower one, which leaves idle power out.
     Source: the datasheet; `benchmarks/board_power.py`.
     """
-    total_s = sum(breakdown.values())
+    total_s = added(breakdown.values())
     if gpu.power_w is None or not total_s > 0:
         return None
     full_watts, _ = _FULL_POWER[dtype if dtype in gpu.peak_flops_per_s else "fp32"]
@@ -337,7 +337,7 @@ def deciding(model: TimeModel, features: Mapping[str, Real]) -> dict[str, Real]:
     if not model.overlaps:
         return decided
     overlapping = [name for name in DEVICE_FEATURES if name != "optimizer"]
-    device = sum((model.mean[name] * decided[name] for name in overlapping), 0.0)
+    device = added(model.mean[name] * decided[name] for name in overlapping)
     host_bound = device < model.mean["launch"] * features["launch"]
     for name in overlapping:
         decided[name] = decided[name] * (1 - host_bound)
@@ -387,7 +387,7 @@ def pass_time(model: TimeModel, features: Mapping[str, Real]) -> tuple[Real, dic
 
 def _priced(model: TimeModel, decided: Mapping[str, Real]) -> tuple[Real, dict[str, Real]]:
     parts = {name: model.mean[name] * decided[name] for name in FEATURES}
-    return sum(parts.values()), parts
+    return added(parts.values()), parts
 
 
 def _deviation(model: TimeModel, decided: Mapping[str, Real], total: Real) -> Real:
