@@ -29,7 +29,8 @@ TIME_PHASES = ("finetune", "prefill", "decode")
 
 # Standard deviation of the factor on every part of the ledger before any run. Weights and states
 # are arithmetic; what the allocator and the context take is the least known. Of 150 measured peaks
-# that are 15 % temporaries or more, 95 % are off by less than 11 % of these.
+# that are 15 % temporaries or more, 95 % are off by at most 11 % of these
+# (`benchmarks/part_spread.py`).
 _PART_SPREAD = {
     "weights": 0.003,
     "adapters": 0.003,
@@ -42,8 +43,9 @@ _PART_SPREAD = {
     "allocator": 0.75,
     "context": 0.5,
 }
-# Of a context that `gpu.json` states. Of 132 runs on an H100 and an H200 it is off by 2 to 4 %.
-STATED_CONTEXT_SPREAD = 0.06
+# Of a context that `gpu.json` states: of 95 % of 76 runs on an H100 it is at most 9 % off, of 55
+# on an H200 at most 4 % (`benchmarks/part_spread.py`).
+_STATED_CONTEXT_SPREAD = 0.06
 PRIOR_MEMORY_NOISE = 0.015
 # Bounds of the numbers in a file: no device has coefficients beyond them.
 _MOST_FACTOR = 1e6
@@ -80,7 +82,7 @@ def prior_memory_model(gpu: GpuSpec) -> MemoryModel:
     """The ledger as it is, with what each part may be off by."""
     spread = dict(_PART_SPREAD)
     if gpu.context_bytes is not None:
-        spread["context"] = STATED_CONTEXT_SPREAD
+        spread["context"] = _STATED_CONTEXT_SPREAD
     return MemoryModel(
         mean=dict.fromkeys(PARTS, 1.0),
         covariance=tuple(tuple(spread[a] ** 2 if a == b else 0.0 for b in PARTS) for a in PARTS),
