@@ -359,29 +359,16 @@ def main() -> None:
     parser.add_argument("--no-trace", action="store_true", help="only what was traced before")
     parser.add_argument("--retrace", action="store_true", help="also what was traced before")
     parser.add_argument("--traces", type=Path, default=samples.FIRST_TRACES)
-    parser.add_argument("--later", action="store_true", help="the types that came after the draws")
-    parser.add_argument("--newest", action="store_true", help="the types that came then")
-    parser.add_argument("--latest", action="store_true", help="the types that came last")
-    parser.add_argument("--led", action="store_true", help="LED, whose encoder attends in windows")
-    parser.add_argument("--t5", action="store_true", help="LongT5 and Switch Transformers")
-    parser.add_argument("--settings", action="store_true", help="one model, setting by setting")
+    for name, (what, *_) in samples.APART.items():
+        parser.add_argument(f"--{name}", action="store_true", help=what)
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     options = parser.parse_args()
 
     wanted = slice(*(int(part) if part else None for part in options.slice.split(":")))
     drawn = [(index, samples.draw(options.seed, index)) for index in range(options.runs)]
-    if options.later:
-        drawn, options.traces = list(enumerate(samples.later_runs())), samples.LATER_TRACES
-    if options.latest:
-        drawn, options.traces = list(enumerate(samples.latest_runs())), samples.LATEST_TRACES
-    if options.led:
-        drawn, options.traces = list(enumerate(samples.led_runs())), samples.LED_TRACES
-    if options.newest:
-        drawn, options.traces = list(enumerate(samples.newest_runs())), samples.NEWEST_TRACES
-    if options.t5:
-        drawn, options.traces = list(enumerate(samples.t5_runs())), samples.T5_TRACES
-    if options.settings:
-        drawn, options.traces = list(enumerate(samples.setting_runs())), samples.SETTING_TRACES
+    for name, (_, runs, path) in samples.APART.items():
+        if getattr(options, name):
+            drawn, options.traces = list(enumerate(runs())), path
     drawn = drawn[wanted]
     if options.only:
         drawn = [

@@ -11,7 +11,7 @@ import json
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -379,6 +379,17 @@ def led_runs() -> list[RunConfig]:
 
 def t5_runs() -> list[RunConfig]:
     return [draw_later(name, number) for name, numbers in T5_RUNS.items() for number in numbers]
+
+
+# What they are, the runs, and where their traces are kept.
+APART: dict[str, tuple[str, Callable[[], list[RunConfig]], Path]] = {
+    "later": ("the types that came after the draws", later_runs, LATER_TRACES),
+    "newest": ("the types that came then", newest_runs, NEWEST_TRACES),
+    "latest": ("the types that came last", latest_runs, LATEST_TRACES),
+    "led": ("LED, whose encoder attends in windows", led_runs, LED_TRACES),
+    "t5": ("LongT5 and Switch Transformers", t5_runs, T5_TRACES),
+    "settings": ("one model, setting by setting", setting_runs, SETTING_TRACES),
+}
 
 
 def _drawn(model_type: str, rng: random.Random) -> RunConfig:

@@ -1,8 +1,15 @@
 """The functions of a written `train.py`, for tests that call them one by one."""
 
 import importlib.util
+import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from whichlora.exports.train_script import train_script
+from whichlora.spec.data_format import DataFormat
+from whichlora.spec.run import RunConfig
 
 
 def script_of(path: Path) -> ModuleType:
@@ -12,3 +19,27 @@ def script_of(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def write_job(
+    checkpoint: Path, data_format: DataFormat, settings: dict[str, Any], **script: Any
+) -> Path:
+    """The `train.py` beside a small checkpoint whose rows have something beside the text.
+
+    Args:
+        settings: of the run.
+        script: further arguments of `train_script`.
+    """
+    run = RunConfig(
+        model=str(checkpoint), padding="padded", batch_size=2, precision="fp32", r=4, seq_len=64
+    )
+    path = checkpoint.parent / "train.py"
+    text = train_script(
+        replace(run, **settings),
+        model_config=json.loads((checkpoint / "config.json").read_text()),
+        target_modules="all-linear",
+        data_format=data_format,
+        **script,
+    )
+    path.write_text(text)
+    return path

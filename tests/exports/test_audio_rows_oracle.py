@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import written_job
 from audio_checkpoints import WINDOW_S, write_checkpoint
 from clips import tone, write_clip
 from train_runs import run_ranks, run_script
 from written_job import script_of
 
 from whichlora.dataset import count_tokens, open_dataset
-from whichlora.exports.train_script import train_script
 from whichlora.spec.data_format import TRANSCRIPTS
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import DatasetConfig
-from whichlora.spec.run import RunConfig
 
 pytestmark = pytest.mark.oracle
 np = pytest.importorskip("numpy")
@@ -49,25 +47,11 @@ def write_rows(folder: Path, rows: list[tuple[Any, str]]) -> None:
 
 
 def write_job(checkpoint: Path, **settings: Any) -> Path:
-    run = RunConfig(
-        model=str(checkpoint),
-        seq_len=SEQ_LEN,
-        padding="padded",
-        batch_size=2,
-        precision="fp32",
-        r=4,
+    epochs = EPOCHS if "parallel" not in settings else 1
+    settings = {"seq_len": SEQ_LEN, **settings}
+    return written_job.write_job(
+        checkpoint, TRANSCRIPTS, settings, epochs=epochs, learning_rate=1e-2
     )
-    path = checkpoint.parent / "train.py"
-    script = train_script(
-        replace(run, **settings),
-        model_config=json.loads((checkpoint / "config.json").read_text()),
-        target_modules="all-linear",
-        data_format=TRANSCRIPTS,
-        epochs=EPOCHS if "parallel" not in settings else 1,
-        learning_rate=1e-2,
-    )
-    path.write_text(script)
-    return path
 
 
 def read(checkpoint: Path, **settings: Any) -> tuple[Any, Any, list[dict[str, Any]]]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import written_job
 from audio_checkpoints import WINDOW_S, write_listener
 from clips import tone, write_clip
 from train_runs import run_ranks, run_script
 from written_job import script_of
 
 from whichlora.dataset import count_tokens, open_dataset
-from whichlora.exports.train_script import train_script
 from whichlora.families import build
 from whichlora.profiler.images import image_fields
 from whichlora.spec.data_format import AUDIO_ROWS
@@ -62,27 +61,10 @@ def write_rows(folder: Path, rows: list[tuple[list[dict[str, str]], str, list[An
 
 
 def write_job(checkpoint: Path, epochs: float = 1.0, **settings: Any) -> Path:
-    run = RunConfig(
-        model=str(checkpoint),
-        audios=1,
-        audio_seconds=1.0,
-        seq_len=SEQ_LEN,
-        padding="padded",
-        batch_size=2,
-        precision="fp32",
-        r=4,
+    settings = {"audios": 1, "audio_seconds": 1.0, "seq_len": SEQ_LEN, **settings}
+    return written_job.write_job(
+        checkpoint, AUDIO_ROWS, settings, epochs=epochs, learning_rate=1e-2
     )
-    path = checkpoint.parent / "train.py"
-    script = train_script(
-        replace(run, **settings),
-        model_config=json.loads((checkpoint / "config.json").read_text()),
-        target_modules="all-linear",
-        data_format=AUDIO_ROWS,
-        epochs=epochs,
-        learning_rate=1e-2,
-    )
-    path.write_text(script)
-    return path
 
 
 def read(checkpoint: Path) -> tuple[Any, Any, list[dict[str, Any]]]:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import written_job
 from image_checkpoints import MODELS, write_checkpoint
 from train_runs import run_ranks, run_script
 from written_job import script_of
 
 from whichlora.dataset import count_tokens, open_dataset
-from whichlora.exports.train_script import train_script
 from whichlora.families import build
 from whichlora.spec.architecture import limited_sides
 from whichlora.spec.data_format import IMAGE_ROWS
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import DatasetConfig
-from whichlora.spec.run import RunConfig
 
 pytestmark = pytest.mark.oracle
 Image = pytest.importorskip("PIL.Image")
@@ -63,26 +61,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def write_job(checkpoint: Path, **settings: Any) -> Path:
-    run = RunConfig(
-        model=str(checkpoint),
-        images=1,
-        image_size=SIZES[0],
-        seq_len=SEQ_LEN,
-        padding="padded",
-        batch_size=2,
-        precision="fp32",
-        r=4,
-    )
-    path = checkpoint.parent / "train.py"
-    config = json.loads((checkpoint / "config.json").read_text())
-    script = train_script(
-        replace(run, **settings),
-        model_config=config,
-        target_modules="all-linear",
-        data_format=IMAGE_ROWS,
-    )
-    path.write_text(script)
-    return path
+    settings = {"images": 1, "image_size": SIZES[0], "seq_len": SEQ_LEN, **settings}
+    return written_job.write_job(checkpoint, IMAGE_ROWS, settings)
 
 
 def read(script: ModuleType, checkpoint: Path) -> tuple[Any, list[dict[str, Any]]]:

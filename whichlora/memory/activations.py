@@ -7,7 +7,7 @@ from typing import TypeAlias
 from whichlora.spec.architecture import Attention, Layer, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
-from whichlora.symbolic.autograd import evaluate
+from whichlora.symbolic.autograd import INDEX_BYTES, evaluate
 from whichlora.symbolic.block_attention import bias_bytes, bias_elements, mask_elements
 from whichlora.symbolic.kernels import (
     FUSED,
@@ -18,7 +18,6 @@ from whichlora.symbolic.kernels import (
     shares_mask,
 )
 
-_INDEX_BYTES = 8  # torch indexes with int64
 _Mask: TypeAlias = tuple[str, bool, int | None]
 """A stack, whether it is of cross attention, and a window."""
 
@@ -70,7 +69,7 @@ def kept_mask_bytes(
                 masks[key] = dtypes.stream_bytes * attention.num_attention_heads * (1 + 0 * span)
             if attention.relative_rows:  # products of positions, and the distances
                 masks[key] = 4 * (1 + 0 * span)
-                biases[key[:2]] = _INDEX_BYTES
+                biases[key[:2]] = INDEX_BYTES
             elif _shares_bias(attention):
                 stays = checkpointed or (attention.cross and kernel in FUSED and not dtypes.padded)
                 dropped = group.stack == unbiased and (without_zeros or not attention.cross)

@@ -49,6 +49,7 @@ NOTHING = LinearForm()
 Temporaries: TypeAlias = LinearForm | Sequence[LinearForm]
 """One tensor that an operator makes and drops, or several in the order in which it makes them."""
 LAYER_INPUT = "layer input"
+INDEX_BYTES = 8  # torch indexes with int64
 CHUNK = 64  # tokens that a gated delta net takes at once, the last ones padded
 COMPARED_FROM = 1 << 13  # combinations of sizes; of fewer, evaluating forms takes less time
 

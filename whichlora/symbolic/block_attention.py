@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from whichlora.spec.architecture import Attention
 from whichlora.symbolic.autograd import (
+    INDEX_BYTES,
     LinearForm,
     Tensor,
     constant,
@@ -21,7 +22,6 @@ from whichlora.symbolic.autograd import (
 )
 from whichlora.symbolic.operators import OpEmitter, Rows
 
-_INDEX = 8  # torch indexes with int64
 _NEIGHBOURS = 3  # a block, the one before it and the one after it
 
 
@@ -119,7 +119,7 @@ def _sums_of_blocks(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     """
     tape, group = code.tape, attention.summed_tokens
     chosen = per_chunk_group(attention.chunk_size, chunk=attention.chunk_size, group=group)
-    one_hot = tape.op([], plus(chosen, per_token(1)), _INDEX)
+    one_hot = tape.op([], plus(chosen, per_token(1)), INDEX_BYTES)
     numbers = tape.op([one_hot], chosen, x.size)
     size = code.dtypes.compute_bytes if code.dtypes.under_autocast else x.size
     read, factor = code.cast(x, size), code.cast(numbers, size)
@@ -161,7 +161,7 @@ def _looked_up(
     heads, group = attention.num_attention_heads, attention.summed_tokens
 
     def table(places: LinearForm, elements: LinearForm) -> Tensor:
-        buckets = tape.op([], places, _INDEX)
+        buckets = tape.op([], places, INDEX_BYTES)
         weight = tape.weight(constant(0), dtypes.base_bytes, trained=dtypes.trains_base)
         return tape.op(
             [weight, buckets], elements, dtypes.base_bytes, saves=[buckets], what="position bias"

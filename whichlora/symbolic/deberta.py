@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from whichlora.spec.architecture import Attention, Linear
 from whichlora.symbolic.autograd import (
+    INDEX_BYTES,
     LinearForm,
     Tensor,
     constant,
@@ -18,8 +19,6 @@ from whichlora.symbolic.autograd import (
     per_token,
 )
 from whichlora.symbolic.operators import OpEmitter, Rows
-
-_INDEX = 8  # torch indexes with int64
 
 
 def attend_disentangled(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
@@ -88,7 +87,9 @@ def _relative_scores(
         label = "scores of all positions, before theirs are gathered"
         every = _product(code, content, positions, per_token(heads * rows), label)
         pairs = per_span_squared(1)
-        index = tape.op([tape.op([], pairs, _INDEX)], pairs, _INDEX, what="indices of positions")
+        index = tape.op(
+            [tape.op([], pairs, INDEX_BYTES)], pairs, INDEX_BYTES, what="indices of positions"
+        )
         picked = tape.op(
             [every, index],
             per_pair(heads),

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from whichlora.spec.architecture import Linear, Mlp, Moe
-from whichlora.symbolic.autograd import Tensor, constant, per_token
+from whichlora.symbolic.autograd import INDEX_BYTES, Tensor, constant, per_token
 from whichlora.symbolic.mlp import activate
 from whichlora.symbolic.operators import OpEmitter, Rows
-
-_INDEX = 8  # torch indexes with int64
 
 
 def run_each_expert(
@@ -26,7 +24,7 @@ def run_each_expert(
     for number in range(moe.num_experts):
         rows = Rows(chosen=moe.experts_per_token, part=number, parts=moe.num_experts)
         part = replace(code, rows=rows)
-        readers = tape.op([chosen], rows.of(1), _INDEX, what="experts: rows")
+        readers = tape.op([chosen], rows.of(1), INDEX_BYTES, what="experts: rows")
         gathered = tape.op(
             [x, readers], rows.of(hidden), x.size, saves=[readers], what="experts: gathered inputs"
         )

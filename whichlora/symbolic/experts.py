@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from whichlora.spec.architecture import Linear, Moe, Norm
 from whichlora.spec.dtypes import BNB_BLOCK, is_quantised
-from whichlora.symbolic.autograd import Tensor, constant, per_token, scaled
+from whichlora.symbolic.autograd import INDEX_BYTES, Tensor, constant, per_token, scaled
 from whichlora.symbolic.expert_loop import run_each_expert
 from whichlora.symbolic.grouped_experts import run_grouped
 from whichlora.symbolic.llama4 import run_every_expert
@@ -16,7 +16,6 @@ from whichlora.symbolic.mlp import activate, feed_forward
 from whichlora.symbolic.operators import OpEmitter
 from whichlora.symbolic.switch_transformers import route_to_largest, run_with_capacity
 
-_INDEX = 8  # torch indexes with int64
 _IN_FP32 = ("softmax_fp32", "softmax_exact", "sigmoid", "sigmoid_divided")
 _DIVIDED = ("sigmoid_narrow", "sigmoid_divided")  # by their sum, which autocast widens
 
@@ -125,7 +124,7 @@ def route(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
         x = _scaled(code, moe, x)
     logits = _logits(code, moe, x)
     every, few = per_token(moe.num_experts), per_token(moe.experts_per_token)
-    chosen = tape.op([], few, _INDEX)
+    chosen = tape.op([], few, INDEX_BYTES)
     if moe.routing == "chosen":
         wide = logits if moe.clamped else code.cast(logits, 4)
         top = tape.op([wide], few, wide.size, saves=[chosen])
@@ -136,7 +135,7 @@ def route(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
         size = 4 if code.dtypes.under_autocast else logits.size
         scores = tape.op([logits], every, size, saves_result=True, what="router: probabilities")
         again = tape.op([logits], every, size, saves_result=True, what="router: probabilities")
-        weights = tape.op([scores, again], few, size, keeps=[scaled(few, _INDEX + size)])
+        weights = tape.op([scores, again], few, size, keeps=[scaled(few, INDEX_BYTES + size)])
         return weights, chosen, logits
     is_sigmoid = moe.routing in ("sigmoid", *_DIVIDED)  # it asks for no dtype
     size = logits.size if is_sigmoid else 4
@@ -171,9 +170,9 @@ def run_experts(code: OpEmitter, moe: Moe, x: Tensor, weights: Tensor, chosen: T
     tape, dtypes, few = code.tape, code.dtypes, moe.experts_per_token
     rows = per_token(few)
     hidden = moe.expert.linears[0].in_features
-    sorted_numbers = tape.op([chosen], rows, _INDEX)
-    order = tape.op([chosen], rows, _INDEX)
-    readers = tape.op([order], rows, _INDEX)
+    sorted_numbers = tape.op([chosen], rows, INDEX_BYTES)
+    order = tape.op([chosen], rows, INDEX_BYTES)
+    readers = tape.op([order], rows, INDEX_BYTES)
     selected = tape.op(
         [x], per_token(few * hidden), x.size, saves=[readers], what="experts: gathered inputs"
     )
@@ -195,7 +194,7 @@ def run_experts(code: OpEmitter, moe: Moe, x: Tensor, weights: Tensor, chosen: T
     tape.hold(inner)
 
     weighted = code.multiply_rows(out, picked, row_last=True)
-    places = tape.op([order], rows, _INDEX)
+    places = tape.op([order], rows, INDEX_BYTES)
     back = tape.op([weighted], weighted.elements, weighted.size, saves=[places])
     summed = tape.op([back], per_token(hidden), 4 if dtypes.under_autocast else back.size)
     result = code.cast(summed, x.size)
@@ -216,7 +215,8 @@ def _run_packed(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
     rows, hidden = per_token(few), moe.router.in_features
     logits = _logits(code, moe, x)
     scales = tape.op([logits], rows, logits.size)
-    gather, scatter = tape.op([], rows, _INDEX), tape.op([], rows, _INDEX)  # two of int32 each
+    # two of int32 each
+    gather, scatter = tape.op([], rows, INDEX_BYTES), tape.op([], rows, INDEX_BYTES)
     inner = tape.op([x], per_token(few * moe.expert.width), x.size, what="experts: gated")
     outputs = tape.op([inner], per_token(few * hidden), x.size, what="experts: outputs")
     result = tape.op([outputs], per_token(hidden), x.size)

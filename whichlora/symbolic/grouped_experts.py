@@ -11,10 +11,16 @@ from __future__ import annotations
 
 from whichlora.spec.architecture import Linear, Moe
 from whichlora.spec.dtypes import is_quantised
-from whichlora.symbolic.autograd import NOTHING, LinearForm, Tensor, constant, per_token, scaled
+from whichlora.symbolic.autograd import (
+    INDEX_BYTES,
+    NOTHING,
+    LinearForm,
+    Tensor,
+    constant,
+    per_token,
+    scaled,
+)
 from whichlora.symbolic.operators import OpEmitter
-
-_INDEX = 8  # torch indexes with int64
 
 
 def run_grouped(code: OpEmitter, moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -26,8 +32,8 @@ def run_grouped(code: OpEmitter, moe: Moe, x: Tensor, weights: Tensor, chosen: T
     rows = per_token(few)
     up_linear, down_linear = moe.expert.linears
     up_factors, down_factors = (_factors(code, linear) for linear in (up_linear, down_linear))
-    order = tape.op([chosen], rows, _INDEX, detached=True)
-    readers = tape.op([order], rows, _INDEX, detached=True)
+    order = tape.op([chosen], rows, INDEX_BYTES, detached=True)
+    readers = tape.op([order], rows, INDEX_BYTES, detached=True)
     gathered = tape.op(
         [x], per_token(few * hidden), x.size, saves=[readers], what="experts: gathered inputs"
     )
@@ -45,7 +51,7 @@ def run_grouped(code: OpEmitter, moe: Moe, x: Tensor, weights: Tensor, chosen: T
         tape.in_place(active, gates), 3 * [scaled(per_token(few * moe.expert.width), 4)]
     )
     out, of_down = _product(code, down_linear, inner, down_factors, few, of_up)
-    inverse = [scaled(rows, _INDEX), scaled(rows, _INDEX)]
+    inverse = [scaled(rows, INDEX_BYTES), scaled(rows, INDEX_BYTES)]
     result = tape.op(
         [out], per_token(hidden), x.size, saves=[order, gates], inner=inverse, what="experts: sum"
     )

@@ -9,11 +9,9 @@ from __future__ import annotations
 from whichlora.errors import ConfigError
 from whichlora.spec.architecture import Attention, Linear, Moe
 from whichlora.spec.run import BNB_QUANTS
-from whichlora.symbolic.autograd import Tensor, constant, per_token, plus
+from whichlora.symbolic.autograd import INDEX_BYTES, Tensor, constant, per_token, plus
 from whichlora.symbolic.mlp import activate, feed_forward
 from whichlora.symbolic.operators import OpEmitter
-
-_INDEX = 8  # torch indexes with int64
 
 
 def project_and_turn(
@@ -92,7 +90,7 @@ def run_every_expert(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
 def _scores(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor]:
     tape, few = code.tape, per_token(moe.experts_per_token)
     logits = code.linear(moe.router, x)
-    chosen = tape.op([], few, _INDEX)
+    chosen = tape.op([], few, INDEX_BYTES)
     top = tape.op([logits], few, logits.size, saves=[chosen])
     spread = tape.op([top], logits.elements, logits.size, saves=[chosen])
     wide = code.cast(spread, 4)

@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.spec.architecture import Moe
-from whichlora.symbolic.autograd import Tensor, per_token
+from whichlora.symbolic.autograd import INDEX_BYTES, Tensor, per_token
 from whichlora.symbolic.mlp import feed_forward
 from whichlora.symbolic.operators import OpEmitter, Rows
-
-_INDEX = 8  # torch indexes with int64
 
 
 def route_to_largest(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,12 +25,12 @@ def route_to_largest(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tens
         [code.cast(logits, 4)], every, 4, saves_result=True, what="router: probabilities"
     )
     narrow = code.cast(scores, x.size)
-    largest = tape.op([], per_token(1), _INDEX)
-    one_hot = tape.op([largest], every, _INDEX)
-    places = tape.op([one_hot], every, _INDEX)
+    largest = tape.op([], per_token(1), INDEX_BYTES)
+    one_hot = tape.op([largest], every, INDEX_BYTES)
+    places = tape.op([one_hot], every, INDEX_BYTES)
     takes = tape.op([places], every, 1)
-    chosen = tape.op([one_hot, takes], every, _INDEX)
-    weights = tape.op([narrow], per_token(1), narrow.size, keeps=[per_token(_INDEX)])
+    chosen = tape.op([one_hot, takes], every, INDEX_BYTES)
+    weights = tape.op([narrow], per_token(1), narrow.size, keeps=[per_token(INDEX_BYTES)])
     tape.hold(wide, logits, narrow, places, takes)
     return weights, chosen, logits
 
@@ -51,7 +49,7 @@ def run_with_capacity(
         if code.ragged and not code.decoding:
             rows = Rows(in_sequence=moe.capacity)
         part = replace(code, rows=rows)
-        readers = tape.op([tape.op([chosen], per_token(1), _INDEX)], rows.of(2), _INDEX)
+        readers = tape.op([tape.op([chosen], per_token(1), INDEX_BYTES)], rows.of(2), INDEX_BYTES)
         gathered = tape.op(
             [x, readers], rows.of(hidden), x.size, saves=[readers], what="experts: gathered inputs"
         )

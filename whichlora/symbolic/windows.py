@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from whichlora.spec.architecture import Attention, Windows
 from whichlora.symbolic.autograd import (
+    INDEX_BYTES,
     LinearForm,
     Tensor,
     per_sequence,
@@ -20,8 +21,6 @@ from whichlora.symbolic.autograd import (
     scaled,
 )
 from whichlora.symbolic.operators import OpEmitter
-
-_INDEX = 8  # torch indexes with int64
 
 
 def attend_in_windows(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
@@ -74,7 +73,7 @@ def _chunks(code: OpEmitter, windows: Windows, x: Tensor, width: int, *, turned:
     if windows.single:
         return code.autocast(code.tape.view(x, copies_gradient=True))
     elements = _of_chunks(windows, width)
-    indices = (scaled(x.elements, _INDEX), scaled(elements, _INDEX))
+    indices = (scaled(x.elements, INDEX_BYTES), scaled(elements, INDEX_BYTES))
     inner = (indices[0], scaled(elements, x.size), indices[1]) if turned else indices
     (overlapping,) = code.tape.parts(x, (elements,), inner=inner)
     return code.autocast(code.copy(overlapping))
@@ -159,7 +158,7 @@ def _weighted_values(code: OpEmitter, windows: Windows, probabilities: Tensor, v
     padded_values = tape.op(
         [v], plus(v.elements, per_sequence(2 * half * width)), v.size, what="values, padded"
     )
-    indices = (scaled(padded_values.elements, _INDEX), per_token(3 * width * _INDEX))
+    indices = (scaled(padded_values.elements, INDEX_BYTES), per_token(3 * width * INDEX_BYTES))
     (chunks,) = tape.parts(padded_values, (per_token(3 * width),), inner=indices)
     padded = tape.op([rows], per_token((3 * half + 2) * heads), rows.size, what="rows, padded")
     (moved,) = tape.parts(padded, (per_token((3 * half + 1) * heads),))
