@@ -25,7 +25,7 @@ from whichlora.serving.step_time import Step, StepTimer, own_all_reduce, step_ti
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
-from whichlora.timing.model import power_factor, product_rate
+from whichlora.timing.model import product_rate, sustained_factor
 
 RECORDS = Path(__file__).parent / "llama_cpp_gpus.csv"
 FITTED = "scoreboard"
@@ -176,7 +176,7 @@ def _share(case: Speed, kernel_s: float, reads: float) -> float:
     gpu = find_target(case.gpu)
     rest = case.predicted_s(_with(timer, kernel_s=kernel_s, reads=reads, rate=math.inf))
     flops = case.predicted_s(_with(timer, kernel_s=kernel_s, reads=reads, rate=1.0)) - rest
-    return flops / (case.seconds - rest) / product_rate(gpu, "fp32") / power_factor(gpu, "bf16")
+    return flops / (case.seconds - rest) / product_rate(gpu, "fp32") / sustained_factor(gpu, "bf16")
 
 
 # --- comparing --------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def left_out() -> list[tuple[Speed, float]]:
         if known is None:
             continue
         kernel_s, share = known
-        rate = share * power_factor(gpu, "bf16") * product_rate(gpu, "fp32")
+        rate = share * sustained_factor(gpu, "bf16") * product_rate(gpu, "fp32")
         for case in cases:
             if case.gpu == name:
                 timer = _with(case.timer(), kernel_s=kernel_s, reads=reads, rate=rate)

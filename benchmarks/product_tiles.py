@@ -64,7 +64,9 @@ class Products:
 
     def log_errors(self, values: Sequence[float], lost: float | None) -> Array:
         rows, columns, inner = self.shapes.T
-        rate = timing.product_rate(self.gpu, self.dtype) * timing.power_factor(self.gpu, self.dtype)
+        rate = timing.product_rate(self.gpu, self.dtype) * timing.sustained_factor(
+            self.gpu, self.dtype
+        )
         size = 4 if self.dtype == "fp32" else 2
         moved = size * (rows * inner + inner * columns + rows * columns)
         arithmetic = 2 * rows * columns * inner * self.tiles(lost) / rate * math.exp(values[0])

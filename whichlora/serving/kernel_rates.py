@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from whichlora.spec.gpu import GpuSpec
-from whichlora.timing.model import power_factor
+from whichlora.timing.model import sustained_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class KernelRates:
         reads: of the bandwidth, while a product reads its weights; `cache` while attention reads
             keys and values.
         products: of the peak, in large products; `attention` in attention over a prompt.
-        power: `timing.model.power_factor` of the board that was measured: one that draws more of
-            what its units need is as much faster, up to `MOST_PRODUCTS`.
+        power: `timing.model.sustained_factor` of the board that was measured: one that sustains
+            more of its peak is as much faster, up to `MOST_PRODUCTS`.
         query_passes: times that the queries of a decoding step are read, as far as bytes go: blocks
             of few keys do not fill a multiprocessor.
         pointwise_s: of a kernel without products.
@@ -55,7 +55,7 @@ _BY_CAPABILITY = {
         product_s=6.8e-6,
         reads=0.73,
         products=0.77,
-        power=1.01,
+        power=1.03,
         attention_s=17.6e-6,
         cache=0.75,
         query_passes=23,
@@ -66,7 +66,7 @@ _BY_CAPABILITY = {
         product_s=1.0e-6,
         reads=0.77,
         products=0.60,
-        power=0.92,
+        power=0.91,
         attention_s=9.6e-6,
         cache=0.90,
         query_passes=7,
@@ -77,7 +77,7 @@ _BY_CAPABILITY = {
         product_s=4.0e-6,
         reads=0.84,
         products=0.80,
-        power=0.83,
+        power=0.97,
         attention_s=11.7e-6,
         cache=0.90,
         query_passes=36,
@@ -88,7 +88,7 @@ _BY_CAPABILITY = {
         product_s=4.0e-6,
         reads=0.77,
         products=0.70,
-        power=0.71,
+        power=0.92,
         attention_s=9.0e-6,
         cache=0.91,
         query_passes=27,
@@ -99,7 +99,7 @@ _BY_CAPABILITY = {
         product_s=1.0e-6,
         reads=0.87,
         products=0.79,
-        power=1.01,
+        power=1.07,
         attention_s=11.5e-6,
         cache=0.95,
         query_passes=10,
@@ -111,7 +111,7 @@ _ELSEWHERE = KernelRates(
     product_s=2.6e-6,
     reads=0.79,
     products=0.73,
-    power=0.89,
+    power=0.98,
     attention_s=11.5e-6,
     cache=0.88,
     query_passes=17,
@@ -142,7 +142,7 @@ MOST_PRODUCTS = 0.92  # of a peak, what products reach that power does not limit
 def kernel_rates(gpu: GpuSpec) -> KernelRates:
     """Of `gpu`'s compute capability; means with a wider deviation where it was not measured."""
     rates = _measured(gpu)
-    more = power_factor(gpu, "bf16") / rates.power
+    more = sustained_factor(gpu, "bf16") / rates.power
     return replace(
         rates,
         products=min(MOST_PRODUCTS, more * rates.products),

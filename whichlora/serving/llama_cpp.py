@@ -34,7 +34,7 @@ from whichlora.spec.architecture import Linear, ModelSpec, layers_in_order
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
-from whichlora.timing.model import power_factor, product_rate
+from whichlora.timing.model import product_rate, sustained_factor
 from whichlora.units import MiB, format_bytes
 
 CELLS = 256  # a cache has a multiple of them; src/llama-context.cpp:293
@@ -482,7 +482,7 @@ class BlockRates:
 
     Args:
         kernel_s: of a kernel beside its work; a product also narrows its input to 8 bit.
-        products: of the fp32 peak, in many rows, where `power_factor` is 1.
+        products: of the fp32 peak, in many rows, where `sustained_factor` is 1.
         deviation: wider where fewer than five cards were measured.
     """
 
@@ -497,17 +497,17 @@ class BlockRates:
 BLOCK_READS = 0.86  # of the bandwidth
 FEW_PRODUCTS = 0.38  # of the fp32 peak, of at most FEW_ROWS rows
 BLOCK_RATES = {
-    "6.1": BlockRates(kernel_s=13.2e-6, products=1.09, deviation=0.25),
-    "7.0": BlockRates(kernel_s=6.8e-6, products=2.89, deviation=0.25),
-    "7.5": BlockRates(kernel_s=7.6e-6, products=2.31, deviation=0.25),
-    "8.0": BlockRates(kernel_s=7.6e-6, products=3.72, deviation=0.25),
-    "8.6": BlockRates(kernel_s=3.7e-6, products=1.75),
-    "8.9": BlockRates(kernel_s=2.5e-6, products=1.90),
-    "9.0": BlockRates(kernel_s=5.8e-6, products=2.57, deviation=0.25),
-    "12.0": BlockRates(kernel_s=2.4e-6, products=1.87),
-    "12.1": BlockRates(kernel_s=3.1e-6, products=1.73, deviation=0.25),
+    "6.1": BlockRates(kernel_s=13.2e-6, products=1.15, deviation=0.25),
+    "7.0": BlockRates(kernel_s=6.8e-6, products=2.95, deviation=0.25),
+    "7.5": BlockRates(kernel_s=7.6e-6, products=2.37, deviation=0.25),
+    "8.0": BlockRates(kernel_s=7.6e-6, products=3.69, deviation=0.25),
+    "8.6": BlockRates(kernel_s=3.7e-6, products=1.89),
+    "8.9": BlockRates(kernel_s=2.5e-6, products=1.96),
+    "9.0": BlockRates(kernel_s=5.8e-6, products=2.19, deviation=0.25),
+    "12.0": BlockRates(kernel_s=2.4e-6, products=1.82),
+    "12.1": BlockRates(kernel_s=3.1e-6, products=1.59, deviation=0.25),
 }
-_BLOCKS_ELSEWHERE = BlockRates(kernel_s=5.1e-6, products=2.09, deviation=0.25)  # geometric means
+_BLOCKS_ELSEWHERE = BlockRates(kernel_s=5.1e-6, products=2.07, deviation=0.25)  # geometric means
 PLAIN_DEVIATION = 0.25  # of 16-bit files: only releases of 2024 were measured
 FEW_ROWS = 8  # ggml/src/ggml-cuda/mmvq.cuh MMVQ_MAX_BATCH_SIZE
 
@@ -519,7 +519,7 @@ def block_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
     """
     capability = str(gpu.compute_capability or "")
     blocks = BLOCK_RATES.get(capability) or _BLOCKS_ELSEWHERE
-    rate = blocks.products * power_factor(gpu, "bf16") * product_rate(gpu, "fp32")
+    rate = blocks.products * sustained_factor(gpu, "bf16") * product_rate(gpu, "fp32")
     return replace(
         kernel_rates(gpu),
         product_s=blocks.kernel_s,

@@ -20,6 +20,8 @@ class GpuSpec:
         power_w: what the board may draw, memory included; None where not known.
         peak_flops_per_s: dense peak per dtype ("bf16", "fp16", "tf32", "fp32", "int8");
             a dtype without hardware support is absent.
+        measured_flops_per_s: what large matrix products reach in a run that lasts, per dtype;
+            empty where nobody measured it.
         context_bytes: memory a process takes outside the framework's allocator, None where
             nobody measured it.
         names: device names that NVML, `nvidia-smi` or the framework print for it.
@@ -34,6 +36,7 @@ class GpuSpec:
     memory_bytes: int
     bandwidth_bytes_per_s: float
     peak_flops_per_s: Mapping[str, float]
+    measured_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     power_w: float | None = None
     num_multiprocessors: int | None = None
     l2_bytes: int | None = None

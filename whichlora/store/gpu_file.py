@@ -51,6 +51,7 @@ def read_gpu(path: Path) -> GpuSpec:
         memory_bytes=values["memory_bytes"],
         bandwidth_bytes_per_s=float(values["bandwidth_bytes_per_s"]),
         peak_flops_per_s={dtype: float(peak) for dtype, peak in values["peak_flops_per_s"].items()},
+        measured_flops_per_s=values.get("measured_flops_per_s") or {},
         power_w=values.get("power_w"),
         num_multiprocessors=values.get("num_multiprocessors"),
         l2_bytes=values.get("l2_bytes"),
@@ -115,6 +116,10 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "bandwidth_bytes_per_s": (_RATE, is_rate),
     "peak_flops_per_s": (f"an object of {', '.join(DTYPES)}, each {_RATE}", _is_peaks),
+    "measured_flops_per_s": (
+        f"an object of {', '.join(DTYPES)}, each {_RATE}, or null",
+        lambda value: not value or _is_peaks(value),
+    ),
     "power_w": (
         "a number from 0.1 to 1e6, or null",
         lambda v: v is None or is_number(v, 0.1, 1e6),

@@ -85,13 +85,24 @@ def of_another_engine(model: TimeModel, start: TimeModel) -> TimeModel:
 
 
 # Watts per TFLOP/s of peak from which a board's power no longer limits its products, and the share
-# of the peak that they reach then, by dtype; TF32 is taken to need twice the power of 16 bit.
-# Kind: fitted, to the best PyTorch products of 31 boards in 16 bit and of 35 in fp32, which
-# github.com/zzc0721/torch-performance-test-data lists (`benchmarks/board_power.py`).
-_FULL_POWER = {"bf16": (2.5, 1.05), "fp16": (2.5, 1.05), "tf32": (5.0, 1.05), "fp32": (17.6, 0.91)}
-# The same share, in 16 bit, of the boards that the prior of the products comes from: the geometric
-# mean of A100, H100 and A40.
-_USUAL_SHARE = 0.83
+# of the peak that they reach then. Architectures differ in 16 bit; TF32 is taken to need twice as
+# much. Kind: fitted, to the best PyTorch products that others measured, of 38 boards in 16 bit and
+# of 42 in fp32 (`benchmarks/board_power.py`).
+OTHER_BOARDS = "other"
+_FULL_WATTS = {
+    "to 7.5": 9.4,
+    "8.0": 2.9,
+    "8.6": 4.5,
+    "8.9": 3.6,
+    "from 9.0": 2.2,
+    OTHER_BOARDS: 6.0,
+}
+_FULL_SHARE = 1.08
+_FULL_POWER_FP32 = (20.0, 0.92)
+_UNMEASURED_KINDS = ("cpu", "hpu")  # of which no product was measured
+# What the boards reach in 16 bit that the prior of the products comes from: the geometric mean of
+# A100 and H100, as measured, and A40, by the law.
+_USUAL_SHARE = 0.82
 
 # What a kernel that Python launches costs the host: geometric mean and deviation of eight hosts
 # under eager PyTorch. Five of published decoding speeds on A100 (20, 21, 22, 23 and 26
@@ -120,12 +131,12 @@ LAUNCH_KNOWN = 0.06
 KERNEL_S, KERNEL_SPREAD = 5e-6, 0.25
 
 # Mean and relative standard deviation of every coefficient before any run on the device.
-# Products, bytes: 72 % and 80 % efficiency, refitted from public operator profiles of three
-# GPUs (`docs/time.md`). CPU: libraries reach about half
+# Products, their weights, bytes: 74 %, 72 % and 80 % efficiency, refitted from public operator
+# profiles of three GPUs (`docs/time.md`). CPU: libraries reach about half
 # of the peak that the core count promises, with a wide spread. Engine: the published speeds of
 # small models under vLLM 0.4.2 and 0.6.3 are 2 to 3.5 ms per token above their graph's kernels.
 _ACCELERATOR_PRIOR = {
-    "products": (1.0 / 0.72, 0.25),
+    "products": (1.0 / 0.74, 0.25),
     "weights": (1.0 / 0.72, 0.25),
     "attention": (1.0 / 0.45, 0.5),
     "cache": (1.0 / 0.45, 0.5),
@@ -237,20 +248,48 @@ def product_rate(gpu: GpuSpec, dtype: str) -> float:
     return gpu.peak_flops_per_s.get(dtype) or gpu.peak_flops_per_s["fp32"]
 
 
-def power_factor(gpu: GpuSpec, dtype: str) -> float:
-    """How much more of its peak rate a board's power sustains than the prior's boards do.
+def limited_as(gpu: GpuSpec) -> str:
+    """Boards that need about as much power for a FLOP/s: of one CUDA architecture, or all others.
 
-    A board that may draw less than its peak needs lowers clock and voltage together. Power goes
-    with the clock times the square of the voltage, so the rate goes with the cube root of the
-    power. One where the power is not known, and for a CPU.
-
-    Kind: fitted (`_FULL_POWER`).
-    Source: `benchmarks/board_power.py`.
+    Kind: exact. Source: CUDA's compute capability.
     """
-    if gpu.kind == "cpu" or gpu.power_w is None:
+    try:
+        capability = float(gpu.compute_capability or "")
+    except ValueError:  # AMD's and Intel's name an architecture
+        return OTHER_BOARDS
+    if capability < 8.0:
+        return "to 7.5"
+    if capability < 8.6:
+        return "8.0"
+    return "8.6" if capability < 8.9 else "8.9" if capability < 9.0 else "from 9.0"
+
+
+def _full_power(gpu: GpuSpec, dtype: str) -> tuple[float, float]:
+    """Watts for each TFLOP/s from which power no longer limits products, and their share then."""
+    if dtype == "fp32" or dtype not in gpu.peak_flops_per_s:
+        return _FULL_POWER_FP32
+    return _FULL_WATTS[limited_as(gpu)] * (2 if dtype == "tf32" else 1), _FULL_SHARE
+
+
+def sustained_factor(gpu: GpuSpec, dtype: str) -> float:
+    """How much more of its peak rate a board sustains in large products than the prior's boards do.
+
+    As measured, where somebody did. Else by its power: a board that may draw less than its peak
+    needs lowers clock and voltage together. Power goes with the clock times the square of the
+    voltage, so the rate goes with the cube root of the power. One where the power is not known
+    either, and for kinds of device of which no product was measured.
+
+    Kind: estimate: measured, or fitted (`_FULL_WATTS`).
+    Source: `gpu.json`; `benchmarks/board_power.py`.
+    """
+    rate = product_rate(gpu, dtype)
+    measured = gpu.measured_flops_per_s.get(dtype if dtype in gpu.peak_flops_per_s else "fp32")
+    if measured is not None:
+        return measured / rate / _USUAL_SHARE
+    if gpu.kind in _UNMEASURED_KINDS or gpu.power_w is None:
         return 1.0
-    full_watts, share = _FULL_POWER[dtype if dtype in gpu.peak_flops_per_s else "fp32"]
-    watts = gpu.power_w / (product_rate(gpu, dtype) / 1e12)
+    full_watts, share = _full_power(gpu, dtype)
+    watts = gpu.power_w / (rate / 1e12)
     return share / _USUAL_SHARE * min(1.0, math.cbrt(watts / full_watts))
 
 
@@ -269,7 +308,7 @@ def power_w(gpu: GpuSpec, dtype: str, breakdown: Mapping[str, float]) -> tuple[f
     total_s = added(breakdown.values())
     if gpu.power_w is None or not total_s > 0:
         return None
-    full_watts, _ = _FULL_POWER[dtype if dtype in gpu.peak_flops_per_s else "fp32"]
+    full_watts, _ = _full_power(gpu, dtype)
     needed = min(gpu.power_w, full_watts * product_rate(gpu, dtype) / 1e12)
     return needed * breakdown.get("products", 0.0) / total_s, gpu.power_w
 
@@ -300,8 +339,8 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
     rate = product_rate(gpu, dtype)
     wide = "fp32" if "fp32" in gpu.peak_flops_per_s else dtype  # Gaudi states none
     wide_rate = product_rate(gpu, wide)
-    sustained = rate * power_factor(gpu, dtype)
-    wide_sustained = wide_rate * power_factor(gpu, wide)
+    sustained = rate * sustained_factor(gpu, dtype)
+    wide_sustained = wide_rate * sustained_factor(gpu, wide)
     bandwidth = gpu.bandwidth_bytes_per_s
     kernels = (work.launches + work.autograd_launches) * (gpu.kind != "cpu")
     return {

@@ -97,10 +97,11 @@ def _products_s(features: Mapping[str, float]) -> float:
 
 
 def _at_best(job: ResolvedRun) -> ResolvedRun:
-    """The same job where its products run at the fastest rate that its libraries could choose."""
+    """The same job at the fastest peak that its libraries could choose, whatever boards sustain."""
     peaks = job.gpu.peak_flops_per_s
     rates = [peaks[dtype] for dtype in (job.dtype, "fp32", "tf32") if dtype in peaks]
     if job.dtypes.quant == "int8" and "int8" in peaks:
         rates.append(peaks["int8"])
     fastest = {**peaks, job.dtype: max(rates)}
-    return replace(job, gpu=replace(job.gpu, peak_flops_per_s=fastest))
+    gpu = replace(job.gpu, peak_flops_per_s=fastest, measured_flops_per_s={}, power_w=None)
+    return replace(job, gpu=gpu)
