@@ -215,20 +215,18 @@ def document(single: Sequence[Compared], many: Sequence[Compared]) -> str:
             "1,024 tokens to gpt-oss take 16 to 27 ms more than we say on each of the three GPUs "
             "and on one to eight of them: so much for its 36 layers of experts is time of the "
             "host, in steps too large for a graph, and we have no source that counts it.",
-            "Two more are of old releases' hosts. Prompts of 129,024 tokens under 0.6.2, which "
+            "One more is of an old release's host. Prompts of 129,024 tokens under 0.6.2, which "
             "replays no graph at that length: a step of Qwen2.5-7B takes 22 ms and of 14B 31 ms "
-            "in all quantised forms alike, so the host sets the pace; we derive 10 and 16 ms of "
-            "it. And 0.4.2 copies the whole prompt for each token of an answer that is sampled "
-            "with penalties, as [this page's script]"
-            "(https://github.com/QwenLM/Qwen2.5/blob/main/examples/speed-benchmark/"
-            "speed_benchmark_vllm.py) does: from 14,336 to 30,720 tokens a step of 0.5B and 1.5B "
-            "grows by 1.1 ms, 68 ns a token, of which we count a tenth.",
+            "in all quantised forms alike, so the host sets the pace; we derive 9 and 14 ms of "
+            "it. That release's code under torch 2.4 on a CPU takes 0.5 ms for its lists of so "
+            "many tokens and 1 ms for the two operators of a layer that are Python, so neither "
+            "is it.",
             f"Storages of one model are ordered right in {right} of {pairs} pairs that differ by "
             f"more than {EQUAL:.0%}. ".replace("%", " %")
             + "Those that are not: 16 bit of Qwen2-1.5B beside its quantised forms beyond the "
-            "captured lengths of 0.4.2, where the host sets the pace (the same launches of a layer "
-            "take 0.43 ms there, and 0.36 to 0.40 in the seven other such runs of 0.5B and 1.5B), "
-            "and the prompts of 129,024 tokens.",
+            "captured lengths of 0.4.2, where the host sets the pace (that run's host was slower: "
+            "its steps take 11 and 14 % longer than we say, those of the fourteen other such runs "
+            "of 0.5B and 1.5B 4 % less to 3 % more), and the prompts of 129,024 tokens.",
             markdown_table(
                 ("what", "of", "n", "median", "p90", "worst"), _summary([*single, *many])
             ),

@@ -76,6 +76,32 @@ def test_eight_bit_keys_are_half_as_many_bytes() -> None:
     assert narrow["attention"] < 0.51 * wide["attention"]
 
 
+def test_heads_of_a_group_read_keys_for_themselves_before_0_4_3() -> None:
+    """28 heads of 28 layers, a multiplication for each element, at 0.195 of 19.5 TFLOP/s."""
+    older = timer(libraries=(("vllm", "0.4.2"),))
+    one, more = (
+        older.parts(Step(decoding=1, cached_tokens=cached, sampled=1))["attention"]
+        for cached in (4_000, 8_000)
+    )
+    flops = 2 * 4_000 * 28 * 28 * 2 * 128
+    assert more - one == pytest.approx(flops / (0.195 * 19.5e12), rel=1e-6)
+    shared = timer(libraries=(("vllm", "0.4.3"),))
+    assert shared.parts(ALONE)["attention"] < older.parts(ALONE)["attention"]
+
+
+@pytest.mark.parametrize(("version", "ns"), [("0.4.3", 50), ("0.5.0", 0)])
+def test_the_first_hosts_copy_all_tokens_of_a_step(version: str, ns: float) -> None:
+    eager = timer(
+        libraries=(("vllm", version),),
+        serving_options=(("enforce_eager", True),),
+        quant="gptq-int4",
+    )
+    one, more = (
+        eager.seconds(Step(decoding=1, cached_tokens=cached, sampled=1)) for cached in (100, 10_100)
+    )
+    assert more - one == pytest.approx(ns * 1e-5, abs=1e-9)
+
+
 def test_storages_are_in_the_order_of_their_bytes() -> None:
     steps = [timer(quant=quant).seconds(ALONE) for quant in ("gptq-int4", "gptq-int8", "none")]
     assert steps == sorted(steps)

@@ -206,6 +206,9 @@ class Stepping:
         captured_tokens: of the largest step that is one CUDA graph.
         launch_s: what a kernel of a larger step costs the host.
         cache_bytes: of one element of keys and values.
+        head_reads: FLOP/s of attention whose query heads each read keys and values, a share of the
+            fp32 peak; None where the heads of a group share them.
+        copied_token_s: of its host, for each token of the running sequences, beside the GPU's work.
         code_reads: of the bandwidth that current kernels reach with quantised weights, what its
             own do.
         code_launch_s: of a second kernel of such a product, which no Python launches.
@@ -227,6 +230,8 @@ class Stepping:
     captured_tokens: int
     launch_s: float
     cache_bytes: float
+    head_reads: float | None = None
+    copied_token_s: float = 0.0
     code_reads: float = 1.0
     code_launch_s: float = 0.0
     rates: Callable[[GpuSpec, str], KernelRates] | None = None

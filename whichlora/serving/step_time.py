@@ -181,9 +181,12 @@ class StepTimer:
                 attention += pairs * same.pair_s + prompt_tokens * same.prompt_s
         products, elementwise = products + head, moved + moved_logits
         stepping, waits = self.stepping, 0.0
+        host = stepping.copied_token_s * cached_tokens
         if tokens > stepping.captured_tokens:
+            host += self.launches_s
+        if host:
             busy = products + attention + elementwise + kernels + communication
-            waits = max(0.0, self.launches_s - busy)
+            waits = max(0.0, host - busy)
         engine = stepping.step_s + stepping.sequence_s * sampled + waits
         return products, attention, elementwise, kernels, communication, engine
 
@@ -315,6 +318,9 @@ def _attentions(
     """
     bandwidth = served.gpu.bandwidth_bytes_per_s
     flops_per_s = rates.attention * product_rate(served.gpu, compute_dtype(served))
+    heads_s = 0.0
+    if stepping.head_reads is not None:
+        heads_s = 2 / (stepping.head_reads * product_rate(served.gpu, "fp32"))
     sums: dict[int | None, tuple[float, int]] = {}
     for layer, count in model.layers():
         for attention in layer.attentions:
@@ -325,7 +331,7 @@ def _attentions(
     return tuple(
         _Attention(
             window=window,
-            cached_s=cached / rates.cache / bandwidth,
+            cached_s=max(cached / rates.cache / bandwidth, heads_s * queries),
             decoding_s=queries * served.dtypes.compute_bytes * rates.query_passes / bandwidth,
             prompt_s=queries * served.dtypes.compute_bytes / bandwidth,
             pair_s=2 * queries / flops_per_s,

@@ -63,8 +63,21 @@ OLDER_SEQUENCE_S, SEQUENCE_S = 20e-6, 5e-6
 # Kind: estimate: half of a launch from Python.
 COMPILED_LAUNCH_S = LAUNCH_S / 2
 # The same of its eager code, which calls more Python around each kernel than transformers does.
-# Kind: fitted, to Qwen2 0.5B and 1.5B past the longest captured sequence of 0.4.2.
-EAGER_LAUNCH_S = 34e-6
+# Kind: fitted, to Qwen2 0.5B and 1.5B past the longest captured sequence of 0.4.2, beside
+# `COPIED_TOKEN_S`.
+EAGER_LAUNCH_S = 27e-6
+# Before 0.5 its host makes lists and tensors of all tokens of the running sequences in every step,
+# with or without penalties: 40 ns are `torch.tensor` of a list. Kind: measured, that code of 0.4.2
+# under torch 2.3.0 on one core of an AMD EPYC. Source: vLLM 0.4.2 model_executor/
+# sampling_metadata.py:388 and `from_lists`, transformers_utils/detokenizer.py
+# `decode_sequence_inplace`, worker/model_runner.py `_prepare_decode`.
+COPIED_TOKEN_S = 50e-9
+# Before 0.4.3 every query head reads the keys and values of its group for itself, and multiplies
+# them without matrix units. Kind: measured, by contributors on an A100 (19.5 TFLOP/s): 64 heads of
+# 128 over 4,096 tokens take 52.9 µs, 17.6 of them `attention_s`. Source: vLLM 0.4.2
+# attention/backends/flash_attn.py:256; github.com/vllm-project/vllm/issues/1880 (comment of
+# 2024-01-22) and pull/2744, whose card it is.
+HEAD_READS = 0.195
 # Of the bandwidth that a product of AWQ's codes reaches, what its first kernel does; Marlin reads
 # them, too, from 0.5.4 on. Kind: fitted, to Qwen2-7B under 0.4.2, whose steps in a graph take
 # 3.4 ms longer with AWQ than with GPTQ (prompts of 1 and 6,144 tokens).
@@ -440,6 +453,8 @@ def stepping(served: Served) -> Stepping:
         captured_tokens=0 if is_eager else MOST_CAPTURED_TOKENS,
         launch_s=EAGER_LAUNCH_S if is_eager else COMPILED_LAUNCH_S,
         cache_bytes=1 if served.options["kv_cache_dtype"] == "fp8" else served.dtypes.compute_bytes,
+        head_reads=HEAD_READS if served.libraries.older("vllm", "0.4.3") else None,
+        copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
         code_reads=FIRST_AWQ_READS if is_first_awq else 1.0,
         code_launch_s=SECOND_LAUNCH_S if is_first_awq else 0.0,
     )
