@@ -68,6 +68,41 @@ def test_weights_and_the_sampler_are_those_of_published_logs(
     assert peak / GiB == pytest.approx(peak_gib, abs=0.005)
 
 
+@pytest.mark.parametrize(
+    ("model", "capability", "version", "loaded_gib"),
+    [  # "Model loading took" of published logs
+        ("openai/gpt-oss-20b", "9.0", "0.11.0", 13.47),  # Triton's kernels on an H100
+        ("openai/gpt-oss-120b", "9.0", "0.14.1", 64.38),
+        ("openai/gpt-oss-120b", "8.0", "0.10.1", 65.97),  # Marlin's
+    ],
+)
+def test_experts_in_mxfp4_are_stored_as_their_kernels_read_them(
+    model: str, capability: str, version: str, loaded_gib: float
+) -> None:
+    run = replace(RUN, model=model, quant="mxfp4", libraries=(("vllm", version),))
+    taken = started(run, replace(find_gpu("h100-sxm-80gb"), compute_capability=capability))
+    assert part_bytes(taken, "weights") / GiB == pytest.approx(loaded_gib, abs=0.06)
+
+
+def test_exponents_of_the_file_are_not_kept_since_0_25() -> None:
+    kept, freed = (
+        part_bytes(
+            started(
+                replace(
+                    RUN,
+                    model="openai/gpt-oss-20b",
+                    quant="mxfp4",
+                    libraries=(("vllm", version),),
+                ),
+                find_gpu("h100-sxm-80gb"),
+            ),
+            "weights",
+        )
+        for version in ("0.24.0", "0.25.0")
+    )
+    assert kept - freed == 24 * 32 * (5760 + 2880) * 2880 // 32
+
+
 @pytest.mark.parametrize(("tokens", "peak_gib"), [(20000, 2.07), (29000, 2.99)])
 def test_without_chunked_prefill_the_mlp_over_the_whole_length_is_the_peak(
     tokens: int, peak_gib: float

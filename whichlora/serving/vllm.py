@@ -12,6 +12,7 @@ from dataclasses import replace
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
 from whichlora.memory.entries import Entry
+from whichlora.memory.mxfp4 import BLOCK
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
@@ -41,10 +42,12 @@ from whichlora.serving.vllm_entries import (
     GRAPHS,
     KERNELS,
     KV_POOL,
+    SWIZZLED_EXPONENTS,
 )
 from whichlora.serving.vllm_log import LOG
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.timing.model import LAUNCH_S
@@ -119,6 +122,7 @@ KERNELS_BYTES = 72 * MiB
 # for 67 sizes of 33 pieces (0.10.2), 0.48 GiB for 51 sizes of 29 pieces (0.26).
 GRAPH_BYTES = 300 * KiB
 
+EXPONENT_TILE = 256  # outputs, of 8 warps; triton_kernels HopperMXScaleLayout.swizzle_data
 # What the hidden size and the width of experts in mxfp4 are multiples of, from a compute capability
 # on: Marlin's kernels, TensorRT-LLM's, Triton's, Marlin's.
 _ALIGNED_EXPERTS = ((12.0, (256, 128)), (10.0, (256, 128)), (9.0, (1, 64)), (0.0, (256, 128)))
@@ -248,25 +252,58 @@ def start(served: Served) -> Start:
 def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
     """Weights and rotary tables; experts in mxfp4 are padded for their kernels.
 
-    Kind: exact. Source: vLLM 0.33.0 fused_moe/oracle/mxfp4.py:402, :837; a log of 65.97 GiB of
-    gpt-oss-120b with the Marlin kernels. Its tables are in fp32, models/gpt_oss.py.
+    Kind: exact. Source: vLLM 0.33.0 fused_moe/oracle/mxfp4.py:402, :837; logs of 65.97 GiB of
+    gpt-oss-120b with the Marlin kernels, of 64.38 with Triton's and of 13.47 of gpt-oss-20b (0.02
+    to 0.05 more than counted). Its tables are in fp32, models/gpt_oss.py.
     """
-    element_bytes = served.dtypes.compute_bytes
-    if served.run.quant == "mxfp4":
-        capability = float(served.gpu.compute_capability or 8.0)
-        hidden, width = next(sizes for least, sizes in _ALIGNED_EXPERTS if capability >= least)
-        rank, element_bytes = with_aligned_experts(rank, hidden=hidden, width=width), 4
-    return held_entries(served, rank, rotary_element_bytes=element_bytes, dtypes=_stored(served))
+    if served.run.quant != "mxfp4":
+        width = served.dtypes.compute_bytes
+        return held_entries(served, rank, rotary_element_bytes=width, dtypes=_stored(served))
+    capability = float(served.gpu.compute_capability or 8.0)
+    hidden, width = next(sizes for least, sizes in _ALIGNED_EXPERTS if capability >= least)
+    rank = with_aligned_experts(rank, hidden=hidden, width=width)
+    entries = held_entries(served, rank, rotary_element_bytes=4, dtypes=_stored(served))
+    if _multiplies_by_triton(served):
+        entries.append(Entry(SWIZZLED_EXPONENTS, swizzled_bytes(served, rank)))
+    return entries
+
+
+def _multiplies_by_triton(served: Served) -> bool:
+    """Whether experts in mxfp4 have OpenAI's Triton kernels: on compute capability 9.
+
+    Kind: exact. Source: `get_mxfp4_backend` of vLLM 0.11.0 quantization/mxfp4.py; 0.33.0
+    `_get_priority_backends_for_gpt_oss`.
+    """
+    capability = float(served.gpu.compute_capability or 8.0)
+    return served.run.quant == "mxfp4" and 9.0 <= capability < 10.0
+
+
+def swizzled_bytes(served: Served, rank: ModelSpec) -> int:
+    """What the swizzled exponents of experts take beside those of the file, or more than them.
+
+    Kind: exact. Source: `SWIZZLED_EXPONENTS`.
+    """
+    replaces = not served.libraries.older("vllm", "0.25")
+    total = 0
+    for layer, count in rank.layers():
+        for linear in layer.moe.expert.linears if layer.moe else ():
+            blocks = linear.count * ceil_div(linear.in_features, BLOCK)
+            outputs = ceil_div(linear.out_features, EXPONENT_TILE) * EXPONENT_TILE
+            total += count * blocks * (outputs - replaces * linear.out_features)
+    return int(total)
 
 
 def _stored(served: Served) -> Dtypes:
     """What weights are stored in.
 
+    Biases of experts in mxfp4 are fp32 for Triton's kernels (0.11.0 quantization/mxfp4.py).
     Files of 16 bit become nf4 with quantised scales. Since the releases after 0.8.5 these scales
     are expanded to fp32 as they are loaded, and experts are in 4 bit, too.
     Kind: exact. Source: vLLM 0.8.5, and 0.27.1 model_loader/bitsandbytes_loader.py:433
     quantize_4bit, :579 `_dequantize_dq`; quantization/bitsandbytes.py `BitsAndBytesMoEMethod`.
     """
+    if _multiplies_by_triton(served):
+        return replace(served.dtypes, wide_expert_biases=True)
     if served.dtypes.quant not in FOUR_BIT_BNB:
         return served.dtypes
     is_older = served.libraries.older("vllm", "0.9")
