@@ -219,6 +219,7 @@ class Stepping:
         joins: whether matrices that read one input are one product.
         max_num_seqs: that run at once, where fewer than `Start` could be had are allocated.
         graph_tokens: of one pass over the layers; a larger step is several. None for no limit.
+        front_s, plans_ahead: as `scheduler.Rules`.
     """
 
     ranks: int
@@ -239,6 +240,8 @@ class Stepping:
     joins: bool = True
     max_num_seqs: int | None = None
     graph_tokens: int | None = None
+    front_s: float = 0.0
+    plans_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
