@@ -21,6 +21,7 @@ from whichlora.serving.vllm import (
     expanded_bytes,
     graph_bytes,
     max_num_batched_tokens,
+    max_num_seqs,
     start,
 )
 from whichlora.spec.gpu import GpuSpec
@@ -473,3 +474,28 @@ def test_a_gb10_has_the_defaults_of_a_small_card_since_033() -> None:
     assert max_num_batched_tokens(served(run, spark)) == 8192
     assert max_num_batched_tokens(served(gpu=spark)) == 2048
     assert max_num_batched_tokens(served(gpu=find_gpu("h100-sxm-80gb"))) == 8192
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "seqs", "tokens"),
+    [
+        ("h100-sxm-80gb", "0.7.2", 256, 8192),  # the whole context
+        ("h100-sxm-80gb", "0.8.4", 1024, 8192),
+        ("b200-180gb", "0.8.4", 256, 2048),
+        ("a100-sxm-80gb", "0.8.5", 1024, 8192),
+        ("a100-sxm-80gb", "0.9.0", 256, 2048),
+        ("b200-180gb", "0.27.0", 1024, 8192),
+        ("b200-180gb", "0.28.0", 1024, 16384),
+    ],
+)
+def test_defaults_of_a_card_are_those_of_the_release(
+    gpu: str, version: str, seqs: int, tokens: int
+) -> None:
+    asked = served(replace(RUN, libraries=(("vllm", version),)), find_gpu(gpu))
+    assert max_num_seqs(asked) == seqs
+    assert max_num_batched_tokens(asked) == tokens
+
+
+def test_a_long_context_is_profiled_in_chunks_before_0_8() -> None:
+    run = replace(RUN, context=40_000, libraries=(("vllm", "0.6.4"),))
+    assert max_num_batched_tokens(served(run)) == 512

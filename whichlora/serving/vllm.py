@@ -149,20 +149,24 @@ def utilization(served: Served) -> float:
 def max_num_seqs(served: Served) -> int:
     """Sequences that may run at once.
 
-    Kind: exact for `vllm serve`. Source: vLLM 0.33.0 engine/arg_utils.py:2973-3006.
+    Kind: exact for `vllm serve`. Source: vLLM 0.33.0 engine/arg_utils.py:2973-3006; 0.7.2 :217.
     """
-    return served.count("max_num_seqs") or (1024 if _is_large(served) else 256)
+    is_first = served.libraries.older("vllm", "0.8")
+    return served.count("max_num_seqs") or (1024 if _is_large(served) and not is_first else 256)
 
 
 def max_num_batched_tokens(served: Served) -> int:
     """Tokens of one step at most.
 
-    Kind: exact for `vllm serve`; `LLM()` has larger defaults. Source: as of `max_num_seqs`.
+    Kind: exact for `vllm serve`; `LLM()` has larger defaults. Source: as of `max_num_seqs`; 0.28.0
+    is the first with 16,384; before 0.8 `SchedulerConfig` of config.py.
     """
     stated = served.count("max_num_batched_tokens")
     if stated is not None:
         return stated
-    if served.gpu.memory_bytes >= 160 * GiB:
+    if served.libraries.older("vllm", "0.8"):
+        return _older_chunk(served) or max(2048, served.context)
+    if served.gpu.memory_bytes >= 160 * GiB and not served.libraries.older("vllm", "0.28"):
         return 16384
     return 8192 if _is_large(served) else 2048
 
@@ -170,11 +174,15 @@ def max_num_batched_tokens(served: Served) -> int:
 def _is_large(served: Served) -> bool:
     """Whether a GPU has the defaults of an H100; an A100 of any size has not, nor a GB10 any more.
 
-    Kind: exact. Source: vLLM 0.33.0 engine/arg_utils.py:2963-2987, 0.32.0 without `is_gb10`.
+    Kind: exact. Source: vLLM 0.33.0 engine/arg_utils.py:2963-2987, 0.32.0 without `is_gb10`, 0.8.5
+    :1596 with an A100 of 80 GB, 0.8.4 :1669 for the names of H100 and H200 alone.
     """
-    gpu = served.gpu
-    is_gb10 = gpu.compute_capability == "12.1" and not served.libraries.older("vllm", "0.33")
-    return gpu.memory_bytes >= 70 * GiB and "a100" not in gpu.key and not is_gb10
+    gpu, libraries = served.gpu, served.libraries
+    if libraries.older("vllm", "0.8.5"):
+        return gpu.key.startswith(("h100", "h200"))
+    is_gb10 = gpu.compute_capability == "12.1" and not libraries.older("vllm", "0.33")
+    is_a100 = "a100" in gpu.key and not libraries.older("vllm", "0.9")
+    return gpu.memory_bytes >= 70 * GiB and not is_a100 and not is_gb10
 
 
 def has_newer_runner(served: Served) -> bool:
