@@ -218,8 +218,7 @@ def document(single: Sequence[Compared], many: Sequence[Compared]) -> str:
             "prompts to Llama on four and eight B200 wait 55 to 65 ms for something beside the "
             "GPU: its script captures decoding steps alone (`FULL_DECODE_ONLY`), that of gpt-oss "
             "steps of up to 2,048 tokens, whose first waits we miss by 11 ms at most with four "
-            "clients. Prompts to Llama in 8 bits are read 10 % faster than we say on one and two "
-            "H100 and H200.",
+            "clients.",
             "One more is of an old release's host. Prompts of 129,024 tokens under 0.6.2, which "
             "replays no graph at that length: a step of Qwen2.5-7B takes 22 ms and of 14B 31 ms "
             "in all quantised forms alike, so the host sets the pace; we derive 9 and 14 ms of "

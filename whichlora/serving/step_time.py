@@ -17,7 +17,9 @@ from whichlora.serving.base import Served, Start, Stepping
 from whichlora.serving.kernel_rates import (
     EXPERTS_PRODUCTS,
     EXPERTS_S,
+    NARROW_EXPERTS,
     NARROW_PRODUCTS,
+    NARROWED_INPUT_S,
     NARROWING_S,
     POINTWISE_READS,
     UNPACKING_PRODUCTS,
@@ -75,6 +77,7 @@ class _Product:
         kernel_s: beside its work.
         reads: share of the bandwidth; `rate` of FLOP/s that it reaches.
         is_unpacked: whether its kernel unpacks stored codes.
+        row_s: of each row, what narrows its inputs.
     """
 
     count: int
@@ -86,6 +89,7 @@ class _Product:
     reads: float
     rate: float
     is_unpacked: bool = False
+    row_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +234,7 @@ class StepTimer:
         reads = visited / product.experts * product.num_bytes
         reads_s = reads / (product.reads * self.bandwidth)
         work = max(arithmetic, reads_s) if self.rates.overlaps else arithmetic + reads_s
+        work += tokens * product.row_s
         return product.count * product.kernel_s, product.count * work
 
 
@@ -352,7 +357,7 @@ def _product_of(
     first, is_expert = group[0], group[0].count > 1
     kernel_s, reads = rates.product_s, rates.reads
     rate = rates.products * product_rate(served.gpu, compute_dtype(served))
-    is_unpacked = False
+    is_unpacked, row_s = False, 0.0
     if is_quantised(first, served.dtypes):
         is_unpacked = not _has_units(served.dtypes.quant, served.gpu)
         if is_unpacked:
@@ -361,7 +366,9 @@ def _product_of(
                 ZEROED_READS if served.dtypes.quant == "awq-int4" else 1.0
             )
         else:  # whose peak is twice that of 16 bit
-            kernel_s, rate = kernel_s + NARROWING_S, 2 * NARROW_PRODUCTS * rate
+            narrow = NARROW_EXPERTS if is_expert else NARROW_PRODUCTS
+            kernel_s, rate = kernel_s + NARROWING_S, 2 * narrow * rate
+            row_s = 0.0 if is_expert else NARROWED_INPUT_S * first.in_features
     stored = stepping.weight_bytes
     return _Product(
         count=count,
@@ -375,6 +382,7 @@ def _product_of(
         reads=reads,
         rate=EXPERTS_PRODUCTS * rate if is_expert else rate,
         is_unpacked=is_unpacked,
+        row_s=row_s,
     )
 
 
