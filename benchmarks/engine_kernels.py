@@ -1,6 +1,7 @@
 """Fit what the kernels of serving engines reach of a datasheet, by GPU.
 
-    git clone https://github.com/ai-dynamo/aiconfigurator    (tables with Git LFS)
+    git clone https://github.com/ai-dynamo/aiconfigurator    (tables with Git LFS; PyPI's
+        aiconfigurator-core has them, too)
     python benchmarks/engine_kernels.py aiconfigurator --write    docs/accuracy/engine_kernels.md
 
 The tables state the seconds of vLLM's products, attention over a prompt and attention while
@@ -46,6 +47,7 @@ HEADER = (
     "bandwidth",
     "peak",
     "query passes",
+    "an input",
     "median",
     "p90",
 )
@@ -90,11 +92,33 @@ def products(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[s
         f"{1 / c[1]:.2f}",
         f"{1 / c[2]:.2f}",
         "",
+        "",
         *(
             _percent(median),
             _percent(p90),
         ),
     )
+
+
+def narrow(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
+    """Of 8-bit floats, whose inputs a kernel of its own narrows; shares are of twice the peak."""
+    frame = table(clone, system, "gemm", "gemm")
+    frame = frame[(frame.gemm_dtype == "fp8") & (frame.n * frame.k >= LEAST_WEIGHTS)]
+    if frame.empty:
+        return ()
+    m, n, k = (frame[name].to_numpy(float) for name in ("m", "n", "k"))
+    flops, moved = 2 * m * n * k, n * k + m * k + 2 * m * n
+
+    def seconds(c: Array) -> Array:
+        work = np.maximum(c[1] * moved / bandwidth, c[2] * flops / (2 * peak))
+        return c[0] + work + c[3] * m * k
+
+    first = [8e-6, 1.2, 1.5, 3e-12]
+    c, median, p90 = _fitted(seconds, 1e-3 * frame.latency.to_numpy(float), first)
+    return (
+        "products in 8 bits", str(len(frame)), _us(c[0]), f"{1 / c[1]:.2f}", f"{1 / c[2]:.2f}", "",
+        f"{1e12 * c[3]:.1f} ps", _percent(median), _percent(p90),
+    )  # fmt: skip
 
 
 def decoding(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
@@ -116,7 +140,7 @@ def decoding(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[s
 
     c, median, p90 = _fitted(seconds, 1e-3 * frame.latency.to_numpy(float), [1e-5, 1.2, 10.0])
     return (
-        "attention, decoding", str(len(frame)), _us(c[0]), f"{1 / c[1]:.2f}", "", f"{c[2]:.0f}",
+        "attention, decoding", str(len(frame)), _us(c[0]), f"{1 / c[1]:.2f}", "", f"{c[2]:.0f}", "",
         _percent(median), _percent(p90),
     )  # fmt: skip
 
@@ -137,7 +161,7 @@ def prompts(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[st
 
     c, median, p90 = _fitted(seconds, 1e-3 * frame.latency.to_numpy(float), [1e-5, 1.8, 1e-9])
     return (
-        "attention, prompt", str(len(frame)), _us(c[0]), "", f"{1 / c[1]:.2f}", "",
+        "attention, prompt", str(len(frame)), _us(c[0]), "", f"{1 / c[1]:.2f}", "", "",
         _percent(median), _percent(p90),
     )  # fmt: skip
 
@@ -145,11 +169,10 @@ def prompts(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[st
 def rows(clone: Path) -> Iterator[tuple[str, ...]]:
     for system, key in GPUS.items():
         gpu = find_target(key)
-        for fit in (products, decoding, prompts):
-            yield (
-                key,
-                *fit(clone, system, gpu.peak_flops_per_s["bf16"], gpu.bandwidth_bytes_per_s),
-            )
+        for fit in (products, narrow, decoding, prompts):
+            cells = fit(clone, system, gpu.peak_flops_per_s["bf16"], gpu.bandwidth_bytes_per_s)
+            if cells:
+                yield (key, *cells)
 
 
 def _us(seconds: float) -> str:
@@ -167,7 +190,8 @@ def main() -> None:
     asked = parser.parse_args()
     text = (
         "Tables of [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator) (Apache-2.0): "
-        "vLLM's operators, 16 bit, the newest release of each GPU. Shares are of the datasheet."
+        "vLLM's operators, 16 bit and products of 8-bit floats, the newest release of each GPU. "
+        "Shares are of the datasheet; an input is one number that is narrowed to 8 bits."
         "\n\n" + markdown_table(HEADER, rows(asked.clone))
     )
     print(text)

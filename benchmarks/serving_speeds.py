@@ -6,8 +6,8 @@ Three sources: Qwen's speed pages (one sequence under vLLM 0.4.2 to 0.6.3, one A
 `serving_speeds.csv`, rows of the measurements that aiconfigurator collects (InferenceMAX:
 clients that begin at once and each wait for their answer, ten requests each; prompts and answers
 are 0.8 to 1 times the length named). Its engines run with 0.9 of the memory, 8,192 tokens a step
-and as many sequences as there are clients; keys and values of Llama are in 8 bits on B200, as its
-scripts say, and on H200, where 32 prompts of 8,192 tokens do not wait for room, as they do on
+and as many sequences as there are clients; keys and values are in 8 bits on B200, as its scripts
+say, and of Llama on H200, where 32 prompts of 8,192 tokens do not wait for room, as they do on
 H100. And `serving_capacity.csv`: tokens a second under vLLM 0.30 on an H100, with the most users
 that silybench found within its limits.
 """
@@ -210,25 +210,27 @@ def document(single: Sequence[Compared], many: Sequence[Compared]) -> str:
             "four clients of Llama; gpt-oss is not fitted at all. Users: "
             "[silybench](https://github.com/tgarg01/silybench-data), read when the formulas were "
             "finished. Its rows of 512 clients are left out: they state fewer milliseconds than "
-            "the arithmetic takes at the peak. Misses: gpt-oss's kernels on B200 are faster, and "
-            "short prompts on several B200 wait for something beside the GPU. Four prompts of "
-            "1,024 tokens to gpt-oss take 16 to 27 ms more than we say on each of the three GPUs "
-            "and on one to eight of them: so much for its 36 layers of experts is time of the "
-            "host, in steps too large for a graph, and we have no source that counts it.",
-            "Two more are of old releases' hosts. Prompts of 129,024 tokens under 0.6.2, which "
+            "the arithmetic takes at the peak. A request waits for the step under way, under "
+            "asynchronous scheduling for the next one, too, and 6 ms outside of the engine "
+            "(`FRONT_S`, from other logs); without these three the median of the first waits was "
+            "25 %. Misses: gpt-oss's kernels on B200 are faster (its scripts choose "
+            "TensorRT-LLM's with inputs in 8 bits, and Marlin's on H100 and H200), and short "
+            "prompts to Llama on four and eight B200 wait 55 to 65 ms for something beside the "
+            "GPU: its script captures decoding steps alone (`FULL_DECODE_ONLY`), that of gpt-oss "
+            "steps of up to 2,048 tokens, whose first waits we miss by 11 ms at most with four "
+            "clients.",
+            "One more is of an old release's host. Prompts of 129,024 tokens under 0.6.2, which "
             "replays no graph at that length: a step of Qwen2.5-7B takes 22 ms and of 14B 31 ms "
-            "in all quantised forms alike, so the host sets the pace; we derive 10 and 16 ms of "
-            "it. And 0.4.2 copies the whole prompt for each token of an answer that is sampled "
-            "with penalties, as [this page's script]"
-            "(https://github.com/QwenLM/Qwen2.5/blob/main/examples/speed-benchmark/"
-            "speed_benchmark_vllm.py) does: from 14,336 to 30,720 tokens a step of 0.5B and 1.5B "
-            "grows by 1.1 ms, 68 ns a token, of which we count a tenth.",
+            "in all quantised forms alike, so the host sets the pace; we derive 9 and 14 ms of "
+            "it. That release's code under torch 2.4 on a CPU takes 0.5 ms for its lists of so "
+            "many tokens and 1 ms for the two operators of a layer that are Python, so neither "
+            "is it.",
             f"Storages of one model are ordered right in {right} of {pairs} pairs that differ by "
             f"more than {EQUAL:.0%}. ".replace("%", " %")
             + "Those that are not: 16 bit of Qwen2-1.5B beside its quantised forms beyond the "
-            "captured lengths of 0.4.2, where the host sets the pace (the same launches of a layer "
-            "take 0.43 ms there, and 0.36 to 0.40 in the seven other such runs of 0.5B and 1.5B), "
-            "and the prompts of 129,024 tokens.",
+            "captured lengths of 0.4.2, where the host sets the pace (that run's host was slower: "
+            "its steps take 11 and 14 % longer than we say, those of the fourteen other such runs "
+            "of 0.5B and 1.5B 4 % less to 3 % more), and the prompts of 129,024 tokens.",
             markdown_table(
                 ("what", "of", "n", "median", "p90", "worst"), _summary([*single, *many])
             ),

@@ -40,11 +40,12 @@ OUTLIERS = """\
   the code before, and suspects what is allocated beside torch.
 - L40S under 0.8.4: 3.9 GiB that nothing in its log explains; it states neither the share of the GPU
   nor other processes.
-- gpt-oss-120b: 0.30 GiB of a pool of 3.3 GiB.
+- gpt-oss-120b: 0.12 GiB of a pool of 3.3 GiB, half of it kernels.
 - Llama-3.1-8B under 0.6.4: the whole context of the process counted. We assume 500 MiB on an
-  RTX 3090, the log states 0.35 GiB. Its chunked prefill took 0.06 GiB where we count the sampler,
-  unexplained: the start at 45000 tokens is the one that we refuse wrongly.
-- RTX 5090 under 0.29: 1.5 GiB less than ours; its log's terms are not published.
+  RTX 3090, the log states 0.35 GiB. Its starts with chunked prefill state no `max_num_seqs`: the
+  profile of that release samples for all of them, and 0.06 GiB hold the logits of at most 12.
+- RTX 5090 under 0.29: 1.4 GiB less than ours. After the start its card holds 28.65 GiB, 1.5 GiB
+  more than weights, pool and a context: graphs, which we take for 0.6 GiB.
 - Qwen3-32B at 40960 tokens: neither release nor total memory is stated."""
 
 

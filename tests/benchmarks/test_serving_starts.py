@@ -10,13 +10,13 @@ import serving_starts
 def test_starts_and_concurrencies_are_as_published() -> None:
     found = list(serving_starts.compared())
     assert len(found) == 35
-    # chunked prefill of 512 tokens under 0.6.4 took less than the sampler that we count
-    assert [each.row["context"] for each in found if not each.is_right] == ["45000"]
+    assert all(each.is_right for each in found)
     errors = sorted(abs(each.error) for each in found if each.error is not None)
     assert len(errors) == 29
     assert median(errors) < 0.02
     assert sum(error <= 0.03 for error in errors) >= 20
-    assert errors[-3] < 0.1  # but two whose causes the page names
+    assert errors[-3] < 0.08  # but two whose causes the page names
     whole_logs = [each for each in found if "llm-d" in each.row["source"]]
     small = [each for each in whole_logs if each.row["model"] == "openai/gpt-oss-120b"]
     assert all(abs(each.error or 0) <= 0.02 for each in whole_logs if each not in small)
+    assert all(abs(each.error or 1) <= 0.04 for each in small)

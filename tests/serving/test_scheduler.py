@@ -29,6 +29,24 @@ def test_one_client_waits_for_its_prompt_and_then_for_each_token() -> None:
     assert waits.requests_per_s == pytest.approx(1 / 10.1)
 
 
+@pytest.mark.parametrize(
+    ("front_s", "plans_ahead", "steps"), [(0.0, False, 1), (0.05, False, 2), (0.05, True, 3)]
+)
+def test_a_request_waits_for_the_steps_that_are_planned(
+    front_s: float, plans_ahead: bool, steps: int
+) -> None:
+    """It comes while another one is answered: a tenth of a second for each step."""
+    rules = replace(RULES, front_s=front_s, plans_ahead=plans_ahead)
+    waits = simulate(rules, replace(EVEN, concurrency=2, prompt_len=9, spread=0.1), tenth)
+    assert percentile(waits.ttft_s, 50) == pytest.approx(0.1 * steps)
+
+
+def test_a_request_of_an_idle_engine_waits_for_no_step() -> None:
+    waits = simulate(replace(RULES, front_s=0.05, plans_ahead=True), EVEN, tenth)
+    assert waits.ttft_s == pytest.approx([0.15] * 10)
+    assert waits.slower(2.0, 0.05).ttft_s == pytest.approx([0.25] * 10)
+
+
 def test_a_long_prompt_takes_as_many_steps_as_chunks() -> None:
     waits = simulate(RULES, replace(EVEN, prompt_len=2500), tenth)
     assert waits.ttft_s == pytest.approx([0.3] * 10)

@@ -76,10 +76,47 @@ def test_eight_bit_keys_are_half_as_many_bytes() -> None:
     assert narrow["attention"] < 0.51 * wide["attention"]
 
 
+def test_heads_of_a_group_read_keys_for_themselves_before_0_4_3() -> None:
+    """28 heads of 28 layers, a multiplication for each element, at 0.195 of 19.5 TFLOP/s."""
+    older = timer(libraries=(("vllm", "0.4.2"),))
+    one, more = (
+        older.parts(Step(decoding=1, cached_tokens=cached, sampled=1))["attention"]
+        for cached in (4_000, 8_000)
+    )
+    flops = 2 * 4_000 * 28 * 28 * 2 * 128
+    assert more - one == pytest.approx(flops / (0.195 * 19.5e12), rel=1e-6)
+    shared = timer(libraries=(("vllm", "0.4.3"),))
+    assert shared.parts(ALONE)["attention"] < older.parts(ALONE)["attention"]
+
+
+@pytest.mark.parametrize(("version", "ns"), [("0.4.3", 50), ("0.5.0", 0)])
+def test_the_first_hosts_copy_all_tokens_of_a_step(version: str, ns: float) -> None:
+    eager = timer(
+        libraries=(("vllm", version),),
+        serving_options=(("enforce_eager", True),),
+        quant="gptq-int4",
+    )
+    one, more = (
+        eager.seconds(Step(decoding=1, cached_tokens=cached, sampled=1)) for cached in (100, 10_100)
+    )
+    assert more - one == pytest.approx(ns * 1e-5, abs=1e-9)
+
+
 def test_storages_are_in_the_order_of_their_bytes() -> None:
     steps = [timer(quant=quant).seconds(ALONE) for quant in ("gptq-int4", "gptq-int8", "none")]
     assert steps == sorted(steps)
     assert timer(quant="awq-int4").seconds(ALONE) > steps[0]
+
+
+def test_inputs_of_8_bit_products_are_narrowed_one_by_one() -> None:
+    """3.3 ps for each; queries, the output, gate and up read 3,584, down 18,944, in 28 layers."""
+    eight = timer("h100-sxm-80gb", quant="fp8")
+    assert sum(each.count * each.row_s for each in eight.products) == pytest.approx(
+        3.3e-12 * 28 * (3 * 3584 + 18944)
+    )
+    long = Step(decoding=0, cached_tokens=0, sampled=1, prompt_tokens=8192)
+    wide = timer("h100-sxm-80gb").parts(long)["products"]
+    assert 0.5 < eight.parts(long)["products"] / wide < 0.75
 
 
 def test_a_small_model_gains_nothing_from_few_bits() -> None:

@@ -21,6 +21,7 @@ from whichlora.serving.vllm import (
     expanded_bytes,
     graph_bytes,
     max_num_batched_tokens,
+    max_num_seqs,
     start,
 )
 from whichlora.spec.gpu import GpuSpec
@@ -66,6 +67,41 @@ def test_weights_and_the_sampler_are_those_of_published_logs(
     peak = part_bytes(taken, "logits_and_loss") + workspace_mib * MiB
     assert part_bytes(taken, "weights") / GiB == pytest.approx(weights_gib, abs=0.035)
     assert peak / GiB == pytest.approx(peak_gib, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("model", "capability", "version", "loaded_gib"),
+    [  # "Model loading took" of published logs
+        ("openai/gpt-oss-20b", "9.0", "0.11.0", 13.47),  # Triton's kernels on an H100
+        ("openai/gpt-oss-120b", "9.0", "0.14.1", 64.38),
+        ("openai/gpt-oss-120b", "8.0", "0.10.1", 65.97),  # Marlin's
+    ],
+)
+def test_experts_in_mxfp4_are_stored_as_their_kernels_read_them(
+    model: str, capability: str, version: str, loaded_gib: float
+) -> None:
+    run = replace(RUN, model=model, quant="mxfp4", libraries=(("vllm", version),))
+    taken = started(run, replace(find_gpu("h100-sxm-80gb"), compute_capability=capability))
+    assert part_bytes(taken, "weights") / GiB == pytest.approx(loaded_gib, abs=0.06)
+
+
+def test_exponents_of_the_file_are_not_kept_since_0_25() -> None:
+    kept, freed = (
+        part_bytes(
+            started(
+                replace(
+                    RUN,
+                    model="openai/gpt-oss-20b",
+                    quant="mxfp4",
+                    libraries=(("vllm", version),),
+                ),
+                find_gpu("h100-sxm-80gb"),
+            ),
+            "weights",
+        )
+        for version in ("0.24.0", "0.25.0")
+    )
+    assert kept - freed == 24 * 32 * (5760 + 2880) * 2880 // 32
 
 
 @pytest.mark.parametrize(("tokens", "peak_gib"), [(20000, 2.07), (29000, 2.99)])
@@ -438,3 +474,28 @@ def test_a_gb10_has_the_defaults_of_a_small_card_since_033() -> None:
     assert max_num_batched_tokens(served(run, spark)) == 8192
     assert max_num_batched_tokens(served(gpu=spark)) == 2048
     assert max_num_batched_tokens(served(gpu=find_gpu("h100-sxm-80gb"))) == 8192
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "seqs", "tokens"),
+    [
+        ("h100-sxm-80gb", "0.7.2", 256, 8192),  # the whole context
+        ("h100-sxm-80gb", "0.8.4", 1024, 8192),
+        ("b200-180gb", "0.8.4", 256, 2048),
+        ("a100-sxm-80gb", "0.8.5", 1024, 8192),
+        ("a100-sxm-80gb", "0.9.0", 256, 2048),
+        ("b200-180gb", "0.27.0", 1024, 8192),
+        ("b200-180gb", "0.28.0", 1024, 16384),
+    ],
+)
+def test_defaults_of_a_card_are_those_of_the_release(
+    gpu: str, version: str, seqs: int, tokens: int
+) -> None:
+    asked = served(replace(RUN, libraries=(("vllm", version),)), find_gpu(gpu))
+    assert max_num_seqs(asked) == seqs
+    assert max_num_batched_tokens(asked) == tokens
+
+
+def test_a_long_context_is_profiled_in_chunks_before_0_8() -> None:
+    run = replace(RUN, context=40_000, libraries=(("vllm", "0.6.4"),))
+    assert max_num_batched_tokens(served(run)) == 512

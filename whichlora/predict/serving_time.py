@@ -98,6 +98,8 @@ def _asked(
         mixes=stepping.mixes,
         whole_prompts=stepping.whole_prompts,
         pool_tokens=start.pool.num_tokens(served.context),
+        front_s=stepping.front_s,
+        plans_ahead=stepping.plans_ahead,
     )
     return rules, load
 
@@ -124,7 +126,7 @@ def _reduction_s(
 def _with_intervals(rules: Rules, load: Load, timer: StepTimer | CpuTimer) -> ServingTime:
     """At the predicted times, and at both ends of their interval.
 
-    Of a concurrency all waits are proportional to the steps; of arrivals they are not.
+    Of a concurrency all waits but `front_s` go with the steps; of arrivals they do not.
     """
 
     def at(factor: float) -> Waits:
@@ -136,7 +138,7 @@ def _with_intervals(rules: Rules, load: Load, timer: StepTimer | CpuTimer) -> Se
     factors = [float(end) for end in time_interval(1.0, timer.deviation)]
     waits = at(1.0)
     is_open = load.requests_per_s is not None
-    ends = [at(factor) if is_open else waits.slower(factor) for factor in factors]
+    ends = [at(factor) if is_open else waits.slower(factor, rules.front_s) for factor in factors]
     running = _running(rules, load, waits)
     cached = running * (load.prompt_len + load.new_tokens / 2)
     middle = Step(decoding=running, cached_tokens=cached, sampled=running)

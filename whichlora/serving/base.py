@@ -206,6 +206,9 @@ class Stepping:
         captured_tokens: of the largest step that is one CUDA graph.
         launch_s: what a kernel of a larger step costs the host.
         cache_bytes: of one element of keys and values.
+        head_reads: FLOP/s of attention whose query heads each read keys and values, a share of the
+            fp32 peak; None where the heads of a group share them.
+        copied_token_s: of its host, for each token of the running sequences, beside the GPU's work.
         code_reads: of the bandwidth that current kernels reach with quantised weights, what its
             own do.
         code_launch_s: of a second kernel of such a product, which no Python launches.
@@ -216,6 +219,7 @@ class Stepping:
         joins: whether matrices that read one input are one product.
         max_num_seqs: that run at once, where fewer than `Start` could be had are allocated.
         graph_tokens: of one pass over the layers; a larger step is several. None for no limit.
+        front_s, plans_ahead: as `scheduler.Rules`.
     """
 
     ranks: int
@@ -227,6 +231,8 @@ class Stepping:
     captured_tokens: int
     launch_s: float
     cache_bytes: float
+    head_reads: float | None = None
+    copied_token_s: float = 0.0
     code_reads: float = 1.0
     code_launch_s: float = 0.0
     rates: Callable[[GpuSpec, str], KernelRates] | None = None
@@ -234,6 +240,8 @@ class Stepping:
     joins: bool = True
     max_num_seqs: int | None = None
     graph_tokens: int | None = None
+    front_s: float = 0.0
+    plans_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

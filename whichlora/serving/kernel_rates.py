@@ -119,10 +119,13 @@ _ELSEWHERE = KernelRates(
     attention=0.61,
     deviation=0.25,
 )  # the geometric means of those above
-# An 8-bit product narrows its inputs in a kernel of its own, and reaches less of a peak twice as
-# high. Source: the same tables.
-NARROWING_S = 4e-6
-NARROW_PRODUCTS = 0.60  # of the share of 16 bit
+# An 8-bit product narrows its inputs in a kernel of its own, which takes so much for each number of
+# a long prompt, and reaches less of a peak twice as high. Kind: fitted, to the same tables of five
+# GPUs (3 µs, 0.74 to 1.10 of the share of 16 bit, 2.5 to 5.1 ps: geometric means).
+NARROWING_S = 3e-6
+NARROWED_INPUT_S = 3.3e-12
+NARROW_PRODUCTS = 0.89  # of the share of 16 bit
+NARROW_EXPERTS = 0.60  # of experts in groups; kind: estimate
 # One of stored codes (Marlin) has a longer prologue, and unpacks weights for every tile. AWQ's
 # zeros are subtracted. Kind: fitted, to published vLLM speeds of Qwen2 and Qwen2.5: 24 layers of
 # four products took 0.5 to 0.7 ms more than in 16 bit (0.5B), prompts of 14,336 and 30,720 tokens

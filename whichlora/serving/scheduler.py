@@ -35,6 +35,8 @@ class Rules:
         mixes: whether prompts and answers share a step; else prompts go first, alone.
         whole_prompts: whether a prompt is read in one step, however long it is.
         pool_tokens: that the pool holds.
+        front_s: from a client to the scheduler, and from a step to the client.
+        plans_ahead: whether a step is planned when the one before it begins.
     """
 
     max_num_seqs: int
@@ -42,6 +44,8 @@ class Rules:
     mixes: bool
     whole_prompts: bool = False
     pool_tokens: int
+    front_s: float = 0.0
+    plans_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +83,15 @@ class Waits:
     requests_per_s: float
     queue_grows: bool = False
 
-    def slower(self, factor: float) -> Waits:
-        """The same where every step takes `factor` times as long, and no one else sets the pace."""
+    def slower(self, factor: float, front_s: float = 0.0) -> Waits:
+        """The same where every step takes `factor` times as long, and no one else sets the pace.
+
+        Args:
+            front_s: of each first wait, what is no step.
+        """
         return replace(
             self,
-            ttft_s=[factor * value for value in self.ttft_s],
+            ttft_s=[front_s + factor * (value - front_s) for value in self.ttft_s],
             tpot_s=[factor * value for value in self.tpot_s],
             output_tokens_per_s=self.output_tokens_per_s / factor,
             requests_per_s=self.requests_per_s / factor,
@@ -118,11 +126,16 @@ class _Request:
 
 @dataclass(slots=True)
 class _Server:
-    """The state of an engine between two steps."""
+    """The state of an engine between two steps.
+
+    Args:
+        began_s: when the last step began; `now_s` when it ended.
+    """
 
     rules: Rules
     seconds: Callable[[Step], float]
     now_s: float = 0.0
+    began_s: float = 0.0
     num_steps: int = 0
     made: int = 0
     used_tokens: int = 0
@@ -131,6 +144,16 @@ class _Server:
     reading: list[_Request] = field(default_factory=list)
     decoding: list[tuple[int, int, _Request]] = field(default_factory=list)  # a heap
     order: itertools.count[int] = field(default_factory=itertools.count)
+
+    def receive(self, arriving: deque[_Request]) -> float:
+        """Take those that the next step can see; when one more can be seen."""
+        if self.is_idle and not self.waiting and arriving:
+            self.now_s = max(self.now_s, arriving[0].arrived_s + self.rules.front_s)
+        ahead = self.rules.plans_ahead and not self.is_idle
+        planned_s = self.began_s if ahead else self.now_s
+        while arriving and arriving[0].arrived_s + self.rules.front_s <= planned_s:
+            self.waiting.append(arriving.popleft())
+        return arriving[0].arrived_s + self.rules.front_s if arriving else math.inf
 
     def admit(self) -> None:
         while self.waiting:
@@ -149,7 +172,8 @@ class _Server:
         return not (self.reading or self.decoding)
 
     def step(self, until_s: float) -> list[_Request]:
-        """Do the next steps, at most until an arrival at `until_s`; those whose answer is done."""
+        """Do the next steps, until one sees an arrival at `until_s`; those whose answer is done."""
+        self.began_s = self.now_s
         done = self._read_prompts() if self.reading else self._decode(until_s)
         if self.used_tokens + len(self.decoding) > self.rules.pool_tokens:
             self._make_room()
@@ -219,10 +243,12 @@ class _Server:
         if running > 1:
             steps = min(steps, max(1, room // running))
         step_s = self._step_s(running, steps)
-        if self.now_s + steps * step_s > until_s:
-            steps = max(1, min(steps, -int(-(until_s - self.now_s) // step_s)))
+        ahead = int(self.rules.plans_ahead)
+        if self.now_s + (steps - ahead) * step_s > until_s:
+            steps = max(1, min(steps, ahead - int(-(until_s - self.now_s) // step_s)))
             step_s = self._step_s(running, steps)
         self.now_s += steps * step_s
+        self.began_s = self.now_s - step_s
         return self._advance(steps)
 
     def _step_s(self, running: int, steps: int) -> float:
@@ -331,15 +357,16 @@ def _closed(server: _Server, load: Load) -> Waits:
     each = min(_MOST_EACH, max(_LEAST_EACH, _CLOSED_REQUESTS // load.concurrency))
     coming = deque(_requests(load, each * load.concurrency))
     waits: list[tuple[float, float]] = []
-    server.waiting.extend(coming.popleft() for _ in range(load.concurrency))
-    while server.waiting or not server.is_idle:
+    arriving = deque(coming.popleft() for _ in range(load.concurrency))
+    while arriving or server.waiting or not server.is_idle:
+        next_s = server.receive(arriving)
         server.admit()
-        for request in server.step(math.inf):
+        for request in server.step(next_s):
             waits.append(request.waits(server.now_s))
             if coming:
                 following = coming.popleft()
                 following.arrived_s = server.now_s
-                server.waiting.append(following)
+                arriving.append(following)
     return _answered(waits, server, 0.0, 0)
 
 
@@ -355,14 +382,11 @@ def _open(server: _Server, load: Load, rate: float) -> Waits:
     num_waiting, num_done = 0, 0
     waits: list[tuple[float, float]] = []
     while num_done < _OPEN_REQUESTS:
-        while arriving and arriving[0].arrived_s <= server.now_s:
-            server.waiting.append(arriving.popleft())
-            num_waiting = len(server.waiting)
+        before = len(arriving)
+        next_s = server.receive(arriving)
+        num_waiting = len(server.waiting) if len(arriving) < before else num_waiting
         server.admit()
-        if server.is_idle:
-            server.now_s = arriving[0].arrived_s
-            continue
-        for request in server.step(arriving[0].arrived_s if arriving else math.inf):
+        for request in server.step(next_s):
             num_done += 1
             if num_done > num_warm:
                 waits.append(request.waits(server.now_s))

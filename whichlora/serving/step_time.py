@@ -17,7 +17,9 @@ from whichlora.serving.base import Served, Start, Stepping
 from whichlora.serving.kernel_rates import (
     EXPERTS_PRODUCTS,
     EXPERTS_S,
+    NARROW_EXPERTS,
     NARROW_PRODUCTS,
+    NARROWED_INPUT_S,
     NARROWING_S,
     POINTWISE_READS,
     UNPACKING_PRODUCTS,
@@ -75,6 +77,7 @@ class _Product:
         kernel_s: beside its work.
         reads: share of the bandwidth; `rate` of FLOP/s that it reaches.
         is_unpacked: whether its kernel unpacks stored codes.
+        row_s: of each row, what narrows its inputs.
     """
 
     count: int
@@ -86,6 +89,7 @@ class _Product:
     reads: float
     rate: float
     is_unpacked: bool = False
+    row_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,9 +185,12 @@ class StepTimer:
                 attention += pairs * same.pair_s + prompt_tokens * same.prompt_s
         products, elementwise = products + head, moved + moved_logits
         stepping, waits = self.stepping, 0.0
+        host = stepping.copied_token_s * cached_tokens
         if tokens > stepping.captured_tokens:
+            host += self.launches_s
+        if host:
             busy = products + attention + elementwise + kernels + communication
-            waits = max(0.0, self.launches_s - busy)
+            waits = max(0.0, host - busy)
         engine = stepping.step_s + stepping.sequence_s * sampled + waits
         return products, attention, elementwise, kernels, communication, engine
 
@@ -227,6 +234,7 @@ class StepTimer:
         reads = visited / product.experts * product.num_bytes
         reads_s = reads / (product.reads * self.bandwidth)
         work = max(arithmetic, reads_s) if self.rates.overlaps else arithmetic + reads_s
+        work += tokens * product.row_s
         return product.count * product.kernel_s, product.count * work
 
 
@@ -315,6 +323,9 @@ def _attentions(
     """
     bandwidth = served.gpu.bandwidth_bytes_per_s
     flops_per_s = rates.attention * product_rate(served.gpu, compute_dtype(served))
+    heads_s = 0.0
+    if stepping.head_reads is not None:
+        heads_s = 2 / (stepping.head_reads * product_rate(served.gpu, "fp32"))
     sums: dict[int | None, tuple[float, int]] = {}
     for layer, count in model.layers():
         for attention in layer.attentions:
@@ -325,7 +336,7 @@ def _attentions(
     return tuple(
         _Attention(
             window=window,
-            cached_s=cached / rates.cache / bandwidth,
+            cached_s=max(cached / rates.cache / bandwidth, heads_s * queries),
             decoding_s=queries * served.dtypes.compute_bytes * rates.query_passes / bandwidth,
             prompt_s=queries * served.dtypes.compute_bytes / bandwidth,
             pair_s=2 * queries / flops_per_s,
@@ -346,7 +357,7 @@ def _product_of(
     first, is_expert = group[0], group[0].count > 1
     kernel_s, reads = rates.product_s, rates.reads
     rate = rates.products * product_rate(served.gpu, compute_dtype(served))
-    is_unpacked = False
+    is_unpacked, row_s = False, 0.0
     if is_quantised(first, served.dtypes):
         is_unpacked = not _has_units(served.dtypes.quant, served.gpu)
         if is_unpacked:
@@ -355,7 +366,9 @@ def _product_of(
                 ZEROED_READS if served.dtypes.quant == "awq-int4" else 1.0
             )
         else:  # whose peak is twice that of 16 bit
-            kernel_s, rate = kernel_s + NARROWING_S, 2 * NARROW_PRODUCTS * rate
+            narrow = NARROW_EXPERTS if is_expert else NARROW_PRODUCTS
+            kernel_s, rate = kernel_s + NARROWING_S, 2 * narrow * rate
+            row_s = 0.0 if is_expert else NARROWED_INPUT_S * first.in_features
     stored = stepping.weight_bytes
     return _Product(
         count=count,
@@ -369,6 +382,7 @@ def _product_of(
         reads=reads,
         rate=EXPERTS_PRODUCTS * rate if is_expert else rate,
         is_unpacked=is_unpacked,
+        row_s=row_s,
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from whichlora.errors import ConfigError
 from whichlora.memory import allocator
 from whichlora.memory.entries import Entry
+from whichlora.memory.mxfp4 import BLOCK
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
@@ -41,10 +42,12 @@ from whichlora.serving.vllm_entries import (
     GRAPHS,
     KERNELS,
     KV_POOL,
+    SWIZZLED_EXPONENTS,
 )
 from whichlora.serving.vllm_log import LOG
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.timing.model import LAUNCH_S
@@ -63,8 +66,21 @@ OLDER_SEQUENCE_S, SEQUENCE_S = 20e-6, 5e-6
 # Kind: estimate: half of a launch from Python.
 COMPILED_LAUNCH_S = LAUNCH_S / 2
 # The same of its eager code, which calls more Python around each kernel than transformers does.
-# Kind: fitted, to Qwen2 0.5B and 1.5B past the longest captured sequence of 0.4.2.
-EAGER_LAUNCH_S = 34e-6
+# Kind: fitted, to Qwen2 0.5B and 1.5B past the longest captured sequence of 0.4.2, beside
+# `COPIED_TOKEN_S`.
+EAGER_LAUNCH_S = 27e-6
+# Before 0.5 its host makes lists and tensors of all tokens of the running sequences in every step,
+# with or without penalties: 40 ns are `torch.tensor` of a list. Kind: measured, that code of 0.4.2
+# under torch 2.3.0 on one core of an AMD EPYC. Source: vLLM 0.4.2 model_executor/
+# sampling_metadata.py:388 and `from_lists`, transformers_utils/detokenizer.py
+# `decode_sequence_inplace`, worker/model_runner.py `_prepare_decode`.
+COPIED_TOKEN_S = 50e-9
+# Before 0.4.3 every query head reads the keys and values of its group for itself, and multiplies
+# them without matrix units. Kind: measured, by contributors on an A100 (19.5 TFLOP/s): 64 heads of
+# 128 over 4,096 tokens take 52.9 µs, 17.6 of them `attention_s`. Source: vLLM 0.4.2
+# attention/backends/flash_attn.py:256; github.com/vllm-project/vllm/issues/1880 (comment of
+# 2024-01-22) and pull/2744, whose card it is.
+HEAD_READS = 0.195
 # Of the bandwidth that a product of AWQ's codes reaches, what its first kernel does; Marlin reads
 # them, too, from 0.5.4 on. Kind: fitted, to Qwen2-7B under 0.4.2, whose steps in a graph take
 # 3.4 ms longer with AWQ than with GPTQ (prompts of 1 and 6,144 tokens).
@@ -73,6 +89,11 @@ FIRST_AWQ_READS = 0.45
 # Kind: estimate, of a launch without Python. Source: vLLM 0.4.2
 # csrc/quantization/awq/gemm_kernels.cu awq_gemm, `_out_feats.sum(0)`.
 SECOND_LAUNCH_S = 5e-6
+# From a client to the scheduler and back: HTTP, tokens of a text and their text, two processes.
+# Kind: estimate: by published runs of one client, prompts of one token wait 5.9 ms longer than a
+# step for their first token (0.26 on an H100), and of 15 tokens 8.4 ms (0.12 on an AMD GPU).
+# Source: `vllm bench serve` of Qwen3.5-122B-A10B (2026-08-25) and of gemma-3-4b-it.
+FRONT_S = 6e-3
 LONG_CONTEXT = 32 * 1024  # beyond which the first engine reads prompts in chunks
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
 # Model types whose class lists embeddings and head for adapters, and since which release.
@@ -106,6 +127,7 @@ KERNELS_BYTES = 72 * MiB
 # for 67 sizes of 33 pieces (0.10.2), 0.48 GiB for 51 sizes of 29 pieces (0.26).
 GRAPH_BYTES = 300 * KiB
 
+EXPONENT_TILE = 256  # outputs, of 8 warps; triton_kernels HopperMXScaleLayout.swizzle_data
 # What the hidden size and the width of experts in mxfp4 are multiples of, from a compute capability
 # on: Marlin's kernels, TensorRT-LLM's, Triton's, Marlin's.
 _ALIGNED_EXPERTS = ((12.0, (256, 128)), (10.0, (256, 128)), (9.0, (1, 64)), (0.0, (256, 128)))
@@ -127,20 +149,24 @@ def utilization(served: Served) -> float:
 def max_num_seqs(served: Served) -> int:
     """Sequences that may run at once.
 
-    Kind: exact for `vllm serve`. Source: vLLM 0.33.0 engine/arg_utils.py:2973-3006.
+    Kind: exact for `vllm serve`. Source: vLLM 0.33.0 engine/arg_utils.py:2973-3006; 0.7.2 :217.
     """
-    return served.count("max_num_seqs") or (1024 if _is_large(served) else 256)
+    is_first = served.libraries.older("vllm", "0.8")
+    return served.count("max_num_seqs") or (1024 if _is_large(served) and not is_first else 256)
 
 
 def max_num_batched_tokens(served: Served) -> int:
     """Tokens of one step at most.
 
-    Kind: exact for `vllm serve`; `LLM()` has larger defaults. Source: as of `max_num_seqs`.
+    Kind: exact for `vllm serve`; `LLM()` has larger defaults. Source: as of `max_num_seqs`; 0.28.0
+    is the first with 16,384; before 0.8 `SchedulerConfig` of config.py.
     """
     stated = served.count("max_num_batched_tokens")
     if stated is not None:
         return stated
-    if served.gpu.memory_bytes >= 160 * GiB:
+    if served.libraries.older("vllm", "0.8"):
+        return _older_chunk(served) or max(2048, served.context)
+    if served.gpu.memory_bytes >= 160 * GiB and not served.libraries.older("vllm", "0.28"):
         return 16384
     return 8192 if _is_large(served) else 2048
 
@@ -148,11 +174,15 @@ def max_num_batched_tokens(served: Served) -> int:
 def _is_large(served: Served) -> bool:
     """Whether a GPU has the defaults of an H100; an A100 of any size has not, nor a GB10 any more.
 
-    Kind: exact. Source: vLLM 0.33.0 engine/arg_utils.py:2963-2987, 0.32.0 without `is_gb10`.
+    Kind: exact. Source: vLLM 0.33.0 engine/arg_utils.py:2963-2987, 0.32.0 without `is_gb10`, 0.8.5
+    :1596 with an A100 of 80 GB, 0.8.4 :1669 for the names of H100 and H200 alone.
     """
-    gpu = served.gpu
-    is_gb10 = gpu.compute_capability == "12.1" and not served.libraries.older("vllm", "0.33")
-    return gpu.memory_bytes >= 70 * GiB and "a100" not in gpu.key and not is_gb10
+    gpu, libraries = served.gpu, served.libraries
+    if libraries.older("vllm", "0.8.5"):
+        return gpu.key.startswith(("h100", "h200"))
+    is_gb10 = gpu.compute_capability == "12.1" and not libraries.older("vllm", "0.33")
+    is_a100 = "a100" in gpu.key and not libraries.older("vllm", "0.9")
+    return gpu.memory_bytes >= 70 * GiB and not is_a100 and not is_gb10
 
 
 def has_newer_runner(served: Served) -> bool:
@@ -235,25 +265,58 @@ def start(served: Served) -> Start:
 def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
     """Weights and rotary tables; experts in mxfp4 are padded for their kernels.
 
-    Kind: exact. Source: vLLM 0.33.0 fused_moe/oracle/mxfp4.py:402, :837; a log of 65.97 GiB of
-    gpt-oss-120b with the Marlin kernels. Its tables are in fp32, models/gpt_oss.py.
+    Kind: exact. Source: vLLM 0.33.0 fused_moe/oracle/mxfp4.py:402, :837; logs of 65.97 GiB of
+    gpt-oss-120b with the Marlin kernels, of 64.38 with Triton's and of 13.47 of gpt-oss-20b (0.02
+    to 0.05 more than counted). Its tables are in fp32, models/gpt_oss.py.
     """
-    element_bytes = served.dtypes.compute_bytes
-    if served.run.quant == "mxfp4":
-        capability = float(served.gpu.compute_capability or 8.0)
-        hidden, width = next(sizes for least, sizes in _ALIGNED_EXPERTS if capability >= least)
-        rank, element_bytes = with_aligned_experts(rank, hidden=hidden, width=width), 4
-    return held_entries(served, rank, rotary_element_bytes=element_bytes, dtypes=_stored(served))
+    if served.run.quant != "mxfp4":
+        width = served.dtypes.compute_bytes
+        return held_entries(served, rank, rotary_element_bytes=width, dtypes=_stored(served))
+    capability = float(served.gpu.compute_capability or 8.0)
+    hidden, width = next(sizes for least, sizes in _ALIGNED_EXPERTS if capability >= least)
+    rank = with_aligned_experts(rank, hidden=hidden, width=width)
+    entries = held_entries(served, rank, rotary_element_bytes=4, dtypes=_stored(served))
+    if _multiplies_by_triton(served):
+        entries.append(Entry(SWIZZLED_EXPONENTS, swizzled_bytes(served, rank)))
+    return entries
+
+
+def _multiplies_by_triton(served: Served) -> bool:
+    """Whether experts in mxfp4 have OpenAI's Triton kernels: on compute capability 9.
+
+    Kind: exact. Source: `get_mxfp4_backend` of vLLM 0.11.0 quantization/mxfp4.py; 0.33.0
+    `_get_priority_backends_for_gpt_oss`.
+    """
+    capability = float(served.gpu.compute_capability or 8.0)
+    return served.run.quant == "mxfp4" and 9.0 <= capability < 10.0
+
+
+def swizzled_bytes(served: Served, rank: ModelSpec) -> int:
+    """What the swizzled exponents of experts take beside those of the file, or more than them.
+
+    Kind: exact. Source: `SWIZZLED_EXPONENTS`.
+    """
+    replaces = not served.libraries.older("vllm", "0.25")
+    total = 0
+    for layer, count in rank.layers():
+        for linear in layer.moe.expert.linears if layer.moe else ():
+            blocks = linear.count * ceil_div(linear.in_features, BLOCK)
+            outputs = ceil_div(linear.out_features, EXPONENT_TILE) * EXPONENT_TILE
+            total += count * blocks * (outputs - replaces * linear.out_features)
+    return int(total)
 
 
 def _stored(served: Served) -> Dtypes:
     """What weights are stored in.
 
+    Biases of experts in mxfp4 are fp32 for Triton's kernels (0.11.0 quantization/mxfp4.py).
     Files of 16 bit become nf4 with quantised scales. Since the releases after 0.8.5 these scales
     are expanded to fp32 as they are loaded, and experts are in 4 bit, too.
     Kind: exact. Source: vLLM 0.8.5, and 0.27.1 model_loader/bitsandbytes_loader.py:433
     quantize_4bit, :579 `_dequantize_dq`; quantization/bitsandbytes.py `BitsAndBytesMoEMethod`.
     """
+    if _multiplies_by_triton(served):
+        return replace(served.dtypes, wide_expert_biases=True)
     if served.dtypes.quant not in FOUR_BIT_BNB:
         return served.dtypes
     is_older = served.libraries.older("vllm", "0.9")
@@ -416,9 +479,10 @@ def _fault(served: Served, pool: Pool, budget: int) -> str:
 def stepping(served: Served) -> Stepping:
     """Requests come first, then prompts in chunks, in one step; before 0.8 whole prompts, alone.
 
-    Kind: exact; `HOST_S` and `COMPILED_LAUNCH_S` are estimates.
-    Source: vLLM 0.33.0 v1/core/sched/scheduler.py `Scheduler.schedule`; 0.6.3 core/scheduler.py
-    `_schedule_default`.
+    Since 0.14 a step is planned while the one before it runs, so that a request waits for both.
+    Kind: exact; `HOST_S`, `FRONT_S` and `COMPILED_LAUNCH_S` are estimates.
+    Source: vLLM 0.33.0 v1/core/sched/scheduler.py `Scheduler.schedule`, v1/engine/core.py
+    `step_with_batch_queue`; 0.6.3 core/scheduler.py `_schedule_default`.
     """
     is_older = served.libraries.older("vllm", "0.8")
     chunk = _older_chunk(served) if is_older else max_num_batched_tokens(served)
@@ -440,8 +504,12 @@ def stepping(served: Served) -> Stepping:
         captured_tokens=0 if is_eager else MOST_CAPTURED_TOKENS,
         launch_s=EAGER_LAUNCH_S if is_eager else COMPILED_LAUNCH_S,
         cache_bytes=1 if served.options["kv_cache_dtype"] == "fp8" else served.dtypes.compute_bytes,
+        head_reads=HEAD_READS if served.libraries.older("vllm", "0.4.3") else None,
+        copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
         code_reads=FIRST_AWQ_READS if is_first_awq else 1.0,
         code_launch_s=SECOND_LAUNCH_S if is_first_awq else 0.0,
+        front_s=FRONT_S,
+        plans_ahead=not served.libraries.older("vllm", "0.14"),
     )
 
 

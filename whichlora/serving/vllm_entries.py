@@ -49,6 +49,15 @@ EXPANDED = Fact(
     source="vLLM 0.27.1 model_executor/layers/quantization/bitsandbytes.py:597; bitsandbytes "
     "0.50.2 autograd/_functions.py MatMul4Bit.forward",
 )
+SWIZZLED_EXPONENTS = Fact(
+    part="weights",
+    what="exponents of experts as Triton's kernels read them",
+    shape="[num_experts, in_features / 32, out_features rounded up to 256]",
+    dtype="uint8",
+    why="laid out anew in tiles of 256 outputs; before 0.25 those of the file are kept beside them",
+    source="vLLM 0.11.0 model_executor/layers/quantization/mxfp4.py `process_weights_after_loading`"
+    ", 0.25.0 fused_moe/oracle/mxfp4.py:1155; triton_kernels HopperMXScaleLayout.swizzle_data",
+)
 KV_POOL = Fact(
     part="kv_cache",
     what="pool of blocks",

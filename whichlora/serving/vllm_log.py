@@ -13,10 +13,10 @@ from whichlora.serving.profile_pass import (
     SAMPLER_PASS,
 )
 from whichlora.serving.rank import LORA_SLOTS, ROTARY_TABLES
-from whichlora.serving.vllm_entries import COMMUNICATOR, GRAPHS, KERNELS
+from whichlora.serving.vllm_entries import COMMUNICATOR, GRAPHS, KERNELS, SWIZZLED_EXPONENTS
 from whichlora.units import GiB
 
-_LOADED = (*WEIGHTS.values(), ROTARY_TABLES, LORA_SLOTS)
+_LOADED = (*WEIGHTS.values(), ROTARY_TABLES, LORA_SLOTS, SWIZZLED_EXPONENTS)
 _ACTIVATIONS = (MLP_PASS, ATTENTION_PASS, EXPERTS_PASS, SAMPLER_PASS, LAST_STATES)
 
 # Blocks to 0.6.2 and in V1 0.7; four terms from 0.6.5; tokens from V1 0.7.3; free bytes from 0.9.
