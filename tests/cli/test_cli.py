@@ -580,7 +580,10 @@ def test_an_export_of_several_gpus_states_the_strategy_and_how_it_starts(tmp_pat
         ("--gpus 2 --parallel none", "parallel: is missing for 2 GPUs"),
         ("--gpus 2 --parallel dpp", "--parallel: 'dpp' is not known; accepted are cp, ddp, "),
         ("--gpus 2 --parallel ddp+dpp", "--parallel: 'dpp' is not known; accepted are cp, ddp, "),
-        ("--gpus 2 --phase inference", "gpus: several are known of fine-tuning alone"),
+        (
+            "--gpus 2 --phase inference",
+            "gpus: several are known of fine-tuning, and of serving by vllm or sglang",
+        ),
         ("--gpus 2 --engine trace", "gpus: a trace is of one GPU, got 2; use --engine ledger"),
         ("--global-batch-size 0", "--global-batch-size: '0' is not a whole number from 1"),
         (

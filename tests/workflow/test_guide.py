@@ -58,6 +58,38 @@ def test_a_guide_of_an_engine_answers_as_many_requests() -> None:
     assert "vllm, merged 16-bit" in whichlora("guide", *args, *more).stdout
 
 
+def test_an_engine_takes_the_number_of_gpus_as_its_own_option_and_all_are_paid() -> None:
+    args = ("--models", "Qwen/Qwen2.5-7B", "--gpu", "l40s-48gb", "--samples", "700")
+    more = ("--phase", "inference", "--serving", "vllm", "--gpus", "1,2")
+    rows = json.loads(whichlora("guide", *args, *more, "--json").stdout)["guide"]
+    assert [row["serving_gpus"] for row in rows] == [1, 2]
+    hourly = [row["money"] / row["total_s"] for row in rows]
+    assert hourly[1] == pytest.approx(2 * hourly[0])
+    text = whichlora("guide", *args, *more).stdout
+    assert "tensor parallel size 1" in text
+    assert "tensor parallel size 2" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            ("--serving-option", "tensor_parallel_size=4"),
+            "gpus: 2, but tensor_parallel_size is 4; give one of them",
+        ),
+        (("--parallel", "fsdp"), "parallel: vllm divides every matrix (tensor_parallel_size)"),
+        (("--serving", "llama-cpp"), "of serving by vllm or sglang; give one of these"),
+    ],
+)
+def test_gpus_that_an_engine_does_not_divide_so_are_refused(
+    more: tuple[str, ...], said: str
+) -> None:
+    args = ("Qwen/Qwen2.5-7B", "--gpu", "2xl40s", "--phase", "inference", "--serving", "vllm")
+    asked = CliRunner().invoke(main, ("estimate", *args, *more))
+    assert asked.exit_code == 2
+    assert said in asked.output
+
+
 def test_a_guide_of_several_gpus_shares_the_data_among_them(tmp_path: Path) -> None:
     args = ("--models", "HuggingFaceTB/SmolLM2-135M", "--gpu", "l4-24gb", "--seq-len", "256")
     more = ("--batch-size", "2,4", "--gpus", "1,4", "--parallel", "ddp", "--samples", "800")

@@ -445,9 +445,10 @@ def layout_of(run: RunConfig) -> Layout | None:
         return None
     layout = Layout.of(config, [get_strategy(name) for name in config.names])
     if run.phase == "inference":
+        able = [name for name in list_engines() if get_engine(name).shared_by]
         raise ConfigError(
-            "gpus: several are known of fine-tuning alone; give phase finetune, or leave gpus and "
-            "parallel out"
+            f"gpus: several are known of fine-tuning, and of serving by {' or '.join(able)}; give "
+            "one of these, or leave gpus and parallel out"
         )
     return layout
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from whichlora.serving import get_engine
 from whichlora.spec.costs import Grid, Offer, RunningCost, cheapest
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Prediction
@@ -28,7 +29,7 @@ def running_cost(
         breakdown = {} if engine is None else engine.step_parts_s
     if not tokens_per_s > 0:
         return None
-    gpus = run.parallel.gpus
+    gpus = run.parallel.gpus * get_engine(run.serving).num_gpus(run)
     power = power_w(gpu, run.product_dtype, breakdown)
     return RunningCost(
         num_gpus=gpus,

@@ -279,6 +279,7 @@ class Engine:
         options: its own settings, by its own names.
         device_kinds: those that it is predicted for.
         stored_by: its option that says how weights are stored, where it has one of its own.
+        shared_by: its option for the number of GPUs that share a model, where that is predicted.
         least_capability: the oldest compute capability that it has kernels for.
         start: what it takes when it starts; None where memory is taken as sequences come, so that
             the run is one call of `generate`.
@@ -307,6 +308,7 @@ class Engine:
     options: tuple[Option, ...] = ()
     device_kinds: tuple[str, ...] = ("cuda",)
     stored_by: str = ""
+    shared_by: str = ""
     least_capability: float = 0.0
     start: Callable[[Served], Start] | None = None
     load_of_start: Callable[[Served], Hashable] = _nothing
@@ -321,6 +323,11 @@ class Engine:
     notes: Callable[[Served, Start], tuple[str, ...]] = _no_notes
     log: EngineLog | None = None
     elsewhere: Mapping[str, str] = field(default_factory=dict)
+
+    def num_gpus(self, run: RunConfig) -> int:
+        """GPUs that share the model of `run`."""
+        asked = dict(run.serving_options).get(self.shared_by, 1)
+        return asked if isinstance(asked, int) else 1
 
     def libraries(self, run: RunConfig) -> Libraries:
         """Versions of `run`, this engine's own where it names none."""

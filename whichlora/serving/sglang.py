@@ -293,6 +293,7 @@ ENGINE = Engine(
         Option(name="disable_radix_cache", summary="no prefix is kept", default=False),
         Option(name="disable_cuda_graph", summary="no CUDA graphs", default=False),
     ),
+    shared_by=RANKS,
     least_capability=7.5,  # srt/model_executor/model_runner_components/load_model_utils.py:91
     start=start,
     reads_fp8=True,

@@ -468,7 +468,8 @@ def _fault(served: Served, pool: Pool, budget: int) -> str:
         return (
             f"{asked}, and weights, profile pass and graphs take "
             f"{format_bytes(budget - pool.num_bytes)} of it: nothing is left for keys and values; "
-            "give a larger share, fewer max_num_seqs or max_num_batched_tokens, or a smaller model"
+            "give a larger share, fewer max_num_seqs or max_num_batched_tokens, more GPUs, or a "
+            "smaller model"
         )
     return ""
 
@@ -639,6 +640,7 @@ ENGINE = Engine(
         Option(name=RANKS, summary="GPUs that share a matrix", default=1),
         Option(name="enforce_eager", summary="no CUDA graphs", default=False),
     ),
+    shared_by=RANKS,
     least_capability=7.0,  # as `kv_cache: vllm`; vLLM's installation page
     start=start,
     reads_fp8=True,

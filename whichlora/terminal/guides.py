@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
 from whichlora.predict.cost_words import cost_of, format_money, price_lines
-from whichlora.predict.words import VERDICTS, kind
+from whichlora.predict.words import VERDICTS
 from whichlora.spec.results import Refused
 from whichlora.store.jsonfiles import write_text
 from whichlora.terminal.sheet import as_csv
 from whichlora.terminal.tables import open_console, print_table, say
-from whichlora.terminal.words import refusals, shared_notes
+from whichlora.terminal.words import refusals, shared_notes, variants
 from whichlora.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -146,14 +146,17 @@ def _table(rows: Sequence[GuideRow]) -> tuple[tuple[str, ...], list[tuple[str, .
     """Columns and cells; the GPUs and their strategy where a run has several."""
     spread = is_spread(rows)
     columns = (*_COLUMNS[:2], *(("GPUs", "strategy") if spread else ()), *_COLUMNS[2:])
-    return columns, [_cells(row, spread=spread) for row in rows]
+    predictions = [row.prediction for row in rows]
+    names = variants([one.run for one in predictions], [one.gpu for one in predictions])
+    cells = [_cells(row, name, spread=spread) for row, name in zip(rows, names, strict=True)]
+    return columns, cells
 
 
 def _numbers(columns: Sequence[str]) -> tuple[str, ...]:
     return tuple(column for column in columns if column not in _TEXTS)
 
 
-def _cells(row: GuideRow, *, spread: bool) -> tuple[str, ...]:
+def _cells(row: GuideRow, name: str, *, spread: bool) -> tuple[str, ...]:
     prediction, run = row.prediction, row.prediction.run
     low, high = prediction.memory.interval_bytes
     low_s, high_s = row.total_interval_s
@@ -161,7 +164,7 @@ def _cells(row: GuideRow, *, spread: bool) -> tuple[str, ...]:
         run.model,
         prediction.gpu,
         *((str(run.parallel.gpus), run.parallel.in_words) if spread else ()),
-        kind(run),
+        name,
         str(run.batch_size),
         str(run.seq_len if run.phase == "finetune" else run.longest_sequence),
         format_bytes(prediction.memory.device_used_bytes),

@@ -10,6 +10,7 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
+from whichlora.serving import get_engine
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requested
 from whichlora.spec.results import Refused
 from whichlora.spec.run import TRANSFORMERS, RunConfig
@@ -128,7 +129,8 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
             if chosen.get("kv_cache") != "quantized":
                 chosen = {name: chosen[name] for name in chosen if name not in _QUANTISED_ONLY}
             try:
-                run = with_task(RunConfig(phase=phase, **with_parallel(chosen)))
+                shared = shared_by_engine(chosen) if phase == "inference" else chosen
+                run = with_task(RunConfig(phase=phase, **with_parallel(shared)))
             except ConfigError as error:
                 model = str(chosen.pop("model", ""))
                 yield Refused(model=model, settings={"phase": phase, **chosen}, reason=str(error))
@@ -190,6 +192,28 @@ def by_number(
         if number is not None and any(settings.get("gpus") or ()):
             raise ConfigError(f"gpu: {number}x{names[0]} states how many; leave gpus out")
         yield settings if number is None else {**settings, "gpus": [number]}, names
+
+
+def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`settings` of an inference with its number of GPUs as the engine's own option.
+
+    Raises:
+        ConfigError: that option or a strategy says otherwise.
+    """
+    engine, gpus = get_engine(settings.get("serving") or TRANSFORMERS), settings.get("gpus")
+    if not engine.shared_by or gpus is None:
+        return settings
+    options = dict(settings.get("serving_options") or ())
+    if options.setdefault(engine.shared_by, gpus) != gpus:
+        raise ConfigError(
+            f"gpus: {gpus}, but {engine.shared_by} is {options[engine.shared_by]}; give one of them"
+        )
+    if settings.get("parallel") not in _ALONE:
+        raise ConfigError(
+            f"parallel: {engine.name} divides every matrix ({engine.shared_by}); leave it out"
+        )
+    others = {name: settings[name] for name in settings if name not in ("gpus", "parallel")}
+    return others | {"serving_options": tuple(sorted(options.items()))}
 
 
 def with_parallel(settings: Mapping[str, Any]) -> dict[str, Any]:

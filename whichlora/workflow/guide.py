@@ -10,6 +10,7 @@ from typing import Any
 
 from whichlora.dataset.workload import count_steps
 from whichlora.errors import ConfigError
+from whichlora.serving import get_engine
 from whichlora.spec.costs import Offer
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.results import Answers, Interval, Prediction, Refused, known_values
@@ -101,6 +102,7 @@ class GuideRow:
         time = None if serving is None else serving.time
         columns = {
             "serving": run.serving,
+            "serving_gpus": get_engine(run.serving).num_gpus(run),
             "context": run.longest_sequence,
             "max_running": None if serving is None else serving.max_running,
             "ttft_s": None if time is None else time.ttft_s,
