@@ -6,7 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.predict import CountedRun, count_run, count_served, predict_counted
+from whichlora.predict.predict import (
+    CountedRun,
+    JudgedRun,
+    count_run,
+    count_served,
+    judge_counted,
+    predict_counted,
+)
 from whichlora.predict.resolve import ResolvedRun, resolve, respread
 from whichlora.serving.base import Engine, Served
 from whichlora.serving.step_time import Service
@@ -42,6 +49,12 @@ class Predictor:
     ) -> Prediction:
         """Judge one run on one device; args and errors as of `predict`."""
         return predict_counted(self.count(model, run, gpu), calibration)
+
+    def judge(
+        self, model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration
+    ) -> JudgedRun:
+        """Memory, time and verdict of one run on one device; args and errors as of `predict`."""
+        return judge_counted(self.count(model, run, gpu), calibration)
 
     def count(self, model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> CountedRun:
         """Count one run on one device; args and errors as of `predict`."""

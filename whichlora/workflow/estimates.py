@@ -27,8 +27,8 @@ from whichlora.predict.largest import (
     with_size,
 )
 from whichlora.predict.life import Life, life_of
-from whichlora.predict.parallel_choice import best_spread
-from whichlora.predict.predict import least_training_bytes, predict
+from whichlora.predict.parallel_choice import best_of_judged, best_spread
+from whichlora.predict.predict import finished, least_training_bytes, predict
 from whichlora.predict.resolve import resolve, with_checkpointing, with_precision
 from whichlora.predict.running_cost import running_cost
 from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards
@@ -292,6 +292,10 @@ def _estimate(
     Raises:
         ConfigError: settings that exclude each other.
     """
+    if run.parallel.strategy == AUTO and traced is None and maximise is None:
+        return best_of_judged(
+            run, lambda each: predictor.judge(model, each, gpu, calibration), finished
+        )
     if run.parallel.strategy == AUTO:
         return best_spread(
             run, lambda each: _estimate(model, each, gpu, calibration, traced, maximise, predictor)
