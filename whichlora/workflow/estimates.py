@@ -114,7 +114,7 @@ def estimate(
                     run = over_cards(as_requested, name, cards)
                 traced = _traced_once(traces, model, run, gpu, trace_layers) if is_traced else None
                 if len(cards) > 1:
-                    prediction = _on_unequal(model, run, name, cards, maximise)
+                    prediction = _on_unequal(model, run, name, cards, maximise, predictor)
                 else:
                     prediction = _estimate(
                         model, run, gpu, calibration, traced, maximise, predictor
@@ -264,7 +264,12 @@ def _targets(names: Sequence[str], calibration_dir: Path | None) -> dict[str, tu
 
 
 def _on_unequal(
-    model: ModelSpec, run: RunConfig, name: str, cards: Sequence[Card], maximise: Size | None
+    model: ModelSpec,
+    run: RunConfig,
+    name: str,
+    cards: Sequence[Card],
+    maximise: Size | None,
+    predictor: Predictor,
 ) -> Prediction:
     """One run on unequal cards.
 
@@ -274,7 +279,10 @@ def _on_unequal(
     if maximise:
         raise ConfigError(f"{maximise}: max is found on equal cards; ask for the smallest alone")
     return predict_on_cards(
-        run, name, cards, lambda each, card: predict(model, each, card.gpu, card.calibration)
+        run,
+        name,
+        cards,
+        lambda each, card: predictor.predict_over(model, each, card.gpu, card.calibration),
     )
 
 
