@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
 from whichlora.predict.alike import Predictor
-from whichlora.predict.predict import predict
+from whichlora.predict.parallel_choice import best_of_judged, best_spread
+from whichlora.predict.predict import finished, predict
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
@@ -47,3 +51,30 @@ def test_a_refusal_stays_one() -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match="reads no bitsandbytes"):
             predictor.predict(MODEL, refused, GPU, CALIBRATION)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
+def test_what_is_counted_once_is_the_same_over_all_links(strategy: str) -> None:
+    predictor = Predictor()
+    run = RunConfig(model=MODEL.name, precision="bf16", gradient_checkpointing=True)
+    for links in ("25GB/s", "auto", "2GB/s"):
+        spread = ParallelConfig(strategy=strategy, gpus=2, interconnect=links)
+        asked = replace(run, parallel=spread)
+        together = predictor.predict_over(MODEL, asked, GPU, CALIBRATION)
+        assert together == predict(MODEL, asked, GPU, CALIBRATION)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_the_best_of_what_is_judged_is_the_best_prediction(method: str) -> None:
+    predictor = Predictor()
+    run = RunConfig(
+        model=MODEL.name,
+        method=method,
+        precision="bf16",
+        gradient_checkpointing=True,
+        parallel=ParallelConfig(strategy="auto", gpus=4, host_memory_bytes=10**8),
+    )
+    judged = best_of_judged(
+        run, lambda each: predictor.judge(MODEL, each, GPU, CALIBRATION), finished
+    )
+    assert judged == best_spread(run, lambda each: predict(MODEL, each, GPU, CALIBRATION))

@@ -158,6 +158,8 @@ def _largest(waiting: Sequence[Module]) -> tuple[float, set[str]]:
 
 def _tied_outside(module: Module, inside: set[str], waiting: Sequence[Module]) -> list[Module]:
     names = {block.tied for block in _blocks([module]) if block.tied} - inside
+    if not names:
+        return []
     return [each for each in waiting if {block.name for block in _blocks([each])} & names]
 
 

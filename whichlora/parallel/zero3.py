@@ -38,7 +38,7 @@ from whichlora.parallel.base import (
 from whichlora.parallel.deepspeed import Partitioned, Shares
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.parallel.host_update import OMP_NUM_THREADS
-from whichlora.spec.architecture import Linear
+from whichlora.spec.architecture import Layer, Linear
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Count, ceil_div, largest
 from whichlora.spec.options import Option
@@ -162,61 +162,86 @@ def live_parameters(
         trace = trace[: len(forward)] + [step for step in trace[len(forward) :] if step[0] >= 0]
     starts = [0, *accumulate(size for _, _, size in trace)]
     following = _next_uses(trace)
-    width_of, kind_of = dict(widths), dict(kinds)
-    live: dict[int, int] = {}
-    num_live = ahead = held = 0  # `held` of `num_live` elements, in bytes where widths are given
-    by_step = []
-    counts = [0] * (1 + max(kind_of.values(), default=-1))
+    gathered = _Gathered(dict(widths), dict(kinds))
+    ahead = 0
+    by_step: list[_Held] = []
     for index, (_, key, size) in enumerate(trace):
-        if key >= 0 and key not in live:
-            live[key] = size
-            num_live += size
-            held += size * width_of.get(key, 1)
-            if key in kind_of:
-                counts[kind_of[key]] += 1
+        if key >= 0:
+            gathered.add(key, size)
         ahead = max(ahead, index + 1)
-        wanted, fetched = min(max_live - num_live, prefetch), 0
-        while ahead < len(trace) and fetched < wanted:
+        most = gathered.elements + min(max_live - gathered.elements, prefetch)
+        while ahead < len(trace) and gathered.elements < most:
             _, next_key, next_size = trace[ahead]
-            if next_key >= 0 and next_key not in live:
-                live[next_key] = next_size
-                fetched += next_size
-                held += next_size * width_of.get(next_key, 1)
-                if next_key in kind_of:
-                    counts[kind_of[next_key]] += 1
+            if next_key >= 0:
+                gathered.add(next_key, next_size)
             ahead += 1
-        num_live += fetched
-        by_step.append((held, tuple(counts)))
+        by_step.append(gathered.held)
+        if key < 0:
+            continue
         again = following[index]
         skipped = again is not None and again < ahead
         near = again is not None and starts[again] - starts[index + 1] < max_reuse
-        if key >= 0 and not (skipped or near):
-            held -= live[key] * width_of.get(key, 1)
-            num_live -= live.pop(key)
-            if key in kind_of:
-                counts[kind_of[key]] -= 1
+        if not (skipped or near):
+            gathered.release(key)
+    width_of = dict(widths)
     sizes = {key: size * width_of.get(key, 1) for _, key, size in forward if key >= 0}
     return _peaks(trace, by_step, len(forward), sum(sizes.values()))
 
 
+_Held = tuple[int, tuple[int, ...]]  # bytes, or elements; how many matrices of each kind
+
+
+class _Gathered:
+    """What is gathered at one step of `live_parameters`, which says what `widths` and `kinds` are.
+
+    `held` is a new value only where something is gathered or released: most steps do neither.
+    """
+
+    def __init__(self, widths: Mapping[int, int], kinds: Mapping[int, int]) -> None:
+        self._widths, self._kinds = widths, kinds
+        self._sizes: dict[int, int] = {}
+        self._counts = [0] * (1 + max(kinds.values(), default=-1))
+        self.elements = 0
+        self.held: _Held = 0, tuple(self._counts)
+
+    def add(self, key: int, size: int) -> None:
+        if key not in self._sizes:
+            self._sizes[key] = size
+            self._change(key, size, 1)
+
+    def release(self, key: int) -> None:
+        self._change(key, -self._sizes.pop(key), -1)
+
+    def _change(self, key: int, elements: int, number: int) -> None:
+        self.elements += elements
+        num_held, counts = self.held
+        if key in self._kinds:
+            self._counts[self._kinds[key]] += number
+            counts = tuple(self._counts)
+        self.held = num_held + elements * self._widths.get(key, 1), counts
+
+
 def _peaks(
     trace: Sequence[tuple[int, int, int]],
-    by_step: Sequence[tuple[int, tuple[int, ...]]],
+    by_step: Sequence[_Held],
     num_forward: int,
     total: int,
 ) -> Live:
     """The largest of `by_step` in each part of `trace`, which begins with the forward."""
     last = max(layer for layer, _, _ in trace)
-    behind = [(step[0], found) for step, found in zip(trace, by_step, strict=True)][num_forward:]
-    deepest = max((layer for layer, _ in behind if 0 <= layer < last), default=last)
     none = 0, (0,) * len(by_step[0][1])
+    of_layer: dict[int, _Held] = {}  # in the backward, whose layers come one after the other
+    for (layer, _, _), held in zip(trace[num_forward:], by_step[num_forward:], strict=True):
+        if layer not in of_layer or held[0] > of_layer[layer][0]:
+            of_layer[layer] = held
+    deepest = max((layer for layer in of_layer if 0 <= layer < last), default=last)
     peaks = {
         "forward": _most(by_step[:num_forward], none),
         "loss": by_step[num_forward - 1],
-        "last_layer": _most((found for layer, found in behind if layer == deepest), none),
-        "first_layer": _most((found for layer, found in behind if layer == 0), none),
-        "table": _most((found for layer, found in behind if layer < 0), none),
-        "backward": _most((found for _, found in behind), none),
+        "last_layer": of_layer.get(deepest, none),
+        "first_layer": of_layer.get(0, none),
+        "table": of_layer.get(-1, none),
+        "backward": _most(of_layer.values(), none),
     }
     return Live(
         **{name: found[0] for name, found in peaks.items()},
@@ -225,9 +250,7 @@ def _peaks(
     )
 
 
-def _most(
-    found: Iterable[tuple[int, tuple[int, ...]]], none: tuple[int, tuple[int, ...]]
-) -> tuple[int, tuple[int, ...]]:
+def _most(found: Iterable[_Held], none: _Held) -> _Held:
     return max(found, key=itemgetter(0), default=none)
 
 
@@ -274,27 +297,38 @@ def gathered_modules(step: TrainingStep) -> tuple[tuple[int, int, int], ...]:
     key = len(model.embeddings)
     place = 0
     for group in model.groups:
-        in_attention = sum(len(attention.linears) for attention in group.layer.attentions)
+        in_layer = _layer_modules(step, group.layer)
+        step_of_key = int(not group.shared)
         for _ in range(group.count):
-            modules += [(place, CONTAINER, 0), (place, SMALL, 0), (place, SMALL, 0)]
-            for number, linear in enumerate(group.layer.linears):
-                if number == in_attention:
-                    modules += [(place, SMALL, 0), (place, CONTAINER, 0)]
-                elif number == in_attention + 1:
-                    modules.append((place, SMALL, 0))  # activation
-                around = 0 if step.method.trains_base else int(linear.name in step.targets)
-                modules += [(place, SMALL, 0)] * around
-                elements = int(linear.num_weights)
-                codes = is_quantised(linear, step.dtypes)
-                modules.append((place, key, ceil_div(elements, 2) if codes else elements))
-                modules += [(place, SMALL, 0)] * (3 * around)  # dropout, A and B
-                key += not group.shared
+            modules += [
+                (place, kind if kind < 0 else key + kind * step_of_key, size)
+                for kind, size in in_layer
+            ]
+            key += len(group.layer.linears) * step_of_key
             place += 1
     modules.append((place, SMALL, 0))
     if model.head is not None:
         head_key = 0 if model.head_tied else key
         modules.append((place, head_key, int(model.head.num_weights)))
     return tuple(modules)
+
+
+def _layer_modules(step: TrainingStep, layer: Layer) -> list[tuple[int, int]]:
+    """Elements of each module of one layer, after the number of its matrix, or what else it is."""
+    in_attention = sum(len(attention.linears) for attention in layer.attentions)
+    modules = [(CONTAINER, 0), (SMALL, 0), (SMALL, 0)]
+    for number, linear in enumerate(layer.linears):
+        if number == in_attention:
+            modules += [(SMALL, 0), (CONTAINER, 0)]
+        elif number == in_attention + 1:
+            modules.append((SMALL, 0))  # activation
+        around = 0 if step.method.trains_base else int(linear.name in step.targets)
+        modules += [(SMALL, 0)] * around
+        elements = int(linear.num_weights)
+        codes = is_quantised(linear, step.dtypes)
+        modules.append((number, ceil_div(elements, 2) if codes else elements))
+        modules += [(SMALL, 0)] * (3 * around)  # dropout, A and B
+    return modules
 
 
 def element_widths(step: TrainingStep) -> tuple[tuple[int, int], ...]:
@@ -306,9 +340,12 @@ def element_widths(step: TrainingStep) -> tuple[tuple[int, int], ...]:
     key = len(step.model.embeddings)
     widths = [(table, width) for table in range(key)]
     for group in step.model.groups:
+        of_layer = [
+            1 if is_quantised(linear, step.dtypes) else width for linear in group.layer.linears
+        ]
         for _ in range(group.count):
-            for linear in group.layer.linears:
-                widths.append((key, 1 if is_quantised(linear, step.dtypes) else width))
+            for each in of_layer:
+                widths.append((key, each))
                 key += not group.shared
     return (*widths, (key, width))
 
@@ -448,10 +485,14 @@ def adapted_keys(step: TrainingStep) -> tuple[tuple[int, int], ...]:
     key, first = len(step.model.embeddings), 0
     for group in step.model.groups:
         of_layer = () if step.method.trains_base else adapted(group.layer, step.targets)
+        places = [
+            first + of_layer.index(linear) if linear in of_layer else None
+            for linear in group.layer.linears
+        ]
         for _ in range(group.count):
-            for linear in group.layer.linears:
-                if linear in of_layer:
-                    kinds.append((key, first + of_layer.index(linear)))
+            for place in places:
+                if place is not None:
+                    kinds.append((key, place))
                 key += not group.shared
         first += len(of_layer)
     return tuple(kinds)

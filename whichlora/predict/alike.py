@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Any
 
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.predict import CountedRun, count_run, count_served, predict_counted
+from whichlora.predict.predict import (
+    CountedRun,
+    JudgedRun,
+    count_run,
+    count_served,
+    judge_counted,
+    predict_counted,
+)
 from whichlora.predict.resolve import ResolvedRun, resolve, respread
 from whichlora.serving.base import Engine, Served
 from whichlora.serving.step_time import Service
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.parallel import AUTO
+from whichlora.spec.parallel import AUTO, AUTO_INTERCONNECT
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 
@@ -34,8 +42,9 @@ class Predictor:
     """
 
     def __init__(self) -> None:
-        self._resolved: dict[tuple[RunConfig, str], ResolvedRun] = {}
+        self._resolved: dict[tuple[Any, ...], ResolvedRun] = {}
         self._started: dict[tuple[RunConfig, str], tuple[ResolvedRun, Service]] = {}
+        self._last: tuple[tuple[Any, ...], CountedRun] | None = None
 
     def predict(
         self, model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration
@@ -43,10 +52,18 @@ class Predictor:
         """Judge one run on one device; args and errors as of `predict`."""
         return predict_counted(self.count(model, run, gpu), calibration)
 
+    def judge(
+        self, model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration
+    ) -> JudgedRun:
+        """Memory, time and verdict of one run on one device; args and errors as of `predict`."""
+        return judge_counted(self.count(model, run, gpu), calibration)
+
     def count(self, model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> CountedRun:
         """Count one run on one device; args and errors as of `predict`."""
+        if run.phase != "inference":
+            return count_run(self._resolve(model, run, gpu))
         key = replace(run, **_NO_LOAD), gpu.key
-        if run.phase != "inference" or key not in self._started:
+        if key not in self._started:
             counted = count_run(self._resolve(model, run, gpu))
             if counted.service is not None:
                 self._started[key] = counted.job, counted.service
@@ -56,14 +73,39 @@ class Predictor:
         job = replace(job, run=replace(job.run, **load))
         return count_served(job, under_load(job.engine, job.served, service))
 
+    def predict_over(
+        self, model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration
+    ) -> Prediction:
+        """As `predict`, of a run that may have been counted over other links just before."""
+        parallel = replace(run.parallel, interconnect=AUTO_INTERCONNECT)
+        key = _beside_parallel(run), parallel, gpu.key
+        if self._last is None or self._last[0] != key:
+            self._last = key, self.count(model, run, gpu)
+        counted = over_links(self._last[1], run.parallel.interconnect)
+        return predict_counted(counted, calibration)
+
     def _resolve(self, model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         parallel = run.parallel
         if parallel.is_one_device or parallel.global_batch_size is not None:
             return resolve(model, run, gpu)
-        key = replace(run, parallel=replace(parallel, strategy=AUTO, options=())), gpu.key
+        key = _beside_parallel(run), replace(parallel, strategy=AUTO, options=()), gpu.key
         if key not in self._resolved:
             self._resolved[key] = resolve(model, run, gpu)
         return respread(self._resolved[key], parallel)
+
+
+def over_links(counted: CountedRun, interconnect: str) -> CountedRun:
+    """`counted` over other links, of which nothing that is counted knows."""
+    job, ranks = counted.job, counted.ranks
+    if job.layout is None or ranks is None or job.run.parallel.interconnect == interconnect:
+        return counted
+    config = replace(job.layout.config, interconnect=interconnect)
+    run = replace(job.run, parallel=replace(job.run.parallel, interconnect=interconnect))
+    return replace(
+        counted,
+        job=replace(job, run=run, layout=replace(job.layout, config=config)),
+        ranks=replace(ranks, config=config),
+    )
 
 
 def under_load(engine: Engine, served: Served, service: Service) -> Service:
@@ -75,6 +117,8 @@ def under_load(engine: Engine, served: Served, service: Service) -> Service:
     return Service(start=service.starts[load], starts=service.starts, timers=service.timers)
 
 
+# Every setting but how it is spread, read at once: a value for each strategy takes longer.
+_beside_parallel = attrgetter(*(each.name for each in fields(RunConfig) if each.name != "parallel"))
 _NO_LOAD: dict[str, Any] = {
     name: getattr(RunConfig(model="", phase="inference"), name) for name in LOAD
 }

@@ -97,8 +97,7 @@ def place(model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibrati
     if prediction.serving is not None:  # whatever is asked for beyond waits
         return Placement(gpu=gpu, prediction=prediction, batch_size=prediction.serving.max_running)
     batch_size = last_that(lambda size: _fits_by_estimate(job, size, calibration), MAX_SIZE)
-    several = prediction.several_gpus
-    if several is not None and several.exceeds_host:
+    if prediction.exceeds_host:
         batch_size = 0
     if prediction.fits:  # by a replay, which the estimate may be above
         batch_size = max(batch_size, run.batch_size)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 from whichlora.errors import ConfigError
 from whichlora.parallel import Strategy, list_strategies
 from whichlora.predict.words import FITS
 from whichlora.spec.options import OptionValue
 from whichlora.spec.parallel import AUTO, ParallelConfig
-from whichlora.spec.results import Prediction
+from whichlora.spec.results import MemoryPrediction, Prediction, TimePrediction, Verdict
 from whichlora.spec.run import RunConfig
 from whichlora.units import format_bytes, format_count
 
@@ -19,8 +20,24 @@ ON_CHOICE = (f"parallel {AUTO} ", "instead ")  # how notes begin that say why, a
 MOST_RUNNERS_UP = 3  # in notes, one line each
 
 
+class Judged(Protocol):
+    """What tells ways to spread a run apart: a prediction, or what it is made of."""
+
+    @property
+    def memory(self) -> MemoryPrediction: ...
+    @property
+    def time(self) -> TimePrediction: ...
+    @property
+    def verdict(self) -> Verdict: ...
+    @property
+    def exceeds_host(self) -> bool: ...
+
+
+OfRun = TypeVar("OfRun", bound=Judged)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spreading:
+class Spreading(Generic[OfRun]):
     """One way to spread a run.
 
     Args:
@@ -29,24 +46,24 @@ class Spreading:
     """
 
     config: ParallelConfig
-    prediction: Prediction
+    prediction: OfRun
 
 
 def best_first(
-    run: RunConfig, predicted: Callable[[RunConfig], Prediction]
-) -> tuple[Spreading, ...]:
+    run: RunConfig, predicted: Callable[[RunConfig], OfRun]
+) -> tuple[Spreading[OfRun], ...]:
     """`run` under every strategy that accepts it: the fastest that fit, then by memory.
 
     Where none surely fits, what a strategy can keep off the GPUs is tried, too. Last is what the
     host can't hold.
 
     Args:
-        predicted: predicts a run whose strategy is named.
+        predicted: judges a run whose strategy is named.
 
     Raises:
         ConfigError: none accepts it.
     """
-    accepted: list[Spreading] = []
+    accepted: list[Spreading[OfRun]] = []
     refusals: Counter[str] = Counter()
     for propose in (candidates, smallest_candidates):
         for config in propose(run.parallel):
@@ -67,17 +84,12 @@ def best_first(
     return tuple(sorted(accepted, key=_order))
 
 
-def _order(spreading: Spreading) -> tuple[int, float, float]:
+def _order(spreading: Spreading[OfRun]) -> tuple[int, float, float]:
     prediction = spreading.prediction
     need = prediction.memory.interval_bytes[1]
     if prediction.verdict != "fits":
-        return 2 if _exceeds_host(prediction) else 1, need, 0.0
+        return 2 if prediction.exceeds_host else 1, need, 0.0
     return 0, -prediction.time.tokens_per_s if prediction.time.is_known else 0.0, need
-
-
-def _exceeds_host(prediction: Prediction) -> bool:
-    several = prediction.several_gpus
-    return several is not None and several.exceeds_host
 
 
 def candidates(config: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -142,12 +154,25 @@ def _combinations(
 
 def best_spread(run: RunConfig, predicted: Callable[[RunConfig], Prediction]) -> Prediction:
     """The best of `best_first`, with notes on the others; args as there."""
-    spreadings = best_first(run, predicted)
-    best = spreadings[0].prediction
+    return best_of_judged(run, predicted, lambda best: best)
+
+
+def best_of_judged(
+    run: RunConfig,
+    judged: Callable[[RunConfig], OfRun],
+    finished: Callable[[OfRun], Prediction],
+) -> Prediction:
+    """As `best_spread`, where of the others no more is known than what tells them apart.
+
+    Args:
+        finished: the prediction of what has been judged.
+    """
+    spreadings = best_first(run, judged)
+    best = finished(spreadings[0].prediction)
     return replace(best, notes=(*choice_notes(spreadings), *best.notes))
 
 
-def choice_notes(spreadings: Sequence[Spreading]) -> tuple[str, ...]:
+def choice_notes(spreadings: Sequence[Spreading[OfRun]]) -> tuple[str, ...]:
     """Why the first of `spreadings` is the answer, and the next ones, a line each."""
     best, *others = spreadings
     where = f"{ON_CHOICE[0]}on {best.config.gpus} GPUs: {_in_words(best.config)}"
@@ -163,14 +188,14 @@ def choice_notes(spreadings: Sequence[Spreading]) -> tuple[str, ...]:
     else:
         why = f"needs least memory of {fitting} that fit"
     told = others[:MOST_RUNNERS_UP]
-    told += [each for each in others[MOST_RUNNERS_UP:] if _exceeds_host(each.prediction)][:1]
+    told += [each for each in others[MOST_RUNNERS_UP:] if each.prediction.exceeds_host][:1]
     return f"{where} {why}", *map(_runner_up, told)
 
 
-def _runner_up(spreading: Spreading) -> str:
+def _runner_up(spreading: Spreading[OfRun]) -> str:
     prediction = spreading.prediction
     fits = FITS[prediction.verdict]
-    if _exceeds_host(prediction):
+    if prediction.exceeds_host:
         fits += " in host memory"
     size = format_bytes(prediction.memory.device_used_bytes)
     speed = ""

@@ -62,6 +62,7 @@ from whichlora.spec.numeric import Count, Real, largest
 from whichlora.spec.results import (
     MemoryPrediction,
     Prediction,
+    ServingPrediction,
     SeveralGpus,
     TimePrediction,
     TracedPeak,
@@ -632,6 +633,34 @@ def predict(
     return predict_counted(count_run(resolve(model, run, gpu)), calibration, traced=traced)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedRun:
+    """What tells one way to spread a run from another; `finished` says the rest of it.
+
+    Args:
+        calibration: of the engine that runs it.
+        timed: None where nobody knows the time.
+        beyond_host: why the host can't hold what ranks pin; empty where it can.
+        traced: peaks of a trace, which stand for the ledger's.
+    """
+
+    counted: CountedRun
+    calibration: Calibration
+    memory: MemoryPrediction
+    time: TimePrediction
+    verdict: Verdict
+    timed: TimeJudgement | None
+    ranks: RanksJudgement | None
+    beyond_host: str
+    serving: ServingPrediction | None
+    traced: TracedPeak | None
+
+    @property
+    def exceeds_host(self) -> bool:
+        """Whether a node has less memory than its ranks pin."""
+        return self.ranks is not None and bool(self.beyond_host)
+
+
 def predict_counted(
     counted: CountedRun,
     calibration: Calibration,
@@ -644,40 +673,64 @@ def predict_counted(
     Args:
         by_rank: whether it states what each kind of rank holds and sends.
     """
-    job = counted.job
-    model, gpu = job.model, job.gpu
+    return finished(judge_counted(counted, calibration, traced=traced), by_rank=by_rank)
+
+
+def judge_counted(
+    counted: CountedRun, calibration: Calibration, *, traced: TracedPeak | None = None
+) -> JudgedRun:
+    """Memory, time and verdict of one run that has been counted; args as of `predict`."""
+    job, service = counted.job, counted.service
+    gpu = job.gpu
     calibration = calibration.for_engine(job.run.engine, gpu)
-    service = counted.service
     judged = judge_moments(
         job, counted.moments, calibration, is_replayed=counted.is_replayed, service=service
     )
     memory, least = _memory_prediction(judged)
-    traced_basis = ""
     if traced is not None:
         by_ledger = memory.peak_allocated_bytes
         memory = with_trace(job, memory, traced)
         least += memory.peak_allocated_bytes - by_ledger
-        traced_basis = f"memory traced on the real code, {traced.note}; "
-    training = job.run.phase == "finetune"
     ranks = None if counted.ranks is None else judged_ranks(job, counted.ranks, calibration)
     timed = None
     if gpu.is_timed and (counted.ranks or counted.passes):
         timed = judge_time(counted.passes, calibration.time) if ranks is None else ranks.time
-    time = unknown_time(training=training) if timed is None else _time_prediction(job, timed)
-    phases = () if timed is None else tuple(timed.pass_s)
+    training = job.run.phase == "finetune"
     outcome = verdict(least, memory.interval_bytes[1], gpu.memory_bytes)
-    node: tuple[int | None, str] = (None, "")
-    if counted.host_bytes or (ranks and by_rank):
-        node = memory_of_node(job.run.parallel, calibration.machines, calibration.this_host_bytes)
-    beyond_host = host_fault(counted.host_bytes, node)
+    beyond_host = ""
+    if counted.host_bytes:
+        beyond_host = host_fault(counted.host_bytes, _node(job, calibration))
     if beyond_host:
         outcome = "fails"
     serving = None
     if service is not None:
         serving = serving_prediction(job, service, calibration)
         outcome = "fits" if serving.starts else "fails"
-    num_params = model.num_params
-    trained = num_trained(job) if training else 0
+    return JudgedRun(
+        counted=counted,
+        calibration=calibration,
+        memory=memory,
+        time=unknown_time(training=training) if timed is None else _time_prediction(job, timed),
+        verdict=outcome,
+        timed=timed,
+        ranks=ranks,
+        beyond_host=beyond_host,
+        serving=serving,
+        traced=traced,
+    )
+
+
+def _node(job: ResolvedRun, calibration: Calibration) -> tuple[int | None, str]:
+    return memory_of_node(job.run.parallel, calibration.machines, calibration.this_host_bytes)
+
+
+def finished(judged: JudgedRun, *, by_rank: bool = True) -> Prediction:
+    """All that is said of a run that has been judged; args as of `predict_counted`."""
+    counted, calibration, traced = judged.counted, judged.calibration, judged.traced
+    job, gpu, timed = counted.job, counted.job.gpu, judged.timed
+    phases = () if timed is None else tuple(timed.pass_s)
+    num_params = job.model.num_params
+    trained = num_trained(job) if job.run.phase == "finetune" else 0
     if traced is not None:
         num_params, trained = traced.num_params, traced.num_trainable_params
     return Prediction(
@@ -685,30 +738,36 @@ def predict_counted(
         gpu=gpu.key,
         num_params=num_params,
         num_trainable_params=int(trained),
-        memory=memory,
-        time=time,
+        memory=judged.memory,
+        time=judged.time,
         usable_bytes=gpu.memory_bytes,
-        fits=outcome == "fits",
-        verdict=outcome,
-        basis=traced_basis
+        fits=judged.verdict == "fits",
+        verdict=judged.verdict,
+        basis=(f"memory traced on the real code, {traced.note}; " if traced else "")
         + calibration.basis(
             memory_runs=calibration.memory.num_runs,
             time_runs=calibration.time[phases[-1]].num_runs if phases else 0,
             phases=phases,
         )
         + ("" if gpu.is_timed else MEMORY_ONLY),
-        notes=(
-            *([beyond_host] if beyond_host else ()),
-            *(serving_notes(job, service.start, serving) if service and serving else ()),
-            *notes_on(job),
-            *(host_notes(job, timed.pass_parts) if timed and time.is_known else ()),
-            *(job.layout.notes(training_step(job)) if job.layout else ()),
-            *(_link_notes(job, counted.ranks, calibration) if counted.ranks and timed else ()),
-        ),
+        notes=_notes(judged),
         several_gpus=(
-            _several_gpus(counted, calibration, ranks, node[0]) if ranks and by_rank else None
+            _several_gpus(counted, calibration, judged.ranks) if judged.ranks and by_rank else None
         ),
-        serving=serving,
+        serving=judged.serving,
+    )
+
+
+def _notes(judged: JudgedRun) -> tuple[str, ...]:
+    counted, timed, serving = judged.counted, judged.timed, judged.serving
+    job, service = counted.job, counted.service
+    return (
+        *([judged.beyond_host] if judged.beyond_host else ()),
+        *(serving_notes(job, service.start, serving) if service and serving else ()),
+        *notes_on(job),
+        *(host_notes(job, timed.pass_parts) if timed and judged.time.is_known else ()),
+        *(job.layout.notes(training_step(job)) if job.layout else ()),
+        *(_link_notes(job, counted.ranks, judged.calibration) if counted.ranks and timed else ()),
     )
 
 
@@ -718,13 +777,10 @@ def _link_notes(job: ResolvedRun, ranks: RanksWork, calibration: Calibration) ->
 
 
 def _several_gpus(
-    counted: CountedRun,
-    calibration: Calibration,
-    ranks: RanksJudgement,
-    host_memory_bytes: int | None,
+    counted: CountedRun, calibration: Calibration, judged: RanksJudgement
 ) -> SeveralGpus | None:
-    job = counted.job
-    if job.layout is None:
+    job, ranks = counted.job, counted.ranks
+    if job.layout is None or ranks is None:
         return None
     return several_gpus(
         job,
@@ -732,9 +788,10 @@ def _several_gpus(
         counted.kinds,
         counted.moments,
         calibration,
-        ranks.communication,
+        [rank.messages for rank in ranks.ranks],
+        judged.communication,
         host_bytes=counted.host_bytes,
-        host_memory_bytes=host_memory_bytes,
+        host_memory_bytes=_node(job, calibration)[0],
     )
 
 

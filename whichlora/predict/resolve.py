@@ -427,7 +427,7 @@ def respread(job: ResolvedRun, config: ParallelConfig) -> ResolvedRun:
     Raises:
         ConfigError: as of `layout_of`.
     """
-    layout = layout_of(replace(job.run, parallel=config))
+    layout = _layout(config, job.run.phase)
     filled = config if layout is None else layout.config
     return replace(job, run=replace(job.run, parallel=filled), layout=layout)
 
@@ -438,13 +438,16 @@ def layout_of(run: RunConfig) -> Layout | None:
     Raises:
         ConfigError: an unknown strategy or option, or a phase that nothing is known of.
     """
-    config = run.parallel
+    return _layout(run.parallel, run.phase)
+
+
+def _layout(config: ParallelConfig, phase: str) -> Layout | None:
     if config.strategy == ONE_DEVICE:
         if config.options:
             raise ConfigError(f"{config.options[0][0]}: needs parallel, which is {ONE_DEVICE}")
         return None
     layout = Layout.of(config, [get_strategy(name) for name in config.names])
-    if run.phase == "inference":
+    if phase == "inference":
         able = [name for name in list_engines() if get_engine(name).shared_by]
         raise ConfigError(
             f"gpus: several are known of fine-tuning, and of serving by {' or '.join(able)}; give "

@@ -29,6 +29,7 @@ def several_gpus(
     kinds: Sequence[RankKind],
     moments: Mapping[str, Mapping[str, Count]],
     calibration: Calibration,
+    messages: Sequence[Sequence[Message]],
     communication: Sequence[CommunicationTime],
     *,
     host_bytes: int,
@@ -39,13 +40,14 @@ def several_gpus(
     Args:
         kinds: of its ranks.
         moments: bytes by part at each, of the ranks together.
-        communication: of every kind of rank; empty where the links are not known.
+        messages: of every kind of rank.
+        communication: what they take; empty where the links are not known.
         host_bytes, host_memory_bytes: what all ranks of a node pin, and what it has.
     """
-    of_kind = (moments,) if len(kinds) == 1 else (_moments(job, layout, kind) for kind in kinds)
+    of_kinds = (moments,) if len(kinds) == 1 else (_moments(job, layout, kind) for kind in kinds)
     ranks = tuple(
         _rank(job, layout, kind, held, calibration)
-        for kind, held in zip(kinds, of_kind, strict=True)
+        for kind, held in zip(kinds, of_kinds, strict=True)
     )
     return SeveralGpus(
         ranks=ranks,
@@ -54,8 +56,8 @@ def several_gpus(
         saving=_saving(layout, kinds[0]),
         communication=max(
             (
-                _communication(messages, communication[place] if communication else None)
-                for place, messages in enumerate(map(layout.messages, kinds))
+                _communication(of_kind, communication[place] if communication else None)
+                for place, of_kind in enumerate(messages)
             ),
             key=lambda sent: sent.num_bytes,
         ),

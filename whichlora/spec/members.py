@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from importlib.metadata import entry_points
+import sys
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, Protocol, TypeVar
 
 from whichlora.errors import ConfigError
@@ -17,6 +19,14 @@ class Named(Protocol):
 
 
 Member = TypeVar("Member", bound=Named)
+
+
+@lru_cache(maxsize=32)  # what is installed does not change while a process runs
+def _installed(
+    scan: Callable[..., Iterable[EntryPoint]], group: str, path: tuple[str, ...]
+) -> tuple[EntryPoint, ...]:
+    """The entry points of `group` that `scan` finds in the folders of `path`, `sys.path`."""
+    return tuple(scan(group=group))
 
 
 class Members(Generic[Member]):
@@ -45,7 +55,7 @@ class Members(Generic[Member]):
             ConfigError: an entry point that does not load a member, or takes a name that exists.
         """
         members = dict(self.built_in)
-        for point in entry_points(group=self.group):
+        for point in _installed(entry_points, self.group, tuple(sys.path)):
             member = point.load()
             if not isinstance(member, self._type):
                 raise ConfigError(

@@ -363,6 +363,11 @@ class Prediction(Rendered):
     training: TrainingTotal | None = None
 
     @property
+    def exceeds_host(self) -> bool:
+        """Whether a node has less memory than its ranks pin."""
+        return self.several_gpus is not None and self.several_gpus.exceeds_host
+
+    @property
     def tokens_per_generation(self) -> int:
         """What the time per token of an inference is over; an encoder generates none, it reads."""
         reads = self.time.decode_s_per_token is None

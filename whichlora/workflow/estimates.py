@@ -27,8 +27,8 @@ from whichlora.predict.largest import (
     with_size,
 )
 from whichlora.predict.life import Life, life_of
-from whichlora.predict.parallel_choice import best_spread
-from whichlora.predict.predict import least_training_bytes, predict
+from whichlora.predict.parallel_choice import best_of_judged, best_spread
+from whichlora.predict.predict import finished, least_training_bytes, predict
 from whichlora.predict.resolve import resolve, with_checkpointing, with_precision
 from whichlora.predict.running_cost import running_cost
 from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards
@@ -114,7 +114,7 @@ def estimate(
                     run = over_cards(as_requested, name, cards)
                 traced = _traced_once(traces, model, run, gpu, trace_layers) if is_traced else None
                 if len(cards) > 1:
-                    prediction = _on_unequal(model, run, name, cards, maximise)
+                    prediction = _on_unequal(model, run, name, cards, maximise, predictor)
                 else:
                     prediction = _estimate(
                         model, run, gpu, calibration, traced, maximise, predictor
@@ -264,7 +264,12 @@ def _targets(names: Sequence[str], calibration_dir: Path | None) -> dict[str, tu
 
 
 def _on_unequal(
-    model: ModelSpec, run: RunConfig, name: str, cards: Sequence[Card], maximise: Size | None
+    model: ModelSpec,
+    run: RunConfig,
+    name: str,
+    cards: Sequence[Card],
+    maximise: Size | None,
+    predictor: Predictor,
 ) -> Prediction:
     """One run on unequal cards.
 
@@ -274,7 +279,10 @@ def _on_unequal(
     if maximise:
         raise ConfigError(f"{maximise}: max is found on equal cards; ask for the smallest alone")
     return predict_on_cards(
-        run, name, cards, lambda each, card: predict(model, each, card.gpu, card.calibration)
+        run,
+        name,
+        cards,
+        lambda each, card: predictor.predict_over(model, each, card.gpu, card.calibration),
     )
 
 
@@ -292,6 +300,10 @@ def _estimate(
     Raises:
         ConfigError: settings that exclude each other.
     """
+    if run.parallel.strategy == AUTO and traced is None and maximise is None:
+        return best_of_judged(
+            run, lambda each: predictor.judge(model, each, gpu, calibration), finished
+        )
     if run.parallel.strategy == AUTO:
         return best_spread(
             run, lambda each: _estimate(model, each, gpu, calibration, traced, maximise, predictor)
