@@ -122,6 +122,16 @@ def test_an_engine_and_its_wait_are_asked() -> None:
     assert "tpot" in slow.output
 
 
+@pytest.mark.parametrize(("number", "shared_by"), [("2", 2), ("3", 2), ("8", 8)])
+def test_an_engine_serves_on_as_many_of_the_gpus_as_divide_its_heads(
+    number: str, shared_by: int
+) -> None:
+    question = Question(gpu="h100", gpus=int(number), serving="vllm", models=(SMALL,))
+    assert plan_content(question)["serving_options"] == {"tensor_parallel_size": shared_by}
+    alone = Question(gpu="h100", serving="vllm", models=(SMALL,))
+    assert "serving_options" not in plan_content(alone)
+
+
 def test_memory_alone_has_no_time() -> None:
     result = said("--gpu", "24GB", "--models", SMALL)
     assert result.exit_code == 0, result.output

@@ -52,7 +52,7 @@ class Question:
 
     Args:
         gpu: as `estimate` takes one, such as "4090" or "2x3090"; None is that of this machine.
-        gpus: that share the fine-tuning.
+        gpus: that share the fine-tuning, and what an engine serves that divides models.
         models: to choose from; empty is the default list of a plan.
         data: a file, folder or hub dataset; None is `samples` rows of `seq_len` tokens.
         image_max_pixels: larger images of the data are shrunk to so many.
@@ -299,6 +299,9 @@ def plan_content(question: Question) -> dict[str, Any]:
         if question.tpot is not None:
             parse_duration(question.tpot, setting="tpot")
             content["stage1_profile"]["tpot"] = question.tpot
+        shared_by = get_engine(question.serving).shared_by
+        if question.gpus > 1 and shared_by:  # heads are divided by powers of two
+            content["serving_options"] = {shared_by: 1 << (question.gpus.bit_length() - 1)}
     if limit_s is not None:
         content["stage2_profile"] = {"total_time": f"{limit_s:.0f}s"}
     if question.price_per_hour is not None:
