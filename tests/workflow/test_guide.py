@@ -66,8 +66,8 @@ def test_an_engine_takes_the_number_of_gpus_as_its_own_option_and_all_are_paid()
     hourly = [row["money"] / row["total_s"] for row in rows]
     assert hourly[1] == pytest.approx(2 * hourly[0])
     text = whichlora("guide", *args, *more).stdout
-    assert "tensor parallel size 1" in text
-    assert "tensor parallel size 2" in text
+    assert "vllm, merged 16-bit" in text
+    assert "vllm on 2 GPUs, merged 16-bit" in text
 
 
 @pytest.mark.parametrize(

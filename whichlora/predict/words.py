@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whichlora.methods import get_method
+from whichlora.serving import get_engine
 from whichlora.serving.form import form_in_words
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction, TrainingTotal
@@ -19,13 +20,18 @@ def kind(run: RunConfig) -> str:
     if run.phase == "finetune":
         return method_in_words(run)
     if run.serving != TRANSFORMERS:
-        return f"{run.serving}, {form_in_words(run)}"
+        return f"{_engine(run)}, {form_in_words(run)}"
     task = task_of(run)
     if task is not None:
         return f"{task.name}, {form_in_words(run)}"
     stored = run.cache_format
     cache = run.kv_cache if stored is None else f"{stored.nbits}-bit {stored.backend}"
     return f"inference, {form_in_words(run)}, {cache} cache"
+
+
+def _engine(run: RunConfig) -> str:
+    number = get_engine(run.serving).num_gpus(run)
+    return f"{run.serving} on {number} GPUs" if number > 1 else run.serving
 
 
 def method_in_words(run: RunConfig) -> str:
@@ -38,7 +44,7 @@ def describe(run: RunConfig) -> str:
     name = run.model.split("/")[-1]
     if run.phase == "inference" and run.serving != TRANSFORMERS:
         return (
-            f"{name} served by {run.serving}, {form_in_words(run)}, {run.batch_size} at once, "
+            f"{name} served by {_engine(run)}, {form_in_words(run)}, {run.batch_size} at once, "
             f"context {run.longest_sequence}"
         )
     if run.phase == "inference":
