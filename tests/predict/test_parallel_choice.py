@@ -36,6 +36,11 @@ def answer(run: RunConfig, *, size: int, speed: float, verdict: str) -> Predicti
     return replace(BASE, run=run, memory=memory, time=time, verdict=verdict)
 
 
+ALL = list(candidates(ASKED))
+OF_DATA = [each for each in ALL if list_strategies()[each.names[0]].divides == "data"]
+OF_MODEL = [each for each in ALL if each not in OF_DATA]
+
+
 def test_every_strategy_alone_is_a_candidate() -> None:
     alone = [config.strategy for config in candidates(ASKED) if "+" not in config.strategy]
     assert alone == list(list_strategies())
@@ -86,19 +91,35 @@ def test_where_nothing_fits_what_can_be_offloaded_is_tried() -> None:
         return answer(run, size=90, speed=1.0, verdict="fails")
 
     best_first(RUN, predicted)
-    plain, smallest = list(candidates(ASKED)), list(smallest_candidates(ASKED))
-    assert tried == [*plain, *smallest]
+    smallest = list(smallest_candidates(ASKED))
+    assert tried == [*OF_DATA, *OF_MODEL, *smallest]
     assert {"offload"} == {name for config in smallest for name, _ in config.options}
-    tried.clear()
-
-    def fits(run: RunConfig) -> Prediction:
-        tried.append(run.parallel)
-        return answer(run, size=9, speed=1.0, verdict="fits")
-
-    best_first(RUN, fits)
-    assert tried == plain
     stated = replace(ASKED, options=(("offload", ("optimizer",)),))
     assert list(smallest_candidates(stated)) == []
+
+
+@pytest.mark.parametrize(
+    ("verdict", "waits", "tried_too"),
+    [("fits", 0.04, []), ("fits", 0.06, OF_MODEL), ("undecided", 0.0, OF_MODEL)],
+)
+def test_the_model_is_divided_where_dividing_the_data_may_not_fit_or_waits_for_links(
+    verdict: str, waits: float, tried_too: list[ParallelConfig]
+) -> None:
+    tried: list[ParallelConfig] = []
+    of_model = set(OF_MODEL)
+    step_s = BASE.time.step_s
+    assert step_s is not None
+
+    def predicted(run: RunConfig) -> Prediction:
+        tried.append(run.parallel)
+        said = answer(run, size=9, speed=1.0, verdict=verdict)
+        if run.parallel in of_model:
+            said = replace(said, verdict="fits")
+        return replace(said, time=replace(said.time, breakdown={"communication": waits * step_s}))
+
+    best_first(RUN, predicted)
+    assert OF_MODEL
+    assert tried == [*OF_DATA, *tried_too]
 
 
 def test_the_notes_name_the_choice_and_the_next_ones() -> None:

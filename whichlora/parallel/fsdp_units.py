@@ -151,7 +151,9 @@ class Units:
     flat: bool = False
 
     def _unit(self, name: str, parameters: Iterable[Parameter]) -> Unit:
-        return Unit(name=name, parameters=tuple(replace(x, flat=self.flat) for x in parameters))
+        if self.flat:
+            parameters = (replace(each, flat=True) for each in parameters)
+        return Unit(name=name, parameters=tuple(parameters))
 
     @cached_property
     def outside(self) -> Unit:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from whichlora.errors import ConfigError
-from whichlora.parallel import Strategy, list_strategies
+from whichlora.parallel import Strategy, get_strategy, list_strategies
 from whichlora.predict.words import FITS
+from whichlora.spec.numeric import added
 from whichlora.spec.options import OptionValue
 from whichlora.spec.parallel import AUTO, ParallelConfig
 from whichlora.spec.results import MemoryPrediction, Prediction, TimePrediction, Verdict
@@ -18,6 +19,9 @@ from whichlora.units import format_bytes, format_count
 
 ON_CHOICE = (f"parallel {AUTO} ", "instead ")  # how notes begin that say why, and what else
 MOST_RUNNERS_UP = 3  # in notes, one line each
+# Share of a step that its links may take where no strategy that divides the model can be faster:
+# its GPUs compute no more in a second, and send more.
+_HARDLY_WAITS = 0.05
 
 
 class Judged(Protocol):
@@ -54,8 +58,9 @@ def best_first(
 ) -> tuple[Spreading[OfRun], ...]:
     """`run` under every strategy that accepts it: the fastest that fit, then by memory.
 
-    Where none surely fits, what a strategy can keep off the GPUs is tried, too. Last is what the
-    host can't hold.
+    Those that divide the model are left out where one that divides the data surely fits and hardly
+    waits for its links. Where none surely fits, what a strategy can keep off the GPUs is tried,
+    too. Last is what the host can't hold.
 
     Args:
         predicted: judges a run whose strategy is named.
@@ -65,15 +70,18 @@ def best_first(
     """
     accepted: list[Spreading[OfRun]] = []
     refusals: Counter[str] = Counter()
-    for propose in (candidates, smallest_candidates):
-        for config in propose(run.parallel):
+    proposed = tuple(candidates(run.parallel))
+    of_data = tuple(config for config in proposed if _divides_data(config))
+    of_model = tuple(config for config in proposed if config not in of_data)
+    for configs in (of_data, of_model, tuple(smallest_candidates(run.parallel))):
+        for config in configs:
             try:
                 prediction = predicted(replace(run, parallel=config))
             except ConfigError as error:
                 refusals[str(error)] += 1
                 continue
             accepted.append(Spreading(config=config, prediction=prediction))
-        if any(spreading.prediction.verdict == "fits" for spreading in accepted):
+        if _is_settled(accepted, tries_model=configs is not of_data):
             break
     if not accepted:
         reasons = refusals.most_common()
@@ -82,6 +90,22 @@ def best_first(
             raise ConfigError(reason)
         raise ConfigError("; ".join(reason for reason, _ in reasons))
     return tuple(sorted(accepted, key=_order))
+
+
+def _divides_data(config: ParallelConfig) -> bool:
+    return get_strategy(config.names[0]).divides == "data"
+
+
+def _is_settled(accepted: Sequence[Spreading[OfRun]], *, tries_model: bool) -> bool:
+    """Whether the best is among `accepted`: all that are tried, or those that divide the data."""
+    fitting = [each for each in accepted if each.prediction.verdict == "fits"]
+    if tries_model or not fitting:
+        return bool(fitting)
+    time = min(fitting, key=_order).prediction.time
+    waits_s: float = added(
+        time.breakdown.get(part, 0.0) for part in ("communication", "contention")
+    )
+    return waits_s < _HARDLY_WAITS * (time.step_s or 0.0)
 
 
 def _order(spreading: Spreading[OfRun]) -> tuple[int, float, float]:
