@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import strategy_choice
 
 from whichlora.errors import ConfigError
 from whichlora.parallel import list_strategies
@@ -120,6 +121,13 @@ def test_the_model_is_divided_where_dividing_the_data_may_not_fit_or_waits_for_l
     best_first(RUN, predicted)
     assert OF_MODEL
     assert tried == [*OF_DATA, *tried_too]
+
+
+def test_the_choice_is_the_best_of_all_strategies() -> None:
+    """A seeded sample of `benchmarks/strategy_choice.py`."""
+    found = strategy_choice.drawn(25, seed=7)
+    assert all(one.is_best for one in found)
+    assert sum(one.tried < one.accepted for one in found) > 5
 
 
 def test_the_notes_name_the_choice_and_the_next_ones() -> None:

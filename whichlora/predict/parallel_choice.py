@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -89,7 +89,12 @@ def best_first(
         if 2 * number > refusals.total():  # what most of them refuse was asked wrongly
             raise ConfigError(reason)
         raise ConfigError("; ".join(reason for reason, _ in reasons))
-    return tuple(sorted(accepted, key=_order))
+    return in_order(accepted)
+
+
+def in_order(spreadings: Iterable[Spreading[OfRun]]) -> tuple[Spreading[OfRun], ...]:
+    """The fastest that surely fit, then by memory, last what the host can't hold."""
+    return tuple(sorted(spreadings, key=_order))
 
 
 def _divides_data(config: ParallelConfig) -> bool:
@@ -101,7 +106,7 @@ def _is_settled(accepted: Sequence[Spreading[OfRun]], *, tries_model: bool) -> b
     fitting = [each for each in accepted if each.prediction.verdict == "fits"]
     if tries_model or not fitting:
         return bool(fitting)
-    time = min(fitting, key=_order).prediction.time
+    time = in_order(fitting)[0].prediction.time
     waits_s: float = added(
         time.breakdown.get(part, 0.0) for part in ("communication", "contention")
     )
