@@ -380,12 +380,12 @@ class _Inner:
 
     Args:
         events: births, and deaths before its end, by the place of the temporary.
-        peaks: bytes alive at once, at the points that can be the most.
-        left: at the end, and which.
+        peaks: bytes alive before each of these deaths.
+        left: those at the end, when there is what the operator returns.
     """
 
     events: tuple[_PackedEvent, ...] = ()
-    peaks: tuple[int, ...] = (0,)
+    peaks: tuple[int, ...] = ()
     left_bytes: int = 0
     left: tuple[int, ...] = ()
 
@@ -517,7 +517,7 @@ class Tape:
             if born is not None:
                 alive[name] = born
         left = tuple(gone for gone, _ in alive.values())
-        return _Inner(tuple(events), (*dict.fromkeys(peaks), live), live, left)
+        return _Inner(tuple(events), tuple(dict.fromkeys(peaks)), live, left)
 
     def _form(self, number: int) -> LinearForm:
         return unpacked(number, self._chunk_size, self._fused_rows, self._group_size)
@@ -954,9 +954,10 @@ class Tape:
         points = []
         live = 0
         for index, step in enumerate(self._steps if stop is None else self._steps[:stop]):
+            points += [live + peak for peak in step.inner.peaks]
             for storage in step.made(saving=saving):
                 live += forms[storage]
-            points += [live + peak for peak in step.inner.peaks]
+            points.append(live + step.inner.left_bytes)
             for storage in ends.get(index, ()):
                 if storage not in held:
                     live -= forms[storage]
@@ -1222,7 +1223,7 @@ class Backward:
             wide = {tensor.edge: self._born(tensor.packed_in_fp32) for tensor in node.inputs}
         temporaries = [self._new(form) for _, form in node.inner.events if form is not None]
         self.events += [(temporaries[place], form) for place, form in node.inner.events]
-        before_casts = [self.live + peak for peak in node.inner.peaks]
+        self.points += [self.live + peak for peak in node.inner.peaks]
         made: list[tuple[Tensor, int]] = []
         if node.overwrites:
             self._free_saved(node)
@@ -1240,10 +1241,7 @@ class Backward:
                 if node.reshapes:
                     self._views.add(gradient)
         casts_late = node.casts if unpacks_once else 0
-        if node.sums_wide:
-            self.points += [*before_casts, self.live + node.inner.left_bytes]
-        else:
-            self.points += [self.live + peak - casts_late for peak in node.inner.peaks]
+        self.points.append(self.live + node.inner.left_bytes - casts_late)
         for number in wide.values():
             self._release(number)
         self.events += [(temporaries[place], None) for place in node.inner.left]
