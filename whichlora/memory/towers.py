@@ -237,7 +237,7 @@ class TowerForward:
         in_projector = self.named_in_projector + most(points, **self.of_vectors)
         # `forward_bytes` has one beside the input of its block
         embedded = self.state_bytes * (self.tower.num_embedded - 1)
-        shared = self.num_patches * self.table_bytes + self._block_masks
+        shared = self.num_patches * self.table_bytes + self.block_mask_bytes
         in_blocks = largest(in_block + shared + embedded, in_projector)
         return largest(in_blocks + self.held, self.embedding)
 
@@ -247,10 +247,10 @@ class TowerForward:
         tower = self.tower
         if not tower.names_blocks:
             return (1 + tower.names_embedded) * self.state_bytes
-        return tower.stack.num_hidden_layers * self.state_bytes + self._block_masks
+        return tower.stack.num_hidden_layers * self.state_bytes + self.block_mask_bytes
 
     @property
-    def _block_masks(self) -> Count:
+    def block_mask_bytes(self) -> Count:
         """Masks that all blocks read."""
         stack = self.tower.stack
         return kept_mask_bytes(stack, self.dtypes, tokens=self.num_patches, span=self.span)
@@ -286,7 +286,7 @@ class TowerForward:
             return largest(2 * rescaled, made + read)
         if self.tower.names_blocks:
             made = made + self.leaf_bytes
-            masking = self.state_bytes + self.leaf_bytes + 2 * self._block_masks
+            masking = self.state_bytes + self.leaf_bytes + 2 * self.block_mask_bytes
             return largest(made, masking)
         return made if self.tower.holds_narrow else made + self.narrow_bytes
 
