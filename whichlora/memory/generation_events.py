@@ -182,7 +182,7 @@ class GenerationEvents(TowerForwardPlayer):
             forward,
             blocks,
             projector_block(forward, events),
-            mask_bytes=forward.block_mask_bytes,
+            masks=forward.block_masks,
         )
 
     def _tower_block(self, forward: TowerForward, layer: Layer, *, workspace: int = 0) -> Block:
@@ -254,13 +254,14 @@ class GenerationEvents(TowerForwardPlayer):
             block, model, rows_bytes=rows_bytes, keeps_rows=False, look=look
         )
         positions = queries if self._is_one_forward else tokens
-        around = self._rotary(
+        around: list[int] = []
+        if not decoding:
+            masks = activations.kept_masks(model, dtypes, tokens=tokens, span=span)
+            around += [self.list.born(size) for size in masks]
+        around += self._rotary(
             activations.rotary_bytes(model, dtypes, span=positions),
             stream_bytes=dtypes.stream_bytes,
         )
-        if not decoding:
-            masks = activations.kept_mask_bytes(model, dtypes, tokens=tokens, span=span)
-            around.append(self.list.born(masks))
         blocks = [
             self._block(layer, tokens=tokens, span=span, decoding=decoding) for layer in self._kinds
         ]

@@ -54,13 +54,13 @@ class TowerForwardPlayer(BlockPlayer):
         blocks: Sequence[Block],
         projector: Block,
         *,
-        mask_bytes: int,
+        masks: Sequence[int],
         step: TowerStep | None = None,
     ) -> TowerPass:
         """From the pixels to the vectors that the text reads.
 
         Args:
-            mask_bytes: of masks that all blocks read.
+            masks: bytes of each that all blocks read.
             step: in which it goes backward, too.
 
         Source: transformers 5.23 `Qwen2_5_VLModel.get_image_features`,
@@ -71,7 +71,7 @@ class TowerForwardPlayer(BlockPlayer):
         stream = self._patches(forward)
         tables = [
             self.list.born(forward.num_patches * forward.table_bytes),
-            self.list.born(mask_bytes),
+            *(self.list.born(size) for size in masks),
         ]
         inside = [self.list.born(4 * forward.num_patches * tower.positions), *narrow]
         if step is not None and step.goes_backward:
@@ -220,7 +220,7 @@ class TowerPlayer(TowerForwardPlayer):
             tower.forward,
             self._asking_blocks(tower, accumulated=accumulated, first=first),
             self._projector_block(tower, accumulated=accumulated),
-            mask_bytes=tower.kept_mask_bytes,
+            masks=tower.kept_masks,
             step=tower,
         )
         for _ in range(tower.tower.copies):

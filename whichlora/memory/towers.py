@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from whichlora.memory.activations import kept_mask_bytes
+from whichlora.memory.activations import kept_masks
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.methods.base import Method
@@ -250,10 +250,14 @@ class TowerForward:
         return tower.stack.num_hidden_layers * self.state_bytes + self.block_mask_bytes
 
     @property
-    def block_mask_bytes(self) -> Count:
-        """Masks that all blocks read."""
+    def block_masks(self) -> tuple[Count, ...]:
+        """Bytes of each mask that all blocks read."""
         stack = self.tower.stack
-        return kept_mask_bytes(stack, self.dtypes, tokens=self.num_patches, span=self.span)
+        return kept_masks(stack, self.dtypes, tokens=self.num_patches, span=self.span)
+
+    @property
+    def block_mask_bytes(self) -> Count:
+        return sum(self.block_masks, 0 * self.span)
 
     @property
     def leaf_bytes(self) -> Count:
