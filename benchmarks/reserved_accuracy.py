@@ -105,11 +105,11 @@ def compared(run: RunConfig, traced: int) -> Compared:
     return replace(compared_job(job, traced), run=run)
 
 
-def compared_images() -> Iterator[Compared]:
-    """Kept traces of training with images."""
+def compared_images(phase: str = "finetune") -> Iterator[Compared]:
+    """Kept traces of runs with images."""
     for line in [*image_traces.records(), *image_traces.records("sft")]:
         run = RunConfig.from_dict(line["run"])
-        if run.phase == "finetune" and run.images and "reserved" in line:
+        if run.phase == phase and run.images and "reserved" in line:
             yield _without_warm_up(image_traces.job_of(line), line["reserved"])
 
 
@@ -256,7 +256,8 @@ def document(found: Sequence[Compared]) -> str:
     inferred = [one for one in found if one.run.phase == "inference"]
     traced = [one.needed_spread for one in trained if one.is_replayed]
     measured = list(published_spreads())
-    seen, tuned, fused = list(compared_images()), list(compared_sft()), list(compared_liger())
+    seen, served = list(compared_images()), list(compared_images("inference"))
+    tuned, fused = list(compared_sft()), list(compared_liger())
     return (
         "# Accuracy of reserved memory\n\n"
         f"Made by `benchmarks/reserved_accuracy.py --write` on {today}; no GPU was used. A "
@@ -268,9 +269,9 @@ def document(found: Sequence[Compared]) -> str:
         "either.\n\n"
         "*Estimate* is what millions of runs at once are judged by. *Answer* is what a prediction "
         "of one run says: the replay, or the estimate where a tensor that matters is missing "
-        "among the events. Those are shared layers and Gemma 4's; in inference also images, "
-        "encoder-decoders, recurrent layers, latent attention, quantised caches; else where live "
-        "bytes differ by more than 1 % from the ledger's.\n\n"
+        "among the events. Those are shared layers, Gemma 4's, and attention to images; in "
+        "inference also encoder-decoders, recurrent layers, latent attention, quantised caches; "
+        "else where live bytes differ by more than 1 % from the ledger's.\n\n"
         f"## Training\n\n{table(trained, _training_groups(trained))}\n\n{_summary(trained)}"
         "The share of the allocator's spread that a replay must leave for the interval to hold "
         f"95 % (`REPLAYED_SPREAD`, {REPLAYED_SPREAD}): {spread_of(traced):.2f} by {len(traced)} "
@@ -287,7 +288,10 @@ def document(found: Sequence[Compared]) -> str:
         f"### The worst\n\n{worst(seen)}\n\n"
         f"## Inference\n\nOne to eight new tokens.\n\n"
         f"{table(inferred, _inference_groups(inferred))}\n\n{_summary(inferred)}"
-        f"### The worst\n\n{worst(inferred)}\n"
+        f"### The worst\n\n{worst(inferred)}\n\n"
+        "## Inference with images\n\nTraces of `image_traces.py`, by class.\n\n"
+        f"{table(served, _image_groups(served))}\n\n{_summary(served)}"
+        f"### The worst\n\n{worst(served)}\n"
     )
 
 

@@ -89,12 +89,22 @@ def test_ligers_loss_reserves_what_the_real_one_does() -> None:
         {"model": "google-t5/t5-base", "method": "full", "precision": "bf16-pure"},
         {"model": "facebook/bart-base", "gradient_checkpointing": False},
         {"model": "t5gemma", "quant": "int8"},
+        # a fused head that casts several slices of its weight, for several tiles of tokens
+        {"model": "google/gemma-2-2b", "trainer": "sft", "base_dtype": "float32"},
+        {
+            "model": "google/gemma-2-2b",
+            "trainer": "sft",
+            "method": "full",
+            "base_dtype": "float32",
+            "seq_len": 1024,
+        },
         # a tower that takes no part
         {"model": "Qwen/Qwen3.5-9B", "method": "qlora"},
     ],
 )
 def test_events_add_up_to_the_ledger_in_every_micro_step(settings: dict[str, object]) -> None:
-    run = RunConfig(batch_size=8, seq_len=512, gradient_accumulation_steps=3, **settings)
+    sizes = {"batch_size": 8, "seq_len": 512, "gradient_accumulation_steps": 3}
+    run = RunConfig(**sizes | settings)
     assert reserved(run) is not None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -24,6 +24,7 @@ from whichlora.store.models import find_model
 from whichlora.symbolic import autograd
 from whichlora.symbolic.autograd import (
     NOTHING,
+    Assigned,
     LinearForm,
     Tape,
     constant,
@@ -89,6 +90,51 @@ def test_a_tensor_lives_until_its_last_reader_unless_a_name_holds_it() -> None:
     tape.hold(wide)
     points = tape.forward(saving=False)
     assert [bytes_of(one) for one in points] == [200, 202, 222, 200]
+
+
+def births_and_deaths(events: Iterable[tuple[int, LinearForm | None]]) -> list[int]:
+    """Bytes of what is born, and minus those of what dies."""
+    sizes: dict[int, int] = {}
+    changes = []
+    for tensor, form in events:
+        if form is not None:
+            sizes[tensor] = bytes_of(form)
+        changes.append(sizes[tensor] if form is not None else -sizes.pop(tensor))
+    return changes
+
+
+def test_what_a_variable_named_goes_when_its_next_value_is_there() -> None:
+    tape = Tape(no_grad=True)
+    x = tape.input(per_token(1), 1, needs_grad=False)
+    named = [Assigned("slice", constant(size)) for size in (30, 20, 7)]
+    result = tape.op([x], per_token(2), 1, inner=[constant(100), *named])
+    tape.returns(result)
+    events = block_events(tape).forward
+    assert births_and_deaths(events) == [100, 30, 20, -30, 7, -20, 2, -100, -7]
+    assert (
+        max(bytes_of(point) for point in tape.forward(saving=False)) == 100 + 30 + 20
+    )  # then the result
+
+
+def test_a_variable_that_lets_go_names_one_tensor_at_a_time() -> None:
+    tape = Tape(no_grad=True)
+    x = tape.input(per_token(1), 1, needs_grad=False)
+    named = [Assigned("slice", form) for form in (constant(30), None, constant(20), None)]
+    tape.returns(tape.op([x], per_token(2), 1, inner=named))
+    assert births_and_deaths(block_events(tape).forward) == [30, -30, 20, -20, 2]
+
+
+def test_sums_in_fp32_come_before_temporaries_and_are_cast_behind_them() -> None:
+    tape = Tape()
+    x = tape.input(per_token(10), 2, needs_grad=True)
+    weight = tape.weight(constant(50), 4, trained=True)
+    result = tape.op([x, weight], constant(1), 4, inner_backward=[constant(300)], sums_wide=True)
+    tape.returns(result)
+    of_sums, of_cast = [40, 200], [20]
+    events = block_events(tape).backward
+    assert births_and_deaths(events[:-1]) == [*of_sums, 300, *of_cast, -40, -300]
+    points = [bytes_of(point) for point in tape.backward(recomputed=False)]
+    assert max(points) == 4 + sum(of_sums) + 300 + sum(of_cast)
 
 
 @pytest.mark.parametrize(("saving", "peak"), [(True, 12 + 2), (False, 12)])

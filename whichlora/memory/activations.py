@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from whichlora.spec.architecture import Attention, Layer, ModelSpec
 from whichlora.spec.dtypes import Dtypes
@@ -23,6 +23,14 @@ _Mask: TypeAlias = tuple[str, bool, int | None]
 
 
 def kept_mask_bytes(
+    model: ModelSpec, dtypes: Dtypes, *, tokens: Count, span: Count, **settings: Any
+) -> Count:
+    """All of `kept_masks`, with its settings. Kind: exact. Source: as of it."""
+    masks = kept_masks(model, dtypes, tokens=tokens, span=span, **settings)
+    return sum(masks, 0 * span)
+
+
+def kept_masks(
     model: ModelSpec,
     dtypes: Dtypes,
     *,
@@ -32,8 +40,8 @@ def kept_mask_bytes(
     side: str = "",
     unbiased: str = "",
     without_zeros: bool = False,
-) -> Count:
-    """Attention masks and position biases that all layers of a stack share.
+) -> tuple[Count, ...]:
+    """Bytes of each attention mask and position bias that all layers of a stack share.
 
     Args:
         side: only those of this stack, "encoder" or "decoder".
@@ -75,13 +83,13 @@ def kept_mask_bytes(
                 dropped = group.stack == unbiased and (without_zeros or not attention.cross)
                 if stays and not dropped:
                     biases[key[:2]] = _relative_bias_bytes(attention, dtypes)
-    total = sum(biases.values()) * span * span
+    made = [masks[mask] * num_pairs[mask] for mask in masks if checkpointed or mask in saved]
+    made += [size * span * span for size in biases.values()]
     if checkpointed:
         sizes = {"tokens": tokens, "span": span}
-        total = total + sequence_bias_bytes(model, dtypes, **sizes)
-        total = total + block_bias_bytes(model, dtypes, **sizes, side=side, unbiased=unbiased)
-    kept = masks if checkpointed else saved
-    return total + sum(masks[mask] * num_pairs[mask] for mask in kept)
+        made.append(sequence_bias_bytes(model, dtypes, **sizes))
+        made.append(block_bias_bytes(model, dtypes, **sizes, side=side, unbiased=unbiased))
+    return tuple(made)
 
 
 def making_mask_bytes(layer: Layer, dtypes: Dtypes, *, tokens: Count, span: Count) -> Count:

@@ -448,6 +448,9 @@ def _loaded(model: ModelSpec, dtypes: Dtypes) -> Iterator[tuple[Iterable[tuple[i
 
     A tensor is the bytes that stay, and those of the wide one that it is quantised from.
     """
+    around = model.outer_linears + model.idle_linears
+    if model.tower is not None:
+        yield from _loaded_linears(around, dtypes)
     tables = [table.num_elements * dtypes.embedding_bytes for table in model.embeddings]
     yield [(block_bytes(size), 0) for size in tables], 1
     shared = {group.layer for group in model.groups if group.shared}
@@ -456,16 +459,23 @@ def _loaded(model: ModelSpec, dtypes: Dtypes) -> Iterator[tuple[Iterable[tuple[i
             yield _layer_weights(layer, dtypes), 1 if layer in shared else times
     if model.head is not None and not model.head_tied:
         yield [(block_bytes(model.head.num_weights * dtypes.head_bytes), 0)], 1
-    around = model.outer_linears + model.idle_linears
-    for times, linears in itertools.groupby(around, key=lambda linear: linear.count):
-        of_block = (_stored(replace(linear, count=1), dtypes) for linear in linears)
-        pairs = itertools.chain.from_iterable(of_block)
-        yield [(block_bytes(size), block_bytes(wide)) for size, wide in pairs], times
+    if model.tower is None:
+        yield from _loaded_linears(around, dtypes)
     stored = weight_bytes(model, dtypes)
     stored["other"] -= sum(linear_bytes(replace(linear, bias=False), dtypes) for linear in around)
     yield [(block_bytes(stored[name]), 0) for name in ("other", "buffers")], 1
     if scratch := scratch_bytes(model, dtypes):
         yield [(block_bytes(scratch), 0)], 1
+
+
+def _loaded_linears(
+    linears: Iterable[Linear], dtypes: Dtypes
+) -> Iterator[tuple[Iterable[tuple[int, int]], int]]:
+    """Those of each kind of block; as of `_loaded`."""
+    for times, of_kind in itertools.groupby(linears, key=lambda linear: linear.count):
+        of_block = (_stored(replace(linear, count=1), dtypes) for linear in of_kind)
+        pairs = itertools.chain.from_iterable(of_block)
+        yield [(block_bytes(size), block_bytes(wide)) for size, wide in pairs], times
 
 
 def _layer_weights(layer: Layer, dtypes: Dtypes) -> Iterator[tuple[int, int]]:

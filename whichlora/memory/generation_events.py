@@ -13,7 +13,6 @@ from whichlora.memory.allocator import kernel_workspace_bytes
 from whichlora.memory.allocator_simulator import rounded
 from whichlora.memory.event_list import (
     Block,
-    BlockPlayer,
     Chunk,
     EventList,
     Instance,
@@ -23,17 +22,25 @@ from whichlora.memory.event_list import (
 from whichlora.memory.inference import Generation
 from whichlora.memory.kv_cache import kept_tokens
 from whichlora.memory.layer_bytes import layer_cases
+from whichlora.memory.tower_events import (
+    PLACE_BYTES,
+    TowerForwardPlayer,
+    TowerPass,
+    projector_block,
+)
+from whichlora.memory.towers import TowerForward
 from whichlora.spec.architecture import Layer, layers_in_order
 from whichlora.spec.numeric import ceil_div, smallest
 from whichlora.symbolic.autograd import evaluate
 from whichlora.symbolic.language_head import logits_events, stack_end_events
 from whichlora.symbolic.layer import BlockEvents, forward_events, stream_bytes
+from whichlora.symbolic.projectors import projector_forward_events
 from whichlora.symbolic.token_embeddings import embedding_events
 
 _MOST_STEPS = 32  # of a cache that grows; each takes most of a millisecond
 
 
-class GenerationEvents(BlockPlayer):
+class GenerationEvents(TowerForwardPlayer):
     """The events of loading and of one call of `generate`, or of one forward."""
 
     def __init__(self, run: Generation) -> None:
@@ -140,8 +147,6 @@ class GenerationEvents(BlockPlayer):
         self._cache[number] += before  # written in place
         return instance
 
-    # --- one pass -------------------------------------------------------------------------------
-
     def _embedding_events(self, *, decoding: bool) -> BlockEvents | None:
         run = self.run
         if decoding not in self._embeddings:
@@ -157,6 +162,68 @@ class GenerationEvents(BlockPlayer):
         stream = self._width(self.layers[-1])
         return stack_end_events(run.model, run.dtypes, run.method, run.targets, stream=stream)
 
+    # --- images ---------------------------------------------------------------------------------
+
+    def _see(self, forward: TowerForward) -> TowerPass:
+        """The tower's forward, whose first block asks for a workspace.
+
+        Source: transformers 5.23 `_prepare_multimodal_encoder_kwargs_for_generation`, whose results
+        `model_kwargs` hold to the end.
+        """
+        stack = forward.tower.stack
+        layers = layers_in_order(stack)
+        kinds = {layer: self._tower_block(forward, layer) for layer in dict.fromkeys(layers)}
+        blocks = [kinds[layer] for layer in layers]
+        if self._workspace:
+            blocks[0] = self._tower_block(forward, layers[0], workspace=self._workspace)
+        settings = forward.tower, forward.targets, forward.dtypes, forward.method
+        events = projector_forward_events(*settings, stream=forward.stream, kept=forward.kept)
+        return self._tower_forward(
+            forward,
+            blocks,
+            projector_block(forward, events),
+            masks=forward.block_masks,
+        )
+
+    def _tower_block(self, forward: TowerForward, layer: Layer, *, workspace: int = 0) -> Block:
+        stack, dtypes = forward.tower.stack, forward.dtypes
+        sizes = {"tokens": forward.num_patches, "span": forward.span, "r": forward.r}
+        of_layer = {name: sizes[name] for name in ("tokens", "span")}
+        ((_, running, masked, ragged),) = layer_cases(layer, dtypes, **of_layer)
+        width = stream_bytes(layer, dtypes, after_norm=stack.starts_in_layer_norm)
+        events = forward_events(
+            running,
+            stack.stream_width,
+            forward.targets,
+            dtypes,
+            forward.method,
+            masked=masked,
+            ragged=ragged,
+            stream=width,
+        )
+        fixed = {}
+        if workspace:
+            fixed = self.list.workspace_after(events.num_tensors, workspace)
+            events = asks_in_forward(events)
+        size = rounded(width * stack.hidden_size * forward.num_patches)
+        return Block(events, sizes, input_bytes=size, result_bytes=size, fixed=fixed)
+
+    def _put_images(self, forward: TowerForward, *, tokens: int) -> tuple[list[int], list[int]]:
+        """Vectors as the model's forward has them, and where they go in its `tokens`.
+
+        Source: transformers 5.23 `Qwen2_5_VLModel.forward`.
+        """
+        width = self.run.model.hidden_size * self._width(self.layers[0])
+        vector_bytes = forward.num_vectors * width
+        copies = [self.list.born(vector_bytes) for _ in range(forward.tower.copies)]
+        return copies, [self.list.born(tokens * self.run.model.hidden_size * PLACE_BYTES)]
+
+    # --- one pass -------------------------------------------------------------------------------
+
+    @cached_property
+    def _workspace(self) -> int:
+        return kernel_workspace_bytes(self.run.gpu, self.run.dtypes)
+
     def _pass(self, *, queries: int, span: int, decoding: bool) -> None:
         run, model = self.run, self.run.model
         tokens = run.batch_size * queries
@@ -169,25 +236,39 @@ class GenerationEvents(BlockPlayer):
         if events is not None:
             result_bytes = rounded(self._width(self.layers[0]) * model.hidden_size * tokens)
             block = Block(events, sizes, input_bytes=rows_bytes, result_bytes=result_bytes)
+        tower = None if decoding else run.tower
+        seen: TowerPass | None = None
+        if tower is not None and not tower.tower.embeds_first:
+            seen = self._see(tower)
+        copies: list[int] = []
+
+        def look() -> list[int]:
+            nonlocal seen, copies
+            if tower is None:
+                return []
+            seen = seen or self._see(tower)
+            copies, places = self._put_images(tower, tokens=tokens)
+            return places
+
         rows, stream, embedded = self._embedded(
-            block, model, rows_bytes=rows_bytes, keeps_rows=False
+            block, model, rows_bytes=rows_bytes, keeps_rows=False, look=look
         )
         positions = queries if self._is_one_forward else tokens
-        around = self._rotary(
+        around: list[int] = []
+        if not decoding:
+            masks = activations.kept_masks(model, dtypes, tokens=tokens, span=span)
+            around += [self.list.born(size) for size in masks]
+        around += self._rotary(
             activations.rotary_bytes(model, dtypes, span=positions),
             stream_bytes=dtypes.stream_bytes,
         )
-        if not decoding:
-            masks = activations.kept_mask_bytes(model, dtypes, tokens=tokens, span=span)
-            around.append(self.list.born(masks))
         blocks = [
             self._block(layer, tokens=tokens, span=span, decoding=decoding) for layer in self._kinds
         ]
         ordered = [blocks[kind] for kind in self._kind_of]
-        workspace = kernel_workspace_bytes(run.gpu, run.dtypes)
-        if workspace and not decoding:
+        if self._workspace and not decoding and tower is None:
             ordered[0] = self._block(
-                self.layers[0], tokens=tokens, span=span, decoding=False, workspace=workspace
+                self.layers[0], tokens=tokens, span=span, decoding=False, workspace=self._workspace
             )
         before: Instance | None = None
         for number, block in enumerate(ordered):
@@ -196,7 +277,9 @@ class GenerationEvents(BlockPlayer):
                 self._kill(before, before.block.events.copies)
             self._let_go(stream)
             before, stream = instance, instance.streams[instance.block.events.result]
-        self._finish(stream, rows, around, tokens=tokens, sizes=sizes)
+        self._finish(stream, rows, around + copies, tokens=tokens, sizes=sizes)
+        if seen is not None and seen.forward.tower.embeds_first:
+            self._leave_images(seen)
         for last in (before, embedded):
             if last is not None:
                 self._kill(last, last.block.events.copies)
@@ -244,6 +327,8 @@ class GenerationEvents(BlockPlayer):
         """The events up to the end of the prompt's pass, then up to that of each decoding step."""
         run = self.run
         play_loading(self.list, run.model, run.dtypes)
+        for size in () if run.tower is None else run.tower.pixel_tensors:
+            self.list.born(size)  # `generate` holds them to the end
         self._pass(queries=run.prompt_len, span=run.sized["span"], decoding=False)
         last = 0 if self._is_one_forward else run.max_new_tokens - 1
         count = min(last, 2 if self._is_static else _MOST_STEPS)  # steps of a static one are alike
@@ -274,7 +359,7 @@ def has_events(run: Generation) -> bool:
         and not any(group.shared for group in model.groups)
         and model.layer_input_norm is None
         and model.streams is None
-        and model.tower is None
+        and (model.tower is None or not model.tower.attended)
     )
 
 

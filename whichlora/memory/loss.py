@@ -89,11 +89,11 @@ def loss_forward_bytes(
         # its kernel turns the shifted copy of the fp32 logits into their gradient
         return tokens * (vocab * (8 if widened else 10) + hidden_bytes // 2)
     if loss_head == "trl-fused":
-        tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * dtypes.compute_bytes
         # `backbone_outputs` names the last norm's result; selected rows of it, targets and
         # normaliser, seven fp32 vectors
         folded = _fused_temporaries(model, dtypes, tokens=tokens, bytes_per_entry=13)
         states = dtypes.stream_bytes * model.hidden_size + _selected_bytes(model, dtypes)
+        tile = _fused_tile(model, dtypes, tokens=tokens, names_slices=False)
         return tokens * (states + 12 + 28) + tile + folded
     if loss_head == "unsloth-fused":
         states = 2 * dtypes.stream_bytes * model.hidden_size
@@ -223,6 +223,32 @@ def _widens_outputs(dtypes: Dtypes, trainer: Trainer) -> bool:
     return trainer.widens_outputs and dtypes.under_autocast and dtypes.compute_bytes == 2
 
 
+def _fused_tile(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, names_slices: bool) -> Count:
+    """Of TRL's head: a tile of logits, the cast states of its rows, cast slices of the weight.
+
+    A variable's new value is there before its old one goes: states where a second tile of tokens
+    begins, slices of the weight in the backward.
+
+    Kind: exact; an upper bound where the backward casts gradients, as its last slice may be
+    smaller. Source: TRL 1.16 `ChunkedLogProbFunction`: `mm_buf`, `hidden_chunk`, `w_chunk`.
+    """
+    vocab, compute = logit_width(model), dtypes.compute_bytes
+    width = compute * model.hidden_size
+    first = smallest(tokens, FUSED_TILE_TOKENS)
+    both = smallest(tokens, 2 * FUSED_TILE_TOKENS)
+    tile = first * FUSED_TILE_VOCAB * compute
+    of_states = width * (dtypes.stream_bytes != compute)
+    if dtypes.embedding_bytes == compute:
+        return tile + of_states * both
+    words = min(vocab, FUSED_TILE_VOCAB)
+    if not names_slices:
+        return tile + largest(of_states * first + width * words, of_states * both)
+    last = (vocab - 1) % FUSED_TILE_VOCAB + 1
+    before = min(vocab - words, words) if vocab > words else words * (both > first)
+    at_slice = of_states * first + width * (words + before)
+    return tile + largest(at_slice, of_states * both + width * last)
+
+
 def _fused_temporaries(
     model: ModelSpec, dtypes: Dtypes, *, tokens: Count, bytes_per_entry: int
 ) -> Count:
@@ -339,16 +365,14 @@ def loss_backward_bytes(
         logits_bytes = dtypes.compute_bytes if has_narrow_loss(model, dtypes) else 4
         return tokens * (2 * logits_bytes * vocab + dtypes.stream_bytes * hidden)
     if loss_head == "trl-fused":
-        tile = smallest(tokens, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * dtypes.compute_bytes
-        is_cast = dtypes.embedding_bytes != dtypes.compute_bytes
-        slice_bytes = dtypes.compute_bytes * min(vocab, FUSED_TILE_VOCAB) * hidden if is_cast else 0
+        tile = _fused_tile(model, dtypes, tokens=tokens, names_slices=True)
         # a trained head: its gradient is summed up in fp32 and handed on in its own dtype
         handed_on = 0 if dtypes.embedding_bytes == 4 else dtypes.embedding_bytes
         summed = (4 + handed_on) * vocab * hidden if dtypes.trains_base else 0
         folded = _fused_temporaries(model, dtypes, tokens=tokens, bytes_per_entry=29)
         narrowed = 0 if dtypes.stream_bytes == 4 else dtypes.stream_bytes  # the summed gradient
         states = tokens * (_selected_bytes(model, dtypes) + 12 + (4 + narrowed) * hidden)
-        return states + tile + slice_bytes + summed + folded
+        return states + tile + summed + folded
     if loss_head == "unsloth-fused":
         return tokens * 2 * dtypes.stream_bytes * hidden
     if loss_head == "liger":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from whichlora.memory import activations, allocator, logits_loss, loss, optimizer
 from whichlora.memory.embeddings import layer_inputs_saved, masked_head_saved, outside_saved
@@ -486,8 +487,10 @@ class TrainingStep:
     def _is_reentrant(self) -> bool:
         return bool(self.run.gradient_checkpointing and self.run.use_reentrant)
 
-    def _mask_bytes(self, *, checkpointed: bool, side: str = "", unbiased: str = "") -> Count:
-        return activations.kept_mask_bytes(
+    def _masks(
+        self, *, checkpointed: bool, side: str = "", unbiased: str = ""
+    ) -> tuple[Count, ...]:
+        return activations.kept_masks(
             self.model,
             self.dtypes,
             checkpointed=checkpointed,
@@ -497,9 +500,17 @@ class TrainingStep:
             **self.sized,
         )
 
+    def _mask_bytes(self, **settings: Any) -> Count:
+        return sum(self._masks(**settings), 0 * self.tokens)
+
+    @cached_property
+    def kept_masks(self) -> tuple[Count, ...]:
+        """Bytes of each mask and bias that all layers read."""
+        return self._masks(checkpointed=bool(self.run.gradient_checkpointing))
+
     @cached_property
     def kept_mask_bytes(self) -> Count:
-        return self._mask_bytes(checkpointed=bool(self.run.gradient_checkpointing))
+        return sum(self.kept_masks, 0 * self.tokens)
 
     @cached_property
     def shared_masks(self) -> Group:

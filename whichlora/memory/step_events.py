@@ -490,10 +490,13 @@ class StepEvents(TowerPlayer):
         return result
 
     def _shared(self, step: TrainingStep) -> list[int]:
-        """Rotary tables and masks, which live to the end of the backward."""
+        """Masks and rotary tables, which live to the end of the backward.
+
+        Source: transformers 5.23 `LlamaModel.forward`.
+        """
         rotary_bytes = activations.rotary_bytes(step.model, step.dtypes, span=step.seq_len)
-        tables = self._rotary(rotary_bytes, stream_bytes=step.dtypes.stream_bytes)
-        return [*tables, self.list.born(step.kept_mask_bytes)]
+        masks = [self.list.born(size) for size in step.kept_masks]
+        return [*masks, *self._rotary(rotary_bytes, stream_bytes=step.dtypes.stream_bytes)]
 
     def optimizer_step(self, *, first: bool) -> None:
         """States are made by the first step; gradients go after it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from whichlora.memory.activations import kept_mask_bytes
+from whichlora.memory.activations import kept_masks
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.methods.base import Method
@@ -237,7 +237,7 @@ class TowerForward:
         in_projector = self.named_in_projector + most(points, **self.of_vectors)
         # `forward_bytes` has one beside the input of its block
         embedded = self.state_bytes * (self.tower.num_embedded - 1)
-        shared = self.num_patches * self.table_bytes + self._block_masks
+        shared = self.num_patches * self.table_bytes + self.block_mask_bytes
         in_blocks = largest(in_block + shared + embedded, in_projector)
         return largest(in_blocks + self.held, self.embedding)
 
@@ -247,13 +247,17 @@ class TowerForward:
         tower = self.tower
         if not tower.names_blocks:
             return (1 + tower.names_embedded) * self.state_bytes
-        return tower.stack.num_hidden_layers * self.state_bytes + self._block_masks
+        return tower.stack.num_hidden_layers * self.state_bytes + self.block_mask_bytes
 
     @property
-    def _block_masks(self) -> Count:
-        """Masks that all blocks read."""
+    def block_masks(self) -> tuple[Count, ...]:
+        """Bytes of each mask that all blocks read."""
         stack = self.tower.stack
-        return kept_mask_bytes(stack, self.dtypes, tokens=self.num_patches, span=self.span)
+        return kept_masks(stack, self.dtypes, tokens=self.num_patches, span=self.span)
+
+    @property
+    def block_mask_bytes(self) -> Count:
+        return sum(self.block_masks, 0 * self.span)
 
     @property
     def leaf_bytes(self) -> Count:
@@ -286,7 +290,7 @@ class TowerForward:
             return largest(2 * rescaled, made + read)
         if self.tower.names_blocks:
             made = made + self.leaf_bytes
-            masking = self.state_bytes + self.leaf_bytes + 2 * self._block_masks
+            masking = self.state_bytes + self.leaf_bytes + 2 * self.block_mask_bytes
             return largest(made, masking)
         return made if self.tower.holds_narrow else made + self.narrow_bytes
 

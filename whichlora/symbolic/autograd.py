@@ -46,9 +46,23 @@ class LinearForm(NamedTuple):
 
 
 NOTHING = LinearForm()
-Temporaries: TypeAlias = LinearForm | Sequence[LinearForm]
+
+
+class Assigned(NamedTuple):
+    """A temporary that a variable names; what it named before goes when the new one is there.
+
+    Args:
+        form: None where the variable lets go of what it names.
+    """
+
+    variable: str
+    form: LinearForm | None
+
+
+Temporaries: TypeAlias = LinearForm | Sequence[LinearForm | Assigned]
 """One tensor that an operator makes and drops, or several in the order in which it makes them."""
 LAYER_INPUT = "layer input"
+_FP32 = 4  # bytes
 INDEX_BYTES = 8  # torch indexes with int64
 CHUNK = 64  # tokens that a gated delta net takes at once, the last ones padded
 COMPARED_FROM = 1 << 13  # combinations of sizes; of fewer, evaluating forms takes less time
@@ -355,6 +369,29 @@ class Tensor:
         """`form` as one integer."""
         return packed(self.elements) * self.size
 
+    @property
+    def packed_in_fp32(self) -> int:
+        return packed(self.elements) * _FP32
+
+
+@dataclass(frozen=True, slots=True)
+class _Inner:
+    """Temporaries of one operator.
+
+    Args:
+        events: births, and deaths before its end, by the place of the temporary.
+        peaks: bytes alive before each of these deaths.
+        left: those at the end, when there is what the operator returns.
+    """
+
+    events: tuple[_PackedEvent, ...] = ()
+    peaks: tuple[int, ...] = ()
+    left_bytes: int = 0
+    left: tuple[int, ...] = ()
+
+
+_NO_INNER = _Inner()
+
 
 @dataclass(slots=True)
 class _Node:
@@ -366,19 +403,20 @@ class _Node:
     saved: Sequence[int]
     packs: bool
     passes: bool
-    inner: Sequence[int]
+    inner: _Inner = _NO_INNER
     hidden: bool = False
     reshapes: bool = False
     casts: int = 0
     overwrites: bool = False
     narrows: bool = False
+    sums_wide: bool = False
 
 
 @dataclass(slots=True)
 class _Step:
     reads: Sequence[int]
     makes: Sequence[int]
-    inner: Sequence[int]
+    inner: _Inner = _NO_INNER
     by_graph: bool = False
     in_turn: bool = False
 
@@ -448,13 +486,38 @@ class Tape:
             self._group_size = form.group_size
         return packed(form)
 
-    def _blocks(self, temporaries: Temporaries) -> tuple[int, ...]:
+    def _inner(self, temporaries: Temporaries) -> _Inner:
         """The tensors among `temporaries`."""
         if temporaries is NOTHING:
-            return ()
+            return _NO_INNER
         if isinstance(temporaries, LinearForm):
             temporaries = (temporaries,)
-        return tuple(self._packed(form) for form in temporaries if any(form))
+        events: list[_PackedEvent] = []
+        peaks: list[int] = []
+        alive: dict[str | int, tuple[int, int]] = {}  # by the variable or the place
+        live = place = 0
+        for temporary in temporaries:
+            name: str | int = place
+            form: LinearForm | None
+            if isinstance(temporary, Assigned):
+                name, form = temporary
+            else:
+                form = temporary
+            born = None
+            if form is not None and any(form):
+                born = place, self._packed(form)
+                events.append(born)
+                live += born[1]
+                place += 1
+            if name in alive:
+                peaks.append(live)
+                gone, num_bytes = alive.pop(name)
+                events.append((gone, None))
+                live -= num_bytes
+            if born is not None:
+                alive[name] = born
+        left = tuple(gone for gone, _ in alive.values())
+        return _Inner(tuple(events), tuple(dict.fromkeys(peaks)), live, left)
 
     def _form(self, number: int) -> LinearForm:
         return unpacked(number, self._chunk_size, self._fused_rows, self._group_size)
@@ -597,6 +660,7 @@ class Tape:
         hidden: bool = False,
         reshapes: bool = False,
         overwrites: bool = False,
+        sums_wide: bool = False,
         in_turn: bool = False,
         joined: bool = False,
         what: str = "",
@@ -617,6 +681,8 @@ class Tape:
             reshapes: the gradients it returns are views, as those of a product of matrices are that
                 reads its input as rows.
             overwrites: gradients are written over what it has saved.
+            sums_wide: gradients are sums in fp32, which are there before the temporaries of the
+                backward and which it casts at its end where theirs are narrower.
             in_turn: a loop makes what it keeps, each gone before the next unless it is saved.
             what: label of the tensors that it saves.
         """
@@ -634,28 +700,16 @@ class Tape:
                 saved.append(len(self._forms))
                 self._add(self._packed(form), what, 0)
             packs = bool(saves or saves_result or keeps) and not hidden
-            step = len(self._steps)
-            beside = self._blocks(inner_backward)
-            self._nodes.append(
-                _Node(
-                    step,
-                    (result,),
-                    inputs,
-                    saved,
-                    packs,
-                    passes,
-                    beside,
-                    hidden,
-                    reshapes,
-                    self._packed(casts_gradients),
-                    overwrites,
-                )
-            )
+            beside = self._inner(inner_backward)
+            node = _Node(len(self._steps), (result,), inputs, saved, packs, passes, beside)
+            node.hidden, node.reshapes, node.overwrites = hidden, reshapes, overwrites
+            node.casts, node.sums_wide = self._packed(casts_gradients), sums_wide
+            self._nodes.append(node)
         self._steps.append(
             _Step(
                 [tensor.storage for tensor in reads if tensor.storage >= 0],
                 made,
-                self._blocks(inner),
+                self._inner(inner),
                 in_turn=in_turn,
             )
         )
@@ -692,7 +746,7 @@ class Tape:
         if not copies_gradient or not tensor.needs_grad:
             return tensor
         result = replace(tensor, edge=self._edge())
-        self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, False, ()))
+        self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, False))
         return result
 
     def written_over(self, tensor: Tensor) -> Tensor:
@@ -701,7 +755,7 @@ class Tape:
         if not tensor.needs_grad:
             return tensor
         result = replace(tensor, edge=self._edge())
-        self._nodes.append(_Node(len(self._steps) - 1, (result,), (tensor,), (), False, True, ()))
+        self._nodes.append(_Node(len(self._steps) - 1, (result,), (tensor,), (), False, True))
         return result
 
     def behind(self, tensor: Tensor, elements: LinearForm, size: int) -> Tensor:
@@ -730,7 +784,7 @@ class Tape:
         if not tensor.needs_grad:
             return tensor
         result = replace(tensor, edge=self._edge())
-        beside = self._blocks(inner)
+        beside = self._inner(inner)
         self._nodes.append(_Node(len(self._steps), (result,), (tensor,), (), False, True, beside))
         return result
 
@@ -752,7 +806,7 @@ class Tape:
         is_sum = added is not None  # a product's backward reads its factor
         saved = [operand.storage for operand in saves if operand.storage >= 0]
         packs = bool(saved) or not is_sum
-        self._nodes.append(_Node(step, (result,), inputs, saved, packs, is_sum, ()))
+        self._nodes.append(_Node(step, (result,), inputs, saved, packs, is_sum))
         return result
 
     def write_view(
@@ -781,7 +835,7 @@ class Tape:
         copied = scaled(elements, tensor.size)
         hands_on = value.needs_grad and value.form == copied
         inner = (NOTHING if hands_on else copied, copied if replaces else NOTHING)
-        beside = self._blocks(inner)
+        beside = self._inner(inner)
         self._nodes.append(_Node(step, (result,), inputs, (), False, False, beside))
         return result
 
@@ -799,7 +853,7 @@ class Tape:
         """Views of parts of `tensor`; its gradient is assembled from theirs."""
         views = tuple(replace(tensor, elements=part, edge=self._edge()) for part in elements)
         if tensor.needs_grad:
-            beside = self._blocks(inner)
+            beside = self._inner(inner)
             self._nodes.append(_Node(len(self._steps), views, (tensor,), (), False, False, beside))
         return views
 
@@ -810,7 +864,7 @@ class Tape:
             by_graph: nodes that nobody goes back through do, where the forward saves anything.
         """
         storages = [tensor.storage for tensor in tensors if tensor.storage >= 0]
-        self._steps.append(_Step(storages, (), (), by_graph))
+        self._steps.append(_Step(storages, (), by_graph=by_graph))
 
     def returns(self, tensor: Tensor) -> None:
         """The caller takes `tensor` over, so that no step of the block frees it."""
@@ -826,7 +880,7 @@ class Tape:
         before = self._bound.get(name)
         if before is not None:
             self._returned.discard(before)
-            self._steps.append(_Step([before], (), ()))
+            self._steps.append(_Step([before], ()))
         if tensor.storage >= 0:
             self._returned.add(tensor.storage)
             if name:
@@ -900,9 +954,10 @@ class Tape:
         points = []
         live = 0
         for index, step in enumerate(self._steps if stop is None else self._steps[:stop]):
+            points += [live + peak for peak in step.inner.peaks]
             for storage in step.made(saving=saving):
                 live += forms[storage]
-            points.append(live + sum(step.inner))
+            points.append(live + step.inner.left_bytes)
             for storage in ends.get(index, ()):
                 if storage not in held:
                     live -= forms[storage]
@@ -934,10 +989,9 @@ class Tape:
         ends = self._ends(saving=saving)
         events: list[_PackedEvent] = []
         for index, step in enumerate(self._steps if stop is None else self._steps[:stop]):
-            temporaries = range(-1, -1 - len(step.inner), -1)
-            events += zip(temporaries, step.inner, strict=True)
+            events += [(-1 - place, form) for place, form in step.inner.events]
             events += [(storage, self._forms[storage]) for storage in step.made(saving=saving)]
-            events += [(number, None) for number in temporaries]
+            events += [(-1 - place, None) for place in step.inner.left]
             events += [(tensor, None) for tensor in ends.get(index, ()) if tensor not in held]
         if stop is None:
             return events
@@ -1164,8 +1218,12 @@ class Backward:
         ]
         if not gradients:
             return
-        temporaries = [self._new(form) for form in node.inner]
-        self.events += zip(temporaries, node.inner, strict=True)
+        wide: dict[int, int] = {}  # sums in fp32, by the edge of what they are a gradient of
+        if node.sums_wide:
+            wide = {tensor.edge: self._born(tensor.packed_in_fp32) for tensor in node.inputs}
+        temporaries = [self._new(form) for _, form in node.inner.events if form is not None]
+        self.events += [(temporaries[place], form) for place, form in node.inner.events]
+        self.points += [self.live + peak for peak in node.inner.peaks]
         made: list[tuple[Tensor, int]] = []
         if node.overwrites:
             self._free_saved(node)
@@ -1177,17 +1235,20 @@ class Backward:
             elif node.narrows and tensor.size == node.results[0].size:
                 made.append((tensor, self._part(gradients[0], form)))
             else:
-                gradient = self._born(form)
+                is_summed = node.sums_wide and tensor.size == _FP32
+                gradient = wide.pop(tensor.edge) if is_summed else self._born(form)
                 made.append((tensor, gradient))
                 if node.reshapes:
                     self._views.add(gradient)
         casts_late = node.casts if unpacks_once else 0
-        self.points.append(self.live + sum(node.inner) - casts_late)
-        self.events += [(number, None) for number in temporaries]
+        self.points.append(self.live + node.inner.left_bytes - casts_late)
+        for number in wide.values():
+            self._release(number)
+        self.events += [(temporaries[place], None) for place in node.inner.left]
         if not node.overwrites:
             self._free_saved(node)
         if casts_late:
-            self.points.append(self.live + sum(node.inner))
+            self.points.append(self.live + node.inner.left_bytes)
         if node.saved and not node.hidden:
             self._num_packed -= 1
             if self.is_recomputed and not self._num_packed:

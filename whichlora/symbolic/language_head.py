@@ -12,6 +12,7 @@ from whichlora.spec.numeric import Count, ceil_div, next_power_of_2, smallest
 from whichlora.symbolic.altup import merge_streams
 from whichlora.symbolic.autograd import (
     NOTHING,
+    Assigned,
     LinearForm,
     SavedTensor,
     Tape,
@@ -182,6 +183,34 @@ FUSED_TILE_TOKENS = 4096
 FUSED_TILE_VOCAB = 32_768
 
 
+def fused_tiles(
+    *, rows: int, vocab: int, logit_bytes: int, cast_row: int, cast_word: int, names_slices: bool
+) -> list[LinearForm | Assigned]:
+    """What one pass of TRL's head makes: a buffer for logits, casts of states and of the head.
+
+    Args:
+        rows: that are scored.
+        logit_bytes: of one.
+        cast_row, cast_word: of the cast states of one row, of the head's one word; 0 if none is.
+        names_slices: the loop's variable keeps a cast slice until the next one is there, as in the
+            backward; in the forward it is an argument alone.
+
+    Kind: exact. Source: TRL 1.16 `ChunkedLogProbFunction`: `mm_buf`, `hidden_chunk`, `w_chunk`.
+    """
+    made: list[LinearForm | Assigned] = [
+        constant(min(rows, FUSED_TILE_TOKENS) * FUSED_TILE_VOCAB * logit_bytes)
+    ]
+    for row in range(0, rows, FUSED_TILE_TOKENS):
+        tile_rows = min(FUSED_TILE_TOKENS, rows - row)
+        made.append(Assigned("states", constant(tile_rows * cast_row)))
+        for word in range(0, vocab if cast_word else 0, FUSED_TILE_VOCAB):
+            words = min(FUSED_TILE_VOCAB, vocab - word)
+            made.append(Assigned("slice", constant(words * cast_word)))
+            if not names_slices:
+                made.append(Assigned("slice", None))
+    return made
+
+
 def fused_loss(
     code: OpEmitter, model: ModelSpec, x: Tensor, *, tokens: int, sequences: int, trained: bool
 ) -> Tensor:
@@ -196,26 +225,31 @@ def fused_loss(
     tape.hold(x)
     # the rows whose next token is scored
     scored = tape.op([y], plus(per_token(width), per_sequence(-width)), y.size)
-    tile_rows = min(tokens - sequences, FUSED_TILE_TOKENS)
-    vocab = min(model.head.out_features, FUSED_TILE_VOCAB)
-    compute, head = dtypes.compute_bytes, dtypes.head_bytes
-    tiles = [
-        constant(tile_rows * FUSED_TILE_VOCAB * compute),
-        constant(tile_rows * width * compute * (y.size != compute)),
-        constant(vocab * width * compute * (head != compute)),
-    ]
-    summed = [plus(per_token(4 * width), per_sequence(-4 * width))] if y.size < 4 else []
-    if trained and head < 4:
-        summed.append(constant(4 * model.head.num_weights))
-    weight = tape.weight(constant(model.head.num_weights), head, trained=trained)
+    weight = tape.weight(constant(model.head.num_weights), dtypes.head_bytes, trained=trained)
+    compute = dtypes.compute_bytes
+    cast_row, cast_word = (
+        width * compute * (tensor.size != compute) for tensor in (scored, weight)
+    )
+    forward, backward = (
+        fused_tiles(
+            rows=tokens - sequences,
+            vocab=model.head.out_features,
+            logit_bytes=compute,
+            cast_row=cast_row,
+            cast_word=cast_word,
+            names_slices=names_slices,
+        )
+        for names_slices in (False, True)
+    )
     scores = tape.op(
         [scored, weight],
         per_token(1),
         4,
         saves=[scored],
         keeps=[per_token(8 + 4)],  # targets and normaliser
-        inner=tiles,
-        inner_backward=[*summed, *tiles],
+        inner=forward,
+        inner_backward=backward,
+        sums_wide=True,
         what="selected hidden states",
     )
     tape.hold(y)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whichlora.spec.architecture import Mlp
-from whichlora.symbolic.autograd import NOTHING, Tensor, per_token, scaled
+from whichlora.symbolic.autograd import NOTHING, Assigned, Tensor, per_token
 from whichlora.symbolic.fused_lora import feed_fused, runs_fused
 from whichlora.symbolic.operators import OpEmitter
 
@@ -32,34 +32,70 @@ def _activated(code: OpEmitter, activation: str, x: Tensor) -> Tensor:
         half = code.scale(x)
         widened = dtypes.under_autocast and dtypes.backend.widens_norms
         base = code.cast(x, 4) if widened else x
-        inner = scaled(base.elements, 2 * base.size)
-        cubed = tape.op([base], base.elements, base.size, saves=[base], inner_backward=inner)
+        cubed = _power(code, base)
         inside = code.scale(code.add(x, code.scale(cubed)))
         tanh = tape.op([inside], x.elements, inside.size, saves_result=True, what="tanh")
         shifted = tape.op([tanh], x.elements, tanh.size, passes=True)
         return code.multiply(half, shifted)
     if activation == "erf_gelu":  # 0.5 * x * (1 + erf(x / √2)), so written in ESM
         half, inside = code.scale(x), code.scale(x)
-        inner = scaled(x.elements, 4 * x.size)  # of one expression: square, minus, exp, factor
-        erf = tape.op([inside], x.elements, x.size, saves=[inside], inner_backward=inner)
+        beside = (x.form,) * 4  # of one expression: square, minus, exp, factor
+        erf = tape.op([inside], x.elements, x.size, saves=[inside], inner_backward=beside)
         return code.multiply(half, tape.op([erf], x.elements, x.size, passes=True))
     if activation == "relu2":
         rectified = tape.op([x], x.elements, x.size, saves_result=True, what="rectified")
         widened = code.dtypes.under_autocast and code.dtypes.backend.widens_norms
         base = code.cast(rectified, 4) if widened else rectified
-        inner = scaled(base.elements, 2 * base.size)
-        squared = tape.op([base], base.elements, base.size, saves=[base], inner_backward=inner)
+        squared = _power(code, base)
         tape.hold(rectified)
         return squared
     if activation == "bloom_gelu":
-        inner = scaled(x.elements, 4 * x.size)
-        return tape.op([x], x.elements, x.size, saves=[x], inner=inner, inner_backward=inner)
+        return _bloom_gelu(code, x)
     if activation == "xielu":
         return _xielu(code, x)
     if activation == "quick_gelu":
         gate = tape.op([code.scale(x)], x.elements, x.size, saves_result=True)
         return code.multiply(x, gate)
     return tape.op([x], x.elements, x.size, saves=[x], what="activation: result")
+
+
+def _bloom_gelu(code: OpEmitter, x: Tensor) -> Tensor:
+    """One function, each of whose temporaries goes when its expression has been read.
+
+    Source: transformers 5.23 modeling_bloom.py, `bloom_gelu_forward`, `bloom_gelu_back`.
+    """
+
+    def made(*names: str) -> list[Assigned]:
+        return [Assigned(name, x.form) for name in names]
+
+    def read(*names: str) -> list[Assigned]:
+        return [Assigned(name, None) for name in names]
+
+    # tanh(0.79788456 * x * (1 + 0.044715 * x * x))
+    tanh = [
+        *made("factor", "cubic", "cubic", "cubic", "product"),
+        *read("factor", "cubic"),
+        *made("product"),
+    ]
+    # x * 0.5 * (1.0 + tanh)
+    forward = [*made("half"), *tanh, *made("product")]
+    # 0.5 * x * ((1 - tanh * tanh) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + tanh)
+    backward = [
+        *tanh,
+        *made("half", "square", "square", "cubic", "cubic", "cubic", "slope"),
+        *read("square", "cubic"),
+        *made("first"),
+        *read("half", "slope"),
+        *made("second", "second", "sum"),
+        *read("first", "second"),
+    ]
+    return code.tape.op([x], x.elements, x.size, saves=[x], inner=forward, inner_backward=backward)
+
+
+def _power(code: OpEmitter, x: Tensor) -> Tensor:
+    """`x` to a power above 1. Source: torch 2.13 `pow_backward`: a power, times the exponent."""
+    beside = (x.form, x.form)
+    return code.tape.op([x], x.elements, x.size, saves=[x], inner_backward=beside)
 
 
 def _xielu(code: OpEmitter, x: Tensor) -> Tensor:

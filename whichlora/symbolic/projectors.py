@@ -314,6 +314,20 @@ def projector_events(
     return block_events(tape, accumulated=accumulated)
 
 
+@lru_cache(maxsize=512)
+def projector_forward_events(
+    tower: Tower,
+    targets: tuple[str, ...],
+    dtypes: Dtypes,
+    method: Method,
+    *,
+    stream: int,
+    kept: int = 0,
+) -> BlockEvents:
+    """Of a forward without gradients; args and source as of `projector_points`. Kind: exact."""
+    return block_events(_forward_tape(tower, targets, dtypes, method, stream=stream, kept=kept))
+
+
 @lru_cache(maxsize=64)
 def result_bytes(
     tower: Tower, targets: tuple[str, ...], dtypes: Dtypes, method: Method, *, stream: int
@@ -378,8 +392,19 @@ def projector_working_points(
 
     Kind: exact. Source: as of `projector_points`.
     """
-    rows = Rows(in_sequence=kept)
-    tape = Tape(no_grad=True)
-    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream, rows=rows)
-    _tape_of(code, tower, stream, needs_grad=False)
+    tape = _forward_tape(tower, targets, dtypes, method, stream=stream, kept=kept)
     return maximal(tape.forward(saving=False))
+
+
+def _forward_tape(
+    tower: Tower,
+    targets: tuple[str, ...],
+    dtypes: Dtypes,
+    method: Method,
+    *,
+    stream: int,
+    kept: int,
+) -> Tape:
+    tape, rows = Tape(no_grad=True), Rows(in_sequence=kept)
+    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream, rows=rows)
+    return _tape_of(code, tower, stream, needs_grad=False)
