@@ -46,11 +46,13 @@ async function start() {
   python.FS.chdir("/chosen");
   // as the snapshot's Python has it, which knows what is installed there
   const answer = python.runPython("import sys; '/whichlora' in sys.path or sys.path.insert(0, '/whichlora')\nfrom whichlora.page.questions import answer; answer");
-  return { answer, python };
+  // collected when all is said, not while somebody waits
+  const collect = python.runPython("import gc; gc.disable(); gc.collect");
+  return { answer, collect, python };
 }
 
 try {
-  const { answer, python } = await start();
+  const { answer, collect, python } = await start();
   postMessage({ ready: true });
   for (;;) {
     if (waiting === null) await new Promise((resume) => { wake = resume; });
@@ -70,7 +72,9 @@ try {
       if (waiting !== null) break;
     }
     parts.destroy();
-    if (waiting === null) postMessage({ id, done: true });
+    if (waiting !== null) continue;
+    collect();
+    postMessage({ id, done: true });
   }
 } catch (error) {
   postMessage({ fault: String(error && error.message ? error.message : error) });
