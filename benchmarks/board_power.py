@@ -11,7 +11,6 @@ law of `timing.sustained_factor` for boards that nobody measured and prints
 from __future__ import annotations
 
 import csv
-import json
 import math
 import sys
 from collections import defaultdict
@@ -24,6 +23,7 @@ from markdown_tables import markdown_table, write_page
 
 from whichlora.spec.gpu import GpuSpec
 from whichlora.store.gpus import find_gpu
+from whichlora.store.jsonfiles import read_object, write_object
 from whichlora.timing.model import OTHER_BOARDS, limited_as
 
 TABLE = Path(__file__).parent / "board_products.csv"
@@ -181,19 +181,23 @@ def boards_table(found: Mapping[str, Mapping[str, float]]) -> str:
     return markdown_table(("measured share of the peak", *UNITS), rows)
 
 
+def by_dtype(gpu: GpuSpec, rates: Mapping[str, float]) -> dict[str, int]:
+    """`rates` by units as `measured_flops_per_s` of the board's `gpu.json`."""
+    return {
+        dtype: round(rates[units])
+        for units, dtypes in UNITS.items()
+        for dtype in dtypes
+        if units in rates and dtype in gpu.peak_flops_per_s
+    }
+
+
 def store(gpu: GpuSpec, rates: Mapping[str, float]) -> None:
     """Write what was measured into the board's `gpu.json`."""
     path = CALIBRATION / gpu.key / "gpu.json"
-    values = json.loads(path.read_text(encoding="utf-8"))
-    values["measured_flops_per_s"] = {
-        dtype: round(rates[units])
-        for units, dtypes in UNITS.items()
-        for dtype in sorted(dtypes)
-        if units in rates and dtype in gpu.peak_flops_per_s
-    }
+    values = read_object(path)
+    values["measured_flops_per_s"] = by_dtype(gpu, rates)
     values["sources"]["measured_flops_per_s"] = "benchmarks/board_products.csv"
-    text = json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    path.write_text(text, encoding="utf-8")
+    write_object(path, values)
 
 
 def main() -> None:

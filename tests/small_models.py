@@ -6,6 +6,17 @@ from typing import Any
 
 # Every width differs from every other, so that a formula cannot be right by accident.
 VOCAB = 2048
+_T5: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": 128,
+    "d_kv": 40,
+    "d_ff": 448,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 _DECODER: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
@@ -97,29 +108,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 32,
         "laurel_rank": 16,
     },
-    "t5": {
-        "vocab_size": VOCAB,
-        "d_model": 128,
-        "d_kv": 40,
-        "d_ff": 448,
-        "num_layers": 2,
-        "num_heads": 4,
-        "decoder_start_token_id": 0,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    },
-    "longt5": {
-        "vocab_size": VOCAB,
-        "d_model": 128,
-        "d_kv": 40,
-        "d_ff": 448,
-        "num_layers": 2,
-        "num_heads": 4,
-        "local_radius": 15,
-        "decoder_start_token_id": 0,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    },
+    "t5": _T5,
+    "longt5": _T5 | {"local_radius": 15},
     "led": {
         "vocab_size": VOCAB,
         "d_model": 128,

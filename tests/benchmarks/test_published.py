@@ -286,14 +286,7 @@ def test_what_boards_sustain_is_what_the_table_of_products_says() -> None:
     """Each `gpu.json` as `board_power.py --write` writes it, and each constant of the law."""
     found = board_power.measured()
     for gpu in list_gpus():
-        rates = found.get(gpu.key, {})
-        written = {
-            dtype: round(rates[units])
-            for units, dtypes in board_power.UNITS.items()
-            for dtype in dtypes
-            if units in rates and dtype in gpu.peak_flops_per_s
-        }
-        assert gpu.measured_flops_per_s == written
+        assert gpu.measured_flops_per_s == board_power.by_dtype(gpu, found.get(gpu.key, {}))
     law = board_power.fitted(board_power.boards(found, "16 bit"), grouped=True)
     assert {like: round(watts, 1) for like, watts in law.full_watts.items()} == model._FULL_WATTS
     assert round(law.share, 2) == model._FULL_SHARE

@@ -158,7 +158,7 @@ def block_bias_bytes(
     side: str = "",
     unbiased: str = "",
 ) -> Count:
-    """Mask and position bias of neighbouring blocks, for every sequence. Args: `kept_mask_bytes`.
+    """Mask and position bias of neighbouring blocks, for every sequence. Args: `kept_masks`.
 
     Kind: exact. Source: transformers 5.23 `LongT5Stack.forward`, `_get_local_attention_mask`.
     """

@@ -71,9 +71,9 @@ def best_first(
     accepted: list[Spreading[OfRun]] = []
     refusals: Counter[str] = Counter()
     proposed = tuple(candidates(run.parallel))
-    of_data = tuple(config for config in proposed if _divides_data(config))
-    of_model = tuple(config for config in proposed if config not in of_data)
-    for configs in (of_data, of_model, tuple(smallest_candidates(run.parallel))):
+    of_data = (config for config in proposed if _divides_data(config))
+    of_model = (config for config in proposed if not _divides_data(config))
+    for number, configs in enumerate((of_data, of_model, smallest_candidates(run.parallel))):
         for config in configs:
             try:
                 prediction = predicted(replace(run, parallel=config))
@@ -81,7 +81,7 @@ def best_first(
                 refusals[str(error)] += 1
                 continue
             accepted.append(Spreading(config=config, prediction=prediction))
-        if _is_settled(accepted, tries_model=configs is not of_data):
+        if _is_settled(accepted, tries_model=number > 0):
             break
     if not accepted:
         reasons = refusals.most_common()

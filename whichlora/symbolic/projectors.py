@@ -396,6 +396,7 @@ def projector_working_points(
     return maximal(tape.forward(saving=False))
 
 
+@lru_cache(maxsize=64)
 def _forward_tape(
     tower: Tower,
     targets: tuple[str, ...],

@@ -89,6 +89,7 @@ def of_another_engine(model: TimeModel, start: TimeModel) -> TimeModel:
 # much. Kind: fitted, to the best PyTorch products that others measured, of 38 boards in 16 bit and
 # of 42 in fp32 (`benchmarks/board_power.py`).
 OTHER_BOARDS = "other"
+_ARCHITECTURES = ((8.0, "to 7.5"), (8.6, "8.0"), (8.9, "8.6"), (9.0, "8.9"))  # capability below
 _FULL_WATTS = {
     "to 7.5": 9.4,
     "8.0": 2.9,
@@ -245,7 +246,12 @@ def product_rate(gpu: GpuSpec, dtype: str) -> float:
 
     Kind: exact. Source: the datasheet, `gpu.json`.
     """
-    return gpu.peak_flops_per_s.get(dtype) or gpu.peak_flops_per_s["fp32"]
+    return gpu.peak_flops_per_s[_rated(gpu, dtype)]
+
+
+def _rated(gpu: GpuSpec, dtype: str) -> str:
+    """The dtype at whose rate products in `dtype` run."""
+    return dtype if dtype in gpu.peak_flops_per_s else "fp32"
 
 
 def limited_as(gpu: GpuSpec) -> str:
@@ -257,16 +263,12 @@ def limited_as(gpu: GpuSpec) -> str:
         capability = float(gpu.compute_capability or "")
     except ValueError:  # AMD's and Intel's name an architecture
         return OTHER_BOARDS
-    if capability < 8.0:
-        return "to 7.5"
-    if capability < 8.6:
-        return "8.0"
-    return "8.6" if capability < 8.9 else "8.9" if capability < 9.0 else "from 9.0"
+    return next((name for below, name in _ARCHITECTURES if capability < below), "from 9.0")
 
 
 def _full_power(gpu: GpuSpec, dtype: str) -> tuple[float, float]:
     """Watts for each TFLOP/s from which power no longer limits products, and their share then."""
-    if dtype == "fp32" or dtype not in gpu.peak_flops_per_s:
+    if _rated(gpu, dtype) == "fp32":
         return _FULL_POWER_FP32
     return _FULL_WATTS[limited_as(gpu)] * (2 if dtype == "tf32" else 1), _FULL_SHARE
 
@@ -283,7 +285,7 @@ def sustained_factor(gpu: GpuSpec, dtype: str) -> float:
     Source: `gpu.json`; `benchmarks/board_power.py`.
     """
     rate = product_rate(gpu, dtype)
-    measured = gpu.measured_flops_per_s.get(dtype if dtype in gpu.peak_flops_per_s else "fp32")
+    measured = gpu.measured_flops_per_s.get(_rated(gpu, dtype))
     if measured is not None:
         return measured / rate / _USUAL_SHARE
     if gpu.kind in _UNMEASURED_KINDS or gpu.power_w is None:
@@ -320,7 +322,7 @@ def tiled_multiprocessors(gpu: GpuSpec, dtype: str) -> int | None:
 
     Kind: exact. Source: the datasheet, `gpu.json`; `docs/accuracy/product_tiles.md`.
     """
-    by_matrix_units = dtype != "fp32" and dtype in gpu.peak_flops_per_s
+    by_matrix_units = _rated(gpu, dtype) != "fp32"
     return gpu.num_multiprocessors if gpu.kind in ("cuda", "rocm") and by_matrix_units else None
 
 
