@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from whichlora.families.blocks import (
@@ -107,9 +108,13 @@ def decoder(
 
     drops = c.probability("resid_pdrop", "residual_dropout", "hidden_dropout") > 0
 
+    @cache  # most layers are alike
+    def attention_of(slides: bool, rotates: bool) -> Attention:
+        return _attention(c, style, slides=slides, rotates=rotates, sinks=sinks)
+
     def attention(number: int) -> Attention:
         slides = layer_types is None or layer_types[number] == SLIDING
-        return _attention(c, style, slides=slides, rotates=has_rope(number), sinks=sinks)
+        return attention_of(slides, has_rope(number))
 
     layers = numbered_layers(
         c,

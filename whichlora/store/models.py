@@ -135,15 +135,20 @@ def _match(name: str) -> str | None:
 
 @lru_cache(maxsize=1024)  # every answer of the page asks for its model again
 def _match_in(name: str, *sources: Any) -> str | None:
-    index = _index_of(*sources)
-    params = {stem: _record(stem, index).params for stem in index["models"]}
-    return match(name, _preferred_names(*sources), params)
+    return match(name, _preferred_names(*sources), _num_params(*sources))
 
 
 def _is_path_or_hub_id(name: str) -> bool:
     return name.startswith((".", "/", "~")) or (
         "/" in name and " " not in name.strip() and ":" not in name
     )
+
+
+@cache
+def _num_params(*sources: Any) -> Mapping[str, int]:
+    """Parameters of every architecture."""
+    index = _index_of(*sources)
+    return {stem: _record(stem, index).params for stem in index["models"]}
 
 
 @cache

@@ -125,12 +125,12 @@ def _match(name: str, stems: Mapping[str, str], params: Mapping[str, int]) -> st
 
 def _has_words(wanted: Spelling, name: str, spelling: Spelling, num_params: int) -> bool:
     """Whether a model name, or its organisation, has every word and release of `wanted`."""
+    if not wanted.words & spelling.words or not wanted.versions <= spelling.versions:
+        return False
     missing = wanted.words - spelling.words
     if missing and spelling.words == spelling.unsized:  # "mistral nemo 12b"
         missing = frozenset(word for word in missing if not _is_size_of(word, num_params))
-    missing -= frozenset(_tokens(name.rpartition("/")[0]))
-    shared = wanted.words & spelling.words
-    return bool(shared) and not missing and wanted.versions <= spelling.versions
+    return not missing or missing <= frozenset(_tokens(name.rpartition("/")[0]))
 
 
 def _is_size_of(word: str, num_params: int) -> bool:
