@@ -178,8 +178,8 @@ def estimate(
             asked["gpus"] = numbers
         else:
             gpu = _old_spelling(gpu, gpus)  # type: ignore[arg-type]
-    grid, said = _with_files(_grid(models, asked), from_file, stated=asked)
     types = _types(gpu)
+    grid, said = _with_files(_grid(models, asked), from_file, stated=asked, cards=types)
     return estimates.estimate_grid(
         grid,
         types,
@@ -213,12 +213,11 @@ def explain(
     Raises:
         ConfigError: an unknown name, settings that exclude each other, several runs or GPUs.
     """
-    grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings)
+    name = _one_type("explain", gpu)
+    grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings, cards=[name])
+    grid, name = combinations.of_one_target(grid, name)
     run = _one_run("explain", grid)
-    folder = _path(calibration_dir)
-    return estimates.explain(
-        run, _one_type("explain", gpu), calibration_dir=folder, notes=said.notes
-    )
+    return estimates.explain(run, name, calibration_dir=_path(calibration_dir), notes=said.notes)
 
 
 def life(
@@ -251,7 +250,9 @@ def life(
         ConfigError: an unknown name, settings that exclude each other, several runs or GPUs, or a
             run whose life is not known.
     """
-    grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings)
+    name = _one_type("life", gpu)
+    grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings, cards=[name])
+    grid, name = combinations.of_one_target(grid, name)
     run = _one_run("life", grid)
     stages = LifeConfig(
         eval_rows=eval_rows,
@@ -260,9 +261,7 @@ def life(
         keeping=Keeping(save_total_limit=save_total_limit),
     )
     folder = _path(calibration_dir)
-    return estimates.life(
-        run, _one_type("life", gpu), stages, calibration_dir=folder, notes=said.notes
-    )
+    return estimates.life(run, name, stages, calibration_dir=folder, notes=said.notes)
 
 
 def where(
@@ -511,9 +510,13 @@ def _prediction_row(prediction: Prediction) -> dict[str, Any]:
 
 
 def _with_files(
-    grid: dict[str, list[Any]], files: AnyPath | Sequence[AnyPath], *, stated: Mapping[str, Any]
+    grid: dict[str, list[Any]],
+    files: AnyPath | Sequence[AnyPath],
+    *,
+    stated: Mapping[str, Any],
+    cards: Sequence[str] = (),
 ) -> tuple[dict[str, list[Any]], FromFiles]:
-    """`grid` over the settings of `files`, and what else these say.
+    """`grid` over the settings of `files`, and what else these say; `cards` as of `with_files`.
 
     Raises:
         ConfigError: neither a model nor a file, or a fault of one.
@@ -526,7 +529,7 @@ def _with_files(
     from whichlora.workflow.from_files import with_files
 
     names = {*stated, *(["model"] if grid["model"] else [])}
-    return with_files(paths, grid, names)
+    return with_files(paths, grid, names, cards=cards)
 
 
 def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -225,6 +225,17 @@ def test_axolotl_fsdp(tmp_path: Path) -> None:
         estimate(gpu=GPU, from_file=tmp_path / "fsdp.yaml")
 
 
+def test_a_card_may_state_how_many_gpus_a_file_runs_on(tmp_path: Path) -> None:
+    text = AXOLOTL_FSDP_70B.replace("fsdp_offload_params: OFFLOADED", "")
+    (tmp_path / "fsdp.yaml").write_text(text)
+    (asked,) = estimate(gpu=f"8x{GPU}", from_file=tmp_path / "fsdp.yaml")
+    (told,) = estimate(gpu=GPU, gpus=8, from_file=tmp_path / "fsdp.yaml")
+    assert asked == told
+    assert asked.run.parallel.strategy == "fsdp"
+    explained = explain(gpu=f"8x{GPU}", from_file=tmp_path / "fsdp.yaml")
+    assert explained.prediction.run == told.run
+
+
 def test_a_pattern_of_target_modules_is_refused(tmp_path: Path) -> None:
     text = AXOLOTL_QLORA.replace("[gate_proj, q_proj]", r"'layers.\d+.(up|down)_proj$'")
     read = imported(tmp_path, qlora_yml=text)

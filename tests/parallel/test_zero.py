@@ -293,6 +293,7 @@ def test_offloaded_parameters_are_on_the_host() -> None:
         (a_run("zero2", options={"offload": ("optimizer",)}, optimizer="sgd"), "CPU Adam"),
         (a_run("zero2", options={"offload": ("params",)}), "accepted are optimizer"),
         (a_run("zero3", method="qlora", quant="int8"), "use zero2"),
+        (a_run("zero3", method="qlora", quant="gptq-int4"), "are buffers"),
     ],
 )
 def test_what_deepspeed_does_not_run_is_refused(run: RunConfig, message: str) -> None:

@@ -118,7 +118,7 @@ def estimate(
 
     check_form(as_json, as_markdown)
     settings = run_settings(models, options)
-    settings, said = with_from_files(ctx, settings, from_files)
+    settings, said = with_from_files(ctx, settings, from_files, cards=gpu)
     maximise = maximised(settings)
     predictions = estimates.estimate_grid(
         settings,
@@ -221,11 +221,12 @@ def explain(
       whichlora explain meta-llama/Llama-3.1-8B --gpu rtx-4090-24gb --method qlora
     """
     from whichlora.predict.advice import advice
-    from whichlora.workflow import estimates
+    from whichlora.workflow import combinations, estimates
 
     check_form(as_json, as_markdown)
     settings = plain_settings([model] if model else [], options, command="explain")
-    settings, said = with_from_files(ctx, settings, from_files)
+    settings, said = with_from_files(ctx, settings, from_files, cards=[gpu])
+    settings, gpu = combinations.of_one_target(settings, gpu)
     run = only_run(settings, command="explain")
     life = LifeConfig(
         eval_rows=eval_rows,

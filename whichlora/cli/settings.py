@@ -354,9 +354,13 @@ def from_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_from_files(
-    ctx: click.Context, settings: dict[str, list[Any]], files: Sequence[Path]
+    ctx: click.Context,
+    settings: dict[str, list[Any]],
+    files: Sequence[Path],
+    *,
+    cards: Sequence[str] = (),
 ) -> tuple[dict[str, list[Any]], FromFiles]:
-    """`settings` over those of `files`, and what else these say.
+    """`settings` over those of `files`, and what else these say; `cards` as of `with_files`.
 
     Raises:
         click.UsageError: neither files nor a model.
@@ -375,7 +379,7 @@ def with_from_files(
     stated = {name for name in settings if ctx.get_parameter_source(name) is on_command_line}
     if settings["model"]:
         stated.add("model")
-    return with_files(files, settings, stated)
+    return with_files(files, settings, stated, cards=cards)
 
 
 def only_run(settings: Mapping[str, list[Any]], *, command: str) -> RunConfig:

@@ -42,7 +42,13 @@ from whichlora.spec.architecture import Layer, Linear
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Count, ceil_div, largest
 from whichlora.spec.options import Option
-from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig, autocast_precision
+from whichlora.spec.run import (
+    BNB_QUANTS,
+    FOUR_BIT_BNB,
+    GPTQMODEL_QUANTS,
+    RunConfig,
+    autocast_precision,
+)
 from whichlora.spec.targets import adapted
 
 _OF_STAGE = (
@@ -730,7 +736,13 @@ def _weights_share(spread: Spread) -> float:
 
 
 def _check(step: TrainingStep, spread: Spread) -> None:
+    """Source: GPTQModel 7.3 `BaseQuantLinear`; deepspeed 0.19.8 `Init._post_init_method`."""
     deepspeed.check(step, spread)
+    if step.dtypes.quant in GPTQMODEL_QUANTS:
+        raise ConfigError(
+            f"quant: {step.dtypes.quant} weights are buffers, which ZeRO-3 leaves whole on each "
+            "GPU; use parallel zero2 or ddp, or quant nf4"
+        )
     if step.dtypes.quant in BNB_QUANTS and step.dtypes.quant not in FOUR_BIT_BNB:
         raise ConfigError(
             f"quant: {step.dtypes.quant} weights divided by ZeRO-3 are not modelled; use zero2, or "

@@ -194,6 +194,18 @@ def by_number(
         yield settings if number is None else {**settings, "gpus": [number]}, names
 
 
+def of_one_target(
+    settings: Mapping[str, Sequence[Any]], target: str
+) -> tuple[dict[str, list[Any]], str]:
+    """`settings` and the type of GPU for the number of GPUs that `target` states.
+
+    Raises:
+        ConfigError: as `by_number`.
+    """
+    ((settings, (gpu,)),) = by_number(settings, [target])
+    return {name: list(values) for name, values in settings.items()}, gpu
+
+
 def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """`settings` of an inference with its number of GPUs as the engine's own option.
 
