@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from whichlora.api import estimate, explain
-from whichlora.spec.results import Communication, RankPrediction, SeveralGpus
+from whichlora.spec.results import Communication, MessagePrediction, RankPrediction, SeveralGpus
 from whichlora.terminal.estimate import print_predictions
 from whichlora.terminal.explained import print_explanation
-from whichlora.terminal.several_gpus import kinds_sheet, spread_lines
+from whichlora.terminal.several_gpus import kinds_sheet, messages_sheet, spread_lines
 from whichlora.units import GiB
 
 MODEL = "meta-llama/Llama-3.2-1B"
@@ -117,3 +117,21 @@ def test_an_explanation_names_what_more_gpus_do_not_shrink(
     assert sentence[1].startswith("what would: ")
     print_explanation(explain(MODEL, "l4", seq_len=512))
     assert "more GPUs" not in capsys.readouterr().out
+
+
+def test_messages_that_differ_in_bytes_alone_share_a_row() -> None:
+    def message(what: str, num_bytes: int) -> MessagePrediction:
+        return MessagePrediction(
+            what=what,
+            collective="all_gather",
+            num_bytes=num_bytes,
+            count=3,
+            size=2,
+            hidden_by="forward",
+            seconds=0.5,
+        )
+
+    sizes = [("adapter", 2048), ("layer", 4096), ("adapter", 1024), ("adapter", 1024)]
+    adapter, layer = messages_sheet([message(*each) for each in sizes]).rows
+    assert adapter[:6] == ("adapter", "all-gather", "2", "9", "1.00 KiB to 2.00 KiB", "1.5 s")
+    assert layer[3:6] == ("3", "4.00 KiB", "500 ms")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -116,18 +116,23 @@ def _used_bytes(rank: RankPrediction) -> int:
 
 
 def messages_sheet(messages: Sequence[MessagePrediction]) -> Sheet:
+    """A row for all messages that differ in bytes alone: adapters have several shapes."""
+    alike: dict[tuple[str, str, int, str], list[MessagePrediction]] = {}
+    for message in messages:
+        key = message.what, message.collective, message.size, message.hidden_by
+        alike.setdefault(key, []).append(message)
     numbers = ("times", "bytes", "time")
     rows = [
         (
-            message.what,
-            message.collective.replace("_", "-"),
-            f"{message.size}",
-            f"{message.count}",
-            format_bytes(message.num_bytes),
-            format_seconds(message.seconds),
-            message.hidden_by,
+            what,
+            collective.replace("_", "-"),
+            f"{size}",
+            f"{sum(message.count for message in equal)}",
+            _least_to_most(message.num_bytes for message in equal),
+            format_seconds(sum(message.seconds for message in equal)),
+            hidden_by,
         )
-        for message in messages
+        for (what, collective, size, hidden_by), equal in alike.items()
     ]
     return Sheet(
         title="what a rank sends in an optimizer step; bytes of the whole tensor",
@@ -135,6 +140,11 @@ def messages_sheet(messages: Sequence[MessagePrediction]) -> Sheet:
         right=("ranks", *numbers),
         rows=rows,
     )
+
+
+def _least_to_most(sizes: Iterable[int]) -> str:
+    ordered = sorted(set(sizes))
+    return " to ".join(map(format_bytes, dict.fromkeys((ordered[0], ordered[-1]))))
 
 
 def spread_lines(prediction: Prediction, several: SeveralGpus) -> Iterator[str]:
