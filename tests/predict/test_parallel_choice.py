@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -159,3 +160,15 @@ def test_what_most_strategies_refuse_is_said_alone() -> None:
     run = RunConfig(model="m", parallel=ParallelConfig(strategy="auto", gpus=4))
     with pytest.raises(ConfigError, match=r"^interconnect: 'warp'$"):
         best_first(run, refuse)
+
+
+def test_in_an_unknown_time_all_gpus_compute() -> None:
+    def of_memory(run: RunConfig) -> Prediction:
+        size = 1 if run.parallel.strategy == "device-map" else 2
+        prediction = answer(run, size=size, speed=math.nan, verdict="fits")
+        unknown = replace(prediction.time, time_per_token_s=math.nan, step_s=math.nan)
+        return replace(prediction, time=unknown)
+
+    spreadings = best_first(RUN, of_memory)
+    assert spreadings[0].config in OF_DATA
+    assert "divides the data with least memory" in choice_notes(spreadings)[0]

@@ -15,7 +15,7 @@ from whichlora.parallel.base import Message, RankKind, Spread, Strategy
 from whichlora.parallel.layout import Layout
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.predict import predict, predict_block, rank_kinds
-from whichlora.predict.rank_time import count_ranks, judge_ranks, link_notes, links_of
+from whichlora.predict.rank_time import count_ranks, judge_ranks, link_notes, links_of, over_nodes
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.links import LinkSpec
 from whichlora.spec.parallel import ParallelConfig
@@ -231,3 +231,25 @@ def test_notes_name_the_machine_and_what_was_not_measured() -> None:
     assert link_notes(links, line, [[]], config) == (line,)
     (note,) = link_notes(links, line, [[large]], config)
     assert "512 MiB at most were measured" in note
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "settings", "nodes"),
+    [
+        ("h100-sxm-80gb", 8, {}, 1),
+        ("h100-sxm-80gb", 16, {}, 2),
+        ("h100-sxm-80gb", 12, {}, 2),
+        ("h100-sxm-80gb", 17, {}, 1),
+        ("h100-sxm-80gb", 16, {"nodes": 4}, 4),
+        ("h100-sxm-80gb", 16, {"interconnect": "25GB/s"}, 1),
+        ("rtx-4090-24gb", 16, {}, 1),  # nothing is known of networks between them
+        ("rtx-4090-24gb", 16, {"interconnect": "aws-g5.48xlarge"}, 2),
+    ],
+)
+def test_more_gpus_than_a_machine_has_are_over_several(
+    gpu: str, gpus: int, settings: dict[str, Any], nodes: int
+) -> None:
+    config = ParallelConfig(strategy="fsdp", gpus=gpus, **settings)
+    spread, note = over_nodes(config, find_gpu(gpu), MACHINES)
+    assert spread == replace(config, nodes=nodes)
+    assert bool(note) == (spread != config)

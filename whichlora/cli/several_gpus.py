@@ -57,7 +57,8 @@ def spread_options() -> tuple[click.Option, ...]:
         click.Option(
             ["--nodes"],
             callback=_listed(counts("nodes", most=MOST_GPUS)),
-            help="Machines, which have equally many of the GPUs; default: 1.",
+            help="Machines, which have equally many of the GPUs; default: as many as the GPUs "
+            "need.",
         ),
         click.Option(
             ["--interconnect"],

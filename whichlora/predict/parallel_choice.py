@@ -93,7 +93,10 @@ def best_first(
 
 
 def in_order(spreadings: Iterable[Spreading[OfRun]]) -> tuple[Spreading[OfRun], ...]:
-    """The fastest that surely fit, then by memory, last what the host can't hold."""
+    """The fastest that surely fit, then by memory, last what the host can't hold.
+
+    Of those that fit in an unknown time, whatever divides the data comes first.
+    """
     return tuple(sorted(spreadings, key=_order))
 
 
@@ -113,12 +116,14 @@ def _is_settled(accepted: Sequence[Spreading[OfRun]], *, tries_model: bool) -> b
     return waits_s < _HARDLY_WAITS * (time.step_s or 0.0)
 
 
-def _order(spreading: Spreading[OfRun]) -> tuple[int, float, float]:
+def _order(spreading: Spreading[OfRun]) -> tuple[int, float, bool, float]:
     prediction = spreading.prediction
     need = prediction.memory.interval_bytes[1]
     if prediction.verdict != "fits":
-        return 2 if prediction.exceeds_host else 1, need, 0.0
-    return 0, -prediction.time.tokens_per_s if prediction.time.is_known else 0.0, need
+        return 2 if prediction.exceeds_host else 1, need, False, 0.0
+    if prediction.time.is_known:
+        return 0, -prediction.time.tokens_per_s, False, need
+    return 0, 0.0, not _divides_data(spreading.config), need
 
 
 def candidates(config: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -214,6 +219,8 @@ def choice_notes(spreadings: Sequence[Spreading[OfRun]]) -> tuple[str, ...]:
         why = f"is the only one of {len(spreadings)} that surely fits"
     elif best.prediction.time.is_known:
         why = f"is the fastest of {fitting} that fit"
+    elif _divides_data(best.config):
+        why = f"divides the data with least memory; no time of the {fitting} that fit is known"
     else:
         why = f"needs least memory of {fitting} that fit"
     told = others[:MOST_RUNNERS_UP]

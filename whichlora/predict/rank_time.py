@@ -339,6 +339,35 @@ def _slower(rank: _Rank, other: _Rank) -> _Rank:
     )
 
 
+def over_nodes(
+    config: ParallelConfig, gpu: GpuSpec, machines: Mapping[str, LinkSpec]
+) -> tuple[ParallelConfig, str]:
+    """`config` over the fewest equal nodes that hold its GPUs, and a note; "" where nothing moves.
+
+    Only where it asks for one node, and no machine with as many of these GPUs is known.
+
+    Args:
+        machines: as of `links_of`.
+    """
+    name = config.interconnect.strip()
+    known = [machines[name]] if name in machines else []
+    if name == AUTO_INTERCONNECT:
+        known = [links for links in machines.values() if gpu.key in links.gpus]
+    most = max((links.gpus_per_node for links in known), default=config.gpus)
+    joined = next((links for links in known if links.network is not None), None)
+    if config.nodes > 1 or config.gpus <= most or joined is None:
+        return config, ""
+    numbers = range(-(-config.gpus // joined.gpus_per_node), config.gpus)
+    nodes = next((number for number in numbers if config.gpus % number == 0), None)
+    if nodes is None:
+        return config, ""
+    spread = replace(config, nodes=nodes)
+    return spread, (
+        f"{config.gpus} GPUs: taken as {nodes} nodes of {spread.gpus_per_node}, since {joined.key} "
+        f"has {joined.gpus_per_node} at most; nodes states another number"
+    )
+
+
 def links_of(
     config: ParallelConfig, gpu: GpuSpec, machines: Mapping[str, LinkSpec]
 ) -> tuple[LinkSpec | None, str]:

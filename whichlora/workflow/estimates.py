@@ -29,6 +29,7 @@ from whichlora.predict.largest import (
 from whichlora.predict.life import Life, life_of
 from whichlora.predict.parallel_choice import best_of_judged, best_spread
 from whichlora.predict.predict import finished, least_training_bytes, predict
+from whichlora.predict.rank_time import over_nodes
 from whichlora.predict.resolve import resolve, with_checkpointing, with_precision
 from whichlora.predict.running_cost import running_cost
 from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards
@@ -108,7 +109,7 @@ def estimate(
         traces: dict[tuple[str, str, str | None], TracedPeak] = {}  # by what chooses the kernels
         for name, cards in targets.items():
             gpu, calibration = cards[0].gpu, cards[0].calibration
-            run = with_precision(as_requested, gpu)
+            run, of_nodes = _on(as_requested, gpu, calibration)
             try:
                 if len(cards) > 1:
                     run = over_cards(as_requested, name, cards)
@@ -124,7 +125,8 @@ def estimate(
                 continue
             if data is not None and len(cards) == 1 and not is_traced:
                 prediction = with_training(prediction, data, model, gpu, calibration)
-            predictions.append(_finished(prediction, cards, notes, rates, stale[name]))
+            said = (*notes, *of_nodes)
+            predictions.append(_finished(prediction, cards, said, rates, stale[name]))
     return Answers(predictions, refused)
 
 
@@ -142,6 +144,14 @@ def _check_asked(
         raise ConfigError("seq_len: max and data exclude each other; the data has its lengths")
     if "all" in gpus:
         raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
+
+
+def _on(
+    run: RunConfig, gpu: GpuSpec, calibration: Calibration
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """`run` in a precision that `gpu` has, over as many nodes as its GPUs need, and a note."""
+    config, note = over_nodes(run.parallel, gpu, calibration.machines)
+    return replace(with_precision(run, gpu), parallel=config), (note,) if note else ()
 
 
 def _traced_once(
@@ -359,7 +369,7 @@ def explain(
     device = find_target(gpu)
     calibration = load_calibration(device, calibration_dir)
     model = load_model(run.model)
-    run = with_precision(replace(run, model=model.name), device)
+    run, of_nodes = _on(replace(run, model=model.name), device, calibration)
     if run.parallel.strategy == AUTO:
         best = best_spread(run, lambda each: predict(model, each, device, calibration))
         run = replace(run, parallel=best.run.parallel)
@@ -372,7 +382,7 @@ def explain(
     prediction = replace(
         prediction,
         basis=basis,
-        notes=(*notes, *prediction.notes),
+        notes=(*notes, *of_nodes, *prediction.notes),
         cost=_cost(prediction, device, load_rates()),
     )
     return replace(explained, prediction=prediction)
@@ -425,13 +435,16 @@ def where(
         for spec in (list_gpus() if name.strip().lower() == "all" else (find_target(name),))
     )
     model = load_model(run.model)
-    run = replace(run, model=model.name)
-    placements = [place(model, run, gpu, load_calibration(gpu, calibration_dir)) for gpu in devices]
+    rates = rates or load_rates()
+    placements = []
+    for gpu in devices:
+        calibration = load_calibration(gpu, calibration_dir)
+        asked, of_nodes = _on(replace(run, model=model.name), gpu, calibration)
+        placement = place(model, asked, gpu, calibration)
+        placements.append(_completed(placement, (*notes, *of_nodes), rates))
     if all(placement.prediction is None for placement in placements):
         raise ConfigError(placements[0].refusal)
-    rates = rates or load_rates()
-    completed = (_completed(placement, notes, rates) for placement in placements)
-    return Answers(smallest_first(completed))
+    return Answers(smallest_first(placements))
 
 
 def _completed(placement: Placement, notes: tuple[str, ...], rates: Rates) -> Placement:

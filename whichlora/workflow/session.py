@@ -36,6 +36,7 @@ from whichlora.predict.predict import (
     step_features,
     step_s,
 )
+from whichlora.predict.rank_time import over_nodes
 from whichlora.predict.repeated_times import Repeatability, repeatability, run_deviation
 from whichlora.predict.resolve import ResolvedRun, resolve, with_precision
 from whichlora.profiler.early_stop import MOST_TIMES
@@ -59,6 +60,7 @@ from whichlora.serving import get_engine
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.life import LifeConfig
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import Plan
 from whichlora.spec.results import SCHEMA_VERSION, Measurement, Prediction, Refused
 from whichlora.spec.run import RunConfig
@@ -146,6 +148,7 @@ class Session:
             "machines": self.calibration.machines,
             "this_host_bytes": self.calibration.this_host_bytes,
         }
+        self.plan = plan = self._over_nodes(plan)
         self.space = Candidates(plan, self.models, gpu, self._workload, **self._of_host)
         for name, reason in unread.items():
             if name not in readers:
@@ -163,6 +166,16 @@ class Session:
         self._run_deviation = run_deviation(self._records)
         self._profiler: Profiler | None = None
         self._told_busy = False
+
+    def _over_nodes(self, plan: Plan) -> Plan:
+        """`plan` with each number of GPUs over the nodes that it needs."""
+        spreads: dict[ParallelConfig, None] = {}
+        for config in plan.spreads:
+            spread, note = over_nodes(config, self.gpu, self.calibration.machines)
+            spreads[spread] = None
+            if note:
+                self.progress.say(note)
+        return replace(plan, spreads=tuple(spreads))
 
     def _read_records(self) -> list[Measurement]:
         unread: list[str] = []
