@@ -2,14 +2,14 @@
 
     python benchmarks/serving_speeds.py --write    docs/accuracy/serving_speeds.md
 
-Three sources: Qwen's speed pages (one sequence under vLLM 0.4.2 to 0.6.3, one A100) and
-`serving_speeds.csv`, rows of the measurements that aiconfigurator collects (InferenceMAX:
-clients that begin at once and each wait for their answer, ten requests each; prompts and answers
-are 0.8 to 1 times the length named). Its engines run with 0.9 of the memory, 8,192 tokens a step
-and as many sequences as there are clients; keys and values are in 8 bits on B200, as its scripts
-say, and of Llama on H200, where 32 prompts of 8,192 tokens do not wait for room, as they do on
-H100. And `serving_capacity.csv`: tokens a second under vLLM 0.30 on an H100, with the most users
-that silybench found within its limits.
+Three sources: Qwen's speed pages (one sequence under vLLM 0.4.2 to 0.6.3 on one, two and four
+A100, and under SGLang 0.4.6 on four and eight H20) and `serving_speeds.csv`, rows of the
+measurements that aiconfigurator collects (InferenceMAX: clients that begin at once and each wait
+for their answer, ten requests each; prompts and answers are 0.8 to 1 times the length named). Its
+engines run with 0.9 of the memory, 8,192 tokens a step and as many sequences as there are clients;
+keys and values are in 8 bits on B200, as its scripts say, and of Llama on H200, where 32 prompts of
+8,192 tokens do not wait for room, as they do on H100. And `serving_capacity.csv`: tokens a second
+under vLLM 0.30 on an H100, with the most users that silybench found within its limits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import argparse
 import csv
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -33,7 +33,10 @@ from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
 
 HERE = Path(__file__).parent
-SPEED_PAGES = ("qwen25_speed", "qwen2_speed")
+SPEED_PAGES = ("qwen25_speed.csv", "qwen2_speed.csv", "several_gpus/qwen_speed.csv")
+GPUS = {"A100-80GB": "a100-sxm-80gb", "H20-96GB": "h20-96gb"}
+# An HGX board of H20 has the links of one of H100 (900 GB/s of NVLink), whose tables stand for it.
+LIKE_H20 = "hgx-h100"
 BUSY = HERE / "serving_speeds.csv"
 CAPACITY = HERE / "serving_capacity.csv"
 MEAN_SHARE = 0.9  # of the length named: lengths are uniform from 0.8 of it
@@ -42,7 +45,12 @@ EQUAL = 0.02  # two speeds that differ by less have no order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One measured number beside ours; `group` is its line in the tables."""
+    """One measured number beside ours.
+
+    Args:
+        group: its line in the tables.
+        case: what was served, whatever the storage of its weights (`quant`) and `num_gpus`.
+    """
 
     what: str
     group: str
@@ -50,6 +58,7 @@ class Compared:
     quant: str
     measured: float
     predicted: float
+    num_gpus: int = 1
 
     @property
     def error(self) -> float:
@@ -58,40 +67,63 @@ class Compared:
 
 def _time(run: RunConfig, gpu_name: str) -> ServingTime | None:
     gpu = find_target(gpu_name)
-    answer = predict(load_model(run.model), run, gpu, load_calibration(gpu)).serving
+    calibration = load_calibration(gpu)
+    if gpu_name == GPUS["H20-96GB"]:
+        links = replace(calibration.machines[LIKE_H20], gpus=(gpu_name,))
+        calibration = replace(calibration, machines={LIKE_H20: links})
+    answer = predict(load_model(run.model), run, gpu, calibration).serving
     return None if answer is None else answer.time
 
 
+def _options(row: dict[str, str]) -> tuple[tuple[str, str | float | int | bool], ...]:
+    """What a row of Qwen's pages states of its engine."""
+    ranks = int(row["n_gpus"])
+    if row["framework"] == "sglang":
+        return (("tp_size", ranks), ("mem_fraction_static", 0.85))
+    return (
+        ("tensor_parallel_size", ranks),
+        ("gpu_memory_utilization", 0.98),  # 0.9, or 1.0 where that is too small
+        ("enforce_eager", "enforce_eager=True" in row["notes"]),
+    )
+
+
 def one_sequence() -> Iterator[Compared]:
-    """Tokens per second of a whole answer, its prompt included."""
+    """Tokens per second of a whole answer, its prompt included.
+
+    Qwen3's page counts the tokens of the prompt, too.
+    """
     for page in SPEED_PAGES:
-        with (HERE / "published" / f"{page}.csv").open(encoding="utf-8", newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["framework"] == "vllm"]
+        with (HERE / "published" / page).open(encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["framework"] in ("vllm", "sglang")]
         for row in rows:
-            version = row["versions"].split("vllm ")[1].split(";")[0]
+            engine = row["framework"]
+            version = row["versions"].split(f"{engine} ")[1].split(";")[0].split(".post")[0]
             if "vllm==" in row["notes"]:
                 version = row["notes"].split("vllm==")[1].split(",")[0]
             prompt_len, new_tokens = int(row["prefill_len"]), int(row["decode_len"])
             run = RunConfig(
                 model=row["model_id"],
                 phase="inference",
-                serving="vllm",
-                serving_options=(("gpu_memory_utilization", 0.98),),  # most are not stated
+                serving=engine,
+                serving_options=_options(row),
                 prompt_len=prompt_len,
                 max_new_tokens=new_tokens,
                 quant=row["quant"],  # type: ignore[arg-type]
-                libraries=(("vllm", version),),
+                libraries=((engine, version),),
             )
-            if (time := _time(run, "a100-sxm-80gb")) is None:
+            if (time := _time(run, GPUS[row["gpu"]])) is None:
                 continue
             seconds = time.ttft_s + (new_tokens - 1) * time.tpot_s
+            counted = new_tokens + prompt_len * ("prompt + generated" in row["tokens_or_samples"])
+            num_gpus = int(row["n_gpus"])
             yield Compared(
-                what="tokens/s of one sequence",
-                group=f"{page}, {row['quant']}",
-                case=(page, row["model_id"], row["prefill_len"]),
+                what="tokens/s of one sequence" + ", several GPUs" * (num_gpus > 1),
+                group=f"{row['source']}, {row['quant']}",
+                case=(row["source"], row["model_id"], row["prefill_len"]),
                 quant=row["quant"],
                 measured=float(row["time_value"]),
-                predicted=new_tokens / seconds,
+                predicted=counted / seconds,
+                num_gpus=num_gpus,
             )
 
 
@@ -163,17 +195,26 @@ def capacity() -> Iterator[Compared]:
 
 
 def ordered_pairs(found: Sequence[Compared]) -> tuple[int, int]:
-    """Of pairs of storages of one model and prompt whose speeds differ: right order, and all."""
+    """Pairs of rows that are ordered right, and all.
+
+    A pair are two storages of one model, measured with one prompt, whose speeds differ. Each may
+    have its own number of GPUs: who chooses a storage chooses how many GPUs hold it.
+    """
     by_case = defaultdict(list)
     for each in found:
         by_case[each.case].append(each)
     right = pairs = 0
     for same in by_case.values():
         for one, other in combinations(same, 2):
-            if abs(one.measured / other.measured - 1) > EQUAL:
+            if one.quant != other.quant and abs(one.measured / other.measured - 1) > EQUAL:
                 pairs += 1
                 right += (one.measured > other.measured) == (one.predicted > other.predicted)
     return right, pairs
+
+
+def _named(compared: Compared) -> str:
+    gpus = f", {compared.num_gpus} GPUs" if compared.num_gpus > 1 else ""
+    return " ".join(compared.case) + gpus
 
 
 def _summary(found: Sequence[Compared]) -> list[tuple[str, ...]]:
@@ -193,7 +234,7 @@ def _summary(found: Sequence[Compared]) -> list[tuple[str, ...]]:
                 str(len(members)),
                 f"{100 * median(errors):.1f} %",
                 f"{100 * p90:.0f} %",
-                f"{100 * worst.error:+.0f} % ({' '.join(worst.case)})",
+                f"{100 * worst.error:+.0f} % ({_named(worst)})",
             )
         )
     return rows
