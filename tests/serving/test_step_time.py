@@ -9,7 +9,7 @@ from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
-from whichlora.serving.kernel_rates import MOST_PRODUCTS, kernel_rates
+from whichlora.serving.kernel_rates import EXPERTS_S, MOST_PRODUCTS, kernel_rates
 from whichlora.serving.step_time import PARTS, Step, StepTimer, own_all_reduce, step_timer
 from whichlora.spec.results import ServingPrediction
 from whichlora.spec.run import RunConfig
@@ -20,12 +20,14 @@ MODEL = "Qwen/Qwen2.5-7B"
 ALONE = Step(decoding=1, cached_tokens=1000, sampled=1)
 
 
-def timer(gpu_name: str = "a100-sxm-80gb", **settings: object) -> StepTimer:
-    run = RunConfig(model=MODEL, phase="inference", serving="vllm", **settings)  # type: ignore[arg-type]
-    served = resolve(load_model(MODEL), run, find_target(gpu_name)).served
-    engine = resolve(load_model(MODEL), run, find_target(gpu_name)).engine
-    assert engine.stepping is not None
-    return step_timer(served, stepping=engine.stepping(served), reduction_s=own_all_reduce(0.0, 1))
+def timer(
+    gpu_name: str = "a100-sxm-80gb", model: str = MODEL, serving: str = "vllm", **settings: object
+) -> StepTimer:
+    run = RunConfig(model=model, phase="inference", serving=serving, **settings)  # type: ignore[arg-type]
+    job = resolve(load_model(model), run, find_target(gpu_name))
+    assert job.engine.stepping is not None
+    stepping = job.engine.stepping(job.served)
+    return step_timer(job.served, stepping=stepping, reduction_s=own_all_reduce(0.0, 1))
 
 
 def served(gpu_name: str = "a100-sxm-80gb", **settings: object) -> ServingPrediction:
@@ -100,6 +102,23 @@ def test_the_first_hosts_copy_all_tokens_of_a_step(version: str, ns: float) -> N
         eager.seconds(Step(decoding=1, cached_tokens=cached, sampled=1)) for cached in (100, 10_100)
     )
     assert more - one == pytest.approx(ns * 1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize(("tokens", "rounds"), [(1, 1), (256, 1), (257, 2)])
+def test_the_first_kernel_of_stored_experts_is_launched_for_each(tokens: int, rounds: int) -> None:
+    """128 experts, two products, 48 layers, 2.5 µs each."""
+    step = Step(decoding=tokens, cached_tokens=1000, sampled=1)
+    older, newer = (
+        timer(
+            model="Qwen/Qwen3-30B-A3B",
+            serving="sglang",
+            quant="gptq-int4",
+            libraries=(("sglang", version),),
+        )
+        for version in ("0.4.6", "0.4.7")
+    )
+    more = older.parts(step)["kernels"] - newer.parts(step)["kernels"]
+    assert more == pytest.approx(48 * 2 * (rounds * 128 * 2.5e-6 - EXPERTS_S))
 
 
 def test_storages_are_in_the_order_of_their_bytes() -> None:

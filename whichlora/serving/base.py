@@ -212,6 +212,8 @@ class Stepping:
         code_reads: of the bandwidth that current kernels reach with quantised weights, what its
             own do.
         code_launch_s: of a second kernel of such a product, which no Python launches.
+        expert_rows: of one kernel, where each expert's product of codes has kernels of its own,
+            also without tokens; None where all experts share one.
         rates: what its own kernels reach on a GPU, computing in a dtype; None where they are those
             of `kernel_rates`.
         weight_bytes: of a matrix as the engine stores it, all experts, the mean of the layers; None
@@ -235,6 +237,7 @@ class Stepping:
     copied_token_s: float = 0.0
     code_reads: float = 1.0
     code_launch_s: float = 0.0
+    expert_rows: int | None = None
     rates: Callable[[GpuSpec, str], KernelRates] | None = None
     weight_bytes: Callable[[Linear | None], float] | None = None
     joins: bool = True

@@ -138,6 +138,10 @@ ZEROED_READS = 0.9  # of the bandwidth of GPTQ's codes
 # 0.34 of the peak where dense products reach 0.6 to 0.8. The same tables.
 EXPERTS_S = 10e-6
 EXPERTS_PRODUCTS = 0.39  # of the rate of a dense product
+# The first Marlin kernel of experts is launched for each of them, and each 256 rows of all tokens,
+# whether they chose it or not. Kind: exact. Source: vLLM 0.7.2 csrc/moe/marlin_moe_ops.cu
+# `marlin_mm_moe`, 4 blocks of 4 x 16 rows.
+FIRST_MARLIN_ROWS = 256
 POINTWISE_READS = 0.8  # of the bandwidth, as the prior of `timing.model`
 MOST_PRODUCTS = 0.92  # of a peak, what products reach that power does not limit
 

@@ -78,6 +78,7 @@ class _Product:
         reads: share of the bandwidth; `rate` of FLOP/s that it reaches.
         is_unpacked: whether its kernel unpacks stored codes.
         row_s: of each row, what narrows its inputs.
+        expert_rows: as of `Stepping`.
     """
 
     count: int
@@ -90,6 +91,7 @@ class _Product:
     rate: float
     is_unpacked: bool = False
     row_s: float = 0.0
+    expert_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +237,11 @@ class StepTimer:
         reads_s = reads / (product.reads * self.bandwidth)
         work = max(arithmetic, reads_s) if self.rates.overlaps else arithmetic + reads_s
         work += tokens * product.row_s
-        return product.count * product.kernel_s, product.count * work
+        kernel_s = product.kernel_s
+        if product.expert_rows is not None:
+            kernels = product.experts * math.ceil(tokens / product.expert_rows)
+            kernel_s = kernels * self.rates.pointwise_s
+        return product.count * kernel_s, product.count * work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,6 +389,7 @@ def _product_of(
         rate=EXPERTS_PRODUCTS * rate if is_expert else rate,
         is_unpacked=is_unpacked,
         row_s=row_s,
+        expert_rows=stepping.expert_rows if is_expert and is_unpacked else None,
     )
 
 

@@ -17,6 +17,7 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
 from whichlora.serving.command import shell_command
+from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS
 from whichlora.serving.profile_pass import (
     COUNTED_LOGIT_BITS,
     MASKED_LOGIT_BYTES,
@@ -509,6 +510,7 @@ def stepping(served: Served) -> Stepping:
         copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
         code_reads=FIRST_AWQ_READS if is_first_awq else 1.0,
         code_launch_s=SECOND_LAUNCH_S if is_first_awq else 0.0,
+        expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("vllm", "0.7") else None,
         front_s=FRONT_S,
         plans_ahead=not served.libraries.older("vllm", "0.14"),
     )
