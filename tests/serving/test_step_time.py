@@ -91,6 +91,17 @@ def test_heads_of_a_group_read_keys_for_themselves_before_0_4_3() -> None:
     assert shared.parts(ALONE)["attention"] < older.parts(ALONE)["attention"]
 
 
+def test_the_blocks_of_a_chunk_do_not_fill_a_gpu() -> None:
+    """Eight blocks of 64 queries for each of 28 heads: 224, in three rounds of 108."""
+    chunk = Step(decoding=0, cached_tokens=0, sampled=0, prompt_tokens=512, prompt_pairs=3e7)
+    short, long = (
+        timer(libraries=(("vllm", "0.6.3"),), context=context).parts(chunk)["attention"]
+        for context in (32_768, 40_000)
+    )
+    moved = 512 * timer(libraries=(("vllm", "0.6.3"),)).attentions[0].prompt_s
+    assert (long - moved) / (short - moved) == pytest.approx(3 * 108 / 224)
+
+
 @pytest.mark.parametrize(("version", "ns"), [("0.4.3", 50), ("0.5.0", 0)])
 def test_the_first_hosts_copy_all_tokens_of_a_step(version: str, ns: float) -> None:
     eager = timer(

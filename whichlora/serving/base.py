@@ -208,6 +208,8 @@ class Stepping:
         cache_bytes: of one element of keys and values.
         head_reads: FLOP/s of attention whose query heads each read keys and values, a share of the
             fp32 peak; None where the heads of a group share them.
+        query_tile: queries of a prompt that one block of attention has, whose keys it does not
+            share; None where blocks fill the device however few they are.
         copied_token_s: of its host, for each token of the running sequences, beside the GPU's work.
         code_reads: of the bandwidth that current kernels reach with quantised weights, what its
             own do.
@@ -234,6 +236,7 @@ class Stepping:
     launch_s: float
     cache_bytes: float
     head_reads: float | None = None
+    query_tile: int | None = None
     copied_token_s: float = 0.0
     code_reads: float = 1.0
     code_launch_s: float = 0.0

@@ -100,12 +100,14 @@ class _Attention:
 
     Args:
         window: tokens that a query sees, None for all.
+        num_heads: of queries, in one layer.
         cached_s: seconds for each token that decoding sequences attend to, in all these layers.
         decoding_s, prompt_s: for each decoding sequence, and each token of a prompt.
         pair_s: for each query and key of a prompt.
     """
 
     window: int | None
+    num_heads: int
     cached_s: float
     decoding_s: float
     prompt_s: float
@@ -184,7 +186,8 @@ class StepTimer:
                 pairs = prompt_pairs
                 if same.window is not None:
                     pairs = min(pairs, prompt_tokens * same.window)
-                attention += pairs * same.pair_s + prompt_tokens * same.prompt_s
+                attention += pairs * same.pair_s / self._filled(same.num_heads, prompt_tokens)
+                attention += prompt_tokens * same.prompt_s
         products, elementwise = products + head, moved + moved_logits
         stepping, waits = self.stepping, 0.0
         host = stepping.copied_token_s * cached_tokens
@@ -195,6 +198,17 @@ class StepTimer:
             waits = max(0.0, host - busy)
         engine = stepping.step_s + stepping.sequence_s * sampled + waits
         return products, attention, elementwise, kernels, communication, engine
+
+    def _filled(self, num_heads: int, prompt_tokens: int) -> float:
+        """Share of the multiprocessors that a prompt's attention keeps busy to its end.
+
+        Kind: estimate: blocks take turns, one on each. Source: as of `timing.products.idle_flops`.
+        """
+        tile, multiprocessors = self.stepping.query_tile, self.num_multiprocessors
+        if tile is None or multiprocessors is None:
+            return 1.0
+        blocks = num_heads * math.ceil(prompt_tokens / tile)
+        return blocks / (multiprocessors * math.ceil(blocks / multiprocessors))
 
     def _of_tokens(self, tokens: int) -> tuple[float, float, float, float, int]:
         """Of all layers: kernels' own times, products, small operators, sums of ranks; passes."""
@@ -333,15 +347,18 @@ def _attentions(
     if stepping.head_reads is not None:
         heads_s = 2 / (stepping.head_reads * product_rate(served.gpu, "fp32"))
     sums: dict[int | None, tuple[float, int]] = {}
+    heads: dict[int | None, int] = {}
     for layer, count in model.layers():
         for attention in layer.attentions:
             cached, queries = sums.get(attention.sliding_window, (0.0, 0))
             width = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
             cached += count * attention.cache_elements * stepping.cache_bytes
             sums[attention.sliding_window] = cached, queries + count * width
+            heads[attention.sliding_window] = attention.num_attention_heads
     return tuple(
         _Attention(
             window=window,
+            num_heads=heads[window],
             cached_s=max(cached / rates.cache / bandwidth, heads_s * queries),
             decoding_s=queries * served.dtypes.compute_bytes * rates.query_passes / bandwidth,
             prompt_s=queries * served.dtypes.compute_bytes / bandwidth,

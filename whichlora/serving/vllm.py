@@ -95,6 +95,12 @@ SECOND_LAUNCH_S = 5e-6
 # step for their first token (0.26 on an H100), and of 15 tokens 8.4 ms (0.12 on an AMD GPU).
 # Source: `vllm bench serve` of Qwen3.5-122B-A10B (2026-08-25) and of gemma-3-4b-it.
 FRONT_S = 6e-3
+# Queries of a block of attention over a chunk of a prompt, whose keys lie in pages, before 0.8. A
+# chunk of 512 has eight blocks a head: 128 of 16 heads, for 108 multiprocessors. Kind: exact.
+# Source: FlashAttention 2.6 csrc/flash_attn/flash_api.cpp `mha_varlen_fwd`, which forces the kernel
+# that could split keys and does not split them, src/flash_fwd_launch_template.h
+# `run_mha_fwd_splitkv_dispatch`.
+CHUNK_QUERY_TILE = 64
 LONG_CONTEXT = 32 * 1024  # beyond which the first engine reads prompts in chunks
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
 # Model types whose class lists embeddings and head for adapters, and since which release.
@@ -507,6 +513,7 @@ def stepping(served: Served) -> Stepping:
         launch_s=EAGER_LAUNCH_S if is_eager else COMPILED_LAUNCH_S,
         cache_bytes=1 if served.options["kv_cache_dtype"] == "fp8" else served.dtypes.compute_bytes,
         head_reads=HEAD_READS if served.libraries.older("vllm", "0.4.3") else None,
+        query_tile=CHUNK_QUERY_TILE if is_older and chunk is not None else None,
         copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
         code_reads=FIRST_AWQ_READS if is_first_awq else 1.0,
         code_launch_s=SECOND_LAUNCH_S if is_first_awq else 0.0,
