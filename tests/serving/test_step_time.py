@@ -45,11 +45,11 @@ def test_parts_add_up_to_a_step() -> None:
 
 
 def test_one_token_waits_for_the_weights() -> None:
-    """15.2 GB without the token table, at 73 % of the bandwidth."""
+    """15.2 GB without the token table, at 74 % of the bandwidth."""
     model = load_model(MODEL)
     read = 2 * (model.num_params - model.vocab_size * model.hidden_size)
     products_s = timer().parts(ALONE)["products"]
-    assert products_s == pytest.approx(read / (0.73 * 2.039e12), rel=0.01)
+    assert products_s == pytest.approx(read / (0.74 * 2.039e12), rel=0.01)
 
 
 def test_a_long_prompt_is_bound_by_arithmetic() -> None:

@@ -20,8 +20,8 @@ class KernelRates:
     Args:
         product_s: of one matrix product; `attention_s` of one attention while decoding;
             `prefill_attention_s` of one over a prompt.
-        reads: of the bandwidth, while a product reads its weights; `cache` while attention reads
-            keys and values.
+        reads: of the bandwidth, while a product reads its weights for few rows, as `product_s`;
+            `cache` while attention reads keys and values.
         products: of the peak, in large products; `attention` in attention over a prompt.
         power: `timing.model.sustained_factor` of the board that was measured: one that sustains
             more of its peak is as much faster, up to `MOST_PRODUCTS`.
@@ -52,8 +52,8 @@ class KernelRates:
 
 _BY_CAPABILITY = {
     "8.0": KernelRates(
-        product_s=6.8e-6,
-        reads=0.73,
+        product_s=5.4e-6,
+        reads=0.74,
         products=0.77,
         power=1.03,
         attention_s=17.6e-6,
@@ -64,7 +64,7 @@ _BY_CAPABILITY = {
     ),
     "8.9": KernelRates(
         product_s=1.0e-6,
-        reads=0.77,
+        reads=0.80,
         products=0.60,
         power=0.91,
         attention_s=9.6e-6,
@@ -75,7 +75,7 @@ _BY_CAPABILITY = {
     ),
     "9.0": KernelRates(
         product_s=4.0e-6,
-        reads=0.84,
+        reads=0.86,
         products=0.80,
         power=0.97,
         attention_s=11.7e-6,
@@ -86,7 +86,7 @@ _BY_CAPABILITY = {
     ),
     "10.0": KernelRates(
         product_s=4.0e-6,
-        reads=0.77,
+        reads=0.81,
         products=0.70,
         power=0.92,
         attention_s=9.0e-6,
@@ -97,7 +97,7 @@ _BY_CAPABILITY = {
     ),
     "12.0": KernelRates(
         product_s=1.0e-6,
-        reads=0.87,
+        reads=0.91,
         products=0.79,
         power=1.07,
         attention_s=11.5e-6,
@@ -108,8 +108,8 @@ _BY_CAPABILITY = {
     ),
 }
 _ELSEWHERE = KernelRates(
-    product_s=2.6e-6,
-    reads=0.79,
+    product_s=2.4e-6,
+    reads=0.82,
     products=0.73,
     power=0.98,
     attention_s=11.5e-6,
