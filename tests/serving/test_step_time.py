@@ -11,6 +11,7 @@ from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving.kernel_rates import EXPERTS_S, MOST_PRODUCTS, kernel_rates
 from whichlora.serving.step_time import PARTS, Step, StepTimer, own_all_reduce, step_timer
+from whichlora.serving.vllm import FIRST_AWQ
 from whichlora.spec.results import ServingPrediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
@@ -130,6 +131,20 @@ def test_the_first_kernel_of_stored_experts_is_launched_for_each(tokens: int, ro
     )
     more = older.parts(step)["kernels"] - newer.parts(step)["kernels"]
     assert more == pytest.approx(48 * 2 * (rounds * 128 * 2.5e-6 - EXPERTS_S))
+
+
+def test_the_blocks_of_the_first_awq_kernel_pass_their_tiles_in_rounds() -> None:
+    """864 blocks at once; queries, output and down one round, gate and up (2,368 blocks) three."""
+    tiles = 14 + 14 + 74 + 3 * 14
+    older = timer(libraries=(("vllm", "0.4.2"),), quant="awq-int4")
+    codes = [product for product in older.products if product.is_unpacked]
+    assert sum(each.count for each in codes) == 4 * 28
+    work = sum(
+        each.count
+        * FIRST_AWQ.seconds(1, each.shapes[0][0], sum(out for _, out in each.shapes), 108)
+        for each in codes
+    )
+    assert work == pytest.approx(28 * tiles * 1.5e-6)
 
 
 @pytest.mark.parametrize(("version", "ms"), [("0.4.2", 3.75), ("0.4.3", 0.0)])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.methods.base import Method
-from whichlora.serving.kernel_rates import KernelRates
+from whichlora.serving.kernel_rates import UNPACKING_PRODUCTS, CodeBlocks, KernelRates
 from whichlora.serving.log import EngineLog
 from whichlora.spec.architecture import Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes
@@ -211,8 +211,8 @@ class Stepping:
         query_tile: queries of a prompt that one block of attention has, whose keys it does not
             share; None where blocks fill the device however few they are.
         copied_token_s: of its host, for each token of the running sequences, beside the GPU's work.
-        code_reads: of the bandwidth that current kernels reach with quantised weights, what its
-            own do.
+        code_products: of the rate of 16 bit, what large products of codes reach.
+        code_blocks: of its own kernel for quantised weights, where that is not Marlin's.
         code_launch_s: of a second kernel of such a product, which no Python launches.
         expert_rows: of one kernel, where each expert's product of codes has kernels of its own,
             also without tokens; None where all experts share one.
@@ -238,7 +238,8 @@ class Stepping:
     head_reads: float | None = None
     query_tile: int | None = None
     copied_token_s: float = 0.0
-    code_reads: float = 1.0
+    code_products: float = UNPACKING_PRODUCTS
+    code_blocks: CodeBlocks | None = None
     code_launch_s: float = 0.0
     expert_rows: int | None = None
     rates: Callable[[GpuSpec, str], KernelRates] | None = None

@@ -7,6 +7,7 @@ of its own, then what the slower of arithmetic and memory takes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from whichlora.spec.gpu import GpuSpec
@@ -48,6 +49,33 @@ class KernelRates:
     few_rows: int = 0
     few_products: float = 1.0
     deviation: float = 0.12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeBlocks:
+    """A kernel whose blocks unpack a share of the codes each, one tile after the other.
+
+    Args:
+        rows, outputs: of one block.
+        splits: blocks that share the inputs of an output; a second kernel adds up what they made.
+        inputs: of one tile; `tile_s` until the next one is begun, for which nothing is read ahead.
+        resident: blocks at once on a multiprocessor.
+        expanded_rows: from which on the matrix is unpacked into memory, and multiplied from there.
+    """
+
+    rows: int
+    outputs: int
+    splits: int
+    inputs: int
+    tile_s: float
+    resident: int
+    expanded_rows: int
+
+    def seconds(self, rows: float, inputs: int, outputs: int, multiprocessors: int) -> float:
+        """Of one matrix. Kind: estimate."""
+        blocks = math.ceil(rows / self.rows) * math.ceil(outputs / self.outputs) * self.splits
+        rounds = math.ceil(blocks / (multiprocessors * self.resident))
+        return rounds * math.ceil(inputs / (self.inputs * self.splits)) * self.tile_s
 
 
 _BY_CAPABILITY = {
@@ -129,7 +157,8 @@ NARROW_EXPERTS = 0.60  # of experts in groups; kind: estimate
 # One of stored codes (Marlin) has a longer prologue, and unpacks weights for every tile. AWQ's
 # zeros are subtracted. Kind: fitted, to published vLLM speeds of Qwen2 and Qwen2.5: 24 layers of
 # four products took 0.5 to 0.7 ms more than in 16 bit (0.5B), prompts of 14,336 and 30,720 tokens
-# 0.5 to 0.8 s more (7B), and AWQ 4 to 7 % more than GPTQ (7B and 32B).
+# 0.5 to 0.8 s more (7B under 0.6.3; under 0.4.2 no longer), and AWQ 4 to 7 % more than GPTQ (7B and
+# 32B).
 UNPACKING_S = 8e-6
 UNPACKING_PRODUCTS = 0.66  # of the rate of 16 bit
 ZEROED_READS = 0.9  # of the bandwidth of GPTQ's codes

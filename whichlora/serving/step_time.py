@@ -22,9 +22,9 @@ from whichlora.serving.kernel_rates import (
     NARROWED_INPUT_S,
     NARROWING_S,
     POINTWISE_READS,
-    UNPACKING_PRODUCTS,
     UNPACKING_S,
     ZEROED_READS,
+    CodeBlocks,
     KernelRates,
     kernel_rates,
 )
@@ -78,7 +78,7 @@ class _Product:
         reads: share of the bandwidth; `rate` of FLOP/s that it reaches.
         is_unpacked: whether its kernel unpacks stored codes.
         row_s: of each row, what narrows its inputs.
-        expert_rows: as of `Stepping`.
+        expert_rows: as of `Stepping`, and `code_blocks`.
     """
 
     count: int
@@ -92,6 +92,7 @@ class _Product:
     is_unpacked: bool = False
     row_s: float = 0.0
     expert_rows: int | None = None
+    code_blocks: CodeBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +251,11 @@ class StepTimer:
         reads = visited / product.experts * product.num_bytes
         reads_s = reads / (product.reads * self.bandwidth)
         work = max(arithmetic, reads_s) if self.rates.overlaps else arithmetic + reads_s
+        blocks, multiprocessors = product.code_blocks, self.num_multiprocessors
+        if blocks is not None and multiprocessors is not None and rows < blocks.expanded_rows:
+            inputs, outputs = product.shapes[0][0], sum(shape[1] for shape in product.shapes)
+            each = tokens * product.active / visited
+            work = visited * blocks.seconds(each, inputs, outputs, multiprocessors)
         work += tokens * product.row_s
         kernel_s = product.kernel_s
         if product.expert_rows is not None:
@@ -384,10 +390,10 @@ def _product_of(
     if is_quantised(first, served.dtypes):
         is_unpacked = not _has_units(served.dtypes.quant, served.gpu)
         if is_unpacked:
-            kernel_s, rate = kernel_s + UNPACKING_S, UNPACKING_PRODUCTS * rate
-            reads *= stepping.code_reads * (
-                ZEROED_READS if served.dtypes.quant == "awq-int4" else 1.0
-            )
+            kernel_s, rate = kernel_s + UNPACKING_S, stepping.code_products * rate
+            if stepping.code_blocks is not None:  # it and what adds up its splits
+                kernel_s = 2 * rates.pointwise_s
+            reads *= ZEROED_READS if served.dtypes.quant == "awq-int4" else 1.0
         else:  # whose peak is twice that of 16 bit
             narrow = NARROW_EXPERTS if is_expert else NARROW_PRODUCTS
             kernel_s, rate = kernel_s + NARROWING_S, 2 * narrow * rate
@@ -407,6 +413,7 @@ def _product_of(
         is_unpacked=is_unpacked,
         row_s=row_s,
         expert_rows=stepping.expert_rows if is_expert and is_unpacked else None,
+        code_blocks=stepping.code_blocks if is_unpacked else None,
     )
 
 

@@ -17,7 +17,7 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
 from whichlora.serving.command import shell_command
-from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS
+from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS, UNPACKING_PRODUCTS, CodeBlocks
 from whichlora.serving.profile_pass import (
     COUNTED_LOGIT_BITS,
     MASKED_LOGIT_BYTES,
@@ -86,10 +86,13 @@ COPIED_TOKEN_S = 50e-9
 # attention/backends/flash_attn.py:256; github.com/vllm-project/vllm/issues/1880 (comment of
 # 2024-01-22) and pull/2744, whose card it is.
 HEAD_READS = 0.195
-# Of the bandwidth that a product of AWQ's codes reaches, what its first kernel does; Marlin reads
-# them, too, from 0.5.4 on. Kind: fitted, to Qwen2-7B under 0.4.2, whose steps in a graph take
-# 3.4 ms longer with AWQ than with GPTQ (prompts of 1 and 6,144 tokens).
-FIRST_AWQ_READS = 0.45
+# AWQ's first kernel, before Marlin reads its codes, too. Kind: exact, but for the blocks resident,
+# an estimate of 128 registers a thread, and `tile_s`: fitted, to Qwen2 1.5B and 7B under 0.4.2 with
+# prompts of 1 and 6,144 tokens. Source: vLLM 0.4.2 csrc/quantization/awq/gemm_kernels.cu
+# `gemm_forward_4bit_cuda_m16nXk32`; model_executor/layers/quantization/awq.py.
+FIRST_AWQ = CodeBlocks(
+    rows=16, outputs=128, splits=8, inputs=32, tile_s=1.5e-6, resident=8, expanded_rows=256
+)
 # That kernel divides a product into eight, which a second one adds up: it is launched from C++.
 # Kind: estimate, of a launch without Python. Source: vLLM 0.4.2
 # csrc/quantization/awq/gemm_kernels.cu awq_gemm, `_out_feats.sum(0)`.
@@ -522,7 +525,8 @@ def stepping(served: Served) -> Stepping:
         head_reads=HEAD_READS if served.libraries.older("vllm", "0.4.3") else None,
         query_tile=CHUNK_QUERY_TILE if is_older and chunk is not None else None,
         copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
-        code_reads=FIRST_AWQ_READS if is_first_awq else 1.0,
+        code_products=1.0 if served.libraries.older("vllm", "0.5") else UNPACKING_PRODUCTS,
+        code_blocks=FIRST_AWQ if is_first_awq else None,
         code_launch_s=SECOND_LAUNCH_S if is_first_awq else 0.0,
         expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("vllm", "0.7") else None,
         front_s=FRONT_S,
