@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whichlora.errors import ConfigError
+from whichlora.memory.weights import linear_bytes
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Pool, Served, Start
 from whichlora.serving.block_groups import CachedLayers, blocks, cached_layers
@@ -67,6 +68,26 @@ def test_weights_and_the_sampler_are_those_of_published_logs(
     peak = part_bytes(taken, "logits_and_loss") + workspace_mib * MiB
     assert part_bytes(taken, "weights") / GiB == pytest.approx(weights_gib, abs=0.035)
     assert peak / GiB == pytest.approx(peak_gib, abs=0.005)
+
+
+@pytest.mark.parametrize("quant", ["gptq-int4", "awq-int4", "gptq-int8"])
+@pytest.mark.parametrize("serving", ["vllm", "sglang"])
+def test_experts_of_a_checkpoint_are_loaded_in_its_codes(serving: str, quant: str) -> None:
+    run = replace(RUN, model="mistralai/Mixtral-8x7B-v0.1", serving=serving)
+    sixteen, few = (
+        sum(layer_bytes(resolve(load_model(run.model), stored, A100).served))
+        for stored in (run, replace(run, quant=quant))  # type: ignore[arg-type]
+    )
+    bits = 8 if quant == "gptq-int8" else 4
+    assert bits / 16 < few / sixteen < 1.1 * bits / 16
+
+
+def layer_bytes(asked: Served) -> list[int]:
+    return [
+        count * linear_bytes(linear, asked.dtypes)
+        for layer, count in asked.model.layers()
+        for linear in layer.linears
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from whichlora.memory.mxfp4 import packed_parts
 from whichlora.spec.architecture import Linear, ModelSpec
 from whichlora.spec.dtypes import BNB_BLOCK, Dtypes, is_quantised
 from whichlora.spec.numeric import Count, ceil_div
-from whichlora.spec.run import FOUR_BIT_BNB, GPTQMODEL_QUANTS
+from whichlora.spec.run import CHECKPOINT_QUANTS, FOUR_BIT_BNB
 
 NESTED_BLOCK = 256  # scales that share one second-level scale
 CODE_TABLE_BYTES = 2560  # per 4-bit matrix: code table, offset, nested code table
@@ -61,7 +61,7 @@ def quantised_parts(
         return code_bytes, 4 * num_scales, CODE_TABLE_BYTES
     if quant in ("int8", "fp8"):  # one fp32 scale per row: `Int8Params.SCB`, `weight_scale`
         return num_weights, 4 * out_features
-    if quant in GPTQMODEL_QUANTS:
+    if quant in CHECKPOINT_QUANTS:
         groups: int = ceil_div(num_weights, group_size)
         bits = 8 if quant == "gptq-int8" else 4
         packed: int = ceil_div(bits * (num_weights + groups), 8)  # codes, and a zero per group

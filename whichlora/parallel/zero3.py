@@ -44,8 +44,8 @@ from whichlora.spec.numeric import Count, ceil_div, largest
 from whichlora.spec.options import Option
 from whichlora.spec.run import (
     BNB_QUANTS,
+    CHECKPOINT_QUANTS,
     FOUR_BIT_BNB,
-    GPTQMODEL_QUANTS,
     RunConfig,
     autocast_precision,
 )
@@ -738,7 +738,7 @@ def _weights_share(spread: Spread) -> float:
 def _check(step: TrainingStep, spread: Spread) -> None:
     """Source: GPTQModel 7.3 `BaseQuantLinear`; deepspeed 0.19.8 `Init._post_init_method`."""
     deepspeed.check(step, spread)
-    if step.dtypes.quant in GPTQMODEL_QUANTS:
+    if step.dtypes.quant in CHECKPOINT_QUANTS:
         raise ConfigError(
             f"quant: {step.dtypes.quant} weights are buffers, which ZeRO-3 leaves whole on each "
             "GPU; use parallel zero2 or ddp, or quant nf4"

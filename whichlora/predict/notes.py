@@ -10,7 +10,7 @@ from whichlora.spec.architecture import Attention
 from whichlora.spec.checkpoint import stored_quant
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Real
-from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
+from whichlora.spec.run import BNB_QUANTS, CHECKPOINT_QUANTS, FOUR_BIT_BNB
 from whichlora.spec.targets import all_linears
 from whichlora.symbolic.kernels import attention_kernel, runs_efficient
 from whichlora.units import format_bytes
@@ -160,7 +160,7 @@ def _stored(job: ResolvedRun) -> str:
     if quant is None:
         method = config.get("quant_method", "an unknown format")
         return f"the checkpoint is stored as {method}, which is not modelled: counted as {counted}"
-    group = config.get("group_size") if quant.startswith(("gptq", "awq")) else None
+    group = config.get("group_size") if quant in CHECKPOINT_QUANTS else None
     grouped = isinstance(group, int) and group > 0 and group != job.run.quant_group_size
     if quant == job.dtypes.quant and not grouped:
         return ""

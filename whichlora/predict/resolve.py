@@ -25,6 +25,7 @@ from whichlora.spec.parallel import ONE_DEVICE, ParallelConfig, micro_steps
 from whichlora.spec.run import (
     ALL_LINEAR,
     BNB_QUANTS,
+    CHECKPOINT_QUANTS,
     FOUR_BIT_BNB,
     FP32_PRECISIONS,
     TRANSFORMERS,
@@ -74,11 +75,18 @@ class ResolvedRun:
 
     @property
     def served(self) -> Served:
-        """The same as an engine is asked to serve it."""
+        """The same as an engine is asked to serve it.
+
+        It reads the codes of every expert as a checkpoint of GPTQ or AWQ has them, also where
+        transformers keeps all experts in one parameter.
+        Source: vLLM 0.6.3 layers/quantization/gptq_marlin.py `GPTQMarlinMoEMethod`, awq_marlin.py
+        `AWQMoEMethod`; SGLang 0.5.23 layers/quantization/gptq/gptq.py, awq/awq.py.
+        """
+        packs = self.run.quant in CHECKPOINT_QUANTS and self.engine.reads_checkpoints
         return Served(
             model=self.model,
             run=self.run,
-            dtypes=self.dtypes,
+            dtypes=replace(self.dtypes, quantises_experts=True) if packs else self.dtypes,
             method=self.method,
             gpu=self.gpu,
             targets=self.targets,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.methods.base import Method
-from whichlora.serving.kernel_rates import KernelRates
+from whichlora.serving.kernel_rates import UNPACKING_PRODUCTS, CodeBlocks, KernelRates
 from whichlora.serving.log import EngineLog
 from whichlora.spec.architecture import Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes
@@ -208,10 +208,14 @@ class Stepping:
         cache_bytes: of one element of keys and values.
         head_reads: FLOP/s of attention whose query heads each read keys and values, a share of the
             fp32 peak; None where the heads of a group share them.
+        query_tile: queries of a prompt that one block of attention has, whose keys it does not
+            share; None where blocks fill the device however few they are.
         copied_token_s: of its host, for each token of the running sequences, beside the GPU's work.
-        code_reads: of the bandwidth that current kernels reach with quantised weights, what its
-            own do.
+        code_products: of the rate of 16 bit, what large products of codes reach.
+        code_blocks: of its own kernel for quantised weights, where that is not Marlin's.
         code_launch_s: of a second kernel of such a product, which no Python launches.
+        expert_rows: of one kernel, where each expert's product of codes has kernels of its own,
+            also without tokens; None where all experts share one.
         rates: what its own kernels reach on a GPU, computing in a dtype; None where they are those
             of `kernel_rates`.
         weight_bytes: of a matrix as the engine stores it, all experts, the mean of the layers; None
@@ -232,9 +236,12 @@ class Stepping:
     launch_s: float
     cache_bytes: float
     head_reads: float | None = None
+    query_tile: int | None = None
     copied_token_s: float = 0.0
-    code_reads: float = 1.0
+    code_products: float = UNPACKING_PRODUCTS
+    code_blocks: CodeBlocks | None = None
     code_launch_s: float = 0.0
+    expert_rows: int | None = None
     rates: Callable[[GpuSpec, str], KernelRates] | None = None
     weight_bytes: Callable[[Linear | None], float] | None = None
     joins: bool = True

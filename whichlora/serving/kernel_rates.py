@@ -7,6 +7,7 @@ of its own, then what the slower of arithmetic and memory takes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from whichlora.spec.gpu import GpuSpec
@@ -20,8 +21,8 @@ class KernelRates:
     Args:
         product_s: of one matrix product; `attention_s` of one attention while decoding;
             `prefill_attention_s` of one over a prompt.
-        reads: of the bandwidth, while a product reads its weights; `cache` while attention reads
-            keys and values.
+        reads: of the bandwidth, while a product reads its weights for few rows, as `product_s`;
+            `cache` while attention reads keys and values.
         products: of the peak, in large products; `attention` in attention over a prompt.
         power: `timing.model.sustained_factor` of the board that was measured: one that sustains
             more of its peak is as much faster, up to `MOST_PRODUCTS`.
@@ -50,10 +51,37 @@ class KernelRates:
     deviation: float = 0.12
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeBlocks:
+    """A kernel whose blocks unpack a share of the codes each, one tile after the other.
+
+    Args:
+        rows, outputs: of one block.
+        splits: blocks that share the inputs of an output; a second kernel adds up what they made.
+        inputs: of one tile; `tile_s` until the next one is begun, for which nothing is read ahead.
+        resident: blocks at once on a multiprocessor.
+        expanded_rows: from which on the matrix is unpacked into memory, and multiplied from there.
+    """
+
+    rows: int
+    outputs: int
+    splits: int
+    inputs: int
+    tile_s: float
+    resident: int
+    expanded_rows: int
+
+    def seconds(self, rows: float, inputs: int, outputs: int, multiprocessors: int) -> float:
+        """Of one matrix. Kind: estimate."""
+        blocks = math.ceil(rows / self.rows) * math.ceil(outputs / self.outputs) * self.splits
+        rounds = math.ceil(blocks / (multiprocessors * self.resident))
+        return rounds * math.ceil(inputs / (self.inputs * self.splits)) * self.tile_s
+
+
 _BY_CAPABILITY = {
     "8.0": KernelRates(
-        product_s=6.8e-6,
-        reads=0.73,
+        product_s=5.4e-6,
+        reads=0.74,
         products=0.77,
         power=1.03,
         attention_s=17.6e-6,
@@ -64,7 +92,7 @@ _BY_CAPABILITY = {
     ),
     "8.9": KernelRates(
         product_s=1.0e-6,
-        reads=0.77,
+        reads=0.80,
         products=0.60,
         power=0.91,
         attention_s=9.6e-6,
@@ -75,7 +103,7 @@ _BY_CAPABILITY = {
     ),
     "9.0": KernelRates(
         product_s=4.0e-6,
-        reads=0.84,
+        reads=0.86,
         products=0.80,
         power=0.97,
         attention_s=11.7e-6,
@@ -86,7 +114,7 @@ _BY_CAPABILITY = {
     ),
     "10.0": KernelRates(
         product_s=4.0e-6,
-        reads=0.77,
+        reads=0.81,
         products=0.70,
         power=0.92,
         attention_s=9.0e-6,
@@ -97,7 +125,7 @@ _BY_CAPABILITY = {
     ),
     "12.0": KernelRates(
         product_s=1.0e-6,
-        reads=0.87,
+        reads=0.91,
         products=0.79,
         power=1.07,
         attention_s=11.5e-6,
@@ -108,8 +136,8 @@ _BY_CAPABILITY = {
     ),
 }
 _ELSEWHERE = KernelRates(
-    product_s=2.6e-6,
-    reads=0.79,
+    product_s=2.4e-6,
+    reads=0.82,
     products=0.73,
     power=0.98,
     attention_s=11.5e-6,
@@ -129,7 +157,8 @@ NARROW_EXPERTS = 0.60  # of experts in groups; kind: estimate
 # One of stored codes (Marlin) has a longer prologue, and unpacks weights for every tile. AWQ's
 # zeros are subtracted. Kind: fitted, to published vLLM speeds of Qwen2 and Qwen2.5: 24 layers of
 # four products took 0.5 to 0.7 ms more than in 16 bit (0.5B), prompts of 14,336 and 30,720 tokens
-# 0.5 to 0.8 s more (7B), and AWQ 4 to 7 % more than GPTQ (7B and 32B).
+# 0.5 to 0.8 s more (7B under 0.6.3; under 0.4.2 no longer), and AWQ 4 to 7 % more than GPTQ (7B and
+# 32B).
 UNPACKING_S = 8e-6
 UNPACKING_PRODUCTS = 0.66  # of the rate of 16 bit
 ZEROED_READS = 0.9  # of the bandwidth of GPTQ's codes
@@ -138,6 +167,10 @@ ZEROED_READS = 0.9  # of the bandwidth of GPTQ's codes
 # 0.34 of the peak where dense products reach 0.6 to 0.8. The same tables.
 EXPERTS_S = 10e-6
 EXPERTS_PRODUCTS = 0.39  # of the rate of a dense product
+# The first Marlin kernel of experts is launched for each of them, and each 256 rows of all tokens,
+# whether they chose it or not. Kind: exact. Source: vLLM 0.7.2 csrc/moe/marlin_moe_ops.cu
+# `marlin_mm_moe`, 4 blocks of 4 x 16 rows.
+FIRST_MARLIN_ROWS = 256
 POINTWISE_READS = 0.8  # of the bandwidth, as the prior of `timing.model`
 MOST_PRODUCTS = 0.92  # of a peak, what products reach that power does not limit
 

@@ -15,6 +15,7 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import cached_layers
 from whichlora.serving.command import shell_command
+from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS
 from whichlora.serving.profile_pass import layer_entry
 from whichlora.serving.rank import (
     check_model,
@@ -204,7 +205,8 @@ def stepping(served: Served) -> Stepping:
     """Prompts first, in chunks and alone; the host prepares a step while the GPU does the last one.
 
     Kind: exact; `HOST_S` is an estimate. Source: SGLang 0.5.23 srt/managers/scheduler.py
-    `get_next_batch_to_run`, `event_loop_overlap`.
+    `get_next_batch_to_run`, `event_loop_overlap`; 0.4.6 layers/quantization/gptq.py, which takes
+    vLLM's kernel for experts.
     """
     is_eager = bool(served.options["disable_cuda_graph"])
     fp8 = served.options["kv_cache_dtype"] in FP8
@@ -217,6 +219,7 @@ def stepping(served: Served) -> Stepping:
         captured_tokens=0 if is_eager else decode_graphs(served),
         launch_s=LAUNCH_S,
         cache_bytes=1 if fp8 else served.dtypes.compute_bytes,
+        expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("sglang", "0.4.7") else None,
     )
 
 

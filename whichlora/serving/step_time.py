@@ -22,9 +22,9 @@ from whichlora.serving.kernel_rates import (
     NARROWED_INPUT_S,
     NARROWING_S,
     POINTWISE_READS,
-    UNPACKING_PRODUCTS,
     UNPACKING_S,
     ZEROED_READS,
+    CodeBlocks,
     KernelRates,
     kernel_rates,
 )
@@ -78,6 +78,7 @@ class _Product:
         reads: share of the bandwidth; `rate` of FLOP/s that it reaches.
         is_unpacked: whether its kernel unpacks stored codes.
         row_s: of each row, what narrows its inputs.
+        expert_rows: as of `Stepping`, and `code_blocks`.
     """
 
     count: int
@@ -90,6 +91,8 @@ class _Product:
     rate: float
     is_unpacked: bool = False
     row_s: float = 0.0
+    expert_rows: int | None = None
+    code_blocks: CodeBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +101,14 @@ class _Attention:
 
     Args:
         window: tokens that a query sees, None for all.
+        num_heads: of queries, in one layer.
         cached_s: seconds for each token that decoding sequences attend to, in all these layers.
         decoding_s, prompt_s: for each decoding sequence, and each token of a prompt.
         pair_s: for each query and key of a prompt.
     """
 
     window: int | None
+    num_heads: int
     cached_s: float
     decoding_s: float
     prompt_s: float
@@ -182,7 +187,8 @@ class StepTimer:
                 pairs = prompt_pairs
                 if same.window is not None:
                     pairs = min(pairs, prompt_tokens * same.window)
-                attention += pairs * same.pair_s + prompt_tokens * same.prompt_s
+                attention += pairs * same.pair_s / self._filled(same.num_heads, prompt_tokens)
+                attention += prompt_tokens * same.prompt_s
         products, elementwise = products + head, moved + moved_logits
         stepping, waits = self.stepping, 0.0
         host = stepping.copied_token_s * cached_tokens
@@ -193,6 +199,17 @@ class StepTimer:
             waits = max(0.0, host - busy)
         engine = stepping.step_s + stepping.sequence_s * sampled + waits
         return products, attention, elementwise, kernels, communication, engine
+
+    def _filled(self, num_heads: int, prompt_tokens: int) -> float:
+        """Share of the multiprocessors that a prompt's attention keeps busy to its end.
+
+        Kind: estimate: blocks take turns, one on each. Source: as of `timing.products.idle_flops`.
+        """
+        tile, multiprocessors = self.stepping.query_tile, self.num_multiprocessors
+        if tile is None or multiprocessors is None:
+            return 1.0
+        blocks = num_heads * math.ceil(prompt_tokens / tile)
+        return blocks / (multiprocessors * math.ceil(blocks / multiprocessors))
 
     def _of_tokens(self, tokens: int) -> tuple[float, float, float, float, int]:
         """Of all layers: kernels' own times, products, small operators, sums of ranks; passes."""
@@ -234,8 +251,17 @@ class StepTimer:
         reads = visited / product.experts * product.num_bytes
         reads_s = reads / (product.reads * self.bandwidth)
         work = max(arithmetic, reads_s) if self.rates.overlaps else arithmetic + reads_s
+        blocks, multiprocessors = product.code_blocks, self.num_multiprocessors
+        if blocks is not None and multiprocessors is not None and rows < blocks.expanded_rows:
+            inputs, outputs = product.shapes[0][0], sum(shape[1] for shape in product.shapes)
+            each = tokens * product.active / visited
+            work = visited * blocks.seconds(each, inputs, outputs, multiprocessors)
         work += tokens * product.row_s
-        return product.count * product.kernel_s, product.count * work
+        kernel_s = product.kernel_s
+        if product.expert_rows is not None:
+            kernels = product.experts * math.ceil(tokens / product.expert_rows)
+            kernel_s = kernels * self.rates.pointwise_s
+        return product.count * kernel_s, product.count * work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,15 +353,18 @@ def _attentions(
     if stepping.head_reads is not None:
         heads_s = 2 / (stepping.head_reads * product_rate(served.gpu, "fp32"))
     sums: dict[int | None, tuple[float, int]] = {}
+    heads: dict[int | None, int] = {}
     for layer, count in model.layers():
         for attention in layer.attentions:
             cached, queries = sums.get(attention.sliding_window, (0.0, 0))
             width = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
             cached += count * attention.cache_elements * stepping.cache_bytes
             sums[attention.sliding_window] = cached, queries + count * width
+            heads[attention.sliding_window] = attention.num_attention_heads
     return tuple(
         _Attention(
             window=window,
+            num_heads=heads[window],
             cached_s=max(cached / rates.cache / bandwidth, heads_s * queries),
             decoding_s=queries * served.dtypes.compute_bytes * rates.query_passes / bandwidth,
             prompt_s=queries * served.dtypes.compute_bytes / bandwidth,
@@ -361,10 +390,10 @@ def _product_of(
     if is_quantised(first, served.dtypes):
         is_unpacked = not _has_units(served.dtypes.quant, served.gpu)
         if is_unpacked:
-            kernel_s, rate = kernel_s + UNPACKING_S, UNPACKING_PRODUCTS * rate
-            reads *= stepping.code_reads * (
-                ZEROED_READS if served.dtypes.quant == "awq-int4" else 1.0
-            )
+            kernel_s, rate = kernel_s + UNPACKING_S, stepping.code_products * rate
+            if stepping.code_blocks is not None:  # it and what adds up its splits
+                kernel_s = 2 * rates.pointwise_s
+            reads *= ZEROED_READS if served.dtypes.quant == "awq-int4" else 1.0
         else:  # whose peak is twice that of 16 bit
             narrow = NARROW_EXPERTS if is_expert else NARROW_PRODUCTS
             kernel_s, rate = kernel_s + NARROWING_S, 2 * narrow * rate
@@ -383,6 +412,8 @@ def _product_of(
         rate=EXPERTS_PRODUCTS * rate if is_expert else rate,
         is_unpacked=is_unpacked,
         row_s=row_s,
+        expert_rows=stepping.expert_rows if is_expert and is_unpacked else None,
+        code_blocks=stepping.code_blocks if is_unpacked else None,
     )
 
 

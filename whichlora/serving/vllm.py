@@ -17,6 +17,7 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
 from whichlora.serving.command import shell_command
+from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS, UNPACKING_PRODUCTS, CodeBlocks
 from whichlora.serving.profile_pass import (
     COUNTED_LOGIT_BITS,
     MASKED_LOGIT_BYTES,
@@ -62,6 +63,10 @@ OLDER_UTILIZATION = 0.90  # of releases before 0.20; config/cache.py
 # two to eight H100 and H200 (0.11). What it does for each sequence: estimate.
 HOST_S = (("0.6", 2.0e-3), ("0.8", 1.3e-3), ("", 0.8e-3))
 OLDER_SEQUENCE_S, SEQUENCE_S = 20e-6, 5e-6
+# Before 0.4.3 Ray schedules a task on every other rank for each step. Kind: measured, by a
+# contributor: 2,000 tokens of Llama-2-7B on two A100 took 24.2 s, and 16.7 s without Ray and with
+# one task for all steps. Source: github.com/vllm-project/vllm/pull/3763, merged as 4894.
+SCHEDULED_RANKS_S = 3.75e-3
 # What a kernel of a step that is too large for a graph costs the host, whose code is compiled.
 # Kind: estimate: half of a launch from Python.
 COMPILED_LAUNCH_S = LAUNCH_S / 2
@@ -81,10 +86,13 @@ COPIED_TOKEN_S = 50e-9
 # attention/backends/flash_attn.py:256; github.com/vllm-project/vllm/issues/1880 (comment of
 # 2024-01-22) and pull/2744, whose card it is.
 HEAD_READS = 0.195
-# Of the bandwidth that a product of AWQ's codes reaches, what its first kernel does; Marlin reads
-# them, too, from 0.5.4 on. Kind: fitted, to Qwen2-7B under 0.4.2, whose steps in a graph take
-# 3.4 ms longer with AWQ than with GPTQ (prompts of 1 and 6,144 tokens).
-FIRST_AWQ_READS = 0.45
+# AWQ's first kernel, before Marlin reads its codes, too. Kind: exact, but for the blocks resident,
+# an estimate of 128 registers a thread, and `tile_s`: fitted, to Qwen2 1.5B and 7B under 0.4.2 with
+# prompts of 1 and 6,144 tokens. Source: vLLM 0.4.2 csrc/quantization/awq/gemm_kernels.cu
+# `gemm_forward_4bit_cuda_m16nXk32`; model_executor/layers/quantization/awq.py.
+FIRST_AWQ = CodeBlocks(
+    rows=16, outputs=128, splits=8, inputs=32, tile_s=1.5e-6, resident=8, expanded_rows=256
+)
 # That kernel divides a product into eight, which a second one adds up: it is launched from C++.
 # Kind: estimate, of a launch without Python. Source: vLLM 0.4.2
 # csrc/quantization/awq/gemm_kernels.cu awq_gemm, `_out_feats.sum(0)`.
@@ -94,6 +102,12 @@ SECOND_LAUNCH_S = 5e-6
 # step for their first token (0.26 on an H100), and of 15 tokens 8.4 ms (0.12 on an AMD GPU).
 # Source: `vllm bench serve` of Qwen3.5-122B-A10B (2026-08-25) and of gemma-3-4b-it.
 FRONT_S = 6e-3
+# Queries of a block of attention over a chunk of a prompt, whose keys lie in pages, before 0.8. A
+# chunk of 512 has eight blocks a head: 128 of 16 heads, for 108 multiprocessors. Kind: exact.
+# Source: FlashAttention 2.6 csrc/flash_attn/flash_api.cpp `mha_varlen_fwd`, which forces the kernel
+# that could split keys and does not split them, src/flash_fwd_launch_template.h
+# `run_mha_fwd_splitkv_dispatch`.
+CHUNK_QUERY_TILE = 64
 LONG_CONTEXT = 32 * 1024  # beyond which the first engine reads prompts in chunks
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
 # Model types whose class lists embeddings and head for adapters, and since which release.
@@ -495,8 +509,11 @@ def stepping(served: Served) -> Stepping:
         for version, seconds in HOST_S
         if not version or served.libraries.older("vllm", version)
     )
+    ranks = served.count(RANKS) or 1
+    if ranks > 1 and served.libraries.older("vllm", "0.4.3"):
+        step_s += SCHEDULED_RANKS_S
     return Stepping(
-        ranks=served.count(RANKS) or 1,
+        ranks=ranks,
         step_s=step_s,
         sequence_s=OLDER_SEQUENCE_S if is_older else SEQUENCE_S,
         max_step_tokens=chunk or max(max_num_batched_tokens(served), served.context),
@@ -506,9 +523,12 @@ def stepping(served: Served) -> Stepping:
         launch_s=EAGER_LAUNCH_S if is_eager else COMPILED_LAUNCH_S,
         cache_bytes=1 if served.options["kv_cache_dtype"] == "fp8" else served.dtypes.compute_bytes,
         head_reads=HEAD_READS if served.libraries.older("vllm", "0.4.3") else None,
+        query_tile=CHUNK_QUERY_TILE if is_older and chunk is not None else None,
         copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
-        code_reads=FIRST_AWQ_READS if is_first_awq else 1.0,
+        code_products=1.0 if served.libraries.older("vllm", "0.5") else UNPACKING_PRODUCTS,
+        code_blocks=FIRST_AWQ if is_first_awq else None,
         code_launch_s=SECOND_LAUNCH_S if is_first_awq else 0.0,
+        expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("vllm", "0.7") else None,
         front_s=FRONT_S,
         plans_ahead=not served.libraries.older("vllm", "0.14"),
     )

@@ -58,7 +58,7 @@ AUTOCAST_PRECISIONS: frozenset[str] = frozenset({"bf16", "fp16"})
 FP32_PRECISIONS: frozenset[str] = frozenset({"tf32", "fp32"})  # of the tensors, not the products
 FOUR_BIT_BNB: frozenset[str] = frozenset({"nf4", "nf4-dq", "fp4"})
 BNB_QUANTS: frozenset[str] = FOUR_BIT_BNB | {"int8"}
-GPTQMODEL_QUANTS: frozenset[str] = frozenset({"gptq-int4", "gptq-int8", "awq-int4"})
+CHECKPOINT_QUANTS: frozenset[str] = frozenset({"gptq-int4", "gptq-int8", "awq-int4"})  # written so
 CACHE_NBITS = (4, 2)  # what quanto and HQQ both have
 CACHE_GROUP_STEP = 8  # whole bytes of codes, whatever they are packed along
 # The bounds of settings, in whatever they are read from: far beyond any run, and small enough that
