@@ -37,6 +37,7 @@ from whichlora.spec.run import (
     Precision,
     Quant,
     RunConfig,
+    Serve,
     image_sides,
 )
 from whichlora.store.costs import load_rates
@@ -106,6 +107,7 @@ class _RunSettings(TypedDict, total=False):
     cache_nbits: int | Sequence[int]
     cache_group_size: int | Sequence[int]
     cache_residual_length: int | Sequence[int]
+    serve: Serve | Sequence[Serve]
     serving: str | Sequence[str]
     serving_options: Mapping[str, OptionValue]
     concurrency: int | Sequence[int]

@@ -94,11 +94,11 @@ def test_messages_take_what_the_links_give() -> None:
 
 
 def test_ranks_that_compute_together_are_as_slow_as_the_slowest() -> None:
-    assert step_s([(4.0, 1.0, 1), (5.0, 0.5, 1)], order="at once", micro_steps=2) == (5.5, 0.0)
+    assert step_s([(4.0, 1.0, 1), (5.0, 0.5, 1)], order="at once", micro_steps=2) == 5.5
 
 
 def test_a_pipeline_idles_for_the_stages_that_fill_it() -> None:
-    total, idle = step_s([(8.0, 1.0, 4)], order="pipelined", micro_steps=8)
-    assert (total, idle) == (8.0 + 3.0 + 1.0, 3.0)  # (p - 1) / m of the computing
-    alone, waiting = step_s([(8.0, 1.0, 4)], order="one after the other", micro_steps=8)
-    assert (alone, waiting) == (33.0, 24.0)
+    stages = [(8.0, 1.0, 4)]
+    piped = step_s(stages, order="pipelined", micro_steps=8)
+    assert piped == 8.0 + 3.0 + 1.0  # it idles for (p - 1) / m of the computing
+    assert step_s(stages, order="one after the other", micro_steps=8) == 4 * 8.0 + 1.0

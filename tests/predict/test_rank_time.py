@@ -253,3 +253,10 @@ def test_more_gpus_than_a_machine_has_are_over_several(
     spread, note = over_nodes(config, find_gpu(gpu), MACHINES)
     assert spread == replace(config, nodes=nodes)
     assert bool(note) == (spread != config)
+
+
+def test_parts_add_up_where_the_last_stage_updates_longest() -> None:
+    config = ParallelConfig(strategy="device-map", gpus=3)
+    run = RunConfig(model=MODEL.name, method="full", seq_len=8, parallel=config)
+    time = predict(MODEL, run, GPU, calibration()).time
+    assert sum(time.breakdown.values()) == pytest.approx(time.step_s, rel=1e-9)

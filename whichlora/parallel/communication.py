@@ -151,10 +151,8 @@ def _passes(message: Message, phase: str, micro_steps: Count) -> int:
     return int(micro_steps if message.micro_steps is None else message.micro_steps)
 
 
-def step_s(
-    stages: Sequence[tuple[Real, Real, int]], *, order: str, micro_steps: Count
-) -> tuple[Real, Real]:
-    """Seconds of one optimizer step, and of them what the slowest rank is idle for.
+def step_s(stages: Sequence[tuple[Real, Real, int]], *, order: str, micro_steps: Count) -> Real:
+    """Seconds of one optimizer step.
 
     A pipeline is as long as one micro-batch through all stages, and the others through the slowest;
     without one each micro-batch passes all stages before the next one starts.
@@ -170,10 +168,9 @@ def step_s(
     slowest = largest(*(steps_s for steps_s, _, _ in stages))
     update = largest(*(update_s for _, update_s, _ in stages))
     if order == "at once":
-        total = largest(*(steps_s + update_s for steps_s, update_s, _ in stages))
-        return total, 0.0 * total
+        return largest(*(steps_s + update_s for steps_s, update_s, _ in stages))
     through = sum((steps_s * number for steps_s, _, number in stages), 0.0)
     idle = through - slowest
     if order == "pipelined":
         idle = idle / micro_steps
-    return slowest + idle + update, idle
+    return slowest + idle + update

@@ -215,7 +215,7 @@ def judge_ranks(counted: RanksWork, model: TimeModel, links: LinkSpec | None) ->
         )
         return RanksJudgement(time=unknown, communication=(), features=counted.ranks[0].features)
     kinds = [_judge_rank(counted, rank, model, links) for rank in counted.ranks]
-    total, idle = step_s(
+    total = step_s(
         [
             (kind.total_s - kind.update_s, kind.update_s, rank.stages)
             for kind, rank in zip(kinds, counted.ranks, strict=True)
@@ -230,7 +230,7 @@ def judge_ranks(counted: RanksWork, model: TimeModel, links: LinkSpec | None) ->
     if any(rank.host_update for rank in counted.ranks):
         parts["host_update"] = slowest.host_s
     if counted.order != "at once":
-        parts["pipeline_idle"] = idle
+        parts["pipeline_idle"] = total - slowest.total_s
     waits = slowest.exposed_s + slowest.slowdown_s + slowest.host_s
     computing = total - waits
     with_idle = computing / (slowest.total_s - waits)
