@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,14 +123,11 @@ def test_an_engine_and_its_wait_are_asked() -> None:
     assert "tpot" in slow.output
 
 
-@pytest.mark.parametrize(("number", "shared_by"), [("2", 2), ("3", 2), ("8", 8)])
-def test_an_engine_serves_on_as_many_of_the_gpus_as_divide_its_heads(
-    number: str, shared_by: int
-) -> None:
-    question = Question(gpu="h100", gpus=int(number), serving="vllm", models=(SMALL,))
-    assert plan_content(question)["serving_options"] == {"tensor_parallel_size": shared_by}
-    alone = Question(gpu="h100", serving="vllm", models=(SMALL,))
-    assert "serving_options" not in plan_content(alone)
+def test_an_engine_serves_on_as_many_of_the_gpus_as_divide_its_heads() -> None:
+    heads = "Qwen/Qwen2.5-7B"  # 28, and 4 of keys
+    result = said("--gpu", "8xh100", "--models", heads, "--serving", "vllm")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"by vllm \S+ on 4 GPUs: ", result.output)
 
 
 def test_memory_alone_has_no_time() -> None:

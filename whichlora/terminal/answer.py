@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from whichlora.predict.cost_words import cost_of, format_money, price_in_words
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.repeated_times import KNOWN_TO, Repeatability
-from whichlora.predict.words import describe, method_in_words
+from whichlora.predict.words import describe, method_in_words, on_serving_gpus
 from whichlora.search.feasibility import LIKELY, Candidate, closest, rejected_before, relaxations
 from whichlora.search.gpu_counts import gpu_seconds
 from whichlora.serving.form import form_in_words
@@ -263,9 +263,9 @@ def _whole(answer: Answer) -> str:
 def _by_engine(served: Candidate | None) -> str:
     """What the engine that serves the winner takes and holds; empty for transformers."""
     serving = None if served is None else served.prediction.serving
-    if serving is None:
+    if served is None or serving is None:
         return ""
-    engine = f"{serving.engine} {serving.version}".rstrip()
+    engine = f"{serving.engine} {serving.version}".rstrip() + on_serving_gpus(served.run)
     return (
         f" by {engine}: {serving.max_running} sequences of "
         f"{serving.context:,} tokens at once, pool {format_bytes(serving.kv_pool_bytes)} "

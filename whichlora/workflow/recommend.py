@@ -299,9 +299,6 @@ def plan_content(question: Question) -> dict[str, Any]:
         if question.tpot is not None:
             parse_duration(question.tpot, setting="tpot")
             content["stage1_profile"]["tpot"] = question.tpot
-        shared_by = get_engine(question.serving).shared_by
-        if question.gpus > 1 and shared_by:  # heads are divided by powers of two
-            content["serving_options"] = {shared_by: 1 << (question.gpus.bit_length() - 1)}
     if limit_s is not None:
         content["stage2_profile"] = {"total_time": f"{limit_s:.0f}s"}
     if question.price_per_hour is not None:
