@@ -178,8 +178,8 @@ def estimate(
             asked["gpus"] = numbers
         else:
             gpu = _old_spelling(gpu, gpus)  # type: ignore[arg-type]
-    grid, said = _with_files(_grid(models, asked), from_file, stated=asked)
     types = _types(gpu)
+    grid, said = _with_files(_grid(models, asked), from_file, stated=asked, types=types)
     return estimates.estimate_grid(
         grid,
         types,
@@ -511,7 +511,11 @@ def _prediction_row(prediction: Prediction) -> dict[str, Any]:
 
 
 def _with_files(
-    grid: dict[str, list[Any]], files: AnyPath | Sequence[AnyPath], *, stated: Mapping[str, Any]
+    grid: dict[str, list[Any]],
+    files: AnyPath | Sequence[AnyPath],
+    *,
+    stated: Mapping[str, Any],
+    types: Sequence[str] = (),
 ) -> tuple[dict[str, list[Any]], FromFiles]:
     """`grid` over the settings of `files`, and what else these say.
 
@@ -526,7 +530,7 @@ def _with_files(
     from whichlora.workflow.from_files import with_files
 
     names = {*stated, *(["model"] if grid["model"] else [])}
-    return with_files(paths, grid, names)
+    return with_files(paths, grid, names, types)
 
 
 def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str, list[Any]]:

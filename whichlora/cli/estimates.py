@@ -118,7 +118,7 @@ def estimate(
 
     check_form(as_json, as_markdown)
     settings = run_settings(models, options)
-    settings, said = with_from_files(ctx, settings, from_files)
+    settings, said = with_from_files(ctx, settings, from_files, gpu)
     maximise = maximised(settings)
     predictions = estimates.estimate_grid(
         settings,

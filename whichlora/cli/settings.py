@@ -354,7 +354,10 @@ def from_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_from_files(
-    ctx: click.Context, settings: dict[str, list[Any]], files: Sequence[Path]
+    ctx: click.Context,
+    settings: dict[str, list[Any]],
+    files: Sequence[Path],
+    targets: Sequence[str] = (),
 ) -> tuple[dict[str, list[Any]], FromFiles]:
     """`settings` over those of `files`, and what else these say.
 
@@ -375,7 +378,7 @@ def with_from_files(
     stated = {name for name in settings if ctx.get_parameter_source(name) is on_command_line}
     if settings["model"]:
         stated.add("model")
-    return with_files(files, settings, stated)
+    return with_files(files, settings, stated, targets)
 
 
 def only_run(settings: Mapping[str, list[Any]], *, command: str) -> RunConfig:

@@ -10,6 +10,7 @@ from whichlora.errors import ConfigError
 from whichlora.imports import Imported, import_files
 from whichlora.imports.trl import FULL_ROWS
 from whichlora.parallel import strategy_options
+from whichlora.store.gpus import number_of
 from whichlora.workflow.whole_training import FromFiles
 
 # Settings of the files that go with another one, and fall where the user gives that one.
@@ -22,25 +23,32 @@ _WITH = {
 
 
 def with_files(
-    paths: Sequence[Path], settings: Mapping[str, list[Any]], stated: Collection[str]
+    paths: Sequence[Path],
+    settings: Mapping[str, list[Any]],
+    stated: Collection[str],
+    targets: Sequence[str] = (),
 ) -> tuple[dict[str, list[Any]], FromFiles]:
     """`settings` with those of the files where the user states none, and what else these say.
 
     Args:
         settings: of `combinations.grid`, with the defaults of what is not stated.
         stated: names of those that the user gives.
+        targets: types of GPU; where all state a number ("2xh100"), the files' one falls.
 
     Raises:
         ConfigError: a file that can't be read, or says what can't be predicted.
     """
-    counts = [count for count in settings.get("gpus", ()) if count] if "gpus" in stated else []
+    numbers = [number for number, _ in map(number_of, targets)]
+    of_targets = "gpus" not in stated and bool(numbers) and None not in numbers
+    asked = numbers if of_targets else settings.get("gpus", ()) if "gpus" in stated else ()
+    counts = [count for count in asked if count]
     imported = import_files(paths, gpus=max(counts, default=None))
     dropped = {name for given in stated for name in _WITH.get(given, ())}
     options = strategy_options().keys()
     if "parallel" in stated or counts == [1]:
         dropped |= {"parallel", *options}
     if counts:
-        dropped |= {"nodes"}
+        dropped |= {"nodes", *(["gpus"] if of_targets else [])}
     merged = dict(settings)
     for name, value in imported.settings.items():
         if name not in stated and name not in dropped:
@@ -51,19 +59,18 @@ def with_files(
     if not merged.get("model") or merged["model"] == [""]:
         raise ConfigError(f"{imported.path}: names no model; give one beside --from")
     strategy = merged.get("parallel", [None])[0]
-    if strategy is not None and "parallel" not in stated and merged.get("gpus", [None]) == [None]:
+    says_number = bool(counts) or merged.get("gpus", [None]) != [None]
+    if strategy is not None and "parallel" not in stated and not says_number:
         raise ConfigError(
             f"{imported.path}: asks for {strategy} and does not say how many GPUs the run has; "
             "pass --gpus, such as --gpus 4"
         )
     packed = any(FULL_ROWS in text for text in imported.assumed)
-    notes = _notes_of(imported, merged)
+    notes = imported.notes if says_number else _notes_of_one(imported)
     return merged, FromFiles(notes=notes, packed=packed, epochs=imported.epochs)
 
 
-def _notes_of(imported: Imported, settings: Mapping[str, list[Any]]) -> tuple[str, ...]:
-    """Notes of `imported`; without a number of GPUs, that one is predicted."""
-    if settings.get("gpus", [None]) != [None]:
-        return imported.notes
+def _notes_of_one(imported: Imported) -> tuple[str, ...]:
+    """Notes of `imported`, which does not say how many GPUs there are: one is predicted."""
     one = f"{imported.path}: does not say how many GPUs the run has; assumed: 1 (--gpus)"
     return (*imported.notes, one)
