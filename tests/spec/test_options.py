@@ -32,5 +32,6 @@ def test_what_is_not_asked_for_has_its_default() -> None:
         Option(name="beta", summary="", default=0.1),
         Option(name="size", summary="", default=None),
     )
+    assert filled(options, {"version": 1}) == filled(options, {"version": "1"})
     assert filled(options, {"version": "1"}) == {"version": "1", "beta": 0.1, "size": None}
     assert filled(options, {"beta": 1})["beta"] == 1.0

@@ -45,6 +45,8 @@ class Option:
         if self.choices:
             if isinstance(value, bool):  # a library's true beside its words
                 value = str(value).lower()
+            if isinstance(value, int):  # a version, such as 1
+                value = str(value)
             of_choices = value if isinstance(self.default, tuple) else (value,)
             words: Iterable[object] = of_choices if isinstance(of_choices, tuple) else ()
             if not isinstance(value, tuple | str) or any(w not in self.choices for w in words):
