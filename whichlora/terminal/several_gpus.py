@@ -116,18 +116,22 @@ def _used_bytes(rank: RankPrediction) -> int:
 
 
 def messages_sheet(messages: Sequence[MessagePrediction]) -> Sheet:
+    """A row for each kind of message; those that differ in nothing but their tensor are one."""
     numbers = ("times", "bytes", "time")
+    kinds: dict[MessagePrediction, list[MessagePrediction]] = {}
+    for message in messages:
+        kinds.setdefault(replace(message, count=0, seconds=0.0), []).append(message)
     rows = [
         (
             message.what,
             message.collective.replace("_", "-"),
             f"{message.size}",
-            f"{message.count}",
+            f"{sum(each.count for each in alike)}",
             format_bytes(message.num_bytes),
-            format_seconds(message.seconds),
+            format_seconds(sum(each.seconds for each in alike)),
             message.hidden_by,
         )
-        for message in messages
+        for message, alike in kinds.items()
     ]
     return Sheet(
         title="what a rank sends in an optimizer step; bytes of the whole tensor",
