@@ -121,6 +121,8 @@ def test_an_engine_and_its_wait_are_asked() -> None:
     slow = said("--gpu", "4090", "--models", SMALL, "--serving", "vllm", "--tpot", "1ms")
     assert slow.exit_code == 1
     assert "tpot" in slow.output
+    assert "give up" not in slow.output  # it fits: no memory is missing
+    assert "another card" not in slow.output
 
 
 def test_an_engine_serves_on_as_many_of_the_gpus_as_divide_its_heads() -> None:
@@ -128,6 +130,15 @@ def test_an_engine_serves_on_as_many_of_the_gpus_as_divide_its_heads() -> None:
     result = said("--gpu", "8xh100", "--models", heads, "--serving", "vllm")
     assert result.exit_code == 0, result.output
     assert re.search(r"by vllm \S+ on 4 GPUs: ", result.output)
+
+
+def test_each_named_model_without_a_row_has_its_reason() -> None:
+    large, huge = "Qwen/Qwen2.5-32B", "meta-llama/Llama-3.1-70B"
+    result = said("--gpu", "24GB", "--models", f"{SMALL},{large},{huge}", "--seq-len", "512")
+    assert result.exit_code == 0, result.output
+    for model in (large, huge):
+        assert re.search(rf"left out: {model}: .*memory", " ".join(result.output.split()))
+    assert "left out" not in said("--gpu", "24GB").output
 
 
 def test_memory_alone_has_no_time() -> None:

@@ -359,7 +359,10 @@ def _gpu(question: Question) -> tuple[str, GpuSpec]:
 
 
 def _with_menu(recommendation: Recommendation, calibration_dir: Path | None) -> Recommendation:
-    """What each other choice would save of the candidate that comes closest, and who has room."""
+    """What each other choice would save of the candidate that comes closest, and who has room.
+
+    Nothing where it fits: then a limit of time is missed, or one of serving.
+    """
     answer = recommendation.answer
     candidates = [*answer.finetune] or [*answer.inference]
     likely = [each for each in candidates if each.chance >= _NEGLIGIBLE]
@@ -369,11 +372,14 @@ def _with_menu(recommendation: Recommendation, calibration_dir: Path | None) -> 
     gpu, run = recommendation.plan["gpu"], candidate.run
     if run.phase == "inference":
         run = _smallest_training(answer, run.model, calibration_dir)
+    nearest = estimates.explain(run, gpu, calibration_dir=calibration_dir)
+    if nearest.prediction.verdict == "fits":
+        return recommendation
     placements = estimates.where(run, calibration_dir=calibration_dir)
     fitting = (each for each in placements if each.prediction and each.prediction.verdict == "fits")
     return replace(
         recommendation,
-        nearest=estimates.explain(run, gpu, calibration_dir=calibration_dir),
+        nearest=nearest,
         longest=_longest(run, gpu, calibration_dir),
         smallest_gpu=next(fitting, None),
     )
