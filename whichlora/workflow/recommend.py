@@ -19,7 +19,7 @@ from whichlora.methods import with_method
 from whichlora.predict.advice import Advice, advice
 from whichlora.predict.explain import Alternative, Explanation
 from whichlora.predict.largest import Placement
-from whichlora.search.feasibility import Candidate, closest
+from whichlora.search.feasibility import closest
 from whichlora.serving import get_engine
 from whichlora.spec.costs import Offer, cheapest, own_price
 from whichlora.spec.data_format import TRANSCRIPTS
@@ -36,7 +36,6 @@ from whichlora.workflow.profiling import gpus_of
 from whichlora.workflow.run import search
 from whichlora.workflow.session import Progress, Session
 
-_NEGLIGIBLE = 0.01  # chance below which a wider interval makes the likeliest
 NUM_SAMPLES = 10_000  # rows of full length where no data is given, as `whichlora guide` has them
 _PLAN = Path("recommend")  # what messages call a plan that is in no file
 _MONEY = re.compile(
@@ -364,9 +363,7 @@ def _with_menu(recommendation: Recommendation, calibration_dir: Path | None) -> 
     Nothing where it fits: then a limit of time is missed, or one of serving.
     """
     answer = recommendation.answer
-    candidates = [*answer.finetune] or [*answer.inference]
-    likely = [each for each in candidates if each.chance >= _NEGLIGIBLE]
-    candidate = closest(likely) or min(candidates, key=_memory, default=None)
+    candidate = closest(answer.finetune) or closest(answer.inference)
     if candidate is None:
         return recommendation
     gpu, run = recommendation.plan["gpu"], candidate.run
@@ -383,10 +380,6 @@ def _with_menu(recommendation: Recommendation, calibration_dir: Path | None) -> 
         longest=_longest(run, gpu, calibration_dir),
         smallest_gpu=next(fitting, None),
     )
-
-
-def _memory(candidate: Candidate) -> float:
-    return candidate.memory_bytes.value
 
 
 def _longest(run: RunConfig, gpu: str, calibration_dir: Path | None) -> Prediction | None:
