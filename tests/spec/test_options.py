@@ -35,3 +35,11 @@ def test_what_is_not_asked_for_has_its_default() -> None:
     assert filled(options, {"version": 1}) == filled(options, {"version": "1"})
     assert filled(options, {"version": "1"}) == {"version": "1", "beta": 0.1, "size": None}
     assert filled(options, {"beta": 1})["beta"] == 1.0
+
+
+@pytest.mark.parametrize("value", [0, -0.5, 1.5, 90])
+def test_a_share_lies_between_0_and_1(value: float) -> None:
+    option = Option(name="used", summary="", default=0.9, is_share=True)
+    with pytest.raises(ConfigError, match="is no share between 0 and 1, such as"):
+        option.checked(value)
+    assert option.checked(1) == 1.0
