@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import whichlora
@@ -284,3 +285,46 @@ def test_python_asks_an_engine_as_the_command_does() -> None:
         whichlora.estimate(
             "smollm2-135m", "l4-24gb", phase="inference", batch_size=2, concurrency=2
         )
+
+
+def test_numbers_and_arrays_of_numpy_and_pandas_are_numbers() -> None:
+    asked = {"batch_size": np.array([1, 2]), "seq_len": np.int64(128), "method": "lora"}
+    plain = estimate(MODEL, "l4-24gb", batch_size=[1, 2], seq_len=128, method="lora")
+    assert estimate(MODEL, "l4-24gb", **asked) == plain  # type: ignore[arg-type]
+    served = {"phase": "inference", "serving": "vllm", "concurrency": np.int32(2)}
+    share = {"gpu_memory_utilization": np.float64(0.5)}
+    (found,) = estimate(MODEL, "l4-24gb", serving_options=share, **served)  # type: ignore
+    assert found.run.batch_size == 2
+    answer = recommend(gpu="l4", models=(MODEL,), seq_len=np.int64(128), samples=np.int32(50))  # type: ignore[arg-type]
+    assert answer.winner is not None
+
+
+def test_a_path_is_a_folder_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/my-model: no such file or folder"):
+        estimate(Path("my-model"), "l4-24gb")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"data": [{"text": "a"}]},
+            "^data: must be a file, .* got list; write the rows to a JSONL",
+        ),
+        ({"samples": "many"}, "^samples: must be a whole number from 1 to .*, got 'many'"),
+        ({"samples": 10, "epochs": "2"}, "^epochs: must be a number above 0, .* got '2'"),
+        ({"batch_size": []}, "^batch_size: is an empty list; give a value"),
+        ({"target_modules": 5}, "target_modules: "),
+        ({"engine": "tracer"}, "^engine: 'tracer' is not known; accepted are auto, ledger, trace"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        estimate(MODEL, "l4-24gb", **settings)
+
+
+def test_a_frame_is_made_of_answers_alone() -> None:
+    for junk in (None, [1]):
+        with pytest.raises(ConfigError, match="to_frame: takes what estimate, explain"):
+            to_frame(junk)  # type: ignore[arg-type]

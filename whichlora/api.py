@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -187,7 +188,7 @@ def estimate(
         engine=engine,
         notes=said.notes,
         rates=load_rates(_path(prices), country),
-        data=Data.asked(None if data is None else str(data), samples, epochs, said),
+        data=Data.asked(_data(data), _plain(samples), _plain(epochs), said),
     )
 
 
@@ -400,8 +401,10 @@ def _recommended(
     accepted = _Question.__annotations__
     if unknown := [name for name in question if name not in accepted]:
         raise ConfigError(f"{unknown[0]}: is not a keyword; accepted are {', '.join(accepted)}")
-    asked: dict[str, Any] = dict(question)
-    asked["models"] = tuple(_listed(asked.get("models", ())))
+    asked: dict[str, Any] = {name: _plain(value) for name, value in question.items()}
+    asked["models"] = tuple(_models(asked.get("models", ())))
+    if "data" in asked:
+        asked["data"] = _data(asked["data"])
     recommendation = answered(Question(**asked), progress=progress, calibration_dir=folder)
     if save is not None:
         save_plan(recommendation, save)
@@ -437,7 +440,7 @@ def to_frame(
     are the same everywhere stay in it.
 
     Raises:
-        ConfigError: pandas is not installed.
+        ConfigError: pandas is not installed, or something else is given.
     """
     require("to_frame", "pandas", extra="pandas")
     import pandas as pd
@@ -459,7 +462,14 @@ def to_frame(
             for held in stage.lines
         )
         return pd.DataFrame(list(rows))
-    return pd.DataFrame([_row_of(row) for row in answer])
+    answers: list[Any] = list(answer) if isinstance(answer, Iterable) else [answer]
+    for row in answers:
+        if not isinstance(row, Prediction | GuideRow | Placement):
+            raise ConfigError(
+                "to_frame: takes what estimate, explain, life, where or recommend returns, got "
+                f"{type(row).__name__}"
+            )
+    return pd.DataFrame([_row_of(row) for row in answers])
 
 
 def _row_of(row: Prediction | GuideRow | Placement) -> dict[str, Any]:
@@ -535,7 +545,7 @@ def _with_files(
 
 def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str, list[Any]]:
     accepted = RunSettings.__annotations__
-    grid: dict[str, Any] = {"model": _listed(models), **combinations.UNSTATED}
+    grid: dict[str, Any] = {"model": _models(models), **combinations.UNSTATED}
     for name, value in settings.items():
         if name not in accepted:
             options = strategy_options()
@@ -552,13 +562,15 @@ def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str,
         elif name in ("method_options", "trainer_options", "serving_options", "task_options"):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{name}: {value!r} is not a mapping of settings")
-            grid[name] = [tuple(sorted(value.items()))]
+            grid[name] = [tuple(sorted((key, _plain(of_key)) for key, of_key in value.items()))]
         elif name == "image_size":
-            grid[name] = [image_sides(value)]
+            grid[name] = [image_sides(_plain(value))]
         elif name == "target_modules":
-            grid[name] = [(value,) if isinstance(value, str) else tuple(value)]
+            grid[name] = [tuple(_listed(value))]
         else:
             grid[name] = _listed(value)
+        if not grid[name]:
+            raise ConfigError(f"{name}: is an empty list; give a value, or leave it out")
     return combinations.with_concurrency(grid, states_batch_size="batch_size" in grid)
 
 
@@ -623,7 +635,34 @@ def _old_spelling(gpu: str | Sequence[str], gpus: str | Sequence[str]) -> list[s
 
 
 def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple | set | range) else [value]
+    value = _plain(value)
+    return list(map(_plain, value)) if isinstance(value, list | tuple | set | range) else [value]
+
+
+def _plain(value: Any) -> Any:
+    """A number or array of NumPy, PyTorch or pandas as Python's own."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
+
+
+def _models(models: Any) -> list[Any]:
+    """Names of models; a path is a local folder, whatever it looks like."""
+    return [
+        os.path.abspath(each) if isinstance(each, os.PathLike) else each for each in _listed(models)
+    ]
+
+
+def _data(data: Any) -> str | None:
+    """The file, folder or dataset that holds the rows.
+
+    Raises:
+        ConfigError: it is none of these, such as the rows themselves.
+    """
+    if data is not None and not isinstance(data, str | os.PathLike):
+        raise ConfigError(
+            f"data: must be a file, a folder or a dataset of the hub, got {type(data).__name__}; "
+            "write the rows to a JSONL file"
+        )
+    return None if data is None else os.fspath(data)
 
 
 def _path(folder: AnyPath | None) -> Path | None:
