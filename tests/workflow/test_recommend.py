@@ -141,6 +141,13 @@ def test_each_named_model_without_a_row_has_its_reason() -> None:
     assert "left out" not in said("--gpu", "24GB").output
 
 
+def test_a_narrow_terminal_breaks_no_name_of_a_model() -> None:
+    asked = ("recommend", "--gpu", "2xl4", "--models", f"{SMALL},{LARGE}", "--serving", "vllm")
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(main, asked)
+    rows = [line.split()[0] for line in result.output.splitlines() if "meets" in line[60:]]
+    assert rows == ["Qwen/Qwen3-4B"], result.output
+
+
 def test_memory_alone_has_no_time() -> None:
     result = said("--gpu", "24GB", "--models", SMALL)
     assert result.exit_code == 0, result.output

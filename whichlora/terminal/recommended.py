@@ -65,8 +65,8 @@ def _print(console: Console, sheet: Sheet) -> None:
             sheet.columns,
             sheet.rows,
             right=sheet.right,
-            lift=("variant",),
-            spare=("per answer token", "variant"),
+            lift=("tokens", "variant"),
+            spare=("per answer token", "serving", "variant", "cost"),
             title=sheet.title,
         )
 
