@@ -256,7 +256,7 @@ def test_llamafactory_with_deepspeed(tmp_path: Path) -> None:
     text = LLAMAFACTORY + "deepspeed: examples/deepspeed/ds_z3_config.json\n"
     paths = files_of(tmp_path, lora_yaml=text, ds_json=json.dumps(DEEPSPEED))
     with pytest.raises(ConfigError, match=r"lora.yaml:16:1: deepspeed: there is no file"):
-        import_files(paths[:1])
+        estimate(gpu=GPU, gpus=4, from_file=paths[:1])
     (prediction,) = estimate(gpu=GPU, gpus=4, from_file=paths)
     assert prediction.run.parallel.strategy == "zero3"
     options = dict(prediction.run.parallel.options)
@@ -489,6 +489,17 @@ def test_one_gpu_divides_nothing_and_offload_there_is_refused(tmp_path: Path) ->
     assert plain.memory == alone.memory
 
 
+def test_a_strategy_of_the_user_replaces_a_file_of_deepspeed_that_is_not_here(
+    tmp_path: Path,
+) -> None:
+    (path,) = files_of(tmp_path, lora_yaml=LLAMAFACTORY + "deepspeed: ../../etc/none.json\n")
+    fault = r"yaml:\d+:1: deepspeed: there is no file '../../etc/none.json'; .*pass --parallel to"
+    with pytest.raises(ConfigError, match=fault):
+        estimate(gpu=GPU, from_file=path, gpus=2)
+    (found,) = estimate(gpu=GPU, from_file=path, gpus=2, parallel="zero2")
+    assert found.run.parallel.strategy == "zero2"
+
+
 def test_a_target_may_state_the_number_of_gpus(tmp_path: Path) -> None:
     text = LLAMAFACTORY + "deepspeed: ds.json\n"
     lora, _ = files_of(tmp_path, lora_yaml=text, ds_json=json.dumps(DEEPSPEED))
@@ -557,7 +568,6 @@ FAULTS: list[tuple[dict[str, str], str]] = [
     ({"a_sh": SFT.replace(MODEL, "$HOME")}, "has a variable that the file does not set"),
     ({"a_sh": SFT.replace(MODEL, "$(id)")}, "has a variable that the file does not set"),
     ({"a_sh": SFT.replace("python", "torchrun --nproc_per_node=-1")}, "is not a number of GPUs"),
-    ({"a_yaml": LLAMAFACTORY + "deepspeed: ../../etc/none.json\n"}, "there is no file"),
 ]
 
 
