@@ -120,7 +120,7 @@ def gpu_rows(choice: GpuChoice) -> list[tuple[str, ...]]:
                 "-" if best is None else f"{variant(best.run)}, batch {best.run.batch_size}",
                 "-" if best is None else format_bytes(best.memory_bytes.value),
                 "-" if best is None or not best.total_s else format_seconds(best.total_s.value),
-                "-" if cost is None else f"{cost:.2f}",
+                format_money(cost, choice.currency(on)),
                 "predicted" if best is None else best.source,
                 ", ".join(mark for mark, marked in marks.items() if marked is on),
             )
@@ -154,7 +154,7 @@ def _of_counts(counts: GpuCounts | None) -> list[str]:
     )
     hours = gpu_seconds(counts.cheapest) / 3600
     cost = counts.cost(counts.cheapest)
-    price = "" if cost is None else f", {cost:.2f}"
+    price = "" if cost is None else f", {format_money(cost, counts.currency)}"
     lines = [
         f"GPUs: {counts.model} by their number",
         f"  fewest: {fewest}",
@@ -184,7 +184,7 @@ def print_counts(console: Console, answer: Answer) -> None:
             format_bytes(each.memory_bytes.value),
             format_seconds(each.total_s.value) if each.total_s else "-",
             f"{gpu_seconds(each) / 3600:.3g}",
-            "-" if (cost := counts.cost(each)) is None else f"{cost:.2f}",
+            format_money(counts.cost(each), counts.currency),
             ", ".join(counts.marks(each)),
         )
         for each in counts.candidates
