@@ -138,6 +138,8 @@ def test_each_named_model_without_a_row_has_its_reason() -> None:
     assert result.exit_code == 0, result.output
     for model in (large, huge):
         assert re.search(rf"left out: {model}: .*memory", " ".join(result.output.split()))
+    once = said("--gpu", "4090", "--models", f"Qwen/Qwen3-8B,{large}").output
+    assert once.count(f"{large} left out") + once.count(f"left out: {large}") == 1
     assert "left out" not in said("--gpu", "24GB").output
 
 

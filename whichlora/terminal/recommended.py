@@ -110,7 +110,10 @@ def _named_without_row(recommendation: Recommendation) -> Iterator[str]:
     if answer.winner is None or "models" not in recommendation.plan:
         return
     shown = [candidate.run.model for candidate in best_of_each_model(answer)][:MAX_MODELS]
-    missing = [name for name in answer.plan.models if name not in shown]
+    said = "\n".join(reason_lines(answer))
+    missing = [
+        name for name in answer.plan.models if name not in shown and f"{name} left out" not in said
+    ]
     for name in missing[:MAX_MODELS]:
         yield f"left out: {name}: {_why_left_out(answer, name)}"
     if len(missing) > MAX_MODELS:
