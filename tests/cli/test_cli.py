@@ -727,6 +727,13 @@ def test_an_engine_answers_whether_it_starts_and_how_much_it_serves_at_once() ->
     assert waits in answers[-1]["notes"]
 
 
+def test_markdown_of_an_engine_has_its_waits_and_its_command() -> None:
+    shown = whichlora(*SERVED, "--gpu", "rtx-4090-24gb", "--markdown").stdout
+    assert "| of requests wait no longer | 50 % | 90 % | 99 % |" in shown
+    assert " tokens/s in all, between " in shown
+    assert "- start it with: vllm serve meta-llama/Llama-3.1-8B --max-model-len 640" in shown
+
+
 @pytest.mark.parametrize("setting", ["concurrency", "context"])
 def test_max_of_an_engine_is_what_it_serves(setting: str) -> None:
     result = whichlora(*SERVED, "--gpu", "rtx-4090-24gb", f"--{setting}", "max", "--json")
