@@ -727,6 +727,13 @@ def test_an_engine_answers_whether_it_starts_and_how_much_it_serves_at_once() ->
     assert waits in answers[-1]["notes"]
 
 
+@pytest.mark.parametrize(("quant", "has_line"), [("none", False), ("awq-int4", True)])
+def test_the_command_of_an_engine_says_which_weights_it_needs(quant: str, has_line: bool) -> None:
+    shown = whichlora(*SERVED, "--gpu", "rtx-4090-24gb", "--quant", quant).stdout
+    line = f"in place of meta-llama/Llama-3.1-8B put the folder of its {quant} weights"
+    assert (line in shown) is has_line
+
+
 def test_markdown_of_an_engine_has_its_waits_and_its_command() -> None:
     shown = whichlora(*SERVED, "--gpu", "rtx-4090-24gb", "--markdown").stdout
     assert "| of requests wait no longer | 50 % | 90 % | 99 % |" in shown

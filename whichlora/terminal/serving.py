@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from whichlora.exports.serve_script import is_made_before
 from whichlora.search.feasibility import Candidate
 from whichlora.spec.results import Prediction, ServingPrediction, ServingTime
 from whichlora.terminal.sheet import Sheet, show
@@ -44,6 +45,8 @@ def print_served(console: Console, predictions: Sequence[Prediction]) -> None:
             say(console, f"{serving.engine} does not start on {prediction.gpu}: {serving.reason}")
     if len(predictions) == 1 and predictions[0].serving is not None:
         _print_pool(console, predictions[0].serving)
+        for line in command_lines(predictions[0]):
+            say(console, line, whole=True)
 
 
 def served_sheet(predictions: Sequence[Prediction]) -> Sheet:
@@ -140,6 +143,17 @@ def rate_line(time: ServingTime) -> str:
     )
 
 
+def command_lines(prediction: Prediction) -> Iterator[str]:
+    """What starts the engine, and which weights it needs beside those of the hub."""
+    run, serving = prediction.run, prediction.serving
+    if serving is None or not serving.command:
+        return
+    yield serving.command
+    quant = run.quant or "none"
+    if run.model in serving.command and is_made_before(quant) and quant != "mxfp4":  # as published
+        yield f"  in place of {run.model} put the folder of its {quant} weights"
+
+
 def _print_waits(console: Console, time: ServingTime) -> None:
     """What users wait, and what one step is made of."""
     show(console, waits_sheet(time))
@@ -169,5 +183,3 @@ def _print_pool(console: Console, serving: ServingPrediction) -> None:
     console.print(table)
     if serving.time is not None:
         _print_waits(console, serving.time)
-    if serving.command:
-        say(console, serving.command, whole=True)
