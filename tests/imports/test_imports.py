@@ -521,6 +521,18 @@ def test_a_file_of_another_trainer_of_trl_is_told(tmp_path: Path) -> None:
     assert not any("trl sft" in note for note in estimate(gpu=GPU, from_file=path)[0].notes)
 
 
+def test_a_file_of_trl_is_read_as_the_trainer_that_the_user_names(tmp_path: Path) -> None:
+    text = TRL_CLI + "max_prompt_length: 100\nmax_completion_length: 156\nuse_vllm: true\n"
+    (path,) = files_of(tmp_path, grpo_yaml=text)
+    command = f"python trl/scripts/grpo.py --config {path.name}"
+    (script,) = files_of(tmp_path, grpo_sh=command)
+    (named,) = estimate(gpu=GPU, from_file=path, trainer="grpo", batch_size=8)
+    (of_script,) = estimate(gpu=GPU, from_file=script, batch_size=8)
+    assert named.run == of_script.run
+    assert named.run.trainer_option("use_vllm") is True
+    assert named.run.seq_len == 256
+
+
 def test_the_answer_says_what_was_not_used(tmp_path: Path) -> None:
     (path,) = files_of(tmp_path, lora_yaml=LLAMAFACTORY + "frobnicate: 3\n")
     done = whichlora("estimate", "--from", str(path), "--gpu", GPU)

@@ -42,8 +42,12 @@ def with_files(
     of_targets = "gpus" not in stated and bool(numbers) and None not in numbers
     asked = numbers if of_targets else settings.get("gpus", ()) if "gpus" in stated else ()
     counts = [count for count in asked if count]
-    imported = import_files(paths, gpus=max(counts, default=None))
+    trainers = settings.get("trainer", ()) if "trainer" in stated else ()
+    trainer = str(trainers[0]) if len(trainers) == 1 else ""
+    imported = import_files(paths, gpus=max(counts, default=None), trainer=trainer)
     dropped = {name for given in stated for name in _WITH.get(given, ())}
+    if trainer and imported.settings.get("trainer") == trainer:
+        dropped -= {*_WITH["trainer"]}
     options = strategy_options().keys()
     if "parallel" in stated or counts == [1]:
         dropped |= {"parallel", *options}
