@@ -328,3 +328,37 @@ def test_a_frame_is_made_of_answers_alone() -> None:
     for junk in (None, [1]):
         with pytest.raises(ConfigError, match="to_frame: takes what estimate, explain"):
             to_frame(junk)  # type: ignore[arg-type]
+
+
+def test_a_plan_takes_paths_sets_and_numbers_of_numpy(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n' * 40)
+    own = {"dataset": rows, "output_dir": tmp_path, "epochs": np.int64(2), "methods": {"lora"}}
+    answer = recommend(PLAN | own)
+    assert answer.plan.epochs == 2
+    assert answer.plan.methods == ("lora",)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ([PLAN], "^plan: must be a config file or its content as a mapping, got list"),
+        (PLAN | {"epochs": object()}, "^plan: <object .*> is no number, text, list or mapping"),
+    ],
+)
+def test_what_is_no_plan_is_one_line(plan: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recommend(plan)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ({"budget": 20}, "^budget: must be text, got 20"),
+        ({"country": 5}, "^country: must be text, got 5"),
+        ({"epochs": "2"}, "^epochs: must be a number above 0, got '2'"),
+    ],
+)
+def test_a_keyword_of_a_wrong_type_is_one_line(keyword: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recommend(gpu="l4", models=(MODEL,), samples=10, **keyword)

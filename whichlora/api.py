@@ -255,10 +255,10 @@ def life(
     grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings)
     run = _one_run("life", grid)
     stages = LifeConfig(
-        eval_rows=eval_rows,
-        eval_accumulation_steps=eval_accumulation_steps,
+        eval_rows=_plain(eval_rows),
+        eval_accumulation_steps=_plain(eval_accumulation_steps),
         merge_on=merge_on,
-        keeping=Keeping(save_total_limit=save_total_limit),
+        keeping=Keeping(save_total_limit=_plain(save_total_limit)),
     )
     folder = _path(calibration_dir)
     return estimates.life(
@@ -376,9 +376,15 @@ def recommend(
             return _recommended(question, _path(save), _path(calibration_dir), progress)
         if given := [*question, *(["save"] if save else [])]:
             raise ConfigError(f"{', '.join(given)}: a plan says it all; give one or the other")
-        if not isinstance(plan, Mapping):
+        if isinstance(plan, str | os.PathLike):
             return run_plan(Path(plan), fresh=fresh, progress=progress)
-        text = json.dumps({"output_dir": "runs/recommend"} | dict(plan), indent=1)  # is YAML, too
+        if not isinstance(plan, Mapping):
+            kind = type(plan).__name__
+            raise ConfigError(
+                f"plan: must be a config file or its content as a mapping, got {kind}"
+            )
+        content = {"output_dir": "runs/recommend"} | dict(plan)
+        text = json.dumps(content, indent=1, default=_in_plan)  # is YAML, too
         with tempfile.NamedTemporaryFile(
             "w", dir=Path.cwd(), prefix="plan-", suffix=".yaml", encoding="utf-8"
         ) as file:
@@ -642,6 +648,21 @@ def _listed(value: Any) -> list[Any]:
 def _plain(value: Any) -> Any:
     """A number or array of NumPy, PyTorch or pandas as Python's own."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
+
+
+def _in_plan(value: Any) -> Any:
+    """What a config file says for a value that is none of JSON's.
+
+    Raises:
+        ConfigError: a file can't say it.
+    """
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if hasattr(value, "tolist"):
+        return _plain(value)
+    raise ConfigError(f"plan: {value!r} is no number, text, list or mapping; give one of these")
 
 
 def _models(models: Any) -> list[Any]:

@@ -86,6 +86,10 @@ class Question:
     tpot: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("gpu", "data", "budget", "country", "serving"):
+            text = getattr(self, name)
+            if not isinstance(text, str | None):
+                raise ConfigError(f"{name}: must be text, got {text!r}")
         stated, gpu = number_of(self.gpu or "")
         if stated is not None:
             if self.gpus != 1:
@@ -106,7 +110,8 @@ class Question:
                     f"{name}: must be a whole number from {least} to {most:,}, got {value!r}"
                 )
         for name, number in (("epochs", self.epochs), ("price_per_hour", self.price_per_hour)):
-            if number is not None and not 0 < number <= MOST_RATIO:
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if number is not None and not (is_number and 0 < number <= MOST_RATIO):
                 raise ConfigError(f"{name}: must be a number above 0, got {number!r}")
         if self.prices is not None and self.price_per_hour is not None:
             raise ConfigError("prices and price_per_hour: give one of both")
