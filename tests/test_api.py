@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 import whichlora
 from whichlora import calibrate, estimate, explain, recommend, to_frame, where
+from whichlora.api import RunSettings
 from whichlora.errors import ConfigError
 from whichlora.spec.run import RunConfig
 from whichlora.workflow.guide import make_guide
@@ -362,3 +364,26 @@ def test_what_is_no_plan_is_one_line(plan: Any, message: str) -> None:
 def test_a_keyword_of_a_wrong_type_is_one_line(keyword: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         recommend(gpu="l4", models=(MODEL,), samples=10, **keyword)
+
+
+def test_every_field_of_a_run_is_a_setting() -> None:
+    assert {field.name for field in fields(RunConfig)} - {"model"} <= set(
+        RunSettings.__annotations__
+    ) | {"parallel"}
+
+
+def test_an_adapter_beside_its_base_under_an_older_engine_is_asked_in_python() -> None:
+    engine: dict[str, Any] = {"phase": "inference", "serving": "vllm", "serve": "as-trained"}
+    (found,) = estimate("Qwen/Qwen3-8B", "l40s", libraries={"vllm": "0.20"}, r=32, **engine)
+    assert (found.run.serve, found.run.r, found.run.libraries) == (
+        "as-trained",
+        32,
+        (("vllm", "0.20"),),
+    )
+    assert found.memory.breakdown["adapters"] > 0
+    assert found.serving is not None
+    assert found.serving.version == "0.20"
+    with pytest.raises(ConfigError, match=r"^libraries: .* is not a mapping of settings"):
+        estimate("Qwen/Qwen3-8B", "l40s", libraries="vllm=0.20")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="serve"):
+        estimate("Qwen/Qwen3-8B", "l40s", phase="inference", serve="as-traind")  # type: ignore[arg-type]

@@ -38,6 +38,7 @@ from whichlora.spec.run import (
     Precision,
     Quant,
     RunConfig,
+    Serve,
     image_sides,
 )
 from whichlora.store.costs import load_rates
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from whichlora.workflow.answer import Answer
 
 AnyPath = str | Path
+_MAPPINGS = ("method_options", "trainer_options", "serving_options", "task_options", "libraries")
 
 
 class _RunSettings(TypedDict, total=False):
@@ -107,12 +109,14 @@ class _RunSettings(TypedDict, total=False):
     cache_nbits: int | Sequence[int]
     cache_group_size: int | Sequence[int]
     cache_residual_length: int | Sequence[int]
+    serve: Serve | Sequence[Serve]
     serving: str | Sequence[str]
     serving_options: Mapping[str, OptionValue]
     concurrency: int | Sequence[int]
     context: int | Sequence[int]
     shared_prompt_fraction: float
     request_rate: float | None
+    libraries: Mapping[str, str]
     nodes: int | Sequence[int]
     parallel: str | Sequence[str]
     interconnect: str | Sequence[str]
@@ -565,7 +569,7 @@ def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str,
             grid[name] = _numbers(value)
             if not grid[name]:
                 raise ConfigError(f"gpus: {value!r} is no number of GPUs; gpu= takes types")
-        elif name in ("method_options", "trainer_options", "serving_options", "task_options"):
+        elif name in _MAPPINGS:
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{name}: {value!r} is not a mapping of settings")
             grid[name] = [tuple(sorted((key, _plain(of_key)) for key, of_key in value.items()))]
