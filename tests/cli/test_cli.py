@@ -500,7 +500,9 @@ def test_a_bad_argument_gets_one_clear_line(args: tuple[str, ...], said: str) ->
     ("args", "said"),
     [
         (("estimate",), "whichlora estimate: Missing argument 'MODEL...'"),
-        (("estimate", "", "--gpu", "cpu"), "--model: has an empty name"),
+        (("estimate", "", "--gpu", "cpu"), "model: has an empty name"),
+        (("guide", "--models", "gpt2", "--samples", "x"), "'x' is not a valid whole number"),
+        (("recommend", "--epochs", "x"), "'x' is not a valid number"),
         (
             ("estimate", "meta-llama/Llama-3.1-9B", "--gpu", "cpu"),
             "did you mean meta-llama/Llama-3.1-8B",
