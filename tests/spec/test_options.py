@@ -11,6 +11,7 @@ from whichlora.spec.options import Option, OptionValue, filled
 @pytest.mark.parametrize(
     ("default", "choices", "value", "message"),
     [
+        ("A", ("A", "B"), "b", "size: 'b' is not accepted; did you mean B; accepted are A, B"),
         ("2", ("1", "2"), "3", "size: '3' is not accepted; accepted are 1, 2"),
         (("a",), ("a", "b"), ("a", "c"), "size: 'a,c' is not accepted; accepted are a, b"),
         (False, (), 1, "size: 1 is neither true nor false"),

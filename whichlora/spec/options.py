@@ -52,8 +52,10 @@ class Option:
             of_choices = value if isinstance(self.default, tuple) else (value,)
             words: Iterable[object] = of_choices if isinstance(of_choices, tuple) else ()
             if not isinstance(value, tuple | str) or any(w not in self.choices for w in words):
+                meant = [word for word in self.choices if word.lower() == str(value).lower()]
+                hint = f"did you mean {meant[0]}; " if meant else ""
                 raise ConfigError(
-                    f"{self.name}: {_shown(value)} is not accepted; accepted are "
+                    f"{self.name}: {_shown(value)} is not accepted; {hint}accepted are "
                     f"{', '.join(self.choices)}"
                 )
             return value
