@@ -12,12 +12,14 @@ import pytest
 from click.testing import CliRunner, Result
 from clips import write_clip
 from plan_runs import Silent
+from rich.console import Console
 from small_models import AUDIO_CONFIG
 
 from whichlora.api import estimate
 from whichlora.api import recommend as recommended
 from whichlora.cli import main
 from whichlora.errors import ConfigError
+from whichlora.terminal.recommended import print_recommended
 from whichlora.workflow import estimates, session
 from whichlora.workflow.recommend import Question, plan_content, recommend
 from whichlora.workflow.run import run_plan
@@ -143,11 +145,19 @@ def test_each_named_model_without_a_row_has_its_reason() -> None:
     assert "left out" not in said("--gpu", "24GB").output
 
 
-def test_a_narrow_terminal_breaks_no_name_of_a_model() -> None:
-    asked = ("recommend", "--gpu", "2xl4", "--models", f"{SMALL},{LARGE}", "--serving", "vllm")
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(main, asked)
-    rows = [line.split()[0] for line in result.output.splitlines() if "meets" in line[60:]]
-    assert rows == ["Qwen/Qwen3-4B"], result.output
+def test_a_narrow_terminal_breaks_no_name_of_a_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminal() -> Console:
+        return Console(width=80, force_terminal=True, color_system=None, highlight=False)
+
+    monkeypatch.setattr("whichlora.terminal.recommended.open_console", terminal)
+    question = Question(gpu="2xl4", models=(SMALL, LARGE), serving="vllm")
+    print_recommended(recommend(question, progress=Silent()))
+    rows = [
+        line.split()[0] for line in capsys.readouterr().out.splitlines() if "meets" in line[60:]
+    ]
+    assert rows == ["Qwen3-4B"]
 
 
 def test_memory_alone_has_no_time() -> None:

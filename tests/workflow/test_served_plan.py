@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fake_profiler import FakeProfiler, pretend_device
 from plan_runs import Silent, write_config
+from rich.console import Console
 
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.html.figures import build_figures
@@ -128,6 +129,19 @@ def test_the_files_and_the_terminal_name_engine_pool_concurrency_and_context(
     row = json.loads(plain.files["answer"].read_text())["serving"]
     assert row["engine"]["kv_pool_bytes"] == serving.kv_pool_bytes
     assert row["max_running"] == serving.max_running
+
+
+def test_a_narrow_terminal_breaks_no_name_of_stage_1(
+    plain: Answer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminal() -> Console:
+        return Console(width=80, force_terminal=True, color_system=None, highlight=False)
+
+    monkeypatch.setattr("whichlora.terminal.answer.open_console", terminal)
+    print_answer(plain)
+    rows = capsys.readouterr().out.partition("stage 2")[0].splitlines()
+    (row,) = [line.split() for line in rows if "Llama-3.1-8B" in line]
+    assert row[-1] == "meets"
 
 
 def test_the_script_starts_the_engine_exactly_as_it_was_judged(plain: Answer) -> None:

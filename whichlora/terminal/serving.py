@@ -88,8 +88,8 @@ def print_stage_served(
         ("model", "what", "starts", *numbers, "verdict"),
         rows,
         right=numbers,
-        lift=("what",),
-        spare=("peak", "tokens", "what", "longest", "pool"),
+        lift=("what", "context", "asked"),
+        spare=("peak", "tokens", "what", "longest", "pool", "starts", "tokens/s"),
         title=title,
         caption=caption,
     )
