@@ -4,13 +4,16 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import whichlora
 from whichlora import calibrate, estimate, explain, recommend, to_frame, where
+from whichlora.api import RunSettings
 from whichlora.errors import ConfigError
 from whichlora.spec.run import RunConfig
 from whichlora.workflow.guide import make_guide
@@ -284,3 +287,103 @@ def test_python_asks_an_engine_as_the_command_does() -> None:
         whichlora.estimate(
             "smollm2-135m", "l4-24gb", phase="inference", batch_size=2, concurrency=2
         )
+
+
+def test_numbers_and_arrays_of_numpy_and_pandas_are_numbers() -> None:
+    asked = {"batch_size": np.array([1, 2]), "seq_len": np.int64(128), "method": "lora"}
+    plain = estimate(MODEL, "l4-24gb", batch_size=[1, 2], seq_len=128, method="lora")
+    assert estimate(MODEL, "l4-24gb", **asked) == plain  # type: ignore[arg-type]
+    served = {"phase": "inference", "serving": "vllm", "concurrency": np.int32(2)}
+    share = {"gpu_memory_utilization": np.float64(0.5)}
+    (found,) = estimate(MODEL, "l4-24gb", serving_options=share, **served)  # type: ignore
+    assert found.run.batch_size == 2
+    answer = recommend(gpu="l4", models=(MODEL,), seq_len=np.int64(128), samples=np.int32(50))  # type: ignore[arg-type]
+    assert answer.winner is not None
+
+
+def test_a_path_is_a_folder_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/my-model: no such file or folder"):
+        estimate(Path("my-model"), "l4-24gb")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"data": [{"text": "a"}]},
+            "^data: must be a file, .* got list; write the rows to a JSONL",
+        ),
+        ({"samples": "many"}, "^samples: must be a whole number from 1 to .*, got 'many'"),
+        ({"samples": 10, "epochs": "2"}, "^epochs: must be a number above 0, .* got '2'"),
+        ({"batch_size": []}, "^batch_size: is an empty list; give a value"),
+        ({"target_modules": 5}, "target_modules: "),
+        ({"engine": "tracer"}, "^engine: 'tracer' is not known; accepted are auto, ledger, trace"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        estimate(MODEL, "l4-24gb", **settings)
+
+
+def test_a_frame_is_made_of_answers_alone() -> None:
+    for junk in (None, [1]):
+        with pytest.raises(ConfigError, match="to_frame: takes what estimate, explain"):
+            to_frame(junk)  # type: ignore[arg-type]
+
+
+def test_a_plan_takes_paths_sets_and_numbers_of_numpy(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n' * 40)
+    own = {"dataset": rows, "output_dir": tmp_path, "epochs": np.int64(2), "methods": {"lora"}}
+    answer = recommend(PLAN | own)
+    assert answer.plan.epochs == 2
+    assert answer.plan.methods == ("lora",)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ([PLAN], "^plan: must be a config file or its content as a mapping, got list"),
+        (PLAN | {"epochs": object()}, "^plan: <object .*> is no number, text, list or mapping"),
+    ],
+)
+def test_what_is_no_plan_is_one_line(plan: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recommend(plan)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ({"budget": 20}, "^budget: must be text, got 20"),
+        ({"country": 5}, "^country: must be text, got 5"),
+        ({"epochs": "2"}, "^epochs: must be a number above 0, got '2'"),
+    ],
+)
+def test_a_keyword_of_a_wrong_type_is_one_line(keyword: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recommend(gpu="l4", models=(MODEL,), samples=10, **keyword)
+
+
+def test_every_field_of_a_run_is_a_setting() -> None:
+    assert {field.name for field in fields(RunConfig)} - {"model"} <= set(
+        RunSettings.__annotations__
+    ) | {"parallel"}
+
+
+def test_an_adapter_beside_its_base_under_an_older_engine_is_asked_in_python() -> None:
+    engine: dict[str, Any] = {"phase": "inference", "serving": "vllm", "serve": "as-trained"}
+    (found,) = estimate("Qwen/Qwen3-8B", "l40s", libraries={"vllm": "0.20"}, r=32, **engine)
+    assert (found.run.serve, found.run.r, found.run.libraries) == (
+        "as-trained",
+        32,
+        (("vllm", "0.20"),),
+    )
+    assert found.memory.breakdown["adapters"] > 0
+    assert found.serving is not None
+    assert found.serving.version == "0.20"
+    with pytest.raises(ConfigError, match=r"^libraries: .* is not a mapping of settings"):
+        estimate("Qwen/Qwen3-8B", "l40s", libraries="vllm=0.20")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="serve"):
+        estimate("Qwen/Qwen3-8B", "l40s", phase="inference", serve="as-traind")  # type: ignore[arg-type]

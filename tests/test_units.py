@@ -12,6 +12,7 @@ from whichlora.units import (
     format_count,
     format_seconds,
     parse_bytes,
+    rows_are,
 )
 
 
@@ -107,3 +108,8 @@ def test_counts_are_shown_with_the_suffixes_of_the_field(count: float, text: str
 )
 def test_a_count_that_rounds_up_to_a_thousand_takes_the_next_unit(count: float, text: str) -> None:
     assert format_count(count) == text
+
+
+def test_one_row_has_a_sentence_of_its_own() -> None:
+    assert rows_are(1, "cut") == "1 row is cut"
+    assert rows_are(2000, "left out", " without text") == "2,000 rows without text are left out"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from whichlora.workflow.answer import Answer
 
 AnyPath = str | Path
+_MAPPINGS = ("method_options", "trainer_options", "serving_options", "task_options", "libraries")
 
 
 class _RunSettings(TypedDict, total=False):
@@ -114,6 +116,7 @@ class _RunSettings(TypedDict, total=False):
     context: int | Sequence[int]
     shared_prompt_fraction: float
     request_rate: float | None
+    libraries: Mapping[str, str]
     nodes: int | Sequence[int]
     parallel: str | Sequence[str]
     interconnect: str | Sequence[str]
@@ -181,7 +184,7 @@ def estimate(
         else:
             gpu = _old_spelling(gpu, gpus)  # type: ignore[arg-type]
     types = _types(gpu)
-    grid, said = _with_files(_grid(models, asked), from_file, stated=asked, cards=types)
+    grid, said = _with_files(_grid(models, asked), from_file, stated=asked, types=types)
     return estimates.estimate_grid(
         grid,
         types,
@@ -189,7 +192,7 @@ def estimate(
         engine=engine,
         notes=said.notes,
         rates=load_rates(_path(prices), country),
-        data=Data.asked(None if data is None else str(data), samples, epochs, said),
+        data=Data.asked(_data(data), _plain(samples), _plain(epochs), said),
     )
 
 
@@ -216,7 +219,7 @@ def explain(
         ConfigError: an unknown name, settings that exclude each other, several runs or GPUs.
     """
     name = _one_type("explain", gpu)
-    grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings, cards=[name])
+    grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings, types=[name])
     grid, name = combinations.of_one_target(grid, name)
     run = _one_run("explain", grid)
     return estimates.explain(run, name, calibration_dir=_path(calibration_dir), notes=said.notes)
@@ -253,14 +256,14 @@ def life(
             run whose life is not known.
     """
     name = _one_type("life", gpu)
-    grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings, cards=[name])
+    grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings, types=[name])
     grid, name = combinations.of_one_target(grid, name)
     run = _one_run("life", grid)
     stages = LifeConfig(
-        eval_rows=eval_rows,
-        eval_accumulation_steps=eval_accumulation_steps,
+        eval_rows=_plain(eval_rows),
+        eval_accumulation_steps=_plain(eval_accumulation_steps),
         merge_on=merge_on,
-        keeping=Keeping(save_total_limit=save_total_limit),
+        keeping=Keeping(save_total_limit=_plain(save_total_limit)),
     )
     folder = _path(calibration_dir)
     return estimates.life(run, name, stages, calibration_dir=folder, notes=said.notes)
@@ -376,9 +379,15 @@ def recommend(
             return _recommended(question, _path(save), _path(calibration_dir), progress)
         if given := [*question, *(["save"] if save else [])]:
             raise ConfigError(f"{', '.join(given)}: a plan says it all; give one or the other")
-        if not isinstance(plan, Mapping):
+        if isinstance(plan, str | os.PathLike):
             return run_plan(Path(plan), fresh=fresh, progress=progress)
-        text = json.dumps({"output_dir": "runs/recommend"} | dict(plan), indent=1)  # is YAML, too
+        if not isinstance(plan, Mapping):
+            kind = type(plan).__name__
+            raise ConfigError(
+                f"plan: must be a config file or its content as a mapping, got {kind}"
+            )
+        content = {"output_dir": "runs/recommend"} | dict(plan)
+        text = json.dumps(content, indent=1, default=_in_plan)  # is YAML, too
         with tempfile.NamedTemporaryFile(
             "w", dir=Path.cwd(), prefix="plan-", suffix=".yaml", encoding="utf-8"
         ) as file:
@@ -401,8 +410,10 @@ def _recommended(
     accepted = _Question.__annotations__
     if unknown := [name for name in question if name not in accepted]:
         raise ConfigError(f"{unknown[0]}: is not a keyword; accepted are {', '.join(accepted)}")
-    asked: dict[str, Any] = dict(question)
-    asked["models"] = tuple(_listed(asked.get("models", ())))
+    asked: dict[str, Any] = {name: _plain(value) for name, value in question.items()}
+    asked["models"] = tuple(_models(asked.get("models", ())))
+    if "data" in asked:
+        asked["data"] = _data(asked["data"])
     recommendation = answered(Question(**asked), progress=progress, calibration_dir=folder)
     if save is not None:
         save_plan(recommendation, save)
@@ -438,7 +449,7 @@ def to_frame(
     are the same everywhere stay in it.
 
     Raises:
-        ConfigError: pandas is not installed.
+        ConfigError: pandas is not installed, or something else is given.
     """
     require("to_frame", "pandas", extra="pandas")
     import pandas as pd
@@ -460,7 +471,14 @@ def to_frame(
             for held in stage.lines
         )
         return pd.DataFrame(list(rows))
-    return pd.DataFrame([_row_of(row) for row in answer])
+    answers: list[Any] = list(answer) if isinstance(answer, Iterable) else [answer]
+    for row in answers:
+        if not isinstance(row, Prediction | GuideRow | Placement):
+            raise ConfigError(
+                "to_frame: takes what estimate, explain, life, where or recommend returns, got "
+                f"{type(row).__name__}"
+            )
+    return pd.DataFrame([_row_of(row) for row in answers])
 
 
 def _row_of(row: Prediction | GuideRow | Placement) -> dict[str, Any]:
@@ -516,9 +534,9 @@ def _with_files(
     files: AnyPath | Sequence[AnyPath],
     *,
     stated: Mapping[str, Any],
-    cards: Sequence[str] = (),
+    types: Sequence[str] = (),
 ) -> tuple[dict[str, list[Any]], FromFiles]:
-    """`grid` over the settings of `files`, and what else these say; `cards` as of `with_files`.
+    """`grid` over the settings of `files`, and what else these say; `types` are GPUs.
 
     Raises:
         ConfigError: neither a model nor a file, or a fault of one.
@@ -531,12 +549,12 @@ def _with_files(
     from whichlora.workflow.from_files import with_files
 
     names = {*stated, *(["model"] if grid["model"] else [])}
-    return with_files(paths, grid, names, cards=cards)
+    return with_files(paths, grid, names, types)
 
 
 def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str, list[Any]]:
     accepted = RunSettings.__annotations__
-    grid: dict[str, Any] = {"model": _listed(models), **combinations.UNSTATED}
+    grid: dict[str, Any] = {"model": _models(models), **combinations.UNSTATED}
     for name, value in settings.items():
         if name not in accepted:
             options = strategy_options()
@@ -550,16 +568,18 @@ def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str,
             grid[name] = _numbers(value)
             if not grid[name]:
                 raise ConfigError(f"gpus: {value!r} is no number of GPUs; gpu= takes types")
-        elif name in ("method_options", "trainer_options", "serving_options", "task_options"):
+        elif name in _MAPPINGS:
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{name}: {value!r} is not a mapping of settings")
-            grid[name] = [tuple(sorted(value.items()))]
+            grid[name] = [tuple(sorted((key, _plain(of_key)) for key, of_key in value.items()))]
         elif name == "image_size":
-            grid[name] = [image_sides(value)]
+            grid[name] = [image_sides(_plain(value))]
         elif name == "target_modules":
-            grid[name] = [(value,) if isinstance(value, str) else tuple(value)]
+            grid[name] = [tuple(_listed(value))]
         else:
             grid[name] = _listed(value)
+        if not grid[name]:
+            raise ConfigError(f"{name}: is an empty list; give a value, or leave it out")
     return combinations.with_concurrency(grid, states_batch_size="batch_size" in grid)
 
 
@@ -624,7 +644,49 @@ def _old_spelling(gpu: str | Sequence[str], gpus: str | Sequence[str]) -> list[s
 
 
 def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple | set | range) else [value]
+    value = _plain(value)
+    return list(map(_plain, value)) if isinstance(value, list | tuple | set | range) else [value]
+
+
+def _plain(value: Any) -> Any:
+    """A number or array of NumPy, PyTorch or pandas as Python's own."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
+
+
+def _in_plan(value: Any) -> Any:
+    """What a config file says for a value that is none of JSON's.
+
+    Raises:
+        ConfigError: a file can't say it.
+    """
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if hasattr(value, "tolist"):
+        return _plain(value)
+    raise ConfigError(f"plan: {value!r} is no number, text, list or mapping; give one of these")
+
+
+def _models(models: Any) -> list[Any]:
+    """Names of models; a path is a local folder, whatever it looks like."""
+    return [
+        os.path.abspath(each) if isinstance(each, os.PathLike) else each for each in _listed(models)
+    ]
+
+
+def _data(data: Any) -> str | None:
+    """The file, folder or dataset that holds the rows.
+
+    Raises:
+        ConfigError: it is none of these, such as the rows themselves.
+    """
+    if data is not None and not isinstance(data, str | os.PathLike):
+        raise ConfigError(
+            f"data: must be a file, a folder or a dataset of the hub, got {type(data).__name__}; "
+            "write the rows to a JSONL file"
+        )
+    return None if data is None else os.fspath(data)
 
 
 def _path(folder: AnyPath | None) -> Path | None:

@@ -56,6 +56,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{sign}{int(size)} B"
 
 
+def rows_are(count: int, done: str, which: str = "") -> str:
+    """What is done to rows: "1 row is cut", "2,000 rows without text are left out"."""
+    return f"1 row{which} is {done}" if count == 1 else f"{count:,} rows{which} are {done}"
+
+
 def format_seconds(seconds: float) -> str:
     """`seconds` as people read it: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min, 3 d 04 h; - for NaN."""
     if math.isnan(seconds):

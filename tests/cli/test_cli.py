@@ -500,7 +500,9 @@ def test_a_bad_argument_gets_one_clear_line(args: tuple[str, ...], said: str) ->
     ("args", "said"),
     [
         (("estimate",), "whichlora estimate: Missing argument 'MODEL...'"),
-        (("estimate", "", "--gpu", "cpu"), "--model: has an empty name"),
+        (("estimate", "", "--gpu", "cpu"), "model: has an empty name"),
+        (("guide", "--models", "gpt2", "--samples", "x"), "'x' is not a valid whole number"),
+        (("recommend", "--epochs", "x"), "'x' is not a valid number"),
         (
             ("estimate", "meta-llama/Llama-3.1-9B", "--gpu", "cpu"),
             "did you mean meta-llama/Llama-3.1-8B",
@@ -725,6 +727,20 @@ def test_an_engine_answers_whether_it_starts_and_how_much_it_serves_at_once() ->
     assert answers[-1]["time"]["time_per_token_s"] is None
     waits = f"{serving['max_running']} of 64 sequences of 8192 tokens run at once, the others wait"
     assert waits in answers[-1]["notes"]
+
+
+@pytest.mark.parametrize(("quant", "has_line"), [("none", False), ("awq-int4", True)])
+def test_the_command_of_an_engine_says_which_weights_it_needs(quant: str, has_line: bool) -> None:
+    shown = whichlora(*SERVED, "--gpu", "rtx-4090-24gb", "--quant", quant).stdout
+    line = f"in place of meta-llama/Llama-3.1-8B put the folder of its {quant} weights"
+    assert (line in shown) is has_line
+
+
+def test_markdown_of_an_engine_has_its_waits_and_its_command() -> None:
+    shown = whichlora(*SERVED, "--gpu", "rtx-4090-24gb", "--markdown").stdout
+    assert "| of requests wait no longer | 50 % | 90 % | 99 % |" in shown
+    assert " tokens/s in all, between " in shown
+    assert "- start it with: vllm serve meta-llama/Llama-3.1-8B --max-model-len 640" in shown
 
 
 @pytest.mark.parametrize("setting", ["concurrency", "context"])

@@ -43,7 +43,7 @@ def test_a_pair_has_two_sequences_and_is_left_out_where_its_prompt_fills_the_len
     assert lengths.lengths["train"] == (10, 20)  # the longer of each pair, its end with it
     assert lengths.others["train"] == (8, 8)
     assert lengths.changed() == [
-        "1 rows are cut to 20 tokens",
+        "1 row is cut to 20 tokens",
         "1 rows are left out: their prompts fill 20 tokens",
     ]
     assert lengths.describe().startswith("2 pairs, 46 tokens an epoch, longest 20")

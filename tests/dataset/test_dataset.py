@@ -404,7 +404,7 @@ def test_byte_lengths_are_cut_and_counted() -> None:
     lengths = count_bytes(Rows("abc", "é", "x" * 20), max_length=10)
     assert lengths.lengths["train"] == (4, 3, 10)  # with the end of each text
     assert (lengths.num_truncated, lengths.method) == (1, "bytes")
-    assert f", 1 rows are cut to {lengths.max_length} tokens" in lengths.describe()
+    assert f", 1 row is cut to {lengths.max_length} tokens" in lengths.describe()
 
 
 def test_rows_whose_prompt_fills_the_length_are_left_out_and_counted() -> None:

@@ -511,6 +511,14 @@ def test_a_model_with_settings_is_exported(tmp_path: Path) -> None:
     assert (tmp_path / "axolotl.yaml").is_file()
 
 
+def test_data_that_is_not_there_is_named(tmp_path: Path) -> None:
+    args = ("export", MODEL, "--to", "trl", "--gpu", GPU, "--output", str(tmp_path))
+    missing = f"{tmp_path}/train.jsonl is not there; write it before the start: a row a line, with"
+    assert missing in " ".join(whichlora(*args).stdout.split())
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    assert "train.jsonl is not there" not in whichlora(*args, "--json").stdout
+
+
 def test_a_run_folder_is_exported_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "recipe.json").write_text(json.dumps(recipe().to_dict()))
     result = whichlora("export", str(tmp_path), "--to", "llamafactory", "--json")
@@ -551,6 +559,7 @@ def test_what_a_run_leaves_is_enough_to_export_it(tmp_path: Path) -> None:
         ((MODEL, "--to", "trl", "--gpu", GPU, "--r", "8,16"), "these settings make 2"),
         ((MODEL, "--to", "trl", "--gpu", GPU, "--phase", "inference"), "writes a fine-tuning"),
         ((MODEL, "--to", "trl", "--gpu", GPU, "--seq-len", "max"), "--seq-len: export takes num"),
+        (("gpt2", "--to", "trl", "--gpu", GPU), "seq_len: gpt2 looks up 1024 positions; give 1024"),
         ((MODEL, "--to", "torchtune"), "'torchtune' is not one of"),
         ((".", "--to", "trl"), "has no recipe.json"),
         ((".", "--to", "trl", "--batch-size", "2"), "--batch-size: is for a MODEL"),

@@ -267,7 +267,7 @@ def test_llamafactory_with_deepspeed(tmp_path: Path) -> None:
     text = LLAMAFACTORY + "deepspeed: examples/deepspeed/ds_z3_config.json\n"
     paths = files_of(tmp_path, lora_yaml=text, ds_json=json.dumps(DEEPSPEED))
     with pytest.raises(ConfigError, match=r"lora.yaml:16:1: deepspeed: there is no file"):
-        import_files(paths[:1])
+        estimate(gpu=GPU, gpus=4, from_file=paths[:1])
     (prediction,) = estimate(gpu=GPU, gpus=4, from_file=paths)
     assert prediction.run.parallel.strategy == "zero3"
     options = dict(prediction.run.parallel.options)
@@ -500,6 +500,50 @@ def test_one_gpu_divides_nothing_and_offload_there_is_refused(tmp_path: Path) ->
     assert plain.memory == alone.memory
 
 
+def test_a_strategy_of_the_user_replaces_a_file_of_deepspeed_that_is_not_here(
+    tmp_path: Path,
+) -> None:
+    (path,) = files_of(tmp_path, lora_yaml=LLAMAFACTORY + "deepspeed: ../../etc/none.json\n")
+    fault = r"yaml:\d+:1: deepspeed: there is no file '../../etc/none.json'; .*pass --parallel to"
+    with pytest.raises(ConfigError, match=fault):
+        estimate(gpu=GPU, from_file=path, gpus=2)
+    (found,) = estimate(gpu=GPU, from_file=path, gpus=2, parallel="zero2")
+    assert found.run.parallel.strategy == "zero2"
+
+
+def test_a_target_may_state_the_number_of_gpus(tmp_path: Path) -> None:
+    text = LLAMAFACTORY + "deepspeed: ds.json\n"
+    lora, _ = files_of(tmp_path, lora_yaml=text, ds_json=json.dumps(DEEPSPEED))
+    (stated,) = estimate(gpu=GPU, from_file=lora, gpus=4)
+    (counted,) = estimate(gpu=f"4x{GPU}", from_file=lora)
+    assert counted == stated
+    with pytest.raises(ConfigError, match="does not say how many GPUs the run has; pass --gpus"):
+        estimate(gpu=[f"4x{GPU}", GPU], from_file=lora)
+    command = SFT.replace("python", "torchrun --nproc_per_node=8")
+    (path,) = files_of(tmp_path, sft_sh=command)
+    assert estimate(gpu=f"2x{GPU}", from_file=path)[0].run.parallel.gpus == 2
+
+
+def test_a_file_of_another_trainer_of_trl_is_told(tmp_path: Path) -> None:
+    told = "dpo.yaml: beta: is no key of trl sft, which is assumed unless --trainer is given"
+    (path,) = files_of(tmp_path, dpo_yaml=TRL_CLI + "beta: 0.1\n")
+    assert any(told in note for note in estimate(gpu=GPU, from_file=path)[0].notes)
+    (path,) = files_of(tmp_path, sft_yaml=TRL_CLI)
+    assert not any("trl sft" in note for note in estimate(gpu=GPU, from_file=path)[0].notes)
+
+
+def test_a_file_of_trl_is_read_as_the_trainer_that_the_user_names(tmp_path: Path) -> None:
+    text = TRL_CLI + "max_prompt_length: 100\nmax_completion_length: 156\nuse_vllm: true\n"
+    (path,) = files_of(tmp_path, grpo_yaml=text)
+    command = f"python trl/scripts/grpo.py --config {path.name}"
+    (script,) = files_of(tmp_path, grpo_sh=command)
+    (named,) = estimate(gpu=GPU, from_file=path, trainer="grpo", batch_size=8)
+    (of_script,) = estimate(gpu=GPU, from_file=script, batch_size=8)
+    assert named.run == of_script.run
+    assert named.run.trainer_option("use_vllm") is True
+    assert named.run.seq_len == 256
+
+
 def test_the_answer_says_what_was_not_used(tmp_path: Path) -> None:
     (path,) = files_of(tmp_path, lora_yaml=LLAMAFACTORY + "frobnicate: 3\n")
     done = whichlora("estimate", "--from", str(path), "--gpu", GPU)
@@ -529,6 +573,8 @@ def test_an_optimizer_that_is_not_predicted_is_refused_unless_one_is_given(tmp_p
 FAULTS: list[tuple[dict[str, str], str]] = [
     ({"a_yaml": ""}, "is empty"),
     ({"a_yaml": "- 1\n"}, "is not a mapping"),
+    ({"a_py": "from trl import SFTTrainer\n"}, "a.py: is Python, which is not read; give"),
+    ({"a_ipynb": '{"cells": []}'}, "is Python, which is not read; give"),
     ({"a_yaml": "base_model: [\n"}, "is not YAML"),
     ({"a_json": '{"a": '}, "is not JSON"),
     ({"a_yaml": "foo: 1\n"}, "is of no tool that is known"),
@@ -545,7 +591,6 @@ FAULTS: list[tuple[dict[str, str], str]] = [
     ({"a_sh": SFT.replace(MODEL, "$HOME")}, "has a variable that the file does not set"),
     ({"a_sh": SFT.replace(MODEL, "$(id)")}, "has a variable that the file does not set"),
     ({"a_sh": SFT.replace("python", "torchrun --nproc_per_node=-1")}, "is not a number of GPUs"),
-    ({"a_yaml": LLAMAFACTORY + "deepspeed: ../../etc/none.json\n"}, "there is no file"),
 ]
 
 

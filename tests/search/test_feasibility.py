@@ -13,6 +13,7 @@ from whichlora.search.feasibility import (
     Candidate,
     Quantity,
     bolder_than,
+    closest,
     dominated,
     judge,
     kept_models,
@@ -226,6 +227,21 @@ def test_a_dry_run_is_no_surer_of_a_model_than_of_its_serving() -> None:
     sure = candidate("org/small", 1)
     assert predicted_winner([doubtful, sure], 0.95) is sure
     assert bolder_than(sure, [doubtful, sure], 0.95) == [doubtful]
+
+
+def test_what_comes_closest_misses_little_and_few_limits() -> None:
+    def one(model: str, used: float, total: Quantity) -> Candidate:
+        guess = prediction(replace(TRAIN, model=model), used_bytes=used)
+        return judge(guess, Limits(total_time_s=10.0), total_s=total)
+
+    fast, slow = one("org/fast", 8 * GiB, quantity(50.0)), one("org/slow", GiB, quantity(90.0))
+    unsure = one("org/unsure", 8 * GiB, quantity(80.0, 5.0))
+    large = one("org/large", 2 * USABLE_BYTES, quantity(30.0))
+    assert unsure.chance > max(each.chance for each in (fast, slow, large))
+    assert closest([slow, unsure, large, fast]) is fast
+    likely = one("org/likely", 8 * GiB, quantity(11.0, 1.5))
+    assert closest([fast, likely]) is likely
+    assert closest([]) is None
 
 
 def test_what_would_have_won_is_listed_best_first() -> None:

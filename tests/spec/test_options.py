@@ -11,6 +11,7 @@ from whichlora.spec.options import Option, OptionValue, filled
 @pytest.mark.parametrize(
     ("default", "choices", "value", "message"),
     [
+        ("A", ("A", "B"), "b", "size: 'b' is not accepted; did you mean B; accepted are A, B"),
         ("2", ("1", "2"), "3", "size: '3' is not accepted; accepted are 1, 2"),
         (("a",), ("a", "b"), ("a", "c"), "size: 'a,c' is not accepted; accepted are a, b"),
         (False, (), 1, "size: 1 is neither true nor false"),
@@ -32,5 +33,14 @@ def test_what_is_not_asked_for_has_its_default() -> None:
         Option(name="beta", summary="", default=0.1),
         Option(name="size", summary="", default=None),
     )
+    assert filled(options, {"version": 1}) == filled(options, {"version": "1"})
     assert filled(options, {"version": "1"}) == {"version": "1", "beta": 0.1, "size": None}
     assert filled(options, {"beta": 1})["beta"] == 1.0
+
+
+@pytest.mark.parametrize("value", [0, -0.5, 1.5, 90])
+def test_a_share_lies_between_0_and_1(value: float) -> None:
+    option = Option(name="used", summary="", default=0.9, is_share=True)
+    with pytest.raises(ConfigError, match="is no share between 0 and 1, such as"):
+        option.checked(value)
+    assert option.checked(1) == 1.0

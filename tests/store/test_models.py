@@ -259,6 +259,12 @@ def test_no_text_whatever_gives_another_error(name: str) -> None:
         resolve_name(name)
 
 
+@pytest.mark.parametrize("names", ["gpt2,gpt2-medium", "Qwen/Qwen2.5-7B,Qwen/Qwen2.5-14B"])
+def test_several_names_in_one_are_refused(names: str) -> None:
+    with pytest.raises(ConfigError, match=f"^model: '{names}' are several names; give one"):
+        resolve_name(names)
+
+
 def test_a_folder_that_is_there_wins_over_a_likely_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

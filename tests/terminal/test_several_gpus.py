@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,17 @@ def test_the_table_names_gpus_and_strategy_where_a_run_has_several(
     assert [row[:2] for row in rows] == [["1", "ddp"], ["4", "ddp"]]
     print_predictions(estimate(MODEL, "l4", seq_len=64))
     assert "strategy" not in capsys.readouterr().out
+
+
+def test_messages_that_differ_in_their_tensor_alone_have_one_row() -> None:
+    settings: dict[str, Any] = {"gpus": 8, "parallel": "fsdp", "method": "qlora"}
+    (prediction,) = estimate("meta-llama/Llama-3.1-8B", "h100", fsdp_version="1", **settings)
+    several = prediction.several_gpus
+    assert several is not None
+    messages = several.communication.messages
+    rows = messages_sheet(messages).rows
+    assert len(rows) == len({(*row[:3], row[4], row[6]) for row in rows}) < len(messages)
+    assert sum(int(row[3]) for row in rows) == sum(message.count for message in messages)
 
 
 def test_options_that_differ_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,8 @@ def test_an_engine_takes_the_number_of_gpus_as_its_own_option_and_all_are_paid()
             "gpus: 2, but tensor_parallel_size is 4; give one of them",
         ),
         (("--parallel", "fsdp"), "parallel: vllm divides every matrix (tensor_parallel_size)"),
+        (("--nodes", "2"), "nodes: vllm is predicted on one machine, got 2; give 1"),
+        (("--interconnect", "25GB/s"), "interconnect: vllm is predicted with the usual links"),
         (("--serving", "llama-cpp"), "of serving by vllm or sglang; give one of these"),
     ],
 )

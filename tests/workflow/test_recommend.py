@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 from click.testing import CliRunner, Result
 from clips import write_clip
 from plan_runs import Silent
+from rich.console import Console
 from small_models import AUDIO_CONFIG
 
 from whichlora.api import estimate
 from whichlora.api import recommend as recommended
 from whichlora.cli import main
 from whichlora.errors import ConfigError
+from whichlora.terminal.recommended import print_recommended
 from whichlora.workflow import estimates, session
 from whichlora.workflow.recommend import Question, plan_content, recommend
 from whichlora.workflow.run import run_plan
@@ -120,16 +123,41 @@ def test_an_engine_and_its_wait_are_asked() -> None:
     slow = said("--gpu", "4090", "--models", SMALL, "--serving", "vllm", "--tpot", "1ms")
     assert slow.exit_code == 1
     assert "tpot" in slow.output
+    assert "give up" not in slow.output  # it fits: no memory is missing
+    assert "another card" not in slow.output
 
 
-@pytest.mark.parametrize(("number", "shared_by"), [("2", 2), ("3", 2), ("8", 8)])
-def test_an_engine_serves_on_as_many_of_the_gpus_as_divide_its_heads(
-    number: str, shared_by: int
+def test_an_engine_serves_on_as_many_of_the_gpus_as_divide_its_heads() -> None:
+    heads = "Qwen/Qwen2.5-7B"  # 28, and 4 of keys
+    result = said("--gpu", "8xh100", "--models", heads, "--serving", "vllm")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"by vllm \S+ on 4 GPUs: ", result.output)
+
+
+def test_each_named_model_without_a_row_has_its_reason() -> None:
+    large, huge = "Qwen/Qwen2.5-32B", "meta-llama/Llama-3.1-70B"
+    result = said("--gpu", "24GB", "--models", f"{SMALL},{large},{huge}", "--seq-len", "512")
+    assert result.exit_code == 0, result.output
+    for model in (large, huge):
+        assert re.search(rf"left out: {model}: .*memory", " ".join(result.output.split()))
+    once = said("--gpu", "4090", "--models", f"Qwen/Qwen3-8B,{large}").output
+    assert once.count(f"{large} left out") + once.count(f"left out: {large}") == 1
+    assert "left out" not in said("--gpu", "24GB").output
+
+
+def test_a_narrow_terminal_breaks_no_name_of_a_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    question = Question(gpu="h100", gpus=int(number), serving="vllm", models=(SMALL,))
-    assert plan_content(question)["serving_options"] == {"tensor_parallel_size": shared_by}
-    alone = Question(gpu="h100", serving="vllm", models=(SMALL,))
-    assert "serving_options" not in plan_content(alone)
+    def terminal() -> Console:
+        return Console(width=80, force_terminal=True, color_system=None, highlight=False)
+
+    monkeypatch.setattr("whichlora.terminal.recommended.open_console", terminal)
+    question = Question(gpu="2xl4", models=(SMALL, LARGE), serving="vllm")
+    print_recommended(recommend(question, progress=Silent()))
+    rows = [
+        line.split()[0] for line in capsys.readouterr().out.splitlines() if "meets" in line[60:]
+    ]
+    assert rows == ["Qwen3-4B"]
 
 
 def test_memory_alone_has_no_time() -> None:

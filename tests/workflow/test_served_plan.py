@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fake_profiler import FakeProfiler, pretend_device
 from plan_runs import Silent, write_config
+from rich.console import Console
 
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.html.figures import build_figures
@@ -76,6 +77,42 @@ def test_the_answer_is_what_an_estimate_of_the_same_engine_says(plain: Answer) -
     assert engine_of(plain).max_running >= 4
 
 
+LARGE = "meta-llama/Llama-3.1-70B"  # weights of 131 GiB
+
+
+@pytest.mark.parametrize(
+    ("engine", "option", "keys", "ranks"),
+    [
+        ("vllm", "tensor_parallel_size", {"gpus": 3}, 2),
+        ("sglang", "tp_size", {"gpus": [2, 4]}, 4),
+        ("vllm", "tensor_parallel_size", {"gpus": 4, "nodes": 2}, 2),
+        ("vllm", "tensor_parallel_size", {"gpus": 4, "models": [SMALL]}, 2),  # it has 14 heads
+        ("vllm", "tensor_parallel_size", {"gpus": 2, "models": [SMALL], "serve": "merged"}, 2),
+    ],
+)
+def test_an_engine_divides_a_model_over_the_gpus_of_one_machine(
+    tmp_path: Path, engine: str, option: str, keys: dict[str, Any], ranks: int
+) -> None:
+    several = {"gpu": "h100", "serving": engine, "models": [LARGE], "parallel": "fsdp"}
+    answer = answered(tmp_path, **several | keys)
+    assert answer.serving is not None
+    assert dict(answer.serving.run.serving_options) == {option: ranks}
+    assert any(f"on {ranks} GPUs" in line for line in explanation(answer))
+    (estimated,) = estimates.estimate([answer.serving.run], ["h100"])
+    assert estimated.serving == engine_of(answer)
+
+
+def test_a_plan_may_serve_on_fewer_gpus_than_it_trains_on(tmp_path: Path) -> None:
+    alone = {"serving_options": {"tensor_parallel_size": 1}}
+    answer = answered(tmp_path, gpu="h100", gpus=2, models=[LARGE], parallel="fsdp", **alone)
+    assert answer.winner is None
+
+
+def test_assumed_lengths_are_not_said_to_be_estimated_from_texts(plain: Answer) -> None:
+    assert any(note.startswith("lengths are assumed, ") for note in plain.cautions)
+    assert not any("UTF-8" in note for note in plain.cautions)
+
+
 def test_the_files_and_the_terminal_name_engine_pool_concurrency_and_context(
     plain: Answer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +129,19 @@ def test_the_files_and_the_terminal_name_engine_pool_concurrency_and_context(
     row = json.loads(plain.files["answer"].read_text())["serving"]
     assert row["engine"]["kv_pool_bytes"] == serving.kv_pool_bytes
     assert row["max_running"] == serving.max_running
+
+
+def test_a_narrow_terminal_breaks_no_name_of_stage_1(
+    plain: Answer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminal() -> Console:
+        return Console(width=80, force_terminal=True, color_system=None, highlight=False)
+
+    monkeypatch.setattr("whichlora.terminal.answer.open_console", terminal)
+    print_answer(plain)
+    rows = capsys.readouterr().out.partition("stage 2")[0].splitlines()
+    (row,) = [line.split() for line in rows if "Llama-3.1-8B" in line]
+    assert row[-1] == "meets"
 
 
 def test_the_script_starts_the_engine_exactly_as_it_was_judged(plain: Answer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
-from whichlora.terminal import print_answer, print_short
+from whichlora.terminal import explanation, print_answer, print_short
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.profiling import has_ranks_of
 from whichlora.workflow.run import run_plan
@@ -165,6 +166,14 @@ def test_a_price_is_paid_for_each_gpu(tmp_path: Path) -> None:
     answer = answered(tmp_path, **keys)
     assert answer.winner is not None
     assert answer.winner.run.parallel.gpus == 1  # 4 GPUs are never 4 times as fast
+
+
+@pytest.mark.parametrize(("prices", "money"), [({}, r"\S+ USD"), ({GPU: 1000}, r"[\d.,]+$")])
+def test_money_has_its_currency(tmp_path: Path, prices: dict[str, int], money: str) -> None:
+    keys = {"gpu_prices": prices} if prices else {}
+    lines = explanation(answered(tmp_path, **keys))
+    (cheapest,) = [line for line in lines if line.startswith("  cheapest: ")]
+    assert re.search(rf"GPU-hours, {money}", cheapest)
 
 
 def test_a_model_that_one_gpu_cannot_hold_is_trained_by_several(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def estimate(
 
     check_form(as_json, as_markdown)
     settings = run_settings(models, options)
-    settings, said = with_from_files(ctx, settings, from_files, cards=gpu)
+    settings, said = with_from_files(ctx, settings, from_files, gpu)
     maximise = maximised(settings)
     predictions = estimates.estimate_grid(
         settings,
@@ -225,7 +225,7 @@ def explain(
 
     check_form(as_json, as_markdown)
     settings = plain_settings([model] if model else [], options, command="explain")
-    settings, said = with_from_files(ctx, settings, from_files, cards=[gpu])
+    settings, said = with_from_files(ctx, settings, from_files, [gpu])
     settings, gpu = combinations.of_one_target(settings, gpu)
     run = only_run(settings, command="explain")
     life = LifeConfig(

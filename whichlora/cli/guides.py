@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from whichlora.cli.options import (
+    Count,
     Positive,
     calibration_option,
     cost_options,
@@ -27,7 +28,7 @@ from whichlora.text import visible
 @gpu_option("auto", "Accelerators: see `whichlora gpus`; cpu, auto.", counted=True)
 @click.option(
     "--samples",
-    type=click.IntRange(1, 10**9),
+    type=Count(1, 10**9),
     default=10_000,
     show_default=True,
     help="Rows of the training data, each of --seq-len tokens.",

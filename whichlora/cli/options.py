@@ -27,7 +27,19 @@ MAX = "max"
 _OLD_GPUS = "whichlora.gpus"  # where the context keeps what `--gpus` was given
 
 
-class Positive(click.FloatRange):
+class Count(click.IntRange):
+    """A whole number, as messages call it, where click says "integer range"."""
+
+    name = "whole number"
+
+
+class Number(click.FloatRange):
+    """A number, as messages call it."""
+
+    name = "number"
+
+
+class Positive(Number):
     """A number above 0 and at most `most`; NaN, which no bound refuses, is none."""
 
     def __init__(self, most: float) -> None:
@@ -56,7 +68,7 @@ def data_options(command: Any) -> Any:
     )
     command = click.option(
         "--samples",
-        type=click.IntRange(1, 10**9),
+        type=Count(1, 10**9),
         help="Without --data: rows of --seq-len tokens each.",
     )(command)
     return click.option(
@@ -103,7 +115,8 @@ def words(setting: str, accepted: tuple[str, ...] | None = None) -> Callable[...
         names = [word.strip() for word in value.split(",")]
         for word in names:
             if not word:
-                raise ConfigError(f"--{setting}: has an empty name in {value!r}")
+                shown = setting if setting == "model" else f"--{setting}"  # an argument
+                raise ConfigError(f"{shown}: has an empty name in {value!r}")
             if accepted is not None and word not in accepted:
                 raise ConfigError(
                     f"--{setting}: {word!r} is not known; accepted are {', '.join(accepted)}"

@@ -10,6 +10,7 @@ import click
 
 from whichlora.cli.faults import EXIT_NOTHING_FITS
 from whichlora.cli.options import (
+    Count,
     Positive,
     calibration_option,
     check_form,
@@ -32,7 +33,7 @@ def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--gpu", help="Accelerator: 4090, 2x3090, or memory such as 24GB.")
 @click.option(
     "--gpus",
-    type=click.IntRange(1, MOST_GPUS),
+    type=Count(1, MOST_GPUS),
     default=1,
     show_default=True,
     help="How many GPUs share the fine-tuning.",
@@ -40,7 +41,7 @@ def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--models", callback=_models, help="Models to choose from, with commas.")
 @click.option(
     "--seq-len",
-    type=click.IntRange(2, MOST_COUNT),
+    type=Count(2, MOST_COUNT),
     default=RunConfig(model="any").seq_len,
     show_default=True,
     help="Longest training sequence in tokens.",
@@ -48,12 +49,12 @@ def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--data", help="The training data: a file, a folder or a dataset of the hub.")
 @click.option(
     "--samples",
-    type=click.IntRange(1, 10**7),
+    type=Count(1, 10**7),
     help="Without --data: rows of --seq-len tokens each.",
 )
 @click.option(
     "--image-max-pixels",
-    type=click.IntRange(1, MOST_COUNT),
+    type=Count(1, MOST_COUNT),
     help="Larger images of --data are shrunk to so many pixels; 589824 is 768x768.",
 )
 @click.option("--epochs", type=Positive(1000), default=1.0, show_default=True, help="Passes.")

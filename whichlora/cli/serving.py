@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from whichlora.cli.completion import with_completion
-from whichlora.cli.options import counts_or_max, named_values, words
+from whichlora.cli.options import Number, counts_or_max, named_values, words
 from whichlora.spec.run import TRANSFORMERS
 
 
@@ -51,14 +51,14 @@ def serving_options() -> tuple[click.Option, ...]:
         ),
         click.Option(
             ["--request-rate"],
-            type=click.FloatRange(0, min_open=True),
+            type=Number(0, min_open=True),
             callback=lambda ctx, param, value: [value],
             help="Requests a second that arrive by chance at an engine; default: --concurrency of "
             "them under way at any time.",
         ),
         click.Option(
             ["--shared-prompt-fraction"],
-            type=click.FloatRange(0, 1),
+            type=Number(0, 1),
             default=0.0,
             callback=lambda ctx, param, value: [value],
             help="Share of the prompt that all sequences begin with, which engines keep once.",

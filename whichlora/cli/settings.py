@@ -10,6 +10,8 @@ import click
 
 from whichlora.cli.options import (
     MAX,
+    Count,
+    Number,
     choices,
     counts,
     counts_or_max,
@@ -190,7 +192,7 @@ _SETTINGS = (
     ),
     click.option(
         "--images",
-        type=click.IntRange(0, specs.MOST_IMAGES),
+        type=Count(0, specs.MOST_IMAGES),
         default=0,
         show_default=True,
         help="Images of each row or prompt; their tokens are among --seq-len and --prompt-len.",
@@ -204,12 +206,12 @@ _SETTINGS = (
     ),
     click.option(
         "--image-max-pixels",
-        type=click.IntRange(1, specs.MOST_COUNT),
+        type=Count(1, specs.MOST_COUNT),
         help="A larger image is shrunk to so many pixels before its processor sees it.",
     ),
     click.option(
         "--audios",
-        type=click.IntRange(0, specs.MOST_IMAGES),
+        type=Count(0, specs.MOST_IMAGES),
         default=0,
         show_default=True,
         help="Clips of sound of each row or prompt; their tokens are among --seq-len and "
@@ -217,7 +219,7 @@ _SETTINGS = (
     ),
     click.option(
         "--audio-seconds",
-        type=click.FloatRange(0, specs.MOST_SECONDS, min_open=True),
+        type=Number(0, specs.MOST_SECONDS, min_open=True),
         default=specs.DEFAULT_AUDIO_SECONDS,
         show_default=True,
         help="How long each clip lasts.",
@@ -357,10 +359,9 @@ def with_from_files(
     ctx: click.Context,
     settings: dict[str, list[Any]],
     files: Sequence[Path],
-    *,
-    cards: Sequence[str] = (),
+    targets: Sequence[str] = (),
 ) -> tuple[dict[str, list[Any]], FromFiles]:
-    """`settings` over those of `files`, and what else these say; `cards` as of `with_files`.
+    """`settings` over those of `files`, and what else these say; `targets` as of `with_files`.
 
     Raises:
         click.UsageError: neither files nor a model.
@@ -379,7 +380,7 @@ def with_from_files(
     stated = {name for name in settings if ctx.get_parameter_source(name) is on_command_line}
     if settings["model"]:
         stated.add("model")
-    return with_files(files, settings, stated, cards=cards)
+    return with_files(files, settings, stated, targets)
 
 
 def only_run(settings: Mapping[str, list[Any]], *, command: str) -> RunConfig:

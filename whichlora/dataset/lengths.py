@@ -9,6 +9,7 @@ from typing import Self
 from whichlora.dataset.base import Split
 from whichlora.dataset.images import Size
 from whichlora.errors import ConfigError
+from whichlora.units import rows_are
 
 UNCUT = 10**9  # tokens, more than any text has
 
@@ -102,14 +103,14 @@ class TokenLengths:
         ]
         words += self.changed()
         if self.num_empty:
-            words.append(f"{self.num_empty} rows without text are left out")
+            words.append(rows_are(self.num_empty, "left out", " without text"))
         return ", ".join(words)
 
     def changed(self) -> list[str]:
         """Which rows the greatest length cuts, and which it leaves out."""
         words = []
         if self.num_truncated:
-            words.append(f"{self.num_truncated} rows are cut to {self.max_length} tokens")
+            words.append(f"{rows_are(self.num_truncated, 'cut')} to {self.max_length} tokens")
         if self.num_unlearned:
             words.append(f"{self.num_unlearned} rows are left out: {self.unlearned}")
         return words

@@ -33,6 +33,11 @@ fi
 """
 
 
+def is_made_before(quant: str) -> bool:
+    """Whether an engine reads this storage from files; the others it makes as it loads."""
+    return quant not in ("none", "nf4", "nf4-dq")
+
+
 def serve_script(job: ResolvedRun, method: str, *, form: str, concurrency: int) -> str:
     """The text of `serve.sh`; empty where the engine has no command for it.
 
@@ -58,7 +63,7 @@ def serve_script(job: ResolvedRun, method: str, *, form: str, concurrency: int) 
         if weights == MERGED:
             dtype = {"fp16": "float16", "fp32": "float32"}.get(job.dtype, "bfloat16")
             text += _MERGE.format(model=job.model.name, dtype=dtype)
-        if quant not in ("none", "nf4", "nf4-dq"):  # which an engine makes as it loads
+        if is_made_before(quant):
             text += _QUANTISE.format(quant=quant)
             weights = QUANTISED
     placed = replace(served, weights=weights, adapter=TRAINED)

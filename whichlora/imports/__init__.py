@@ -30,18 +30,19 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 _CLI = ("trl ", "axolotl ", "llamafactory-cli ")  # which take every GPU that they see
 
 
-def import_files(paths: Sequence[Path], *, gpus: int | None = None) -> Imported:
+def import_files(paths: Sequence[Path], *, gpus: int | None = None, trainer: str = "") -> Imported:
     """The run that `paths` describe: a configuration or a command, and files beside it.
 
     Args:
         paths: one of a tool or of a command; accelerate's YAML and DeepSpeed's JSON beside it.
         gpus: how many the user asks for, whatever the files say.
+        trainer: whose file the user says it is, where it does not name its program.
 
     Raises:
         ConfigError: a file that can't be read, or of no known tool; a value of a wrong type.
     """
     sources = [read_source(path) for path in paths]
-    return _Files(sources, gpus).imported()
+    return _Files(sources, gpus, trainer).imported()
 
 
 @dataclass
@@ -50,6 +51,7 @@ class _Files:
 
     sources: list[Source]
     gpus: int | None
+    trainer: str = ""
 
     def imported(self) -> Imported:
         script = self._only("command")
@@ -151,7 +153,7 @@ class _Files:
             accelerate=config,
             environment=command.environment,
             has_launcher=bool(command.launcher) and command.launcher != "python",
-            program=command.program,
+            program=command.program or self.trainer,
             read_file=read_file,
         )
 

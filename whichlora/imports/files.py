@@ -14,6 +14,7 @@ from whichlora.errors import ConfigError
 from whichlora.imports.command import Command, is_script, training_command
 
 Kind = Literal["settings", "accelerate", "deepspeed", "command"]
+_PYTHON = (".py", ".ipynb")
 _DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"})
 
 
@@ -40,6 +41,11 @@ def read_source(path: Path) -> Source:
         ConfigError: it can't be read, or is none of these.
     """
     text = read_text(path)
+    if path.suffix in _PYTHON:
+        raise ConfigError(
+            f"{path}: is Python, which is not read; give the configuration or the command of the "
+            "training, or its settings as options"
+        )
     if not text.strip():
         raise ConfigError(f"{path}: is empty; give the configuration of a training")
     if text.lstrip().startswith("{"):

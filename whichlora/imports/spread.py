@@ -84,7 +84,12 @@ def _accelerator(keys: Keys, launch: Launch, fsdp_version: int) -> dict[str, Any
     config = keys.raw("deepspeed")
     if config is not None:
         if isinstance(config, str):
-            config = launch.read_file(keys.where("deepspeed"), config)
+            where = keys.where("deepspeed")
+            try:
+                config = launch.read_file(where, config)
+            except ConfigError as error:
+                keys.refuse("parallel", "deepspeed", str(error).removeprefix(f"{where}: "))
+                return None
         return read | _deepspeed(keys, "deepspeed", config)
     fsdp = keys.raw("fsdp")
     if (fsdp not in (None, False, "", []) and str(fsdp).lower() != "false") or (

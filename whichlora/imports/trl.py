@@ -39,6 +39,12 @@ _TRAINERS = tuple(  # with the dtypes that are read below
 _OTHERS = ("rloo", "orpo", "cpo", "gkd", "ppo", "online_dpo", "xpo", "bco", "prm")
 _SFT = "sft"
 _COMPLETION, _PROMPT = "max_completion_length", "max_prompt_length"
+_OF_OTHERS = dict.fromkeys(  # keys of other trainers, which a file without its command may have
+    [
+        *(option.name for name in _TRAINERS for option in get_trainer(name).options),
+        _PROMPT,
+    ]
+).keys() - {"loss_type", *(option.name for option in get_trainer(_SFT).options)}
 _PROMPT_TOKENS = 512
 PEFT_DEFAULT = ("q_proj", "v_proj")
 FULL_ROWS = "every row is full of packed texts, and attends to all of it"
@@ -103,6 +109,8 @@ def _trainer(keys: Keys, launch: Launch) -> dict[str, Any]:
         keys.refuse("trainer", "the trainer", f"{name} is not read; {known} are")
     liger = liger_options(keys)
     if name not in _TRAINERS or name == _SFT:
+        for other in sorted(each for each in _OF_OTHERS if each in keys and not launch.program)[:1]:
+            keys.assume(other, "is no key of trl sft, which is assumed unless --trainer is given")
         return {**FIXED, **liger}
     if liger:
         keys.assume("use_liger_kernel", "of its kernels none is predicted in this trainer")

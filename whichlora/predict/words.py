@@ -9,7 +9,7 @@ from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction, TrainingTotal
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.tasks import task_of
-from whichlora.units import format_bytes, format_count
+from whichlora.units import format_bytes, format_count, rows_are
 
 VERDICTS = {"fits": "yes", "fails": "no", "undecided": "maybe"}
 FITS = {"fits": "fits", "fails": "does not fit", "undecided": "may fit"}  # in a sentence
@@ -30,8 +30,13 @@ def kind(run: RunConfig) -> str:
 
 
 def _engine(run: RunConfig) -> str:
+    return f"{run.serving}{on_serving_gpus(run)}"
+
+
+def on_serving_gpus(run: RunConfig) -> str:
+    """How many GPUs an engine divides the model over; empty on one."""
     number = get_engine(run.serving).num_gpus(run)
-    return f"{run.serving} on {number} GPUs" if number > 1 else run.serving
+    return f" on {gpus_in_words(number)}" if number > 1 else ""
 
 
 def method_in_words(run: RunConfig) -> str:
@@ -64,7 +69,7 @@ def amount_in_words(total: TrainingTotal) -> str:
         f"the longest {total.longest:,}; {passes}"
     ]
     if total.num_truncated:
-        words.append(f"{total.num_truncated:,} rows are cut")
+        words.append(rows_are(total.num_truncated, "cut"))
     return ", ".join(words)
 
 

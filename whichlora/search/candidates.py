@@ -121,19 +121,39 @@ class Candidates:
         """In which form the model of `run`, a candidate of either stage, is served.
 
         A serving engine that refuses a method's weights or adapter has them merged, unless the
-        plan asks for the form.
+        plan asks for the form. One that divides a model does so over the GPUs of the plan.
         """
         if run.phase != "finetune":
             return serving_form(run)
         form = serving_form(serving_run(self.plan.inference, run, self.plan.serve))
         if self.plan.serve is None and self.why_merged(form):
-            return serving_form(serving_run(self.plan.inference, run, "merged"))
+            form = serving_form(serving_run(self.plan.inference, run, "merged"))
+        return self._shared(form)
+
+    def _shared(self, form: RunConfig) -> RunConfig:
+        """`form` on as many GPUs as its engine can divide the model over, unless the plan says.
+
+        The most are those of one machine. Powers of two are tried, since heads are divided.
+        """
+        option, options = get_engine(form.serving).shared_by, dict(form.serving_options)
+        if not option or option in options:
+            return form
+        most = max(config.gpus // config.nodes for config in self.plan.spreads)
+        for exponent in reversed(range(1, most.bit_length())):
+            stated = tuple(sorted((options | {option: 2**exponent}).items()))
+            shared = replace(form, serving_options=stated)
+            if not self._refusal(shared):
+                return shared
         return form
 
     def why_merged(self, form: RunConfig) -> str:
         """Why a serving engine does not take `form`, an unmerged one; empty where it does."""
         if not self.is_answered or form.serve != "as-trained":
             return ""
+        return self._refusal(form)
+
+    def _refusal(self, form: RunConfig) -> str:
+        """Why `form` is not served; empty where it is."""
         if form not in self._refusals:
             try:
                 self._resolved(form, {"attn": self.plan.attn[0]})

@@ -453,8 +453,20 @@ def bolder_than(
 
 
 def closest(candidates: Iterable[Candidate]) -> Candidate | None:
-    """Of candidates that miss the limits, the likeliest; of equally likely ones the smallest."""
-    return max(candidates, key=lambda each: (each.chance, -each.memory_bytes.value), default=None)
+    """Of candidates that miss the limits, the likeliest; of equally likely ones the smallest.
+
+    Below `MIN_CHANCE` a wider interval alone would make it likely. There it is what misses the
+    fewest limits, by the least factor.
+    """
+
+    def nearness(candidate: Candidate) -> tuple[float, int, float, float]:
+        memory = candidate.memory_bytes.value
+        if candidate.chance >= MIN_CHANCE:
+            return candidate.chance, 0, 0.0, -memory
+        missed = [check.excess for check in candidate.checks if check.verdict != "meets"]
+        return 0.0, -len(missed), -max(missed, default=0.0), -memory
+
+    return max(candidates, key=nearness, default=None)
 
 
 def kept_models(candidates: Sequence[Candidate]) -> tuple[str, ...]:

@@ -77,6 +77,11 @@ class GpuChoice:
         gpus = on.winner.run.parallel.gpus
         return self.objective.money(on.gpu, gpus, on.winner.total_s.value)
 
+    def currency(self, on: OnGpu) -> str:
+        """Of the cost on one GPU; empty where the user states prices in one of their own."""
+        offer = self.objective.offer(on.gpu)
+        return "" if offer is None else offer.currency
+
     def cost_of_model(self, on: OnGpu) -> float | None:
         """What the cheapest fine-tuning of `model` costs on one GPU."""
         timed = on.timed(self.model)

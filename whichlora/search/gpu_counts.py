@@ -45,6 +45,11 @@ class GpuCounts:
         offer = cheapest(self.offers, gpus)
         return None if offer is None else _seconds(candidate) / 3600 * offer.per_hour(gpus)
 
+    @property
+    def currency(self) -> str:
+        """Of the costs; empty where the user states prices in one of their own."""
+        return self.offers[0].currency if self.offers else ""
+
     def marks(self, candidate: Candidate) -> list[str]:
         """What is best about one of them."""
         best = {

@@ -282,6 +282,7 @@ ENGINE = Engine(
             summary="share of the free memory for weights and pool",
             default=None,
             kind=float,
+            is_share=True,
         ),
         Option(name="chunked_prefill_size", summary="tokens of a prompt in a step", default=None),
         Option(name="max_running_requests", summary="sequences that run at once", default=None),

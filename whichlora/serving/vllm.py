@@ -638,6 +638,7 @@ ENGINE = Engine(
             name="gpu_memory_utilization",
             summary="share of the GPU for weights, activations, graphs and pool",
             default=0.92,
+            is_share=True,
         ),
         Option(name="max_num_batched_tokens", summary="tokens of one step", default=None),
         Option(name="max_num_seqs", summary="sequences that run at once", default=None),

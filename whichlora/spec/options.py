@@ -21,6 +21,7 @@ class Option:
         kind: the type of the setting where `default` is None; a whole number where nobody says.
         choices: accepted values of a text; several may be given where `default` is a tuple.
         least: of a whole number.
+        is_share: a number above 0, at most 1.
         other_names: by which another tool that runs the library calls it.
     """
 
@@ -30,6 +31,7 @@ class Option:
     choices: tuple[str, ...] = ()
     kind: type[bool] | type[str] | type[float] | None = None
     least: int = 1
+    is_share: bool = False
     other_names: tuple[str, ...] = ()
 
     def of(self, stated: Iterable[tuple[str, OptionValue]]) -> OptionValue | None:
@@ -45,11 +47,15 @@ class Option:
         if self.choices:
             if isinstance(value, bool):  # a library's true beside its words
                 value = str(value).lower()
+            if isinstance(value, int):  # a version, such as 1
+                value = str(value)
             of_choices = value if isinstance(self.default, tuple) else (value,)
             words: Iterable[object] = of_choices if isinstance(of_choices, tuple) else ()
             if not isinstance(value, tuple | str) or any(w not in self.choices for w in words):
+                meant = [word for word in self.choices if word.lower() == str(value).lower()]
+                hint = f"did you mean {meant[0]}; " if meant else ""
                 raise ConfigError(
-                    f"{self.name}: {_shown(value)} is not accepted; accepted are "
+                    f"{self.name}: {_shown(value)} is not accepted; {hint}accepted are "
                     f"{', '.join(self.choices)}"
                 )
             return value
@@ -68,6 +74,9 @@ class Option:
                 raise ConfigError(f"{self.name}: {value!r} is not a number")
             if not abs(value) <= MOST_NUMBER:  # nor is not-a-number
                 raise ConfigError(f"{self.name}: {value!r} is out of range; give a usual number")
+            if self.is_share and not 0 < value <= 1:
+                fault = f"{value:g} is no share between 0 and 1, such as 0.9"
+                raise ConfigError(f"{self.name}: {fault}")
             return float(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
             raise ConfigError(f"{self.name}: {value!r} is not a whole number from {self.least} on")

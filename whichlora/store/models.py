@@ -96,13 +96,17 @@ def resolve_name(name: str) -> tuple[str, str]:
     where `name` says neither base nor instruct, and the newest of its releases.
 
     Raises:
-        ConfigError: the name is ambiguous, or means a quantised copy of a model.
+        ConfigError: the name is ambiguous, several, or means a quantised copy of a model.
     """
     index = _index()
     wanted = name.strip().lower()
     if wanted in index["names"]:
         return _spelling(name, _record(index["names"][wanted], index)), ""
-    if not wanted or os.path.exists(os.path.expanduser(name)) or _is_path_or_hub_id(name):
+    if not wanted or os.path.exists(os.path.expanduser(name)):
+        return name, ""
+    if "," in name:
+        raise ConfigError(f"model: {name!r} are several names; give one, or a list where one fits")
+    if _is_path_or_hub_id(name):
         return name, ""
     refusal = refuse_copy(name)
     if refusal:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from whichlora.predict.cost_words import cost_of, format_money, price_in_words
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.repeated_times import KNOWN_TO, Repeatability
-from whichlora.predict.words import describe, method_in_words
+from whichlora.predict.words import describe, method_in_words, on_serving_gpus
 from whichlora.search.feasibility import LIKELY, Candidate, closest, rejected_before, relaxations
 from whichlora.search.gpu_counts import gpu_seconds
 from whichlora.serving.form import form_in_words
@@ -120,7 +120,7 @@ def gpu_rows(choice: GpuChoice) -> list[tuple[str, ...]]:
                 "-" if best is None else f"{variant(best.run)}, batch {best.run.batch_size}",
                 "-" if best is None else format_bytes(best.memory_bytes.value),
                 "-" if best is None or not best.total_s else format_seconds(best.total_s.value),
-                "-" if cost is None else f"{cost:.2f}",
+                format_money(cost, choice.currency(on)),
                 "predicted" if best is None else best.source,
                 ", ".join(mark for mark, marked in marks.items() if marked is on),
             )
@@ -154,7 +154,7 @@ def _of_counts(counts: GpuCounts | None) -> list[str]:
     )
     hours = gpu_seconds(counts.cheapest) / 3600
     cost = counts.cost(counts.cheapest)
-    price = "" if cost is None else f", {cost:.2f}"
+    price = "" if cost is None else f", {format_money(cost, counts.currency)}"
     lines = [
         f"GPUs: {counts.model} by their number",
         f"  fewest: {fewest}",
@@ -184,7 +184,7 @@ def print_counts(console: Console, answer: Answer) -> None:
             format_bytes(each.memory_bytes.value),
             format_seconds(each.total_s.value) if each.total_s else "-",
             f"{gpu_seconds(each) / 3600:.3g}",
-            "-" if (cost := counts.cost(each)) is None else f"{cost:.2f}",
+            format_money(counts.cost(each), counts.currency),
             ", ".join(counts.marks(each)),
         )
         for each in counts.candidates
@@ -263,9 +263,9 @@ def _whole(answer: Answer) -> str:
 def _by_engine(served: Candidate | None) -> str:
     """What the engine that serves the winner takes and holds; empty for transformers."""
     serving = None if served is None else served.prediction.serving
-    if serving is None:
+    if served is None or serving is None:
         return ""
-    engine = f"{serving.engine} {serving.version}".rstrip()
+    engine = f"{serving.engine} {serving.version}".rstrip() + on_serving_gpus(served.run)
     return (
         f" by {engine}: {serving.max_running} sequences of "
         f"{serving.context:,} tokens at once, pool {format_bytes(serving.kv_pool_bytes)} "

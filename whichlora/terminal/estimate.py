@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 from whichlora.predict.cost_words import cost_of, of_training, per_million, price_lines
 from whichlora.predict.words import VERDICTS, amount_in_words, headline
 from whichlora.spec.results import MemoryPrediction, Prediction, Refused
-from whichlora.terminal.serving import print_served, served_sheet
+from whichlora.terminal.serving import (
+    command_lines,
+    print_served,
+    rate_line,
+    served_sheet,
+    waits_sheet,
+)
 from whichlora.terminal.several_gpus import count_lines, print_spread
 from whichlora.terminal.sheet import Document, Sheet, show
 from whichlora.terminal.tables import open_console, print_table, say
@@ -49,12 +55,30 @@ def predictions_document(
         return Document(title=title, sheets=sheets, lines=[*_closing(predictions, refused)])
     (prediction,) = predictions
     serving = prediction.serving
-    refusal = [] if serving is None or serving.starts else [f"it does not start: {serving.reason}"]
+    if serving is not None and serving.time is not None:
+        sheets.append(waits_sheet(serving.time))
     sheets.append(_parts_sheet(prediction))
     if generated:
         sheets.append(_counters_sheet(prediction.memory))
-    lines = [*refusal, _size_and_interval(prediction), *_closing(predictions, refused)]
+    lines = [
+        *_served_lines(prediction),
+        _size_and_interval(prediction),
+        *_closing(predictions, refused),
+    ]
     return Document(title=headline(prediction), sheets=sheets, lines=lines)
+
+
+def _served_lines(prediction: Prediction) -> Iterator[str]:
+    """What stands below the table of one engine: why it does not start, or how it is started."""
+    serving = prediction.serving
+    if serving is None:
+        return
+    if not serving.starts:
+        yield f"it does not start: {serving.reason}"
+    if serving.time is not None:
+        yield rate_line(serving.time)
+    for i, line in enumerate(command_lines(prediction)):
+        yield line.strip() if i else f"start it with: {line}"
 
 
 def _closing(predictions: Sequence[Prediction], refused: Sequence[Refused]) -> Iterator[str]:

@@ -75,7 +75,8 @@ def _closing(placements: Sequence[Placement], judged: Sequence[Placement]) -> It
     for placement in judged:
         for text in () if placement.prediction is None else placement.prediction.notes:
             if not text.startswith(UNVERIFIED):  # the stars say so
-                note = without_key(text, placement.gpu.key)
+                names_it = text in placement.gpu.notes  # what its name was taken as
+                note = text if names_it else without_key(text, placement.gpu.key)
                 notes.setdefault(note, []).append(placement.gpu.key)
     for text, keys in notes.items():
         of_all = len(keys) == len(judged)

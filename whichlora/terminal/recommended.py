@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from whichlora.predict.cost_words import format_money, price_in_words
 from whichlora.predict.words import VERDICTS, describe
-from whichlora.search.feasibility import Candidate
+from whichlora.search.feasibility import Candidate, closest
 from whichlora.terminal.answer import verdict_of
 from whichlora.terminal.sheet import Document, Sheet
 from whichlora.terminal.short import best_of_each_model, print_reasons, reason_lines
 from whichlora.terminal.tables import open_console, print_table, say
-from whichlora.terminal.words import variant
+from whichlora.terminal.words import deciding, variant
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def print_recommended(recommendation: Recommendation) -> None:
     console, answer = open_console(), recommendation.answer
     _print(console, _models_sheet(recommendation))
     print_reasons(console, answer)
+    for line in _named_without_row(recommendation):
+        say(console, line)
     for rule in recommendation.advice:
         say(console, f"advice: {rule.in_words}")
     _print(console, _savings_sheet(recommendation))
@@ -47,6 +49,7 @@ def recommended_document(recommendation: Recommendation) -> Document:
     """The same for Markdown."""
     sheets = (_models_sheet(recommendation), _savings_sheet(recommendation))
     title, *lines = map(str.strip, reason_lines(recommendation.answer))
+    lines += _named_without_row(recommendation)
     lines += [f"advice: {rule.in_words}" for rule in recommendation.advice]
     return Document(
         title=title,
@@ -62,8 +65,8 @@ def _print(console: Console, sheet: Sheet) -> None:
             sheet.columns,
             sheet.rows,
             right=sheet.right,
-            lift=("variant",),
-            spare=("per answer token", "variant"),
+            lift=("tokens", "variant"),
+            spare=("per answer token", "serving", "variant", "cost"),
             title=sheet.title,
         )
 
@@ -99,6 +102,33 @@ def _models_sheet(recommendation: Recommendation) -> Sheet:
         right=tuple(head for head in numbers if head in shown),
         rows=[tuple(row[i] for i in known) for row in rows],
     )
+
+
+def _named_without_row(recommendation: Recommendation) -> Iterator[str]:
+    """Why models that the user names are not in the table; nothing where no model is."""
+    answer = recommendation.answer
+    if answer.winner is None or "models" not in recommendation.plan:
+        return
+    shown = [candidate.run.model for candidate in best_of_each_model(answer)][:MAX_MODELS]
+    said = "\n".join(reason_lines(answer))
+    missing = [
+        name for name in answer.plan.models if name not in shown and f"{name} left out" not in said
+    ]
+    for name in missing[:MAX_MODELS]:
+        yield f"left out: {name}: {_why_left_out(answer, name)}"
+    if len(missing) > MAX_MODELS:
+        yield f"left out: {len(missing) - MAX_MODELS} more; --json has all"
+
+
+def _why_left_out(answer: Answer, model: str) -> str:
+    for refusal in answer.refused:
+        if refusal.model == model:
+            return refusal.reason
+    for stage in (answer.finetune, answer.inference):
+        nearest = closest(each for each in stage if each.run.model == model)
+        if nearest is not None:
+            return deciding(nearest) or "it ranks below"
+    return "it ranks below, and was not looked at"
 
 
 def _time_and_cost(answer: Answer, candidate: Candidate, *, per_million: bool) -> tuple[str, str]:

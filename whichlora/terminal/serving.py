@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from whichlora.exports.serve_script import is_made_before
 from whichlora.search.feasibility import Candidate
 from whichlora.spec.results import Prediction, ServingPrediction, ServingTime
-from whichlora.terminal.sheet import Sheet
+from whichlora.terminal.sheet import Sheet, show
 from whichlora.terminal.tables import new_table, print_table, say
 from whichlora.terminal.words import variants
 from whichlora.units import format_bytes, format_count, format_seconds
@@ -44,6 +45,8 @@ def print_served(console: Console, predictions: Sequence[Prediction]) -> None:
             say(console, f"{serving.engine} does not start on {prediction.gpu}: {serving.reason}")
     if len(predictions) == 1 and predictions[0].serving is not None:
         _print_pool(console, predictions[0].serving)
+        for line in command_lines(predictions[0]):
+            say(console, line, whole=True)
 
 
 def served_sheet(predictions: Sequence[Prediction]) -> Sheet:
@@ -85,8 +88,8 @@ def print_stage_served(
         ("model", "what", "starts", *numbers, "verdict"),
         rows,
         right=numbers,
-        lift=("what",),
-        spare=("peak", "tokens", "what", "longest", "pool"),
+        lift=("what", "context", "asked"),
+        spare=("peak", "tokens", "what", "longest", "pool", "starts", "tokens/s"),
         title=title,
         caption=caption,
     )
@@ -116,24 +119,45 @@ def _waits(serving: ServingPrediction) -> tuple[str, ...]:
     )
 
 
-def _print_waits(console: Console, time: ServingTime) -> None:
-    """What users wait, by percentile, and what one step is made of."""
+def waits_sheet(time: ServingTime) -> Sheet:
+    """What users wait, by percentile."""
     confidence = f"{100 * time.confidence:.0f} % interval of the median"
     shares = tuple(f"{share} %" for share in time.ttft_percentiles_s)
-    table = new_table("of requests wait no longer", *shares, confidence, right=shares)
+    rows = []
     for what, percentiles, (low, high) in (
         ("first token", time.ttft_percentiles_s, time.interval_ttft_s),
         ("each further token", time.tpot_percentiles_s, time.interval_tpot_s),
     ):
         between = f"{format_seconds(low)} to {format_seconds(high)}"
-        table.add_row(what, *map(format_seconds, percentiles.values()), between)
-    console.print(table)
-    low, high = time.interval_output_tokens_per_s
-    say(
-        console,
-        f"{format_count(time.output_tokens_per_s)} tokens/s in all, between {format_count(low)} "
-        f"and {format_count(high)}; {time.requests_per_s:.3g} requests/s",
+        rows.append((what, *map(format_seconds, percentiles.values()), between))
+    columns = ("of requests wait no longer", *shares, confidence)
+    return Sheet(title="", columns=columns, right=shares, rows=rows)
+
+
+def rate_line(time: ServingTime) -> str:
+    """What the engine writes and answers in a second."""
+    low, high = map(format_count, time.interval_output_tokens_per_s)
+    return (
+        f"{format_count(time.output_tokens_per_s)} tokens/s in all, between {low} and {high}; "
+        f"{time.requests_per_s:.3g} requests/s"
     )
+
+
+def command_lines(prediction: Prediction) -> Iterator[str]:
+    """What starts the engine, and which weights it needs beside those of the hub."""
+    run, serving = prediction.run, prediction.serving
+    if serving is None or not serving.command:
+        return
+    yield serving.command
+    quant = run.quant or "none"
+    if run.model in serving.command and is_made_before(quant) and quant != "mxfp4":  # as published
+        yield f"  in place of {run.model} put the folder of its {quant} weights"
+
+
+def _print_waits(console: Console, time: ServingTime) -> None:
+    """What users wait, and what one step is made of."""
+    show(console, waits_sheet(time))
+    say(console, rate_line(time))
     step = new_table(f"one step of {time.step_sequences}", "", right=("",))
     for part, seconds in time.step_parts_s.items():
         if seconds:
@@ -159,5 +183,3 @@ def _print_pool(console: Console, serving: ServingPrediction) -> None:
     console.print(table)
     if serving.time is not None:
         _print_waits(console, serving.time)
-    if serving.command:
-        say(console, serving.command)

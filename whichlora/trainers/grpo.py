@@ -38,7 +38,10 @@ _MODE = Option(
     choices=("colocate", "server"),
 )
 _SHARE = Option(
-    name="vllm_gpu_memory_utilization", summary="of the GPU that a vLLM takes", default=0.3
+    name="vllm_gpu_memory_utilization",
+    summary="of the GPU that a vLLM takes",
+    default=0.3,
+    is_share=True,
 )
 _DROPOUT = Option(
     name="disable_dropout", summary="dropout of adapters and model is off", default=False
@@ -114,10 +117,6 @@ def _check(run: RunConfig) -> None:
             f"batch_size: {written} answers are written at once (batch size x "
             f"steps_per_generation x GPUs), which is no multiple of num_generations {answers}; "
             "batch_size counts answers, not prompts"
-        )
-    if not 0 < _share(run) < 1:
-        raise ConfigError(
-            f"vllm_gpu_memory_utilization: {_share(run):g} is no share between 0 and 1"
         )
 
 

@@ -209,6 +209,8 @@ def of_one_target(
 def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """`settings` of an inference with its number of GPUs as the engine's own option.
 
+    What else is of several GPUs is of fine-tuning, and not read.
+
     Raises:
         ConfigError: that option or a strategy says otherwise.
     """
@@ -224,7 +226,14 @@ def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(
             f"parallel: {engine.name} divides every matrix ({engine.shared_by}); leave it out"
         )
-    others = {name: settings[name] for name in settings if name not in ("gpus", "parallel")}
+    nodes = settings.get("nodes")
+    if nodes not in (None, 1):
+        raise ConfigError(f"nodes: {engine.name} is predicted on one machine, got {nodes}; give 1")
+    if settings.get("interconnect") is not None:
+        raise ConfigError(
+            f"interconnect: {engine.name} is predicted with the usual links; leave it out"
+        )
+    others = {name: settings[name] for name in settings if name in _RUN_SETTINGS}
     return others | {"serving_options": tuple(sorted(options.items()))}
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from whichlora import families
 from whichlora.calibration.load import load_calibration, stale_note
@@ -138,6 +138,9 @@ def _check_asked(
     Raises:
         ConfigError: one line.
     """
+    if engine not in get_args(Engine):
+        accepted = ", ".join(get_args(Engine))
+        raise ConfigError(f"engine: {engine!r} is not known; accepted are {accepted}")
     if maximise and engine == "trace":
         raise ConfigError(f"{maximise}: max needs --engine ledger; a trace takes seconds per value")
     if maximise == "seq_len" and data is not None:

@@ -96,10 +96,14 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
         job: epochs, learning_rate, seed and what else a `Recipe` holds.
 
     Raises:
-        ConfigError: an unknown model or accelerator, or settings that exclude each other.
+        ConfigError: an unknown model or accelerator, settings that exclude each other, or rows
+            longer than the positions that the model can look up.
     """
     device = find_gpu(gpu, least_memory=True)
     model = load_model(run.model)
+    most = model.longest_input
+    if most and run.seq_len > most:
+        raise ConfigError(f"seq_len: {run.model} looks up {most} positions; give {most} or less")
     if run.parallel.strategy == AUTO:
         (chosen,) = estimates.estimate([run], [device.key])
         run = replace(run, parallel=chosen.run.parallel)
@@ -145,6 +149,10 @@ def write_export(
     made = FORMATS[to](recipe)
     if recipe.trust_remote_code:
         made = replace(made, notes=(*made.notes, TRUSTS_CODE))
+    if not made.made_of and not (folder / DATA_FILE).is_file():
+        columns = f"a row a line, with {recipe.data_format.describe()}"
+        missing = f"{folder / DATA_FILE} is not there; write it before the start: {columns}"
+        made = replace(made, notes=(*made.notes, missing))
     predictions = estimates.estimate(
         [recipe.predicted(recipe.run), recipe.predicted(made.run)],
         [recipe.gpu],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.imports import import_files
+from whichlora.imports import Imported, import_files
 from whichlora.imports.trl import FULL_ROWS
 from whichlora.parallel import strategy_options
 from whichlora.store.gpus import number_of
@@ -26,28 +26,33 @@ def with_files(
     paths: Sequence[Path],
     settings: Mapping[str, list[Any]],
     stated: Collection[str],
-    *,
-    cards: Sequence[str] = (),
+    targets: Sequence[str] = (),
 ) -> tuple[dict[str, list[Any]], FromFiles]:
     """`settings` with those of the files where the user states none, and what else these say.
 
     Args:
         settings: of `combinations.grid`, with the defaults of what is not stated.
         stated: names of those that the user gives.
-        cards: accelerators as the user names them; "2x3090" states how many, too.
+        targets: types of GPU; where all state a number ("2xh100"), the files' one falls.
 
     Raises:
         ConfigError: a file that can't be read, or says what can't be predicted.
     """
-    of_cards = [number for number, _ in map(number_of, cards) if number]
-    counts = [*filter(None, settings["gpus"])] if "gpus" in stated else of_cards
-    imported = import_files(paths, gpus=max(counts, default=None))
+    numbers = [number for number, _ in map(number_of, targets)]
+    of_targets = "gpus" not in stated and bool(numbers) and None not in numbers
+    asked = numbers if of_targets else settings.get("gpus", ()) if "gpus" in stated else ()
+    counts = [count for count in asked if count]
+    trainers = settings.get("trainer", ()) if "trainer" in stated else ()
+    trainer = str(trainers[0]) if len(trainers) == 1 else ""
+    imported = import_files(paths, gpus=max(counts, default=None), trainer=trainer)
     dropped = {name for given in stated for name in _WITH.get(given, ())}
+    if trainer and imported.settings.get("trainer") == trainer:
+        dropped -= {*_WITH["trainer"]}
     options = strategy_options().keys()
     if "parallel" in stated or counts == [1]:
         dropped |= {"parallel", *options}
     if counts:
-        dropped |= {"gpus", "nodes"}
+        dropped |= {"nodes", *(["gpus"] if of_targets else [])}
     merged = dict(settings)
     for name, value in imported.settings.items():
         if name not in stated and name not in dropped:
@@ -58,15 +63,18 @@ def with_files(
     if not merged.get("model") or merged["model"] == [""]:
         raise ConfigError(f"{imported.path}: names no model; give one beside --from")
     strategy = merged.get("parallel", [None])[0]
-    has_number = bool(of_cards) or merged.get("gpus", [None]) != [None]
-    if strategy is not None and "parallel" not in stated and not has_number:
+    says_number = bool(counts) or merged.get("gpus", [None]) != [None]
+    if strategy is not None and "parallel" not in stated and not says_number:
         raise ConfigError(
             f"{imported.path}: asks for {strategy} and does not say how many GPUs the run has; "
             "pass --gpus, such as --gpus 4"
         )
     packed = any(FULL_ROWS in text for text in imported.assumed)
-    notes = imported.notes
-    if not has_number:
-        one = f"{imported.path}: does not say how many GPUs the run has; assumed: 1 (--gpus)"
-        notes = (*notes, one)
+    notes = imported.notes if says_number else _notes_of_one(imported)
     return merged, FromFiles(notes=notes, packed=packed, epochs=imported.epochs)
+
+
+def _notes_of_one(imported: Imported) -> tuple[str, ...]:
+    """Notes of `imported`, which does not say how many GPUs there are: one is predicted."""
+    one = f"{imported.path}: does not say how many GPUs the run has; assumed: 1 (--gpus)"
+    return (*imported.notes, one)

@@ -19,7 +19,7 @@ from whichlora.methods import with_method
 from whichlora.predict.advice import Advice, advice
 from whichlora.predict.explain import Alternative, Explanation
 from whichlora.predict.largest import Placement
-from whichlora.search.feasibility import Candidate, closest
+from whichlora.search.feasibility import closest
 from whichlora.serving import get_engine
 from whichlora.spec.costs import Offer, cheapest, own_price
 from whichlora.spec.data_format import TRANSCRIPTS
@@ -36,7 +36,6 @@ from whichlora.workflow.profiling import gpus_of
 from whichlora.workflow.run import search
 from whichlora.workflow.session import Progress, Session
 
-_NEGLIGIBLE = 0.01  # chance below which a wider interval makes the likeliest
 NUM_SAMPLES = 10_000  # rows of full length where no data is given, as `whichlora guide` has them
 _PLAN = Path("recommend")  # what messages call a plan that is in no file
 _MONEY = re.compile(
@@ -87,6 +86,10 @@ class Question:
     tpot: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("gpu", "data", "budget", "country", "serving"):
+            text = getattr(self, name)
+            if not isinstance(text, str | None):
+                raise ConfigError(f"{name}: must be text, got {text!r}")
         stated, gpu = number_of(self.gpu or "")
         if stated is not None:
             if self.gpus != 1:
@@ -107,7 +110,8 @@ class Question:
                     f"{name}: must be a whole number from {least} to {most:,}, got {value!r}"
                 )
         for name, number in (("epochs", self.epochs), ("price_per_hour", self.price_per_hour)):
-            if number is not None and not 0 < number <= MOST_RATIO:
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if number is not None and not (is_number and 0 < number <= MOST_RATIO):
                 raise ConfigError(f"{name}: must be a number above 0, got {number!r}")
         if self.prices is not None and self.price_per_hour is not None:
             raise ConfigError("prices and price_per_hour: give one of both")
@@ -299,9 +303,6 @@ def plan_content(question: Question) -> dict[str, Any]:
         if question.tpot is not None:
             parse_duration(question.tpot, setting="tpot")
             content["stage1_profile"]["tpot"] = question.tpot
-        shared_by = get_engine(question.serving).shared_by
-        if question.gpus > 1 and shared_by:  # heads are divided by powers of two
-            content["serving_options"] = {shared_by: 1 << (question.gpus.bit_length() - 1)}
     if limit_s is not None:
         content["stage2_profile"] = {"total_time": f"{limit_s:.0f}s"}
     if question.price_per_hour is not None:
@@ -362,28 +363,28 @@ def _gpu(question: Question) -> tuple[str, GpuSpec]:
 
 
 def _with_menu(recommendation: Recommendation, calibration_dir: Path | None) -> Recommendation:
-    """What each other choice would save of the candidate that comes closest, and who has room."""
+    """What each other choice would save of the candidate that comes closest, and who has room.
+
+    Nothing where it fits: then a limit of time is missed, or one of serving.
+    """
     answer = recommendation.answer
-    candidates = [*answer.finetune] or [*answer.inference]
-    likely = [each for each in candidates if each.chance >= _NEGLIGIBLE]
-    candidate = closest(likely) or min(candidates, key=_memory, default=None)
+    candidate = closest(answer.finetune) or closest(answer.inference)
     if candidate is None:
         return recommendation
     gpu, run = recommendation.plan["gpu"], candidate.run
     if run.phase == "inference":
         run = _smallest_training(answer, run.model, calibration_dir)
+    nearest = estimates.explain(run, gpu, calibration_dir=calibration_dir)
+    if nearest.prediction.verdict == "fits":
+        return recommendation
     placements = estimates.where(run, calibration_dir=calibration_dir)
     fitting = (each for each in placements if each.prediction and each.prediction.verdict == "fits")
     return replace(
         recommendation,
-        nearest=estimates.explain(run, gpu, calibration_dir=calibration_dir),
+        nearest=nearest,
         longest=_longest(run, gpu, calibration_dir),
         smallest_gpu=next(fitting, None),
     )
-
-
-def _memory(candidate: Candidate) -> float:
-    return candidate.memory_bytes.value
 
 
 def _longest(run: RunConfig, gpu: str, calibration_dir: Path | None) -> Prediction | None:

@@ -92,7 +92,9 @@ class TrainingData:
                 window_s=self._window_s(model),
             )
         lengths = self._lengths[key]
-        return lengths if tokenizer else replace(lengths, method=self._why_estimated(model))
+        if tokenizer or isinstance(self.dataset, CountedDataset):
+            return lengths
+        return replace(lengths, method=self._why_estimated(model))
 
     def _why_estimated(self, model: str) -> str:
         """Why the lengths are, where nothing of the model's tokenizer is at hand; else ""."""

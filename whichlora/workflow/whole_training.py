@@ -80,11 +80,13 @@ class Data:
     def __post_init__(self) -> None:
         if bool(self.path) == (self.samples is not None):
             raise ConfigError("data and samples: give one of both; data has its own rows")
-        if self.samples is not None and not 1 <= self.samples <= MOST_SAMPLES:
+        is_count = type(self.samples) is int and 1 <= self.samples <= MOST_SAMPLES
+        if self.samples is not None and not is_count:
             raise ConfigError(
                 f"samples: must be a whole number from 1 to {MOST_SAMPLES:,}, got {self.samples!r}"
             )
-        if not 0 < self.epochs <= MOST_EPOCHS:
+        is_number = isinstance(self.epochs, int | float) and not isinstance(self.epochs, bool)
+        if not is_number or not 0 < self.epochs <= MOST_EPOCHS:
             raise ConfigError(
                 f"epochs: must be a number above 0, at most {MOST_EPOCHS}, got {self.epochs!r}"
             )
