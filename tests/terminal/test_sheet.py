@@ -96,6 +96,7 @@ def test_a_notebook_shows_tables_of_predictions_and_explanations() -> None:
         whichlora.explain(model, gpu),
         whichlora.where(model, ["l4", "t4"]),
         whichlora.life(model, gpu),
+        whichlora.recommend(gpu=gpu, models=[model]),
     ):
         found = Elements(answer._repr_html_() or "")
         assert "table" in found.names

@@ -23,7 +23,7 @@ from whichlora.terminal.progress import Progress
 from whichlora.terminal.recommended import print_recommended, recommended_document
 from whichlora.terminal.rows import candidate_row, comparison_rows, comparison_summary
 from whichlora.terminal.sheet import as_html, as_markdown
-from whichlora.terminal.short import print_short
+from whichlora.terminal.short import answer_document, print_short
 from whichlora.terminal.sweep import print_recommendation, print_status, print_sweep
 from whichlora.terminal.tables import MAX_REASONS
 from whichlora.terminal.words import deciding, reason, times, variant
@@ -33,6 +33,7 @@ __all__ = [
     "Progress",
     "SweepProgress",
     "accuracy_document",
+    "answer_document",
     "answer_facts",
     "as_html",
     "as_markdown",

@@ -16,6 +16,7 @@ from whichlora.terminal.answer import (
     print_training,
     verdict_of,
 )
+from whichlora.terminal.sheet import Document, Sheet
 from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import variant
 from whichlora.units import format_bytes, format_seconds
@@ -91,23 +92,39 @@ def best_of_each_model(answer: Answer) -> list[Candidate]:
     return list(best.values())
 
 
-def _print_models(console: Console, answer: Answer) -> None:
-    models = best_of_each_model(answer)
-    rows = [
-        (
-            candidate.run.model,
-            variant(candidate.run, answer.plan),
-            str(candidate.run.batch_size),
-            format_bytes(candidate.memory_bytes.value),
-            "-" if candidate.total_s is None else format_seconds(candidate.total_s.value),
-            candidate.source,
-            verdict_of(answer, candidate),
-        )
-        for candidate in models[:MAX_MODELS]
-    ]
-    if not rows:
-        return
+def answer_document(answer: Answer) -> Document:
+    """The same for a notebook, the models on the recommended GPU."""
+    title, *lines = map(str.strip, reason_lines(answer))
+    sheet = _models_sheet(answer)
+    return Document(title=title, sheets=[sheet] if sheet.rows else [], lines=lines)
+
+
+def _models_sheet(answer: Answer) -> Sheet:
+    """The best candidate of each model."""
     numbers = ("batch", "peak", "total")
+    return Sheet(
+        title=f"the best of each model on {answer.gpu.key}",
+        columns=("model", "variant", *numbers, "source", "verdict"),
+        right=numbers,
+        rows=[
+            (
+                candidate.run.model,
+                variant(candidate.run, answer.plan),
+                str(candidate.run.batch_size),
+                format_bytes(candidate.memory_bytes.value),
+                "-" if candidate.total_s is None else format_seconds(candidate.total_s.value),
+                candidate.source,
+                verdict_of(answer, candidate),
+            )
+            for candidate in best_of_each_model(answer)[:MAX_MODELS]
+        ],
+    )
+
+
+def _print_models(console: Console, answer: Answer) -> None:
+    sheet, models = _models_sheet(answer), best_of_each_model(answer)
+    if not sheet.rows:
+        return
     more = [f"{len(models) - MAX_MODELS} more models likely meet every limit"] * (
         len(models) > MAX_MODELS
     )
@@ -119,12 +136,12 @@ def _print_models(console: Console, answer: Answer) -> None:
     more += [f"{later} that rank below were not looked at"] * (later > 0)
     print_table(
         console,
-        ("model", "variant", *numbers, "source", "verdict"),
-        rows,
-        right=numbers,
+        sheet.columns,
+        sheet.rows,
+        right=sheet.right,
         lift=("source", "variant"),
         spare=("source", "variant"),
-        title=f"the best of each model on {answer.gpu.key}",
+        title=sheet.title,
         caption=f"{', '.join(more)}: --all" if more else "",
     )
 

@@ -132,6 +132,12 @@ class Answer:
     files: Mapping[str, Path] = field(default_factory=dict)
     training: Mapping[str, Any] | None = None
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from whichlora.terminal import answer_document, as_html
+
+        return as_html(answer_document(self))
+
     def _prices(self) -> dict[str, float]:
         """Of the GPUs that are compared."""
         gpus = [self.gpu.key] if self.choice is None else [on.gpu for on in self.choice.gpus]
