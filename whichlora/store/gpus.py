@@ -155,6 +155,15 @@ def number_of(name: str) -> tuple[int | None, str]:
     return (int(counted["number"]), counted["name"]) if counted else (None, name)
 
 
+def number_in(name: str) -> int | None:
+    """How many cards `name` states, equal or not: "2x3090", "3090+2x4090"; None where it does not.
+
+    Raises:
+        ConfigError: as `find_gpu`.
+    """
+    return sum(number for _, number in find_cards(name)) if "+" in name else number_of(name)[0]
+
+
 def each_once(specs: Iterable[GpuSpec]) -> list[GpuSpec]:
     """`specs` without repetition: several names may mean one accelerator."""
     return list({spec.key: spec for spec in specs}.values())

@@ -14,7 +14,7 @@ from whichlora.serving import get_engine
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requested
 from whichlora.spec.results import Refused
 from whichlora.spec.run import TRANSFORMERS, RunConfig
-from whichlora.store.gpus import find_cards, number_of
+from whichlora.store.gpus import number_in, number_of
 from whichlora.tasks import with_task
 from whichlora.trainers import get_trainer
 
@@ -174,7 +174,7 @@ def with_cards(
     """
     if len(targets) != 1 or "+" not in targets[0] or any(settings.get("gpus") or ()):
         return settings
-    return {**settings, "gpus": [sum(number for _, number in find_cards(targets[0]))]}
+    return {**settings, "gpus": [number_in(targets[0])]}
 
 
 def by_number(

@@ -10,7 +10,7 @@ from whichlora.errors import ConfigError
 from whichlora.imports import Imported, import_files
 from whichlora.imports.trl import FULL_ROWS
 from whichlora.parallel import strategy_options
-from whichlora.store.gpus import number_of
+from whichlora.store.gpus import number_in
 from whichlora.workflow.whole_training import FromFiles
 
 # Settings of the files that go with another one, and fall where the user gives that one.
@@ -38,7 +38,7 @@ def with_files(
     Raises:
         ConfigError: a file that can't be read, or says what can't be predicted.
     """
-    numbers = [number for number, _ in map(number_of, targets)]
+    numbers = [number_in(target) for target in targets]
     of_targets = "gpus" not in stated and bool(numbers) and None not in numbers
     asked = numbers if of_targets else settings.get("gpus", ()) if "gpus" in stated else ()
     counts = [count for count in asked if count]
