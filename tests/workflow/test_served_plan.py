@@ -117,7 +117,7 @@ def test_the_files_and_the_terminal_name_engine_pool_concurrency_and_context(
     plain: Answer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serving = engine_of(plain)
-    said = f"by vllm {serving.version}: {serving.max_running} sequences of 4,096 tokens at once"
+    said = f"by vllm {serving.version}: room for {serving.max_running} sequences of 4,096 tokens"
     print_answer(plain)
     shown = " ".join(capsys.readouterr().out.split())
     print_short(plain)

@@ -11,7 +11,7 @@ TRAINED, MERGED, QUANTISED = "./output", "./merged", "./quantised"
 
 _HEAD = """#!/bin/sh
 # {model} by {engine}, {form}, as whichlora judged it: \
-{concurrency} sequences of {context} tokens at once
+room for {concurrency} sequences of {context} tokens
 set -e
 cd "$(dirname "$0")"
 """
@@ -45,7 +45,7 @@ def serve_script(job: ResolvedRun, method: str, *, form: str, concurrency: int) 
         job: the inference, as it was judged.
         method: that the model is trained with.
         form: of weights and adapter, in words.
-        concurrency: sequences that run at once.
+        concurrency: sequences that the GPU has room for.
     """
     run, served = job.run, job.served
     quant = run.quant or "none"

@@ -267,8 +267,8 @@ def _by_engine(served: Candidate | None) -> str:
         return ""
     engine = f"{serving.engine} {serving.version}".rstrip() + on_serving_gpus(served.run)
     return (
-        f" by {engine}: {serving.max_running} sequences of "
-        f"{serving.context:,} tokens at once, pool {format_bytes(serving.kv_pool_bytes)} "
+        f" by {engine}: room for {serving.max_running} sequences of "
+        f"{serving.context:,} tokens, pool {format_bytes(serving.kv_pool_bytes)} "
         f"({serving.kv_pool_tokens:,} tokens), longest {serving.max_context:,}{_waits(serving)}"
     )
 
