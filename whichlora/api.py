@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -393,7 +394,11 @@ def recommend(
         ) as file:
             file.write(text)
             file.flush()
-            return run_plan(Path(file.name), fresh=fresh, progress=progress)
+            try:
+                return run_plan(Path(file.name), fresh=fresh, progress=progress)
+            except ConfigError as error:
+                lines = re.sub(rf"{re.escape(file.name)}:\d+:\d+: ", "plan: ", str(error))
+                raise ConfigError(lines) from None
 
 
 def _recommended(

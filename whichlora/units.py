@@ -56,6 +56,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{sign}{int(size)} B"
 
 
+def counted(count: int, noun: str) -> str:
+    """The number with its noun: "1 row", "2,000 rows"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def rows_are(count: int, done: str, which: str = "") -> str:
     """What is done to rows: "1 row is cut", "2,000 rows without text are left out"."""
     return f"1 row{which} is {done}" if count == 1 else f"{count:,} rows{which} are {done}"

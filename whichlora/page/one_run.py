@@ -12,7 +12,7 @@ from whichlora.predict.cost_words import between, format_money, price_in_words, 
 from whichlora.predict.words import amount_in_words, describe
 from whichlora.spec.results import Answers, Prediction
 from whichlora.spec.run import TRANSFORMERS
-from whichlora.units import format_bytes, format_count, format_seconds
+from whichlora.units import counted, format_bytes, format_count, format_seconds
 
 _MILLION = 10**6
 
@@ -100,7 +100,7 @@ def _whole(prediction: Prediction) -> Iterator[Fact]:
         return
     rows, _, more = amount_in_words(total).partition(", ")
     yield "Data", rows, more
-    steps = f"{total.num_steps:,} steps"
+    steps = counted(total.num_steps, "step")
     if not math.isnan(total.total_s):
         steps = f"{_interval(total.interval_s)}; {steps}"
     yield "The whole training", format_seconds(total.total_s), steps

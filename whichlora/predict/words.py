@@ -9,7 +9,7 @@ from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction, TrainingTotal
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.tasks import task_of
-from whichlora.units import format_bytes, format_count, rows_are
+from whichlora.units import counted, format_bytes, format_count, rows_are
 
 VERDICTS = {"fits": "yes", "fails": "no", "undecided": "maybe"}
 FITS = {"fits": "fits", "fails": "does not fit", "undecided": "may fit"}  # in a sentence
@@ -65,7 +65,7 @@ def amount_in_words(total: TrainingTotal) -> str:
     """How much is learned."""
     passes = "1 epoch" if total.epochs == 1 else f"{total.epochs:g} epochs"
     words = [
-        f"{total.num_sequences:,} rows, {format_count(total.num_tokens)} tokens an epoch, "
+        f"{counted(total.num_sequences, 'row')}, {format_count(total.num_tokens)} tokens an epoch, "
         f"the longest {total.longest:,}; {passes}"
     ]
     if total.num_truncated:

@@ -21,7 +21,7 @@ from whichlora.terminal.sheet import Document, Sheet, show
 from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import refusals, shared_notes, variants
 from whichlora.trainers import get_trainer
-from whichlora.units import format_bytes, format_count, format_seconds
+from whichlora.units import counted, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,7 +100,10 @@ def _trainings(predictions: Sequence[Prediction]) -> Iterator[str]:
     if len(predictions) == 1 and totals and not math.isnan(totals[0].total_s):
         low, high = map(format_seconds, totals[0].interval_s)
         took = format_seconds(totals[0].total_s)
-        yield f"the training: {took}, 90 % between {low} and {high}; {totals[0].num_steps} steps"
+        yield (
+            f"the training: {took}, 90 % between {low} and {high}; "
+            + counted(totals[0].num_steps, "step")
+        )
 
 
 def _costs(predictions: Sequence[Prediction]) -> list[str]:
