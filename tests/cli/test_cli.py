@@ -201,6 +201,14 @@ def test_a_name_in_any_spelling_is_the_same_model() -> None:
     assert first["num_params"] == second["num_params"] == 8030261248
 
 
+@pytest.mark.parametrize("named", [("--model", "gpt2"), ("--model=gpt2",), ("--models", "gpt2")])
+def test_a_model_may_be_named_as_an_option(named: tuple[str, ...]) -> None:
+    for command in ("estimate", "explain", "where"):
+        plain = whichlora(command, "gpt2", "--gpu", "l4-24gb")
+        assert plain.exit_code == 0
+        assert whichlora(command, "--gpu", "l4-24gb", *named).output == plain.output
+
+
 def test_a_local_config_is_a_model(tmp_path: Path) -> None:
     config = {
         "model_type": "llama",

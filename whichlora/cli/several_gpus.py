@@ -18,12 +18,20 @@ if TYPE_CHECKING:
     from whichlora.spec.options import Option
 
 
+_BEFORE_MODEL = ("--model", "--models")
+
+
 class SpreadCommand(click.Command):
     """A command whose run may be spread over several GPUs, or served by an engine.
 
     Strategies and engines are imported when such a command runs or is completed, not when the
     program starts.
     """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click's, MODEL also behind `--model`, as other tools take it."""
+        words = (word.removeprefix("--models=").removeprefix("--model=") for word in args)
+        return super().parse_args(ctx, [word for word in words if word not in _BEFORE_MODEL])
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         params = super().get_params(ctx)
