@@ -30,8 +30,10 @@ class SpreadCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click's, MODEL also behind `--model`, as other tools take it."""
-        words = (word.removeprefix("--models=").removeprefix("--model=") for word in args)
-        return super().parse_args(ctx, [word for word in words if word not in _BEFORE_MODEL])
+        if any(isinstance(param, click.Argument) for param in self.params):
+            words = (word.removeprefix("--models=").removeprefix("--model=") for word in args)
+            args = [word for word in words if word not in _BEFORE_MODEL]
+        return super().parse_args(ctx, args)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         params = super().get_params(ctx)
