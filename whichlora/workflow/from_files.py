@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.imports import Imported, import_files
+from whichlora.imports import import_files
 from whichlora.imports.trl import FULL_ROWS
 from whichlora.parallel import strategy_options
 from whichlora.store.gpus import number_in
@@ -70,11 +70,14 @@ def with_files(
             "pass --gpus, such as --gpus 4"
         )
     packed = any(FULL_ROWS in text for text in imported.assumed)
-    notes = imported.notes if says_number else _notes_of_one(imported)
-    return merged, FromFiles(notes=notes, packed=packed, epochs=imported.epochs)
-
-
-def _notes_of_one(imported: Imported) -> tuple[str, ...]:
-    """Notes of `imported`, which does not say how many GPUs there are: one is predicted."""
-    one = f"{imported.path}: does not say how many GPUs the run has; assumed: 1 (--gpus)"
-    return (*imported.notes, one)
+    notes = [*imported.notes]
+    if not says_number:
+        notes.append(
+            f"{imported.path}: does not say how many GPUs the run has; assumed: 1 (--gpus)"
+        )
+    if "seq_len" not in (imported.settings.keys() | stated):
+        notes.append(
+            f"{imported.path}: does not say how long rows are; assumed: {merged['seq_len'][0]} "
+            "tokens, or those of --data (--seq-len)"
+        )
+    return merged, FromFiles(notes=tuple(notes), packed=packed, epochs=imported.epochs)
