@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import TIME_CONFIDENCE, time_interval
-from whichlora.predict.rank_time import links_of
 from whichlora.predict.resolve import ResolvedRun
+from whichlora.predict.serving_links import reduction_s
 from whichlora.serving.base import Served, Stepping
 from whichlora.serving.cpu_timer import CpuTimer
 from whichlora.serving.scheduler import (
@@ -20,19 +20,9 @@ from whichlora.serving.scheduler import (
     simulate,
     steady_token_s,
 )
-from whichlora.serving.step_time import Service, Step, StepTimer, own_all_reduce, step_timer
-from whichlora.spec.links import LinkSpec
-from whichlora.spec.parallel import ONE_GPU
+from whichlora.serving.step_time import Service, Step, StepTimer, step_timer
 from whichlora.spec.results import ServingTime
 from whichlora.spec.run import RunConfig
-from whichlora.timing.links import on_node_s
-from whichlora.units import MiB
-
-_LARGE_BYTES = 128 * MiB  # of an all-reduce that has the full bandwidth
-# Bandwidth in a collective above which GPUs are joined by NVLink, and the engines' own all-reduce
-# runs. Source: vLLM 0.33.0 distributed/device_communicators/custom_all_reduce.py; measured PCIe
-# machines of `calibration/links` have 10 to 25 GB/s.
-_JOINED_BYTES_PER_S = 50e9
 
 
 def serving_time(
@@ -72,10 +62,10 @@ def _timer(
         return None
     stepping = job.engine.stepping(served)
     if stepping not in service.timers:
-        reduction_s = _reduction_s(job, stepping, calibration.machines)
-        if reduction_s is None:
+        seconds = reduction_s(stepping.ranks, job.gpu, calibration.machines)
+        if seconds is None:
             return None
-        service.timers[stepping] = step_timer(served, stepping=stepping, reduction_s=reduction_s)
+        service.timers[stepping] = step_timer(served, stepping=stepping, reduction_s=seconds)
     return service.timers[stepping]
 
 
@@ -102,25 +92,6 @@ def _asked(
         plans_ahead=stepping.plans_ahead,
     )
     return rules, load
-
-
-def _reduction_s(
-    job: ResolvedRun, stepping: Stepping, machines: Mapping[str, LinkSpec]
-) -> Callable[[float], float] | None:
-    """Of the ranks that share every matrix; None where their links are not known."""
-    ranks = stepping.ranks
-    if ranks == 1:
-        return lambda num_bytes: 0.0
-    links, _ = links_of(ONE_GPU, job.gpu, machines)
-    if links is None:
-        return None
-    bandwidth = 2 * (ranks - 1) / ranks * _LARGE_BYTES
-    bandwidth /= float(on_node_s(links, "all_reduce", _LARGE_BYTES, ranks))
-    if math.isnan(bandwidth):
-        return None
-    if bandwidth > _JOINED_BYTES_PER_S:
-        return own_all_reduce(bandwidth, ranks)
-    return lambda num_bytes: float(on_node_s(links, "all_reduce", num_bytes, ranks))
 
 
 def _with_intervals(rules: Rules, load: Load, timer: StepTimer | CpuTimer) -> ServingTime:

@@ -1,0 +1,76 @@
+"""The GPUs of a serving engine: the nodes that they are on, and what they send each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from whichlora.predict.rank_time import links_of, over_nodes
+from whichlora.serving.step_time import own_all_reduce
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.links import LinkSpec
+from whichlora.spec.parallel import ParallelConfig
+from whichlora.timing.links import collective_s, group_of, on_node_s
+from whichlora.units import MiB
+
+_LARGE_BYTES = 128 * MiB  # of an all-reduce that has the full bandwidth
+# Bandwidth in a collective above which GPUs are joined by NVLink, and the engines' own all-reduce
+# runs. Source: vLLM 0.33.0 distributed/device_communicators/custom_all_reduce.py; measured PCIe
+# machines of `calibration/links` have 10 to 25 GB/s.
+_JOINED_BYTES_PER_S = 50e9
+
+
+def reduction_s(
+    ranks: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]
+) -> Callable[[float], float] | None:
+    """Seconds of an all-reduce of the ranks that share every matrix, by bytes.
+
+    None where their links are not known. Between nodes it is NCCL's: the engines' own kernel reads
+    the memory of the other GPUs.
+
+    Kind: estimate. Source: vLLM 0.33.0 distributed/device_communicators/custom_all_reduce.py:
+    `in_the_same_node_as`; SGLang 0.5.23 has the same file.
+    """
+    if ranks == 1:
+        return lambda num_bytes: 0.0
+    config, _ = _placed(ranks, gpu, machines)
+    links, _ = links_of(config, gpu, machines)
+    if links is None:
+        return None
+    group = group_of(ranks, 1, config.gpus_per_node)
+    if group.nodes > 1:
+        return lambda num_bytes: float(collective_s(links, "all_reduce", num_bytes, group))
+    bandwidth = 2 * (ranks - 1) / ranks * _LARGE_BYTES
+    bandwidth /= float(on_node_s(links, "all_reduce", _LARGE_BYTES, ranks))
+    if math.isnan(bandwidth):
+        return None
+    if bandwidth > _JOINED_BYTES_PER_S:
+        return own_all_reduce(bandwidth, ranks)
+    return lambda num_bytes: float(on_node_s(links, "all_reduce", num_bytes, ranks))
+
+
+def nodes_note(gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> str:
+    """How `gpus` of an engine are placed; empty where one node has them."""
+    config, note = _placed(gpus, gpu, machines)
+    links, _ = links_of(config, gpu, machines)
+    if not note or links is None or links.network is None:
+        return ""
+    return f"{note}; they are joined by {links.network.name}"
+
+
+def unlinked(gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> str:
+    """Why nothing is known of what `gpus` of an engine send each other."""
+    usual = [links for links in machines.values() if gpu.key in links.gpus]
+    most = max((links.gpus_per_node for links in usual), default=0)
+    if gpus <= most or not usual:
+        return f"no links of machines with {gpu.key} are known"
+    if all(links.network is None for links in usual):
+        return f"machines with {gpu.key} have {most} GPUs at most, and no network is known of them"
+    return f"{gpus} GPUs are not equally many on nodes of {most} {gpu.key} at most"
+
+
+def _placed(
+    gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]
+) -> tuple[ParallelConfig, str]:
+    """The GPUs of an engine over the fewest nodes, and a note where these are several."""
+    return over_nodes(ParallelConfig(strategy="tp", gpus=gpus), gpu, machines, hint="")
