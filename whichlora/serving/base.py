@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -150,6 +151,8 @@ class Start:
         untimed: why the steps of what has started are not predicted; empty where they are.
         needs_context: whether it does not start, either, where the pool lacks room for one
             sequence.
+        stage: of a pipeline, whose GPU this is: that with the fewest blocks, which all have; 0
+            where there is no pipeline.
     """
 
     entries: tuple[Entry, ...]
@@ -161,6 +164,7 @@ class Start:
     fault: str = ""
     untimed: str = ""
     needs_context: bool = False
+    stage: int = 0
 
     def fault_at(self, context: int) -> str:
         """Why it does not start for sequences of `context` tokens; empty where it does."""
@@ -286,7 +290,8 @@ class Engine:
         options: its own settings, by its own names.
         device_kinds: those that it is predicted for.
         stored_by: its option that says how weights are stored, where it has one of its own.
-        shared_by: its option for the number of GPUs that share a model, where that is predicted.
+        shared_by: its option for the number of GPUs that share every matrix, where that is
+            predicted; `staged_by` for the number of stages that each have some of the layers.
         least_capability: the oldest compute capability that it has kernels for.
         start: what it takes when it starts; None where memory is taken as sequences come, so that
             the run is one call of `generate`.
@@ -316,6 +321,7 @@ class Engine:
     device_kinds: tuple[str, ...] = ("cuda",)
     stored_by: str = ""
     shared_by: str = ""
+    staged_by: str = ""
     least_capability: float = 0.0
     start: Callable[[Served], Start] | None = None
     load_of_start: Callable[[Served], Hashable] = _nothing
@@ -332,9 +338,10 @@ class Engine:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def num_gpus(self, run: RunConfig) -> int:
-        """GPUs that share the model of `run`."""
-        asked = dict(run.serving_options).get(self.shared_by, 1)
-        return asked if isinstance(asked, int) else 1
+        """GPUs that share the model of `run`: those of every stage."""
+        options = dict(run.serving_options)
+        asked = (options.get(name, 1) for name in (self.shared_by, self.staged_by))
+        return math.prod(number if isinstance(number, int) else 1 for number in asked)
 
     def libraries(self, run: RunConfig) -> Libraries:
         """Versions of `run`, this engine's own where it names none."""
