@@ -4,7 +4,7 @@ import pytest
 
 from whichlora.calibration.load import load_calibration
 from whichlora.predict.predict import predict
-from whichlora.predict.serving_links import nodes_note, reduction_s, unlinked
+from whichlora.predict.serving_links import nodes_note, reduction_s, sends_s, unlinked
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
@@ -57,3 +57,17 @@ def test_ranks_of_two_nodes_wait_for_the_network_and_a_note_names_it(
     assert answer.serving.time is not None
     assert (answer.serving.time.step_parts_s["communication"] > 5e-3) == nodes
     assert any("2 nodes of 8" in note for note in answer.notes) == nodes
+
+
+def test_stages_send_their_share_over_the_links_that_are_between_them() -> None:
+    one_node, two_nodes = sends_s(4, 2, H100, MACHINES), sends_s(8, 2, H100, MACHINES)
+    four_nodes = sends_s(8, 4, H100, MACHINES)
+    assert one_node is not None
+    assert two_nodes is not None
+    assert four_nodes is not None
+    assert one_node(MiB) < two_nodes(MiB) < four_nodes(MiB)
+    assert four_nodes(MiB) == pytest.approx(3 * two_nodes(MiB))
+    assert sends_s(8, 2, RTX_4090, MACHINES) is None
+    alone = sends_s(2, 1, RTX_4090, MACHINES)
+    assert alone is not None
+    assert alone(MiB) == 0

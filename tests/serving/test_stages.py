@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from devices import A100
@@ -26,18 +27,16 @@ GEMMA = "google/gemma-3-1b-pt"  # 22 sliding layers, and 4 others
 STAGES = {"vllm": "pipeline_parallel_size", "sglang": "pp_size"}
 
 
-def served(
-    engine: str = "vllm", model: str = LLAMA, gpu: GpuSpec = A100, **options: object
-) -> Served:
+def served(engine: str = "vllm", model: str = LLAMA, gpu: GpuSpec = A100, **options: Any) -> Served:
     libraries = options.pop("libraries", ())
     run = RunConfig(
         model=model,
         phase="inference",
         serving=engine,
         context=8192,
-        quant=options.pop("quant", "none"),  # type: ignore[arg-type]
-        libraries=libraries,  # type: ignore[arg-type]
-        serving_options=tuple(sorted(options.items())),  # type: ignore[arg-type]
+        quant=options.pop("quant", "none"),
+        libraries=libraries,
+        serving_options=tuple(sorted(options.items())),
     )
     return resolve(load_model(model), run, gpu).served
 
@@ -129,9 +128,9 @@ def test_groups_of_layers_are_dealt_out_to_the_stages(stages: int) -> None:
     layers = vllm.stage_layers(served(model=GEMMA, pipeline_parallel_size=stages))
     cut = {"block_size": 16, "element_bytes": 2, "tokens_in_flight": 2048}
     kinds = cached_layers(whole)
-    one = blocks(kinds, **cut)  # type: ignore[arg-type]
+    one = blocks(kinds, **cut)
     parts = [cached_layers(rank_model(stage.part, 1)) for stage in parts_of(whole, layers)]
-    each = [blocks(kinds, part=part, **cut) for part in parts]  # type: ignore[arg-type]
+    each = [blocks(kinds, part=part, **cut) for part in parts]
     assert {stage.blocks_of(8192) for stage in each} == {one.blocks_of(8192)}
     assert one.block_bytes <= sum(stage.block_bytes for stage in each) <= 1.5 * one.block_bytes
 
@@ -146,7 +145,7 @@ def test_groups_of_layers_are_dealt_out_to_the_stages(stages: int) -> None:
     ],
 )
 def test_what_cannot_be_divided_is_refused_in_one_line(
-    engine: str, model: str, options: dict[str, object], fault: str
+    engine: str, model: str, options: dict[str, Any], fault: str
 ) -> None:
     with pytest.raises(ConfigError, match=fault) as error:
         served(engine, model, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 
@@ -10,7 +11,7 @@ from whichlora.serving.step_time import own_all_reduce
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.links import LinkSpec
 from whichlora.spec.parallel import ParallelConfig
-from whichlora.timing.links import collective_s, group_of, on_node_s
+from whichlora.timing.links import Group, collective_s, group_of, on_node_s
 from whichlora.units import MiB
 
 _LARGE_BYTES = 128 * MiB  # of an all-reduce that has the full bandwidth
@@ -47,6 +48,42 @@ def reduction_s(
     if bandwidth > _JOINED_BYTES_PER_S:
         return own_all_reduce(bandwidth, ranks)
     return lambda num_bytes: float(on_node_s(links, "all_reduce", num_bytes, ranks))
+
+
+def sends_s(
+    ranks: int, stages: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]
+) -> Callable[[float], float] | None:
+    """Seconds of all sends from stage to stage, by the bytes of one batch's states.
+
+    Each of `ranks` sends its share, which those of the next stage then gather. None where the
+    links are not known.
+
+    Kind: estimate: the host's message about shapes is left out. Source: vLLM 0.33.0
+    distributed/parallel_state.py `isend_tensor_dict`, `irecv_tensor_dict`; stages are numbered
+    after ranks, :2079 `initialize_model_parallel`.
+    """
+    if stages == 1:
+        return lambda num_bytes: 0.0
+    config, _ = _placed(ranks * stages, gpu, machines)
+    links, _ = links_of(config, gpu, machines)
+    if links is None:
+        return None
+    per_node = config.gpus_per_node
+    nodes = [stage * ranks // per_node for stage in range(stages)]
+    crossing = sum(node != after for node, after in itertools.pairwise(nodes))
+    there, gathering = Group(on_node=1, nodes=2, sharing=per_node), group_of(ranks, 1, per_node)
+    here = Group(on_node=2, nodes=1)
+
+    def seconds(num_bytes: float) -> float:
+        each = num_bytes / ranks
+        sent = (stages - 1 - crossing) * collective_s(links, "send", each, here)
+        if crossing:
+            sent += crossing * collective_s(links, "send", each, there)
+        if ranks > 1:
+            sent += (stages - 1) * collective_s(links, "all_gather", num_bytes, gathering)
+        return float(sent)
+
+    return None if math.isnan(seconds(1.0)) else seconds
 
 
 def nodes_note(gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> str:

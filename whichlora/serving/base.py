@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -202,6 +201,7 @@ class Stepping:
 
     Args:
         ranks: GPUs that share every matrix.
+        stage_layers: of a pipeline, how many layers each stage has; empty where there is none.
         step_s: what its host does between two steps, for which the GPU waits; `sequence_s` for each
             sequence that runs.
         max_step_tokens: of prompts and answers in one step.
@@ -251,8 +251,13 @@ class Stepping:
     joins: bool = True
     max_num_seqs: int | None = None
     graph_tokens: int | None = None
+    stage_layers: tuple[int, ...] = ()
     front_s: float = 0.0
     plans_ahead: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return max(1, len(self.stage_layers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,9 +344,13 @@ class Engine:
 
     def num_gpus(self, run: RunConfig) -> int:
         """GPUs that share the model of `run`: those of every stage."""
-        options = dict(run.serving_options)
-        asked = (options.get(name, 1) for name in (self.shared_by, self.staged_by))
-        return math.prod(number if isinstance(number, int) else 1 for number in asked)
+        ranks = dict(run.serving_options).get(self.shared_by, 1)
+        return self.num_stages(run) * (ranks if isinstance(ranks, int) else 1)
+
+    def num_stages(self, run: RunConfig) -> int:
+        """Stages of the pipeline of `run`; 1 where there is none."""
+        asked = dict(run.serving_options).get(self.staged_by, 1)
+        return asked if isinstance(asked, int) else 1
 
     def libraries(self, run: RunConfig) -> Libraries:
         """Versions of `run`, this engine's own where it names none."""

@@ -194,7 +194,6 @@ def start(served: Served) -> Start:
         max_num_seqs=lambda context: _max_running_requests(served, tokens, context),
         fault=fault,
         stage=fullest + 1 if len(ranks) > 1 else 0,
-        untimed="the steps of a pipeline are not predicted" if len(ranks) > 1 else "",
     )
 
 
@@ -250,6 +249,7 @@ def stepping(served: Served) -> Stepping:
         launch_s=LAUNCH_S,
         cache_bytes=1 if fp8 else served.dtypes.compute_bytes,
         expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("sglang", "0.4.7") else None,
+        stage_layers=stage_layers(served) if (served.count(STAGES) or 1) > 1 else (),
     )
 
 

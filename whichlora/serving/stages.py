@@ -97,8 +97,7 @@ def fullest(starts: Sequence[Start], option: str) -> Start:
     )
     start = starts[place]
     fault = start.fault and f"stage {place + 1} of {option} {len(starts)}: {start.fault}"
-    untimed = "the steps of a pipeline are not predicted"
-    return replace(start, stage=place + 1, fault=fault, untimed=untimed)
+    return replace(start, stage=place + 1, fault=fault)
 
 
 def check_stages(served: Served, option: str) -> None:

@@ -547,7 +547,7 @@ def stepping(served: Served) -> Stepping:
         for version, seconds in HOST_S
         if not version or served.libraries.older("vllm", version)
     )
-    ranks = served.count(RANKS) or 1
+    ranks, layers = served.count(RANKS) or 1, stage_layers(served)
     if ranks > 1 and served.libraries.older("vllm", "0.4.3"):
         step_s += SCHEDULED_RANKS_S
     return Stepping(
@@ -567,8 +567,9 @@ def stepping(served: Served) -> Stepping:
         code_blocks=FIRST_AWQ if is_first_awq else None,
         code_launch_s=SECOND_LAUNCH_S if is_first_awq else 0.0,
         expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("vllm", "0.7") else None,
+        stage_layers=layers if len(layers) > 1 else (),
         front_s=FRONT_S,
-        plans_ahead=not served.libraries.older("vllm", "0.14"),
+        plans_ahead=not served.libraries.older("vllm", "0.14") and len(layers) == 1,
     )
 
 
