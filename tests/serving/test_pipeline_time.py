@@ -54,11 +54,8 @@ def answered(
         model=model,
         phase="inference",
         serving="vllm",
-        context=4096,
-        prompt_len=512,
-        max_new_tokens=128,
         serving_options=tuple(sorted(options.items())),  # type: ignore[attr-defined]
-        **settings,  # type: ignore[arg-type]
+        **({"context": 4096, "prompt_len": 512, "max_new_tokens": 128} | settings),  # type: ignore[arg-type]
     )
     card = find_gpu(gpu)
     answer = predict(load_model(model), run, card, load_calibration(card)).serving
@@ -128,3 +125,22 @@ def test_without_links_a_pipeline_has_no_time() -> None:
     answer = answered("Qwen/Qwen2.5-0.5B", gpu="gb10-128gb", options=options)
     assert answer.starts
     assert answer.time is None
+
+
+def test_chunks_of_a_long_prompt_follow_each_other_from_stage_to_stage() -> None:
+    def first_s(stages: int, number: int = 1) -> float:
+        run = {"context": 40_000, "prompt_len": 32_768, "max_new_tokens": 8}
+        options = {"max_num_batched_tokens": 4096, "pipeline_parallel_size": stages}
+        time = answered(options=options, batch_size=number, **run).time
+        assert time is not None
+        return time.ttft_s
+
+    assert 0.25 * first_s(1) < first_s(4) < 0.5 * first_s(1)  # eight chunks
+    assert first_s(4, number=4) > 2 * first_s(4)
+
+
+def test_a_stage_is_free_for_the_next_chunk_where_no_other_batch_takes_it() -> None:
+    _, stepping = staged("vllm", 3)
+    assert stepping.chunk_share(1) == 11 / 32
+    assert stepping.chunk_share(3) == 1.0
+    assert staged("vllm", 1)[1].chunk_share(1) == 1.0

@@ -100,8 +100,8 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
     A pipeline has as many batches under way as stages, with equally many requests, and each batch
     its share of the pool. Engines do not divide a batch: requests that come at once and whose
     prompts fit one step stay one batch until answers end, so that the first answers take longer
-    than here (github.com/vllm-project/vllm/issues/41682). Of one client the chunks of a prompt
-    pass one after the other here, though an engine has several of them under way.
+    than here (github.com/vllm-project/vllm/issues/41682). The chunks of a prompt that is read alone
+    follow each other from stage to stage, where other batches leave these free.
 
     Kind: estimate. Source: vLLM 0.33.0 v1/engine/core.py:208 batch_queue_size; SGLang 0.5.23
     srt/managers/scheduler.py:1241 pp_max_micro_batch_size.
@@ -126,6 +126,7 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
         pool_tokens=start.pool.num_tokens(served.context) // batches,
         front_s=stepping.front_s,
         plans_ahead=stepping.plans_ahead,
+        chunk_share=stepping.chunk_share(batches),
     )
     if isinstance(timer, PipelineTimer):
         timer = replace(timer, batches=batches)

@@ -259,6 +259,20 @@ class Stepping:
     def num_stages(self) -> int:
         return max(1, len(self.stage_layers))
 
+    def chunk_share(self, batches: int) -> float:
+        """Of a step of a prompt, after which the first stage is free for the next chunk of it.
+
+        Args:
+            batches: that the stage has to work on meanwhile, this one included.
+
+        Kind: exact for equal layers. Source: vLLM 0.33.0 v1/core/sched/scheduler.py:817, which
+        holds back sequences that decode, no chunks; SGLang 0.5.23
+        srt/managers/scheduler_pp_mixin.py.
+        """
+        if not self.stage_layers:
+            return 1.0
+        return min(1.0, batches * max(self.stage_layers) / sum(self.stage_layers))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedTimes:
