@@ -9,9 +9,13 @@ import pytest
 from whichlora.calibration.load import load_calibration
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
+from whichlora.predict.running_cost import running_cost
+from whichlora.predict.serving import service_of
+from whichlora.predict.serving_time import steady_time_per_token_s
 from whichlora.serving.base import Served, Stepping
 from whichlora.serving.pipeline_time import PipelineTimer, pipeline_timer
 from whichlora.serving.step_time import PARTS, Step, own_all_reduce, step_timer
+from whichlora.spec.costs import Offer
 from whichlora.spec.results import ServingPrediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -144,3 +148,48 @@ def test_a_stage_is_free_for_the_next_chunk_where_no_other_batch_takes_it() -> N
     assert stepping.chunk_share(1) == 11 / 32
     assert stepping.chunk_share(3) == 1.0
     assert staged("vllm", 1)[1].chunk_share(1) == 1.0
+
+
+@pytest.mark.parametrize("number", [1, 8])
+def test_a_search_ranks_by_what_a_simulation_answers(number: int) -> None:
+    run = RunConfig(
+        model=LLAMA,
+        phase="inference",
+        serving="vllm",
+        context=4096,
+        prompt_len=512,
+        max_new_tokens=128,
+        batch_size=number,
+        serving_options=(("pipeline_parallel_size", 2),),
+    )
+    calibration = load_calibration(H100)
+    job = resolve(load_model(LLAMA), run, H100)
+    service, time = service_of(job), predict(job.model, run, H100, calibration).serving
+    assert service is not None
+    assert time is not None
+    assert time.time is not None
+    steady = steady_time_per_token_s(job, job.served, service, calibration)
+    assert steady == pytest.approx(1 / time.time.output_tokens_per_s, rel=0.15)
+
+
+def test_costs_are_of_all_gpus_and_power_of_those_that_work() -> None:
+    run = RunConfig(
+        model=LLAMA,
+        phase="inference",
+        serving="vllm",
+        context=4096,
+        serving_options=(("pipeline_parallel_size", 2), ("tensor_parallel_size", 2)),
+    )
+    model, calibration = load_model(LLAMA), load_calibration(H100)
+    offer = Offer(
+        gpu=H100.key, provider="x", gpus=1, usd_per_hour=1.0, date="2026-01-01", source="x"
+    )
+    one = running_cost(predict(model, run, H100, calibration), H100, [offer], None)
+    filled = replace(run, batch_size=2)
+    two = running_cost(predict(model, filled, H100, calibration), H100, [offer], None)
+    assert one is not None
+    assert two is not None
+    assert one.num_gpus == two.num_gpus == 4
+    assert one.power_w is not None
+    assert two.power_w is not None
+    assert one.power_w[0] < two.power_w[0] < 2.1 * one.power_w[0]
