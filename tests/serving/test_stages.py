@@ -60,6 +60,12 @@ def test_each_engine_has_a_rule_of_its_own_for_layers_that_are_left_over(
     assert sglang.stage_layers(served("sglang", pp_size=stages)) == of_sglang
 
 
+def test_the_last_stage_had_what_is_left_over_before_0_8() -> None:
+    for version, layers in (("0.7.3", (6, 6, 6, 6, 8)), ("0.8", (6, 6, 7, 7, 6))):
+        asked = served(pipeline_parallel_size=5, libraries=(("vllm", version),))
+        assert vllm.stage_layers(asked) == layers
+
+
 @pytest.mark.parametrize("model", [LLAMA, "Qwen/Qwen2.5-0.5B"])  # the second's head is tied
 def test_the_first_stage_looks_tokens_up_and_the_last_one_scores(model: str) -> None:
     whole = load_model(model)

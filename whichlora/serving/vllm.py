@@ -258,12 +258,15 @@ def start(served: Served) -> Start:
 
 
 def stage_layers(served: Served) -> tuple[int, ...]:
-    """How many layers each stage of the pipeline has: the last one has none of what is left over.
+    """How many layers each stage of the pipeline has.
 
-    Kind: exact. Source: vLLM 0.33.0 `get_pp_indices`, distributed/utils.py:198.
+    Of what is left over the last one has nothing, and before 0.8 everything.
+    Kind: exact. Source: vLLM 0.33.0 `get_pp_indices`, distributed/utils.py:198; 0.7.3 :62.
     """
     stages = served.count(STAGES) or 1
     each, left = divmod(served.model.num_hidden_layers, stages)
+    if served.libraries.older("vllm", "0.8"):
+        return (*([each] * (stages - 1)), each + left)
     return tuple(each + (stages - 1 - left <= place < stages - 1) for place in range(stages))
 
 
