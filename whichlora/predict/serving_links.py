@@ -29,8 +29,8 @@ def reduction_s(
     None where their links are not known. Between nodes it is NCCL's: the engines' own kernel reads
     the memory of the other GPUs.
 
-    Kind: estimate. Source: vLLM 0.33.0 distributed/device_communicators/custom_all_reduce.py:
-    `in_the_same_node_as`; SGLang 0.5.23 has the same file.
+    Kind: estimate. Source: `in_the_same_node_as` in distributed/device_communicators/: vLLM 0.33.0
+    custom_all_reduce.py:201, SGLang 0.5.23 custom_all_reduce_utils.py:460.
     """
     if ranks == 1:
         return lambda num_bytes: 0.0

@@ -108,7 +108,9 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
     """
     start, stepping = service.start, timer.stepping
     stages, is_open = stepping.num_stages, run.request_rate is not None
-    batches = stages if is_open else min(stages, run.batch_size)
+    pool_tokens = start.pool.num_tokens(served.context)
+    held = pool_tokens // (run.prompt_len + run.max_new_tokens)  # a batch has one of them at least
+    batches = max(1, min(stages, held, stages if is_open else run.batch_size))
     share = -(-run.batch_size // batches)
     max_num_seqs = start.max_num_seqs(served.context)
     load = Load(
@@ -123,7 +125,7 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
         max_step_tokens=stepping.max_step_tokens,
         mixes=stepping.mixes,
         whole_prompts=stepping.whole_prompts,
-        pool_tokens=start.pool.num_tokens(served.context) // batches,
+        pool_tokens=pool_tokens // batches,
         front_s=stepping.front_s,
         plans_ahead=stepping.plans_ahead,
         chunk_share=stepping.chunk_share(batches),
