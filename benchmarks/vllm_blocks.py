@@ -1,6 +1,7 @@
 """Ask vLLM's own planner for blocks and concurrency, and keep its answers.
 
-    python benchmarks/vllm_blocks.py    tests/golden/vllm_blocks.jsonl
+    python benchmarks/vllm_blocks.py             tests/golden/vllm_blocks.jsonl
+    python benchmarks/vllm_blocks.py --stages    compare stages of pipelines, and write nothing
 
 Needs an installed vLLM, no GPU. Its groups of layers, bytes of a block, number of blocks and
 largest concurrency are those of `v1/core/kv_cache_planning.py`, for seeded settings of models with
@@ -9,14 +10,22 @@ one and with two kinds of attention; `tests/serving/test_vllm.py` compares ours 
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from whichlora.spec.architecture import ModelSpec
+from whichlora.predict.resolve import resolve
+from whichlora.serving.block_groups import blocks, cached_layers
+from whichlora.serving.stages import parts_of
+from whichlora.serving.vllm import STAGES, stage_layers
+from whichlora.spec.architecture import ModelSpec, layers_in_order
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.units import GiB
 
@@ -42,7 +51,7 @@ def specs(model: ModelSpec, block_size: int) -> dict[str, Any]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     found: dict[str, Any] = {}
-    for layer, count in model.layers():
+    for layer in layers_in_order(model):
         for attention in layer.attentions:
             shape = {
                 "block_size": block_size,
@@ -50,13 +59,12 @@ def specs(model: ModelSpec, block_size: int) -> dict[str, Any]:
                 "head_size": attention.head_dim,
                 "dtype": torch.bfloat16,
             }
-            for _ in range(count):
-                window = attention.sliding_window
-                found[f"layer.{len(found)}"] = (
-                    FullAttentionSpec(**shape)
-                    if window is None
-                    else SlidingWindowSpec(sliding_window=window, dcp_sharded=False, **shape)
-                )
+            window = attention.sliding_window
+            found[f"layer.{len(found)}"] = (
+                FullAttentionSpec(**shape)
+                if window is None
+                else SlidingWindowSpec(sliding_window=window, dcp_sharded=False, **shape)
+            )
     return found
 
 
@@ -79,14 +87,21 @@ def config(context: int, tokens_in_flight: int) -> Any:
     )
 
 
-def answers() -> Iterator[dict[str, Any]]:
-    """Seeded settings with what the planner says of them."""
+def planner() -> Any:
+    """vLLM's module that counts blocks."""
     from vllm.v1.core import kv_cache_planning as planning
-    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
     # neither a sparse cache nor strides, which need backends, change how many blocks there are
     planning.get_hisparse_kv_cache_groups = lambda *_: None
     planning.compute_layout_strides = lambda *_, **__: (0, 0, 0, 0, 0)
+    return planning
+
+
+def answers() -> Iterator[dict[str, Any]]:
+    """Seeded settings with what the planner says of them."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    planning = planner()
     draw = random.Random(1)
     for name in MODELS:
         model = load_model(name)
@@ -105,7 +120,47 @@ def answers() -> Iterator[dict[str, Any]]:
             yield case | {"num_blocks": planned.num_blocks, "max_concurrency": concurrency}
 
 
+def staged() -> Iterator[bool]:
+    """Of seeded pipelines, whether layers and bytes of a block of every stage are vLLM's."""
+    from vllm.distributed.utils import get_pp_indices
+
+    planning, draw = planner(), random.Random(3)
+    for name in MODELS:
+        model = load_model(name)
+        run = RunConfig(model=name, phase="inference", serving="vllm")
+        served = resolve(model, run, find_gpu("b200-180gb")).served
+        for _ in range(CASES):
+            stages, block_size = draw.choice((2, 3, 4, 5, 6)), draw.choice((16, 32, 64))
+            asked, whole = config(4096, 8192), specs(model, block_size)
+            groups = planning.get_kv_cache_groups(asked, whole)
+            places = [get_pp_indices(len(whole), stage, stages) for stage in range(stages)]
+            theirs = []
+            for begin, end in places:
+                own = {f"layer.{place}": whole[f"layer.{place}"] for place in range(begin, end)}
+                projected = planning._project_kv_cache_groups_to_worker(groups, own)
+                theirs.append(planning._pool_bytes_per_block(asked, projected))
+            options = {**served.options, STAGES: stages}
+            layers = stage_layers(replace(served, options=options))
+            ours = [
+                blocks(
+                    cached_layers(model),
+                    block_size=block_size,
+                    element_bytes=2,
+                    tokens_in_flight=8192,
+                    part=cached_layers(stage.part),
+                ).block_bytes
+                for stage in parts_of(model, layers)
+            ]
+            yield (list(layers), ours) == ([end - begin for begin, end in places], theirs)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stages", action="store_true")
+    if parser.parse_args().stages:
+        right = list(staged())
+        print(f"{sum(right)} of {len(right)} pipelines have vLLM's layers and blocks")
+        return
     lines = [json.dumps(answer) for answer in answers()]
     KEPT.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     print(f"{KEPT}: {len(lines)} answers")

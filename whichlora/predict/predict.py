@@ -761,9 +761,12 @@ def finished(judged: JudgedRun, *, by_rank: bool = True) -> Prediction:
 def _notes(judged: JudgedRun) -> tuple[str, ...]:
     counted, timed, serving = judged.counted, judged.timed, judged.serving
     job, service = counted.job, counted.service
+    of_engine: tuple[str, ...] = ()
+    if service and serving:
+        of_engine = serving_notes(job, service.start, serving, judged.calibration)
     return (
         *([judged.beyond_host] if judged.beyond_host else ()),
-        *(serving_notes(job, service.start, serving) if service and serving else ()),
+        *of_engine,
         *notes_on(job),
         *(host_notes(job, timed.pass_parts) if timed and judged.time.is_known else ()),
         *(job.layout.notes(training_step(job)) if job.layout else ()),

@@ -340,7 +340,11 @@ def _slower(rank: _Rank, other: _Rank) -> _Rank:
 
 
 def over_nodes(
-    config: ParallelConfig, gpu: GpuSpec, machines: Mapping[str, LinkSpec]
+    config: ParallelConfig,
+    gpu: GpuSpec,
+    machines: Mapping[str, LinkSpec],
+    *,
+    hint: str = "; nodes states another number",
 ) -> tuple[ParallelConfig, str]:
     """`config` over the fewest equal nodes that hold its GPUs, and a note; "" where nothing moves.
 
@@ -348,6 +352,7 @@ def over_nodes(
 
     Args:
         machines: as of `links_of`.
+        hint: the end of the note.
     """
     name = config.interconnect.strip()
     known = [machines[name]] if name in machines else []
@@ -364,7 +369,7 @@ def over_nodes(
     spread = replace(config, nodes=nodes)
     return spread, (
         f"{config.gpus} GPUs: taken as {nodes} nodes of {spread.gpus_per_node}, since {joined.key} "
-        f"has {joined.gpus_per_node} at most; nodes states another number"
+        f"has {joined.gpus_per_node} at most{hint}"
     )
 
 

@@ -24,13 +24,17 @@ def running_cost(
     tokens_per_s = time.tokens_per_s
     breakdown = time.breakdown
     if serving is not None:
-        engine = serving.time
-        tokens_per_s = math.nan if engine is None else engine.output_tokens_per_s
-        breakdown = {} if engine is None else engine.step_parts_s
+        served = serving.time
+        tokens_per_s = math.nan if served is None else served.output_tokens_per_s
+        breakdown = {} if served is None else served.step_parts_s
     if not tokens_per_s > 0:
         return None
-    gpus = run.parallel.gpus * get_engine(run.serving).num_gpus(run)
+    engine = get_engine(run.serving)
+    gpus, stages = run.parallel.gpus * engine.num_gpus(run), engine.num_stages(run)
     power = power_w(gpu, run.product_dtype, breakdown)
+    if power is not None and stages > 1:  # as many work at once as batches are under way
+        at_once = 1 if run.request_rate is not None else min(stages, run.batch_size)
+        power = at_once / stages * power[0], power[1]
     return RunningCost(
         num_gpus=gpus,
         offer=cheapest(offers, gpus),

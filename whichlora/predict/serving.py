@@ -6,6 +6,7 @@ from whichlora.memory import allocator
 from whichlora.memory.training import Ledger
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.resolve import ResolvedRun
+from whichlora.predict.serving_links import nodes_note, unlinked
 from whichlora.predict.serving_time import serving_time
 from whichlora.serving.base import Start
 from whichlora.serving.step_time import Service
@@ -60,10 +61,14 @@ def serving_prediction(
     )
 
 
-def serving_notes(job: ResolvedRun, start: Start, answer: ServingPrediction) -> tuple[str, ...]:
+def serving_notes(
+    job: ResolvedRun, start: Start, answer: ServingPrediction, calibration: Calibration
+) -> tuple[str, ...]:
     """What a user must know of the answer, then the engine's own notes."""
     lines = []
-    run = job.run
+    run, machines = job.run, calibration.machines
+    if note := nodes_note(job.engine.num_gpus(run), job.gpu, machines):
+        lines.append(note)
     if answer.starts and run.prompt_len + run.max_new_tokens > answer.context:
         lines.append(
             f"prompts of {run.prompt_len} and answers of {run.max_new_tokens} tokens exceed the "
@@ -75,7 +80,7 @@ def serving_notes(job: ResolvedRun, start: Start, answer: ServingPrediction) -> 
             "run at once, the others wait"
         )
     if answer.starts and answer.time is None:
-        lines.append(_without_time(job, start))
+        lines.append(f"no time: {_untimed(job, start, calibration)}")
     elif answer.time is not None and answer.time.queue_grows:
         lines.append(
             f"requests arrive faster than they are answered, {answer.time.requests_per_s:.3g} a "
@@ -86,11 +91,11 @@ def serving_notes(job: ResolvedRun, start: Start, answer: ServingPrediction) -> 
     return (*lines, *job.engine.notes(job.served, start))
 
 
-def _without_time(job: ResolvedRun, start: Start) -> str:
+def _untimed(job: ResolvedRun, start: Start, calibration: Calibration) -> str:
     if job.engine.stepping is None:
-        return f"no time: the steps of {job.engine.name} are not predicted"
+        return f"the steps of {job.engine.name} are not predicted"
     if not job.gpu.is_timed:
-        return f"no time: the rates of {job.gpu.key} are not known"
+        return f"the rates of {job.gpu.key} are not known"
     if start.untimed:
-        return f"no time: {start.untimed}"
-    return f"no time: no links of machines with {job.gpu.key} are known"
+        return start.untimed
+    return unlinked(job.engine.num_gpus(job.run), job.gpu, calibration.machines)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import TIME_CONFIDENCE, time_interval
-from whichlora.predict.rank_time import links_of
 from whichlora.predict.resolve import ResolvedRun
-from whichlora.serving.base import Served, Stepping
+from whichlora.predict.serving_links import reduction_s, sends_s
+from whichlora.serving.base import Served
 from whichlora.serving.cpu_timer import CpuTimer
+from whichlora.serving.pipeline_time import PipelineTimer, pipeline_timer
 from whichlora.serving.scheduler import (
     PERCENTILES,
     Load,
@@ -20,19 +22,11 @@ from whichlora.serving.scheduler import (
     simulate,
     steady_token_s,
 )
-from whichlora.serving.step_time import Service, Step, StepTimer, own_all_reduce, step_timer
-from whichlora.spec.links import LinkSpec
-from whichlora.spec.parallel import ONE_GPU
+from whichlora.serving.step_time import Service, Step, StepTimer, step_timer
 from whichlora.spec.results import ServingTime
 from whichlora.spec.run import RunConfig
-from whichlora.timing.links import on_node_s
-from whichlora.units import MiB
 
-_LARGE_BYTES = 128 * MiB  # of an all-reduce that has the full bandwidth
-# Bandwidth in a collective above which GPUs are joined by NVLink, and the engines' own all-reduce
-# runs. Source: vLLM 0.33.0 distributed/device_communicators/custom_all_reduce.py; measured PCIe
-# machines of `calibration/links` have 10 to 25 GB/s.
-_JOINED_BYTES_PER_S = 50e9
+Timer = StepTimer | PipelineTimer | CpuTimer
 
 
 def serving_time(
@@ -46,7 +40,7 @@ def serving_time(
     timer = _timer(job, served, service, calibration)
     if timer is None:
         return None
-    return _with_intervals(*_asked(job.run, served, service, timer.stepping), timer)
+    return _with_intervals(_asked(job.run, served, service, timer))
 
 
 def steady_time_per_token_s(
@@ -59,12 +53,13 @@ def steady_time_per_token_s(
     timer = _timer(job, served, service, calibration)
     if timer is None:
         return math.nan
-    return steady_token_s(*_asked(job.run, served, service, timer.stepping), timer.seconds)
+    asked = _asked(job.run, served, service, timer)
+    return steady_token_s(asked.rules, asked.load, asked.timer.seconds) / asked.scale
 
 
 def _timer(
     job: ResolvedRun, served: Served, service: Service, calibration: Calibration
-) -> StepTimer | CpuTimer | None:
+) -> Timer | None:
     """Of the steps of `service`, made once; None where the engine or the device is not timed."""
     if service.start.untimed and job.engine.logged_timer is not None:
         return job.engine.logged_timer(served, calibration.logged_times())
@@ -72,62 +67,81 @@ def _timer(
         return None
     stepping = job.engine.stepping(served)
     if stepping not in service.timers:
-        reduction_s = _reduction_s(job, stepping, calibration.machines)
-        if reduction_s is None:
+        ranks, stages = stepping.ranks, stepping.num_stages
+        reducing = reduction_s(ranks, job.gpu, calibration.machines)
+        sending = sends_s(ranks, stages, job.gpu, calibration.machines)
+        if reducing is None or sending is None:
             return None
-        service.timers[stepping] = step_timer(served, stepping=stepping, reduction_s=reduction_s)
+        service.timers[stepping] = (
+            step_timer(served, stepping=stepping, reduction_s=reducing)
+            if stages == 1
+            else pipeline_timer(served, stepping=stepping, reduction_s=reducing, sends_s=sending)
+        )
     return service.timers[stepping]
 
 
-def _asked(
-    run: RunConfig, served: Served, service: Service, stepping: Stepping
-) -> tuple[Rules, Load]:
-    """The rules of the engine, and the load of the run."""
-    start = service.start
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What is simulated: of a pipeline one of its batches, with its share of the requests.
+
+    Args:
+        scale: answers of all batches over those of one.
+    """
+
+    rules: Rules
+    load: Load
+    timer: Timer
+    scale: float
+
+
+def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _Asked:
+    """The rules of the engine, and the load of the run.
+
+    A pipeline has as many batches under way as stages, with equally many requests, and each batch
+    its share of the pool. Engines do not divide a batch: requests that come at once and whose
+    prompts fit one step stay one batch until answers end, so that the first answers take longer
+    than here (github.com/vllm-project/vllm/issues/41682). The chunks of a prompt that is read alone
+    follow each other from stage to stage, where other batches leave these free.
+
+    Kind: estimate. Source: vLLM 0.33.0 v1/engine/core.py:208 batch_queue_size; SGLang 0.5.23
+    srt/managers/scheduler.py:1241 pp_max_micro_batch_size.
+    """
+    start, stepping = service.start, timer.stepping
+    stages, is_open = stepping.num_stages, run.request_rate is not None
+    pool_tokens = start.pool.num_tokens(served.context)
+    held = pool_tokens // (run.prompt_len + run.max_new_tokens)  # a batch has one of them at least
+    batches = max(1, min(stages, held, stages if is_open else run.batch_size))
+    share = -(-run.batch_size // batches)
     max_num_seqs = start.max_num_seqs(served.context)
     load = Load(
         prompt_len=run.prompt_len,
         new_tokens=run.max_new_tokens,
         cached_prompt=served.shared_tokens,
-        concurrency=run.batch_size,
-        requests_per_s=run.request_rate,
+        concurrency=share,
+        requests_per_s=None if run.request_rate is None else run.request_rate / batches,
     )
     rules = Rules(
-        max_num_seqs=min(max_num_seqs, stepping.max_num_seqs or max_num_seqs),
+        max_num_seqs=max(1, min(max_num_seqs, stepping.max_num_seqs or max_num_seqs) // batches),
         max_step_tokens=stepping.max_step_tokens,
         mixes=stepping.mixes,
         whole_prompts=stepping.whole_prompts,
-        pool_tokens=start.pool.num_tokens(served.context),
+        pool_tokens=pool_tokens // batches,
         front_s=stepping.front_s,
         plans_ahead=stepping.plans_ahead,
+        chunk_share=stepping.chunk_share(batches),
     )
-    return rules, load
+    if isinstance(timer, PipelineTimer):
+        timer = replace(timer, batches=batches)
+    scale = batches if is_open else run.batch_size / share
+    return _Asked(rules=rules, load=load, timer=timer, scale=scale)
 
 
-def _reduction_s(
-    job: ResolvedRun, stepping: Stepping, machines: Mapping[str, LinkSpec]
-) -> Callable[[float], float] | None:
-    """Of the ranks that share every matrix; None where their links are not known."""
-    ranks = stepping.ranks
-    if ranks == 1:
-        return lambda num_bytes: 0.0
-    links, _ = links_of(ONE_GPU, job.gpu, machines)
-    if links is None:
-        return None
-    bandwidth = 2 * (ranks - 1) / ranks * _LARGE_BYTES
-    bandwidth /= float(on_node_s(links, "all_reduce", _LARGE_BYTES, ranks))
-    if math.isnan(bandwidth):
-        return None
-    if bandwidth > _JOINED_BYTES_PER_S:
-        return own_all_reduce(bandwidth, ranks)
-    return lambda num_bytes: float(on_node_s(links, "all_reduce", num_bytes, ranks))
-
-
-def _with_intervals(rules: Rules, load: Load, timer: StepTimer | CpuTimer) -> ServingTime:
+def _with_intervals(asked: _Asked) -> ServingTime:
     """At the predicted times, and at both ends of their interval.
 
     Of a concurrency all waits but `front_s` go with the steps; of arrivals they do not.
     """
+    rules, load, timer, scale = asked.rules, asked.load, asked.timer, asked.scale
 
     def at(factor: float) -> Waits:
         seconds = timer.seconds
@@ -146,11 +160,11 @@ def _with_intervals(rules: Rules, load: Load, timer: StepTimer | CpuTimer) -> Se
         ttft_s=percentile(waits.ttft_s, 50),
         tpot_s=percentile(waits.tpot_s, 50),
         mean_ttft_s=sum(waits.ttft_s) / len(waits.ttft_s),
-        output_tokens_per_s=waits.output_tokens_per_s,
-        requests_per_s=waits.requests_per_s,
+        output_tokens_per_s=scale * waits.output_tokens_per_s,
+        requests_per_s=scale * waits.requests_per_s,
         interval_ttft_s=_interval(percentile(end.ttft_s, 50) for end in ends),
         interval_tpot_s=_interval(percentile(end.tpot_s, 50) for end in ends),
-        interval_output_tokens_per_s=_interval(end.output_tokens_per_s for end in ends),
+        interval_output_tokens_per_s=_interval(scale * end.output_tokens_per_s for end in ends),
         ttft_percentiles_s=_percentiles(waits.ttft_s),
         tpot_percentiles_s=_percentiles(waits.tpot_s),
         queue_grows=waits.queue_grows,

@@ -150,6 +150,8 @@ class Start:
         untimed: why the steps of what has started are not predicted; empty where they are.
         needs_context: whether it does not start, either, where the pool lacks room for one
             sequence.
+        stage: of a pipeline, whose GPU this is: that with the fewest blocks, which all have; 0
+            where there is no pipeline.
     """
 
     entries: tuple[Entry, ...]
@@ -161,6 +163,7 @@ class Start:
     fault: str = ""
     untimed: str = ""
     needs_context: bool = False
+    stage: int = 0
 
     def fault_at(self, context: int) -> str:
         """Why it does not start for sequences of `context` tokens; empty where it does."""
@@ -198,6 +201,7 @@ class Stepping:
 
     Args:
         ranks: GPUs that share every matrix.
+        stage_layers: of a pipeline, how many layers each stage has; empty where there is none.
         step_s: what its host does between two steps, for which the GPU waits; `sequence_s` for each
             sequence that runs.
         max_step_tokens: of prompts and answers in one step.
@@ -247,8 +251,27 @@ class Stepping:
     joins: bool = True
     max_num_seqs: int | None = None
     graph_tokens: int | None = None
+    stage_layers: tuple[int, ...] = ()
     front_s: float = 0.0
     plans_ahead: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return max(1, len(self.stage_layers))
+
+    def chunk_share(self, batches: int) -> float:
+        """Of a step of a prompt, after which the first stage is free for the next chunk of it.
+
+        Args:
+            batches: that the stage has to work on meanwhile, this one included.
+
+        Kind: exact for equal layers. Source: vLLM 0.33.0 v1/core/sched/scheduler.py:817, which
+        holds back sequences that decode, no chunks; SGLang 0.5.23
+        srt/managers/scheduler_pp_mixin.py.
+        """
+        if not self.stage_layers:
+            return 1.0
+        return min(1.0, batches * max(self.stage_layers) / sum(self.stage_layers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +309,8 @@ class Engine:
         options: its own settings, by its own names.
         device_kinds: those that it is predicted for.
         stored_by: its option that says how weights are stored, where it has one of its own.
-        shared_by: its option for the number of GPUs that share a model, where that is predicted.
+        shared_by: its option for the number of GPUs that share every matrix, where that is
+            predicted; `staged_by` for the number of stages that each have some of the layers.
         least_capability: the oldest compute capability that it has kernels for.
         start: what it takes when it starts; None where memory is taken as sequences come, so that
             the run is one call of `generate`.
@@ -316,6 +340,7 @@ class Engine:
     device_kinds: tuple[str, ...] = ("cuda",)
     stored_by: str = ""
     shared_by: str = ""
+    staged_by: str = ""
     least_capability: float = 0.0
     start: Callable[[Served], Start] | None = None
     load_of_start: Callable[[Served], Hashable] = _nothing
@@ -332,8 +357,13 @@ class Engine:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def num_gpus(self, run: RunConfig) -> int:
-        """GPUs that share the model of `run`."""
-        asked = dict(run.serving_options).get(self.shared_by, 1)
+        """GPUs that share the model of `run`: those of every stage."""
+        ranks = dict(run.serving_options).get(self.shared_by, 1)
+        return self.num_stages(run) * (ranks if isinstance(ranks, int) else 1)
+
+    def num_stages(self, run: RunConfig) -> int:
+        """Stages of the pipeline of `run`; 1 where there is none."""
+        asked = dict(run.serving_options).get(self.staged_by, 1)
         return asked if isinstance(asked, int) else 1
 
     def libraries(self, run: RunConfig) -> Libraries:

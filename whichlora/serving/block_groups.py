@@ -60,6 +60,7 @@ def blocks(
     block_size: int,
     element_bytes: int,
     tokens_in_flight: int,
+    part: list[CachedLayers] | None = None,
 ) -> Blocks:
     """Blocks of a model with layers of `kinds`.
 
@@ -70,14 +71,18 @@ def blocks(
     Args:
         block_size: tokens of a block, in the layers with most elements per token.
         tokens_in_flight: scheduled and not yet done, whose keys a sliding layer keeps.
+        part: layers that one stage of a pipeline has of them; None for all. A group's layers are
+            dealt out in turns, so that each stage has about as many of every group.
 
     Kind: exact. Source: vLLM 0.33.0 `get_kv_cache_groups`, v1/core/kv_cache_planning.py:1113;
-    `_get_kv_cache_groups_uniform_page_size`:416, `unify_kv_cache_spec_page_size`:346;
+    `_get_kv_cache_groups_uniform_page_size`:416, `unify_kv_cache_spec_page_size`:346,
+    `_project_kv_cache_groups_to_worker`:1413;
     `SlidingWindowSpec.max_admission_blocks_per_request`, v1/kv_cache_interface.py:918.
     """
     widest = max(kind.token_elements for kind in kinds)
+    held = kinds if part is None else part
     if len({kind.window for kind in kinds}) == 1:  # one table for all layers
-        tokens = sum(kind.token_elements * kind.num_layers for kind in kinds)
+        tokens = sum(kind.token_elements * kind.num_layers for kind in held)
         return Blocks(
             block_bytes=tokens * block_size * element_bytes,
             blocks_of=lambda context: _blocks_of(
@@ -86,13 +91,20 @@ def blocks(
             shared_of=lambda tokens: 0 if kinds[0].window else tokens // block_size,
         )
     layers_per_group = _layers_per_group([kind.num_layers for kind in kinds])
-    groups = [
-        (kind.window, block_size * _times(kind.token_elements, widest))
+    numbers = {
+        (kind.token_elements, kind.window): ceil_div(kind.num_layers, layers_per_group)
         for kind in kinds
-        for _ in range(ceil_div(kind.num_layers, layers_per_group))
+    }
+    groups = [
+        (window, block_size * _times(elements, widest))
+        for (elements, window), number in numbers.items()
+        for _ in range(number)
     ]
+    most = max(
+        ceil_div(kind.num_layers, numbers[kind.token_elements, kind.window]) for kind in held
+    )
     return Blocks(
-        block_bytes=widest * block_size * element_bytes * layers_per_group,
+        block_bytes=widest * block_size * element_bytes * most,
         blocks_of=lambda context: sum(
             _blocks_of(window, context, size, tokens_in_flight) for window, size in groups
         ),

@@ -147,28 +147,31 @@ def held_entries(
     return [*entries, Entry(ROTARY_TABLES, rotary_bytes(rank, rotary_element_bytes))]
 
 
-def check_ranks(served: Served, option: str) -> None:
+def check_ranks(served: Served, option: str, staged_by: str) -> None:
     """Refuse ranks that cannot share the heads.
 
     Source: vLLM 0.33.0 `LlamaAttention.__init__`, model_executor/models/llama.py:148-160.
 
     Raises:
-        ConfigError: one line, which names `option`.
+        ConfigError: one line, which names `option`, and `staged_by` as the way out.
     """
     ranks = served.count(option) or 1
     if ranks == 1:
         return
+    gpus = ranks * (served.count(staged_by) or 1)
+    stages = f"{option} 1 with {staged_by} {gpus}"
     for layer, _ in served.model.layers():
         for attention in layer.attentions:
             heads, keys = attention.num_attention_heads, attention.num_key_value_heads
             if attention.projection != "plain":
                 raise ConfigError(
-                    f"{option}: not predicted for the attention of {served.model.name}; use 1"
+                    f"{option}: not predicted for the attention of {served.model.name}; use "
+                    f"{stages}"
                 )
             if heads % ranks or max(keys, ranks) % min(keys, ranks):
                 raise ConfigError(
                     f"{option}: {heads} heads and {keys} heads of keys can't be divided by "
-                    f"{ranks}; use a divisor of both"
+                    f"{ranks}; use a divisor of both, or {stages}"
                 )
 
 
@@ -233,6 +236,7 @@ def slot_bytes(
             columns = ceil_div(linear.out_features, size if linear.name in COLUMNS else 1)
             rows = ceil_div(linear.in_features, size if linear.name in ROWS else 1)
             per_rank += count * linear.count * (rows + columns)
-    tables = [*model.embeddings[:1], *([] if model.head is None else [model.head])]
-    outside = has_tables * len(tables) * (model.vocab_size + model.hidden_size)
+    looked_up = [table for table in model.embeddings[:1] if table.rows]
+    tables = len(looked_up) + (model.head is not None)
+    outside = has_tables * tables * (model.vocab_size + model.hidden_size)
     return (per_rank + outside) * rank * element_bytes

@@ -37,6 +37,8 @@ class Rules:
         pool_tokens: that the pool holds.
         front_s: from a client to the scheduler, and from a step to the client.
         plans_ahead: whether a step is planned when the one before it begins.
+        chunk_share: of the time of a step that reads a prompt alone, after which the next chunk of
+            it begins, as the first stage of a pipeline is free then.
     """
 
     max_num_seqs: int
@@ -46,6 +48,7 @@ class Rules:
     pool_tokens: int
     front_s: float = 0.0
     plans_ahead: bool = False
+    chunk_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +200,10 @@ class _Server:
             if request.read == request.prompt:
                 finished.append(request)
         cached_tokens = self.cached_tokens if decoding else 0
-        self.now_s += self.seconds(
+        step_s = self.seconds(
             Step(decoding, cached_tokens, decoding + len(finished), tokens, pairs)
         )
+        self.now_s += step_s if decoding or finished else self.rules.chunk_share * step_s
         done = self._advance(1) if decoding else []
         for request in finished:
             self.reading.remove(request)
@@ -216,9 +220,10 @@ class _Server:
             chunks = min(chunks, ends, max(1, free // decoding))
         before = request.read + (chunks - 1) * room / 2  # of the middle one
         cached_tokens = self.cached_tokens + decoding * (chunks - 1) / 2 if decoding else 0
-        self.now_s += chunks * self.seconds(
+        step_s = self.seconds(
             Step(decoding, cached_tokens, decoding, room, room * (before + (room + 1) / 2))
         )
+        self.now_s += chunks * step_s * (1.0 if decoding else self.rules.chunk_share)
         request.read += chunks * room
         return self._advance(chunks) if decoding else []
 
@@ -329,7 +334,8 @@ def steady_token_s(rules: Rules, load: Load, seconds: Callable[[Step], float]) -
     chunk = prompt / chunks
     before = load.cached_prompt + (prompt - chunk) / 2  # of the middle one
     pairs = chunk * (before + (chunk + 1) / 2)
-    read_s = chunks * seconds(Step(others, others * cached, others + 1, round(chunk), pairs))
+    steps = chunks if others else 1 + (chunks - 1) * rules.chunk_share
+    read_s = steps * seconds(Step(others, others * cached, others + 1, round(chunk), pairs))
     alone = max(0, answer - 1 - (running - 1) * chunks) if rules.mixes else answer - 1
     round_s = running * read_s + alone * seconds(Step(running, running * cached, running))
     return round_s / (running * answer)

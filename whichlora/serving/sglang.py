@@ -10,7 +10,7 @@ from bisect import bisect_left
 from whichlora.errors import ConfigError
 from whichlora.families.multimodal import vision_config
 from whichlora.memory import allocator
-from whichlora.memory.entries import Fact
+from whichlora.memory.entries import Entry, Fact
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import cached_layers
@@ -25,6 +25,7 @@ from whichlora.serving.rank import (
     with_aligned_experts,
 )
 from whichlora.serving.sglang_log import LOG
+from whichlora.serving.stages import check_stages, parts_of, stage_notes
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
@@ -32,7 +33,7 @@ from whichlora.spec.run import BNB_QUANTS
 from whichlora.timing.model import LAUNCH_S
 from whichlora.units import GiB, MiB, format_bytes
 
-RANKS = "tp_size"
+RANKS, STAGES = "tp_size", "pp_size"
 FP8 = ("fp8_e5m2", "fp8_e4m3")
 SLIDING_SHARE = 0.8  # tokens of sliding layers over those of others; fields/schedule.py:150
 MOST_REQUESTS, LEAST_REQUESTS = 4096, 2048  # mem_cache/kv_cache_configurator.py:3123
@@ -77,11 +78,13 @@ def mem_fraction_static(served: Served) -> float:
         assert isinstance(stated, float)
         return stated
     total_mib = served.gpu.memory_bytes / MiB
-    ranks = served.count(RANKS) or 1
+    ranks, stages = served.count(RANKS) or 1, served.count(STAGES) or 1
     chunk = chunked_prefill_size(served)
-    reserved_mib = 512 + 1.5 * max(chunk, 2048) + ranks / 8 * 1024
+    reserved_mib = 512 + 1.5 * max(chunk, 2048) + ranks * stages / 8 * 1024
     if not served.options["disable_cuda_graph"]:
-        reserved_mib += 2 * decode_graphs(served) + 8 * prefill_sizes(chunk)
+        # a pipeline captures no prompts; arg_groups/cuda_graph_hook.py:150
+        sizes = prefill_sizes(chunk) if stages == 1 else 0
+        reserved_mib += 2 * decode_graphs(served) + 8 * sizes
     if total_mib > 60 * 1024:
         reserved_mib = max(reserved_mib, 10 * 1024)
     share = round((total_mib - reserved_mib) / total_mib, 3)
@@ -141,56 +144,82 @@ def free_bytes(served: Served) -> int:
     Kind: estimate. Source: SGLang 0.5.23 srt/distributed/bootstrap.py:193.
     """
     communicator = communicator_bytes(served.count(RANKS) or 1)
+    communicator += communicator_bytes(served.count(STAGES) or 1)
     return served.gpu.memory_bytes - allocator.context_bytes(served.gpu) - communicator
 
 
 def start(served: Served) -> Start:
-    """What SGLang takes of one GPU, of equal ones where several share the matrices.
+    """What SGLang takes of one GPU: of equal ones that share the matrices, of the fullest stage.
 
     pool = free after loading − free before · (1 − mem_fraction_static)
 
+    Every stage takes the least that is free on any of them, and the fewest tokens that result.
     Kind: exact for a given free memory; the context of the process is an estimate.
-    Source: SGLang 0.5.23 `KVCacheConfigurator._profile_available_bytes`; logs of 0.4 and 0.5.
+    Source: SGLang 0.5.23 `KVCacheConfigurator`: `_profile_available_bytes`,
+    `_apply_token_constraints`; logs of 0.4 and 0.5.
     """
-    ranks, page = served.count(RANKS) or 1, served.count("page_size") or 1
-    rank = rank_model(served.model, ranks)
-    is_packed = served.run.quant == "mxfp4"  # layers/quantization/mxfp4.py:545, of Triton's kernels
-    stored = with_aligned_experts(rank, hidden=1, width=64) if is_packed else rank
-    entries = held_entries(served, stored, rotary_element_bytes=4)
-    taken = sum(entry.num_bytes for entry in entries)
+    page = served.count("page_size") or 1
     free_before, share = free_bytes(served), mem_fraction_static(served)
     budget = int(share * free_before)
-    keeps = _keeps_prefixes(served, rank)
+    keeps = _keeps_prefixes(served)
+    size = served.count(RANKS) or 1
+    stages = parts_of(served.model, stage_layers(served))
+    ranks = [rank_model(stage.part, size) for stage in stages]
+    held = [_held(served, rank) for rank in ranks]
+    taken = [sum(entry.num_bytes for entry in entries) for entries in held]
+    blocks = [token_bytes(served, rank) * page for rank in ranks]
+    room, widest = budget - max(taken), max(blocks)
+    num_blocks = max(0, room // widest)
+    fullest = max(range(len(ranks)), key=lambda stage: taken[stage] + num_blocks * blocks[stage])
+    is_widest = blocks[fullest] == widest
     pool = Pool(
-        num_bytes=budget - taken,
-        block_bytes=token_bytes(served, rank) * page,
+        num_bytes=room if is_widest or room < 0 else num_blocks * blocks[fullest],
+        block_bytes=blocks[fullest],
         blocks_of=lambda context: ceil_div(context, page),
         shared_of=lambda tokens: tokens // page if keeps else 0,
     )
     fault = ""
-    if pool.num_bytes < pool.block_bytes:
+    if room < widest:
         fault = (
             f"mem_fraction_static {share:g} of {format_bytes(free_before)} is "
-            f"{format_bytes(budget)}, and weights take {format_bytes(taken)}: nothing is left for "
-            "keys and values; give a larger one, or a smaller model"
+            f"{format_bytes(budget)}, and weights take {format_bytes(max(taken))}: nothing is left "
+            "for keys and values; give a larger one, or a smaller model"
         )
-    tokens = pool.num_blocks * page
+    tokens = num_blocks * page
     return Start(
-        entries=tuple(entries),
+        entries=tuple(held[fullest]),
         budget_bytes=budget,
         pool=pool,
         pool_fact=KV_POOL,
         max_num_seqs=lambda context: _max_running_requests(served, tokens, context),
         fault=fault,
+        stage=fullest + 1 if len(ranks) > 1 else 0,
     )
 
 
-def _keeps_prefixes(served: Served, rank: ModelSpec) -> bool:
+def stage_layers(served: Served) -> tuple[int, ...]:
+    """How many layers each stage of the pipeline has: the last ones have one more.
+
+    Kind: exact. Source: SGLang 0.5.23 `get_pp_indices`, srt/distributed/utils.py:110.
+    """
+    stages = served.count(STAGES) or 1
+    each, left = divmod(served.model.num_hidden_layers, stages)
+    return tuple(each + (place >= stages - left) for place in range(stages))
+
+
+def _held(served: Served, rank: ModelSpec) -> list[Entry]:
+    """Weights and tables of one GPU."""
+    is_packed = served.run.quant == "mxfp4"  # layers/quantization/mxfp4.py:545, of Triton's kernels
+    stored = with_aligned_experts(rank, hidden=1, width=64) if is_packed else rank
+    return held_entries(served, stored, rotary_element_bytes=4)
+
+
+def _keeps_prefixes(served: Served) -> bool:
     """Whether the radix tree keeps pages of a common prefix once; not of sliding layers.
 
     Kind: lower bound where layers slide. Source: SGLang 0.5.23 srt/mem_cache/radix_cache.py.
     """
-    slides = any(kind.window for kind in cached_layers(rank))
+    slides = any(kind.window for kind in cached_layers(served.model))
     return not (slides or served.options["disable_radix_cache"])
 
 
@@ -220,6 +249,7 @@ def stepping(served: Served) -> Stepping:
         launch_s=LAUNCH_S,
         cache_bytes=1 if fp8 else served.dtypes.compute_bytes,
         expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("sglang", "0.4.7") else None,
+        stage_layers=stage_layers(served) if (served.count(STAGES) or 1) > 1 else (),
     )
 
 
@@ -237,7 +267,8 @@ def check(served: Served) -> None:
         )
     if served.targets:
         raise ConfigError("serving: sglang's unmerged adapters are not predicted; use serve merged")
-    check_ranks(served, RANKS)
+    check_ranks(served, RANKS, STAGES)
+    check_stages(served, STAGES)
 
 
 def command(served: Served) -> str:
@@ -268,6 +299,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
             f"a layer over {chunk} tokens takes {format_bytes(needed)}, more than that: it can run "
             "out of memory; give a smaller mem_fraction_static"
         )
+    lines += stage_notes(start, stage_layers(served), STAGES)
     return tuple(lines)
 
 
@@ -294,10 +326,12 @@ ENGINE = Engine(
             choices=("auto", *FP8),
         ),
         Option(name=RANKS, summary="GPUs that share a matrix", default=1),
+        Option(name=STAGES, summary="stages that have some of the layers each", default=1),
         Option(name="disable_radix_cache", summary="no prefix is kept", default=False),
         Option(name="disable_cuda_graph", summary="no CUDA graphs", default=False),
     ),
     shared_by=RANKS,
+    staged_by=STAGES,
     least_capability=7.5,  # srt/model_executor/model_runner_components/load_model_utils.py:91
     start=start,
     reads_fp8=True,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from whichlora.memory.weights import linear_bytes
 from whichlora.serving.base import Served, Start, Stepping
@@ -35,6 +35,9 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.targets import adapted
 from whichlora.timing.model import product_rate, tiled_multiprocessors
 from whichlora.timing.products import idle_flops
+
+if TYPE_CHECKING:
+    from whichlora.serving.pipeline_time import PipelineTimer
 
 # Compute capability of the first units that multiply what is stored so.
 NARROW_UNITS = {"fp8": 8.9, "mxfp4": 10.0}
@@ -121,6 +124,7 @@ class StepTimer:
 
     Args:
         num_attentions: in all layers.
+        head: None where another stage of a pipeline has it.
         pointwise: bytes per token between products, and kernels; `reduced_bytes` of a token that
             ranks add up, `num_reductions` times.
         reduction_s: seconds of one all-reduce of so many bytes.
@@ -132,7 +136,7 @@ class StepTimer:
     products: tuple[_Product, ...]
     attentions: tuple[_Attention, ...]
     num_attentions: int
-    head: _Product
+    head: _Product | None
     vocab_size: int
     pointwise_bytes: float
     pointwise_kernels: int
@@ -218,7 +222,7 @@ class StepTimer:
         kernels = passes * sum(kernel_s for kernel_s, _ in each)
         kernels += passes * self.pointwise_kernels * self.rates.pointwise_s
         return (
-            kernels + self.head.kernel_s,
+            kernels + (self.head.kernel_s if self.head else 0.0),
             passes * sum(work_s for _, work_s in each),
             tokens * self.pointwise_bytes / (POINTWISE_READS * self.bandwidth),
             self.num_reductions * self.reduction_s(tokens * self.reduced_bytes),
@@ -227,6 +231,8 @@ class StepTimer:
 
     def _of_sampled(self, sampled: int) -> tuple[float, float]:
         """Of the head and of choosing tokens."""
+        if self.head is None:
+            return 0.0, 0.0
         _, work_s = self._product(self.head, max(1, sampled))
         moved = sampled * self.vocab_size * SAMPLED_LOGIT_BYTES
         return work_s, moved / (POINTWISE_READS * self.bandwidth)
@@ -275,7 +281,7 @@ class Service:
 
     start: Start
     starts: dict[Hashable, Start] = field(default_factory=dict)
-    timers: dict[Stepping, StepTimer] = field(default_factory=dict)
+    timers: dict[Stepping, StepTimer | PipelineTimer] = field(default_factory=dict)
 
 
 def _joined(linears: Sequence[Linear], joins: bool = True) -> Iterator[tuple[Linear, ...]]:
@@ -449,10 +455,13 @@ def _adapter_products(
             )
 
 
-def _head(model: ModelSpec, served: Served, rates: KernelRates, stepping: Stepping) -> _Product:
+def _head(
+    model: ModelSpec, served: Served, rates: KernelRates, stepping: Stepping
+) -> _Product | None:
     width, stored = served.dtypes.embedding_bytes, stepping.weight_bytes
     head = model.head
-    assert head is not None  # of every model that continues a text
+    if head is None:  # which the last stage of a pipeline has
+        return None
     return _Product(
         count=1,
         num_bytes=stored(None) if stored else float(head.num_weights * width),

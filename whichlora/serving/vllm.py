@@ -36,6 +36,15 @@ from whichlora.serving.rank import (
     slot_bytes,
     with_aligned_experts,
 )
+from whichlora.serving.stages import (
+    RECEIVED,
+    Stage,
+    check_stages,
+    fullest,
+    parts_of,
+    received_bytes,
+    stage_notes,
+)
 from whichlora.serving.vllm_entries import (
     COMMUNICATOR,
     COUNTS,
@@ -55,7 +64,7 @@ from whichlora.timing.model import LAUNCH_S
 from whichlora.timing.work import VLLM_CAPTURED_TOKENS
 from whichlora.units import GiB, KiB, MiB, format_bytes
 
-RANKS = "tensor_parallel_size"
+RANKS, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
 LOADED_AS_NF4 = ("nf4", "nf4-dq")  # by bitsandbytes, of files of 16 bit
 OLDER_UTILIZATION = 0.90  # of releases before 0.20; config/cache.py
 # What the host does between two steps, before a release. Kind: fitted, to published speeds of one
@@ -235,7 +244,7 @@ def lora_slots(served: Served) -> tuple[int, int]:
 
 
 def start(served: Served) -> Start:
-    """What vLLM takes of one GPU, of equal ones where several share the matrices.
+    """What vLLM takes of one GPU: of equal ones that share the matrices, of the fullest stage.
 
     pool = ceil(total · gpu_memory_utilization) − weights, slots and what stays − the larger part
     of the profile pass − graphs
@@ -244,10 +253,29 @@ def start(served: Served) -> Start:
     Source: vLLM 0.33.0 `Worker.determine_available_memory`, v1/worker/gpu_worker.py:641;
     `request_memory`, v1/worker/utils.py:716.
     """
+    stages = parts_of(served.model, stage_layers(served))
+    return fullest([_start_of(served, stage) for stage in stages], STAGES)
+
+
+def stage_layers(served: Served) -> tuple[int, ...]:
+    """How many layers each stage of the pipeline has.
+
+    Of what is left over the last one has nothing, and before 0.8 everything.
+    Kind: exact. Source: vLLM 0.33.0 `get_pp_indices`, distributed/utils.py:198; 0.7.3 :62.
+    """
+    stages = served.count(STAGES) or 1
+    each, left = divmod(served.model.num_hidden_layers, stages)
+    if served.libraries.older("vllm", "0.8"):
+        return (*([each] * (stages - 1)), each + left)
+    return tuple(each + (stages - 1 - left <= place < stages - 1) for place in range(stages))
+
+
+def _start_of(served: Served, stage: Stage) -> Start:
+    """What one GPU of `stage` takes."""
     ranks = served.count(RANKS) or 1
-    rank = rank_model(served.model, ranks)
+    rank = rank_model(stage.part, ranks)
     entries = _loaded(served, rank)
-    entries += _resident(served, ranks)
+    entries += _resident(served, stage)
     entries += _profiled(served, rank)
     graphs = Entry(GRAPHS, graph_bytes(served, rank))
     reserves_graphs = not served.libraries.older("vllm", "0.20")
@@ -357,35 +385,43 @@ def _counts_context(served: Served) -> bool:
     return libraries.older("vllm", "0.6.5") or (first_of_v1 and capability >= 8.0)
 
 
-def _resident(served: Served, ranks: int) -> list[Entry]:
+def _resident(served: Served, stage: Stage) -> list[Entry]:
     """What stays beside weights."""
+    ranks, stages = served.count(RANKS) or 1, served.count(STAGES) or 1
     num_slots, slot_rank = lora_slots(served)
     slots = num_slots * slot_bytes(
-        served.model, ranks, slot_rank, has_tables=_has_table_slots(served)
+        stage.part, ranks, slot_rank, has_tables=_has_table_slots(served)
     )
     entries = [Entry(LORA_SLOTS, slots)] if slots else []
     if not _counts_context(served):  # which has its kernels in it
         entries.append(Entry(KERNELS, KERNELS_BYTES))
-    if ranks > 1:
-        entries.append(Entry(COMMUNICATOR, communicator_bytes(ranks)))
-    if has_newer_runner(served):
+    if ranks * stages > 1:
+        buffers = communicator_bytes(ranks) + communicator_bytes(stages)
+        entries.append(Entry(COMMUNICATOR, buffers))
+    received = received_bytes(stage, max_num_batched_tokens(served), served.dtypes.compute_bytes)
+    entries += [Entry(RECEIVED, received)] if received else []
+    if has_newer_runner(served) and stage.is_last:
         logits = max_num_seqs(served) * served.model.vocab_size
         entries.append(Entry(COUNTS, logits * COUNTED_LOGIT_BITS // 8))
     return entries
 
 
 def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
-    """The larger part of the profile pass: a layer's forward, or the sampler."""
+    """The larger part of the profile pass: a layer's forward, or the last stage's sampler."""
     tokens = max_num_batched_tokens(served)
     element_bytes = served.dtypes.compute_bytes
     layer = layer_entry(rank, tokens=tokens, element_bytes=element_bytes)
-    sampler = sampler_entries(
-        rank,
-        vocab_size=served.model.vocab_size,
-        tokens=tokens,
-        sequences=min(max_num_seqs(served), tokens),
-        logit_bytes=_logit_bytes(served),
-        element_bytes=element_bytes,
+    sampler = (
+        ()
+        if rank.head is None
+        else sampler_entries(
+            rank,
+            vocab_size=served.model.vocab_size,
+            tokens=tokens,
+            sequences=min(max_num_seqs(served), tokens),
+            logit_bytes=_logit_bytes(served),
+            element_bytes=element_bytes,
+        )
     )
     workspace = Entry(allocator.WORKSPACE, allocator.workspace_bytes(served.gpu, training=False))
     forward = [layer]
@@ -457,13 +493,18 @@ def captured_sizes(most: int, *, step_beyond: int = 16) -> int:
 def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     """How the pool of one rank is cut."""
     fp8 = served.options["kv_cache_dtype"] == "fp8"
-    # asynchronous scheduling, the default since 0.14, has two steps in flight
-    steps = 1 if served.libraries.older("vllm", "0.14") else 2
+    # asynchronous scheduling, the default since 0.14, has one step more in flight than there are
+    # stages; the older runner has it without a pipeline only. config/vllm.py:588
+    stages = served.count(STAGES) or 1
+    is_ahead = not served.libraries.older("vllm", "0.14")
+    steps = stages + (is_ahead and (stages == 1 or has_newer_runner(served)))
+    whole = cached_layers(rank_model(served.model, served.count(RANKS) or 1))
     return blocks(
-        cached_layers(rank),
+        whole,
         block_size=served.count("block_size") or 16,
         element_bytes=1 if fp8 else served.dtypes.compute_bytes,
         tokens_in_flight=steps * max_num_batched_tokens(served),
+        part=cached_layers(rank),
     )
 
 
@@ -509,7 +550,7 @@ def stepping(served: Served) -> Stepping:
         for version, seconds in HOST_S
         if not version or served.libraries.older("vllm", version)
     )
-    ranks = served.count(RANKS) or 1
+    ranks, layers = served.count(RANKS) or 1, stage_layers(served)
     if ranks > 1 and served.libraries.older("vllm", "0.4.3"):
         step_s += SCHEDULED_RANKS_S
     return Stepping(
@@ -529,8 +570,9 @@ def stepping(served: Served) -> Stepping:
         code_blocks=FIRST_AWQ if is_first_awq else None,
         code_launch_s=SECOND_LAUNCH_S if is_first_awq else 0.0,
         expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("vllm", "0.7") else None,
+        stage_layers=layers if len(layers) > 1 else (),
         front_s=FRONT_S,
-        plans_ahead=not served.libraries.older("vllm", "0.14"),
+        plans_ahead=not served.libraries.older("vllm", "0.14") and len(layers) == 1,
     )
 
 
@@ -568,7 +610,8 @@ def check(served: Served) -> None:
         )
     if served.targets:
         _check_adapters(served)
-    check_ranks(served, RANKS)
+    check_ranks(served, RANKS, STAGES)
+    check_stages(served, STAGES)
 
 
 def _check_adapters(served: Served) -> None:
@@ -625,6 +668,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     ]
     if (ranks := served.count(RANKS) or 1) > 1:
         lines.append(f"{RANKS} {ranks}: bytes are of each GPU")
+    lines += stage_notes(start, stage_layers(served), STAGES)
     return tuple(lines)
 
 
@@ -659,9 +703,11 @@ ENGINE = Engine(
         Option(name="max_loras", summary="adapters in one batch", default=1),
         Option(name="max_lora_rank", summary="rank of a slot", default=16),
         Option(name=RANKS, summary="GPUs that share a matrix", default=1),
+        Option(name=STAGES, summary="stages that have some of the layers each", default=1),
         Option(name="enforce_eager", summary="no CUDA graphs", default=False),
     ),
     shared_by=RANKS,
+    staged_by=STAGES,
     least_capability=7.0,  # as `kv_cache: vllm`; vLLM's installation page
     start=start,
     reads_fp8=True,

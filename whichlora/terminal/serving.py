@@ -23,6 +23,8 @@ _PARTS = {
     "elementwise": "norms, activations, sampling",
     "kernels": "starting kernels on the GPU",
     "communication": "adding up between GPUs",
+    "sends": "sending states to the next stage",
+    "pipeline_idle": "waiting for the slowest stage",
     "engine": "the engine's host",
 }
 _WAITS = ("first token", "per token", "tokens/s")

@@ -11,6 +11,7 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
 from whichlora.serving import get_engine
+from whichlora.serving.base import Engine
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requested
 from whichlora.spec.results import Refused
 from whichlora.spec.run import TRANSFORMERS, RunConfig
@@ -218,10 +219,7 @@ def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     if not engine.shared_by or gpus is None:
         return settings
     options = dict(settings.get("serving_options") or ())
-    if options.setdefault(engine.shared_by, gpus) != gpus:
-        raise ConfigError(
-            f"gpus: {gpus}, but {engine.shared_by} is {options[engine.shared_by]}; give one of them"
-        )
+    _with_ranks(options, gpus, engine)
     if settings.get("parallel") not in _ALONE:
         raise ConfigError(
             f"parallel: {engine.name} divides every matrix ({engine.shared_by}); leave it out"
@@ -235,6 +233,28 @@ def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     others = {name: settings[name] for name in settings if name in _RUN_SETTINGS}
     return others | {"serving_options": tuple(sorted(options.items()))}
+
+
+def _with_ranks(options: dict[str, Any], gpus: int, engine: Engine) -> None:
+    """Give `options` the ranks that share every matrix: what `gpus` are beside stated stages."""
+    shared_by, staged_by = engine.shared_by, engine.staged_by
+    stages = options.get(staged_by, 1)
+    if not isinstance(stages, int) or stages < 2:
+        if options.setdefault(shared_by, gpus) != gpus:
+            raise ConfigError(
+                f"gpus: {gpus}, but {shared_by} is {options[shared_by]}; give one of them"
+            )
+        return
+    if gpus % stages:
+        raise ConfigError(
+            f"gpus: {gpus}, but {staged_by} is {stages}; give a multiple of it, or leave gpus out"
+        )
+    if gpus > stages or shared_by in options:
+        ranks = options.setdefault(shared_by, gpus // stages)
+        if ranks != gpus // stages:
+            raise ConfigError(
+                f"gpus: {gpus}, but {shared_by} is {ranks} and {staged_by} {stages}; leave gpus out"
+            )
 
 
 def with_parallel(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""Seconds of one step of a batch that passes the stages of a pipeline, as others do meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from whichlora.serving.base import Served, Stepping
+from whichlora.serving.stages import SENT_STATES, parts_of
+from whichlora.serving.step_time import PARTS, Step, StepTimer, step_timer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTimer:
+    """Times the steps of one of several equal batches.
+
+    Args:
+        stages: the timer of each; that of the last one has the head, and what the host does.
+        sends_s: seconds of all sends from stage to stage, by the bytes of a batch's states.
+        sent_bytes: of the states of one token.
+        batches: that are under way at once, as many as stages where these are filled.
+    """
+
+    stages: tuple[StepTimer, ...]
+    sends_s: Callable[[float], float]
+    sent_bytes: int
+    batches: int = 1
+
+    @property
+    def stepping(self) -> Stepping:
+        return self.stages[-1].stepping
+
+    @property
+    def deviation(self) -> float:
+        """Of the log of a step's time."""
+        return self.stages[-1].deviation
+
+    def seconds(self, step: Step) -> float:
+        """Until a batch that does `step` may begin its next one.
+
+        It passes all stages one after the other; where other batches fill them, the slowest stage
+        sets the pace of all.
+
+        Kind: estimate: the batches are equal, a send waits for no other one, and the stages'
+        hosts prepare a step while the GPUs before them work.
+        Source: vLLM 0.33.0 v1/engine/core.py `step_with_batch_queue`, config/vllm.py:588
+        max_concurrent_batches; SGLang 0.5.23 srt/managers/scheduler_pp_mixin.py `event_loop_pp`.
+        """
+        each = [stage.seconds(step) for stage in self.stages]
+        passing = sum(each) + self.sends_s(step.tokens * self.sent_bytes)
+        return max(passing, self.batches * max(each))
+
+    def parts(self, step: Step) -> dict[str, float]:
+        """Seconds of `step` by kind of work, which add up to it."""
+        each = [stage.parts(step) for stage in self.stages]
+        parts = {part: sum(seconds[part] for seconds in each) for part in PARTS}
+        parts["sends"] = self.sends_s(step.tokens * self.sent_bytes)
+        parts["pipeline_idle"] = max(0.0, self.seconds(step) - sum(parts.values()))
+        return parts
+
+
+def pipeline_timer(
+    served: Served,
+    *,
+    stepping: Stepping,
+    reduction_s: Callable[[float], float],
+    sends_s: Callable[[float], float],
+) -> PipelineTimer:
+    """The timer of `served` on the stages of `stepping`.
+
+    Args:
+        reduction_s: seconds of an all-reduce among the ranks of a stage, by bytes.
+        sends_s: as of `PipelineTimer`.
+    """
+    silent = replace(stepping, step_s=0.0, sequence_s=0.0, copied_token_s=0.0)
+    return PipelineTimer(
+        stages=tuple(
+            step_timer(
+                replace(served, model=stage.part),
+                stepping=stepping if stage.is_last else silent,
+                reduction_s=reduction_s,
+            )
+            for stage in parts_of(served.model, stepping.stage_layers)
+        ),
+        sends_s=sends_s,
+        sent_bytes=SENT_STATES * served.model.hidden_size * served.dtypes.compute_bytes,
+    )
