@@ -71,6 +71,7 @@ _IMPORTABLE: Mapping[str, Sequence[str]] = {
         "AutoModelForMaskedLM",
         "AutoModelForMultimodalLM",
         "AutoModelForQuestionAnswering",
+        "AutoModelForSeq2SeqLM",
         "AutoModelForSequenceClassification",
         "AutoModelForSpeechSeq2Seq",
         "AutoModelForTokenClassification",
@@ -174,14 +175,16 @@ def train_script(
     keeping = _evaluated(trainer, keeping)
     random_config = model_config if weights == "random" else None
     takes_bytes = random_config is not None and tokenizer is None
+    has_target = has_targets(model_config)
     model_class = _model_class(task, masked_lm, model_config or {}, data_format)
     hub = {"trust_remote_code": True} if trust_remote_code else {}
-    chats = data_format.conversational and not masked_lm and not data_format.has_processor
+    chats = data_format.conversational and not (masked_lm or has_target)
+    chats = chats and not data_format.has_processor
     constants = {
         "MODEL": run.model if random_config is None else Code('HERE / "random-weights"'),
         "TOKENIZER": tokenizer,
         "OUTPUT": Code('HERE / "output"'),
-        **_batch_constants(run, data_format),
+        **_batch_constants(run, data_format, has_target=has_target),
         "EPOCHS": epochs if max_steps is None else None,
         "MAX_STEPS": max_steps,
         "LEARNING_RATE": learning_rate,
@@ -206,7 +209,9 @@ def train_script(
     ]
     random_class = model_class if random_config else None
     functions = _helper_functions(run, keeping, random_class, takes_bytes=takes_bytes)
-    functions += row_functions(data_format, run, train_on, reader, masked_lm=masked_lm)
+    functions += row_functions(
+        data_format, run, train_on, reader, masked_lm=masked_lm, has_target=has_target
+    )
     tail = _tail(run, keeping, data_format, _collator(reader, data_format, masked_lm=masked_lm))
     return _assembled(run, constants, functions, main, tail)
 
@@ -279,6 +284,8 @@ def _model_class(
         return task.auto_class.rpartition(".")[2]
     if data == TRANSCRIPTS:
         return "AutoModelForSpeechSeq2Seq"
+    if has_targets(model_config):
+        return "AutoModelForSeq2SeqLM"
     if is_audio_class(model_config):
         return "AutoModelForMultimodalLM"
     if is_image_class(model_config, images=data.images):
@@ -361,10 +368,11 @@ def _assembled(
     return _head(body, constants, classes) + body
 
 
-def _batch_constants(run: RunConfig, data: DataFormat) -> dict[str, Any]:
+def _batch_constants(run: RunConfig, data: DataFormat, *, has_target: bool) -> dict[str, Any]:
     """Sizes of a batch, and the classes of its labels, where rows name them."""
     sizes: dict[str, Any] = {
         "SEQ_LEN": run.seq_len,
+        "TARGET_LEN": (run.target_len or run.seq_len) if has_target else None,
         "BATCH_SIZE": run.batch_size,
         "GRADIENT_ACCUMULATION_STEPS": run.gradient_accumulation_steps,
         "IMAGE_MAX_PIXELS": run.image_max_pixels if data.images else None,
@@ -622,11 +630,36 @@ def _check(
             f"train.py: rows have {data_format.describe()}, and {run.model} learns from {takes}; "
             "give such rows, or another model"
         )
-    if model_config is not None and model_config.get("is_encoder_decoder") and not transcribes:
-        raise ConfigError(
-            f"model: {run.model} is an encoder-decoder, which needs pairs of texts; the job "
-            "trains on single texts"
-        )
+    if has_targets(model_config) and not run.task:
+        _check_targets(run, data_format, reader)
+
+
+def has_targets(model_config: Mapping[str, Any] | None) -> bool:
+    """Whether an encoder reads one text of each row, and its decoder learns to write the other."""
+    config = model_config or {}
+    return bool(config.get("is_encoder_decoder")) and not writes_transcripts(config)
+
+
+def _check_targets(run: RunConfig, data: DataFormat, reader: Collator) -> None:
+    """Refuse rows that are no pairs of texts, or settings that can't batch them."""
+    model = f"model: {run.model} is an encoder-decoder"
+    for is_wrong, fault in (
+        (
+            data.kind not in ("prompt-completion", "messages") or data.media,
+            f"which needs pairs of texts, and rows have {data.describe()}; give prompt and "
+            "completion, or messages",
+        ),
+        (
+            reader not in ("longest", "grouped"),
+            f"whose two texts collator {reader} can't batch; use longest",
+        ),
+        (
+            not runs_in_trainer(run),
+            f"which trainer {run.trainer} does not train; use transformers",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(f"{model}, {fault}")
 
 
 def _without_quantisation(model_config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
