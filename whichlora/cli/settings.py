@@ -12,6 +12,7 @@ from whichlora.cli.options import (
     MAX,
     choices,
     counts,
+    counts_if_any,
     counts_or_max,
     fractions,
     image_size,
@@ -51,6 +52,7 @@ _SETTINGS = (
     ),
     click.option(
         "--target-len",
+        callback=counts_if_any("target-len"),
         help="Of an encoder-decoder, tokens that the decoder learns to write, where --seq-len are "
         "those that the encoder reads; default: as many.",
     ),
@@ -263,9 +265,6 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
     serve: list[str | None] = [None]
     if options["serve"] is not None:
         serve = list(words("serve", tuple(get_args(specs.Serve)))(None, None, options["serve"]))
-    target_lens: Sequence[int | None] = [None]
-    if options["target_len"] is not None:
-        target_lens = counts("target-len")(None, None, options["target_len"])
     tasks = [""] if options["task"] is None else words("task")(None, None, options["task"])
     saved = []
     if options["modules_to_save"] is not None:
@@ -300,7 +299,7 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         "quant": quants,
         "serve": serve,
         "task": tasks,
-        "target_len": target_lens,
+        "target_len": options["target_len"] or [None],
         "target_modules": [tuple(options["target_modules"])],
         "modules_to_save": [tuple(saved)],
     }
