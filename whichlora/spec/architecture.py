@@ -1224,6 +1224,20 @@ class ModelSpec:
         looked_up = any("position" in table.name or table.name == "wpe" for table in tables)
         return self.max_position_embeddings if looked_up else None
 
+    @property
+    def longest_row(self) -> int | None:
+        """So of a row that it trains on, which an encoder reads; None where any length is read."""
+        longest = self.longest_input
+        return self.max_prompt_positions or longest if self.has_two_stacks else longest
+
+    def cut_target(self, run_len: int | None, source_len: int) -> int:
+        """Tokens that targets of its data are cut to; 0 where it has no decoder of its own.
+
+        Args: as of `target_len`.
+        """
+        asked = run_len or source_len
+        return min(asked, self.longest_input or asked) if self.has_two_stacks else 0
+
     def layers(self) -> Iterator[tuple[Layer, int]]:
         """Each distinct layer with the number of times the forward runs it."""
         return ((group.layer, group.count) for group in self.groups)
