@@ -29,6 +29,7 @@ from whichlora.predict.predict import (
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import layers_in_order, parts_of, with_source_len
 from whichlora.spec.numeric import added
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
@@ -208,3 +209,32 @@ def test_a_run_without_a_target_names_none() -> None:
     run = RunConfig(model="any", target_len=64)
     assert RunConfig.from_dict(run.to_dict()) == run
     assert run.lengths == "2048+64"
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("t5", {"method": "lora", "seq_len": 256, "target_len": 32}),
+        ("t5", {"method": "qlora", "seq_len": 64, "target_len": 128}),
+        ("longt5", {"method": "full", "gradient_checkpointing": False, "target_len": 16}),
+        ("led", {"method": "lora", "gradient_checkpointing": False, "target_len": 192}),
+    ],
+)
+def test_real_steps_on_a_cpu_need_what_is_predicted(family: str, settings: dict[str, Any]) -> None:
+    from oracle_memory import case, predicted_peak, step_peak
+
+    sizes = {"seq_len": 96, "batch_size": 8, "gradient_checkpointing": True}
+    one = case(family, **sizes | settings)
+    assert predicted_peak(one) == pytest.approx(step_peak(one), rel=0.005)
+
+
+def test_no_gradients_are_reduced_in_the_forward_of_an_encoder() -> None:
+    spread = {"parallel": ParallelConfig(strategy="zero2", gpus=2)}
+    moments = moment_parts(job(target_len=64, seq_len=1024, batch_size=8, **spread))
+    gradients = {name: parts["gradients"] for name, parts in moments.items()}
+    forward, backward = (
+        next(bytes_ for name, bytes_ in gradients.items() if name.endswith(moment))
+        for moment in ("encoder_forward", "encoder_backward")
+    )
+    assert forward < backward
