@@ -69,6 +69,7 @@ class _RunSettings(TypedDict, total=False):
     method: str | Sequence[str]
     batch_size: int | Sequence[int]
     seq_len: int | Sequence[int]
+    target_len: int | Sequence[int | None] | None
     r: int | Sequence[int]
     lora_alpha: int | Sequence[int]
     lora_dropout: float | Sequence[float]

@@ -454,6 +454,16 @@ def test_a_script_of_the_trainer(tmp_path: Path) -> None:
     assert "torch_compile: is not predicted; assumed: eager kernels" in read.assumed
 
 
+def test_a_script_of_pairs_has_two_lengths(tmp_path: Path) -> None:
+    text = "python run_summarization.py --model_name_or_path google-t5/t5-small --bf16 "
+    text += "--per_device_train_batch_size 4 --max_source_length 512 --predict_with_generate"
+    read = imported(tmp_path, sum_sh=text)
+    assert (read.settings["seq_len"], read.settings["target_len"]) == (512, 128)
+    assert read.unknown == ()
+    (prediction,) = estimate(gpu=GPU, from_file=tmp_path / "sum.sh")
+    assert prediction.run.lengths == "512+128"
+
+
 # --- settings of the user, notes, faults
 
 

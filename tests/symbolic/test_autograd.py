@@ -35,6 +35,7 @@ from whichlora.symbolic.autograd import (
     per_rank,
     per_rank_sequence,
     per_sequence,
+    per_span,
     per_token,
     plus,
     scaled,
@@ -262,8 +263,17 @@ def test_what_reads_an_encoder_grows_with_sequences_and_rank_not_with_tokens() -
     assert [evaluate(form, tokens=4 * n, span=n, r=8) for n in (1, 50)] == [4 * 1500 * 8] * 2
 
 
+def test_what_all_sequences_share_grows_with_the_length_of_one() -> None:
+    form = plus(per_span(300), per_span(0))
+    assert [evaluate(form, tokens=4 * n, span=n, r=8) for n in (1, 50)] == [300, 300 * 50]
+    many = np.arange(1, 99), np.arange(1, 99)[:, None]
+    with patch.object(autograd, "COMPARED_FROM", 0):
+        largest = most([form, constant(9000)], tokens=many[0] * many[1], span=many[1], r=1)
+    assert largest[:, 0].tolist() == [max(9000, 300 * n) for n in range(1, 99)]
+
+
 def test_sums_and_multiples_of_packed_forms_are_those_of_the_forms() -> None:
-    large = LinearForm(*(10**27 + place for place in range(12)), chunk_size=64)
+    large = LinearForm(*(10**27 + place for place in range(13)), chunk_size=64)
     terms = (large, per_sequence(-3), constant(-(10**27)), per_token(1))
     form, number = NOTHING, 0
     for term in terms:
@@ -313,6 +323,7 @@ EVERY_TERM = st.builds(
     per_rank_sequence=st.just(0),
     per_group=st.just(0),
     per_chunk_group=st.just(0),
+    per_span=st.just(0),
     chunk_size=st.just(0),
     fused_rows=st.just(32),
     group_size=st.just(0),

@@ -139,10 +139,11 @@ def job_of(run: RunConfig, config: dict[str, Any] | None = None) -> ResolvedRun:
 
 def training(job: ResolvedRun, **shape: Any) -> Work:
     run = job.run
-    sizes = {"batch_size": run.batch_size, "seq_len": run.seq_len, "r": run.r} | shape
+    model, seq_len = job.at_length(shape.pop("seq_len", run.seq_len))
+    sizes = {"batch_size": run.batch_size, "seq_len": seq_len, "r": run.r} | shape
     update = replace(update_of(job, sizes["r"]), num_micro_batches=run.gradient_accumulation_steps)
     return work.training_work(
-        job.model, run, job.dtypes, job.method, job.targets, update=update, **sizes
+        model, run, job.dtypes, job.method, job.targets, update=update, **sizes
     )
 
 
@@ -179,8 +180,9 @@ def counted(config: dict[str, Any], job: ResolvedRun) -> tuple[int, int]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     ids = torch.randint(320, (run.batch_size, run.seq_len))
+    labels = ids[:, :1].expand(-1, run.target_len) if run.target_len else ids
     with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(input_ids=ids, labels=labels.clone()).loss.backward()
     flops: Counter[str] = Counter()
     for operation, number in counter.get_flop_counts()["Global"].items():
         if "convolution" in str(operation):
@@ -278,6 +280,28 @@ def test_flops_of_windows_are_in_sum_those_that_pytorch_counts(
     done = training(job)
     total = sum(counted(config, job))
     assert done.attention_flops + done.product_flops == pytest.approx(total, rel=tolerance)
+
+
+_TINY_T5 = {"vocab_size": 320, "d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 160} | _SMALL_IDS
+TWO_LENGTHS = {name: TINY_ENCODERS[name] for name in ("m2m_100", "mvp", "t5gemma")}
+TWO_LENGTHS |= {name: _TINY_T5 | {"num_layers": 3} for name in ("t5", "umt5")}
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.oracle
+@pytest.mark.parametrize("model_type", TWO_LENGTHS)
+@pytest.mark.parametrize("target_len", [16, 80])
+@pytest.mark.parametrize(("method", "tolerance"), [("full", 0), ("lora", 0.05)])
+def test_flops_of_two_lengths_are_those_that_pytorch_counts(
+    model_type: str, target_len: int, method: str, tolerance: float
+) -> None:
+    config = TWO_LENGTHS[model_type] | {"model_type": model_type}
+    run = replace(tiny_run(method, gradient_checkpointing=False), target_len=target_len)
+    job = job_of(run, config)
+    products, attention = counted(config, job)
+    done = training(job)
+    assert done.attention_flops == attention
+    assert done.product_flops == pytest.approx(products, rel=tolerance)
 
 
 def test_a_decoder_reads_the_prompt_once_and_its_encoder_never_again() -> None:

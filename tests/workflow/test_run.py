@@ -316,6 +316,26 @@ def test_where_no_job_can_be_written_the_answer_says_so_instead_of_training(
     assert any("is an encoder-decoder" in line for line in progress.said)
 
 
+def test_an_encoder_decoder_learns_pairs_at_the_lengths_of_the_data(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none")
+    rows = [{"prompt": "x" * n, "completion": "y" * (n // 4)} for n in range(8, 60, 4)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = path.read_text().replace(", ".join(MODELS), "google-t5/t5-small")
+    path.write_text(text.replace(", text_column: text", ""))
+    winner = run_plan(path, progress=Silent()).winner
+    assert winner is not None
+    assert (winner.run.seq_len, winner.run.target_len) == (56, 14)
+    script = (tmp_path / "out" / "train.py").read_text()
+    assert "SEQ_LEN = 56\nTARGET_LEN = 14\n" in script
+    path.write_text(path.read_text() + "target_length: 6\n")
+    shorter = run_plan(path, progress=Silent()).winner
+    assert shorter is not None
+    assert shorter.run.target_len == 6
+    assert shorter.prediction.memory.peak_allocated_bytes <= (
+        winner.prediction.memory.peak_allocated_bytes
+    )
+
+
 def test_whisper_is_chosen_though_its_rows_are_shorter_than_the_plans(tmp_path: Path) -> None:
     path = write_config(tmp_path, profile="none")
     text = path.read_text().replace(", ".join(MODELS), "openai/whisper-tiny")

@@ -157,6 +157,16 @@ def counts(setting: str, *, most: int = _MAX_COUNT) -> Callable[..., list[int]]:
     return split
 
 
+def counts_if_any(setting: str) -> Callable[..., list[int] | None]:
+    """A click callback: comma list of whole numbers; None where nobody gave any."""
+    listed = counts(setting)
+
+    def split(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
+        return None if value is None else listed(ctx, param, value)
+
+    return split
+
+
 def counts_or_max(setting: str) -> Callable[..., list[int] | str]:
     """A click callback: comma list of whole numbers, or "max" alone."""
     listed = counts(setting)

@@ -14,6 +14,7 @@ from whichlora.cli.options import (
     Number,
     choices,
     counts,
+    counts_if_any,
     counts_or_max,
     fractions,
     image_size,
@@ -50,6 +51,12 @@ _SETTINGS = (
         "2048",
         "Tokens per sequence, padding included; max for the most that fit.",
         counts_or_max("seq-len"),
+    ),
+    click.option(
+        "--target-len",
+        callback=counts_if_any("target-len"),
+        help="Of an encoder-decoder, tokens that the decoder learns to write, where --seq-len are "
+        "those that the encoder reads; default: as many.",
     ),
     click.option(
         "--method-option",
@@ -294,6 +301,7 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         "quant": quants,
         "serve": serve,
         "task": tasks,
+        "target_len": options["target_len"] or [None],
         "target_modules": [tuple(options["target_modules"])],
         "modules_to_save": [tuple(saved)],
     }

@@ -270,6 +270,7 @@ def _finetune(settings: PlanFile, model: str) -> RunConfig:
         method_options=tuple(sorted((settings.method_options or {}).items())),
         batch_size=settings.stage2_profile.batch_size[0],
         seq_len=settings.sequence_length,
+        target_len=settings.target_length,
         r=settings.ranks[0],
         lora_alpha=settings.lora_alpha or 2 * settings.ranks[0],
         lora_dropout=settings.lora_dropout,

@@ -48,6 +48,8 @@ _SYNONYMS = {
     "max_length": "sequence_length",
     "max_new_tokens": "tokens_to_generate",
     "max_seq_length": "sequence_length",
+    "max_source_length": "sequence_length",
+    "max_target_length": "target_length",
     "method": "methods",
     "model": "models",
     "model_name": "models",
@@ -57,6 +59,7 @@ _SYNONYMS = {
     "r": "ranks",
     "rank": "ranks",
     "seq_len": "sequence_length",
+    "target_len": "target_length",
 }
 
 # Names of our values in other tools.

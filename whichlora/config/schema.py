@@ -372,6 +372,9 @@ class PlanFile(_Section):
     """How training batches are made: padded to their longest, of similar lengths, or packed."""
     sequence_length: Annotated[int, Field(ge=2, le=MOST_COUNT)] = _RUN.seq_len
     """Longest training sequence in tokens; longer ones are truncated."""
+    target_length: Annotated[int, Field(ge=1, le=MOST_COUNT)] | None = _RUN.target_len
+    """Of an encoder-decoder, tokens that the decoder learns to write; sequence_length are those
+    that the encoder reads. Without it, as many."""
     methods: Names = tuple(name for name in COMPARED if not BUILT_IN[name].trains_base)
     """Fine-tuning methods to compare."""
     method_options: OptionValues | None = None

@@ -27,6 +27,8 @@ class TokenLengths:
         num_unlearned: rows left out, over all splits, and `unlearned`: why.
         of_row: what a row is, in words.
         image_sizes: split to sizes of the images of each row; empty where no row has one.
+        longest_target: tokens of the longest target after truncation, where rows have a source,
+            whose lengths these are, and a target; else None.
         method: "tokenizer <name>", "bytes", or how the lengths were estimated and why.
         longest_possible: where lengths are assumed or estimated, an upper bound of the longest
             sequence; None is the longest of `lengths`.
@@ -46,6 +48,7 @@ class TokenLengths:
     of_row: str = "sequences"
     others: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     image_sizes: Mapping[str, tuple[tuple[Size, ...], ...]] = field(default_factory=dict)
+    longest_target: int | None = None
     method: str
     longest_possible: int | None = None
     alternatives: tuple[Self, ...] = ()

@@ -31,6 +31,7 @@ from whichlora.dataset.encoders import (
 from whichlora.dataset.images import Grid, sizes_of
 from whichlora.dataset.label_tokens import LabelTokens
 from whichlora.dataset.lengths import TokenLengths
+from whichlora.dataset.pair_tokens import PairTokens
 from whichlora.dataset.sources import CountedDataset
 from whichlora.dataset.text_tokens import MESSAGE_TOKENS, TextTokens, all_texts
 from whichlora.dataset.transcript_tokens import TranscriptTokens
@@ -44,7 +45,9 @@ from whichlora.trainers import get_trainer
 _MOST_ALTERNATIVE = 20_000  # sequences of an alternative estimate of the lengths
 _CHUNK = 1024  # examples handed to the tokenizer at once
 
-Reader: TypeAlias = TextTokens | AnswerTokens | LabelTokens | AnchorTokens | TranscriptTokens
+Reader: TypeAlias = (
+    TextTokens | AnswerTokens | LabelTokens | AnchorTokens | TranscriptTokens | PairTokens
+)
 Counts: TypeAlias = Sequence[tuple[int, ...]]  # tokens of each sequence of each row
 
 
@@ -64,6 +67,7 @@ def count_tokens(
     run: RunConfig | None = None,
     grid: Grid | None = None,
     window_s: float = 0.0,
+    target_length: int = 0,
 ) -> TokenLengths:
     """Lengths of all sequences, as `tokenizer` cuts them.
 
@@ -79,6 +83,7 @@ def count_tokens(
         run: whose trainer reads the rows; None: they are texts.
         grid: how the model's processor cuts what stands beside messages; None where it reads none.
         window_s: seconds that it keeps of a clip; 0 where it reads no sound.
+        target_length: tokens that targets are cut to, where an encoder reads the sources; else 0.
 
     Raises:
         ConfigError: nothing to train on or to learn, an example can't be made of a row, or rows
@@ -93,20 +98,16 @@ def count_tokens(
     _check_media(expected, tokenizer, grid, window_s)
     encode, method = encoder_of(tokenizer, offline=offline)
     render = None
-    if expected.conversational:
+    is_pair = bool(target_length) and rows == "texts" and PairTokens.reads(expected)
+    if expected.conversational and not is_pair:
         render = renderer_of(tokenizer, offline=offline, parts=bool(expected.media))
         method += _NO_TEMPLATE * (render is None)
-    reader: Reader = TextTokens(
-        max_length=max_length,
-        render=render,
-        conversational=expected.conversational,
-        completions_only=completions_only,
-        grid=grid if expected.media else None,
-        media=expected.media,
-        window_s=window_s,
-    )
-    if expected == TRANSCRIPTS or (run is not None and rows != "texts"):
+    if is_pair:
+        reader: Reader = PairTokens(max_length=max_length, target_length=target_length)
+    elif expected == TRANSCRIPTS or (run is not None and rows != "texts"):
         reader = _reader_of(run, expected, window_s, max_length=max_length, render=render)
+    else:
+        reader = _text_reader(expected, render, max_length, completions_only, grid, window_s)
     whole, num_empty = _whole_examples(dataset, expected)
 
     counts_of = partial(_counts, reader)
@@ -117,7 +118,7 @@ def count_tokens(
         cut = _lengths(reader, counts)
         return replace(cut, num_empty=num_empty, num_unlearned=num_left_out, method=method)
 
-    lengths = lengths_of(counts)
+    lengths = _with_targets(reader, lengths_of(counts), encode, whole)
     if expected.media:
         sizes = {str(split): tuple(map(sizes_of, rows)) for split, rows in whole.items()}
         lengths = replace(lengths, image_sizes=sizes)
@@ -185,6 +186,25 @@ def _check_audio(tokenizer: str | None, window_s: float) -> None:
         )
 
 
+def _text_reader(
+    expected: DataFormat,
+    render: Render | None,
+    max_length: int,
+    completions_only: bool,
+    grid: Grid | None,
+    window_s: float,
+) -> TextTokens:
+    return TextTokens(
+        max_length=max_length,
+        render=render,
+        conversational=expected.conversational,
+        completions_only=completions_only,
+        grid=grid if expected.media else None,
+        media=expected.media,
+        window_s=window_s,
+    )
+
+
 def _reader_of(
     run: RunConfig | None,
     expected: DataFormat,
@@ -222,6 +242,17 @@ def _lengths(reader: Reader, counts: Mapping[Split, Counts]) -> TokenLengths:
         of_row=reader.of_row,
         method="",
     )
+
+
+def _with_targets(
+    reader: Reader, lengths: TokenLengths, encode: Encode, whole: Mapping[Split, Sequence[Example]]
+) -> TokenLengths:
+    """`lengths` with that of the longest target, or an upper bound where they are estimated."""
+    if not isinstance(reader, PairTokens):
+        return lengths
+    longest_of = encode if lengths.is_counted else Estimate(LONGEST_BYTES_PER_TOKEN)
+    of_splits = (reader.longest_target(longest_of, rows) for rows in whole.values() if rows)
+    return replace(lengths, longest_target=max(of_splits))
 
 
 def _whole_examples(

@@ -41,6 +41,8 @@ class Workload:
         deviation: standard deviation of the logarithm of `padded_tokens`, where lengths are
             assumed or estimated.
         images: of the heaviest row, which memory and time take each row to have.
+        target_len: tokens of the longest target, which they take each target to have; None where
+            rows have none apart from what `widths` are of.
     """
 
     collator: Collator
@@ -54,6 +56,7 @@ class Workload:
     least_longest: int
     deviation: float = 0.0
     images: RowImages | None = None
+    target_len: int | None = None
 
     @property
     def padding_fraction(self) -> float:

@@ -245,8 +245,8 @@ def require_plain(
         )
     if (recipe.model_config or {}).get("is_encoder_decoder"):
         raise ConfigError(
-            f"--to {tool}: {recipe.run.model} is an encoder-decoder, which needs pairs of texts; "
-            "the exports are of single texts, so give a decoder"
+            f"--to {tool}: {recipe.run.model} is an encoder-decoder, and the file is of single "
+            "texts; use --to transformers, which writes pairs"
         )
     if (data or recipe.data_format) not in rows:
         raise ConfigError(

@@ -43,6 +43,8 @@ WITHOUT_EFFECT = (
     *("enable_jit_checkpoint", "average_tokens_across_devices", "trust_remote_code", "env"),
     *("dataset_*", "datasets", "streaming", "model_revision", "cache_dir", "tokenizer_*"),
     *("preprocessing_num_workers", "overwrite_cache", "max_train_samples", "max_eval_samples"),
+    *("source_lang", "target_lang", "source_prefix", "text_column", "summary_column"),
+    *("predict_with_generate", "generation_*", "num_beams", "val_max_target_length"),
     *("train_file", "validation_*", "wandb_*", "use_fast_tokenizer", "hf_hub_token", "token"),
 )
 
@@ -151,6 +153,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     for name in ("block_size", "max_seq_length", "max_length", "model_max_length"):
         if name in keys:
             settings["seq_len"] = keys.count(name, 0)
+    settings |= _two_lengths(keys, launch)
     settings["attn"] = attention(
         keys, "attn_implementation", {name: name for name in KERNELS}, default="sdpa"
     )
@@ -159,13 +162,31 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     return settings
 
 
+_SOURCE_LENGTH, _TARGET_LENGTH = 1024, 128  # where a script for pairs of texts names none
+_OF_PAIRS = frozenset({"run_summarization", "run_translation"})
+
+
+def _two_lengths(keys: Keys, launch: Launch) -> dict[str, int]:
+    """Lengths of a source and its target, of a script that learns pairs of texts.
+
+    Source: transformers 5.23 examples/pytorch/summarization/run_summarization.py and
+    translation/run_translation.py, `DataTrainingArguments`.
+    """
+    named = {"seq_len": "max_source_length", "target_len": "max_target_length"}
+    if launch.program not in _OF_PAIRS and not any(name in keys for name in named.values()):
+        return {}
+    defaults = (_SOURCE_LENGTH, _TARGET_LENGTH)
+    pairs = zip(named.items(), defaults, strict=True)
+    return {setting: keys.count(name, default) for (setting, name), default in pairs}
+
+
 KERNELS = ("sdpa", "eager", "flash_attention_2")
 TOOL = Tool(
     name="transformers",
     summary="a script with the arguments of TrainingArguments",
     models=frozenset({"model_name_or_path", "model_name"}),
     marks=frozenset({"per_device_train_batch_size", "model_name_or_path"}),
-    programs=frozenset({"run_clm", "run_clm_no_trainer"}),
+    programs=frozenset({"run_clm", "run_clm_no_trainer"}) | _OF_PAIRS,
     read=_read,
     without_effect=WITHOUT_EFFECT,
     unmodelled=UNMODELLED,

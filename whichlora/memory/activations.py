@@ -55,13 +55,13 @@ def kept_masks(
     """
     masks: dict[_Mask, Count] = {}
     num_pairs: dict[_Mask, Count] = {}
-    biases: dict[tuple[str, bool], int] = {}
+    biases: dict[tuple[str, bool], Count] = {}
     saved: set[_Mask] = set()  # by SDPA, which makes no mask of its own
     for group in (group for group in model.groups if side in ("", group.stack)):
         rows, length = group.layer.padded(tokens, span)
         for attention in (each for each in group.layer.attentions if not each.in_blocks):
             kernel = attention_kernel(attention, dtypes, masked=attention.position == "relative")
-            masked = _masked(group.layer, attention, dtypes, span)
+            masked = _masked(group.layer, attention, dtypes, length)
             key = (group.stack, attention.cross, attention.sliding_window)
             num_pairs[key] = rows * (attention.memory_len or length + dtypes.prefix_tokens)
             if kernel == "eager":
@@ -77,14 +77,14 @@ def kept_masks(
                 masks[key] = dtypes.stream_bytes * attention.num_attention_heads * (1 + 0 * span)
             if attention.relative_rows:  # products of positions, and the distances
                 masks[key] = 4 * (1 + 0 * span)
-                biases[key[:2]] = INDEX_BYTES
+                biases[key[:2]] = INDEX_BYTES * length * length
             elif _shares_bias(attention):
                 stays = checkpointed or (attention.cross and kernel in FUSED and not dtypes.padded)
                 dropped = group.stack == unbiased and (without_zeros or not attention.cross)
                 if stays and not dropped:
-                    biases[key[:2]] = _relative_bias_bytes(attention, dtypes)
+                    biases[key[:2]] = _relative_bias_bytes(attention, dtypes, span=length)
     made = [masks[mask] * num_pairs[mask] for mask in masks if checkpointed or mask in saved]
-    made += [size * span * span for size in biases.values()]
+    made += biases.values()
     if checkpointed:
         sizes = {"tokens": tokens, "span": span}
         made.append(sequence_bias_bytes(model, dtypes, **sizes))
@@ -115,10 +115,10 @@ def _masked(layer: Layer, attention: Attention, dtypes: Dtypes, span: Count) -> 
     return 0 * span if decodes else is_masked(attention, dtypes, span)
 
 
-def _relative_bias_bytes(attention: Attention, dtypes: Dtypes) -> int:
-    """Of a query and a key."""
+def _relative_bias_bytes(attention: Attention, dtypes: Dtypes, *, span: Count) -> Count:
+    """Of all queries and keys, the same for every sequence."""
     size = dtypes.linear_out_bytes if attention.cross else dtypes.base_bytes
-    return size * attention.num_attention_heads
+    return size * attention.num_attention_heads * span * (attention.memory_len or span)
 
 
 def _shares_bias(attention: Attention) -> bool:
@@ -142,11 +142,11 @@ def zeros_bytes(layer: Layer, dtypes: Dtypes, *, span: Count) -> Count:
     Source: transformers 5.23 `T5Attention.forward`.
     """
     sizes = [
-        attention.num_attention_heads * dtypes.linear_out_bytes
+        _relative_bias_bytes(attention, dtypes, span=span)
         for attention in layer.attentions
         if attention.cross and attention.position == "relative" and not attention.biases_each_layer
     ]
-    return sum(sizes) * span * span
+    return sum(sizes, 0 * span)
 
 
 def block_bias_bytes(
@@ -163,14 +163,14 @@ def block_bias_bytes(
     Kind: exact. Source: transformers 5.23 `LongT5Stack.forward`, `_get_local_attention_mask`.
     """
     blocks = {
-        group.stack: attention
+        group.stack: (attention, group.layer.padded(tokens, span))
         for group in model.groups
         for attention in group.layer.attentions
         if attention.in_blocks and side in ("", group.stack)
     }
     total: Count = 0 * tokens
-    for stack, attention in blocks.items():
-        sizes = {"tokens": tokens, "span": span, "r": 0}
+    for stack, (attention, (rows, length)) in blocks.items():
+        sizes = {"tokens": rows, "span": length, "r": 0}
         if not attention.summed_tokens:  # else each layer makes its own mask
             total = total + evaluate(mask_elements(attention), **sizes)
         if stack != unbiased:

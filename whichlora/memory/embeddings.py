@@ -38,7 +38,7 @@ def outside_saved(
         joins_rows: other rows are put before the looked-up ones.
         embeddings_need_grad: trained, or made to need a gradient so that checkpointing works.
 
-    Kind: exact.
+    Kind: exact; the output of a tower, or of an encoder with a length of its own, is left out.
     """
     hidden = model.hidden_size
     saved: list[Tensor] = []
@@ -74,10 +74,10 @@ def outside_saved(
         and (joins_rows or _embeds_in_steps(model, dtypes))
     ):
         # the looked-up rows are what was made to need a gradient: a leaf lives as long as the graph
-        stacks = len({group.stack for group in model.groups})
-        rows = stacks * model.embeddings[0].width
+        rows = (1 + model.has_two_stacks) * model.embeddings[0].width
         saved.append(per_token("looked-up embeddings", dtypes.embedding_bytes, rows, "hidden_size"))
-    if not in_encoder and model.tower is None and saves_encoded(model, targets, dtypes):
+    apart = model.tower is not None or bool(model.groups[0].layer.own_len)
+    if not (in_encoder or apart) and saves_encoded(model, targets, dtypes):
         saved.append(per_token("encoder output", dtypes.stream_bytes, hidden, "hidden_size"))
     return saved
 

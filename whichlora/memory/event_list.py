@@ -14,7 +14,7 @@ from functools import lru_cache
 from whichlora.memory.allocator_simulator import SMALL_BYTES, Allocator, Requests, rounded
 from whichlora.memory.exllama import scratch_bytes
 from whichlora.memory.weights import linear_bytes, quantised_matrices, quantised_parts, weight_bytes
-from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order
+from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order, parts_of
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.symbolic.autograd import NOTHING, LinearForm, TapeEvent, evaluate
@@ -511,32 +511,6 @@ def _stored(linear: Linear, dtypes: Dtypes) -> Iterator[tuple[int, int]]:
                 wide = 0
         else:
             yield elements * dtypes.base_bytes, 0
-
-
-def parts_of(model: ModelSpec) -> tuple[ModelSpec, ...]:
-    """An encoder and its decoder as models of their own, or the model itself. Kind: exact.
-
-    Source: `ModelSpec.groups`.
-    """
-    names = list(dict.fromkeys(group.stack for group in model.groups))
-    if len(names) == 1:
-        return (model,)
-    return tuple(_part(model, name, number) for number, name in enumerate(names))
-
-
-def _part(model: ModelSpec, stack: str, number: int) -> ModelSpec:
-    """One of two stacks as a model of its own: tables, norms and dropouts stand in pairs."""
-    pairs = model.embeddings if model.splits_embeddings else model.embeddings[1:]
-    shared = () if model.splits_embeddings else model.embeddings[:1]
-    return replace(
-        model,
-        groups=tuple(group for group in model.groups if group.stack == stack),
-        embeddings=(*shared, *pairs[number::2]),
-        embedding_norms=model.embedding_norms[number::2],
-        embedding_dropouts=model.embedding_dropouts[number::2],
-        final_norms=model.final_norms[number::2],
-        final_dropouts=model.final_dropouts[number::2],
-    )
 
 
 def repeated(layers: Iterable[Layer]) -> list[tuple[Layer, int]]:

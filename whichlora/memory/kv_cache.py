@@ -172,6 +172,19 @@ def trained_cache_elements(model: ModelSpec, dtypes: Dtypes) -> int:
     )
 
 
+def trained_source_elements(model: ModelSpec, dtypes: Dtypes) -> int:
+    """The same per token of an encoder's sequences, where they have a length of their own.
+
+    Kind: exact. Source: as of `trained_cache_elements`; `spec.architecture.with_source_len`.
+    """
+    return sum(
+        count * attention.cache_elements
+        for layer, count in model.layers()
+        for attention in layer.attentions
+        if attention.memory_len and _is_cached_apart(model, attention, dtypes)
+    )
+
+
 def trained_cache_bytes(model: ModelSpec, dtypes: Dtypes, *, tokens: Count, span: Count) -> Count:
     """All keys and values that a model caches while it trains.
 

@@ -42,6 +42,8 @@ _SUMMED = (  # over a layer with a mask and without
     "held_by_later_layers",
     "graph_behind_held",
     "gathered",
+    "memory",
+    "saved_memory",
     "forward",
     "backward",
 )
@@ -64,6 +66,8 @@ class LayerBytes:
         leaf_behind_held: so of the input of a reentrant checkpoint, a leaf of that graph, to which
             belongs a gradient as large.
         gathered: so of gradients that later layers have left when its backward begins.
+        memory: bytes of the encoder's output that it reads; `saved_memory` where that very tensor
+            is kept for the backward.
         copies: those of `tensors` that are autocast's copies of weights.
         forward: bytes at the worst point of a forward that keeps `saved`.
         backward: so of its backward, with the gradient of its result and `saved`; of a checkpointed
@@ -81,6 +85,8 @@ class LayerBytes:
     graph_behind_held: Count
     leaf_behind_held: Count
     gathered: Count
+    memory: Count
+    saved_memory: Count
     copies: tuple[Tensor, ...]
     forward: Count
     backward: Count
@@ -359,6 +365,8 @@ def _values(points: LayerPoints, *, tokens: Count, span: Count, r: Count) -> dic
         "held_by_later_layers": evaluate(points.held_by_later_layers, **sizes),
         "graph_behind_held": evaluate(points.graph_behind_held, **sizes),
         "gathered": evaluate(points.gathered, **sizes),
+        "memory": evaluate(points.memory, **sizes),
+        "saved_memory": evaluate(points.memory, **sizes) * points.saves_memory,
         "forward": most(points.forward, **sizes),
         "backward": most(points.backward, **sizes),
     }
@@ -383,7 +391,8 @@ def _window_cases(layer: Layer, *, tokens: Count, span: Count) -> Iterator[tuple
         yield 1, layer
         return
     if layer.windows is None:
-        is_cut = 1 * (tokens > span) * (span % cut_from > 0)
+        read = max(attention.memory_len for attention in layer.attentions) or span
+        is_cut = 1 * (tokens > span) * (read % cut_from > 0)
         whole = tuple(replace(attention, cut_from=0) for attention in layer.attentions)
         for share, running in ((is_cut, layer), (1 - is_cut, replace(layer, attentions=whole))):
             if not is_plain(share) or share:
@@ -444,6 +453,8 @@ def listed_tensors(
             constant = constant + form.per_rank * r
         if form.per_span_squared:
             constant = constant + form.per_span_squared * span * span
+        if form.per_span:
+            constant = constant + form.per_span * span
         if has_sequences(form):
             constant = constant + tokens // span * in_sequence(form, span=span, r=r)
         per_token: Count = form.per_token

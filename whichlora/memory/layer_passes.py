@@ -164,10 +164,10 @@ def checkpointed_passes(
 def _last_stack(model: ModelSpec, layers: Sequence[LayerBytes]) -> Sequence[LayerBytes]:
     """Layers that run when all others have saved what they keep; one stack needs more than another.
 
-    An encoder in windows may need more than its decoder: `moments.encoder_forward` has it.
+    An encoder in windows, or of longer texts, may need more: `moments.encoder_forward` has it.
     """
     groups = model.groups
-    if groups[0].layer.windows is None:
+    if not groups[0].layer.has_own_tokens:
         return layers
     last = groups[-1].stack
     return [layer for group, layer in zip(groups, layers, strict=True) if group.stack == last]

@@ -62,6 +62,9 @@ def _decoder_cache(step: TrainingStep, *, in_layer: bool = False) -> Entry:
     if checkpointed:
         return Entry(kv_cache.DECODER_CACHE, 0 * step.tokens)
     of_memory = step.batch_size * kv_cache.trained_memory_bytes(step.model, step.dtypes)
+    if step.has_two_lengths:
+        of_source = kv_cache.trained_source_elements(step.model, step.dtypes)
+        of_memory = of_memory + step.source_tokens * of_source * 4
     return Entry(kv_cache.DECODER_CACHE, step.tokens * elements * 4 + of_memory)
 
 
@@ -99,7 +102,19 @@ LAST_STATES = Fact(
 )
 
 
+ENCODER_OUT = Fact(
+    part="activations",
+    what="the encoder's output",
+    shape="[batch_size, seq_len, hidden_size]",
+    dtype="stream_bytes",
+    why="the model's output names it until the loss is there; layers of the decoder keep copies",
+    source="transformers 5.23 Seq2SeqLMOutput.encoder_last_hidden_state",
+)
+
+
 def _beside_cache(step: TrainingStep) -> Entries:
+    if step.has_two_lengths:
+        return (Entry(ENCODER_OUT, step.named_encoder_out),)
     # of other runs the loss's backward is larger, since no cache is held then
     states, dtypes = step.tokens * step.model.hidden_size, step.dtypes
     if step.transcribes:  # `outputs` of `WhisperForConditionalGeneration.forward` names them, too
@@ -384,14 +399,13 @@ def encoder_backward(step: TrainingStep) -> Entries:
     if not step.gradients_wait:
         gradients = gradients + step.layers[0].gradients - step.first_stack_gradients
         gradients = largest(gradients, 0 * step.num_trained)
-    backward = largest(*(step.passes.backward[number] for number in step.first_stack))
     return (
         *step.always,
         held_outputs(step),
         Entry(LATER_LAYERS_GRADIENTS, gradients),
         step.remainders,
         _left_of_encoder(step),
-        Entry(LAYER_BACKWARD, backward),
+        Entry(LAYER_BACKWARD, step.encoder_backward_bytes),
     )
 
 
@@ -399,7 +413,7 @@ def _left_of_encoder(step: TrainingStep) -> Entry:
     """What the encoder's layers keep, and what is saved around them."""
     passes = step.passes
     kept = (passes.groups[number] for number in step.first_stack)
-    return listed(passes.fact, *kept, step.outside_in_first_layer, step.masks_in_first_layer)
+    return listed(passes.fact, *kept, step.outside_in_first_layer, step.masks_in_encoder)
 
 
 def _kept_by_encoder(step: TrainingStep, masks: Group) -> Entry:
@@ -665,7 +679,7 @@ def training_moments(step: TrainingStep) -> dict[str, Entries]:
         moments["reference_forward"] = reference_forward(step)
     if step.second_stack:
         moments["first_decoder_layer_backward"] = first_decoder_layer_backward(step)
-    if step.encodes_in_windows:
+    if step.encodes_apart:
         moments["encoder_forward"] = encoder_forward(step)
         moments["encoder_backward"] = encoder_backward(step)
     moments |= layers_backward_at_depth(step)

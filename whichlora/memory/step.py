@@ -12,7 +12,11 @@ from functools import cached_property
 from typing import Any
 
 from whichlora.memory import activations, allocator, logits_loss, loss, optimizer
-from whichlora.memory.embeddings import layer_inputs_saved, masked_head_saved, outside_saved
+from whichlora.memory.embeddings import (
+    layer_inputs_saved,
+    masked_head_saved,
+    outside_saved,
+)
 from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.gradients import (
     Trained,
@@ -43,7 +47,7 @@ from whichlora.memory.worst_layer import (
     worst_backward,
 )
 from whichlora.methods.base import Method
-from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order
+from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order, parts_of
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Count, added, floor_div, largest
@@ -135,7 +139,8 @@ class TrainingStep:
 
     Args:
         targets: names of the matrices that get an adapter.
-        batch_size, seq_len, r: of the run, or arrays in their place.
+        batch_size, seq_len, r: of the run, or arrays in their place. Of two stacks of different
+            lengths, `seq_len` is the decoder's; `source_len` says the encoder's.
         waiting: what earlier forwards of a micro-batch hold until this one has gone backward.
         meets: later forwards of the same graph have made their gradients, to which its own come.
     """
@@ -161,6 +166,33 @@ class TrainingStep:
     def sized(self) -> dict[str, Count]:
         """Tokens of the batch, and the span that each of them may attend to."""
         return {"tokens": self.tokens, "span": self.seq_len}
+
+    @property
+    def source_len(self) -> Count:
+        """Tokens of each sequence that the first stack is given: an encoder's, or all there is."""
+        return self.model.groups[0].layer.own_len or self.seq_len
+
+    @property
+    def source_tokens(self) -> Count:
+        return self.batch_size * self.source_len
+
+    @property
+    def has_two_lengths(self) -> bool:
+        """Whether an encoder's sequences have another length than its decoder's."""
+        return bool(self.model.groups[0].layer.own_len)
+
+    @cached_property
+    def saved_encoder_out(self) -> Count:
+        """Bytes of an encoder's output that layers of the decoder keep; of two lengths alone."""
+        decoder = (self.layers[number].saved_memory for number in self.second_stack)
+        return largest(0 * self.tokens, *(decoder if self.has_two_lengths else ()))
+
+    @cached_property
+    def named_encoder_out(self) -> Count:
+        """The same where only variables of the forward hold it."""
+        decoder = (self.layers[number].memory for number in self.second_stack)
+        held = largest(0 * self.tokens, *(decoder if self.has_two_lengths else ()))
+        return held - self.saved_encoder_out
 
     @property
     def accumulates(self) -> bool:
@@ -290,7 +322,8 @@ class TrainingStep:
     def _lasting(self, *tables: Tensor) -> tuple[Entry, ...]:
         # `batch_samples` and `inputs` of transformers 5.23 `Trainer._run_epoch` name the batch
         # until the next is read; the `del inputs` of `training_step` drops its own name only
-        batch = Tensor("token ids, labels, mask", 24, element_bytes=8)
+        of_source = 2 * 8 * (self.source_tokens - self.tokens)  # ids and mask
+        batch = Tensor("token ids, labels, mask", 24, constant=of_source, element_bytes=8)
         # `Trainer` calls `zero_grad` once per optimizer step: `.grad` of earlier micro-steps
         # exists in the next forward
         accumulated = self.all_gradients if self.accumulates else 0 * self.num_trained
@@ -362,6 +395,7 @@ class TrainingStep:
         named = self.keys_in_forward
         if self.expanding is not None:  # `temp_hidden_states` of `Gemma3nTextModel.forward`
             named = named + self.tokens * self.expanding.unsaved_named_bytes
+        named = named + self.named_encoder_out
         return replace(self._passes, forward=self._passes.forward + named)
 
     @property
@@ -465,9 +499,9 @@ class TrainingStep:
         return tuple(i for i in range(len(self.layers)) if i not in self.first_stack)
 
     @property
-    def encodes_in_windows(self) -> bool:
+    def encodes_apart(self) -> bool:
         """Whether a layer of the encoder may need more than one of its decoder, at other times."""
-        return bool(self.second_stack) and self.model.groups[0].layer.windows is not None
+        return bool(self.second_stack) and self.model.groups[0].layer.has_own_tokens
 
     @cached_property
     def first_kinds(self) -> tuple[int, ...]:
@@ -522,17 +556,32 @@ class TrainingStep:
     @cached_property
     def masks_in_first_layer(self) -> Group:
         """The same in the last layer of the backward: a decoder's went with its layers."""
+        return self._masks_of_encoder(is_remade=self._is_bias_remade(0))
+
+    @cached_property
+    def masks_in_encoder(self) -> Group:
+        """The same in the encoder's other layers."""
+        return self._masks_of_encoder(is_remade=False)
+
+    def _masks_of_encoder(self, *, is_remade: bool) -> Group:
         checkpointed = bool(self.run.gradient_checkpointing)
         side = self.model.groups[0].stack
-        remade = side if self._is_bias_remade(0) else ""
+        remade = side if is_remade else ""
         num_bytes = self._mask_bytes(checkpointed=checkpointed, side=side, unbiased=remade)
-        if checkpointed and self.second_stack and not self._is_reentrant:
-            # `T5Attention.forward` makes the zeros a leaf, `position_bias.requires_grad = True`:
-            # `AccumulateGrad` holds it and its gradient as long as the graph
-            first = self.model.groups[self.second_stack[0]].layer
-            zeros = activations.zeros_bytes(first, self.dtypes, span=self.seq_len)
-            num_bytes = num_bytes + 2 * zeros
-        return self._mask_group(num_bytes)
+        return self._mask_group(num_bytes + self.decoder_zeros_bytes)
+
+    @cached_property
+    def decoder_zeros_bytes(self) -> Count:
+        """Zeros of a decoder's cross attention and their gradient, which outlive its backward.
+
+        Kind: exact. Source: transformers 5.23 `T5Attention.forward` makes them a leaf,
+        `position_bias.requires_grad = True`: `AccumulateGrad` holds both as long as the graph.
+        """
+        checkpointed = bool(self.run.gradient_checkpointing)
+        if not checkpointed or not self.second_stack or self._is_reentrant:
+            return 0 * self.tokens
+        first = self.model.groups[self.second_stack[0]].layer
+        return 2 * activations.zeros_bytes(first, self.dtypes, span=self.seq_len)
 
     @cached_property
     def masks_in_first_decoder_layer(self) -> Group:
@@ -570,11 +619,11 @@ class TrainingStep:
     def unnamed_mask_bytes(self) -> Count:
         """Masks that only the model's loop holds, until its forward is done."""
         # LED's encoder makes one for each pair of tokens, which goes before its decoder begins
-        side = self.model.groups[-1].stack if self.encodes_in_windows else ""
+        side = self.model.groups[-1].stack if self.encodes_apart else ""
         checkpointed = bool(self.run.gradient_checkpointing)
         kept = self._mask_bytes(checkpointed=checkpointed, side=side)
         num_bytes = self._mask_bytes(checkpointed=True, side=side) - kept
-        if self.second_stack and not checkpointed:  # the encoder's is done
+        if self.second_stack and not checkpointed and not side:  # the encoder's is done
             of_blocks = activations.block_bias_bytes(self.model, self.dtypes, **self.sized)
             num_bytes = num_bytes - of_blocks
         return num_bytes
@@ -700,22 +749,25 @@ class TrainingStep:
     def _padding_around(self, *, in_encoder: bool) -> Tensor:
         """What an encoder's embeddings and its output have beside those of `tokens`."""
         layer = self.model.groups[0].layer
-        if layer.windows is None:
+        if not layer.has_own_tokens:
             return Tensor("padding")
         of_encoder = outside_saved(
-            self.model,
+            replace(parts_of(self.model)[0], task="causal-lm", head=None),
             self.targets,
             self.dtypes,
             embeddings_need_grad=self.needs_grad,
-            after_layers=False,
-            in_encoder=True,
+            after_layers=not in_encoder,
         )
-        looked_up = self.leaf_embedding_bytes
-        encoded = self.model.hidden_size * self.dtypes.stream_bytes
-        encoded = encoded * (not in_encoder and bool(self.run.gradient_checkpointing))
-        per_token = sum(tensor.per_token for tensor in of_encoder) - looked_up + encoded
-        padding = layer.padded(**self.sized)[0] - self.tokens
-        return Tensor("padding of the encoder's sequences", constant=per_token * padding)
+        run_on = layer.padded(**self.sized)[0]
+        num_bytes = sum(tensor.per_token for tensor in of_encoder) * (run_on - self.tokens)
+        if in_encoder and self.has_two_lengths:  # the gradient that a decoder's rows have got
+            num_bytes = num_bytes + self.tokens * self.leaf_embedding_bytes
+        if not in_encoder:
+            encoded = self.model.hidden_size * self.dtypes.stream_bytes
+            of_padding = encoded * bool(self.run.gradient_checkpointing)
+            num_bytes = num_bytes + of_padding * (run_on - self.source_tokens)
+            num_bytes = num_bytes + self.saved_encoder_out
+        return Tensor("further tokens of the encoder's sequences", constant=num_bytes)
 
     @cached_property
     def label_points(self) -> LabelPoints | None:
@@ -884,7 +936,9 @@ class TrainingStep:
         ]
         passes = self.passes
         backward = passes.backward
-        if self.encodes_in_windows:  # the encoder's has a moment of its own
+        if self.has_two_lengths:
+            return self._worst_in_stack(self.second_stack, left)
+        if self.encodes_apart:  # the encoder's has a moment of its own
             backward = tuple(backward[number] for number in self.second_stack)
         return worst_backward(
             self.model,
@@ -894,6 +948,31 @@ class TrainingStep:
             left,
             num_idle=self.num_idle_layers,
         )
+
+    def _worst_in_stack(self, numbers: tuple[int, ...], left: list[Count]) -> Count:
+        """Worst backward of a layer in one of two stacks, of groups `numbers`.
+
+        Its first layer, if there are others, has a moment of its own.
+        """
+        passes = self.passes
+        stack = self.model.groups[numbers[0]].stack
+        (part,) = (part for part in parts_of(self.model) if part.groups[0].stack == stack)
+        return worst_backward(
+            part,
+            [self.layers[number] for number in numbers],
+            [passes.backward[number] for number in numbers],
+            [passes.saved[number] for number in numbers],
+            [left[number] for number in numbers],
+            num_idle=int(part.num_hidden_layers > 1),
+        )
+
+    @property
+    def encoder_backward_bytes(self) -> Count:
+        """Worst backward of an encoder's layer, beside what all of its layers keep."""
+        if not self.has_two_lengths:
+            return largest(*(self.passes.backward[number] for number in self.first_stack))
+        left = [layer.gradients * (not self.gradients_wait) for layer in self.layers]
+        return self._worst_in_stack(self.first_stack, left)
 
     @property
     def shares_keys(self) -> bool:

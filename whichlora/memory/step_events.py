@@ -22,7 +22,6 @@ from whichlora.memory.event_list import (
     Instance,
     asks_in_backward,
     asks_in_forward,
-    parts_of,
     play_loading,
     repeated,
 )
@@ -35,7 +34,14 @@ from whichlora.memory.tower_events import (
     TowerPlayer,
     trained_matrices,
 )
-from whichlora.spec.architecture import Embedding, Layer, Linear, ModelSpec, layers_in_order
+from whichlora.spec.architecture import (
+    Embedding,
+    Layer,
+    Linear,
+    ModelSpec,
+    layers_in_order,
+    parts_of,
+)
 from whichlora.spec.targets import adapted, adapted_linears
 from whichlora.symbolic.language_head import head_events, stack_end_events
 from whichlora.symbolic.layer import layer_events, stream_bytes
@@ -270,7 +276,10 @@ class StepEvents(TowerPlayer):
         outputs_held = step.trainer.outputs_held(step.run)
         if outputs_held == "until_step_ends":
             self._drop_outputs()
-        batch = [self.list.born(8 * step.tokens) for _ in range(3)]
+        batch = [
+            self.list.born(8 * tokens)
+            for tokens in (step.source_tokens, step.source_tokens, step.tokens)
+        ]
         if not step.trainer.gathers_batches:
             self._read_pixels(1)
         seen: list[TowerPass] = []
@@ -297,6 +306,7 @@ class StepEvents(TowerPlayer):
         self._start(gradient, 512)
         gradient = self._backward(head, gradient)
         self._let_go(loss_number)
+        left: list[int] = []
         for number, stack in reversed(list(enumerate(stacks))):
             of_encoder = self.list.numbers(1)
             if number:  # cross attention adds to its gradient, layer by layer
@@ -315,9 +325,19 @@ class StepEvents(TowerPlayer):
             if stack.embedded is not None and stack.step.leaf_embedding_bytes:
                 self._let_go(stack.embedded.streams[0])
             self.list.die(*stack.around)
+            left += self._left_by_decoder(number)
+        self.list.die(*left)
         if outputs_held in ("until_loss", "until_backward"):
             self._drop_outputs()
         self.list.die(*batch)
+
+    def _left_by_decoder(self, number: int) -> list[int]:
+        """Leaves of the graph and their gradients, once stack `number` has gone backward."""
+        step = self.step
+        if not (number and step.has_two_lengths):
+            return []
+        leaves = 2 * step.tokens * step.leaf_embedding_bytes
+        return [self.list.born(int(step.decoder_zeros_bytes + leaves))]
 
     @cached_property
     def _keeps_encoder_out(self) -> bool:
@@ -326,6 +346,8 @@ class StepEvents(TowerPlayer):
         It is an argument of checkpointed layers, and what trained cross attention saves.
         """
         step = self.step
+        if step.has_two_lengths:
+            return bool(step.saved_encoder_out)
         return bool(step.run.gradient_checkpointing) or any(
             linear.reads == ENCODER_OUT and (step.method.trains_base or linear.name in step.targets)
             for linear in self.layers[-1].linears

@@ -33,7 +33,7 @@ def worst_backward(
         backward: of one layer of each kind, the gradients that later layers gathered included.
         saved: what autograd saves of one layer of each kind until its backward is done.
         left: what its backward leaves: gradients of its parameters, the graph of shared keys.
-        num_idle: first layers, which have no backward.
+        num_idle: first layers, which have no backward, or are asked for elsewhere.
 
     Kind: exact. Source: torch 2.13 `Engine::evaluate_function`: nodes go backward in reverse order.
     """

@@ -101,7 +101,7 @@ class Rank1(Rank):
         last = len(self._order) - 1
         root, zero = self._root, 0 * self._root
         outside = units.outside
-        if name == "layer_forward":
+        if name in ("layer_forward", "encoder_forward"):
             block = self._unfreed if not self.sharding.reshards else self._largest_block
             return self._entries(root + block, zero, zero, self._waiting, 0)
         if name == "optimizer_step":

@@ -30,7 +30,7 @@ class Rank2(Rank):
         last = self._block(-1)
         unsharded, gathered, sent = self._whole, 0 * self._whole, 0 * self._whole
         gradients = self._waiting
-        if name == "layer_forward":
+        if name in ("layer_forward", "encoder_forward"):
             unsharded = unsharded + (self._unfreed or self._largest_block)
             gathered = self._largest_block
         elif name == "loss_forward":

@@ -548,6 +548,7 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
     live = live_of(step, spread)
     gathered = {
         "layer_forward": "forward",
+        "encoder_forward": "forward",
         "loss_forward": "loss",
         "loss_backward": "loss",
         "head_backward": "loss",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from whichlora.memory.allocator import context_bytes
 from whichlora.memory.checkpoint import CheckpointBytes, checkpoint_bytes
 from whichlora.memory.evaluation import evaluation_bytes
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.predict import training_step, update_of
+from whichlora.predict.predict import of_each_source, training_step, update_of
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.numeric import Count, Real
 from whichlora.spec.plan import SAVED_SHARE, Keeping
@@ -68,9 +69,14 @@ def evaluation_features(job: ResolvedRun, *, width: Count) -> dict[str, Real]:
 
     A trainer's reference computes as many as the model does.
     """
-    sizes = {"batch_size": job.num_sequences, "seq_len": width, "r": job.run.r}
+    return of_each_source(job, partial(_evaluation_features, job), {"seq_len": width})
+
+
+def _evaluation_features(job: ResolvedRun, *, seq_len: Count) -> dict[str, Real]:
+    model, last_len = job.at_length(seq_len)
+    sizes = {"batch_size": job.num_sequences, "seq_len": last_len, "r": job.run.r}
     done = work.evaluation_work(
-        job.model,
+        model,
         job.run,
         job.dtypes,
         job.method,

@@ -91,7 +91,7 @@ def _rank_lines(job: ResolvedRun, entries: Iterable[Entry], moment: str) -> list
     wholes: dict[Fact, tuple[ResolvedRun, Entry]] = {}
     for step, is_kept in ((kind.step, False), (kind.at_rest, True)):
         batch_size = step.batch_size // job.trainer.sequences(job.run)
-        run = replace(job.run, batch_size=batch_size, seq_len=step.seq_len, r=step.r)
+        run = replace(job.run, batch_size=batch_size, seq_len=step.source_len, r=step.r)
         of_step = replace(job, model=step.model, run=run, dtypes=step.dtypes)
         moments = training_ledger(step).moments
         same_moment = moments.get(moment.removeprefix(f"{kind.name}: "), ())
@@ -121,9 +121,11 @@ def _fraction(share: float) -> str:
 def layer_lines(job: ResolvedRun) -> tuple[Line, ...]:
     """What the layer that keeps most keeps for its own backward, largest first."""
     step = training_step(job)
-    groups = [Group(tensors=layer.tensors, **step.sized) for layer in step.layers]
+    groups = [Group(tensors=layer.tensors, **layer.sized) for layer in step.layers]
     largest = max(groups, key=lambda group: int(group.num_bytes))
-    return _ordered(_member(job, layer_passes.SAVED, group) for group in _by_tensor([largest]))
+    sizes = _sizes(job)
+    by_tensor = _by_tensor([largest])
+    return _ordered(_member(job, layer_passes.SAVED, group, sizes) for group in by_tensor)
 
 
 def _ordered(lines: Iterable[Line]) -> tuple[Line, ...]:
@@ -146,6 +148,7 @@ def _sizes(job: ResolvedRun) -> dict[str, int]:
     }
     if training:
         sizes["seq_len"] = job.row_tokens
+        sizes["target_len"] = int(job.at_length(job.row_tokens)[1])
     if training or job.has_adapters:
         sizes["trained_params"] = num_trained(job)
     attentions = [attention for layer, _ in model.layers() for attention in layer.attentions]
@@ -187,12 +190,14 @@ def _line(job: ResolvedRun, entry: Entry, sizes: Mapping[str, int]) -> Line:
 
 def _as_of_images(job: ResolvedRun, entry: Entry, sizes: Mapping[str, int]) -> Line:
     fact = entry.fact
+    if fact.part == "logits_and_loss":
+        fact = replace(fact, shape=_of_stack(fact.shape, sizes, sizes.get("target_len", 0)))
     if fact is weights.LAYER_WEIGHTS:  # the ledger only sums them up
         members = _ordered(_matrices(job, fact))
     elif fact is weights.EMBEDDING_WEIGHTS:
         members = _ordered(_embeddings(job, fact))
     else:
-        members = _ordered(_member(job, fact, group) for group in _by_tensor(entry.groups))
+        members = _ordered(_member(job, fact, group, sizes) for group in _by_tensor(entry.groups))
     line = replace(_bare(fact, int(entry.num_bytes)), dtype=_dtype(job, fact.dtype))
     if len(members) == 1:
         only = members[0]
@@ -231,12 +236,22 @@ def _by_tensor(groups: Iterable[Group]) -> Iterator[Group]:
     yield from by_tensor.values()
 
 
-def _member(job: ResolvedRun, fact: Fact, group: Group) -> Line:
+def _of_stack(shape: str, sizes: Mapping[str, int], length: int) -> str:
+    """`shape` with the name of the setting that `length` is of, an encoder's or its decoder's."""
+    is_target = length == sizes.get("target_len") != sizes.get("seq_len")
+    return shape.replace("seq_len", "target_len") if is_target else shape
+
+
+def _member(job: ResolvedRun, fact: Fact, group: Group, sizes: Mapping[str, int]) -> Line:
     """One tensor, of all its layers together."""
     (tensor,) = group.tensors
     width = tensor.element_bytes
     numbers = ""
-    if width:
+    shape = _of_stack(tensor.shape, sizes, int(group.span))
+    of_both = shape != tensor.shape and bool(tensor.constant)  # ids of one, labels of the other
+    if of_both:
+        shape = f"{tensor.shape}, {shape}"
+    if width and not of_both:
         seq_len = int(group.span)  # of images: patches of each
         sequences = int(group.tokens) // max(1, seq_len)
         dims: list[int] = [group.count] if group.count > 1 else []
@@ -252,7 +267,7 @@ def _member(job: ResolvedRun, fact: Fact, group: Group) -> Line:
     return Line(
         part=fact.part,
         what=tensor.what + where,
-        shape=tensor.shape,
+        shape=shape,
         dtype=_width_name(job, width) if width else "mixed",
         count=str(group.count),
         numbers=numbers,

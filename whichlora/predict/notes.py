@@ -67,7 +67,7 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     notes = [*job.model.notes, *gpu.notes]
     limit = job.model.max_position_embeddings
     length = run.seq_len if run.phase == "finetune" else run.prompt_len
-    if run.phase == "inference":
+    if run.phase == "inference" or job.model.has_two_stacks:
         limit = job.model.max_prompt_positions or limit
     if run.phase == "inference" and job.model.task == "causal-lm" and job.model.can_generate:
         length += run.max_new_tokens
@@ -117,9 +117,19 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
         if run.gradient_checkpointing and job.trainer.offloads(run):
             on_host = offloaded_bytes(job.model, tokens=run.batch_size * run.seq_len)
             notes.append(f"{format_bytes(on_host)} of layers' inputs lie in pinned host memory")
-    if len({group.stack for group in job.model.groups}) > 1 and run.phase == "finetune":
-        notes.append("encoder and decoder are both taken at seq_len tokens")
+    if job.model.has_two_stacks and run.phase == "finetune":
+        notes.append(_lengths_in_words(job))
     return tuple(notes)
+
+
+def _lengths_in_words(job: ResolvedRun) -> str:
+    """What an encoder and its decoder are taken at."""
+    source, target = job.run.seq_len, job.model.target_len(job.run.target_len, job.run.seq_len)
+    if target is None:
+        return "encoder and decoder are both taken at seq_len tokens"
+    if job.run.target_len is None:
+        return f"the encoder reads {source} tokens, the decoder has positions for {target}"
+    return f"the encoder reads seq_len, {source} tokens; the decoder writes target_len, {target}"
 
 
 def _attentions(job: ResolvedRun) -> list[Attention]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from whichlora.memory import allocator
 from whichlora.memory.images import attending
@@ -58,7 +58,7 @@ from whichlora.predict.several_gpus import several_gpus
 from whichlora.serving.step_time import Service
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.numeric import Count, Real, largest
+from whichlora.spec.numeric import Count, Real, is_plain, largest
 from whichlora.spec.results import (
     MemoryPrediction,
     Prediction,
@@ -129,8 +129,9 @@ def training_step(job: ResolvedRun, **sizes: Count) -> TrainingStep:
     counts = _sizes(job, sizes)
     counts["batch_size"] = counts["batch_size"] * job.trainer.sequences(job.run)
     counts["seq_len"] = counts["seq_len"] + job.method.virtual_tokens
+    model, counts["seq_len"] = job.at_length(counts["seq_len"])
     step = TrainingStep(
-        model=job.model,
+        model=model,
         run=job.run,
         dtypes=job.dtypes,
         method=job.method,
@@ -179,7 +180,43 @@ def moment_parts(job: ResolvedRun, **sizes: Count) -> dict[str, dict[str, Count]
     Args:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
-    return _by_part(job, ledger(job, **sizes))
+    return of_each_source(job, lambda **one: _by_part(job, ledger(job, **one)), sizes)
+
+
+def of_each_source(
+    job: ResolvedRun, count: Callable[..., dict[str, Any]], sizes: Mapping[str, Count]
+) -> dict[str, Any]:
+    """`count` of `sizes`, one length of an encoder after the other where a decoder has its own.
+
+    Formulas of two lengths take that of the encoder as a number, and all other sizes as arrays.
+
+    Args:
+        count: sizes by name -> numbers or arrays by name, or such mappings by name.
+    """
+    lengths = sizes.get("seq_len", 1)
+    target_len = job.model.target_len(job.run.target_len, lengths)
+    if job.run.phase == "inference" or target_len is None or is_plain(lengths):
+        return count(**sizes)
+    import numpy as np
+
+    lengths = np.asarray(lengths)
+    merged: dict[str, Any] = {}
+    for length in np.unique(lengths):
+        of_length = count(**{**sizes, "seq_len": int(length)})
+        merged = _merged(lengths == length, of_length, merged) if merged else of_length
+    return merged
+
+
+def _merged(where: Array, new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """`new` where it holds, else `old`."""
+    import numpy as np
+
+    return {
+        name: _merged(where, value, old[name])
+        if isinstance(value, Mapping)
+        else np.where(where, value, old[name])
+        for name, value in new.items()
+    }
 
 
 def _by_part(job: ResolvedRun, counted: Ledger) -> dict[str, dict[str, Count]]:
@@ -206,7 +243,7 @@ def step_features(job: ResolvedRun, **sizes: Count) -> dict[str, Real]:
     Args:
         sizes: of `ResolvedRun.size_names`, in place of the run's own; arrays broadcast.
     """
-    return features_of_step(training_step(job, **sizes))
+    return of_each_source(job, lambda **one: features_of_step(training_step(job, **one)), sizes)
 
 
 def features_by_length(
@@ -483,8 +520,9 @@ def least_training_bytes(
     """Device memory that fine-tuning takes at least, whatever its rank is from `least_r` on."""
     if job.layout is not None:  # what a strategy leaves of these parts is its own
         return 0.0
-    step = training_step(job, batch_size=batch_size, seq_len=seq_len, r=least_r)
-    return least_bytes(least_parts(step), calibration.memory)
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "r": least_r}
+    parts = of_each_source(job, lambda **one: least_parts(training_step(job, **one)), sizes)
+    return least_bytes(parts, calibration.memory)
 
 
 def judged_run(job: ResolvedRun, calibration: Calibration) -> MemoryJudgement:

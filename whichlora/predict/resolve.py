@@ -14,12 +14,13 @@ from whichlora.parallel.layout import Layout
 from whichlora.predict.images import with_images, with_lengths
 from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Engine, Served
-from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.architecture import ModelSpec, with_source_len
 from whichlora.spec.backends.cuda import ASSUMED_CAPABILITY, FLASH_CAPABILITY
 from whichlora.spec.checkpoint import packed_experts, refuses_bitsandbytes, stored_quant
 from whichlora.spec.dtypes import Dtypes, is_quantised, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.kernels import NO_KERNELS
+from whichlora.spec.numeric import Count, is_plain
 from whichlora.spec.options import by_own_names
 from whichlora.spec.parallel import ONE_DEVICE, ParallelConfig, micro_steps
 from whichlora.spec.run import (
@@ -105,6 +106,19 @@ class ResolvedRun:
         """Of a training's longest row as the layers see it."""
         return self.run.seq_len + self.method.virtual_tokens
 
+    def at_length(self, seq_len: Count) -> tuple[ModelSpec, Count]:
+        """The model of a batch whose rows have `seq_len` tokens, and the tokens of its last stack.
+
+        An encoder reads those of the rows; `ModelSpec.target_len` says how many a decoder writes.
+        Where both differ, all rows of an array have the longest source: an upper bound of what
+        `predict.of_each_source` takes apart.
+        """
+        target_len = self.model.target_len(self.run.target_len, seq_len)
+        if target_len is None:
+            return self.model, seq_len
+        longest = seq_len if is_plain(seq_len) else seq_len.max()
+        return with_source_len(self.model, int(longest)), target_len
+
     @property
     def has_pool(self) -> bool:
         """Whether an engine takes all its memory when it starts, whatever the requests are."""
@@ -167,6 +181,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     if training:
         model = _trained_model(model, run, trainer)
         run = replace(run, loss_head=trainer.loss_of(run, model.model_type))
+        _check_target(model, run)
     task = task_of(run)
     if task is not None:
         if not training:
@@ -302,6 +317,23 @@ def _trained_model(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelS
     if run.trainer_option("disable_dropout"):
         model = without_dropout(model)
     return with_named_experts(model) if trainer.names_experts else model
+
+
+def _check_target(model: ModelSpec, run: RunConfig) -> None:
+    """Refuse a target's length where there is no target, or more tokens than positions."""
+    if run.target_len is None:
+        return
+    if not model.has_two_stacks or task_of(run) is not None:
+        raise ConfigError(
+            f"target_len: is of encoder-decoders of texts, and {model.name} is none here; its "
+            "length is seq_len, leave target_len out"
+        )
+    longest = model.longest_input
+    if longest is not None and run.target_len > longest:
+        raise ConfigError(
+            f"target_len: {run.target_len} tokens are more than the {longest} positions that the "
+            f"decoder of {model.name} has; give {longest} or less"
+        )
 
 
 def _check_scoring(run: RunConfig, task: Task) -> None:

@@ -57,7 +57,7 @@ def describe(run: RunConfig) -> str:
             f"{name} inference, {form_in_words(run)}, batch {run.batch_size}, prompt "
             f"{run.prompt_len}, {run.max_new_tokens} new tokens"
         )
-    text = f"{name} {method_in_words(run)}, batch {run.batch_size}, {run.seq_len} tokens"
+    text = f"{name} {method_in_words(run)}, batch {run.batch_size}, {run.lengths} tokens"
     return f"{text}, {on_gpus(run.parallel)}" if not run.parallel.is_one_device else text
 
 

@@ -303,7 +303,10 @@ def random_rows(config: Any, run: RunConfig, lengths: Sequence[int]) -> list[dic
                 fraction = _SHORTEST_ROW + (1 - _SHORTEST_ROW) * torch.rand(1, generator=generator)
                 num_tokens = max(1, min(max(int(seq_len * fraction), least), seq_len - 1))
             ids = torch.randint(vocab_size, (num_tokens,), generator=generator)
-            rows.append({"input_ids": ids, "seq_len": seq_len})
+            row = {"input_ids": ids, "seq_len": seq_len}
+            if run.target_len is not None:
+                row["labels"] = torch.randint(vocab_size, (run.target_len,), generator=generator)
+            rows.append(row)
     return rows
 
 
@@ -335,7 +338,10 @@ def _with_labels(task: Task, number: int, rows: list[Mapping[str, Any]]) -> dict
 
 
 def collate(rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Tensors of shape [batch_size, seq_len], padded on the right."""
+    """Tensors of shape [batch_size, seq_len], padded on the right.
+
+    Labels of a decoder are [batch_size, target_len], where rows have them: all of one length.
+    """
     # A row of the full length, dropped again, makes `pad_sequence` pad to it.
     ruler = torch.empty(rows[0]["seq_len"], dtype=torch.long)
     ids = [row["input_ids"] for row in rows]
@@ -344,7 +350,10 @@ def collate(rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         "attention_mask": ([torch.ones_like(row) for row in ids], 0),
         "labels": (ids, _IGNORED_LABEL),
     }
-    return {
+    batch = {
         name: pad_sequence([*tensors, ruler], batch_first=True, padding_value=value)[:-1].clone()
         for name, (tensors, value) in padded.items()
     }
+    if "labels" in rows[0]:
+        batch["labels"] = torch.stack([row["labels"] for row in rows])
+    return batch

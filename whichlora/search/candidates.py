@@ -250,6 +250,8 @@ class Candidates:
             for images in shown:  # one, of the model
                 assert images is not None
                 base = images.shown(base)
+            for target_len in {load.target_len for load in loads.values()} - {None}:
+                base = replace(base, target_len=target_len)  # one, of the model
             for some in together:
                 of_ranks = axes | {"r": np.array(some)[:, None]}
                 for job in self._jobs(replace(base, r=some[0]), config, stacks, refused):

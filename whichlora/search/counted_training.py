@@ -12,7 +12,7 @@ from whichlora.memory.weights import weight_bytes
 from whichlora.parallel.base import RankKind
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import least_bytes
-from whichlora.predict.predict import moment_parts, training_step
+from whichlora.predict.predict import moment_parts, of_each_source, training_step
 from whichlora.predict.rank_time import RanksWork, count_ranks, features_of_step
 from whichlora.search.spread_steps import SpreadSteps, WholeTraining
 from whichlora.spec.numeric import Real
@@ -85,9 +85,13 @@ class TrainingGroup:
         """Of each kind of rank."""
         layout = self.group.job.layout
         if layout is None or layout.order == "one after the other":
-            return [self.features_of(self._step)]  # all of it on one GPU at a time
+            # all of it on one GPU at a time
+            return [of_each_source(self.group.job, self._features_at, self.axes)]
         share = layout.update_share
         return [self.features_of(kind.step, update_share=share) for kind in self._kinds]
+
+    def _features_at(self, **sizes: Any) -> dict[str, Any]:
+        return dict(self.features_of(training_step(self.group.job, **sizes)))
 
     @cached_property
     def _ranks(self) -> RanksWork | None:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from whichlora.errors import ConfigError
-from whichlora.spec.numeric import Count, ceil_div, floor_div
+from whichlora.spec.numeric import Count, ceil_div, floor_div, is_plain, smallest
 
 SAMPLING_RATE = 16_000  # samples of sound a second, as every processor here takes them
 UNTIL_TODAY = "999"  # a release that is newer than all
@@ -535,6 +535,8 @@ class Layer:
             the weights (Mamba 2).
         altup: its stream has several hidden states (Gemma 3n).
         low_rank: beside its attention, of the same normalised input.
+        own_len: tokens of each sequence that it runs on, whatever the length of the run's; 0: as
+            many. Of an encoder, where its decoder has another length (`with_source_len`).
     """
 
     attentions: tuple[Attention, ...]
@@ -560,6 +562,7 @@ class Layer:
     altup: AltUp | None = None
     low_rank: LowRankResidual | None = None
     other_params: int = 0
+    own_len: int = 0
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -628,11 +631,18 @@ class Layer:
     def windows(self) -> Windows | None:
         return next((each.windows for each in self.attentions if each.windows), None)
 
+    @property
+    def has_own_tokens(self) -> bool:
+        """Whether it runs on other tokens than those of the run: padded ones, or an encoder's."""
+        return bool(self.own_len) or self.windows is not None
+
     def padded(self, tokens: Count, span: Count) -> tuple[Count, Count]:
         """How many tokens it runs on, and how many of each sequence. Kind: exact.
 
-        Source: transformers 5.23 `LEDEncoder._pad_to_window_size`.
+        Source: transformers 5.23 `LEDEncoder._pad_to_window_size`; `own_len`.
         """
+        if self.own_len:
+            tokens, span = floor_div(tokens, span) * self.own_len, self.own_len
         if self.windows is None:
             return tokens, span
         length = ceil_div(span, self.windows.padded_to) * self.windows.padded_to
@@ -1188,15 +1198,96 @@ class ModelSpec:
         )
 
     @property
+    def has_two_stacks(self) -> bool:
+        """Whether it is an encoder and its decoder, both of texts."""
+        return len({group.stack for group in self.groups}) > 1
+
+    def target_len(self, run_len: int | None, source_len: Count) -> Count | None:
+        """Tokens that its decoder writes where its encoder reads `source_len`; None: as many.
+
+        They are those that the run asks for, or no more than the decoder has positions for.
+
+        Kind: exact. Source: `run_len` is `RunConfig.target_len`; transformers 5.23
+        `LEDDecoder.__init__`: `max_decoder_position_embeddings`.
+        """
+        if run_len is not None or self.max_prompt_positions is None or not self.has_two_stacks:
+            return run_len
+        assert self.max_position_embeddings is not None
+        most = smallest(source_len, self.max_position_embeddings)
+        is_same = most == source_len
+        return None if (is_same if is_plain(source_len) else is_same.all()) else most
+
+    @property
     def longest_input(self) -> int | None:
         """Tokens that its table of positions has vectors for; None where they are computed."""
         tables = (table for table in self.embeddings if table.kind != "buffer")
         looked_up = any("position" in table.name or table.name == "wpe" for table in tables)
         return self.max_position_embeddings if looked_up else None
 
+    @property
+    def longest_row(self) -> int | None:
+        """So of a row that it trains on, which an encoder reads; None where any length is read."""
+        longest = self.longest_input
+        return self.max_prompt_positions or longest if self.has_two_stacks else longest
+
+    def cut_target(self, run_len: int | None, source_len: int) -> int:
+        """Tokens that targets of its data are cut to; 0 where it has no decoder of its own.
+
+        Args: as of `target_len`.
+        """
+        asked = run_len or source_len
+        return min(asked, self.longest_input or asked) if self.has_two_stacks else 0
+
     def layers(self) -> Iterator[tuple[Layer, int]]:
         """Each distinct layer with the number of times the forward runs it."""
         return ((group.layer, group.count) for group in self.groups)
+
+
+@lru_cache(maxsize=64)
+def with_source_len(model: ModelSpec, source_len: int) -> ModelSpec:
+    """`model` whose encoder reads so many tokens of each sequence, whatever its decoder writes.
+
+    Layers of the encoder run on them, and cross attention reads as many positions. Kind: exact.
+    Source: transformers 5.23 `T5ForConditionalGeneration.forward`: `input_ids` and `labels` have
+    lengths of their own.
+    """
+    groups = []
+    for group in model.groups:
+        attentions = tuple(
+            replace(each, memory_len=source_len) if each.cross else each
+            for each in group.layer.attentions
+        )
+        own_len = source_len if group.stack == "encoder" else 0
+        layer = replace(group.layer, attentions=attentions, own_len=own_len)
+        groups.append(replace(group, layer=layer))
+    return replace(model, groups=tuple(groups))
+
+
+@lru_cache(maxsize=64)
+def parts_of(model: ModelSpec) -> tuple[ModelSpec, ...]:
+    """An encoder and its decoder as models of their own, or the model itself. Kind: exact.
+
+    Source: `ModelSpec.groups`.
+    """
+    names = list(dict.fromkeys(group.stack for group in model.groups))
+    if len(names) == 1:
+        return (model,)
+    return tuple(_part(model, name, number) for number, name in enumerate(names))
+
+
+def _part(model: ModelSpec, stack: str, number: int) -> ModelSpec:
+    """One of two stacks as a model of its own: tables, norms and dropouts stand in pairs."""
+    pairs = model.embeddings if model.splits_embeddings else model.embeddings[1:]
+    shared = () if model.splits_embeddings else model.embeddings[:1]
+    return replace(
+        model,
+        groups=tuple(group for group in model.groups if group.stack == stack),
+        embeddings=(*shared, *pairs[number::2]),
+        embedding_norms=model.embedding_norms[number::2],
+        embedding_dropouts=model.embedding_dropouts[number::2],
+        final_norms=model.final_norms[number::2],
+        final_dropouts=model.final_dropouts[number::2],
+    )
 
 
 @lru_cache(maxsize=256)

@@ -81,6 +81,7 @@ OPTIMIZER_NAMES: Mapping[str, Optimizer] = {
 BATCH_SETTINGS = (
     "batch_size",
     "seq_len",
+    "target_len",
     "gradient_accumulation_steps",
     "prompt_len",
     "max_new_tokens",
@@ -182,6 +183,8 @@ class RunConfig:
             its adapter, where the model is served as trained.
         batch_size: sequences per device per micro-step.
         seq_len: tokens per sequence in fine-tuning, padding included.
+        target_len: of an encoder-decoder of texts, tokens that the decoder learns to write, padding
+            included; `seq_len` are those that the encoder reads. None: as many.
         target_modules: leaf names of the adapted layers, or ("all-linear",) or ("attention",).
         precision: "auto" until `resolve.with_precision` asks the device: bf16 where it has that.
         modules_to_save: leaf names of modules that PEFT copies and trains as a whole beside the
@@ -240,6 +243,7 @@ class RunConfig:
     method: str = "lora"
     batch_size: int = 1
     seq_len: int = 2048
+    target_len: int | None = None
     r: int = 16
     lora_alpha: int = 32
     lora_dropout: float = 0.0
@@ -319,11 +323,9 @@ class RunConfig:
                 "adapter_dtype auto, or base_dtype auto"
             )
         _at_least("batch_size", self.batch_size, 1)
-        _at_least("seq_len", self.seq_len, 1)
+        self._check_lengths()
         _at_least("r", self.r, 1, "; common values are 8, 16 and 64")
         _at_least("lora_alpha", self.lora_alpha, 1)
-        _at_least("prompt_len", self.prompt_len, 1)
-        _at_least("max_new_tokens", self.max_new_tokens, 1)
         _at_least(
             "quant_group_size", self.quant_group_size, 1, "; common values are 32, 64 and 128"
         )
@@ -352,8 +354,6 @@ class RunConfig:
         image_sides(self.image_size)
         if self.image_max_pixels is not None:
             _at_least("image_max_pixels", self.image_max_pixels, 1, "; 589824 is 768x768")
-        if self.context is not None:
-            _at_least("context", self.context, 1)
         if not 0.0 <= self.shared_prompt_fraction <= 1.0:
             raise ConfigError(
                 f"shared_prompt_fraction: must be from 0 to 1, got {self.shared_prompt_fraction}"
@@ -391,6 +391,11 @@ class RunConfig:
         for name in ("gradient_checkpointing", "prepare_kbit", "use_reentrant"):
             if getattr(self, name) is not None:
                 _switch(name, getattr(self, name))
+
+    def _check_lengths(self) -> None:
+        for name in ("seq_len", "target_len", "prompt_len", "max_new_tokens", "context"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
 
     def _check_cache(self) -> None:
         if self.cache_nbits not in CACHE_NBITS:
@@ -449,6 +454,13 @@ class RunConfig:
     def longest_sequence(self) -> int:
         """The most tokens of a prompt and its answer."""
         return self.context or self.prompt_len + self.max_new_tokens
+
+    @property
+    def lengths(self) -> str:
+        """Tokens of each sequence, of what is read and what is written."""
+        if self.phase == "inference":
+            return f"{self.prompt_len}+{self.max_new_tokens}"
+        return str(self.seq_len) if self.target_len is None else f"{self.seq_len}+{self.target_len}"
 
     @property
     def trainer_optim(self) -> str:
@@ -510,6 +522,8 @@ class RunConfig:
             del values["audios"], values["audio_seconds"]
         if not self.freeze_vision_tower:
             del values["freeze_vision_tower"]
+        if self.target_len is None:
+            del values["target_len"]
         if self.parallel != ONE_GPU:
             values["parallel"] = self.parallel.to_dict()
         values["target_modules"] = list(self.target_modules)

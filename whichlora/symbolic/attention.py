@@ -13,6 +13,7 @@ from whichlora.symbolic.autograd import (
     constant,
     per_pair,
     per_sequence,
+    per_span,
     per_span_squared,
     per_token,
     plus,
@@ -141,12 +142,19 @@ def _project_plain(code: OpEmitter, attention: Attention, x: Tensor, read: Tenso
     if fused_qkv(attention) is not None:
         _, (q, k, v) = _split_projection(code, attention, x)
         return Projected(attention=attention, q=q, k=k, v=v)
-    q_linear, k_linear, v_linear, _ = attention.linears
     if read is x and runs_fused(code, attention.linears[:3]):
         q, k, v = project_fused(code, attention.linears[:3], x)
     else:
-        q, k, v = code.linear(q_linear, x), code.linear(k_linear, read), code.linear(v_linear, read)
+        q, (k, v) = code.linear(attention.linears[0], x), _read(code, attention, read)
     return _by_heads(code, attention, q, k, v)
+
+
+def _read(code: OpEmitter, attention: Attention, read: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of an encoder's output, which may have a length of its own."""
+    _, k_linear, v_linear, _ = attention.linears
+    length = attention.memory_len
+    reading = replace(code, rows=Rows(in_sequence=length)) if length else code
+    return reading.linear(k_linear, read), reading.linear(v_linear, read)
 
 
 def _by_heads(
@@ -169,8 +177,7 @@ def _by_heads(
 
 def _project_scaled(code: OpEmitter, attention: Attention, x: Tensor, read: Tensor) -> Projected:
     """Source: transformers 5.23 `EsmSelfAttention.forward`."""
-    q_linear, k_linear, v_linear, _ = attention.linears
-    q, k, v = code.linear(q_linear, x), code.linear(k_linear, read), code.linear(v_linear, read)
+    q, (k, v) = code.linear(attention.linears[0], x), _read(code, attention, read)
     return _by_heads(code, attention, code.scale(q), k, v)
 
 
@@ -471,7 +478,7 @@ def _position_bias(code: OpEmitter, attention: Attention, *, size: int) -> Tenso
     Source: transformers 5.23 `T5Attention.forward`, `compute_bias`, `T5Stack.forward`.
     """
     tape, dtypes = code.tape, code.dtypes
-    elements = per_span_squared(attention.num_attention_heads)
+    elements = _shared_pairs(attention)
     if attention.biases_each_sequence:
         elements = per_pair(attention.num_attention_heads)
     if attention.biases_each_layer:
@@ -490,6 +497,14 @@ def _position_bias(code: OpEmitter, attention: Attention, *, size: int) -> Tenso
     return tape.shared(elements, dtypes.base_bytes, needs_grad=wanted)
 
 
+def _shared_pairs(attention: Attention) -> LinearForm:
+    """Elements of a tensor that has one for every head, query and key, the same for all rows."""
+    heads = attention.num_attention_heads
+    if attention.memory_len:
+        return per_span(heads * attention.memory_len)
+    return per_span_squared(heads)
+
+
 def _looked_up_bias(code: OpEmitter, elements: LinearForm) -> Tensor:
     """Source: transformers 5.23 `T5Attention.compute_bias`."""
     tape, dtypes = code.tape, code.dtypes
@@ -505,7 +520,7 @@ def _biased_mask(code: OpEmitter, attention: Attention, bias: Tensor) -> Tensor:
     heads = attention.num_attention_heads
     if not code.masked and not attention.causal:
         return bias if attention.cross else code.copy(bias)
-    elements = per_pair(heads) if code.masked else per_span_squared(heads)
+    elements = _pairs(code, attention, heads) if code.masked else _shared_pairs(attention)
     masked_gradient = scaled(elements, bias.size)
     masked_bias = code.tape.op(
         [bias], elements, bias.size, inner_backward=masked_gradient, what="position bias, masked"

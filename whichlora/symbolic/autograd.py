@@ -24,6 +24,7 @@ class LinearForm(NamedTuple):
         where_many_rows: bytes that are there only above `fused_rows` tokens.
         per_group: for every `group_size` tokens of each sequence, a part of them left out.
         per_chunk_group: so for every one of its chunks.
+        per_span: for every token of one sequence, however many sequences there are.
         chunk_size: how many tokens a chunk has; 0 where there are none.
         fused_rows: as of `spec.dtypes.fused_rows`; 0 where no term asks.
     """
@@ -40,6 +41,7 @@ class LinearForm(NamedTuple):
     per_rank_sequence: int = 0
     per_group: int = 0
     per_chunk_group: int = 0
+    per_span: int = 0
     chunk_size: int = 0
     fused_rows: int = 0
     group_size: int = 0
@@ -92,6 +94,10 @@ def per_span_squared(count: int) -> LinearForm:
     return LinearForm(per_span_squared=count)
 
 
+def per_span(count: int) -> LinearForm:
+    return LinearForm(per_span=count)
+
+
 def where_many_rows(count: int, fused_rows: int) -> LinearForm:
     """Bytes that are there only above so many rows, the same number in all of one layer."""
     return LinearForm(where_many_rows=count, fused_rows=fused_rows)
@@ -124,19 +130,21 @@ def per_chunk_group(count: int, *, chunk: int, group: int) -> LinearForm:
 
 
 def scaled(form: LinearForm, factor: int) -> LinearForm:
-    a, b, c, d, e, f, g, h, i, j, m, n, *sizes = form
+    a, b, c, d, e, f, g, h, i, j, m, n, s, *sizes = form
     k = factor
     return LinearForm(
         *(a * k, b * k, c * k, d * k, e * k, f * k, g * k, h * k, i * k, j * k, m * k, n * k),
+        s * k,
         *sizes,
     )
 
 
 def plus(first: LinearForm, second: LinearForm) -> LinearForm:
-    a, b, c, d, e, f, g, h, i, j, m, n, chunk, fused, group = first
-    p, q, r, s, t, u, v, w, x, y, z, o, other_chunk, other_fused, other_group = second
+    a, b, c, d, e, f, g, h, i, j, m, n, spans, chunk, fused, group = first
+    p, q, r, s, t, u, v, w, x, y, z, o, more, other_chunk, other_fused, other_group = second
     return LinearForm(
         *(a + p, b + q, c + r, d + s, e + t, f + u, g + v, h + w, i + x, j + y, m + z, n + o),
+        spans + more,
         chunk or other_chunk,
         fused or other_fused,
         group or other_group,
@@ -205,6 +213,8 @@ def evaluate(form: LinearForm, *, tokens: Count, span: Count, r: Count) -> Count
         result = result + (form.constant + form.per_rank * r)
     if form.per_span_squared:
         result = result + form.per_span_squared * span * span
+    if form.per_span:
+        result = result + form.per_span * span
     if form.where_many_rows:
         result = result + form.where_many_rows * (tokens > form.fused_rows)
     if has_sequences(form):
@@ -244,7 +254,7 @@ def _largest_somewhere(
     """
     import numpy as np
 
-    if any(has_sequences(form) for form in forms):
+    if any(has_sequences(form) or form.per_span for form in forms):
         return forms
     few, many = np.min(tokens), np.max(tokens)
     fused_rows = max((form.fused_rows for form in forms), default=0)
@@ -469,6 +479,8 @@ class Tape:
         self._further_results: list[int] = []
         self._shared_weights: dict[str, Tensor] = {}
         self._held_by_later_layers: list[Tensor] = []
+        self.memory: Tensor | None = None  # an encoder's output, which the block reads
+        self._saved_elsewhere: set[int] = set()  # edges of saved tensors that others made
         self._cache_writes: list[tuple[int, int]] = []  # steps, and what they put there
 
     def _add(self, form: int, name: str, size: int) -> None:
@@ -693,6 +705,7 @@ class Tape:
         if inputs:
             result.needs_grad = True
             saved = [tensor.storage for tensor in saves if tensor.storage >= 0]
+            self._saved_elsewhere.update(tensor.edge for tensor in saves if tensor.storage < 0)
             if saves_result:
                 saved.append(result.storage)
             for form in keeps:
@@ -903,6 +916,11 @@ class Tape:
         """What is saved for backward, or the part of it that checkpointing does not free."""
         nodes = [node for node in self._nodes if node.hidden or not hidden]
         return frozenset(storage for node in nodes for storage in node.saved)
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether the very output of an encoder is saved, and no copy of it."""
+        return self.memory is not None and self.memory.edge in self._saved_elsewhere
 
     @property
     def has_graph(self) -> bool:

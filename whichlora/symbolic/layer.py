@@ -77,6 +77,7 @@ def _memory(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor | None:
     elements = per_sequence(length * x.elements.per_token) if length else x.elements
     needs_grad = dtypes.training and dtypes.learns_encoder
     memory = code.tape.shared(elements, size, needs_grad=needs_grad)
+    code.tape.memory = memory
     return replace(memory, cut=any(attention.cut_from for attention in layer.attentions))
 
 
@@ -236,7 +237,8 @@ def returned_probabilities(layer: Layer, dtypes: Dtypes, *, saving: bool = False
         is_wide = widened and not attention.wide_softmax  # the values' product reads a copy
         if is_wide or not saving:
             size = 4 if is_wide else dtypes.linear_out_bytes
-            form = plus(form, per_pair(attention.num_attention_heads * size))
+            of_heads, keys = attention.num_attention_heads * size, attention.memory_len
+            form = plus(form, per_token(of_heads * keys) if keys else per_pair(of_heads))
     return form
 
 
@@ -285,6 +287,8 @@ class LayerPoints:
         forward: alive in a forward that saves `saved`.
         backward: alive in its backward, `saved` and the gradient of its result included; of a
             checkpointed layer while its forward is repeated and goes backward, without its input.
+        memory: the encoder's output that it reads.
+        saves_memory: that is saved, or an argument of a checkpoint.
     """
 
     saved_tensors: tuple[SavedTensor, ...]
@@ -296,6 +300,8 @@ class LayerPoints:
     gathered: LinearForm
     forward: tuple[LinearForm, ...]
     backward: tuple[LinearForm, ...]
+    memory: LinearForm = NOTHING
+    saves_memory: bool = False
 
 
 def _tape_of(layer: Layer, stream_width: int, code: OpEmitter, *, needs_grad: bool) -> Tape:
@@ -399,6 +405,8 @@ def layer_points(
         tape.gathered,
         maximal(tape.forward(saving=not checkpointed)),
         maximal(backward),
+        NOTHING if tape.memory is None else tape.memory.form,
+        checkpointed or tape.saves_memory,
     )
 
 

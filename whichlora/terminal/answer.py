@@ -473,14 +473,13 @@ def _print_stage(
     shown = [candidate for i, candidate in enumerate(ranked) if i < MAX_ROWS or candidate.measured]
     for candidate in shown:
         run, total = candidate.run, candidate.total_s
-        training = run.phase == "finetune"
         untimed = candidate.failed and candidate.measured
         rows.append(
             (
                 run.model,
                 variant(run, answer.plan),
                 str(run.batch_size),
-                str(run.seq_len) if training else f"{run.prompt_len}+{run.max_new_tokens}",
+                run.lengths,
                 "-" if untimed else format_bytes(candidate.memory_bytes.value),
                 "-" if untimed else format_seconds(candidate.time_per_token_s.value),
                 "-" if total is None or untimed else format_seconds(total.value),

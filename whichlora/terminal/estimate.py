@@ -145,10 +145,8 @@ def _sheet(predictions: Sequence[Prediction]) -> Sheet:
         low, high = memory.interval_bytes
         run = prediction.run
         if run.phase == "finetune":
-            tokens = str(run.seq_len)
             seconds = f"{format_seconds(time.step_s or 0)} /step" if time.is_known else "-"
         else:
-            tokens = f"{run.prompt_len}+{run.max_new_tokens}"
             seconds = f"{format_seconds(time.time_per_token_s)} /token" if time.is_known else "-"
         rows.append(
             (
@@ -156,7 +154,7 @@ def _sheet(predictions: Sequence[Prediction]) -> Sheet:
                 name,
                 *((str(run.parallel.gpus), run.parallel.in_words) if spread else ()),
                 str(run.batch_size),
-                tokens,
+                run.lengths,
                 format_bytes(memory.device_used_bytes),
                 f"{format_bytes(low)} - {format_bytes(high)}",
                 f"{memory.device_used_bytes / prediction.usable_bytes:.0%}",

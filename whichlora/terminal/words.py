@@ -52,7 +52,7 @@ def variants(runs: Sequence[RunConfig], devices: Sequence[str]) -> list[str]:
     flat = [_flat(run) for run in runs]
     for run, settings, device in zip(runs, flat, devices, strict=True):
         spread = (run.parallel.gpus, run.parallel.in_words)
-        sizes = (run.batch_size, run.seq_len, run.prompt_len, run.max_new_tokens)
+        sizes = (run.batch_size, run.lengths, run.seq_len, run.prompt_len, run.max_new_tokens)
         looks = (device, run.model, kind(run), run.trainer, *spread, *sizes)
         alike.setdefault(looks, []).append(settings)
     differing = ["trainer"] if len({run.trainer for run in runs}) > 1 else []

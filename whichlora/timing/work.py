@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add, attrgetter
 
 from whichlora.memory import weights
@@ -293,6 +293,39 @@ def encoder_reading_weights(layer: Layer) -> int:
     Kind: exact. Source: the architecture.
     """
     return sum(linear.num_weights for linear in layer.linears if linear.reads == ENCODER_OUT)
+
+
+def _further_rows(
+    model: ModelSpec,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    tokens: Count,
+    seq_len: Count,
+    r: Count,
+) -> Count:
+    """Rows times parameters of adapters, where an encoder's rows are more than a decoder's.
+
+    They are those in the encoder, and those that read what it returns; less where it has fewer.
+
+    Kind: exact. Source: `spec.architecture.with_source_len`.
+    """
+    total = 0 * tokens * r
+    if not model.groups[0].layer.own_len:
+        return total
+    for layer, count in model.layers():
+        in_layer = floor_div(tokens, seq_len) * (layer.own_len or seq_len)
+        for linear in adapted(layer, targets):
+            rows = _rows_read(model, in_layer, layer.own_len or seq_len, linear)
+            total = total + (rows - tokens) * count * method.adapter_params(linear, r)
+    return total
+
+
+def _rows_read(model: ModelSpec, tokens: Count, seq_len: Count, linear: Linear) -> Count:
+    """Rows that a matrix reads in a layer of `tokens`: an encoder's output has its own."""
+    own_len = model.groups[0].layer.own_len
+    encoded = own_len and linear.reads == ENCODER_OUT
+    return floor_div(tokens, seq_len) * own_len if encoded else tokens
 
 
 def _num_keys(attention: Attention, length: Count) -> Count:
@@ -656,8 +689,7 @@ def trained_layers(
     wide = wide_weights(layer, dtypes)
     stored = sum(weights.linear_bytes(linear, dtypes) for linear in layer.linears)
     weight_read = count * stored * (passes + recompute)
-    scanned = tokens * scan_flops_per_token(layer, seq_len, decoding=False)
-    attention_flops = count * scanned * (3 + recompute)
+    scanned = count * tokens * scan_flops_per_token(layer, seq_len, decoding=False)
     attentions = [
         _attention_work(
             attention,
@@ -698,7 +730,7 @@ def trained_layers(
         idle_flops=count
         * _trained_idle_flops(layer, tokens, method, recompute, num_multiprocessors),
         weight_read_bytes=weight_read,
-        attention_flops=attention_flops,
+        attention_flops=scanned * (3 + recompute),
         elementwise_bytes=elementwise,
         dequant_bytes=dequant,
         launches=count * in_forward * (1 + recompute),
@@ -706,8 +738,9 @@ def trained_layers(
         hook_launches=count * in_forward * hooks,
         walked_modules=count * _walked_modules(layer, run, adapters),
     )
+    rows_of = partial(_rows_read, model, tokens, seq_len)
     in_step = (
-        _trained_adapter(linear, adapter, dtypes, recompute, hooks, count, tokens)
+        _trained_adapter(linear, adapter, dtypes, recompute, hooks, count, rows_of(linear))
         for linear, adapter in adapters
     )
     return Work.total((layers, Work.total(attentions).times(count), *in_step))
@@ -849,7 +882,8 @@ def training_work(
         read = batch_size * method.added_tokens if method.added_tokens else tokens
         shared = method.shared_tensors(adapted_linears(model, targets), r)
         params = update.num_params - sum(tensor.num_params for tensor in shared)
-        of_adapters = (6 + 2 * recompute) * read * params
+        further = _further_rows(model, method, targets, tokens=tokens, seq_len=seq_len, r=r)
+        of_adapters = (6 + 2 * recompute) * (read * params + further)
         wide = product_work(of_adapters, wide=dtypes.widens_adapters)
         multiplied = Work.total((multiplied, wide))
     vocab = num_logits(model)

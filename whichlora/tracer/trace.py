@@ -13,11 +13,12 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
+from unittest import mock
 
 from peft import PeftModel
 from torch import nn
@@ -106,18 +107,8 @@ def trace(
         pinned="efficient" if efficient else None,
     )
     with ExitStack() as patches:
-        if efficient:
-            patches.enter_context(with_efficient_attention())
-        if run.attn == "flash_attention_2":
-            patches.enter_context(with_flash_attention())
-        if run.loss_head == "trl-fused":
-            patches.enter_context(with_fused_head())
-        if "use_liger_kernel" in get_trainer(run.trainer).arguments(run):
-            patches.enter_context(with_liger())
-        if run.phase == "finetune":
-            computed = get_trainer(run.trainer).logits_loss(run)
-            if computed is not None and computed.log_probabilities == "kernel":
-                patches.enter_context(with_fused_log_probabilities())
+        for patch in _patches(run):
+            patches.enter_context(patch)
         model = meta_model(weights, config, device="cpu")
         trainer = get_trainer(run.trainer)
         if trainer.quantises_experts:
@@ -151,6 +142,24 @@ def trace(
                 measure(model, stand_in, _NoMeter(), [run.seq_len])
         recorder.close()
     return recorder.events
+
+
+def _patches(run: RunConfig) -> Iterator[AbstractContextManager[Any]]:
+    """What stands in for values and kernels that fake tensors have not."""
+    if run.attn == "sdpa-efficient":
+        yield with_efficient_attention()
+    if run.padding == "none":  # BART makes its decoder a mask of ones, and asks whether it is one
+        yield mock.patch("transformers.masking_utils.fast_all", return_value=True)
+    if run.attn == "flash_attention_2":
+        yield with_flash_attention()
+    trainer = get_trainer(run.trainer)
+    if run.loss_head == "trl-fused":
+        yield with_fused_head()
+    if "use_liger_kernel" in trainer.arguments(run):
+        yield with_liger()
+    computed = trainer.logits_loss(run) if run.phase == "finetune" else None
+    if computed is not None and computed.log_probabilities == "kernel":
+        yield with_fused_log_probabilities()
 
 
 def _check_traceable(run: RunConfig) -> None:

@@ -28,6 +28,7 @@ _FINETUNE_ONLY = (
     "method",
     "method_options",
     "seq_len",
+    "target_len",
     "r",
     "lora_alpha",
     "lora_dropout",

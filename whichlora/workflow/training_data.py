@@ -29,12 +29,12 @@ from whichlora.predict.evaluation_and_saving import num_evaluations
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.data_format import AUDIOS, TRANSCRIPTS, DataFormat
 from whichlora.spec.plan import Plan
-from whichlora.tasks import rows_of
+from whichlora.tasks import rows_of, task_of
 from whichlora.trainers import Repeats, Trainer, get_trainer, with_trainer
 
-Key: TypeAlias = tuple[str | None, int, bool, Grid | None, float]
-"""A tokenizer, the length that rows are cut to, whether prompts are learned, a rule of images, and
-seconds of a clip.
+Key: TypeAlias = tuple[str | None, int, bool, Grid | None, float, int]
+"""A tokenizer, the length that rows are cut to, whether prompts are learned, a rule of images,
+seconds of a clip, and the length that targets are cut to.
 
 Tokenizers that are not at hand are None: all estimate the same lengths.
 """
@@ -73,12 +73,23 @@ class TrainingData:
     def seq_len(self, model: str) -> int:
         """Tokens that rows are cut to: as the plan says, but no more than `model` can look up."""
         seq_len = self._plan.finetune.seq_len
-        return min(seq_len, self._models[model].longest_input or seq_len)
+        return min(seq_len, self._models[model].longest_row or seq_len)
+
+    def target_length(self, model: str) -> int:
+        """Tokens that targets are cut to; 0 where `model` has no decoder beside its encoder."""
+        if task_of(self._plan.finetune) is not None:
+            return 0
+        asked = self._plan.finetune.target_len
+        return self._models[model].cut_target(asked, self.seq_len(model))
+
+    def target_len(self, model: str) -> int | None:
+        """Tokens of the longest target; None where rows have none apart from their texts."""
+        return self.lengths(model).longest_target
 
     def lengths(self, model: str) -> TokenLengths:
         """Token lengths of the data as the tokenizer of `model` cuts them."""
         key = self._key(model)
-        tokenizer, seq_len, completions_only, grid, _ = key
+        tokenizer, seq_len, completions_only, grid, _, target_length = key
         joins = self._plan.collator == "packed"  # before it cuts
         if key not in self._lengths:
             self._lengths[key] = count_tokens(
@@ -90,6 +101,7 @@ class TrainingData:
                 run=self._plan.finetune,
                 grid=grid,
                 window_s=self._window_s(model),
+                target_length=target_length,
             )
         lengths = self._lengths[key]
         if tokenizer or isinstance(self.dataset, CountedDataset):
@@ -173,7 +185,8 @@ class TrainingData:
         completions_only = self._plan.train_on == "completions" and not packs and not masks
         tokenizer = None if self._why_estimated(model) else self.tokenizer(model)
         window_s = self._window_s(model)
-        return tokenizer, self.seq_len(model), completions_only, self._grid(model), window_s
+        length, grid = self.seq_len(model), self._grid(model)
+        return tokenizer, length, completions_only, grid, window_s, self.target_length(model)
 
     def cautions(self, model: str) -> tuple[str, ...]:
         """What of the data must be known before a plan is acted on."""
@@ -209,7 +222,9 @@ class TrainingData:
                 sequences=self._trainer(self._plan).sequences(self._plan.finetune),
                 repeats=self._repeats(batch_size, accumulation),
             )
-            self._workloads[key] = replace(load, images=self.images(model))
+            self._workloads[key] = replace(
+                load, images=self.images(model), target_len=self.target_len(model)
+            )
         return self._workloads[key]
 
     def _repeats(self, batch_size: int, accumulation: int) -> Repeats | None:

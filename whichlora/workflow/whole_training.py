@@ -31,7 +31,7 @@ from whichlora.spec.numeric import ceil_div
 from whichlora.spec.plan import DatasetConfig
 from whichlora.spec.results import Prediction, TrainingTotal
 from whichlora.spec.run import RunConfig
-from whichlora.tasks import rows_of
+from whichlora.tasks import rows_of, task_of
 from whichlora.trainers import get_trainer
 
 MOST_EPOCHS = 1000
@@ -150,7 +150,9 @@ class Data:
             assert tower is not None
             limit = None if tower.hears else run.image_max_pixels
             grid = read_by(tower), tower.limited(limit)
-        return _rows(os.path.abspath(path), self.path, changed, tokenizer, reader, grid, window)
+        target = _target_length(run, model)
+        found = os.path.abspath(path)
+        return _rows(found, self.path, changed, tokenizer, reader, grid, window, target)
 
     def sized(self, run: RunConfig, model: ModelSpec, *, largest_batch: bool = False) -> RunConfig:
         """`run` at the length of its longest batch, padded where rows of a batch differ.
@@ -167,6 +169,8 @@ class Data:
             if getattr(run, setting) and rows.grid is not None:
                 raise ConfigError(f"{setting}: the data has its own; leave {setting} out")
         run = rows.shown(run)
+        if rows.longest_target is not None:
+            run = replace(run, target_len=rows.longest_target)
         if self.packed:
             return replace(run, seq_len=seq_len)
         varied = len({min(length, seq_len) for length in rows.counts}) > 1
@@ -183,6 +187,8 @@ class Rows:
         counts: tokens of the longest sequence of a row to the number of rows.
         others: tokens of the other sequences, where a row is a pair.
         longest: an upper bound of the longest, where lengths are estimated.
+        longest_target: tokens of the longest target of an encoder-decoder, whose sources `counts`
+            are of; else None.
         alternatives: other plausible counts, where they are.
         images: tokens, and sizes of the images, of each row; empty where no row may have one.
         most, mean: images of the heaviest row, and of one as heavy as all in the mean.
@@ -192,6 +198,7 @@ class Rows:
     counts: Mapping[int, int]
     others: int
     longest: int
+    longest_target: int | None = None
     alternatives: tuple[Mapping[int, int], ...] = ()
     notes: tuple[str, ...] = ()
     images: tuple[tuple[int, tuple[Size, ...]], ...] = ()
@@ -245,7 +252,13 @@ class Rows:
 
 def _seq_len(run: RunConfig, model: ModelSpec) -> int:
     """Tokens of `run`, but no more than `model` can look up."""
-    return min(run.seq_len, model.longest_input or run.seq_len)
+    return min(run.seq_len, model.longest_row or run.seq_len)
+
+
+def _target_length(run: RunConfig, model: ModelSpec) -> int:
+    """Tokens that targets are cut to; 0 where `model` has no decoder beside its encoder."""
+    has_target = task_of(run) is None
+    return has_target * model.cut_target(run.target_len, _seq_len(run, model))
 
 
 @lru_cache(maxsize=64)
@@ -257,12 +270,14 @@ def _rows(
     run: RunConfig | None,
     grid: tuple[str, Grid] | None,
     window: tuple[float, int] | None,
+    target_length: int,
 ) -> Rows:
     """The rows of a file, counted once until it changes.
 
     Args:
         grid: what the model reads beside messages, and how its processor cuts that.
         window: seconds and tokens that a clip and its transcript may have.
+        target_length: tokens that targets are cut to, of an encoder-decoder.
     """
     config = DatasetConfig(path=path if changed else name, validation_fraction=0.0)
     dataset = open_dataset(config, "texts" if run is None else rows_of(run))
@@ -284,6 +299,7 @@ def _rows(
         run=run,
         grid=cuts,
         window_s=window_s,
+        target_length=target_length,
     )
     sizes = lengths.image_sizes.get("train", ())
     notes = [] if lengths.is_counted else [f"lengths are {lengths.method}"]
@@ -295,6 +311,7 @@ def _rows(
         counts=Counter(lengths.lengths["train"]),
         others=sum(lengths.others.get("train", ())),
         longest=lengths.longest(),
+        longest_target=lengths.longest_target,
         alternatives=tuple(Counter(each.lengths["train"]) for each in lengths.alternatives),
         notes=tuple(notes),
         images=tuple(zip(lengths.lengths["train"], sizes, strict=True)) if sizes else (),

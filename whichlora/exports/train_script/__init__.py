@@ -71,6 +71,7 @@ _IMPORTABLE: Mapping[str, Sequence[str]] = {
         "AutoModelForMaskedLM",
         "AutoModelForMultimodalLM",
         "AutoModelForQuestionAnswering",
+        "AutoModelForSeq2SeqLM",
         "AutoModelForSequenceClassification",
         "AutoModelForSpeechSeq2Seq",
         "AutoModelForTokenClassification",
@@ -176,17 +177,16 @@ def train_script(
     takes_bytes = random_config is not None and tokenizer is None
     model_class = _model_class(task, masked_lm, model_config or {}, data_format)
     hub = {"trust_remote_code": True} if trust_remote_code else {}
-    chats = data_format.conversational and not masked_lm and not data_format.has_processor
+    chats = _renders_chats(data_format, masked_lm or has_targets(model_config))
     constants = {
         "MODEL": run.model if random_config is None else Code('HERE / "random-weights"'),
         "TOKENIZER": tokenizer,
         "OUTPUT": Code('HERE / "output"'),
-        **_batch_constants(run, data_format),
+        **_batch_constants(run, data_format, model_config),
         "EPOCHS": epochs if max_steps is None else None,
         "MAX_STEPS": max_steps,
         "LEARNING_RATE": learning_rate,
-        **_keeping_constants(keeping),
-        "SEED": seed,
+        **_keeping_constants(keeping, seed),
         "PREDICTED_WITH": predicted_versions(run),
         "CHAT_TEMPLATE": chat_template() if chats else None,
         "MODEL_CONFIG": _without_quantisation(random_config),
@@ -204,9 +204,10 @@ def train_script(
         *RANDOM_CHECKPOINT_LINES * (random_config is not None),
         *_training_lines(model, run, keeping, reader, data_format, limited=max_steps is not None),
     ]
-    random_class = model_class if random_config else None
-    functions = _helper_functions(run, keeping, random_class, takes_bytes=takes_bytes)
-    functions += row_functions(data_format, run, train_on, reader, masked_lm=masked_lm)
+    made = model_class if random_config else None
+    functions = _helper_functions(run, keeping, made, takes_bytes=takes_bytes)
+    kinds = {"masked_lm": masked_lm, "has_target": has_targets(model_config)}
+    functions += row_functions(data_format, run, train_on, reader, **kinds)
     tail = _tail(run, keeping, data_format, _collator(reader, data_format, masked_lm=masked_lm))
     return _assembled(run, constants, functions, main, tail)
 
@@ -279,6 +280,8 @@ def _model_class(
         return task.auto_class.rpartition(".")[2]
     if data == TRANSCRIPTS:
         return "AutoModelForSpeechSeq2Seq"
+    if has_targets(model_config):
+        return "AutoModelForSeq2SeqLM"
     if is_audio_class(model_config):
         return "AutoModelForMultimodalLM"
     if is_image_class(model_config, images=data.images):
@@ -361,10 +364,19 @@ def _assembled(
     return _head(body, constants, classes) + body
 
 
-def _batch_constants(run: RunConfig, data: DataFormat) -> dict[str, Any]:
+def _renders_chats(data: DataFormat, has_own_rows: bool) -> bool:
+    """Whether the tokenizer's chat template makes texts of the rows."""
+    return data.conversational and not (has_own_rows or data.has_processor)
+
+
+def _batch_constants(
+    run: RunConfig, data: DataFormat, model_config: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Sizes of a batch, and the classes of its labels, where rows name them."""
+    target_len = (run.target_len or run.seq_len) if has_targets(model_config) else None
     sizes: dict[str, Any] = {
         "SEQ_LEN": run.seq_len,
+        "TARGET_LEN": target_len,
         "BATCH_SIZE": run.batch_size,
         "GRADIENT_ACCUMULATION_STEPS": run.gradient_accumulation_steps,
         "IMAGE_MAX_PIXELS": run.image_max_pixels if data.images else None,
@@ -379,12 +391,13 @@ def _batch_constants(run: RunConfig, data: DataFormat) -> dict[str, Any]:
     return sizes
 
 
-def _keeping_constants(keeping: Keeping) -> dict[str, int | float | None]:
-    """When checkpoints are written and rows evaluated; None where they are not."""
+def _keeping_constants(keeping: Keeping, seed: int) -> dict[str, int | float | None]:
+    """When checkpoints are written and rows evaluated, None where they are not; and the seed."""
     return {
         "SAVE_STEPS": _save_steps(keeping) if keeping.saves else None,
         "SAVE_TOTAL_LIMIT": keeping.save_total_limit if keeping.saves else None,
         "EVAL_STEPS": keeping.eval_steps or None,
+        "SEED": seed,
     }
 
 
@@ -622,11 +635,36 @@ def _check(
             f"train.py: rows have {data_format.describe()}, and {run.model} learns from {takes}; "
             "give such rows, or another model"
         )
-    if model_config is not None and model_config.get("is_encoder_decoder") and not transcribes:
-        raise ConfigError(
-            f"model: {run.model} is an encoder-decoder, which needs pairs of texts; the job "
-            "trains on single texts"
-        )
+    if has_targets(model_config) and not run.task:
+        _check_targets(run, data_format, reader)
+
+
+def has_targets(model_config: Mapping[str, Any] | None) -> bool:
+    """Whether an encoder reads one text of each row, and its decoder learns to write the other."""
+    config = model_config or {}
+    return bool(config.get("is_encoder_decoder")) and not writes_transcripts(config)
+
+
+def _check_targets(run: RunConfig, data: DataFormat, reader: Collator) -> None:
+    """Refuse rows that are no pairs of texts, or settings that can't batch them."""
+    model = f"model: {run.model} is an encoder-decoder"
+    for is_wrong, fault in (
+        (
+            data.kind not in ("prompt-completion", "messages") or data.media,
+            f"which needs pairs of texts, and rows have {data.describe()}; give prompt and "
+            "completion, or messages",
+        ),
+        (
+            reader not in ("longest", "grouped"),
+            f"whose two texts collator {reader} can't batch; use longest",
+        ),
+        (
+            not runs_in_trainer(run),
+            f"which trainer {run.trainer} does not train; use transformers",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(f"{model}, {fault}")
 
 
 def _without_quantisation(model_config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -14,6 +14,7 @@ from whichlora.exports.train_script.audio_rows import (
 from whichlora.exports.train_script.image_rows import IMAGE_BATCHES, IMAGE_ROWS, LIMIT
 from whichlora.exports.train_script.label_rows import label_row_functions
 from whichlora.exports.train_script.media_rows import MEDIA_ROWS
+from whichlora.exports.train_script.target_rows import BATCHING, TARGET_ROWS, encode_pairs
 from whichlora.methods import input_dtype
 from whichlora.spec.data_format import COLUMNS, LABELLED_KINDS, TRANSCRIPTS, DataFormat
 from whichlora.spec.plan import Collator, TrainOn
@@ -283,8 +284,13 @@ def row_functions(
     reader: Collator,
     *,
     masked_lm: bool,
+    has_target: bool = False,
 ) -> str:
-    """The source of `read_rows` and of what it calls, for rows of one format."""
+    """The source of `read_rows` and of what it calls, for rows of one format.
+
+    Args:
+        has_target: an encoder reads one text of a row, and its decoder writes the other.
+    """
     if data.kind in LABELLED_KINDS:
         return label_row_functions(data.kind)
     if data == TRANSCRIPTS:
@@ -293,13 +299,17 @@ def row_functions(
         return READ_CLIPS + TRANSCRIPT_ROWS.format(cast=cast)
     if get_trainer(run.trainer).rows != "texts":
         return _answers(data, run)
+    columns = ", ".join(COLUMNS[data.kind])
+    if has_target:
+        read = _READ.format(summary=_SUMMARIES[reader], batching=BATCHING, columns=columns)
+        return encode_pairs(data) + read + TARGET_ROWS
     encode = _masked(data, reader) if masked_lm else _causal(data, train_on)
     if data.media:
         return encode + _with_media(data, run)
     read = _READ.format(
         summary=_SUMMARIES[reader],
         batching=_BATCHING[reader],
-        columns=", ".join(COLUMNS[data.kind]),
+        columns=columns,
     )
     return encode + read + (_MASKED_ROWS if masked_lm else _CAUSAL_ROWS)
 
