@@ -260,3 +260,13 @@ def test_parts_add_up_where_the_last_stage_updates_longest() -> None:
     run = RunConfig(model=MODEL.name, method="full", seq_len=8, parallel=config)
     time = predict(MODEL, run, GPU, calibration()).time
     assert sum(time.breakdown.values()) == pytest.approx(time.step_s, rel=1e-9)
+
+
+def test_one_gpu_reads_no_links() -> None:
+    class Unread(dict[str, LinkSpec]):
+        def values(self) -> Any:
+            raise AssertionError("links are read")
+
+    assert over_nodes(ParallelConfig(), GPU, Unread()) == (ParallelConfig(), "")
+    with pytest.raises(AssertionError, match="links are read"):
+        over_nodes(ParallelConfig(strategy="ddp", gpus=2), GPU, Unread())

@@ -339,6 +339,11 @@ def _slower(rank: _Rank, other: _Rank) -> _Rank:
     )
 
 
+def usual_links(gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> list[LinkSpec]:
+    """Those of the `machines` that usually have this type of GPU."""
+    return [links for links in machines.values() if gpu.key in links.gpus]
+
+
 def over_nodes(
     config: ParallelConfig,
     gpu: GpuSpec,
@@ -354,13 +359,15 @@ def over_nodes(
         machines: as of `links_of`.
         hint: the end of the note.
     """
+    if config.gpus == 1 or config.nodes > 1:  # no links are asked for
+        return config, ""
     name = config.interconnect.strip()
     known = [machines[name]] if name in machines else []
     if name == AUTO_INTERCONNECT:
-        known = [links for links in machines.values() if gpu.key in links.gpus]
+        known = usual_links(gpu, machines)
     most = max((links.gpus_per_node for links in known), default=config.gpus)
     joined = next((links for links in known if links.network is not None), None)
-    if config.nodes > 1 or config.gpus <= most or joined is None:
+    if config.gpus <= most or joined is None:
         return config, ""
     numbers = range(-(-config.gpus // joined.gpus_per_node), config.gpus)
     nodes = next((number for number in numbers if config.gpus % number == 0), None)
@@ -391,7 +398,7 @@ def links_of(
         links = _of_bandwidth(bytes_per_s / (8 if bandwidth["unit"][1] == "b" else 1), config)
         return links, f"each GPU sends with {name} in a collective, as stated"
     if name == AUTO_INTERCONNECT:
-        usual = [each for each in machines.values() if gpu.key in each.gpus]
+        usual = usual_links(gpu, machines)
         if not usual:
             return None, (
                 f"the time is not known: no links of machines with {gpu.key} are known; give "

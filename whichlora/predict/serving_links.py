@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 
-from whichlora.predict.rank_time import links_of, over_nodes
+from whichlora.predict.rank_time import links_of, over_nodes, usual_links
 from whichlora.serving.step_time import own_all_reduce
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.links import LinkSpec
@@ -34,8 +34,7 @@ def reduction_s(
     """
     if ranks == 1:
         return lambda num_bytes: 0.0
-    config, _ = _placed(ranks, gpu, machines)
-    links, _ = links_of(config, gpu, machines)
+    config, links, _ = _placed(ranks, gpu, machines)
     if links is None:
         return None
     group = group_of(ranks, 1, config.gpus_per_node)
@@ -64,8 +63,7 @@ def sends_s(
     """
     if stages == 1:
         return lambda num_bytes: 0.0
-    config, _ = _placed(ranks * stages, gpu, machines)
-    links, _ = links_of(config, gpu, machines)
+    config, links, _ = _placed(ranks * stages, gpu, machines)
     if links is None:
         return None
     per_node = config.gpus_per_node
@@ -88,8 +86,7 @@ def sends_s(
 
 def nodes_note(gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> str:
     """How `gpus` of an engine are placed; empty where one node has them."""
-    config, note = _placed(gpus, gpu, machines)
-    links, _ = links_of(config, gpu, machines)
+    _, links, note = _placed(gpus, gpu, machines)
     if not note or links is None or links.network is None:
         return ""
     return f"{note}; they are joined by {links.network.name}"
@@ -97,7 +94,7 @@ def nodes_note(gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> str
 
 def unlinked(gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> str:
     """Why nothing is known of what `gpus` of an engine send each other."""
-    usual = [links for links in machines.values() if gpu.key in links.gpus]
+    usual = usual_links(gpu, machines)
     most = max((links.gpus_per_node for links in usual), default=0)
     if gpus <= most or not usual:
         return f"no links of machines with {gpu.key} are known"
@@ -108,6 +105,8 @@ def unlinked(gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> str:
 
 def _placed(
     gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]
-) -> tuple[ParallelConfig, str]:
-    """The GPUs of an engine over the fewest nodes, and a note where these are several."""
-    return over_nodes(ParallelConfig(strategy="tp", gpus=gpus), gpu, machines, hint="")
+) -> tuple[ParallelConfig, LinkSpec | None, str]:
+    """The GPUs of an engine over the fewest nodes, their links, and a note of several nodes."""
+    config, note = over_nodes(ParallelConfig(strategy="tp", gpus=gpus), gpu, machines, hint="")
+    links, _ = links_of(config, gpu, machines)
+    return config, links, note
