@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import trainer_traces
-from trace_records import DrawnRuns
+from trace_records import DrawnRuns, first_accepted
 
-from whichlora.errors import ConfigError
 from whichlora.spec.run import RunConfig
 
 T5 = "google-t5/t5-base"
@@ -103,7 +102,8 @@ def draw(seed: int) -> tuple[dict[str, Any], int]:
     first = max((number for number in LATER if number <= seed), default=0)
     drawn = LATER.get(first, METHODS)
     method = sorted(drawn)[seed % len(drawn)]  # as many of each
-    for refused in range(1000):
+
+    def propose() -> dict[str, Any] | None:
         options = {name: rng.choice(values) for name, values in drawn[method].items()}
         run = RunConfig(
             model=rng.choice(MODELS),
@@ -122,17 +122,14 @@ def draw(seed: int) -> tuple[dict[str, Any], int]:
         line = {"layers": rng.choice((2, 3, 4)), "run": run.to_dict()}
         widens = method == "randlora" or options.get("init_weights") == "bat"
         if widens and run.narrows_adapters:
-            continue  # PEFT widens what is in 16 bits on a CPU, which a trace is
+            return None  # PEFT widens what is in 16 bits on a CPU, which a trace is
         if seed >= WITHOUT_T5 and run.model == T5:
-            continue
+            return None
         if method == "adalora" and run.precision == "fp32":
-            continue  # a trace moves no tensor to a device, which is what makes `ranknum` trained
-        try:
-            trainer_traces.predicted(line)
-        except ConfigError:
-            continue
-        return line, refused
-    raise AssertionError(f"no run of {method} is accepted")
+            return None  # a trace moves no tensor to a device, which makes `ranknum` trained
+        return line
+
+    return first_accepted(propose, trainer_traces.predicted)
 
 
 TEXT = (

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trace_records import DrawnRuns, live_bytes, traced_peak
+from trace_records import DrawnRuns, first_accepted, live_bytes, traced_peak
 
 from whichlora import families
-from whichlora.errors import ConfigError
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -43,6 +42,15 @@ _BART = {
     "encoder_layerdrop": 0.0,
     "decoder_layerdrop": 0.0,
 }
+_LARGE = {
+    **_BART,
+    "d_model": 1024,
+    "encoder_attention_heads": 16,
+    "decoder_attention_heads": 16,
+    "encoder_ffn_dim": 4096,
+    "decoder_ffn_dim": 4096,
+    "scale_embedding": True,
+}
 # Sizes of published checkpoints; depths are drawn.
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "t5": {  # T5-base
@@ -56,37 +64,19 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "umt5": {**_T5, "vocab_size": 256384},  # UMT5-base
     "bart": _BART,  # BART-base
     "mbart": {  # mBART-large
-        **_BART,
-        "d_model": 1024,
-        "encoder_attention_heads": 16,
-        "decoder_attention_heads": 16,
-        "encoder_ffn_dim": 4096,
-        "decoder_ffn_dim": 4096,
+        **_LARGE,
         "vocab_size": 250027,
-        "scale_embedding": True,
     },
     "pegasus": {  # Pegasus-large
-        **_BART,
-        "d_model": 1024,
-        "encoder_attention_heads": 16,
-        "decoder_attention_heads": 16,
-        "encoder_ffn_dim": 4096,
-        "decoder_ffn_dim": 4096,
+        **_LARGE,
         "vocab_size": 96103,
-        "scale_embedding": True,
         "activation_function": "relu",
         "pad_token_id": 0,
         "decoder_start_token_id": 0,
     },
     "m2m_100": {  # M2M-100-418M
-        **_BART,
-        "d_model": 1024,
-        "encoder_attention_heads": 16,
-        "decoder_attention_heads": 16,
-        "encoder_ffn_dim": 4096,
-        "decoder_ffn_dim": 4096,
+        **_LARGE,
         "vocab_size": 128112,
-        "scale_embedding": True,
         "activation_function": "relu",
     },
     "led": {  # LED-base, with half of its window
@@ -130,7 +120,8 @@ def draw(seed: int) -> tuple[dict[str, Any], int]:
     """A run, and how many drawn before it were refused."""
     rng = random.Random(f"seq2seq {seed}")
     names = list(CONFIGS)
-    for refused in range(1000):
+
+    def propose() -> dict[str, Any]:
         method = rng.choice(("full", "lora", "lora", "qlora", "qlora", "dora"))
         wide = method == "full" and rng.random() < 0.4
         source, target = rng.sample(LENGTHS, 2)
@@ -150,13 +141,9 @@ def draw(seed: int) -> tuple[dict[str, Any], int]:
         )
         depths = {side: rng.choice((2, 3, 4)) for side in ("encoder", "decoder")}
         vocab = rng.choice((0, 4096))  # so few that the peak is no longer at the loss
-        line = {**depths, "vocab": vocab, "run": run.chosen()}
-        try:
-            predicted(line)
-        except ConfigError:
-            continue
-        return line, refused
-    raise AssertionError("no run is accepted")
+        return {**depths, "vocab": vocab, "run": run.chosen()}
+
+    return first_accepted(propose, predicted)
 
 
 TEXT = (

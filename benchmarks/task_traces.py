@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import trainer_traces
-from trace_records import DrawnRuns
+from trace_records import DrawnRuns, first_accepted
 
-from whichlora.errors import ConfigError
 from whichlora.spec.run import RunConfig
 from whichlora.tasks import get_task
 
@@ -43,7 +42,8 @@ def draw(seed: int) -> tuple[dict[str, Any], int]:
     rng = random.Random(f"tasks {seed}")
     embeds = seed >= EMBEDDINGS
     task = get_task("embedding" if embeds else TASKS[seed % len(TASKS)])  # as many of each
-    for refused in range(1000):
+
+    def propose() -> dict[str, Any]:
         options: dict[str, Any] = {}
         if any(option.name == "num_labels" for option in task.options):
             options["num_labels"] = rng.choice((2, 3, 17, 1000))
@@ -65,13 +65,9 @@ def draw(seed: int) -> tuple[dict[str, Any], int]:
         )
         if embeds:
             run = _embedding(run, rng)
-        line = {"layers": rng.choice((2, 3, 4)), "run": run.chosen()}
-        try:
-            trainer_traces.predicted(line)
-        except ConfigError:
-            continue
-        return line, refused
-    raise AssertionError(f"no run of {task.name} is accepted")
+        return {"layers": rng.choice((2, 3, 4)), "run": run.chosen()}
+
+    return first_accepted(propose, trainer_traces.predicted)
 
 
 def _embedding(run: RunConfig, rng: random.Random) -> RunConfig:

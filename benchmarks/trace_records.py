@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from whichlora.errors import ConfigError
 from whichlora.memory.allocator import REMAINDERS
 from whichlora.memory.allocator_simulator import replay
 from whichlora.memory.loading import UNSPLIT_WEIGHTS
@@ -72,6 +73,26 @@ def row(name: str, sizes: list[float]) -> str:
     p90, p95 = (quantiles(two, n=20, method="inclusive")[place] for place in (17, 18))
     shown = (f"{100 * size:.3f} %" for size in (median(sizes), p90, p95, max(sizes)))
     return f"| {name} | {len(sizes)} | {' | '.join(shown)} |"
+
+
+def first_accepted(
+    propose: Callable[[], Line | None], predicted: Callable[[Line], int]
+) -> tuple[Line, int]:
+    """The first of the proposed runs that `predicted` accepts, and how many came before it.
+
+    Args:
+        propose: the next run; None for one that is left out.
+    """
+    for refused in range(1000):
+        line = propose()
+        if line is None:
+            continue
+        try:
+            predicted(line)
+        except ConfigError:
+            continue
+        return line, refused
+    raise AssertionError("no run is accepted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

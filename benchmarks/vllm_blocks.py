@@ -21,7 +21,7 @@ from typing import Any
 
 from whichlora.predict.resolve import resolve
 from whichlora.serving.block_groups import blocks, cached_layers
-from whichlora.serving.stages import parts_of
+from whichlora.serving.stages import stages_of
 from whichlora.serving.vllm import STAGES, stage_layers
 from whichlora.spec.architecture import ModelSpec, layers_in_order
 from whichlora.spec.run import RunConfig
@@ -149,7 +149,7 @@ def staged() -> Iterator[bool]:
                     tokens_in_flight=8192,
                     part=cached_layers(stage.part),
                 ).block_bytes
-                for stage in parts_of(model, layers)
+                for stage in stages_of(model, layers)
             ]
             yield (list(layers), ours) == ([end - begin for begin, end in places], theirs)
 

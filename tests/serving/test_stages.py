@@ -14,7 +14,7 @@ from whichlora.serving import get_engine, sglang, vllm
 from whichlora.serving.base import Served
 from whichlora.serving.block_groups import blocks, cached_layers
 from whichlora.serving.rank import rank_model
-from whichlora.serving.stages import Stage, parts_of, received_bytes
+from whichlora.serving.stages import Stage, received_bytes, stages_of
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -69,7 +69,7 @@ def test_the_last_stage_had_what_is_left_over_before_0_8() -> None:
 @pytest.mark.parametrize("model", [LLAMA, "Qwen/Qwen2.5-0.5B"])  # the second's head is tied
 def test_the_first_stage_looks_tokens_up_and_the_last_one_scores(model: str) -> None:
     whole = load_model(model)
-    first, *_, last = stages = parts_of(whole, (whole.num_hidden_layers - 2, 1, 1))
+    first, *_, last = stages = stages_of(whole, (whole.num_hidden_layers - 2, 1, 1))
     copies = 1 if whole.head_tied else 0
     table = whole.embeddings[0].num_params
     num_params = sum(stage.part.num_params for stage in stages)
@@ -78,11 +78,11 @@ def test_the_first_stage_looks_tokens_up_and_the_last_one_scores(model: str) -> 
     assert not first.is_last
     assert last.is_last
     assert [stage.part.num_hidden_layers for stage in stages][1:] == [1, 1]
-    assert parts_of(whole, (whole.num_hidden_layers,)) == (Stage(number=1, part=whole),)
+    assert stages_of(whole, (whole.num_hidden_layers,)) == (Stage(number=1, part=whole),)
 
 
 def test_later_stages_hold_what_the_stage_before_sends() -> None:
-    first, last = parts_of(load_model(LLAMA), (16, 16))
+    first, last = stages_of(load_model(LLAMA), (16, 16))
     assert received_bytes(first, 2048, 2) == 0
     assert received_bytes(last, 2048, 2) == 2 * 2048 * 4096 * 2
 
@@ -123,7 +123,7 @@ def test_a_published_first_stage_has_the_memory_that_its_log_states() -> None:
         gpu_memory_utilization=0.9,
         pipeline_parallel_size=2,
     )
-    first, _ = parts_of(asked.model, (16, 32))
+    first, _ = stages_of(asked.model, (16, 32))
     start = vllm._start_of(asked, first)
     assert start.pool.num_bytes / GiB == pytest.approx(3.18, abs=0.3)
 
@@ -135,7 +135,7 @@ def test_groups_of_layers_are_dealt_out_to_the_stages(stages: int) -> None:
     cut = {"block_size": 16, "element_bytes": 2, "tokens_in_flight": 2048}
     kinds = cached_layers(whole)
     one = blocks(kinds, **cut)
-    parts = [cached_layers(rank_model(stage.part, 1)) for stage in parts_of(whole, layers)]
+    parts = [cached_layers(rank_model(stage.part, 1)) for stage in stages_of(whole, layers)]
     each = [blocks(kinds, part=part, **cut) for part in parts]
     assert {stage.blocks_of(8192) for stage in each} == {one.blocks_of(8192)}
     assert one.block_bytes <= sum(stage.block_bytes for stage in each) <= 1.5 * one.block_bytes

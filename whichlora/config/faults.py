@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from whichlora.config.document import Loc, Problem
 from whichlora.config.schema import json_schema
+from whichlora.spec.numeric import is_number
 
 _FAULTS = {
     "missing": "is required",
@@ -221,7 +222,6 @@ def _meant_value(value: Any, schema: Mapping[str, Any]) -> str:
         except ValueError:
             return ""
         return f"{value.strip()} without quotes"
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if schema.get("type") == "string" and "examples" not in schema and is_number:
+    if schema.get("type") == "string" and "examples" not in schema and is_number(value):
         return f'"{value}" in quotes'
     return ""

@@ -11,6 +11,7 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.exports.train_script import KEEPING, Weights, require_texts, require_trainer
 from whichlora.methods import get_method
 from whichlora.spec.data_format import TEXT_ROWS, DataFormat
+from whichlora.spec.numeric import is_number
 from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
 from whichlora.spec.run import RunConfig
 from whichlora.text import require_printable
@@ -182,8 +183,7 @@ class Recipe:
 
 
 def _number(setting: str, value: float, *, above: float, most: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and above < value <= most):
+    if not (is_number(value) and above < value <= most):
         raise ConfigError(
             f"{setting}: must be a number above {above:g}, at most {most:g}, got {value!r}"
         )

@@ -21,6 +21,7 @@ from whichlora.spec.numeric import Count, largest
 from whichlora.symbolic.autograd import most
 
 Entries = tuple[Entry, ...]
+LAYER_FORWARDS = ("layer_forward", "encoder_forward")  # moments in which a layer runs forward
 
 # --- forward ----------------------------------------------------------------------------------
 

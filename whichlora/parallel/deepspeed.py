@@ -45,7 +45,7 @@ OFFLOAD_OPTIMIZER = Option(
 OFFLOAD_BOTH = replace(OFFLOAD_OPTIMIZER, choices=("optimizer", "params"))
 MASTER_BYTES = 4  # the optimizer's copy of a parameter, its gradient and states
 NORM_BYTES = 8  # `get_norm_dtype` is fp64
-FORWARD = ("layer_forward", "encoder_forward", "loss_forward")
+FORWARD = (*one_device.LAYER_FORWARDS, "loss_forward")
 BEFORE_GRADIENTS = (*FORWARD, "loss_backward")
 OFFLOADED = ("adamw_torch", "adamw_torch_fused")
 

@@ -16,7 +16,7 @@ from whichlora.memory.entries import Entry, Fact, listed
 from whichlora.memory.gradients import ADAPTERS
 from whichlora.memory.held import held_outputs
 from whichlora.memory.layer_bytes import WEIGHT_COPIES
-from whichlora.memory.moments import AUTOCAST_COPIES, LOGITS_GRADIENT
+from whichlora.memory.moments import AUTOCAST_COPIES, LAYER_FORWARDS, LOGITS_GRADIENT
 from whichlora.memory.worst_layer import has_one_order
 from whichlora.parallel.base import Moments
 from whichlora.parallel.fsdp_rank import GRADIENT_SHARDS, REPLACED, Rank
@@ -101,7 +101,7 @@ class Rank1(Rank):
         last = len(self._order) - 1
         root, zero = self._root, 0 * self._root
         outside = units.outside
-        if name in ("layer_forward", "encoder_forward"):
+        if name in LAYER_FORWARDS:
             block = self._unfreed if not self.sharding.reshards else self._largest_block
             return self._entries(root + block, zero, zero, self._waiting, 0)
         if name == "optimizer_step":

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whichlora.memory.entries import Entry
-from whichlora.memory.moments import LOGITS_GRADIENT
+from whichlora.memory.moments import LAYER_FORWARDS, LOGITS_GRADIENT
 from whichlora.parallel.base import Moments
 from whichlora.parallel.fsdp_rank import Rank
 from whichlora.parallel.fsdp_units import Unit
@@ -30,7 +30,7 @@ class Rank2(Rank):
         last = self._block(-1)
         unsharded, gathered, sent = self._whole, 0 * self._whole, 0 * self._whole
         gradients = self._waiting
-        if name in ("layer_forward", "encoder_forward"):
+        if name in LAYER_FORWARDS:
             unsharded = unsharded + (self._unfreed or self._largest_block)
             gathered = self._largest_block
         elif name == "loss_forward":

@@ -21,7 +21,12 @@ from whichlora.memory import optimizer
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained, base_tensors
 from whichlora.memory.loading import UNSPLIT_WEIGHTS
-from whichlora.memory.moments import HEAD_GRADIENT, LAYER_BACKWARD, LOGITS_GRADIENT
+from whichlora.memory.moments import (
+    HEAD_GRADIENT,
+    LAYER_BACKWARD,
+    LAYER_FORWARDS,
+    LOGITS_GRADIENT,
+)
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.weights import BUFFERS, LAYER_WEIGHTS, quantised_state_bytes
 from whichlora.parallel import deepspeed
@@ -547,8 +552,7 @@ def _moments(rank: RankKind, moments: Moments, spread: Spread) -> Moments:
     part = partitioned(step, spread)
     live = live_of(step, spread)
     gathered = {
-        "layer_forward": "forward",
-        "encoder_forward": "forward",
+        **dict.fromkeys(LAYER_FORWARDS, "forward"),
         "loss_forward": "loss",
         "loss_backward": "loss",
         "head_backward": "loss",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from whichlora.serving.base import Served, Stepping
-from whichlora.serving.stages import SENT_STATES, parts_of
+from whichlora.serving.stages import SENT_STATES, stages_of
 from whichlora.serving.step_time import PARTS, Step, StepTimer, step_timer
 
 
@@ -80,7 +80,7 @@ def pipeline_timer(
                 stepping=stepping if stage.is_last else silent,
                 reduction_s=reduction_s,
             )
-            for stage in parts_of(served.model, stepping.stage_layers)
+            for stage in stages_of(served.model, stepping.stage_layers)
         ),
         sends_s=sends_s,
         sent_bytes=SENT_STATES * served.model.hidden_size * served.dtypes.compute_bytes,

@@ -25,7 +25,7 @@ from whichlora.serving.rank import (
     with_aligned_experts,
 )
 from whichlora.serving.sglang_log import LOG
-from whichlora.serving.stages import check_stages, parts_of, stage_notes
+from whichlora.serving.stages import check_stages, stage_notes, stages_of
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
@@ -163,7 +163,7 @@ def start(served: Served) -> Start:
     budget = int(share * free_before)
     keeps = _keeps_prefixes(served)
     size = served.count(RANKS) or 1
-    stages = parts_of(served.model, stage_layers(served))
+    stages = stages_of(served.model, stage_layers(served))
     ranks = [rank_model(stage.part, size) for stage in stages]
     held = [_held(served, rank) for rank in ranks]
     taken = [sum(entry.num_bytes for entry in entries) for entries in held]

@@ -45,7 +45,7 @@ class Stage:
         return self.part.head is not None
 
 
-def parts_of(model: ModelSpec, layers: Sequence[int]) -> tuple[Stage, ...]:
+def stages_of(model: ModelSpec, layers: Sequence[int]) -> tuple[Stage, ...]:
     """The stages that have so many `layers` each.
 
     The first one looks tokens up, the last one has the last norm and the head. Of a tied table

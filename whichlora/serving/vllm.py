@@ -41,9 +41,9 @@ from whichlora.serving.stages import (
     Stage,
     check_stages,
     fullest,
-    parts_of,
     received_bytes,
     stage_notes,
+    stages_of,
 )
 from whichlora.serving.vllm_entries import (
     COMMUNICATOR,
@@ -253,7 +253,7 @@ def start(served: Served) -> Start:
     Source: vLLM 0.33.0 `Worker.determine_available_memory`, v1/worker/gpu_worker.py:641;
     `request_memory`, v1/worker/utils.py:716.
     """
-    stages = parts_of(served.model, stage_layers(served))
+    stages = stages_of(served.model, stage_layers(served))
     return fullest([_start_of(served, stage) for stage in stages], STAGES)
 
 

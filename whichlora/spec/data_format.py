@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from whichlora.errors import ConfigError
+from whichlora.spec.numeric import is_number
 
 DataKind = Literal[
     "text",
@@ -259,7 +260,7 @@ def _check_score(row: Mapping[str, Any]) -> None:
         if not isinstance(row[name], str):
             raise ConfigError(f"{name} must be text, got {type(row[name]).__name__}")
     score = row["score"]
-    if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= 1:
+    if not is_number(score) or not 0 <= score <= 1:
         raise ConfigError(f"score must be a number from 0 to 1, got {score!r}")
 
 

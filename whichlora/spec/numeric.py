@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 Count: TypeAlias = Any
 """An `int`, or a NumPy integer array that broadcasts against the other arguments."""
@@ -30,6 +30,11 @@ def is_plain(*values: Any) -> bool:
         if not isinstance(value, _PLAIN):
             return False
     return True
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether somebody gave a number, which True is none of."""
+    return isinstance(value, _PLAIN) and not isinstance(value, bool)
 
 
 def num_combinations(*values: Any) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from whichlora.errors import ConfigError
+from whichlora.spec.numeric import is_number
 
 MOST_NUMBER = 10**12  # keeps later arithmetic finite
 OptionValue = bool | int | float | str | tuple[str, ...]
@@ -70,7 +71,7 @@ class Option:
                 raise ConfigError(f"{self.name}: {_shown(value)} is not a text")
             return value
         if isinstance(self.default, float) or self.kind is float:
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not is_number(value):
                 raise ConfigError(f"{self.name}: {value!r} is not a number")
             if not abs(value) <= MOST_NUMBER:  # nor is not-a-number
                 raise ConfigError(f"{self.name}: {value!r} is out of range; give a usual number")

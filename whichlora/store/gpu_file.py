@@ -10,6 +10,7 @@ from typing import Any
 from whichlora.errors import DataFileError
 from whichlora.spec.backends import BACKENDS
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import is_number
 from whichlora.store.jsonfiles import check_fields, check_schema_version, is_slug, read_object
 
 SCHEMA_VERSION = 1
@@ -76,14 +77,13 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 < value < 10**15  # 1 PB: no device, but a slipped unit
 
 
-def is_number(value: object, least: float, most: float) -> bool:
-    # bool is an int in Python, and a switch is no number. A comparison refuses NaN.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and least <= value <= most  # type: ignore[operator]
+def is_between(value: object, least: float, most: float) -> bool:
+    # a comparison refuses NaN
+    return is_number(value) and least <= value <= most
 
 
 def is_rate(value: object) -> bool:
-    return is_number(value, *_RATES)
+    return is_between(value, *_RATES)
 
 
 def _is_texts(value: object) -> bool:
@@ -112,7 +112,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "memory_bytes": ("a whole number above 0 and below 10**15", _is_count),
     "nominal_memory_gb": (
         "a number from 0.001 to 1e6, or null",
-        lambda v: v is None or is_number(v, 1e-3, 1e6),
+        lambda v: v is None or is_between(v, 1e-3, 1e6),
     ),
     "bandwidth_bytes_per_s": (_RATE, is_rate),
     "peak_flops_per_s": (f"an object of {', '.join(DTYPES)}, each {_RATE}", _is_peaks),
@@ -122,7 +122,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "power_w": (
         "a number from 0.1 to 1e6, or null",
-        lambda v: v is None or is_number(v, 0.1, 1e6),
+        lambda v: v is None or is_between(v, 0.1, 1e6),
     ),
     "num_multiprocessors": ("a count, or null", lambda v: v is None or _is_count(v)),
     "l2_bytes": ("a count, or null", lambda v: v is None or _is_count(v)),

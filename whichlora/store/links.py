@@ -10,7 +10,7 @@ from typing import Any
 
 from whichlora.errors import DataFileError
 from whichlora.spec.links import LinkSpec, NetworkSpec
-from whichlora.store.gpu_file import is_number, is_rate, is_text
+from whichlora.store.gpu_file import is_between, is_rate, is_text
 from whichlora.store.jsonfiles import (
     check_fields,
     check_schema_version,
@@ -156,7 +156,7 @@ def _are_times(value: object) -> bool:
             for number, times in tables.items()
         )
         and all(
-            is_number(time, 1e-3, 1e9)
+            is_between(time, 1e-3, 1e9)
             for tables in value.values()
             for times in tables.values()
             for time in times
@@ -170,8 +170,8 @@ def _is_network(value: object) -> bool:
         and value.keys() == {"name", "bandwidth_bytes_per_s", "reached_share", "latency_s"}
         and is_text(value["name"])
         and is_rate(value["bandwidth_bytes_per_s"])
-        and is_number(value["reached_share"], 0.01, 1.0)
-        and is_number(value["latency_s"], *_SECONDS)
+        and is_between(value["reached_share"], 0.01, 1.0)
+        and is_between(value["latency_s"], *_SECONDS)
     )
 
 
@@ -198,7 +198,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda v: v is None or _are_times(v),
     ),
     "bandwidth_bytes_per_s": ("a rate, or null", lambda v: v is None or is_rate(v)),
-    "latency_s": ("seconds", lambda value: is_number(value, *_SECONDS)),
+    "latency_s": ("seconds", lambda value: is_between(value, *_SECONDS)),
     "host_bytes_per_s": ("a rate", is_rate),
     "host_thread_bytes_per_s": ("a rate, or null", lambda v: v is None or is_rate(v)),
     "host_update_bytes_per_s": ("a rate, or null", lambda v: v is None or is_rate(v)),
@@ -206,11 +206,11 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "a whole number, or null",
         lambda v: v is None or (type(v) is int and 0 < v <= MAX_BYTES),
     ),
-    "contention": ("a number from 0 to 3", lambda value: is_number(value, 0.0, 3.0)),
-    "relative_deviation": ("a number from 0.01 to 3", lambda value: is_number(value, 0.01, 3.0)),
+    "contention": ("a number from 0 to 3", lambda value: is_between(value, 0.0, 3.0)),
+    "relative_deviation": ("a number from 0.01 to 3", lambda value: is_between(value, 0.01, 3.0)),
     "interval_scale": (
         "a number from 0.1 to 10, or null",
-        lambda v: v is None or is_number(v, 0.1, 10.0),
+        lambda v: v is None or is_between(v, 0.1, 10.0),
     ),
     "network": (
         "an object of name, bandwidth_bytes_per_s, reached_share and latency_s, or null",

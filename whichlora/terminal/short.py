@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from whichlora.predict.notes import HOST_BOUND
@@ -95,12 +95,12 @@ def best_of_each_model(answer: Answer) -> list[Candidate]:
 def answer_document(answer: Answer) -> Document:
     """The same for a notebook, the models on the recommended GPU."""
     title, *lines = map(str.strip, reason_lines(answer))
-    sheet = _models_sheet(answer)
+    sheet = _models_sheet(answer, best_of_each_model(answer))
     return Document(title=title, sheets=[sheet] if sheet.rows else [], lines=lines)
 
 
-def _models_sheet(answer: Answer) -> Sheet:
-    """The best candidate of each model."""
+def _models_sheet(answer: Answer, models: Sequence[Candidate]) -> Sheet:
+    """The first of `models`, the best candidate of each."""
     numbers = ("batch", "peak", "total")
     return Sheet(
         title=f"the best of each model on {answer.gpu.key}",
@@ -116,15 +116,16 @@ def _models_sheet(answer: Answer) -> Sheet:
                 candidate.source,
                 verdict_of(answer, candidate),
             )
-            for candidate in best_of_each_model(answer)[:MAX_MODELS]
+            for candidate in models[:MAX_MODELS]
         ],
     )
 
 
 def _print_models(console: Console, answer: Answer) -> None:
-    sheet, models = _models_sheet(answer), best_of_each_model(answer)
-    if not sheet.rows:
+    models = best_of_each_model(answer)
+    if not models:
         return
+    sheet = _models_sheet(answer, models)
     more = [f"{len(models) - MAX_MODELS} more models likely meet every limit"] * (
         len(models) > MAX_MODELS
     )

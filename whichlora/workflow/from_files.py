@@ -40,7 +40,9 @@ def with_files(
     """
     numbers = [number_in(target) for target in targets]
     of_targets = "gpus" not in stated and bool(numbers) and None not in numbers
-    asked = numbers if of_targets else settings.get("gpus", ()) if "gpus" in stated else ()
+    asked: Sequence[int | None] = settings.get("gpus", ()) if "gpus" in stated else ()
+    if of_targets:
+        asked = numbers
     counts = [count for count in asked if count]
     trainers = settings.get("trainer", ()) if "trainer" in stated else ()
     trainer = str(trainers[0]) if len(trainers) == 1 else ""

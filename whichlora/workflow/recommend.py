@@ -24,6 +24,7 @@ from whichlora.serving import get_engine
 from whichlora.spec.costs import Offer, cheapest, own_price
 from whichlora.spec.data_format import TRANSCRIPTS
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import is_number
 from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import MOST_COUNT, MOST_RATIO, TRANSFORMERS, RunConfig
@@ -110,8 +111,7 @@ class Question:
                     f"{name}: must be a whole number from {least} to {most:,}, got {value!r}"
                 )
         for name, number in (("epochs", self.epochs), ("price_per_hour", self.price_per_hour)):
-            is_number = isinstance(number, int | float) and not isinstance(number, bool)
-            if number is not None and not (is_number and 0 < number <= MOST_RATIO):
+            if number is not None and not (is_number(number) and 0 < number <= MOST_RATIO):
                 raise ConfigError(f"{name}: must be a number above 0, got {number!r}")
         if self.prices is not None and self.price_per_hour is not None:
             raise ConfigError("prices and price_per_hour: give one of both")

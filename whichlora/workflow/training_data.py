@@ -29,8 +29,9 @@ from whichlora.predict.evaluation_and_saving import num_evaluations
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.data_format import AUDIOS, TRANSCRIPTS, DataFormat
 from whichlora.spec.plan import Plan
-from whichlora.tasks import rows_of, task_of
+from whichlora.tasks import rows_of
 from whichlora.trainers import Repeats, Trainer, get_trainer, with_trainer
+from whichlora.workflow.whole_training import cut_rows, cut_targets
 
 Key: TypeAlias = tuple[str | None, int, bool, Grid | None, float, int]
 """A tokenizer, the length that rows are cut to, whether prompts are learned, a rule of images,
@@ -72,15 +73,11 @@ class TrainingData:
 
     def seq_len(self, model: str) -> int:
         """Tokens that rows are cut to: as the plan says, but no more than `model` can look up."""
-        seq_len = self._plan.finetune.seq_len
-        return min(seq_len, self._models[model].longest_row or seq_len)
+        return cut_rows(self._plan.finetune, self._models[model])
 
     def target_length(self, model: str) -> int:
         """Tokens that targets are cut to; 0 where `model` has no decoder beside its encoder."""
-        if task_of(self._plan.finetune) is not None:
-            return 0
-        asked = self._plan.finetune.target_len
-        return self._models[model].cut_target(asked, self.seq_len(model))
+        return cut_targets(self._plan.finetune, self._models[model])
 
     def target_len(self, model: str) -> int | None:
         """Tokens of the longest target; None where rows have none apart from their texts."""

@@ -27,7 +27,7 @@ from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.data_format import AUDIOS, TRANSCRIPTS
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.numeric import ceil_div
+from whichlora.spec.numeric import ceil_div, is_number
 from whichlora.spec.plan import DatasetConfig
 from whichlora.spec.results import Prediction, TrainingTotal
 from whichlora.spec.run import RunConfig
@@ -85,8 +85,7 @@ class Data:
             raise ConfigError(
                 f"samples: must be a whole number from 1 to {MOST_SAMPLES:,}, got {self.samples!r}"
             )
-        is_number = isinstance(self.epochs, int | float) and not isinstance(self.epochs, bool)
-        if not is_number or not 0 < self.epochs <= MOST_EPOCHS:
+        if not is_number(self.epochs) or not 0 < self.epochs <= MOST_EPOCHS:
             raise ConfigError(
                 f"epochs: must be a number above 0, at most {MOST_EPOCHS}, got {self.epochs!r}"
             )
@@ -145,14 +144,14 @@ class Data:
         tokenizer = None if self.offline else model.name
         grid, window, tower = None, None, model.tower
         if tower is not None and tower.hears:
-            window = tower.window_s, _seq_len(run, model) if tower.transcribes else UNCUT
+            window = tower.window_s, cut_rows(run, model) if tower.transcribes else UNCUT
         if read_by(tower):
             assert tower is not None
             limit = None if tower.hears else run.image_max_pixels
             grid = read_by(tower), tower.limited(limit)
-        target = _target_length(run, model)
-        found = os.path.abspath(path)
-        return _rows(found, self.path, changed, tokenizer, reader, grid, window, target)
+        target = cut_targets(run, model)
+        whole_path = os.path.abspath(path)
+        return _rows(whole_path, self.path, changed, tokenizer, reader, grid, window, target)
 
     def sized(self, run: RunConfig, model: ModelSpec, *, largest_batch: bool = False) -> RunConfig:
         """`run` at the length of its longest batch, padded where rows of a batch differ.
@@ -163,7 +162,7 @@ class Data:
         Raises:
             ConfigError, DataFileError: as of `rows`.
         """
-        seq_len = _seq_len(run, model)
+        seq_len = cut_rows(run, model)
         rows = self.rows(run, model).within(seq_len)
         for setting in ("images", "audios"):
             if getattr(run, setting) and rows.grid is not None:
@@ -250,15 +249,15 @@ class Rows:
         return images.shown(run)
 
 
-def _seq_len(run: RunConfig, model: ModelSpec) -> int:
-    """Tokens of `run`, but no more than `model` can look up."""
+def cut_rows(run: RunConfig, model: ModelSpec) -> int:
+    """Tokens that rows are cut to: those of `run`, but no more than `model` can look up."""
     return min(run.seq_len, model.longest_row or run.seq_len)
 
 
-def _target_length(run: RunConfig, model: ModelSpec) -> int:
+def cut_targets(run: RunConfig, model: ModelSpec) -> int:
     """Tokens that targets are cut to; 0 where `model` has no decoder beside its encoder."""
     has_target = task_of(run) is None
-    return has_target * model.cut_target(run.target_len, _seq_len(run, model))
+    return has_target * model.cut_target(run.target_len, cut_rows(run, model))
 
 
 @lru_cache(maxsize=64)
