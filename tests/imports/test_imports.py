@@ -213,6 +213,12 @@ def test_axolotl_lora(tmp_path: Path) -> None:
     assert any("sample_packing: every row is full" in text for text in read.assumed)
 
 
+def test_axolotl_takes_a_gptq_checkpoint_as_it_is(tmp_path: Path) -> None:
+    text = AXOLOTL_LORA_8B.replace("load_in_8bit: true", "gptq: true")
+    read = imported(tmp_path, lora_yml=text)
+    assert (read.settings["method"], read.settings["quant"]) == ("lora", "gptq-int4")
+
+
 def test_axolotl_fsdp(tmp_path: Path) -> None:
     text = AXOLOTL_FSDP_70B.replace("OFFLOADED", "true")
     offloaded = imported(tmp_path, fsdp_yaml=text)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -118,31 +120,129 @@ def test_a_config_in_the_hub_s_cache_is_found_offline(
     assert load_model("org/new-model", offline=True).name == "org/new-model"
 
 
-@pytest.mark.parametrize(
-    ("stored", "quant", "note"),
-    [
-        (
-            {"quant_method": "gptq", "bits": 4, "group_size": 64},
-            None,
-            "stored as gptq-int4, counted is 16-bit: give quant gptq-int4 and quant_group_size 64",
-        ),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq-int4", ""),
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-            None,
-            "stored as nf4, counted is 16-bit: give quant nf4",
-        ),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8", ""),
-        ({"quant_method": "fp8"}, None, "stored as fp8, which is not modelled: counted as 16-bit"),
-    ],
-)
-def test_a_checkpoint_that_is_quantised_says_how_to_count_it(
-    folder: Path, stored: dict[str, object], quant: Quant | None, note: str
-) -> None:
+NESTED = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+FLOATS = {"weights": {"type": "float", "num_bits": 8}}
+
+
+def keep(folder: Path, stored: dict[str, object]) -> None:
+    """Say in the config of `folder` how its checkpoint is stored."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
-    run = RunConfig(model=str(folder), phase="inference", quant=quant)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "quant", "note"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64}, None, "gptq-int4", ""),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "gptq-int8", "gptq-int8", ""),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, None, "awq-int4", ""),
+        (BNB, None, "nf4", ""),
+        (BNB | NESTED, "int8", "nf4-dq", ""),  # transformers takes the checkpoint's
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, None, "int8", ""),
+        ({"quant_method": "fp8"}, None, "none", "stored in fp8, counted is 16-bit"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": FLOATS}},
+            "nf4",
+            "nf4",
+            "stored in fp8, counted is nf4; transformers refuses bitsandbytes beside it: convert "
+            "it to 16 bit first",
+        ),
+        (
+            {"quant_method": "hqq"},
+            None,
+            "none",
+            "stored as hqq, which is not modelled: counted as 16-bit",
+        ),
+    ],
+)
+def test_a_quantised_checkpoint_is_counted_as_it_is_stored(
+    folder: Path, stored: dict[str, object], asked: Quant | None, quant: Quant, note: str
+) -> None:
+    keep(folder, stored)
+    run = RunConfig(model=str(folder), phase="inference", quant=asked)
     (estimate,) = estimates.estimate([run], ["rtx-4090-24gb"])
+    size = stored.get("group_size", 128)
+    assert estimate.run.quant == quant
+    assert estimate.run.quant_group_size == (size if size != -1 else 128)
     assert [note for note in estimate.notes if "checkpoint" in note] == (
         [f"the checkpoint is {note}"] if note else []
     )
+
+
+def test_the_adapters_of_a_quantised_checkpoint_are_trained_beside_its_codes(folder: Path) -> None:
+    run = RunConfig(model=str(folder), method="lora", batch_size=2, seq_len=256)
+    (stated,) = estimates.estimate([replace(run, quant="gptq-int4")], ["rtx-4090-24gb"])
+    keep(folder, {"quant_method": "gptq", "bits": 4, "group_size": 128})
+    stored, by_method = estimates.estimate([run, replace(run, method="qlora")], ["rtx-4090-24gb"])
+    assert stored.memory == stated.memory == by_method.memory
+
+
+@pytest.mark.parametrize(
+    ("stored", "settings", "fault"),
+    [
+        (
+            {"quant_method": "awq", "bits": 4},
+            {"quant": "nf4"},
+            "quant: .* is stored in awq-int4, and is loaded so, got nf4; leave quant out, or name",
+        ),
+        (
+            {"quant_method": "awq", "bits": 4},
+            {"method": "full"},
+            "'awq-int4' weights cannot be trained; .*, or a 16-bit copy of the model for full",
+        ),
+    ],
+)
+def test_what_a_quantised_checkpoint_cannot_do_is_refused(
+    folder: Path, stored: dict[str, object], settings: dict[str, Any], fault: str
+) -> None:
+    keep(folder, stored)
+    with pytest.raises(ConfigError, match=fault):
+        estimates.estimate([RunConfig(model=str(folder), **settings)], ["rtx-4090-24gb"])
+
+
+def served(model: str, engine: str, **options: str) -> RunConfig:
+    stated = tuple(options.items())
+    run = RunConfig(model=model, phase="inference", serving=engine, serving_options=stated)
+    (estimate,) = estimates.estimate([run], ["rtx-4090-24gb"])
+    return estimate.run
+
+
+def test_a_copy_is_served_as_its_name_says() -> None:
+    assert served("Qwen/Qwen2.5-7B-Instruct-AWQ", "vllm").quant == "awq-int4"
+    assert served("RedHatAI/Qwen2.5-7B-Instruct-FP8-dynamic", "sglang").quant == "fp8"
+    tag = served("llama3.1:8b-instruct-q4_K_M", "llama-cpp")
+    assert dict(tag.serving_options)["file_type"] == "Q4_K_M"
+    chosen = served("bartowski/Qwen2.5-7B-Instruct-GGUF", "llama-cpp", file_type="Q8_0")
+    assert dict(chosen.serving_options)["file_type"] == "Q8_0"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "fault"),
+    [
+        ("bartowski/Qwen2.5-7B-GGUF", {"phase": "inference"}, "is a GGUF file, which llama.cpp"),
+        ("qwen2.5:7b-q8_0", {}, "is a GGUF file, which llama.cpp serves and nothing trains"),
+        (
+            "bartowski/Qwen2.5-7B-GGUF",
+            {"phase": "inference", "serving": "llama-cpp"},
+            "does not say which of its files; give the serving option file_type",
+        ),
+        ("Qwen/Qwen2.5-7B", {"phase": "inference", "serving": "Ollama"}, "is llama-cpp here"),
+    ],
+)
+def test_a_copy_that_says_too_little_is_refused(
+    name: str, settings: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        estimates.estimate([RunConfig(model=name, **settings)], ["rtx-4090-24gb"])
+
+
+def test_the_hub_s_config_of_a_copy_counts_before_its_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(folder, {"quant_method": "gptq", "bits": 8, "group_size": 32})
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda *_, **__: str(folder / "config.json")
+    )
+    copy = load_model("TheBloke/Llama-2-7B-GPTQ", offline=True)
+    assert copy.config["quantization_config"]["group_size"] == 32

@@ -15,6 +15,7 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.store import models
 from whichlora.store.models import (
     add_model,
+    find_copy,
     find_model,
     is_known_model,
     list_models,
@@ -229,20 +230,47 @@ def test_a_name_of_many_models_lists_eight(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("typed", "instead"),
+    ("typed", "base", "stored"),
     [
-        ("Llama-3.1-8B-Instruct-AWQ", "meta-llama/Llama-3.1-8B-Instruct with quant awq-int4"),
-        ("llama-2-7b-gptq", "meta-llama/Llama-2-7b-hf with quant gptq-int4"),
-        ("llama-3.1-8b-bnb-4bit", "meta-llama/Llama-3.1-8B with method qlora"),
-        ("llama3.1:8b-instruct-q4_K_M", "meta-llama/Llama-3.1-8B-Instruct with method qlora"),
-        ("Mistral-7B-Instruct-v0.2.Q5_K_M.gguf", "the model it was made from with method qlora"),
-        ("Mistral-7B-Instruct-v0.2-GGUF", "mistralai/Mistral-7B-Instruct-v0.2 with method qlora"),
-        ("TheBloke/Llama 2 7B-GPTQ", "meta-llama/Llama-2-7b-hf with quant gptq-int4"),
-        ("my own model-GPTQ", "the model it was made from with quant gptq-int4"),
+        ("Llama-3.1-8B-Instruct-AWQ", "meta-llama/Llama-3.1-8B-Instruct", "awq 4"),
+        ("llama-2-7b-gptq", "meta-llama/Llama-2-7b-hf", "gptq 4"),
+        ("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int8", "Qwen/Qwen2.5-72B-Instruct", "gptq 8"),
+        ("TheBloke/Llama 2 7B-GPTQ-4bit-32g", "meta-llama/Llama-2-7b-hf", "gptq 4 32"),
+        ("unsloth/llama-3.1-8b-unsloth-bnb-4bit", "meta-llama/Llama-3.1-8B", "bitsandbytes"),
+        ("Llama-3.1-8B-bnb-8bit", "meta-llama/Llama-3.1-8B", "bitsandbytes"),
+        ("Qwen/Qwen3-32B-FP8", "Qwen/Qwen3-32B", "fp8"),
+        ("llama3.1:8b-instruct-q4_K_M", "meta-llama/Llama-3.1-8B-Instruct", "gguf Q4_K_M"),
+        (
+            "Mistral-7B-Instruct-v0.2.Q5_K_M.gguf",
+            "mistralai/Mistral-7B-Instruct-v0.2",
+            "gguf Q5_K_M",
+        ),
+        ("Mistral-7B-Instruct-v0.2-GGUF", "mistralai/Mistral-7B-Instruct-v0.2", "gguf"),
     ],
 )
-def test_a_quantised_copy_is_refused_with_its_base(typed: str, instead: str) -> None:
-    with pytest.raises(ConfigError, match=f"is a quantised copy .*, not a base .*; give {instead}"):
+def test_a_quantised_copy_has_the_shapes_of_its_base(typed: str, base: str, stored: str) -> None:
+    copy, model = find_copy(typed), find_model(base)
+    assert copy is not None
+    assert model is not None
+    assert (copy.name, copy.num_params) == (typed, model.num_params)
+    assert any(f"{typed}: taken as {base}, stored as its name says" in note for note in copy.notes)
+    config = copy.config["quantization_config"]
+    named = ("quant_method", "bits", "group_size", "file_type")
+    assert " ".join(str(config[name]) for name in named if name in config) == stored
+
+
+@pytest.mark.parametrize(
+    ("typed", "instead"),
+    [
+        ("llama-2-7b-exl2", r"\(EXL2\), .* meta-llama/Llama-2-7b-hf with method qlora for 4 bits"),
+        ("mlx-community/llama 3.1 8b-mlx-4bit", "meta-llama/Llama-3.1-8B with method qlora"),
+        ("my own model-GPTQ", "the model it was made from with quant gptq-int4"),
+        ("my own model q4_K_M", "the model it was made from with --serving llama-cpp, or with"),
+    ],
+)
+def test_a_copy_that_is_not_known_is_refused_with_its_base(typed: str, instead: str) -> None:
+    assert find_copy(typed) is None
+    with pytest.raises(ConfigError, match=f"is a quantised copy .*{instead}"):
         resolve_name(typed)
 
 

@@ -299,6 +299,19 @@ def test_an_older_release_serves_quantised_weights_as_they_were_trained(tmp_path
     assert engine_of(answer).version == "0.27.1"
 
 
+def test_a_quantised_copy_is_trained_and_served_as_it_is_stored(tmp_path: Path) -> None:
+    copy = "Qwen/Qwen2.5-7B-Instruct-AWQ"
+    answer = answered(tmp_path, models=[copy, SMALL], methods=["full", "lora"])
+    assert answer.winner is not None
+    assert (answer.winner.run.model, answer.winner.run.method) == (copy, "lora")
+    assert answer.winner.run.quant == "awq-int4"
+    assert answer.winner.form is not None
+    assert (answer.winner.form.serve, answer.winner.form.quant) == ("as-trained", "awq-int4")
+    script, command = (tmp_path / "out" / name for name in ("train.py", "serve.sh"))
+    assert f"vllm serve {copy} " in command.read_text()
+    assert "quantization_config" not in script.read_text()  # the checkpoint has its own
+
+
 def test_a_shortlisted_plan_drops_the_same_models(tmp_path: Path) -> None:
     answer = answered(
         tmp_path,

@@ -116,8 +116,10 @@ def _check_expanded(keys: Keys) -> None:
 
 def _adapter(keys: Keys) -> dict[str, Any]:
     quant = keys.like({name: quantisation(name) for name in sorted(QUANTS)}, quantisation("none"))
-    if quant is None or keys.flag("gptq"):
-        keys.refuse("quant", "gptq", "this storage of the base is not read from the file")
+    if quant is None:
+        keys.refuse("quant", "load_in_4bit", "this storage of the base is not read from the file")
+    if keys.flag("gptq"):  # the checkpoint's own form (`loaders/model.py`)
+        quant = "gptq-int4"
     quant = quant or "none"
     _check_expanded(keys)
     adapter = keys.word("adapter")

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from whichlora.memory.layer_passes import offloaded_bytes
 from whichlora.predict.resolve import ResolvedRun, has_bf16
 from whichlora.spec.architecture import Attention
-from whichlora.spec.checkpoint import stored_quant
+from whichlora.spec.checkpoint import is_gguf, stored_quant
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Real
-from whichlora.spec.run import BNB_QUANTS, CHECKPOINT_QUANTS, FOUR_BIT_BNB
+from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.spec.targets import all_linears
 from whichlora.symbolic.kernels import attention_kernel, runs_efficient
 from whichlora.units import format_bytes
@@ -166,16 +166,17 @@ def _stored(job: ResolvedRun) -> str:
     quant = stored_quant(job.model.config)
     if quant == "mxfp4":
         return _mxfp4_in_words(job)
+    if quant == job.run.quant or is_gguf(job.model.config):
+        return ""
     counted = "16-bit" if job.dtypes.quant == "none" else job.dtypes.quant
     if quant is None:
         method = config.get("quant_method", "an unknown format")
         return f"the checkpoint is stored as {method}, which is not modelled: counted as {counted}"
-    group = config.get("group_size") if quant in CHECKPOINT_QUANTS else None
-    grouped = isinstance(group, int) and group > 0 and group != job.run.quant_group_size
-    if quant == job.dtypes.quant and not grouped:
-        return ""
-    size = f" and quant_group_size {group}" if grouped else ""
-    return f"the checkpoint is stored as {quant}, counted is {counted}: give quant {quant}{size}"
+    if quant == "fp8":
+        refused = "; transformers refuses bitsandbytes beside it: convert it to 16 bit first"
+        refused *= job.run.quant in BNB_QUANTS
+        return f"the checkpoint is stored in fp8, counted is {counted}{refused}"
+    return f"the checkpoint is stored as {quant}, which {job.engine.name} does not read as it is"
 
 
 def _mxfp4_in_words(job: ResolvedRun) -> str:

@@ -16,7 +16,15 @@ from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Engine, Served
 from whichlora.spec.architecture import ModelSpec, with_source_len
 from whichlora.spec.backends.cuda import ASSUMED_CAPABILITY, FLASH_CAPABILITY
-from whichlora.spec.checkpoint import packed_experts, refuses_bitsandbytes, stored_quant
+from whichlora.spec.checkpoint import (
+    LOADED_AS_STORED,
+    gguf_type,
+    is_gguf,
+    packed_experts,
+    refuses_bitsandbytes,
+    stored_group,
+    stored_quant,
+)
 from whichlora.spec.dtypes import Dtypes, is_quantised, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.kernels import NO_KERNELS
@@ -30,7 +38,6 @@ from whichlora.spec.run import (
     FOUR_BIT_BNB,
     FP32_PRECISIONS,
     TRANSFORMERS,
-    Quant,
     RunConfig,
 )
 from whichlora.spec.targets import adapted_linears, check_saved_modules, resolve_targets
@@ -276,7 +283,7 @@ def _check_adapted(
 
 def _filled(model: ModelSpec, run: RunConfig, gpu: GpuSpec, method: Method) -> RunConfig:
     """`run` with its defaults, and without what its method ignores."""
-    run = with_defaults(replace(run, quant=_shipped_quant(model, run, gpu)))
+    run = with_defaults(_with_packed_experts(model, as_stored(model, run), gpu))
     if run.serving_options:
         named = by_own_names(get_engine(run.serving).options, run.serving_options)
         run = replace(run, serving_options=named)
@@ -286,9 +293,11 @@ def _filled(model: ModelSpec, run: RunConfig, gpu: GpuSpec, method: Method) -> R
         quantised = [
             built_in.name for built_in in BUILT_IN.values() if built_in.base_quant != "none"
         ]
+        is_copy = stored_quant(model.config) == run.quant
+        whole = "a 16-bit copy of the model" if is_copy else "quant none"
         raise ConfigError(
             f"quant: {run.quant!r} weights cannot be trained; use method {' or '.join(quantised)}, "
-            "or quant none for full fine-tuning"
+            f"or {whole} for full fine-tuning"
         )
     if training and run.gradient_checkpointing and not model.supports_checkpointing:
         raise ConfigError(
@@ -535,18 +544,47 @@ def _check_experts(model: ModelSpec, run: RunConfig) -> None:
             raise ConfigError(f"quantize_moe_experts: {message}; leave it out")
 
 
-def _shipped_quant(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Quant | None:
-    """`run.quant`, and that of an mxfp4 checkpoint where an inference names no other form."""
+def as_stored(model: ModelSpec, run: RunConfig) -> RunConfig:
+    """`run` with the form that the checkpoint of `model` has, where it names none itself.
+
+    A checkpoint of GPTQ, AWQ or bitsandbytes is loaded as it is; so are 8-bit floats by an engine
+    that reads them, and a GGUF file by llama.cpp. Another form of bitsandbytes is ignored.
+    Source: transformers 5.23 `AutoHfQuantizer.merge_quantization_configs`.
+
+    Raises:
+        ConfigError: a GGUF file of a type that neither its name nor `run` states.
+    """
+    training, engine = run.phase == "finetune", get_engine(run.serving)
+    if not _reads_checkpoint(run):
+        file_type, options = gguf_type(model.config), dict(run.serving_options)
+        if not engine.stored_by or not is_gguf(model.config) or engine.stored_by in options:
+            return run
+        if not file_type:
+            raise ConfigError(
+                f"model: {model.name} does not say which of its files; give the serving option "
+                f"{engine.stored_by}, such as {engine.stored_by}=Q4_K_M"
+            )
+        return replace(run, serving_options=(*run.serving_options, (engine.stored_by, file_type)))
+    quant = stored_quant(model.config)
+    is_read = quant in LOADED_AS_STORED or (quant == "fp8" and not training and engine.reads_fp8)
+    if not is_read or not (run.quant in (None, quant) or {run.quant, quant} <= BNB_QUANTS):
+        return run
+    group = stored_group(model.config) or run.quant_group_size
+    return replace(run, quant=quant, quant_group_size=group)
+
+
+def _with_packed_experts(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> RunConfig:
+    """`run` with experts as an mxfp4 checkpoint has them, where an inference names no form."""
     is_asked = run.quant is not None or run.serve is not None or run.phase == "finetune"
     if is_asked or stored_quant(model.config) != "mxfp4" or not gpu.backend.keeps_mxfp4:
-        return run.quant
+        return run
     if (
         get_method(run.method).serve == "as-trained"
         or not get_engine(run.serving).reads_checkpoints
     ):
-        return run.quant
+        return run
     capability = float(gpu.compute_capability or ASSUMED_CAPABILITY)
-    return "mxfp4" if capability >= MXFP4_CAPABILITY else None
+    return replace(run, quant="mxfp4") if capability >= MXFP4_CAPABILITY else run
 
 
 def _check_clamped(model: ModelSpec, run: RunConfig, dtypes: Dtypes) -> None:
@@ -573,6 +611,10 @@ def _check_cast(model: ModelSpec, run: RunConfig, dtypes: Dtypes) -> None:
         )
 
 
+def _reads_checkpoint(run: RunConfig) -> bool:
+    return run.phase == "finetune" or get_engine(run.serving).reads_checkpoints
+
+
 def _check_storage(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
     """Refuse what transformers refuses beside, or without, experts in mxfp4."""
     quant = run.quant or "none"
@@ -581,6 +623,17 @@ def _check_storage(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
             f"quant: {model.name} is stored in mxfp4, beside which transformers refuses "
             f"bitsandbytes, got {quant}; use method lora, which expands it to 16 bit, or name a "
             "16-bit copy of the model, such as one that ends in -BF16"
+        )
+    if is_gguf(model.config) and _reads_checkpoint(run):
+        raise ConfigError(
+            f"model: {model.name} is a GGUF file, which llama.cpp serves and nothing trains; give "
+            "serving llama-cpp, or the model it was made from with method qlora"
+        )
+    stored = stored_quant(model.config)
+    if stored in LOADED_AS_STORED and quant != stored and _reads_checkpoint(run):
+        raise ConfigError(
+            f"quant: {model.name} is stored in {stored}, and is loaded so, got {quant}; leave "
+            "quant out, or name a 16-bit copy of the model"
         )
     if quant != "mxfp4":
         return

@@ -18,11 +18,12 @@ from whichlora.predict import parallel_choice
 from whichlora.predict.host_memory import check_host, memory_of_node
 from whichlora.predict.predict import check_layout, host_bytes
 from whichlora.predict.rank_time import links_of
-from whichlora.predict.resolve import ResolvedRun, layout_of, resolve
+from whichlora.predict.resolve import ResolvedRun, as_stored, layout_of, resolve
 from whichlora.search.shortlist import Group
 from whichlora.serving import get_engine
-from whichlora.serving.form import serving_form, serving_run
+from whichlora.serving.form import ServeAs, serving_form, serving_run
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.checkpoint import is_loaded_as_stored
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.links import LinkSpec
 from whichlora.spec.parallel import AUTO, ONE_GPU, ParallelConfig, micro_steps
@@ -121,14 +122,26 @@ class Candidates:
         """In which form the model of `run`, a candidate of either stage, is served.
 
         A serving engine that refuses a method's weights or adapter has them merged, unless the
-        plan asks for the form. One that divides a model does so over the GPUs of the plan.
+        plan asks for the form. Into weights that are loaded as they are stored nothing is merged.
+        One that divides a model does so over the GPUs of the plan.
         """
         if run.phase != "finetune":
             return serving_form(run)
-        form = serving_form(serving_run(self.plan.inference, run, self.plan.serve))
+        form = self.asked_form(run)
         if self.plan.serve is None and self.why_merged(form):
-            form = serving_form(serving_run(self.plan.inference, run, "merged"))
+            form = self._form(run, "merged")
         return self._shared(form)
+
+    def asked_form(self, run: RunConfig) -> RunConfig:
+        """In which form the plan, or else the method and the checkpoint, have the model served."""
+        serve = self.plan.serve
+        if serve is None and is_loaded_as_stored(self.models[run.model].config):
+            serve = "as-trained"
+        return self._form(run, serve)
+
+    def _form(self, run: RunConfig, serve: ServeAs | None) -> RunConfig:
+        served = serving_run(self.plan.inference, run, serve)
+        return serving_form(as_stored(self.models[run.model], served))
 
     def _shared(self, form: RunConfig) -> RunConfig:
         """`form` on as many GPUs as its engine can divide the model over, unless the plan says.

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from whichlora.spec.architecture import Linear, ModelSpec
-from whichlora.spec.run import BNB_QUANTS, Quant
+from whichlora.spec.run import BNB_QUANTS, CHECKPOINT_QUANTS, Quant
+
+LOADED_AS_STORED: frozenset[str] = BNB_QUANTS | CHECKPOINT_QUANTS
 
 
 def stored_quant(config: Mapping[str, Any]) -> Quant | None:
@@ -27,7 +29,44 @@ def stored_quant(config: Mapping[str, Any]) -> Quant | None:
             return "nf4-dq" if nested else "nf4"
         case {"quant_method": "bitsandbytes", "load_in_4bit": True}:
             return "fp4"
+        case {"quant_method": "fp8"}:
+            return "fp8"
+        case {"quant_method": "compressed-tensors", "config_groups": {**groups}}:
+            return "fp8" if groups and all(map(_is_fp8, groups.values())) else None
     return None
+
+
+def is_loaded_as_stored(config: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint is of GPTQ, AWQ or bitsandbytes: nothing loads it in another form."""
+    return stored_quant(config) in LOADED_AS_STORED
+
+
+def _is_fp8(group: Any) -> bool:
+    """Whether a group of compressed-tensors holds 8-bit floats."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    return isinstance(weights, Mapping) and (weights.get("type"), weights.get("num_bits")) == (
+        "float",
+        8,
+    )
+
+
+def stored_group(config: Mapping[str, Any]) -> int | None:
+    """Weights that share a scale in a checkpoint of GPTQ or AWQ, where its config says so."""
+    if stored_quant(config) not in CHECKPOINT_QUANTS:
+        return None
+    size = config["quantization_config"].get("group_size")
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def is_gguf(config: Mapping[str, Any]) -> bool:
+    """Whether the model is a GGUF file, whose config is what its name says."""
+    stored = config.get("quantization_config")
+    return isinstance(stored, Mapping) and stored.get("quant_method") == "gguf"
+
+
+def gguf_type(config: Mapping[str, Any]) -> str:
+    """The type of a GGUF file, such as Q4_K_M; empty where its name states none."""
+    return str(config["quantization_config"].get("file_type", "")) if is_gguf(config) else ""
 
 
 def is_expanded(config: Mapping[str, Any], quant: str) -> bool:

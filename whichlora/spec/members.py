@@ -32,6 +32,8 @@ def _installed(
 class Members(Generic[Member]):
     """Methods or trainers, by name.
 
+    A member may say in `also_called` what else people call it: a refusal names it then.
+
     Another package adds a member with an entry point in the group `whichlora.<axis>` that loads a
     value of `member_type`.
 
@@ -80,6 +82,9 @@ class Members(Generic[Member]):
         if member is None:  # installed packages are asked only now: scanning them takes time
             members = self.all()
             if name not in members:
+                for each in members.values():
+                    if name.lower() in getattr(each, "also_called", ()):
+                        raise ConfigError(f"{self._kind}: {name} is {each.name} here; give that")
                 raise ConfigError(
                     f"{self._kind}: {name!r} is not known; accepted are {', '.join(members)}"
                 )

@@ -11,7 +11,7 @@ from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.spec.architecture import ModelSpec
 from whichlora.store.jsonfiles import read_object
-from whichlora.store.models import find_model, near_matches, refuse_copy, resolve_name
+from whichlora.store.models import find_copy, find_model, near_matches, refuse_copy, resolve_name
 from whichlora.store.online import why_offline
 
 _FILE = "config.json"
@@ -37,8 +37,25 @@ def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = Fa
     name, note = resolve_name(name)
     packaged = find_model(name)
     if packaged is None:
-        return families.build(load_config(name, offline=offline), name=name)
+        return _load_other(name, offline=offline)
     return replace(packaged, notes=(note, *packaged.notes)) if note else packaged
+
+
+def _load_other(name: str, *, offline: bool) -> ModelSpec:
+    """A model that the database lacks; a quantised copy, which the hub can't tell of, by its name.
+
+    Raises:
+        ConfigError: no such model, or an architecture we can't describe.
+        DataFileError: a config that is no JSON object.
+    """
+    try:
+        config = load_config(name, offline=offline)
+    except ConfigError:
+        copy = find_copy(name)
+        if copy is None:
+            raise
+        return copy
+    return families.build(config, name=name)
 
 
 def load_config(name: str, *, offline: bool = False) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.spec.architecture import ModelSpec
 from whichlora.store.jsonfiles import check_schema_version, read_object, write_object
 from whichlora.store.paths import data_folder, user_models_folder
-from whichlora.store.spellings import MAX_NEAR, match, nearest, quantised
+from whichlora.store.quantised_names import StoredForm, quantised
+from whichlora.store.spellings import MAX_NEAR, match, nearest
 
 SCHEMA_VERSION = 1
 
@@ -111,6 +112,8 @@ def resolve_name(name: str) -> tuple[str, str]:
     refusal = refuse_copy(name)
     if refusal:
         raise ConfigError(refusal)
+    if _base_of_copy(name)[0] is not None:
+        return name, ""
     try:
         hub_id = _match(name)
     except ConfigError as error:
@@ -119,18 +122,46 @@ def resolve_name(name: str) -> tuple[str, str]:
 
 
 def refuse_copy(name: str) -> str:
-    """Why a name such as Llama-2-7B-GPTQ is refused, and the name to give; "" for any other."""
+    """Why a name such as Llama-2-7B-EXL2 is refused, and the name to give; "" for any other."""
+    form, base = _base_of_copy(name)
+    if form is None or (base and form.config):
+        return ""
+    return (
+        f"model: {name!r} is a quantised copy ({form.label}), not a base to train; "
+        f"give {base or 'the model it was made from'} with {form.instead}"
+    )
+
+
+def _base_of_copy(name: str) -> tuple[StoredForm | None, str]:
+    """How a quantised copy is stored, and the model it was made from; "" where that is unknown."""
     copy = quantised(name.rpartition("/")[2])
     if copy is None:
-        return ""
-    form, base_name, instead = copy
+        return None, ""
+    form, base_name = copy
     base = None
     with contextlib.suppress(ConfigError):
         base = _match(base_name)
-    return (
-        f"model: {name!r} is a quantised copy ({form}), not a base to train; "
-        f"give {base or 'the model it was made from'} with {instead}"
-    )
+    return form, base or ""
+
+
+def find_copy(name: str) -> ModelSpec | None:
+    """The quantised copy that `name` names of a model of the database, or None.
+
+    It has the shapes of that model, and a config that says how it is stored as far as its name
+    does.
+
+    Raises:
+        DataFileError: the database is broken.
+    """
+    form, base = _base_of_copy(name)
+    if form is None or form.config is None or not base:
+        return None
+    model = find_model(base)
+    if model is None:
+        return None
+    config = {**model.config, "quantization_config": dict(form.config)}
+    note = f"{name}: taken as {base}, stored as its name says ({form.label})"
+    return replace(model, name=name, config=config, notes=(*model.notes, note))
 
 
 def _match(name: str) -> str | None:

@@ -34,14 +34,6 @@ _KINDS = {
 # Words that distinguish no two models of the database: the maker, a 16-bit storage.
 _NOISE = frozenset({"meta", "hf", "latest", "model", "bf16", "fp16", "library", "ollama"})
 
-# Spellings of a quantised copy, and the setting that predicts its bytes.
-_QUANTISED = (
-    (re.compile(r"gptq"), "GPTQ", "quant gptq-int4"),
-    (re.compile(r"awq|w4a16"), "AWQ", "quant awq-int4"),
-    (re.compile(r"bnb|[48]bit|nf4|fp4|int[48]"), "bitsandbytes", "method qlora"),
-    (re.compile(r"gguf|ggml|i?q[2-8](_[0-9k]\w*)?"), "GGUF", "method qlora for 4 bits"),
-    (re.compile(r"exl[23]|mlx|fp8|hqq|aqlm|eetq"), "", "method qlora for 4 bits"),
-)
 _FULL_WIDTH = re.compile(r"(?<![a-z0-9])(fp|bf)16(?![a-z0-9])")
 
 
@@ -63,17 +55,6 @@ class Spelling:
     def unsized(self) -> frozenset[str]:
         """The words without the size."""
         return frozenset(word for word in self.words if not _SIZE.fullmatch(word))
-
-
-def quantised(name: str) -> tuple[str, str, str] | None:
-    """Format of a quantised copy, the name without it, and the setting instead; None otherwise."""
-    parts = re.split(r"[-:/\s]+|\.(?=gg)|_(?=gptq|awq|gguf|bnb)", name.lower())
-    for pattern, label, instead in _QUANTISED:
-        marks = [part for part in parts if pattern.fullmatch(part)]
-        if marks:
-            base = [part for part in parts if not any(q.fullmatch(part) for q, _, _ in _QUANTISED)]
-            return label or marks[0].upper(), " ".join(base), instead
-    return None
 
 
 def match(name: str, stems: Mapping[str, str], params: Mapping[str, int]) -> str | None:

@@ -26,7 +26,6 @@ from whichlora.search.feasibility import (
 from whichlora.search.gpu_counts import GpuCounts, compare_counts
 from whichlora.search.grid import pareto
 from whichlora.search.loop import SearchLoop
-from whichlora.serving.form import serving_form, serving_run
 from whichlora.spec.costs import RunningCost
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.results import ServingPrediction
@@ -253,11 +252,9 @@ def _cautions(session: Session, best: Candidate | None, model: str) -> list[str]
 
 def _merged_instead(session: Session, best: Candidate) -> list[str]:
     """Why the winner is judged merged, where its method is served unmerged elsewhere."""
-    plan = session.plan
-    if plan.serve is not None:
+    if session.plan.serve is not None:
         return []
-    unmerged = serving_form(serving_run(plan.inference, best.run, None))
-    refusal = session.space.why_merged(unmerged)
+    refusal = session.space.why_merged(session.space.asked_form(best.run))
     return [f"judged merged: {refusal.removeprefix('serving: ')}"] if refusal else []
 
 

@@ -1,0 +1,91 @@
+"""Names of quantised copies: `-AWQ`, `-GPTQ-Int4`, `-bnb-4bit`, `-FP8`, `-GGUF`, `:q4_K_M`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_GROUP = re.compile(r"(?:32|64|128)g")
+_GGUF_TYPE = re.compile(r"i?q[2-8](_[0-9k]\w*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """How the name of a quantised copy says that its weights are stored.
+
+    Args:
+        label: the format, in words.
+        instead: the setting that predicts its bytes from the model that it was made from.
+        config: the `quantization_config` that such a copy has; None for one not predicted as such.
+    """
+
+    label: str
+    instead: str
+    config: Mapping[str, Any] | None = None
+
+
+def _gptq(marks: Sequence[str]) -> StoredForm:
+    bits = 8 if {"int8", "8bit"} & {*marks} else 4
+    config = {"quant_method": "gptq", "bits": bits, **_group(marks)}
+    return StoredForm("GPTQ", f"quant gptq-int{bits}", config)
+
+
+def _awq(marks: Sequence[str]) -> StoredForm:
+    config = {"quant_method": "awq", "bits": 4, **_group(marks)}
+    return StoredForm("AWQ", "quant awq-int4", config)
+
+
+def _bitsandbytes(marks: Sequence[str]) -> StoredForm:
+    """Source: the copies of Unsloth, which are nf4 with a nested quantisation."""
+    config: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    if {"int8", "8bit"} & {*marks}:
+        config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    return StoredForm("bitsandbytes", "method qlora", config if "bnb" in marks else None)
+
+
+def _gguf(marks: Sequence[str]) -> StoredForm:
+    types = [mark.upper() for mark in marks if _GGUF_TYPE.fullmatch(mark)]
+    instead = "--serving llama-cpp, or with method qlora for 4 bits"
+    config = {"quant_method": "gguf", **({"file_type": types[0]} if types else {})}
+    return StoredForm("GGUF", instead, config)
+
+
+def _fp8(_: Sequence[str]) -> StoredForm:
+    return StoredForm("FP8", "quant fp8, as vllm and sglang serve it", {"quant_method": "fp8"})
+
+
+def _group(marks: Sequence[str]) -> dict[str, int]:
+    sizes = [int(mark[:-1]) for mark in marks if _GROUP.fullmatch(mark)]
+    return {"group_size": sizes[0]} if sizes else {}
+
+
+# Words that mark a quantised copy, and what the copy is; the first that is there decides.
+_QUANTISED: tuple[tuple[re.Pattern[str], Callable[[Sequence[str]], StoredForm]], ...] = (
+    (re.compile(r"gptq"), _gptq),
+    (re.compile(r"awq|w4a16"), _awq),
+    (re.compile(r"fp8"), _fp8),
+    (re.compile(rf"gguf|ggml|{_GGUF_TYPE.pattern}"), _gguf),
+    (
+        re.compile(r"exl[23]|mlx|hqq|aqlm|eetq|nvfp4"),
+        lambda marks: StoredForm(marks[0].upper(), "method qlora for 4 bits"),
+    ),
+    (re.compile(r"bnb|[48]bit|nf4|fp4|int[48]"), _bitsandbytes),
+)
+# Words that only say more of such a copy.
+_OF_A_COPY = re.compile(rf"{_GROUP.pattern}|actorder_(true|false)|dynamic|unsloth|static")
+
+
+def quantised(name: str) -> tuple[StoredForm, str] | None:
+    """How a quantised copy is stored, and its name without what says so; None for another model."""
+    parts = re.split(r"[-:/\s]+|\.(?=gg|i?q\d)|_(?=gptq|awq|gguf|bnb)", name.lower())
+    marks = [part for part in parts if any(pattern.fullmatch(part) for pattern, _ in _QUANTISED)]
+    for pattern, form in _QUANTISED:
+        first = [mark for mark in marks if pattern.fullmatch(mark)]
+        if first:
+            more = [part for part in parts if _OF_A_COPY.fullmatch(part)]
+            base = [part for part in parts if part not in (*marks, *more)]
+            return form([*first, *marks, *more]), " ".join(base)
+    return None
