@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from whichlora.methods import get_method
 from whichlora.predict.resolve import ResolvedRun
+from whichlora.spec.checkpoint import is_made_before
 
 TRAINED, MERGED, QUANTISED = "./output", "./merged", "./quantised"
 
@@ -31,11 +32,6 @@ _QUANTISE = """if [ ! -d quantised ]; then
   exit 1
 fi
 """
-
-
-def is_made_before(quant: str) -> bool:
-    """Whether an engine reads this storage from files; the others it makes as it loads."""
-    return quant not in ("none", "nf4", "nf4-dq")
 
 
 def serve_script(job: ResolvedRun, method: str, *, form: str, concurrency: int) -> str:

@@ -10,6 +10,7 @@ from whichlora.predict.serving_links import nodes_note, unlinked
 from whichlora.predict.serving_time import serving_time
 from whichlora.serving.base import Start
 from whichlora.serving.step_time import Service
+from whichlora.spec.checkpoint import lacking_storage
 from whichlora.spec.results import ServingPrediction
 
 MOMENT = "serving"
@@ -57,6 +58,7 @@ def serving_prediction(
         max_running=start.max_running(served.context, served.shared_tokens),
         left_bytes=job.gpu.memory_bytes - taken_bytes(job, start),
         command="" if fault else job.engine.command(served),
+        lacking_storage=lacking_storage(job.model.config, run.quant or "none"),
         time=None if fault else serving_time(job, served, service, calibration),
     )
 

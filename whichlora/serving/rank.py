@@ -11,10 +11,11 @@ from whichlora.memory.weights import weight_entries
 from whichlora.parallel.division import COLUMNS, ROWS, divided_model
 from whichlora.serving.base import Served
 from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec
-from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import ceil_div
 
 KEYS_AND_VALUES = ("k_proj", "v_proj")
+LATENTS = ("q_latent", "kv_latent")
 
 ROTARY_TABLES = Fact(
     part="weights",
@@ -25,6 +26,16 @@ ROTARY_TABLES = Fact(
     why="a buffer of the rotary embedding",
     source="vLLM 0.33.0 model_executor/layers/rotary_embedding/base.py:59 cos_sin_cache; "
     "SGLang 0.5.23 srt/layers/rotary_embedding/base.py:115",
+)
+ABSORBED = Fact(
+    part="weights",
+    what="what expands a latent, once more for each head",
+    shape="[heads, kv_lora_rank, qk_nope_head_dim + v_head_dim]",
+    dtype="compute_bytes",
+    count="every layer",
+    why="decoding multiplies queries and what attention returns by it, and no cached latent",
+    source="vLLM 0.33.0 attention/mla_attention.py:1242, of quantised weights; SGLang 0.5.23 "
+    "models/deepseek_common/deepseek_weight_loader.py:762, of all",
 )
 LORA_SLOTS = Fact(
     part="adapters",
@@ -55,7 +66,41 @@ def rank_model(model: ModelSpec, size: int) -> ModelSpec:
 
 
 def _with_repeated_keys(layer: Layer, size: int) -> Layer:
-    return replace(layer, attentions=tuple(_repeated_keys(each, size) for each in layer.attentions))
+    repeated = (
+        (_repeated_latents if has_latents(each) else _repeated_keys)(each, size)
+        for each in layer.attentions
+    )
+    return replace(layer, attentions=tuple(repeated))
+
+
+def has_latents(attention: Attention) -> bool:
+    """Whether one latent of a token is cached for all heads."""
+    return attention.projection.startswith("latent")
+
+
+def latent_width(attention: Attention) -> int:
+    """Elements that one head multiplies of a token's latent, with its rotated part and without."""
+    return 2 * attention.cache_elements - (attention.rotary_dim or 0)
+
+
+def _repeated_latents(attention: Attention, size: int) -> Attention:
+    """`attention` with latents for each rank, which has them whole.
+
+    Of the matrices that read one it has its heads' share.
+    Source: vLLM 0.33.0 models/deepseek_v2.py:1052 fused_qkv_a_proj, :1083 q_b_proj, :1099
+    kv_b_proj; SGLang 0.5.23 srt/models/deepseek_v2.py.
+    """
+    return replace(
+        attention,
+        cache_elements=attention.cache_elements * size,
+        norms=tuple(replace(norm, rows=norm.rows * size) for norm in attention.norms),
+        linears=tuple(
+            replace(linear, out_features=ceil_div(linear.out_features, size))
+            if linear.reads in LATENTS
+            else linear
+            for linear in attention.linears
+        ),
+    )
 
 
 def _repeated_keys(attention: Attention, size: int) -> Attention:
@@ -147,6 +192,24 @@ def held_entries(
     return [*entries, Entry(ROTARY_TABLES, rotary_bytes(rank, rotary_element_bytes))]
 
 
+def absorbed_entries(served: Served, rank: ModelSpec, *, copies_all: bool) -> list[Entry]:
+    """The matrices that latent attention keeps beside the one that they are made of.
+
+    Args:
+        copies_all: 16-bit ones too, which others only view otherwise.
+
+    Kind: exact. Source: `ABSORBED`.
+    """
+    total = sum(
+        count * linear.num_weights
+        for layer, count in rank.layers()
+        for attention in layer.attentions
+        for linear in attention.linears
+        if linear.reads == "kv_latent" and (copies_all or is_quantised(linear, served.dtypes))
+    )
+    return [Entry(ABSORBED, total * served.dtypes.compute_bytes)] if total else []
+
+
 def check_ranks(served: Served, option: str, staged_by: str) -> None:
     """Refuse ranks that cannot share the heads.
 
@@ -163,12 +226,14 @@ def check_ranks(served: Served, option: str, staged_by: str) -> None:
     for layer, _ in served.model.layers():
         for attention in layer.attentions:
             heads, keys = attention.num_attention_heads, attention.num_key_value_heads
-            if attention.projection != "plain":
+            latents = has_latents(attention)
+            if attention.projection != "plain" and not latents:
                 raise ConfigError(
                     f"{option}: not predicted for the attention of {served.model.name}; use "
                     f"{stages}"
                 )
-            if heads % ranks or max(keys, ranks) % min(keys, ranks):
+            shares_keys = latents or max(keys, ranks) % min(keys, ranks) == 0
+            if heads % ranks or not shares_keys:
                 raise ConfigError(
                     f"{option}: {heads} heads and {keys} heads of keys can't be divided by "
                     f"{ranks}; use a divisor of both, or {stages}"

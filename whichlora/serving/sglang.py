@@ -18,6 +18,7 @@ from whichlora.serving.command import shell_command
 from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS
 from whichlora.serving.profile_pass import layer_entry
 from whichlora.serving.rank import (
+    absorbed_entries,
     check_model,
     check_ranks,
     held_entries,
@@ -211,7 +212,8 @@ def _held(served: Served, rank: ModelSpec) -> list[Entry]:
     """Weights and tables of one GPU."""
     is_packed = served.run.quant == "mxfp4"  # layers/quantization/mxfp4.py:545, of Triton's kernels
     stored = with_aligned_experts(rank, hidden=1, width=64) if is_packed else rank
-    return held_entries(served, stored, rotary_element_bytes=4)
+    absorbed = absorbed_entries(served, rank, copies_all=True)
+    return [*held_entries(served, stored, rotary_element_bytes=4), *absorbed]
 
 
 def _keeps_prefixes(served: Served) -> bool:

@@ -28,7 +28,7 @@ from whichlora.serving.kernel_rates import (
     KernelRates,
     kernel_rates,
 )
-from whichlora.serving.rank import rank_model
+from whichlora.serving.rank import has_latents, latent_width, rank_model
 from whichlora.spec.architecture import Layer, Linear, ModelSpec
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.gpu import GpuSpec
@@ -364,7 +364,11 @@ def _attentions(
         for attention in layer.attentions:
             cached, queries = sums.get(attention.sliding_window, (0.0, 0))
             width = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
-            cached += count * attention.cache_elements * stepping.cache_bytes
+            cached_bytes = attention.cache_elements * stepping.cache_bytes
+            if has_latents(attention):  # each head reads a latent as its key and as its value
+                flops = 2 * attention.num_attention_heads * latent_width(attention)
+                cached_bytes = max(cached_bytes, flops / flops_per_s * rates.cache * bandwidth)
+            cached += count * cached_bytes
             sums[attention.sliding_window] = cached, queries + count * width
             heads[attention.sliding_window] = attention.num_attention_heads
     return tuple(

@@ -29,6 +29,7 @@ from whichlora.serving.profile_pass import (
 )
 from whichlora.serving.rank import (
     LORA_SLOTS,
+    absorbed_entries,
     check_model,
     check_ranks,
     held_entries,
@@ -275,6 +276,7 @@ def _start_of(served: Served, stage: Stage) -> Start:
     ranks = served.count(RANKS) or 1
     rank = rank_model(stage.part, ranks)
     entries = _loaded(served, rank)
+    entries += absorbed_entries(served, rank, copies_all=False)
     entries += _resident(served, stage)
     entries += _profiled(served, rank)
     graphs = Entry(GRAPHS, graph_bytes(served, rank))

@@ -69,6 +69,16 @@ def gguf_type(config: Mapping[str, Any]) -> str:
     return str(config["quantization_config"].get("file_type", "")) if is_gguf(config) else ""
 
 
+def is_made_before(quant: str) -> bool:
+    """Whether an engine reads this storage from files; the others it makes as it loads."""
+    return quant not in ("none", "nf4", "nf4-dq")
+
+
+def lacking_storage(config: Mapping[str, Any], quant: str) -> str:
+    """The storage that an engine reads from files, where the model's own are not stored so."""
+    return quant if is_made_before(quant) and stored_quant(config) != quant else ""
+
+
 def is_expanded(config: Mapping[str, Any], quant: str) -> bool:
     """Whether loading expands the checkpoint's mxfp4 experts, to hold them as `quant` says.
 

@@ -273,6 +273,8 @@ class ServingPrediction:
         max_running: of `context` tokens each, that run at once; what is asked beyond waits.
         left_bytes: of the GPU, beside all that the engine takes.
         command: starts it as it is judged; empty where it does not start, or has none.
+        lacking_storage: what the weights of its model are to be stored as first; empty where the
+            model's own files are.
         time: what users wait; None where it is not predicted.
     """
 
@@ -291,6 +293,7 @@ class ServingPrediction:
     max_running: int
     left_bytes: int
     command: str = ""
+    lacking_storage: str = ""
     time: ServingTime | None = None
 
     def to_dict(self) -> dict[str, Any]:

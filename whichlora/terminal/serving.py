@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.exports.serve_script import is_made_before
 from whichlora.search.feasibility import Candidate
 from whichlora.spec.results import Prediction, ServingPrediction, ServingTime
 from whichlora.terminal.sheet import Sheet, show
@@ -151,9 +150,8 @@ def command_lines(prediction: Prediction) -> Iterator[str]:
     if serving is None or not serving.command:
         return
     yield serving.command
-    quant = run.quant or "none"
-    if run.model in serving.command and is_made_before(quant) and quant != "mxfp4":  # as published
-        yield f"  in place of {run.model} put the folder of its {quant} weights"
+    if run.model in serving.command and serving.lacking_storage:
+        yield f"  in place of {run.model} put the folder of its {serving.lacking_storage} weights"
 
 
 def _print_waits(console: Console, time: ServingTime) -> None:
