@@ -178,3 +178,36 @@ def test_a_long_prompt_beside_answers_takes_as_long_as_its_chunks() -> None:
     waits = simulate(RULES, load, seconds)
     assert waits.output_tokens_per_s * waits.requests_per_s > 0
     assert len(seen) < 15 * len(waits.ttft_s)  # one by one these are more than 20 each
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [{}, {"keeps_blocks": True}, {"mixes": False}, {"mixes": False, "reserved_tokens": 4096}],
+    ids="+".join,
+)
+def test_more_clients_than_there_is_room_for_cost_no_throughput(kept: dict[str, int]) -> None:
+    """Sequences of 8,100 tokens, of which the pool holds 20."""
+    rules = replace(RULES, pool_tokens=162_000, max_num_seqs=256, **kept)
+    load = replace(EVEN, prompt_len=100, new_tokens=8000, spread=0.1)
+
+    def half_fixed(step: Step) -> float:
+        return 0.02 + 0.0001 * step.tokens
+
+    fits = simulate(rules, replace(load, concurrency=18), half_fixed)
+    beyond = simulate(rules, replace(load, concurrency=100), half_fixed)
+    assert beyond.output_tokens_per_s > 0.9 * fits.output_tokens_per_s
+    assert percentile(beyond.ttft_s, 50) > 10 * percentile(fits.ttft_s, 50)
+
+
+def test_an_engine_that_reserves_answers_puts_none_back() -> None:
+    rules = replace(RULES, pool_tokens=22_000, max_num_seqs=256, reserved_tokens=4096)
+    load = replace(EVEN, prompt_len=100, new_tokens=1000, concurrency=100)
+    running: list[int] = []
+
+    def seen(step: Step) -> float:
+        running.append(step.decoding)
+        return 0.1
+
+    waits = simulate(rules, load, seen)
+    assert max(running) == 19  # 1,100 tokens each, and one more for each
+    assert max(waits.tpot_s) < 0.1 * 1.2  # prompts stop the others for a step each

@@ -126,6 +126,8 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
         mixes=stepping.mixes,
         whole_prompts=stepping.whole_prompts,
         pool_tokens=pool_tokens // batches,
+        reserved_tokens=stepping.reserved_tokens,
+        keeps_blocks=stepping.keeps_blocks,
         front_s=stepping.front_s,
         plans_ahead=stepping.plans_ahead,
         chunk_share=stepping.chunk_share(batches),

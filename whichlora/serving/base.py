@@ -227,7 +227,7 @@ class Stepping:
         joins: whether matrices that read one input are one product.
         max_num_seqs: that run at once, where fewer than `Start` could be had are allocated.
         graph_tokens: of one pass over the layers; a larger step is several. None for no limit.
-        front_s, plans_ahead: as `scheduler.Rules`.
+        reserved_tokens, keeps_blocks, front_s, plans_ahead: as `scheduler.Rules`.
     """
 
     ranks: int
@@ -252,6 +252,8 @@ class Stepping:
     max_num_seqs: int | None = None
     graph_tokens: int | None = None
     stage_layers: tuple[int, ...] = ()
+    reserved_tokens: int = 0
+    keeps_blocks: bool = False
     front_s: float = 0.0
     plans_ahead: bool = False
 

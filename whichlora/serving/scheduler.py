@@ -35,6 +35,9 @@ class Rules:
         mixes: whether prompts and answers share a step; else prompts go first, alone.
         whole_prompts: whether a prompt is read in one step, however long it is.
         pool_tokens: that the pool holds.
+        reserved_tokens: of each answer, for which room is kept before one more request begins.
+        keeps_blocks: what a sequence that was put back has read is there again until others took
+            its blocks.
         front_s: from a client to the scheduler, and from a step to the client.
         plans_ahead: whether a step is planned when the one before it begins.
         chunk_share: of the time of a step that reads a prompt alone, after which the next chunk of
@@ -46,6 +49,8 @@ class Rules:
     mixes: bool
     whole_prompts: bool = False
     pool_tokens: int
+    reserved_tokens: int = 0
+    keeps_blocks: bool = False
     front_s: float = 0.0
     plans_ahead: bool = False
     chunk_share: float = 1.0
@@ -110,6 +115,7 @@ class _Request:
         first_s: when its first token came; below 0 before.
         ends_at: the step of its last token.
         made: tokens of its answer before it was put back.
+        taken: tokens that the pool had given out until then; below 0 before.
     """
 
     arrived_s: float
@@ -120,6 +126,7 @@ class _Request:
     first_s: float = -1.0
     ends_at: int = 0
     made: int = 0
+    taken: int = -1
 
     def waits(self, now_s: float) -> tuple[float, float]:
         """Seconds to its first token, and for each further one, its last being there now."""
@@ -133,6 +140,7 @@ class _Server:
 
     Args:
         began_s: when the last step began; `now_s` when it ended.
+        used_tokens: of the pool; `taken_tokens` is what it has given out in all.
     """
 
     rules: Rules
@@ -142,6 +150,7 @@ class _Server:
     num_steps: int = 0
     made: int = 0
     used_tokens: int = 0
+    taken_tokens: int = 0
     cached_tokens: int = 0
     waiting: deque[_Request] = field(default_factory=deque)
     reading: list[_Request] = field(default_factory=list)
@@ -159,16 +168,39 @@ class _Server:
         return arriving[0].arrived_s + self.rules.front_s if arriving else math.inf
 
     def admit(self) -> None:
+        """Begin those that there is room for, and for one more token of each that runs."""
         while self.waiting:
             request = self.waiting[0]
             busy = len(self.reading) + len(self.decoding)
-            beyond = self.used_tokens + request.prompt > self.rules.pool_tokens
-            if busy >= self.rules.max_num_seqs or (busy and beyond):
+            if busy >= self.rules.max_num_seqs:
+                return
+            needed = self.used_tokens + request.prompt + busy + 1
+            if busy and needed + self._reserved(request) > self.rules.pool_tokens:
                 return
             self.waiting.popleft()
             request.read = request.cached
-            self.used_tokens += request.prompt
+            if request.taken >= 0 and self.rules.keeps_blocks:
+                lost = self.taken_tokens - request.taken
+                request.read = max(request.read, request.prompt - max(1, lost))
+            self._take(request.prompt)
             self.reading.append(request)
+
+    def _reserved(self, request: _Request) -> int:
+        """Tokens that running answers and that of `request` will still take, as far as counted.
+
+        Source: SGLang 0.5.23 srt/managers/schedule_policy.py `PrefillAdder`, of requests that end
+        at a known length.
+        """
+        most = self.rules.reserved_tokens
+        if not most:
+            return 0
+        running = (ends_at - self.num_steps for ends_at, _, _ in self.decoding)
+        begun = (each.output for each in (*self.reading, request))
+        return sum(min(left, most) for left in itertools.chain(running, begun))
+
+    def _take(self, num_tokens: int) -> None:
+        self.used_tokens += num_tokens
+        self.taken_tokens += num_tokens
 
     @property
     def is_idle(self) -> bool:
@@ -232,7 +264,7 @@ class _Server:
         if request.first_s < 0:
             request.first_s = self.now_s
         self.made += 1
-        self.used_tokens += 1
+        self._take(1)
         if request.output <= 1:
             self.used_tokens -= request.prompt + 1
             return [request]
@@ -266,7 +298,7 @@ class _Server:
         self.num_steps += steps
         self.made += steps * running
         self.cached_tokens += steps * running
-        self.used_tokens += steps * running
+        self._take(steps * running)
         done = []
         while self.decoding and self.decoding[0][0] <= self.num_steps:
             request = heapq.heappop(self.decoding)[2]
@@ -296,6 +328,7 @@ class _Server:
             made = request.output - left
             request.prompt, request.output = request.prompt + made, left
             request.made += made
+            request.taken = self.taken_tokens
             self.waiting.appendleft(request)
 
 

@@ -47,6 +47,9 @@ _GRAPHS = ((8, 8), (48, 160), (32, 160), (256, 512), (256, 512), (512, 512))
 
 # What the host does between two steps: the rest is done while the GPU computes. Kind: estimate.
 HOST_S, SEQUENCE_S = 0.4e-3, 5e-6
+# Of each answer, for which room is kept before a request begins; of a longer one no more.
+# Kind: exact. Source: srt/environ.py:650 SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION.
+RESERVED_TOKENS = 4096
 
 KV_POOL = Fact(
     part="kv_cache",
@@ -250,6 +253,7 @@ def stepping(served: Served) -> Stepping:
         captured_tokens=0 if is_eager else decode_graphs(served),
         launch_s=LAUNCH_S,
         cache_bytes=1 if fp8 else served.dtypes.compute_bytes,
+        reserved_tokens=RESERVED_TOKENS,
         expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("sglang", "0.4.7") else None,
         stage_layers=stage_layers(served) if (served.count(STAGES) or 1) > 1 else (),
     )

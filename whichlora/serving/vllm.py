@@ -573,6 +573,7 @@ def stepping(served: Served) -> Stepping:
         code_launch_s=SECOND_LAUNCH_S if is_first_awq else 0.0,
         expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("vllm", "0.7") else None,
         stage_layers=layers if len(layers) > 1 else (),
+        keeps_blocks=keeps_prefixes(served),
         front_s=FRONT_S,
         plans_ahead=not served.libraries.older("vllm", "0.14") and len(layers) == 1,
     )
