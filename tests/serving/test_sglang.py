@@ -126,3 +126,23 @@ def test_what_is_not_predicted_is_refused_in_one_line() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             served(replace(RUN, **changed))
+
+
+def test_states_of_recurrent_layers_have_a_pool_of_their_own() -> None:
+    run = replace(RUN, model="Qwen/Qwen3.5-27B")
+    layers, recurrent, convolved = 48, 48 * 128 * 128, 3 * (2 * 16 + 48) * 128
+    state = layers * (4 * recurrent + 2 * convolved)
+    usual = start(served(run, mem_fraction_static=0.9))
+    (kept,) = (entry.num_bytes for entry in usual.entries if "states" in entry.fact.what)
+    assert kept % state == 0
+    # 0.9 of what keys and values have, and one that is padding
+    assert kept == pytest.approx(0.9 * usual.pool.num_bytes, rel=0.02)
+    assert usual.max_num_seqs(8192) == (kept // state - 1) // 3
+    narrow = served(run, mamba_ssm_dtype="bfloat16", disable_radix_cache=True)
+    asked = replace(
+        run, serving_options=(*narrow.run.serving_options, ("max_running_requests", 64))
+    )
+    few = start(resolve(load_model(run.model), asked, A100).served)
+    (kept,) = (entry.num_bytes for entry in few.entries if "states" in entry.fact.what)
+    assert kept == (64 + 1) * layers * 2 * (recurrent + convolved)
+    assert few.max_num_seqs(8192) == 64

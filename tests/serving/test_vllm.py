@@ -311,6 +311,59 @@ def test_a_window_takes_blocks_for_what_is_in_flight_and_one_more() -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "ranks", "element_bytes", "states_kept", "block", "num_blocks", "context", "logged"),
+    [
+        # github.com/vllm-project/vllm/issues/40691: 290,864 tokens of four groups of 784
+        ("Qwen/Qwen3.5-27B", 1, 2, 1, 784, 1487, 32_768, 33.04),
+        # github.com/mitchross/talos-argocd-proxmox/pull/1995: two GPUs with 4.99 GiB each
+        ("Qwen/Qwen3.5-27B", 2, 1, 2, 1568, 208, 131_072, 2.31),
+        # github.com/noonghunna/club-3090/issues/612 and 652: 5.98 and 6.01 GiB
+        ("Qwen/Qwen3.5-35B-A3B", 1, 1, 2, 2096, 299, 131_072, 4.33),
+        ("Qwen/Qwen3.5-35B-A3B", 1, 1, 2, 2096, 300, 131_072, 4.35),
+    ],
+)
+def test_a_state_takes_a_block_that_attention_fills_with_tokens(
+    model: str,
+    ranks: int,
+    element_bytes: int,
+    states_kept: int,
+    block: int,
+    num_blocks: int,
+    context: int,
+    logged: float,
+) -> None:
+    rank = rank_model(load_model(model), ranks)
+    cut = blocks(
+        cached_layers(rank),
+        block_size=16,
+        element_bytes=element_bytes,
+        tokens_in_flight=1,
+        states_kept=states_kept,
+    )
+    attention = next(kind for kind in cached_layers(rank) if kind.token_elements)
+    tokens = attention.token_elements * attention.num_layers * element_bytes
+    assert cut.block_bytes == block * tokens
+    assert round(num_blocks / cut.blocks_of(context), 2) == logged
+
+
+def test_ranks_share_the_heads_of_a_recurrent_layer() -> None:
+    model = load_model("Qwen/Qwen3-Next-80B-A3B-Instruct")
+    (whole,), (half,) = (
+        {
+            attention
+            for layer, _ in each.layers()
+            for attention in layer.attentions
+            if attention.kind == "linear"
+        }
+        for each in (model, rank_model(model, 2))
+    )
+    for one, all_of_them in zip(half.linears, whole.linears, strict=True):
+        assert 2 * one.num_weights == all_of_them.num_weights
+    assert 2 * half.conv_channels == whole.conv_channels
+    assert 2 * half.recurrent_elements == whole.recurrent_elements
+
+
+@pytest.mark.parametrize(
     ("full", "sliding", "layers", "groups"),
     [(8, 40, 8, 6), (5, 21, 5, 6), (12, 13, 13, 2)],  # the last: hardly more of one kind
 )
@@ -401,7 +454,7 @@ def test_why_it_does_not_start_is_one_line(memory_gib: int, share: float, fault:
         ({}, {"tensor_parallel_size": 3}, "tensor_parallel_size: 32 heads and 8 heads of keys"),
         ({"model": "google-bert/bert-base-uncased"}, {}, "serving: vllm is predicted for models"),
         (
-            {"model": "Qwen/Qwen3-Next-80B-A3B-Instruct"},
+            {"model": "Qwen/Qwen3-Next-80B-A3B-Instruct", "libraries": (("vllm", "0.10.2"),)},
             {},
             "serving: vllm's pool is not predicted for the recurrent layers of Qwen/Qwen3-Next",
         ),

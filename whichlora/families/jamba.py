@@ -100,6 +100,7 @@ def _mamba(c: Fields) -> Attention:
         position="none",
         state_elements=inner * kernel,
         recurrent_elements=inner * state,
+        conv_kernel=kernel,
         # convolution, A and D
         other_params=inner * (kernel + int(c.flag("mamba_conv_bias")) + state + 1),
     )

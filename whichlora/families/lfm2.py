@@ -95,6 +95,7 @@ def _convolution(c: Fields) -> Attention:
         ),
         position="none",
         state_elements=hidden * kernel,
+        conv_kernel=kernel,
         other_params=hidden * (kernel + int(bias)),  # the depthwise kernel
     )
 

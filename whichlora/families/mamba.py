@@ -71,6 +71,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "mamba_d_state": 128,
         "mamba_d_head": 64,
         "mamba_chunk_size": 128,
+        "mamba_ssm_cache_dtype": "float32",
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 7688,
@@ -145,6 +146,8 @@ def mamba2(c: Fields, *, inner: int | None = None) -> Attention:
         position="none",
         state_elements=mixed * kernel,
         recurrent_elements=inner * state,
+        conv_kernel=kernel,
+        recurrent_dtype=str(c.get("mamba_ssm_cache_dtype") or ""),
         chunk_size=c.size("mamba_chunk_size"),
         # convolution, and A, D and the bias of the steps
         other_params=mixed * (kernel + int(c.flag("mamba_conv_bias"))) + 3 * heads,

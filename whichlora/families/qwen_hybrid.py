@@ -99,6 +99,8 @@ def _delta_net(c: Fields, *, fused: bool) -> Attention:
         position="none",
         state_elements=mixed * kernel,
         recurrent_elements=v_heads * k_dim * v_dim,
+        conv_kernel=kernel,
+        recurrent_dtype=str(c.get("mamba_ssm_dtype") or ""),
         other_params=mixed * kernel + 2 * v_heads,  # convolution, dt_bias, A_log
     )
 

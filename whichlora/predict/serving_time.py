@@ -108,8 +108,9 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
     """
     start, stepping = service.start, timer.stepping
     stages, is_open = stepping.num_stages, run.request_rate is not None
-    pool_tokens = start.pool.num_tokens(served.context)
-    held = pool_tokens // (run.prompt_len + run.max_new_tokens)  # a batch has one of them at least
+    length = min(served.context, run.prompt_len + run.max_new_tokens)
+    pool_tokens = start.pool.num_tokens(length)
+    held = pool_tokens // length  # a batch has one of them at least
     batches = max(1, min(stages, held, stages if is_open else run.batch_size))
     share = -(-run.batch_size // batches)
     max_num_seqs = start.max_num_seqs(served.context)

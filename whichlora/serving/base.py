@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.methods.base import Method
+from whichlora.serving.block_groups import CachedLayers
 from whichlora.serving.kernel_rates import UNPACKING_PRODUCTS, CodeBlocks, KernelRates
 from whichlora.serving.log import EngineLog
 from whichlora.spec.architecture import Linear, ModelSpec
@@ -227,6 +228,7 @@ class Stepping:
         joins: whether matrices that read one input are one product.
         max_num_seqs: that run at once, where fewer than `Start` could be had are allocated.
         graph_tokens: of one pass over the layers; a larger step is several. None for no limit.
+        state_bytes: of a recurrent layer's state; None where the model's dtypes say it.
         reserved_tokens, keeps_blocks, front_s, plans_ahead: as `scheduler.Rules`.
     """
 
@@ -252,6 +254,7 @@ class Stepping:
     max_num_seqs: int | None = None
     graph_tokens: int | None = None
     stage_layers: tuple[int, ...] = ()
+    state_bytes: Callable[[CachedLayers], int] | None = None
     reserved_tokens: int = 0
     keeps_blocks: bool = False
     front_s: float = 0.0

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.architecture import Attention, ModelSpec
 from whichlora.spec.numeric import Count, ceil_div, smallest
 
+STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 UNEVEN = 1.5  # longest kind over the shortest, below which groups have the longest's layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedLayers:
-    """Layers of one kind: whole attention, or of one sliding window.
+    """Layers of one kind: whole attention, of one sliding window, or with a state.
 
     Args:
         token_elements: keys and values of one token in one layer.
         window: None for whole attention.
+        conv_elements: of a sequence's state, whatever its length, in the dtype of the model;
+            `recurrent_elements` in `recurrent_dtype`, or else the model's.
     """
 
     token_elements: int
     window: int | None
     num_layers: int
+    conv_elements: int = 0
+    recurrent_elements: int = 0
+    recurrent_dtype: str = ""
+
+    def state_bytes(self, element_bytes: int, recurrent_bytes: int | None = None) -> int:
+        """Of one sequence in one layer.
+
+        Args:
+            element_bytes: those of the model's dtype.
+            recurrent_bytes: of a recurrent element where the model's config has no dtype for it;
+                None: the model's, too.
+        """
+        width = STATE_BYTES.get(self.recurrent_dtype, recurrent_bytes or element_bytes)
+        return self.conv_elements * element_bytes + self.recurrent_elements * width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +59,28 @@ class Blocks:
 
 
 def cached_layers(model: ModelSpec) -> list[CachedLayers]:
-    """The kinds of layers that keep keys and values, in the order of the model."""
-    numbers: dict[tuple[int, int | None], int] = {}
+    """The kinds of layers that keep keys and values, or a state, in the order of the model.
+
+    Engines keep all but the last of the tokens that a short convolution reads.
+    """
+    numbers: dict[CachedLayers, int] = {}
     for layer, count in model.layers():
         for attention in layer.attentions:
-            kind = attention.cache_elements, attention.sliding_window
+            kind = cached_of(attention)
             numbers[kind] = numbers.get(kind, 0) + count
-    return [
-        CachedLayers(token_elements=elements, window=window, num_layers=number)
-        for (elements, window), number in numbers.items()
-    ]
+    return [replace(kind, num_layers=number) for kind, number in numbers.items()]
+
+
+def cached_of(attention: Attention) -> CachedLayers:
+    """What one layer keeps: of no layers yet."""
+    return CachedLayers(
+        token_elements=attention.cache_elements,
+        window=attention.sliding_window,
+        num_layers=0,
+        conv_elements=attention.conv_channels * max(0, attention.conv_kernel - 1),
+        recurrent_elements=attention.recurrent_elements,
+        recurrent_dtype=attention.recurrent_dtype,
+    )
 
 
 def blocks(
@@ -61,28 +90,36 @@ def blocks(
     element_bytes: int,
     tokens_in_flight: int,
     part: list[CachedLayers] | None = None,
+    state_bytes: int = 2,
+    states_kept: int = 1,
 ) -> Blocks:
     """Blocks of a model with layers of `kinds`.
 
     Layers of several kinds are divided into groups of equally many, each with a table of its own,
     and every group takes blocks of the same size. A layer with fewer elements per token has more
-    tokens in a block.
+    tokens in a block. One with a state has a block for it, so that a block has as many tokens of
+    the others as fill it.
 
     Args:
         block_size: tokens of a block, in the layers with most elements per token.
+        element_bytes: of keys and values; `state_bytes` of the model's dtype, which states have.
         tokens_in_flight: scheduled and not yet done, whose keys a sliding layer keeps.
         part: layers that one stage of a pipeline has of them; None for all. A group's layers are
             dealt out in turns, so that each stage has about as many of every group.
+        states_kept: of one sequence in a layer: with prefix caching the one before it, too.
 
     Kind: exact. Source: vLLM 0.33.0 `get_kv_cache_groups`, v1/core/kv_cache_planning.py:1113;
     `_get_kv_cache_groups_uniform_page_size`:416, `unify_kv_cache_spec_page_size`:346,
     `_project_kv_cache_groups_to_worker`:1413;
-    `SlidingWindowSpec.max_admission_blocks_per_request`, v1/kv_cache_interface.py:918.
+    `SlidingWindowSpec.max_admission_blocks_per_request`, v1/kv_cache_interface.py:918;
+    `MambaSpec.max_memory_usage_bytes`:1135; `Platform._align_hybrid_block_size`,
+    platforms/interface.py:940.
     """
     widest = max(kind.token_elements for kind in kinds)
     held = kinds if part is None else part
-    if len({kind.window for kind in kinds}) == 1:  # one table for all layers
-        tokens = sum(kind.token_elements * kind.num_layers for kind in held)
+    largest = max(kind.state_bytes(state_bytes) for kind in kinds)
+    if len(kinds) == 1 or (not largest and len({kind.window for kind in kinds}) == 1):
+        tokens = sum(kind.token_elements * kind.num_layers for kind in held)  # one table for all
         return Blocks(
             block_bytes=tokens * block_size * element_bytes,
             blocks_of=lambda context: _blocks_of(
@@ -90,23 +127,26 @@ def blocks(
             ),
             shared_of=lambda tokens: 0 if kinds[0].window else tokens // block_size,
         )
+    block_size *= max(1, ceil_div(largest, block_size * widest * element_bytes))
     layers_per_group = _layers_per_group([kind.num_layers for kind in kinds])
     numbers = {
-        (kind.token_elements, kind.window): ceil_div(kind.num_layers, layers_per_group)
-        for kind in kinds
+        replace(kind, num_layers=0): ceil_div(kind.num_layers, layers_per_group) for kind in kinds
     }
     groups = [
-        (window, block_size * _times(elements, widest))
-        for (elements, window), number in numbers.items()
+        (kind.window, block_size * _times(kind.token_elements, widest))
+        for kind, number in numbers.items()
         for _ in range(number)
+        if kind.token_elements
     ]
-    most = max(
-        ceil_div(kind.num_layers, numbers[kind.token_elements, kind.window]) for kind in held
+    states = states_kept * sum(
+        number for kind, number in numbers.items() if not kind.token_elements
     )
+    most = max(ceil_div(kind.num_layers, numbers[replace(kind, num_layers=0)]) for kind in held)
     return Blocks(
         block_bytes=widest * block_size * element_bytes * most,
-        blocks_of=lambda context: sum(
-            _blocks_of(window, context, size, tokens_in_flight) for window, size in groups
+        blocks_of=lambda context: (
+            states
+            + sum(_blocks_of(window, context, size, tokens_in_flight) for window, size in groups)
         ),
         shared_of=lambda tokens: sum(tokens // size for window, size in groups if window is None),
     )

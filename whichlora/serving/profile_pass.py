@@ -93,6 +93,9 @@ def _widths(layer: Layer, hidden_size: int) -> list[tuple[int, Fact]]:
 
 
 def _attention_width(attention: Attention) -> int:
+    if attention.kind != "softmax":  # projections, what is convolved of them, and the result
+        projected = sum(linear.out_features for linear in attention.linears[:-1])
+        return projected + attention.conv_channels + attention.linears[-1].in_features
     return attention.q_width + attention.k_width + attention.v_width + attention.out_width
 
 

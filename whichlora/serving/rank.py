@@ -16,6 +16,10 @@ from whichlora.spec.numeric import ceil_div
 
 KEYS_AND_VALUES = ("k_proj", "v_proj")
 LATENTS = ("q_latent", "kv_latent")
+# Projections whose heads are divided; a gate comes with its query head.
+DIVIDED = ("plain", "gated", "scaled", "scaled_keys")
+# Of a recurrent layer, the matrices that are divided by rows; the others are by columns.
+STATE_ROWS = ("out_proj", "x_proj")
 
 ROTARY_TABLES = Fact(
     part="weights",
@@ -66,11 +70,42 @@ def rank_model(model: ModelSpec, size: int) -> ModelSpec:
 
 
 def _with_repeated_keys(layer: Layer, size: int) -> Layer:
-    repeated = (
-        (_repeated_latents if has_latents(each) else _repeated_keys)(each, size)
-        for each in layer.attentions
+    return replace(layer, attentions=tuple(_repeated(each, size) for each in layer.attentions))
+
+
+def _repeated(attention: Attention, size: int) -> Attention:
+    """`attention` whose equal shares are what each rank has of it."""
+    if attention.kind != "softmax":
+        return _shared_state(attention, size)
+    if has_latents(attention):
+        return _repeated_latents(attention, size)
+    return _repeated_keys(attention, size)
+
+
+def _shared_state(attention: Attention, size: int) -> Attention:
+    """A recurrent layer, of which each rank has a share of the heads with their state.
+
+    Where there are fewer groups of heads than ranks, each rank has one of them.
+    Source: vLLM 0.33.0 layers/mamba/mamba_utils.py:144 `MambaStateShapeCalculator`,
+    mamba_mixer2.py, gdn/qwen_gdn_linear_attn.py, short_conv.py.
+    """
+    groups = ceil_div(size, attention.num_key_value_heads) * attention.num_key_value_heads
+    repeated = (groups - attention.num_key_value_heads) * attention.head_dim
+    channels = attention.conv_channels + 2 * repeated * (attention.kind == "mamba2")
+    return replace(
+        attention,
+        num_key_value_heads=groups,
+        linears=tuple(
+            replace(linear, in_features=ceil_div(linear.in_features, size))
+            if linear.name in STATE_ROWS
+            else replace(linear, out_features=ceil_div(linear.out_features, size))
+            for linear in attention.linears
+        ),
+        norms=tuple(replace(norm, rows=max(norm.rows, size)) for norm in attention.norms),
+        state_elements=ceil_div(channels, size) * attention.conv_kernel,
+        recurrent_elements=attention.recurrent_elements // size,
+        other_params=ceil_div(attention.other_params, size),
     )
-    return replace(layer, attentions=tuple(repeated))
 
 
 def has_latents(attention: Attention) -> bool:
@@ -226,22 +261,25 @@ def check_ranks(served: Served, option: str, staged_by: str) -> None:
     for layer, _ in served.model.layers():
         for attention in layer.attentions:
             heads, keys = attention.num_attention_heads, attention.num_key_value_heads
-            latents = has_latents(attention)
-            if attention.projection != "plain" and not latents:
+            has_groups = attention.kind == "softmax" and not has_latents(attention)
+            if attention.projection not in DIVIDED and not has_latents(attention):
                 raise ConfigError(
                     f"{option}: not predicted for the attention of {served.model.name}; use "
                     f"{stages}"
                 )
-            shares_keys = latents or max(keys, ranks) % min(keys, ranks) == 0
-            if heads % ranks or not shares_keys:
+            shares_keys = not has_groups or max(keys, ranks) % min(keys, ranks) == 0
+            if (heads % ranks and attention.kind != "conv") or not shares_keys:
                 raise ConfigError(
                     f"{option}: {heads} heads and {keys} heads of keys can't be divided by "
                     f"{ranks}; use a divisor of both, or {stages}"
                 )
 
 
-def check_model(served: Served) -> None:
+def check_model(served: Served, *, keeps_states: bool = False) -> None:
     """Refuse a model that generates nothing, or whose layers keep another state than keys.
+
+    Args:
+        keeps_states: whether the engine's pool of states is predicted, too.
 
     Raises:
         ConfigError: one line.
@@ -253,7 +291,7 @@ def check_model(served: Served) -> None:
             "leave serving out"
         )
     kinds = {attention.kind for layer, _ in model.layers() for attention in layer.attentions}
-    if kinds != {"softmax"}:
+    if "softmax" not in kinds or (kinds != {"softmax"} and not keeps_states):
         raise ConfigError(
             f"serving: {name}'s pool is not predicted for the recurrent layers of {model.name}; "
             "leave serving out"

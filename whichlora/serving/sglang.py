@@ -6,6 +6,8 @@ Activations and CUDA graphs have the rest; how large it is, is a rule of the car
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
+from functools import partial
 
 from whichlora.errors import ConfigError
 from whichlora.families.multimodal import vision_config
@@ -13,7 +15,7 @@ from whichlora.memory import allocator
 from whichlora.memory.entries import Entry, Fact
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
-from whichlora.serving.block_groups import cached_layers
+from whichlora.serving.block_groups import CachedLayers, cached_layers
 from whichlora.serving.command import shell_command
 from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS
 from whichlora.serving.profile_pass import layer_entry
@@ -51,6 +53,14 @@ HOST_S, SEQUENCE_S = 0.4e-3, 5e-6
 # Kind: exact. Source: srt/environ.py:650 SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION.
 RESERVED_TOKENS = 4096
 
+RECURRENT_STATES = Fact(
+    part="kv_cache",
+    what="states of recurrent layers",
+    shape="[max_mamba_cache_size + 1, convolution and recurrent elements of all layers]",
+    dtype="16 bit; mamba_ssm_dtype",
+    why="a pool of their own, which mamba_full_memory_ratio divides from that of keys and values",
+    source="SGLang 0.5.23 srt/mem_cache/kv_cache_configurator.py:3229 _handle_max_mamba_cache",
+)
 KV_POOL = Fact(
     part="kv_cache",
     what="pool of tokens",
@@ -170,6 +180,11 @@ def start(served: Served) -> Start:
     stages = stages_of(served.model, stage_layers(served))
     ranks = [rank_model(stage.part, size) for stage in stages]
     held = [_held(served, rank) for rank in ranks]
+    states = [_state_bytes(served, rank) for rank in ranks]
+    room_before = budget - max(sum(entry.num_bytes for entry in entries) for entries in held)
+    num_states = _num_states(served, room_before, max(states))
+    for entries, state in zip(held, states, strict=True):
+        entries += [Entry(RECURRENT_STATES, (num_states + 1) * state)] if state else []
     taken = [sum(entry.num_bytes for entry in entries) for entries in held]
     blocks = [token_bytes(served, rank) * page for rank in ranks]
     room, widest = budget - max(taken), max(blocks)
@@ -195,7 +210,11 @@ def start(served: Served) -> Start:
         budget_bytes=budget,
         pool=pool,
         pool_fact=KV_POOL,
-        max_num_seqs=lambda context: _max_running_requests(served, tokens, context),
+        max_num_seqs=lambda context: (
+            min(_max_running_requests(served, tokens, context), num_states // _states_each(served))
+            if max(states)
+            else _max_running_requests(served, tokens, context)
+        ),
         fault=fault,
         stage=fullest + 1 if len(ranks) > 1 else 0,
     )
@@ -217,6 +236,47 @@ def _held(served: Served, rank: ModelSpec) -> list[Entry]:
     stored = with_aligned_experts(rank, hidden=1, width=64) if is_packed else rank
     absorbed = absorbed_entries(served, rank, copies_all=True)
     return [*held_entries(served, stored, rotary_element_bytes=4), *absorbed]
+
+
+def _state_bytes(served: Served, rank: ModelSpec) -> int:
+    """States of one sequence in all recurrent layers: fp32, but for what a convolution reads.
+
+    Kind: exact. Source: SGLang 0.5.23 srt/configs/mamba_utils.py:47 `mamba2_state_dtype`.
+    """
+    return sum(kind.num_layers * _kind_bytes(served, kind) for kind in cached_layers(rank))
+
+
+def _kind_bytes(served: Served, kind: CachedLayers) -> int:
+    """One state in one layer; 0 of a layer that has keys."""
+    asked = str(served.options["mamba_ssm_dtype"] or kind.recurrent_dtype)
+    return replace(kind, recurrent_dtype=asked).state_bytes(served.dtypes.compute_bytes, 4)
+
+
+def _states_each(served: Served) -> int:
+    """States that a running sequence has: of a radix tree, two more that it may keep.
+
+    Kind: exact for its default strategy. Source: SGLang 0.5.23
+    srt/mem_cache/kv_cache_configurator.py:3062 `_calculate_mamba_ratio`.
+    """
+    return 1 if served.options["disable_radix_cache"] else 3
+
+
+def _num_states(served: Served, room: int, state_bytes: int) -> int:
+    """How many sequences have a state; one more is padding.
+
+    Kind: exact. Source: SGLang 0.5.23 srt/mem_cache/kv_cache_configurator.py:3229
+    `_handle_max_mamba_cache`.
+    """
+    if not state_bytes:
+        return 0
+    stated = served.count("max_mamba_cache_size")
+    if stated is None and served.options["disable_radix_cache"]:
+        stated = served.count("max_running_requests")
+    if stated is not None:
+        return stated
+    ratio = served.options["mamba_full_memory_ratio"]
+    assert isinstance(ratio, float)
+    return max(0, int(room * ratio / (1 + ratio)) // state_bytes - 1)
 
 
 def _keeps_prefixes(served: Served) -> bool:
@@ -253,6 +313,7 @@ def stepping(served: Served) -> Stepping:
         captured_tokens=0 if is_eager else decode_graphs(served),
         launch_s=LAUNCH_S,
         cache_bytes=1 if fp8 else served.dtypes.compute_bytes,
+        state_bytes=partial(_kind_bytes, served),
         reserved_tokens=RESERVED_TOKENS,
         expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("sglang", "0.4.7") else None,
         stage_layers=stage_layers(served) if (served.count(STAGES) or 1) > 1 else (),
@@ -265,7 +326,7 @@ def check(served: Served) -> None:
     Raises:
         ConfigError: one line.
     """
-    check_model(served)
+    check_model(served, keeps_states=not served.libraries.older("sglang", "0.5.3"))
     if served.run.quant in BNB_QUANTS:
         raise ConfigError(
             f"serving: sglang's bitsandbytes weights are not predicted, got quant "
@@ -333,6 +394,20 @@ ENGINE = Engine(
         ),
         Option(name=RANKS, summary="GPUs that share a matrix", default=1),
         Option(name=STAGES, summary="stages that have some of the layers each", default=1),
+        Option(
+            name="mamba_full_memory_ratio",
+            summary="memory of recurrent states over that of keys and values",
+            default=0.9,
+            kind=float,
+        ),
+        Option(name="max_mamba_cache_size", summary="recurrent states that it keeps", default=None),
+        Option(
+            name="mamba_ssm_dtype",
+            summary="of recurrent states; else the config's, or float32",
+            default=None,
+            kind=str,
+            choices=("float32", "bfloat16", "float16"),
+        ),
         Option(name="disable_radix_cache", summary="no prefix is kept", default=False),
         Option(name="disable_cuda_graph", summary="no CUDA graphs", default=False),
     ),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from whichlora.memory.weights import linear_bytes
 from whichlora.serving.base import Served, Start, Stepping
+from whichlora.serving.block_groups import cached_of
 from whichlora.serving.kernel_rates import (
     EXPERTS_PRODUCTS,
     EXPERTS_S,
@@ -29,7 +30,7 @@ from whichlora.serving.kernel_rates import (
     kernel_rates,
 )
 from whichlora.serving.rank import has_latents, latent_width, rank_model
-from whichlora.spec.architecture import Layer, Linear, ModelSpec
+from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.targets import adapted
@@ -360,8 +361,12 @@ def _attentions(
         heads_s = 2 / (stepping.head_reads * product_rate(served.gpu, "fp32"))
     sums: dict[int | None, tuple[float, int]] = {}
     heads: dict[int | None, int] = {}
+    states = []
     for layer, count in model.layers():
         for attention in layer.attentions:
+            if attention.kind != "softmax":
+                states.append(_state(attention, count, served, rates, stepping))
+                continue
             cached, queries = sums.get(attention.sliding_window, (0.0, 0))
             width = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
             cached_bytes = attention.cache_elements * stepping.cache_bytes
@@ -371,7 +376,7 @@ def _attentions(
             cached += count * cached_bytes
             sums[attention.sliding_window] = cached, queries + count * width
             heads[attention.sliding_window] = attention.num_attention_heads
-    return tuple(
+    softmax = (
         _Attention(
             window=window,
             num_heads=heads[window],
@@ -381,6 +386,37 @@ def _attentions(
             pair_s=2 * queries / flops_per_s,
         )
         for window, (cached, queries) in sums.items()
+    )
+    return (*softmax, *states)
+
+
+def _state(
+    attention: Attention, count: int, served: Served, rates: KernelRates, stepping: Stepping
+) -> _Attention:
+    """A state that each token reads and writes, as a window of one token; prompts take chunks.
+
+    Kind: estimate: by the arithmetic of chunks. Source: Yang et al. 2024, arXiv:2412.06464,
+    section 3.3; Dao and Gu 2024, arXiv:2405.21060, section 6; fla's chunks of 64 tokens.
+    """
+    bandwidth, element_bytes = served.gpu.bandwidth_bytes_per_s, served.dtypes.compute_bytes
+    flops_per_s = rates.attention * product_rate(served.gpu, compute_dtype(served))
+    heads, keys, values = attention.num_attention_heads, attention.head_dim, attention.v_head_dim
+    moved = count * (heads * (keys + values) + attention.conv_channels) * element_bytes
+    within, between = (
+        (3 * keys + 2 * values, 3) if attention.kind == "linear" else (keys + values, 2)
+    )
+    flops = 2 * heads * (attention.chunk_size * within + between * keys * values)
+    return _Attention(
+        window=1,
+        num_heads=heads,
+        cached_s=2
+        * count
+        * cached_of(attention).state_bytes(element_bytes)
+        / rates.cache
+        / bandwidth,
+        decoding_s=moved * rates.query_passes / bandwidth,
+        prompt_s=moved / bandwidth,
+        pair_s=count * flops * (attention.kind != "conv") / flops_per_s,
     )
 
 

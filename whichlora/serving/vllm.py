@@ -66,6 +66,9 @@ from whichlora.timing.work import VLLM_CAPTURED_TOKENS
 from whichlora.units import GiB, KiB, MiB, format_bytes
 
 RANKS, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
+# Layers with a state share the pool of the V1 engine. Prefixes are kept of them in 0.28.0, and are
+# not in 0.25.0. config/model.py.
+STATES_SINCE, STATES_KEPT_SINCE = "0.11", "0.28"
 LOADED_AS_NF4 = ("nf4", "nf4-dq")  # by bitsandbytes, of files of 16 bit
 OLDER_UTILIZATION = 0.90  # of releases before 0.20; config/cache.py
 # What the host does between two steps, before a release. Kind: fitted, to published speeds of one
@@ -225,10 +228,14 @@ def has_newer_runner(served: Served) -> bool:
 def keeps_prefixes(served: Served) -> bool:
     """Whether blocks of a common prefix are kept once: the default since the V1 engine.
 
-    Source: vLLM 0.8.5 engine/arg_utils.py:1572, 0.33.0 config/cache.py:257.
+    Of layers with a state it is since `STATES_KEPT_SINCE`.
+    Source: vLLM 0.8.5 engine/arg_utils.py:1572, 0.33.0 config/cache.py:257; config/model.py
+    `is_prefix_caching_supported`.
     """
     stated = served.options["enable_prefix_caching"]
-    return not served.libraries.older("vllm", "0.8") if stated is None else bool(stated)
+    has_states = any(not kind.token_elements for kind in cached_layers(served.model))
+    since = STATES_KEPT_SINCE if has_states else "0.8"
+    return not served.libraries.older("vllm", since) if stated is None else bool(stated)
 
 
 def lora_slots(served: Served) -> tuple[int, int]:
@@ -507,6 +514,8 @@ def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
         element_bytes=1 if fp8 else served.dtypes.compute_bytes,
         tokens_in_flight=steps * max_num_batched_tokens(served),
         part=cached_layers(rank),
+        state_bytes=served.dtypes.compute_bytes,
+        states_kept=2 if keeps_prefixes(served) else 1,
     )
 
 
@@ -605,7 +614,7 @@ def check(served: Served) -> None:
         ConfigError: one line.
     """
     run = served.run
-    check_model(served)
+    check_model(served, keeps_states=not served.libraries.older("vllm", STATES_SINCE))
     if run.quant in BNB_QUANTS and not served.libraries.older("vllm", "0.28"):
         raise ConfigError(
             f"serving: vllm {served.libraries.vllm} reads no bitsandbytes weights, got quant "

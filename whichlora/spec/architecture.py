@@ -195,6 +195,10 @@ class Attention:
         cache_elements: elements per token that a KV cache keeps for this layer.
         state_elements: elements per sequence of a cache of fixed size (convolutions);
             `recurrent_elements` of one that is in fp32 whatever the model is.
+        conv_kernel: tokens that a short convolution reads; transformers keeps as many, engines all
+            but the last.
+        recurrent_dtype: in which engines keep those elements, where the config says; else the
+            model's.
         chunk_size: tokens that a block with such a state takes at once, or that are one of
             `in_blocks`.
         in_blocks: queries see their own block and its two neighbours, all of them written out
@@ -272,6 +276,8 @@ class Attention:
     cache_elements: int = 0
     state_elements: int = 0
     recurrent_elements: int = 0
+    conv_kernel: int = 0
+    recurrent_dtype: str = ""
     chunk_size: int = 64
     in_blocks: bool = False
     summed_tokens: int = 0
@@ -314,6 +320,11 @@ class Attention:
                     f"{name}: is {getattr(self, name)}, must be 1 or more; correct the sizes of "
                     "the model's config"
                 )
+
+    @property
+    def conv_channels(self) -> int:
+        """Those of its short convolution; 0 without one."""
+        return self.state_elements // self.conv_kernel if self.conv_kernel else 0
 
     @property
     def q_width(self) -> int:
