@@ -50,6 +50,41 @@ def test_an_engine_of_another_package_answers_under_its_own_name(
     assert replace(renamed, engine="vllm") == named
 
 
+@pytest.mark.parametrize("name", ["ollama", "llama.cpp", "llamacpp"])
+def test_a_name_that_comes_near_is_suggested(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"serving: '{name}' .*; did you mean llama-cpp"):
+        get_engine(name)
+
+
+@pytest.mark.parametrize(
+    ("engine", "option", "setting"),
+    [
+        ("vllm", "max_model_len", "context"),
+        ("vllm", "dtype", "precision"),
+        ("vllm", "quantization", "quant"),
+        ("sglang", "context_length", "context"),
+    ],
+)
+def test_a_flag_that_is_a_setting_of_the_run_names_it(
+    engine: str, option: str, setting: str
+) -> None:
+    run = replace(RUN, serving=engine, serving_options=((option, "8192"),))
+    with pytest.raises(ConfigError, match=f"{option} is the setting {setting}; give --{setting}"):
+        predicted(run)
+
+
+@pytest.mark.parametrize(
+    ("engine", "own"), [("vllm", "tensor_parallel_size"), ("sglang", "tp_size")]
+)
+def test_tp_is_the_number_of_ranks(engine: str, own: str) -> None:
+    model = load_model(RUN.model)
+    runs = [
+        resolve(model, replace(RUN, serving=engine, serving_options=((name, 3),)), A100).run
+        for name in ("tp", own)
+    ]
+    assert runs[0] == runs[1]
+
+
 def test_a_run_with_an_engine_survives_json() -> None:
     run = replace(RUN, serving_options=(("max_num_seqs", 8),), context=4096)
     assert RunConfig.from_dict(run.to_dict()) == run

@@ -275,6 +275,15 @@ def test_ollamas_names_are_those_of_llama_cpp() -> None:
         served(num_ctx=4096)
 
 
+def test_short_flags_are_its_options() -> None:
+    own = served(ubatch_size=256, cache_type_k="q8_0", n_gpu_layers=20, file_type="Q4_K_M")
+    short = served(ub=256, ctk="q8_0", ngl=20, file_type="q4_k_m")
+    assert short.run == own.run
+    assert short.options == own.options
+    with pytest.raises(ConfigError, match="ctx_size is the setting context; give --context"):
+        served(ctx_size=4096)
+
+
 def test_a_step_that_has_no_time_says_why() -> None:
     model = load_model(LLAMA)
     run = replace(RUN, serving_options=(("file_type", "Q4_K_M"),))

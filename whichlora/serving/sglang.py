@@ -325,8 +325,18 @@ ENGINE = Engine(
             default="auto",
             choices=("auto", *FP8),
         ),
-        Option(name=RANKS, summary="GPUs that share a matrix", default=1),
-        Option(name=STAGES, summary="stages that have some of the layers each", default=1),
+        Option(
+            name=RANKS,
+            summary="GPUs that share a matrix",
+            default=1,
+            other_names=("tp", "tensor_parallel_size"),
+        ),
+        Option(
+            name=STAGES,
+            summary="stages that have some of the layers each",
+            default=1,
+            other_names=("pp", "pipeline_parallel_size"),
+        ),
         Option(name="disable_radix_cache", summary="no prefix is kept", default=False),
         Option(name="disable_cuda_graph", summary="no CUDA graphs", default=False),
     ),
@@ -340,4 +350,5 @@ ENGINE = Engine(
     command=command,
     notes=notes,
     log=LOG,
+    elsewhere={"context_length": "context", "dtype": "precision", "quantization": "quant"},
 )

@@ -702,8 +702,13 @@ ENGINE = Engine(
         Option(name="enable_lora", summary="slots for adapters", default=False),
         Option(name="max_loras", summary="adapters in one batch", default=1),
         Option(name="max_lora_rank", summary="rank of a slot", default=16),
-        Option(name=RANKS, summary="GPUs that share a matrix", default=1),
-        Option(name=STAGES, summary="stages that have some of the layers each", default=1),
+        Option(name=RANKS, summary="GPUs that share a matrix", default=1, other_names=("tp",)),
+        Option(
+            name=STAGES,
+            summary="stages that have some of the layers each",
+            default=1,
+            other_names=("pp",),
+        ),
         Option(name="enforce_eager", summary="no CUDA graphs", default=False),
     ),
     shared_by=RANKS,
@@ -717,4 +722,10 @@ ENGINE = Engine(
     command=command,
     notes=notes,
     log=LOG,
+    elsewhere={
+        "max_model_len": "context",
+        "dtype": "precision",
+        "quantization": "quant",
+        "q": "quant",
+    },
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, Protocol, TypeVar
@@ -80,8 +81,10 @@ class Members(Generic[Member]):
         if member is None:  # installed packages are asked only now: scanning them takes time
             members = self.all()
             if name not in members:
+                close = get_close_matches(name.lower(), members, n=1)
+                hint = f"; did you mean {close[0]}" if close else ""
                 raise ConfigError(
-                    f"{self._kind}: {name!r} is not known; accepted are {', '.join(members)}"
+                    f"{self._kind}: {name!r} is not known; accepted are {', '.join(members)}{hint}"
                 )
             member = members[name]
         return member
