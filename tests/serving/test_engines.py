@@ -21,6 +21,7 @@ from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 from whichlora.units import GiB
+from whichlora.workflow.combinations import shared_by_engine
 from whichlora.workflow.estimates import estimate
 
 OUTSIDE = Path(__file__).parents[1] / "outside_serving"
@@ -83,6 +84,12 @@ def test_tp_is_the_number_of_ranks(engine: str, own: str) -> None:
         for name in ("tp", own)
     ]
     assert runs[0] == runs[1]
+
+
+def test_gpus_are_shared_out_beside_a_short_name_of_the_stages() -> None:
+    settings = {"phase": "inference", "serving": "vllm", "serving_options": {"pp": 2}, "gpus": 4}
+    own = shared_by_engine(settings)["serving_options"]
+    assert dict(own) == {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
 
 
 def test_a_run_with_an_engine_survives_json() -> None:

@@ -12,6 +12,7 @@ from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
 from whichlora.serving import get_engine
 from whichlora.serving.base import Engine
+from whichlora.spec.options import by_own_names
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requested
 from whichlora.spec.results import Refused
 from whichlora.spec.run import TRANSFORMERS, RunConfig
@@ -219,7 +220,8 @@ def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     engine, gpus = get_engine(settings.get("serving") or TRANSFORMERS), settings.get("gpus")
     if not engine.shared_by or gpus is None:
         return settings
-    options = dict(settings.get("serving_options") or ())
+    stated = dict(settings.get("serving_options") or ())
+    options = dict(by_own_names(engine.options, stated.items()))
     _with_ranks(options, gpus, engine)
     if settings.get("parallel") not in _ALONE:
         raise ConfigError(
