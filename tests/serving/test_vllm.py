@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whichlora.errors import ConfigError
+from whichlora.families import build
 from whichlora.memory.weights import linear_bytes
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Pool, Served, Start
@@ -25,6 +26,7 @@ from whichlora.serving.vllm import (
     max_num_seqs,
     start,
 )
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -290,6 +292,46 @@ def test_heads_of_keys_are_repeated_where_there_are_fewer_than_ranks(
     assert attention.cache_elements == 2 * heads * 128
     assert attention.num_attention_heads == 32 // ranks
     assert attention.linears[1].out_features == heads * 128
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_every_rank_caches_the_latent_of_all_heads(ranks: int) -> None:
+    rank = rank_model(load_model("deepseek-ai/DeepSeek-V3"), ranks)
+    attention = rank.groups[0].layer.attentions[0]
+    widths = {
+        linear.name: (linear.in_features, linear.out_features) for linear in attention.linears
+    }
+    heads = 128 // ranks
+    assert attention.cache_elements == 512 + 64
+    assert widths["kv_a_proj_with_mqa"] == (7168, 512 + 64)
+    assert widths["q_a_proj"] == (7168, 1536)
+    assert widths["kv_b_proj"] == (512, heads * (128 + 128))
+    assert widths["q_b_proj"] == (1536, heads * (128 + 64))
+    assert widths["o_proj"] == (heads * 128, 7168)
+
+
+def test_weights_of_deepseek_v3_on_32_cards_are_those_of_a_published_log() -> None:
+    # github.com/vllm-project/vllm/issues/12258: 21.4118 GiB on each GPU of the second stage
+    run = replace(RUN, model="deepseek-ai/DeepSeek-V3", quant="fp8", libraries=(("vllm", "0.6.6"),))
+    taken = started(run, find_gpu("l20-48gb"), tensor_parallel_size=16, pipeline_parallel_size=2)
+    assert taken.stage == 2
+    assert part_bytes(taken, "weights") / GiB == pytest.approx(21.4118, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "elements"),
+    [
+        (load_model("deepseek-ai/DeepSeek-V2-Lite"), "0.7.1", 512 + 64),
+        (load_model("deepseek-ai/DeepSeek-V2-Lite"), "0.7.0", 2 * 16 * 256),  # padded
+        (build({"model_type": "minicpm3"}, name="minicpm3"), "0.33.0", 2 * 40 * 96),
+    ],
+)
+def test_keys_and_values_are_expanded_where_the_class_caches_no_latent(
+    model: ModelSpec, version: str, elements: int
+) -> None:
+    run = replace(RUN, model=model.name, libraries=(("vllm", version),))
+    pool = start(resolve(model, run, A100).served).pool
+    assert pool.block_bytes == 16 * 2 * elements * model.num_hidden_layers
 
 
 def test_experts_are_divided_by_their_width() -> None:

@@ -15,6 +15,7 @@ from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
 
 KEYS_AND_VALUES = ("k_proj", "v_proj")
+LATENTS = ("q_latent", "kv_latent")  # what the heads of multi-head latent attention are made from
 
 ROTARY_TABLES = Fact(
     part="weights",
@@ -48,14 +49,42 @@ def rank_model(model: ModelSpec, size: int) -> ModelSpec:
     if size == 1:
         return model
     groups = tuple(
-        replace(group, layer=_with_divided_experts(_with_repeated_keys(group.layer, size), size))
+        replace(group, layer=_with_divided_experts(_with_shared_keys(group.layer, size), size))
         for group in model.groups
     )
     return divided_model(replace(model, groups=groups), size)
 
 
-def _with_repeated_keys(layer: Layer, size: int) -> Layer:
-    return replace(layer, attentions=tuple(_repeated_keys(each, size) for each in layer.attentions))
+def keeps_latents(attention: Attention) -> bool:
+    """Whether a latent is cached for all heads, not keys and values of each."""
+    return any(linear.reads in LATENTS for linear in attention.linears)
+
+
+def _with_shared_keys(layer: Layer, size: int) -> Layer:
+    """`layer` whose attention has what every rank needs of keys, before heads are divided."""
+    attentions = (
+        _whole_latents(each, size) if keeps_latents(each) else _repeated_keys(each, size)
+        for each in layer.attentions
+    )
+    return replace(layer, attentions=tuple(attentions))
+
+
+def _whole_latents(attention: Attention, size: int) -> Attention:
+    """`attention` whose latents every rank makes and caches, to project its own heads from them.
+
+    Kind: exact. Source: vLLM 0.33.0 models/deepseek_v2.py `DeepseekV2MLAAttention`, whose
+    `fused_qkv_a_proj` is replicated; SGLang 0.5.23 srt/models/deepseek_v2.py.
+    """
+    return replace(
+        attention,
+        cache_elements=attention.cache_elements * size,
+        linears=tuple(
+            replace(linear, out_features=linear.out_features // size)
+            if linear.reads in LATENTS
+            else linear
+            for linear in attention.linears
+        ),
+    )
 
 
 def _repeated_keys(attention: Attention, size: int) -> Attention:
@@ -163,7 +192,7 @@ def check_ranks(served: Served, option: str, staged_by: str) -> None:
     for layer, _ in served.model.layers():
         for attention in layer.attentions:
             heads, keys = attention.num_attention_heads, attention.num_key_value_heads
-            if attention.projection != "plain":
+            if attention.projection != "plain" and not keeps_latents(attention):
                 raise ConfigError(
                     f"{option}: not predicted for the attention of {served.model.name}; use "
                     f"{stages}"

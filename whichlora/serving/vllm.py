@@ -32,6 +32,7 @@ from whichlora.serving.rank import (
     check_model,
     check_ranks,
     held_entries,
+    keeps_latents,
     rank_model,
     slot_bytes,
     with_aligned_experts,
@@ -55,7 +56,7 @@ from whichlora.serving.vllm_entries import (
     SWIZZLED_EXPONENTS,
 )
 from whichlora.serving.vllm_log import LOG
-from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.architecture import Attention, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
@@ -118,6 +119,10 @@ FRONT_S = 6e-3
 # `run_mha_fwd_splitkv_dispatch`.
 CHUNK_QUERY_TILE = 64
 LONG_CONTEXT = 32 * 1024  # beyond which the first engine reads prompts in chunks
+EXPANDED_HEAD = 256  # width of a key that is made from a latent, before 0.7.1
+# Model types whose latents it caches. Source: vLLM 0.33.0 transformers_utils/
+# model_arch_config_convertor.py:294 is_deepseek_mla.
+CACHES_LATENTS = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
 # Model types whose class lists embeddings and head for adapters, and since which release.
 # Source: `embedding_modules` of vLLM 0.6.6, 0.8.5, 0.11.0, 0.15.0, 0.20.0, 0.27.1 and 0.33.0.
@@ -490,6 +495,32 @@ def captured_sizes(most: int, *, step_beyond: int = 16) -> int:
     return len(sizes)
 
 
+def _as_cached(served: Served, rank: ModelSpec) -> ModelSpec:
+    """`rank` with what its class caches of latents: some keep keys and values of every head.
+
+    Before 0.7.1 all did, padded to 256 for FlashAttention. Kind: exact. Source: `CACHES_LATENTS`;
+    vLLM 0.6.3 models/deepseek_v2.py:266, :304-312; 0.33.0 models/minicpm3.py:126, :172.
+    """
+    caches = served.model.model_type in CACHES_LATENTS
+    if caches and not served.libraries.older("vllm", "0.7.1"):
+        return rank
+
+    def expanded(attention: Attention) -> Attention:
+        if not keeps_latents(attention):
+            return attention
+        width = EXPANDED_HEAD if caches else attention.head_dim
+        return replace(attention, cache_elements=2 * attention.num_attention_heads * width)
+
+    groups = tuple(
+        replace(
+            group,
+            layer=replace(group.layer, attentions=tuple(map(expanded, group.layer.attentions))),
+        )
+        for group in rank.groups
+    )
+    return replace(rank, groups=groups)
+
+
 def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     """How the pool of one rank is cut."""
     fp8 = served.options["kv_cache_dtype"] == "fp8"
@@ -498,13 +529,13 @@ def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     stages = served.count(STAGES) or 1
     is_ahead = not served.libraries.older("vllm", "0.14")
     steps = stages + (is_ahead and (stages == 1 or has_newer_runner(served)))
-    whole = cached_layers(rank_model(served.model, served.count(RANKS) or 1))
+    whole = cached_layers(_as_cached(served, rank_model(served.model, served.count(RANKS) or 1)))
     return blocks(
         whole,
         block_size=served.count("block_size") or 16,
         element_bytes=1 if fp8 else served.dtypes.compute_bytes,
         tokens_in_flight=steps * max_num_batched_tokens(served),
-        part=cached_layers(rank),
+        part=cached_layers(_as_cached(served, rank)),
     )
 
 
