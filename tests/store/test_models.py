@@ -238,6 +238,10 @@ def test_a_name_of_many_models_lists_eight(monkeypatch: pytest.MonkeyPatch) -> N
         ("Mistral-7B-Instruct-v0.2.Q5_K_M.gguf", "the model it was made from with method qlora"),
         ("Mistral-7B-Instruct-v0.2-GGUF", "mistralai/Mistral-7B-Instruct-v0.2 with method qlora"),
         ("TheBloke/Llama 2 7B-GPTQ", "meta-llama/Llama-2-7b-hf with quant gptq-int4"),
+        (
+            "Qwen3-8B-FP8",
+            "Qwen/Qwen3-8B with method qlora for 4 bits, or serving vllm with quant fp8",
+        ),
         ("my own model-GPTQ", "the model it was made from with quant gptq-int4"),
     ],
 )

@@ -39,8 +39,13 @@ _QUANTISED = (
     (re.compile(r"gptq"), "GPTQ", "quant gptq-int4"),
     (re.compile(r"awq|w4a16"), "AWQ", "quant awq-int4"),
     (re.compile(r"bnb|[48]bit|nf4|fp4|int[48]"), "bitsandbytes", "method qlora"),
-    (re.compile(r"gguf|ggml|i?q[2-8](_[0-9k]\w*)?"), "GGUF", "method qlora for 4 bits"),
-    (re.compile(r"exl[23]|mlx|fp8|hqq|aqlm|eetq"), "", "method qlora for 4 bits"),
+    (
+        re.compile(r"gguf|ggml|i?q[2-8](_[0-9k]\w*)?"),
+        "GGUF",
+        "method qlora for 4 bits, or serving llama-cpp with its file_type",
+    ),
+    (re.compile(r"fp8"), "FP8", "method qlora for 4 bits, or serving vllm with quant fp8"),
+    (re.compile(r"exl[23]|mlx|hqq|aqlm|eetq"), "", "method qlora for 4 bits"),
 )
 _FULL_WIDTH = re.compile(r"(?<![a-z0-9])(fp|bf)16(?![a-z0-9])")
 
