@@ -92,6 +92,12 @@ def test_gpus_are_shared_out_beside_a_short_name_of_the_stages() -> None:
     assert dict(own) == {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama-cpp"])
+def test_what_becomes_of_a_context_beyond_the_positions_is_told(engine: str) -> None:
+    run = replace(RUN, serving=engine, context=8193)
+    assert any("is beyond the 8192 positions of" in note for note in predicted(run).notes)
+
+
 def test_a_run_with_an_engine_survives_json() -> None:
     run = replace(RUN, serving_options=(("max_num_seqs", 8),), context=4096)
     assert RunConfig.from_dict(run.to_dict()) == run

@@ -24,6 +24,7 @@ from whichlora.serving.vllm import (
     graph_bytes,
     max_num_batched_tokens,
     max_num_seqs,
+    notes,
     start,
 )
 from whichlora.spec.architecture import ModelSpec
@@ -456,6 +457,32 @@ def test_what_it_cannot_serve_is_refused_in_one_line(
     with pytest.raises(ConfigError) as error:
         resolve(load_model(run.model), run, A100)
     assert str(error.value).startswith(message)
+
+
+def test_a_release_that_always_loads_the_tower_is_refused() -> None:
+    run = replace(RUN, model="Qwen/Qwen2.5-VL-7B-Instruct", libraries=(("vllm", "0.8.3"),))
+    with pytest.raises(
+        ConfigError, match=r"vllm 0\.8\.3 loads what .*; give libraries vllm=0\.10\.1"
+    ):
+        served(run)
+
+
+def test_that_a_tower_is_left_out_is_told() -> None:
+    asked = served(replace(RUN, model="Qwen/Qwen2.5-VL-7B-Instruct"))
+    assert any("--language-model-only: without it" in note for note in notes(asked, start(asked)))
+
+
+@pytest.mark.parametrize(("context", "is_told"), [(131072, False), (131073, True)])
+def test_a_context_beyond_the_positions_is_told(context: int, is_told: bool) -> None:
+    asked = served(replace(RUN, context=context))
+    told = any("beyond the 131072 positions" in note for note in notes(asked, start(asked)))
+    assert told == is_told
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_both_8_bit_floats_are_a_byte(name: str) -> None:
+    wide, narrow = started().pool, started(kv_cache_dtype=name).pool
+    assert narrow.block_bytes * 2 == wide.block_bytes
 
 
 def test_an_older_release_reads_bitsandbytes_weights() -> None:

@@ -29,7 +29,7 @@ from whichlora.serving.gguf import (
 from whichlora.serving.kernel_rates import KernelRates, kernel_rates
 from whichlora.serving.llama_cpp_entries import COMPUTE, KV_CACHE, LAYERS, OUTPUT
 from whichlora.serving.llama_cpp_log import LOG
-from whichlora.serving.rank import check_model
+from whichlora.serving.rank import check_model, positions_note
 from whichlora.spec.architecture import Linear, ModelSpec, layers_in_order
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import ceil_div
@@ -716,6 +716,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     count = slots(served)
     words = "1 slot" if count == 1 else f"{count} slots"
     lines = [f"llama.cpp with a file of type {file_type(served)}, {words}"]
+    lines += positions_note(served, "the cache is allocated, and a slot stops at them")
     if served.gpu.kind == "cpu":
         return tuple(lines)
     if placed.layers < whole.layers:

@@ -229,6 +229,20 @@ def check_model(served: Served) -> None:
         )
 
 
+def positions_note(served: Served, consequence: str) -> list[str]:
+    """What an engine makes of a context beyond the positions that the config states; [] of others.
+
+    Sizes of a family share a config here, and a copy of a model may state more.
+    """
+    limit = served.model.max_position_embeddings
+    if limit is None or served.context <= limit:
+        return []
+    return [
+        f"a context of {served.context} tokens is beyond the {limit} positions of "
+        f"{served.model.name}: {consequence}"
+    ]
+
+
 def rotary_bytes(model: ModelSpec, element_bytes: int) -> int:
     """Tables of all kinds of rotation: one, or two where sliding layers have their own.
 

@@ -21,6 +21,7 @@ from whichlora.serving.rank import (
     check_model,
     check_ranks,
     held_entries,
+    positions_note,
     rank_model,
     with_aligned_experts,
 )
@@ -299,6 +300,9 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
             f"a layer over {chunk} tokens takes {format_bytes(needed)}, more than that: it can run "
             "out of memory; give a smaller mem_fraction_static"
         )
+    lines += positions_note(
+        served, "sglang does not start without SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
+    )
     lines += stage_notes(start, stage_layers(served), STAGES)
     return tuple(lines)
 

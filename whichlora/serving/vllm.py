@@ -33,6 +33,7 @@ from whichlora.serving.rank import (
     check_ranks,
     held_entries,
     keeps_latents,
+    positions_note,
     rank_model,
     slot_bytes,
     with_aligned_experts,
@@ -123,6 +124,8 @@ EXPANDED_HEAD = 256  # width of a key that is made from a latent, before 0.7.1
 # Model types whose latents it caches. Source: vLLM 0.33.0 transformers_utils/
 # model_arch_config_convertor.py:294 is_deepseek_mla.
 CACHES_LATENTS = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # config/cache.py CacheDType
+TEXT_ALONE = "0.10.1"  # the first release that leaves towers on the disk; pull/22299
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
 # Model types whose class lists embeddings and head for adapters, and since which release.
 # Source: `embedding_modules` of vLLM 0.6.6, 0.8.5, 0.11.0, 0.15.0, 0.20.0, 0.27.1 and 0.33.0.
@@ -495,6 +498,12 @@ def captured_sizes(most: int, *, step_beyond: int = 16) -> int:
     return len(sizes)
 
 
+def _cache_bytes(served: Served) -> int:
+    """Of one element of keys and values."""
+    is_fp8 = served.options["kv_cache_dtype"] in FP8_CACHES
+    return 1 if is_fp8 else served.dtypes.compute_bytes
+
+
 def _as_cached(served: Served, rank: ModelSpec) -> ModelSpec:
     """`rank` with what its class caches of latents: some keep keys and values of every head.
 
@@ -523,7 +532,6 @@ def _as_cached(served: Served, rank: ModelSpec) -> ModelSpec:
 
 def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     """How the pool of one rank is cut."""
-    fp8 = served.options["kv_cache_dtype"] == "fp8"
     # asynchronous scheduling, the default since 0.14, has one step more in flight than there are
     # stages; the older runner has it without a pipeline only. config/vllm.py:588
     stages = served.count(STAGES) or 1
@@ -533,7 +541,7 @@ def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     return blocks(
         whole,
         block_size=served.count("block_size") or 16,
-        element_bytes=1 if fp8 else served.dtypes.compute_bytes,
+        element_bytes=_cache_bytes(served),
         tokens_in_flight=steps * max_num_batched_tokens(served),
         part=cached_layers(_as_cached(served, rank)),
     )
@@ -593,7 +601,7 @@ def stepping(served: Served) -> Stepping:
         whole_prompts=chunk is None,
         captured_tokens=0 if is_eager else MOST_CAPTURED_TOKENS,
         launch_s=EAGER_LAUNCH_S if is_eager else COMPILED_LAUNCH_S,
-        cache_bytes=1 if served.options["kv_cache_dtype"] == "fp8" else served.dtypes.compute_bytes,
+        cache_bytes=_cache_bytes(served),
         head_reads=HEAD_READS if served.libraries.older("vllm", "0.4.3") else None,
         query_tile=CHUNK_QUERY_TILE if is_older and chunk is not None else None,
         copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
@@ -634,6 +642,12 @@ def check(served: Served) -> None:
     """
     run = served.run
     check_model(served)
+    if served.model.unloaded_params and served.libraries.older("vllm", TEXT_ALONE):
+        raise ConfigError(
+            f"serving: vllm {served.libraries.vllm} loads what {served.model.name} sees with and "
+            f"keeps room for its largest image, which is not predicted; give libraries "
+            f"vllm={TEXT_ALONE} or a later release, which can serve its texts alone"
+        )
     if run.quant in BNB_QUANTS and not served.libraries.older("vllm", "0.28"):
         raise ConfigError(
             f"serving: vllm {served.libraries.vllm} reads no bitsandbytes weights, got quant "
@@ -679,7 +693,7 @@ def command(served: Served) -> str:
     elif quant in BNB_QUANTS:  # files of which kind, only the directory says
         return ""
     if served.model.unloaded_params:
-        flags.append("--language-model-only")
+        flags.append(_without_tower(served))
     if served.options["enable_prefix_caching"] is False:
         flags.append("--no-enable-prefix-caching")
     if served.targets:
@@ -691,6 +705,16 @@ def command(served: Served) -> str:
     return shell_command(served, "vllm serve", context="--max-model-len", flags=tuple(flags))
 
 
+def _without_tower(served: Served) -> str:
+    """The flag that leaves out what a model sees with.
+
+    Source: github.com/vllm-project/vllm/pull/22299 (0.10.1), pull/34120 (2026-02-09).
+    """
+    if served.libraries.older("vllm", "0.17"):
+        return """--limit-mm-per-prompt '{"image": 0, "video": 0}'"""
+    return "--language-model-only"
+
+
 def notes(served: Served, start: Start) -> tuple[str, ...]:
     """What a user must know."""
     lines = [
@@ -699,6 +723,16 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     ]
     if (ranks := served.count(RANKS) or 1) > 1:
         lines.append(f"{RANKS} {ranks}: bytes are of each GPU")
+    if served.model.unloaded_params:
+        lines.append(
+            f"started with {_without_tower(served)}: without it vllm loads the tower, keeps room "
+            "for the largest image and video, and has a far smaller pool"
+        )
+    lines += positions_note(
+        served,
+        "vllm does not start without rope scaling in --hf-overrides, or "
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1",
+    )
     lines += stage_notes(start, stage_layers(served), STAGES)
     return tuple(lines)
 
@@ -722,7 +756,7 @@ ENGINE = Engine(
             name="kv_cache_dtype",
             summary="of keys and values: as the model's, or in 8 bits",
             default="auto",
-            choices=("auto", "fp8"),
+            choices=("auto", *FP8_CACHES),
         ),
         Option(
             name="enable_prefix_caching",
