@@ -335,6 +335,31 @@ def test_keys_and_values_are_expanded_where_the_class_caches_no_latent(
     assert pool.block_bytes == 16 * 2 * elements * model.num_hidden_layers
 
 
+@pytest.mark.parametrize(
+    ("version", "kept_layers", "has_buffers"),
+    [("0.2.4", 0, False), ("0.2.5", 32, True), ("0.2.6", 0, True)],
+)
+def test_results_of_all_reduces_are_kept_in_one_release_alone(
+    version: str, kept_layers: int, has_buffers: bool
+) -> None:
+    run = replace(RUN, context=4096, libraries=(("vllm", version),))
+    held = {
+        entry.fact.what: entry.num_bytes for entry in started(run, tensor_parallel_size=2).entries
+    }
+    kept = (2 * kept_layers + 1) * 4096 * 4096 * 2 if kept_layers else 0
+    assert held.get("profile pass: results of all-reduces", 0) == kept
+    assert ("buffers of NCCL" in held) == has_buffers
+
+
+def test_the_context_of_the_process_is_counted_from_0_2_5_to_0_6_4() -> None:
+    pools = [
+        started(replace(RUN, libraries=(("vllm", version),))).pool.num_bytes
+        for version in ("0.2.4", "0.2.5", "0.6.4", "0.6.5")
+    ]
+    assert pools[0] > pools[1]
+    assert pools[3] > pools[2]
+
+
 def test_experts_are_divided_by_their_width() -> None:
     whole = load_model("Qwen/Qwen3-30B-A3B")
     rank = rank_model(whole, 4)

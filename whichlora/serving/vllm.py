@@ -52,6 +52,7 @@ from whichlora.serving.vllm_entries import (
     COUNTS,
     EXPANDED,
     GRAPHS,
+    KEPT,
     KERNELS,
     KV_POOL,
     SWIZZLED_EXPONENTS,
@@ -390,7 +391,30 @@ def _counts_context(served: Served) -> bool:
     """
     libraries, capability = served.libraries, float(served.gpu.compute_capability or 8.0)
     first_of_v1 = not libraries.older("vllm", "0.8") and libraries.older("vllm", "0.9.2")
-    return libraries.older("vllm", "0.6.5") or (first_of_v1 and capability >= 8.0)
+    is_older = libraries.older("vllm", "0.6.5") and not _counts_tensors(served)
+    return is_older or (first_of_v1 and capability >= 8.0)
+
+
+def _counts_tensors(served: Served) -> bool:
+    """Whether tensors of torch alone count, and neither the context nor NCCL: before 0.2.5.
+
+    Source: github.com/vllm-project/vllm/pull/2031, `max_memory_allocated` before it.
+    """
+    return served.libraries.older("vllm", "0.2.5")
+
+
+def _kept_bytes(served: Served, stage: Stage) -> int:
+    """What all-reduces returned and NCCL keeps until the profile pass ends: in 0.2.5.
+
+    Kind: upper bound: the allocator frees them earlier where the GPU has no more.
+    Source: `KEPT`; mended in 0.2.6 by TORCH_NCCL_AVOID_RECORD_STREAMS.
+    """
+    libraries = served.libraries
+    if libraries.older("vllm", "0.2.5") or not libraries.older("vllm", "0.2.6"):
+        return 0
+    reduced = 2 * stage.part.num_hidden_layers + 1  # attention and MLP of a layer, the embedding
+    width = served.model.hidden_size * served.dtypes.compute_bytes
+    return reduced * max_num_batched_tokens(served) * width
 
 
 def _resident(served: Served, stage: Stage) -> list[Entry]:
@@ -401,11 +425,13 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
         stage.part, ranks, slot_rank, has_tables=_has_table_slots(served)
     )
     entries = [Entry(LORA_SLOTS, slots)] if slots else []
-    if not _counts_context(served):  # which has its kernels in it
+    if not _counts_context(served) and not _counts_tensors(served):  # a context has its kernels
         entries.append(Entry(KERNELS, KERNELS_BYTES))
-    if ranks * stages > 1:
+    if ranks * stages > 1 and not _counts_tensors(served):
         buffers = communicator_bytes(ranks) + communicator_bytes(stages)
         entries.append(Entry(COMMUNICATOR, buffers))
+    if ranks > 1 and (kept := _kept_bytes(served, stage)):
+        entries.append(Entry(KEPT, kept))
     received = received_bytes(stage, max_num_batched_tokens(served), served.dtypes.compute_bytes)
     entries += [Entry(RECEIVED, received)] if received else []
     if has_newer_runner(served) and stage.is_last:
@@ -723,6 +749,11 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     ]
     if (ranks := served.count(RANKS) or 1) > 1:
         lines.append(f"{RANKS} {ranks}: bytes are of each GPU")
+    if _multiplies_by_triton(served):
+        lines.append(
+            "experts in mxfp4 have Triton's kernels; without the package triton_kernels vllm takes "
+            "Marlin's, whose layout is larger"
+        )
     if served.model.unloaded_params:
         lines.append(
             f"started with {_without_tower(served)}: without it vllm loads the tower, keeps room "
