@@ -17,7 +17,7 @@ from whichlora.store.models import SCHEMA_VERSION, index_of
 
 def entry(row: dict[str, str], source: Path) -> dict[str, Any]:
     """One file of the database."""
-    published = row["published_params"]
+    published, stored = row["published_params"], row.get("stored")
     return {
         "schema_version": SCHEMA_VERSION,
         "hub_id": row["hub_id"],
@@ -31,6 +31,7 @@ def entry(row: dict[str, str], source: Path) -> dict[str, Any]:
         "gated": {"yes": True, "no": False}.get(row["gated"]),  # null: not known
         "release_year": int(row["release_year"]),
         "note": row["note"],
+        **({"stored": stored} if stored else {}),
         "config": json.loads((source / row["file"]).read_text(encoding="utf-8")),
     }
 

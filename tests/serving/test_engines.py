@@ -11,7 +11,9 @@ from devices import A100, CPU
 
 from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
+from whichlora.families import build
 from whichlora.predict.explain import explain
+from whichlora.predict.notes import notes_on
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving import Engine, get_engine, list_engines
@@ -96,6 +98,28 @@ def test_gpus_are_shared_out_beside_a_short_name_of_the_stages() -> None:
 def test_what_becomes_of_a_context_beyond_the_positions_is_told(engine: str) -> None:
     run = replace(RUN, serving=engine, context=8193)
     assert any("is beyond the 8192 positions of" in note for note in predicted(run).notes)
+
+
+@pytest.mark.parametrize(
+    ("engine", "quant"), [("vllm", "fp8"), ("sglang", "fp8"), ("transformers", "none")]
+)
+def test_a_model_whose_files_are_fp8_is_served_so_by_what_reads_them(
+    engine: str, quant: str
+) -> None:
+    model = load_model("deepseek-ai/DeepSeek-R1")
+    run = RunConfig(model=model.name, phase="inference", serving=engine)
+    job = resolve(model, run, A100)
+    assert job.run.quant == quant
+    told = "the checkpoint is stored as fp8, and served so" in notes_on(job)
+    assert told == (quant == "fp8")
+    assert resolve(model, replace(run, quant="none"), A100).run.quant == "none"
+
+
+def test_a_config_that_names_fp8_is_served_so() -> None:
+    config = {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}
+    job = resolve(build(config, name="x"), replace(RUN, model="x"), A100)
+    assert job.run.quant == "fp8"
+    assert not [note for note in notes_on(job) if "stored" in note]
 
 
 def test_a_run_with_an_engine_survives_json() -> None:

@@ -162,12 +162,13 @@ def _stored(job: ResolvedRun) -> str:
     """What a checkpoint's own quantisation changes; empty where the run counts it as it is."""
     config = job.model.config.get("quantization_config")
     if not isinstance(config, Mapping):
-        return ""
+        is_served = job.model.stored == job.run.quant == "fp8"
+        return "the checkpoint is stored as fp8, and served so" if is_served else ""
     quant = stored_quant(job.model.config)
     if quant == "mxfp4":
         return _mxfp4_in_words(job)
     counted = "16-bit" if job.dtypes.quant == "none" else job.dtypes.quant
-    if quant is None:
+    if quant is None or (quant == "fp8" and not job.engine.reads_fp8):
         method = config.get("quant_method", "an unknown format")
         return f"the checkpoint is stored as {method}, which is not modelled: counted as {counted}"
     group = config.get("group_size") if quant in CHECKPOINT_QUANTS else None

@@ -16,7 +16,7 @@ from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Engine, Served
 from whichlora.spec.architecture import ModelSpec, with_source_len
 from whichlora.spec.backends.cuda import ASSUMED_CAPABILITY, FLASH_CAPABILITY
-from whichlora.spec.checkpoint import packed_experts, refuses_bitsandbytes, stored_quant
+from whichlora.spec.checkpoint import packed_experts, refuses_bitsandbytes, shipped_quant
 from whichlora.spec.dtypes import Dtypes, is_quantised, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.kernels import NO_KERNELS
@@ -536,9 +536,12 @@ def _check_experts(model: ModelSpec, run: RunConfig) -> None:
 
 
 def _shipped_quant(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> Quant | None:
-    """`run.quant`, and that of an mxfp4 checkpoint where an inference names no other form."""
+    """`run.quant`, and that of an fp8 or mxfp4 checkpoint where an inference names no other."""
     is_asked = run.quant is not None or run.serve is not None or run.phase == "finetune"
-    if is_asked or stored_quant(model.config) != "mxfp4" or not gpu.backend.keeps_mxfp4:
+    stored = shipped_quant(model)
+    if not is_asked and stored == "fp8" and get_engine(run.serving).reads_fp8:
+        return "fp8"
+    if is_asked or stored != "mxfp4" or not gpu.backend.keeps_mxfp4:
         return run.quant
     if (
         get_method(run.method).serve == "as-trained"

@@ -1062,6 +1062,7 @@ class ModelSpec:
             those of an encoder that has more (LED).
         embedding_dropouts, final_dropouts: widths of the tensors that training drops values of
             before the first and after the last layer.
+        stored: quantisation of the hub's files, where `config` leaves it out.
         notes: what a reader must know: text tower only, approximated blocks, and so on.
         config: the Hugging Face config, verbatim.
     """
@@ -1112,6 +1113,7 @@ class ModelSpec:
     max_position_embeddings: int | None = None
     max_prompt_positions: int | None = None
     dtype: str = "bfloat16"
+    stored: str = ""
     notes: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 

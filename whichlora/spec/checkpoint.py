@@ -20,6 +20,8 @@ def stored_quant(config: Mapping[str, Any]) -> Quant | None:
             return "awq-int4"
         case {"quant_method": "mxfp4"}:
             return "mxfp4"
+        case {"quant_method": "fp8"}:
+            return "fp8"
         case {"quant_method": "bitsandbytes", "load_in_8bit": True}:
             return "int8"
         case {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}:
@@ -28,6 +30,12 @@ def stored_quant(config: Mapping[str, Any]) -> Quant | None:
         case {"quant_method": "bitsandbytes", "load_in_4bit": True}:
             return "fp4"
     return None
+
+
+def shipped_quant(model: ModelSpec) -> Quant | None:
+    """As `stored_quant`, also where the database knows it beside the config."""
+    stored = stored_quant(model.config)
+    return "fp8" if stored is None and model.stored == "fp8" else stored
 
 
 def is_expanded(config: Mapping[str, Any], quant: str) -> bool:

@@ -78,7 +78,7 @@ def _spec(path: Path, known_as: str, hub_id: str) -> ModelSpec:
         notes += (f"shapes of {hub_id}; context length and dtype may differ",)
     if values.get("note"):
         notes += (str(values["note"]),)
-    return replace(spec, notes=notes)
+    return replace(spec, notes=notes, stored=str(values.get("stored", "")))
 
 
 def list_models() -> tuple[ModelRecord, ...]:

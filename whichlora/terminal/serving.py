@@ -153,7 +153,9 @@ def command_lines(prediction: Prediction) -> Iterator[str]:
     yield serving.command
     quant = run.quant or "none"
     if run.model in serving.command and is_made_before(quant) and quant != "mxfp4":  # as published
-        yield f"  in place of {run.model} put the folder of its {quant} weights"
+        yield (
+            f"  in place of {run.model} put the folder of its {quant} weights, unless the hub's are"
+        )
 
 
 def _print_waits(console: Console, time: ServingTime) -> None:
