@@ -27,6 +27,7 @@ from whichlora.serving.vllm import (
     notes,
     start,
 )
+from whichlora.serving.vllm_latents import absorbed_bytes
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
@@ -317,6 +318,27 @@ def test_weights_of_deepseek_v3_on_32_cards_are_those_of_a_published_log() -> No
     taken = started(run, find_gpu("l20-48gb"), tensor_parallel_size=16, pipeline_parallel_size=2)
     assert taken.stage == 2
     assert part_bytes(taken, "weights") / GiB == pytest.approx(21.4118, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("quant", "version", "gib"),
+    [
+        ("fp8", "0.7.2", 84.11),  # published: github.com/vllm-project/vllm/pull/12639
+        ("fp8", "0.8.0", 79.82 + 61 * 16 * 256 * 512 * 2 / GiB),
+        ("fp8", "0.6.6", 79.82),
+    ],
+)
+def test_matrices_between_heads_and_latents_are_held_as_the_release_has_them(
+    quant: str, version: str, gib: float
+) -> None:
+    run = replace(RUN, model="deepseek-ai/DeepSeek-V3", quant=quant, libraries=(("vllm", version),))
+    taken = started(run, find_gpu("h200-sxm-141gb"), tensor_parallel_size=8)
+    assert part_bytes(taken, "weights") / GiB == pytest.approx(gib, rel=4e-3)
+
+
+def test_unquantised_matrices_between_heads_and_latents_are_views() -> None:
+    asked = served(replace(RUN, model="deepseek-ai/DeepSeek-V2-Lite"))
+    assert absorbed_bytes(asked, asked.model) == 0
 
 
 @pytest.mark.parametrize(

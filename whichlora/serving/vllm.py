@@ -32,7 +32,6 @@ from whichlora.serving.rank import (
     check_model,
     check_ranks,
     held_entries,
-    keeps_latents,
     positions_note,
     rank_model,
     slot_bytes,
@@ -57,8 +56,9 @@ from whichlora.serving.vllm_entries import (
     KV_POOL,
     SWIZZLED_EXPONENTS,
 )
+from whichlora.serving.vllm_latents import ABSORBED, absorbed_bytes, as_cached
 from whichlora.serving.vllm_log import LOG
-from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
@@ -121,10 +121,6 @@ FRONT_S = 6e-3
 # `run_mha_fwd_splitkv_dispatch`.
 CHUNK_QUERY_TILE = 64
 LONG_CONTEXT = 32 * 1024  # beyond which the first engine reads prompts in chunks
-EXPANDED_HEAD = 256  # width of a key that is made from a latent, before 0.7.1
-# Model types whose latents it caches. Source: vLLM 0.33.0 transformers_utils/
-# model_arch_config_convertor.py:294 is_deepseek_mla.
-CACHES_LATENTS = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # config/cache.py CacheDType
 TEXT_ALONE = "0.10.1"  # the first release that leaves towers on the disk; pull/22299
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
@@ -322,7 +318,9 @@ def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
     """
     if served.run.quant != "mxfp4":
         width = served.dtypes.compute_bytes
-        return held_entries(served, rank, rotary_element_bytes=width, dtypes=_stored(served))
+        entries = held_entries(served, rank, rotary_element_bytes=width, dtypes=_stored(served))
+        absorbed = absorbed_bytes(served, rank)
+        return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
     capability = float(served.gpu.compute_capability or 8.0)
     hidden, width = next(sizes for least, sizes in _ALIGNED_EXPERTS if capability >= least)
     rank = with_aligned_experts(rank, hidden=hidden, width=width)
@@ -530,32 +528,6 @@ def _cache_bytes(served: Served) -> int:
     return 1 if is_fp8 else served.dtypes.compute_bytes
 
 
-def _as_cached(served: Served, rank: ModelSpec) -> ModelSpec:
-    """`rank` with what its class caches of latents: some keep keys and values of every head.
-
-    Before 0.7.1 all did, padded to 256 for FlashAttention. Kind: exact. Source: `CACHES_LATENTS`;
-    vLLM 0.6.3 models/deepseek_v2.py:266, :304-312; 0.33.0 models/minicpm3.py:126, :172.
-    """
-    caches = served.model.model_type in CACHES_LATENTS
-    if caches and not served.libraries.older("vllm", "0.7.1"):
-        return rank
-
-    def expanded(attention: Attention) -> Attention:
-        if not keeps_latents(attention):
-            return attention
-        width = EXPANDED_HEAD if caches else attention.head_dim
-        return replace(attention, cache_elements=2 * attention.num_attention_heads * width)
-
-    groups = tuple(
-        replace(
-            group,
-            layer=replace(group.layer, attentions=tuple(map(expanded, group.layer.attentions))),
-        )
-        for group in rank.groups
-    )
-    return replace(rank, groups=groups)
-
-
 def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     """How the pool of one rank is cut."""
     # asynchronous scheduling, the default since 0.14, has one step more in flight than there are
@@ -563,13 +535,13 @@ def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     stages = served.count(STAGES) or 1
     is_ahead = not served.libraries.older("vllm", "0.14")
     steps = stages + (is_ahead and (stages == 1 or has_newer_runner(served)))
-    whole = cached_layers(_as_cached(served, rank_model(served.model, served.count(RANKS) or 1)))
+    whole = cached_layers(as_cached(served, rank_model(served.model, served.count(RANKS) or 1)))
     return blocks(
         whole,
         block_size=served.count("block_size") or 16,
         element_bytes=_cache_bytes(served),
         tokens_in_flight=steps * max_num_batched_tokens(served),
-        part=cached_layers(_as_cached(served, rank)),
+        part=cached_layers(as_cached(served, rank)),
     )
 
 
