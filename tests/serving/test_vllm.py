@@ -184,6 +184,16 @@ def test_a_slot_of_an_8b_has_84_mb_at_rank_16_beside_embeddings_and_head() -> No
     assert started(**eager).pool.num_bytes - with_slots.pool.num_bytes == 4 * slot
 
 
+@pytest.mark.parametrize(("version", "sees"), [("0.6.4", True), ("0.7.2", False), ("0.8.0", True)])
+def test_the_profile_of_some_releases_does_not_see_slots(version: str, sees: bool) -> None:
+    run = replace(RUN, libraries=(("vllm", version),))
+    without, with_slots = started(run), started(run, enable_lora=True, max_loras=8)
+    slots = part_bytes(with_slots, "adapters")
+    less = without.pool.num_bytes - with_slots.pool.num_bytes
+    assert less == (slots if sees else 0)
+    assert with_slots.outside_bytes - without.outside_bytes == (0 if sees else slots)
+
+
 @pytest.mark.parametrize(
     ("model", "ranks", "slots", "rank", "matrices", "with_tables"),
     [  # bytes that `create_lora_weights` of vLLM 0.33.0's own layers allocates on meta tensors
