@@ -586,7 +586,7 @@ def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str,
             grid[name] = _listed(value)
         if not grid[name]:
             raise ConfigError(f"{name}: is an empty list; give a value, or leave it out")
-    return combinations.with_concurrency(grid, states_batch_size="batch_size" in grid)
+    return combinations.with_concurrency(grid, stated=grid)
 
 
 def _one_run(function: str, grid: Mapping[str, list[Any]]) -> RunConfig:

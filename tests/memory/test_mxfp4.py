@@ -130,6 +130,7 @@ def test_a_token_reads_4_bits_of_its_experts_and_16_of_the_attention() -> None:
     [
         ({}, None),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "gptq-int8"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "awq-int4"),
         ({"quantization_config": {"quant_method": "awq", "bits": 3}}, None),

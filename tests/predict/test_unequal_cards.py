@@ -78,6 +78,12 @@ def test_what_is_not_modelled_is_refused_in_one_line(
         predicted(gpu, gpus, **settings)
 
 
+def test_an_engine_on_unequal_cards_names_the_smallest() -> None:
+    message = r"so that the smallest decides; give --gpu 2xrtx-3070-8gb, or one card"
+    with pytest.raises(ConfigError, match=message):
+        estimate(MODEL, "rtx-3090-24gb+rtx-3070-8gb", phase="inference", serving="vllm")
+
+
 def test_other_commands_say_what_to_ask_instead() -> None:
     with pytest.raises(ConfigError, match="elsewhere name the smallest"):
         where(MODEL, "3090+4090")

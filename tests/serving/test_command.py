@@ -50,6 +50,11 @@ def test_prefix_caching_is_turned_off_where_the_run_says_so() -> None:
     assert command(enable_prefix_caching=False).endswith(" --no-enable-prefix-caching")
 
 
+def test_an_older_vllm_leaves_a_tower_out_by_a_limit_on_images() -> None:
+    run = replace(RUN, model="Qwen/Qwen2.5-VL-7B-Instruct", libraries=(("vllm", "0.11.0"),))
+    assert command(run).endswith(""" --limit-mm-per-prompt '{"image": 0, "video": 0}'""")
+
+
 def test_vllm_serves_the_texts_of_a_model_that_sees_without_its_tower() -> None:
     sees, reads = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen2.5-7B"
     assert command(replace(RUN, model=sees)).endswith(" --language-model-only")

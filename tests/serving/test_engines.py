@@ -11,7 +11,9 @@ from devices import A100, CPU
 
 from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
+from whichlora.families import build
 from whichlora.predict.explain import explain
+from whichlora.predict.notes import notes_on
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving import Engine, get_engine, list_engines
@@ -21,6 +23,7 @@ from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 from whichlora.units import GiB
+from whichlora.workflow.combinations import shared_by_engine
 from whichlora.workflow.estimates import estimate
 
 OUTSIDE = Path(__file__).parents[1] / "outside_serving"
@@ -48,6 +51,75 @@ def test_an_engine_of_another_package_answers_under_its_own_name(
     assert named
     assert renamed
     assert replace(renamed, engine="vllm") == named
+
+
+@pytest.mark.parametrize("name", ["ollama", "llama.cpp", "llamacpp"])
+def test_a_name_that_comes_near_is_suggested(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"serving: '{name}' .*; did you mean llama-cpp"):
+        get_engine(name)
+
+
+@pytest.mark.parametrize(
+    ("engine", "option", "setting"),
+    [
+        ("vllm", "max_model_len", "context"),
+        ("vllm", "dtype", "precision"),
+        ("vllm", "quantization", "quant"),
+        ("sglang", "context_length", "context"),
+    ],
+)
+def test_a_flag_that_is_a_setting_of_the_run_names_it(
+    engine: str, option: str, setting: str
+) -> None:
+    run = replace(RUN, serving=engine, serving_options=((option, "8192"),))
+    with pytest.raises(ConfigError, match=f"{option} is the setting {setting}; give --{setting}"):
+        predicted(run)
+
+
+@pytest.mark.parametrize(
+    ("engine", "own"), [("vllm", "tensor_parallel_size"), ("sglang", "tp_size")]
+)
+def test_tp_is_the_number_of_ranks(engine: str, own: str) -> None:
+    model = load_model(RUN.model)
+    runs = [
+        resolve(model, replace(RUN, serving=engine, serving_options=((name, 3),)), A100).run
+        for name in ("tp", own)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_gpus_are_shared_out_beside_a_short_name_of_the_stages() -> None:
+    settings = {"phase": "inference", "serving": "vllm", "serving_options": {"pp": 2}, "gpus": 4}
+    own = shared_by_engine(settings)["serving_options"]
+    assert dict(own) == {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama-cpp"])
+def test_what_becomes_of_a_context_beyond_the_positions_is_told(engine: str) -> None:
+    run = replace(RUN, serving=engine, context=8193)
+    assert any("is beyond the 8192 positions of" in note for note in predicted(run).notes)
+
+
+@pytest.mark.parametrize(
+    ("engine", "quant"), [("vllm", "fp8"), ("sglang", "fp8"), ("transformers", "none")]
+)
+def test_a_model_whose_files_are_fp8_is_served_so_by_what_reads_them(
+    engine: str, quant: str
+) -> None:
+    model = load_model("deepseek-ai/DeepSeek-R1")
+    run = RunConfig(model=model.name, phase="inference", serving=engine)
+    job = resolve(model, run, A100)
+    assert job.run.quant == quant
+    told = [note for note in notes_on(job) if "the checkpoint is stored in fp8, counted" in note]
+    assert bool(told) == (quant == "none")
+    assert resolve(model, replace(run, quant="none"), A100).run.quant == "none"
+
+
+def test_a_config_that_names_fp8_is_served_so() -> None:
+    config = {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}
+    job = resolve(build(config, name="x"), replace(RUN, model="x"), A100)
+    assert job.run.quant == "fp8"
+    assert not [note for note in notes_on(job) if "stored" in note]
 
 
 def test_a_run_with_an_engine_survives_json() -> None:

@@ -16,11 +16,13 @@ from whichlora.serving.base import Served
 from whichlora.serving.form import form_in_words
 from whichlora.serving.llama_cpp import (
     MARGIN_BYTES,
+    Placement,
     cache_bytes,
     cells_kept,
     file_type,
     free_bytes,
     micro_batch,
+    notes,
     placement,
     slots,
     start,
@@ -99,6 +101,20 @@ def test_experts_go_to_the_host_before_layers_do() -> None:
     placed = placement(served(run, card(24), file_type="Q8_0"))
     assert placed.layers == 49
     assert 0 < placed.expert_layers < 48
+
+
+def test_experts_that_are_asked_to_lie_on_the_host_do_and_nothing_else_moves() -> None:
+    run = replace(RUN, model="Qwen/Qwen3-30B-A3B")
+    asked = served(run, card(24), file_type="Q8_0", n_cpu_moe=10)
+    assert placement(asked) == Placement(layers=49, expert_layers=48, host_experts=10)
+    assert start(asked).fault.startswith("weights take")  # --fit moves nothing beside it
+    assert "give a larger n_cpu_moe" in start(asked).fault
+    every = served(run, card(24), file_type="Q8_0", cpu_moe=True)
+    none_on_gpu = replace(placement(every), expert_layers=0, host_experts=0)
+    assert taken(every, placement(every), 8192, 1) == taken(every, none_on_gpu, 8192, 1)
+    assert any("experts of 48 of 48 layers" in note for note in notes(every, start(every)))
+    with pytest.raises(ConfigError, match="n_cpu_moe and cpu_moe move experts, and"):
+        served(RUN, n_cpu_moe=10)
 
 
 def test_stated_layers_stay_and_may_not_fit() -> None:
@@ -273,6 +289,15 @@ def test_ollamas_names_are_those_of_llama_cpp() -> None:
     assert ollama.options == own.options
     with pytest.raises(ConfigError, match="num_ctx is the setting context; give --context"):
         served(num_ctx=4096)
+
+
+def test_short_flags_are_its_options() -> None:
+    own = served(ubatch_size=256, cache_type_k="q8_0", n_gpu_layers=20, file_type="Q4_K_M")
+    short = served(ub=256, ctk="q8_0", ngl=20, file_type="q4_k_m")
+    assert short.run == own.run
+    assert short.options == own.options
+    with pytest.raises(ConfigError, match="ctx_size is the setting context; give --context"):
+        served(ctx_size=4096)
 
 
 def test_a_step_that_has_no_time_says_why() -> None:

@@ -13,12 +13,12 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Served
-from whichlora.serving.sglang import (
+from whichlora.serving.sglang import start, token_bytes
+from whichlora.serving.sglang_share import (
     chunked_prefill_size,
+    decode_graphs,
     mem_fraction_static,
     prefill_sizes,
-    start,
-    token_bytes,
 )
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
@@ -77,6 +77,29 @@ def test_the_static_share_follows_the_card_and_its_chunk(
     assert chunked_prefill_size(asked) == chunk
     assert mem_fraction_static(asked) == pytest.approx(share, abs=0.002)
     assert mem_fraction_static(served(gpu=A100, mem_fraction_static=0.5)) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("release", "memory_gib", "ranks", "share", "chunk", "graphs"),
+    [
+        ("0.4.4", 79.2, 1, 0.88, 8192, 160),  # logged
+        ("0.4.6.post1", 22.1, 4, 0.85, 2048, 80),  # vllm-project/vllm#17469
+        ("0.4.7", 139.8, 8, 0.871, 8192, 256),
+        ("0.4.9", 23.6, 1, 0.877, 2048, 8),  # logged, as 0.879 of nvidia-smi's 24,564 MiB
+        ("0.5.2", 79.2, 8, 0.83, 8192, 160),
+        ("0.5.4", 23.6, 1, 0.846, 2048, 16),
+        ("0.5.9", 79.2, 1, 0.834, 8192, 256),
+        ("0.5.10", 79.2, 1, 0.829, 8192, 256),
+        ("0.5.18", 23.6, 1, 0.832, 2048, 24),
+    ],
+)
+def test_every_release_has_its_own_share(
+    release: str, memory_gib: float, ranks: int, share: float, chunk: int, graphs: int
+) -> None:
+    run = replace(RUN, libraries=(("sglang", release),))
+    asked = served(run, free_before(memory_gib), tp_size=ranks)
+    assert mem_fraction_static(asked) == pytest.approx(share, abs=0.002)
+    assert (chunked_prefill_size(asked), decode_graphs(asked)) == (chunk, graphs)
 
 
 def test_a_model_that_sees_leaves_room_for_images() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whichlora.errors import ConfigError
+from whichlora.families import build
 from whichlora.memory.weights import linear_bytes
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Pool, Served, Start
@@ -23,8 +24,11 @@ from whichlora.serving.vllm import (
     graph_bytes,
     max_num_batched_tokens,
     max_num_seqs,
+    notes,
     start,
 )
+from whichlora.serving.vllm_latents import absorbed_bytes
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -180,6 +184,16 @@ def test_a_slot_of_an_8b_has_84_mb_at_rank_16_beside_embeddings_and_head() -> No
     assert started(**eager).pool.num_bytes - with_slots.pool.num_bytes == 4 * slot
 
 
+@pytest.mark.parametrize(("version", "sees"), [("0.6.4", True), ("0.7.2", False), ("0.8.0", True)])
+def test_the_profile_of_some_releases_does_not_see_slots(version: str, sees: bool) -> None:
+    run = replace(RUN, libraries=(("vllm", version),))
+    without, with_slots = started(run), started(run, enable_lora=True, max_loras=8)
+    slots = part_bytes(with_slots, "adapters")
+    less = without.pool.num_bytes - with_slots.pool.num_bytes
+    assert less == (slots if sees else 0)
+    assert with_slots.outside_bytes - without.outside_bytes == (0 if sees else slots)
+
+
 @pytest.mark.parametrize(
     ("model", "ranks", "slots", "rank", "matrices", "with_tables"),
     [  # bytes that `create_lora_weights` of vLLM 0.33.0's own layers allocates on meta tensors
@@ -290,6 +304,92 @@ def test_heads_of_keys_are_repeated_where_there_are_fewer_than_ranks(
     assert attention.cache_elements == 2 * heads * 128
     assert attention.num_attention_heads == 32 // ranks
     assert attention.linears[1].out_features == heads * 128
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_every_rank_caches_the_latent_of_all_heads(ranks: int) -> None:
+    rank = rank_model(load_model("deepseek-ai/DeepSeek-V3"), ranks)
+    attention = rank.groups[0].layer.attentions[0]
+    widths = {
+        linear.name: (linear.in_features, linear.out_features) for linear in attention.linears
+    }
+    heads = 128 // ranks
+    assert attention.cache_elements == 512 + 64
+    assert widths["kv_a_proj_with_mqa"] == (7168, 512 + 64)
+    assert widths["q_a_proj"] == (7168, 1536)
+    assert widths["kv_b_proj"] == (512, heads * (128 + 128))
+    assert widths["q_b_proj"] == (1536, heads * (128 + 64))
+    assert widths["o_proj"] == (heads * 128, 7168)
+
+
+def test_weights_of_deepseek_v3_on_32_cards_are_those_of_a_published_log() -> None:
+    # github.com/vllm-project/vllm/issues/12258: 21.4118 GiB on each GPU of the second stage
+    run = replace(RUN, model="deepseek-ai/DeepSeek-V3", quant="fp8", libraries=(("vllm", "0.6.6"),))
+    taken = started(run, find_gpu("l20-48gb"), tensor_parallel_size=16, pipeline_parallel_size=2)
+    assert taken.stage == 2
+    assert part_bytes(taken, "weights") / GiB == pytest.approx(21.4118, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("quant", "version", "gib"),
+    [
+        ("fp8", "0.7.2", 84.11),  # published: github.com/vllm-project/vllm/pull/12639
+        ("fp8", "0.8.0", 79.82 + 61 * 16 * 256 * 512 * 2 / GiB),
+        ("fp8", "0.6.6", 79.82),
+    ],
+)
+def test_matrices_between_heads_and_latents_are_held_as_the_release_has_them(
+    quant: str, version: str, gib: float
+) -> None:
+    run = replace(RUN, model="deepseek-ai/DeepSeek-V3", quant=quant, libraries=(("vllm", version),))
+    taken = started(run, find_gpu("h200-sxm-141gb"), tensor_parallel_size=8)
+    assert part_bytes(taken, "weights") / GiB == pytest.approx(gib, rel=4e-3)
+
+
+def test_unquantised_matrices_between_heads_and_latents_are_views() -> None:
+    asked = served(replace(RUN, model="deepseek-ai/DeepSeek-V2-Lite"))
+    assert absorbed_bytes(asked, asked.model) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "elements"),
+    [
+        (load_model("deepseek-ai/DeepSeek-V2-Lite"), "0.7.1", 512 + 64),
+        (load_model("deepseek-ai/DeepSeek-V2-Lite"), "0.7.0", 2 * 16 * 256),  # padded
+        (build({"model_type": "minicpm3"}, name="minicpm3"), "0.33.0", 2 * 40 * 96),
+    ],
+)
+def test_keys_and_values_are_expanded_where_the_class_caches_no_latent(
+    model: ModelSpec, version: str, elements: int
+) -> None:
+    run = replace(RUN, model=model.name, libraries=(("vllm", version),))
+    pool = start(resolve(model, run, A100).served).pool
+    assert pool.block_bytes == 16 * 2 * elements * model.num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    ("version", "kept_layers", "has_buffers"),
+    [("0.2.4", 0, False), ("0.2.5", 32, True), ("0.2.6", 0, True)],
+)
+def test_results_of_all_reduces_are_kept_in_one_release_alone(
+    version: str, kept_layers: int, has_buffers: bool
+) -> None:
+    run = replace(RUN, context=4096, libraries=(("vllm", version),))
+    held = {
+        entry.fact.what: entry.num_bytes for entry in started(run, tensor_parallel_size=2).entries
+    }
+    kept = (2 * kept_layers + 1) * 4096 * 4096 * 2 if kept_layers else 0
+    assert held.get("profile pass: results of all-reduces", 0) == kept
+    assert ("buffers of NCCL" in held) == has_buffers
+
+
+def test_the_context_of_the_process_is_counted_from_0_2_5_to_0_6_4() -> None:
+    pools = [
+        started(replace(RUN, libraries=(("vllm", version),))).pool.num_bytes
+        for version in ("0.2.4", "0.2.5", "0.6.4", "0.6.5")
+    ]
+    assert pools[0] > pools[1]
+    assert pools[3] > pools[2]
 
 
 def test_experts_are_divided_by_their_width() -> None:
@@ -467,6 +567,32 @@ def test_what_it_cannot_serve_is_refused_in_one_line(
     with pytest.raises(ConfigError) as error:
         resolve(load_model(run.model), run, A100)
     assert str(error.value).startswith(message)
+
+
+def test_a_release_that_always_loads_the_tower_is_refused() -> None:
+    run = replace(RUN, model="Qwen/Qwen2.5-VL-7B-Instruct", libraries=(("vllm", "0.8.3"),))
+    with pytest.raises(
+        ConfigError, match=r"vllm 0\.8\.3 loads what .*; give libraries vllm=0\.10\.1"
+    ):
+        served(run)
+
+
+def test_that_a_tower_is_left_out_is_told() -> None:
+    asked = served(replace(RUN, model="Qwen/Qwen2.5-VL-7B-Instruct"))
+    assert any("--language-model-only: without it" in note for note in notes(asked, start(asked)))
+
+
+@pytest.mark.parametrize(("context", "is_told"), [(131072, False), (131073, True)])
+def test_a_context_beyond_the_positions_is_told(context: int, is_told: bool) -> None:
+    asked = served(replace(RUN, context=context))
+    told = any("beyond the 131072 positions" in note for note in notes(asked, start(asked)))
+    assert told == is_told
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_both_8_bit_floats_are_a_byte(name: str) -> None:
+    wide, narrow = started().pool, started(kv_cache_dtype=name).pool
+    assert narrow.block_bytes * 2 == wide.block_bytes
 
 
 def test_an_older_release_reads_bitsandbytes_weights() -> None:

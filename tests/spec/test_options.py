@@ -11,7 +11,7 @@ from whichlora.spec.options import Option, OptionValue, filled
 @pytest.mark.parametrize(
     ("default", "choices", "value", "message"),
     [
-        ("A", ("A", "B"), "b", "size: 'b' is not accepted; did you mean B; accepted are A, B"),
+        ("A", ("A", "B"), "c", "size: 'c' is not accepted; accepted are A, B"),
         ("2", ("1", "2"), "3", "size: '3' is not accepted; accepted are 1, 2"),
         (("a",), ("a", "b"), ("a", "c"), "size: 'a,c' is not accepted; accepted are a, b"),
         (False, (), 1, "size: 1 is neither true nor false"),
@@ -25,6 +25,17 @@ def test_a_value_of_another_kind_is_refused(
     option = Option(name="size", summary="", default=default, choices=choices)
     with pytest.raises(ConfigError, match=message):
         option.checked(value)
+
+
+@pytest.mark.parametrize(
+    ("default", "value", "chosen"),
+    [(None, "q4_k_m", "Q4_K_M"), (("F16",), ("f16", "Q4_K_M"), ("F16", "Q4_K_M"))],
+)
+def test_a_choice_is_found_whatever_its_case(
+    default: OptionValue | None, value: OptionValue, chosen: OptionValue
+) -> None:
+    option = Option(name="size", summary="", default=default, kind=str, choices=("F16", "Q4_K_M"))
+    assert option.checked(value) == chosen
 
 
 def test_what_is_not_asked_for_has_its_default() -> None:

@@ -67,11 +67,22 @@ def test_a_hundred_and_ten_is_newer_than_nine() -> None:
 
 
 @pytest.mark.parametrize(
+    "version", ["0.6.4.post1", "0.6.4rc2", "v0.6.4", "0.6.4+cu121", "0.6.4.dev73+gdb7a17ecc"]
+)
+def test_what_a_package_writes_behind_a_release_moves_nothing(version: str) -> None:
+    libraries = Libraries(vllm=version)
+    assert libraries.older("vllm", "0.6.5")
+    assert not libraries.older("vllm", "0.6.4")
+
+
+@pytest.mark.parametrize(
     ("libraries", "message"),
     [
         ((("numpy", "2.0"),), "'numpy' changes no formula; accepted are torch"),
         ((("torch", "nightly"),), "torch='nightly' is no version"),
         ((("torch", ""),), "torch='' is no version"),
+        ((("torch", "2.1.post1x"),), "torch='2.1.post1x' is no version"),
+        ((("torch", "rc1"),), "torch='rc1' is no version"),
     ],
 )
 def test_what_is_no_version_is_refused(

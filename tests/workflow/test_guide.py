@@ -138,11 +138,17 @@ def test_markdown_csv_and_html_say_the_same(tmp_path: Path) -> None:
     assert "http" not in page  # opens offline
 
 
+def test_a_guide_of_inference_needs_an_engine() -> None:
+    without_length = GRID[:-2]
+    result = CliRunner().invoke(main, ["guide", *without_length, "--phase", "inference"])
+    assert result.exit_code == 2
+    assert "a guide is of fine-tuning" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
         (("--output", "guide.xlsx"), "ends with .xlsx; accepted are .md, .csv, .html"),
-        (("--phase", "inference"), "a guide is of fine-tuning"),
         (
             ("--batch-size", "max"),
             "--batch-size: guide takes numbers; 'whichlora estimate' finds max",

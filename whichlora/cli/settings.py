@@ -26,7 +26,7 @@ from whichlora.cli.options import (
 from whichlora.errors import ConfigError
 from whichlora.methods import BUILT_IN
 from whichlora.spec import run as specs
-from whichlora.spec.run import TRANSFORMERS, RunConfig
+from whichlora.spec.run import RunConfig
 from whichlora.tasks import BUILT_IN as TASKS
 from whichlora.trainers import BUILT_IN as TRAINERS
 
@@ -292,10 +292,10 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
     )
     from whichlora.workflow.combinations import with_concurrency
 
-    source = click.get_current_context().get_parameter_source("batch_size")
-    states_batch_size = source is not click.core.ParameterSource.DEFAULT
+    source_of = click.get_current_context().get_parameter_source
+    stated = {name for name in options if source_of(name) is not click.core.ParameterSource.DEFAULT}
     return {
-        **with_concurrency(options, states_batch_size=states_batch_size),
+        **with_concurrency(options, stated=stated),
         **{name: [options[name]] for name in single},
         "model": list(models),
         "quant": quants,
@@ -323,9 +323,6 @@ def maximised(settings: dict[str, Any]) -> Size | None:
         raise ConfigError("--batch-size: max and --global-batch-size exclude each other")
     if maximised_sizes[0] == "seq_len" and "inference" in settings["phase"]:
         raise ConfigError("--seq-len: max is of fine-tuning; inference takes --prompt-len")
-    engines = set(settings["serving"]) - {TRANSFORMERS}
-    if maximised_sizes[0] == "context" and not engines:
-        raise ConfigError("--context: max is of a serving engine; give --serving vllm")
     settings[maximised_sizes[0]] = [1]
     return maximised_sizes[0]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
 from whichlora.spec.costs import Offer, own_price
+from whichlora.spec.options import by_own_names
 from whichlora.spec.parallel import ParallelConfig, requested
 from whichlora.spec.plan import Budget, DatasetConfig, Keeping, Limits, Objective, Plan, SlurmConfig
 from whichlora.spec.run import TRANSFORMERS, RunConfig, image_sides
@@ -237,6 +238,7 @@ def _inference(settings: PlanFile, model: str) -> RunConfig:
     from whichlora.serving import get_engine
 
     stage, version = settings.stage1_profile, settings.serving_version
+    engine = get_engine(settings.serving)
     return RunConfig(
         **_shared(settings, model),
         phase="inference",
@@ -245,10 +247,10 @@ def _inference(settings: PlanFile, model: str) -> RunConfig:
         prompt_len=stage.prefill_length[0],
         max_new_tokens=stage.tokens_to_generate[0],
         serving=settings.serving,
-        serving_options=tuple(sorted((settings.serving_options or {}).items())),
+        serving_options=by_own_names(engine.options, (settings.serving_options or {}).items()),
         context=stage.context,
         shared_prompt_fraction=stage.shared_prompt_fraction,
-        libraries=() if version is None else ((get_engine(settings.serving).library, version),),
+        libraries=() if version is None else ((engine.library, version),),
     )
 
 

@@ -147,8 +147,9 @@ def stored_dtypes(model: ModelSpec, dtypes: Dtypes) -> Dtypes:
     width = FP32 if name == "float32" else 2
     is_stored = dtypes.quant not in BNB_QUANTS or "quantization_config" in config
     quant = dtypes.quant if is_stored else "none"
-    if stored_quant(config) == "mxfp4":  # of gpt-oss, whose config names no dtype
-        quant, width = "mxfp4", 2
+    stored = stored_quant(config)
+    if stored == "mxfp4" or stored == "fp8":  # of gpt-oss, whose config names no dtype
+        quant, width = stored, 2
     return replace(dtypes, quant=quant, base_bytes=width, embedding_bytes=width)
 
 

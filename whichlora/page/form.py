@@ -261,9 +261,7 @@ def settings(question: Question) -> dict[str, list[Any]]:
     values = {field.name: [field.value(text)] for field, text in stated(question).items()}
     for name in _BESIDE_A_RUN:
         values.pop(name, None)
-    return combinations.with_concurrency(
-        {**combinations.UNSTATED, **values}, states_batch_size="batch_size" in values
-    )
+    return combinations.with_concurrency({**combinations.UNSTATED, **values}, stated=values)
 
 
 def command(question: Question, name: str = "estimate") -> str:

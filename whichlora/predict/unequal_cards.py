@@ -12,6 +12,7 @@ from whichlora.predict.coefficients import Calibration
 from whichlora.predict.parallel_choice import best_spread
 from whichlora.predict.rank_time import links_of
 from whichlora.predict.resolve import has_bf16, with_precision
+from whichlora.serving import list_engines
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import AUTO, AUTO_INTERCONNECT, ParallelConfig
 from whichlora.spec.results import Prediction, RankPrediction
@@ -41,9 +42,16 @@ def over_cards(run: RunConfig, name: str, cards: Sequence[Card]) -> RunConfig:
         name: of the cards together, as messages show it.
 
     Raises:
-        ConfigError: it asks for another number of GPUs.
+        ConfigError: it asks for another number of GPUs, or trains nothing.
     """
     count = sum(len(card.ranks) for card in cards)
+    if run.phase == "inference":
+        smallest = _smallest(cards).key
+        engines = [engine.name for engine in list_engines().values() if engine.shared_by]
+        raise ConfigError(
+            f"gpu: {name}: {' and '.join(engines)} give every GPU as much, so that the smallest "
+            f"decides; give --gpu {count}x{smallest}, or one card"
+        )
     config = run.parallel
     if config.is_one_device:
         config = ParallelConfig(strategy=AUTO, gpus=count)
@@ -86,11 +94,15 @@ def predict_on_cards(
 def _check_alike(config: ParallelConfig, cards: Sequence[Card]) -> None:
     for strategy in map(get_strategy, config.names):
         if strategy.divides != "data":
-            smallest = min((card.gpu for card in cards), key=lambda gpu: gpu.memory_bytes)
             raise ConfigError(
                 f"parallel: {strategy.name} on unequal cards is not modelled; use ddp, fsdp or "
-                f"zero1 to zero3, or --gpu {smallest.key} --gpus {config.gpus} for the smallest"
+                f"zero1 to zero3, or --gpu {_smallest(cards).key} --gpus {config.gpus} for the "
+                "smallest"
             )
+
+
+def _smallest(cards: Sequence[Card]) -> GpuSpec:
+    return min((card.gpu for card in cards), key=lambda gpu: gpu.memory_bytes)
 
 
 def _interconnects(config: ParallelConfig, cards: Sequence[Card]) -> list[str]:

@@ -29,7 +29,7 @@ from whichlora.serving.gguf import (
 from whichlora.serving.kernel_rates import KernelRates, kernel_rates
 from whichlora.serving.llama_cpp_entries import COMPUTE, KV_CACHE, LAYERS, OUTPUT
 from whichlora.serving.llama_cpp_log import LOG
-from whichlora.serving.rank import check_model
+from whichlora.serving.rank import check_model, positions_note
 from whichlora.spec.architecture import Linear, ModelSpec, layers_in_order
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import ceil_div
@@ -197,10 +197,12 @@ class Placement:
     Args:
         layers: the last ones, and one more is the output matrix.
         expert_layers: of the first layers the GPU has the experts, too.
+        host_experts: but of so many first ones, whose experts are asked to lie on the host.
     """
 
     layers: int
     expert_layers: int
+    host_experts: int = 0
 
 
 @lru_cache(maxsize=256)
@@ -248,7 +250,7 @@ def _weights(model: ModelSpec, stored: str, placed: Placement, on_cpu: bool) -> 
     for tensor in others:
         if tensor.layer is None:
             output += tensor.num_bytes if placed.layers or on_cpu else 0
-        elif on_cpu or _is_on_gpu(tensor, first, placed.expert_layers):
+        elif on_cpu or _is_on_gpu(tensor, first, placed):
             layers += tensor.num_bytes
         else:
             host += tensor.num_bytes
@@ -284,9 +286,10 @@ def taken(served: Served, placed: Placement, context: int, num_slots: int) -> Ta
     )
 
 
-def _is_on_gpu(tensor: Tensor, first: int, expert_layers: int) -> bool:
+def _is_on_gpu(tensor: Tensor, first: int, placed: Placement) -> bool:
     assert tensor.layer is not None
-    if tensor.num_experts > 1 and tensor.layer >= expert_layers:
+    has_experts = placed.host_experts <= tensor.layer < placed.expert_layers
+    if tensor.num_experts > 1 and not has_experts:
         return False
     return tensor.layer >= first
 
@@ -353,14 +356,11 @@ def placement(served: Served) -> Placement:
     Kind: exact for dense models; of experts, whole layers (it may add a part of one more).
     Source: llama.cpp 0c1e570 `common_params_fit_impl`, common/fit.cpp:173.
     """
-    whole = all_of(served.model)
-    stated = served.count("n_gpu_layers")
-    if stated is not None:
-        return replace(whole, layers=min(stated, whole.layers))
+    whole = _asked(served)
     room = free_bytes(served) - MARGIN_BYTES
-    if served.gpu.kind == "cpu" or not served.options["fit"] or _needs(served, whole) <= room:
+    if served.gpu.kind == "cpu" or not _fits(served) or _needs(served, whole) <= room:
         return whole
-    has_experts = any(layer.moe is not None for layer, _ in served.model.layers())
+    has_experts = _has_experts(served.model)
     if has_experts and _needs(served, replace(whole, expert_layers=0)) <= room:
         most = _most(
             whole.expert_layers,
@@ -373,6 +373,35 @@ def placement(served: Served) -> Placement:
         lambda number: _needs(served, Placement(layers=number, expert_layers=experts)) <= room,
     )
     return Placement(layers=most, expert_layers=experts)
+
+
+def _has_experts(model: ModelSpec) -> bool:
+    return any(layer.moe is not None for layer, _ in model.layers())
+
+
+def _asked(served: Served) -> Placement:
+    """What is asked of the GPU: everything where nothing is stated.
+
+    Kind: exact. Source: llama.cpp 0c1e570 common/arg.cpp `--n-cpu-moe`, `--cpu-moe`.
+    """
+    whole = all_of(served.model)
+    stated, experts = served.count("n_gpu_layers"), served.count("n_cpu_moe") or 0
+    return replace(
+        whole,
+        layers=whole.layers if stated is None else min(stated, whole.layers),
+        host_experts=whole.expert_layers
+        if served.options["cpu_moe"]
+        else min(experts, whole.expert_layers),
+    )
+
+
+def _fits(served: Served) -> bool:
+    """Whether `--fit` moves what does not fit: nothing that a user has placed.
+
+    Source: llama.cpp 0c1e570 `common_params_fit_impl`, "already set by user, abort".
+    """
+    placed = served.count("n_gpu_layers") is not None or served.options["cpu_moe"]
+    return bool(served.options["fit"]) and not (placed or served.count("n_cpu_moe"))
 
 
 def _most(high: int, holds: Callable[[int], bool]) -> int:
@@ -412,7 +441,7 @@ def start(served: Served) -> Start:
     placed, num_slots = placement(served), slots(served)
     needed = taken(served, placed, served.context, num_slots)
     room = free_bytes(served)
-    if served.options["fit"] and served.count("n_gpu_layers") is None and served.gpu.kind == "cuda":
+    if _fits(served) and served.gpu.kind == "cuda":
         room -= MARGIN_BYTES
     pool = _pool(served, placed, needed, room)
     entries = (
@@ -467,10 +496,8 @@ def _fault(served: Served, needed: Taken, pool: Pool) -> str:
     if served.gpu.kind == "cpu":
         return f"{wants}; give a smaller file_type or context"
     longest = pool.max_context(served.model.max_position_embeddings)
-    return (
-        f"{wants}; give fewer n_gpu_layers or fit true, a smaller file_type, or a context up to "
-        f"{longest} for one slot"
-    )
+    ways = "a larger n_cpu_moe" if served.count("n_cpu_moe") else "fewer n_gpu_layers or fit true"
+    return f"{wants}; give {ways}, a smaller file_type, or a context up to {longest} for one slot"
 
 
 # --- how it steps -----------------------------------------------------------------------------
@@ -642,6 +669,11 @@ def check(served: Served) -> None:
             f"serving: llama-cpp takes its weights from file_type, got precision {run.precision}; "
             "leave precision out"
         )
+    if not _has_experts(model) and (served.options["cpu_moe"] or served.count("n_cpu_moe")):
+        raise ConfigError(
+            f"serving: n_cpu_moe and cpu_moe move experts, and {model.name} has none; give "
+            "fewer n_gpu_layers"
+        )
     if not uses_flash(served) and str(served.options["cache_type_v"]) not in _WIDE:
         raise ConfigError(
             f"cache_type_v: {served.options['cache_type_v']} needs flash attention; leave "
@@ -716,6 +748,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     count = slots(served)
     words = "1 slot" if count == 1 else f"{count} slots"
     lines = [f"llama.cpp with a file of type {file_type(served)}, {words}"]
+    lines += positions_note(served, "the cache is allocated, and a slot stops at them")
     if served.gpu.kind == "cpu":
         return tuple(lines)
     if placed.layers < whole.layers:
@@ -723,11 +756,12 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
             f"the GPU holds {placed.layers} of {whole.layers} layers, the output matrix included; "
             "the host computes the others, far slower"
         )
-    elif placed.expert_layers < whole.expert_layers:
-        lines.append(
-            f"the experts of {whole.expert_layers - placed.expert_layers} of "
-            f"{whole.expert_layers} layers lie on the host, far slower"
-        )
+    num_layers = whole.expert_layers
+    whole_on_host = max(0, _first_on_gpu(served.model, placed))
+    first_experts = max(whole_on_host, placed.host_experts)
+    on_host = num_layers - max(0, placed.expert_layers - first_experts)
+    if _has_experts(served.model) and on_host > whole_on_host:
+        lines.append(f"the experts of {on_host} of {num_layers} layers lie on the host, far slower")
     lines.append(
         f"the host holds {format_bytes(needed.host)}: token embeddings, buffers and what the GPU "
         "does not hold"
@@ -741,7 +775,6 @@ ENGINE = Engine(
     device_kinds=("cuda", "cpu"),
     reads_checkpoints=False,
     loads_towers=False,  # a GGUF file of its own has it, which `--mmproj` names
-    also_called=("ollama", "llama.cpp", "llamacpp", "llama-server", "lm-studio"),
     stored_by="file_type",
     options=(
         Option(
@@ -755,13 +788,25 @@ ENGINE = Engine(
             name="parallel",
             summary="slots (-np); default: --concurrency",
             default=None,
-            other_names=("OLLAMA_NUM_PARALLEL",),
+            other_names=("np", "OLLAMA_NUM_PARALLEL"),
         ),
         Option(
             name="n_gpu_layers",
             summary="layers on the GPU (-ngl), the output matrix is one; default: all, or as fit",
             default=None,
-            other_names=("num_gpu",),
+            other_names=("ngl", "gpu_layers", "num_gpu"),
+        ),
+        Option(
+            name="n_cpu_moe",
+            summary="of so many first layers the experts lie on the host (-ncmoe)",
+            default=None,
+            other_names=("ncmoe",),
+        ),
+        Option(
+            name="cpu_moe",
+            summary="all experts lie on the host (-cmoe)",
+            default=False,
+            other_names=("cmoe",),
         ),
         Option(
             name="fit",
@@ -772,30 +817,41 @@ ENGINE = Engine(
             name="batch_size",
             summary="tokens of a logical batch (-b)",
             default=2048,
-            other_names=("num_batch",),
+            other_names=("b", "num_batch"),
         ),
-        Option(name="ubatch_size", summary="tokens of one graph (-ub)", default=512),
+        Option(
+            name="ubatch_size",
+            summary="tokens of one graph (-ub)",
+            default=512,
+            other_names=("ub",),
+        ),
         Option(
             name="cache_type_k",
             summary="of keys (-ctk)",
             default="f16",
             choices=CACHE_TYPES,
-            other_names=("OLLAMA_KV_CACHE_TYPE",),
+            other_names=("ctk", "OLLAMA_KV_CACHE_TYPE"),
         ),
         Option(
             name="cache_type_v",
             summary="of values (-ctv)",
             default="f16",
             choices=CACHE_TYPES,
-            other_names=("OLLAMA_KV_CACHE_TYPE",),
+            other_names=("ctv", "OLLAMA_KV_CACHE_TYPE"),
         ),
         Option(
             name="flash_attn",
             summary="fused attention (-fa)",
             default="auto",
             choices=("auto", "on", "off"),
+            other_names=("fa",),
         ),
-        Option(name="kv_unified", summary="slots share one cache (-kvu)", default=False),
+        Option(
+            name="kv_unified",
+            summary="slots share one cache (-kvu)",
+            default=False,
+            other_names=("kvu",),
+        ),
         Option(name="swa_full", summary="sliding layers keep everything", default=False),
     ),
     least_capability=5.0,  # docs/build.md
@@ -808,5 +864,5 @@ ENGINE = Engine(
     prepare=prepare,
     notes=notes,
     log=LOG,
-    elsewhere={"num_ctx": "context", "OLLAMA_CONTEXT_LENGTH": "context"},
+    elsewhere=dict.fromkeys(("c", "ctx_size", "num_ctx", "OLLAMA_CONTEXT_LENGTH"), "context"),
 )

@@ -11,7 +11,7 @@ from whichlora.memory.weights import weight_entries
 from whichlora.parallel.division import COLUMNS, ROWS, divided_model
 from whichlora.serving.base import Served
 from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec
-from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
 
 KEYS_AND_VALUES = ("k_proj", "v_proj")
@@ -30,16 +30,6 @@ ROTARY_TABLES = Fact(
     why="a buffer of the rotary embedding",
     source="vLLM 0.33.0 model_executor/layers/rotary_embedding/base.py:59 cos_sin_cache; "
     "SGLang 0.5.23 srt/layers/rotary_embedding/base.py:115",
-)
-ABSORBED = Fact(
-    part="weights",
-    what="what expands a latent, once more for each head",
-    shape="[heads, kv_lora_rank, qk_nope_head_dim + v_head_dim]",
-    dtype="compute_bytes",
-    count="every layer",
-    why="decoding multiplies queries and what attention returns by it, and no cached latent",
-    source="vLLM 0.33.0 attention/mla_attention.py:1242, of quantised weights; SGLang 0.5.23 "
-    "models/deepseek_common/deepseek_weight_loader.py:762, of all",
 )
 LORA_SLOTS = Fact(
     part="adapters",
@@ -116,6 +106,17 @@ def has_latents(attention: Attention) -> bool:
 def latent_width(attention: Attention) -> int:
     """Elements that one head multiplies of a token's latent, with its rotated part and without."""
     return 2 * attention.cache_elements - (attention.rotary_dim or 0)
+
+
+def between_latents(rank: ModelSpec) -> int:
+    """Elements of the matrices from latents to keys and values of the heads, in all layers."""
+    return sum(
+        count * linear.num_weights
+        for layer, count in rank.layers()
+        for attention in layer.attentions
+        for linear in attention.linears
+        if linear.reads == "kv_latent"
+    )
 
 
 def _repeated_latents(attention: Attention, size: int) -> Attention:
@@ -227,24 +228,6 @@ def held_entries(
     return [*entries, Entry(ROTARY_TABLES, rotary_bytes(rank, rotary_element_bytes))]
 
 
-def absorbed_entries(served: Served, rank: ModelSpec, *, copies_all: bool) -> list[Entry]:
-    """The matrices that latent attention keeps beside the one that they are made of.
-
-    Args:
-        copies_all: 16-bit ones too, which others only view otherwise.
-
-    Kind: exact. Source: `ABSORBED`.
-    """
-    total = sum(
-        count * linear.num_weights
-        for layer, count in rank.layers()
-        for attention in layer.attentions
-        for linear in attention.linears
-        if linear.reads == "kv_latent" and (copies_all or is_quantised(linear, served.dtypes))
-    )
-    return [Entry(ABSORBED, total * served.dtypes.compute_bytes)] if total else []
-
-
 def check_ranks(served: Served, option: str, staged_by: str) -> None:
     """Refuse ranks that cannot share the heads.
 
@@ -301,6 +284,20 @@ def check_model(served: Served, *, keeps_states: bool = False) -> None:
             f"serving: {name}'s pool is not predicted for the cross attention of {model.name}; "
             "leave serving out"
         )
+
+
+def positions_note(served: Served, consequence: str) -> list[str]:
+    """What an engine makes of a context beyond the positions that the config states; [] of others.
+
+    Sizes of a family share a config here, and a copy of a model may state more.
+    """
+    limit = served.model.max_position_embeddings
+    if limit is None or served.context <= limit:
+        return []
+    return [
+        f"a context of {served.context} tokens is beyond the {limit} positions of "
+        f"{served.model.name}: {consequence}"
+    ]
 
 
 def rotary_bytes(model: ModelSpec, element_bytes: int) -> int:

@@ -5,12 +5,10 @@ Activations and CUDA graphs have the rest; how large it is, is a rule of the car
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import replace
 from functools import partial
 
 from whichlora.errors import ConfigError
-from whichlora.families.multimodal import vision_config
 from whichlora.memory import allocator
 from whichlora.memory.entries import Entry, Fact
 from whichlora.parallel.communicators import communicator_bytes
@@ -20,32 +18,33 @@ from whichlora.serving.command import shell_command
 from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS
 from whichlora.serving.profile_pass import layer_entry
 from whichlora.serving.rank import (
-    absorbed_entries,
+    between_latents,
     check_model,
     check_ranks,
     held_entries,
+    positions_note,
     rank_model,
     with_aligned_experts,
 )
 from whichlora.serving.sglang_log import LOG
+from whichlora.serving.sglang_share import (
+    RANKS,
+    STAGES,
+    chunked_prefill_size,
+    decode_graphs,
+    mem_fraction_static,
+)
 from whichlora.serving.stages import check_stages, stage_notes, stages_of
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS
 from whichlora.timing.model import LAUNCH_S
-from whichlora.units import GiB, MiB, format_bytes
+from whichlora.units import format_bytes
 
-RANKS, STAGES = "tp_size", "pp_size"
 FP8 = ("fp8_e5m2", "fp8_e4m3")
 SLIDING_SHARE = 0.8  # tokens of sliding layers over those of others; fields/schedule.py:150
 MOST_REQUESTS, LEAST_REQUESTS = 4096, 2048  # mem_cache/kv_cache_configurator.py:3123
-
-# Below so many GiB: chunk of a prompt, and largest batch of a decode graph on fewer than four
-# ranks and on more. Source: SGLang 0.5.23 srt/arg_groups/memory_hook.py:90-166.
-_CARDS = (20, 35, 60, 90, 160)
-_CHUNKS = (2048, 4096, 4096, 8192, 8192, 16384)
-_GRAPHS = ((8, 8), (48, 160), (32, 160), (256, 512), (256, 512), (512, 512))
 
 # What the host does between two steps: the rest is done while the GPU computes. Kind: estimate.
 HOST_S, SEQUENCE_S = 0.4e-3, 5e-6
@@ -61,6 +60,15 @@ RECURRENT_STATES = Fact(
     why="a pool of their own, which mamba_full_memory_ratio divides from that of keys and values",
     source="SGLang 0.5.23 srt/mem_cache/kv_cache_configurator.py:3229 _handle_max_mamba_cache",
 )
+ABSORBED = Fact(
+    part="weights",
+    what="matrices between heads and latents",
+    shape="[heads, kv_lora_rank, qk_nope_head_dim + v_head_dim]",
+    dtype="compute_bytes",
+    count="1 for each layer",
+    why="decoding multiplies queries, and what attention returns, by copies of them",
+    source="SGLang 0.5.23 srt/models/deepseek_common/deepseek_weight_loader.py:762",
+)
 KV_POOL = Fact(
     part="kv_cache",
     what="pool of tokens",
@@ -69,70 +77,6 @@ KV_POOL = Fact(
     why="takes all that weights leave of the static share",
     source="SGLang 0.5.23 srt/mem_cache/kv_cache_configurator.py:2990 _profile_available_bytes",
 )
-
-
-def chunked_prefill_size(served: Served) -> int:
-    """Tokens of a prompt in one step. Kind: exact. Source: `_CHUNKS`."""
-    return served.count("chunked_prefill_size") or _CHUNKS[_card(served)]
-
-
-def _card(served: Served) -> int:
-    """Which row of the tables of cards."""
-    return bisect_left(_CARDS, served.gpu.memory_bytes / GiB + 1e-9)
-
-
-def mem_fraction_static(served: Served) -> float:
-    """Share of the free memory for weights and pool.
-
-    Kind: exact, but for nvidia-smi's total, which is up to 1 % more than the framework's.
-    Source: SGLang 0.5.23 srt/arg_groups/memory_hook.py:297-326, `reserve_for_graph_mb`.
-    """
-    stated = served.options["mem_fraction_static"]
-    if stated is not None:
-        assert isinstance(stated, float)
-        return stated
-    total_mib = served.gpu.memory_bytes / MiB
-    ranks, stages = served.count(RANKS) or 1, served.count(STAGES) or 1
-    chunk = chunked_prefill_size(served)
-    reserved_mib = 512 + 1.5 * max(chunk, 2048) + ranks * stages / 8 * 1024
-    if not served.options["disable_cuda_graph"]:
-        # a pipeline captures no prompts; arg_groups/cuda_graph_hook.py:150
-        sizes = prefill_sizes(chunk) if stages == 1 else 0
-        reserved_mib += 2 * decode_graphs(served) + 8 * sizes
-    if total_mib > 60 * 1024:
-        reserved_mib = max(reserved_mib, 10 * 1024)
-    share = round((total_mib - reserved_mib) / total_mib, 3)
-    return share * _beside_images(served.model)
-
-
-def _beside_images(model: ModelSpec) -> float:
-    """Of the share, what a model that sees leaves beside images, whether any come or not.
-
-    Kind: exact. Source: SGLang 0.5.23 srt/arg_groups/memory_hook.py `adjust_mem_fraction_for_vlm`.
-    """
-    vision = vision_config(model.config)
-    if vision is None:
-        return 1.0
-    layers, width = vision.get("num_hidden_layers", 24), vision.get("hidden_size", 1024)
-    size = float(layers * width**2) / (24 * 1024**2)  # of ViT-L
-    return 0.95 * max(0.8, min(1.05, 1.0 - 0.1 * (size - 1.0)))
-
-
-def decode_graphs(served: Served) -> int:
-    """Largest batch of a decode graph. Kind: exact. Source: `_GRAPHS`."""
-    ranks, asked = served.count(RANKS) or 1, served.count("max_running_requests")
-    largest = _GRAPHS[_card(served)][ranks >= 4]
-    return min(largest, asked or largest)
-
-
-def prefill_sizes(most: int) -> int:
-    """How many sizes of a prompt are captured. Kind: exact.
-
-    Source: SGLang 0.5.23 srt/arg_groups/cuda_graph_hook.py:480.
-    """
-    steps = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256))
-    sizes = [size for step in (*steps, (4608, most + 1, 512)) for size in range(*step)]
-    return sum(size <= most for size in sizes)
 
 
 def token_bytes(served: Served, rank: ModelSpec) -> int:
@@ -234,8 +178,9 @@ def _held(served: Served, rank: ModelSpec) -> list[Entry]:
     """Weights and tables of one GPU."""
     is_packed = served.run.quant == "mxfp4"  # layers/quantization/mxfp4.py:545, of Triton's kernels
     stored = with_aligned_experts(rank, hidden=1, width=64) if is_packed else rank
-    absorbed = absorbed_entries(served, rank, copies_all=True)
-    return [*held_entries(served, stored, rotary_element_bytes=4), *absorbed]
+    absorbed = between_latents(rank) * served.dtypes.compute_bytes
+    entries = held_entries(served, stored, rotary_element_bytes=4)
+    return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
 
 
 def _state_bytes(served: Served, rank: ModelSpec) -> int:
@@ -366,6 +311,9 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
             f"a layer over {chunk} tokens takes {format_bytes(needed)}, more than that: it can run "
             "out of memory; give a smaller mem_fraction_static"
         )
+    lines += positions_note(
+        served, "sglang does not start without SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
+    )
     lines += stage_notes(start, stage_layers(served), STAGES)
     return tuple(lines)
 
@@ -392,8 +340,18 @@ ENGINE = Engine(
             default="auto",
             choices=("auto", *FP8),
         ),
-        Option(name=RANKS, summary="GPUs that share a matrix", default=1),
-        Option(name=STAGES, summary="stages that have some of the layers each", default=1),
+        Option(
+            name=RANKS,
+            summary="GPUs that share a matrix",
+            default=1,
+            other_names=("tp", "tensor_parallel_size"),
+        ),
+        Option(
+            name=STAGES,
+            summary="stages that have some of the layers each",
+            default=1,
+            other_names=("pp", "pipeline_parallel_size"),
+        ),
         Option(
             name="mamba_full_memory_ratio",
             summary="memory of recurrent states over that of keys and values",
@@ -421,4 +379,5 @@ ENGINE = Engine(
     command=command,
     notes=notes,
     log=LOG,
+    elsewhere={"context_length": "context", "dtype": "precision", "quantization": "quant"},
 )

@@ -29,10 +29,10 @@ from whichlora.serving.profile_pass import (
 )
 from whichlora.serving.rank import (
     LORA_SLOTS,
-    absorbed_entries,
     check_model,
     check_ranks,
     held_entries,
+    positions_note,
     rank_model,
     slot_bytes,
     with_aligned_experts,
@@ -51,10 +51,12 @@ from whichlora.serving.vllm_entries import (
     COUNTS,
     EXPANDED,
     GRAPHS,
+    KEPT,
     KERNELS,
     KV_POOL,
     SWIZZLED_EXPONENTS,
 )
+from whichlora.serving.vllm_latents import ABSORBED, absorbed_bytes, as_cached
 from whichlora.serving.vllm_log import LOG
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
@@ -122,6 +124,8 @@ FRONT_S = 6e-3
 # `run_mha_fwd_splitkv_dispatch`.
 CHUNK_QUERY_TILE = 64
 LONG_CONTEXT = 32 * 1024  # beyond which the first engine reads prompts in chunks
+FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # config/cache.py CacheDType
+TEXT_ALONE = "0.10.1"  # the first release that leaves towers on the disk; pull/22299
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
 # Model types whose class lists embeddings and head for adapters, and since which release.
 # Source: `embedding_modules` of vLLM 0.6.6, 0.8.5, 0.11.0, 0.15.0, 0.20.0, 0.27.1 and 0.33.0.
@@ -283,14 +287,14 @@ def _start_of(served: Served, stage: Stage) -> Start:
     ranks = served.count(RANKS) or 1
     rank = rank_model(stage.part, ranks)
     entries = _loaded(served, rank)
-    entries += absorbed_entries(served, rank, copies_all=False)
     entries += _resident(served, stage)
     entries += _profiled(served, rank)
     graphs = Entry(GRAPHS, graph_bytes(served, rank))
     reserves_graphs = not served.libraries.older("vllm", "0.20")
     entries += [graphs] if reserves_graphs else []
     budget = math.ceil(served.gpu.memory_bytes * utilization(served))
-    taken = sum(entry.num_bytes for entry in entries)
+    missed = _missed_bytes(served, entries)
+    taken = sum(entry.num_bytes for entry in entries) - missed
     if _counts_context(served):
         taken += allocator.context_bytes(served.gpu)
     cut = pool_blocks(served, rank)
@@ -307,7 +311,7 @@ def _start_of(served: Served, stage: Stage) -> Start:
         pool=pool,
         pool_fact=KV_POOL,
         max_num_seqs=lambda context: most,
-        outside_bytes=0 if reserves_graphs else graphs.num_bytes,
+        outside_bytes=missed + (0 if reserves_graphs else graphs.num_bytes),
         fault=_fault(served, pool, budget),
         needs_context=True,
     )
@@ -322,7 +326,9 @@ def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
     """
     if served.run.quant != "mxfp4":
         width = served.dtypes.compute_bytes
-        return held_entries(served, rank, rotary_element_bytes=width, dtypes=_stored(served))
+        entries = held_entries(served, rank, rotary_element_bytes=width, dtypes=_stored(served))
+        absorbed = absorbed_bytes(served, rank)
+        return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
     capability = float(served.gpu.compute_capability or 8.0)
     hidden, width = next(sizes for least, sizes in _ALIGNED_EXPERTS if capability >= least)
     rank = with_aligned_experts(rank, hidden=hidden, width=width)
@@ -391,7 +397,43 @@ def _counts_context(served: Served) -> bool:
     """
     libraries, capability = served.libraries, float(served.gpu.compute_capability or 8.0)
     first_of_v1 = not libraries.older("vllm", "0.8") and libraries.older("vllm", "0.9.2")
-    return libraries.older("vllm", "0.6.5") or (first_of_v1 and capability >= 8.0)
+    is_older = libraries.older("vllm", "0.6.5") and not _counts_tensors(served)
+    return is_older or (first_of_v1 and capability >= 8.0)
+
+
+def _counts_tensors(served: Served) -> bool:
+    """Whether tensors of torch alone count, and neither the context nor NCCL: before 0.2.5.
+
+    Source: github.com/vllm-project/vllm/pull/2031, `max_memory_allocated` before it.
+    """
+    return served.libraries.older("vllm", "0.2.5")
+
+
+def _missed_bytes(served: Served, entries: list[Entry]) -> int:
+    """What the profile does not see of `entries`: slots for adapters, from 0.6.5 to 0.7.3.
+
+    Weights were measured before the slots were made, and the peak counted from after.
+    Source: github.com/vllm-project/vllm/issues/14450, mended by pull request 14469 of 2025-03-08;
+    `memory_profiling` is of 0.6.5.
+    """
+    libraries = served.libraries
+    if libraries.older("vllm", "0.6.5") or not libraries.older("vllm", "0.8"):
+        return 0
+    return sum(entry.num_bytes for entry in entries if entry.fact == LORA_SLOTS)
+
+
+def _kept_bytes(served: Served, stage: Stage) -> int:
+    """What all-reduces returned and NCCL keeps until the profile pass ends: in 0.2.5.
+
+    Kind: upper bound: the allocator frees them earlier where the GPU has no more.
+    Source: `KEPT`; mended in 0.2.6 by TORCH_NCCL_AVOID_RECORD_STREAMS.
+    """
+    libraries = served.libraries
+    if libraries.older("vllm", "0.2.5") or not libraries.older("vllm", "0.2.6"):
+        return 0
+    reduced = 2 * stage.part.num_hidden_layers + 1  # attention and MLP of a layer, the embedding
+    width = served.model.hidden_size * served.dtypes.compute_bytes
+    return reduced * max_num_batched_tokens(served) * width
 
 
 def _resident(served: Served, stage: Stage) -> list[Entry]:
@@ -402,11 +444,13 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
         stage.part, ranks, slot_rank, has_tables=_has_table_slots(served)
     )
     entries = [Entry(LORA_SLOTS, slots)] if slots else []
-    if not _counts_context(served):  # which has its kernels in it
+    if not _counts_context(served) and not _counts_tensors(served):  # a context has its kernels
         entries.append(Entry(KERNELS, KERNELS_BYTES))
-    if ranks * stages > 1:
+    if ranks * stages > 1 and not _counts_tensors(served):
         buffers = communicator_bytes(ranks) + communicator_bytes(stages)
         entries.append(Entry(COMMUNICATOR, buffers))
+    if ranks > 1 and (kept := _kept_bytes(served, stage)):
+        entries.append(Entry(KEPT, kept))
     received = received_bytes(stage, max_num_batched_tokens(served), served.dtypes.compute_bytes)
     entries += [Entry(RECEIVED, received)] if received else []
     if has_newer_runner(served) and stage.is_last:
@@ -499,21 +543,26 @@ def captured_sizes(most: int, *, step_beyond: int = 16) -> int:
     return len(sizes)
 
 
+def _cache_bytes(served: Served) -> int:
+    """Of one element of keys and values."""
+    is_fp8 = served.options["kv_cache_dtype"] in FP8_CACHES
+    return 1 if is_fp8 else served.dtypes.compute_bytes
+
+
 def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     """How the pool of one rank is cut."""
-    fp8 = served.options["kv_cache_dtype"] == "fp8"
     # asynchronous scheduling, the default since 0.14, has one step more in flight than there are
     # stages; the older runner has it without a pipeline only. config/vllm.py:588
     stages = served.count(STAGES) or 1
     is_ahead = not served.libraries.older("vllm", "0.14")
     steps = stages + (is_ahead and (stages == 1 or has_newer_runner(served)))
-    whole = cached_layers(rank_model(served.model, served.count(RANKS) or 1))
+    whole = cached_layers(as_cached(served, rank_model(served.model, served.count(RANKS) or 1)))
     return blocks(
         whole,
         block_size=served.count("block_size") or 16,
-        element_bytes=1 if fp8 else served.dtypes.compute_bytes,
+        element_bytes=_cache_bytes(served),
         tokens_in_flight=steps * max_num_batched_tokens(served),
-        part=cached_layers(rank),
+        part=cached_layers(as_cached(served, rank)),
         state_bytes=served.dtypes.compute_bytes,
         states_kept=2 if keeps_prefixes(served) else 1,
     )
@@ -573,7 +622,7 @@ def stepping(served: Served) -> Stepping:
         whole_prompts=chunk is None,
         captured_tokens=0 if is_eager else MOST_CAPTURED_TOKENS,
         launch_s=EAGER_LAUNCH_S if is_eager else COMPILED_LAUNCH_S,
-        cache_bytes=1 if served.options["kv_cache_dtype"] == "fp8" else served.dtypes.compute_bytes,
+        cache_bytes=_cache_bytes(served),
         head_reads=HEAD_READS if served.libraries.older("vllm", "0.4.3") else None,
         query_tile=CHUNK_QUERY_TILE if is_older and chunk is not None else None,
         copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
@@ -615,6 +664,12 @@ def check(served: Served) -> None:
     """
     run = served.run
     check_model(served, keeps_states=not served.libraries.older("vllm", STATES_SINCE))
+    if served.model.unloaded_params and served.libraries.older("vllm", TEXT_ALONE):
+        raise ConfigError(
+            f"serving: vllm {served.libraries.vllm} loads what {served.model.name} sees with and "
+            f"keeps room for its largest image, which is not predicted; give libraries "
+            f"vllm={TEXT_ALONE} or a later release, which can serve its texts alone"
+        )
     if run.quant in BNB_QUANTS and not served.libraries.older("vllm", "0.28"):
         raise ConfigError(
             f"serving: vllm {served.libraries.vllm} reads no bitsandbytes weights, got quant "
@@ -660,7 +715,7 @@ def command(served: Served) -> str:
     elif quant in BNB_QUANTS:  # files of which kind, only the directory says
         return ""
     if served.model.unloaded_params:
-        flags.append("--language-model-only")
+        flags.append(_without_tower(served))
     if served.options["enable_prefix_caching"] is False:
         flags.append("--no-enable-prefix-caching")
     if served.targets:
@@ -672,6 +727,16 @@ def command(served: Served) -> str:
     return shell_command(served, "vllm serve", context="--max-model-len", flags=tuple(flags))
 
 
+def _without_tower(served: Served) -> str:
+    """The flag that leaves out what a model sees with.
+
+    Source: github.com/vllm-project/vllm/pull/22299 (0.10.1), pull/34120 (2026-02-09).
+    """
+    if served.libraries.older("vllm", "0.17"):
+        return """--limit-mm-per-prompt '{"image": 0, "video": 0}'"""
+    return "--language-model-only"
+
+
 def notes(served: Served, start: Start) -> tuple[str, ...]:
     """What a user must know."""
     lines = [
@@ -680,6 +745,21 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     ]
     if (ranks := served.count(RANKS) or 1) > 1:
         lines.append(f"{RANKS} {ranks}: bytes are of each GPU")
+    if _multiplies_by_triton(served):
+        lines.append(
+            "experts in mxfp4 have Triton's kernels; without the package triton_kernels vllm takes "
+            "Marlin's, whose layout is larger"
+        )
+    if served.model.unloaded_params:
+        lines.append(
+            f"started with {_without_tower(served)}: without it vllm loads the tower, keeps room "
+            "for the largest image and video, and has a far smaller pool"
+        )
+    lines += positions_note(
+        served,
+        "vllm does not start without rope scaling in --hf-overrides, or "
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1",
+    )
     lines += stage_notes(start, stage_layers(served), STAGES)
     return tuple(lines)
 
@@ -703,7 +783,7 @@ ENGINE = Engine(
             name="kv_cache_dtype",
             summary="of keys and values: as the model's, or in 8 bits",
             default="auto",
-            choices=("auto", "fp8"),
+            choices=("auto", *FP8_CACHES),
         ),
         Option(
             name="enable_prefix_caching",
@@ -714,8 +794,13 @@ ENGINE = Engine(
         Option(name="enable_lora", summary="slots for adapters", default=False),
         Option(name="max_loras", summary="adapters in one batch", default=1),
         Option(name="max_lora_rank", summary="rank of a slot", default=16),
-        Option(name=RANKS, summary="GPUs that share a matrix", default=1),
-        Option(name=STAGES, summary="stages that have some of the layers each", default=1),
+        Option(name=RANKS, summary="GPUs that share a matrix", default=1, other_names=("tp",)),
+        Option(
+            name=STAGES,
+            summary="stages that have some of the layers each",
+            default=1,
+            other_names=("pp",),
+        ),
         Option(name="enforce_eager", summary="no CUDA graphs", default=False),
     ),
     shared_by=RANKS,
@@ -729,4 +814,10 @@ ENGINE = Engine(
     command=command,
     notes=notes,
     log=LOG,
+    elsewhere={
+        "max_model_len": "context",
+        "dtype": "precision",
+        "quantization": "quant",
+        "q": "quant",
+    },
 )

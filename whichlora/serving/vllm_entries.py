@@ -30,6 +30,15 @@ COMMUNICATOR = Fact(
     source="parallel.communicators; 0.41 GiB more on two H100 (logs of 0.11.0)",
     kind="estimate",
 )
+KEPT = Fact(
+    part="temporary",
+    what="profile pass: results of all-reduces",
+    shape="[2 x num_hidden_layers + 1, max_num_batched_tokens, hidden_size]",
+    dtype="compute_bytes",
+    why="NCCL's stream has them until the pass ends, so that none is used again",
+    source="vLLM 0.2.5; github.com/vllm-project/vllm/issues/2150",
+    kind="upper bound",
+)
 GRAPHS = Fact(
     part="temporary",
     what="CUDA graphs",

@@ -50,13 +50,12 @@ class Option:
                 value = str(value).lower()
             if isinstance(value, int):  # a version, such as 1
                 value = str(value)
+            value = self.spelled(value)
             of_choices = value if isinstance(self.default, tuple) else (value,)
             words: Iterable[object] = of_choices if isinstance(of_choices, tuple) else ()
             if not isinstance(value, tuple | str) or any(w not in self.choices for w in words):
-                meant = [word for word in self.choices if word.lower() == str(value).lower()]
-                hint = f"did you mean {meant[0]}; " if meant else ""
                 raise ConfigError(
-                    f"{self.name}: {_shown(value)} is not accepted; {hint}accepted are "
+                    f"{self.name}: {_shown(value)} is not accepted; accepted are "
                     f"{', '.join(self.choices)}"
                 )
             return value
@@ -85,6 +84,15 @@ class Option:
             raise ConfigError(f"{self.name}: is above {MOST_NUMBER:,}; give a usual number")
         return value
 
+    def spelled(self, value: OptionValue) -> OptionValue:
+        """`value` as `choices` spell it, whatever its case: Ollama's tags write q4_K_M."""
+        if isinstance(value, tuple):
+            return tuple(str(self.spelled(word)) for word in value)
+        if not isinstance(value, str) or value in self.choices:
+            return value
+        spellings = {choice.lower(): choice for choice in self.choices}
+        return spellings.get(value.lower(), value)
+
 
 def known(
     options: Sequence[Option], asked: Mapping[str, OptionValue], *, setting: str, owner: str
@@ -104,11 +112,11 @@ def known(
 def by_own_names(
     options: Sequence[Option], stated: Iterable[tuple[str, OptionValue]]
 ) -> tuple[tuple[str, OptionValue], ...]:
-    """`stated` with each option under its own name; one other name may mean several."""
+    """`stated` with each option and choice as it is spelled; one other name may mean several."""
     pairs: dict[str, OptionValue] = {}
     for name, value in stated:
-        named = [option.name for option in options if name in option.other_names]
-        pairs |= dict.fromkeys(named or [name], value)
+        named = [each for each in options if name == each.name or name in each.other_names]
+        pairs |= {option.name: option.spelled(value) for option in named} or {name: value}
     return tuple(sorted(pairs.items()))
 
 

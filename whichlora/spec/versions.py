@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cache
@@ -25,6 +26,11 @@ FUSED_4BIT_ROWS = {
     "12.1": 256,
 }
 FEW_FUSED_4BIT_ROWS = 7
+# A release, and what packages write behind it: 0.6.4.post1, 0.9.0rc2, 0.18.2rc1.dev73+gdb7a17ecc.
+_VERSION = re.compile(
+    r"v?(?P<release>[0-9.]*[0-9][0-9.]*)([-_.]?(post|dev|rc|alpha|beta|a|b)[-_.]?[0-9]*)*"
+    r"(\+[A-Za-z0-9.]+)?"
+)
 _UNKNOWN = "8.9"  # the library takes a card that it does not know for one of these
 
 
@@ -52,7 +58,7 @@ class Libraries:
     def __post_init__(self) -> None:
         for field in fields(self):
             version = getattr(self, field.name)
-            if not isinstance(version, str) or not version.replace(".", "").isdigit():
+            if not isinstance(version, str) or not _VERSION.fullmatch(version):
                 raise ConfigError(
                     f"libraries: {field.name}={version!r} is no version; give numbers and dots, "
                     f"such as {field.default}"
@@ -257,5 +263,9 @@ class Libraries:
 
 
 @cache
+@cache
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part)
+    """Of its release: 0.6.4.post1, 0.6.4rc1 and v0.6.4+cu121 are 0.6.4."""
+    match = _VERSION.fullmatch(version)
+    assert match is not None
+    return tuple(int(part) for part in match["release"].split(".") if part)

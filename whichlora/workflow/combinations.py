@@ -12,6 +12,7 @@ from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
 from whichlora.serving import get_engine
 from whichlora.serving.base import Engine
+from whichlora.spec.options import by_own_names
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requested
 from whichlora.spec.results import Refused
 from whichlora.spec.run import TRANSFORMERS, RunConfig
@@ -142,17 +143,22 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
                 yield run
 
 
-def with_concurrency(settings: Mapping[str, Any], *, states_batch_size: bool) -> dict[str, Any]:
+def with_concurrency(settings: Mapping[str, Any], *, stated: Collection[str]) -> dict[str, Any]:
     """`settings` with the sequences at once as what a run calls them, its batch size.
 
+    Args:
+        stated: names of those that the user gave.
+
     Raises:
-        ConfigError: both are given, or a batch size beside an engine that takes none.
+        ConfigError: both are given, a batch size beside an engine that takes none, or a length
+            that no asked phase reads.
     """
     asked = dict(settings)
+    _check_lengths(asked, stated)
     concurrency = asked.pop("concurrency", [None])
     engines = [name for name in asked.get("serving", ()) if name != TRANSFORMERS]
     is_given = concurrency != [None]
-    if states_batch_size and (is_given or engines):
+    if "batch_size" in stated and (is_given or engines):
         fault = "is concurrency by another name" if is_given else f"is not of serving {engines[0]}"
         raise ConfigError(f"batch_size: {fault}; give concurrency alone")
     if engines and "inference" not in asked.get("phase", ()):
@@ -162,6 +168,25 @@ def with_concurrency(settings: Mapping[str, Any], *, states_batch_size: bool) ->
     if is_given and any(asked.get("request_rate") or ()):
         raise ConfigError("concurrency: is what request_rate leads to; give one of them")
     return asked | ({"batch_size": concurrency} if is_given else {})
+
+
+def _check_lengths(asked: Mapping[str, Any], stated: Collection[str]) -> None:
+    """Refuse a length that the answer would not be about: it decides what a user asks.
+
+    Raises:
+        ConfigError: it is of another phase, or of an engine.
+    """
+    phases = set(asked.get("phase") or ["finetune"])
+    serves = bool(set(asked.get("serving") or ()) - {TRANSFORMERS})
+    own = "context" if serves else "prompt_len and max_new_tokens"
+    for name in ("seq_len", "target_len"):
+        if name in stated and phases == {"inference"}:
+            raise ConfigError(f"{name}: is of phase finetune; give {own}")
+    for name in ("prompt_len", "max_new_tokens", "context"):
+        if name in stated and "inference" not in phases:
+            raise ConfigError(f"{name}: is of phase inference; give seq_len")
+    if "context" in stated and not serves:
+        raise ConfigError(f"context: is of a serving engine; give serving, or {own}")
 
 
 def with_cards(
@@ -219,7 +244,8 @@ def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     engine, gpus = get_engine(settings.get("serving") or TRANSFORMERS), settings.get("gpus")
     if not engine.shared_by or gpus is None:
         return settings
-    options = dict(settings.get("serving_options") or ())
+    stated = dict(settings.get("serving_options") or ())
+    options = dict(by_own_names(engine.options, stated.items()))
     _with_ranks(options, gpus, engine)
     if settings.get("parallel") not in _ALONE:
         raise ConfigError(
