@@ -434,6 +434,28 @@ def test_launchers_say_how_many_gpus(launch: str, gpus: int, nodes: int, tmp_pat
     assert read.settings["parallel"] == "ddp"
 
 
+def test_a_variable_of_options_is_split_as_the_shell_splits_it(tmp_path: Path) -> None:
+    text = f"""GPUS=4
+DISTRIBUTED_ARGS="
+    --nproc_per_node $GPUS \\
+    --nnodes 2
+"
+ARGS="--model_name_or_path {MODEL} --block_size 256"
+torchrun $DISTRIBUTED_ARGS run_clm.py ${{ARGS}} --run_name "a b" --bf16 True "$@"
+"""
+    read = imported(tmp_path, clm_sh=text)
+    assert (read.settings["gpus"], read.settings["nodes"]) == (8, 2)
+    assert (read.settings["model"], read.settings["seq_len"]) == (MODEL, 256)
+    assert read.settings["precision"] == "bf16"
+
+
+def test_a_number_of_gpus_that_the_machine_says_is_not_known(tmp_path: Path) -> None:
+    text = "GPUS=$(nvidia-smi -L | wc -l)\n" + SFT.replace(
+        "python", "torchrun --nproc_per_node $GPUS"
+    )
+    assert "gpus" not in imported(tmp_path, sft_sh=text).settings
+
+
 def test_accelerate_options_of_fsdp(tmp_path: Path) -> None:
     launch = "accelerate launch --use_fsdp --num_processes 4 --fsdp_version 2"
     launch += " --fsdp_reshard_after_forward false --fsdp_activation_checkpointing true"

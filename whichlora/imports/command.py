@@ -18,6 +18,7 @@ _ENDS = ";&|<>()"
 _MOST_JOINED_LINES = 200  # of one quoted text
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$]*))?\})")
+_ARGUMENTS = ("$@", "$*")  # of the script itself
 _FLAG = re.compile(r"--?[A-Za-z]")
 _BEFORE = frozenset({"exec", "nohup", "time", "srun", "sudo", "env"})
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
@@ -77,7 +78,7 @@ def training_command(path: Path, text: str) -> Command:
 def _commands(path: Path, text: str) -> Iterator[Command]:
     variables: dict[str, str] = {}
     for words in _lines_of_words(path, text):
-        words = [_expanded(word, variables) for word in words]
+        words = list(_expanded(words, variables))
         while words and words[0] in _BEFORE:
             words = words[1:]
             if words and words[0].startswith("-"):  # options of srun
@@ -125,14 +126,23 @@ def _lines_of_words(path: Path, text: str) -> Iterator[list[str]]:
         raise ConfigError(f"{path}: has a quote that is not closed: {pending[0].strip()[:60]!r}")
 
 
-def _expanded(word: str, variables: Mapping[str, str]) -> str:
-    """`word` with what the script sets; other variables stay as they are."""
+def _expanded(words: Sequence[str], variables: Mapping[str, str]) -> Iterator[str]:
+    """`words` with what the script sets; other variables stay as they are.
+
+    A variable that holds options becomes several words, as the shell splits it. The arguments of
+    the script itself are none.
+    """
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
         return variables.get(name, match[3] if match[3] is not None else match[0])
 
-    return _VARIABLE.sub(value, word)
+    for word in words:
+        expanded = _VARIABLE.sub(value, word)
+        if _VARIABLE.fullmatch(word) and _FLAG.match(expanded.lstrip()):
+            yield from expanded.split()
+        elif word not in _ARGUMENTS:
+            yield expanded
 
 
 def _command(words: Sequence[str], environment: Mapping[str, str]) -> Command | None:

@@ -209,7 +209,7 @@ def is_divided(keys: Keys, launch: Launch) -> bool:
 
 
 def number_of_gpus(where: str, *counts: Any) -> int | None:
-    """The product of `counts`; None where one is not said.
+    """The product of `counts`; None where one is not said, or is of a variable of the shell.
 
     Raises:
         ConfigError: one is no number of GPUs.
@@ -217,7 +217,7 @@ def number_of_gpus(where: str, *counts: Any) -> int | None:
     product = 1
     for count in counts:
         text = str(count)
-        if count is None or text in ("gpu", "auto"):
+        if count is None or text in ("gpu", "auto") or "$" in text:
             return None
         if not text.isdecimal() or len(text) > 6 or not 1 <= int(text) <= MOST_GPUS:
             raise ConfigError(f"{where}: {text[:40]!r} is not a number of GPUs or machines")
