@@ -310,6 +310,8 @@ def test_trl_script(tmp_path: Path) -> None:
     assert any(text.startswith("packing: ") for text in read.assumed)
     # without --use_peft TRL reads none of its keys
     full = imported(tmp_path, full_sh=SFT.replace("--use_peft", ""))
+    text = "use_peft: is off, and lora_r without effect; assumed: no adapters"
+    assert text in full.assumed
     assert full.settings["method"] == "full"
     assert "lora_r" in full.without_effect
 
@@ -413,9 +415,25 @@ def test_trl_grpo(tmp_path: Path) -> None:
     assert prediction.run.trainer_option("num_generations") == 4
 
 
-@pytest.mark.parametrize("name", ["rloo", "orpo"])
+@pytest.mark.parametrize(
+    ("program", "trainer"),
+    [("reward_modeling", "reward"), ("run-dpo", "dpo"), ("dpo_vlm", "dpo"), ("train", "sft")],
+)
+def test_the_name_of_a_program_says_its_trainer_and_the_answer_says_so(
+    program: str, trainer: str, tmp_path: Path
+) -> None:
+    text = SFT.replace("sft.py", f"{program}.py").replace("--packing", "")
+    (path,) = files_of(tmp_path, train_sh=text)
+    read = import_files([path])
+    assert read.settings.get("trainer", "sft") == trainer
+    assert f"{program}: taken as TRL's {trainer} unless --trainer is given" in read.assumed
+    assert import_files([path], trainer="kto").settings["trainer"] == "kto"
+
+
+@pytest.mark.parametrize("name", ["rloo", "orpo", "online_dpo_vlm"])
 def test_a_trainer_whose_files_are_not_read_is_refused(name: str, tmp_path: Path) -> None:
     read = imported(tmp_path, script_sh=SFT.replace("sft.py", f"{name}.py"))
+    name = name.removesuffix("_vlm")
     assert f"{name} is not read; sft, dpo, kto, grpo, reward are" in read.refused["trainer"]
 
 
@@ -476,6 +494,30 @@ def test_a_script_of_the_trainer(tmp_path: Path) -> None:
     assert "torch_compile: is not predicted; assumed: eager kernels" in read.assumed
 
 
+QWEN = f"""torchrun --nproc_per_node 2 finetune.py --model_name_or_path {MODEL} --bf16 True \\
+    --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --model_max_length 512 \\
+    --gradient_checkpointing --lora_r 64 --lora_dropout 0"""
+
+
+def test_a_script_of_its_own_with_more_arguments_of_the_trainer_is_not_trl_s(
+    tmp_path: Path,
+) -> None:
+    read = imported(tmp_path, finetune_sh=QWEN + " --use_lora False")
+    assert (read.tool, read.settings["seq_len"]) == ("transformers", 512)
+    assert (read.settings["method"], read.refused) == ("full", {})
+
+
+@pytest.mark.parametrize("asking", ["", " --use_lora", " --q_lora True"])
+def test_adapters_of_a_script_of_its_own_are_refused_unless_the_user_names_a_method(
+    asking: str, tmp_path: Path
+) -> None:
+    (path,) = files_of(tmp_path, finetune_sh=QWEN + asking)
+    with pytest.raises(ConfigError, match="adapters that a script of its own makes are not read"):
+        estimate(gpu=GPU, from_file=path)
+    (prediction,) = estimate(gpu=GPU, from_file=path, method="qlora")
+    assert (prediction.run.method, prediction.run.r) == ("qlora", 64)
+
+
 def test_a_script_of_pairs_has_two_lengths(tmp_path: Path) -> None:
     text = "python run_summarization.py --model_name_or_path google-t5/t5-small --bf16 "
     text += "--per_device_train_batch_size 4 --max_source_length 512 --predict_with_generate"
@@ -517,6 +559,9 @@ def test_what_goes_with_a_setting_of_the_file_falls_with_it(tmp_path: Path) -> N
     assert (of_file.run.base_dtype, of_file.run.loss_head) == ("float32", "trl-fused")
     (pure,) = estimate(gpu=GPU, from_file=path, precision="bf16-pure", trainer="loop")
     assert (pure.run.base_dtype, pure.run.loss_head) == ("auto", "hf")
+    for settings in ({"method": "qlora"}, {"method": "lora", "quant": "int8"}):  # without a dtype
+        (stored,) = estimate(gpu=GPU, from_file=path, **settings)
+        assert stored.run.base_dtype == "auto"
 
 
 def test_one_gpu_divides_nothing_and_offload_there_is_refused(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def import_files(paths: Sequence[Path], *, gpus: int | None = None, trainer: str
     Args:
         paths: one of a tool or of a command; accelerate's YAML and DeepSpeed's JSON beside it.
         gpus: how many the user asks for, whatever the files say.
-        trainer: whose file the user says it is, where it does not name its program.
+        trainer: whose file the user says it is, whatever its program is called.
 
     Raises:
         ConfigError: a file that can't be read, or of no known tool; a value of a wrong type.
@@ -153,7 +153,8 @@ class _Files:
             accelerate=config,
             environment=command.environment,
             has_launcher=bool(command.launcher) and command.launcher != "python",
-            program=command.program or self.trainer,
+            program=command.program,
+            trainer=self.trainer,
             read_file=read_file,
         )
 

@@ -63,6 +63,7 @@ class Launch:
         accelerate: accelerate's config file, or the same keys as options of its launcher.
         environment: variables that the command sets.
         has_launcher: another program than the tool's own starts the processes.
+        trainer: whose file the user says it is; empty is not said.
         read_file: JSON file that another file names → its content.
     """
 
@@ -72,6 +73,7 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     has_launcher: bool = False
     program: str = ""
+    trainer: str = ""
     read_file: Callable[[str, str], Mapping[str, Any]] = lambda where, name: {}
 
 
@@ -117,6 +119,16 @@ class Keys:
         if name in self._from_shell and isinstance(value, str) and "$" in value:
             raise self.fault(name, "has a variable that the file does not set; write the value")
         return value
+
+    def switched_on(self, words: Collection[str]) -> str:
+        """A key with one of `words` in its name that is on; empty where none is.
+
+        Switches decide where there are some: numbers beside one that is off ask for nothing.
+        """
+        named = [name for name in self._values if not set(name.split("_")).isdisjoint(words)]
+        texts = {name: str(self._values[name]).lower() for name in named}
+        switches = [name for name in named if texts[name] in ("true", "yes", "false", "no")]
+        return next((name for name in switches or named if _is_on(texts[name])), "")
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.raw(name)

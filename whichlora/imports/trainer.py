@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from whichlora.exports.recipe import BATCH
+from whichlora.exports.trl import ADAPTER
 from whichlora.imports.base import Keys, Launch, Tool, full_method, optimizer
 from whichlora.imports.spread import checkpoints_in_fsdp, spread_settings
 from whichlora.trainers import liger
@@ -132,6 +133,20 @@ def dtype(keys: Keys, *names: str, default: str) -> str:
     return default
 
 
+def note_adapters(keys: Keys, *, read: bool) -> None:
+    """Say that keys ask for adapters, where all weights are trained.
+
+    Args:
+        read: the tool has such keys and needs its switch beside them; else a script of its own
+            makes the adapters, and whether and how can't be read.
+    """
+    asking = keys.switched_on(("lora", "qlora", "peft"))
+    if asking and read:
+        keys.assume("use_peft", f"is off, and {asking} without effect; assumed: no adapters")
+    elif asking:
+        keys.refuse("method", asking, "adapters that a script of its own makes are not read")
+
+
 def attention(keys: Keys, name: str, kernels: Mapping[str, str], *, default: str) -> str:
     """The attention kernel, by the tool's own words."""
     asked = keys.word(name, default)
@@ -150,6 +165,8 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings |= precision(keys, mixed, weights, narrows_adapters=True)
     settings["model"] = keys.word("model_name_or_path") or keys.word("model_name")
     settings["method"] = full_method()
+    note_adapters(keys, read=False)
+    settings |= keys.of_run({key: setting for key, setting in ADAPTER.items() if key in keys})
     for name in ("block_size", "max_seq_length", "max_length", "model_max_length"):
         if name in keys:
             settings["seq_len"] = keys.count(name, 0)
@@ -158,7 +175,10 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
         keys, "attn_implementation", {name: name for name in KERNELS}, default="sdpa"
     )
     settings |= liger_options(keys)
-    keys.assume(launch.program or "the script", "full fine-tuning under transformers' Trainer")
+    keys.assume(
+        launch.program or "the script",
+        "transformers' Trainer is assumed, and full fine-tuning unless --method is given",
+    )
     return settings
 
 
@@ -185,7 +205,7 @@ TOOL = Tool(
     name="transformers",
     summary="a script with the arguments of TrainingArguments",
     models=frozenset({"model_name_or_path", "model_name"}),
-    marks=frozenset({"per_device_train_batch_size", "model_name_or_path"}),
+    marks=frozenset({"model_name_or_path", "model_max_length", "block_size", *BATCH, *ADAPTER}),
     programs=frozenset({"run_clm", "run_clm_no_trainer"}) | _OF_PAIRS,
     read=_read,
     without_effect=WITHOUT_EFFECT,
