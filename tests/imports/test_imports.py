@@ -275,6 +275,22 @@ def test_llamafactory_with_deepspeed(tmp_path: Path) -> None:
     assert prediction.run.expandable_segments  # its launcher sets it
 
 
+def test_deepspeed_s_older_words_for_offload_and_limits_of_zero(tmp_path: Path) -> None:
+    zero = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}
+    files = {
+        "ds_json": json.dumps({"zero_optimization": zero | {"stage3_max_live_parameters": 0}}),
+        "lora_yaml": LLAMAFACTORY + "deepspeed: ds.json\n",
+    }
+    _, path = files_of(tmp_path, **files)
+    read = import_files([path])
+    assert read.settings["offload"] == ("optimizer", "params")
+    assert read.unknown == ()
+    (prediction,) = estimate(gpu=GPU, gpus=2, from_file=path)
+    assert dict(prediction.run.parallel.options)["stage3_max_live_parameters"] == 0
+    flags = ["--parallel", "zero3", "--stage3-max-live-parameters", "0", "--gpus", "2"]
+    assert whichlora("estimate", MODEL, "--gpu", GPU, *flags).exit_code == 0
+
+
 def test_llamafactory_with_fsdp(tmp_path: Path) -> None:
     files_of(tmp_path, lora_yaml=LLAMAFACTORY + "quantization_bit: 4\n", fsdp_yaml=FSDP_CONFIG)
     command = "accelerate launch --config_file fsdp.yaml src/train.py lora.yaml\n"

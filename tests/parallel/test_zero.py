@@ -189,6 +189,12 @@ def test_without_reuse_modules_are_gathered_ahead_alone() -> None:
     assert live(max_reuse=1, max_live=1).first_layer == 10
 
 
+def test_nothing_is_gathered_ahead_or_kept_where_the_limits_are_zero() -> None:
+    assert live(max_reuse=0, max_live=0, prefetch=0) == live(max_reuse=1, max_live=1)
+    limits = [option for option in zero3.STRATEGY.options if option.name.startswith("stage3_")]
+    assert [option.checked(0) for option in limits] == [0] * 4
+
+
 def test_layers_near_the_loss_stay_for_the_backward() -> None:
     assert live(max_reuse=101, max_live=1).loss == 50 + 10
     assert live(max_reuse=121, max_live=1).loss == 50 + 20

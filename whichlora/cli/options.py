@@ -136,8 +136,8 @@ def split_models(ctx: click.Context, param: click.Parameter, value: tuple[str, .
     ]
 
 
-def counts(setting: str, *, most: int = _MAX_COUNT) -> Callable[..., list[int]]:
-    """A click callback: comma list of whole numbers from 1 to `most`."""
+def counts(setting: str, *, least: int = 1, most: int = _MAX_COUNT) -> Callable[..., list[int]]:
+    """A click callback: comma list of whole numbers from `least` to `most`."""
 
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
         numbers = []
@@ -145,10 +145,10 @@ def counts(setting: str, *, most: int = _MAX_COUNT) -> Callable[..., list[int]]:
             try:
                 count = int(word)
             except ValueError:
-                count = 0
-            if not 1 <= count <= most:
+                count = least - 1
+            if not least <= count <= most:
                 raise ConfigError(
-                    f"--{setting}: {word.strip()[:40]!r} is not a whole number from 1 to "
+                    f"--{setting}: {word.strip()[:40]!r} is not a whole number from {least} to "
                     f"{most}; give one, or several with commas"
                 )
             numbers.append(count)

@@ -48,7 +48,8 @@ _OF_DEEPSPEED = _names(
     "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"
 )
 _OF_ZERO = _names(
-    "allgather_bucket_size allgather_partitions contiguous_gradients elastic_checkpoint "
+    "allgather_bucket_size allgather_partitions contiguous_gradients cpu_offload "
+    "cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint "
     "ignore_unused_parameters load_from_fp32_weights offload_optimizer offload_param overlap_comm "
     "reduce_bucket_size reduce_scatter round_robin_gradients stage sub_group_size "
     "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "

@@ -743,8 +743,11 @@ def read_accelerator(
         return None
     accepted = {option.name: option.choices for option in options}
     offloaded = []
-    for what, key in (("optimizer", "offload_optimizer"), ("params", "offload_param")):
-        device = (zero.get(key) or {}).get("device", "none")
+    for what, key, older in (
+        ("optimizer", "offload_optimizer", "cpu_offload"),
+        ("params", "offload_param", "cpu_offload_param"),  # deprecated: `DeepSpeedZeroConfig`
+    ):
+        device = (zero.get(key) or {}).get("device", "cpu" if zero.get(older) else "none")
         if device == "none":
             continue
         if device != "cpu" or what not in accepted["offload"]:
