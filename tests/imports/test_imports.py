@@ -266,13 +266,37 @@ def test_llamafactory_yaml_and_script_say_the_same(tmp_path: Path) -> None:
 def test_llamafactory_with_deepspeed(tmp_path: Path) -> None:
     text = LLAMAFACTORY + "deepspeed: examples/deepspeed/ds_z3_config.json\n"
     paths = files_of(tmp_path, lora_yaml=text, ds_json=json.dumps(DEEPSPEED))
-    with pytest.raises(ConfigError, match=r"lora.yaml:16:1: deepspeed: there is no file"):
-        estimate(gpu=GPU, gpus=4, from_file=paths[:1])
+    (of_the_tool,) = estimate(gpu=GPU, gpus=4, from_file=paths[:1])
     (prediction,) = estimate(gpu=GPU, gpus=4, from_file=paths)
     assert prediction.run.parallel.strategy == "zero3"
     options = dict(prediction.run.parallel.options)
     assert options["overlap_comm"] is False
     assert prediction.run.expandable_segments  # its launcher sets it
+    assert of_the_tool.run.parallel.strategy == "zero3"
+    note = "deepspeed: the file is not here; assumed: the one of this name in the tool"
+    assert any(note in each for each in of_the_tool.notes)
+    assert not any(note in each for each in prediction.notes)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3_bf16", "zero3_bf16_cpuoffload_all"])
+def test_axolotl_s_files_of_deepspeed_need_not_be_here(name: str, tmp_path: Path) -> None:
+    text = AXOLOTL_LORA_8B.replace("load_in_8bit: true", "").replace(
+        "adamw_bnb_8bit", "adamw_torch"
+    )
+    (path,) = files_of(tmp_path, lora_yaml=f"{text}deepspeed: deepspeed_configs/{name}.json\n")
+    (prediction,) = estimate(gpu=GPU, gpus=2, from_file=path)
+    assert prediction.run.parallel.strategy == name[:5]
+    options = dict(prediction.run.parallel.options)
+    assert options["overlap_comm"] is True
+    assert options.get("stage3_max_live_parameters", 0) == 0  # under the field's own name
+    assert bool(options["offload"]) is (name in ("zero2", "zero3_bf16_cpuoffload_all"))
+
+
+def test_a_broken_file_of_deepspeed_is_not_replaced_by_the_tool_s(tmp_path: Path) -> None:
+    text = LLAMAFACTORY + "deepspeed: ds_z3_config.json\n"
+    path, _ = files_of(tmp_path, lora_yaml=text, ds_z3_config_json="{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        estimate(gpu=GPU, gpus=4, from_file=path)
 
 
 def test_deepspeed_s_older_words_for_offload_and_limits_of_zero(tmp_path: Path) -> None:

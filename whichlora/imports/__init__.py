@@ -7,7 +7,7 @@ A package adds its own importer with an entry point in the group `whichlora.impo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ class _Files:
             from_shell=command.options.keys(),
         )
         launch = self._launch(main, command, accelerate, values)
+        launch = replace(launch, deepspeed_configs=tool.deepspeed_configs)
         return tool.imported(str(shown.path), keys, launch, list(values))
 
     def _configuration(self, script: Source | None, command: Command) -> Source | None:

@@ -60,6 +60,28 @@ _DIVIDES = (
     "sequence_parallel_degree",
     "expert_parallel_size",
 )
+# `deepspeed_configs` of Axolotl 0.18
+_HOST = {"device": "cpu"}
+_ZERO_3: Mapping[str, Any] = {
+    "stage": 3,
+    "overlap_comm": True,
+    **dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), "auto"),
+    "stage3_param_persistence_threshold": "auto",
+    "max_live_parameters": 0,
+    "max_reuse_distance": 0,
+}
+_DEEPSPEED: Mapping[str, Mapping[str, Any]] = {
+    "zero1": {"stage": 1, "overlap_comm": True},
+    "zero2": {"stage": 2, "overlap_comm": True, "offload_optimizer": _HOST},
+    "zero3": _ZERO_3,
+    "zero3_bf16": _ZERO_3,
+    "zero3_bf16_cpuoffload_params": {**_ZERO_3, "offload_param": _HOST},
+    "zero3_bf16_cpuoffload_all": {
+        **_ZERO_3,
+        "offload_param": _HOST,
+        "offload_optimizer": _HOST,
+    },
+}
 _RL = {rl: library_class for library_class, (rl, _, _) in PREFERENCES.items()}
 _RL_LOSSES = {"ipo": ("dpo", "ipo")}  # `set_training_args_kwargs` of core/trainers/dpo
 _REWARD = "trl.RewardTrainer"
@@ -250,6 +272,7 @@ TOOL = Tool(
     ),
     programs=frozenset({"axolotl train", "axolotl.cli.train"}),
     read=_read,
+    deepspeed_configs=_DEEPSPEED,
     epochs=("num_epochs", 1.0),
     without_effect=(
         *WITHOUT_EFFECT,

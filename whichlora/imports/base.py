@@ -64,6 +64,7 @@ class Launch:
         environment: variables that the command sets.
         has_launcher: another program than the tool's own starts the processes.
         trainer: whose file the user says it is; empty is not said.
+        deepspeed_configs: those of the tool.
         read_file: JSON file that another file names → its content.
     """
 
@@ -74,6 +75,7 @@ class Launch:
     has_launcher: bool = False
     program: str = ""
     trainer: str = ""
+    deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     read_file: Callable[[str, str], Mapping[str, Any]] = lambda where, name: {}
 
 
@@ -285,6 +287,8 @@ class Tool:
         unmodelled: keys that do, and what is predicted where they are on.
         reads_files: whether it takes a file of its keys; else a command line alone.
         launch_configs: accelerate's files that come with it, by name.
+        deepspeed_configs: `zero_optimization` of DeepSpeed's files that come with it, by the name
+            of the file without its suffix.
         epochs: the key of passes over the data, and what the tool takes without it.
     """
 
@@ -298,6 +302,7 @@ class Tool:
     unmodelled: Mapping[str, str] = field(default_factory=dict)
     reads_files: bool = True
     launch_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     epochs: tuple[str, float] = ("num_train_epochs", 3.0)
 
     def imported(self, path: str, keys: Keys, launch: Launch, names: Collection[str]) -> Imported:

@@ -47,6 +47,24 @@ _DIVIDES = (
     "context_parallel_size",
     "hyper_parallel_cp_size",
 )
+# `examples/deepspeed` of LLaMA-Factory 0.9.5
+_HOST = {"device": "cpu"}
+_ZERO_2: Mapping[str, Any] = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 5e8}
+_ZERO_3: Mapping[str, Any] = {
+    "stage": 3,
+    "overlap_comm": False,
+    **dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), "auto"),
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+}
+_DEEPSPEED: Mapping[str, Mapping[str, Any]] = {
+    "ds_z0_config": {"stage": 0},
+    "ds_z2_config": _ZERO_2,
+    "ds_z2_offload_config": {**_ZERO_2, "offload_optimizer": _HOST},
+    "ds_z3_config": _ZERO_3,
+    "ds_z3_offload_config": {**_ZERO_3, "offload_optimizer": _HOST, "offload_param": _HOST},
+}
 _OFF = ("0", "false", "no")
 
 
@@ -174,6 +192,7 @@ TOOL = Tool(
     ),
     programs=frozenset({"llamafactory-cli train", "llamafactory.launcher", "llamafactory.cli"}),
     read=_read,
+    deepspeed_configs=_DEEPSPEED,
     without_effect=(
         *WITHOUT_EFFECT,
         *ADAPTER,  # of full fine-tuning

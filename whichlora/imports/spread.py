@@ -7,10 +7,12 @@ reads: the set-up of an accelerator.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.imports.base import Keys, Launch
+from whichlora.imports.files import MissingFileError
 from whichlora.imports.spread_keys import (
     unknown_of_accelerate,
     unknown_of_deepspeed,
@@ -86,7 +88,7 @@ def _accelerator(keys: Keys, launch: Launch, fsdp_version: int) -> dict[str, Any
         if isinstance(config, str):
             where = keys.where("deepspeed")
             try:
-                config = launch.read_file(where, config)
+                config = _content(keys, launch, config)
             except ConfigError as error:
                 keys.refuse("parallel", "deepspeed", str(error).removeprefix(f"{where}: "))
                 return None
@@ -121,6 +123,22 @@ def _accelerator(keys: Keys, launch: Launch, fsdp_version: int) -> dict[str, Any
         what = "parallelism_config"
         return read | {"distributed_type": what, "key": what, "what": what}
     return None
+
+
+def _content(keys: Keys, launch: Launch, name: str) -> Mapping[str, Any]:
+    """Of DeepSpeed's file `name`, or of the one that comes with the tool under its name.
+
+    Raises:
+        ConfigError: there is no such file, or it can't be read.
+    """
+    try:
+        return launch.read_file(keys.where("deepspeed"), name)
+    except MissingFileError:
+        zero = launch.deepspeed_configs.get(PurePosixPath(name).stem)
+        if zero is None:
+            raise
+    keys.assume("deepspeed", "the file is not here; assumed: the one of this name in the tool")
+    return {"zero_optimization": zero}
 
 
 def _words(value: Any) -> tuple[str, ...]:

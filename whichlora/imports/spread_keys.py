@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from whichlora.parallel.deepspeed import STAGE_3
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -41,9 +43,10 @@ _OF_FSDP = _names(
     "transformer_layer_cls_to_wrap use_orig_params version"
 )
 _OF_DEEPSPEED = _names(
-    "bf16 checkpoint communication_data_type data_types dataloader_drop_last disable_allgather "
-    "flops_profiler fp16 gradient_accumulation_steps gradient_clipping gradient_predivide_factor "
-    "optimizer prescale_gradients scheduler sparse_gradients steps_per_print tensorboard "
+    "bf16 checkpoint comms_config communication_data_type data_types dataloader_drop_last "
+    "disable_allgather flops_profiler fp16 gradient_accumulation_steps gradient_clipping "
+    "gradient_predivide_factor monitor_config optimizer prescale_gradients scheduler "
+    "sparse_gradients steps_per_print tensorboard "
     "train_batch_size train_micro_batch_size_per_gpu wall_clock_breakdown wandb "
     "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"
 )
@@ -56,6 +59,7 @@ _OF_ZERO = _names(
     "stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold "
     "stage3_param_persistence_threshold stage3_prefetch_bucket_size"
 )
+_OF_ZERO |= {name.removeprefix(STAGE_3) for name in _OF_ZERO}
 
 
 def unknown_of_accelerate(config: Mapping[str, Any]) -> Iterator[str]:

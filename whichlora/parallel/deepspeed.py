@@ -759,12 +759,25 @@ def read_accelerator(
     }
     for name, default in _DEFAULTS.items():
         key = "reduce_bucket_size" if name == BUCKET.name else name
-        value = zero.get(key, default)
+        value = _stated(zero, key, default)
         if name in accepted and value != "auto":
             read[name] = int(value)
     return read
 
 
+def _stated(zero: Mapping[str, Any], key: str, default: int) -> Any:
+    """The value of a field, by its alias or by its own name.
+
+    The Trainer fills in "auto" under the alias alone; else DeepSpeed takes its default.
+    Source: deepspeed 0.19.8 `DeepSpeedConfigModel`: `populate_by_name`, `__init__`.
+    """
+    if key in zero:
+        return zero[key]
+    value = zero.get(key.removeprefix(STAGE_3), default)
+    return default if value == "auto" else value
+
+
+STAGE_3 = "stage3_"  # before a field's own name, in its alias
 # Of `DeepSpeedZeroConfig`, where the file does not say.
 _DEFAULTS = {
     BUCKET.name: 500_000_000,
