@@ -414,6 +414,7 @@ def test_llamafactory_s_preferences_have_its_own_trainers(
         (LLAMAFACTORY.replace("stage: sft", "stage: rm"), "rm are not predicted, which train"),
         (LLAMAFACTORY.replace("stage: sft", "stage: ppo"), "ppo are not predicted, which write"),
         (AXOLOTL_QLORA + "rl: grpo\n", "'grpo' is not predicted; dpo, kto, orpo, simpo, ipo are"),
+        (AXOLOTL_QLORA + "rl: true\n", "'true' is not predicted; dpo, kto, orpo, simpo, ipo are"),
         (AXOLOTL_QLORA + "process_reward_model: true\n", "rewards of each step are not"),
     ],
 )

@@ -128,7 +128,7 @@ def _with_tower(
         extra = tower.stack.num_params + tower.idle_params
         linears = (*tower.linears, *tower.idle)
     name = kind.tower_name
-    note = NOTE.format(name, extra, kind.reads) + (f" (--{kind.reads}s)" if tower else "")
+    note = NOTE.format(name, extra, kind.reads)
     if splits:
         note = UNLOADED.format(extra, name)
     return replace(

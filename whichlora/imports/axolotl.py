@@ -168,7 +168,7 @@ def _adapter(keys: Keys) -> dict[str, Any]:
 
 def _assume_kernels(keys: Keys, *, default: bool) -> None:
     """Axolotl turns its LoRA kernels on by itself (`check_auto_enable_lora_kernels`)."""
-    by_default = default and not keys.word("rl") and not keys.flag("trust_remote_code")
+    by_default = default and not _rl(keys) and not keys.flag("trust_remote_code")
     turned_on = [name for name in _LORA_KERNELS if keys.flag(name, by_default)]
     turned_on = [name for name in turned_on if name in keys or name != _LORA_KERNELS[-1]]
     if turned_on:
@@ -220,8 +220,16 @@ def _liger(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _rl(keys: Keys) -> str:
+    """How it learns preferences; older files have a switch in place of a name."""
+    asked = keys.raw("rl")
+    if isinstance(asked, bool):
+        return "true" if asked else ""
+    return keys.word("rl")
+
+
 def _trainer(keys: Keys) -> dict[str, Any]:
-    rl = keys.word("rl")
+    rl = _rl(keys)
     if keys.flag("process_reward_model"):
         keys.refuse("trainer", "process_reward_model", "rewards of each step are not predicted")
     kernels = _liger(keys)
@@ -310,14 +318,14 @@ TOOL = Tool(
         "tiled_mlp": "the model's own MLP",
         "fp32_norms": "norms in the dtype of the weights",
         "batch_size": "gradient_accumulation_steps of the file",
-        "unfrozen_parameters": "all parameters are trained",
+        "unfrozen_parameters": "what is trained without it",
         "lora_rank_pattern": "lora_r everywhere",
         "lora_target_parameters": "adapters on target_modules alone",
         "peft_layers_to_transform": "adapters in every layer",
         "peft_trainable_token_indices": "no trained tokens",
         "bnb_config_kwargs": "double quantisation",
         "relora": "plain LoRA",
-        "lisa_n_layers": "all parameters are trained",
+        "lisa_n_layers": "what is trained without it",
         "resize_token_embeddings_to_32x": "the vocabulary of the model",
         "gpu_memory_limit": "the GPU's memory",
         "qat": "16 bit",
