@@ -119,7 +119,9 @@ def test_narrow_pixels_need_weights_of_their_dtype(
 
 def test_sft_trains_on_images_where_its_fused_head_finds_the_states() -> None:
     assert job(trainer="sft").run.loss_head == "trl-fused"
-    with pytest.raises(ConfigError, match=r"^images: are not predicted for trainer sft"):
+    with pytest.raises(
+        ConfigError, match=r"^images: are not predicted for loss_head trl-fused, but for hf"
+    ):
         job(LLAMA4, trainer="sft")
 
 

@@ -23,6 +23,7 @@ _FLAG = re.compile(r"--?[A-Za-z]")
 _BEFORE = frozenset({"exec", "nohup", "time", "srun", "sudo", "env"})
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _PYTHON = re.compile(r"python[\d.]*")
+_WITH_FLAGS = re.compile(r"^[^#:'\"\n]+\s--[A-Za-z]", re.MULTILINE)  # no line of YAML has that
 _CLI = {"trl": "", "llamafactory-cli": "train", "axolotl": "train"}  # which take a subcommand
 _COMMAND = re.compile(
     r"^\s*(?:\w+=\S*\s+)*(?:(?:exec|nohup|time|srun)\s+)*"
@@ -53,8 +54,8 @@ class Command:
 
 
 def is_script(text: str) -> bool:
-    """Whether `text` is a shell script, or one command line, that trains."""
-    return text.startswith("#!") or _COMMAND.search(text) is not None
+    """Whether `text` is a shell script, or one command line, whoever it starts."""
+    return text.startswith("#!") or any(find.search(text) for find in (_COMMAND, _WITH_FLAGS))
 
 
 def training_command(path: Path, text: str) -> Command:

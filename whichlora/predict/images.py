@@ -298,9 +298,10 @@ def _check_beside(
     training, tower = run.phase == "finetune", model.tower
     assert tower is not None  # its caller has looked
     served = not training and get_engine(run.serving).start is not None
-    takes = trainer.takes_images and (run.loss_head != "trl-fused" or tower.fused_head)
+    fused = run.loss_head == "trl-fused" and not tower.fused_head
     for is_wrong, fault in (
-        (training and not takes, f"not predicted for trainer {trainer.name}"),
+        (training and not trainer.takes_images, f"not predicted for trainer {trainer.name}"),
+        (training and fused, f"not predicted for loss_head {run.loss_head}, but for hf"),
         (served, f"not predicted for serving {run.serving}"),
         (model.label_head is not None, "predicted for models that write texts, not for a task"),
         (run.kv_cache in ("vllm", "paged"), f"not predicted for kv_cache {run.kv_cache}"),
