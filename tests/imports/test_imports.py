@@ -559,6 +559,62 @@ def test_adapters_of_a_script_of_its_own_are_refused_unless_the_user_names_a_met
     assert (prediction.run.method, prediction.run.r) == ("qlora", 64)
 
 
+@pytest.mark.parametrize(
+    ("program", "task", "length"),
+    [
+        ("run_glue", "sequence-classification", 128),
+        ("run_qa", "question-answering", 384),
+        ("run_mlm", "", 2048),  # of no script: what is assumed
+    ],
+)
+def test_an_example_of_transformers_trains_its_task_in_the_dtype_of_its_checkpoints(
+    program: str, task: str, length: int, tmp_path: Path
+) -> None:
+    text = f"python {program}.py --model_name_or_path google-bert/bert-base-cased "
+    (path,) = files_of(tmp_path, run_sh=text + "--dataset_name mrpc --do_train")
+    read = import_files([path])
+    assert read.tool == "transformers"
+    assert "dtype: is missing; assumed: a checkpoint in float32" in read.assumed
+    assert "per_device_train_batch_size: is missing; assumed: 8" in read.assumed
+    (prediction,) = estimate(gpu=GPU, from_file=path)
+    run = prediction.run
+    assert (run.task, run.seq_len, run.precision) == (task, length, "fp32")
+
+
+def test_an_example_of_transformers_for_sound_is_read(tmp_path: Path) -> None:
+    text = "python run_speech_recognition_seq2seq.py --model_name_or_path openai/whisper-tiny "
+    text += "--dataset_name mozilla-foundation/common_voice_11_0 --fp16 --freeze_encoder"
+    (path,) = files_of(tmp_path, asr_sh=text)
+    (prediction,) = estimate(gpu=GPU, from_file=path)
+    assert prediction.run.base_dtype == "float32"
+    assert any("freeze_encoder: is not predicted" in note for note in prediction.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ("--enable_fsdp --fsdp_config.pure_bf16", "enable_fsdp: how a script of its own spreads"),
+        ("--zero_stage 2 --deepspeed", "zero_stage: how a script of its own spreads"),
+        ("--deepspeed", "deepspeed: is a switch, which names no file"),
+    ],
+)
+def test_a_script_that_spreads_a_run_in_its_own_words_is_refused(
+    words: str, fault: str, tmp_path: Path
+) -> None:
+    text = f"torchrun --nproc_per_node 2 finetuning.py --model_name_or_path {MODEL} {words}"
+    (path,) = files_of(tmp_path, own_sh=text)
+    with pytest.raises(ConfigError, match=fault):
+        estimate(gpu=GPU, from_file=path)
+    (prediction,) = estimate(gpu=GPU, from_file=path, parallel="fsdp")
+    assert prediction.run.parallel.strategy == "fsdp"
+
+
+@pytest.mark.parametrize("command", ["NPROC_PER_NODE=2 swift sft", "tune run lora --config x"])
+def test_a_command_of_a_tool_that_is_not_known_is_no_yaml(command: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no command that trains; accepted are accelerate"):
+        imported(tmp_path, train_sh=f"{command} --model {MODEL} --lora_rank 8")
+
+
 def test_a_script_of_pairs_has_two_lengths(tmp_path: Path) -> None:
     text = "python run_summarization.py --model_name_or_path google-t5/t5-small --bf16 "
     text += "--per_device_train_batch_size 4 --max_source_length 512 --predict_with_generate"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,12 +123,18 @@ class Keys:
             raise self.fault(name, "has a variable that the file does not set; write the value")
         return value
 
-    def switched_on(self, words: Collection[str]) -> str:
+    def switched_on(self, words: Collection[str], *, without: Collection[str] = ()) -> str:
         """A key with one of `words` in its name that is on; empty where none is.
+
+        Those in `without` do not count.
 
         Switches decide where there are some: numbers beside one that is off ask for nothing.
         """
-        named = [name for name in self._values if not set(name.split("_")).isdisjoint(words)]
+        named = [
+            name
+            for name in self._values
+            if name not in without and not set(re.split(r"[_.]", name)).isdisjoint(words)
+        ]
         texts = {name: str(self._values[name]).lower() for name in named}
         switches = [name for name in named if texts[name] in ("true", "yes", "false", "no")]
         return next((name for name in switches or named if _is_on(texts[name])), "")

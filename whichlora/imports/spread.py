@@ -84,6 +84,9 @@ def _accelerator(keys: Keys, launch: Launch, fsdp_version: int) -> dict[str, Any
     )
     read: dict[str, Any] = {"sync_each_batch": synced}
     config = keys.raw("deepspeed")
+    if config is True:
+        keys.refuse("parallel", "deepspeed", "is a switch, which names no file of DeepSpeed's")
+        return None
     if config is not None:
         if isinstance(config, str):
             where = keys.where("deepspeed")

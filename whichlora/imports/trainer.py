@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from whichlora.exports.recipe import BATCH
@@ -57,6 +58,8 @@ def trainer_settings(keys: Keys, launch: Launch, *, checkpoints: bool = False) -
         checkpoints: whether it checkpoints where the keys do not say.
     """
     settings = keys.of_run(BATCH, batch_size=BATCH_SIZE)
+    if "per_device_train_batch_size" not in keys:
+        keys.assume("per_device_train_batch_size", f"is missing; assumed: {BATCH_SIZE}")
     settings["optimizer"] = optimizer(keys, "optim")
     settings |= checkpointing(keys, launch, default=checkpoints)
     return settings | spread_settings(keys, launch) | allocator(launch)
@@ -161,11 +164,19 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     """Full fine-tuning of a script such as transformers' `run_clm.py`."""
     settings = trainer_settings(keys, launch)
     mixed = autocast(keys, launch)
-    weights = dtype(keys, "dtype", "torch_dtype", default="bfloat16")
+    example = _EXAMPLES.get(launch.program, _Example())
+    weights = dtype(keys, "dtype", "torch_dtype", default=example.dtype)
+    if "dtype" not in keys and "torch_dtype" not in keys:
+        keys.assume("dtype", f"is missing; assumed: a checkpoint in {example.dtype}")
     settings |= precision(keys, mixed, weights, narrows_adapters=True)
     settings["model"] = keys.word("model_name_or_path") or keys.word("model_name")
     settings["method"] = full_method()
     note_adapters(keys, read=False)
+    _refuse_own_ways(keys)
+    if example.task:
+        settings["task"] = example.task
+    if example.length:
+        settings["seq_len"] = example.length
     settings |= keys.of_run({key: setting for key, setting in ADAPTER.items() if key in keys})
     for name in ("block_size", "max_seq_length", "max_length", "model_max_length"):
         if name in keys:
@@ -180,6 +191,49 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
         "transformers' Trainer is assumed, and full fine-tuning unless --method is given",
     )
     return settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Example:
+    """A script of transformers' examples/pytorch.
+
+    Args:
+        task: of `whichlora.tasks`, where it trains a head for labels.
+        length: of a row, where it names none; 0 is not said.
+        dtype: that the checkpoints have which it is made for: from_pretrained keeps it.
+    """
+
+    task: str = ""
+    length: int = 0
+    dtype: str = "bfloat16"
+
+
+# Source: transformers 5.23 examples/pytorch, `DataTrainingArguments` of each.
+_WIDE = _Example(dtype="float32")
+_EXAMPLES: Mapping[str, _Example] = {
+    **dict.fromkeys(("run_clm", "run_clm_no_trainer", "run_fim"), _Example()),
+    **dict.fromkeys(("run_mlm", "run_plm", "run_speech_recognition_seq2seq"), _WIDE),
+    **dict.fromkeys(("run_summarization", "run_translation"), _WIDE),
+    **dict.fromkeys(
+        ("run_glue", "run_xnli", "run_classification"),
+        _Example(task="sequence-classification", length=128, dtype="float32"),
+    ),
+    "run_ner": _Example(task="token-classification", dtype="float32"),
+    "run_qa": _Example(task="question-answering", length=384, dtype="float32"),
+}
+# Keys of `TrainingArguments` among those with these words in their names.
+_SPREADS = frozenset(
+    {"fsdp", "fsdp_config", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"}
+    | {"deepspeed", "fsdp_version"}
+)
+
+
+def _refuse_own_ways(keys: Keys) -> None:
+    """Where a script of its own spreads a run in its own words."""
+    asking = keys.switched_on(("fsdp", "deepspeed", "zero"), without=_SPREADS)
+    if asking:
+        text = "how a script of its own spreads a run is not read"
+        keys.refuse("parallel", asking, text)
 
 
 _SOURCE_LENGTH, _TARGET_LENGTH = 1024, 128  # where a script for pairs of texts names none
@@ -206,9 +260,9 @@ TOOL = Tool(
     summary="a script with the arguments of TrainingArguments",
     models=frozenset({"model_name_or_path", "model_name"}),
     marks=frozenset({"model_name_or_path", "model_max_length", "block_size", *BATCH, *ADAPTER}),
-    programs=frozenset({"run_clm", "run_clm_no_trainer"}) | _OF_PAIRS,
+    programs=frozenset(_EXAMPLES),
     read=_read,
-    without_effect=WITHOUT_EFFECT,
-    unmodelled=UNMODELLED,
+    without_effect=(*WITHOUT_EFFECT, "task_name", "doc_stride", "max_duration_in_seconds"),
+    unmodelled={**UNMODELLED, "freeze_encoder": "the encoder is trained, too"},
     reads_files=False,
 )

@@ -11,6 +11,7 @@ from whichlora.imports import import_files
 from whichlora.imports.trl import FULL_ROWS
 from whichlora.methods import list_methods
 from whichlora.parallel import strategy_options
+from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import number_in
 from whichlora.workflow.whole_training import FromFiles
 
@@ -81,9 +82,10 @@ def with_files(
             f"{imported.path}: does not say how many GPUs the run has; assumed: 1 (--gpus)"
         )
     if "seq_len" not in (imported.settings.keys() | stated):
+        (tokens, *_) = merged.get("seq_len", [RunConfig(model="").seq_len])
         notes.append(
-            f"{imported.path}: does not say how long rows are; assumed: {merged['seq_len'][0]} "
-            "tokens, or those of --data (--seq-len)"
+            f"{imported.path}: does not say how long rows are; assumed: {tokens} tokens, or "
+            "those of --data (--seq-len)"
         )
     return merged, FromFiles(notes=tuple(notes), packed=packed, epochs=imported.epochs)
 
