@@ -193,6 +193,16 @@ def test_a_frozen_tower_that_texts_leave_on_the_disk_keeps_the_layers_that_they_
     assert frozen == plain != ()
 
 
+@pytest.mark.parametrize("images", [0, 1])
+def test_a_frozen_tower_has_each_of_its_matrices_once_and_no_adapter(images: int) -> None:
+    adapted = job(images=images, method="qlora").model
+    frozen = job(images=images, method="qlora", freeze_vision_tower=True).model
+    sizes = [[x.num_params for x in model.idle_linears] for model in (adapted, frozen)]
+    assert sizes[0] == sizes[1]
+    assert any(linear.rank_multiple for linear in adapted.idle_linears)
+    assert not any(linear.rank_multiple for linear in frozen.idle_linears)
+
+
 def test_a_tower_that_several_layers_attend_to_goes_backward_once() -> None:
     settings = {"seq_len": 128, "use_reentrant": True}
     with pytest.raises(ConfigError, match="use_reentrant: each layer of m that attends to images"):

@@ -31,8 +31,9 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
     if run.images and model.for_images is not None:
         model = model.for_images
     if tower is not None and run.freeze_vision_tower:
+        of_tower = {*tower.linears, *tower.idle}
         tower = _without_adapters(tower)
-        others = tuple(linear for linear in model.idle_linears if linear.reads != "tower")
+        others = tuple(linear for linear in model.idle_linears if linear not in of_tower)
         loads = len(others) < len(model.idle_linears)
         loaded = (*tower.linears, *tower.idle) if loads else ()
         model = replace(model, tower=tower, idle_linears=(*others, *loaded))
