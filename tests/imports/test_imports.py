@@ -315,6 +315,19 @@ def test_deepspeed_s_older_words_for_offload_and_limits_of_zero(tmp_path: Path) 
     assert whichlora("estimate", MODEL, "--gpu", GPU, *flags).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("stated", "frozen"), [("", True), ("freeze_vision_tower: false\n", False)]
+)
+def test_llamafactory_freezes_the_vision_tower_by_default(
+    stated: str, frozen: bool, tmp_path: Path
+) -> None:
+    text = LLAMAFACTORY + stated + "freeze_multi_modal_projector: false\n"
+    read = imported(tmp_path, lora_yaml=text)
+    assert read.settings["freeze_vision_tower"] is frozen
+    noted = any(text.startswith("freeze_multi_modal_projector: ") for text in read.assumed)
+    assert noted is frozen
+
+
 def test_llamafactory_with_fsdp(tmp_path: Path) -> None:
     files_of(tmp_path, lora_yaml=LLAMAFACTORY + "quantization_bit: 4\n", fsdp_yaml=FSDP_CONFIG)
     command = "accelerate launch --config_file fsdp.yaml src/train.py lora.yaml\n"

@@ -103,6 +103,10 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     for name in _OPTIMIZERS:
         if keys.flag(name):
             keys.refuse("optimizer", name, "is not predicted")
+    # `find_all_linear_modules`, `get_forbidden_modules`: neither adapted nor trained
+    settings["freeze_vision_tower"] = keys.flag("freeze_vision_tower", True)
+    if not keys.flag("freeze_multi_modal_projector", True) and settings["freeze_vision_tower"]:
+        keys.assume("freeze_multi_modal_projector", "is not predicted; assumed: frozen, too")
     if "image_max_pixels" in keys:
         settings["image_max_pixels"] = keys.count("image_max_pixels", 0)
     if _torchrun_of_its_own(launch, settings):
@@ -201,7 +205,7 @@ TOOL = Tool(
         *("max_samples", "val_size", "overwrite_cache", "preprocessing_*", "tokenized_path"),
         *("plot_loss", "ddp_*", "report_to", "compute_accuracy", "early_stopping_steps"),
         *("image_*", "video_*", "audio_*", "use_audio_in_video", "adapter_name_or_path"),
-        *("freeze_vision_tower", "freeze_multi_modal_projector", "interleave_probs", "buffer_size"),
+        *("interleave_probs", "buffer_size"),
         *("enable_thinking", "preserve_thinking", "default_system", "tool_format", "predict_*"),
         *("swanlab_*", "use_swanlab", "export_*", "infer_*", "vllm_*", "generation_*", "top_p"),
         *("low_cpu_mem_usage", "print_param_status", "ray_*", "cache_dir", "pref_*", "kto_*"),
