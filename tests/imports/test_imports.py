@@ -628,6 +628,21 @@ def test_a_command_of_a_tool_that_is_not_known_is_no_yaml(command: str, tmp_path
         imported(tmp_path, train_sh=f"{command} --model {MODEL} --lora_rank 8")
 
 
+def test_an_evaluation_of_more_rows_at_once_than_a_step_is_told(tmp_path: Path) -> None:
+    told = "per_device_eval_batch_size: evaluation reads 8 rows at once, training 2"
+    for stated, is_told in (
+        ("", False),  # off by default
+        ("eval_strategy: 'no'\n", False),
+        ("eval_strategy: steps\n", True),  # 8 by default
+        ("evaluation_strategy: epoch\nper_device_eval_batch_size: 8\n", True),
+        ("eval_strategy: steps\nper_device_eval_batch_size: 2\n", False),
+    ):
+        text = LLAMAFACTORY.replace("train_batch_size: 1", "train_batch_size: 2") + stated
+        read = imported(tmp_path, lora_yaml=text)
+        assert read.settings["batch_size"] == 2
+        assert any(each.startswith(told) for each in read.assumed) is is_told
+
+
 def test_a_script_of_pairs_has_two_lengths(tmp_path: Path) -> None:
     text = "python run_summarization.py --model_name_or_path google-t5/t5-small --bf16 "
     text += "--per_device_train_batch_size 4 --max_source_length 512 --predict_with_generate"

@@ -13,6 +13,7 @@ from whichlora.imports.base import Keys, Launch, Tool, full_method, optimizer
 from whichlora.imports.spread import checkpoints_in_fsdp, spread_settings
 from whichlora.trainers import liger
 
+_EVALUATES = ("eval_strategy", "evaluation_strategy")
 BATCH_SIZE = 8  # `per_device_train_batch_size` where it is missing
 EXPANDABLE = "expandable_segments:true"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -60,9 +61,21 @@ def trainer_settings(keys: Keys, launch: Launch, *, checkpoints: bool = False) -
     settings = keys.of_run(BATCH, batch_size=BATCH_SIZE)
     if "per_device_train_batch_size" not in keys:
         keys.assume("per_device_train_batch_size", f"is missing; assumed: {BATCH_SIZE}")
+    _note_evaluation(keys, int(settings["batch_size"]))
     settings["optimizer"] = optimizer(keys, "optim")
     settings |= checkpointing(keys, launch, default=checkpoints)
     return settings | spread_settings(keys, launch) | allocator(launch)
+
+
+def _note_evaluation(keys: Keys, batch_size: int) -> None:
+    """Say that evaluation, which `TrainingArguments` have off, reads more rows at once."""
+    asked = [str(keys.raw(name) or "no").lower() for name in _EVALUATES]
+    if all(when in ("no", "intervalstrategy.no") for when in asked):
+        return
+    rows = keys.count("per_device_eval_batch_size", BATCH_SIZE)
+    if rows > batch_size:
+        text = f"evaluation reads {rows} rows at once, training {batch_size}: not predicted"
+        keys.assume("per_device_eval_batch_size", f"{text}; explain --life --batch-size {rows} is")
 
 
 def checkpointing(keys: Keys, launch: Launch, *, default: bool) -> dict[str, Any]:
