@@ -611,6 +611,15 @@ def test_an_example_of_transformers_for_sound_is_read(tmp_path: Path) -> None:
         ("--deepspeed", "deepspeed: is a switch, which names no file"),
     ],
 )
+def test_a_script_with_words_of_axolotl_is_not_axolotl_s(tmp_path: Path) -> None:
+    words = "--micro_batch_size 8 --lora_r 16 --num_epochs 3"
+    with pytest.raises(ConfigError, match=r"finetune is of no tool .*; give the settings as"):
+        imported(tmp_path, lora_sh=f"python finetune.py --base_model {MODEL} {words}")
+    text = "accelerate launch scripts/finetune.py axolotl.yaml --micro_batch_size 4"
+    _, path = files_of(tmp_path, axolotl_yaml=AXOLOTL_QLORA, old_sh=text)
+    assert import_files([path]).tool == "axolotl"
+
+
 def test_a_script_that_spreads_a_run_in_its_own_words_is_refused(
     words: str, fault: str, tmp_path: Path
 ) -> None:

@@ -67,7 +67,7 @@ class _Files:
             )
         shown = settings or main
         values = {**shown.values, **command.options}
-        tool = _tool_of(main, command.program, values)
+        tool = _tool_of(shown, command.program, values)
         accelerate = self._accelerate(main, tool, command.launcher_options, values)
         for name in (_ACCELERATE, "config"):
             values.pop(name, None)
@@ -208,6 +208,9 @@ def _gpus_and_nodes(
 def _tool_of(main: Source, program: str, values: Mapping[str, Any]) -> Tool:
     """The tool whose program it is, or else the one that has most of its marks.
 
+    Args:
+        main: the configuration, or else the command.
+
     Raises:
         ConfigError: none names its model so.
     """
@@ -215,16 +218,18 @@ def _tool_of(main: Source, program: str, values: Mapping[str, Any]) -> Tool:
     for tool in tools.values():
         if program in tool.programs:
             return tool
-    candidates = [
-        tool
-        for tool in tools.values()
-        if tool.models & values.keys() and (tool.reads_files or main.kind == "command")
+    is_command = main.kind == "command"
+    reading = [
+        tool for tool in tools.values() if (tool.reads_commands if is_command else tool.reads_files)
     ]
+    candidates = [tool for tool in reading if tool.models & values.keys()]
     if not candidates:
-        names = sorted({name for tool in tools.values() for name in tool.models})
+        names = ", ".join(sorted({name for tool in reading for name in tool.models}))
+        what = f"{program} is" if is_command else "is"
         raise ConfigError(
-            f"{main.path}: is of no tool that is known; known are {', '.join(tools)}, whose files "
-            f"have one of the keys {', '.join(names)}"
+            f"{main.path}: {what} of no tool that is known; known are {', '.join(tools)}, whose "
+            f"{'arguments' if is_command else 'files'} have one of the keys {names}; give the "
+            "settings as options instead"
         )
     return max(candidates, key=lambda tool: len(tool.marks & values.keys()))
 

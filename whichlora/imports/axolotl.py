@@ -281,6 +281,7 @@ TOOL = Tool(
     programs=frozenset({"axolotl train", "axolotl.cli.train"}),
     read=_read,
     deepspeed_configs=_DEEPSPEED,
+    reads_commands=False,
     epochs=("num_epochs", 1.0),
     without_effect=(
         *WITHOUT_EFFECT,
