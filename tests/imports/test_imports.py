@@ -611,6 +611,15 @@ def test_an_example_of_transformers_for_sound_is_read(tmp_path: Path) -> None:
         ("--deepspeed", "deepspeed: is a switch, which names no file"),
     ],
 )
+@pytest.mark.parametrize(("switch", "attn"), [("true", "flash_attention_2"), ("false", "sdpa")])
+def test_a_switch_of_attention_is_that_of_older_versions(
+    switch: str, attn: str, tmp_path: Path
+) -> None:
+    lines = [line for line in LLAMAFACTORY.splitlines() if "flash_attn" not in line]
+    text = "\n".join([*lines, f"flash_attn: {switch}\n"])
+    assert imported(tmp_path, lora_yaml=text).settings["attn"] == attn
+
+
 def test_a_script_with_words_of_axolotl_is_not_axolotl_s(tmp_path: Path) -> None:
     words = "--micro_batch_size 8 --lora_r 16 --num_epochs 3"
     with pytest.raises(ConfigError, match=r"finetune is of no tool .*; give the settings as"):

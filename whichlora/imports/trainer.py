@@ -164,7 +164,10 @@ def note_adapters(keys: Keys, *, read: bool) -> None:
 
 
 def attention(keys: Keys, name: str, kernels: Mapping[str, str], *, default: str) -> str:
-    """The attention kernel, by the tool's own words."""
+    """The attention kernel, by the tool's own words; a switch, of older versions, is of flash."""
+    switch = keys.raw(name)
+    if isinstance(switch, bool):
+        return "flash_attention_2" if switch else kernels[default]
     asked = keys.word(name, default)
     if asked in kernels:
         return kernels[asked]
