@@ -16,6 +16,7 @@ from whichlora.spec.options import OptionValue
 from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.spec.run import image_sides
+from whichlora.spec.words import unknown
 from whichlora.text import visible
 
 if TYPE_CHECKING:
@@ -118,9 +119,7 @@ def words(setting: str, accepted: tuple[str, ...] | None = None) -> Callable[...
                 shown = setting if setting == "model" else f"--{setting}"  # an argument
                 raise ConfigError(f"{shown}: has an empty name in {value!r}")
             if accepted is not None and word not in accepted:
-                raise ConfigError(
-                    f"--{setting}: {word!r} is not known; accepted are {', '.join(accepted)}"
-                )
+                raise ConfigError(unknown(f"--{setting}", word, accepted))
         return names
 
     return split
@@ -204,7 +203,9 @@ def fractions(setting: str) -> Callable[..., list[float]]:
 def versions(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Any, ...]:
     """A click callback: comma list of library=version."""
     pairs = [word.partition("=") for word in value.split(",") if word.strip()]
-    return tuple(sorted((library.strip(), version.strip()) for library, _, version in pairs))
+    return tuple(  # "==" is how pip writes it
+        sorted((library.strip(), version.lstrip("=").strip()) for library, _, version in pairs)
+    )
 
 
 def image_size(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:

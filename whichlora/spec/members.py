@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, Protocol, TypeVar
 
 from whichlora.errors import ConfigError
+from whichlora.spec.words import unknown
 
 
 class Named(Protocol):
@@ -80,8 +81,6 @@ class Members(Generic[Member]):
         if member is None:  # installed packages are asked only now: scanning them takes time
             members = self.all()
             if name not in members:
-                raise ConfigError(
-                    f"{self._kind}: {name!r} is not known; accepted are {', '.join(members)}"
-                )
+                raise ConfigError(unknown(self._kind, name, members))
             member = members[name]
         return member

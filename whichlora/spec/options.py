@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from whichlora.errors import ConfigError
 from whichlora.spec.numeric import is_number
+from whichlora.spec.words import meant
 
 MOST_NUMBER = 10**12  # keeps later arithmetic finite
 OptionValue = bool | int | float | str | tuple[str, ...]
@@ -53,8 +54,8 @@ class Option:
             of_choices = value if isinstance(self.default, tuple) else (value,)
             words: Iterable[object] = of_choices if isinstance(of_choices, tuple) else ()
             if not isinstance(value, tuple | str) or any(w not in self.choices for w in words):
-                meant = [word for word in self.choices if word.lower() == str(value).lower()]
-                hint = f"did you mean {meant[0]}; " if meant else ""
+                near = meant(str(value), self.choices)
+                hint = f"did you mean {near}; " if near else ""
                 raise ConfigError(
                     f"{self.name}: {_shown(value)} is not accepted; {hint}accepted are "
                     f"{', '.join(self.choices)}"
