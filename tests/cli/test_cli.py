@@ -461,6 +461,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         "method: 'lorax' is not known; did you mean lora; accepted are full, lora, qlora",
     ),
     (("--method", "lora,"), "--method: has an empty name in 'lora,'"),
+    (("--batch-size", "auto"), "give one, or several with commas, or max"),
+    (("--libraries", "transformers==x"), "libraries: transformers='x' is no version"),
     (("--precision", "int4"), "--precision: 'int4' is not known; accepted are auto"),
     (("--optimizer", "adam"), "--optimizer: 'adam' is not known; accepted are adamw_torch"),
     (

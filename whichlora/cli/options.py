@@ -135,8 +135,14 @@ def split_models(ctx: click.Context, param: click.Parameter, value: tuple[str, .
     ]
 
 
-def counts(setting: str, *, least: int = 1, most: int = _MAX_COUNT) -> Callable[..., list[int]]:
-    """A click callback: comma list of whole numbers from `least` to `most`."""
+def counts(
+    setting: str, *, least: int = 1, most: int = _MAX_COUNT, also: str = ""
+) -> Callable[..., list[int]]:
+    """A click callback: comma list of whole numbers from `least` to `most`.
+
+    Args:
+        also: what else is accepted, as the end of a refusal.
+    """
 
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
         numbers = []
@@ -148,7 +154,7 @@ def counts(setting: str, *, least: int = 1, most: int = _MAX_COUNT) -> Callable[
             if not least <= count <= most:
                 raise ConfigError(
                     f"--{setting}: {word.strip()[:40]!r} is not a whole number from {least} to "
-                    f"{most}; give one, or several with commas"
+                    f"{most}; give one, or several with commas{also}"
                 )
             numbers.append(count)
         return numbers
@@ -168,7 +174,7 @@ def counts_if_any(setting: str) -> Callable[..., list[int] | None]:
 
 def counts_or_max(setting: str) -> Callable[..., list[int] | str]:
     """A click callback: comma list of whole numbers, or "max" alone."""
-    listed = counts(setting)
+    listed = counts(setting, also=f", or {MAX}")
 
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int] | str:
         words = [word.strip() for word in value.split(",")]
