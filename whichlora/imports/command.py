@@ -1,10 +1,13 @@
 """A shell script → the command that trains: its program, its arguments, and its launcher.
 
-Nothing is run and nothing is expanded but variables that the script itself sets.
+Nothing is run and nothing is expanded but variables that the script itself sets, and whole numbers
+in `$(( ))`.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +22,17 @@ _MOST_JOINED_LINES = 200  # of one quoted text
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$]*))?\})")
 _ARGUMENTS = ("$@", "$*")  # of the script itself
+_ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
+_MARKED = re.compile("\x00([^\x00]*)\x00")  # which the lexer leaves whole
+_NAME = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_MOST_FACTOR = 10**9  # keeps a product of a hostile script small
 _FLAG = re.compile(r"--?[A-Za-z]")
 _BEFORE = frozenset({"exec", "nohup", "time", "srun", "sudo", "env"})
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
@@ -104,7 +118,9 @@ def _starts(word: str) -> bool:
 def _lines_of_words(path: Path, text: str) -> Iterator[list[str]]:
     """The words of each simple command; a quoted text may go over several lines."""
     pending: list[str] = []
-    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+    text = re.sub(r"\\\r?\n", " ", text).replace("\x00", "")
+    text = _ARITHMETIC.sub(lambda match: f"\x00{''.join(match[1].split())}\x00", text)
+    for line in text.splitlines():
         pending.append(line)
         lexer = shlex.shlex("\n".join(pending), posix=True, punctuation_chars=_ENDS)
         lexer.whitespace_split = True
@@ -139,11 +155,34 @@ def _expanded(words: Sequence[str], variables: Mapping[str, str]) -> Iterator[st
         return variables.get(name, match[3] if match[3] is not None else match[0])
 
     for word in words:
-        expanded = _VARIABLE.sub(value, word)
+        computed = _MARKED.sub(lambda match: _computed(match[1], variables), word)
+        expanded = _VARIABLE.sub(value, computed)
         if _VARIABLE.fullmatch(word) and _FLAG.match(expanded.lstrip()):
             yield from expanded.split()
         elif word not in _ARGUMENTS:
             yield expanded
+
+
+def _computed(text: str, variables: Mapping[str, str]) -> str:
+    """What the shell makes of `$((text))`; the same words where it is no sum of whole numbers."""
+    known = _NAME.sub(lambda match: variables.get(match[1], match[0]), text)
+    try:
+        return str(_number(ast.parse(known, mode="eval").body))
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        return f"$(({text}))"
+
+
+def _number(node: ast.expr) -> int:
+    """The value of sums and products. Raises: ValueError: it is something else, or too large."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        number = _OPERATORS[type(node.op)](_number(node.left), _number(node.right))
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        number = node.value
+    else:
+        raise ValueError
+    if abs(number) > _MOST_FACTOR:
+        raise ValueError
+    return int(number)
 
 
 def _command(words: Sequence[str], environment: Mapping[str, str]) -> Command | None:
