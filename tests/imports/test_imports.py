@@ -521,6 +521,34 @@ torchrun $DISTRIBUTED_ARGS run_clm.py ${{ARGS}} --run_name "a b" --bf16 True "$@
     assert read.settings["precision"] == "bf16"
 
 
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("$(($TOTAL/$NUM_GPUS/2))", 16),
+        ("$(( TOTAL / (NUM_GPUS) ))", None),  # brackets within are not read
+        ("$(( ${TOTAL} % 3 + 1 ))", 3),
+        ("$((9**9**9))", None),
+        ("$((TOTAL/0))", None),
+        ("$(($OTHER*2))", None),
+        ("$((99999999*99999999))", None),
+    ],
+)
+def test_whole_numbers_of_a_script_are_computed(
+    text: str, steps: int | None, tmp_path: Path
+) -> None:
+    script = f"""TOTAL=128
+NUM_GPUS=4
+STEPS={text}
+{SFT.strip()} --gradient_accumulation_steps $STEPS
+"""
+    if steps is None:
+        with pytest.raises(ConfigError):
+            imported(tmp_path, sft_sh=script)
+    else:
+        read = imported(tmp_path, sft_sh=script)
+        assert read.settings["gradient_accumulation_steps"] == steps
+
+
 def test_a_number_of_gpus_that_the_machine_says_is_not_known(tmp_path: Path) -> None:
     text = "GPUS=$(nvidia-smi -L | wc -l)\n" + SFT.replace(
         "python", "torchrun --nproc_per_node $GPUS"
@@ -603,14 +631,6 @@ def test_an_example_of_transformers_for_sound_is_read(tmp_path: Path) -> None:
     assert any("freeze_encoder: is not predicted" in note for note in prediction.notes)
 
 
-@pytest.mark.parametrize(
-    ("words", "fault"),
-    [
-        ("--enable_fsdp --fsdp_config.pure_bf16", "enable_fsdp: how a script of its own spreads"),
-        ("--zero_stage 2 --deepspeed", "zero_stage: how a script of its own spreads"),
-        ("--deepspeed", "deepspeed: is a switch, which names no file"),
-    ],
-)
 @pytest.mark.parametrize(("switch", "attn"), [("true", "flash_attention_2"), ("false", "sdpa")])
 def test_a_switch_of_attention_is_that_of_older_versions(
     switch: str, attn: str, tmp_path: Path
@@ -618,6 +638,15 @@ def test_a_switch_of_attention_is_that_of_older_versions(
     lines = [line for line in LLAMAFACTORY.splitlines() if "flash_attn" not in line]
     text = "\n".join([*lines, f"flash_attn: {switch}\n"])
     assert imported(tmp_path, lora_yaml=text).settings["attn"] == attn
+
+
+def test_a_script_with_ranks_as_llamafactory_calls_them_is_not_its(tmp_path: Path) -> None:
+    command = f"torchrun --nproc_per_node 2 finetune.py --model_name_or_path {MODEL} "
+    command += "--lora_rank 64 --lora_alpha 16 --max_seq_length 512 --use_lora"
+    read = imported(tmp_path, own_sh=command)
+    assert (read.tool, read.settings["seq_len"]) == ("transformers", 512)
+    of_its_own = imported(tmp_path, own_sh=f"{command} --stage sft --cutoff_len 256")
+    assert (of_its_own.tool, of_its_own.settings["seq_len"]) == ("llamafactory", 256)
 
 
 def test_a_script_with_words_of_axolotl_is_not_axolotl_s(tmp_path: Path) -> None:
@@ -629,6 +658,14 @@ def test_a_script_with_words_of_axolotl_is_not_axolotl_s(tmp_path: Path) -> None
     assert import_files([path]).tool == "axolotl"
 
 
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ("--enable_fsdp --fsdp_config.pure_bf16", "enable_fsdp: how a script of its own spreads"),
+        ("--zero_stage 2 --deepspeed", "zero_stage: how a script of its own spreads"),
+        ("--deepspeed", "deepspeed: is a switch, which names no file"),
+    ],
+)
 def test_a_script_that_spreads_a_run_in_its_own_words_is_refused(
     words: str, fault: str, tmp_path: Path
 ) -> None:

@@ -222,7 +222,12 @@ def _tool_of(main: Source, program: str, values: Mapping[str, Any]) -> Tool:
     reading = [
         tool for tool in tools.values() if (tool.reads_commands if is_command else tool.reads_files)
     ]
-    candidates = [tool for tool in reading if tool.models & values.keys()]
+    candidates = [
+        tool
+        for tool in reading
+        if tool.models & values.keys()
+        and not (is_command and tool.commands_have.isdisjoint(values) and tool.commands_have)
+    ]
     if not candidates:
         names = ", ".join(sorted({name for tool in reading for name in tool.models}))
         what = f"{program} is" if is_command else "is"

@@ -294,6 +294,7 @@ class Tool:
         unmodelled: keys that do, and what is predicted where they are on.
         reads_files: whether it takes a file of its keys; else a command line alone.
         reads_commands: whether a program of another name may take its keys as arguments.
+        commands_have: keys of which such a program has one; empty: none is needed.
         launch_configs: accelerate's files that come with it, by name.
         deepspeed_configs: `zero_optimization` of DeepSpeed's files that come with it, by the name
             of the file without its suffix.
@@ -310,6 +311,7 @@ class Tool:
     unmodelled: Mapping[str, str] = field(default_factory=dict)
     reads_files: bool = True
     reads_commands: bool = True
+    commands_have: frozenset[str] = frozenset()
     launch_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     epochs: tuple[str, float] = ("num_train_epochs", 3.0)

@@ -65,6 +65,7 @@ _DEEPSPEED: Mapping[str, Mapping[str, Any]] = {
     "ds_z3_config": _ZERO_3,
     "ds_z3_offload_config": {**_ZERO_3, "offload_optimizer": _HOST, "offload_param": _HOST},
 }
+_OWN = frozenset({"stage", "finetuning_type", "template", "lora_target", "dataset_dir"})
 _OFF = ("0", "false", "no")
 
 
@@ -189,14 +190,13 @@ TOOL = Tool(
     name="llamafactory",
     summary="llamafactory-cli train",
     models=frozenset({"model_name_or_path"}),
-    marks=frozenset(
-        {"stage", "finetuning_type", "template", "lora_target", "flash_attn", "dataset_dir"}
-        | {"quantization_bit", "pure_bf16", "dataset", "preprocessing_num_workers"}
-        | {"model_name_or_path", *BATCH, *LENGTH, *ADAPTER}
-    ),
+    marks=_OWN
+    | {"flash_attn", "quantization_bit", "pure_bf16", "dataset", "preprocessing_num_workers"}
+    | {"model_name_or_path", *BATCH, *LENGTH, *ADAPTER},
     programs=frozenset({"llamafactory-cli train", "llamafactory.launcher", "llamafactory.cli"}),
     read=_read,
     deepspeed_configs=_DEEPSPEED,
+    commands_have=_OWN,
     without_effect=(
         *WITHOUT_EFFECT,
         *ADAPTER,  # of full fine-tuning
