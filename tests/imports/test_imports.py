@@ -521,6 +521,29 @@ torchrun $DISTRIBUTED_ARGS run_clm.py ${{ARGS}} --run_name "a b" --bf16 True "$@
     assert read.settings["precision"] == "bf16"
 
 
+def test_an_array_of_options_is_read(tmp_path: Path) -> None:
+    text = f"""ARGS=(
+  --model_name_or_path "{MODEL}"   # the base
+  # --lora_r 8
+  --use_peft
+)
+ARGS+=(--lora_r 4)
+MORE="--max_length 256"
+MORE+=" --bf16"
+COMMAND=(accelerate launch --num_processes 4 sft.py)
+"${{COMMAND[@]}}" "${{ARGS[@]}}" $MORE --dataset_name x
+"""
+    read = imported(tmp_path, sft_sh=text)
+    assert (read.settings["model"], read.settings["method"]) == (MODEL, "lora")
+    assert (read.settings["r"], read.settings["seq_len"]) == (4, 256)
+    assert read.settings["gpus"] == 4
+
+
+def test_a_number_of_nodes_that_the_cluster_says_is_not_one(tmp_path: Path) -> None:
+    launch = "srun torchrun --nnodes $SLURM_NNODES --nproc_per_node 8"
+    assert "gpus" not in imported(tmp_path, sft_sh=SFT.replace("python", launch)).settings
+
+
 @pytest.mark.parametrize(
     ("text", "steps"),
     [

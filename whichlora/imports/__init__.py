@@ -188,21 +188,18 @@ def _gpus_and_nodes(
     if str(accelerate.get("distributed_type", "")).upper() == "NO":
         return 1, 1
     if "num_processes" in accelerate:
-        nodes = number_of_gpus(where, accelerate.get("num_machines", 1))
-        return number_of_gpus(where, accelerate["num_processes"]), nodes or 1
+        machines = number_of_gpus(where, accelerate.get("num_machines", 1))
+        return number_of_gpus(where, accelerate["num_processes"]), machines or 1
     if command.launcher == "deepspeed":
-        nodes = number_of_gpus(where, option("num_nodes") or 1) or 1
-        each = option("num_gpus")
+        nodes, each = option("num_nodes") or 1, option("num_gpus")
     elif command.launcher == "torchrun":
-        nodes = number_of_gpus(where, option("nnodes") or 1) or 1
-        each = option("nproc_per_node") or 1
+        nodes, each = option("nnodes") or 1, option("nproc_per_node") or 1
     else:
-        nodes = number_of_gpus(where, environment.get("NNODES", 1)) or 1
-        each = environment.get("NPROC_PER_NODE")
+        nodes, each = environment.get("NNODES", 1), environment.get("NPROC_PER_NODE")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if each is None and visible and (command.launcher or command.program.startswith(_CLI)):
         each = len([device for device in visible.split(",") if device.strip()])
-    return number_of_gpus(where, each, nodes), nodes
+    return number_of_gpus(where, each, nodes), number_of_gpus(where, nodes) or 1
 
 
 def _tool_of(main: Source, program: str, values: Mapping[str, Any]) -> Tool:

@@ -19,8 +19,10 @@ from whichlora.errors import ConfigError
 
 _ENDS = ";&|<>()"
 _MOST_JOINED_LINES = 200  # of one quoted text
-_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$]*))?\})")
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\]|:?-([^{}$]*))?\})")
+_ARRAY = re.compile(r"^([ \t]*(?:\w+ )?\w+)(\+?)=\(([^()]*)\)", re.MULTILINE)
+_WHOLE_ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}")
 _ARGUMENTS = ("$@", "$*")  # of the script itself
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
 _MARKED = re.compile("\x00([^\x00]*)\x00")  # which the lexer leaves whole
@@ -102,7 +104,8 @@ def _commands(path: Path, text: str) -> Iterator[Command]:
         exports = words[:1] == ["export"]
         rest = words[exports:]
         while rest and (match := _ASSIGNED.fullmatch(rest[0])):
-            assigned[match[1]] = match[2]
+            earlier = {**variables, **assigned}.get(match[1], "") if match[2] else ""
+            assigned[match[1]] = f"{earlier}{match[3]}"
             rest = rest[1:]
         if exports or not rest:
             variables |= assigned
@@ -119,6 +122,7 @@ def _lines_of_words(path: Path, text: str) -> Iterator[list[str]]:
     """The words of each simple command; a quoted text may go over several lines."""
     pending: list[str] = []
     text = re.sub(r"\\\r?\n", " ", text).replace("\x00", "")
+    text = _ARRAY.sub(_array_as_text, text)
     text = _ARITHMETIC.sub(lambda match: f"\x00{''.join(match[1].split())}\x00", text)
     for line in text.splitlines():
         pending.append(line)
@@ -143,6 +147,13 @@ def _lines_of_words(path: Path, text: str) -> Iterator[list[str]]:
         raise ConfigError(f"{path}: has a quote that is not closed: {pending[0].strip()[:60]!r}")
 
 
+def _array_as_text(match: re.Match[str]) -> str:
+    """An array as one quoted text, whose words are those of the array."""
+    lines = [re.sub(r"(^|\s)#.*|[\"']", r"\1", line) for line in match[3].splitlines()]
+    words = " ".join(lines).split()
+    return f'{match[1]}{match[2]}=" {" ".join(words)}"'
+
+
 def _expanded(words: Sequence[str], variables: Mapping[str, str]) -> Iterator[str]:
     """`words` with what the script sets; other variables stay as they are.
 
@@ -157,7 +168,8 @@ def _expanded(words: Sequence[str], variables: Mapping[str, str]) -> Iterator[st
     for word in words:
         computed = _MARKED.sub(lambda match: _computed(match[1], variables), word)
         expanded = _VARIABLE.sub(value, computed)
-        if _VARIABLE.fullmatch(word) and _FLAG.match(expanded.lstrip()):
+        has_options = _VARIABLE.fullmatch(word) and _FLAG.match(expanded.lstrip())
+        if has_options or (_WHOLE_ARRAY.fullmatch(word) and expanded != word):
             yield from expanded.split()
         elif word not in _ARGUMENTS:
             yield expanded
@@ -265,7 +277,7 @@ def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             else:
                 options[name] = [*(earlier if isinstance(earlier, list) else [earlier]), word]
         elif match := _ASSIGNED.fullmatch(word):
-            options[match[1]] = match[2]
+            options[match[1]] = match[3]
         else:
             files.append(word)
     return options, files
