@@ -317,6 +317,10 @@ def test_the_trainer_gets_deepspeeds_own_file() -> None:
     assert zero["stage3_prefetch_bucket_size"] == "auto"
     assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
     assert "offload_optimizer" not in zero
+    none_ahead = a_run("zero3", options={"stage3_prefetch_bucket_size": 0})
+    _, spread = a_rank(none_ahead)
+    config = get_strategy("zero3").training_arguments(none_ahead, spread)["deepspeed"]
+    assert config["zero_optimization"]["stage3_prefetch_bucket_size"] == 0
 
 
 @pytest.mark.parametrize("strategy", STAGES)

@@ -776,8 +776,9 @@ def _notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
 
 
 def _training_arguments(run: RunConfig, spread: Spread) -> Mapping[str, object]:
+    stated = {option.name: spread.options[option.name] for option in _OF_STAGE}
     of_stage: dict[str, object] = {
-        option.name: spread.options[option.name] or "auto" for option in _OF_STAGE
+        name: "auto" if value is None else value for name, value in stated.items()
     }
     of_stage["stage3_gather_16bit_weights_on_model_save"] = True
     return deepspeed.training_arguments(run, spread, stage=3, of_stage=of_stage)
