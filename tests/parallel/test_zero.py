@@ -290,13 +290,25 @@ def test_offloaded_parameters_are_on_the_host() -> None:
     assert moved == pytest.approx(2 * MODEL.num_params / 8, rel=1e-3)
 
 
+@pytest.mark.parametrize("strategy", STAGES)
+def test_an_offloaded_optimizer_is_deepspeed_s_adam_whatever_was_asked(strategy: str) -> None:
+    options = {"offload": ("optimizer",)}
+    adam, other = (
+        predicted(strategy, options=options, optimizer=name)
+        for name in ("adamw_torch", "adamw_8bit")
+    )
+    assert other.memory.device_used_bytes == adam.memory.device_used_bytes
+    assert other.several_gpus.ranks == adam.several_gpus.ranks
+    assert "offload: accelerate replaces the optimizer by DeepSpeedCPUAdam" in other.notes
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (a_run("zero2", options={"offload": ("optimizer",)}, optimizer="sgd"), "CPU Adam"),
+        (a_run("zero2", options={"offload": ("optimizer",)}, optimizer="lion"), "on the host"),
         (a_run("zero2", options={"offload": ("params",)}), "accepted are optimizer"),
         (a_run("zero3", method="qlora", quant="int8"), "use zero2"),
         (a_run("zero3", method="qlora", quant="gptq-int4"), "are buffers"),
