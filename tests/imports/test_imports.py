@@ -458,6 +458,17 @@ def test_trl_knows_its_accelerate_configs(
         assert read.unknown == ()
 
 
+def test_trl_s_launch_configurations_need_not_be_here(tmp_path: Path) -> None:
+    file = "examples/accelerate_configs/deepspeed_zero3.yaml"
+    launch = f"accelerate launch --config_file {file} --num_processes 4"
+    read = imported(tmp_path, sft_sh=SFT.replace("python", launch))
+    assert (read.settings["parallel"], read.settings["gpus"]) == ("zero3", 4)
+    told = "config_file: the file is not here; assumed: the one of this name in the tool"
+    assert told in read.assumed
+    with pytest.raises(ConfigError, match=r"there is no file 'my_zero3\.yaml'"):
+        imported(tmp_path, sft_sh=SFT.replace("python", launch.replace(file, "my_zero3.yaml")))
+
+
 def test_trl_grpo(tmp_path: Path) -> None:
     command = SFT.replace("sft.py", "grpo.py").replace("--packing", "--num_generations 4")
     (path,) = files_of(tmp_path, grpo_sh=command.replace("batch_size 2", "batch_size 4"))

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.imports import axolotl, llamafactory, trainer, trl
 from whichlora.imports.base import Imported, Keys, Launch, Tool
 from whichlora.imports.command import Command
-from whichlora.imports.files import Kind, Source, find_file, read_source
-from whichlora.imports.spread import number_of_gpus
+from whichlora.imports.files import Kind, MissingFileError, Source, find_file, read_source
+from whichlora.imports.spread import OF_TOOL, number_of_gpus
 from whichlora.spec.members import Members
 
 _TOOLS = Members[Tool](
@@ -52,6 +52,7 @@ class _Files:
     sources: list[Source]
     gpus: int | None
     trainer: str = ""
+    of_tool: str = ""  # the key whose file is not here, and was taken from the tool
 
     def imported(self) -> Imported:
         script = self._only("command")
@@ -77,6 +78,8 @@ class _Files:
             lambda name: places.get(name, str(shown.path)),
             from_shell=command.options.keys(),
         )
+        if self.of_tool:
+            keys.assume(self.of_tool, OF_TOOL)
         launch = self._launch(main, command, accelerate, values)
         launch = replace(launch, deepspeed_configs=tool.deepspeed_configs)
         return tool.imported(str(shown.path), keys, launch, list(values))
@@ -103,7 +106,14 @@ class _Files:
             if isinstance(name, str):
                 if name in tool.launch_configs:
                     return tool.launch_configs[name]
-                return self._named(main, key, name, "accelerate").values
+                try:
+                    return self._named(main, key, name, "accelerate").values
+                except MissingFileError:
+                    stem = PurePosixPath(name).stem.removeprefix("deepspeed_")
+                    if stem not in tool.launch_configs:
+                        raise
+                self.of_tool = key
+                return tool.launch_configs[stem]
         return {}
 
     def _only(self, kind: Kind) -> Source | None:

@@ -295,7 +295,7 @@ class Tool:
         reads_files: whether it takes a file of its keys; else a command line alone.
         reads_commands: whether a program of another name may take its keys as arguments.
         commands_have: keys of which such a program has one; empty: none is needed.
-        launch_configs: accelerate's files that come with it, by name.
+        launch_configs: accelerate's files that come with it, by name, "deepspeed_" in front or not.
         deepspeed_configs: `zero_optimization` of DeepSpeed's files that come with it, by the name
             of the file without its suffix.
         epochs: the key of passes over the data, and what the tool takes without it.

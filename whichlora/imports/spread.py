@@ -25,6 +25,7 @@ from whichlora.spec.parallel import MOST_GPUS
 _WRAPS = {"TRANSFORMER_BASED_WRAP": "transformer_auto_wrap_policy"}
 # accelerate 1.15, `ShardingStrategy` of FSDP 1 by number
 _SHARDS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+OF_TOOL = "the file is not here; assumed: the one of this name in the tool"
 _ON = ("true", "1", "yes")
 
 
@@ -140,7 +141,7 @@ def _content(keys: Keys, launch: Launch, name: str) -> Mapping[str, Any]:
         zero = launch.deepspeed_configs.get(PurePosixPath(name).stem)
         if zero is None:
             raise
-    keys.assume("deepspeed", "the file is not here; assumed: the one of this name in the tool")
+    keys.assume("deepspeed", OF_TOOL)
     return {"zero_optimization": zero}
 
 

@@ -140,7 +140,7 @@ def dtype(keys: Keys, *names: str, default: str) -> str:
     for name in names:
         if name in keys:
             asked = keys.word(name).removeprefix("torch.")
-            if asked == "auto":
+            if asked.lower() in ("auto", "none"):
                 keys.assume(name, "auto; assumed: a checkpoint in bfloat16")
                 return "bfloat16"
             if asked not in ("float32", "float16", "bfloat16"):
