@@ -318,7 +318,10 @@ def test_a_path_is_a_folder_of_a_model(tmp_path: Path, monkeypatch: pytest.Monke
         ({"samples": 10, "epochs": "2"}, "^epochs: must be a number above 0, .* got '2'"),
         ({"batch_size": []}, "^batch_size: is an empty list; give a value"),
         ({"target_modules": 5}, "target_modules: "),
-        ({"engine": "tracer"}, "^engine: 'tracer' is not known; accepted are auto, ledger, trace"),
+        (
+            {"engine": "tracer"},
+            "^engine: 'tracer' is not known; did you mean trace; accepted are auto, ledger, trace",
+        ),
     ],
 )
 def test_a_value_of_a_wrong_type_is_one_line(settings: dict[str, Any], message: str) -> None:

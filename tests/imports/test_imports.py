@@ -272,13 +272,66 @@ def test_llamafactory_yaml_and_script_say_the_same(tmp_path: Path) -> None:
 def test_llamafactory_with_deepspeed(tmp_path: Path) -> None:
     text = LLAMAFACTORY + "deepspeed: examples/deepspeed/ds_z3_config.json\n"
     paths = files_of(tmp_path, lora_yaml=text, ds_json=json.dumps(DEEPSPEED))
-    with pytest.raises(ConfigError, match=r"lora.yaml:16:1: deepspeed: there is no file"):
-        estimate(gpu=GPU, gpus=4, from_file=paths[:1])
+    (of_the_tool,) = estimate(gpu=GPU, gpus=4, from_file=paths[:1])
     (prediction,) = estimate(gpu=GPU, gpus=4, from_file=paths)
     assert prediction.run.parallel.strategy == "zero3"
     options = dict(prediction.run.parallel.options)
     assert options["overlap_comm"] is False
     assert prediction.run.expandable_segments  # its launcher sets it
+    assert of_the_tool.run.parallel.strategy == "zero3"
+    note = "deepspeed: the file is not here; assumed: the one of this name in the tool"
+    assert any(note in each for each in of_the_tool.notes)
+    assert not any(note in each for each in prediction.notes)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3_bf16", "zero3_bf16_cpuoffload_all"])
+def test_axolotl_s_files_of_deepspeed_need_not_be_here(name: str, tmp_path: Path) -> None:
+    text = AXOLOTL_LORA_8B.replace("load_in_8bit: true", "").replace(
+        "adamw_bnb_8bit", "adamw_torch"
+    )
+    (path,) = files_of(tmp_path, lora_yaml=f"{text}deepspeed: deepspeed_configs/{name}.json\n")
+    (prediction,) = estimate(gpu=GPU, gpus=2, from_file=path)
+    assert prediction.run.parallel.strategy == name[:5]
+    options = dict(prediction.run.parallel.options)
+    assert options["overlap_comm"] is True
+    assert options.get("stage3_max_live_parameters", 0) == 0  # under the field's own name
+    assert bool(options["offload"]) is (name in ("zero2", "zero3_bf16_cpuoffload_all"))
+
+
+def test_a_broken_file_of_deepspeed_is_not_replaced_by_the_tool_s(tmp_path: Path) -> None:
+    text = LLAMAFACTORY + "deepspeed: ds_z3_config.json\n"
+    path, _ = files_of(tmp_path, lora_yaml=text, ds_z3_config_json="{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        estimate(gpu=GPU, gpus=4, from_file=path)
+
+
+def test_deepspeed_s_older_words_for_offload_and_limits_of_zero(tmp_path: Path) -> None:
+    zero = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}
+    files = {
+        "ds_json": json.dumps({"zero_optimization": zero | {"stage3_max_live_parameters": 0}}),
+        "lora_yaml": LLAMAFACTORY + "deepspeed: ds.json\n",
+    }
+    _, path = files_of(tmp_path, **files)
+    read = import_files([path])
+    assert read.settings["offload"] == ("optimizer", "params")
+    assert read.unknown == ()
+    (prediction,) = estimate(gpu=GPU, gpus=2, from_file=path)
+    assert dict(prediction.run.parallel.options)["stage3_max_live_parameters"] == 0
+    flags = ["--parallel", "zero3", "--stage3-max-live-parameters", "0", "--gpus", "2"]
+    assert whichlora("estimate", MODEL, "--gpu", GPU, *flags).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("stated", "frozen"), [("", True), ("freeze_vision_tower: false\n", False)]
+)
+def test_llamafactory_freezes_the_vision_tower_by_default(
+    stated: str, frozen: bool, tmp_path: Path
+) -> None:
+    text = LLAMAFACTORY + stated + "freeze_multi_modal_projector: false\n"
+    read = imported(tmp_path, lora_yaml=text)
+    assert read.settings["freeze_vision_tower"] is frozen
+    noted = any(text.startswith("freeze_multi_modal_projector: ") for text in read.assumed)
+    assert noted is frozen
 
 
 def test_llamafactory_with_fsdp(tmp_path: Path) -> None:
@@ -316,6 +369,8 @@ def test_trl_script(tmp_path: Path) -> None:
     assert any(text.startswith("packing: ") for text in read.assumed)
     # without --use_peft TRL reads none of its keys
     full = imported(tmp_path, full_sh=SFT.replace("--use_peft", ""))
+    text = "use_peft: is off, and lora_r without effect; assumed: no adapters"
+    assert text in full.assumed
     assert full.settings["method"] == "full"
     assert "lora_r" in full.without_effect
 
@@ -378,6 +433,7 @@ def test_llamafactory_s_preferences_have_its_own_trainers(
         (LLAMAFACTORY.replace("stage: sft", "stage: rm"), "rm are not predicted, which train"),
         (LLAMAFACTORY.replace("stage: sft", "stage: ppo"), "ppo are not predicted, which write"),
         (AXOLOTL_QLORA + "rl: grpo\n", "'grpo' is not predicted; dpo, kto, orpo, simpo, ipo are"),
+        (AXOLOTL_QLORA + "rl: true\n", "'true' is not predicted; dpo, kto, orpo, simpo, ipo are"),
         (AXOLOTL_QLORA + "process_reward_model: true\n", "rewards of each step are not"),
     ],
 )
@@ -408,6 +464,17 @@ def test_trl_knows_its_accelerate_configs(
         assert read.unknown == ()
 
 
+def test_trl_s_launch_configurations_need_not_be_here(tmp_path: Path) -> None:
+    file = "examples/accelerate_configs/deepspeed_zero3.yaml"
+    launch = f"accelerate launch --config_file {file} --num_processes 4"
+    read = imported(tmp_path, sft_sh=SFT.replace("python", launch))
+    assert (read.settings["parallel"], read.settings["gpus"]) == ("zero3", 4)
+    told = "config_file: the file is not here; assumed: the one of this name in the tool"
+    assert told in read.assumed
+    with pytest.raises(ConfigError, match=r"there is no file 'my_zero3\.yaml'"):
+        imported(tmp_path, sft_sh=SFT.replace("python", launch.replace(file, "my_zero3.yaml")))
+
+
 def test_trl_grpo(tmp_path: Path) -> None:
     command = SFT.replace("sft.py", "grpo.py").replace("--packing", "--num_generations 4")
     (path,) = files_of(tmp_path, grpo_sh=command.replace("batch_size 2", "batch_size 4"))
@@ -419,9 +486,25 @@ def test_trl_grpo(tmp_path: Path) -> None:
     assert prediction.run.trainer_option("num_generations") == 4
 
 
-@pytest.mark.parametrize("name", ["rloo", "orpo"])
+@pytest.mark.parametrize(
+    ("program", "trainer"),
+    [("reward_modeling", "reward"), ("run-dpo", "dpo"), ("dpo_vlm", "dpo"), ("train", "sft")],
+)
+def test_the_name_of_a_program_says_its_trainer_and_the_answer_says_so(
+    program: str, trainer: str, tmp_path: Path
+) -> None:
+    text = SFT.replace("sft.py", f"{program}.py").replace("--packing", "")
+    (path,) = files_of(tmp_path, train_sh=text)
+    read = import_files([path])
+    assert read.settings.get("trainer", "sft") == trainer
+    assert f"{program}: taken as TRL's {trainer} unless --trainer is given" in read.assumed
+    assert import_files([path], trainer="kto").settings["trainer"] == "kto"
+
+
+@pytest.mark.parametrize("name", ["rloo", "orpo", "online_dpo_vlm"])
 def test_a_trainer_whose_files_are_not_read_is_refused(name: str, tmp_path: Path) -> None:
     read = imported(tmp_path, script_sh=SFT.replace("sft.py", f"{name}.py"))
+    name = name.removesuffix("_vlm")
     assert f"{name} is not read; sft, dpo, kto, grpo, reward are" in read.refused["trainer"]
 
 
@@ -438,6 +521,79 @@ def test_launchers_say_how_many_gpus(launch: str, gpus: int, nodes: int, tmp_pat
     read = imported(tmp_path, sft_sh=SFT.replace("python", launch))
     assert (read.settings["gpus"], read.settings.get("nodes", 1)) == (gpus, nodes)
     assert read.settings["parallel"] == "ddp"
+
+
+def test_a_variable_of_options_is_split_as_the_shell_splits_it(tmp_path: Path) -> None:
+    text = f"""GPUS=4
+DISTRIBUTED_ARGS="
+    --nproc_per_node $GPUS \\
+    --nnodes 2
+"
+ARGS="--model_name_or_path {MODEL} --block_size 256"
+torchrun $DISTRIBUTED_ARGS run_clm.py ${{ARGS}} --run_name "a b" --bf16 True "$@"
+"""
+    read = imported(tmp_path, clm_sh=text)
+    assert (read.settings["gpus"], read.settings["nodes"]) == (8, 2)
+    assert (read.settings["model"], read.settings["seq_len"]) == (MODEL, 256)
+    assert read.settings["precision"] == "bf16"
+
+
+def test_an_array_of_options_is_read(tmp_path: Path) -> None:
+    text = f"""ARGS=(
+  --model_name_or_path "{MODEL}"   # the base
+  # --lora_r 8
+  --use_peft
+)
+ARGS+=(--lora_r 4)
+MORE="--max_length 256"
+MORE+=" --bf16"
+COMMAND=(accelerate launch --num_processes 4 sft.py)
+"${{COMMAND[@]}}" "${{ARGS[@]}}" $MORE --dataset_name x
+"""
+    read = imported(tmp_path, sft_sh=text)
+    assert (read.settings["model"], read.settings["method"]) == (MODEL, "lora")
+    assert (read.settings["r"], read.settings["seq_len"]) == (4, 256)
+    assert read.settings["gpus"] == 4
+
+
+def test_a_number_of_nodes_that_the_cluster_says_is_not_one(tmp_path: Path) -> None:
+    launch = "srun torchrun --nnodes $SLURM_NNODES --nproc_per_node 8"
+    assert "gpus" not in imported(tmp_path, sft_sh=SFT.replace("python", launch)).settings
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("$(($TOTAL/$NUM_GPUS/2))", 16),
+        ("$(( TOTAL / (NUM_GPUS) ))", None),  # brackets within are not read
+        ("$(( ${TOTAL} % 3 + 1 ))", 3),
+        ("$((9**9**9))", None),
+        ("$((TOTAL/0))", None),
+        ("$(($OTHER*2))", None),
+        ("$((99999999*99999999))", None),
+    ],
+)
+def test_whole_numbers_of_a_script_are_computed(
+    text: str, steps: int | None, tmp_path: Path
+) -> None:
+    script = f"""TOTAL=128
+NUM_GPUS=4
+STEPS={text}
+{SFT.strip()} --gradient_accumulation_steps $STEPS
+"""
+    if steps is None:
+        with pytest.raises(ConfigError):
+            imported(tmp_path, sft_sh=script)
+    else:
+        read = imported(tmp_path, sft_sh=script)
+        assert read.settings["gradient_accumulation_steps"] == steps
+
+
+def test_a_number_of_gpus_that_the_machine_says_is_not_known(tmp_path: Path) -> None:
+    text = "GPUS=$(nvidia-smi -L | wc -l)\n" + SFT.replace(
+        "python", "torchrun --nproc_per_node $GPUS"
+    )
+    assert "gpus" not in imported(tmp_path, sft_sh=text).settings
 
 
 def test_accelerate_options_of_fsdp(tmp_path: Path) -> None:
@@ -458,6 +614,128 @@ def test_a_script_of_the_trainer(tmp_path: Path) -> None:
     assert (read.settings["method"], read.settings["seq_len"]) == ("full", 512)
     assert read.unknown == ("my_option",)
     assert "torch_compile: is not predicted; assumed: eager kernels" in read.assumed
+
+
+QWEN = f"""torchrun --nproc_per_node 2 finetune.py --model_name_or_path {MODEL} --bf16 True \\
+    --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --model_max_length 512 \\
+    --gradient_checkpointing --lora_r 64 --lora_dropout 0"""
+
+
+def test_a_script_of_its_own_with_more_arguments_of_the_trainer_is_not_trl_s(
+    tmp_path: Path,
+) -> None:
+    read = imported(tmp_path, finetune_sh=QWEN + " --use_lora False")
+    assert (read.tool, read.settings["seq_len"]) == ("transformers", 512)
+    assert (read.settings["method"], read.refused) == ("full", {})
+
+
+@pytest.mark.parametrize("asking", ["", " --use_lora", " --q_lora True"])
+def test_adapters_of_a_script_of_its_own_are_refused_unless_the_user_names_a_method(
+    asking: str, tmp_path: Path
+) -> None:
+    (path,) = files_of(tmp_path, finetune_sh=QWEN + asking)
+    with pytest.raises(ConfigError, match="adapters that a script of its own makes are not read"):
+        estimate(gpu=GPU, from_file=path)
+    (prediction,) = estimate(gpu=GPU, from_file=path, method="qlora")
+    assert (prediction.run.method, prediction.run.r) == ("qlora", 64)
+
+
+@pytest.mark.parametrize(
+    ("program", "task", "length"),
+    [
+        ("run_glue", "sequence-classification", 128),
+        ("run_qa", "question-answering", 384),
+        ("run_mlm", "", 2048),  # of no script: what is assumed
+    ],
+)
+def test_an_example_of_transformers_trains_its_task_in_the_dtype_of_its_checkpoints(
+    program: str, task: str, length: int, tmp_path: Path
+) -> None:
+    text = f"python {program}.py --model_name_or_path google-bert/bert-base-cased "
+    (path,) = files_of(tmp_path, run_sh=text + "--dataset_name mrpc --do_train")
+    read = import_files([path])
+    assert read.tool == "transformers"
+    assert "dtype: is missing; assumed: a checkpoint in float32" in read.assumed
+    assert "per_device_train_batch_size: is missing; assumed: 8" in read.assumed
+    (prediction,) = estimate(gpu=GPU, from_file=path)
+    run = prediction.run
+    assert (run.task, run.seq_len, run.precision) == (task, length, "fp32")
+
+
+def test_an_example_of_transformers_for_sound_is_read(tmp_path: Path) -> None:
+    text = "python run_speech_recognition_seq2seq.py --model_name_or_path openai/whisper-tiny "
+    text += "--dataset_name mozilla-foundation/common_voice_11_0 --fp16 --freeze_encoder"
+    (path,) = files_of(tmp_path, asr_sh=text)
+    (prediction,) = estimate(gpu=GPU, from_file=path)
+    assert prediction.run.base_dtype == "float32"
+    assert any("freeze_encoder: is not predicted" in note for note in prediction.notes)
+
+
+@pytest.mark.parametrize(("switch", "attn"), [("true", "flash_attention_2"), ("false", "sdpa")])
+def test_a_switch_of_attention_is_that_of_older_versions(
+    switch: str, attn: str, tmp_path: Path
+) -> None:
+    lines = [line for line in LLAMAFACTORY.splitlines() if "flash_attn" not in line]
+    text = "\n".join([*lines, f"flash_attn: {switch}\n"])
+    assert imported(tmp_path, lora_yaml=text).settings["attn"] == attn
+
+
+def test_a_script_with_ranks_as_llamafactory_calls_them_is_not_its(tmp_path: Path) -> None:
+    command = f"torchrun --nproc_per_node 2 finetune.py --model_name_or_path {MODEL} "
+    command += "--lora_rank 64 --lora_alpha 16 --max_seq_length 512 --use_lora"
+    read = imported(tmp_path, own_sh=command)
+    assert (read.tool, read.settings["seq_len"]) == ("transformers", 512)
+    of_its_own = imported(tmp_path, own_sh=f"{command} --stage sft --cutoff_len 256")
+    assert (of_its_own.tool, of_its_own.settings["seq_len"]) == ("llamafactory", 256)
+
+
+def test_a_script_with_words_of_axolotl_is_not_axolotl_s(tmp_path: Path) -> None:
+    words = "--micro_batch_size 8 --lora_r 16 --num_epochs 3"
+    with pytest.raises(ConfigError, match=r"finetune is of no tool .*; give the settings as"):
+        imported(tmp_path, lora_sh=f"python finetune.py --base_model {MODEL} {words}")
+    text = "accelerate launch scripts/finetune.py axolotl.yaml --micro_batch_size 4"
+    _, path = files_of(tmp_path, axolotl_yaml=AXOLOTL_QLORA, old_sh=text)
+    assert import_files([path]).tool == "axolotl"
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ("--enable_fsdp --fsdp_config.pure_bf16", "enable_fsdp: how a script of its own spreads"),
+        ("--zero_stage 2 --deepspeed", "zero_stage: how a script of its own spreads"),
+        ("--deepspeed", "deepspeed: is a switch, which names no file"),
+    ],
+)
+def test_a_script_that_spreads_a_run_in_its_own_words_is_refused(
+    words: str, fault: str, tmp_path: Path
+) -> None:
+    text = f"torchrun --nproc_per_node 2 finetuning.py --model_name_or_path {MODEL} {words}"
+    (path,) = files_of(tmp_path, own_sh=text)
+    with pytest.raises(ConfigError, match=fault):
+        estimate(gpu=GPU, from_file=path)
+    (prediction,) = estimate(gpu=GPU, from_file=path, parallel="fsdp")
+    assert prediction.run.parallel.strategy == "fsdp"
+
+
+@pytest.mark.parametrize("command", ["NPROC_PER_NODE=2 swift sft", "tune run lora --config x"])
+def test_a_command_of_a_tool_that_is_not_known_is_no_yaml(command: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no command that trains; accepted are accelerate"):
+        imported(tmp_path, train_sh=f"{command} --model {MODEL} --lora_rank 8")
+
+
+def test_an_evaluation_of_more_rows_at_once_than_a_step_is_told(tmp_path: Path) -> None:
+    told = "per_device_eval_batch_size: evaluation reads 8 rows at once, training 2"
+    for stated, is_told in (
+        ("", False),  # off by default
+        ("eval_strategy: 'no'\n", False),
+        ("eval_strategy: steps\n", True),  # 8 by default
+        ("evaluation_strategy: epoch\nper_device_eval_batch_size: 8\n", True),
+        ("eval_strategy: steps\nper_device_eval_batch_size: 2\n", False),
+    ):
+        text = LLAMAFACTORY.replace("train_batch_size: 1", "train_batch_size: 2") + stated
+        read = imported(tmp_path, lora_yaml=text)
+        assert read.settings["batch_size"] == 2
+        assert any(each.startswith(told) for each in read.assumed) is is_told
 
 
 def test_a_script_of_pairs_has_two_lengths(tmp_path: Path) -> None:
@@ -501,6 +779,9 @@ def test_what_goes_with_a_setting_of_the_file_falls_with_it(tmp_path: Path) -> N
     assert (of_file.run.base_dtype, of_file.run.loss_head) == ("float32", "trl-fused")
     (pure,) = estimate(gpu=GPU, from_file=path, precision="bf16-pure", trainer="loop")
     assert (pure.run.base_dtype, pure.run.loss_head) == ("auto", "hf")
+    for settings in ({"method": "qlora"}, {"method": "lora", "quant": "int8"}):  # without a dtype
+        (stored,) = estimate(gpu=GPU, from_file=path, **settings)
+        assert stored.run.base_dtype == "auto"
 
 
 def test_one_gpu_divides_nothing_and_offload_there_is_refused(tmp_path: Path) -> None:

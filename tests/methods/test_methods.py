@@ -119,7 +119,9 @@ def test_peft_resolves_all_linear_itself() -> None:
 
 
 def test_an_unknown_method_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'veera' is not known; accepted are full, lora, qlora"):
+    with pytest.raises(
+        ConfigError, match="'veera' is not known; did you mean vera; accepted are full, lora, qlora"
+    ):
         get_method("veera")
 
 

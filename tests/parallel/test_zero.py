@@ -189,6 +189,12 @@ def test_without_reuse_modules_are_gathered_ahead_alone() -> None:
     assert live(max_reuse=1, max_live=1).first_layer == 10
 
 
+def test_nothing_is_gathered_ahead_or_kept_where_the_limits_are_zero() -> None:
+    assert live(max_reuse=0, max_live=0, prefetch=0) == live(max_reuse=1, max_live=1)
+    limits = [option for option in zero3.STRATEGY.options if option.name.startswith("stage3_")]
+    assert [option.checked(0) for option in limits] == [0] * 4
+
+
 def test_layers_near_the_loss_stay_for_the_backward() -> None:
     assert live(max_reuse=101, max_live=1).loss == 50 + 10
     assert live(max_reuse=121, max_live=1).loss == 50 + 20
@@ -284,13 +290,25 @@ def test_offloaded_parameters_are_on_the_host() -> None:
     assert moved == pytest.approx(2 * MODEL.num_params / 8, rel=1e-3)
 
 
+@pytest.mark.parametrize("strategy", STAGES)
+def test_an_offloaded_optimizer_is_deepspeed_s_adam_whatever_was_asked(strategy: str) -> None:
+    options = {"offload": ("optimizer",)}
+    adam, other = (
+        predicted(strategy, options=options, optimizer=name)
+        for name in ("adamw_torch", "adamw_8bit")
+    )
+    assert other.memory.device_used_bytes == adam.memory.device_used_bytes
+    assert other.several_gpus.ranks == adam.several_gpus.ranks
+    assert "offload: accelerate replaces the optimizer by DeepSpeedCPUAdam" in other.notes
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (a_run("zero2", options={"offload": ("optimizer",)}, optimizer="sgd"), "CPU Adam"),
+        (a_run("zero2", options={"offload": ("optimizer",)}, optimizer="lion"), "on the host"),
         (a_run("zero2", options={"offload": ("params",)}), "accepted are optimizer"),
         (a_run("zero3", method="qlora", quant="int8"), "use zero2"),
         (a_run("zero3", method="qlora", quant="gptq-int4"), "are buffers"),
@@ -311,6 +329,10 @@ def test_the_trainer_gets_deepspeeds_own_file() -> None:
     assert zero["stage3_prefetch_bucket_size"] == "auto"
     assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
     assert "offload_optimizer" not in zero
+    none_ahead = a_run("zero3", options={"stage3_prefetch_bucket_size": 0})
+    _, spread = a_rank(none_ahead)
+    config = get_strategy("zero3").training_arguments(none_ahead, spread)["deepspeed"]
+    assert config["zero_optimization"]["stage3_prefetch_bucket_size"] == 0
 
 
 @pytest.mark.parametrize("strategy", STAGES)

@@ -119,7 +119,9 @@ def test_narrow_pixels_need_weights_of_their_dtype(
 
 def test_sft_trains_on_images_where_its_fused_head_finds_the_states() -> None:
     assert job(trainer="sft").run.loss_head == "trl-fused"
-    with pytest.raises(ConfigError, match=r"^images: are not predicted for trainer sft"):
+    with pytest.raises(
+        ConfigError, match=r"^images: are not predicted for loss_head trl-fused, but for hf"
+    ):
         job(LLAMA4, trainer="sft")
 
 
@@ -189,6 +191,16 @@ def test_a_frozen_tower_that_texts_leave_on_the_disk_keeps_the_layers_that_they_
         for freezes in (True, False)
     )
     assert frozen == plain != ()
+
+
+@pytest.mark.parametrize("images", [0, 1])
+def test_a_frozen_tower_has_each_of_its_matrices_once_and_no_adapter(images: int) -> None:
+    adapted = job(images=images, method="qlora").model
+    frozen = job(images=images, method="qlora", freeze_vision_tower=True).model
+    sizes = [[x.num_params for x in model.idle_linears] for model in (adapted, frozen)]
+    assert sizes[0] == sizes[1]
+    assert any(linear.rank_multiple for linear in adapted.idle_linears)
+    assert not any(linear.rank_multiple for linear in frozen.idle_linears)
 
 
 def test_a_tower_that_several_layers_attend_to_goes_backward_once() -> None:

@@ -41,6 +41,12 @@ def test_a_name_that_no_layer_has_lists_those_it_has() -> None:
         resolve_targets(model(), ("c_attn",))
 
 
+def test_the_head_and_the_embedding_are_no_targets_and_the_answer_says_what_is() -> None:
+    for name in ("lm_head", "embed_tokens"):
+        with pytest.raises(ConfigError, match=f"{name}' is not predicted; .* modules_to_save"):
+            resolve_targets(model(), ("q_proj", name))
+
+
 def test_one_name_can_mean_matrices_of_different_shape() -> None:
     spec = model("openai-community/gpt2")
     found = adapted(spec.groups[0].layer, resolve_targets(spec, ("c_proj",)))

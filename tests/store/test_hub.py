@@ -39,6 +39,12 @@ def test_a_missing_path_is_not_looked_up_on_the_hub() -> None:
         load_model("./nothing/here")
 
 
+def test_a_missing_path_that_is_called_like_a_model_is_answered_with_it() -> None:
+    fault = r"no such file or folder; check the path, or .*: Qwen/Qwen2-7B-Instruct, "
+    with pytest.raises(ConfigError, match=fault):
+        load_model("/mnt/raid0/Qwen2-7B-Instruct")
+
+
 def test_the_page_of_a_model_is_answered_with_its_hub_id() -> None:
     with pytest.raises(ConfigError, match=r"is a page; give the hub id, 'Qwen/Qwen2\.5-7B'"):
         load_model("https://huggingface.co/Qwen/Qwen2.5-7B")

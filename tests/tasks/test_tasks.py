@@ -118,7 +118,11 @@ def test_a_trainer_for_one_task_implies_it_and_a_task_its_trainer() -> None:
         ),
         (LLAMA, {"task": "reranking", "trainer": "dpo"}, "trainer: dpo does not train task rerank"),
         (LLAMA, {"task": "reranking", "loss_head": "liger"}, "loss_head: liger is of a vocabulary"),
-        ("google-t5/t5-small", {"task": "token-classification"}, "of t5 is not predicted"),
+        (
+            "google-t5/t5-small",
+            {"task": "token-classification"},
+            "of t5 is not predicted; no other task is, so",
+        ),
         ("google/gemma-2-2b", {"task": "question-answering"}, "known of it are sequence-class"),
         (BERT, {"task": "reward"}, "models that continue a text"),
     ],

@@ -16,6 +16,7 @@ from whichlora.spec.options import OptionValue
 from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.spec.run import image_sides
+from whichlora.spec.words import unknown
 from whichlora.text import visible
 
 if TYPE_CHECKING:
@@ -118,9 +119,7 @@ def words(setting: str, accepted: tuple[str, ...] | None = None) -> Callable[...
                 shown = setting if setting == "model" else f"--{setting}"  # an argument
                 raise ConfigError(f"{shown}: has an empty name in {value!r}")
             if accepted is not None and word not in accepted:
-                raise ConfigError(
-                    f"--{setting}: {word!r} is not known; accepted are {', '.join(accepted)}"
-                )
+                raise ConfigError(unknown(f"--{setting}", word, accepted))
         return names
 
     return split
@@ -136,8 +135,14 @@ def split_models(ctx: click.Context, param: click.Parameter, value: tuple[str, .
     ]
 
 
-def counts(setting: str, *, most: int = _MAX_COUNT) -> Callable[..., list[int]]:
-    """A click callback: comma list of whole numbers from 1 to `most`."""
+def counts(
+    setting: str, *, least: int = 1, most: int = _MAX_COUNT, also: str = ""
+) -> Callable[..., list[int]]:
+    """A click callback: comma list of whole numbers from `least` to `most`.
+
+    Args:
+        also: what else is accepted, as the end of a refusal.
+    """
 
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
         numbers = []
@@ -145,11 +150,11 @@ def counts(setting: str, *, most: int = _MAX_COUNT) -> Callable[..., list[int]]:
             try:
                 count = int(word)
             except ValueError:
-                count = 0
-            if not 1 <= count <= most:
+                count = least - 1
+            if not least <= count <= most:
                 raise ConfigError(
-                    f"--{setting}: {word.strip()[:40]!r} is not a whole number from 1 to "
-                    f"{most}; give one, or several with commas"
+                    f"--{setting}: {word.strip()[:40]!r} is not a whole number from {least} to "
+                    f"{most}; give one, or several with commas{also}"
                 )
             numbers.append(count)
         return numbers
@@ -169,7 +174,7 @@ def counts_if_any(setting: str) -> Callable[..., list[int] | None]:
 
 def counts_or_max(setting: str) -> Callable[..., list[int] | str]:
     """A click callback: comma list of whole numbers, or "max" alone."""
-    listed = counts(setting)
+    listed = counts(setting, also=f", or {MAX}")
 
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int] | str:
         words = [word.strip() for word in value.split(",")]
@@ -204,7 +209,9 @@ def fractions(setting: str) -> Callable[..., list[float]]:
 def versions(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Any, ...]:
     """A click callback: comma list of library=version."""
     pairs = [word.partition("=") for word in value.split(",") if word.strip()]
-    return tuple(sorted((library.strip(), version.strip()) for library, _, version in pairs))
+    return tuple(  # "==" is how pip writes it
+        sorted((library.strip(), version.lstrip("=").strip()) for library, _, version in pairs)
+    )
 
 
 def image_size(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:

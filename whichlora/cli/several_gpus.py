@@ -112,7 +112,9 @@ def _flag(name: str, options: list[Option], users: list[str]) -> click.Option:
     else:
         default = "" if first.default is None else str(first.default)
     accepted = choices or None
-    read: Callable[..., list[Any]] = words(word, accepted) if choices else counts(word)
+    read: Callable[..., list[Any]] = (
+        words(word, accepted) if choices else counts(word, least=first.least)
+    )
     option = click.Option(
         [f"--{word}"],
         callback=_together(read) if isinstance(first.default, tuple) else _listed(read),

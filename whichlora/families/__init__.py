@@ -147,10 +147,9 @@ def with_label_head(model: ModelSpec, task: str, *, num_labels: int) -> ModelSpe
     """
     head = dict(model.label_heads).get(task)
     if head is None:
-        raise ConfigError(
-            f"task: {task} of {model.model_type} is not predicted; known of it are "
-            f"{', '.join(name for name, _ in model.label_heads) or 'none'}"
-        )
+        known = ", ".join(name for name, _ in model.label_heads)
+        hint = f"known of it are {known}" if known else "no other task is, so leave task out"
+        raise ConfigError(f"task: {task} of {model.model_type} is not predicted; {hint}")
     projection = replace(head.projection, out_features=num_labels)
     return replace(
         model,

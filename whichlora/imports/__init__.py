@@ -7,16 +7,16 @@ A package adds its own importer with an entry point in the group `whichlora.impo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.imports import axolotl, llamafactory, trainer, trl
 from whichlora.imports.base import Imported, Keys, Launch, Tool
 from whichlora.imports.command import Command
-from whichlora.imports.files import Kind, Source, find_file, read_source
-from whichlora.imports.spread import number_of_gpus
+from whichlora.imports.files import Kind, MissingFileError, Source, find_file, read_source
+from whichlora.imports.spread import OF_TOOL, number_of_gpus
 from whichlora.spec.members import Members
 
 _TOOLS = Members[Tool](
@@ -36,7 +36,7 @@ def import_files(paths: Sequence[Path], *, gpus: int | None = None, trainer: str
     Args:
         paths: one of a tool or of a command; accelerate's YAML and DeepSpeed's JSON beside it.
         gpus: how many the user asks for, whatever the files say.
-        trainer: whose file the user says it is, where it does not name its program.
+        trainer: whose file the user says it is, whatever its program is called.
 
     Raises:
         ConfigError: a file that can't be read, or of no known tool; a value of a wrong type.
@@ -52,6 +52,7 @@ class _Files:
     sources: list[Source]
     gpus: int | None
     trainer: str = ""
+    of_tool: str = ""  # the key whose file is not here, and was taken from the tool
 
     def imported(self) -> Imported:
         script = self._only("command")
@@ -67,7 +68,7 @@ class _Files:
             )
         shown = settings or main
         values = {**shown.values, **command.options}
-        tool = _tool_of(main, command.program, values)
+        tool = _tool_of(shown, command.program, values)
         accelerate = self._accelerate(main, tool, command.launcher_options, values)
         for name in (_ACCELERATE, "config"):
             values.pop(name, None)
@@ -77,7 +78,10 @@ class _Files:
             lambda name: places.get(name, str(shown.path)),
             from_shell=command.options.keys(),
         )
+        if self.of_tool:
+            keys.assume(self.of_tool, OF_TOOL)
         launch = self._launch(main, command, accelerate, values)
+        launch = replace(launch, deepspeed_configs=tool.deepspeed_configs)
         return tool.imported(str(shown.path), keys, launch, list(values))
 
     def _configuration(self, script: Source | None, command: Command) -> Source | None:
@@ -102,7 +106,14 @@ class _Files:
             if isinstance(name, str):
                 if name in tool.launch_configs:
                     return tool.launch_configs[name]
-                return self._named(main, key, name, "accelerate").values
+                try:
+                    return self._named(main, key, name, "accelerate").values
+                except MissingFileError:
+                    stem = PurePosixPath(name).stem.removeprefix("deepspeed_")
+                    if stem not in tool.launch_configs:
+                        raise
+                self.of_tool = key
+                return tool.launch_configs[stem]
         return {}
 
     def _only(self, kind: Kind) -> Source | None:
@@ -153,7 +164,8 @@ class _Files:
             accelerate=config,
             environment=command.environment,
             has_launcher=bool(command.launcher) and command.launcher != "python",
-            program=command.program or self.trainer,
+            program=command.program,
+            trainer=self.trainer,
             read_file=read_file,
         )
 
@@ -186,25 +198,25 @@ def _gpus_and_nodes(
     if str(accelerate.get("distributed_type", "")).upper() == "NO":
         return 1, 1
     if "num_processes" in accelerate:
-        nodes = number_of_gpus(where, accelerate.get("num_machines", 1))
-        return number_of_gpus(where, accelerate["num_processes"]), nodes or 1
+        machines = number_of_gpus(where, accelerate.get("num_machines", 1))
+        return number_of_gpus(where, accelerate["num_processes"]), machines or 1
     if command.launcher == "deepspeed":
-        nodes = number_of_gpus(where, option("num_nodes") or 1) or 1
-        each = option("num_gpus")
+        nodes, each = option("num_nodes") or 1, option("num_gpus")
     elif command.launcher == "torchrun":
-        nodes = number_of_gpus(where, option("nnodes") or 1) or 1
-        each = option("nproc_per_node") or 1
+        nodes, each = option("nnodes") or 1, option("nproc_per_node") or 1
     else:
-        nodes = number_of_gpus(where, environment.get("NNODES", 1)) or 1
-        each = environment.get("NPROC_PER_NODE")
+        nodes, each = environment.get("NNODES", 1), environment.get("NPROC_PER_NODE")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if each is None and visible and (command.launcher or command.program.startswith(_CLI)):
         each = len([device for device in visible.split(",") if device.strip()])
-    return number_of_gpus(where, each, nodes), nodes
+    return number_of_gpus(where, each, nodes), number_of_gpus(where, nodes) or 1
 
 
 def _tool_of(main: Source, program: str, values: Mapping[str, Any]) -> Tool:
     """The tool whose program it is, or else the one that has most of its marks.
+
+    Args:
+        main: the configuration, or else the command.
 
     Raises:
         ConfigError: none names its model so.
@@ -213,16 +225,23 @@ def _tool_of(main: Source, program: str, values: Mapping[str, Any]) -> Tool:
     for tool in tools.values():
         if program in tool.programs:
             return tool
+    is_command = main.kind == "command"
+    reading = [
+        tool for tool in tools.values() if (tool.reads_commands if is_command else tool.reads_files)
+    ]
     candidates = [
         tool
-        for tool in tools.values()
-        if tool.models & values.keys() and (tool.reads_files or main.kind == "command")
+        for tool in reading
+        if tool.models & values.keys()
+        and not (is_command and tool.commands_have.isdisjoint(values) and tool.commands_have)
     ]
     if not candidates:
-        names = sorted({name for tool in tools.values() for name in tool.models})
+        names = ", ".join(sorted({name for tool in reading for name in tool.models}))
+        what = f"{program} is" if is_command else "is"
         raise ConfigError(
-            f"{main.path}: is of no tool that is known; known are {', '.join(tools)}, whose files "
-            f"have one of the keys {', '.join(names)}"
+            f"{main.path}: {what} of no tool that is known; known are {', '.join(tools)}, whose "
+            f"{'arguments' if is_command else 'files'} have one of the keys {names}; give the "
+            "settings as options instead"
         )
     return max(candidates, key=lambda tool: len(tool.marks & values.keys()))
 

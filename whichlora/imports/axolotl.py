@@ -60,6 +60,28 @@ _DIVIDES = (
     "sequence_parallel_degree",
     "expert_parallel_size",
 )
+# `deepspeed_configs` of Axolotl 0.18
+_HOST = {"device": "cpu"}
+_ZERO_3: Mapping[str, Any] = {
+    "stage": 3,
+    "overlap_comm": True,
+    **dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), "auto"),
+    "stage3_param_persistence_threshold": "auto",
+    "max_live_parameters": 0,
+    "max_reuse_distance": 0,
+}
+_DEEPSPEED: Mapping[str, Mapping[str, Any]] = {
+    "zero1": {"stage": 1, "overlap_comm": True},
+    "zero2": {"stage": 2, "overlap_comm": True, "offload_optimizer": _HOST},
+    "zero3": _ZERO_3,
+    "zero3_bf16": _ZERO_3,
+    "zero3_bf16_cpuoffload_params": {**_ZERO_3, "offload_param": _HOST},
+    "zero3_bf16_cpuoffload_all": {
+        **_ZERO_3,
+        "offload_param": _HOST,
+        "offload_optimizer": _HOST,
+    },
+}
 _RL = {rl: library_class for library_class, (rl, _, _) in PREFERENCES.items()}
 _RL_LOSSES = {"ipo": ("dpo", "ipo")}  # `set_training_args_kwargs` of core/trainers/dpo
 _REWARD = "trl.RewardTrainer"
@@ -148,7 +170,7 @@ def _adapter(keys: Keys) -> dict[str, Any]:
 
 def _assume_kernels(keys: Keys, *, default: bool) -> None:
     """Axolotl turns its LoRA kernels on by itself (`check_auto_enable_lora_kernels`)."""
-    by_default = default and not keys.word("rl") and not keys.flag("trust_remote_code")
+    by_default = default and not _rl(keys) and not keys.flag("trust_remote_code")
     turned_on = [name for name in _LORA_KERNELS if keys.flag(name, by_default)]
     turned_on = [name for name in turned_on if name in keys or name != _LORA_KERNELS[-1]]
     if turned_on:
@@ -200,8 +222,16 @@ def _liger(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _rl(keys: Keys) -> str:
+    """How it learns preferences; older files have a switch in place of a name."""
+    asked = keys.raw("rl")
+    if isinstance(asked, bool):
+        return "true" if asked else ""
+    return keys.word("rl")
+
+
 def _trainer(keys: Keys) -> dict[str, Any]:
-    rl = keys.word("rl")
+    rl = _rl(keys)
     if keys.flag("process_reward_model"):
         keys.refuse("trainer", "process_reward_model", "rewards of each step are not predicted")
     kernels = _liger(keys)
@@ -252,6 +282,8 @@ TOOL = Tool(
     ),
     programs=frozenset({"axolotl train", "axolotl.cli.train"}),
     read=_read,
+    deepspeed_configs=_DEEPSPEED,
+    reads_commands=False,
     epochs=("num_epochs", 1.0),
     without_effect=(
         *WITHOUT_EFFECT,
@@ -289,14 +321,14 @@ TOOL = Tool(
         "tiled_mlp": "the model's own MLP",
         "fp32_norms": "norms in the dtype of the weights",
         "batch_size": "gradient_accumulation_steps of the file",
-        "unfrozen_parameters": "all parameters are trained",
+        "unfrozen_parameters": "what is trained without it",
         "lora_rank_pattern": "lora_r everywhere",
         "lora_target_parameters": "adapters on target_modules alone",
         "peft_layers_to_transform": "adapters in every layer",
         "peft_trainable_token_indices": "no trained tokens",
         "bnb_config_kwargs": "double quantisation",
         "relora": "plain LoRA",
-        "lisa_n_layers": "all parameters are trained",
+        "lisa_n_layers": "what is trained without it",
         "resize_token_embeddings_to_32x": "the vocabulary of the model",
         "gpu_memory_limit": "the GPU's memory",
         "qat": "16 bit",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,8 @@ class Launch:
         accelerate: accelerate's config file, or the same keys as options of its launcher.
         environment: variables that the command sets.
         has_launcher: another program than the tool's own starts the processes.
+        trainer: whose file the user says it is; empty is not said.
+        deepspeed_configs: those of the tool.
         read_file: JSON file that another file names → its content.
     """
 
@@ -72,6 +75,8 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     has_launcher: bool = False
     program: str = ""
+    trainer: str = ""
+    deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     read_file: Callable[[str, str], Mapping[str, Any]] = lambda where, name: {}
 
 
@@ -117,6 +122,22 @@ class Keys:
         if name in self._from_shell and isinstance(value, str) and "$" in value:
             raise self.fault(name, "has a variable that the file does not set; write the value")
         return value
+
+    def switched_on(self, words: Collection[str], *, without: Collection[str] = ()) -> str:
+        """A key with one of `words` in its name that is on; empty where none is.
+
+        Those in `without` do not count.
+
+        Switches decide where there are some: numbers beside one that is off ask for nothing.
+        """
+        named = [
+            name
+            for name in self._values
+            if name not in without and not set(re.split(r"[_.]", name)).isdisjoint(words)
+        ]
+        texts = {name: str(self._values[name]).lower() for name in named}
+        switches = [name for name in named if texts[name] in ("true", "yes", "false", "no")]
+        return next((name for name in switches or named if _is_on(texts[name])), "")
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.raw(name)
@@ -272,7 +293,11 @@ class Tool:
             means every key that starts so.
         unmodelled: keys that do, and what is predicted where they are on.
         reads_files: whether it takes a file of its keys; else a command line alone.
-        launch_configs: accelerate's files that come with it, by name.
+        reads_commands: whether a program of another name may take its keys as arguments.
+        commands_have: keys of which such a program has one; empty: none is needed.
+        launch_configs: accelerate's files that come with it, by name, "deepspeed_" in front or not.
+        deepspeed_configs: `zero_optimization` of DeepSpeed's files that come with it, by the name
+            of the file without its suffix.
         epochs: the key of passes over the data, and what the tool takes without it.
     """
 
@@ -285,7 +310,10 @@ class Tool:
     without_effect: Collection[str] = ()
     unmodelled: Mapping[str, str] = field(default_factory=dict)
     reads_files: bool = True
+    reads_commands: bool = True
+    commands_have: frozenset[str] = frozenset()
     launch_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     epochs: tuple[str, float] = ("num_train_epochs", 3.0)
 
     def imported(self, path: str, keys: Keys, launch: Launch, names: Collection[str]) -> Imported:

@@ -1,10 +1,13 @@
 """A shell script → the command that trains: its program, its arguments, and its launcher.
 
-Nothing is run and nothing is expanded but variables that the script itself sets.
+Nothing is run and nothing is expanded but variables that the script itself sets, and whole numbers
+in `$(( ))`.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +19,27 @@ from whichlora.errors import ConfigError
 
 _ENDS = ";&|<>()"
 _MOST_JOINED_LINES = 200  # of one quoted text
-_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}$]*))?\})")
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\]|:?-([^{}$]*))?\})")
+_ARRAY = re.compile(r"^([ \t]*(?:\w+ )?\w+)(\+?)=\(([^()]*)\)", re.MULTILINE)
+_WHOLE_ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}")
+_ARGUMENTS = ("$@", "$*")  # of the script itself
+_ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
+_MARKED = re.compile("\x00([^\x00]*)\x00")  # which the lexer leaves whole
+_NAME = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_MOST_FACTOR = 10**9  # keeps a product of a hostile script small
 _FLAG = re.compile(r"--?[A-Za-z]")
 _BEFORE = frozenset({"exec", "nohup", "time", "srun", "sudo", "env"})
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _PYTHON = re.compile(r"python[\d.]*")
+_WITH_FLAGS = re.compile(r"^[^#:'\"\n]+\s--[A-Za-z]", re.MULTILINE)  # no line of YAML has that
 _CLI = {"trl": "", "llamafactory-cli": "train", "axolotl": "train"}  # which take a subcommand
 _COMMAND = re.compile(
     r"^\s*(?:\w+=\S*\s+)*(?:(?:exec|nohup|time|srun)\s+)*"
@@ -52,8 +70,8 @@ class Command:
 
 
 def is_script(text: str) -> bool:
-    """Whether `text` is a shell script, or one command line, that trains."""
-    return text.startswith("#!") or _COMMAND.search(text) is not None
+    """Whether `text` is a shell script, or one command line, whoever it starts."""
+    return text.startswith("#!") or any(find.search(text) for find in (_COMMAND, _WITH_FLAGS))
 
 
 def training_command(path: Path, text: str) -> Command:
@@ -77,7 +95,7 @@ def training_command(path: Path, text: str) -> Command:
 def _commands(path: Path, text: str) -> Iterator[Command]:
     variables: dict[str, str] = {}
     for words in _lines_of_words(path, text):
-        words = [_expanded(word, variables) for word in words]
+        words = list(_expanded(words, variables))
         while words and words[0] in _BEFORE:
             words = words[1:]
             if words and words[0].startswith("-"):  # options of srun
@@ -86,7 +104,8 @@ def _commands(path: Path, text: str) -> Iterator[Command]:
         exports = words[:1] == ["export"]
         rest = words[exports:]
         while rest and (match := _ASSIGNED.fullmatch(rest[0])):
-            assigned[match[1]] = match[2]
+            earlier = {**variables, **assigned}.get(match[1], "") if match[2] else ""
+            assigned[match[1]] = f"{earlier}{match[3]}"
             rest = rest[1:]
         if exports or not rest:
             variables |= assigned
@@ -102,7 +121,10 @@ def _starts(word: str) -> bool:
 def _lines_of_words(path: Path, text: str) -> Iterator[list[str]]:
     """The words of each simple command; a quoted text may go over several lines."""
     pending: list[str] = []
-    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+    text = re.sub(r"\\\r?\n", " ", text).replace("\x00", "")
+    text = _ARRAY.sub(_array_as_text, text)
+    text = _ARITHMETIC.sub(lambda match: f"\x00{''.join(match[1].split())}\x00", text)
+    for line in text.splitlines():
         pending.append(line)
         lexer = shlex.shlex("\n".join(pending), posix=True, punctuation_chars=_ENDS)
         lexer.whitespace_split = True
@@ -125,14 +147,54 @@ def _lines_of_words(path: Path, text: str) -> Iterator[list[str]]:
         raise ConfigError(f"{path}: has a quote that is not closed: {pending[0].strip()[:60]!r}")
 
 
-def _expanded(word: str, variables: Mapping[str, str]) -> str:
-    """`word` with what the script sets; other variables stay as they are."""
+def _array_as_text(match: re.Match[str]) -> str:
+    """An array as one quoted text, whose words are those of the array."""
+    lines = [re.sub(r"(^|\s)#.*|[\"']", r"\1", line) for line in match[3].splitlines()]
+    words = " ".join(lines).split()
+    return f'{match[1]}{match[2]}=" {" ".join(words)}"'
+
+
+def _expanded(words: Sequence[str], variables: Mapping[str, str]) -> Iterator[str]:
+    """`words` with what the script sets; other variables stay as they are.
+
+    A variable that holds options becomes several words, as the shell splits it. The arguments of
+    the script itself are none.
+    """
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
         return variables.get(name, match[3] if match[3] is not None else match[0])
 
-    return _VARIABLE.sub(value, word)
+    for word in words:
+        computed = _MARKED.sub(lambda match: _computed(match[1], variables), word)
+        expanded = _VARIABLE.sub(value, computed)
+        has_options = _VARIABLE.fullmatch(word) and _FLAG.match(expanded.lstrip())
+        if has_options or (_WHOLE_ARRAY.fullmatch(word) and expanded != word):
+            yield from expanded.split()
+        elif word not in _ARGUMENTS:
+            yield expanded
+
+
+def _computed(text: str, variables: Mapping[str, str]) -> str:
+    """What the shell makes of `$((text))`; the same words where it is no sum of whole numbers."""
+    known = _NAME.sub(lambda match: variables.get(match[1], match[0]), text)
+    try:
+        return str(_number(ast.parse(known, mode="eval").body))
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        return f"$(({text}))"
+
+
+def _number(node: ast.expr) -> int:
+    """The value of sums and products. Raises: ValueError: it is something else, or too large."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        number = _OPERATORS[type(node.op)](_number(node.left), _number(node.right))
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        number = node.value
+    else:
+        raise ValueError
+    if abs(number) > _MOST_FACTOR:
+        raise ValueError
+    return int(number)
 
 
 def _command(words: Sequence[str], environment: Mapping[str, str]) -> Command | None:
@@ -215,7 +277,7 @@ def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             else:
                 options[name] = [*(earlier if isinstance(earlier, list) else [earlier]), word]
         elif match := _ASSIGNED.fullmatch(word):
-            options[match[1]] = match[2]
+            options[match[1]] = match[3]
         else:
             files.append(word)
     return options, files

@@ -77,13 +77,17 @@ def _of_mapping(path: Path, values: Mapping[str, Any], places: Mapping[str, str]
     return Source(path=path, kind=kind, values=values, places=places)
 
 
+class MissingFileError(ConfigError):
+    """A file that another one names is not here."""
+
+
 def find_file(where: str, name: str, *, beside: Path) -> Path:
     """The file that another one names: in the folder of that one, or in this one.
 
     Raises:
-        ConfigError: there is none.
+        MissingFileError: there is none.
     """
     for path in (beside / name, Path(name)):
         if os.path.isfile(path):  # which takes names that no file can have
             return path
-    raise ConfigError(f"{where}: there is no file {name[:80]!r}; give it with another --from")
+    raise MissingFileError(f"{where}: there is no file {name[:80]!r}; give it with another --from")

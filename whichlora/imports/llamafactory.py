@@ -47,6 +47,25 @@ _DIVIDES = (
     "context_parallel_size",
     "hyper_parallel_cp_size",
 )
+# `examples/deepspeed` of LLaMA-Factory 0.9.5
+_HOST = {"device": "cpu"}
+_ZERO_2: Mapping[str, Any] = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 5e8}
+_ZERO_3: Mapping[str, Any] = {
+    "stage": 3,
+    "overlap_comm": False,
+    **dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), "auto"),
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+}
+_DEEPSPEED: Mapping[str, Mapping[str, Any]] = {
+    "ds_z0_config": {"stage": 0},
+    "ds_z2_config": _ZERO_2,
+    "ds_z2_offload_config": {**_ZERO_2, "offload_optimizer": _HOST},
+    "ds_z3_config": _ZERO_3,
+    "ds_z3_offload_config": {**_ZERO_3, "offload_optimizer": _HOST, "offload_param": _HOST},
+}
+_OWN = frozenset({"stage", "finetuning_type", "template", "lora_target", "dataset_dir"})
 _OFF = ("0", "false", "no")
 
 
@@ -85,6 +104,10 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     for name in _OPTIMIZERS:
         if keys.flag(name):
             keys.refuse("optimizer", name, "is not predicted")
+    # `find_all_linear_modules`, `get_forbidden_modules`: neither adapted nor trained
+    settings["freeze_vision_tower"] = keys.flag("freeze_vision_tower", True)
+    if not keys.flag("freeze_multi_modal_projector", True) and settings["freeze_vision_tower"]:
+        keys.assume("freeze_multi_modal_projector", "is not predicted; assumed: frozen, too")
     if "image_max_pixels" in keys:
         settings["image_max_pixels"] = keys.count("image_max_pixels", 0)
     if _torchrun_of_its_own(launch, settings):
@@ -167,13 +190,13 @@ TOOL = Tool(
     name="llamafactory",
     summary="llamafactory-cli train",
     models=frozenset({"model_name_or_path"}),
-    marks=frozenset(
-        {"stage", "finetuning_type", "template", "lora_target", "flash_attn", "dataset_dir"}
-        | {"quantization_bit", "pure_bf16", "dataset", "preprocessing_num_workers"}
-        | {"model_name_or_path", *BATCH, *LENGTH, *ADAPTER}
-    ),
+    marks=_OWN
+    | {"flash_attn", "quantization_bit", "pure_bf16", "dataset", "preprocessing_num_workers"}
+    | {"model_name_or_path", *BATCH, *LENGTH, *ADAPTER},
     programs=frozenset({"llamafactory-cli train", "llamafactory.launcher", "llamafactory.cli"}),
     read=_read,
+    deepspeed_configs=_DEEPSPEED,
+    commands_have=_OWN,
     without_effect=(
         *WITHOUT_EFFECT,
         *ADAPTER,  # of full fine-tuning
@@ -182,7 +205,7 @@ TOOL = Tool(
         *("max_samples", "val_size", "overwrite_cache", "preprocessing_*", "tokenized_path"),
         *("plot_loss", "ddp_*", "report_to", "compute_accuracy", "early_stopping_steps"),
         *("image_*", "video_*", "audio_*", "use_audio_in_video", "adapter_name_or_path"),
-        *("freeze_vision_tower", "freeze_multi_modal_projector", "interleave_probs", "buffer_size"),
+        *("interleave_probs", "buffer_size"),
         *("enable_thinking", "preserve_thinking", "default_system", "tool_format", "predict_*"),
         *("swanlab_*", "use_swanlab", "export_*", "infer_*", "vllm_*", "generation_*", "top_p"),
         *("low_cpu_mem_usage", "print_param_status", "ray_*", "cache_dir", "pref_*", "kto_*"),

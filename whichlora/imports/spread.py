@@ -7,10 +7,12 @@ reads: the set-up of an accelerator.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.imports.base import Keys, Launch
+from whichlora.imports.files import MissingFileError
 from whichlora.imports.spread_keys import (
     unknown_of_accelerate,
     unknown_of_deepspeed,
@@ -23,6 +25,7 @@ from whichlora.spec.parallel import MOST_GPUS
 _WRAPS = {"TRANSFORMER_BASED_WRAP": "transformer_auto_wrap_policy"}
 # accelerate 1.15, `ShardingStrategy` of FSDP 1 by number
 _SHARDS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+OF_TOOL = "the file is not here; assumed: the one of this name in the tool"
 _ON = ("true", "1", "yes")
 
 
@@ -82,11 +85,14 @@ def _accelerator(keys: Keys, launch: Launch, fsdp_version: int) -> dict[str, Any
     )
     read: dict[str, Any] = {"sync_each_batch": synced}
     config = keys.raw("deepspeed")
+    if config is True:
+        keys.refuse("parallel", "deepspeed", "is a switch, which names no file of DeepSpeed's")
+        return None
     if config is not None:
         if isinstance(config, str):
             where = keys.where("deepspeed")
             try:
-                config = launch.read_file(where, config)
+                config = _content(keys, launch, config)
             except ConfigError as error:
                 keys.refuse("parallel", "deepspeed", str(error).removeprefix(f"{where}: "))
                 return None
@@ -121,6 +127,22 @@ def _accelerator(keys: Keys, launch: Launch, fsdp_version: int) -> dict[str, Any
         what = "parallelism_config"
         return read | {"distributed_type": what, "key": what, "what": what}
     return None
+
+
+def _content(keys: Keys, launch: Launch, name: str) -> Mapping[str, Any]:
+    """Of DeepSpeed's file `name`, or of the one that comes with the tool under its name.
+
+    Raises:
+        ConfigError: there is no such file, or it can't be read.
+    """
+    try:
+        return launch.read_file(keys.where("deepspeed"), name)
+    except MissingFileError:
+        zero = launch.deepspeed_configs.get(PurePosixPath(name).stem)
+        if zero is None:
+            raise
+    keys.assume("deepspeed", OF_TOOL)
+    return {"zero_optimization": zero}
 
 
 def _words(value: Any) -> tuple[str, ...]:
@@ -209,7 +231,7 @@ def is_divided(keys: Keys, launch: Launch) -> bool:
 
 
 def number_of_gpus(where: str, *counts: Any) -> int | None:
-    """The product of `counts`; None where one is not said.
+    """The product of `counts`; None where one is not said, or is of a variable of the shell.
 
     Raises:
         ConfigError: one is no number of GPUs.
@@ -217,7 +239,7 @@ def number_of_gpus(where: str, *counts: Any) -> int | None:
     product = 1
     for count in counts:
         text = str(count)
-        if count is None or text in ("gpu", "auto"):
+        if count is None or text in ("gpu", "auto") or "$" in text:
             return None
         if not text.isdecimal() or len(text) > 6 or not 1 <= int(text) <= MOST_GPUS:
             raise ConfigError(f"{where}: {text[:40]!r} is not a number of GPUs or machines")

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from whichlora.parallel.deepspeed import STAGE_3
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -41,20 +43,23 @@ _OF_FSDP = _names(
     "transformer_layer_cls_to_wrap use_orig_params version"
 )
 _OF_DEEPSPEED = _names(
-    "bf16 checkpoint communication_data_type data_types dataloader_drop_last disable_allgather "
-    "flops_profiler fp16 gradient_accumulation_steps gradient_clipping gradient_predivide_factor "
-    "optimizer prescale_gradients scheduler sparse_gradients steps_per_print tensorboard "
+    "bf16 checkpoint comms_config communication_data_type data_types dataloader_drop_last "
+    "disable_allgather flops_profiler fp16 gradient_accumulation_steps gradient_clipping "
+    "gradient_predivide_factor monitor_config optimizer prescale_gradients scheduler "
+    "sparse_gradients steps_per_print tensorboard "
     "train_batch_size train_micro_batch_size_per_gpu wall_clock_breakdown wandb "
     "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"
 )
 _OF_ZERO = _names(
-    "allgather_bucket_size allgather_partitions contiguous_gradients elastic_checkpoint "
+    "allgather_bucket_size allgather_partitions contiguous_gradients cpu_offload "
+    "cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint "
     "ignore_unused_parameters load_from_fp32_weights offload_optimizer offload_param overlap_comm "
     "reduce_bucket_size reduce_scatter round_robin_gradients stage sub_group_size "
     "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
     "stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold "
     "stage3_param_persistence_threshold stage3_prefetch_bucket_size"
 )
+_OF_ZERO |= {name.removeprefix(STAGE_3) for name in _OF_ZERO}
 
 
 def unknown_of_accelerate(config: Mapping[str, Any]) -> Iterator[str]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from whichlora.exports.recipe import BATCH
+from whichlora.exports.trl import ADAPTER
 from whichlora.imports.base import Keys, Launch, Tool, full_method, optimizer
 from whichlora.imports.spread import checkpoints_in_fsdp, spread_settings
 from whichlora.trainers import liger
 
+_EVALUATES = ("eval_strategy", "evaluation_strategy")
 BATCH_SIZE = 8  # `per_device_train_batch_size` where it is missing
 EXPANDABLE = "expandable_segments:true"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -56,9 +59,23 @@ def trainer_settings(keys: Keys, launch: Launch, *, checkpoints: bool = False) -
         checkpoints: whether it checkpoints where the keys do not say.
     """
     settings = keys.of_run(BATCH, batch_size=BATCH_SIZE)
+    if "per_device_train_batch_size" not in keys:
+        keys.assume("per_device_train_batch_size", f"is missing; assumed: {BATCH_SIZE}")
+    _note_evaluation(keys, int(settings["batch_size"]))
     settings["optimizer"] = optimizer(keys, "optim")
     settings |= checkpointing(keys, launch, default=checkpoints)
     return settings | spread_settings(keys, launch) | allocator(launch)
+
+
+def _note_evaluation(keys: Keys, batch_size: int) -> None:
+    """Say that evaluation, which `TrainingArguments` have off, reads more rows at once."""
+    asked = [str(keys.raw(name) or "no").lower() for name in _EVALUATES]
+    if all(when in ("no", "intervalstrategy.no") for when in asked):
+        return
+    rows = keys.count("per_device_eval_batch_size", BATCH_SIZE)
+    if rows > batch_size:
+        text = f"evaluation reads {rows} rows at once, training {batch_size}: not predicted"
+        keys.assume("per_device_eval_batch_size", f"{text}; explain --life --batch-size {rows} is")
 
 
 def checkpointing(keys: Keys, launch: Launch, *, default: bool) -> dict[str, Any]:
@@ -123,7 +140,7 @@ def dtype(keys: Keys, *names: str, default: str) -> str:
     for name in names:
         if name in keys:
             asked = keys.word(name).removeprefix("torch.")
-            if asked == "auto":
+            if asked.lower() in ("auto", "none"):
                 keys.assume(name, "auto; assumed: a checkpoint in bfloat16")
                 return "bfloat16"
             if asked not in ("float32", "float16", "bfloat16"):
@@ -132,8 +149,25 @@ def dtype(keys: Keys, *names: str, default: str) -> str:
     return default
 
 
+def note_adapters(keys: Keys, *, read: bool) -> None:
+    """Say that keys ask for adapters, where all weights are trained.
+
+    Args:
+        read: the tool has such keys and needs its switch beside them; else a script of its own
+            makes the adapters, and whether and how can't be read.
+    """
+    asking = keys.switched_on(("lora", "qlora", "peft"))
+    if asking and read:
+        keys.assume("use_peft", f"is off, and {asking} without effect; assumed: no adapters")
+    elif asking:
+        keys.refuse("method", asking, "adapters that a script of its own makes are not read")
+
+
 def attention(keys: Keys, name: str, kernels: Mapping[str, str], *, default: str) -> str:
-    """The attention kernel, by the tool's own words."""
+    """The attention kernel, by the tool's own words; a switch, of older versions, is of flash."""
+    switch = keys.raw(name)
+    if isinstance(switch, bool):
+        return "flash_attention_2" if switch else kernels[default]
     asked = keys.word(name, default)
     if asked in kernels:
         return kernels[asked]
@@ -146,10 +180,20 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     """Full fine-tuning of a script such as transformers' `run_clm.py`."""
     settings = trainer_settings(keys, launch)
     mixed = autocast(keys, launch)
-    weights = dtype(keys, "dtype", "torch_dtype", default="bfloat16")
+    example = _EXAMPLES.get(launch.program, _Example())
+    weights = dtype(keys, "dtype", "torch_dtype", default=example.dtype)
+    if "dtype" not in keys and "torch_dtype" not in keys:
+        keys.assume("dtype", f"is missing; assumed: a checkpoint in {example.dtype}")
     settings |= precision(keys, mixed, weights, narrows_adapters=True)
     settings["model"] = keys.word("model_name_or_path") or keys.word("model_name")
     settings["method"] = full_method()
+    note_adapters(keys, read=False)
+    _refuse_own_ways(keys)
+    if example.task:
+        settings["task"] = example.task
+    if example.length:
+        settings["seq_len"] = example.length
+    settings |= keys.of_run({key: setting for key, setting in ADAPTER.items() if key in keys})
     for name in ("block_size", "max_seq_length", "max_length", "model_max_length"):
         if name in keys:
             settings["seq_len"] = keys.count(name, 0)
@@ -158,8 +202,54 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
         keys, "attn_implementation", {name: name for name in KERNELS}, default="sdpa"
     )
     settings |= liger_options(keys)
-    keys.assume(launch.program or "the script", "full fine-tuning under transformers' Trainer")
+    keys.assume(
+        launch.program or "the script",
+        "transformers' Trainer is assumed, and full fine-tuning unless --method is given",
+    )
     return settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Example:
+    """A script of transformers' examples/pytorch.
+
+    Args:
+        task: of `whichlora.tasks`, where it trains a head for labels.
+        length: of a row, where it names none; 0 is not said.
+        dtype: that the checkpoints have which it is made for: from_pretrained keeps it.
+    """
+
+    task: str = ""
+    length: int = 0
+    dtype: str = "bfloat16"
+
+
+# Source: transformers 5.23 examples/pytorch, `DataTrainingArguments` of each.
+_WIDE = _Example(dtype="float32")
+_EXAMPLES: Mapping[str, _Example] = {
+    **dict.fromkeys(("run_clm", "run_clm_no_trainer", "run_fim"), _Example()),
+    **dict.fromkeys(("run_mlm", "run_plm", "run_speech_recognition_seq2seq"), _WIDE),
+    **dict.fromkeys(("run_summarization", "run_translation"), _WIDE),
+    **dict.fromkeys(
+        ("run_glue", "run_xnli", "run_classification"),
+        _Example(task="sequence-classification", length=128, dtype="float32"),
+    ),
+    "run_ner": _Example(task="token-classification", dtype="float32"),
+    "run_qa": _Example(task="question-answering", length=384, dtype="float32"),
+}
+# Keys of `TrainingArguments` among those with these words in their names.
+_SPREADS = frozenset(
+    {"fsdp", "fsdp_config", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"}
+    | {"deepspeed", "fsdp_version"}
+)
+
+
+def _refuse_own_ways(keys: Keys) -> None:
+    """Where a script of its own spreads a run in its own words."""
+    asking = keys.switched_on(("fsdp", "deepspeed", "zero"), without=_SPREADS)
+    if asking:
+        text = "how a script of its own spreads a run is not read"
+        keys.refuse("parallel", asking, text)
 
 
 _SOURCE_LENGTH, _TARGET_LENGTH = 1024, 128  # where a script for pairs of texts names none
@@ -185,10 +275,10 @@ TOOL = Tool(
     name="transformers",
     summary="a script with the arguments of TrainingArguments",
     models=frozenset({"model_name_or_path", "model_name"}),
-    marks=frozenset({"per_device_train_batch_size", "model_name_or_path"}),
-    programs=frozenset({"run_clm", "run_clm_no_trainer"}) | _OF_PAIRS,
+    marks=frozenset({"model_name_or_path", "model_max_length", "block_size", *BATCH, *ADAPTER}),
+    programs=frozenset(_EXAMPLES),
     read=_read,
-    without_effect=WITHOUT_EFFECT,
-    unmodelled=UNMODELLED,
+    without_effect=(*WITHOUT_EFFECT, "task_name", "doc_stride", "max_duration_in_seconds"),
+    unmodelled={**UNMODELLED, "freeze_encoder": "the encoder is trained, too"},
     reads_files=False,
 )

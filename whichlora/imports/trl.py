@@ -19,6 +19,7 @@ from whichlora.imports.trainer import (
     autocast,
     dtype,
     liger_options,
+    note_adapters,
     precision,
     trainer_settings,
 )
@@ -57,6 +58,8 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings |= trainer_settings(keys, launch, checkpoints=True)
     quant = _quant(keys)
     adapts = keys.flag("use_peft")
+    if not adapts:
+        note_adapters(keys, read=not launch.program or launch.program in TOOL.programs)
     settings |= _adapter(keys, quant, adapts=adapts)
     settings |= _precision(keys, launch, quant, adapts=adapts)
     settings["attn"] = attention(
@@ -103,13 +106,16 @@ def _precision(keys: Keys, launch: Launch, quant: str, *, adapts: bool) -> dict[
 
 def _trainer(keys: Keys, launch: Launch) -> dict[str, Any]:
     """The trainer with its options; that of SFT is the Trainer with TRL's head."""
-    name = launch.program.replace(".", " ").split(" ")[-1]
+    name = launch.trainer or _of_program(launch.program)
     if name in _OTHERS:
         known = ", ".join(_TRAINERS)
         keys.refuse("trainer", "the trainer", f"{name} is not read; {known} are")
+    elif launch.program not in TOOL.programs and launch.program and not launch.trainer:
+        keys.assume(launch.program, f"taken as TRL's {name or _SFT} unless --trainer is given")
     liger = liger_options(keys)
     if name not in _TRAINERS or name == _SFT:
-        for other in sorted(each for each in _OF_OTHERS if each in keys and not launch.program)[:1]:
+        said = launch.program or launch.trainer
+        for other in sorted(each for each in _OF_OTHERS if each in keys and not said)[:1]:
             keys.assume(other, "is no key of trl sft, which is assumed unless --trainer is given")
         return {**FIXED, **liger}
     if liger:
@@ -126,6 +132,13 @@ def _trainer(keys: Keys, launch: Launch) -> dict[str, Any]:
     if _COMPLETION in options:
         settings["seq_len"] = _completed(keys, options[_COMPLETION])
     return settings
+
+
+def _of_program(program: str) -> str:
+    """The trainer that the name of a program has as a word: "reward_modeling" has reward."""
+    name = program.replace(".", " ").split(" ")[-1].replace("-", "_")
+    named = [each for each in (*_OTHERS, *_TRAINERS) if f"_{each}_" in f"_{name}_"]
+    return max(named, key=len, default="")
 
 
 def _completed(keys: Keys, completion: Option) -> int:

@@ -24,7 +24,7 @@ from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.parallel.host_update import threads_of, update_note
 from whichlora.spec.numeric import Count, ceil_div, largest, smallest
 from whichlora.spec.options import Option, OptionValue
-from whichlora.spec.run import RunConfig, autocast_precision
+from whichlora.spec.run import AnyOptimizer, RunConfig, autocast_precision
 
 BUCKET = Option(
     name="zero_bucket_size",
@@ -47,7 +47,9 @@ MASTER_BYTES = 4  # the optimizer's copy of a parameter, its gradient and states
 NORM_BYTES = 8  # `get_norm_dtype` is fp64
 FORWARD = (*one_device.LAYER_FORWARDS, "loss_forward")
 BEFORE_GRADIENTS = (*FORWARD, "loss_backward")
-OFFLOADED = ("adamw_torch", "adamw_torch_fused")
+OFFLOADED: tuple[AnyOptimizer, ...] = ("adamw_torch", "adamw_torch_fused")
+# In whose place accelerate puts DeepSpeed's CPU Adam, too; of `lion` it makes its CPU Lion.
+_AS_ADAM = ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor", "sgd")
 
 # --- what a rank computes ---------------------------------------------------------------------
 
@@ -58,6 +60,7 @@ def narrowed(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
     Source: deepspeed 0.19.8 `DeepSpeedEngine._cast_module_mixed_precision`; accelerate 1.15
     `_prepare_deepspeed` enters no autocast, unlike `prepare_model`.
     """
+    rank = _updated_on_host(rank, spread)
     step = rank.step
     half = autocast_precision(step.run.precision)
     if half not in ("bf16", "fp16"):
@@ -74,17 +77,29 @@ def narrowed(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
     return (replace(rank, step=step, at_rest=step),)
 
 
+def _updated_on_host(rank: RankKind, spread: Spread) -> RankKind:
+    """The rank with DeepSpeed's CPU Adam, whatever other optimizer is offloaded.
+
+    Source: accelerate 1.15 `_prepare_deepspeed`, `map_pytorch_optim_to_deepspeed`.
+    """
+    if not offloads(spread, "optimizer") or rank.step.run.optimizer not in _AS_ADAM:
+        return rank
+    step = in_run(rank.step, replace(rank.step.run, optimizer=OFFLOADED[0]))
+    return replace(rank, step=step, at_rest=step)
+
+
 def check(step: TrainingStep, spread: Spread) -> None:
     """Refuse what DeepSpeed and accelerate refuse. Raises: ConfigError."""
+    accepted = (*OFFLOADED, *_AS_ADAM)
+    if offloads(spread, "optimizer") and step.run.optimizer not in accepted:
+        raise ConfigError(
+            f"offload: optimizer {step.run.optimizer} is not predicted on the host; use optimizer "
+            f"{' or '.join(OFFLOADED)}, or offload without optimizer"
+        )
     if len(spread.config.names) > 1:
         raise ConfigError(
             f"parallel: {spread.config.strategy} combines ZeRO with another strategy, which "
             "accelerate does not; use ZeRO alone"
-        )
-    if offloads(spread, "optimizer") and step.run.optimizer not in OFFLOADED:
-        raise ConfigError(
-            f"offload: accelerate replaces optimizer {step.run.optimizer} by DeepSpeed's CPU Adam; "
-            f"use optimizer {' or '.join(OFFLOADED)}, or offload without optimizer"
         )
 
 
@@ -743,8 +758,11 @@ def read_accelerator(
         return None
     accepted = {option.name: option.choices for option in options}
     offloaded = []
-    for what, key in (("optimizer", "offload_optimizer"), ("params", "offload_param")):
-        device = (zero.get(key) or {}).get("device", "none")
+    for what, key, older in (
+        ("optimizer", "offload_optimizer", "cpu_offload"),
+        ("params", "offload_param", "cpu_offload_param"),  # deprecated: `DeepSpeedZeroConfig`
+    ):
+        device = (zero.get(key) or {}).get("device", "cpu" if zero.get(older) else "none")
         if device == "none":
             continue
         if device != "cpu" or what not in accepted["offload"]:
@@ -756,12 +774,25 @@ def read_accelerator(
     }
     for name, default in _DEFAULTS.items():
         key = "reduce_bucket_size" if name == BUCKET.name else name
-        value = zero.get(key, default)
+        value = _stated(zero, key, default)
         if name in accepted and value != "auto":
             read[name] = int(value)
     return read
 
 
+def _stated(zero: Mapping[str, Any], key: str, default: int) -> Any:
+    """The value of a field, by its alias or by its own name.
+
+    The Trainer fills in "auto" under the alias alone; else DeepSpeed takes its default.
+    Source: deepspeed 0.19.8 `DeepSpeedConfigModel`: `populate_by_name`, `__init__`.
+    """
+    if key in zero:
+        return zero[key]
+    value = zero.get(key.removeprefix(STAGE_3), default)
+    return default if value == "auto" else value
+
+
+STAGE_3 = "stage3_"  # before a field's own name, in its alias
 # Of `DeepSpeedZeroConfig`, where the file does not say.
 _DEFAULTS = {
     BUCKET.name: 500_000_000,

@@ -56,26 +56,30 @@ from whichlora.spec.run import (
 )
 from whichlora.spec.targets import adapted
 
-_OF_STAGE = (
+_OF_STAGE = (  # least: `DeepSpeedZeroConfig`, whose fields are from 0 on
     Option(
         name="stage3_max_live_parameters",
         summary="gathered elements beyond which nothing more is gathered ahead",
         default=1_000_000_000,
+        least=0,
     ),
     Option(
         name="stage3_max_reuse_distance",
         summary="a parameter that is read again within so many elements stays gathered",
         default=1_000_000_000,
+        least=0,
     ),
     Option(
         name="stage3_prefetch_bucket_size",
         summary="elements gathered ahead; the Trainer's auto: 0.9 hidden_size^2",
         default=None,
+        least=0,
     ),
     Option(
         name="stage3_param_persistence_threshold",
         summary="parameters of so few elements stay gathered; the Trainer's auto: 10 hidden_size",
         default=None,
+        least=0,
     ),
 )
 _OPTIONS = (
@@ -772,8 +776,9 @@ def _notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
 
 
 def _training_arguments(run: RunConfig, spread: Spread) -> Mapping[str, object]:
+    stated = {option.name: spread.options[option.name] for option in _OF_STAGE}
     of_stage: dict[str, object] = {
-        option.name: spread.options[option.name] or "auto" for option in _OF_STAGE
+        name: "auto" if value is None else value for name, value in stated.items()
     }
     of_stage["stage3_gather_16bit_weights_on_model_save"] = True
     return deepspeed.training_arguments(run, spread, stage=3, of_stage=of_stage)

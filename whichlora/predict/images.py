@@ -31,8 +31,9 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
     if run.images and model.for_images is not None:
         model = model.for_images
     if tower is not None and run.freeze_vision_tower:
+        of_tower = {*tower.linears, *tower.idle}
         tower = _without_adapters(tower)
-        others = tuple(linear for linear in model.idle_linears if linear.reads != "tower")
+        others = tuple(linear for linear in model.idle_linears if linear not in of_tower)
         loads = len(others) < len(model.idle_linears)
         loaded = (*tower.linears, *tower.idle) if loads else ()
         model = replace(model, tower=tower, idle_linears=(*others, *loaded))
@@ -298,9 +299,10 @@ def _check_beside(
     training, tower = run.phase == "finetune", model.tower
     assert tower is not None  # its caller has looked
     served = not training and get_engine(run.serving).start is not None
-    takes = trainer.takes_images and (run.loss_head != "trl-fused" or tower.fused_head)
+    fused = run.loss_head == "trl-fused" and not tower.fused_head
     for is_wrong, fault in (
-        (training and not takes, f"not predicted for trainer {trainer.name}"),
+        (training and not trainer.takes_images, f"not predicted for trainer {trainer.name}"),
+        (training and fused, f"not predicted for loss_head {run.loss_head}, but for hf"),
         (served, f"not predicted for serving {run.serving}"),
         (model.label_head is not None, "predicted for models that write texts, not for a task"),
         (run.kv_cache in ("vllm", "paged"), f"not predicted for kv_cache {run.kv_cache}"),

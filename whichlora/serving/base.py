@@ -313,6 +313,7 @@ class Engine:
         version: the release that its file was read from, which a run that names none is of.
         options: its own settings, by its own names.
         device_kinds: those that it is predicted for.
+        also_called: what else people call it, or what runs it.
         stored_by: its option that says how weights are stored, where it has one of its own.
         shared_by: its option for the number of GPUs that share every matrix, where that is
             predicted; `staged_by` for the number of stages that each have some of the layers.
@@ -343,6 +344,7 @@ class Engine:
     version: str = ""
     options: tuple[Option, ...] = ()
     device_kinds: tuple[str, ...] = ("cuda",)
+    also_called: tuple[str, ...] = ()
     stored_by: str = ""
     shared_by: str = ""
     staged_by: str = ""

@@ -775,6 +775,7 @@ ENGINE = Engine(
     device_kinds=("cuda", "cpu"),
     reads_checkpoints=False,
     loads_towers=False,  # a GGUF file of its own has it, which `--mmproj` names
+    also_called=("ollama", "llama.cpp", "llamacpp", "llama-server", "lm-studio"),
     stored_by="file_type",
     options=(
         Option(

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from whichlora.errors import ConfigError
 from whichlora.spec.plan import Keeping
 from whichlora.spec.run import MOST_COUNT
+from whichlora.spec.words import unknown
 
 MergeOn = Literal["gpu", "cpu", "none"]
 
@@ -47,7 +48,4 @@ class LifeConfig:
         if self.eval_accumulation_steps is not None and not self.eval_rows:
             raise ConfigError("eval_accumulation_steps: moves kept logits; give eval_rows, too")
         if self.merge_on not in get_args(MergeOn):
-            raise ConfigError(
-                f"merge_on: {self.merge_on!r} is not known; accepted are "
-                f"{', '.join(get_args(MergeOn))}"
-            )
+            raise ConfigError(unknown("merge_on", self.merge_on, get_args(MergeOn)))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, Protocol, TypeVar
 
 from whichlora.errors import ConfigError
+from whichlora.spec.words import unknown
 
 
 class Named(Protocol):
@@ -32,6 +32,8 @@ def _installed(
 
 class Members(Generic[Member]):
     """Methods or trainers, by name.
+
+    A member may say in `also_called` what else people call it: a refusal names it then.
 
     Another package adds a member with an entry point in the group `whichlora.<axis>` that loads a
     value of `member_type`.
@@ -81,10 +83,11 @@ class Members(Generic[Member]):
         if member is None:  # installed packages are asked only now: scanning them takes time
             members = self.all()
             if name not in members:
-                close = get_close_matches(name.lower(), members, n=1)
-                hint = f"; did you mean {close[0]}" if close else ""
-                raise ConfigError(
-                    f"{self._kind}: {name!r} is not known; accepted are {', '.join(members)}{hint}"
-                )
+                for each in members.values():
+                    if name.lower() in getattr(each, "also_called", ()):
+                        raise ConfigError(
+                            f"{self._kind}: {name!r} is not known; did you mean {each.name}"
+                        )
+                raise ConfigError(unknown(self._kind, name, members))
             member = members[name]
         return member

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from whichlora.errors import ConfigError
 from whichlora.spec.numeric import is_number
+from whichlora.spec.words import meant
 
 MOST_NUMBER = 10**12  # keeps later arithmetic finite
 OptionValue = bool | int | float | str | tuple[str, ...]
@@ -54,8 +55,10 @@ class Option:
             of_choices = value if isinstance(self.default, tuple) else (value,)
             words: Iterable[object] = of_choices if isinstance(of_choices, tuple) else ()
             if not isinstance(value, tuple | str) or any(w not in self.choices for w in words):
+                near = meant(str(value), self.choices)
+                hint = f"did you mean {near}; " if near else ""
                 raise ConfigError(
-                    f"{self.name}: {_shown(value)} is not accepted; accepted are "
+                    f"{self.name}: {_shown(value)} is not accepted; {hint}accepted are "
                     f"{', '.join(self.choices)}"
                 )
             return value

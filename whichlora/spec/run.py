@@ -11,6 +11,7 @@ from whichlora.errors import ConfigError
 from whichlora.spec.options import OptionValue
 from whichlora.spec.parallel import ONE_GPU, ParallelConfig
 from whichlora.spec.versions import Libraries
+from whichlora.spec.words import unknown
 from whichlora.text import require_printable
 
 Phase = Literal["finetune", "inference"]
@@ -142,7 +143,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 def _choice(setting: str, value: str, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
-        raise ConfigError(f"{setting}: {value!r} is not known; accepted are {', '.join(accepted)}")
+        raise ConfigError(unknown(setting, value, accepted))
 
 
 def _switch(setting: str, value: bool) -> None:

@@ -58,6 +58,11 @@ def resolve_targets(
             }
         elif target in candidates:
             names.add(target)
+        elif target in _outside(model):
+            raise ConfigError(
+                f"target_modules: an adapter of {target!r} is not predicted; leave it out, or "
+                "train it as a whole with modules_to_save"
+            )
         else:
             raise ConfigError(
                 f"target_modules: {target!r} is no linear layer of {model.name}; accepted are "
@@ -66,13 +71,19 @@ def resolve_targets(
     return tuple(sorted(names))
 
 
+def _outside(model: ModelSpec) -> tuple[str, ...]:
+    """The token embedding and the head, which lie outside the layers."""
+    head = () if model.head is None else (model.head.name,)
+    return (model.embeddings[0].name, *head)
+
+
 def check_saved_modules(model: ModelSpec, modules_to_save: tuple[str, ...]) -> None:
     """Whether `model` has every module that is to be trained as a whole.
 
     Raises:
         ConfigError: a name that is neither the token embedding nor the head.
     """
-    accepted = [model.embeddings[0].name] + ([model.head.name] if model.head is not None else [])
+    accepted = _outside(model)
     for name in modules_to_save:
         if name not in accepted:
             raise ConfigError(

@@ -106,7 +106,9 @@ def _hub_config(name: str, *, offline: bool) -> dict[str, Any]:
     if name.startswith(_PAGE):
         raise ConfigError(f"{name}: is a page; give the hub id, {name.removeprefix(_PAGE)!r}")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ConfigError(f"{name}: no such file or folder; check the path")
+        near = ", ".join(near_matches(name))
+        hint = f", or give a model of the hub in its place: {near}" if near else ""
+        raise ConfigError(f"{name}: no such file or folder; check the path{hint}")
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import (

@@ -42,6 +42,7 @@ from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import Answers, Prediction, Refused, TracedPeak
 from whichlora.spec.run import ALL_LINEAR, TRANSFORMERS, Engine, RunConfig
 from whichlora.spec.targets import resolve_targets
+from whichlora.spec.words import unknown
 from whichlora.store import hub, models
 from whichlora.store.costs import Rates, load_rates
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus
@@ -139,8 +140,7 @@ def _check_asked(
         ConfigError: one line.
     """
     if engine not in get_args(Engine):
-        accepted = ", ".join(get_args(Engine))
-        raise ConfigError(f"engine: {engine!r} is not known; accepted are {accepted}")
+        raise ConfigError(unknown("engine", engine, get_args(Engine)))
     if maximise and engine == "trace":
         raise ConfigError(f"{maximise}: max needs --engine ledger; a trace takes seconds per value")
     if maximise == "seq_len" and data is not None:

@@ -17,6 +17,7 @@ from whichlora.spec.data_format import AUDIO_ROWS, IMAGE_ROWS, KINDS, TRANSCRIPT
 from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
+from whichlora.spec.words import unknown
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import read_object, write_text
@@ -145,7 +146,7 @@ def write_export(
         DataFileError: a file can't be written, or rows that the tool needs can't be read.
     """
     if to not in FORMATS:
-        raise ConfigError(f"--to: {to!r} is not known; accepted are {', '.join(FORMATS)}")
+        raise ConfigError(unknown("--to", to, FORMATS))
     made = FORMATS[to](recipe)
     if recipe.trust_remote_code:
         made = replace(made, notes=(*made.notes, TRUSTS_CODE))

@@ -9,7 +9,9 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.imports import import_files
 from whichlora.imports.trl import FULL_ROWS
+from whichlora.methods import list_methods
 from whichlora.parallel import strategy_options
+from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import number_in
 from whichlora.workflow.whole_training import FromFiles
 
@@ -48,6 +50,8 @@ def with_files(
     trainer = str(trainers[0]) if len(trainers) == 1 else ""
     imported = import_files(paths, gpus=max(counts, default=None), trainer=trainer)
     dropped = {name for given in stated for name in _WITH.get(given, ())}
+    if _quantises({name: values for name, values in settings.items() if name in stated}):
+        dropped.add("base_dtype")
     if trainer and imported.settings.get("trainer") == trainer:
         dropped -= {*_WITH["trainer"]}
     options = strategy_options().keys()
@@ -78,8 +82,16 @@ def with_files(
             f"{imported.path}: does not say how many GPUs the run has; assumed: 1 (--gpus)"
         )
     if "seq_len" not in (imported.settings.keys() | stated):
+        (tokens, *_) = merged.get("seq_len", [RunConfig(model="").seq_len])
         notes.append(
-            f"{imported.path}: does not say how long rows are; assumed: {merged['seq_len'][0]} "
-            "tokens, or those of --data (--seq-len)"
+            f"{imported.path}: does not say how long rows are; assumed: {tokens} tokens, or "
+            "those of --data (--seq-len)"
         )
     return merged, FromFiles(notes=tuple(notes), packed=packed, epochs=imported.epochs)
+
+
+def _quantises(stated: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether the user's method or quant stores the base in fewer bits, which have no dtype."""
+    methods = list_methods()
+    of_methods = [methods[name].base_quant for name in stated.get("method", ()) if name in methods]
+    return any(quant not in (None, "none") for quant in (*of_methods, *stated.get("quant", ())))

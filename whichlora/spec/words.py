@@ -1,0 +1,38 @@
+"""A word that is none of those accepted: what is said of it, and what was probably meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_NEAR = 0.87  # of 1: a letter too many among nine, and no other word of as many
+
+
+def unknown(setting: str, value: object, accepted: Iterable[str]) -> str:
+    """The line that refuses `value`, with the accepted word that it is nearest to, if any is."""
+    words = list(accepted)
+    near = meant(str(value), words)
+    hint = f"did you mean {near}; " if near else ""
+    return f"{setting}: {value!r} is not known; {hint}accepted are {', '.join(words)}"
+
+
+def meant(value: str, accepted: Iterable[str]) -> str:
+    """The word that differs in case, in what joins its parts, or in a letter; else empty.
+
+    The beginning of one word alone counts, too: "prefix" of "prefix-tuning".
+    """
+    import difflib  # which a run without a fault does not need
+
+    plain = {_plain(word): word for word in accepted}
+    wanted = _plain(value)
+    begun = [word for text, word in plain.items() if wanted and text.startswith(wanted)]
+    if wanted in plain:
+        return plain[wanted]
+    if len(begun) == 1:
+        return begun[0]
+    near = difflib.get_close_matches(wanted, plain, n=1, cutoff=_NEAR)
+    return plain[near[0]] if near else ""
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[\W_]", "", word.lower())
