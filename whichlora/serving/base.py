@@ -148,6 +148,7 @@ class Start:
         outside_bytes: what it takes beyond its budget, the context of its process left out.
         fault: why it does not start; empty where it does.
         untimed: why the steps of what has started are not predicted; empty where they are.
+        counts_process: whether the budget has the context of its process, too.
         needs_context: whether it does not start, either, where the pool lacks room for one
             sequence.
         stage: of a pipeline, whose GPU this is: that with the fewest blocks, which all have; 0
@@ -162,6 +163,7 @@ class Start:
     outside_bytes: int = 0
     fault: str = ""
     untimed: str = ""
+    counts_process: bool = False
     needs_context: bool = False
     stage: int = 0
 

@@ -306,6 +306,7 @@ def _start_of(served: Served, stage: Stage) -> Start:
         max_num_seqs=lambda context: most,
         outside_bytes=missed + (0 if reserves_graphs else graphs.num_bytes),
         fault=_fault(served, pool, budget),
+        counts_process=_counts_context(served),
         needs_context=True,
     )
 
