@@ -332,6 +332,7 @@ class Engine:
         notes: what a user must know of a run.
         log: how what it prints is read.
         elsewhere: settings of a run, by the names that are no options here.
+        refused: why a flag of the engine is no option here.
     """
 
     name: str
@@ -357,6 +358,7 @@ class Engine:
     notes: Callable[[Served, Start], tuple[str, ...]] = _no_notes
     log: EngineLog | None = None
     elsewhere: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def num_gpus(self, run: RunConfig) -> int:
         """GPUs that share the model of `run`: those of every stage."""
@@ -383,5 +385,7 @@ class Engine:
             if name in self.elsewhere:
                 own = self.elsewhere[name]
                 raise ConfigError(f"serving_options: {name} is the setting {own}; give --{own}")
+            if name in self.refused:
+                raise ConfigError(f"serving_options: {name} {self.refused[name]}")
         known(self.options, asked, setting="serving_options", owner=self.name)
         return filled(self.options, asked)
