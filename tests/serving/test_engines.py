@@ -77,6 +77,31 @@ def test_a_flag_that_is_a_setting_of_the_run_names_it(
 
 
 @pytest.mark.parametrize(
+    ("engine", "flag", "said"),
+    [
+        ("vllm", "trust_remote_code", "changes nothing that is predicted; leave it out"),
+        ("vllm", "dp", "give the GPUs of one, and its share of concurrency"),
+        ("vllm", "cpu_offload_gb", "keeps weights on the host"),
+        ("vllm", "enable_chunked_prefill", "give their max_num_batched_tokens"),
+        ("sglang", "ep_size", "divides experts whole"),
+        ("llama-cpp", "tensor_split", "use vllm"),
+        ("llama-cpp", "threads", "changes nothing"),
+    ],
+)
+def test_a_flag_that_is_no_option_says_why(engine: str, flag: str, said: str) -> None:
+    run = replace(RUN, serving=engine, serving_options=((flag, "2"),))
+    with pytest.raises(ConfigError, match=f"serving_options: {flag} .*{said}"):
+        predicted(run)
+
+
+def test_no_option_is_refused_by_its_name() -> None:
+    for engine in map(get_engine, ("vllm", "sglang", "llama-cpp")):
+        names = {name for each in engine.options for name in (each.name, *each.other_names)}
+        assert not names & set(engine.refused), engine.name
+        assert not set(engine.elsewhere) & set(engine.refused), engine.name
+
+
+@pytest.mark.parametrize(
     ("engine", "own"), [("vllm", "tensor_parallel_size"), ("sglang", "tp_size")]
 )
 def test_tp_is_the_number_of_ranks(engine: str, own: str) -> None:

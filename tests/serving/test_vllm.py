@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,12 @@ from devices import A100
 from hypothesis import given
 from hypothesis import strategies as st
 
+from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
 from whichlora.families import build
+from whichlora.memory import allocator
 from whichlora.memory.weights import linear_bytes
+from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Pool, Served, Start
 from whichlora.serving.block_groups import CachedLayers, blocks, cached_layers
@@ -699,3 +703,25 @@ def test_defaults_of_a_card_are_those_of_the_release(
 def test_a_long_context_is_profiled_in_chunks_before_0_8() -> None:
     run = replace(RUN, context=40_000, libraries=(("vllm", "0.6.4"),))
     assert max_num_batched_tokens(served(run)) == 512
+
+
+def test_what_a_release_counts_of_its_process_is_not_taken_twice() -> None:
+    card = find_gpu("rtx-3090-24gb")
+    budget = math.ceil(0.9 * card.memory_bytes)
+    for version, outside in (("0.6.3", 0), ("0.10.2", allocator.context_bytes(card))):
+        run = replace(RUN, context=4096, libraries=(("vllm", version),))
+        eager = replace(run, serving_options=(("enforce_eager", True),))
+        answer = predict(load_model(LLAMA), eager, card, load_calibration(card)).serving
+        assert answer is not None
+        assert card.memory_bytes - answer.left_bytes == budget + outside
+
+
+def test_more_than_the_gpu_has_is_told() -> None:
+    card = find_gpu("rtx-4090-24gb")
+    slots = (("enable_lora", True), ("max_lora_rank", 64), ("max_loras", 8))
+    run = replace(RUN, context=8192, libraries=(("vllm", "0.7.2"),), serving_options=slots)
+    answer = predict(load_model(LLAMA), run, card, load_calibration(card))
+    assert any("it can run out of memory; give a smaller gpu_memory_" in x for x in answer.notes)
+    fewer = replace(run, serving_options=())
+    answer = predict(load_model(LLAMA), fewer, card, load_calibration(card))
+    assert not any("it can run out of memory" in note for note in answer.notes)

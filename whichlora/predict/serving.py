@@ -12,6 +12,7 @@ from whichlora.serving.base import Start
 from whichlora.serving.step_time import Service
 from whichlora.spec.checkpoint import lacking_storage
 from whichlora.spec.results import ServingPrediction
+from whichlora.units import format_bytes
 
 MOMENT = "serving"
 
@@ -32,7 +33,7 @@ def start_ledger(job: ResolvedRun, start: Start) -> Ledger:
 
 def taken_bytes(job: ResolvedRun, start: Start) -> int:
     """What the engine takes of the GPU, the context of its process and graphs included."""
-    context = allocator.context_bytes(job.gpu)
+    context = 0 if start.counts_process else allocator.context_bytes(job.gpu)
     return start.budget_bytes + start.outside_bytes + context
 
 
@@ -80,6 +81,12 @@ def serving_notes(
         lines.append(
             f"{answer.max_running} of {answer.concurrency} sequences of {answer.context} tokens "
             "run at once, the others wait"
+        )
+    shares = [option.name for option in job.engine.options if option.is_share]
+    if answer.starts and answer.left_bytes < 0 and shares:
+        lines.append(
+            f"graphs and steps of the most tokens take {format_bytes(-answer.left_bytes)} more "
+            f"than the GPU has: it can run out of memory; give a smaller {shares[0]}"
         )
     if answer.starts and answer.time is None:
         lines.append(f"no time: {_untimed(job, start, calibration)}")

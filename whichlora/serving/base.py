@@ -149,6 +149,7 @@ class Start:
         outside_bytes: what it takes beyond its budget, the context of its process left out.
         fault: why it does not start; empty where it does.
         untimed: why the steps of what has started are not predicted; empty where they are.
+        counts_process: whether the budget has the context of its process, too.
         needs_context: whether it does not start, either, where the pool lacks room for one
             sequence.
         stage: of a pipeline, whose GPU this is: that with the fewest blocks, which all have; 0
@@ -163,6 +164,7 @@ class Start:
     outside_bytes: int = 0
     fault: str = ""
     untimed: str = ""
+    counts_process: bool = False
     needs_context: bool = False
     stage: int = 0
 
@@ -336,6 +338,7 @@ class Engine:
         notes: what a user must know of a run.
         log: how what it prints is read.
         elsewhere: settings of a run, by the names that are no options here.
+        refused: why a flag of the engine is no option here.
     """
 
     name: str
@@ -362,6 +365,7 @@ class Engine:
     notes: Callable[[Served, Start], tuple[str, ...]] = _no_notes
     log: EngineLog | None = None
     elsewhere: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def num_gpus(self, run: RunConfig) -> int:
         """GPUs that share the model of `run`: those of every stage."""
@@ -388,5 +392,7 @@ class Engine:
             if name in self.elsewhere:
                 own = self.elsewhere[name]
                 raise ConfigError(f"serving_options: {name} is the setting {own}; give --{own}")
+            if name in self.refused:
+                raise ConfigError(f"serving_options: {name} {self.refused[name]}")
         known(self.options, asked, setting="serving_options", owner=self.name)
         return filled(self.options, asked)

@@ -29,6 +29,7 @@ from whichlora.serving.gguf import (
 from whichlora.serving.kernel_rates import KernelRates, kernel_rates
 from whichlora.serving.llama_cpp_entries import COMPUTE, KV_CACHE, LAYERS, OUTPUT
 from whichlora.serving.llama_cpp_log import LOG
+from whichlora.serving.other_flags import DRAFT, IMAGES, NO_NUMBER, OF_A_SERVER
 from whichlora.serving.rank import check_model, positions_note
 from whichlora.spec.architecture import Linear, ModelSpec, layers_in_order
 from whichlora.spec.gpu import GpuSpec
@@ -43,6 +44,8 @@ MARGIN_BYTES = 1024 * MiB  # what --fit leaves free; common/common.h:483
 OFFLOADED_TOKENS = 32  # of a batch from which on a GPU computes with copies; ggml-cuda.cu
 CACHE_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 _WIDE = ("f16", "bf16", "f32")
+_SEVERAL = "divides a file over several GPUs, which is not predicted of llama-cpp; use vllm"
+_OVERRIDES = "places tensors by their names, which is not predicted; give n_cpu_moe or n_gpu_layers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -866,4 +869,11 @@ ENGINE = Engine(
     notes=notes,
     log=LOG,
     elsewhere=dict.fromkeys(("c", "ctx_size", "num_ctx", "OLLAMA_CONTEXT_LENGTH"), "context"),
+    refused=OF_A_SERVER
+    | dict.fromkeys(("m", "model", "hf", "hf_repo", "alias", "jinja", "temp"), NO_NUMBER)
+    | dict.fromkeys(("t", "threads", "mlock", "no_mmap", "main_gpu", "mg"), NO_NUMBER)
+    | dict.fromkeys(("md", "model_draft"), DRAFT)
+    | dict.fromkeys(("mmproj", "mm"), IMAGES)
+    | dict.fromkeys(("ts", "tensor_split", "sm", "split_mode"), _SEVERAL)
+    | dict.fromkeys(("ot", "override_tensor"), _OVERRIDES),
 )

@@ -16,6 +16,14 @@ from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import CachedLayers, cached_layers
 from whichlora.serving.command import shell_command
 from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS
+from whichlora.serving.other_flags import (
+    CAPTURED_SIZES,
+    DRAFT,
+    EXPERT_RANKS,
+    HOST_WEIGHTS,
+    OF_A_SERVER,
+    REPLICAS,
+)
 from whichlora.serving.profile_pass import layer_entry
 from whichlora.serving.rank import (
     between_latents,
@@ -380,4 +388,10 @@ ENGINE = Engine(
     notes=notes,
     log=LOG,
     elsewhere={"context_length": "context", "dtype": "precision", "quantization": "quant"},
+    refused=OF_A_SERVER
+    | dict.fromkeys(("data_parallel_size", "dp_size", "dp"), REPLICAS)
+    | dict.fromkeys(("expert_parallel_size", "ep_size", "ep"), EXPERT_RANKS)
+    | dict.fromkeys(("speculative_algorithm", "speculative_draft_model_path"), DRAFT)
+    | dict.fromkeys(("cuda_graph_max_bs", "cuda_graph_bs"), CAPTURED_SIZES)
+    | {"cpu_offload_gb": HOST_WEIGHTS},
 )

@@ -18,6 +18,16 @@ from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
 from whichlora.serving.command import shell_command
 from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS, UNPACKING_PRODUCTS, CodeBlocks
+from whichlora.serving.other_flags import (
+    CAPTURED_SIZES,
+    DRAFT,
+    EXPERT_RANKS,
+    HOST_WEIGHTS,
+    IMAGES,
+    NO_NUMBER,
+    OF_A_SERVER,
+    REPLICAS,
+)
 from whichlora.serving.profile_pass import (
     COUNTED_LOGIT_BITS,
     MASKED_LOGIT_BYTES,
@@ -313,6 +323,7 @@ def _start_of(served: Served, stage: Stage) -> Start:
         max_num_seqs=lambda context: most,
         outside_bytes=missed + (0 if reserves_graphs else graphs.num_bytes),
         fault=_fault(served, pool, budget),
+        counts_process=_counts_context(served),
         needs_context=True,
     )
 
@@ -820,4 +831,14 @@ ENGINE = Engine(
         "quantization": "quant",
         "q": "quant",
     },
+    refused=OF_A_SERVER
+    | dict.fromkeys(("swap_space", "disable_log_requests", "disable_log_stats"), NO_NUMBER)
+    | dict.fromkeys(("distributed_executor_backend", "enable_auto_tool_choice"), NO_NUMBER)
+    | dict.fromkeys(("data_parallel_size", "dp"), REPLICAS)
+    | dict.fromkeys(("enable_expert_parallel", "ep"), EXPERT_RANKS)
+    | dict.fromkeys(("speculative_config", "speculative_model", "num_speculative_tokens"), DRAFT)
+    | dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "language_model_only"), IMAGES)
+    | dict.fromkeys(("compilation_config", "cudagraph_capture_sizes"), CAPTURED_SIZES)
+    | {"enable_chunked_prefill": "cuts prompts into steps; give their max_num_batched_tokens"}
+    | {"cpu_offload_gb": HOST_WEIGHTS},
 )
