@@ -14,9 +14,13 @@ from whichlora.predict.predict import generation, ledger, predict, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.predict.rollout import rollout_job
 from whichlora.spec.numeric import added
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
+from whichlora.store.links import LinkFiles
+from whichlora.store.paths import data_folder
 
 NAME = "HuggingFaceTB/SmolLM2-135M"
 MODEL = load_model(NAME)
@@ -111,3 +115,50 @@ def test_what_trl_or_its_engine_refuses_is_refused_in_one_line(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         predicted(**changes)
+
+
+def on_gpus(strategy: str, **changes: Any) -> ResolvedRun:
+    return job(parallel=ParallelConfig(gpus=4, strategy=strategy), **changes)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_each_of_several_gpus_writes_answers_of_its_own(strategy: str, method: str) -> None:
+    alone, spread = job(method=method), on_gpus(strategy, method=method)
+    one, each = ledger(alone).moments, ledger(spread).moments
+    written = {name for name in one if name.startswith("rollout_")}
+    assert written == {name for name in each if name.startswith("rollout_")}
+    for name in written:
+        cache, whole = (
+            added(entry.num_bytes for entry in moments[name] if entry.part == "kv_cache")
+            for moments in (one, each)
+        )
+        assert cache == whole
+        kept = added(entry.num_bytes for entry in each[name] if entry.part == "optimizer_states")
+        states = added(entry.num_bytes for entry in one[name] if entry.part == "optimizer_states")
+        assert kept == states if strategy == "ddp" else kept < states
+        assert not [entry for entry in each[name] if "waiting" in entry.fact.what]
+
+
+def test_a_step_of_several_gpus_waits_for_the_answers_too() -> None:
+    gpu = find_gpu("a100-sxm-80gb")
+    links = LinkFiles((data_folder("calibration"),))
+    calibration = replace(prior_calibration(gpu), machines=links)
+    alone, spread, learnt = (
+        predict(MODEL, each.run, gpu, calibration).time
+        for each in (job(), on_gpus("ddp"), on_gpus("ddp", trainer="sft"))
+    )
+    assert alone.prefill_s is not None
+    assert alone.decode_s_per_token is not None
+    assert spread.step_s is not None
+    assert learnt.step_s is not None
+    written = alone.prefill_s + 255 * alone.decode_s_per_token
+    assert spread.step_s == pytest.approx(learnt.step_s + written, rel=0.02)
+    assert sum(spread.breakdown.values()) == pytest.approx(spread.step_s)
+
+
+def test_answers_of_a_divided_model_are_refused_unless_another_machine_writes_them() -> None:
+    with pytest.raises(ConfigError, match="every GPU has all of its weights, got zero3; use one"):
+        predict(MODEL, on_gpus("zero3").run, A100, prior_calibration(A100))
+    elsewhere = on_gpus("zero3", options={"use_vllm": True, "vllm_mode": "server"})
+    assert predict(MODEL, elsewhere.run, A100, prior_calibration(A100)).several_gpus

@@ -74,7 +74,7 @@ def test_a_trainer_brings_its_loss_and_its_options(model: ModelSpec) -> None:
         ({"trainer": "dpo", "trainer_options": (("beta", "x"),)}, "beta: 'x' is not a number"),
         (
             {"trainer": "kto", "trainer_options": (("loss_type", "kt"),)},
-            "loss_type: 'kt' is not accepted; accepted are kto, apo_zero_unpaired",
+            "loss_type: 'kt' is not accepted; did you mean kto; accepted are kto, apo_zero",
         ),
     ],
 )

@@ -44,6 +44,7 @@ PARTS = (
     "context",
 )
 RETURNED = "returned"  # of "allocator": whole segments, which it gives back before a request fails
+ROLLOUT = "rollout_"  # begins the names of moments in which the model writes, between steps
 _OUTSIDE_LAYERS = ("loading", "embedding_backward", "table_backward", "optimizer_step")
 
 

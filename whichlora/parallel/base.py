@@ -212,6 +212,8 @@ class Strategy:
             global batch grows with their number; "model" where they work on the same one.
         order: in which its ranks compute one micro-batch: together, or one stage after the other,
             "pipelined" where several micro-batches are under way.
+        keeps_weights: each rank has all of them all the time, so that the answers of a rollout are
+            written as on one GPU.
         check: refuse what the libraries refuse, with one line (`ConfigError`).
         split: what the ranks of one kind compute, once this strategy has divided their work.
         moments: what a rank holds at each moment, of the entries that its step would have alone.
@@ -244,6 +246,7 @@ class Strategy:
     options: tuple[Option, ...] = ()
     smallest: tuple[tuple[str, OptionValue], ...] = ()
     size_option: str = ""
+    keeps_weights: bool = False
     check: Callable[[TrainingStep, Spread], None] = _accepts
     split: Callable[[RankKind, Spread], tuple[RankKind, ...]] = _computes_all
     moments: Callable[[RankKind, Moments, Spread], Moments] = _holds_all

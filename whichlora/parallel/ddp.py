@@ -124,6 +124,7 @@ STRATEGY = Strategy(
     name="ddp",
     summary="all of the model on every GPU, gradients averaged",
     divides="data",
+    keeps_weights=True,
     options=(
         Option(
             name="gradient_as_bucket_view",

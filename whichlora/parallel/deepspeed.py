@@ -18,6 +18,7 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.gradients import Trained
 from whichlora.memory.loading import UNSPLIT_WEIGHTS
 from whichlora.memory.step import TrainingStep
+from whichlora.memory.training import ROLLOUT
 from whichlora.memory.weights import BUFFERS
 from whichlora.parallel.base import HostUpdate, Message, Moments, RankKind, Saving, Spread, in_run
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
@@ -571,7 +572,9 @@ def replicated_moments(
     later = Entry(PARTITION_GRADIENTS, held * (1 + step.accumulates))
     changed: dict[str, tuple[Entry, ...]] = {}
     source = as_accumulated(step) if partitions_gradients else moments
-    for name, entries in source.items():
+    written = {name: entries for name, entries in moments.items() if name.startswith(ROLLOUT)}
+    early = (*BEFORE_GRADIENTS, *written)
+    for name, entries in (*source.items(), *written.items()):
         if name == "optimizer_step":
             continue
         entries = tuple(with_partitioned_states(entries, part))
@@ -581,13 +584,13 @@ def replicated_moments(
         entries = (*entries, *_device_buffer(part))
         if not partitions_gradients:
             # the epilogue, which drops the buckets, runs in the last micro-step alone
-            has_buckets = step.accumulates or name not in BEFORE_GRADIENTS
+            has_buckets = step.accumulates or name not in early
             changed[name] = (*entries, buckets) if has_buckets else entries
-            if spread.options["overlap_comm"] and name not in (*BEFORE_GRADIENTS, "head_backward"):
+            if spread.options["overlap_comm"] and name not in (*early, "head_backward"):
                 is_early = name == "layer_backward"
                 copied = held if is_early else part.overlapped_bytes
                 changed[name] = (*changed[name], Entry(PARTITION_GRADIENTS, copied))
-        elif name in BEFORE_GRADIENTS:
+        elif name in early:
             changed[name] = (*without(entries, *GRADIENTS), earlier)
         elif name == "head_backward":
             changed[name] = (*without(entries, *GRADIENTS), earlier, buckets)

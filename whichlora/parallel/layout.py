@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
@@ -18,6 +18,13 @@ from whichlora.spec.numeric import largest
 from whichlora.spec.options import OptionValue, filled
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
+
+Completed: TypeAlias = Callable[[Ledger, TrainingStep], Ledger]
+
+
+def as_counted(counted: Ledger, step: TrainingStep) -> Ledger:
+    """`counted`, where a step is all there is."""
+    return counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,23 +128,27 @@ class Layout:
             kinds = tuple(part for kind in kinds for part in strategy.split(kind, spread))
         return kinds
 
-    def ledger(self, kind: RankKind) -> Ledger:
-        """Every moment of the ranks of `kind`."""
-        counted = training_ledger(kind.step, is_spread=True)
+    def ledger(self, kind: RankKind, complete: Completed = as_counted) -> Ledger:
+        """Every moment of the ranks of `kind`.
+
+        Args:
+            complete: adds moments beside those of the step, before it is divided.
+        """
+        counted = complete(training_ledger(kind.step, is_spread=True), kind.step)
         moments: Mapping[str, tuple[Entry, ...]] = counted.moments
         for strategy, spread in self.strategies:
             moments = strategy.moments(kind, moments, spread)
         return replace(counted, moments=dict(moments))
 
-    def merged_ledger(self, kinds: Sequence[RankKind]) -> Ledger:
+    def merged_ledger(self, kinds: Sequence[RankKind], complete: Completed = as_counted) -> Ledger:
         """The moments of every kind of rank: the largest is the peak of the rank that needs most.
 
         Where there are several kinds a moment is named after its ranks, such as
-        "last stage: loss_backward".
+        "last stage: loss_backward". `complete` is as of `ledger`.
         """
         if len(kinds) == 1:
-            return self.ledger(kinds[0])
-        ledgers = {kind.name: self.ledger(kind) for kind in kinds}
+            return self.ledger(kinds[0], complete)
+        ledgers = {kind.name: self.ledger(kind, complete) for kind in kinds}
         moments = {
             f"{name}: {moment}": entries
             for name, counted in ledgers.items()

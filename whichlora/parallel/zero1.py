@@ -42,6 +42,7 @@ STRATEGY = Strategy(
     name="zero1",
     summary="DeepSpeed: optimizer states divided",
     divides="data",
+    keeps_weights=True,
     options=_OPTIONS,
     smallest=(("offload", ("optimizer",)),),
     check=deepspeed.check,

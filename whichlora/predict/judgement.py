@@ -254,7 +254,9 @@ class TimeJudgement:
         """Seconds by feature; adds up to `total_s`."""
         names = dict.fromkeys(name for parts in self.pass_parts.values() for name in parts)
         return {
-            name: added(count * self.pass_parts[phase][name] for phase, count, _ in self.passes)
+            name: added(
+                count * self.pass_parts[phase].get(name, 0.0) for phase, count, _ in self.passes
+            )
             for name in names
         }
 
@@ -278,6 +280,19 @@ def judge_time(passes: Sequence[Pass], models: Mapping[str, TimeModel]) -> TimeJ
         passes=passes,
         pass_s=pass_s,
         pass_parts=pass_parts,
+        total_s=total,
+        log_deviation=error / total,
+    )
+
+
+def joined(first: TimeJudgement, then: TimeJudgement) -> TimeJudgement:
+    """Both, one after the other; errors of one device add up."""
+    total = first.total_s + then.total_s
+    error = first.total_s * first.log_deviation + then.total_s * then.log_deviation
+    return TimeJudgement(
+        passes=(*first.passes, *then.passes),
+        pass_s={**first.pass_s, **then.pass_s},
+        pass_parts={**first.pass_parts, **then.pass_parts},
         total_s=total,
         log_deviation=error / total,
     )

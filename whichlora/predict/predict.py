@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.memory import allocator
@@ -29,6 +30,7 @@ from whichlora.predict.judgement import (
     MemoryJudgement,
     Pass,
     TimeJudgement,
+    joined,
     judge_memory,
     judge_time,
     least_bytes,
@@ -114,10 +116,18 @@ def ledger(job: ResolvedRun, kinds: Sequence[RankKind] = (), **sizes: Count) -> 
         if service is not None:
             return start_ledger(job, service.start)
         return inference_ledger(generation(job, **sizes))
+    complete = partial(_with_answers, job, sizes)
     if job.layout is not None:
-        return job.layout.merged_ledger(kinds or rank_kinds(job, **sizes))
+        return job.layout.merged_ledger(kinds or rank_kinds(job, **sizes), complete)
     step = training_step(job, **sizes)
-    counted, inner = training_ledger(step), rollout_job(job)
+    return complete(training_ledger(step), step)
+
+
+def _with_answers(
+    job: ResolvedRun, sizes: Mapping[str, Count], counted: Ledger, step: TrainingStep
+) -> Ledger:
+    """`counted` and the moments of what the model writes between steps, if it does."""
+    inner = rollout_job(job)
     if inner is None or inner.run.kv_cache == "vllm":  # the pool is among what a step holds
         return counted
     written = generation(inner, **rollout_sizes(job, _sizes(job, sizes)))
@@ -335,6 +345,13 @@ def passes(job: ResolvedRun, **sizes: Count) -> tuple[Pass, ...]:
     return prefill, ("decode", new_tokens - 1, decode)
 
 
+def _passes_alone(job: ResolvedRun, **sizes: Count) -> tuple[Pass, ...]:
+    """Of several GPUs, what each does by itself; of one everything."""
+    if job.layout is None:
+        return passes(job, **sizes)
+    return tuple(_rollout_passes(job, sizes)) if job.run.phase == "finetune" else ()
+
+
 def _rollout_passes(job: ResolvedRun, sizes: Mapping[str, Count]) -> Iterator[Pass]:
     """Those of the answers that one optimizer step learns from."""
     inner, rollout = rollout_job(job), job.trainer.rollout(job.run)
@@ -401,9 +418,9 @@ class CountedRun:
     Args:
         moments: bytes by part at each that can be the peak.
         is_replayed: whether the allocator's part of them comes from a replay.
-        passes: what one optimizer step is, or one generation.
+        passes: what one optimizer step is, or one generation; of several GPUs what each does alone.
         kinds: of the ranks of several GPUs.
-        ranks: what they do instead.
+        ranks: what they do together.
         host_bytes: that all ranks of a node pin.
         service: the engine that serves it, started; None where memory is taken as needed.
     """
@@ -447,7 +464,7 @@ def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
         job=job,
         moments=moments,
         is_replayed=is_replayed,
-        passes=passes(job) if ranks is None else (),
+        passes=_passes_alone(job),
         kinds=kinds,
         ranks=ranks,
         host_bytes=host_bytes(job, kinds),
@@ -541,7 +558,7 @@ def judged_time(job: ResolvedRun, calibration: Calibration, **sizes: Count) -> T
     ranks = ranks_work(job, **sizes)
     if ranks is None:
         return judge_time(passes(job, **sizes), calibration.time)
-    return judged_ranks(job, ranks, calibration).time
+    return judged_ranks(job, ranks, calibration, _passes_alone(job, **sizes)).time
 
 
 def step_s(job: ResolvedRun, calibration: Calibration, seq_len: int) -> float:
@@ -552,10 +569,19 @@ def step_s(job: ResolvedRun, calibration: Calibration, seq_len: int) -> float:
     return float(timing.seconds(calibration.time["finetune"], features)[0])
 
 
-def judged_ranks(job: ResolvedRun, ranks: RanksWork, calibration: Calibration) -> RanksJudgement:
-    """Time of one optimizer step of `job`, whose ranks' work has been counted."""
+def judged_ranks(
+    job: ResolvedRun, ranks: RanksWork, calibration: Calibration, alone: Sequence[Pass] = ()
+) -> RanksJudgement:
+    """Time of one optimizer step of `job`, whose ranks' work has been counted.
+
+    Args:
+        alone: what each rank does by itself beside the step.
+    """
     links, _ = links_of(ranks.config, job.gpu, calibration.machines)
-    return judge_ranks(ranks, calibration.time["finetune"], links)
+    judged = judge_ranks(ranks, calibration.time["finetune"], links)
+    if not alone:
+        return judged
+    return replace(judged, time=joined(judged.time, judge_time(alone, calibration.time)))
 
 
 def predict_memory(job: ResolvedRun, calibration: Calibration) -> tuple[MemoryPrediction, int]:
@@ -729,7 +755,9 @@ def judge_counted(
         by_ledger = memory.peak_allocated_bytes
         memory = with_trace(job, memory, traced)
         least += memory.peak_allocated_bytes - by_ledger
-    ranks = None if counted.ranks is None else judged_ranks(job, counted.ranks, calibration)
+    ranks = None
+    if counted.ranks is not None:
+        ranks = judged_ranks(job, counted.ranks, calibration, counted.passes)
     timed = None
     if gpu.is_timed and (counted.ranks or counted.passes):
         timed = judge_time(counted.passes, calibration.time) if ranks is None else ranks.time
@@ -893,7 +921,7 @@ def count_block(job: ResolvedRun, axes: Mapping[str, Count]) -> CountedBlock:
         job=job,
         shape=np.broadcast_shapes(*(values.shape for values in sizes.values())),
         moments=moment_parts(job, **sizes),
-        passes=passes(job, **sizes) if job.layout is None else (),
+        passes=_passes_alone(job, **sizes),
         ranks=ranks_work(job, **sizes),
         num_units=1.0 if job.run.phase == "finetune" else num_tokens(job, **sizes),
     )
@@ -926,7 +954,7 @@ def predict_counted_block(counted: CountedBlock, calibration: Calibration) -> Bl
     if counted.ranks is None:
         time = judge_time(counted.passes, calibration.time)
     else:
-        time = judged_ranks(job, counted.ranks, calibration).time
+        time = judged_ranks(job, counted.ranks, calibration, counted.passes).time
     low_s, high_s = time.interval()
     return BlockPrediction(
         peak_allocated_bytes=whole(memory.peak_allocated_bytes),

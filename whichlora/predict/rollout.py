@@ -9,7 +9,8 @@ from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
 from whichlora.memory.inference import Generation, inference_ledger
 from whichlora.memory.step import TrainingStep
-from whichlora.memory.training import Ledger
+from whichlora.memory.training import ROLLOUT, Ledger
+from whichlora.parallel import list_strategies
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.numeric import Count
 from whichlora.spec.parallel import ONE_GPU
@@ -22,15 +23,19 @@ def check_rollout(job: ResolvedRun) -> None:
     """Refuse a rollout that is not predicted, or whose engine can't start.
 
     Raises:
-        ConfigError: on several GPUs, or with a pool that is smaller than the weights.
+        ConfigError: of a model that is divided, or with a pool that is smaller than the weights.
     """
     rollout = job.trainer.rollout(job.run) if job.run.phase == "finetune" else None
     if rollout is None:
         return
-    if job.layout is not None:
+    if job.layout is not None and not all(
+        strategy.keeps_weights for strategy, _ in job.layout.strategies
+    ):
+        whole = ", ".join(name for name, each in list_strategies().items() if each.keeps_weights)
         raise ConfigError(
-            f"trainer: the answers that {job.trainer.name} lets the model write are predicted on "
-            f"one GPU, got {job.run.parallel.gpus}; use --gpus 1"
+            f"parallel: the answers that {job.trainer.name} lets the model write are predicted "
+            f"where every GPU has all of its weights, got {job.run.parallel.strategy}; use one of "
+            f"{whole}, or vllm_mode server"
         )
     pool, copied = rollout.pool_share * job.gpu.memory_bytes, 2 * job.model.num_params
     if 0 < pool <= copied:
@@ -86,5 +91,5 @@ def with_rollout(counted: Ledger, step: TrainingStep, generation: Generation) ->
         if name == "loading":
             continue
         written = tuple(entry for entry in entries if entry.part not in _OF_TRAINING)
-        moments[f"rollout_{name}"] = (*step.static, *written)
+        moments[f"{ROLLOUT}{name}"] = (*step.static, *written)
     return replace(counted, moments=counted.moments | moments)
