@@ -73,6 +73,24 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         },
         "tie_word_embeddings": True,
     },
+    "qwen3_vl_moe": {  # Qwen3-VL-30B-A3B with 16 of its 128 experts
+        "text_config": {
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "moe_intermediate_size": 768,
+            "num_experts": 16,
+            "num_experts_per_tok": 8,
+            "vocab_size": 151936,
+        },
+        "vision_config": {
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "out_hidden_size": 2048,
+            "deepstack_visual_indexes": [0, 1, 3],
+        },
+    },
     "qwen3_5": {  # Qwen3.5-2B's widths
         "text_config": {
             "hidden_size": 2048,
@@ -328,8 +346,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _HEARS = ("qwen2_audio",)
-DEPTH_KEYS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), "depth")
-DEPTH_KEYS |= {"qwen2_audio": "encoder_layers"}
+_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+DEPTH_KEYS = dict.fromkeys(_QWEN, "depth") | {"qwen2_audio": "encoder_layers"}
 
 
 def config_of(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -372,7 +390,7 @@ _SIZES = ((448, 448), (640, 480), (1024, 768), (768, 1280), (1600, 1200), (301, 
 
 
 # a text that has fewer layers than the tower hands features to would drop some of them
-_MORE_LAYERS = {"qwen3_vl": 3, "qwen3_5": 4, "mllama": 2}
+_MORE_LAYERS = {"qwen3_vl": 3, "qwen3_vl_moe": 3, "qwen3_5": 4, "mllama": 2}
 _SHARED = ("batch_size", "images", "image_size", "audios", "audio_seconds")
 _UNQUANTISED = ("llama4",)  # whose experts in 4 bits are refused
 _WRAPPED = ("gemma4",)  # in whose tower PEFT can't adapt matrices by their names

@@ -213,7 +213,9 @@ OTHER_NAMES: dict[str, dict[str, Any]] = {  # types that name some otherwise; No
     "t5gemma": {"encoder": _STACK, "decoder": _STACK},
     "umt5": {"d_ff": 4096, "d_kv": 96, "num_decoder_layers": 12},
 }
-NO_AUTO_CLASS = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # never a model by themselves
+NO_AUTO_CLASS = {  # never a model by themselves
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+}
 FIRST_TYPES = (
     *("albert", "apertus", "arcee", "bart", "bert", "bloom", "camembert", "codegen", "cohere"),
     *("cohere2", "cwm", "dbrx", "deberta-v2", "deepseek_v2", "deepseek_v3", "distilbert"),

@@ -164,6 +164,13 @@ IMAGE_CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]},
         **_IDS,
     },
+    "qwen3_vl_moe": {
+        "text_config": _TEXT
+        | _ROTATED
+        | {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2},
+        "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]},
+        **_IDS,
+    },
     "qwen3_5": {
         "text_config": _TEXT
         | {"layer_types": ["full_attention", "linear_attention", "full_attention"]}

@@ -75,7 +75,10 @@ def test_a_model_is_estimated_in_both_phases(model: ModelRecord) -> None:
     methods = [one.run.method for one in predictions if one.run.phase == "finetune"]
     assert len(predictions) == len(methods) + 1
     for refused in set(methods_of(model)) - set(methods):
-        fault = rf"^(method: ({refused} |what is trained )|adapter_layers must not be above )"
+        fault = (
+            rf"^(method: ({refused} |what is trained )|adapter_layers must not be above "
+            r"|quant: (the experts|transformers clamps) )"
+        )
         with pytest.raises(ConfigError, match=fault):
             estimates.estimate(runs_of(model, [refused])[:1], ["cpu"])
     if model.hub_id in ON_A_GPU:

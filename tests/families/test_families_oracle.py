@@ -34,7 +34,10 @@ NO_AUTO_CLASS = {
     "qwen2_vl_text",
     "qwen2_5_vl_text",
     "qwen3_vl_text",
+    "qwen3_vl_moe_text",
 }  # never a model by themselves
+# `for_model` knows the classes of transformers only, by which the hub's are of these types
+IN_TRANSFORMERS = {"internlm3": "llama", "kimi_k2": "deepseek_v3"}
 
 
 def smallest() -> dict[str, str]:
@@ -71,9 +74,10 @@ def module(config: dict[str, Any], task: str) -> Any:
         auto = "AutoModelForImageTextToText"
     if config["model_type"] == "qwen2_audio":
         auto = "AutoModelForMultimodalLM"
+    if config["model_type"] == "gemma3n":
+        pytest.importorskip("timm")  # has its vision tower
     config = {**config}
-    # `for_model` knows the classes of transformers only; the hub's InternLM 3 is LlamaForCausalLM.
-    model_type = {"internlm3": "llama"}.get(config["model_type"], config["model_type"])
+    model_type = IN_TRANSFORMERS.get(config["model_type"], config["model_type"])
     config.pop("model_type")
     with torch.device("meta"):
         return getattr(transformers, auto).from_config(
@@ -301,6 +305,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"model_type": "glm4_moe", "use_qk_norm": True, **ROUTED},
     "deepseek_v2": {"model_type": "deepseek_v2", **LATENT, **ROUTED},
     "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, **ROUTED, "q_lora_rank": 20},
+    "kimi_k2": {"model_type": "kimi_k2", **LATENT, **ROUTED, "q_lora_rank": 20},
     "youtu": {"model_type": "youtu", **LATENT},
     "gemma": {"model_type": "gemma"},
     "gemma2": {"model_type": "gemma2"},
@@ -515,6 +520,7 @@ def test_every_causal_type_has_a_tiny_variant() -> None:
     bare = {x for x in known_types() if x in FAMILIES}
     others = {
         *("internlm3", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),  # Llama, Qwen
+        "qwen3_vl_moe_text",
         *("t5", "mt5", "umt5", "bart", "mbart", "plbart", "mvp", "m2m_100", "pegasus", "marian"),
         *("blenderbot", "blenderbot-small", "led"),
         *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert"),
@@ -765,7 +771,7 @@ def test_flash_attention_and_checkpointing_are_described_as_the_class_has_them(
     needed = {"vocab_size": 96, "num_experts_per_tok": 2, "n_routed_experts": 8}
     spec = build({"model_type": model_type, **needed}, name=model_type)
     described = all(attention.flash for layer, _ in spec.layers() for attention in layer.attentions)
-    cls = getattr(transformers, names[model_type])
+    cls = getattr(transformers, names[IN_TRANSFORMERS.get(model_type, model_type)])
     assert described == bool(cls._supports_flash_attn)
     assert spec.supports_checkpointing == bool(cls.supports_gradient_checkpointing)
 
@@ -793,6 +799,7 @@ _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropou
 def test_a_config_that_names_no_dropout_has_that_of_its_class(model_type: str) -> None:
     from transformers import AutoConfig
 
+    model_type = IN_TRANSFORMERS.get(model_type, model_type)
     theirs = AutoConfig.for_model(model_type).get_text_config().to_dict()
     try:
         spec = build({"model_type": model_type}, name=model_type)

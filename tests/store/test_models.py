@@ -142,6 +142,17 @@ AS_TYPED = {
     "qwen3:30b": "Qwen/Qwen3-30B-A3B",
     "qwen 3 0.6b": "Qwen/Qwen3-0.6B",
     "qwq": "Qwen/QwQ-32B",
+    "qwen3.5:4b": "Qwen/Qwen3.5-4B",
+    "qwen3.6 27b": "Qwen/Qwen3.6-27B",
+    "llama 4 scout": "meta-llama/Llama-4-Scout-17B-16E",
+    "gemma4:31b": "google/gemma-4-31B",
+    "gemma 3n e4b": "google/gemma-3n-E4B",
+    "glm-4.5-air": "zai-org/GLM-4.5-Air",
+    "glm 4.6": "zai-org/GLM-4.6",
+    "minimax-m2": "MiniMaxAI/MiniMax-M2",
+    "nemotron 3 nano": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "granite 4.0 h tiny": "ibm-granite/granite-4.0-h-tiny",
+    "seed oss": "ByteDance-Seed/Seed-OSS-36B-Base",
     "mistral 7b": "mistralai/Mistral-7B-v0.3",
     "mistral": "mistralai/Mistral-7B-v0.3",
     "mistral:7b": "mistralai/Mistral-7B-v0.3",
@@ -207,6 +218,11 @@ def test_a_name_as_people_type_it_is_taken_as_a_model_and_says_so(typed: str, hu
         ("llama 8b", "meta-llama/Llama-3.1-8B, meta-llama/Meta-Llama-3-8B"),
         ("llama3.2", "meta-llama/Llama-3.2-1B, meta-llama/Llama-3.2-3B"),
         ("qwen 7b", "Qwen/Qwen1.5-7B, Qwen/Qwen2.5-7B"),
+        (
+            "llama 4",  # no model of HuggingFaceM4
+            "meta-llama/Llama-4-Maverick-17B-128E-Instruct, "
+            "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+        ),
         (
             "deepseek-r1:8b",
             "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B, deepseek-ai/DeepSeek-R1-Distill-Llama-8B",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from whichlora.families.blocks import (
@@ -17,12 +18,29 @@ from whichlora.families.llama import LLAMA
 from whichlora.families.moe import deepseek_feed_forward
 from whichlora.spec.architecture import Attention, Linear, ModelSpec, Norm, Projection
 
+AS_DEEPSEEK = (
+    "transformers has no class of Kimi K2: taken as its DeepseekV3ForCausalLM, which has the same "
+    "layers, and not as the repository's own code"
+)
 MLA = LLAMA | {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+}
+_V3 = MLA | {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "max_position_embeddings": 4096,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
 }
 DEFAULTS = {
     "deepseek_v2": MLA
@@ -33,20 +51,8 @@ DEFAULTS = {
         "n_shared_experts": 2,
         "moe_intermediate_size": 1407,
     },
-    "deepseek_v3": MLA
-    | {
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "max_position_embeddings": 4096,
-        "first_k_dense_replace": 3,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-    },
+    "deepseek_v3": _V3,
+    "kimi_k2": _V3,
     "glm4_moe_lite": MLA
     | {
         "vocab_size": 154880,
@@ -198,6 +204,14 @@ def _deepseek(c: Fields) -> ModelSpec:
     return _model(c, deepseek_feed_forward(c))
 
 
+def _kimi_k2(c: Fields) -> ModelSpec:
+    """`DeepseekV3ForCausalLM`, as which Kimi K2.5's config builds its text.
+
+    Source: transformers 5.23 `Kimi_K25Config.__post_init__`.
+    """
+    return replace(_deepseek(c), notes=(AS_DEEPSEEK,))
+
+
 def _axk1(c: Fields) -> ModelSpec:
     """DeepSeek V3 with a norm over what the experts return."""
     norm = Norm(name="post_mlp_layernorm", kind="rms", width=c.size("hidden_size"))
@@ -218,6 +232,7 @@ BUILDERS = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek,
     "glm4_moe_lite": _deepseek,
+    "kimi_k2": _kimi_k2,
     "minicpm3": _minicpm3,
     "youtu": _dense,
 }

@@ -27,6 +27,7 @@ TRANSLATED: dict[str, frozenset[str]] = {
     "glm4_moe": _PROJECTIONS,
     "glm4_moe_lite": _PROJECTIONS,
     "hunyuan_v1_moe": _PROJECTIONS,
+    "kimi_k2": _PROJECTIONS,  # as deepseek_v3
     "mellum": _PROJECTIONS,
     "olmoe": _PROJECTIONS,
     "qwen3_moe": _PROJECTIONS,

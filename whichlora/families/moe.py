@@ -39,6 +39,16 @@ DEFAULTS = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
     },
+    "qwen3_vl_moe_text": QWEN_MOE
+    | {
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128000,
+        "moe_intermediate_size": 1408,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+    },
     "olmoe": LLAMA
     | {
         "vocab_size": 50304,
@@ -318,6 +328,7 @@ BUILDERS = {
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_vl_moe_text": _qwen3_moe,
     "olmoe": _olmoe,
     "granitemoe": _granitemoe,
     "granitemoeshared": _granitemoe,

@@ -88,6 +88,9 @@ def _match(name: str, stems: Mapping[str, str], params: Mapping[str, int]) -> st
     }
     if not fitting:
         return None
+    # "4" of "llama 4" is no word of HuggingFaceM4 where a model's own name has it
+    named = {model: fit for model, fit in fitting.items() if wanted.unsized <= fit.words}
+    fitting = named or fitting
     exact = [model for model, spelling in fitting.items() if spelling == wanted]
     if exact:
         return exact[0]

@@ -277,15 +277,17 @@ _QWEN3_5 = Multimodal(
     causal=True,
     splits=True,
 )
+_QWEN3_VL = Multimodal(
+    text="qwen3_vl_text",
+    tied=False,
+    images=qwen3,
+    defaults=_QWEN3 | {"deepstack_visual_indexes": [8, 16, 24]},
+)
 TYPES: Mapping[str, Multimodal] = {
     "qwen2_vl": Multimodal(text="qwen2_vl_text", tied=False, images=qwen2, defaults=_QWEN2),
     "qwen2_5_vl": Multimodal(text="qwen2_5_vl_text", tied=False, images=qwen2_5, defaults=_QWEN2_5),
-    "qwen3_vl": Multimodal(
-        text="qwen3_vl_text",
-        tied=False,
-        images=qwen3,
-        defaults=_QWEN3 | {"deepstack_visual_indexes": [8, 16, 24]},
-    ),
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": replace(_QWEN3_VL, text="qwen3_vl_moe_text"),
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": replace(_QWEN3_5, text="qwen3_5_moe_text"),
 }
