@@ -96,6 +96,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "olmoe": _DECODER | {"num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v32": _MHA
+    | {
+        "kv_lora_rank": 48,
+        "q_lora_rank": 40,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 40,  # else the CPU has no fused kernel
+        "first_k_dense_replace": 8,
+        "index_n_heads": 6,
+        "index_head_dim": 36,
+        "index_topk": 20,
+    },
     "jamba": _DECODER | {"num_experts": 4, "pad_token_id": 0},  # of so few layers none attends
     "gemma3n_text": _DECODER
     | {

@@ -216,6 +216,7 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+INDEXER = {"q_lora_rank": 20, "index_n_heads": 6, "index_head_dim": 16, "index_topk": 4}
 DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
@@ -305,6 +306,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"model_type": "glm4_moe", "use_qk_norm": True, **ROUTED},
     "deepseek_v2": {"model_type": "deepseek_v2", **LATENT, **ROUTED},
     "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, **ROUTED, "q_lora_rank": 20},
+    "deepseek_v32": {"model_type": "deepseek_v32", **LATENT, **ROUTED, **INDEXER},
+    "glm_moe_dsa": {"model_type": "glm_moe_dsa", **LATENT, **ROUTED, **INDEXER},
+    "glm_moe_dsa-shared": {
+        "model_type": "glm_moe_dsa",
+        "indexer_types": ["full", "shared"] * 3,
+        **LATENT,
+        **ROUTED,
+        **INDEXER,
+    },
+    "glm_moe_dsa-pattern": {
+        "model_type": "glm_moe_dsa",
+        "index_topk_freq": 3,
+        "index_skip_topk_offset": 1,
+        **LATENT,
+        **ROUTED,
+        **INDEXER,
+    },
     "kimi_k2": {"model_type": "kimi_k2", **LATENT, **ROUTED, "q_lora_rank": 20},
     "youtu": {"model_type": "youtu", **LATENT},
     "gemma": {"model_type": "gemma"},
@@ -556,7 +574,7 @@ def test_the_cache_holds_the_described_elements(variant: str) -> None:
     cache = output.get("past_key_values", output.get("cache_params"))  # Mamba's name of it
     held = 0
     for layer in cache.layers:
-        for name in ("keys", "values"):
+        for name in ("keys", "values", "indexer_keys"):
             tensor = getattr(layer, name, None)
             held += 0 if tensor is None else tensor.numel()
     expected = sum(

@@ -270,6 +270,63 @@ def test_gemma_4_agrees_with_the_trace(fields: dict[str, Any], settings: dict[st
     assert predicted == pytest.approx(traced, rel=0.005)
 
 
+SPARSE = {
+    "model_type": "deepseek_v32",
+    "vocab_size": 256,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 192,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 96,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 352,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "index_n_heads": 16,
+    "index_head_dim": 64,
+    "index_topk": 128,
+}
+SHARED = {"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared", "full"]}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("fields", [{}, SHARED], ids=["own", "shared"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_checkpointing": False},
+        {"method": "qlora", "precision": "bf16-pure", "gradient_checkpointing": False},
+        {"method": "qlora"},
+        {"method": "full", "seq_len": 96},
+        {"precision": "bf16-pure", "attn": "eager"},
+        {"batch_size": 1, "gradient_checkpointing": False},
+        {"phase": "inference", "prompt_len": 512, "max_new_tokens": 3},
+        {"phase": "inference", "prompt_len": 512, "max_new_tokens": 3, "kv_cache": "static"},
+    ],
+    ids=str,
+)
+def test_chosen_keys_agree_with_the_trace(fields: dict[str, Any], settings: dict[str, Any]) -> None:
+    config = SPARSE | fields
+    sizes = {"batch_size": 3, "seq_len": 384, "expandable_segments": True}
+    run = RunConfig(model="x", **(sizes | settings))
+    job = resolve.resolve(families.build(config, name="x"), run, GPU)
+    job = replace(job, dtypes=replace(job.dtypes, kernel_buffers=False))
+    ledger = predict.ledger(job)
+    events = trace(job.run, config, target_modules=job.peft_targets)
+    traced = replay(
+        (event.event for event in events), expandable_segments=True
+    ).peak_allocated_bytes
+    predicted = int(ledger.peak_allocated_bytes) - ledger.workspace_bytes
+    assert predicted == pytest.approx(traced, rel=0.01)
+
+
 GEMMA_3N = {
     "model_type": "gemma3n_text",
     "vocab_size": 1000,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from whichlora.errors import ConfigError
 from whichlora.families.blocks import (
     FeedForward,
     causal_lm,
@@ -16,7 +18,14 @@ from whichlora.families.decoder import PRE_NORM
 from whichlora.families.fields import Fields
 from whichlora.families.llama import LLAMA
 from whichlora.families.moe import deepseek_feed_forward
-from whichlora.spec.architecture import Attention, Linear, ModelSpec, Norm, Projection
+from whichlora.spec.architecture import (
+    Attention,
+    Linear,
+    ModelSpec,
+    Norm,
+    Projection,
+    SparseKeys,
+)
 
 AS_DEEPSEEK = (
     "transformers has no class of Kimi K2: taken as its DeepseekV3ForCausalLM, which has the same "
@@ -42,6 +51,7 @@ _V3 = MLA | {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 2048,
 }
+_INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
 DEFAULTS = {
     "deepseek_v2": MLA
     | {
@@ -52,6 +62,28 @@ DEFAULTS = {
         "moe_intermediate_size": 1407,
     },
     "deepseek_v3": _V3,
+    "deepseek_v32": _V3 | {"max_position_embeddings": 163840} | _INDEXER,
+    "glm_moe_dsa": MLA
+    | _INDEXER
+    | {
+        "vocab_size": 154880,
+        "hidden_size": 6144,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 202752,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "index_n_heads": 32,
+        "index_topk_freq": 1,
+        "index_skip_topk_offset": 2,
+    },
     "kimi_k2": _V3,
     "glm4_moe_lite": MLA
     | {
@@ -176,18 +208,85 @@ def latent_attention(c: Fields, projection: Projection) -> Attention:
     )
 
 
+def _sparse_attention(c: Fields, *, interleaved: bool = False, hands_on: bool = False) -> Attention:
+    """Latent attention whose queries see the keys that an indexer chooses.
+
+    Source: transformers 5.23 `DeepseekV32Attention`, `DeepseekV32Indexer`.
+    """
+    dense = latent_attention(c, "latent")
+    heads, head_dim = c.size("index_n_heads"), c.size("index_head_dim")
+    hidden = c.size("hidden_size")
+    widths = (
+        ("wq_b", c.size("q_lora_rank"), heads * head_dim, "q_latent"),
+        ("wk", hidden, head_dim, "attn_in"),
+        ("weights_proj", hidden, heads, "attn_in"),
+    )
+    linears = (
+        Linear(name=name, in_features=read, out_features=width, reads=reads, active=0)
+        for name, read, width, reads in widths
+    )
+    *projections, out = dense.linears
+    return replace(
+        dense,
+        linears=(*projections, *linears, out),
+        sparse=SparseKeys(
+            num_heads=heads,
+            head_dim=head_dim,
+            top_k=c.size("index_topk"),
+            norm=Norm(name="k_norm", kind="layer", width=head_dim, bias=True),
+            interleaved=interleaved,
+            hands_on=hands_on,
+        ),
+        always_masked=True,
+        flash=False,
+        cache_elements=dense.cache_elements + head_dim,
+    )
+
+
+def _shares_choice(c: Fields) -> list[bool]:
+    """Whether each layer sees the keys that the last one with an indexer has chosen.
+
+    Source: transformers 5.23 `GlmMoeDsaConfig.__post_init__`.
+    """
+    count = c.layers()
+    pattern = c.get("index_topk_pattern")
+    if c.get("indexer_types") is None and isinstance(pattern, str):
+        return [letter == "S" for letter in pattern.ljust(count, "F")[:count]]
+    kinds = c.items("indexer_types", length=count)
+    if kinds is None and pattern is not None:
+        kinds = c.items("index_topk_pattern", length=count)
+    if kinds is not None:
+        return [kind == "shared" for kind in kinds]
+    every, offset = max(c.count("index_topk_freq"), 1), c.count("index_skip_topk_offset")
+    return [max(number - offset + 1, 0) % every > 0 for number in range(count)]
+
+
+def _taking(attention: Attention) -> Attention:
+    """`attention` of a layer that has no indexer of its own."""
+    assert attention.sparse is not None
+    return replace(
+        attention,
+        linears=tuple(linear for linear in attention.linears if linear.active),
+        sparse=replace(attention.sparse, num_heads=0, norm=None),
+        cache_elements=attention.cache_elements - attention.sparse.head_dim,
+    )
+
+
 def _model(
     c: Fields,
     feed_forward: FeedForward,
     projection: Projection = "latent",
     *,
+    attention: Callable[[int], Attention] | None = None,
     scales_sums: bool = False,
     **spec: Any,
 ) -> ModelSpec:
-    attention, hidden = latent_attention(c, projection), c.size("hidden_size")
+    hidden = c.size("hidden_size")
+    if attention is None:
+        plain = latent_attention(c, projection)
     layers = numbered_layers(
         c,
-        lambda _: attention,
+        attention or (lambda _: plain),
         feed_forward,
         norms=norms(PRE_NORM, width=hidden, kind="rms"),
         scales_sums=scales_sums,
@@ -202,6 +301,36 @@ def _deepseek_v2(c: Fields) -> ModelSpec:
 
 def _deepseek(c: Fields) -> ModelSpec:
     return _model(c, deepseek_feed_forward(c))
+
+
+def _deepseek_v32(c: Fields) -> ModelSpec:
+    attention = _sparse_attention(c)
+    return _model(c, deepseek_feed_forward(c), attention=lambda _: attention)
+
+
+def _glm_moe_dsa(c: Fields) -> ModelSpec:
+    """DeepSeek V3.2, with layers that see what an earlier one has chosen.
+
+    Source: transformers 5.23 `GlmMoeDsaAttention`; arXiv:2603.12201.
+
+    Raises:
+        ConfigError: no layer chooses before the first that takes a choice.
+    """
+    shares = _shares_choice(c)
+    if shares[0]:
+        raise ConfigError(
+            f"{c.name}: indexer_types begins with 'shared', which takes what an earlier layer has "
+            "chosen; let the first layer be 'full'"
+        )
+    first = _sparse_attention(c, interleaved=True, hands_on=True)
+    assert first.sparse is not None
+    own = replace(first, sparse=replace(first.sparse, follows=True))
+    taking = _taking(own)
+
+    def attention(number: int) -> Attention:
+        return taking if shares[number] else own if number else first
+
+    return _model(c, deepseek_feed_forward(c), attention=attention)
 
 
 def _kimi_k2(c: Fields) -> ModelSpec:
@@ -231,7 +360,9 @@ BUILDERS = {
     "axk1": _axk1,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek,
+    "deepseek_v32": _deepseek_v32,
     "glm4_moe_lite": _deepseek,
+    "glm_moe_dsa": _glm_moe_dsa,
     "kimi_k2": _kimi_k2,
     "minicpm3": _minicpm3,
     "youtu": _dense,

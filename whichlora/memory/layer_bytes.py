@@ -9,9 +9,9 @@ from functools import lru_cache
 
 from whichlora.memory.entries import Tensor
 from whichlora.methods.base import NO_ADAPTERS, Method
-from whichlora.spec.architecture import Layer, ModelSpec
+from whichlora.spec.architecture import Layer, ModelSpec, SparseKeys
 from whichlora.spec.dtypes import Dtypes, runs_adapter
-from whichlora.spec.numeric import Count, is_plain, largest
+from whichlora.spec.numeric import Count, is_plain, largest, smallest
 from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
 from whichlora.symbolic import kernels
@@ -32,6 +32,7 @@ from whichlora.symbolic.layer import (
     stream_bytes,
     working_points,
 )
+from whichlora.symbolic.sparse_keys import CHOICE_BYTES
 
 # The state decayed, what comes to it and their sum, in fp32, beside the cached one. Source:
 # transformers 5.23 `torch_recurrent_gated_delta_rule`, `mamba2_selective_state_update`.
@@ -182,7 +183,8 @@ def _counted(
         maxima = _values(points, **sizes)
         for name, value in maxima.items():
             values[name] = values[name] + share * value
-    values["forward"] = values["forward"] + before
+    handed_on = handed_on_bytes(layer, tokens=tokens, span=span)
+    values["forward"] = values["forward"] + before + handed_on * (not checkpointed)
     if checkpointed and reentrant:  # a `Function` materializes gradients of unused results as zeros
         values["backward"] = values["backward"] + before
     if not checkpointed or reentrant:  # its backward frees that graph
@@ -219,6 +221,26 @@ def _gradients(
     for norm in layer.norms:
         gradients = gradients + norm.num_params * dtypes.base_bytes * (norm.name in targets)
     return gradients
+
+
+def handed_on_bytes(layer: Layer, *, tokens: Count, span: Count) -> Count:
+    """Indices of the keys that the layer before has chosen, which the model's loop names.
+
+    With checkpointing they are an argument of the checkpoint, and counted with it.
+    Kind: exact. Source: transformers 5.23 `GlmMoeDsaModel.forward`: `topk_indices`.
+    """
+    for attention in layer.attentions:
+        if attention.sparse is not None and attention.sparse.follows:
+            return choice_bytes(attention.sparse, tokens=tokens, span=span)
+    return 0 * tokens
+
+
+def choice_bytes(sparse: SparseKeys, *, tokens: Count, span: Count) -> Count:
+    """Indices of the keys that one indexer chooses.
+
+    Kind: exact. Source: transformers 5.23 `GlmMoeDsaIndexer.forward`, in int32.
+    """
+    return CHOICE_BYTES * tokens * smallest(span, sparse.top_k)
 
 
 def keeps_keys(layer: Layer) -> bool:
@@ -307,6 +329,7 @@ def _streams(
     num_streams = 3 if model.adds_positions and model.task == "causal-lm" else 2
     stream = stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm)
     before = evaluate(returned_probabilities(layer, dtypes), tokens=tokens, span=span, r=r)
+    before = before + handed_on_bytes(layer, tokens=tokens, span=span)
     return num_streams * stream * model.hidden_size * tokens + before
 
 
@@ -386,6 +409,9 @@ def layer_cases(
 
 def _window_cases(layer: Layer, *, tokens: Count, span: Count) -> Iterator[tuple[Count, Layer]]:
     """Whether a batch has several sequences, and a sequence several chunks or padding."""
+    if any(attention.sparse for attention in layer.attentions):
+        yield from _sparse_cases(layer, tokens=tokens, span=span)
+        return
     cut_from = max((attention.cut_from for attention in layer.attentions), default=0)
     if layer.windows is None and not cut_from:
         yield 1, layer
@@ -405,6 +431,17 @@ def _window_cases(layer: Layer, *, tokens: Count, span: Count) -> Iterator[tuple
         share = 1 * ((tokens > span) == batched) * (has_one == single)
         if not is_plain(share) or share:
             yield share, replace(layer, attentions=(replace(attention, windows=windows),))
+
+
+def _sparse_cases(layer: Layer, *, tokens: Count, span: Count) -> Iterator[tuple[Count, Layer]]:
+    """Whether a batch has several sequences, and whether queries see all keys of theirs."""
+    (attention,) = layer.attentions
+    assert attention.sparse is not None
+    for batched, has_all in itertools.product((False, True), repeat=2):
+        sparse = replace(attention.sparse, batched=batched, has_all=has_all)
+        share = 1 * ((tokens > span) == batched) * ((span <= sparse.top_k) == has_all)
+        if not is_plain(share) or share:
+            yield share, replace(layer, attentions=(replace(attention, sparse=sparse),))
 
 
 def _uneven(layer: Layer, span: Count) -> Count | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whichlora.memory.entries import Fact, Group, Tensor, tensor_bytes
-from whichlora.memory.layer_bytes import LayerBytes
+from whichlora.memory.layer_bytes import LayerBytes, choice_bytes
 from whichlora.memory.weights import unconverted_copy_bytes
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
@@ -143,6 +143,7 @@ def checkpointed_passes(
             Group(tensors=(_held_by_later_layers(layer),), count=layer.count, **sized)
             for layer in layers
         ),
+        *_choices(model, sized),
     )
     # the recomputed keys replace those that later layers hold: `Gemma4TextAttention.forward`, run
     # again, writes `shared_kv_states[self.layer_type]` of the one dict that all layers were given
@@ -247,8 +248,7 @@ def saved_passes(
     streams = 2 * model.hidden_size * max(layer.stream_bytes for layer in layers)
     if model.streams is not None:  # what else is named then, see `TrainingStep.passes`
         streams = model.stream_width * layers[-1].stream_bytes
-    last = _last_stack(model, layers)
-    in_layer = largest(*(layer.forward - layer.saved for layer in last), 0 * sized["tokens"])
+    in_layer = largest(_largest_forward(model, layers), 0 * sized["tokens"])
     return LayerPasses(
         fact=SAVED,
         groups=(
@@ -262,6 +262,51 @@ def saved_passes(
             layer.backward - unsaved[group.stack]
             for group, layer in zip(model.groups, layers, strict=True)
         ),
+    )
+
+
+def _choices(model: ModelSpec, sized: Mapping[str, Count]) -> tuple[Group, ...]:
+    """What indexers have chosen, an argument of the next layers' checkpoints.
+
+    Kind: exact. Source: transformers 5.23 `GlmMoeDsaDecoderLayer.forward`.
+    """
+    total: Count = 0 * sized["tokens"]
+    for group in model.groups:
+        for sparse in (each.sparse for each in group.layer.attentions if each.sparse):
+            if sparse.hands_on and sparse.num_heads:
+                last = model.num_hidden_layers - 1  # whose choice nobody takes
+                total = total + (group.count - (last in group.positions)) * choice_bytes(
+                    sparse, **sized
+                )
+    if not model.chooses_keys:
+        return ()
+    chosen = Tensor("keys that indexers have chosen", constant=total)
+    return (Group(tensors=(chosen,), **sized),)
+
+
+def _largest_forward(model: ModelSpec, layers: Sequence[LayerBytes]) -> Count:
+    """What the layer that runs makes beyond what all layers keep."""
+    return largest(
+        *(
+            layer.forward - layer.saved - _saved_behind(model, layers, layer)
+            for layer in _last_stack(model, layers)
+        )
+    )
+
+
+def _saved_behind(model: ModelSpec, layers: Sequence[LayerBytes], layer: LayerBytes) -> Count:
+    """What layers behind the last of a kind save, which is not there when that one runs.
+
+    Where keys are chosen: that takes most of a layer's forward at its begin. Of other models it is
+    left out, of which the bound is close.
+    """
+    if not model.chooses_keys:
+        return 0
+    places = [max(group.positions, default=-1) for group in model.groups]
+    last = next(place for place, each in zip(places, layers, strict=True) if each is layer)
+    return sum(
+        each.saved * sum(position > last for position in group.positions)
+        for group, each in zip(model.groups, layers, strict=True)
     )
 
 

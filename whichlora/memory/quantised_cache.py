@@ -39,6 +39,11 @@ def check_quantisable(model: ModelSpec, stored: CacheFormat) -> None:
             f"kv_cache: quantized needs full attention in every layer, {model.name} has sliding "
             "windows or recurrent layers; use dynamic or static"
         )
+    if model.chooses_keys:
+        raise ConfigError(
+            f"kv_cache: quantized is not predicted for {model.name}, whose indexers keep keys of "
+            "their own; use dynamic or static"
+        )
     for attention in attentions:
         half = attention.cache_elements // 2
         if stored.group_size is not None and half % stored.group_size:

@@ -81,7 +81,10 @@ def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
 
 def _check(step: TrainingStep, spread: Spread) -> None:
     attentions = [attention for layer in step.model.layers() for attention in layer[0].attentions]
-    if any(attention.kind != "softmax" or attention.sliding_window for attention in attentions):
+    if any(
+        attention.kind != "softmax" or attention.sliding_window or attention.sparse
+        for attention in attentions
+    ):
         raise ConfigError(
             f"parallel: accelerate refuses context parallelism for {step.model.model_type}, whose "
             "layers do not all attend to all earlier tokens; use tp or fsdp"

@@ -71,7 +71,9 @@ def check_can_be_parted(step: TrainingStep, name: str) -> None:
     rows = {group.stack for group in model.groups}
     beside = model.other_params or model.around_linears or model.layer_input_norm
     is_row = len(rows) == 1 and not any(group.shared for group in model.groups)
-    if not is_row or beside or model.head is None or step.shares_keys:
+    attentions = (attention for layer, _ in model.layers() for attention in layer.attentions)
+    hands_on = any(each.sparse is not None and each.sparse.hands_on for each in attentions)
+    if not is_row or beside or model.head is None or step.shares_keys or hands_on:
         raise ConfigError(
             f"parallel: {name} is modelled for decoders whose layers stand in one row between the "
             f"embedding and the head, which {model.name} is not; use fsdp"

@@ -419,6 +419,11 @@ def _check_serving(job: ResolvedRun) -> None:
             f"serving: {engine.name} is not predicted for {job.model.name}, whose stream has "
             f"{job.model.streams.num_states} states; leave serving out"
         )
+    if run.kv_cache in ("vllm", "paged") and job.model.chooses_keys:
+        raise ConfigError(
+            f"kv_cache: {run.kv_cache} is not predicted for {job.model.name}, whose indexers have "
+            "keys of their own; use dynamic or static"
+        )
     if engine.start is not None:
         if run.kv_cache != DYNAMIC:
             raise ConfigError(

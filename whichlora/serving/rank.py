@@ -279,6 +279,11 @@ def check_model(served: Served, *, keeps_states: bool = False) -> None:
             f"serving: {name}'s pool is not predicted for the recurrent layers of {model.name}; "
             "leave serving out"
         )
+    if model.chooses_keys:
+        raise ConfigError(
+            f"serving: {name}'s pool is not predicted for {model.name}, whose indexers have their "
+            "own keys; leave serving out"
+        )
     if model.skips_layers:
         raise ConfigError(
             f"serving: {name}'s pool is not predicted for the cross attention of {model.name}; "

@@ -172,6 +172,42 @@ class Windows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SparseKeys:
+    """Which keys each query sees: those of most score, which a small attention of its own makes.
+
+    Nothing of it gets a gradient: it runs without a graph, and its matrices are not `active`.
+
+    Args:
+        num_heads: of its queries, all of which have one key; 0: it takes what the last layer chose.
+        head_dim: of each of them.
+        top_k: keys that a query sees.
+        norm: over its keys.
+        interleaved: they are rotated as the latents' are, else half against half.
+        hands_on: the model's loop hands what was chosen on to the next layer.
+        follows: so it is handed what the layer before has.
+        batched: the batch has several sequences, so that a product lays keys out for every query.
+        has_all: a sequence has no more keys than `top_k`.
+
+    Source: DeepSeek-V3.2, arXiv:2512.02556; transformers 5.23 `DeepseekV32Indexer`.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    norm: Norm | None = None
+    interleaved: bool = False
+    hands_on: bool = False
+    follows: bool = False
+    batched: bool = False
+    has_all: bool = False
+
+    @property
+    def num_params(self) -> int:
+        """Beside its matrices."""
+        return 0 if self.norm is None else self.norm.num_params
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """One mixing block: softmax attention, or a recurrent / convolutional replacement of it.
 
@@ -255,6 +291,7 @@ class Attention:
             autocast narrows (Llama 3.2 Vision); "" for none.
         ring: ranks whose keys and values its queries see; 1: those of this one.
         windows: its scores are products of chunks (LED); `sliding_window` is a mask's.
+        sparse: it sees few of the keys, and masks the others (DeepSeek V3.2).
         cut_from: what cross attention reads is cut from sequences that were padded to a multiple of
             so many tokens; 0: it is all of them.
     """
@@ -309,6 +346,7 @@ class Attention:
     adds_mask: AddedMask = ""
     ring: int = 1
     windows: Windows | None = None
+    sparse: SparseKeys | None = None
     cut_from: int = 0
 
     def __post_init__(self) -> None:
@@ -348,6 +386,7 @@ class Attention:
             sum(linear.num_params for linear in self.linears)
             + sum(norm.num_params for norm in self.norms)
             + (self.out_norm.num_params if self.out_norm else 0)
+            + (self.sparse.num_params if self.sparse else 0)
             + self.other_params
         )
 
@@ -599,6 +638,8 @@ class Layer:
         """Norms beside `norms`: of its attentions, MLP or experts, and of its input of its own."""
         norms = [norm for attention in self.attentions for norm in attention.norms]
         norms += [attention.out_norm for attention in self.attentions if attention.out_norm]
+        sparse = (each.sparse for each in self.attentions)
+        norms += [each.norm for each in sparse if each is not None and each.norm is not None]
         norms += () if self.mlp is None else self.mlp.norms
         norms += () if self.moe is None or self.moe.norm is None else (self.moe.norm,)
         if self.layer_input is not None:
@@ -625,7 +666,9 @@ class Layer:
     @property
     def trained_params(self) -> int:
         """Those that get a gradient where all weights are trained."""
-        return self.num_params - sum(each.num_params for each in self.linears if not each.active)
+        idle = sum(each.num_params for each in self.linears if not each.active)
+        idle += sum(each.sparse.num_params for each in self.attentions if each.sparse)
+        return self.num_params - idle
 
     @property
     def running(self) -> Layer:
@@ -1133,6 +1176,12 @@ class ModelSpec:
     @property
     def num_hidden_layers(self) -> int:
         return sum(group.count for group in self.groups)
+
+    @property
+    def chooses_keys(self) -> bool:
+        """Whether queries see few of the keys, which an indexer chooses."""
+        attentions = (each for layer, _ in self.layers() for each in layer.attentions)
+        return any(attention.sparse is not None for attention in attentions)
 
     @property
     def can_generate(self) -> bool:

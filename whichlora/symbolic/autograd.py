@@ -9,6 +9,7 @@ batch size, length and rank, as numbers or as arrays of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import ge, itemgetter
@@ -482,6 +483,15 @@ class Tape:
         self.memory: Tensor | None = None  # an encoder's output, which the block reads
         self._saved_elsewhere: set[int] = set()  # edges of saved tensors that others made
         self._cache_writes: list[tuple[int, int]] = []  # steps, and what they put there
+
+    @contextmanager
+    def without_graph(self) -> Iterator[None]:
+        """`torch.no_grad()`: weights get no gradient; what else is read must need none."""
+        before, self.no_grad = self.no_grad, True
+        try:
+            yield
+        finally:
+            self.no_grad = before
 
     def _add(self, form: int, name: str, size: int) -> None:
         self._forms.append(form)

@@ -31,6 +31,7 @@ from whichlora.symbolic.gemma4 import add_layer_input, feed_both_ways
 from whichlora.symbolic.kernels import attention_kernel
 from whichlora.symbolic.mlp import feed_forward
 from whichlora.symbolic.operators import OpEmitter
+from whichlora.symbolic.sparse_keys import CHOICE
 
 
 def feed(code: OpEmitter, layer: Layer, y: Tensor, x: Tensor) -> Tensor:
@@ -584,6 +585,7 @@ def forward_events(
     _tape_of(layer, stream_width, code, needs_grad=False)
     if layer.returns_probabilities:
         tape.keep_to_next("attention weights")
+    tape.keep_to_next(CHOICE)
     return block_events(tape, checkpointed=True)  # which saves nothing
 
 

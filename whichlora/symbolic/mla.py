@@ -11,6 +11,7 @@ from dataclasses import replace
 from whichlora.spec.architecture import Attention
 from whichlora.symbolic.autograd import Tensor, per_token, plus, scaled
 from whichlora.symbolic.operators import OpEmitter
+from whichlora.symbolic.sparse_keys import mask_other_keys
 
 
 def latent_projections(
@@ -27,12 +28,13 @@ def latent_projections(
         rotate: as Llama does it.
     """
     tape = code.tape
-    *q_linears, kv_down, kv_up, _ = attention.linears
+    *q_linears, kv_down, kv_up, _ = (linear for linear in attention.linears if linear.active)
     *q_norms, kv_norm = attention.norms
     heads, rotary = attention.num_attention_heads, attention.rotary_dim
     q = code.linear(q_linears[0], x)
     if q_norms:
-        q = code.linear(q_linears[1], code.norm(q_norms[0], q))
+        q_latent = code.norm(q_norms[0], q)
+        q = code.linear(q_linears[1], q_latent)
     plain = attention.head_dim - rotary
     q_plain, q_turned = tape.parts(q, (per_token(heads * plain), per_token(heads * rotary)))
     compressed = code.linear(kv_down, x)
@@ -62,7 +64,15 @@ def latent_projections(
         inner_backward=scaled(width, expanded.size),
         what="key",
     )
-    local_variables += [q, compressed, latent, q_turned, k_turned]
+    if attention.sparse is None:
+        local_variables += [q, compressed, latent, q_turned, k_turned]
+        return query, key, value
+    local_variables += [q, compressed, q_latent, q_turned]
+    if code.dtypes.training:  # else they name those of the cache
+        local_variables += [latent, k_turned]
+    chosen = mask_other_keys(code, attention, x, q_latent, rotate, _turn_interleaved)
+    tape.hold(query, key, value, *local_variables)
+    local_variables += chosen
     return query, key, value
 
 

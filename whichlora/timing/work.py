@@ -45,6 +45,12 @@ from whichlora.timing.mamba_work import (
     scan_ops,
 )
 from whichlora.timing.products import idle_flops
+from whichlora.timing.sparse_work import (
+    choosing_bytes_per_pair,
+    choosing_flops_per_pair,
+    choosing_ops,
+    indexer_linears,
+)
 from whichlora.timing.window_work import (
     WINDOW_OPS,
     window_bytes_per_token,
@@ -392,6 +398,7 @@ def attention_flops_per_token(
     if attention.sliding_window is not None and kernel in FUSED:
         seen = smallest(context, attention.sliding_window)
     half = triangular and attention.causal and not attention.cross and kernel in FUSED
+    half = half and attention.sparse is None  # whose mask the kernel reads
     per_key = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
     return per_key * seen * (1 if half else 2)
 
@@ -492,13 +499,50 @@ def _attention_work(
             moved = moved + share * batch_size * keys * of_keys * passes
             ops = math_ops(dtypes, decoding=decoding) - ATTENTION_OPS
             math_kernels = math_kernels + share * ops
-    return Work(
+    attended = Work(
         attention_flops=flops,
         wide_attention_flops=wide_flops,
         elementwise_bytes=moved,
         launches=math_kernels * forwards,
         autograd_launches=math_kernels * BACKWARD_RATIO * backward,
     )
+    if attention.sparse is None:
+        return attended
+    sizes = {"batch_size": batch_size, "queries": queries, "keys": keys}
+    return Work.total((attended, _choosing_work(attention, dtypes, forwards=forwards, **sizes)))
+
+
+def _choosing_work(
+    attention: Attention,
+    dtypes: Dtypes,
+    *,
+    batch_size: Count,
+    queries: Count,
+    keys: Count,
+    forwards: int,
+) -> Work:
+    """What an indexer does, which runs forward alone. Args as of `_attention_work`.
+
+    Kind: estimate. Source: `timing.sparse_work`.
+    """
+    rows, linears = batch_size * queries, indexer_linears(attention)
+    alone = Layer(attentions=(replace(attention, linears=linears),))
+    unpacked, expanded_read = forward_bytes(alone, dtypes, rows)
+    in_fp32 = dtypes.compute_bytes == 2 and not dtypes.under_autocast  # `q.float()`
+    flops = rows * keys * choosing_flops_per_pair(attention)
+    batched = 1 * (batch_size > 1) * (queries > 1)
+    per_pair = choosing_bytes_per_pair(attention, dtypes, batched=batched)
+    stored = sum(weights.linear_bytes(linear, dtypes) for linear in linears)
+    once = Work(
+        product_flops=2 * rows * sum(linear.num_weights for linear in linears),
+        attention_flops=flops * (not in_fp32),
+        wide_attention_flops=flops * in_fp32,
+        weight_read_bytes=stored + expanded_read,
+        dequant_bytes=unpacked,
+        elementwise_bytes=rows * keys * per_pair,
+        launches=choosing_ops(attention) + quant_ops(alone, dtypes) + unpacking_ops(alone, dtypes),
+    )
+    return once.times(forwards)
 
 
 def activation_passes(activation: str) -> tuple[int, int]:
@@ -681,7 +725,7 @@ def trained_layers(
     num_multiprocessors: int | None,
 ) -> Work:
     """One micro-step of `count` equal layers. Kind: estimate. Source: `docs/time.md`."""
-    layer = layer.running
+    whole, layer = layer, layer.running
     tokens, seq_len = layer.padded(tokens, seq_len)
     recompute = 1 if run.gradient_checkpointing else 0
     passes = 3 if method.trains_base else 2
@@ -701,7 +745,7 @@ def trained_layers(
             forwards=1 + recompute,
             backward=True,
         )
-        for attention in layer.attentions
+        for attention in whole.attentions
     ]
     adapters = _adapter_works(layer, dtypes, method, targets, r)
     moved = elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
@@ -1188,7 +1232,7 @@ def served_layers(
             forwards=1,
             backward=False,
         )
-        for attention in layer.attentions
+        for attention in group.layer.attentions
     ]
     caches = [
         _cache_work(
