@@ -11,7 +11,7 @@ from whichlora.spec.architecture import Attention, ModelSpec
 
 # Model types whose latents it caches. Source: vLLM 0.33.0 transformers_utils/
 # model_arch_config_convertor.py:294 is_deepseek_mla.
-CACHES_LATENTS = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+CACHES_LATENTS = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 EXPANDED_HEAD = 256  # width of a key that is made from a latent, before 0.7.1
 
 ABSORBED = Fact(
