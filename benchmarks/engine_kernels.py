@@ -4,14 +4,16 @@
         aiconfigurator-core has them, too)
     python benchmarks/engine_kernels.py aiconfigurator --write    docs/accuracy/engine_kernels.md
 
-The tables state the seconds of vLLM's products, attention over a prompt and attention while
-decoding. A kernel is fitted as a time of its own plus the slower of arithmetic and memory, in
-relative error; `whichlora/serving/kernel_rates.py` has the results, rounded. Apache-2.0.
+The tables state the seconds of vLLM's products, of the experts of a layer, of attention over a
+prompt and of attention while decoding. A kernel is fitted as a time of its own plus the slower of
+arithmetic and memory, in relative error; `whichlora/serving/kernel_rates.py` has the results,
+rounded. Apache-2.0.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +41,8 @@ GPUS = {
 }
 LEAST_WEIGHTS = 4_000_000  # of a matrix, so that its reads matter
 FEW_ROWS = 64  # of a product that reads decide: those of decoding steps
+CODE_BYTES = 0.53  # with their scales
+CHOICES = "power_law_1.01"  # of the table's distributions of tokens over experts
 HEAD_DIM = 128
 HEADER = (
     "GPU",
@@ -49,18 +53,26 @@ HEADER = (
     "peak",
     "query passes",
     "an input",
+    "activations",
     "median",
     "p90",
 )
 
 
+def tables(
+    clone: Path, system: str, operation: str, name: str, engine: str = "vllm"
+) -> list[pd.DataFrame]:
+    """Those of an engine's releases, the newest last."""
+    found = sorted(
+        (clone / SYSTEMS / system / operation / engine).glob(f"*/{name}_perf.parquet"),
+        key=lambda path: [int(part) for part in re.findall(r"\d+", path.parent.name)],
+    )
+    return [pd.read_parquet(path) for path in found]
+
+
 def table(clone: Path, system: str, operation: str, name: str) -> pd.DataFrame:
     """The newest of vLLM's tables."""
-    found = sorted(
-        (clone / SYSTEMS / system / operation / "vllm").glob(f"*/{name}_perf.parquet"),
-        key=lambda path: [int(part) for part in path.parent.name.split(".")],
-    )
-    return pd.read_parquet(found[-1])
+    return tables(clone, system, operation, name)[-1]
 
 
 def _fitted(
@@ -84,7 +96,7 @@ def products(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[s
     every, _, _ = _of_products(frame, peak, bandwidth)
     return (
         "products", str(len(frame)), _us(few[0]), f"{1 / few[1]:.2f}", f"{1 / every[2]:.2f}", "",
-        "", _percent(median), _percent(p90),
+        "", "", _percent(median), _percent(p90),
     )  # fmt: skip
 
 
@@ -115,7 +127,77 @@ def narrow(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str
     c, median, p90 = _fitted(seconds, 1e-3 * frame.latency.to_numpy(float), first)
     return (
         "products in 8 bits", str(len(frame)), _us(c[0]), f"{1 / c[1]:.2f}", f"{1 / c[2]:.2f}", "",
-        f"{1e12 * c[3]:.1f} ps", _percent(median), _percent(p90),
+        f"{1e12 * c[3]:.1f} ps", "", _percent(median), _percent(p90),
+    )  # fmt: skip
+
+
+def experts(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
+    frame = _of_forms(table(clone, system, "moe", "moe"), "bfloat16")
+    return _of_experts(frame, "experts", 2, peak, bandwidth)
+
+
+def narrow_experts(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
+    """Of 8-bit floats, in blocks where the table has them; shares are of twice the peak."""
+    every = table(clone, system, "moe", "moe")
+    blocks = _of_forms(every, "fp8_block")
+    frame = _of_forms(every, "fp8") if blocks.empty else blocks
+    return _of_experts(frame, "experts in 8 bits", 1, 2 * peak, bandwidth)
+
+
+def code_experts(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
+    """Of codes of 4 bits that Marlin's kernel unpacks; by SGLang where vLLM has none.
+
+    Of vLLM 0.14 where it has them: 0.18 and 0.19 read as if no expert were skipped, 0.24 has few.
+    """
+    for engine in ("vllm", "sglang"):
+        found = [_of_forms(each, "int4_wo") for each in tables(clone, system, "moe", "moe", engine)]
+        for frame in [*(each for each in found if _is_of_0_14(each)), *reversed(found)]:
+            if not frame.empty:
+                return _of_experts(frame, "experts in 4 bits", CODE_BYTES, peak, bandwidth)
+    return ()
+
+
+def _is_of_0_14(frame: pd.DataFrame) -> bool:
+    is_vllm = frame.framework.str.upper() == "VLLM"
+    return bool((is_vllm & frame.version.str.startswith("0.14.")).any())
+
+
+def _of_forms(frame: pd.DataFrame, *forms: str) -> pd.DataFrame:
+    usual = frame.moe_dtype.isin(forms) & (frame.moe_ep_size == 1)
+    return frame[usual & (frame.distribution == CHOICES)]
+
+
+def _of_experts(
+    frame: pd.DataFrame, named: str, width: float, peak: float, bandwidth: float
+) -> tuple[str, ...]:
+    """Both products of chosen experts and what is between them, after routing.
+
+    Rows of each expert are filled up to tiles of 16 to 128: half a tile in the mean.
+    """
+    if frame.empty:
+        return ()
+    tokens, hidden, inner, active, count, ranks = (
+        frame[name].to_numpy(float)
+        for name in (
+            "num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size",
+        )
+    )  # fmt: skip
+    visited = count * (1 - (1 - active / count) ** tokens)
+    rows = tokens * active / visited
+    tile = np.clip(2 ** np.ceil(np.log2(rows)), 16, 128)
+    weights = 3 * hidden * inner / ranks
+    flops = 2 * visited * (rows + tile / 2) * weights
+    moved = 2 * tokens * active * (2 * hidden + 3 * inner / ranks)
+
+    def seconds(c: Array) -> Array:
+        work = np.maximum(c[1] * visited * weights * width / bandwidth, c[2] * flops / peak)
+        return c[0] + work + c[3] * moved / bandwidth
+
+    first = [3e-5, 1.2, 2.0, 3.0]
+    c, median, p90 = _fitted(seconds, 1e-3 * frame.latency.to_numpy(float), first)
+    return (
+        named, str(len(frame)), _us(c[0]), f"{1 / c[1]:.2f}", f"{1 / c[2]:.2f}", "", "",
+        f"{1 / c[3]:.2f}", _percent(median), _percent(p90),
     )  # fmt: skip
 
 
@@ -139,7 +221,7 @@ def decoding(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[s
     c, median, p90 = _fitted(seconds, 1e-3 * frame.latency.to_numpy(float), [1e-5, 1.2, 10.0])
     return (
         "attention, decoding", str(len(frame)), _us(c[0]), f"{1 / c[1]:.2f}", "", f"{c[2]:.0f}", "",
-        _percent(median), _percent(p90),
+        "", _percent(median), _percent(p90),
     )  # fmt: skip
 
 
@@ -160,14 +242,14 @@ def prompts(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[st
     c, median, p90 = _fitted(seconds, 1e-3 * frame.latency.to_numpy(float), [1e-5, 1.8, 1e-9])
     return (
         "attention, prompt", str(len(frame)), _us(c[0]), "", f"{1 / c[1]:.2f}", "", "",
-        _percent(median), _percent(p90),
+        "", _percent(median), _percent(p90),
     )  # fmt: skip
 
 
 def rows(clone: Path) -> Iterator[tuple[str, ...]]:
     for system, key in GPUS.items():
         gpu = find_target(key)
-        for fit in (products, narrow, decoding, prompts):
+        for fit in (products, narrow, experts, narrow_experts, code_experts, decoding, prompts):
             cells = fit(clone, system, gpu.peak_flops_per_s["bf16"], gpu.bandwidth_bytes_per_s)
             if cells:
                 yield (key, *cells)
@@ -189,8 +271,11 @@ def main() -> None:
     text = (
         "Tables of [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator) (Apache-2.0): "
         "vLLM's operators, 16 bit and products of 8-bit floats, the newest release of each GPU. "
-        "Shares are of the datasheet; an input is one number that is narrowed to 8 bits. Of "
-        f"products in 16 bit, their own time, the bandwidth and errors are of up to {FEW_ROWS} "
+        "Shares are of the datasheet; an input is one number that is narrowed to 8 bits. Experts "
+        "are all kernels of a layer after routing; activations are what passes between their "
+        "products. `kernel_rates` states these by multiprocessor, as H100 and H200 agree so, and "
+        "what Marlin unpacks (4 bits), too. Of products in 16 bit, their own time, the bandwidth "
+        f"and errors are of up to {FEW_ROWS} "
         "rows, which wait for weights."
         "\n\n" + markdown_table(HEADER, rows(asked.clone))
     )

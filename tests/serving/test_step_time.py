@@ -9,7 +9,7 @@ from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
-from whichlora.serving.kernel_rates import EXPERTS_S, MOST_PRODUCTS, kernel_rates
+from whichlora.serving.kernel_rates import MOST_PRODUCTS, kernel_rates
 from whichlora.serving.step_time import PARTS, Step, StepTimer, own_all_reduce, step_timer
 from whichlora.serving.vllm import FIRST_AWQ
 from whichlora.spec.results import ServingPrediction
@@ -118,7 +118,7 @@ def test_the_first_hosts_copy_all_tokens_of_a_step(version: str, ns: float) -> N
 
 @pytest.mark.parametrize(("tokens", "rounds"), [(1, 1), (256, 1), (257, 2)])
 def test_the_first_kernel_of_stored_experts_is_launched_for_each(tokens: int, rounds: int) -> None:
-    """128 experts, two products, 48 layers, 2.5 µs each."""
+    """128 experts, two products, 48 layers, 2.5 µs each, in place of 40 µs for a layer's."""
     step = Step(decoding=tokens, cached_tokens=1000, sampled=1)
     older, newer = (
         timer(
@@ -130,7 +130,7 @@ def test_the_first_kernel_of_stored_experts_is_launched_for_each(tokens: int, ro
         for version in ("0.4.6", "0.4.7")
     )
     more = older.parts(step)["kernels"] - newer.parts(step)["kernels"]
-    assert more == pytest.approx(48 * 2 * (rounds * 128 * 2.5e-6 - EXPERTS_S))
+    assert more == pytest.approx(48 * (2 * rounds * 128 * 2.5e-6 - 40e-6))
 
 
 def test_the_blocks_of_the_first_awq_kernel_pass_their_tiles_in_rounds() -> None:
@@ -216,7 +216,7 @@ def test_experts_that_no_token_chose_are_not_read() -> None:
         mixture.parts(Step(decoding=n, cached_tokens=0, sampled=n))["products"] for n in (1, 64)
     )
     assert few < many / 4
-    all_bytes = 2 * load_model(name).num_params / (0.84 * 3.35e12)
+    all_bytes = 2 * load_model(name).num_params / (0.99 * 3.35e12)
     assert few < 0.15 * all_bytes
     assert many == pytest.approx(all_bytes, rel=0.1)
 
@@ -292,3 +292,17 @@ def test_json_states_waits_flat_and_null_where_unknown() -> None:
     assert known["ttft_s"] < known["interval_ttft_s"][1]
     assert set(known) == set(unknown)
     assert unknown["tpot_s"] is None
+
+
+@pytest.mark.parametrize(("tokens", "ms"), [(64, 0.217), (1024, 0.401), (8192, 1.501)])
+def test_a_layer_of_experts_takes_what_vllms_table_says(tokens: int, ms: float) -> None:
+    """Of aiconfigurator's table of vLLM 0.18 on an H200: MiniMax M2.5 on four ranks, fp8 blocks."""
+    mixture = timer(
+        "h200-sxm-141gb",
+        "MiniMaxAI/MiniMax-M2.5",
+        serving_options=(("tensor_parallel_size", 4),),
+        quant="fp8",
+    )
+    experts = [product for product in mixture.products if product.experts > 1]
+    seconds = sum(sum(mixture._product(product, tokens)) for product in experts)
+    assert seconds / 62 == pytest.approx(1e-3 * ms, rel=0.2)

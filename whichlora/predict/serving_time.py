@@ -129,7 +129,7 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
         pool_tokens=pool_tokens // batches,
         reserved_tokens=stepping.reserved_tokens,
         keeps_blocks=stepping.keeps_blocks,
-        front_s=stepping.front_s,
+        front_s=stepping.front_s + stepping.tokenized_s * load.prompt_len,
         plans_ahead=stepping.plans_ahead,
         chunk_share=stepping.chunk_share(batches),
     )

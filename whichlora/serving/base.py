@@ -232,6 +232,7 @@ class Stepping:
         graph_tokens: of one pass over the layers; a larger step is several. None for no limit.
         state_bytes: of a recurrent layer's state; None where the model's dtypes say it.
         reserved_tokens, keeps_blocks, front_s, plans_ahead: as `scheduler.Rules`.
+        tokenized_s: of each token of a prompt, before the scheduler has it.
     """
 
     ranks: int
@@ -260,6 +261,7 @@ class Stepping:
     reserved_tokens: int = 0
     keeps_blocks: bool = False
     front_s: float = 0.0
+    tokenized_s: float = 0.0
     plans_ahead: bool = False
 
     @property

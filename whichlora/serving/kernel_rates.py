@@ -15,6 +15,34 @@ from whichlora.timing.model import sustained_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRates:
+    """Of a layer's experts after routing: sorting rows, their products, the gate and the sum.
+
+    Args:
+        own_s: of all these kernels beside their work.
+        reads: of the bandwidth, of the weights of the experts that some token chose.
+        products: of the peak of the numbers they are multiplied in.
+        activations: bytes a second of one multiprocessor, of what is written and read between
+            products, up to `MOST_ACTIVATIONS`.
+        most_reads: bytes of weights a second of one multiprocessor; None where memory decides.
+    """
+
+    own_s: float
+    reads: float
+    products: float
+    activations: float
+    most_reads: float | None = None
+
+
+MOST_ACTIVATIONS = 0.5  # of the bandwidth
+# Marlin unpacks so many bytes: 2.8, 2.9 and 3.4 TB/s of H100, H200 and B200, whose bandwidths are
+# 3.4, 4.8 and 8; elsewhere memory decides.
+_UNPACKED = 24e9
+# The geometric means of those below that multiply 8-bit floats.
+_NARROW_EXPERTS = ExpertRates(own_s=22e-6, reads=0.92, products=0.40, activations=8e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRates:
     """Seconds of a kernel in a CUDA graph beside its work, and shares of the datasheet's rates.
 
@@ -29,6 +57,8 @@ class KernelRates:
         query_passes: times that the queries of a decoding step are read, as far as bytes go: blocks
             of few keys do not fill a multiprocessor.
         pointwise_s: of a kernel without products.
+        experts: in 16 bit; `narrow_experts` in 8-bit floats; `code_experts` of stored codes,
+            which are unpacked to 16 bit.
         overlaps: whether a product reads weights while it computes; else one follows the other.
         few_rows: up to which a product has a kernel without matrix units; `few_products` of the
             fp32 peak. The arithmetic of the first row hides behind the reads.
@@ -44,6 +74,9 @@ class KernelRates:
     query_passes: float
     prefill_attention_s: float
     attention: float
+    experts: ExpertRates
+    code_experts: ExpertRates
+    narrow_experts: ExpertRates = _NARROW_EXPERTS
     pointwise_s: float = 2.5e-6
     overlaps: bool = True
     few_rows: int = 0
@@ -89,6 +122,10 @@ _BY_CAPABILITY = {
         query_passes=23,
         prefill_attention_s=12.7e-6,
         attention=0.58,
+        experts=ExpertRates(own_s=39e-6, reads=0.81, products=0.42, activations=7e9),
+        code_experts=ExpertRates(
+            own_s=40e-6, reads=0.81, products=0.55, activations=5.9e9, most_reads=_UNPACKED
+        ),
     ),
     "8.9": KernelRates(
         product_s=1.0e-6,
@@ -100,6 +137,11 @@ _BY_CAPABILITY = {
         query_passes=7,
         prefill_attention_s=8.3e-6,
         attention=0.53,
+        experts=ExpertRates(own_s=12e-6, reads=0.88, products=0.64, activations=8e9),
+        code_experts=ExpertRates(
+            own_s=11e-6, reads=0.96, products=0.88, activations=5.9e9, most_reads=_UNPACKED
+        ),
+        narrow_experts=ExpertRates(own_s=4.5e-6, reads=0.87, products=0.58, activations=8e9),
     ),
     "9.0": KernelRates(
         product_s=4.0e-6,
@@ -111,6 +153,11 @@ _BY_CAPABILITY = {
         query_passes=36,
         prefill_attention_s=13.1e-6,
         attention=0.67,
+        experts=ExpertRates(own_s=42e-6, reads=0.99, products=0.75, activations=8e9),
+        code_experts=ExpertRates(
+            own_s=35e-6, reads=0.92, products=0.34, activations=7e9, most_reads=_UNPACKED
+        ),
+        narrow_experts=ExpertRates(own_s=47e-6, reads=0.94, products=0.42, activations=7.7e9),
     ),
     "10.0": KernelRates(
         product_s=4.0e-6,
@@ -122,6 +169,11 @@ _BY_CAPABILITY = {
         query_passes=27,
         prefill_attention_s=12.0e-6,
         attention=0.62,
+        experts=ExpertRates(own_s=19e-6, reads=0.92, products=0.48, activations=23e9),
+        code_experts=ExpertRates(
+            own_s=44e-6, reads=0.90, products=0.16, activations=5.9e9, most_reads=_UNPACKED
+        ),
+        narrow_experts=ExpertRates(own_s=33e-6, reads=0.88, products=0.26, activations=14e9),
     ),
     "12.0": KernelRates(
         product_s=1.0e-6,
@@ -133,6 +185,11 @@ _BY_CAPABILITY = {
         query_passes=10,
         prefill_attention_s=9.1e-6,
         attention=0.64,
+        experts=ExpertRates(own_s=29e-6, reads=1.0, products=0.46, activations=8e9),
+        code_experts=ExpertRates(
+            own_s=20e-6, reads=1.0, products=0.87, activations=5.9e9, most_reads=_UNPACKED
+        ),
+        narrow_experts=ExpertRates(own_s=31e-6, reads=1.0, products=0.41, activations=8e9),
     ),
 }
 _ELSEWHERE = KernelRates(
@@ -145,6 +202,10 @@ _ELSEWHERE = KernelRates(
     query_passes=17,
     prefill_attention_s=10.9e-6,
     attention=0.61,
+    experts=ExpertRates(own_s=26e-6, reads=0.92, products=0.54, activations=8e9),
+    code_experts=ExpertRates(
+        own_s=28e-6, reads=0.91, products=0.47, activations=5.9e9, most_reads=_UNPACKED
+    ),
     deviation=0.25,
 )  # the geometric means of those above
 # An 8-bit product narrows its inputs in a kernel of its own, which takes so much for each number of
@@ -153,7 +214,6 @@ _ELSEWHERE = KernelRates(
 NARROWING_S = 3e-6
 NARROWED_INPUT_S = 3.3e-12
 NARROW_PRODUCTS = 0.89  # of the share of 16 bit
-NARROW_EXPERTS = 0.60  # of experts in groups; kind: estimate
 # One of stored codes (Marlin) has a longer prologue, and unpacks weights for every tile. AWQ's
 # zeros are subtracted. Kind: fitted, to published vLLM speeds of Qwen2 and Qwen2.5: 24 layers of
 # four products took 0.5 to 0.7 ms more than in 16 bit (0.5B), prompts of 14,336 and 30,720 tokens
@@ -162,15 +222,17 @@ NARROW_EXPERTS = 0.60  # of experts in groups; kind: estimate
 UNPACKING_S = 8e-6
 UNPACKING_PRODUCTS = 0.66  # of the rate of 16 bit
 ZEROED_READS = 0.9  # of the bandwidth of GPTQ's codes
-# Experts are multiplied in groups of few rows each, and sorted before: of a mixture in 16 bit on
-# the six GPUs, its own time beside the small kernels is 2 x 10 µs, and large groups reach 0.27 to
-# 0.34 of the peak where dense products reach 0.6 to 0.8. The same tables.
-EXPERTS_S = 10e-6
-EXPERTS_PRODUCTS = 0.39  # of the rate of a dense product
 # The first Marlin kernel of experts is launched for each of them, and each 256 rows of all tokens,
 # whether they chose it or not. Kind: exact. Source: vLLM 0.7.2 csrc/moe/marlin_moe_ops.cu
 # `marlin_mm_moe`, 4 blocks of 4 x 16 rows.
 FIRST_MARLIN_ROWS = 256
+# Of a step of a model with experts, in the log: covers 90 % of 362 published times per token
+# (docs/accuracy/serving_speeds.md).
+EXPERTS_DEVIATION = 0.16
+# One thread of the server makes tokens of a prompt's text. Kind: measured, of text with 128,000
+# possible tokens on a cloud's CPU (`benchmarks/tokenizing.py`); of tokens drawn at random, as
+# benchmarks of engines send them, 3.2 µs.
+TOKENIZED_S = 1.6e-6
 POINTWISE_READS = 0.8  # of the bandwidth, as the prior of `timing.model`
 MOST_PRODUCTS = 0.92  # of a peak, what products reach that power does not limit
 
@@ -183,7 +245,14 @@ def kernel_rates(gpu: GpuSpec) -> KernelRates:
         rates,
         products=min(MOST_PRODUCTS, more * rates.products),
         attention=min(MOST_PRODUCTS, more * rates.attention),
+        experts=_sustained(rates.experts, more),
+        narrow_experts=_sustained(rates.narrow_experts, more),
+        code_experts=_sustained(rates.code_experts, more),
     )
+
+
+def _sustained(experts: ExpertRates, more: float) -> ExpertRates:
+    return replace(experts, products=min(MOST_PRODUCTS, more * experts.products))
 
 
 def _measured(gpu: GpuSpec) -> KernelRates:

@@ -5,6 +5,7 @@ Read in llama.cpp 0c1e570 (llama-cpp-python 0.3.36). What a GPU cannot hold lies
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,11 @@ from whichlora.serving.gguf import (
     tensors,
     unknown_matrices,
 )
-from whichlora.serving.kernel_rates import KernelRates, kernel_rates
+from whichlora.serving.kernel_rates import (
+    ExpertRates,
+    KernelRates,
+    kernel_rates,
+)
 from whichlora.serving.llama_cpp_entries import COMPUTE, KV_CACHE, LAYERS, OUTPUT
 from whichlora.serving.llama_cpp_log import LOG
 from whichlora.serving.other_flags import DRAFT, IMAGES, NO_NUMBER, OF_A_SERVER
@@ -539,6 +544,9 @@ BLOCK_RATES = {
 }
 _BLOCKS_ELSEWHERE = BlockRates(kernel_s=5.1e-6, products=2.07, deviation=0.25)  # geometric means
 PLAIN_DEVIATION = 0.25  # of 16-bit files: only releases of 2024 were measured
+# Of experts: of two products beside four small kernels, and of the rate of a dense product. Kind:
+# estimate.
+EXPERT_KERNELS_S, EXPERTS_PRODUCTS = 20e-6, 0.39
 FEW_ROWS = 8  # ggml/src/ggml-cuda/mmvq.cuh MMVQ_MAX_BATCH_SIZE
 
 
@@ -550,6 +558,7 @@ def block_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
     capability = str(gpu.compute_capability or "")
     blocks = BLOCK_RATES.get(capability) or _BLOCKS_ELSEWHERE
     rate = blocks.products * sustained_factor(gpu, "bf16") * product_rate(gpu, "fp32")
+    products = rate / product_rate(gpu, dtype)
     return replace(
         kernel_rates(gpu),
         product_s=blocks.kernel_s,
@@ -557,7 +566,13 @@ def block_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
         prefill_attention_s=blocks.kernel_s,
         pointwise_s=blocks.kernel_s,
         reads=BLOCK_READS,
-        products=rate / product_rate(gpu, dtype),
+        products=products,
+        code_experts=ExpertRates(
+            own_s=EXPERT_KERNELS_S + 4 * blocks.kernel_s,
+            reads=BLOCK_READS,
+            products=EXPERTS_PRODUCTS * products,
+            activations=math.inf,
+        ),
         overlaps=False,
         few_rows=FEW_ROWS,
         few_products=FEW_PRODUCTS,

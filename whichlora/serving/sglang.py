@@ -15,7 +15,7 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import CachedLayers, cached_layers
 from whichlora.serving.command import shell_command
-from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS
+from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS, TOKENIZED_S
 from whichlora.serving.other_flags import (
     CAPTURED_SIZES,
     DRAFT,
@@ -268,6 +268,7 @@ def stepping(served: Served) -> Stepping:
         cache_bytes=1 if fp8 else served.dtypes.compute_bytes,
         state_bytes=partial(_kind_bytes, served),
         reserved_tokens=RESERVED_TOKENS,
+        tokenized_s=TOKENIZED_S,
         expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("sglang", "0.4.7") else None,
         stage_layers=stage_layers(served) if (served.count(STAGES) or 1) > 1 else (),
     )

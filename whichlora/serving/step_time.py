@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from whichlora.memory.weights import linear_bytes
 from whichlora.serving.base import Served, Start, Stepping
 from whichlora.serving.block_groups import cached_of
 from whichlora.serving.kernel_rates import (
-    EXPERTS_PRODUCTS,
-    EXPERTS_S,
-    NARROW_EXPERTS,
+    EXPERTS_DEVIATION,
+    MOST_ACTIVATIONS,
     NARROW_PRODUCTS,
     NARROWED_INPUT_S,
     NARROWING_S,
@@ -30,7 +29,7 @@ from whichlora.serving.kernel_rates import (
     kernel_rates,
 )
 from whichlora.serving.rank import has_latents, latent_width, rank_model
-from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec
+from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec, Moe
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.targets import adapted
@@ -45,6 +44,9 @@ NARROW_UNITS = {"fp8": 8.9, "mxfp4": 10.0}
 PARTS = ("products", "attention", "elementwise", "kernels", "communication", "engine")
 # Bytes per logit while a token is chosen: 16 bit, widened, and read again as probabilities.
 SAMPLED_LOGIT_BYTES = 12
+# Rows of each expert are filled up to tiles of so many. Source: vLLM 0.24.0 fused_moe.py
+# `get_default_config`, its tuned configs.
+EXPERT_TILES = (16, 128)
 # All-reduce of few bytes by the engine's own kernel, over NVLink; NCCL's latency is three times it.
 # Source: `vLLM_custom_graph` of the tables of `kernel_rates`: 4 to 8 µs for 16 KiB.
 OWN_ALL_REDUCE_S = 5e-6
@@ -81,7 +83,7 @@ class _Product:
         kernel_s: beside its work.
         reads: share of the bandwidth; `rate` of FLOP/s that it reaches.
         is_unpacked: whether its kernel unpacks stored codes.
-        row_s: of each row, what narrows its inputs.
+        row_s: of each row, what narrows its inputs; of experts, what is between their products.
         expert_rows: as of `Stepping`, and `code_blocks`.
     """
 
@@ -238,6 +240,15 @@ class StepTimer:
         moved = sampled * self.vocab_size * SAMPLED_LOGIT_BYTES
         return work_s, moved / (POINTWISE_READS * self.bandwidth)
 
+    def _idle(self, rows: float, outputs: int, inputs: int, experts: int) -> float:
+        """FLOPs of tiles that are not full: of experts half a tile of each, in the mean."""
+        if experts == 1 or self.num_multiprocessors is None:
+            return float(idle_flops(rows, outputs, inputs, self.num_multiprocessors))
+        least, most = EXPERT_TILES
+
+        tile = min(most, max(least, 2 ** math.ceil(math.log2(rows))))
+        return float(tile * outputs * inputs)
+
     def _product(self, product: _Product, tokens: float) -> tuple[float, float]:
         rows, visited = tokens, 1.0
         if product.experts > 1:
@@ -250,11 +261,9 @@ class StepTimer:
             rate, rows = self.few_rate, max(0.0, rows - 1)
         flops = 0.0
         for inputs, outputs in product.shapes:
-            idle = idle_flops(
-                rows if rows >= 1 else 1.0, outputs, inputs, self.num_multiprocessors, count=1
-            )
-            flops += 2 * rows * inputs * outputs + idle
-        arithmetic = visited * flops / rate
+            idle = self._idle(rows if rows >= 1 else 1.0, outputs, inputs, product.experts)
+            flops += visited * (2 * rows * inputs * outputs + idle)
+        arithmetic = flops / rate
         reads = visited / product.experts * product.num_bytes
         reads_s = reads / (product.reads * self.bandwidth)
         work = max(arithmetic, reads_s) if self.rates.overlaps else arithmetic + reads_s
@@ -311,15 +320,17 @@ def step_timer(
     products = []
     moved, pointwise, reductions = 0.0, 0, 0
     for layer, count in model.layers():
-        products += [
-            _product_of(group, count, served, rates, stepping)
-            for group in _joined(layer.linears, stepping.joins)
-        ]
+        for group in _joined(layer.linears, stepping.joins):
+            product = _product_of(group, count, served, rates, stepping)
+            if layer.moe is not None and product.experts > 1:
+                product = _of_experts(product, group[0], layer.moe, served, rates, stepping)
+            products.append(product)
         products += list(_adapter_products(layer, count, served, rates))
         moved += count * _pointwise_bytes(layer, model, served.dtypes.compute_bytes)
         pointwise += count * _pointwise_kernels(layer)
         blocks = len(layer.attentions) + (layer.mlp is not None) + (layer.moe is not None)
         reductions += count * blocks * (stepping.ranks > 1)
+    has_experts = any(layer.moe is not None for layer, _ in model.layers())
     head = _head(model, served, rates, stepping)
     kernels = sum(product.count for product in products) + pointwise
     codes = sum(product.count for product in products if product.is_unpacked)
@@ -343,7 +354,7 @@ def step_timer(
         else None,
         stepping=stepping,
         launches_s=(kernels + num_attentions) * stepping.launch_s + codes * stepping.code_launch_s,
-        deviation=rates.deviation,
+        deviation=max(rates.deviation, EXPERTS_DEVIATION if has_experts else 0.0),
     )
 
 
@@ -429,7 +440,7 @@ def _product_of(
     group: Sequence[Linear], count: int, served: Served, rates: KernelRates, stepping: Stepping
 ) -> _Product:
     """`group` as one kernel, in the storage of its weights."""
-    first, is_expert = group[0], group[0].count > 1
+    first = group[0]
     kernel_s, reads = rates.product_s, rates.reads
     rate = rates.products * product_rate(served.gpu, compute_dtype(served))
     is_unpacked, row_s = False, 0.0
@@ -441,9 +452,8 @@ def _product_of(
                 kernel_s = 2 * rates.pointwise_s
             reads *= ZEROED_READS if served.dtypes.quant == "awq-int4" else 1.0
         else:  # whose peak is twice that of 16 bit
-            narrow = NARROW_EXPERTS if is_expert else NARROW_PRODUCTS
-            kernel_s, rate = kernel_s + NARROWING_S, 2 * narrow * rate
-            row_s = 0.0 if is_expert else NARROWED_INPUT_S * first.in_features
+            kernel_s, rate = kernel_s + NARROWING_S, 2 * NARROW_PRODUCTS * rate
+            row_s = NARROWED_INPUT_S * first.in_features
     stored = stepping.weight_bytes
     return _Product(
         count=count,
@@ -453,13 +463,53 @@ def _product_of(
         shapes=tuple((linear.in_features, linear.out_features) for linear in group),
         experts=first.count,
         active=first.active,
-        kernel_s=EXPERTS_S if is_expert else kernel_s,
+        kernel_s=kernel_s,
         reads=reads,
-        rate=EXPERTS_PRODUCTS * rate if is_expert else rate,
+        rate=rate,
         is_unpacked=is_unpacked,
         row_s=row_s,
-        expert_rows=stepping.expert_rows if is_expert and is_unpacked else None,
         code_blocks=stepping.code_blocks if is_unpacked else None,
+    )
+
+
+def _of_experts(
+    product: _Product,
+    linear: Linear,
+    moe: Moe,
+    served: Served,
+    rates: KernelRates,
+    stepping: Stepping,
+) -> _Product:
+    """`product` of experts: one of those that share their kernels' own time and activations.
+
+    Kind: fitted. Source: `kernel_rates.ExpertRates`.
+    """
+    is_narrow = is_quantised(linear, served.dtypes) and not product.is_unpacked
+    experts = rates.narrow_experts if is_narrow else rates.experts
+    if product.is_unpacked:
+        experts = rates.code_experts
+    peak = product_rate(served.gpu, compute_dtype(served)) * (2 if is_narrow else 1)
+    bandwidth = served.gpu.bandwidth_bytes_per_s
+    multiprocessors = served.gpu.num_multiprocessors or math.inf
+    activations = min(MOST_ACTIVATIONS * bandwidth, multiprocessors * experts.activations)
+    reads = min(experts.reads, multiprocessors * (experts.most_reads or math.inf) / bandwidth)
+    share = 1 / len(tuple(_joined(moe.expert.linears, stepping.joins)))
+    return replace(
+        product,
+        kernel_s=share * experts.own_s,
+        reads=reads,
+        rate=experts.products * peak,
+        row_s=share * _activation_bytes(moe, served) / activations,
+        expert_rows=stepping.expert_rows if product.is_unpacked else None,
+    )
+
+
+def _activation_bytes(moe: Moe, served: Served) -> float:
+    """Bytes per token that pass between the products of the experts it chose."""
+    return float(
+        moe.experts_per_token
+        * (2 * served.model.hidden_size + 3 * moe.expert.width)
+        * served.dtypes.compute_bytes
     )
 
 
@@ -531,24 +581,20 @@ def _pointwise_bytes(layer: Layer, model: ModelSpec, width: int) -> float:
     if layer.mlp is not None:
         moved += (3 if layer.mlp.gated else 2) * layer.mlp.width
     if layer.moe is not None:
-        active = layer.moe.experts_per_token
-        moved += active * (3 * layer.moe.expert.width + 2 * model.hidden_size)
-        if layer.moe.shared is not None:
-            moved += 3 * layer.moe.shared.width
+        moved += 3 * layer.moe.shared.width if layer.moe.shared is not None else 0
     return moved * width
 
 
 def _pointwise_kernels(layer: Layer) -> int:
     """Kernels of a layer beside products and attention, joined as vLLM's are.
 
-    Kind: estimate. Source: as of `_pointwise_bytes`; routing, sorting and adding up of experts are
-    vLLM 0.33.0 model_executor/layers/fused_moe/fused_moe.py: topk_softmax, moe_align_block_size,
-    moe_sum.
+    Kind: estimate. Source: as of `_pointwise_bytes`; of experts only their routing, the rest is
+    their own (`_of_experts`).
     """
     kernels = len(layer.norms) + len(layer.inner_norms)
     kernels += 2 * len(layer.attentions) + (layer.mlp is not None)
     if layer.moe is not None:
-        kernels += 5 + (layer.moe.shared is not None)
+        kernels += 1 + (layer.moe.shared is not None)
     return kernels
 
 

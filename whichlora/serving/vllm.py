@@ -17,7 +17,12 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
 from whichlora.serving.command import shell_command
-from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS, UNPACKING_PRODUCTS, CodeBlocks
+from whichlora.serving.kernel_rates import (
+    FIRST_MARLIN_ROWS,
+    TOKENIZED_S,
+    UNPACKING_PRODUCTS,
+    CodeBlocks,
+)
 from whichlora.serving.other_flags import (
     CAPTURED_SIZES,
     DRAFT,
@@ -644,6 +649,7 @@ def stepping(served: Served) -> Stepping:
         stage_layers=layers if len(layers) > 1 else (),
         keeps_blocks=keeps_prefixes(served),
         front_s=FRONT_S,
+        tokenized_s=TOKENIZED_S,
         plans_ahead=not served.libraries.older("vllm", "0.14") and len(layers) == 1,
     )
 
