@@ -855,6 +855,31 @@ def test_gemma_3n_counts_its_audio_encoder_and_both_embedders() -> None:
     assert described == sum((tower_linears(each) for each in modules), Counter())
 
 
+KIMI = {
+    "model_type": "kimi_k25",
+    "text_config": {**TINY, **VARIANTS["kimi_k2"]},
+    "vision_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    | {"pos_emb_height": 8, "pos_emb_width": 8},
+    "projection_hidden_size": 64,
+    "tie_word_embeddings": False,
+}
+
+
+def test_kimi_k2_5_counts_its_tower_and_its_experts_are_not_translated() -> None:
+    spec = build(KIMI, name="tiny")
+    model = module(KIMI, spec.task)
+    assert spec.num_params == sum(p.numel() for p in model.parameters())
+    assert described_linears(spec) == real_linears(model)
+    described: Counter[tuple[str, int, int, bool]] = Counter()
+    for x in spec.idle_linears:
+        described[x.name, x.in_features, x.out_features, x.bias] += x.count
+    assert described == tower_linears(model)
+    text = build({**TINY, **VARIANTS["kimi_k2"]}, name="text")
+    ranks = [{x.adapter_rank for x in each.groups[-1].layer.linears} for each in (spec, text)]
+    assert ranks[0] == {None} != ranks[1]  # PEFT knows its translations by the outer type
+    assert not any("Kimi K2" in note for note in spec.notes)  # it has a class
+
+
 def test_another_encoder_of_images_than_gemma_3ns_is_refused() -> None:
     config = {"model_type": "gemma3n", "vision_config": {"architecture": "resnet50"}}
     with pytest.raises(ConfigError, match=r"'resnet50'; known of gemma3n is mobilenetv5_300m_enc"):
