@@ -35,6 +35,8 @@ NO_AUTO_CLASS = {
     "qwen2_5_vl_text",
     "qwen3_vl_text",
     "qwen3_vl_moe_text",
+    "glm4v_text",
+    "glm4v_moe_text",
 }  # never a model by themselves
 # `for_model` knows the classes of transformers only, by which the hub's are of these types
 IN_TRANSFORMERS = {"internlm3": "llama", "kimi_k2": "deepseek_v3"}
@@ -538,7 +540,7 @@ def test_every_causal_type_has_a_tiny_variant() -> None:
     bare = {x for x in known_types() if x in FAMILIES}
     others = {
         *("internlm3", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),  # Llama, Qwen
-        "qwen3_vl_moe_text",
+        *("qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text"),
         *("t5", "mt5", "umt5", "bart", "mbart", "plbart", "mvp", "m2m_100", "pegasus", "marian"),
         *("blenderbot", "blenderbot-small", "led"),
         *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert"),
@@ -698,6 +700,8 @@ LLAMA4_VISION = {"hidden_size": 64, "intermediate_size": 256, "vision_output_dim
         {"model_type": "qwen2_vl", "vision_config": {"hidden_size": 64}},
         {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 80, "out_hidden_size": 64}},
         {"model_type": "qwen3_vl", "vision_config": {"out_hidden_size": 64}},
+        {"model_type": "glm4v", "vision_config": {"out_hidden_size": 64, "depth": 3}},
+        {"model_type": "glm4v_moe", "vision_config": {"out_hidden_size": 64, "image_size": 56}},
         {"model_type": "llama4", "vision_config": LLAMA4_VISION},
         {"model_type": "qwen2_audio", "audio_config": {"d_model": 80, "encoder_layers": 3}},
         {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}},
@@ -721,8 +725,8 @@ def idle_linears(spec: ModelSpec) -> Counter[tuple[str, int, int, bool]]:
     counts: Counter[tuple[str, int, int, bool]] = Counter()
     assert spec.tower is not None
     for x in (*spec.tower.linears, *spec.tower.idle):  # also where texts alone load none
-        counts[x.name, x.in_features, x.out_features, x.bias] += x.count
-    return counts
+        counts[x.name, x.in_features, x.out_features, x.bias] += x.count * x.is_module
+    return +counts  # without GLM's convolution, which PEFT's names reach
 
 
 def tower_linears(model: Any) -> Counter[tuple[str, int, int, bool]]:
