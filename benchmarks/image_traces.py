@@ -27,8 +27,9 @@ from whichlora.store.gpus import find_gpu
 
 RECORDS = Path(__file__).parent / "traces" / "images.jsonl"
 SFT_RECORDS = RECORDS.with_name("images-sft.jsonl")
-# TRL's fused head finds no states: `base_model` of these is the text with its own head
-NO_SFT = ("llama4", "whisper", "qwen2_audio")
+# TRL's fused head finds no states: `base_model` of these is the text with its own head; or no
+# `num_experts` (GLM-4.5V)
+NO_SFT = ("llama4", "whisper", "qwen2_audio", "glm4v_moe")
 GPU = find_gpu("a100-sxm-80gb")
 _QWEN2_TEXT = {
     "hidden_size": 1536,
@@ -43,6 +44,12 @@ _QWEN2_5_TEXT = {
     "num_attention_heads": 16,
     "num_key_value_heads": 2,
     "vocab_size": 151936,
+}
+_GLM_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10_000.0,
+    "mrope_section": [8, 12, 12],
+    "partial_rotary_factor": 0.5,
 }
 # Sizes of published checkpoints; depths are drawn.
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
@@ -107,6 +114,32 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
             "out_hidden_size": 2048,
         },
         "tie_word_embeddings": True,
+    },
+    "glm4v": {  # GLM-4.1V-9B's tower, and a text half as wide
+        "text_config": {
+            "hidden_size": 2048,
+            "intermediate_size": 6848,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "rope_parameters": _GLM_ROPE,
+            "vocab_size": 151552,
+        },
+        "vision_config": {"out_hidden_size": 2048, "intermediate_size": 13696},
+    },
+    "glm4v_moe": {  # GLM-4.5V's tower, and a text half as wide with 16 of its 128 experts
+        "text_config": {
+            "hidden_size": 2048,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 5472,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 8,
+            "rope_parameters": _GLM_ROPE,
+            "vocab_size": 151552,
+        },
+        "vision_config": {"out_hidden_size": 2048, "intermediate_size": 10944},
     },
     "gemma3": {  # Gemma 3 4B
         "text_config": {
@@ -347,7 +380,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 _HEARS = ("qwen2_audio",)
 _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
-DEPTH_KEYS = dict.fromkeys(_QWEN, "depth") | {"qwen2_audio": "encoder_layers"}
+DEPTH_KEYS = dict.fromkeys((*_QWEN, "glm4v", "glm4v_moe"), "depth")
+DEPTH_KEYS |= {"qwen2_audio": "encoder_layers"}
 
 
 def config_of(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -393,6 +427,8 @@ _SIZES = ((448, 448), (640, 480), (1024, 768), (768, 1280), (1600, 1200), (301, 
 _MORE_LAYERS = {"qwen3_vl": 3, "qwen3_vl_moe": 3, "qwen3_5": 4, "mllama": 2}
 _SHARED = ("batch_size", "images", "image_size", "audios", "audio_seconds")
 _UNQUANTISED = ("llama4",)  # whose experts in 4 bits are refused
+# by PEFT's wrapper of parameters, which refuses dropout; its kernel of patches is adapted, too
+_EXPERTS_ADAPTED = ("glm4v_moe",)
 _WRAPPED = ("gemma4",)  # in whose tower PEFT can't adapt matrices by their names
 
 
@@ -448,7 +484,7 @@ def draw(seed: int, model_type: str) -> dict[str, Any]:
         settings = {
             "method": method,
             "r": rng.choice((8, 16, 64)),
-            "lora_dropout": rng.choice((0.0, 0.0, 0.05)),
+            "lora_dropout": rng.choice((0.0, 0.0, 0.05)) * (model_type not in _EXPERTS_ADAPTED),
             "batch_size": rng.choice((1, 1, 2)),
             "seq_len": rng.choice((1024, 2048, 4096)),
             "precision": "bf16" if wide else rng.choice(("bf16", "bf16-pure")),
@@ -462,7 +498,8 @@ def draw(seed: int, model_type: str) -> dict[str, Any]:
             "freeze_vision_tower": rng.random() < 0.35,
             "target_modules": rng.choice((("all-linear",), ("all-linear",), ("q_proj", "v_proj"))),
         }
-        if model_type in _WRAPPED and settings["target_modules"] != ("all-linear",):
+        adapts = method != "full" and model_type in _EXPERTS_ADAPTED
+        if adapts or (model_type in _WRAPPED and settings["target_modules"] != ("all-linear",)):
             settings["freeze_vision_tower"] = True
         if model_type in _HEARS:
             settings |= {"audios": settings["images"], "audio_seconds": rng.choice(_SECONDS)}

@@ -215,6 +215,7 @@ OTHER_NAMES: dict[str, dict[str, Any]] = {  # types that name some otherwise; No
 }
 NO_AUTO_CLASS = {  # never a model by themselves
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+    *("glm4v_text", "glm4v_moe_text"),
 }
 FIRST_TYPES = (
     *("albert", "apertus", "arcee", "bart", "bert", "bloom", "camembert", "codegen", "cohere"),

@@ -84,6 +84,9 @@ def image_case(family: str, **settings: Any) -> Case:
     assert tower is not None
     grid = tower.grid(224, 224)
     length = 2 * (grid.tokens + grid.markers) + 48
+    by_name = bool(tower.wraps) and "target_modules" in settings
+    # PEFT reaches GLM-4.5V's convolution of patches
+    reached = any(not x.is_module for x in tower.idle) and settings.get("method") != "full"
     defaults = {
         "model": family,
         "precision": "fp32" if tower.pixel_bytes == torch.float32.itemsize else "bf16",
@@ -95,7 +98,7 @@ def image_case(family: str, **settings: Any) -> Case:
         "max_new_tokens": 4,
         "images": 2,
         "image_size": (224, 224),
-        "freeze_vision_tower": bool(tower.wraps) and "target_modules" in settings,
+        "freeze_vision_tower": by_name or (reached and "target_modules" not in settings),
     }
     return Case(family, RunConfig(**(defaults | settings)), config)
 

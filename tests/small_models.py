@@ -152,6 +152,8 @@ _VISION = _BLOCKS | {"intermediate_size": 320, "image_size": 112, "patch_size": 
 _QWEN_VISION = {"hidden_size": 160, "num_heads": 5, "depth": 3, "intermediate_size": 320}
 _QWEN_VISION |= {"out_hidden_size": 128}
 _ROTATED = {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 6, 6]}}
+_HALF_ROTATED = {"partial_rotary_factor": 0.5}
+_HALF_ROTATED |= {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
 MLLAMA: dict[str, Any] = {  # one of whose layers no text passes
     "text_config": _TEXT | {"cross_attention_layers": [1]},
     "vision_config": _BLOCKS
@@ -188,6 +190,18 @@ IMAGE_CONFIGS: dict[str, dict[str, Any]] = {
         | {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
         | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
         | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+        "vision_config": _QWEN_VISION,
+        **_IDS,
+    },
+    "glm4v": {
+        "text_config": _TEXT | _HALF_ROTATED,
+        "vision_config": _QWEN_VISION,
+        **_IDS,
+    },
+    "glm4v_moe": {
+        "text_config": _TEXT
+        | _HALF_ROTATED
+        | {"moe_intermediate_size": 96, "n_routed_experts": 4, "num_experts_per_tok": 2},
         "vision_config": _QWEN_VISION,
         **_IDS,
     },

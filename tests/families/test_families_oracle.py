@@ -35,6 +35,8 @@ NO_AUTO_CLASS = {
     "qwen2_5_vl_text",
     "qwen3_vl_text",
     "qwen3_vl_moe_text",
+    "glm4v_text",
+    "glm4v_moe_text",
 }  # never a model by themselves
 # `for_model` knows the classes of transformers only, by which the hub's are of these types
 IN_TRANSFORMERS = {"internlm3": "llama", "kimi_k2": "deepseek_v3"}
@@ -538,7 +540,7 @@ def test_every_causal_type_has_a_tiny_variant() -> None:
     bare = {x for x in known_types() if x in FAMILIES}
     others = {
         *("internlm3", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),  # Llama, Qwen
-        "qwen3_vl_moe_text",
+        *("qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text"),
         *("t5", "mt5", "umt5", "bart", "mbart", "plbart", "mvp", "m2m_100", "pegasus", "marian"),
         *("blenderbot", "blenderbot-small", "led"),
         *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert"),
@@ -698,6 +700,8 @@ LLAMA4_VISION = {"hidden_size": 64, "intermediate_size": 256, "vision_output_dim
         {"model_type": "qwen2_vl", "vision_config": {"hidden_size": 64}},
         {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 80, "out_hidden_size": 64}},
         {"model_type": "qwen3_vl", "vision_config": {"out_hidden_size": 64}},
+        {"model_type": "glm4v", "vision_config": {"out_hidden_size": 64, "depth": 3}},
+        {"model_type": "glm4v_moe", "vision_config": {"out_hidden_size": 64, "image_size": 56}},
         {"model_type": "llama4", "vision_config": LLAMA4_VISION},
         {"model_type": "qwen2_audio", "audio_config": {"d_model": 80, "encoder_layers": 3}},
         {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}},
@@ -721,8 +725,8 @@ def idle_linears(spec: ModelSpec) -> Counter[tuple[str, int, int, bool]]:
     counts: Counter[tuple[str, int, int, bool]] = Counter()
     assert spec.tower is not None
     for x in (*spec.tower.linears, *spec.tower.idle):  # also where texts alone load none
-        counts[x.name, x.in_features, x.out_features, x.bias] += x.count
-    return counts
+        counts[x.name, x.in_features, x.out_features, x.bias] += x.count * x.is_module
+    return +counts  # without GLM's convolution, which PEFT's names reach
 
 
 def tower_linears(model: Any) -> Counter[tuple[str, int, int, bool]]:
@@ -853,6 +857,31 @@ def test_gemma_3n_counts_its_audio_encoder_and_both_embedders() -> None:
     for x in spec.idle_linears:
         described[x.name, x.in_features, x.out_features, x.bias] += x.count
     assert described == sum((tower_linears(each) for each in modules), Counter())
+
+
+KIMI = {
+    "model_type": "kimi_k25",
+    "text_config": {**TINY, **VARIANTS["kimi_k2"]},
+    "vision_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    | {"pos_emb_height": 8, "pos_emb_width": 8},
+    "projection_hidden_size": 64,
+    "tie_word_embeddings": False,
+}
+
+
+def test_kimi_k2_5_counts_its_tower_and_its_experts_are_not_translated() -> None:
+    spec = build(KIMI, name="tiny")
+    model = module(KIMI, spec.task)
+    assert spec.num_params == sum(p.numel() for p in model.parameters())
+    assert described_linears(spec) == real_linears(model)
+    described: Counter[tuple[str, int, int, bool]] = Counter()
+    for x in spec.idle_linears:
+        described[x.name, x.in_features, x.out_features, x.bias] += x.count
+    assert described == tower_linears(model)
+    text = build({**TINY, **VARIANTS["kimi_k2"]}, name="text")
+    ranks = [{x.adapter_rank for x in each.groups[-1].layer.linears} for each in (spec, text)]
+    assert ranks[0] == {None} != ranks[1]  # PEFT knows its translations by the outer type
+    assert not any("Kimi K2" in note for note in spec.notes)  # it has a class
 
 
 def test_another_encoder_of_images_than_gemma_3ns_is_refused() -> None:

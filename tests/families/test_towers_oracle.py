@@ -41,6 +41,8 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
         {"min_pixels": 65_536, "max_pixels": 16_777_216, "patch_size": 16},
     ),
+    "glm4v": ("glm4v.image_processing_pil_glm4v.Glm4vImageProcessorPil", {}),
+    "glm4v_moe": ("glm4v.image_processing_pil_glm4v.Glm4vImageProcessorPil", {}),
     "llava": (
         "clip.image_processing_pil_clip.CLIPImageProcessorPil",
         {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
@@ -96,7 +98,7 @@ def drawn(model_type: str, count: int) -> list[tuple[int, int]]:
     return [(rng.randint(8, 5000), rng.randint(30, 5000)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 def test_patches_and_tokens_are_the_processors(model_type: str) -> None:
     real, grid = processor(model_type), tower(model_type).grid
     for height, width in drawn(model_type, NUM_DRAWN):

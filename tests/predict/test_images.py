@@ -125,6 +125,28 @@ def test_sft_trains_on_images_where_its_fused_head_finds_the_states() -> None:
         job(LLAMA4, trainer="sft")
 
 
+GLM_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+GLM4V_MOE = {
+    "model_type": "glm4v_moe",
+    "text_config": TEXT | {"rope_parameters": GLM_ROPE},
+    "vision_config": {"out_hidden_size": TEXT["hidden_size"]},
+}
+
+
+def test_a_convolution_that_shares_a_name_is_adapted_where_targets_are_names() -> None:
+    alone = job(GLM4V_MOE, images=0).model.idle_linears
+    assert [x.rank_multiple for x in alone if not x.is_module] == [1]
+    assert not any(x.rank_multiple for x in alone if x.name in ("gate_proj", "down_proj"))
+    with pytest.raises(ConfigError, match="to names, which its convolution of patches has, too"):
+        job(GLM4V_MOE)
+    with pytest.raises(ConfigError, match="proj is the convolution of patches"):
+        job(GLM4V_MOE, target_modules=("q_proj", "proj"))
+    for settings in ({"freeze_vision_tower": True}, {"target_modules": ("q_proj",)}):
+        assert job(GLM4V_MOE, **settings).model.tower is not None
+    with pytest.raises(ConfigError, match=r"^images: are not predicted for trainer sft"):
+        job(GLM4V_MOE, trainer="sft", freeze_vision_tower=True)
+
+
 GEMMA4 = {
     "model_type": "gemma4",
     "text_config": TEXT

@@ -141,9 +141,12 @@ def test_a_batch_is_ruled_out_by_no_more_than_what_each_rank_needs(data: st.Data
         return
     ranks = data.draw(SIZES)
     batch_size, seq_len, r = np.ix_(data.draw(SIZES), data.draw(LENGTHS), ranks)
-    least = least_training_bytes(
-        job, calibration, batch_size=batch_size, seq_len=seq_len, least_r=min(ranks)
-    )
+    try:
+        least = least_training_bytes(
+            job, calibration, batch_size=batch_size, seq_len=seq_len, least_r=min(ranks)
+        )
+    except ConfigError:  # experts of Llama 4 under bitsandbytes
+        return
     judged = judged_memory(job, calibration, batch_size=batch_size, seq_len=seq_len, r=r)
     assert np.all(least <= judged.least())
     _, low, _ = judged.bounds()

@@ -104,10 +104,15 @@ def build(config: Mapping[str, Any], *, name: str) -> ModelSpec:
     Raises:
         ConfigError: an unknown `model_type`, or a size that is missing or no whole number.
     """
+    return with_adapter_ranks(_described(config, name=name))
+
+
+def _described(config: Mapping[str, Any], *, name: str) -> ModelSpec:
+    """`build` before PEFT's own ranks, which it looks up by the outer type."""
     model_type = str(config.get("model_type"))
     if model_type in TOWERS:
         whole = Fields(name=name, values=config, defaults={}, synonyms={})
-        return build_multimodal(whole, partial(build, name=name), TOWERS[model_type])
+        return build_multimodal(whole, partial(_described, name=name), TOWERS[model_type])
     if model_type not in FAMILIES:
         raise ConfigError(
             f"{name}: model_type {config.get('model_type')!r} is not known to the formulas; "
@@ -124,7 +129,7 @@ def build(config: Mapping[str, Any], *, name: str) -> ModelSpec:
         heads = _LABEL_HEADS[model_type](fields, model)
     else:
         heads = labels.of_decoder(model)
-    return with_adapter_ranks(replace(model, label_heads=heads))
+    return replace(model, label_heads=heads)
 
 
 def without_dropout(model: ModelSpec) -> ModelSpec:

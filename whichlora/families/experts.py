@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whichlora.spec.architecture import Layer, Linear, Mlp, ModelSpec, Moe
+from whichlora.spec.architecture import Layer, Linear, Mlp, ModelSpec, Moe, Tower
 
 _MIXTRAL = frozenset({"gate", "w1", "w2", "w3"})
 _PROJECTIONS = frozenset({"gate", "gate_proj", "up_proj", "down_proj"})
@@ -27,6 +27,7 @@ TRANSLATED: dict[str, frozenset[str]] = {
     "flex_olmo": _PROJECTIONS,
     "glm4_moe": _PROJECTIONS,
     "glm4_moe_lite": _PROJECTIONS,
+    "glm4v_moe": _PROJECTIONS,
     "glm_moe_dsa": _PROJECTIONS,
     "hunyuan_v1_moe": _PROJECTIONS,
     "kimi_k2": _PROJECTIONS,  # as deepseek_v3
@@ -85,8 +86,27 @@ def with_adapter_ranks(spec: ModelSpec) -> ModelSpec:
     names = TRANSLATED.get(spec.model_type)
     if names is None:
         return spec
+    spec = replace(_groups(spec, names), idle_linears=_linears(spec.idle_linears, names))
+    if spec.tower is None:
+        return spec
+    tower, kernel = _tower(spec.tower, names), spec.tower.kernel
+    if kernel is None:
+        return replace(spec, tower=tower)
+    reached = replace(kernel, adapter_rank=1)  # translated targets are names
+    tower = replace(tower, idle=(*tower.idle, reached))
+    return replace(spec, tower=tower, idle_linears=(*spec.idle_linears, reached))
+
+
+def _groups(spec: ModelSpec, names: frozenset[str]) -> ModelSpec:
     groups = tuple(replace(group, layer=_layer(group.layer, names)) for group in spec.groups)
     return replace(spec, groups=groups)
+
+
+def _tower(tower: Tower, names: frozenset[str]) -> Tower:
+    """The names are those of a whole model: matrices of a tower that share them get none, too."""
+    stack = _groups(tower.stack, names)
+    linears = _linears(stack.head_linears, names)
+    return replace(tower, stack=replace(stack, head_linears=linears))
 
 
 def with_named_experts(spec: ModelSpec) -> ModelSpec:

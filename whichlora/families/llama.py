@@ -101,6 +101,15 @@ DEFAULTS = {
     "olmo3": LLAMA | {"vocab_size": 50304, "sliding_window": 4096},
     "glm": GLM,
     "glm4": GLM,
+    "glm4v_text": LLAMA
+    | {
+        "vocab_size": 151552,
+        "intermediate_size": 13696,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "attention_bias": True,
+    },
     "phi3": LLAMA
     | {
         "vocab_size": 32064,
@@ -474,6 +483,7 @@ BUILDERS = {
     "olmo3": _olmo3,
     "glm": _glm,
     "glm4": _glm4,
+    "glm4v_text": _glm4,
     "phi3": _phi3,
     "helium": _helium,
     "arcee": _arcee,

@@ -101,6 +101,22 @@ DEFAULTS = {
         "num_experts_per_tok": 8,
         "first_k_dense_replace": 1,
     },
+    "glm4v_moe_text": LLAMA
+    | {
+        "vocab_size": 151424,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 65536,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+    },
 }
 # transformers writes the field of the class; the hub keeps what the authors wrote.
 SYNONYMS = {
@@ -335,4 +351,5 @@ BUILDERS = {
     "phimoe": _phimoe,
     "gpt_oss": _gpt_oss,
     "glm4_moe": _glm4_moe,
+    "glm4v_moe_text": _glm4_moe,
 }

@@ -12,7 +12,9 @@ from whichlora.families.towers import (
     clip,
     gemma3n,
     gemma4,
+    glm,
     intern,
+    kimi,
     llama4,
     mllama,
     pixtral,
@@ -37,7 +39,9 @@ TOWERS: Mapping[str, Multimodal] = {
         clip,
         gemma3n,
         gemma4,
+        glm,
         intern,
+        kimi,
         llama4,
         mllama,
         pixtral,
@@ -84,6 +88,7 @@ def build_multimodal(
     values = dict(nested or c.values)
     if not nested or "model_type" not in values:
         values["model_type"] = kind.text
+    values["model_type"] = kind.renamed.get(values["model_type"], values["model_type"])
     # The outer model owns the head, so it decides whether the head is tied.
     values["tie_word_embeddings"] = c.values.get("tie_word_embeddings", kind.tied)
     if "dtype" not in values and "torch_dtype" not in values:

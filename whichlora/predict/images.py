@@ -10,7 +10,7 @@ from whichlora.memory.towers import grid_of
 from whichlora.methods import get_method
 from whichlora.serving import get_engine
 from whichlora.spec.architecture import ModelSpec, Tower
-from whichlora.spec.run import ATTENTION, AUTOCAST_PRECISIONS, RunConfig
+from whichlora.spec.run import ALL_LINEAR, ATTENTION, AUTOCAST_PRECISIONS, RunConfig
 from whichlora.spec.targets import all_linears
 from whichlora.trainers import Trainer
 
@@ -290,6 +290,17 @@ def _check_targets(model: ModelSpec, tower: Tower, run: RunConfig) -> None:
             f"target_modules: PEFT refuses {', '.join(refused)}, which in the vision tower of "
             f"{model.name} are no matrices but modules around one; use all-linear, or "
             "freeze_vision_tower"
+        )
+    if tower.kernel is not None and tower.kernel.name in named:
+        raise ConfigError(
+            f"target_modules: {tower.kernel.name} is the convolution of patches of {model.name}, "
+            "too, whose adapter is not predicted; use all-linear, or freeze_vision_tower"
+        )
+    reached = tower.kernel is not None and any(x.rank_multiple for x in tower.idle)
+    if run.images and reached and ALL_LINEAR in named:
+        raise ConfigError(
+            f"target_modules: PEFT translates those of {model.name} to names, which its "
+            "convolution of patches has, too: not predicted with images; use freeze_vision_tower"
         )
 
 

@@ -851,6 +851,8 @@ class Tower:
         idle: matrices that no image passes (Gemma 4's audio), or of a block whose result nobody
             reads (LLaVA), which `runs_idle`.
         idle_params: all parameters of these blocks, and what else gets no gradient.
+        kernel: the convolution that embeds patches, where its module shares a name with a matrix:
+            PEFT adapts it wherever targets are names.
         trained: full fine-tuning changes it.
         hooked_weights: those that embed what the hook is behind.
         hooked: checkpointing makes the embedded patches need a gradient, whatever is frozen.
@@ -908,6 +910,7 @@ class Tower:
     table_width: int = 0
     idle: tuple[Linear, ...] = ()
     idle_params: int = 0
+    kernel: Linear | None = None
     runs_idle: bool = False
     trained: bool = True
     hooked: bool = True

@@ -19,12 +19,13 @@ from whichlora.symbolic.autograd import (
     SavedTensor,
     Tape,
     Tensor,
+    constant,
     maximal,
     per_pair,
     per_token,
 )
 from whichlora.symbolic.layer import BlockEvents, LayerPoints, block_events
-from whichlora.symbolic.mlp import activate
+from whichlora.symbolic.mlp import activate, feed_forward
 from whichlora.symbolic.operators import OpEmitter, Rows
 
 
@@ -229,6 +230,29 @@ def _mllama(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
     return projected
 
 
+def _glm4v(code: OpEmitter, tower: Tower, x: Tensor) -> Tensor:
+    """A kernel merges square groups of patches, and a gated MLP follows.
+
+    Source: transformers 5.23 `Glm4vVisionModel.forward`, `Glm4vVisionPatchMerger.forward`.
+    """
+    tape, dtypes = code.tape, code.dtypes
+    merging, first, *fed = tower.stack.head_linears
+    last = Norm(name="post_layernorm", kind="rms", width=tower.stack.hidden_size, rows=tower.merge)
+    # the backward of a kernel has input and weight, whatever is frozen
+    states = code.autocast(code.norm(last, x))
+    weights = constant(merging.num_weights)
+    kernel = code.autocast(tape.weight(weights, dtypes.base_bytes, trained=dtypes.trains_base))
+    width = per_token(merging.out_features)
+    merged = tape.op([states, kernel], width, states.size, saves=[states, kernel], what="merged")
+    norm = Norm(name="post_projection_norm", kind="layer", width=merging.out_features, bias=True)
+    features = activate(code, "gelu", code.norm(norm, code.linear(first, merged)))
+    gated = tower.stack.groups[-1].layer.mlp
+    assert gated is not None
+    result = feed_forward(code, replace(gated, linears=tuple(fed)), features)
+    tape.hold(merged)
+    return result
+
+
 PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "qwen2": _qwen2,
     "qwen2_5": _qwen2_5,
@@ -244,6 +268,7 @@ PROJECTORS: Mapping[str, Callable[[OpEmitter, Tower, Tensor], Tensor]] = {
     "llama4": _llama4,
     "gemma4": _gemma4,
     "mllama": _mllama,
+    "glm4v": _glm4v,
 }
 """Tensors of the last block -> those that the language model reads."""
 

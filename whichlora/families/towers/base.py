@@ -19,6 +19,7 @@ class Multimodal:
             are for its own loss.
         part: key of the tower in the config.
         text: model_type of the text tower where its config does not say.
+        renamed: model_types of the text tower that its config class takes as another.
         tied: whether the head is tied where the config does not say.
         defaults: of the vision config.
         around: keys of the outer config, or of the text's, that the tower reads, with their
@@ -44,6 +45,7 @@ class Multimodal:
     part: str = "vision_config"
     scores_all: bool = False
     around: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def reads(self) -> str:
