@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from whichlora.errors import ConfigError
 from whichlora.families.blocks import causal_lm, mlp, moe, norms, softmax_attention
 from whichlora.families.decoder import FULL, Style, decoder, every_nth_full
 from whichlora.families.fields import Fields
@@ -201,8 +202,16 @@ def kv_sharing(types: list[str], num_shared: int) -> list[str]:
     """Per layer: "reuse" in the last `num_shared`, "store" in those they read, else nothing.
 
     Source: transformers 5.23 `Gemma4TextConfig.kv_sharing_modes`.
+
+    Raises:
+        ConfigError: no layer is left that makes keys.
     """
     first = len(types) - num_shared
+    if first < 1:
+        raise ConfigError(
+            f"num_kv_shared_layers: {num_shared} of {len(types)} layers would read the keys of "
+            "earlier ones; give fewer than there are"
+        )
     stores = {kind: number for number, kind in enumerate(types[:first])} if num_shared else {}
     roles = ["store" if number in stores.values() else "" for number in range(first)]
     return roles + ["reuse"] * num_shared

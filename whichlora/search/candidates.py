@@ -30,6 +30,7 @@ from whichlora.spec.parallel import AUTO, ONE_GPU, ParallelConfig, micro_steps
 from whichlora.spec.plan import Plan
 from whichlora.spec.results import MAX_REASONS, Answers, Refused
 from whichlora.spec.run import Padding, Phase, RunConfig
+from whichlora.symbolic.llama4 import check_experts
 from whichlora.trainers import get_trainer, with_trainer
 
 T = TypeVar("T")
@@ -359,7 +360,11 @@ class Candidates:
         key = base, *chosen.values()
         if key not in self._alone:
             run = replace(base, **chosen)
-            self._alone[key] = resolve(self.models[run.model], run, self.gpu)
+            job = resolve(self.models[run.model], run, self.gpu)
+            for layer, _ in job.model.layers():
+                if layer.moe is not None:
+                    check_experts(layer.moe, job.dtypes.quant)
+            self._alone[key] = job
         return self._alone[key]
 
     def _spread(self, job: ResolvedRun, config: ParallelConfig) -> ResolvedRun:

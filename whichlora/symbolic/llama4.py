@@ -49,18 +49,27 @@ def _times_complex(code: OpEmitter, x: Tensor) -> Tensor:
     return code.tape.op([x], x.elements, 4, inner_backward=plus(x.form, x.form))
 
 
-def run_every_expert(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
-    """Each expert on each token, times its score, which is 0 where the expert is not chosen.
+def check_experts(moe: Moe, quant: str) -> None:
+    """Refuse a storage in which experts of this kind have matrices that are not described.
 
     Raises:
         ConfigError: a base in bitsandbytes, for which transformers 5.23 puts matrices of their own
             in the place of the experts (`SequentialLlama4TextExperts`).
     """
-    if code.dtypes.quant in BNB_QUANTS:
+    if moe.by_score and quant in BNB_QUANTS:
         raise ConfigError(
-            f"quant: the experts of Llama 4 in {code.dtypes.quant} are not predicted; leave quant "
-            "out, or trace the real code with --engine trace"
+            f"quant: the experts of Llama 4 in {quant} are not predicted; leave quant out, or "
+            "trace the real code with --engine trace"
         )
+
+
+def run_every_expert(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:
+    """Each expert on each token, times its score, which is 0 where the expert is not chosen.
+
+    Raises:
+        ConfigError: as of `check_experts`.
+    """
+    check_experts(moe, code.dtypes.quant)
     tape, hidden, count = code.tape, moe.router.in_features, moe.num_experts
     scores, logits = _scores(code, moe, x)
     every = per_token(count * hidden)

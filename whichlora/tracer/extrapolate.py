@@ -56,11 +56,16 @@ def shallow(model_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         config["text_config"] = shallow(config["text_config"], num_layers)
         return config
     keys = [key for key in (*DEPTH_KEYS, *_STACK_KEYS) if key in config]
+    if not keys and isinstance(kinds := config.get("layers_block_type"), list):
+        return config | {"layers_block_type": kinds[:num_layers]}  # Nemotron-H's later configs
     if not keys:
         raise KeyError(DEPTH_KEYS[0])
     depth = config[keys[0]]
     for key in keys:
         config[key] = min(num_layers, config[key])
+    if "num_kv_shared_layers" in config:  # the last ones, which read what earlier layers made
+        own = depth - config["num_kv_shared_layers"]
+        config["num_kv_shared_layers"] = max(0, config[keys[0]] - own)
     if "attention_types" in config:  # GPT-Neo: kinds, and how often they repeat
         kinds = [kind for block, count in config["attention_types"] for kind in block * count]
         config["attention_types"] = [[kinds[:num_layers], 1]]
