@@ -428,7 +428,7 @@ _MORE_LAYERS = {"qwen3_vl": 3, "qwen3_vl_moe": 3, "qwen3_5": 4, "mllama": 2}
 _SHARED = ("batch_size", "images", "image_size", "audios", "audio_seconds")
 _UNQUANTISED = ("llama4",)  # whose experts in 4 bits are refused
 # by PEFT's wrapper of parameters, which refuses dropout; its kernel of patches is adapted, too
-_EXPERTS_ADAPTED = ("glm4v_moe",)
+EXPERTS_ADAPTED = ("glm4v_moe",)
 _WRAPPED = ("gemma4",)  # in whose tower PEFT can't adapt matrices by their names
 
 
@@ -484,7 +484,7 @@ def draw(seed: int, model_type: str) -> dict[str, Any]:
         settings = {
             "method": method,
             "r": rng.choice((8, 16, 64)),
-            "lora_dropout": rng.choice((0.0, 0.0, 0.05)) * (model_type not in _EXPERTS_ADAPTED),
+            "lora_dropout": rng.choice((0.0, 0.0, 0.05)) * (model_type not in EXPERTS_ADAPTED),
             "batch_size": rng.choice((1, 1, 2)),
             "seq_len": rng.choice((1024, 2048, 4096)),
             "precision": "bf16" if wide else rng.choice(("bf16", "bf16-pure")),
@@ -498,7 +498,7 @@ def draw(seed: int, model_type: str) -> dict[str, Any]:
             "freeze_vision_tower": rng.random() < 0.35,
             "target_modules": rng.choice((("all-linear",), ("all-linear",), ("q_proj", "v_proj"))),
         }
-        adapts = method != "full" and model_type in _EXPERTS_ADAPTED
+        adapts = method != "full" and model_type in EXPERTS_ADAPTED
         if adapts or (model_type in _WRAPPED and settings["target_modules"] != ("all-linear",)):
             settings["freeze_vision_tower"] = True
         if model_type in _HEARS:

@@ -41,6 +41,16 @@ def test_a_frozen_merger_keeps_what_its_norm_and_activation_read() -> None:
     assert points.saved.per_token == 4 * merged + 4 * 4 + 2 * merged
 
 
+def test_a_convolution_keeps_what_it_merges_though_it_is_frozen() -> None:
+    step = tower_step("glm4v", freeze_vision_tower=True, gradient_checkpointing=True)
+    settings = {"needs_grad": True, "accumulated": False, "stream": 2}
+    points = projector_points(step.tower, (), step.dtypes, step.method, **settings)
+    merged, out, wide = 4 * 1536, 2048, 13696
+    of_norms = 4 * merged + 4 * 4 + 2 * out + 2 * 4
+    of_activations = 2 * out + 2 * wide + 2 * 2 * wide  # two activations, two factors
+    assert points.saved.per_token == of_norms + 2 * merged + of_activations
+
+
 def test_states_that_are_joined_get_one_gradient_and_lose_what_fills_tiles_up() -> None:
     step = tower_step("mllama", gradient_checkpointing=False, target_modules=("q_proj", "fc1"))
     width, filled, kept, hidden = 1280, 4 * 1032, 4 * 1025, 2048
@@ -63,7 +73,8 @@ def test_nothing_is_kept_where_nothing_is_trained() -> None:
 
 @pytest.mark.parametrize("model_type", sorted(image_traces.CONFIGS))
 def test_every_projector_works_with_less_where_it_keeps_nothing(model_type: str) -> None:
-    step = tower_step(model_type, gradient_checkpointing=False)
+    named = {"target_modules": ("qkv",)} if model_type in image_traces.EXPERTS_ADAPTED else {}
+    step = tower_step(model_type, gradient_checkpointing=False, **named)
     points = projector_working_points(
         step.tower, step.targets, step.dtypes, step.method, stream=step.forward.stream
     )

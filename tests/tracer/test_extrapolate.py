@@ -9,6 +9,7 @@ from whichlora.tracer.extrapolate import (
     TracedEvent,
     at_peak,
     check_growth,
+    shallow,
     stretch,
     with_warm_up,
 )
@@ -91,3 +92,12 @@ def test_the_parts_at_the_peak_add_up_to_it() -> None:
     assert moment == "backward"
     assert sum(parts.values()) == max(total for _, total in live_bytes(events))
     assert parts["weights"] == 1200
+
+
+def test_a_shallow_model_has_the_first_layers_and_what_is_said_of_them() -> None:
+    kinds = ["mamba", "moe", "attention", "moe"]
+    assert shallow({"layers_block_type": kinds}, 2) == {"layers_block_type": kinds[:2]}
+    shared = {"num_hidden_layers": 10, "num_kv_shared_layers": 4}
+    # the last ones read keys of earlier layers
+    assert shallow(shared, 8) == {"num_hidden_layers": 8, "num_kv_shared_layers": 2}
+    assert shallow(shared, 5) == {"num_hidden_layers": 5, "num_kv_shared_layers": 0}

@@ -18,6 +18,7 @@ from whichlora.memory.allocator_simulator import Event
 TRACED_LAYERS = 4  # the fewest with a layer in the middle whose neighbours are in the middle too
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _STACK_KEYS = ("num_decoder_layers", "encoder_layers", "decoder_layers")  # of two stacks
+_KINDS_KEY = "layers_block_type"  # Nemotron 3 lists what its layers are, and no depth
 
 _TOLERANCE = 1e-3
 
@@ -56,16 +57,17 @@ def shallow(model_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         config["text_config"] = shallow(config["text_config"], num_layers)
         return config
     keys = [key for key in (*DEPTH_KEYS, *_STACK_KEYS) if key in config]
-    if not keys and isinstance(kinds := config.get("layers_block_type"), list):
-        return config | {"layers_block_type": kinds[:num_layers]}  # Nemotron-H's later configs
+    if not keys and isinstance(config.get(_KINDS_KEY), list):
+        config[_KINDS_KEY] = config[_KINDS_KEY][:num_layers]
+        return config
     if not keys:
         raise KeyError(DEPTH_KEYS[0])
     depth = config[keys[0]]
     for key in keys:
         config[key] = min(num_layers, config[key])
-    if "num_kv_shared_layers" in config:  # the last ones, which read what earlier layers made
-        own = depth - config["num_kv_shared_layers"]
-        config["num_kv_shared_layers"] = max(0, config[keys[0]] - own)
+    if config.get("num_kv_shared_layers"):  # Gemma's last layers, which read keys of earlier ones
+        left_out = max(depth - num_layers, 0)
+        config["num_kv_shared_layers"] = max(config["num_kv_shared_layers"] - left_out, 0)
     if "attention_types" in config:  # GPT-Neo: kinds, and how often they repeat
         kinds = [kind for block, count in config["attention_types"] for kind in block * count]
         config["attention_types"] = [[kinds[:num_layers], 1]]
