@@ -453,6 +453,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--batch-size", "2.5"), "--batch-size: '2.5' is not a whole number"),
     (("--batch-size", "9" * 5000), "--batch-size: '9999"),
     (("--seq-len", "99999999999"), "--seq-len: '99999999999' is not a whole number"),
+    (("--seq-len", "4,096"), "--seq-len: '4,096' is a list, of which '096' is no number; write"),
     (("--r", "0"), "--r: '0' is not a whole number from 1"),
     (("--prompt-len", "0", "--phase", "inference"), "--prompt-len: '0' is not"),
     (("--max-new-tokens", "x", "--phase", "inference"), "--max-new-tokens: 'x' is not"),

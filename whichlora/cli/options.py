@@ -147,6 +147,11 @@ def counts(
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
         numbers = []
         for word in value.split(","):
+            if len(word) == 3 and word.startswith("0"):
+                raise ConfigError(
+                    f"--{setting}: {value[:40]!r} is a list, of which {word!r} is no number; write "
+                    "thousands without a comma"
+                )
             try:
                 count = int(word)
             except ValueError:
