@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from whichlora.errors import ConfigError
 from whichlora.families.blocks import causal_lm, mlp, moe, norms, softmax_attention
 from whichlora.families.decoder import FULL, Style, decoder, every_nth_full
 from whichlora.families.fields import Fields
@@ -197,12 +198,21 @@ def layer_input(c: Fields) -> LayerInput | None:
     )
 
 
-def kv_sharing(types: list[str], num_shared: int) -> list[str]:
-    """Per layer: "reuse" in the last `num_shared`, "store" in those they read, else nothing.
+def kv_sharing(c: Fields, types: list[str]) -> list[str]:
+    """Per layer: "reuse" in the last ones that share, "store" in those they read, else nothing.
 
     Source: transformers 5.23 `Gemma4TextConfig.kv_sharing_modes`.
+
+    Raises:
+        ConfigError: no layer is left whose keys they could read.
     """
+    num_shared = c.count("num_kv_shared_layers")
     first = len(types) - num_shared
+    if first <= 0:
+        raise ConfigError(
+            f"{c.name}: num_kv_shared_layers is {num_shared} of {len(types)} layers, which leaves "
+            "none whose keys they could read"
+        )
     stores = {kind: number for number, kind in enumerate(types[:first])} if num_shared else {}
     roles = ["store" if number in stores.values() else "" for number in range(first)]
     return roles + ["reuse"] * num_shared
@@ -212,7 +222,7 @@ def _gemma4(c: Fields) -> ModelSpec:
     hidden, count = c.size("hidden_size"), c.layers()
     types = every_nth_full(c, 6)
     types[-1] = FULL  # whatever the config says
-    sharing = kv_sharing(types, c.count("num_kv_shared_layers"))
+    sharing = kv_sharing(c, types)
     layers = [
         _gemma4_layer(c, kind, sharing=mode) for kind, mode in zip(types, sharing, strict=True)
     ]
