@@ -272,3 +272,10 @@ def test_parts_sum_to_the_total(
     per_layer = 4 * hidden**2 + 3 * hidden * width + 2 * hidden
     tables = 100 * hidden * (1 if tied else 2)
     assert spec.num_params == layers * per_layer + tables + hidden
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_read_keys_of_earlier_ones_leave_some(model_type: str) -> None:
+    config = {"model_type": model_type, "num_hidden_layers": 8, "num_kv_shared_layers": 8}
+    with pytest.raises(ConfigError, match="num_kv_shared_layers is 8 of 8 layers"):
+        build(config, name="m")

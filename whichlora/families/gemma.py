@@ -198,19 +198,20 @@ def layer_input(c: Fields) -> LayerInput | None:
     )
 
 
-def kv_sharing(types: list[str], num_shared: int) -> list[str]:
-    """Per layer: "reuse" in the last `num_shared`, "store" in those they read, else nothing.
+def kv_sharing(c: Fields, types: list[str]) -> list[str]:
+    """Per layer: "reuse" in the last ones that share, "store" in those they read, else nothing.
 
     Source: transformers 5.23 `Gemma4TextConfig.kv_sharing_modes`.
 
     Raises:
-        ConfigError: no layer is left that makes keys.
+        ConfigError: no layer is left whose keys they could read.
     """
+    num_shared = c.count("num_kv_shared_layers")
     first = len(types) - num_shared
-    if first < 1:
+    if first <= 0:
         raise ConfigError(
-            f"num_kv_shared_layers: {num_shared} of {len(types)} layers would read the keys of "
-            "earlier ones; give fewer than there are"
+            f"{c.name}: num_kv_shared_layers is {num_shared} of {len(types)} layers, which leaves "
+            "none whose keys they could read"
         )
     stores = {kind: number for number, kind in enumerate(types[:first])} if num_shared else {}
     roles = ["store" if number in stores.values() else "" for number in range(first)]
@@ -221,7 +222,7 @@ def _gemma4(c: Fields) -> ModelSpec:
     hidden, count = c.size("hidden_size"), c.layers()
     types = every_nth_full(c, 6)
     types[-1] = FULL  # whatever the config says
-    sharing = kv_sharing(types, c.count("num_kv_shared_layers"))
+    sharing = kv_sharing(c, types)
     layers = [
         _gemma4_layer(c, kind, sharing=mode) for kind, mode in zip(types, sharing, strict=True)
     ]

@@ -172,7 +172,7 @@ def _gemma3n(c: Fields) -> ModelSpec:
     hidden, count, packed = c.size("hidden_size"), c.layers(), 0
     packed = count * c.size("hidden_size_per_layer_input")
     types = every_nth_full(c, _FULL_EVERY)
-    sharing = kv_sharing(types, c.count("num_kv_shared_layers"))
+    sharing = kv_sharing(c, types)
     layers = [
         _layer(c, kind, sharing=mode, width=width, is_sparse=is_sparse)
         for kind, mode, width, is_sparse in zip(types, sharing, _widths(c), _sparse(c), strict=True)
