@@ -189,7 +189,10 @@ def test_lora_on_all_linear_trains_what_the_description_says(model_type: str) ->
         pytest.skip("encoders train with the head of their task")
     import torch
 
-    config = peft.LoraConfig(r=R, target_modules="all-linear", task_type=task)
+    named: Any = "all-linear"
+    if any(linear.is_refused for layer, _ in spec.layers() for linear in layer.linears):
+        named = list(resolve_targets(spec, (ALL_LINEAR,)))  # as exports do
+    config = peft.LoraConfig(r=R, target_modules=named, task_type=task)
     with torch.device("meta"):
         adapted = peft.get_peft_model(model, config)
     load.cache_clear()  # PEFT changed the model in place

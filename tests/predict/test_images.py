@@ -143,7 +143,7 @@ def test_a_convolution_that_shares_a_name_is_adapted_where_targets_are_names() -
         job(GLM4V_MOE, target_modules=("q_proj", "proj"))
     for settings in ({"freeze_vision_tower": True}, {"target_modules": ("q_proj",)}):
         assert job(GLM4V_MOE, **settings).model.tower is not None
-    with pytest.raises(ConfigError, match=r"^images: are not predicted for trainer sft"):
+    with pytest.raises(ConfigError, match=r"^images: are not predicted for loss_head trl-fused"):
         job(GLM4V_MOE, trainer="sft", freeze_vision_tower=True)
 
 
