@@ -26,10 +26,16 @@ ABSORBED = Fact(
 )
 
 
+def _is_listed(served: Served) -> bool:
+    """By the type of its text: `hf_text_config`."""
+    config = served.model.config
+    text = config.get("text_config", config)
+    return text.get("model_type", served.model.model_type) in CACHES_LATENTS
+
+
 def _caches(served: Served) -> bool:
     """Whether latents are cached, and not keys and values of every head."""
-    is_known = served.model.model_type in CACHES_LATENTS
-    return is_known and not served.libraries.older("vllm", "0.7.1")
+    return _is_listed(served) and not served.libraries.older("vllm", "0.7.1")
 
 
 def as_cached(served: Served, rank: ModelSpec) -> ModelSpec:
@@ -40,7 +46,7 @@ def as_cached(served: Served, rank: ModelSpec) -> ModelSpec:
     """
     if _caches(served):
         return rank
-    is_padded = served.model.model_type in CACHES_LATENTS
+    is_padded = _is_listed(served)
 
     def expanded(attention: Attention) -> Attention:
         if not has_latents(attention):
