@@ -132,15 +132,15 @@ def narrow(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str
 
 
 def experts(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
-    frame = _of_forms(table(clone, system, "moe", "moe"), "bfloat16")
+    frame = _of_form(table(clone, system, "moe", "moe"), "bfloat16")
     return _of_experts(frame, "experts", 2, peak, bandwidth)
 
 
 def narrow_experts(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
     """Of 8-bit floats, in blocks where the table has them; shares are of twice the peak."""
     every = table(clone, system, "moe", "moe")
-    blocks = _of_forms(every, "fp8_block")
-    frame = _of_forms(every, "fp8") if blocks.empty else blocks
+    blocks = _of_form(every, "fp8_block")
+    frame = _of_form(every, "fp8") if blocks.empty else blocks
     return _of_experts(frame, "experts in 8 bits", 1, 2 * peak, bandwidth)
 
 
@@ -150,7 +150,7 @@ def code_experts(clone: Path, system: str, peak: float, bandwidth: float) -> tup
     Of vLLM 0.14 where it has them: 0.18 and 0.19 read as if no expert were skipped, 0.24 has few.
     """
     for engine in ("vllm", "sglang"):
-        found = [_of_forms(each, "int4_wo") for each in tables(clone, system, "moe", "moe", engine)]
+        found = [_of_form(each, "int4_wo") for each in tables(clone, system, "moe", "moe", engine)]
         for frame in [*(each for each in found if _is_of_0_14(each)), *reversed(found)]:
             if not frame.empty:
                 return _of_experts(frame, "experts in 4 bits", CODE_BYTES, peak, bandwidth)
@@ -162,8 +162,8 @@ def _is_of_0_14(frame: pd.DataFrame) -> bool:
     return bool((is_vllm & frame.version.str.startswith("0.14.")).any())
 
 
-def _of_forms(frame: pd.DataFrame, *forms: str) -> pd.DataFrame:
-    usual = frame.moe_dtype.isin(forms) & (frame.moe_ep_size == 1)
+def _of_form(frame: pd.DataFrame, form: str) -> pd.DataFrame:
+    usual = (frame.moe_dtype == form) & (frame.moe_ep_size == 1)
     return frame[usual & (frame.distribution == CHOICES)]
 
 

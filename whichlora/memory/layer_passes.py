@@ -270,16 +270,15 @@ def _choices(model: ModelSpec, sized: Mapping[str, Count]) -> tuple[Group, ...]:
 
     Kind: exact. Source: transformers 5.23 `GlmMoeDsaDecoderLayer.forward`.
     """
+    if not model.chooses_keys:
+        return ()
+    last = model.num_hidden_layers - 1  # whose choice nobody takes
     total: Count = 0 * sized["tokens"]
     for group in model.groups:
         for sparse in (each.sparse for each in group.layer.attentions if each.sparse):
             if sparse.hands_on and sparse.num_heads:
-                last = model.num_hidden_layers - 1  # whose choice nobody takes
-                total = total + (group.count - (last in group.positions)) * choice_bytes(
-                    sparse, **sized
-                )
-    if not model.chooses_keys:
-        return ()
+                taken = group.count - (last in group.positions)
+                total = total + taken * choice_bytes(sparse, **sized)
     chosen = Tensor("keys that indexers have chosen", constant=total)
     return (Group(tensors=(chosen,), **sized),)
 

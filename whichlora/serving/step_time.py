@@ -245,7 +245,6 @@ class StepTimer:
         if experts == 1 or self.num_multiprocessors is None:
             return float(idle_flops(rows, outputs, inputs, self.num_multiprocessors))
         least, most = EXPERT_TILES
-
         tile = min(most, max(least, 2 ** math.ceil(math.log2(rows))))
         return float(tile * outputs * inputs)
 
@@ -484,11 +483,11 @@ def _of_experts(
 
     Kind: fitted. Source: `kernel_rates.ExpertRates`.
     """
-    is_narrow = is_quantised(linear, served.dtypes) and not product.is_unpacked
-    experts = rates.narrow_experts if is_narrow else rates.experts
+    experts, peak = rates.experts, product_rate(served.gpu, compute_dtype(served))
     if product.is_unpacked:
         experts = rates.code_experts
-    peak = product_rate(served.gpu, compute_dtype(served)) * (2 if is_narrow else 1)
+    elif is_quantised(linear, served.dtypes):  # in 8 bits, whose peak is twice that of 16
+        experts, peak = rates.narrow_experts, 2 * peak
     bandwidth = served.gpu.bandwidth_bytes_per_s
     multiprocessors = served.gpu.num_multiprocessors or math.inf
     activations = min(MOST_ACTIVATIONS * bandwidth, multiprocessors * experts.activations)

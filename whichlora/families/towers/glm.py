@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from whichlora.errors import ConfigError
 from whichlora.families.fields import Fields
 from whichlora.families.towers.base import Multimodal
-from whichlora.families.towers.parts import block, dense, matrices, self_attention, stack
+from whichlora.families.towers.parts import (
+    block,
+    dense,
+    matrices,
+    packed_attention,
+    rotation_bytes,
+    stack,
+)
 from whichlora.spec.architecture import ImageGrid, LayerGroup, Linear, Norm, Tower
 
 _MOST_LOPSIDED = 200  # ratio of the sides, beyond which `smart_resize` refuses an image
@@ -76,18 +83,9 @@ def glm4v(vision: Fields, text: Fields) -> Tower:
     width, out = vision.size("hidden_size"), vision.size("out_hidden_size")
     merge, patch = vision.size("spatial_merge_size"), vision.size("patch_size")
     frames, channels = vision.size("temporal_patch_size"), vision.size("in_channels")
-    heads, wide = vision.size("num_heads"), vision.size("intermediate_size")
-    attention = self_attention(
-        width,
-        heads,
-        names=("qkv",),
-        out_name="proj",
-        position="rope",
-        rotary_dim=width // heads,
-        wide_rotation=True,
-        packed=True,
-        qkv_bias=vision.flag("attention_bias"),
-        out_bias=False,
+    wide = vision.size("intermediate_size")
+    attention = packed_attention(
+        vision, width, qkv_bias=vision.flag("attention_bias"), out_bias=False
     )
     layer = block(
         attention,
@@ -136,7 +134,7 @@ def glm4v(vision: Fields, text: Fields) -> Tower:
         num_embedded=0,
         num_returned=0,
         returned_width=out,
-        table_bytes=2 * 4 * (width // heads),
+        table_bytes=rotation_bytes(vision, width),
         embedded=(width, 2 * width),  # normalised, and positions that `grid_sample` returns
         hooked=False,  # `Glm4vVisionModel` names no `_input_embed_layer`
     )

@@ -41,6 +41,27 @@ def self_attention(width: int, heads: int, **overrides: Any) -> Attention:
     )
 
 
+def packed_attention(vision: Fields, width: int, **overrides: Any) -> Attention:
+    """That of patches of all images in one row, by one matrix, with rotated positions."""
+    heads = vision.size("num_heads")
+    return self_attention(
+        width,
+        heads,
+        names=("qkv",),
+        out_name="proj",
+        position="rope",
+        rotary_dim=width // heads,
+        wide_rotation=True,
+        packed=True,
+        **overrides,
+    )
+
+
+def rotation_bytes(vision: Fields, width: int) -> int:
+    """Of the cosines and sines of one patch, in fp32."""
+    return 2 * 4 * (width // vision.size("num_heads"))
+
+
 def block(
     attention: Attention,
     *,

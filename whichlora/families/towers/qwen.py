@@ -9,8 +9,15 @@ from dataclasses import dataclass, replace
 from whichlora.errors import ConfigError
 from whichlora.families.fields import Fields
 from whichlora.families.towers.base import Multimodal
-from whichlora.families.towers.parts import block, dense, matrices, self_attention, stack
-from whichlora.spec.architecture import Attention, ImageGrid, Layer, LayerGroup, Tower
+from whichlora.families.towers.parts import (
+    block,
+    dense,
+    matrices,
+    packed_attention,
+    rotation_bytes,
+    stack,
+)
+from whichlora.spec.architecture import ImageGrid, Layer, LayerGroup, Tower
 
 _MOST_LOPSIDED = 200  # ratio of the sides, beyond which `smart_resize` refuses an image
 # Pixels that a published checkpoint's preprocessor_config.json allows: at least, at most
@@ -94,32 +101,13 @@ def _patch(vision: Fields) -> int:
     return frames * vision.size("patch_size") ** 2
 
 
-def _attention(vision: Fields, width: int, **overrides: int) -> Attention:
-    heads = vision.size("num_heads")
-    return self_attention(
-        width,
-        heads,
-        names=("qkv",),
-        out_name="proj",
-        position="rope",
-        rotary_dim=width // heads,
-        wide_rotation=True,
-        packed=True,
-        **overrides,
-    )
-
-
-def _tables(vision: Fields, width: int) -> int:
-    return 2 * 4 * (width // vision.size("num_heads"))
-
-
 def qwen2(vision: Fields, text: Fields) -> Tower:
     """`Qwen2VisionTransformerPretrainedModel`."""
     width = vision.size("embed_dim")
     wide = int(width * (vision.number_or_none("mlp_ratio") or 4))
     merged = width * vision.size("spatial_merge_size") ** 2
     layer = block(
-        _attention(vision, width),
+        packed_attention(vision, width),
         width=width,
         wide=wide,
         activation=vision.text("hidden_act"),
@@ -139,7 +127,7 @@ def qwen2(vision: Fields, text: Fields) -> Tower:
         num_embedded=0,
         projector="qwen2",
         merge=vision.size("spatial_merge_size") ** 2,
-        table_bytes=_tables(vision, width),
+        table_bytes=rotation_bytes(vision, width),
     )
 
 
@@ -178,13 +166,13 @@ def qwen2_5(vision: Fields, text: Fields) -> Tower:
         num_embedded=0,
         projector="qwen2_5",
         merge=vision.size("spatial_merge_size") ** 2,
-        table_bytes=_tables(vision, width),
+        table_bytes=rotation_bytes(vision, width),
     )
 
 
 def _gated(vision: Fields, width: int, wide: int, *, segment: int) -> Layer:
     return block(
-        _attention(vision, width, segment=segment),
+        packed_attention(vision, width, segment=segment),
         width=width,
         wide=wide,
         activation=vision.text("hidden_act"),
@@ -203,7 +191,7 @@ def qwen3(vision: Fields, text: Fields) -> Tower:
     deep = len(vision.indices("deepstack_visual_indexes"))
     out = vision.size("out_hidden_size")
     layer = block(
-        _attention(vision, width),
+        packed_attention(vision, width),
         width=width,
         wide=wide,
         activation=vision.text("hidden_act"),
@@ -227,7 +215,7 @@ def qwen3(vision: Fields, text: Fields) -> Tower:
         num_embedded=0,
         projector="qwen3",
         merge=vision.size("spatial_merge_size") ** 2,
-        table_bytes=_tables(vision, width),
+        table_bytes=rotation_bytes(vision, width),
         hooked=False,  # `Qwen3VLVisionModel` names no `_input_embed_layer`
         copies=1 + 2 * deep,
         deep=deep,
