@@ -46,7 +46,7 @@ _NEVER_MODULES = frozenset({"dbrx", "gpt_oss", "granitemoe"})
 
 def with_expert_modules(spec: ModelSpec) -> ModelSpec:
     """`spec` as transformers 4 builds it: the matrices of every expert are linears."""
-    if spec.model_type in _NEVER_MODULES or all(group.layer.moe is None for group in spec.groups):
+    if spec.model_type in _NEVER_MODULES or not spec.has_experts:
         return spec
     groups = tuple(replace(group, layer=_with_expert_modules(group.layer)) for group in spec.groups)
     return replace(spec, groups=groups)

@@ -368,7 +368,7 @@ def placement(served: Served) -> Placement:
     room = free_bytes(served) - MARGIN_BYTES
     if served.gpu.kind == "cpu" or not _fits(served) or _needs(served, whole) <= room:
         return whole
-    has_experts = _has_experts(served.model)
+    has_experts = served.model.has_experts
     if has_experts and _needs(served, replace(whole, expert_layers=0)) <= room:
         most = _most(
             whole.expert_layers,
@@ -381,10 +381,6 @@ def placement(served: Served) -> Placement:
         lambda number: _needs(served, Placement(layers=number, expert_layers=experts)) <= room,
     )
     return Placement(layers=most, expert_layers=experts)
-
-
-def _has_experts(model: ModelSpec) -> bool:
-    return any(layer.moe is not None for layer, _ in model.layers())
 
 
 def _asked(served: Served) -> Placement:
@@ -687,7 +683,7 @@ def check(served: Served) -> None:
             f"serving: llama-cpp takes its weights from file_type, got precision {run.precision}; "
             "leave precision out"
         )
-    if not _has_experts(model) and (served.options["cpu_moe"] or served.count("n_cpu_moe")):
+    if not model.has_experts and (served.options["cpu_moe"] or served.count("n_cpu_moe")):
         raise ConfigError(
             f"serving: n_cpu_moe and cpu_moe move experts, and {model.name} has none; give "
             "fewer n_gpu_layers"
@@ -778,7 +774,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     whole_on_host = max(0, _first_on_gpu(served.model, placed))
     first_experts = max(whole_on_host, placed.host_experts)
     on_host = num_layers - max(0, placed.expert_layers - first_experts)
-    if _has_experts(served.model) and on_host > whole_on_host:
+    if served.model.has_experts and on_host > whole_on_host:
         lines.append(f"the experts of {on_host} of {num_layers} layers lie on the host, far slower")
     lines.append(
         f"the host holds {format_bytes(needed.host)}: token embeddings, buffers and what the GPU "

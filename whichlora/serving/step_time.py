@@ -329,7 +329,6 @@ def step_timer(
         pointwise += count * _pointwise_kernels(layer)
         blocks = len(layer.attentions) + (layer.mlp is not None) + (layer.moe is not None)
         reductions += count * blocks * (stepping.ranks > 1)
-    has_experts = any(layer.moe is not None for layer, _ in model.layers())
     head = _head(model, served, rates, stepping)
     kernels = sum(product.count for product in products) + pointwise
     codes = sum(product.count for product in products if product.is_unpacked)
@@ -353,7 +352,7 @@ def step_timer(
         else None,
         stepping=stepping,
         launches_s=(kernels + num_attentions) * stepping.launch_s + codes * stepping.code_launch_s,
-        deviation=max(rates.deviation, EXPERTS_DEVIATION if has_experts else 0.0),
+        deviation=max(rates.deviation, EXPERTS_DEVIATION if model.has_experts else 0.0),
     )
 
 

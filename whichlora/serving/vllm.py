@@ -240,8 +240,7 @@ def has_newer_runner(served: Served) -> bool:
     libraries, model = served.libraries, served.model
     if model.model_type in NEWER_RUNNER_FIRST:
         return not libraries.older("vllm", "0.24")
-    has_experts = any(layer.moe is not None for layer, _ in model.layers())
-    return not libraries.older("vllm", "0.29" if has_experts else "0.25")
+    return not libraries.older("vllm", "0.29" if model.has_experts else "0.25")
 
 
 def keeps_prefixes(served: Served) -> bool:

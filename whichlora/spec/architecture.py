@@ -1181,6 +1181,11 @@ class ModelSpec:
         return sum(group.count for group in self.groups)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(group.layer.moe is not None for group in self.groups)
+
+    @property
     def chooses_keys(self) -> bool:
         """Whether queries see few of the keys, which an indexer chooses."""
         attentions = (each for layer, _ in self.layers() for each in layer.attentions)

@@ -68,7 +68,7 @@ def _faults(job: ResolvedRun, measurement: Measurement) -> Iterator[str]:
 
 
 def _has_quantised_experts(job: ResolvedRun) -> bool:
-    return job.dtypes.quant != "none" and any(layer.moe for layer, _ in job.model.layers())
+    return job.dtypes.quant != "none" and job.model.has_experts
 
 
 def _code_bits(quant: str) -> int:
