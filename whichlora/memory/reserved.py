@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from whichlora.memory import generation_events, step_events
@@ -66,8 +66,7 @@ class _OnAnyCard:
     def __init__(self, run: TrainingStep | Generation) -> None:
         self.run = run
         names = (field.name for field in fields(run) if field.name != "gpu")
-        of_run = (getattr(run, name) for name in names)
-        self._key = (_IS_EARLY.get(), type(run), run.gpu.kind, *of_run)
+        self._key = (type(run), run.gpu.kind, *(getattr(run, name) for name in names))
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -80,25 +79,50 @@ def _replay(*, in_heaps: bool, expandable_segments: bool) -> LargeReplay | HeapR
     return HeapReplay() if in_heaps else LargeReplay(expandable_segments=expandable_segments)
 
 
-@lru_cache(maxsize=8)  # a fifth of the alternatives of an explanation have the requests of another
-def _replayed_once(
-    requests: EventList, *, in_heaps: bool, expandable_segments: bool, is_early: bool
-) -> tuple[int, int]:
-    replayed = _replay(in_heaps=in_heaps, expandable_segments=expandable_segments)
-    replayed.play(requests.plays[: requests.num_early if is_early else None])
-    return replayed.peak_allocated_bytes, replayed.reserved_bytes
+class _Begun:
+    """The replay of a training after its beginning.
+
+    Attributes:
+        early: bytes that large requests allocate and reserve at most, so far.
+    """
+
+    def __init__(self, requests: EventList, *, in_heaps: bool, expandable_segments: bool) -> None:
+        begun = len(requests.plays) if requests.num_early is None else requests.num_early
+        self._replay = _replay(in_heaps=in_heaps, expandable_segments=expandable_segments)
+        self._replay.play(requests.plays[:begun])
+        self._rest = requests.plays[begun:]
+        self.early = self._most()
+
+    @cached_property
+    def whole(self) -> tuple[int, int]:
+        """As `early`, of the whole training."""
+        self._replay.play(self._rest)
+        return self._most()
+
+    def _most(self) -> tuple[int, int]:
+        return self._replay.peak_allocated_bytes, self._replay.reserved_bytes
 
 
-def _replayed_training(step: TrainingStep) -> _Replayed | None:
-    if not step_events.has_events(step):
+_begun = lru_cache(maxsize=8)(_Begun)  # a fifth of an explanation's alternatives request the same
+
+
+@lru_cache(maxsize=8)
+def _training_requests(asked: _OnAnyCard) -> EventList | None:
+    step = asked.run
+    assert isinstance(step, TrainingStep)
+    return step_events.training_events(step) if step_events.has_events(step) else None
+
+
+def _replayed_training(asked: _OnAnyCard, *, is_early: bool) -> _Replayed | None:
+    requests, step = _training_requests(asked), asked.run
+    if requests is None:
         return None
-    requests = step_events.training_events(step)
-    allocated_bytes, reserved_bytes = _replayed_once(
+    begun = _begun(
         requests,
         in_heaps=step.gpu.backend.allocator == "heaps",
         expandable_segments=bool(step.run.expandable_segments),
-        is_early=_IS_EARLY.get(),
     )
+    allocated_bytes, reserved_bytes = begun.early if is_early else begun.whole
     return _Replayed.of(requests, allocated_bytes=allocated_bytes, reserved_bytes=reserved_bytes)
 
 
@@ -124,10 +148,10 @@ def _replayed_generation(run: Generation) -> _Replayed | None:
 
 
 @lru_cache(maxsize=1024)  # `where` asks for one run on every card
-def _replay_of(asked: _OnAnyCard) -> _Replayed | None:
+def _replay_of(asked: _OnAnyCard, *, is_early: bool) -> _Replayed | None:
     if isinstance(asked.run, Generation):
         return _replayed_generation(asked.run)
-    return _replayed_training(asked.run)
+    return _replayed_training(asked, is_early=is_early)
 
 
 def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> int | None:
@@ -149,7 +173,7 @@ def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> i
     step_bytes = _SMALL_POOL_STEP.get(run.gpu.backend.allocator)
     if step_bytes is None or live_bytes > _MOST_BYTES:
         return None
-    replayed = _replay_of(_OnAnyCard(run))
+    replayed = _replay_of(_OnAnyCard(run), is_early=_IS_EARLY.get())
     if replayed is None:
         return None
     # what blocks are larger than their tensors is no idle memory
