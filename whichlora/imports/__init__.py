@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.imports import axolotl, llamafactory, trainer, trl
+from whichlora.imports import axolotl, llamafactory, swift, trainer, trl
 from whichlora.imports.base import Imported, Keys, Launch, Tool
 from whichlora.imports.command import Command
 from whichlora.imports.files import Kind, MissingFileError, Source, find_file, read_source
@@ -20,14 +20,13 @@ from whichlora.imports.spread import OF_TOOL, number_of_gpus
 from whichlora.spec.members import Members
 
 _TOOLS = Members[Tool](
-    "tool", "imports", Tool, (module.TOOL for module in (trainer, trl, axolotl, llamafactory))
+    "tool", "imports", Tool, (each.TOOL for each in (trainer, trl, axolotl, llamafactory, swift))
 )
 BUILT_IN = _TOOLS.built_in
 ENTRY_POINT_GROUP = _TOOLS.group
 list_tools = _TOOLS.all
 _ACCELERATE = "accelerate_config"  # TRL's key for accelerate's file
 _SUFFIXES = (".yaml", ".yml", ".json")
-_CLI = ("trl ", "axolotl ", "llamafactory-cli ")  # which take every GPU that they see
 
 
 def import_files(paths: Sequence[Path], *, gpus: int | None = None, trainer: str = "") -> Imported:
@@ -41,8 +40,19 @@ def import_files(paths: Sequence[Path], *, gpus: int | None = None, trainer: str
     Raises:
         ConfigError: a file that can't be read, or of no known tool; a value of a wrong type.
     """
-    sources = [read_source(path) for path in paths]
+    sources = [read_source(path, _subcommands()) for path in paths]
     return _Files(sources, gpus, trainer).imported()
+
+
+def _subcommands() -> dict[str, set[str]]:
+    """Of tools with a command of their own, such as "trl sft"."""
+    found: dict[str, set[str]] = {}
+    for tool in list_tools().values():
+        for program in tool.programs:
+            name, space, subcommand = program.partition(" ")
+            if space:
+                found.setdefault(name, set()).add(subcommand)
+    return found
 
 
 @dataclass
@@ -81,7 +91,9 @@ class _Files:
         if self.of_tool:
             keys.assume(self.of_tool, OF_TOOL)
         launch = self._launch(main, command, accelerate, values)
-        launch = replace(launch, deepspeed_configs=tool.deepspeed_configs)
+        launch = replace(
+            launch, deepspeed_configs=tool.deepspeed_configs, fsdp_configs=tool.fsdp_configs
+        )
         return tool.imported(str(shown.path), keys, launch, list(values))
 
     def _configuration(self, script: Source | None, command: Command) -> Source | None:
@@ -128,7 +140,7 @@ class _Files:
     def _named(self, by: Source, where: str, name: str, kind: Kind) -> Source:
         """A file that `by` names. Raises: ConfigError: it is missing, or of another kind."""
         path = find_file(f"{by.path}: {where}", name, beside=by.path.parent)
-        source = read_source(path)
+        source = read_source(path, _subcommands())
         if source.kind != kind:
             raise ConfigError(f"{path}: holds {source.kind}, {by.path} names it as {kind}")
         return source
@@ -150,7 +162,8 @@ class _Files:
         def read_file(where: str, name: str) -> Mapping[str, Any]:
             if given is not None:
                 return given.values
-            return read_source(find_file(where, name, beside=main.path.parent)).values
+            path = find_file(where, name, beside=main.path.parent)
+            return read_source(path, _subcommands()).values
 
         given = self._only("deepspeed")
         if given is not None and "deepspeed" not in values and "deepspeed_config" not in config:
@@ -207,7 +220,8 @@ def _gpus_and_nodes(
     else:
         nodes, each = environment.get("NNODES", 1), environment.get("NPROC_PER_NODE")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if each is None and visible and (command.launcher or command.program.startswith(_CLI)):
+    takes_all = command.launcher or " " in command.program  # a tool's own command sees to it
+    if each is None and visible and takes_all:
         each = len([device for device in visible.split(",") if device.strip()])
     return number_of_gpus(where, each, nodes), number_of_gpus(where, nodes) or 1
 

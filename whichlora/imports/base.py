@@ -65,7 +65,7 @@ class Launch:
         environment: variables that the command sets.
         has_launcher: another program than the tool's own starts the processes.
         trainer: whose file the user says it is; empty is not said.
-        deepspeed_configs: those of the tool.
+        deepspeed_configs, fsdp_configs: those of the tool.
         read_file: JSON file that another file names → its content.
     """
 
@@ -77,6 +77,7 @@ class Launch:
     program: str = ""
     trainer: str = ""
     deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fsdp_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     read_file: Callable[[str, str], Mapping[str, Any]] = lambda where, name: {}
 
 
@@ -287,7 +288,7 @@ class Tool:
     Args:
         models: keys that name the model, one of which each of its files has.
         marks: keys that its files have, and those of others mostly lack.
-        programs: scripts, modules and commands that start it.
+        programs: scripts, modules, and commands with their subcommands that start it.
         read: keys → settings. What it reads of them counts as used.
         without_effect: keys that change neither bytes nor time of a step; a name that ends in "*"
             means every key that starts so.
@@ -298,6 +299,7 @@ class Tool:
         launch_configs: accelerate's files that come with it, by name, "deepspeed_" in front or not.
         deepspeed_configs: `zero_optimization` of DeepSpeed's files that come with it, by the name
             of the file without its suffix.
+        fsdp_configs: `fsdp_config` by the word of the key `fsdp` that stands for it.
         epochs: the key of passes over the data, and what the tool takes without it.
     """
 
@@ -314,6 +316,7 @@ class Tool:
     commands_have: frozenset[str] = frozenset()
     launch_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fsdp_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     epochs: tuple[str, float] = ("num_train_epochs", 3.0)
 
     def imported(self, path: str, keys: Keys, launch: Launch, names: Collection[str]) -> Imported:

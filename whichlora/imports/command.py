@@ -1,7 +1,7 @@
 """A shell script → the command that trains: its program, its arguments, and its launcher.
 
 Nothing is run and nothing is expanded but variables that the script itself sets, and whole numbers
-in `$(( ))`.
+in `$(( ))` and `$(expr )`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import operator
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,7 +24,7 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\]|:?-([^{}$]*))?\})")
 _ARRAY = re.compile(r"^([ \t]*(?:\w+ )?\w+)(\+?)=\(([^()]*)\)", re.MULTILINE)
 _WHOLE_ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}")
 _ARGUMENTS = ("$@", "$*")  # of the script itself
-_ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
+_ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)|[\"']?\$\(expr ([^()]*)\)[\"']?")
 _MARKED = re.compile("\x00([^\x00]*)\x00")  # which the lexer leaves whole
 _NAME = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
 _OPERATORS = {
@@ -40,13 +40,13 @@ _BEFORE = frozenset({"exec", "nohup", "time", "srun", "sudo", "env"})
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _PYTHON = re.compile(r"python[\d.]*")
 _WITH_FLAGS = re.compile(r"^[^#:'\"\n]+\s--[A-Za-z]", re.MULTILINE)  # no line of YAML has that
-_CLI = {"trl": "", "llamafactory-cli": "train", "axolotl": "train"}  # which take a subcommand
-_COMMAND = re.compile(
+_COMMAND = (
     r"^\s*(?:\w+=\S*\s+)*(?:(?:exec|nohup|time|srun)\s+)*"
-    r"(?:(?:accelerate|trl|llamafactory-cli|axolotl)\s+\w|torchrun\s+\S|deepspeed\s+[^:\s]|"
-    r"python[\d.]*\s+[-\w./$])",
-    re.MULTILINE,
+    r"(?:(?:accelerate|{})\s+\w|torchrun\s+\S|deepspeed\s+[^:\s]|"
+    r"python[\d.]*\s+[-\w./$])"
 )
+Subcommands = Mapping[str, Collection[str]]
+"""Commands of tools by their first word, with the second words that train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,22 +69,24 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def is_script(text: str) -> bool:
+def is_script(text: str, tools: Subcommands) -> bool:
     """Whether `text` is a shell script, or one command line, whoever it starts."""
-    return text.startswith("#!") or any(find.search(text) for find in (_COMMAND, _WITH_FLAGS))
+    names = "|".join(map(re.escape, tools))
+    starts = re.compile(_COMMAND.replace("{}", names), re.MULTILINE)
+    return text.startswith("#!") or any(find.search(text) for find in (starts, _WITH_FLAGS))
 
 
-def training_command(path: Path, text: str) -> Command:
+def training_command(path: Path, text: str, tools: Subcommands) -> Command:
     """The only command in `text` that trains.
 
     Raises:
         ConfigError: there is none, or there are several.
     """
-    commands = list(_commands(path, text))
+    commands = list(_commands(path, text, tools))
     if not commands:
         raise ConfigError(
             f"{path}: has no command that trains; accepted are accelerate launch, torchrun, "
-            "deepspeed, python, trl, axolotl train and llamafactory-cli train with their arguments"
+            f"deepspeed, python and {', '.join(sorted(tools))} with their arguments"
         )
     if len(commands) > 1:
         programs = ", ".join(command.program for command in commands)
@@ -92,14 +94,15 @@ def training_command(path: Path, text: str) -> Command:
     return commands[0]
 
 
-def _commands(path: Path, text: str) -> Iterator[Command]:
+def _commands(path: Path, text: str, tools: Subcommands) -> Iterator[Command]:
     variables: dict[str, str] = {}
     for words in _lines_of_words(path, text):
         words = list(_expanded(words, variables))
         while words and words[0] in _BEFORE:
             words = words[1:]
             if words and words[0].startswith("-"):  # options of srun
-                words = words[next((i for i, w in enumerate(words) if _starts(w)), len(words)) :]
+                starts = (place for place, word in enumerate(words) if _starts(word, tools))
+                words = words[next(starts, len(words)) :]
         assigned: dict[str, str] = {}
         exports = words[:1] == ["export"]
         rest = words[exports:]
@@ -109,13 +112,13 @@ def _commands(path: Path, text: str) -> Iterator[Command]:
             rest = rest[1:]
         if exports or not rest:
             variables |= assigned
-        elif command := _command(rest, variables | assigned):
+        elif command := _command(rest, variables | assigned, tools):
             yield command
 
 
-def _starts(word: str) -> bool:
+def _starts(word: str, tools: Subcommands) -> bool:
     name = PurePosixPath(word).name
-    return name in ("accelerate", "torchrun", "deepspeed", *_CLI) or bool(_PYTHON.fullmatch(name))
+    return name in ("accelerate", "torchrun", "deepspeed", *tools) or bool(_PYTHON.fullmatch(name))
 
 
 def _lines_of_words(path: Path, text: str) -> Iterator[list[str]]:
@@ -123,7 +126,7 @@ def _lines_of_words(path: Path, text: str) -> Iterator[list[str]]:
     pending: list[str] = []
     text = re.sub(r"\\\r?\n", " ", text).replace("\x00", "")
     text = _ARRAY.sub(_array_as_text, text)
-    text = _ARITHMETIC.sub(lambda match: f"\x00{''.join(match[1].split())}\x00", text)
+    text = _ARITHMETIC.sub(_arithmetic, text)
     for line in text.splitlines():
         pending.append(line)
         lexer = shlex.shlex("\n".join(pending), posix=True, punctuation_chars=_ENDS)
@@ -145,6 +148,12 @@ def _lines_of_words(path: Path, text: str) -> Iterator[list[str]]:
                 command.append(word)
     if pending:
         raise ConfigError(f"{path}: has a quote that is not closed: {pending[0].strip()[:60]!r}")
+
+
+def _arithmetic(match: re.Match[str]) -> str:
+    """A sum of the shell as one word, which the lexer leaves whole."""
+    words = (match[1] or match[2]).replace("\\", "").split()  # expr has "*" escaped
+    return f"\x00{''.join(words)}\x00"
 
 
 def _array_as_text(match: re.Match[str]) -> str:
@@ -197,12 +206,14 @@ def _number(node: ast.expr) -> int:
     return int(number)
 
 
-def _command(words: Sequence[str], environment: Mapping[str, str]) -> Command | None:
+def _command(
+    words: Sequence[str], environment: Mapping[str, str], tools: Subcommands
+) -> Command | None:
     """The training that `words` start; None where they start something else."""
     first, words = PurePosixPath(words[0]).name, words[1:]
     launcher, options = "", list[str]()
-    if first in _CLI:
-        if not words or _CLI[first] not in ("", words[0]):
+    if first in tools:
+        if not words or words[0] not in tools[first]:
             return None
         program, arguments = f"{first} {words[0]}", words[1:]
     else:

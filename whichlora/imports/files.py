@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from whichlora.config.document import parse_document, read_text
 from whichlora.errors import ConfigError
-from whichlora.imports.command import Command, is_script, training_command
+from whichlora.imports.command import Command, Subcommands, is_script, training_command
 
 Kind = Literal["settings", "accelerate", "deepspeed", "command"]
 _PYTHON = (".py", ".ipynb")
@@ -34,8 +34,11 @@ class Source:
     command: Command | None = None
 
 
-def read_source(path: Path) -> Source:
+def read_source(path: Path, tools: Subcommands) -> Source:
     """The file at `path`: YAML, JSON or a shell script.
+
+    Args:
+        tools: whose commands may train.
 
     Raises:
         ConfigError: it can't be read, or is none of these.
@@ -50,8 +53,9 @@ def read_source(path: Path) -> Source:
         raise ConfigError(f"{path}: is empty; give the configuration of a training")
     if text.lstrip().startswith("{"):
         return _of_mapping(path, _json(path, text), {})
-    if is_script(text):
-        return Source(path=path, kind="command", command=training_command(path, text))
+    if is_script(text, tools):
+        command = training_command(path, text, tools)
+        return Source(path=path, kind="command", command=command)
     document = parse_document(path, text, example="base_model: Qwen/Qwen3-8B")
     faults = list(document.structure_problems(empty=False))
     if faults:

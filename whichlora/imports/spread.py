@@ -101,7 +101,7 @@ def _accelerator(keys: Keys, launch: Launch, fsdp_version: int) -> dict[str, Any
     if (fsdp not in (None, False, "", []) and str(fsdp).lower() != "false") or (
         "fsdp_version" in keys and "fsdp_config" in keys
     ):
-        config = keys.mapping("fsdp_config")
+        config = _fsdp_config(keys, launch)
         version = keys.raw("fsdp_version") or fsdp_version
         return read | _fsdp(keys, config, version=version, legacy=_words(fsdp))
     accelerate = launch.accelerate
@@ -213,10 +213,15 @@ def _fsdp(
     }
 
 
+def _fsdp_config(keys: Keys, launch: Launch) -> Mapping[str, Any]:
+    """Of the keys, or the tool's own that the word of `fsdp` stands for."""
+    return launch.fsdp_configs.get(str(keys.raw("fsdp"))) or keys.mapping("fsdp_config")
+
+
 def checkpoints_in_fsdp(keys: Keys, launch: Launch) -> bool:
     """Whether FSDP checkpoints the layers, in place of the Trainer."""
     accelerate = launch.accelerate.get("fsdp_config")
-    for config in (keys.mapping("fsdp_config"), accelerate):
+    for config in (_fsdp_config(keys, launch), accelerate):
         if isinstance(config, Mapping):
             for name in ("activation_checkpointing", "fsdp_activation_checkpointing"):
                 if str(config.get(name)).lower() in _ON:

@@ -52,15 +52,18 @@ WITHOUT_EFFECT = (
 )
 
 
-def trainer_settings(keys: Keys, launch: Launch, *, checkpoints: bool = False) -> dict[str, Any]:
+def trainer_settings(
+    keys: Keys, launch: Launch, *, checkpoints: bool = False, batch_size: int = BATCH_SIZE
+) -> dict[str, Any]:
     """Batch, optimizer, checkpointing, GPUs and allocator.
 
     Args:
         checkpoints: whether it checkpoints where the keys do not say.
+        batch_size: where they do not say.
     """
-    settings = keys.of_run(BATCH, batch_size=BATCH_SIZE)
+    settings = keys.of_run(BATCH, batch_size=batch_size)
     if "per_device_train_batch_size" not in keys:
-        keys.assume("per_device_train_batch_size", f"is missing; assumed: {BATCH_SIZE}")
+        keys.assume("per_device_train_batch_size", f"is missing; assumed: {batch_size}")
     _note_evaluation(keys, int(settings["batch_size"]))
     settings["optimizer"] = optimizer(keys, "optim")
     settings |= checkpointing(keys, launch, default=checkpoints)

@@ -1,0 +1,152 @@
+"""Commands of ms-swift, as its examples have them, and what its arguments become."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whichlora.errors import ConfigError
+from whichlora.exports.axolotl import TRL
+from whichlora.imports import Imported, import_files
+
+MODEL = "Qwen/Qwen2.5-0.5B"
+PLAIN = f"--model {MODEL} --torch_dtype bfloat16 --max_length 512"
+
+
+def imported(folder: Path, command: str) -> Imported:
+    script = folder / "train.sh"
+    script.write_text(command)
+    return import_files([script])
+
+
+def test_defaults_are_those_of_swift(tmp_path: Path) -> None:
+    read = imported(tmp_path, f"swift sft {PLAIN} --dataset 'swift/self-cognition#500'")
+    assert (read.tool, read.unknown) == ("swift", ())
+    assert {
+        "model": MODEL,
+        "method": "lora",
+        "r": 8,
+        "lora_alpha": 32,
+        "lora_dropout": 0.05,
+        "target_modules": ("all-linear",),
+        "batch_size": 1,
+        "gradient_accumulation_steps": 16,
+        "gradient_checkpointing": True,
+        "use_reentrant": True,
+        "precision": "bf16",
+        "seq_len": 512,
+    }.items() <= read.settings.items()
+    assert any("no prompt" in note for note in read.assumed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        ("--tuner_type full", {"method": "full"}),
+        ("--train_type full --freeze_vit false", {"method": "full", "freeze_vision_tower": False}),
+        ("--use_dora true", {"method": "dora"}),
+        ("--quant_method bnb --quant_bits 4", {"method": "qlora"}),
+        (
+            "--quant_method bnb --quant_bits 4 --bnb_4bit_use_double_quant false",
+            {"method": "qlora", "quant": "nf4"},
+        ),
+        ("--quant_method bnb --quant_bits 8", {"method": "lora", "quant": "int8"}),
+        ("--lora_dtype bfloat16", {"adapter_dtype": "bfloat16"}),
+        ("--torch_dtype float16", {"precision": "fp16"}),
+        ("--torch_dtype float32", {"precision": "fp16", "base_dtype": "float32"}),
+        ("--attn_impl flash_attn", {"attn": "flash_attention_2"}),
+        ("--per_device_train_batch_size 4", {"gradient_accumulation_steps": 4}),
+        ("--task_type seq_cls --num_labels 3", {"task": "sequence-classification"}),
+        ("--target_modules q_proj v_proj", {"target_modules": ("q_proj", "v_proj")}),
+        ("--lorap_lr_ratio 16", {"loraplus_lr_ratio": 16.0}),
+    ],
+)
+def test_arguments(tmp_path: Path, arguments: str, settings: dict[str, Any]) -> None:
+    read = imported(tmp_path, f"swift sft {PLAIN} {arguments}")
+    assert settings.items() <= read.settings.items()
+    assert read.refused == {}
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "settings"),
+    [
+        (
+            "NPROC_PER_NODE=4 CUDA_VISIBLE_DEVICES=0,1,2,3",
+            "",
+            {
+                "gpus": 4,
+                "parallel": "ddp",
+                "use_reentrant": False,
+                "gradient_accumulation_steps": 4,
+            },
+        ),
+        ("NPROC_PER_NODE=8", "--deepspeed zero3", {"parallel": "zero3", "use_reentrant": True}),
+        (
+            "NPROC_PER_NODE=2",
+            "--deepspeed zero2_offload",
+            {"parallel": "zero2", "offload": ("optimizer",)},
+        ),
+        ("NPROC_PER_NODE=2", "--fsdp fsdp2", {"parallel": "fsdp", "gradient_checkpointing": True}),
+        ("CUDA_VISIBLE_DEVICES=0,1", "", {"gpus": 2, "parallel": "device-map"}),
+    ],
+)
+def test_processes(
+    tmp_path: Path, environment: str, arguments: str, settings: dict[str, Any]
+) -> None:
+    read = imported(tmp_path, f"{environment} \\\nswift sft {PLAIN} {arguments}")
+    assert settings.items() <= read.settings.items()
+    assert read.refused == {}
+
+
+def test_a_sum_by_expr(tmp_path: Path) -> None:
+    read = imported(
+        tmp_path,
+        f"nproc=2\nNPROC_PER_NODE=$nproc swift sft {PLAIN} "
+        "--gradient_accumulation_steps $(expr 16 / $nproc)",
+    )
+    assert read.settings["gradient_accumulation_steps"] == 8
+
+
+def test_preferences_hold_all_logits(tmp_path: Path) -> None:
+    read = imported(tmp_path, f"swift rlhf {PLAIN} --rlhf_type dpo --beta 0.1")
+    assert read.settings["trainer"] == "dpo"
+    assert read.settings["libraries"] == (("trl", TRL),)
+    assert any("TRL" in note for note in read.assumed)
+
+
+def test_written_answers_come_after_the_prompt(tmp_path: Path) -> None:
+    read = imported(tmp_path, f"swift rlhf {PLAIN} --rlhf_type grpo --max_completion_length 2048")
+    assert read.settings["seq_len"] == 512 + 2048
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ("--tuner_type reft", "method"),
+        ("--freeze_llm true", "method"),
+        ("--lisa_activated_layers 2", "method"),
+        ("--use_galore true", "optimizer"),
+        ("--optimizer muon", "optimizer"),
+        ("--quant_method hqq --quant_bits 4", "quant"),
+        ("--task_type embedding", "task"),
+        ("--sequence_parallel_size 4", "parallel"),
+        ("--target_regex .*q_proj", "target_modules"),
+    ],
+)
+def test_what_is_not_predicted_is_refused_by_name(
+    tmp_path: Path, arguments: str, setting: str
+) -> None:
+    read = imported(tmp_path, f"swift sft {PLAIN} {arguments}")
+    assert list(read.refused) == [setting]
+    assert arguments.split()[0].removeprefix("--") in read.refused[setting]
+
+
+@pytest.mark.parametrize("name", ["LLM-Research/Meta-Llama-3.1-8B-Instruct", MODEL])
+def test_names_of_modelscope(tmp_path: Path, name: str) -> None:
+    read = imported(tmp_path, f"swift sft --model {name} --max_length 512")
+    assert read.settings["model"] == name.removeprefix("LLM-Research/")
+
+
+def test_a_command_that_does_not_train(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no command that trains; accepted are .*swift"):
+        imported(tmp_path, f"swift infer --model {MODEL} --stream true")

@@ -1,0 +1,305 @@
+"""ms-swift's commands: `swift sft`, `swift pt` and `swift rlhf`. Defaults are those of 4.6.
+
+Source: swift/arguments (sft_args.py, tuner_args.py, base_args/), swift/trainers/arguments.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from whichlora.exports.axolotl import TRL
+from whichlora.imports.base import Keys, Launch, Tool, method_settings, targets
+from whichlora.imports.trainer import (
+    UNMODELLED,
+    WITHOUT_EFFECT,
+    attention,
+    autocast,
+    dtype,
+    liger_options,
+    precision,
+    trainer_settings,
+)
+from whichlora.imports.trl import FULL_ROWS
+from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB
+from whichlora.trainers import get_trainer
+
+_LENGTH = 2048  # assumed where a command names none
+_PROMPT, _ANSWER = 512, 512  # of a trainer that writes answers; the second is its default
+_ROWS_OF_A_STEP = 16  # which `gradient_accumulation_steps` makes where it is missing
+_TUNERS = ("tuner_type", "train_type", "sft_type")  # of 4, 3 and 2
+_MODELS = ("model", "model_id_or_path")
+# Organisations of ModelScope that publish copies of others' models under the same names
+_COPIES = ("LLM-Research", "AI-ModelScope", "modelscope", "ZhipuAI", "Shanghai_AI_Laboratory")
+_KERNELS = {
+    "eager": "eager",
+    "sdpa": "sdpa",
+    "flash_attn": "flash_attention_2",
+    "flash_attention_2": "flash_attention_2",
+}
+# `rlhf_type` → our trainer of the TRL class that its trainer extends
+_PREFERENCES = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "cpo": "cpo", "grpo": "grpo"}
+_OPTIMIZERS = ("default", "lorap", "multimodal")  # of the Trainer, in groups
+_NOT_PREDICTED = "is not predicted"
+_DIVIDES = ("sequence_parallel_size", "zero_hpz_partition_size", "deepspeed_autotp_size")
+# swift/config/zero*.json, fsdp2.json
+_HOST = {"device": "cpu"}
+_ZERO: Mapping[str, Any] = {
+    "overlap_comm": False,
+    "allgather_bucket_size": 2e8,
+    "reduce_bucket_size": 2e8,
+}
+_ZERO_3: Mapping[str, Any] = {
+    "stage": 3,
+    "overlap_comm": False,
+    **dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), "auto"),
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+}
+_DEEPSPEED: Mapping[str, Mapping[str, Any]] = {
+    **{f"zero{stage}": {**_ZERO, "stage": stage} for stage in (0, 1, 2)},
+    "zero2_offload": {**_ZERO, "stage": 2, "offload_optimizer": _HOST},
+    "zero3": _ZERO_3,
+    "zero3_offload": {**_ZERO_3, "offload_optimizer": _HOST, "offload_param": _HOST},
+}
+_FSDP: Mapping[str, Mapping[str, Any]] = {
+    "fsdp2": {"fsdp_version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
+}
+
+
+def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
+    settings: dict[str, Any] = {"model": _model(keys)}
+    settings |= _length(keys) | _task(keys)
+    settings |= trainer_settings(keys, launch, checkpoints=True, batch_size=1)
+    settings |= _accumulation(keys, settings)
+    settings |= _reentrant(settings)
+    settings |= _over_gpus(launch, settings)
+    quant = _quant(keys)
+    settings |= _adapter(keys, quant)
+    settings |= _precision(keys, launch)
+    settings["attn"] = attention(keys, "attn_impl", _KERNELS, default="sdpa")
+    settings |= {"loss_head": "hf", "prepare_kbit": False}
+    settings |= liger_options(keys)
+    if launch.program == "swift rlhf":
+        settings |= _preferences(keys)
+    elif keys.flag("use_logits_to_keep", True) and launch.program != "swift pt":
+        keys.assume("use_logits_to_keep", "leaves the prompt out of the logits; assumed: no prompt")
+    if keys.flag("packing"):
+        keys.assume("packing", FULL_ROWS)
+    if keys.flag("use_galore") or keys.word("optimizer", "default") not in _OPTIMIZERS:
+        keys.refuse(
+            "optimizer", "optimizer" if "optimizer" in keys else "use_galore", _NOT_PREDICTED
+        )
+    if keys.count("lisa_activated_layers", 0):
+        keys.refuse("method", "lisa_activated_layers", _NOT_PREDICTED)
+    for name in _DIVIDES:
+        if keys.count(name, 1) > 1:
+            keys.refuse("parallel", name, "this way to divide a run is not predicted")
+    settings["freeze_vision_tower"] = keys.flag("freeze_vit", True)
+    if keys.flag("freeze_llm"):
+        keys.refuse("method", "freeze_llm", "training without the language model is not predicted")
+    if not keys.flag("freeze_aligner", True) and settings["freeze_vision_tower"]:
+        keys.assume("freeze_aligner", "is not predicted; assumed: frozen, too")
+    return settings
+
+
+def _model(keys: Keys) -> str:
+    """The name on the Hugging Face hub of a name on ModelScope."""
+    name = next((keys.word(key) for key in _MODELS if key in keys), "")
+    organisation, slash, rest = name.partition("/")
+    return rest if slash and organisation in _COPIES else name
+
+
+def _length(keys: Keys) -> dict[str, int]:
+    if "max_length" not in keys:
+        text = f"is missing, and rows may be as long as the model reads; assumed: {_LENGTH}"
+        keys.assume("max_length", text)
+    return keys.of_run({"max_length": "seq_len"}, seq_len=_LENGTH)
+
+
+def _task(keys: Keys) -> dict[str, Any]:
+    """What is learned: the next token, or labels of texts."""
+    kind = keys.word("task_type", "causal_lm")
+    if kind == "seq_cls":
+        return {"task": "sequence-classification"}
+    if kind != "causal_lm":
+        text = f"{kind[:40]!r} is not read; causal_lm and seq_cls are"
+        keys.refuse("task", "task_type", text)
+    return {}
+
+
+def _accumulation(keys: Keys, settings: Mapping[str, Any]) -> dict[str, int]:
+    """Source: swift/trainers/arguments.py, `TrainArgumentsMixin.__post_init__`."""
+    if "gradient_accumulation_steps" in keys:
+        return {}
+    rows = settings["batch_size"] * settings.get("gpus", 1)
+    return {"gradient_accumulation_steps": max(1, math.ceil(_ROWS_OF_A_STEP / rows))}
+
+
+def _reentrant(settings: Mapping[str, Any]) -> dict[str, bool]:
+    """Source: swift/trainers/mixin.py, `_fix_gradient_checkpointing`."""
+    if "use_reentrant" in settings:
+        return {}
+    return {"use_reentrant": settings.get("parallel") != "ddp"}
+
+
+def _over_gpus(launch: Launch, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Without `NPROC_PER_NODE` one process spreads the layers of its model over what it sees."""
+    is_one_process = "NPROC_PER_NODE" not in launch.environment and not launch.has_launcher
+    if is_one_process and settings.get("parallel") == "ddp":
+        return {"parallel": "device-map"}
+    return {}
+
+
+def _quant(keys: Keys) -> str:
+    """Source: swift/arguments/base_args/quant_args.py, `get_quantization_config`."""
+    method, bits = keys.word("quant_method"), keys.count("quant_bits", 0)
+    bits = bits or keys.count("quantization_bit", 0)  # of 2
+    if method in ("", "bnb") and bits == 8:
+        return "int8"
+    if method in ("", "bnb") and bits == 4:
+        kind = keys.word("bnb_4bit_quant_type", "nf4")
+        twice = keys.flag("bnb_4bit_use_double_quant", True)
+        stored = f"{kind}-dq" if twice else kind
+        if stored in FOUR_BIT_BNB:
+            return stored
+        keys.refuse("quant", "bnb_4bit_quant_type", f"{stored[:40]!r} is not predicted")
+    elif method not in ("", "awq", "gptq", "gptq_v2") or bits not in (0, 2, 3, 4, 8):
+        keys.refuse("quant", "quant_method", "this storage of the base is not predicted")
+    return "none"
+
+
+def _adapter(keys: Keys, quant: str) -> dict[str, Any]:
+    name = next((name for name in _TUNERS if name in keys), _TUNERS[0])
+    kind = keys.word(name, "lora")
+    if kind not in ("lora", "full"):
+        keys.refuse("method", name, f"{kind[:40]!r} is not read; lora and full are")
+    if kind == "full":
+        return method_settings(quant, adapts=False, use_dora=False, targets=())
+    table = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+    settings = keys.of_run(table, r=8, lora_alpha=32, lora_dropout=0.05)
+    settings["bias"] = keys.word("lora_bias", "none")
+    settings["use_rslora"] = keys.flag("use_rslora")
+    settings["loraplus_lr_ratio"] = keys.number("lorap_lr_ratio", 1.0)
+    settings["modules_to_save"] = keys.names("modules_to_save")
+    if any(name.startswith("all-") for name in settings["modules_to_save"]):
+        keys.refuse("modules_to_save", "modules_to_save", "name the modules that are trained whole")
+    if keys.raw("lora_dtype") is not None:
+        settings["adapter_dtype"] = dtype(keys, "lora_dtype", default="float32")
+    for name in ("target_regex", "target_parameters"):
+        if name in keys:
+            keys.refuse("target_modules", name, "a pattern of names is not read")
+    names = targets(keys, "target_modules", default=(ALL_LINEAR,)) if _names(keys) else ()
+    dora = keys.flag("use_dora")
+    return settings | method_settings(
+        quant, adapts=True, use_dora=dora, targets=names or (ALL_LINEAR,)
+    )
+
+
+def _names(keys: Keys) -> bool:
+    """Whether the command names the layers that are adapted."""
+    return "target_modules" in keys and keys.names("target_modules") != ("ALL",)  # of 2
+
+
+def _precision(keys: Keys, launch: Launch) -> dict[str, Any]:
+    """Source: swift/arguments/base_args/model_args.py, `_init_mixed_precision`."""
+    weights = "bfloat16"
+    if "torch_dtype" in keys:
+        weights = dtype(keys, "torch_dtype", default=weights)
+    else:
+        keys.assume("torch_dtype", "is missing; assumed: a checkpoint in bfloat16")
+    mixed = autocast(keys, launch, default="bf16" if weights == "bfloat16" else "fp16")
+    return precision(keys, mixed, weights, narrows_adapters=False)
+
+
+def _preferences(keys: Keys) -> dict[str, Any]:
+    """The trainer of `rlhf_type`, which extends TRL's of that name."""
+    kind = keys.word("rlhf_type", "dpo")
+    if kind not in _PREFERENCES:
+        known = ", ".join(_PREFERENCES)
+        keys.refuse("trainer", "rlhf_type", f"{kind[:40]!r} is not predicted; {known} are")
+        return {}
+    keys.assume(
+        "rlhf_type", f"{kind}; assumed: the steps of TRL {TRL}, which holds whole logits, too"
+    )
+    trainer = get_trainer(_PREFERENCES[kind])
+    stated = sorted((each.name, keys.option(each)) for each in trainer.options if each.name in keys)
+    settings: dict[str, Any] = {
+        "trainer": trainer.name,
+        "trainer_options": tuple(stated),
+        "libraries": (("trl", TRL),),
+    }
+    for option in trainer.options:
+        if option.name == "max_completion_length":  # beside `max_length`, which is of the prompt
+            answer = keys.count(option.name, _ANSWER)
+            settings["seq_len"] = keys.count("max_length", _PROMPT) + answer
+    return settings
+
+
+TOOL = Tool(
+    name="swift",
+    summary="swift sft, swift pt and swift rlhf of ms-swift",
+    models=frozenset(_MODELS),
+    marks=frozenset({*_MODELS, *_TUNERS, "lora_rank", "target_modules", "max_length", "attn_impl"}),
+    programs=frozenset({"swift sft", "swift pt", "swift rlhf"}),
+    read=_read,
+    commands_have=frozenset(_TUNERS),
+    deepspeed_configs=_DEEPSPEED,
+    fsdp_configs=_FSDP,
+    without_effect=(
+        *WITHOUT_EFFECT,
+        *("dataset", "val_dataset", "split_dataset_ratio", "cached_*", "custom_*", "columns"),
+        *("system", "template", "template_backend", "model_author", "model_name", "model_type"),
+        *("use_hf", "load_from_cache_file", "lazy_tokenize", "strict", "shuffle_*", "interleave_*"),
+        *("truncation_strategy", "loss_scale", "loss_type", "acc_strategy", "check_model"),
+        *(
+            "add_version",
+            "create_checkpoint_symlink",
+            "max_epochs",
+            "swanlab_*",
+            "self_cognition_*",
+        ),
+        *("aligner_lr", "vit_lr", "external_plugins", "plugin", "reward_*", "stop_words"),
+        *("temperature", "top_p", "top_k", "max_new_tokens", "repetition_penalty", "beta"),
+        *("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "freeze_aligner"),
+        *("rpo_alpha", "ld_alpha", "desirable_weight", "undesirable_weight", "simpo_gamma"),
+        *("resume_only_model", "ignore_args_error", "safe_serialization", "max_shard_size"),
+        *("enable_thinking", "agent_template", "packing_*", "streaming", "norm_bbox", "stopping_*"),
+        *(
+            "bnb_4bit_*",
+            "num_labels",
+            "problem_type",
+            "log_completions",
+            "init_weights",
+            "use_chat_*",
+        ),
+        *("padding_side", "response_prefix", "add_non_thinking_prefix", "model_kwargs", "local_*"),
+        *(
+            "vllm_*",
+            "use_vllm",
+            "sleep_level",
+            "offload_model",
+            "offload_optimizer",
+            "move_model_*",
+        ),
+    ),
+    unmodelled={
+        **UNMODELLED,
+        "tuner_backend": "PEFT",
+        "freeze_parameters_ratio": "all parameters are trained",
+        "freeze_parameters": "all parameters are trained",
+        "trainable_parameters": "the parameters of the method",
+        "enable_dft_loss": "the usual loss",
+        "enable_channel_loss": "the usual loss",
+        "router_aux_loss_coef": "no loss of the router",
+        "rope_scaling": "the length of the command",
+        "vit_gradient_checkpointing": "as the language model",
+        "device_map": "whole models on each GPU",
+        "max_pixels": "the images of the command",
+        "experts_impl": "transformers' own",
+        "use_flash_ckpt": "no copies on the host",
+    },
+    reads_files=False,
+)
