@@ -12,6 +12,7 @@ from whichlora.units import (
     format_count,
     format_seconds,
     parse_bytes,
+    parse_tokens,
     rows_are,
 )
 
@@ -113,3 +114,14 @@ def test_a_count_that_rounds_up_to_a_thousand_takes_the_next_unit(count: float, 
 def test_one_row_has_a_sentence_of_its_own() -> None:
     assert rows_are(1, "cut") == "1 row is cut"
     assert rows_are(2000, "left out", " without text") == "2,000 rows without text are left out"
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("4096", 4096), ("8k", 8192), (" 128K ", 131072)])
+def test_thousands_of_tokens_are_1024(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "4kk", "4.5k", "4m"])
+def test_what_is_no_number_of_tokens(text: str) -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        parse_tokens(text)

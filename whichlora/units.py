@@ -45,6 +45,16 @@ def parse_bytes(text: str, *, setting: str = "size") -> int:
     return int(size)
 
 
+def parse_tokens(text: str) -> int:
+    """A number of tokens: "4096", or "8k" for 8 x 1024, as people call lengths.
+
+    Raises:
+        ValueError: no such number.
+    """
+    word = text.strip().lower()
+    return int(word[:-1]) * 1024 if word.endswith("k") else int(word)
+
+
 def format_bytes(num_bytes: float) -> str:
     """`num_bytes` as people read it, in binary units: 1.50 GiB, 12.0 MiB, 512 B."""
     sign = "-" if num_bytes < 0 else ""

@@ -268,6 +268,11 @@ def test_max_says_what_is_lacking_where_not_even_one_fits() -> None:
     assert "Llama-3.1-8B full on t4-16gb: batch_size 1 lacks " in result.stdout
 
 
+def test_thousands_of_tokens_are_1024() -> None:
+    found = predictions("openai-community/gpt2", "--gpu", "4090", "--seq-len", "512,1k")
+    assert [each["config"]["seq_len"] for each in found] == [512, 1024]
+
+
 def test_a_length_ends_at_the_positions_of_the_model() -> None:
     (one,) = predictions("openai-community/gpt2", "--gpu", "h100-sxm-80gb", "--seq-len", "max")
     assert one["config"]["seq_len"] == 1024

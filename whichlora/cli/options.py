@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.spec.run import image_sides
 from whichlora.spec.words import unknown
 from whichlora.text import visible
+from whichlora.units import parse_tokens
 
 if TYPE_CHECKING:
     from whichlora.store.costs import Rates
@@ -32,6 +34,17 @@ class Count(click.IntRange):
     """A whole number, as messages call it, where click says "integer range"."""
 
     name = "whole number"
+
+
+class Tokens(Count):
+    """A whole number of tokens, such as 4096 or 4k."""
+
+    name = "number of tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        with contextlib.suppress(ValueError):
+            value = parse_tokens(str(value))
+        return super().convert(value, param, ctx)
 
 
 class Number(click.FloatRange):
@@ -136,12 +149,18 @@ def split_models(ctx: click.Context, param: click.Parameter, value: tuple[str, .
 
 
 def counts(
-    setting: str, *, least: int = 1, most: int = _MAX_COUNT, also: str = ""
+    setting: str,
+    *,
+    least: int = 1,
+    most: int = _MAX_COUNT,
+    also: str = "",
+    parse: Callable[[str], int] = int,
 ) -> Callable[..., list[int]]:
     """A click callback: comma list of whole numbers from `least` to `most`.
 
     Args:
         also: what else is accepted, as the end of a refusal.
+        parse: a word of the list; raises ValueError where it is no number.
     """
 
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
@@ -153,7 +172,7 @@ def counts(
                     "thousands without a comma"
                 )
             try:
-                count = int(word)
+                count = parse(word)
             except ValueError:
                 count = least - 1
             if not least <= count <= most:
@@ -167,9 +186,9 @@ def counts(
     return split
 
 
-def counts_if_any(setting: str) -> Callable[..., list[int] | None]:
-    """A click callback: comma list of whole numbers; None where nobody gave any."""
-    listed = counts(setting)
+def tokens_if_any(setting: str) -> Callable[..., list[int] | None]:
+    """A click callback: comma list of numbers of tokens; None where nobody gave any."""
+    listed = counts(setting, parse=parse_tokens)
 
     def split(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
         return None if value is None else listed(ctx, param, value)
@@ -177,9 +196,11 @@ def counts_if_any(setting: str) -> Callable[..., list[int] | None]:
     return split
 
 
-def counts_or_max(setting: str) -> Callable[..., list[int] | str]:
-    """A click callback: comma list of whole numbers, or "max" alone."""
-    listed = counts(setting, also=f", or {MAX}")
+def counts_or_max(
+    setting: str, parse: Callable[[str], int] = int
+) -> Callable[..., list[int] | str]:
+    """A click callback: comma list of whole numbers, or "max" alone; `parse` as of `counts`."""
+    listed = counts(setting, also=f", or {MAX}", parse=parse)
 
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int] | str:
         words = [word.strip() for word in value.split(",")]

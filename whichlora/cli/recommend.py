@@ -12,6 +12,7 @@ from whichlora.cli.faults import EXIT_NOTHING_FITS
 from whichlora.cli.options import (
     Count,
     Positive,
+    Tokens,
     calibration_option,
     check_form,
     cost_options,
@@ -41,7 +42,7 @@ def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--models", callback=_models, help="Models to choose from, with commas.")
 @click.option(
     "--seq-len",
-    type=Count(2, MOST_COUNT),
+    type=Tokens(2, MOST_COUNT),
     default=RunConfig(model="any").seq_len,
     show_default=True,
     help="Longest training sequence in tokens.",

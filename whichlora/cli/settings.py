@@ -14,12 +14,12 @@ from whichlora.cli.options import (
     Number,
     choices,
     counts,
-    counts_if_any,
     counts_or_max,
     fractions,
     image_size,
     list_option,
     named_values,
+    tokens_if_any,
     versions,
     words,
 )
@@ -29,6 +29,7 @@ from whichlora.spec import run as specs
 from whichlora.spec.run import RunConfig
 from whichlora.tasks import BUILT_IN as TASKS
 from whichlora.trainers import BUILT_IN as TRAINERS
+from whichlora.units import parse_tokens
 
 if TYPE_CHECKING:
     from whichlora.predict.largest import Size
@@ -49,12 +50,12 @@ _SETTINGS = (
     list_option(
         "seq-len",
         "2048",
-        "Tokens per sequence, padding included; max for the most that fit.",
-        counts_or_max("seq-len"),
+        "Tokens per sequence, padding included, such as 4096 or 4k; max for the most that fit.",
+        counts_or_max("seq-len", parse_tokens),
     ),
     click.option(
         "--target-len",
-        callback=counts_if_any("target-len"),
+        callback=tokens_if_any("target-len"),
         help="Of an encoder-decoder, tokens that the decoder learns to write, where --seq-len are "
         "those that the encoder reads; default: as many.",
     ),
@@ -167,8 +168,15 @@ _SETTINGS = (
         help="Whether prepare_model_for_kbit_training runs; default: for a 4-bit or 8-bit base, "
         "except with the trl-fused loss.",
     ),
-    list_option("prompt-len", "512", "Prompt tokens (inference).", counts("prompt-len")),
-    list_option("max-new-tokens", "128", "Generated tokens (inference).", counts("max-new-tokens")),
+    list_option(
+        "prompt-len", "512", "Prompt tokens (inference).", counts("prompt-len", parse=parse_tokens)
+    ),
+    list_option(
+        "max-new-tokens",
+        "128",
+        "Generated tokens (inference).",
+        counts("max-new-tokens", parse=parse_tokens),
+    ),
     click.option(
         "--serve",
         default=None,

@@ -206,5 +206,7 @@ def _experts_in_words(job: ResolvedRun) -> str:
             "again in the backward"
         )
     told = "experts are 3-D parameters in transformers 5: bitsandbytes leaves them 16-bit"
+    if job.run.prepare_kbit and job.run.phase == "finetune":
+        told += ", and prepare_model_for_kbit_training makes them fp32 (--no-prepare-kbit)"
     in_four_bits = job.dtypes.quant in FOUR_BIT_BNB and job.run.phase == "finetune"
     return f"{told}; Axolotl and Unsloth do not (--quantize-moe-experts)" if in_four_bits else told
