@@ -870,8 +870,6 @@ def test_an_optimizer_that_is_not_predicted_is_refused_unless_one_is_given(tmp_p
 FAULTS: list[tuple[dict[str, str], str]] = [
     ({"a_yaml": ""}, "is empty"),
     ({"a_yaml": "- 1\n"}, "is not a mapping"),
-    ({"a_py": "from trl import SFTTrainer\n"}, "a.py: is Python, which is not read; give"),
-    ({"a_ipynb": '{"cells": []}'}, "is Python, which is not read; give"),
     ({"a_yaml": "base_model: [\n"}, "is not YAML"),
     ({"a_json": '{"a": '}, "is not JSON"),
     ({"a_yaml": "foo: 1\n"}, "is of no tool that is known"),

@@ -16,7 +16,7 @@ from whichlora.workflow.from_files import with_files
 
 MODEL = "HuggingFaceTB/SmolLM2-135M"
 GPU = "h100-sxm-80gb"
-TOOLS = ("axolotl", "llamafactory", "trl")
+TOOLS = ("axolotl", "llamafactory", "trl", "transformers")
 DRAWS = 40
 PRECISIONS = ("bf16", "bf16", "bf16-no-autocast", "bf16-pure", "fp16", "fp32", "tf32")
 STRATEGIES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
@@ -129,6 +129,25 @@ def test_a_run_on_preferences_is_read_back(
     (before,) = estimates.estimate([made.run], [GPU])
     after = read_back(made, tmp_path, gpus=1)
     assert after.run.trainer == before.run.trainer
+    assert after.memory == before.memory
+    assert after.time == before.time
+
+
+@pytest.mark.parametrize("checkpointing", ["unsloth", "true"])
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_a_run_under_unsloth_is_read_back(method: str, checkpointing: str, tmp_path: Path) -> None:
+    options = (("use_gradient_checkpointing", checkpointing),)
+    run = RunConfig(
+        model="Qwen/Qwen2.5-0.5B",
+        method=method,
+        trainer="unsloth",
+        trainer_options=options,
+        batch_size=2,
+        r=8,
+    )
+    made = FORMATS["unsloth"](export.make_recipe(run, GPU))
+    (before,) = estimates.estimate([made.run], [GPU])
+    after = read_back(made, tmp_path, gpus=1)
     assert after.memory == before.memory
     assert after.time == before.time
 

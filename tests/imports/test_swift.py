@@ -141,12 +141,6 @@ def test_what_is_not_predicted_is_refused_by_name(
     assert arguments.split()[0].removeprefix("--") in read.refused[setting]
 
 
-@pytest.mark.parametrize("name", ["LLM-Research/Meta-Llama-3.1-8B-Instruct", MODEL])
-def test_names_of_modelscope(tmp_path: Path, name: str) -> None:
-    read = imported(tmp_path, f"swift sft --model {name} --max_length 512")
-    assert read.settings["model"] == name.removeprefix("LLM-Research/")
-
-
 def test_a_command_that_does_not_train(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no command that trains; accepted are .*swift"):
         imported(tmp_path, f"swift infer --model {MODEL} --stream true")

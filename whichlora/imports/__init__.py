@@ -6,13 +6,14 @@ A package adds its own importer with an entry point in the group `whichlora.impo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.imports import axolotl, llamafactory, swift, trainer, trl
+from whichlora.imports import axolotl, llamafactory, python, swift, trainer, trl
 from whichlora.imports.base import Imported, Keys, Launch, Tool
 from whichlora.imports.command import Command
 from whichlora.imports.files import Kind, MissingFileError, Source, find_file, read_source
@@ -20,7 +21,10 @@ from whichlora.imports.spread import OF_TOOL, number_of_gpus
 from whichlora.spec.members import Members
 
 _TOOLS = Members[Tool](
-    "tool", "imports", Tool, (each.TOOL for each in (trainer, trl, axolotl, llamafactory, swift))
+    "tool",
+    "imports",
+    Tool,
+    (each.TOOL for each in (trainer, trl, axolotl, llamafactory, swift, python)),
 )
 BUILT_IN = _TOOLS.built_in
 ENTRY_POINT_GROUP = _TOOLS.group
@@ -77,7 +81,7 @@ class _Files:
                 "configuration or the command of one, with another --from"
             )
         shown = settings or main
-        values = {**shown.values, **command.options}
+        values = {**shown.values, **({} if shown.is_code else command.options)}
         tool = _tool_of(shown, command.program, values)
         accelerate = self._accelerate(main, tool, command.launcher_options, values)
         for name in (_ACCELERATE, "config"):
@@ -102,6 +106,16 @@ class _Files:
         for name in (*command.files, config):
             if script and isinstance(name, str) and name.endswith(_SUFFIXES):
                 return self._named(script, "the configuration", name, "settings")
+        return self._code(script, command)
+
+    def _code(self, script: Source | None, command: Command) -> Source | None:
+        """The program in Python that the command starts, if it is here and loads a model."""
+        programs = (program for tool in list_tools().values() for program in tool.programs)
+        if script is None or not command.script or command.program in programs:
+            return None
+        with contextlib.suppress(ConfigError):
+            path = find_file("", command.script, beside=script.path.parent)
+            return read_source(path, _subcommands(), command.options)
         return None
 
     def _accelerate(

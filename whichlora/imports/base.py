@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whichlora.errors import ConfigError
+from whichlora.imports.python_calls import Unread
 from whichlora.methods import list_methods
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, OPTIMIZER_NAMES, RunConfig
 
 _SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_COMPUTED = "is computed, which is not read"
 _PATTERN = set("*+?()[]{}|^$\\")
 _PLAIN = RunConfig(model="")
 
@@ -122,7 +124,19 @@ class Keys:
         self.used[name] = None
         if name in self._from_shell and isinstance(value, str) and "$" in value:
             raise self.fault(name, "has a variable that the file does not set; write the value")
+        if isinstance(value, Unread):
+            raise self.fault(name, f"{_COMPUTED}; write the value")
         return value
+
+    def is_unread(self, name: str) -> bool:
+        """Whether the value is computed, as a script may do."""
+        return isinstance(self._values.get(name), Unread)
+
+    def refuse_unread(self, setting: str, name: str) -> bool:
+        """Whether the value is computed; then the user has to give `setting`."""
+        if self.is_unread(name):
+            self.refuse(setting, name, f"{self._values[name]!r} {_COMPUTED}")
+        return self.is_unread(name)
 
     def switched_on(self, words: Collection[str], *, without: Collection[str] = ()) -> str:
         """A key with one of `words` in its name that is on; empty where none is.
@@ -227,7 +241,9 @@ class Keys:
         settings: dict[str, Any] = {}
         for key, setting in table.items():
             default = defaults.get(setting, getattr(_PLAIN, setting))
-            if isinstance(default, bool):
+            if self.refuse_unread(setting, key):
+                settings[setting] = default
+            elif isinstance(default, bool):
                 settings[setting] = self.flag(key, default)
             elif isinstance(default, int):
                 settings[setting] = self.count(key, default)

@@ -36,6 +36,7 @@ _OPERATORS = {
 }
 _MOST_FACTOR = 10**9  # keeps a product of a hostile script small
 _FLAG = re.compile(r"--?[A-Za-z]")
+_SCRIPT = ".py"
 _BEFORE = frozenset({"exec", "nohup", "time", "srun", "sudo", "env"})
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _PYTHON = re.compile(r"python[\d.]*")
@@ -55,6 +56,7 @@ class Command:
 
     Args:
         program: stem of the script, module, or command and subcommand: "sft", "trl sft".
+        script: path of a program in Python, as it is written; else empty.
         launcher: what starts its processes: "accelerate", "torchrun", "deepspeed"; or empty.
         launcher_options, options: by name, without dashes in front and with "_" within.
         files: words that are no option's value, such as the configuration.
@@ -62,6 +64,7 @@ class Command:
     """
 
     program: str
+    script: str = ""
     launcher: str = ""
     launcher_options: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -211,7 +214,7 @@ def _command(
 ) -> Command | None:
     """The training that `words` start; None where they start something else."""
     first, words = PurePosixPath(words[0]).name, words[1:]
-    launcher, options = "", list[str]()
+    launcher, script, options = "", "", list[str]()
     if first in tools:
         if not words or words[0] not in tools[first]:
             return None
@@ -232,12 +235,14 @@ def _command(
         split = _split_at_program(words)
         if split is None:
             return None
-        options, program, arguments = split
+        options, script, arguments = split
+        program = PurePosixPath(script).stem if script.endswith(_SCRIPT) else script
     own, _, passed_on = _divided(arguments)
     flags, files = _options(own)
     launched, _ = _options([*options, *passed_on])
     return Command(
         program=program,
+        script=script if script.endswith(_SCRIPT) else "",
         launcher=launcher
         or str(flags.pop("launcher", "") if program.startswith("axolotl") else ""),
         launcher_options=launched,
@@ -256,12 +261,12 @@ def _divided(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]:
 
 
 def _split_at_program(words: Sequence[str]) -> tuple[list[str], str, Sequence[str]] | None:
-    """A launcher's options, the program that it starts, and the program's arguments."""
+    """A launcher's options, the script or module that it starts, and the arguments of that."""
     for index, word in enumerate(words):
         if word in ("-m", "--module") and index + 1 < len(words):
             return list(words[:index]), words[index + 1], words[index + 2 :]
-        if word.endswith(".py"):
-            return list(words[:index]), PurePosixPath(word).stem, words[index + 1 :]
+        if word.endswith(_SCRIPT):
+            return list(words[:index]), word, words[index + 1 :]
     return None
 
 

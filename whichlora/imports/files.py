@@ -12,6 +12,7 @@ from typing import Any, Literal
 from whichlora.config.document import parse_document, read_text
 from whichlora.errors import ConfigError
 from whichlora.imports.command import Command, Subcommands, is_script, training_command
+from whichlora.imports.python_calls import settings_in
 
 Kind = Literal["settings", "accelerate", "deepspeed", "command"]
 _PYTHON = (".py", ".ipynb")
@@ -24,6 +25,7 @@ class Source:
 
     Args:
         values: its keys; empty for a command.
+        is_code: whether they are of Python, which reads the command's options itself.
         places: key → path, line and column.
     """
 
@@ -32,23 +34,22 @@ class Source:
     values: Mapping[str, Any] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
     command: Command | None = None
+    is_code: bool = False
 
 
-def read_source(path: Path, tools: Subcommands) -> Source:
-    """The file at `path`: YAML, JSON or a shell script.
+def read_source(path: Path, tools: Subcommands, options: Mapping[str, Any] | None = None) -> Source:
+    """The file at `path`: YAML, JSON, a shell script, Python or a notebook.
 
     Args:
         tools: whose commands may train.
+        options: that a script in Python is given.
 
     Raises:
         ConfigError: it can't be read, or is none of these.
     """
     text = read_text(path)
     if path.suffix in _PYTHON:
-        raise ConfigError(
-            f"{path}: is Python, which is not read; give the configuration or the command of the "
-            "training, or its settings as options"
-        )
+        return _of_python(path, text, options or {})
     if not text.strip():
         raise ConfigError(f"{path}: is empty; give the configuration of a training")
     if text.lstrip().startswith("{"):
@@ -62,6 +63,17 @@ def read_source(path: Path, tools: Subcommands) -> Source:
         raise document.error(faults)
     values = {str(key): value for key, value in document.data.items()}
     return _of_mapping(path, values, {key: document.place(key) for key in values})
+
+
+def _of_python(path: Path, text: str, options: Mapping[str, Any]) -> Source:
+    values, lines = settings_in(path, text, options)
+    if "from_pretrained" not in values:
+        raise ConfigError(
+            f"{path}: loads no model with from_pretrained; give the configuration or the command "
+            "of the training, or its settings as options"
+        )
+    places = {name: f"{path}:{line}" for name, line in lines.items()}
+    return Source(path=path, kind="settings", values=values, places=places, is_code=True)
 
 
 def _json(path: Path, text: str) -> dict[str, Any]:

@@ -30,8 +30,6 @@ _PROMPT, _ANSWER = 512, 512  # of a trainer that writes answers; the second is i
 _ROWS_OF_A_STEP = 16  # which `gradient_accumulation_steps` makes where it is missing
 _TUNERS = ("tuner_type", "train_type", "sft_type")  # of 4, 3 and 2
 _MODELS = ("model", "model_id_or_path")
-# Organisations of ModelScope that publish copies of others' models under the same names
-_COPIES = ("LLM-Research", "AI-ModelScope", "modelscope", "ZhipuAI", "Shanghai_AI_Laboratory")
 _KERNELS = {
     "eager": "eager",
     "sdpa": "sdpa",
@@ -70,7 +68,8 @@ _FSDP: Mapping[str, Mapping[str, Any]] = {
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
-    settings: dict[str, Any] = {"model": _model(keys)}
+    name = next((keys.word(key) for key in _MODELS if key in keys), "")
+    settings: dict[str, Any] = {"model": name}
     settings |= _length(keys) | _task(keys)
     settings |= trainer_settings(keys, launch, checkpoints=True, batch_size=1)
     settings |= _accumulation(keys, settings)
@@ -103,13 +102,6 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     if not keys.flag("freeze_aligner", True) and settings["freeze_vision_tower"]:
         keys.assume("freeze_aligner", "is not predicted; assumed: frozen, too")
     return settings
-
-
-def _model(keys: Keys) -> str:
-    """The name on the Hugging Face hub of a name on ModelScope."""
-    name = next((keys.word(key) for key in _MODELS if key in keys), "")
-    organisation, slash, rest = name.partition("/")
-    return rest if slash and organisation in _COPIES else name
 
 
 def _length(keys: Keys) -> dict[str, int]:

@@ -72,7 +72,8 @@ def trainer_settings(
 
 def _note_evaluation(keys: Keys, batch_size: int) -> None:
     """Say that evaluation, which `TrainingArguments` have off, reads more rows at once."""
-    asked = [str(keys.raw(name) or "no").lower() for name in _EVALUATES]
+    readable = [name for name in _EVALUATES if not keys.is_unread(name)]
+    asked = [str(keys.raw(name) or "no").lower() for name in readable]
     if all(when in ("no", "intervalstrategy.no") for when in asked):
         return
     rows = keys.count("per_device_eval_batch_size", BATCH_SIZE)

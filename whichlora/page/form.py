@@ -119,10 +119,10 @@ def fields() -> tuple[Field, ...]:
         choice("phase", "What runs", (("finetune", "fine-tuning"), ("inference", "serving"))),
         Field(
             name="from",
-            label="File of Axolotl, LLaMA-Factory or TRL",
+            label="Script, notebook or file of a training",
             kind="file",
             hint="Read here, sent nowhere. What you fill in counts more.",
-            accept=(".yaml", ".yml", ".json", ".sh"),
+            accept=(".yaml", ".yml", ".json", ".sh", ".py", ".ipynb"),
             several=True,
         ),
         choice("method", "Method", _members(list_methods()), **training),

@@ -21,6 +21,10 @@ from whichlora.store.spellings import MAX_NEAR, match, nearest
 SCHEMA_VERSION = 1
 
 
+# Organisations that upload others' models again, under the same names: to the hub, to ModelScope
+_UPLOADERS = ("unsloth", "LLM-Research", "AI-ModelScope", "modelscope", "ZhipuAI")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord:
     """One architecture of the database, as a listing shows it.
@@ -145,16 +149,18 @@ def _base_of_copy(name: str) -> tuple[StoredForm | None, str]:
 
 
 def find_copy(name: str) -> ModelSpec | None:
-    """The quantised copy that `name` names of a model of the database, or None.
+    """The copy that `name` names of a model of the database, or None.
 
-    It has the shapes of that model, and a config that says how it is stored as far as its name
-    does.
+    It has the shapes of that model. A quantised one has a config that says how it is stored, as far
+    as its name does; a plain one is of an organisation that uploads others' models again.
 
     Raises:
         DataFileError: the database is broken.
     """
     form, base = _base_of_copy(name)
-    if form is None or form.config is None or not base:
+    if form is None:
+        return _find_upload(name)
+    if form.config is None or not base:
         return None
     model = find_model(base)
     if model is None:
@@ -162,6 +168,20 @@ def find_copy(name: str) -> ModelSpec | None:
     config = {**model.config, "quantization_config": dict(form.config)}
     note = f"{name}: taken as {base}, stored as its name says ({form.label})"
     return replace(model, name=name, config=config, notes=(*model.notes, note))
+
+
+def _find_upload(name: str) -> ModelSpec | None:
+    organisation, _, rest = name.partition("/")
+    base = None
+    if organisation in _UPLOADERS:
+        with contextlib.suppress(ConfigError):
+            base = _match(rest)
+    model = find_model(base) if base else None
+    if model is None:
+        return None
+    return replace(
+        model, name=name, notes=(*model.notes, f"{name}: taken as {base}, uploaded again")
+    )
 
 
 def _match(name: str) -> str | None:

@@ -1,0 +1,239 @@
+"""Scripts and notebooks, as people write them: what is read, and what is said of the rest."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from whichlora.cli import main
+from whichlora.errors import ConfigError
+from whichlora.imports import Imported, import_files
+
+UNSLOTH = """
+from unsloth import FastLanguageModel
+max_seq_length = 1024  # choose any
+model, tokenizer = FastLanguageModel.from_pretrained(
+    model_name = "unsloth/Qwen2.5-0.5B", max_seq_length = max_seq_length, dtype = None,
+    load_in_4bit = True,
+)
+model = FastLanguageModel.get_peft_model(
+    model, r = 32, target_modules = ["q_proj", "v_proj"], lora_alpha = 16, lora_dropout = 0,
+    use_gradient_checkpointing = "unsloth", random_state = 3407, loftq_config = None,
+)
+trainer = SFTTrainer(
+    model = model, tokenizer = tokenizer, max_seq_length = max_seq_length, packing = False,
+    args = SFTConfig(
+        per_device_train_batch_size = 2, gradient_accumulation_steps = 4, max_steps = 60,
+        optim = "adamw_8bit", fp16 = not is_bfloat16_supported(), bf16 = is_bfloat16_supported(),
+    ),
+)
+"""
+QLORA = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=4)
+parser.add_argument("--lr", type=float)
+args = parser.parse_args()
+bnb = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16
+)
+base_model = "Qwen/Qwen2.5-0.5B"
+model = AutoModelForCausalLM.from_pretrained(base_model, quantization_config=bnb)
+tokenizer = AutoTokenizer.from_pretrained("another/model")
+model = prepare_model_for_kbit_training(model)
+peft_config = LoraConfig(r=64, lora_alpha=16, lora_dropout=0.1, target_modules=["q_proj"])
+arguments = TrainingArguments(
+    "out", per_device_train_batch_size=args.batch_size, optim="paged_adamw_8bit",
+    learning_rate=args.lr, fp16=True,
+)
+SFTTrainer(model=model, peft_config=peft_config, max_seq_length=512, args=arguments).train()
+"""
+CLASSIFIER = """
+model = AutoModelForSequenceClassification.from_pretrained("google-bert/bert-base-uncased")
+def tokenize(batch): return tok(batch["text"], truncation=True, max_length=256)
+args = TrainingArguments("out", per_device_train_batch_size=32, bf16=True)
+Trainer(model=model, args=args).train()
+"""
+
+
+def script(folder: Path, text: str, name: str = "train.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def imported(folder: Path, text: str) -> Imported:
+    return import_files([script(folder, text)])
+
+
+def test_a_notebook_of_unsloth(tmp_path: Path) -> None:
+    code = ["%%capture\n", "!pip install unsloth\n", *UNSLOTH.splitlines(keepends=True)]
+    cells = [
+        {"cell_type": "markdown", "source": ["# x = ("]},
+        {"cell_type": "code", "source": code},
+    ]
+    read = import_files([script(tmp_path, json.dumps({"cells": cells}), "train.ipynb")])
+    assert (read.tool, read.unknown, read.refused) == ("python", (), {})
+    assert {
+        "model": "unsloth/Qwen2.5-0.5B",
+        "trainer": "unsloth",
+        "method": "qlora",
+        "r": 32,
+        "lora_alpha": 16,
+        "target_modules": ("q_proj", "v_proj"),
+        "seq_len": 1024,
+        "batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_checkpointing": True,
+        "trainer_options": (("use_gradient_checkpointing", "unsloth"),),
+        "precision": "auto",
+    }.items() <= read.settings.items()
+    assert read.epochs is None
+
+
+def test_a_script_of_trl_and_its_own_arguments(tmp_path: Path) -> None:
+    read = imported(tmp_path, QLORA)
+    assert (read.unknown, read.refused) == ((), {})
+    assert {
+        "model": "Qwen/Qwen2.5-0.5B",
+        "method": "qlora",
+        "quant": "nf4",
+        "r": 64,
+        "target_modules": ("q_proj",),
+        "prepare_kbit": True,
+        "gradient_checkpointing": True,
+        "precision": "fp16",
+        "loss_head": "trl-fused",
+        "batch_size": 4,
+        "seq_len": 512,
+    }.items() <= read.settings.items()
+
+
+def test_a_command_sets_the_arguments_of_its_script(tmp_path: Path) -> None:
+    script(tmp_path, QLORA, "finetune.py")
+    command = script(tmp_path, "torchrun --nproc_per_node 2 finetune.py --batch-size 8", "run.sh")
+    read = import_files([command])
+    assert (read.tool, read.settings["batch_size"]) == ("python", 8)
+    assert (read.settings["gpus"], read.settings["parallel"]) == (2, "ddp")
+
+
+def test_a_classifier_of_the_trainer(tmp_path: Path) -> None:
+    read = imported(tmp_path, CLASSIFIER)
+    assert {
+        "method": "full",
+        "task": "sequence-classification",
+        "seq_len": 256,
+        "batch_size": 32,
+        "base_dtype": "float32",
+        "loss_head": "hf",
+    }.items() <= read.settings.items()
+
+
+def test_fields_of_a_dataclass_are_arguments(tmp_path: Path) -> None:
+    text = """
+@dataclass
+class ScriptArguments:
+    model_name: str = field(default="Qwen/Qwen2.5-0.5B", metadata={"help": "x"})
+    rank: int = 4
+model = AutoModelForCausalLM.from_pretrained(script_args.model_name, dtype=torch.bfloat16)
+config = LoraConfig(r=script_args.rank, target_modules="all-linear")
+trainer = DPOTrainer(model, args=DPOConfig(beta=0.3, max_length=128), peft_config=config)
+"""
+    read = imported(tmp_path, text)
+    assert (read.settings["model"], read.settings["r"]) == ("Qwen/Qwen2.5-0.5B", 4)
+    assert read.settings["target_modules"] == ("all-linear",)
+    assert read.settings["trainer"] == "dpo"
+    assert dict(read.settings["trainer_options"])["beta"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("line", "setting", "replaced"),
+    [
+        ("per_device_train_batch_size=int(sys.argv[1])", "batch_size", "--batch-size"),
+        (
+            "gradient_accumulation_steps=64 // world",
+            "gradient_accumulation_steps",
+            "--gradient-acc",
+        ),
+        ("max_length=pick(tokenizer)", "seq_len", "--seq-len"),
+    ],
+)
+def test_what_is_computed_is_asked_of_the_user(
+    tmp_path: Path, line: str, setting: str, replaced: str
+) -> None:
+    text = f"""model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B")
+args = SFTConfig("out", {line})
+"""
+    read = imported(tmp_path, text)
+    assert list(read.refused) == [setting]
+    assert "train.py:2: " in read.refused[setting]
+    assert replaced in read.refused[setting]
+
+
+def test_options_of_a_user_replace_what_is_computed(tmp_path: Path) -> None:
+    path = script(tmp_path, CLASSIFIER.replace("size=32", "size=int(sys.argv[1])"))
+    command = ["estimate", "--from", str(path), "--gpu", "4090"]
+    refused = CliRunner().invoke(main, command)
+    assert refused.exit_code == 2
+    assert "is computed, which is not read; pass --batch-size" in refused.stderr
+    answered = CliRunner().invoke(main, [*command, "--batch-size", "16", "--json"])
+    (prediction,) = json.loads(answered.stdout)["predictions"]
+    assert prediction["config"]["batch_size"] == 16
+
+
+def test_arguments_that_a_script_makes_of_others_are_unknown(tmp_path: Path) -> None:
+    text = 'AutoModel.from_pretrained("Qwen/Qwen2.5-0.5B")\nTrainingArguments("x", **options())\n'
+    assert imported(tmp_path, text).unknown == ("**",)
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ("2 * 4", 8),
+        ("SIZE", 2),
+        ("-1 if False else 3", 3),
+        ("(4)", 4),
+        ("f'{SIZE}'", None),
+        ("SEVERAL", None),
+        ("os.environ['X']", None),
+        ("9 ** 9", None),
+    ],
+)
+def test_expressions(tmp_path: Path, value: str, read: Any) -> None:
+    text = f"""SIZE = 2
+SEVERAL = 1
+SEVERAL = 3
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B")
+TrainingArguments("x", per_device_train_batch_size={value})
+"""
+    found = imported(tmp_path, text)
+    if read is None:
+        assert "batch_size" in found.refused
+    else:
+        assert found.settings["batch_size"] == read
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("a.py", "from trl import SFTTrainer\n", "loads no model with from_pretrained"),
+        ("a.py", "def f(:\n", "a.py:1: is no Python that can be read"),
+        ("a.py", "x = " + "(" * 5000, "is no Python that can be read"),
+        ("a.py", "x = " + "-" * 90000 + "1\n", "can't|can be read|too deeply"),
+        ("a.ipynb", '{"cells": []}', "loads no model with from_pretrained"),
+        ("a.ipynb", "[]", "is no notebook that can be read"),
+        ("a.ipynb", '{"cells": [1]}', "is no notebook that can be read"),
+    ],
+)
+def test_a_fault_is_one_line(tmp_path: Path, name: str, text: str, fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault) as error:
+        import_files([script(tmp_path, text, name)])
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    imported(tmp_path, f"open({str(made)!r}, 'w')\n{CLASSIFIER}")
+    assert not made.exists()

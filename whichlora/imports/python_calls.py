@@ -1,0 +1,311 @@
+"""A Python script or notebook → what it hands to the libraries that train.
+
+The text is parsed, and nothing of it is run. Read are literals, names that are set to one value,
+defaults of `add_argument` and of fields of a dataclass, and whether a GPU has bf16, which is taken
+as yes. Everything else is `Unread`: a fault where its value is needed.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from whichlora.errors import ConfigError
+
+_HAS_BF16 = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
+_NO_MODELS = ("Tokenizer", "Processor", "Config", "Peft", "FeatureExtractor", "GenerationConfig")
+_PATHS = ("str", "Path")
+_MOST_WORDS = 8  # that a name may stand for
+_MOST_CHARACTERS = 40  # of an expression, in a message
+_OPERATORS = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__}
+_MOST_FACTOR = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """An expression that is no literal."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        shown = self.text if len(self.text) <= _MOST_CHARACTERS else f"{self.text[:37]}..."
+        return f"`{shown}`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A function or class that is called.
+
+    Args:
+        owner: what stands before the name: "AutoModelForCausalLM" of a `from_pretrained`.
+        line: where it stands, from 1 on.
+    """
+
+    name: str
+    owner: str
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+    line: int
+
+
+@dataclass(slots=True)
+class _Values:
+    """What names of a script stand for."""
+
+    names: dict[str, list[Any]] = field(default_factory=dict)  # all that they are set to
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the script's own parser
+
+    def read(self, node: ast.expr) -> Any:
+        """The value of an expression, or `Unread`."""
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, (ast.Name, ast.JoinedStr)):
+            values = self._alternatives(node)
+            return values[0] if len(values) == 1 else Unread(ast.unparse(node))
+        if isinstance(node, (ast.List, ast.Tuple)):
+            return [self.read(each) for each in node.elts]
+        if isinstance(node, ast.Dict):
+            return self._mapping(node)
+        if isinstance(node, ast.Attribute):
+            return self._attribute(node)
+        if isinstance(node, ast.Call) and _last_name(node.func) in _HAS_BF16:
+            return True
+        return self._computed(node)
+
+    def _alternatives(self, node: ast.expr) -> list[Any]:
+        """All values that a name is set to, or that a text of such names may be."""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id, [])
+        if not isinstance(node, ast.JoinedStr):
+            return [self.read(node)]
+        texts = [""]
+        for part in node.values:
+            value = part.value if isinstance(part, ast.FormattedValue) else part
+            words = self._alternatives(value)
+            if not all(isinstance(word, str) for word in words) or len(words) > _MOST_WORDS:
+                return []
+            texts = [text + word for text in texts for word in words][:_MOST_WORDS]
+        return texts
+
+    def _mapping(self, node: ast.Dict) -> Any:
+        """A dictionary; a key that is one of several names, by release, counts as all of them."""
+        read: dict[str, Any] = {}
+        for key, value in zip(node.keys, node.values, strict=True):
+            names = [] if key is None else self._alternatives(key)
+            if not names or not all(isinstance(name, str) for name in names):
+                return Unread(ast.unparse(node))
+            read.update((name, self.read(value)) for name in names)
+        return read
+
+    def _attribute(self, node: ast.Attribute) -> Any:
+        owner = node.value
+        if isinstance(owner, ast.Name) and owner.id == "torch":
+            return node.attr
+        if isinstance(owner, ast.Name) and node.attr in self.arguments:
+            return self.arguments[node.attr]
+        return Unread(ast.unparse(node))
+
+    def _computed(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.UnaryOp):
+            value = self.read(node.operand)
+            if isinstance(node.op, ast.Not) and isinstance(value, bool):
+                return not value
+            if isinstance(node.op, ast.USub) and isinstance(value, (int, float)):
+                return -value
+        elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            left, right = self.read(node.left), self.read(node.right)
+            if type(left) is type(right) is int and max(abs(left), abs(right)) < _MOST_FACTOR:
+                return _OPERATORS[type(node.op)](left, right)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            right = self.read(node.right)
+            if isinstance(right, str):  # of a folder: the file beside the script
+                return right
+        elif isinstance(node, ast.Call) and _last_name(node.func) in _PATHS and node.args:
+            return self.read(node.args[0])
+        elif isinstance(node, ast.IfExp) and isinstance(self.read(node.test), bool):
+            return self.read(node.body if self.read(node.test) else node.orelse)
+        return Unread(ast.unparse(node))
+
+
+def _calls_in(path: Path, text: str, options: Mapping[str, Any]) -> tuple[list[Call], _Values]:
+    """The calls of a script or notebook, as they stand in it, and what its names are set to.
+
+    Raises:
+        ConfigError: no Python.
+    """
+    source = _cells(path, text) if path.suffix == ".ipynb" else text
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ConfigError(f"{path}{line}: is no Python that can be read; nothing is run") from None
+    values = _Values()
+    try:
+        _note_names(tree, values)
+        values.arguments |= options
+        found = [_call(node, values) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply to be read") from None
+    return sorted(found, key=lambda call: call.line), values
+
+
+def _cells(path: Path, text: str) -> str:
+    """The code of a notebook, without its commands for the shell."""
+    try:
+        cells = json.loads(text)["cells"]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ConfigError(f"{path}: is no notebook that can be read") from None
+    lines = "\n".join(sources).splitlines()
+    return "\n".join(_without_magic(line) for line in lines if not line.startswith("%%"))
+
+
+def _without_magic(line: str) -> str:
+    """`line`, or "pass" in its place where the shell, and no Python, has it."""
+    words = line.lstrip()
+    return f"{line[: len(line) - len(words)]}pass" if words[:1] in ("!", "%") else line
+
+
+def _note_names(tree: ast.Module, values: _Values) -> None:
+    """What names are set to, and defaults of the script's own arguments."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            _note_fields(node, values)
+        elif isinstance(node, ast.Call) and _last_name(node.func) == "add_argument":
+            _note_argument(node, values)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            value = values.read(node.value)
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    earlier = values.names.setdefault(target.id, [])
+                    if value not in earlier:
+                        earlier.append(value)
+
+
+def _note_fields(node: ast.ClassDef, values: _Values) -> None:
+    """Defaults of a class's fields, as a parser of dataclasses has them."""
+    for line in node.body:
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.value:
+            default: ast.expr | None = line.value
+            if isinstance(line.value, ast.Call) and _last_name(line.value.func) == "field":
+                default = _option(line.value, "default")
+            if default is not None:
+                values.arguments.setdefault(line.target.id, values.read(default))
+
+
+def _note_argument(node: ast.Call, values: _Values) -> None:
+    names = [each.value for each in node.args if isinstance(each, ast.Constant)]
+    default = _option(node, "default")
+    for name in names:
+        if isinstance(name, str) and name.startswith("--") and default is not None:
+            values.arguments[name[2:].replace("-", "_")] = values.read(default)
+
+
+def _option(node: ast.Call, name: str) -> ast.expr | None:
+    return next((each.value for each in node.keywords if each.arg == name), None)
+
+
+def _call(node: ast.Call, values: _Values) -> Call:
+    options: dict[str, Any] = {}
+    for keyword in node.keywords:
+        value = values.read(keyword.value)
+        if keyword.arg is not None:
+            options[keyword.arg] = value
+        elif isinstance(value, dict):
+            options |= value
+        else:
+            options["**"] = value
+    owner = _last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+    return Call(
+        name=_last_name(node.func),
+        owner=owner,
+        arguments=tuple(values.read(each) for each in node.args),
+        options=options,
+        line=node.lineno,
+    )
+
+
+def _last_name(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _model_loads(calls: Iterable[Call]) -> Iterator[Call]:
+    """Those that load a model."""
+    for call in calls:
+        if call.name == "from_pretrained" and not any(word in call.owner for word in _NO_MODELS):
+            yield call
+
+
+_TRL_CONFIGS = ("SFT", "DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO", "Reward", "PPO", "GKD", "BCO")
+_NAMED_BY_CLASS = ("BitsAndBytesConfig", "LoraConfig")  # and other configs of PEFT
+_LENGTHS = ("seq_len", "seq_length", "max_len", "max_length", "max_seq_len", "max_seq_length")
+_SWITCHED = ("prepare_model_for_kbit_training", "gradient_checkpointing_enable")
+
+
+def settings_in(
+    path: Path, text: str, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """What a script hands to transformers, PEFT, TRL and Unsloth, and the line of each key.
+
+    Keys of training arguments have no prefix; others that of their function or class, such as
+    "LoraConfig.r". "Trainer" and "from_pretrained" name classes. Of several calls of a kind the
+    first counts.
+
+    Args:
+        options: that the script is given, beside the defaults of its own arguments.
+
+    Raises:
+        ConfigError: no Python.
+    """
+    values: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+
+    def note(line: int, settings: Mapping[str, Any]) -> None:
+        for name, value in settings.items():
+            if name not in values:
+                values[name], lines[name] = value, line
+
+    calls, named = _calls_in(path, text, options)
+    for call in calls:
+        if call.name.endswith("TrainingArguments") or _is_trl_config(call.name):
+            note(call.line, call.options)
+        elif call.name.endswith("Trainer") and call.options:
+            note(call.line, {"Trainer": call.name})
+            # of TRL before 0.13
+            note(call.line, _some(call.options, "max_seq_length", "packing"))
+        elif call.name in _NAMED_BY_CLASS:
+            note(call.line, _prefixed(call.name, call.options))
+        elif call.name == "get_peft_model":
+            note(call.line, {call.name: call.owner or True, **_prefixed(call.name, call.options)})
+        elif call.name in _SWITCHED:
+            note(call.line, {call.name: call.options.get("use_gradient_checkpointing", True)})
+        elif "truncation" in call.options:
+            note(call.line, _prefixed("tokenizer", _some(call.options, "max_length")))
+    load = next(_model_loads(calls), None)
+    if load is not None:
+        note(load.line, {"from_pretrained": load.owner})
+        first = {"model": load.arguments[0]} if load.arguments else {}
+        note(load.line, _prefixed("from_pretrained", {**first, **load.options}))
+    for name, several in named.names.items():
+        if name.lower() in _LENGTHS and len(several) == 1 and isinstance(several[0], int):
+            note(1, {"length": several[0]})
+    return values, lines
+
+
+def _is_trl_config(name: str) -> bool:
+    return name.endswith("Config") and name.removesuffix("Config") in _TRL_CONFIGS
+
+
+def _prefixed(prefix: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}.{name}": value for name, value in options.items()}
+
+
+def _some(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: options[name] for name in names if name in options}
