@@ -156,8 +156,8 @@ def estimate(
     Args:
         models: hub ids, local folders, or names as people write them ("llama 3.1 8b"); may be left
             out beside `from_file`.
-        from_file: files of another tool (Axolotl, LLaMA-Factory, TRL, a script, a notebook), which `models`
-            and `settings` count more than; notes of the predictions say what was not used.
+        from_file: files of another tool (Axolotl, LLaMA-Factory, TRL, a script, a notebook), which
+            `models` and `settings` count more than; notes of the predictions say what was not used.
         gpu: keys of `whichlora gpus`, "cpu", "auto" for what this machine has, an amount of
             memory ("24GB"), which has no time, or several cards of one run ("2x3090").
         gpus: how many, over all nodes; types, an older meaning, are accepted with a warning.

@@ -119,7 +119,9 @@ Model = Annotated[str, Described(description="Hub id, local folder, or a name: l
 Gpu = Annotated[str, Described(description="Such as 4090, h100; 24GB: memory alone; auto: here.")]
 File = Annotated[
     str,
-    Described(description="Path of a training's file: Axolotl, LLaMA-Factory, TRL, a shell or Python script, a notebook."),
+    Described(
+        description="File of a training: of Axolotl, LLaMA-Factory or TRL, a script, a notebook."
+    ),
 ]
 
 

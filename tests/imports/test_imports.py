@@ -365,7 +365,7 @@ def test_trl_script(tmp_path: Path) -> None:
     assert read.tool == "trl"
     assert (read.settings["method"], read.settings["r"]) == ("lora", 32)
     assert read.settings["lora_dropout"] == 0.05
-    assert read.settings["target_modules"] == ("q_proj", "v_proj")
+    assert read.settings["target_modules"] == ("default",)
     assert any(text.startswith("packing: ") for text in read.assumed)
     # without --use_peft TRL reads none of its keys
     full = imported(tmp_path, full_sh=SFT.replace("--use_peft", ""))

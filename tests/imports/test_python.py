@@ -131,6 +131,23 @@ def test_a_classifier_of_the_trainer(tmp_path: Path) -> None:
     }.items() <= read.settings.items()
 
 
+def test_arguments_of_its_own_functions_are_read(tmp_path: Path) -> None:
+    text = """
+def parse():
+    parser.add_argument("--cutoff", default=300)
+def train(base_model="Qwen/Qwen2.5-0.5B", cutoff_len=256, rank=8):
+    model = AutoModelForCausalLM.from_pretrained(base_model, dtype=getattr(torch, "bfloat16"))
+    tokenize = lambda row: tokenizer(row, truncation=True, max_length=cutoff_len)
+    config = LoraConfig(r=rank)
+    Trainer(model, args=TrainingArguments("x", per_device_train_batch_size=2))
+train(cutoff_len=args.cutoff)
+"""
+    read = imported(tmp_path, text)
+    assert (read.settings["model"], read.settings["seq_len"]) == ("Qwen/Qwen2.5-0.5B", 300)
+    assert (read.settings["r"], read.settings["target_modules"]) == (8, ("default",))
+    assert not any("dtype" in note for note in read.assumed)
+
+
 def test_fields_of_a_dataclass_are_arguments(tmp_path: Path) -> None:
     text = """
 @dataclass

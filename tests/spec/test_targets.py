@@ -7,7 +7,7 @@ import pytest
 from whichlora.errors import ConfigError
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.targets import adapted, resolve_targets
-from whichlora.store.models import find_model
+from whichlora.store.models import find_model, list_models
 
 ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
 MLP = ("down_proj", "gate_proj", "up_proj")
@@ -56,3 +56,28 @@ def test_one_name_can_mean_matrices_of_different_shape() -> None:
 def test_only_the_named_matrices_are_adapted() -> None:
     spec = adapted(model().groups[0].layer, ("q_proj",))
     assert [x.name for x in spec] == ["q_proj"]
+
+
+def test_default_is_what_peft_adapts() -> None:
+    assert resolve_targets(model(), ("default",)) == ("q_proj", "v_proj")
+    assert resolve_targets(model("google-bert/bert-base-uncased"), ("default",)) == (
+        "query",
+        "value",
+    )
+    with pytest.raises(ConfigError, match="PEFT has no default for models of type qwen3_moe"):
+        resolve_targets(model("Qwen/Qwen3-30B-A3B"), ("default",))
+
+
+@pytest.mark.oracle
+def test_defaults_are_those_of_peft() -> None:
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    of_peft = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    for record in list_models():
+        spec = model(record.hub_id)
+        try:
+            names = resolve_targets(spec, ("default",))
+        except ConfigError:
+            assert spec.model_type not in of_peft or spec.model_type == "gemma4"  # a pattern
+        else:
+            assert set(names) == set(of_peft[spec.model_type])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.errors import ConfigError, DataFileError
+from whichlora.units import MiB
 
 MAX_BYTES = 2**20  # a config is a page of text; a data file given by mistake is not
 
@@ -227,18 +228,19 @@ def write_document(path: Path, data: Mapping[str, Any], *, comment: str) -> None
         ) from None
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, *, most_bytes: int = MAX_BYTES) -> str:
     """The text of a configuration. Raises: ConfigError: it can't be read."""
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+            content = file.read(most_bytes + 1)
     except OSError as error:
         raise ConfigError(
             f"{path}: can't be read ({error.strerror}); give the path of a YAML file"
         ) from None
-    if len(content) > MAX_BYTES:
+    if len(content) > most_bytes:
         raise ConfigError(
-            f"{path}: is larger than 1 MiB; give the configuration, and the data as dataset.path"
+            f"{path}: is larger than {most_bytes // MiB} MiB; give the configuration, and the "
+            "data as dataset.path"
         )
     try:
         return content.decode("utf-8-sig")

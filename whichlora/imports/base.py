@@ -342,8 +342,9 @@ class Tool:
             ConfigError: a value of another type than its key takes.
         """
         settings = self.read(keys, launch)
-        epochs = keys.number(*self.epochs)
-        counts_steps = keys.count("max_steps", 0) > 0
+        name, default = self.epochs
+        epochs = default if keys.is_unread(name) else keys.number(name, default)
+        counts_steps = keys.is_unread("max_steps") or keys.count("max_steps", 0) > 0
         for name, assumed in self.unmodelled.items():
             if name in names and name not in keys.used:
                 if _is_on(keys.raw(name)):

@@ -13,9 +13,11 @@ from whichlora.config.document import parse_document, read_text
 from whichlora.errors import ConfigError
 from whichlora.imports.command import Command, Subcommands, is_script, training_command
 from whichlora.imports.python_calls import settings_in
+from whichlora.units import MiB
 
 Kind = Literal["settings", "accelerate", "deepspeed", "command"]
 _PYTHON = (".py", ".ipynb")
+_MOST_CODE_BYTES = 32 * MiB  # of a notebook, which may hold images
 _DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"})
 
 
@@ -47,9 +49,10 @@ def read_source(path: Path, tools: Subcommands, options: Mapping[str, Any] | Non
     Raises:
         ConfigError: it can't be read, or is none of these.
     """
-    text = read_text(path)
     if path.suffix in _PYTHON:
+        text = read_text(path, most_bytes=_MOST_CODE_BYTES)
         return _of_python(path, text, options or {})
+    text = read_text(path)
     if not text.strip():
         raise ConfigError(f"{path}: is empty; give the configuration of a training")
     if text.lstrip().startswith("{"):

@@ -25,6 +25,13 @@ _LENGTH = 2048  # assumed where a script names none
 _NAMES = ("model", "model_name", "pretrained_model_name_or_path")
 _UNSLOTH = "Fast"  # how its classes begin: FastLanguageModel, FastModel
 _UNSLOTH_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Of `from_pretrained`, without effect.
+_LOADING = (
+    *("device_map", "trust_remote_code", "token", "use_cache", "low_cpu_mem_usage", "cache_dir"),
+    *("revision", "auto_model", "quantization_config", "num_labels", "load_in_16bit", "id2label"),
+    *("fast_inference", "max_lora_rank", "max_seq_length", "label2id", "use_safetensors"),
+    *("local_files_only", "ignore_mismatched_sizes", "fix_tokenizer"),
+)
 _KBIT = "prepare_model_for_kbit_training"
 
 
@@ -112,12 +119,16 @@ def _length(keys: Keys) -> dict[str, int]:
 def _quant(keys: Keys, *, is_unsloth: bool) -> str:
     """Source: transformers 5.23 `BitsAndBytesConfig`; unsloth 2026.10 `from_pretrained`."""
     four, eight = "load_in_4bit", "load_in_8bit"
-    others = any(
-        keys.flag(f"from_pretrained.{name}") for name in (eight, "load_in_16bit", "full_finetuning")
-    )
-    in_four = keys.flag(f"from_pretrained.{four}", is_unsloth and not others)
+    sources = ("from_pretrained", "BitsAndBytesConfig")
+    switches = [f"{source}.{name}" for source in sources for name in (four, eight)]
+    if any(keys.refuse_unread("quant", name) for name in switches):
+        return "none"
+    others = (eight, "load_in_16bit", "full_finetuning", "load_in_fp8")
+    asked = [name for name in others if keys.flag(f"from_pretrained.{name}")]
+    is_default = is_unsloth and not asked
+    in_four = keys.flag(f"from_pretrained.{four}", is_default) and "full_finetuning" not in asked
     in_four = in_four or keys.flag(f"BitsAndBytesConfig.{four}")
-    if keys.flag(f"from_pretrained.{eight}") or keys.flag(f"BitsAndBytesConfig.{eight}"):
+    if eight in asked or keys.flag(f"BitsAndBytesConfig.{eight}"):
         return "int8"
     if not in_four:
         return "none"
@@ -145,10 +156,13 @@ def _adapter(keys: Keys, quant: str, *, adapts: bool, is_unsloth: bool) -> dict[
     settings["use_rslora"] = keys.flag(f"{prefix}.use_rslora")
     settings["modules_to_save"] = keys.names(f"{prefix}.modules_to_save")
     default = _UNSLOTH_TARGETS if is_unsloth else PEFT_DEFAULT
-    named = keys.names(f"{prefix}.target_modules") or default
+    chosen = f"{prefix}.target_modules"
+    named = default if keys.refuse_unread("target_modules", chosen) else keys.names(chosen)
+    named = named or default
     if any(not name.replace("_", "").replace(".", "").replace("-", "").isalnum() for name in named):
         keys.refuse("target_modules", f"{prefix}.target_modules", "a pattern of names is not read")
-    dora = keys.flag(f"{prefix}.use_dora")
+    switch = f"{prefix}.use_dora"
+    dora = not keys.refuse_unread("method", switch) and keys.flag(switch)
     names = (ALL_LINEAR,) if named == (ALL_LINEAR,) else named
     return settings | method_settings(quant, adapts=True, use_dora=dora, targets=names)
 
@@ -158,10 +172,15 @@ def _precision(
 ) -> dict[str, Any]:
     names = ("from_pretrained.dtype", "from_pretrained.torch_dtype")
     usual = "float32" if "Classification" in keys.word("from_pretrained") else "bfloat16"
-    weights = dtype(keys, *names, default=usual)
-    if not any(name in keys for name in names):
-        keys.assume("from_pretrained.dtype", f"is missing; assumed: a checkpoint in {usual}")
-    mixed = autocast(keys, launch, default="bf16" if is_trl else "")
+    read = [name for name in names if not keys.is_unread(name)]
+    weights = dtype(keys, *read, default=usual)
+    if not any(name in keys for name in read):
+        why = "is missing" if len(read) == len(names) else "is computed"
+        keys.assume("from_pretrained.dtype", f"{why}; assumed: a checkpoint in {usual}")
+    computed = [name for name in ("bf16", "fp16") if keys.is_unread(name)]
+    if computed:
+        keys.assume(computed[0], "is computed; assumed: bf16")
+    mixed = "bf16" if computed else autocast(keys, launch, default="bf16" if is_trl else "")
     widens = keys.flag("get_peft_model.autocast_adapter_dtype", True)
     narrows = not (adapts and widens) or (is_trl and quant in BNB_QUANTS)
     return precision(keys, mixed, weights, narrows_adapters=narrows)
@@ -169,7 +188,12 @@ def _precision(
 
 def _under_unsloth(keys: Keys, trainer: Trainer) -> dict[str, Any]:
     """Its own checkpointing, kernels and precision."""
-    asked = keys.raw("get_peft_model.use_gradient_checkpointing")
+    names = (
+        "get_peft_model.use_gradient_checkpointing",
+        "from_pretrained.use_gradient_checkpointing",
+    )
+    stated = [value for name in names if (value := keys.raw(name)) is not None]
+    asked = stated[0] if stated else None
     asked = trainer.options[0].default if asked is None else asked
     checkpoints = str(asked).lower() != "false"
     options = ((trainer.options[0].name, str(asked).lower()),) if checkpoints else ()
@@ -200,28 +224,13 @@ TOOL = Tool(
     reads_commands=False,
     without_effect=(
         *WITHOUT_EFFECT,
-        *(f"from_pretrained.{name}" for name in ("device_map", "trust_remote_code", "token")),
-        *(f"from_pretrained.{name}" for name in ("use_cache", "low_cpu_mem_usage", "cache_dir")),
-        *(f"from_pretrained.{name}" for name in ("revision", "quantization_config", "num_labels")),
-        *(
-            f"from_pretrained.{name}"
-            for name in ("load_in_16bit", "fast_inference", "max_lora_rank")
-        ),
-        *(
-            "from_pretrained.max_lora_rank",
-            "LoraConfig.task_type",
-            "LoraConfig.inference_mode",
-            "LoraConfig.init_lora_weights",
-        ),
+        *(f"from_pretrained.{name}" for name in _LOADING),
+        *("LoraConfig.task_type", "LoraConfig.inference_mode", "LoraConfig.init_lora_weights"),
         *("BitsAndBytesConfig.*", "get_peft_model", "get_peft_model.random_state"),
-        *(
-            "get_peft_model.loftq_config",
-            "get_peft_model.max_seq_length",
-            "tokenizer.max_length",
-            "length",
-        ),
-        *("max_seq_length", "from_pretrained.max_seq_length", "completion_only_loss", "use_cpu"),
-        *("assistant_only_loss", "chat_template_path", "eos_token", "pad_token", "shuffle_dataset"),
+        *("get_peft_model.loftq_config", "get_peft_model.max_seq_length"),
+        *("get_peft_model.task_type", "tokenizer.max_length", "length", "max_seq_length"),
+        *("completion_only_loss", "assistant_only_loss", "chat_template_path", "use_cpu"),
+        *("eos_token", "pad_token", "shuffle_dataset"),
     ),
     unmodelled={**UNMODELLED, "from_pretrained.gpu_memory_utilization": "no engine beside it"},
 )

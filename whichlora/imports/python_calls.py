@@ -1,13 +1,15 @@
 """A Python script or notebook → what it hands to the libraries that train.
 
 The text is parsed, and nothing of it is run. Read are literals, names that are set to one value,
-defaults of `add_argument` and of fields of a dataclass, and whether a GPU has bf16, which is taken
-as yes. Everything else is `Unread`: a fault where its value is needed.
+what the script's own functions are given, defaults of `add_argument` and of fields of a dataclass,
+and whether a GPU has bf16, which is taken as yes. Everything else is `Unread`: a fault where its
+value is needed.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -42,7 +44,7 @@ class Call:
 
     Args:
         owner: what stands before the name: "AutoModelForCausalLM" of a `from_pretrained`.
-        line: where it stands, from 1 on.
+        line: where it stands, from 1 on; of a notebook, the number of the cell of code.
     """
 
     name: str
@@ -58,6 +60,13 @@ class _Values:
 
     names: dict[str, list[Any]] = field(default_factory=dict)  # all that they are set to
     arguments: dict[str, Any] = field(default_factory=dict)  # of the script's own parser
+
+    def note(self, name: str, node: ast.expr) -> None:
+        """Note that `name` is set to the value of `node`; to its own is no news."""
+        value = self.read(node)
+        earlier = self.names.setdefault(name, [])
+        if value not in earlier and value != Unread(name):
+            earlier.append(value)
 
     def read(self, node: ast.expr) -> Any:
         """The value of an expression, or `Unread`."""
@@ -126,6 +135,10 @@ class _Values:
                 return right
         elif isinstance(node, ast.Call) and _last_name(node.func) in _PATHS and node.args:
             return self.read(node.args[0])
+        elif isinstance(node, ast.Call) and _last_name(node.func) == "getattr" and node.args[1:]:
+            owner, name = node.args[0], self.read(node.args[1])
+            if isinstance(owner, ast.Name) and owner.id == "torch":
+                return name
         elif isinstance(node, ast.IfExp) and isinstance(self.read(node.test), bool):
             return self.read(node.body if self.read(node.test) else node.orelse)
         return Unread(ast.unparse(node))
@@ -137,31 +150,43 @@ def _calls_in(path: Path, text: str, options: Mapping[str, Any]) -> tuple[list[C
     Raises:
         ConfigError: no Python.
     """
-    source = _cells(path, text) if path.suffix == ".ipynb" else text
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise ConfigError(f"{path}{line}: is no Python that can be read; nothing is run") from None
-    values = _Values()
+    tree = _of_notebook(path, text) if path.suffix == ".ipynb" else _parsed(path, text)
+    values = _Values(arguments=dict(options))
     try:
         _note_names(tree, values)
-        values.arguments |= options
+        _note_parameters(tree, values)
         found = [_call(node, values) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     except RecursionError:
         raise ConfigError(f"{path}: is nested too deeply to be read") from None
     return sorted(found, key=lambda call: call.line), values
 
 
-def _cells(path: Path, text: str) -> str:
-    """The code of a notebook, without its commands for the shell."""
+def _parsed(path: Path, text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ConfigError(f"{path}{line}: is no Python that can be read; nothing is run") from None
+
+
+def _of_notebook(path: Path, text: str) -> ast.Module:
+    """The code of its cells; one that is no Python is left out."""
     try:
         cells = json.loads(text)["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(f"{path}: is no notebook that can be read") from None
-    lines = "\n".join(sources).splitlines()
-    return "\n".join(_without_magic(line) for line in lines if not line.startswith("%%"))
+    tree = ast.Module(body=[], type_ignores=[])
+    for number, source in enumerate(sources, 1):
+        joined = source.replace("\\\n", " ")  # a command of the shell may go over several lines
+        lines = (line for line in joined.splitlines() if not line.startswith("%%"))
+        with contextlib.suppress(ConfigError):
+            cell = _parsed(path, "\n".join(map(_without_magic, lines)))
+            for node in ast.walk(cell):
+                if hasattr(node, "lineno"):
+                    node.lineno = number
+            tree.body += cell.body
+    return tree
 
 
 def _without_magic(line: str) -> str:
@@ -172,19 +197,40 @@ def _without_magic(line: str) -> str:
 
 def _note_names(tree: ast.Module, values: _Values) -> None:
     """What names are set to, and defaults of the script's own arguments."""
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    for node in nodes:
         if isinstance(node, ast.ClassDef):
             _note_fields(node, values)
         elif isinstance(node, ast.Call) and _last_name(node.func) == "add_argument":
             _note_argument(node, values)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+    for node in nodes:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            value = values.read(node.value)
             for target in targets:
                 if isinstance(target, ast.Name):
-                    earlier = values.names.setdefault(target.id, [])
-                    if value not in earlier:
-                        earlier.append(value)
+                    values.note(target.id, node.value)
+
+
+def _note_parameters(tree: ast.Module, values: _Values) -> None:
+    """What the script's own functions are given."""
+    functions = {
+        each.name: each.args for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            parameters = functions.get(node.func.id)
+            if parameters is None:
+                continue
+            names = [each.arg for each in (*parameters.posonlyargs, *parameters.args)]
+            given = [*zip(names, node.args, strict=False)]
+            given += [(each.arg, each.value) for each in node.keywords if each.arg is not None]
+            for name, value in given:
+                values.note(name, value)
+    for parameters in functions.values():
+        optional = parameters.args[len(parameters.args) - len(parameters.defaults) :]
+        for parameter, default in zip(optional, parameters.defaults, strict=True):
+            if parameter.arg not in values.names:
+                values.note(parameter.arg, default)
 
 
 def _note_fields(node: ast.ClassDef, values: _Values) -> None:
@@ -203,7 +249,7 @@ def _note_argument(node: ast.Call, values: _Values) -> None:
     default = _option(node, "default")
     for name in names:
         if isinstance(name, str) and name.startswith("--") and default is not None:
-            values.arguments[name[2:].replace("-", "_")] = values.read(default)
+            values.arguments.setdefault(name[2:].replace("-", "_"), values.read(default))
 
 
 def _option(node: ast.Call, name: str) -> ast.expr | None:

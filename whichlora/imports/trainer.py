@@ -76,6 +76,8 @@ def _note_evaluation(keys: Keys, batch_size: int) -> None:
     asked = [str(keys.raw(name) or "no").lower() for name in readable]
     if all(when in ("no", "intervalstrategy.no") for when in asked):
         return
+    if keys.is_unread("per_device_eval_batch_size"):
+        return
     rows = keys.count("per_device_eval_batch_size", BATCH_SIZE)
     if rows > batch_size:
         text = f"evaluation reads {rows} rows at once, training {batch_size}: not predicted"

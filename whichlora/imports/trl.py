@@ -25,7 +25,7 @@ from whichlora.imports.trainer import (
 )
 from whichlora.parallel import get_strategy
 from whichlora.spec.options import Option
-from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
+from whichlora.spec.run import BNB_QUANTS, DEFAULT_TARGETS, FOUR_BIT_BNB
 from whichlora.trainers import BUILT_IN, get_trainer
 
 LENGTH_DEFAULT = 1024
@@ -47,7 +47,7 @@ _OF_OTHERS = dict.fromkeys(  # keys of other trainers, which a file without its 
     ]
 ).keys() - {"loss_type", *(option.name for option in get_trainer(_SFT).options)}
 _PROMPT_TOKENS = 512
-PEFT_DEFAULT = ("q_proj", "v_proj")
+PEFT_DEFAULT = (DEFAULT_TARGETS,)
 FULL_ROWS = "every row is full of packed texts, and attends to all of it"
 
 

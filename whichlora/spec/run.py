@@ -94,6 +94,7 @@ DEFAULT_AUDIO_SECONDS = 30.0
 MOST_SECONDS = 3600.0  # of one clip
 ALL_LINEAR = "all-linear"
 ATTENTION = "attention"
+DEFAULT_TARGETS = "default"  # what PEFT adapts of a type of model where nobody names layers
 
 
 def autocast_precision(precision: Precision) -> Precision:
@@ -186,7 +187,8 @@ class RunConfig:
         seq_len: tokens per sequence in fine-tuning, padding included.
         target_len: of an encoder-decoder of texts, tokens that the decoder learns to write, padding
             included; `seq_len` are those that the encoder reads. None: as many.
-        target_modules: leaf names of the adapted layers, or ("all-linear",) or ("attention",).
+        target_modules: leaf names of the adapted layers, or ("all-linear",), ("attention",) or
+            ("default",), PEFT's own of a type of model.
         precision: "auto" until `resolve.with_precision` asks the device: bf16 where it has that.
         modules_to_save: leaf names of modules that PEFT copies and trains as a whole beside the
             adapters: the token embedding, the output head.

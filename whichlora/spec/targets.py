@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from whichlora.errors import ConfigError
 from whichlora.spec.architecture import Layer, Linear, ModelSpec
-from whichlora.spec.run import ALL_LINEAR, ATTENTION
+from whichlora.spec.run import ALL_LINEAR, ATTENTION, DEFAULT_TARGETS
+
+# What PEFT adapts of each type of model where nobody names layers.
+# Source: peft 0.21.2 `TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING`, utils/constants.py.
+_DEFAULTS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("t5", "mt5"), ("q", "v")),
+    **dict.fromkeys(("bart", "opt", "gptj", "gpt_neo", "llama", "llama4"), ("q_proj", "v_proj")),
+    **dict.fromkeys(("mistral", "mixtral", "stablelm", "gemma", "gemma2"), ("q_proj", "v_proj")),
+    **dict.fromkeys(("gemma3_text", "qwen2", "qwen3"), ("q_proj", "v_proj")),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
+    **dict.fromkeys(("bloom", "gpt_neox", "chatglm", "falcon"), ("query_key_value",)),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), ("query", "value")),
+    "deberta-v2": ("query_proj", "value_proj"),
+    "mpt": ("Wqkv",),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
+}
 
 
 def all_linears(model: ModelSpec) -> Iterator[Linear]:
@@ -25,7 +41,7 @@ def resolve_targets(
     """Leaf names that `target_modules` means for `model`, sorted.
 
     "all-linear" is every matrix that PEFT adapts, the output head left out; "attention" is the
-    projections of the attention blocks.
+    projections of the attention blocks; "default" is what PEFT adapts where nobody names any.
 
     Args:
         modules_only: bare parameters, such as those of experts, can get no adapter.
@@ -46,7 +62,9 @@ def resolve_targets(
         )
     names: set[str] = set()
     for target in target_modules:
-        if target == ALL_LINEAR:
+        if target == DEFAULT_TARGETS:
+            names |= set(_defaults_of(model))
+        elif target == ALL_LINEAR:
             names |= candidates
         elif target == ATTENTION:
             names |= {
@@ -66,9 +84,18 @@ def resolve_targets(
         else:
             raise ConfigError(
                 f"target_modules: {target!r} is no linear layer of {model.name}; accepted are "
-                f"{', '.join(sorted(candidates))}, all-linear and attention"
+                f"{', '.join(sorted(candidates))}, all-linear, attention and default"
             )
     return tuple(sorted(names))
+
+
+def _defaults_of(model: ModelSpec) -> tuple[str, ...]:
+    if model.model_type not in _DEFAULTS:
+        raise ConfigError(
+            f"target_modules: PEFT has no default for models of type {model.model_type}; name "
+            "layers, or give all-linear"
+        )
+    return _DEFAULTS[model.model_type]
 
 
 def _outside(model: ModelSpec) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ SCHEMA_VERSION = 1
 
 
 # Organisations that upload others' models again, under the same names: to the hub, to ModelScope
+_REWRITTEN = ("phi3",)  # whose uploads divide what the first has in one matrix
 _UPLOADERS = ("unsloth", "LLM-Research", "AI-ModelScope", "modelscope", "ZhipuAI")
 
 

@@ -53,7 +53,7 @@ def _kernels(run: RunConfig, model_type: str) -> FusedKernels:
     if model_type not in _TYPES:
         raise ConfigError(
             f"trainer: unsloth is predicted for {', '.join((*_TYPES, *_MIXTURES))}; it compiles "
-            f"{model_type}, or runs other code for it; use another trainer"
+            f"{model_type}, or runs other code for it; use trainer sft"
         )
     return FusedKernels(norm="in_place", rope="apart", adapters=True)
 

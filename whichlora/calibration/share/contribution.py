@@ -23,7 +23,7 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import AUTO, ParallelConfig
 from whichlora.spec.results import Measurement
-from whichlora.spec.run import ALL_LINEAR, RunConfig
+from whichlora.spec.run import ALL_LINEAR, ATTENTION, DEFAULT_TARGETS, RunConfig
 from whichlora.spec.targets import all_linears
 from whichlora.spec.versions import Libraries
 from whichlora.store.models import is_known_model
@@ -144,7 +144,7 @@ def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 @cache
 def _words() -> frozenset[str]:
     """What this package itself calls settings and their values."""
-    words = {ALL_LINEAR, AUTO, "attention", "embed_tokens", "lm_head"}
+    words = {ALL_LINEAR, AUTO, ATTENTION, DEFAULT_TARGETS, "embed_tokens", "lm_head"}
     for values in (RunConfig, ParallelConfig, Libraries):
         words.update(values.__dataclass_fields__)
     words.update(_literals(get_type_hints(RunConfig).values()))
