@@ -73,7 +73,8 @@ _SETTINGS = (
         "--target-modules",
         default=specs.ALL_LINEAR,
         show_default=True,
-        help="Layers that get an adapter: names with commas, all-linear, or attention.",
+        help="Layers that get an adapter: names with commas, all-linear, attention, or default, "
+        "which are PEFT's own.",
         callback=words("target-modules"),
     ),
     click.option(

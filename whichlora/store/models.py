@@ -22,6 +22,7 @@ SCHEMA_VERSION = 1
 
 
 # Organisations that upload others' models again, under the same names: to the hub, to ModelScope
+_DYNAMIC = "-unsloth-bnb-4bit"
 _REWRITTEN = ("phi3",)  # whose uploads divide what the first has in one matrix
 _UPLOADERS = ("unsloth", "LLM-Research", "AI-ModelScope", "modelscope", "ZhipuAI")
 
@@ -168,6 +169,8 @@ def find_copy(name: str) -> ModelSpec | None:
         return None
     config = {**model.config, "quantization_config": dict(form.config)}
     note = f"{name}: taken as {base}, stored as its name says ({form.label})"
+    if name.lower().endswith(_DYNAMIC):
+        note += "; some matrices stay in 16 bit, which its config alone names, and are not counted"
     return replace(model, name=name, config=config, notes=(*model.notes, note))
 
 

@@ -131,6 +131,11 @@ def _notes(run: RunConfig) -> tuple[str, ...]:
             "offload_embedding auto moves an untied token table to the host where memory is tight, "
             "and is predicted without; true always does"
         )
+    if run.quant not in (None, "none"):
+        notes.append(
+            "Unsloth loads its own 4-bit upload of a model where there is one; those that end in "
+            "-unsloth-bnb-4bit keep some matrices in 16 bit, which is not counted"
+        )
     return tuple(notes)
 
 
