@@ -11,6 +11,7 @@ from whichlora.cli import main
 from whichlora.errors import ConfigError
 from whichlora.imports import Imported, import_files
 
+MODEL = "Qwen/Qwen2.5-0.5B"
 UNSLOTH = """
 from unsloth import FastLanguageModel
 max_seq_length = 1024  # choose any
@@ -93,6 +94,18 @@ def test_a_notebook_of_unsloth(tmp_path: Path) -> None:
     assert read.epochs is None
 
 
+def test_a_script_of_grpo_under_unsloth(tmp_path: Path) -> None:
+    text = UNSLOTH.replace("SFTTrainer", "GRPOTrainer").replace(
+        "SFTConfig(", "GRPOConfig(num_generations=6,"
+    )
+    read = imported(tmp_path, text)
+    assert (read.settings["trainer"], read.settings["batch_size"]) == ("grpo", 6)
+    assert dict(read.settings["trainer_options"])["num_generations"] == 6
+    assert any("without its kernels" in note for note in read.assumed)
+    engine = text.replace("load_in_4bit", "fast_inference = True, load_in_4bit")
+    assert "trainer" in imported(tmp_path, engine).refused
+
+
 def test_a_script_of_trl_and_its_own_arguments(tmp_path: Path) -> None:
     read = imported(tmp_path, QLORA)
     assert (read.unknown, read.refused) == ((), {})
@@ -146,6 +159,20 @@ train(cutoff_len=args.cutoff)
     assert (read.settings["model"], read.settings["seq_len"]) == ("Qwen/Qwen2.5-0.5B", 300)
     assert (read.settings["r"], read.settings["target_modules"]) == (8, ("default",))
     assert not any("dtype" in note for note in read.assumed)
+
+
+def test_a_function_is_given_the_options_of_its_command(tmp_path: Path) -> None:
+    text = """
+def train(base_model: str = "", batch_size: int = 128, micro_batch_size: int = 4):
+    steps = batch_size // micro_batch_size
+    model = LlamaForCausalLM.from_pretrained(base_model, load_in_8bit=True)
+    args = TrainingArguments("x", micro_batch_size, gradient_accumulation_steps=steps)
+fire.Fire(train)
+"""
+    script(tmp_path, text, "alpaca.py")
+    command = f"python alpaca.py --base_model {MODEL} --micro_batch_size 8"
+    read = import_files([script(tmp_path, command, "run.sh")])
+    assert (read.settings["model"], read.settings["gradient_accumulation_steps"]) == (MODEL, 16)
 
 
 def test_fields_of_a_dataclass_are_arguments(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     is_trl = trainer.library_class.startswith("trl.") or is_unsloth
     settings: dict[str, Any] = {"model": _model(keys), **_length(keys)}
     settings |= trainer_settings(keys, launch, checkpoints=is_trl)
+    settings |= _answers_at_once(keys, settings, is_unsloth=is_unsloth)
     quant = _quant(keys, is_unsloth=is_unsloth)
     adapts = "LoraConfig.r" in keys or "get_peft_model" in keys or _has_lora(keys)
     settings |= _adapter(keys, quant, adapts=adapts, is_unsloth=is_unsloth)
@@ -62,10 +64,26 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
         settings["parallel"] = "device-map"
     if keys.flag("packing"):
         keys.assume("packing", FULL_ROWS)
-    if is_unsloth:
+    if trainer.library_class.startswith("unsloth."):
         return settings | _under_unsloth(keys, trainer)
     settings["loss_head"] = trainer.loss_heads[0] if trainer.loss_heads else "hf"
     return settings | _options(keys, trainer)
+
+
+def _answers_at_once(
+    keys: Keys, settings: Mapping[str, Any], *, is_unsloth: bool
+) -> dict[str, int]:
+    """Unsloth makes a batch of `num_generations` answers where a step has a part of them.
+
+    Source: unsloth `models/rl_replacements.py`, "We will change the batch size".
+    """
+    is_known = is_unsloth and not keys.is_unread("num_generations")
+    answers = keys.count("num_generations", 1) if is_known else 1
+    names = ("batch_size", "gradient_accumulation_steps", "gpus")
+    if math.prod(settings.get(name, 1) for name in names) % answers == 0:
+        return {}
+    keys.assume("num_generations", f"Unsloth makes the batch size {answers}, too")
+    return {"batch_size": answers}
 
 
 def _model(keys: Keys) -> str:
@@ -89,15 +107,18 @@ def _trainer(keys: Keys, *, is_unsloth: bool) -> Trainer:
     called = keys.word("Trainer", "Trainer")
     if is_unsloth and called in ("SFTTrainer", "UnslothTrainer", "Trainer"):
         return get_trainer("unsloth")
-    if is_unsloth:
-        keys.refuse("trainer", "Trainer", f"{called[:40]} under Unsloth is not predicted")
-        return get_trainer("unsloth")
     by_class = {
         each.library_class.rpartition(".")[2]: each
         for each in list_trainers().values()
         if each.library_class.startswith(("trl.", "transformers."))
     }
     called = "Trainer" if called == "Seq2SeqTrainer" else called
+    if is_unsloth and keys.flag("from_pretrained.fast_inference"):
+        text = f"{called[:40]} with an engine inside Unsloth is not predicted"
+        keys.refuse("trainer", "Trainer", text)
+    elif is_unsloth:
+        text = f"{called[:40]} under Unsloth; assumed: without its kernels, which takes more"
+        keys.assume("Trainer", text)
     if called not in by_class:
         known = ", ".join(by_class)
         text = f"{called[:40]} is taken as transformers' Trainer; known are {known}"
@@ -208,10 +229,15 @@ def _under_unsloth(keys: Keys, trainer: Trainer) -> dict[str, Any]:
 
 
 def _options(keys: Keys, trainer: Trainer) -> dict[str, Any]:
-    stated = sorted((each.name, keys.option(each)) for each in trainer.options if each.name in keys)
     if trainer.name in ("sft", "transformers"):
         return liger_options(keys)
-    return {"trainer": trainer.name, "trainer_options": tuple(stated)}
+    stated = []
+    for option in trainer.options:
+        if keys.is_unread(option.name):
+            keys.assume(option.name, f"is computed; assumed: {option.default}")
+        elif option.name in keys:
+            stated.append((option.name, keys.option(option)))
+    return {"trainer": trainer.name, "trainer_options": tuple(sorted(stated))}
 
 
 TOOL = Tool(

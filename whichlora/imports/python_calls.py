@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,12 @@ _NO_MODELS = ("Tokenizer", "Processor", "Config", "Peft", "FeatureExtractor", "G
 _PATHS = ("str", "Path")
 _MOST_WORDS = 8  # that a name may stand for
 _MOST_CHARACTERS = 40  # of an expression, in a message
-_OPERATORS = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__}
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
 _MOST_FACTOR = 10**9
 
 
@@ -58,15 +64,26 @@ class Call:
 class _Values:
     """What names of a script stand for."""
 
-    names: dict[str, list[Any]] = field(default_factory=dict)  # all that they are set to
+    names: dict[str, list[ast.expr]] = field(default_factory=dict)  # all that they are set to
     arguments: dict[str, Any] = field(default_factory=dict)  # of the script's own parser
+    _reading: set[str] = field(default_factory=set)  # names that are being read
 
     def note(self, name: str, node: ast.expr) -> None:
-        """Note that `name` is set to the value of `node`; to its own is no news."""
-        value = self.read(node)
-        earlier = self.names.setdefault(name, [])
-        if value not in earlier and value != Unread(name):
-            earlier.append(value)
+        """Note that `name` is set to `node`, which is read where it is used."""
+        self.names.setdefault(name, []).append(node)
+
+    def named(self, name: str) -> list[Any]:
+        """The values that a name is set to; to its own is no news."""
+        if name in self._reading:
+            return [Unread(name)]
+        self._reading.add(name)
+        values: list[Any] = []
+        for node in self.names.get(name, []):
+            value = self.read(node)
+            if value not in values and value != Unread(name):
+                values.append(value)
+        self._reading.discard(name)
+        return values
 
     def read(self, node: ast.expr) -> Any:
         """The value of an expression, or `Unread`."""
@@ -88,7 +105,7 @@ class _Values:
     def _alternatives(self, node: ast.expr) -> list[Any]:
         """All values that a name is set to, or that a text of such names may be."""
         if isinstance(node, ast.Name):
-            return self.names.get(node.id, [])
+            return self.named(node.id)
         if not isinstance(node, ast.JoinedStr):
             return [self.read(node)]
         texts = [""]
@@ -128,7 +145,8 @@ class _Values:
         elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             left, right = self.read(node.left), self.read(node.right)
             if type(left) is type(right) is int and max(abs(left), abs(right)) < _MOST_FACTOR:
-                return _OPERATORS[type(node.op)](left, right)
+                with contextlib.suppress(ZeroDivisionError):
+                    return _OPERATORS[type(node.op)](left, right)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             right = self.read(node.right)
             if isinstance(right, str):  # of a folder: the file beside the script
@@ -151,10 +169,11 @@ def _calls_in(path: Path, text: str, options: Mapping[str, Any]) -> tuple[list[C
         ConfigError: no Python.
     """
     tree = _of_notebook(path, text) if path.suffix == ".ipynb" else _parsed(path, text)
-    values = _Values(arguments=dict(options))
+    given = {name: _number(value) for name, value in options.items()}
+    values = _Values(arguments=dict(given))
     try:
         _note_names(tree, values)
-        _note_parameters(tree, values)
+        _note_parameters(tree, values, given)
         found = [_call(node, values) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     except RecursionError:
         raise ConfigError(f"{path}: is nested too deeply to be read") from None
@@ -211,8 +230,13 @@ def _note_names(tree: ast.Module, values: _Values) -> None:
                     values.note(target.id, node.value)
 
 
-def _note_parameters(tree: ast.Module, values: _Values) -> None:
-    """What the script's own functions are given."""
+def _number(value: Any) -> Any:
+    """An option's text as the whole number that it may be."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _note_parameters(tree: ast.Module, values: _Values, options: Mapping[str, Any]) -> None:
+    """What the script's own functions are given: by a call, the command (fire), or as a default."""
     functions = {
         each.name: each.args for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)
     }
@@ -229,7 +253,9 @@ def _note_parameters(tree: ast.Module, values: _Values) -> None:
     for parameters in functions.values():
         optional = parameters.args[len(parameters.args) - len(parameters.defaults) :]
         for parameter, default in zip(optional, parameters.defaults, strict=True):
-            if parameter.arg not in values.names:
+            if parameter.arg in options:
+                values.names[parameter.arg] = [ast.Constant(options[parameter.arg])]
+            elif parameter.arg not in values.names:
                 values.note(parameter.arg, default)
 
 
@@ -292,7 +318,7 @@ def _model_loads(calls: Iterable[Call]) -> Iterator[Call]:
 _TRL_CONFIGS = ("SFT", "DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO", "Reward", "PPO", "GKD", "BCO")
 _NAMED_BY_CLASS = ("BitsAndBytesConfig", "LoraConfig")  # and other configs of PEFT
 _LENGTHS = ("seq_len", "seq_length", "max_len", "max_length", "max_seq_len", "max_seq_length")
-_SWITCHED = ("prepare_model_for_kbit_training", "gradient_checkpointing_enable")
+_PREPARES = ("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
 
 
 def settings_in(
@@ -330,8 +356,10 @@ def settings_in(
             note(call.line, _prefixed(call.name, call.options))
         elif call.name == "get_peft_model":
             note(call.line, {call.name: call.owner or True, **_prefixed(call.name, call.options)})
-        elif call.name in _SWITCHED:
-            note(call.line, {call.name: call.options.get("use_gradient_checkpointing", True)})
+        elif call.name in _PREPARES:
+            note(call.line, {_PREPARES[0]: call.options.get("use_gradient_checkpointing", True)})
+        elif call.name == "gradient_checkpointing_enable":
+            note(call.line, {call.name: True})
         elif "truncation" in call.options:
             note(call.line, _prefixed("tokenizer", _some(call.options, "max_length")))
     load = next(_model_loads(calls), None)
@@ -339,8 +367,9 @@ def settings_in(
         note(load.line, {"from_pretrained": load.owner})
         first = {"model": load.arguments[0]} if load.arguments else {}
         note(load.line, _prefixed("from_pretrained", {**first, **load.options}))
-    for name, several in named.names.items():
-        if name.lower() in _LENGTHS and len(several) == 1 and isinstance(several[0], int):
+    for name in named.names:
+        several = named.named(name) if name.lower() in _LENGTHS else []
+        if len(several) == 1 and isinstance(several[0], int):
             note(1, {"length": several[0]})
     return values, lines
 
