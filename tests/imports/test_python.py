@@ -94,6 +94,23 @@ def test_a_notebook_of_unsloth(tmp_path: Path) -> None:
     assert read.epochs is None
 
 
+def test_what_unsloth_compiles_is_trl_with_a_note(tmp_path: Path) -> None:
+    text = UNSLOTH.replace("unsloth/Qwen2.5-0.5B", "unsloth/gemma-3-1b-it")
+    read = imported(tmp_path, text)
+    assert "trainer" not in read.settings
+    assert read.settings["loss_head"] == "trl-fused"
+    assert any("code for gemma3_text; assumed: TRL's" in note for note in read.assumed)
+
+
+def test_names_that_no_layer_has_are_passed_over(tmp_path: Path) -> None:
+    text = QLORA.replace('["q_proj"]', '["q_proj", "c_attn"]')
+    read = imported(tmp_path, text)
+    assert read.settings["target_modules"] == ("q_proj",)
+    assert any("c_attn: no layers of this model" in note for note in read.assumed)
+    none = imported(tmp_path, QLORA.replace('["q_proj"]', '["c_attn"]'))
+    assert none.settings["target_modules"] == ("c_attn",)
+
+
 def test_a_script_of_grpo_under_unsloth(tmp_path: Path) -> None:
     text = UNSLOTH.replace("SFTTrainer", "GRPOTrainer").replace(
         "SFTConfig(", "GRPOConfig(num_generations=6,"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from whichlora.errors import ConfigError
 from whichlora.imports.base import Keys, Launch, Tool, method_settings
 from whichlora.imports.trainer import (
     KERNELS,
@@ -19,7 +21,9 @@ from whichlora.imports.trainer import (
     trainer_settings,
 )
 from whichlora.imports.trl import FULL_ROWS, PEFT_DEFAULT
-from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FOUR_BIT_BNB
+from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FOUR_BIT_BNB, RunConfig
+from whichlora.spec.targets import all_linears
+from whichlora.store.hub import load_model
 from whichlora.trainers import Trainer, get_trainer, list_trainers
 
 _LENGTH = 2048  # assumed where a script names none
@@ -33,6 +37,7 @@ _LOADING = (
     *("fast_inference", "max_lora_rank", "max_seq_length", "label2id", "use_safetensors"),
     *("local_files_only", "ignore_mismatched_sizes", "fix_tokenizer"),
 )
+_OUTSIDE = (ALL_LINEAR, "embed_tokens", "lm_head")  # of the layers
 _KBIT = "prepare_model_for_kbit_training"
 
 
@@ -58,6 +63,9 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
         {name: name for name in KERNELS},
         default="sdpa",
     )
+    tower = "get_peft_model.finetune_vision_layers"
+    if tower in keys:
+        settings["freeze_vision_tower"] = not keys.flag(tower)
     if "Classification" in loader:
         settings["task"] = "sequence-classification"
     if settings.get("parallel") == "ddp" and not launch.has_launcher and _spreads(keys):
@@ -106,7 +114,7 @@ def _trainer(keys: Keys, *, is_unsloth: bool) -> Trainer:
     """Whose steps they are, by the class that the script calls."""
     called = keys.word("Trainer", "Trainer")
     if is_unsloth and called in ("SFTTrainer", "UnslothTrainer", "Trainer"):
-        return get_trainer("unsloth")
+        return _under_its_kernels(keys)
     by_class = {
         each.library_class.rpartition(".")[2]: each
         for each in list_trainers().values()
@@ -124,6 +132,23 @@ def _trainer(keys: Keys, *, is_unsloth: bool) -> Trainer:
         text = f"{called[:40]} is taken as transformers' Trainer; known are {known}"
         keys.assume("Trainer", text)
     return by_class.get(called, by_class["Trainer"])
+
+
+def _under_its_kernels(keys: Keys) -> Trainer:
+    """Unsloth's, or TRL's where it trains all weights, or a type that it is not predicted for."""
+    trainer, name, what = get_trainer("unsloth"), _model(keys), ""
+    if keys.flag("from_pretrained.full_finetuning"):
+        what = "Unsloth with all weights"
+    with contextlib.suppress(ConfigError):
+        model_type = load_model(name).model_type
+        try:
+            trainer.kernels(RunConfig(model=name), model_type)
+        except ConfigError:
+            what = f"Unsloth's code for {model_type}"
+    if not what:
+        return trainer
+    keys.assume("from_pretrained", f"{what}; assumed: TRL's SFTTrainer, which takes more")
+    return get_trainer("sft")
 
 
 def _length(keys: Keys) -> dict[str, int]:
@@ -177,6 +202,8 @@ def _adapter(keys: Keys, quant: str, *, adapts: bool, is_unsloth: bool) -> dict[
     settings["use_rslora"] = keys.flag(f"{prefix}.use_rslora")
     settings["modules_to_save"] = keys.names(f"{prefix}.modules_to_save")
     default = _UNSLOTH_TARGETS if is_unsloth else PEFT_DEFAULT
+    if "get_peft_model.finetune_vision_layers" in keys:  # of FastVisionModel and FastModel
+        default = (ALL_LINEAR,)
     chosen = f"{prefix}.target_modules"
     named = default if keys.refuse_unread("target_modules", chosen) else keys.names(chosen)
     named = named or default
@@ -184,8 +211,23 @@ def _adapter(keys: Keys, quant: str, *, adapts: bool, is_unsloth: bool) -> dict[
         keys.refuse("target_modules", f"{prefix}.target_modules", "a pattern of names is not read")
     switch = f"{prefix}.use_dora"
     dora = not keys.refuse_unread("method", switch) and keys.flag(switch)
-    names = (ALL_LINEAR,) if named == (ALL_LINEAR,) else named
+    names = _known_layers(keys, chosen, named)
     return settings | method_settings(quant, adapts=True, use_dora=dora, targets=names)
+
+
+def _known_layers(keys: Keys, key: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """`names` without those that no layer has, which PEFT passes over beside others.
+
+    Source: peft 0.21.2 `BaseTuner.inject_adapter`, which looks for a match of any.
+    """
+    known: tuple[str, ...] = ()
+    with contextlib.suppress(ConfigError):
+        layers = {linear.name for linear in all_linears(load_model(_model(keys)))}
+        known = tuple(name for name in names if name in (*layers, *_OUTSIDE))
+    if known and len(known) < len(names):
+        over = ", ".join(name for name in names if name not in known)
+        keys.assume(key, f"{over}: no layers of this model; PEFT passes over them")
+    return known or names
 
 
 def _precision(
