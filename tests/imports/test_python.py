@@ -178,6 +178,31 @@ train(cutoff_len=args.cutoff)
     assert not any("dtype" in note for note in read.assumed)
 
 
+def test_a_parser_of_transformers_reads_the_command(tmp_path: Path) -> None:
+    text = """
+@dataclass
+class ModelArguments:
+    model_name_or_path: str = field(default="facebook/opt-125m")
+    lora_rank: int = 8
+@dataclass
+class TrainingArguments(transformers.TrainingArguments):
+    optim: str = field(default="paged_adamw_32bit")
+    model_max_length: int = 512
+    per_device_train_batch_size: int = 1
+model_args, training_args = HfArgumentParser((ModelArguments, TrainingArguments)).parse()
+model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
+config = LoraConfig(r=model_args.lora_rank)
+Trainer(model=model, args=training_args).train()
+"""
+    script(tmp_path, text, "finetune.py")
+    command = f"python finetune.py --model_name_or_path {MODEL} --per_device_train_batch_size 3"
+    read = import_files([script(tmp_path, command + " --bf16 True --lora_rank 4", "run.sh")])
+    assert (read.settings["model"], read.settings["r"]) == (MODEL, 4)
+    assert (read.settings["batch_size"], read.settings["precision"]) == (3, "bf16")
+    assert (read.settings["optimizer"], read.settings["seq_len"]) == ("paged_adamw_32bit", 512)
+    assert read.unknown == ()
+
+
 def test_a_function_is_given_the_options_of_its_command(tmp_path: Path) -> None:
     text = """
 def train(base_model: str = "", batch_size: int = 128, micro_batch_size: int = 4):
@@ -244,6 +269,28 @@ def test_options_of_a_user_replace_what_is_computed(tmp_path: Path) -> None:
     assert prediction["config"]["batch_size"] == 16
 
 
+@pytest.mark.parametrize(("switch", "quant"), [("", "none"), ("--q_lora True", "nf4")])
+def test_a_branch_that_is_not_taken_is_left_out(tmp_path: Path, switch: str, quant: str) -> None:
+    text = f"""
+parser.add_argument("--q_lora", default=False)
+parser.add_argument("--full", default=True)
+bnb = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if args.q_lora else None
+model = AutoModelForCausalLM.from_pretrained("{MODEL}", quantization_config=bnb)
+if not args.full:
+    config = LoraConfig(r=2)
+else:
+    config = LoraConfig(r=3)
+tokenizer(text, truncation=True, max_length=10)
+tokenizer(text, truncation=True, max_length=20)
+"""
+    script(tmp_path, text)
+    read = import_files([script(tmp_path, f"python train.py {switch}", "run.sh")])
+    assert read.settings.get("quant", "nf4" if switch else "none") == quant
+    assert read.settings["r"] == 3
+    assert read.settings["seq_len"] == 20
+    assert any("given several times" in note for note in read.assumed)
+
+
 def test_arguments_that_a_script_makes_of_others_are_unknown(tmp_path: Path) -> None:
     text = 'AutoModel.from_pretrained("Qwen/Qwen2.5-0.5B")\nTrainingArguments("x", **options())\n'
     assert imported(tmp_path, text).unknown == ("**",)
@@ -256,6 +303,9 @@ def test_arguments_that_a_script_makes_of_others_are_unknown(tmp_path: Path) -> 
         ("SIZE", 2),
         ("-1 if False else 3", 3),
         ("(4)", 4),
+        ("6 if SIZE == 2 else 7", 6),
+        ("6 if None is not None else 7", 7),
+        ("6 if os.name == 'nt' else 7", None),
         ("f'{SIZE}'", None),
         ("SEVERAL", None),
         ("os.environ['X']", None),

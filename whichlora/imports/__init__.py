@@ -30,6 +30,7 @@ BUILT_IN = _TOOLS.built_in
 ENTRY_POINT_GROUP = _TOOLS.group
 list_tools = _TOOLS.all
 _ACCELERATE = "accelerate_config"  # TRL's key for accelerate's file
+_TRL_KEY = "use_peft"
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -112,6 +113,8 @@ class _Files:
         """The program in Python that the command starts, if it is here and loads a model."""
         programs = (program for tool in list_tools().values() for program in tool.programs)
         if script is None or not command.script or command.program in programs:
+            return None
+        if _TRL_KEY in command.options:  # its own parser reads all of the options
             return None
         with contextlib.suppress(ConfigError):
             path = find_file("", command.script, beside=script.path.parent)
@@ -255,7 +258,10 @@ def _tool_of(main: Source, program: str, values: Mapping[str, Any]) -> Tool:
             return tool
     is_command = main.kind == "command"
     reading = [
-        tool for tool in tools.values() if (tool.reads_commands if is_command else tool.reads_files)
+        tool
+        for tool in tools.values()
+        if tool.reads_code == main.is_code
+        and (tool.reads_commands if is_command else tool.reads_files)
     ]
     candidates = [
         tool

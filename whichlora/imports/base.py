@@ -311,6 +311,7 @@ class Tool:
         unmodelled: keys that do, and what is predicted where they are on.
         reads_files: whether it takes a file of its keys; else a command line alone.
         reads_commands: whether a program of another name may take its keys as arguments.
+        reads_code: whether it takes calls of a Python script, and nothing else.
         commands_have: keys of which such a program has one; empty: none is needed.
         launch_configs: accelerate's files that come with it, by name, "deepspeed_" in front or not.
         deepspeed_configs: `zero_optimization` of DeepSpeed's files that come with it, by the name
@@ -329,6 +330,7 @@ class Tool:
     unmodelled: Mapping[str, str] = field(default_factory=dict)
     reads_files: bool = True
     reads_commands: bool = True
+    reads_code: bool = False
     commands_have: frozenset[str] = frozenset()
     launch_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

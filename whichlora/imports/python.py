@@ -152,9 +152,11 @@ def _under_its_kernels(keys: Keys) -> Trainer:
 
 
 def _length(keys: Keys) -> dict[str, int]:
-    lengths = ("max_length", "max_seq_length", "from_pretrained.max_seq_length")
+    lengths = ("max_length", "max_seq_length", "model_max_length", "from_pretrained.max_seq_length")
     for name in (*lengths, "tokenizer.max_length", "length"):
         if name in keys and not keys.refuse_unread("seq_len", name):
+            if name.startswith("tokenizer") and keys.raw("tokenizer.several"):
+                keys.assume(name, "is given several times; assumed: the largest")
             return {"seq_len": keys.count(name, _LENGTH)}
         if name in keys:
             return {"seq_len": _LENGTH}
@@ -290,8 +292,10 @@ TOOL = Tool(
     programs=frozenset(),
     read=_read,
     reads_commands=False,
+    reads_code=True,
     without_effect=(
         *WITHOUT_EFFECT,
+        "tokenizer.several",
         *(f"from_pretrained.{name}" for name in _LOADING),
         *("LoraConfig.task_type", "LoraConfig.inference_mode", "LoraConfig.init_lora_weights"),
         *("BitsAndBytesConfig.*", "get_peft_model", "get_peft_model.random_state"),

@@ -21,6 +21,14 @@ from whichlora.errors import ConfigError
 
 _HAS_BF16 = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
 _NO_MODELS = ("Tokenizer", "Processor", "Config", "Peft", "FeatureExtractor", "GenerationConfig")
+_ALL_LINEAR = "all_linear"
+_TRAINING = "TrainingArguments"
+_COMPARISONS = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
 _PATHS = ("str", "Path")
 _MOST_WORDS = 8  # that a name may stand for
 _MOST_CHARACTERS = 40  # of an expression, in a message
@@ -66,6 +74,8 @@ class _Values:
 
     names: dict[str, list[ast.expr]] = field(default_factory=dict)  # all that they are set to
     arguments: dict[str, Any] = field(default_factory=dict)  # of the script's own parser
+    own: set[str] = field(default_factory=set)  # of them, those that the script itself declares
+    training: dict[str, Any] = field(default_factory=dict)  # defaults of its training arguments
     _reading: set[str] = field(default_factory=set)  # names that are being read
 
     def note(self, name: str, node: ast.expr) -> None:
@@ -153,10 +163,17 @@ class _Values:
                 return right
         elif isinstance(node, ast.Call) and _last_name(node.func) in _PATHS and node.args:
             return self.read(node.args[0])
+        elif isinstance(node, ast.Call) and _ALL_LINEAR in _last_name(node.func):
+            return "all-linear"  # a function that many scripts have
         elif isinstance(node, ast.Call) and _last_name(node.func) == "getattr" and node.args[1:]:
             owner, name = node.args[0], self.read(node.args[1])
             if isinstance(owner, ast.Name) and owner.id == "torch":
                 return name
+        elif isinstance(node, ast.Compare) and len(node.ops) == 1:
+            sides = self.read(node.left), self.read(node.comparators[0])
+            compare = _COMPARISONS.get(type(node.ops[0]))
+            if compare is not None and not any(isinstance(side, Unread) for side in sides):
+                return compare(*sides)
         elif isinstance(node, ast.IfExp) and isinstance(self.read(node.test), bool):
             return self.read(node.body if self.read(node.test) else node.orelse)
         return Unread(ast.unparse(node))
@@ -169,12 +186,17 @@ def _calls_in(path: Path, text: str, options: Mapping[str, Any]) -> tuple[list[C
         ConfigError: no Python.
     """
     tree = _of_notebook(path, text) if path.suffix == ".ipynb" else _parsed(path, text)
-    given = {name: _number(value) for name, value in options.items()}
+    given = {name: _of_option(value) for name, value in options.items()}
     values = _Values(arguments=dict(given))
     try:
         _note_names(tree, values)
         _note_parameters(tree, values, given)
-        found = [_call(node, values) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        unreached = _unreached(tree, values)
+        found = [
+            _call(node, values)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and node not in unreached
+        ]
     except RecursionError:
         raise ConfigError(f"{path}: is nested too deeply to be read") from None
     return sorted(found, key=lambda call: call.line), values
@@ -230,9 +252,13 @@ def _note_names(tree: ast.Module, values: _Values) -> None:
                     values.note(target.id, node.value)
 
 
-def _number(value: Any) -> Any:
-    """An option's text as the whole number that it may be."""
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
+def _of_option(value: Any) -> Any:
+    """An option's text as the whole number, or the switch, that it may be."""
+    if not isinstance(value, str):
+        return value
+    return {"true": True, "false": False}.get(
+        value.lower(), int(value) if value.isdecimal() else value
+    )
 
 
 def _note_parameters(tree: ast.Module, values: _Values, options: Mapping[str, Any]) -> None:
@@ -259,15 +285,36 @@ def _note_parameters(tree: ast.Module, values: _Values, options: Mapping[str, An
                 values.note(parameter.arg, default)
 
 
+def _unreached(tree: ast.Module, values: _Values) -> set[ast.AST]:
+    """What stands in branches whose condition is known, and says otherwise."""
+    nodes: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.If, ast.IfExp)):
+            holds = values.read(node.test)
+            if isinstance(holds, bool):
+                branch = node.orelse if holds else node.body
+                for each in branch if isinstance(branch, list) else [branch]:
+                    nodes.update(ast.walk(each))
+    return nodes
+
+
 def _note_fields(node: ast.ClassDef, values: _Values) -> None:
     """Defaults of a class's fields, as a parser of dataclasses has them."""
+    is_training = any(_last_name(base).endswith(_TRAINING) for base in node.bases)
     for line in node.body:
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.value:
             default: ast.expr | None = line.value
             if isinstance(line.value, ast.Call) and _last_name(line.value.func) == "field":
                 default = _option(line.value, "default")
+                factory = _option(line.value, "default_factory")
+                if isinstance(factory, ast.Lambda):
+                    default = factory.body
             if default is not None:
-                values.arguments.setdefault(line.target.id, values.read(default))
+                value = values.arguments.setdefault(line.target.id, values.read(default))
+                if is_training:
+                    values.training[line.target.id] = value
+                else:
+                    values.own.add(line.target.id)
 
 
 def _note_argument(node: ast.Call, values: _Values) -> None:
@@ -275,7 +322,9 @@ def _note_argument(node: ast.Call, values: _Values) -> None:
     default = _option(node, "default")
     for name in names:
         if isinstance(name, str) and name.startswith("--") and default is not None:
-            values.arguments.setdefault(name[2:].replace("-", "_"), values.read(default))
+            argument = name[2:].replace("-", "_")
+            values.own.add(argument)
+            values.arguments.setdefault(argument, values.read(default))
 
 
 def _option(node: ast.Call, name: str) -> ast.expr | None:
@@ -318,6 +367,7 @@ def _model_loads(calls: Iterable[Call]) -> Iterator[Call]:
 _TRL_CONFIGS = ("SFT", "DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO", "Reward", "PPO", "GKD", "BCO")
 _NAMED_BY_CLASS = ("BitsAndBytesConfig", "LoraConfig")  # and other configs of PEFT
 _LENGTHS = ("seq_len", "seq_length", "max_len", "max_length", "max_seq_len", "max_seq_length")
+_OWN_PARSER = "HfArgumentParser"  # which reads training arguments of a command, too
 _PREPARES = ("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
 
 
@@ -346,7 +396,7 @@ def settings_in(
 
     calls, named = _calls_in(path, text, options)
     for call in calls:
-        if call.name.endswith("TrainingArguments") or _is_trl_config(call.name):
+        if call.name.endswith(_TRAINING) or _is_trl_config(call.name):
             note(call.line, call.options)
         elif call.name.endswith("Trainer") and call.options:
             note(call.line, {"Trainer": call.name})
@@ -361,7 +411,16 @@ def settings_in(
         elif call.name == "gradient_checkpointing_enable":
             note(call.line, {call.name: True})
         elif "truncation" in call.options:
-            note(call.line, _prefixed("tokenizer", _some(call.options, "max_length")))
+            name, earlier = "tokenizer.max_length", values.get("tokenizer.max_length")
+            length = call.options.get("max_length", earlier)
+            note(call.line, {} if length is None else {name: length})
+            if length != values.get(name):
+                both = [each for each in (length, earlier) if isinstance(each, int)]
+                values[name] = max(both, default=length)
+                note(call.line, {"tokenizer.several": True})
+    if any(call.name == _OWN_PARSER for call in calls):
+        stated = {name: value for name, value in options.items() if name not in named.own}
+        note(1, named.training | stated)
     load = next(_model_loads(calls), None)
     if load is not None:
         note(load.line, {"from_pretrained": load.owner})
