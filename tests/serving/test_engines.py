@@ -177,7 +177,7 @@ def test_a_run_with_an_engine_survives_json() -> None:
         (
             {"serving_options": (("kv_cache_dtype", "int3"),)},
             A100,
-            "kv_cache_dtype: 'int3' is not accepted; accepted are auto, fp8",
+            "kv_cache_dtype: 'int3' is not accepted; accepted are auto, bfloat16, fp8",
         ),
     ],
 )

@@ -11,6 +11,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.methods.base import Method
 from whichlora.serving.block_groups import CachedLayers
+from whichlora.serving.indexers import INDEXER_KERNELS
 from whichlora.serving.kernel_rates import UNPACKING_PRODUCTS, CodeBlocks, KernelRates
 from whichlora.serving.log import EngineLog
 from whichlora.spec.architecture import Linear, ModelSpec
@@ -232,6 +233,7 @@ class Stepping:
         graph_tokens: of one pass over the layers; a larger step is several. None for no limit.
         state_bytes: of a recurrent layer's state; None where the model's dtypes say it.
         reserved_tokens, keeps_blocks, front_s, plans_ahead: as `scheduler.Rules`.
+        indexer_kernels: of one indexer, beside its products.
         tokenized_s: of each token of a prompt, before the scheduler has it.
     """
 
@@ -263,6 +265,7 @@ class Stepping:
     front_s: float = 0.0
     tokenized_s: float = 0.0
     plans_ahead: bool = False
+    indexer_kernels: int = INDEXER_KERNELS
 
     @property
     def num_stages(self) -> int:

@@ -80,6 +80,26 @@ def layer_entry(rank: ModelSpec, *, tokens: int, element_bytes: int) -> Entry:
     return Entry(fact, tokens * width * element_bytes)
 
 
+def attention_entry(rank: ModelSpec, *, tokens: int, element_bytes: int) -> Entry:
+    """The largest attention over `tokens` tokens. Kind, source: as of `layer_entry`."""
+    width = max(_attention_width(each) for layer, _ in rank.layers() for each in layer.attentions)
+    return Entry(ATTENTION_PASS, tokens * (width + 3 * rank.hidden_size) * element_bytes)
+
+
+def experts_bytes(rank: ModelSpec, *, tokens: int, element_bytes: int) -> int:
+    """What a layer of experts over `tokens` tokens takes beside hidden states; 0 without any.
+
+    Kind: exact. Source: `EXPERTS_PASS`.
+    """
+    widths = [
+        width
+        for layer, _ in rank.layers()
+        for width, fact in _widths(layer, rank.hidden_size)
+        if fact is EXPERTS_PASS
+    ]
+    return tokens * max(widths, default=0) * element_bytes
+
+
 def _widths(layer: Layer, hidden_size: int) -> list[tuple[int, Fact]]:
     """Elements per token beside the hidden states, of each part of a layer."""
     widths = [(_attention_width(each), ATTENTION_PASS) for each in layer.attentions]

@@ -10,6 +10,7 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.weights import weight_entries
 from whichlora.parallel.division import COLUMNS, ROWS, divided_model
 from whichlora.serving.base import Served
+from whichlora.serving.indexers import attended_elements, with_wide_indexers
 from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
@@ -49,7 +50,7 @@ def rank_model(model: ModelSpec, size: int) -> ModelSpec:
     Kind: exact. Source: vLLM 0.33.0 `LlamaAttention.__init__`, models/llama.py:152-160;
     `FusedMoE` divides the width of every expert.
     """
-    model = with_routed_rows(model)
+    model = with_wide_indexers(with_routed_rows(model))
     if size == 1:
         return model
     groups = tuple(
@@ -105,7 +106,7 @@ def has_latents(attention: Attention) -> bool:
 
 def latent_width(attention: Attention) -> int:
     """Elements that one head multiplies of a token's latent, with its rotated part and without."""
-    return 2 * attention.cache_elements - (attention.rotary_dim or 0)
+    return 2 * attended_elements(attention) - (attention.rotary_dim or 0)
 
 
 def between_latents(rank: ModelSpec) -> int:
@@ -122,7 +123,7 @@ def between_latents(rank: ModelSpec) -> int:
 def _repeated_latents(attention: Attention, size: int) -> Attention:
     """`attention` with latents for each rank, which has them whole.
 
-    Of the matrices that read one it has its heads' share.
+    Of the matrices that read one it has its heads' share; indexers are whole.
     Source: vLLM 0.33.0 models/deepseek_v2.py:1052 fused_qkv_a_proj, :1083 q_b_proj, :1099
     kv_b_proj; SGLang 0.5.23 srt/models/deepseek_v2.py.
     """
@@ -132,7 +133,7 @@ def _repeated_latents(attention: Attention, size: int) -> Attention:
         norms=tuple(replace(norm, rows=norm.rows * size) for norm in attention.norms),
         linears=tuple(
             replace(linear, out_features=ceil_div(linear.out_features, size))
-            if linear.reads in LATENTS
+            if linear.reads in LATENTS and linear.active
             else linear
             for linear in attention.linears
         ),
@@ -278,11 +279,6 @@ def check_model(served: Served, *, keeps_states: bool = False) -> None:
         raise ConfigError(
             f"serving: {name}'s pool is not predicted for the recurrent layers of {model.name}; "
             "leave serving out"
-        )
-    if model.chooses_keys:
-        raise ConfigError(
-            f"serving: {name}'s pool is not predicted for {model.name}, whose indexers have their "
-            "own keys; leave serving out"
         )
     if model.skips_layers:
         raise ConfigError(

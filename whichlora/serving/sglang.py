@@ -42,6 +42,14 @@ from whichlora.serving.sglang_share import (
     decode_graphs,
     mem_fraction_static,
 )
+from whichlora.serving.sglang_sparse import (
+    PAGE_SIZE,
+    as_cached,
+    indexer_kernels,
+    is_narrow,
+    latent_share,
+)
+from whichlora.serving.sglang_sparse import check as check_sparse
 from whichlora.serving.stages import check_stages, stage_notes, stages_of
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import ceil_div
@@ -92,16 +100,29 @@ def token_bytes(served: Served, rank: ModelSpec) -> int:
 
     Kind: exact. Source: SGLang 0.5.23 srt/model_executor/pool_configurator.py:340, :786.
     """
-    width = 1 if served.options["kv_cache_dtype"] in FP8 else served.dtypes.compute_bytes
-    kinds = cached_layers(rank)
+    width = _cache_bytes(served)
+    kinds = cached_layers(as_cached(served, rank))
     is_mixed = len({kind.window is None for kind in kinds}) > 1
     shares = {True: SLIDING_SHARE if is_mixed else 1.0, False: 1.0}
     return int(
         sum(
-            shares[kind.window is not None] * kind.num_layers * kind.token_elements * width
+            shares[kind.window is not None] * kind.num_layers * kind.token_bytes(width)
             for kind in kinds
         )
     )
+
+
+def _cache_bytes(served: Served) -> int:
+    """Of one element of keys and values."""
+    is_fp8 = served.options["kv_cache_dtype"] in FP8
+    if served.model.chooses_keys:
+        is_fp8 = is_narrow(served)
+    return 1 if is_fp8 else served.dtypes.compute_bytes
+
+
+def page_size(served: Served) -> int:
+    """Tokens of a page; sparse attention has its own, whatever is asked for."""
+    return PAGE_SIZE if served.model.chooses_keys else served.count("page_size") or 1
 
 
 def free_bytes(served: Served) -> int:
@@ -124,7 +145,7 @@ def start(served: Served) -> Start:
     Source: SGLang 0.5.23 `KVCacheConfigurator`: `_profile_available_bytes`,
     `_apply_token_constraints`; logs of 0.4 and 0.5.
     """
-    page = served.count("page_size") or 1
+    page = page_size(served)
     free_before, share = free_bytes(served), mem_fraction_static(served)
     budget = int(share * free_before)
     keeps = _keeps_prefixes(served)
@@ -256,7 +277,6 @@ def stepping(served: Served) -> Stepping:
     vLLM's kernel for experts.
     """
     is_eager = bool(served.options["disable_cuda_graph"])
-    fp8 = served.options["kv_cache_dtype"] in FP8
     return Stepping(
         ranks=served.count(RANKS) or 1,
         step_s=HOST_S,
@@ -265,7 +285,8 @@ def stepping(served: Served) -> Stepping:
         mixes=False,
         captured_tokens=0 if is_eager else decode_graphs(served),
         launch_s=LAUNCH_S,
-        cache_bytes=1 if fp8 else served.dtypes.compute_bytes,
+        indexer_kernels=indexer_kernels(served),
+        cache_bytes=_cache_bytes(served) * latent_share(served),
         state_bytes=partial(_kind_bytes, served),
         reserved_tokens=RESERVED_TOKENS,
         tokenized_s=TOKENIZED_S,
@@ -288,6 +309,7 @@ def check(served: Served) -> None:
         )
     if served.targets:
         raise ConfigError("serving: sglang's unmerged adapters are not predicted; use serve merged")
+    check_sparse(served)
     check_ranks(served, RANKS, STAGES)
     check_stages(served, STAGES)
 

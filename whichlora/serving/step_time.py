@@ -15,6 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from whichlora.memory.weights import linear_bytes
 from whichlora.serving.base import Served, Start, Stepping
 from whichlora.serving.block_groups import cached_of
+from whichlora.serving.indexers import (
+    SCORE_BYTES,
+    attended_elements,
+    index_key_bytes,
+)
 from whichlora.serving.kernel_rates import (
     EXPERTS_DEVIATION,
     MOST_ACTIVATIONS,
@@ -297,9 +302,9 @@ def _joined(linears: Sequence[Linear], joins: bool = True) -> Iterator[tuple[Lin
     """Those that read one input, which most engines keep as one matrix; else each alone."""
     if not joins:
         return ((linear,) for linear in linears)
-    groups: dict[tuple[str, int], list[Linear]] = {}
+    groups: dict[tuple[str, int, int], list[Linear]] = {}
     for linear in linears:
-        groups.setdefault((linear.reads, linear.count), []).append(linear)
+        groups.setdefault((linear.reads, linear.count, linear.active), []).append(linear)
     return (tuple(group) for group in groups.values())
 
 
@@ -326,7 +331,7 @@ def step_timer(
             products.append(product)
         products += list(_adapter_products(layer, count, served, rates))
         moved += count * _pointwise_bytes(layer, model, served.dtypes.compute_bytes)
-        pointwise += count * _pointwise_kernels(layer)
+        pointwise += count * _pointwise_kernels(layer, stepping.indexer_kernels)
         blocks = len(layer.attentions) + (layer.mlp is not None) + (layer.moe is not None)
         reductions += count * blocks * (stepping.ranks > 1)
     head = _head(model, served, rates, stepping)
@@ -370,21 +375,26 @@ def _attentions(
         heads_s = 2 / (stepping.head_reads * product_rate(served.gpu, "fp32"))
     sums: dict[int | None, tuple[float, int]] = {}
     heads: dict[int | None, int] = {}
-    states = []
+    others = []
     for layer, count in model.layers():
         for attention in layer.attentions:
             if attention.kind != "softmax":
-                states.append(_state(attention, count, served, rates, stepping))
+                others.append(_state(attention, count, served, rates, stepping))
                 continue
-            cached, queries = sums.get(attention.sliding_window, (0.0, 0))
+            if index_key_bytes(attention):
+                others.append(_indexer(attention, count, served, rates))
+            window = _window(attention)
+            cached, queries = sums.get(window, (0.0, 0))
             width = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
-            cached_bytes = attention.cache_elements * stepping.cache_bytes
+            cached_bytes = attended_elements(attention) * stepping.cache_bytes
             if has_latents(attention):  # each head reads a latent as its key and as its value
                 flops = 2 * attention.num_attention_heads * latent_width(attention)
                 cached_bytes = max(cached_bytes, flops / flops_per_s * rates.cache * bandwidth)
+            if attention.sparse is not None:  # its prompts, too, read latents, and expand none
+                width = attention.num_attention_heads * latent_width(attention)
             cached += count * cached_bytes
-            sums[attention.sliding_window] = cached, queries + count * width
-            heads[attention.sliding_window] = attention.num_attention_heads
+            sums[window] = cached, queries + count * width
+            heads[window] = attention.num_attention_heads
     softmax = (
         _Attention(
             window=window,
@@ -396,7 +406,38 @@ def _attentions(
         )
         for window, (cached, queries) in sums.items()
     )
-    return (*softmax, *states)
+    return (*softmax, *others)
+
+
+def _window(attention: Attention) -> int | None:
+    """Tokens that a query sees at most: what slides, or what an indexer chooses."""
+    sparse = attention.sparse
+    return attention.sliding_window if sparse is None else sparse.top_k
+
+
+def _indexer(attention: Attention, count: int, served: Served, rates: KernelRates) -> _Attention:
+    """Scores of all keys of a sequence in 8 bits, and the choice of the best; whole on each rank.
+
+    Kind: estimate: prompts no longer than what is chosen are scored, too, which engines may leave
+    out. Source: vLLM 0.33.0 layers/sparse_attn_indexer.py; `indexers.SCORE_BYTES`.
+    """
+    sparse = attention.sparse
+    assert sparse is not None
+    bandwidth = served.gpu.bandwidth_bytes_per_s
+    flops_per_s = rates.attention * product_rate(served.gpu, compute_dtype(served))
+    if _has_units("fp8", served.gpu):
+        flops_per_s *= 2
+    flops = 2 * sparse.num_heads * (sparse.head_dim + 1)
+    scores_s = SCORE_BYTES / (POINTWISE_READS * bandwidth)
+    keys_s = index_key_bytes(attention) / rates.cache / bandwidth
+    return _Attention(
+        window=None,
+        num_heads=sparse.num_heads,
+        cached_s=count * (max(keys_s, flops / flops_per_s) + scores_s),
+        decoding_s=0.0,
+        prompt_s=0.0,
+        pair_s=count * (flops / flops_per_s + scores_s),
+    )
 
 
 def _state(
@@ -583,7 +624,7 @@ def _pointwise_bytes(layer: Layer, model: ModelSpec, width: int) -> float:
     return moved * width
 
 
-def _pointwise_kernels(layer: Layer) -> int:
+def _pointwise_kernels(layer: Layer, indexer_kernels: int) -> int:
     """Kernels of a layer beside products and attention, joined as vLLM's are.
 
     Kind: estimate. Source: as of `_pointwise_bytes`; of experts only their routing, the rest is
@@ -591,6 +632,7 @@ def _pointwise_kernels(layer: Layer) -> int:
     """
     kernels = len(layer.norms) + len(layer.inner_norms)
     kernels += 2 * len(layer.attentions) + (layer.mlp is not None)
+    kernels += indexer_kernels * sum(index_key_bytes(each) > 0 for each in layer.attentions)
     if layer.moe is not None:
         kernels += 1 + (layer.moe.shared is not None)
     return kernels

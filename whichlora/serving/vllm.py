@@ -39,6 +39,8 @@ from whichlora.serving.profile_pass import (
     PLAIN_LOGIT_BYTES,
     SORTED_LOGIT_BYTES,
     WIDENED_LOGIT_BYTES,
+    attention_entry,
+    experts_bytes,
     layer_entry,
     sampler_entries,
 )
@@ -73,6 +75,16 @@ from whichlora.serving.vllm_entries import (
 )
 from whichlora.serving.vllm_latents import ABSORBED, absorbed_bytes, as_cached
 from whichlora.serving.vllm_log import LOG
+from whichlora.serving.vllm_sparse import (
+    BLOCK_SIZE,
+    PACKED,
+    SCORES,
+    SCORES_BYTES,
+    buffer_entries,
+    cache_dtype,
+    latent_share,
+)
+from whichlora.serving.vllm_sparse import check as check_sparse
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
@@ -139,7 +151,7 @@ FRONT_S = 6e-3
 # `run_mha_fwd_splitkv_dispatch`.
 CHUNK_QUERY_TILE = 64
 LONG_CONTEXT = 32 * 1024  # beyond which the first engine reads prompts in chunks
-FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # config/cache.py CacheDType
+FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", PACKED)  # config/cache.py CacheDType
 TEXT_ALONE = "0.10.1"  # the first release that leaves towers on the disk; pull/22299
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
 # Model types whose class lists embeddings and head for adapters, and since which release.
@@ -493,10 +505,17 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
     )
     workspace = Entry(allocator.WORKSPACE, allocator.workspace_bytes(served.gpu, training=False))
     forward = [layer]
+    experts = experts_bytes(rank, tokens=tokens, element_bytes=element_bytes)
+    kept = buffer_entries(served, rank, tokens=tokens, experts_bytes=experts)
+    if kept:  # experts have their part of what is kept
+        forward = [
+            attention_entry(rank, tokens=tokens, element_bytes=element_bytes),
+            Entry(SCORES, SCORES_BYTES),
+        ]
     if served.dtypes.quant in FOUR_BIT_BNB:
         forward.append(Entry(EXPANDED, expanded_bytes(rank, element_bytes)))
     larger = max(forward, [*sampler], key=lambda part: sum(entry.num_bytes for entry in part))
-    return [*larger, workspace]
+    return [*larger, *kept, workspace]
 
 
 def _logit_bytes(served: Served) -> int:
@@ -560,8 +579,15 @@ def captured_sizes(most: int, *, step_beyond: int = 16) -> int:
 
 def _cache_bytes(served: Served) -> int:
     """Of one element of keys and values."""
-    is_fp8 = served.options["kv_cache_dtype"] in FP8_CACHES
+    is_fp8 = cache_dtype(served) in FP8_CACHES
     return 1 if is_fp8 else served.dtypes.compute_bytes
+
+
+def _block_size(served: Served) -> int:
+    """Tokens of a block: sparse attention has larger ones, where none is asked for."""
+    if served.model.chooses_keys and not served.is_asked("block_size"):
+        return BLOCK_SIZE
+    return served.count("block_size") or 16
 
 
 def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
@@ -574,7 +600,7 @@ def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     whole = cached_layers(as_cached(served, rank_model(served.model, served.count(RANKS) or 1)))
     return blocks(
         whole,
-        block_size=served.count("block_size") or 16,
+        block_size=_block_size(served),
         element_bytes=_cache_bytes(served),
         tokens_in_flight=steps * max_num_batched_tokens(served),
         part=cached_layers(as_cached(served, rank)),
@@ -637,7 +663,7 @@ def stepping(served: Served) -> Stepping:
         whole_prompts=chunk is None,
         captured_tokens=0 if is_eager else MOST_CAPTURED_TOKENS,
         launch_s=EAGER_LAUNCH_S if is_eager else COMPILED_LAUNCH_S,
-        cache_bytes=_cache_bytes(served),
+        cache_bytes=latent_share(served) * _cache_bytes(served),
         head_reads=HEAD_READS if served.libraries.older("vllm", "0.4.3") else None,
         query_tile=CHUNK_QUERY_TILE if is_older and chunk is not None else None,
         copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
@@ -680,6 +706,7 @@ def check(served: Served) -> None:
     """
     run = served.run
     check_model(served, keeps_states=not served.libraries.older("vllm", STATES_SINCE))
+    check_sparse(served)
     if served.model.unloaded_params and served.libraries.older("vllm", TEXT_ALONE):
         raise ConfigError(
             f"serving: vllm {served.libraries.vllm} loads what {served.model.name} sees with and "
@@ -799,7 +826,7 @@ ENGINE = Engine(
             name="kv_cache_dtype",
             summary="of keys and values: as the model's, or in 8 bits",
             default="auto",
-            choices=("auto", *FP8_CACHES),
+            choices=("auto", "bfloat16", *FP8_CACHES),
         ),
         Option(
             name="enable_prefix_caching",
