@@ -64,15 +64,21 @@ LAST_STATES = Fact(
 )
 
 
-def layer_entry(rank: ModelSpec, *, tokens: int, element_bytes: int) -> Entry:
+def layer_entry(rank: ModelSpec, *, tokens: int, element_bytes: int, copies: int = 1) -> Entry:
     """The largest part of one layer's forward over `tokens` tokens.
+
+    Args:
+        copies: ranks with as many tokens each, whose states experts gather first.
 
     Kind: exact for the eager code; a compiled graph frees one hidden state more.
     Source: `MLP_PASS`, `ATTENTION_PASS`, `EXPERTS_PASS`.
     """
     hidden = 3 * rank.hidden_size  # the input, the residual and the result
+    gathered = copies if copies > 1 else 0
     widths = [
-        (width + hidden, fact)
+        (copies * width + gathered * rank.hidden_size + hidden, fact)
+        if fact is EXPERTS_PASS
+        else (width + hidden, fact)
         for layer, _ in rank.layers()
         for width, fact in _widths(layer, rank.hidden_size)
     ]

@@ -17,6 +17,7 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
 from whichlora.serving.command import shell_command
+from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.kernel_rates import (
     FIRST_MARLIN_ROWS,
     TOKENIZED_S,
@@ -24,9 +25,9 @@ from whichlora.serving.kernel_rates import (
     CodeBlocks,
 )
 from whichlora.serving.other_flags import (
+    ALL_TO_ALL,
     CAPTURED_SIZES,
     DRAFT,
-    EXPERT_RANKS,
     HOST_WEIGHTS,
     IMAGES,
     NO_NUMBER,
@@ -95,6 +96,8 @@ from whichlora.timing.work import VLLM_CAPTURED_TOKENS
 from whichlora.units import GiB, KiB, MiB, format_bytes
 
 RANKS, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
+COPIES, WHOLE_EXPERTS = "data_parallel_size", "enable_expert_parallel"
+REDUNDANT = "num_redundant_experts"
 # Layers with a state share the pool of the V1 engine. Prefixes are kept of them in 0.28.0, and are
 # not in 0.25.0. config/model.py.
 STATES_SINCE, STATES_KEPT_SINCE = "0.11", "0.28"
@@ -308,10 +311,26 @@ def stage_layers(served: Served) -> tuple[int, ...]:
     return tuple(each + (stages - 1 - left <= place < stages - 1) for place in range(stages))
 
 
+def expert_ranks(served: Served) -> ExpertRanks:
+    """How routed experts are divided: among the GPUs of all engines, by their widths or whole.
+
+    Kind: exact. Source: vLLM 0.33.0 fused_moe/config.py:1117 `FusedMoEParallelConfig.make`.
+    """
+    copies = served.count(COPIES) or 1
+    gpus = copies * (served.count(RANKS) or 1)
+    if not served.options[WHOLE_EXPERTS]:
+        return ExpertRanks(copies=copies, width=gpus)
+    return ExpertRanks(copies=copies, whole=gpus, redundant=served.count(REDUNDANT) or 0)
+
+
+def _rank_of(served: Served, part: ModelSpec) -> ModelSpec:
+    """What one GPU has of `part`."""
+    return rank_model(part, served.count(RANKS) or 1, expert_ranks(served))
+
+
 def _start_of(served: Served, stage: Stage) -> Start:
     """What one GPU of `stage` takes."""
-    ranks = served.count(RANKS) or 1
-    rank = rank_model(stage.part, ranks)
+    rank = _rank_of(served, stage.part)
     entries = _loaded(served, rank)
     entries += _resident(served, stage)
     entries += _profiled(served, rank)
@@ -341,7 +360,16 @@ def _start_of(served: Served, stage: Stage) -> Start:
         fault=_fault(served, pool, budget),
         counts_process=_counts_context(served),
         needs_context=True,
+        copies=served.count(COPIES) or 1,
+        untimed=_untimed(served),
     )
+
+
+def _untimed(served: Served) -> str:
+    """Why steps are not predicted; empty where they are."""
+    if (served.count(COPIES) or 1) > 1 and (served.count(STAGES) or 1) > 1:
+        return f"steps of {COPIES} beside {STAGES} are not predicted"
+    return ""
 
 
 def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
@@ -490,7 +518,8 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
     """The larger part of the profile pass: a layer's forward, or the last stage's sampler."""
     tokens = max_num_batched_tokens(served)
     element_bytes = served.dtypes.compute_bytes
-    layer = layer_entry(rank, tokens=tokens, element_bytes=element_bytes)
+    copies = served.count(COPIES) or 1
+    layer = layer_entry(rank, tokens=tokens, element_bytes=element_bytes, copies=copies)
     sampler = (
         ()
         if rank.head is None
@@ -505,7 +534,7 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
     )
     workspace = Entry(allocator.WORKSPACE, allocator.workspace_bytes(served.gpu, training=False))
     forward = [layer]
-    experts = experts_bytes(rank, tokens=tokens, element_bytes=element_bytes)
+    experts = experts_bytes(rank, tokens=copies * tokens, element_bytes=element_bytes)
     kept = buffer_entries(served, rank, tokens=tokens, experts_bytes=experts)
     if kept:  # experts have their part of what is kept
         forward = [
@@ -597,7 +626,7 @@ def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     stages = served.count(STAGES) or 1
     is_ahead = not served.libraries.older("vllm", "0.14")
     steps = stages + (is_ahead and (stages == 1 or has_newer_runner(served)))
-    whole = cached_layers(as_cached(served, rank_model(served.model, served.count(RANKS) or 1)))
+    whole = cached_layers(as_cached(served, _rank_of(served, served.model)))
     return blocks(
         whole,
         block_size=_block_size(served),
@@ -656,6 +685,8 @@ def stepping(served: Served) -> Stepping:
         step_s += SCHEDULED_RANKS_S
     return Stepping(
         ranks=ranks,
+        experts=expert_ranks(served),
+        gathered_share=1 / served.dtypes.compute_bytes if served.run.quant == "fp8" else 1.0,
         step_s=step_s,
         sequence_s=OLDER_SEQUENCE_S if is_older else SEQUENCE_S,
         max_step_tokens=chunk or max(max_num_batched_tokens(served), served.context),
@@ -722,6 +753,26 @@ def check(served: Served) -> None:
         _check_adapters(served)
     check_ranks(served, RANKS, STAGES)
     check_stages(served, STAGES)
+    _check_experts(served)
+
+
+def _check_experts(served: Served) -> None:
+    """Refuse copies and whole experts of models without, and what cannot be divided."""
+    copies, name = served.count(COPIES) or 1, served.model.name
+    redundant = served.count(REDUNDANT) or 0
+    if not served.model.has_experts:
+        if copies > 1:
+            raise ConfigError(f"{COPIES}: {name} has no experts, so it {REPLICAS}")
+        if served.options[WHOLE_EXPERTS]:
+            raise ConfigError(f"{WHOLE_EXPERTS}: {name} has no experts; leave it out")
+    if redundant and not served.options[WHOLE_EXPERTS]:
+        raise ConfigError(f"{REDUNDANT}: {redundant} without {WHOLE_EXPERTS}; give both, or none")
+    if served.targets and (copies > 1 or served.options[WHOLE_EXPERTS]):
+        raise ConfigError(
+            f"serving: vllm's unmerged adapters are not predicted beside {COPIES} or "
+            f"{WHOLE_EXPERTS}; use serve merged"
+        )
+    check_experts(served.model, expert_ranks(served))
 
 
 def _check_adapters(served: Served) -> None:
@@ -767,7 +818,13 @@ def command(served: Served) -> str:
         if not served.is_asked("max_lora_rank"):
             flags.append(f"--max-lora-rank {lora_slots(served)[1]}")
         flags.append(f"--lora-modules adapter={shlex.quote(served.adapter)}")
-    return shell_command(served, "vllm serve", context="--max-model-len", flags=tuple(flags))
+    return shell_command(
+        served,
+        "vllm serve",
+        context="--max-model-len",
+        flags=tuple(flags),
+        num_redundant_experts="--enable-eplb --eplb-config.num_redundant_experts {}",
+    )
 
 
 def _without_tower(served: Served) -> str:
@@ -788,6 +845,11 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     ]
     if (ranks := served.count(RANKS) or 1) > 1:
         lines.append(f"{RANKS} {ranks}: bytes are of each GPU")
+    if start.copies > 1:
+        lines.append(
+            f"{COPIES} {start.copies}: each engine has its own pool and up to "
+            f"{max_num_seqs(served)} sequences; sequences and tokens are of all"
+        )
     if _multiplies_by_triton(served):
         lines.append(
             "experts in mxfp4 have Triton's kernels; without the package triton_kernels vllm takes "
@@ -844,10 +906,29 @@ ENGINE = Engine(
             default=1,
             other_names=("pp",),
         ),
+        Option(
+            name=COPIES,
+            summary="engines with sequences of their own that share experts",
+            default=1,
+            other_names=("dp",),
+        ),
+        Option(
+            name=WHOLE_EXPERTS,
+            summary="experts are divided whole, not each by its width",
+            default=False,
+            other_names=("ep",),
+        ),
+        Option(
+            name=REDUNDANT,
+            summary="experts held twice, of --eplb-config",
+            default=0,
+            kind=int,
+        ),
         Option(name="enforce_eager", summary="no CUDA graphs", default=False),
     ),
     shared_by=RANKS,
     staged_by=STAGES,
+    copied_by=COPIES,
     least_capability=7.0,  # as `kv_cache: vllm`; vLLM's installation page
     start=start,
     reads_fp8=True,
@@ -866,8 +947,7 @@ ENGINE = Engine(
     refused=OF_A_SERVER
     | dict.fromkeys(("swap_space", "disable_log_requests", "disable_log_stats"), NO_NUMBER)
     | dict.fromkeys(("distributed_executor_backend", "enable_auto_tool_choice"), NO_NUMBER)
-    | dict.fromkeys(("data_parallel_size", "dp"), REPLICAS)
-    | dict.fromkeys(("enable_expert_parallel", "ep"), EXPERT_RANKS)
+    | dict.fromkeys(("all2all_backend",), ALL_TO_ALL)
     | dict.fromkeys(("speculative_config", "speculative_model", "num_speculative_tokens"), DRAFT)
     | dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "language_model_only"), IMAGES)
     | dict.fromkeys(("compilation_config", "cudagraph_capture_sizes"), CAPTURED_SIZES)
