@@ -344,7 +344,7 @@ class Engine:
         load_of_start: what that depends on of the sequences asked for: two loads with an equal
             one start alike.
         reads_checkpoints: it loads the files of the hub as they are stored.
-        reads_fp8: whether it serves weights in 8-bit floats.
+        stored_forms: of `ENGINE_QUANTS`, those in which it serves weights.
         loads_towers: whether it loads what sees to serve texts alone.
         stepping: how it steps, where `Start.untimed` does not say why not; None where its times are
             not predicted.
@@ -375,7 +375,7 @@ class Engine:
     start: Callable[[Served], Start] | None = None
     load_of_start: Callable[[Served], Hashable] = _nothing
     reads_checkpoints: bool = True
-    reads_fp8: bool = False
+    stored_forms: frozenset[str] = frozenset()
     loads_towers: bool = True
     stepping: Callable[[Served], Stepping] | None = None
     logged_timer: Callable[[Served, Sequence[LoggedTimes]], CpuTimer | None] | None = None

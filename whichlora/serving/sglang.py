@@ -62,7 +62,7 @@ from whichlora.serving.stages import check_stages, stage_notes, stages_of
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
-from whichlora.spec.run import BNB_QUANTS
+from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS
 from whichlora.timing.model import LAUNCH_S
 from whichlora.units import format_bytes
 
@@ -492,7 +492,7 @@ ENGINE = Engine(
     staged_by=STAGES,
     least_capability=7.5,  # srt/model_executor/model_runner_components/load_model_utils.py:91
     start=start,
-    reads_fp8=True,
+    stored_forms=ENGINE_QUANTS,
     stepping=stepping,
     check=check,
     command=command,

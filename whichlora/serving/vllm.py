@@ -90,7 +90,7 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
-from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
+from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS, FOUR_BIT_BNB
 from whichlora.timing.model import LAUNCH_S
 from whichlora.timing.work import VLLM_CAPTURED_TOKENS
 from whichlora.units import GiB, KiB, MiB, format_bytes
@@ -931,7 +931,7 @@ ENGINE = Engine(
     copied_by=COPIES,
     least_capability=7.0,  # as `kv_cache: vllm`; vLLM's installation page
     start=start,
-    reads_fp8=True,
+    stored_forms=ENGINE_QUANTS,
     loads_towers=False,
     stepping=stepping,
     check=check,

@@ -10,6 +10,7 @@ from whichlora.serving.indexers import attended_elements, with_attended_elements
 from whichlora.serving.rank import between_latents, has_latents
 from whichlora.serving.vllm_sparse import PACKED, PACKED_BYTES, cache_dtype
 from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.dtypes import is_quantised
 
 # Model types whose latents it caches. Source: vLLM 0.33.0 transformers_utils/
 # model_arch_config_convertor.py:294 is_deepseek_mla.
@@ -86,7 +87,7 @@ def absorbed_bytes(served: Served, rank: ModelSpec) -> int:
         return 0
     materialised = served.libraries.older("vllm", "0.8")
     quant, wide = served.dtypes.quant, served.dtypes.compute_bytes
-    if not materialised and quant == "none":
+    if not materialised and not _expands(served, rank):
         return 0
     if not materialised:
         return wide * between_latents(rank)
@@ -96,6 +97,16 @@ def absorbed_bytes(served: Served, rank: ModelSpec) -> int:
         for layer, count in rank.layers()
         for attention in layer.attentions
         if has_latents(attention)
+    )
+
+
+def _expands(served: Served, rank: ModelSpec) -> bool:
+    """Whether matrices that expand latents are quantised."""
+    return any(
+        linear.reads == "kv_latent" and is_quantised(linear, served.dtypes)
+        for layer, _ in rank.layers()
+        for attention in layer.attentions
+        for linear in attention.linears
     )
 
 
