@@ -15,6 +15,7 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import CachedLayers, cached_layers
 from whichlora.serving.command import shell_command
+from whichlora.serving.drafts import UNTIMED, check_drafts, joint_entry, with_draft_layers
 from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS, TOKENIZED_S
 from whichlora.serving.other_flags import (
@@ -23,6 +24,7 @@ from whichlora.serving.other_flags import (
     DENSE_RANKS,
     DRAFT,
     HOST_WEIGHTS,
+    NO_NUMBER,
     OF_A_SERVER,
     REDUNDANT_EXPERTS,
     REPLICAS,
@@ -75,6 +77,9 @@ HOST_S, SEQUENCE_S = 0.4e-3, 5e-6
 # Of each answer, for which room is kept before a request begins; of a longer one no more.
 # Kind: exact. Source: srt/environ.py:650 SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION.
 RESERVED_TOKENS = 4096
+
+DRAFTS = "speculative_algorithm"
+DRAFTED_REQUESTS = 48  # that run at once beside drafts; srt/arg_groups/speculative_hook.py:1090
 
 RECURRENT_STATES = Fact(
     part="kv_cache",
@@ -180,6 +185,7 @@ def start(served: Served) -> Start:
     Source: SGLang 0.5.23 `KVCacheConfigurator`: `_profile_available_bytes`,
     `_apply_token_constraints`; logs of 0.4 and 0.5.
     """
+    served = with_draft_layers(served) if served.options[DRAFTS] else served
     page = page_size(served)
     free_before, share = free_bytes(served), mem_fraction_static(served)
     budget = int(share * free_before)
@@ -233,7 +239,7 @@ def _untimed(served: Served) -> str:
     """Why steps are not predicted; empty where they are."""
     if copies(served) > 1 and (served.count(STAGES) or 1) > 1:
         return f"steps of {COPIES} beside {STAGES} are not predicted"
-    return ""
+    return UNTIMED if served.options[DRAFTS] else ""
 
 
 def stage_layers(served: Served) -> tuple[int, ...]:
@@ -252,6 +258,7 @@ def _held(served: Served, rank: ModelSpec) -> list[Entry]:
     stored = with_aligned_experts(rank, hidden=1, width=64) if is_packed else rank
     absorbed = between_latents(rank) * served.dtypes.compute_bytes
     entries = held_entries(served, stored, rotary_element_bytes=4)
+    entries += [joint_entry(served)] if served.options[DRAFTS] else []
     return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
 
 
@@ -310,6 +317,8 @@ def _max_running_requests(served: Served, tokens: int, context: int) -> int:
     by_context = int(tokens / context * 512)
     usual = max(min(by_context, MOST_REQUESTS), LEAST_REQUESTS)
     asked = served.count("max_running_requests")
+    if asked is None and served.options[DRAFTS]:
+        asked = DRAFTED_REQUESTS
     return min(usual if asked is None else max(1, asked // copies(served)), tokens // 2)
 
 
@@ -355,6 +364,8 @@ def check(served: Served) -> None:
     if served.targets:
         raise ConfigError("serving: sglang's unmerged adapters are not predicted; use serve merged")
     check_sparse(served)
+    if served.options[DRAFTS]:
+        check_drafts(served, DRAFTS, served.count(STAGES) or 1)
     _check_experts(served)
     check_ranks(served, RANKS, STAGES, ranks=_attention_ranks(served))
     check_stages(served, STAGES)
@@ -439,7 +450,7 @@ ENGINE = Engine(
             name="kv_cache_dtype",
             summary="of keys and values: as the model's, or in 8 bits",
             default="auto",
-            choices=("auto", *FP8),
+            choices=("auto", "bf16", "bfloat16", *FP8),
         ),
         Option(
             name=RANKS,
@@ -485,6 +496,13 @@ ENGINE = Engine(
             kind=str,
             choices=("float32", "bfloat16", "float16"),
         ),
+        Option(
+            name=DRAFTS,
+            summary="drafts by a layer of the model",
+            default=None,
+            kind=str,
+            choices=("EAGLE", "NEXTN"),
+        ),
         Option(name="disable_radix_cache", summary="no prefix is kept", default=False),
         Option(name="disable_cuda_graph", summary="no CUDA graphs", default=False),
     ),
@@ -503,7 +521,11 @@ ENGINE = Engine(
     | dict.fromkeys(("moe_a2a_backend", "deepep_mode"), ALL_TO_ALL)
     | dict.fromkeys(("moe_dense_tp_size", "enable_dp_lm_head", "moe_dp_size"), DENSE_RANKS)
     | dict.fromkeys(("ep_num_redundant_experts", "enable_eplb"), REDUNDANT_EXPERTS)
-    | dict.fromkeys(("speculative_algorithm", "speculative_draft_model_path"), DRAFT)
+    | {"speculative_draft_model_path": DRAFT}
+    | dict.fromkeys(
+        ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
+        NO_NUMBER,
+    )
     | dict.fromkeys(("cuda_graph_max_bs", "cuda_graph_bs"), CAPTURED_SIZES)
     | {"cpu_offload_gb": HOST_WEIGHTS},
 )

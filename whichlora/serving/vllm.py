@@ -5,6 +5,7 @@ Read in vLLM 0.33.0, and where a release is named in 0.6.6, 0.8.5, 0.11.0, 0.20.
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from dataclasses import replace
@@ -17,6 +18,7 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
 from whichlora.serving.command import shell_command
+from whichlora.serving.drafts import UNTIMED, check_drafts, joint_entry, with_draft_layers
 from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.kernel_rates import (
     FIRST_MARLIN_ROWS,
@@ -97,7 +99,8 @@ from whichlora.units import GiB, KiB, MiB, format_bytes
 
 RANKS, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
 COPIES, WHOLE_EXPERTS = "data_parallel_size", "enable_expert_parallel"
-REDUNDANT = "num_redundant_experts"
+REDUNDANT, DRAFTS = "num_redundant_experts", "speculative_config"
+DRAFT_METHODS = ("mtp", "deepseek_mtp")
 # Layers with a state share the pool of the V1 engine. Prefixes are kept of them in 0.28.0, and are
 # not in 0.25.0. config/model.py.
 STATES_SINCE, STATES_KEPT_SINCE = "0.11", "0.28"
@@ -294,6 +297,7 @@ def start(served: Served) -> Start:
     Source: vLLM 0.33.0 `Worker.determine_available_memory`, v1/worker/gpu_worker.py:641;
     `request_memory`, v1/worker/utils.py:716.
     """
+    served = with_draft_layers(served) if served.options[DRAFTS] else served
     stages = stages_of(served.model, stage_layers(served))
     return fullest([_start_of(served, stage) for stage in stages], STAGES)
 
@@ -332,6 +336,7 @@ def _start_of(served: Served, stage: Stage) -> Start:
     """What one GPU of `stage` takes."""
     rank = _rank_of(served, stage.part)
     entries = _loaded(served, rank)
+    entries += [joint_entry(served)] if served.options[DRAFTS] else []
     entries += _resident(served, stage)
     entries += _profiled(served, rank)
     graphs = Entry(GRAPHS, graph_bytes(served, rank))
@@ -369,7 +374,7 @@ def _untimed(served: Served) -> str:
     """Why steps are not predicted; empty where they are."""
     if (served.count(COPIES) or 1) > 1 and (served.count(STAGES) or 1) > 1:
         return f"steps of {COPIES} beside {STAGES} are not predicted"
-    return ""
+    return UNTIMED if served.options[DRAFTS] else ""
 
 
 def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
@@ -738,6 +743,7 @@ def check(served: Served) -> None:
     run = served.run
     check_model(served, keeps_states=not served.libraries.older("vllm", STATES_SINCE))
     check_sparse(served)
+    _check_drafts(served)
     if served.model.unloaded_params and served.libraries.older("vllm", TEXT_ALONE):
         raise ConfigError(
             f"serving: vllm {served.libraries.vllm} loads what {served.model.name} sees with and "
@@ -773,6 +779,23 @@ def _check_experts(served: Served) -> None:
             f"{WHOLE_EXPERTS}; use serve merged"
         )
     check_experts(served.model, expert_ranks(served))
+
+
+def _check_drafts(served: Served) -> None:
+    """Refuse drafts but those of a layer of the model."""
+    stated = served.options[DRAFTS]
+    if stated is None:
+        return
+    try:
+        asked = json.loads(str(stated))
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict) or asked.get("method") not in DRAFT_METHODS:
+        raise ConfigError(
+            f"{DRAFTS}: {str(stated)!r} is not predicted; accepted is "
+            '{"method": "mtp", "num_speculative_tokens": 1}, or leave it out'
+        )
+    check_drafts(served, DRAFTS, served.count(STAGES) or 1)
 
 
 def _check_adapters(served: Served) -> None:
@@ -924,6 +947,12 @@ ENGINE = Engine(
             default=0,
             kind=int,
         ),
+        Option(
+            name=DRAFTS,
+            summary='drafts by a layer of the model: {"method": "mtp", ...}',
+            default=None,
+            kind=str,
+        ),
         Option(name="enforce_eager", summary="no CUDA graphs", default=False),
     ),
     shared_by=RANKS,
@@ -948,7 +977,7 @@ ENGINE = Engine(
     | dict.fromkeys(("swap_space", "disable_log_requests", "disable_log_stats"), NO_NUMBER)
     | dict.fromkeys(("distributed_executor_backend", "enable_auto_tool_choice"), NO_NUMBER)
     | dict.fromkeys(("all2all_backend",), ALL_TO_ALL)
-    | dict.fromkeys(("speculative_config", "speculative_model", "num_speculative_tokens"), DRAFT)
+    | dict.fromkeys(("speculative_model", "num_speculative_tokens"), DRAFT)
     | dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "language_model_only"), IMAGES)
     | dict.fromkeys(("compilation_config", "cudagraph_capture_sizes"), CAPTURED_SIZES)
     | {"enable_chunked_prefill": "cuts prompts into steps; give their max_num_batched_tokens"}
