@@ -67,6 +67,7 @@ def test_its_time_is_unknown_and_the_command_drafts() -> None:
     assert answer.serving is not None
     assert answer.serving.time is None
     assert any("how many are accepted" in note for note in answer.notes)
+    assert drafts.NOTE in answer.notes
     assert f"--speculative-config '{MTP}'" in answer.serving.command
 
 

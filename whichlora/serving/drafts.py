@@ -17,6 +17,8 @@ from whichlora.spec.architecture import Layer, LayerGroup, ModelSpec
 WITH_DRAFT_LAYER = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 UNTIMED = "steps with drafts are not predicted: how many are accepted depends on the texts"
 
+NOTE = "the layer for drafts is loaded by the engine, and counted here"
+
 JOINT = Fact(
     part="weights",
     what="matrix and norms before a layer for drafts",

@@ -15,7 +15,7 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import CachedLayers, cached_layers
 from whichlora.serving.command import shell_command
-from whichlora.serving.drafts import UNTIMED, check_drafts, joint_entry, with_draft_layers
+from whichlora.serving.drafts import NOTE, UNTIMED, check_drafts, joint_entry, with_draft_layers
 from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS, TOKENIZED_S
 from whichlora.serving.other_flags import (
@@ -422,6 +422,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
         served, "sglang does not start without SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
     )
     lines += stage_notes(start, stage_layers(served), STAGES)
+    lines += [NOTE] if served.options[DRAFTS] else []
     if start.copies > 1:
         lines.append(
             f"{COPIES} {start.copies}: each group has its own pool, and bytes are of each GPU; "

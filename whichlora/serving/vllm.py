@@ -18,7 +18,7 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
 from whichlora.serving.command import shell_command
-from whichlora.serving.drafts import UNTIMED, check_drafts, joint_entry, with_draft_layers
+from whichlora.serving.drafts import NOTE, UNTIMED, check_drafts, joint_entry, with_draft_layers
 from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.kernel_rates import (
     FIRST_MARLIN_ROWS,
@@ -873,6 +873,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
             f"{COPIES} {start.copies}: each engine has its own pool and up to "
             f"{max_num_seqs(served)} sequences; sequences and tokens are of all"
         )
+    lines += [NOTE] if served.options[DRAFTS] else []
     if _multiplies_by_triton(served):
         lines.append(
             "experts in mxfp4 have Triton's kernels; without the package triton_kernels vllm takes "
