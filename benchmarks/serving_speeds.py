@@ -369,10 +369,10 @@ Not explained:
 EXPERTS_AND_INDEXERS = """\
 **Experts and indexers**: 145 rows that no formula had seen, first predicted when experts could be
 divided whole, and indexers were counted. Kimi K2.5 in 4-bit integers had 1.9 % on B200 and 1.2 %
-on H200, MiniMax M2.5 with whole experts 6.2 % on H100 and 3.9 % on B200, DeepSeek-V3 in eight groups that
-only decode 11.5 %. GLM-5 under SGLang had 13 % on H200, 21 % on B200 and 16 % on B300, all of it
-too fast: its release launches 13 kernels for each indexer, where 0.5.23 has five. Their number is
-counted in its code; nothing else changed.
+on H200, MiniMax M2.5 with whole experts 6.2 % on H100 and 3.9 % on B200, DeepSeek-V3 in eight
+groups that only decode 11.5 %. GLM-5 under SGLang had 13 % on H200, 21 % on B200 and 16 % on B300,
+all of it too fast: its release launches 13 kernels for each indexer, where 0.5.23 has five. Their
+number is counted in its code; nothing else changed.
 
 Not explained:
 
