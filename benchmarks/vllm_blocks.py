@@ -1,6 +1,7 @@
 """Ask vLLM's own planner for blocks and concurrency, and keep its answers.
 
     python benchmarks/vllm_blocks.py             tests/golden/vllm_blocks.jsonl
+    python benchmarks/vllm_blocks.py --sparse    tests/golden/vllm_sparse_blocks.jsonl
     python benchmarks/vllm_blocks.py --stages    compare stages of pipelines, and write nothing
 
 Needs an installed vLLM, no GPU. Its groups of layers, bytes of a block, number of blocks and
@@ -43,6 +44,9 @@ MODELS = (
     "openai/gpt-oss-20b",
 )
 CASES = 12  # of each model
+KEPT_SPARSE = KEPT.with_name("vllm_sparse_blocks.jsonl")
+SPARSE_MODELS = ("deepseek-ai/DeepSeek-V3.2", "zai-org/GLM-5", "zai-org/GLM-5.2")
+PACKED = "fp8_ds_mla"
 
 
 def specs(model: ModelSpec, block_size: int) -> dict[str, Any]:
@@ -65,6 +69,43 @@ def specs(model: ModelSpec, block_size: int) -> dict[str, Any]:
                 if window is None
                 else SlidingWindowSpec(sliding_window=window, dcp_sharded=False, **shape)
             )
+    return found
+
+
+def sparse_specs(model: ModelSpec, block_size: int, cache_dtype: str) -> dict[str, Any]:
+    """The cache of every layer with sparse attention, and of every indexer.
+
+    As `MLAAttention.get_kv_cache_spec` and `DeepseekV32IndexerCache.get_kv_cache_spec` state them,
+    blocks aligned to rows by the sparse backends.
+    """
+    import torch
+    from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
+
+    found: dict[str, Any] = {}
+    shared = {"block_size": block_size, "num_kv_heads": 1, "max_tp_shards": 1}
+    for number, layer in enumerate(layers_in_order(model)):
+        for attention in layer.attentions:
+            sparse = attention.sparse
+            assert sparse is not None
+            has_indexer = sparse.num_heads > 0
+            latent = MLAAttentionSpec(
+                **shared,
+                head_size=attention.cache_elements - sparse.head_dim * has_indexer,
+                dtype=torch.bfloat16 if cache_dtype == "auto" else torch.uint8,
+                cache_dtype_str=cache_dtype,
+                state_content_bytes=656 if cache_dtype == PACKED else None,
+                topk_buffer_width=sparse.top_k,
+                is_index_group_leader=has_indexer,
+            )
+            found[f"layer.{number}"] = align_blocks_to_rows(latent)
+            if has_indexer:
+                found[f"layer.{number}.indexer"] = MLAAttentionSpec(
+                    **shared,
+                    head_size=sparse.head_dim + sparse.head_dim // 128 * 4,
+                    dtype=torch.uint8,
+                    cache_role=SparseCacheRole.INDEXER,
+                )
     return found
 
 
@@ -120,6 +161,29 @@ def answers() -> Iterator[dict[str, Any]]:
             yield case | {"num_blocks": planned.num_blocks, "max_concurrency": concurrency}
 
 
+def sparse_answers() -> Iterator[dict[str, Any]]:
+    """As `answers`, of models with sparse attention in the three layouts of its cache."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    planning, draw = planner(), random.Random(7)
+    for name in SPARSE_MODELS:
+        model = load_model(name)
+        for _ in range(CASES):
+            case = {
+                "model": name,
+                "cache_dtype": draw.choice(("auto", "fp8_e4m3", PACKED)),
+                "block_size": draw.choice((64, 128)),
+                "context": draw.randint(100, 131072),
+                "pool_bytes": draw.randint(1, 80) * GiB + draw.randint(0, GiB // 2),
+            }
+            asked = config(case["context"], 8192)
+            layers = sparse_specs(model, case["block_size"], case["cache_dtype"])
+            groups = planning.get_kv_cache_groups(asked, layers)
+            planned = planning.get_kv_cache_config_from_groups(asked, groups, case["pool_bytes"])
+            concurrency = get_max_concurrency_for_kv_cache_config(asked, planned)
+            yield case | {"num_blocks": planned.num_blocks, "max_concurrency": concurrency}
+
+
 def staged() -> Iterator[bool]:
     """Of seeded pipelines, whether layers and bytes of a block of every stage are vLLM's."""
     from vllm.distributed.utils import get_pp_indices
@@ -157,13 +221,16 @@ def staged() -> Iterator[bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stages", action="store_true")
-    if parser.parse_args().stages:
+    parser.add_argument("--sparse", action="store_true")
+    asked = parser.parse_args()
+    if asked.stages:
         right = list(staged())
         print(f"{sum(right)} of {len(right)} pipelines have vLLM's layers and blocks")
         return
-    lines = [json.dumps(answer) for answer in answers()]
-    KEPT.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    print(f"{KEPT}: {len(lines)} answers")
+    kept, found = (KEPT_SPARSE, sparse_answers()) if asked.sparse else (KEPT, answers())
+    lines = [json.dumps(answer) for answer in found]
+    kept.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    print(f"{kept}: {len(lines)} answers")
 
 
 if __name__ == "__main__":

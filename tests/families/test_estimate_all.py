@@ -12,12 +12,17 @@ import pytest
 
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
+from whichlora.spec.checkpoint import stored_quant
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
+from whichlora.store.hub import load_model
 from whichlora.store.models import ModelRecord, list_models
 from whichlora.workflow import combinations, estimates
 
-MODELS = list_models()
+PUBLISHED = list_models()
+# Stored in 4-bit integers, which engines alone read.
+PACKED = [each for each in PUBLISHED if stored_quant(load_model(each.hub_id).config) == "w4a16"]
+MODELS = [each for each in PUBLISHED if each not in PACKED]
 METHODS = tuple(list_methods())
 BY_PARAMS = sorted(MODELS, key=lambda model: model.params, reverse=True)
 SMALLEST = {model.model_type: model.hub_id for model in BY_PARAMS}  # of each type
@@ -87,6 +92,19 @@ def test_a_model_is_estimated_in_both_phases(model: ModelRecord) -> None:
     for one in predictions:
         checked(one)
         assert one.num_params == model.params
+
+
+@pytest.mark.parametrize("model", PACKED, ids=lambda model: model.hub_id)
+def test_a_packed_model_is_served_and_not_trained(model: ModelRecord) -> None:
+    with pytest.raises(ConfigError, match="and nothing here trains"):
+        estimates.estimate(runs_of(model, ["lora"])[:1], ["h100-sxm-80gb"])
+    ranks = (("tensor_parallel_size", 8),)
+    run = RunConfig(
+        model=model.hub_id, phase="inference", serving="vllm", serving_options=ranks, context=8192
+    )
+    (one,) = estimates.estimate([run], ["h200-sxm-141gb"])
+    assert one.serving is not None
+    assert one.serving.starts
 
 
 def test_no_estimate_loads_torch() -> None:

@@ -80,10 +80,10 @@ def test_a_flag_that_is_a_setting_of_the_run_names_it(
     ("engine", "flag", "said"),
     [
         ("vllm", "trust_remote_code", "changes nothing that is predicted; leave it out"),
-        ("vllm", "dp", "give the GPUs of one, and its share of concurrency"),
+        ("vllm", "all2all_backend", "sets how states are exchanged"),
         ("vllm", "cpu_offload_gb", "keeps weights on the host"),
         ("vllm", "enable_chunked_prefill", "give their max_num_batched_tokens"),
-        ("sglang", "ep_size", "divides experts whole"),
+        ("sglang", "moe_a2a_backend", "sets how states are exchanged"),
         ("llama-cpp", "tensor_split", "use vllm"),
         ("llama-cpp", "threads", "changes nothing"),
     ],
@@ -177,7 +177,7 @@ def test_a_run_with_an_engine_survives_json() -> None:
         (
             {"serving_options": (("kv_cache_dtype", "int3"),)},
             A100,
-            "kv_cache_dtype: 'int3' is not accepted; accepted are auto, fp8",
+            "kv_cache_dtype: 'int3' is not accepted; accepted are auto, bfloat16, fp8",
         ),
     ],
 )

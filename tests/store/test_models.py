@@ -255,6 +255,8 @@ def test_a_name_of_many_models_lists_eight(monkeypatch: pytest.MonkeyPatch) -> N
         ("unsloth/llama-3.1-8b-unsloth-bnb-4bit", "meta-llama/Llama-3.1-8B", "bitsandbytes"),
         ("Llama-3.1-8B-bnb-8bit", "meta-llama/Llama-3.1-8B", "bitsandbytes"),
         ("Qwen/Qwen3-32B-FP8", "Qwen/Qwen3-32B", "fp8"),
+        ("RedHatAI/Qwen3-32B-quantized.w4a16", "Qwen/Qwen3-32B", "compressed-tensors"),
+        ("RedHatAI/Qwen3-32B-W4A16-G128", "Qwen/Qwen3-32B", "compressed-tensors"),
         ("llama3.1:8b-instruct-q4_K_M", "meta-llama/Llama-3.1-8B-Instruct", "gguf Q4_K_M"),
         (
             "Mistral-7B-Instruct-v0.2.Q5_K_M.gguf",

@@ -269,3 +269,21 @@ def test_the_command_prints_errors_and_where_it_is_kept(tmp_path: Path) -> None:
     refused = CliRunner().invoke(main, asked)
     assert refused.exit_code == 2
     assert "--from-log needs one --gpu" in refused.output
+
+
+def test_one_of_engines_that_share_experts_is_compared_with_its_own_pool(tmp_path: Path) -> None:
+    text = (
+        "INFO vLLM API server version 0.19.0\n"
+        "INFO args: Namespace(model='MiniMaxAI/MiniMax-M2.5', max_model_len=8192, "
+        "data_parallel_size=4, enable_expert_parallel=True)\n"
+        "INFO [gpu_worker.py:298] Available KV cache memory: 40.00 GiB\n"
+        "INFO [kv_cache_utils.py:1087] GPU KV cache size: 169,104 tokens\n"
+    )
+    found = record(tmp_path, text, gpu="h200-sxm-141gb")
+    run = found.record.run
+    assert dict(run.serving_options) == {"data_parallel_size": 4, "enable_expert_parallel": True}
+    gpu = find_gpu("h200-sxm-141gb")
+    answer = predict(load_model(run.model), run, gpu, load_calibration(gpu)).serving
+    assert answer is not None
+    assert found.predicted["kv_pool_tokens"] == answer.kv_pool_tokens / 4
+    assert found.predicted["kv_pool_bytes"] == answer.kv_pool_bytes

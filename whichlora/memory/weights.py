@@ -46,7 +46,8 @@ def quantised_parts(
     Kind: exact; for GPTQ and AWQ where groups divide the rows.
     Source: Dettmers et al. 2023, arXiv:2305.14314, section 3; bitsandbytes 0.50.2
     `functional.quantize_4bit`; AutoGPTQ and AutoAWQ packed layouts; compressed-tensors'
-    FP8 of channels, vLLM 0.33.0 schemes/compressed_tensors_w8a8_fp8.py.
+    FP8 of channels and packed 4-bit integers, vLLM 0.33.0 schemes/compressed_tensors_w8a8_fp8.py,
+    compressed_tensors_wNa16.py:99.
 
     Raises:
         ConfigError: an unknown format.
@@ -61,6 +62,8 @@ def quantised_parts(
         return code_bytes, 4 * num_scales, CODE_TABLE_BYTES
     if quant in ("int8", "fp8"):  # one fp32 scale per row: `Int8Params.SCB`, `weight_scale`
         return num_weights, 4 * out_features
+    if quant == "w4a16":  # symmetric, so that no zeros are stored: codes, and 16-bit scales
+        return ceil_div(num_weights, 2), 2 * ceil_div(num_weights, group_size)
     if quant in CHECKPOINT_QUANTS:
         groups: int = ceil_div(num_weights, group_size)
         bits = 8 if quant == "gptq-int8" else 4

@@ -24,6 +24,7 @@ from whichlora.spec.checkpoint import (
     refuses_bitsandbytes,
     stored_group,
     stored_quant,
+    with_unpacked,
 )
 from whichlora.spec.dtypes import Dtypes, is_quantised, resolve_dtypes
 from whichlora.spec.gpu import GpuSpec
@@ -35,6 +36,7 @@ from whichlora.spec.run import (
     ALL_LINEAR,
     BNB_QUANTS,
     CHECKPOINT_QUANTS,
+    ENGINE_QUANTS,
     FOUR_BIT_BNB,
     FP32_PRECISIONS,
     TRANSFORMERS,
@@ -203,11 +205,15 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     _check_storage(model, run, gpu)
     _check_attention(model, run, gpu)
     _check_device(run, gpu)
-    if run.quant == "fp8" and (training or not get_engine(run.serving).reads_fp8):
-        engines = " or ".join(name for name, each in list_engines().items() if each.reads_fp8)
-        raise ConfigError(
-            f"quant: fp8 is how {engines} serve weights; give serving one of them, or quant none"
-        )
+    if run.quant in ENGINE_QUANTS:
+        readers = [name for name, each in list_engines().items() if run.quant in each.stored_forms]
+        if training or run.serving not in readers:
+            raise ConfigError(
+                f"quant: {run.quant} is how {' or '.join(readers)} serve weights; give serving one "
+                "of them, or quant none"
+            )
+    if run.quant == "w4a16":
+        model = with_unpacked(model)
     if not training and run.cache_format is not None:
         check_quantisable(model, run.cache_format)
     targets: tuple[str, ...] = ()
@@ -571,7 +577,7 @@ def as_stored(model: ModelSpec, run: RunConfig) -> RunConfig:
             )
         return replace(run, serving_options=(*run.serving_options, (engine.stored_by, file_type)))
     quant = stored_quant(model.config)
-    is_read = quant in LOADED_AS_STORED or (quant == "fp8" and not training and engine.reads_fp8)
+    is_read = quant in LOADED_AS_STORED or (quant in engine.stored_forms and not training)
     if not is_read or not (run.quant in (None, quant) or {run.quant, quant} <= BNB_QUANTS):
         return run
     group = stored_group(model.config) or run.quant_group_size
@@ -635,6 +641,12 @@ def _check_storage(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
             "serving llama-cpp, or the model it was made from with method qlora"
         )
     stored = stored_quant(model.config)
+    if stored == "w4a16" and quant != stored:
+        raise ConfigError(
+            f"quant: {model.name} is stored in 4-bit integers (w4a16), which vllm and sglang serve "
+            f"and nothing here trains or expands, got {quant}; name the 16-bit model it was made "
+            "from"
+        )
     if stored in LOADED_AS_STORED and quant != stored and _reads_checkpoint(run):
         raise ConfigError(
             f"quant: {model.name} is stored in {stored}, and is loaded so, got {quant}; leave "

@@ -49,6 +49,35 @@ def reduction_s(
     return lambda num_bytes: float(on_node_s(links, "all_reduce", num_bytes, ranks))
 
 
+def exchange_s(
+    ranks: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec], *, gathered_share: float
+) -> Callable[[float], float] | None:
+    """Seconds in which ranks with own sequences exchange states around experts, by bytes of one.
+
+    All gather the states of all before the experts, and each gets the sums of its own after them.
+    None where their links are not known.
+
+    Args:
+        gathered_share: bytes of a gathered state over those of a summed one.
+
+    Kind: estimate: what was chosen for each token is left out. Source: vLLM 0.33.0
+    distributed/device_communicators/all2all.py:55 `AgRsAll2AllManager`.
+    """
+    if ranks == 1:
+        return lambda num_bytes: 0.0
+    config, links, _ = _placed(ranks, gpu, machines)
+    if links is None:
+        return None
+    group = group_of(ranks, 1, config.gpus_per_node)
+
+    def seconds(num_bytes: float) -> float:
+        of_all = ranks * num_bytes
+        gathered = collective_s(links, "all_gather", gathered_share * of_all, group)
+        return float(gathered + collective_s(links, "reduce_scatter", of_all, group))
+
+    return None if math.isnan(seconds(1.0)) else seconds
+
+
 def sends_s(
     ranks: int, stages: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]
 ) -> Callable[[float], float] | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import TIME_CONFIDENCE, time_interval
 from whichlora.predict.resolve import ResolvedRun
-from whichlora.predict.serving_links import reduction_s, sends_s
+from whichlora.predict.serving_links import exchange_s, reduction_s, sends_s
 from whichlora.serving.base import Served
 from whichlora.serving.cpu_timer import CpuTimer
 from whichlora.serving.pipeline_time import PipelineTimer, pipeline_timer
@@ -70,10 +70,16 @@ def _timer(
         ranks, stages = stepping.ranks, stepping.num_stages
         reducing = reduction_s(ranks, job.gpu, calibration.machines)
         sending = sends_s(ranks, stages, job.gpu, calibration.machines)
-        if reducing is None or sending is None:
+        exchanging = exchange_s(
+            stepping.copies,
+            job.gpu,
+            calibration.machines,
+            gathered_share=stepping.gathered_share,
+        )
+        if reducing is None or sending is None or exchanging is None:
             return None
         service.timers[stepping] = (
-            step_timer(served, stepping=stepping, reduction_s=reducing)
+            step_timer(served, stepping=stepping, reduction_s=reducing, exchange_s=exchanging)
             if stages == 1
             else pipeline_timer(served, stepping=stepping, reduction_s=reducing, sends_s=sending)
         )
@@ -98,7 +104,8 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
     """The rules of the engine, and the load of the run.
 
     A pipeline has as many batches under way as stages, with equally many requests, and each batch
-    its share of the pool. Engines do not divide a batch: requests that come at once and whose
+    its share of the pool. Engines that share experts have equally many requests each, and step
+    together. Engines do not divide a batch: requests that come at once and whose
     prompts fit one step stay one batch until answers end, so that the first answers take longer
     than here (github.com/vllm-project/vllm/issues/41682). The chunks of a prompt that is read alone
     follow each other from stage to stage, where other batches leave these free.
@@ -108,18 +115,21 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
     """
     start, stepping = service.start, timer.stepping
     stages, is_open = stepping.num_stages, run.request_rate is not None
+    clients = -(-run.batch_size // stepping.copies)
     length = min(served.context, run.prompt_len + run.max_new_tokens)
     pool_tokens = start.pool.num_tokens(length)
     held = pool_tokens // length  # a batch has one of them at least
-    batches = max(1, min(stages, held, stages if is_open else run.batch_size))
-    share = -(-run.batch_size // batches)
+    batches = max(1, min(stages, held, stages if is_open else clients))
+    share = -(-clients // batches)
     max_num_seqs = start.max_num_seqs(served.context)
     load = Load(
         prompt_len=run.prompt_len,
         new_tokens=run.max_new_tokens,
         cached_prompt=served.shared_tokens,
         concurrency=share,
-        requests_per_s=None if run.request_rate is None else run.request_rate / batches,
+        requests_per_s=None
+        if run.request_rate is None
+        else run.request_rate / batches / stepping.copies,
     )
     rules = Rules(
         max_num_seqs=max(1, min(max_num_seqs, stepping.max_num_seqs or max_num_seqs) // batches),
@@ -135,7 +145,7 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
     )
     if isinstance(timer, PipelineTimer):
         timer = replace(timer, batches=batches)
-    scale = batches if is_open else run.batch_size / share
+    scale = batches * stepping.copies if is_open else run.batch_size / share
     return _Asked(rules=rules, load=load, timer=timer, scale=scale)
 
 

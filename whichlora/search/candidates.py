@@ -149,10 +149,12 @@ class Candidates:
 
         The most are those of one machine. Powers of two are tried, since heads are divided.
         """
-        option, options = get_engine(form.serving).shared_by, dict(form.serving_options)
+        engine, options = get_engine(form.serving), dict(form.serving_options)
+        option = engine.shared_by
         if not option or option in options:
             return form
         most = max(config.gpus // config.nodes for config in self.plan.spreads)
+        most //= engine.num_copies(form)
         for exponent in reversed(range(1, most.bit_length())):
             stated = tuple(sorted((options | {option: 2**exponent}).items()))
             shared = replace(form, serving_options=stated)

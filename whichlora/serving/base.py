@@ -11,6 +11,8 @@ from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.methods.base import Method
 from whichlora.serving.block_groups import CachedLayers
+from whichlora.serving.expert_ranks import ExpertRanks
+from whichlora.serving.indexers import INDEXER_KERNELS
 from whichlora.serving.kernel_rates import UNPACKING_PRODUCTS, CodeBlocks, KernelRates
 from whichlora.serving.log import EngineLog
 from whichlora.spec.architecture import Linear, ModelSpec
@@ -154,6 +156,7 @@ class Start:
             sequence.
         stage: of a pipeline, whose GPU this is: that with the fewest blocks, which all have; 0
             where there is no pipeline.
+        copies: engines that share experts, each with such GPUs, a pool and sequences of its own.
     """
 
     entries: tuple[Entry, ...]
@@ -167,6 +170,7 @@ class Start:
     counts_process: bool = False
     needs_context: bool = False
     stage: int = 0
+    copies: int = 1
 
     def fault_at(self, context: int) -> str:
         """Why it does not start for sequences of `context` tokens; empty where it does."""
@@ -191,11 +195,11 @@ class Start:
         return (*self.entries, Entry(self.pool_fact, held))
 
     def max_running(self, context: int, shared_tokens: int = 0) -> int:
-        """Sequences of `context` tokens that run at once; what is asked beyond waits."""
+        """Sequences of `context` tokens that run at once in all; what is asked beyond waits."""
         if self.fault_at(context):
             return 0
         held: int = self.pool.num_sequences(context, shared_tokens)
-        return min(self.max_num_seqs(context), held)
+        return self.copies * min(self.max_num_seqs(context), held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +208,8 @@ class Stepping:
 
     Args:
         ranks: GPUs that share every matrix.
+        experts: how routed experts are divided; None: as every matrix.
+        gathered_share: of a state in the dtype of products, what ranks with own sequences send.
         stage_layers: of a pipeline, how many layers each stage has; empty where there is none.
         step_s: what its host does between two steps, for which the GPU waits; `sequence_s` for each
             sequence that runs.
@@ -232,6 +238,7 @@ class Stepping:
         graph_tokens: of one pass over the layers; a larger step is several. None for no limit.
         state_bytes: of a recurrent layer's state; None where the model's dtypes say it.
         reserved_tokens, keeps_blocks, front_s, plans_ahead: as `scheduler.Rules`.
+        indexer_kernels: of one indexer, beside its products.
         tokenized_s: of each token of a prompt, before the scheduler has it.
     """
 
@@ -263,6 +270,14 @@ class Stepping:
     front_s: float = 0.0
     tokenized_s: float = 0.0
     plans_ahead: bool = False
+    indexer_kernels: int = INDEXER_KERNELS
+    experts: ExpertRanks | None = None
+    gathered_share: float = 1.0
+
+    @property
+    def copies(self) -> int:
+        """Engines that share experts, each with sequences of its own."""
+        return self.experts.copies if self.experts else 1
 
     @property
     def num_stages(self) -> int:
@@ -321,13 +336,15 @@ class Engine:
         stored_by: its option that says how weights are stored, where it has one of its own.
         shared_by: its option for the number of GPUs that share every matrix, where that is
             predicted; `staged_by` for the number of stages that each have some of the layers.
+        copied_by: its option for the number of engines that share experts alone, each with GPUs of
+            its own beside those of `shared_by`.
         least_capability: the oldest compute capability that it has kernels for.
         start: what it takes when it starts; None where memory is taken as sequences come, so that
             the run is one call of `generate`.
         load_of_start: what that depends on of the sequences asked for: two loads with an equal
             one start alike.
         reads_checkpoints: it loads the files of the hub as they are stored.
-        reads_fp8: whether it serves weights in 8-bit floats.
+        stored_forms: of `ENGINE_QUANTS`, those in which it serves weights.
         loads_towers: whether it loads what sees to serve texts alone.
         stepping: how it steps, where `Start.untimed` does not say why not; None where its times are
             not predicted.
@@ -353,11 +370,12 @@ class Engine:
     stored_by: str = ""
     shared_by: str = ""
     staged_by: str = ""
+    copied_by: str = ""
     least_capability: float = 0.0
     start: Callable[[Served], Start] | None = None
     load_of_start: Callable[[Served], Hashable] = _nothing
     reads_checkpoints: bool = True
-    reads_fp8: bool = False
+    stored_forms: frozenset[str] = frozenset()
     loads_towers: bool = True
     stepping: Callable[[Served], Stepping] | None = None
     logged_timer: Callable[[Served, Sequence[LoggedTimes]], CpuTimer | None] | None = None
@@ -370,13 +388,19 @@ class Engine:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def num_gpus(self, run: RunConfig) -> int:
-        """GPUs that share the model of `run`: those of every stage."""
-        ranks = dict(run.serving_options).get(self.shared_by, 1)
-        return self.num_stages(run) * (ranks if isinstance(ranks, int) else 1)
+        """GPUs that share the model of `run`: those of every stage, and of every copy."""
+        return self.num_stages(run) * self._number(run, self.shared_by) * self.num_copies(run)
+
+    def num_copies(self, run: RunConfig) -> int:
+        """Engines that share the experts of `run`, of GPUs that each has alone."""
+        return self._number(run, self.copied_by)
 
     def num_stages(self, run: RunConfig) -> int:
         """Stages of the pipeline of `run`; 1 where there is none."""
-        asked = dict(run.serving_options).get(self.staged_by, 1)
+        return self._number(run, self.staged_by)
+
+    def _number(self, run: RunConfig, option: str) -> int:
+        asked = dict(run.serving_options).get(option, 1)
         return asked if isinstance(asked, int) else 1
 
     def libraries(self, run: RunConfig) -> Libraries:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from whichlora.serving.indexers import attended_elements, index_key_bytes
 from whichlora.spec.architecture import Attention, ModelSpec
 from whichlora.spec.numeric import Count, ceil_div, smallest
 
@@ -18,6 +19,7 @@ class CachedLayers:
 
     Args:
         token_elements: keys and values of one token in one layer.
+        index_bytes: of its index key, beside them.
         window: None for whole attention.
         conv_elements: of a sequence's state, whatever its length, in the dtype of the model;
             `recurrent_elements` in `recurrent_dtype`, or else the model's.
@@ -29,6 +31,11 @@ class CachedLayers:
     conv_elements: int = 0
     recurrent_elements: int = 0
     recurrent_dtype: str = ""
+    index_bytes: int = 0
+
+    def token_bytes(self, element_bytes: int) -> int:
+        """Of one token in one layer."""
+        return self.token_elements * element_bytes + self.index_bytes
 
     def state_bytes(self, element_bytes: int, recurrent_bytes: int | None = None) -> int:
         """Of one sequence in one layer.
@@ -74,7 +81,8 @@ def cached_layers(model: ModelSpec) -> list[CachedLayers]:
 def cached_of(attention: Attention) -> CachedLayers:
     """What one layer keeps: of no layers yet."""
     return CachedLayers(
-        token_elements=attention.cache_elements,
+        token_elements=attended_elements(attention),
+        index_bytes=index_key_bytes(attention),
         window=attention.sliding_window,
         num_layers=0,
         conv_elements=attention.conv_channels * max(0, attention.conv_kernel - 1),
@@ -119,9 +127,10 @@ def blocks(
     held = kinds if part is None else part
     largest = max(kind.state_bytes(state_bytes) for kind in kinds)
     if len(kinds) == 1 or (not largest and len({kind.window for kind in kinds}) == 1):
-        tokens = sum(kind.token_elements * kind.num_layers for kind in held)  # one table for all
+        # one table for all
+        token_bytes = sum(kind.token_bytes(element_bytes) * kind.num_layers for kind in held)
         return Blocks(
-            block_bytes=tokens * block_size * element_bytes,
+            block_bytes=token_bytes * block_size,
             blocks_of=lambda context: _blocks_of(
                 kinds[0].window, context, block_size, tokens_in_flight
             ),

@@ -16,7 +16,7 @@ def shell_command(
         start: all before the model.
         context: the flag of the most tokens of a sequence.
         flags: further ones.
-        renamed: words in place of a switch that is turned on, where they are not its name.
+        renamed: words in place of an option, where its flag is not its name; {} is its value.
     """
     words = [start, shlex.quote(served.weights or served.model.name)]
     words += [context, str(served.context), "--dtype", _dtype(served)]
@@ -24,6 +24,8 @@ def shell_command(
         flag = "--" + name.replace("_", "-")
         if value is True:
             words.append(renamed.get(name, flag))
+        elif name in renamed:
+            words.append(renamed[name].format(value))
         elif value is not False:
             words += [flag, shlex.quote(f"{value:g}" if isinstance(value, float) else str(value))]
     return " ".join((*words, *flags))

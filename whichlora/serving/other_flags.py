@@ -4,7 +4,9 @@ from __future__ import annotations
 
 NO_NUMBER = "changes nothing that is predicted; leave it out"
 REPLICAS = "makes engines of their own: give the GPUs of one, and its share of concurrency"
-EXPERT_RANKS = "divides experts whole, which is not predicted; leave it out, and each is divided"
+ALL_TO_ALL = "sets how states are exchanged; the default is predicted, which gathers; leave it out"
+DENSE_RANKS = "divides dense matrices in another way, which is not predicted; leave it out"
+REDUNDANT_EXPERTS = "holds experts twice, which is not predicted for this engine; leave it out"
 HOST_WEIGHTS = "keeps weights on the host, which is not predicted; give more gpus or another quant"
 DRAFT = "drafts tokens, which is not predicted; leave it out"
 IMAGES = "is of images, which are not predicted at serving: texts alone are"

@@ -64,20 +64,46 @@ LAST_STATES = Fact(
 )
 
 
-def layer_entry(rank: ModelSpec, *, tokens: int, element_bytes: int) -> Entry:
+def layer_entry(rank: ModelSpec, *, tokens: int, element_bytes: int, copies: int = 1) -> Entry:
     """The largest part of one layer's forward over `tokens` tokens.
+
+    Args:
+        copies: ranks with as many tokens each, whose states experts gather first.
 
     Kind: exact for the eager code; a compiled graph frees one hidden state more.
     Source: `MLP_PASS`, `ATTENTION_PASS`, `EXPERTS_PASS`.
     """
     hidden = 3 * rank.hidden_size  # the input, the residual and the result
+    gathered = copies if copies > 1 else 0
     widths = [
-        (width + hidden, fact)
+        (copies * width + gathered * rank.hidden_size + hidden, fact)
+        if fact is EXPERTS_PASS
+        else (width + hidden, fact)
         for layer, _ in rank.layers()
         for width, fact in _widths(layer, rank.hidden_size)
     ]
     width, fact = max(widths, key=lambda each: each[0])
     return Entry(fact, tokens * width * element_bytes)
+
+
+def attention_entry(rank: ModelSpec, *, tokens: int, element_bytes: int) -> Entry:
+    """The largest attention over `tokens` tokens. Kind, source: as of `layer_entry`."""
+    width = max(_attention_width(each) for layer, _ in rank.layers() for each in layer.attentions)
+    return Entry(ATTENTION_PASS, tokens * (width + 3 * rank.hidden_size) * element_bytes)
+
+
+def experts_bytes(rank: ModelSpec, *, tokens: int, element_bytes: int) -> int:
+    """What a layer of experts over `tokens` tokens takes beside hidden states; 0 without any.
+
+    Kind: exact. Source: `EXPERTS_PASS`.
+    """
+    widths = [
+        width
+        for layer, _ in rank.layers()
+        for width, fact in _widths(layer, rank.hidden_size)
+        if fact is EXPERTS_PASS
+    ]
+    return tokens * max(widths, default=0) * element_bytes
 
 
 def _widths(layer: Layer, hidden_size: int) -> list[tuple[int, Fact]]:

@@ -10,6 +10,8 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.weights import weight_entries
 from whichlora.parallel.division import COLUMNS, ROWS, divided_model
 from whichlora.serving.base import Served
+from whichlora.serving.expert_ranks import ExpertRanks
+from whichlora.serving.indexers import attended_elements, with_wide_indexers
 from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
@@ -42,20 +44,30 @@ LORA_SLOTS = Fact(
 )
 
 
-def rank_model(model: ModelSpec, size: int) -> ModelSpec:
+def rank_model(model: ModelSpec, size: int, experts: ExpertRanks | None = None) -> ModelSpec:
     """What one of `size` tensor-parallel ranks has of `model`.
 
     Where there are fewer heads of keys than ranks, each rank has one of them.
+
+    Args:
+        experts: how routed experts are divided; None: their widths among the ranks.
+
     Kind: exact. Source: vLLM 0.33.0 `LlamaAttention.__init__`, models/llama.py:152-160;
     `FusedMoE` divides the width of every expert.
     """
-    model = with_routed_rows(model)
-    if size == 1:
+    model = with_wide_indexers(with_routed_rows(model))
+    routed = experts or ExpertRanks(width=size)
+    if size == routed.width == routed.whole == routed.gathered == 1:
         return model
     groups = tuple(
-        replace(group, layer=_with_divided_experts(_with_repeated_keys(group.layer, size), size))
+        replace(
+            group, layer=_with_divided_experts(_with_repeated_keys(group.layer, size), size, routed)
+        )
         for group in model.groups
     )
+    if model.head is not None and routed.gathered > 1:
+        rows = ceil_div(model.head.out_features, routed.gathered)
+        model = replace(model, head=replace(model.head, out_features=rows))
     return divided_model(replace(model, groups=groups), size)
 
 
@@ -105,7 +117,7 @@ def has_latents(attention: Attention) -> bool:
 
 def latent_width(attention: Attention) -> int:
     """Elements that one head multiplies of a token's latent, with its rotated part and without."""
-    return 2 * attention.cache_elements - (attention.rotary_dim or 0)
+    return 2 * attended_elements(attention) - (attention.rotary_dim or 0)
 
 
 def between_latents(rank: ModelSpec) -> int:
@@ -122,7 +134,7 @@ def between_latents(rank: ModelSpec) -> int:
 def _repeated_latents(attention: Attention, size: int) -> Attention:
     """`attention` with latents for each rank, which has them whole.
 
-    Of the matrices that read one it has its heads' share.
+    Of the matrices that read one it has its heads' share; indexers are whole.
     Source: vLLM 0.33.0 models/deepseek_v2.py:1052 fused_qkv_a_proj, :1083 q_b_proj, :1099
     kv_b_proj; SGLang 0.5.23 srt/models/deepseek_v2.py.
     """
@@ -132,7 +144,7 @@ def _repeated_latents(attention: Attention, size: int) -> Attention:
         norms=tuple(replace(norm, rows=norm.rows * size) for norm in attention.norms),
         linears=tuple(
             replace(linear, out_features=ceil_div(linear.out_features, size))
-            if linear.reads in LATENTS
+            if linear.reads in LATENTS and linear.active
             else linear
             for linear in attention.linears
         ),
@@ -157,18 +169,18 @@ def _repeated_keys(attention: Attention, size: int) -> Attention:
     )
 
 
-def _with_divided_experts(layer: Layer, size: int) -> Layer:
+def _with_divided_experts(layer: Layer, size: int, experts: ExpertRanks) -> Layer:
+    if layer.mlp is not None and experts.gathered > 1:
+        layer = replace(layer, mlp=_divided_experts(layer.mlp, experts.gathered))
     if layer.moe is None:
         return layer
     shared = layer.moe.shared
-    return replace(
-        layer,
-        moe=replace(
-            layer.moe,
-            expert=_divided_experts(layer.moe.expert, size),
-            shared=None if shared is None else _divided_experts(shared, size),
-        ),
+    moe = replace(
+        layer.moe,
+        expert=_divided_experts(layer.moe.expert, experts.width),
+        shared=None if shared is None else _divided_experts(shared, size * experts.gathered),
     )
+    return replace(layer, moe=experts.of_rank(moe))
 
 
 def _divided_experts(mlp: Mlp, size: int) -> Mlp:
@@ -228,15 +240,18 @@ def held_entries(
     return [*entries, Entry(ROTARY_TABLES, rotary_bytes(rank, rotary_element_bytes))]
 
 
-def check_ranks(served: Served, option: str, staged_by: str) -> None:
+def check_ranks(served: Served, option: str, staged_by: str, *, ranks: int | None = None) -> None:
     """Refuse ranks that cannot share the heads.
+
+    Args:
+        ranks: that share them, where these are not all of `option`.
 
     Source: vLLM 0.33.0 `LlamaAttention.__init__`, model_executor/models/llama.py:148-160.
 
     Raises:
         ConfigError: one line, which names `option`, and `staged_by` as the way out.
     """
-    ranks = served.count(option) or 1
+    ranks = ranks or served.count(option) or 1
     if ranks == 1:
         return
     gpus = ranks * (served.count(staged_by) or 1)
@@ -278,11 +293,6 @@ def check_model(served: Served, *, keeps_states: bool = False) -> None:
         raise ConfigError(
             f"serving: {name}'s pool is not predicted for the recurrent layers of {model.name}; "
             "leave serving out"
-        )
-    if model.chooses_keys:
-        raise ConfigError(
-            f"serving: {name}'s pool is not predicted for {model.name}, whose indexers have their "
-            "own keys; leave serving out"
         )
     if model.skips_layers:
         raise ConfigError(

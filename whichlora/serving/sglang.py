@@ -15,13 +15,18 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import CachedLayers, cached_layers
 from whichlora.serving.command import shell_command
+from whichlora.serving.drafts import NOTE, UNTIMED, check_drafts, joint_entry, with_draft_layers
+from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS, TOKENIZED_S
 from whichlora.serving.other_flags import (
+    ALL_TO_ALL,
     CAPTURED_SIZES,
+    DENSE_RANKS,
     DRAFT,
-    EXPERT_RANKS,
     HOST_WEIGHTS,
+    NO_NUMBER,
     OF_A_SERVER,
+    REDUNDANT_EXPERTS,
     REPLICAS,
 )
 from whichlora.serving.profile_pass import layer_entry
@@ -36,17 +41,30 @@ from whichlora.serving.rank import (
 )
 from whichlora.serving.sglang_log import LOG
 from whichlora.serving.sglang_share import (
+    COPIES,
+    DIVIDES_COPIES,
+    OLDER_COPIES,
     RANKS,
     STAGES,
+    WHOLE_EXPERTS,
     chunked_prefill_size,
+    copies,
     decode_graphs,
     mem_fraction_static,
 )
+from whichlora.serving.sglang_sparse import (
+    PAGE_SIZE,
+    as_cached,
+    indexer_kernels,
+    is_narrow,
+    latent_share,
+)
+from whichlora.serving.sglang_sparse import check as check_sparse
 from whichlora.serving.stages import check_stages, stage_notes, stages_of
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
-from whichlora.spec.run import BNB_QUANTS
+from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS
 from whichlora.timing.model import LAUNCH_S
 from whichlora.units import format_bytes
 
@@ -59,6 +77,9 @@ HOST_S, SEQUENCE_S = 0.4e-3, 5e-6
 # Of each answer, for which room is kept before a request begins; of a longer one no more.
 # Kind: exact. Source: srt/environ.py:650 SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION.
 RESERVED_TOKENS = 4096
+
+DRAFTS = "speculative_algorithm"
+DRAFTED_REQUESTS = 48  # that run at once beside drafts; srt/arg_groups/speculative_hook.py:1090
 
 RECURRENT_STATES = Fact(
     part="kv_cache",
@@ -92,16 +113,56 @@ def token_bytes(served: Served, rank: ModelSpec) -> int:
 
     Kind: exact. Source: SGLang 0.5.23 srt/model_executor/pool_configurator.py:340, :786.
     """
-    width = 1 if served.options["kv_cache_dtype"] in FP8 else served.dtypes.compute_bytes
-    kinds = cached_layers(rank)
+    width = _cache_bytes(served)
+    kinds = cached_layers(as_cached(served, rank))
     is_mixed = len({kind.window is None for kind in kinds}) > 1
     shares = {True: SLIDING_SHARE if is_mixed else 1.0, False: 1.0}
     return int(
         sum(
-            shares[kind.window is not None] * kind.num_layers * kind.token_elements * width
+            shares[kind.window is not None] * kind.num_layers * kind.token_bytes(width)
             for kind in kinds
         )
     )
+
+
+def _cache_bytes(served: Served) -> int:
+    """Of one element of keys and values."""
+    is_fp8 = served.options["kv_cache_dtype"] in FP8
+    if served.model.chooses_keys:
+        is_fp8 = is_narrow(served)
+    return 1 if is_fp8 else served.dtypes.compute_bytes
+
+
+def page_size(served: Served) -> int:
+    """Tokens of a page; sparse attention has its own, whatever is asked for."""
+    return PAGE_SIZE if served.model.chooses_keys else served.count("page_size") or 1
+
+
+def expert_ranks(served: Served) -> ExpertRanks:
+    """How experts are divided: whole among `ep_size` GPUs, by their widths among the others.
+
+    With attention of their own, groups gather the tokens of all before every MLP and the head,
+    which all GPUs divide.
+    Kind: exact. Source: SGLang 0.5.23 srt/models/deepseek_v2.py:3296, srt/layers/communicator.py,
+    vocab_parallel_embedding.py:529.
+    """
+    whole, groups = served.count(WHOLE_EXPERTS) or 1, copies(served)
+    return ExpertRanks(
+        copies=groups,
+        whole=whole,
+        width=(served.count(RANKS) or 1) // whole,
+        gathers_all=groups > 1,
+    )
+
+
+def _rank_of(served: Served, part: ModelSpec) -> ModelSpec:
+    """What one GPU has of `part`."""
+    return rank_model(part, _attention_ranks(served), expert_ranks(served))
+
+
+def _attention_ranks(served: Served) -> int:
+    """GPUs that share the matrices of attention."""
+    return (served.count(RANKS) or 1) // copies(served)
 
 
 def free_bytes(served: Served) -> int:
@@ -124,13 +185,13 @@ def start(served: Served) -> Start:
     Source: SGLang 0.5.23 `KVCacheConfigurator`: `_profile_available_bytes`,
     `_apply_token_constraints`; logs of 0.4 and 0.5.
     """
-    page = served.count("page_size") or 1
+    served = with_draft_layers(served) if served.options[DRAFTS] else served
+    page = page_size(served)
     free_before, share = free_bytes(served), mem_fraction_static(served)
     budget = int(share * free_before)
     keeps = _keeps_prefixes(served)
-    size = served.count(RANKS) or 1
     stages = stages_of(served.model, stage_layers(served))
-    ranks = [rank_model(stage.part, size) for stage in stages]
+    ranks = [_rank_of(served, stage.part) for stage in stages]
     held = [_held(served, rank) for rank in ranks]
     states = [_state_bytes(served, rank) for rank in ranks]
     room_before = budget - max(sum(entry.num_bytes for entry in entries) for entries in held)
@@ -168,8 +229,17 @@ def start(served: Served) -> Start:
             else _max_running_requests(served, tokens, context)
         ),
         fault=fault,
+        copies=copies(served),
+        untimed=_untimed(served),
         stage=fullest + 1 if len(ranks) > 1 else 0,
     )
+
+
+def _untimed(served: Served) -> str:
+    """Why steps are not predicted; empty where they are."""
+    if copies(served) > 1 and (served.count(STAGES) or 1) > 1:
+        return f"steps of {COPIES} beside {STAGES} are not predicted"
+    return UNTIMED if served.options[DRAFTS] else ""
 
 
 def stage_layers(served: Served) -> tuple[int, ...]:
@@ -188,6 +258,7 @@ def _held(served: Served, rank: ModelSpec) -> list[Entry]:
     stored = with_aligned_experts(rank, hidden=1, width=64) if is_packed else rank
     absorbed = between_latents(rank) * served.dtypes.compute_bytes
     entries = held_entries(served, stored, rotary_element_bytes=4)
+    entries += [joint_entry(served)] if served.options[DRAFTS] else []
     return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
 
 
@@ -245,7 +316,10 @@ def _max_running_requests(served: Served, tokens: int, context: int) -> int:
     """Source: SGLang 0.5.23 srt/mem_cache/kv_cache_configurator.py:3119 resolve_max_num_reqs."""
     by_context = int(tokens / context * 512)
     usual = max(min(by_context, MOST_REQUESTS), LEAST_REQUESTS)
-    return min(served.count("max_running_requests") or usual, tokens // 2)
+    asked = served.count("max_running_requests")
+    if asked is None and served.options[DRAFTS]:
+        asked = DRAFTED_REQUESTS
+    return min(usual if asked is None else max(1, asked // copies(served)), tokens // 2)
 
 
 def stepping(served: Served) -> Stepping:
@@ -256,16 +330,17 @@ def stepping(served: Served) -> Stepping:
     vLLM's kernel for experts.
     """
     is_eager = bool(served.options["disable_cuda_graph"])
-    fp8 = served.options["kv_cache_dtype"] in FP8
     return Stepping(
-        ranks=served.count(RANKS) or 1,
+        ranks=_attention_ranks(served),
+        experts=expert_ranks(served),
         step_s=HOST_S,
         sequence_s=SEQUENCE_S,
-        max_step_tokens=chunked_prefill_size(served),
+        max_step_tokens=chunked_prefill_size(served) // copies(served),
         mixes=False,
         captured_tokens=0 if is_eager else decode_graphs(served),
         launch_s=LAUNCH_S,
-        cache_bytes=1 if fp8 else served.dtypes.compute_bytes,
+        indexer_kernels=indexer_kernels(served),
+        cache_bytes=_cache_bytes(served) * latent_share(served),
         state_bytes=partial(_kind_bytes, served),
         reserved_tokens=RESERVED_TOKENS,
         tokenized_s=TOKENIZED_S,
@@ -288,8 +363,31 @@ def check(served: Served) -> None:
         )
     if served.targets:
         raise ConfigError("serving: sglang's unmerged adapters are not predicted; use serve merged")
-    check_ranks(served, RANKS, STAGES)
+    check_sparse(served)
+    if served.options[DRAFTS]:
+        check_drafts(served, DRAFTS, served.count(STAGES) or 1)
+    _check_experts(served)
+    check_ranks(served, RANKS, STAGES, ranks=_attention_ranks(served))
     check_stages(served, STAGES)
+
+
+def _check_experts(served: Served) -> None:
+    """Refuse copies and whole experts of models without, and what cannot be divided."""
+    ranks, groups, whole = served.count(RANKS) or 1, copies(served), served.count(WHOLE_EXPERTS)
+    name = served.model.name
+    if (served.count(OLDER_COPIES) or 1) > 1 and not served.options[DIVIDES_COPIES]:
+        raise ConfigError(f"{OLDER_COPIES}: without {DIVIDES_COPIES} it {REPLICAS}")
+    if not served.model.has_experts and (groups > 1 or (whole or 1) > 1):
+        raise ConfigError(
+            f"serving: {COPIES} and {WHOLE_EXPERTS} are predicted for models with experts, {name} "
+            "has none; leave them out"
+        )
+    for option, number in ((COPIES, groups), (WHOLE_EXPERTS, whole or 1)):
+        if ranks % number:
+            raise ConfigError(
+                f"{option}: {number} is no divisor of {RANKS} {ranks}, the number of GPUs; give one"
+            )
+    check_experts(served.model, expert_ranks(served))
 
 
 def command(served: Served) -> str:
@@ -305,7 +403,7 @@ def command(served: Served) -> str:
 def notes(served: Served, start: Start) -> tuple[str, ...]:
     """What a user must know."""
     chunk = chunked_prefill_size(served)
-    rank = rank_model(served.model, served.count(RANKS) or 1)
+    rank = _rank_of(served, served.model)
     free = free_bytes(served) - start.budget_bytes
     needed = layer_entry(rank, tokens=chunk, element_bytes=served.dtypes.compute_bytes).num_bytes
     lines = [
@@ -324,6 +422,12 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
         served, "sglang does not start without SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
     )
     lines += stage_notes(start, stage_layers(served), STAGES)
+    lines += [NOTE] if served.options[DRAFTS] else []
+    if start.copies > 1:
+        lines.append(
+            f"{COPIES} {start.copies}: each group has its own pool, and bytes are of each GPU; "
+            "sequences and tokens are of all"
+        )
     return tuple(lines)
 
 
@@ -347,7 +451,7 @@ ENGINE = Engine(
             name="kv_cache_dtype",
             summary="of keys and values: as the model's, or in 8 bits",
             default="auto",
-            choices=("auto", *FP8),
+            choices=("auto", "bf16", "bfloat16", *FP8),
         ),
         Option(
             name=RANKS,
@@ -362,6 +466,24 @@ ENGINE = Engine(
             other_names=("pp", "pipeline_parallel_size"),
         ),
         Option(
+            name=WHOLE_EXPERTS,
+            summary="GPUs among which experts are divided whole",
+            default=1,
+            other_names=("ep", "expert_parallel_size"),
+        ),
+        Option(
+            name=COPIES,
+            summary="groups of GPUs whose attention has its own sequences",
+            default=1,
+        ),
+        Option(
+            name=OLDER_COPIES,
+            summary=f"the same, with {DIVIDES_COPIES}",
+            default=1,
+            other_names=("dp", "data_parallel_size"),
+        ),
+        Option(name=DIVIDES_COPIES, summary=f"{OLDER_COPIES} is {COPIES}", default=False),
+        Option(
             name="mamba_full_memory_ratio",
             summary="memory of recurrent states over that of keys and values",
             default=0.9,
@@ -375,6 +497,13 @@ ENGINE = Engine(
             kind=str,
             choices=("float32", "bfloat16", "float16"),
         ),
+        Option(
+            name=DRAFTS,
+            summary="drafts by a layer of the model",
+            default=None,
+            kind=str,
+            choices=("EAGLE", "NEXTN"),
+        ),
         Option(name="disable_radix_cache", summary="no prefix is kept", default=False),
         Option(name="disable_cuda_graph", summary="no CUDA graphs", default=False),
     ),
@@ -382,7 +511,7 @@ ENGINE = Engine(
     staged_by=STAGES,
     least_capability=7.5,  # srt/model_executor/model_runner_components/load_model_utils.py:91
     start=start,
-    reads_fp8=True,
+    stored_forms=ENGINE_QUANTS,
     stepping=stepping,
     check=check,
     command=command,
@@ -390,9 +519,14 @@ ENGINE = Engine(
     log=LOG,
     elsewhere={"context_length": "context", "dtype": "precision", "quantization": "quant"},
     refused=OF_A_SERVER
-    | dict.fromkeys(("data_parallel_size", "dp_size", "dp"), REPLICAS)
-    | dict.fromkeys(("expert_parallel_size", "ep_size", "ep"), EXPERT_RANKS)
-    | dict.fromkeys(("speculative_algorithm", "speculative_draft_model_path"), DRAFT)
+    | dict.fromkeys(("moe_a2a_backend", "deepep_mode"), ALL_TO_ALL)
+    | dict.fromkeys(("moe_dense_tp_size", "enable_dp_lm_head", "moe_dp_size"), DENSE_RANKS)
+    | dict.fromkeys(("ep_num_redundant_experts", "enable_eplb"), REDUNDANT_EXPERTS)
+    | {"speculative_draft_model_path": DRAFT}
+    | dict.fromkeys(
+        ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
+        NO_NUMBER,
+    )
     | dict.fromkeys(("cuda_graph_max_bs", "cuda_graph_bs"), CAPTURED_SIZES)
     | {"cpu_offload_gb": HOST_WEIGHTS},
 )

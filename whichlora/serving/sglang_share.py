@@ -14,6 +14,11 @@ from whichlora.serving.rank import has_latents
 from whichlora.units import GiB, MiB
 
 RANKS, STAGES = "tp_size", "pp_size"
+WHOLE_EXPERTS, COPIES = "ep_size", "attn_dp_size"
+OLDER_COPIES, DIVIDES_COPIES = "dp_size", "enable_dp_attention"
+
+
+MANY_GRAPHED = 300  # sequences of a graph, above which groups have more; memory_hook.py:377
 
 
 class Cards(NamedTuple):
@@ -58,6 +63,16 @@ _CARDS = (
 
 # Of each GPU that works on a model, so much less than of one. Source: 0.4.7 srt/server_args.py:254.
 _SHARES_OF_RANKS = ((16, 0.79), (8, 0.81), (4, 0.85), (2, 0.87), (1, 0.88))
+
+
+def copies(served: Served) -> int:
+    """Groups of GPUs whose attention has sequences of its own.
+
+    Kind: exact. Source: SGLang 0.5.23 srt/arg_groups/parallel_hook.py:38
+    `handle_deprecated_dp_attention`.
+    """
+    older = served.count(OLDER_COPIES) if served.options[DIVIDES_COPIES] else None
+    return max(served.count(COPIES) or 1, older or 1)
 
 
 def chunked_prefill_size(served: Served) -> int:
@@ -152,7 +167,10 @@ def _step_mib(served: Served, gpus: int) -> float:
     chunk = chunked_prefill_size(served)
     reserved_mib = 512 + 1.5 * max(chunk, 2048) + gpus / 8 * 1024
     if not served.options["disable_cuda_graph"]:
-        reserved_mib += 2 * decode_graphs(served)
+        graphs, groups = decode_graphs(served), copies(served)
+        reserved_mib += 2 * graphs
+        if groups > 1:
+            reserved_mib += graphs * groups * (3 + 1.5 * (graphs > MANY_GRAPHED))
         if (served.count(STAGES) or 1) == 1 and not _is_before(served, "0.5.10"):
             reserved_mib += 1.5 * 1024 if _has_latents(served) else 8 * prefill_sizes(chunk)
     is_large = served.gpu.memory_bytes > 60 * GiB

@@ -15,6 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from whichlora.memory.weights import linear_bytes
 from whichlora.serving.base import Served, Start, Stepping
 from whichlora.serving.block_groups import cached_of
+from whichlora.serving.expert_ranks import ExpertRanks
+from whichlora.serving.indexers import (
+    SCORE_BYTES,
+    attended_elements,
+    index_key_bytes,
+)
 from whichlora.serving.kernel_rates import (
     EXPERTS_DEVIATION,
     MOST_ACTIVATIONS,
@@ -79,7 +85,9 @@ class _Product:
     Args:
         num_bytes: of one of them that is stored, all experts included.
         shapes: (inputs, outputs) of each.
-        experts, active: how many there are, and how many a token passes through.
+        experts, active: how many there are, and how many a token passes through in the mean.
+        tokens: that pass it for each token of the rank: those of all ranks with own sequences.
+        spread: as `ExpertRanks.spread`.
         kernel_s: beside its work.
         reads: share of the bandwidth; `rate` of FLOP/s that it reaches.
         is_unpacked: whether its kernel unpacks stored codes.
@@ -91,7 +99,7 @@ class _Product:
     num_bytes: float
     shapes: tuple[tuple[int, int], ...]
     experts: int
-    active: int
+    active: float
     kernel_s: float
     reads: float
     rate: float
@@ -99,6 +107,8 @@ class _Product:
     row_s: float = 0.0
     expert_rows: int | None = None
     code_blocks: CodeBlocks | None = None
+    tokens: int = 1
+    spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +139,10 @@ class StepTimer:
         num_attentions: in all layers.
         head: None where another stage of a pipeline has it.
         pointwise: bytes per token between products, and kernels; `reduced_bytes` of a token that
-            ranks add up, `num_reductions` times.
+            ranks add up, `num_reductions` times, and that ranks with own sequences exchange,
+            `num_exchanges` times.
         reduction_s: seconds of one all-reduce of so many bytes.
+        exchange_s: seconds of one exchange of the states of all ranks, by bytes of one of them.
         few_rate: FLOP/s of products of at most `KernelRates.few_rows` rows.
         launches_s: what the host takes to launch a step that no graph captures.
         deviation: of the log of a step's time.
@@ -146,6 +158,8 @@ class StepTimer:
     reduced_bytes: int
     num_reductions: int
     reduction_s: Callable[[float], float]
+    num_exchanges: int
+    exchange_s: Callable[[float], float]
     rates: KernelRates
     bandwidth: float
     few_rate: float
@@ -228,7 +242,8 @@ class StepTimer:
             kernels + (self.head.kernel_s if self.head else 0.0),
             passes * sum(work_s for _, work_s in each),
             tokens * self.pointwise_bytes / (POINTWISE_READS * self.bandwidth),
-            self.num_reductions * self.reduction_s(tokens * self.reduced_bytes),
+            self.num_reductions * self.reduction_s(tokens * self.reduced_bytes)
+            + self.num_exchanges * self.exchange_s(tokens * self.reduced_bytes),
             passes,
         )
 
@@ -249,6 +264,9 @@ class StepTimer:
         return float(tile * outputs * inputs)
 
     def _product(self, product: _Product, tokens: float) -> tuple[float, float]:
+        tokens *= product.tokens
+        if tokens and product.spread:
+            tokens += product.spread * math.sqrt(tokens)
         rows, visited = tokens, 1.0
         if product.experts > 1:
             # experts that at least one token chose, each by chance
@@ -297,10 +315,16 @@ def _joined(linears: Sequence[Linear], joins: bool = True) -> Iterator[tuple[Lin
     """Those that read one input, which most engines keep as one matrix; else each alone."""
     if not joins:
         return ((linear,) for linear in linears)
-    groups: dict[tuple[str, int], list[Linear]] = {}
+    groups: dict[tuple[str, int, int], list[Linear]] = {}
     for linear in linears:
-        groups.setdefault((linear.reads, linear.count), []).append(linear)
+        groups.setdefault((linear.reads, linear.count, linear.active), []).append(linear)
     return (tuple(group) for group in groups.values())
+
+
+def _gathering(layer: Layer) -> tuple[Linear, ...]:
+    """Matrices that see tokens of all copies where `ExpertRanks.gathers_all`: MLPs."""
+    mlps = (layer.mlp, None if layer.moe is None else layer.moe.shared)
+    return tuple(linear for mlp in mlps if mlp is not None for linear in mlp.linears)
 
 
 def step_timer(
@@ -308,27 +332,34 @@ def step_timer(
     *,
     stepping: Stepping,
     reduction_s: Callable[[float], float],
+    exchange_s: Callable[[float], float] = float,
 ) -> StepTimer:
     """The timer of `served` on one of the engine's equal GPUs.
 
     Args:
         reduction_s: seconds of an all-reduce among them, by bytes.
+        exchange_s: as of `StepTimer`; not called where all have the same sequences.
     """
-    model, gpu = rank_model(served.model, stepping.ranks), served.gpu
+    model, gpu = rank_model(served.model, stepping.ranks, stepping.experts), served.gpu
     rates = stepping.rates(gpu, compute_dtype(served)) if stepping.rates else kernel_rates(gpu)
     products = []
-    moved, pointwise, reductions = 0.0, 0, 0
+    moved, pointwise, reductions, exchanges = 0.0, 0, 0, 0
+    gathered = stepping.experts.gathered if stepping.experts else 1
     for layer, count in model.layers():
         for group in _joined(layer.linears, stepping.joins):
             product = _product_of(group, count, served, rates, stepping)
             if layer.moe is not None and product.experts > 1:
                 product = _of_experts(product, group[0], layer.moe, served, rates, stepping)
+            elif group[0] in _gathering(layer):
+                product = replace(product, tokens=gathered)
             products.append(product)
         products += list(_adapter_products(layer, count, served, rates))
         moved += count * _pointwise_bytes(layer, model, served.dtypes.compute_bytes)
-        pointwise += count * _pointwise_kernels(layer)
+        pointwise += count * _pointwise_kernels(layer, stepping.indexer_kernels)
         blocks = len(layer.attentions) + (layer.mlp is not None) + (layer.moe is not None)
         reductions += count * blocks * (stepping.ranks > 1)
+        around = layer.moe is not None or (gathered > 1 and layer.mlp is not None)
+        exchanges += count * around * (stepping.copies > 1)
     head = _head(model, served, rates, stepping)
     kernels = sum(product.count for product in products) + pointwise
     codes = sum(product.count for product in products if product.is_unpacked)
@@ -344,6 +375,8 @@ def step_timer(
         reduced_bytes=model.hidden_size * served.dtypes.compute_bytes,
         num_reductions=reductions,
         reduction_s=reduction_s,
+        num_exchanges=exchanges,
+        exchange_s=exchange_s,
         rates=rates,
         bandwidth=gpu.bandwidth_bytes_per_s,
         few_rate=rates.few_products * product_rate(gpu, "fp32"),
@@ -370,21 +403,26 @@ def _attentions(
         heads_s = 2 / (stepping.head_reads * product_rate(served.gpu, "fp32"))
     sums: dict[int | None, tuple[float, int]] = {}
     heads: dict[int | None, int] = {}
-    states = []
+    others = []
     for layer, count in model.layers():
         for attention in layer.attentions:
             if attention.kind != "softmax":
-                states.append(_state(attention, count, served, rates, stepping))
+                others.append(_state(attention, count, served, rates, stepping))
                 continue
-            cached, queries = sums.get(attention.sliding_window, (0.0, 0))
+            if index_key_bytes(attention):
+                others.append(_indexer(attention, count, served, rates))
+            window = _window(attention)
+            cached, queries = sums.get(window, (0.0, 0))
             width = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
-            cached_bytes = attention.cache_elements * stepping.cache_bytes
+            cached_bytes = attended_elements(attention) * stepping.cache_bytes
             if has_latents(attention):  # each head reads a latent as its key and as its value
                 flops = 2 * attention.num_attention_heads * latent_width(attention)
                 cached_bytes = max(cached_bytes, flops / flops_per_s * rates.cache * bandwidth)
+            if attention.sparse is not None:  # its prompts, too, read latents, and expand none
+                width = attention.num_attention_heads * latent_width(attention)
             cached += count * cached_bytes
-            sums[attention.sliding_window] = cached, queries + count * width
-            heads[attention.sliding_window] = attention.num_attention_heads
+            sums[window] = cached, queries + count * width
+            heads[window] = attention.num_attention_heads
     softmax = (
         _Attention(
             window=window,
@@ -396,7 +434,38 @@ def _attentions(
         )
         for window, (cached, queries) in sums.items()
     )
-    return (*softmax, *states)
+    return (*softmax, *others)
+
+
+def _window(attention: Attention) -> int | None:
+    """Tokens that a query sees at most: what slides, or what an indexer chooses."""
+    sparse = attention.sparse
+    return attention.sliding_window if sparse is None else sparse.top_k
+
+
+def _indexer(attention: Attention, count: int, served: Served, rates: KernelRates) -> _Attention:
+    """Scores of all keys of a sequence in 8 bits, and the choice of the best; whole on each rank.
+
+    Kind: estimate: prompts no longer than what is chosen are scored, too, which engines may leave
+    out. Source: vLLM 0.33.0 layers/sparse_attn_indexer.py; `indexers.SCORE_BYTES`.
+    """
+    sparse = attention.sparse
+    assert sparse is not None
+    bandwidth = served.gpu.bandwidth_bytes_per_s
+    flops_per_s = rates.attention * product_rate(served.gpu, compute_dtype(served))
+    if _has_units("fp8", served.gpu):
+        flops_per_s *= 2
+    flops = 2 * sparse.num_heads * (sparse.head_dim + 1)
+    scores_s = SCORE_BYTES / (POINTWISE_READS * bandwidth)
+    keys_s = index_key_bytes(attention) / rates.cache / bandwidth
+    return _Attention(
+        window=None,
+        num_heads=sparse.num_heads,
+        cached_s=count * (max(keys_s, flops / flops_per_s) + scores_s),
+        decoding_s=0.0,
+        prompt_s=0.0,
+        pair_s=count * (flops / flops_per_s + scores_s),
+    )
 
 
 def _state(
@@ -492,12 +561,17 @@ def _of_experts(
     activations = min(MOST_ACTIVATIONS * bandwidth, multiprocessors * experts.activations)
     reads = min(experts.reads, multiprocessors * (experts.most_reads or math.inf) / bandwidth)
     share = 1 / len(tuple(_joined(moe.expert.linears, stepping.joins)))
+    ranks = stepping.experts or ExpertRanks()
+    held = ranks.held(moe.num_experts) / (moe.num_experts + ranks.redundant)
     return replace(
         product,
+        active=held * product.active,
+        tokens=ranks.copies,
+        spread=ranks.spread(linear.active),
         kernel_s=share * experts.own_s,
         reads=reads,
         rate=experts.products * peak,
-        row_s=share * _activation_bytes(moe, served) / activations,
+        row_s=share * held * _activation_bytes(moe, served) / activations,
         expert_rows=stepping.expert_rows if product.is_unpacked else None,
     )
 
@@ -559,6 +633,7 @@ def _head(
         kernel_s=rates.product_s,
         reads=rates.reads,
         rate=rates.products * product_rate(served.gpu, compute_dtype(served)),
+        tokens=stepping.experts.gathered if stepping.experts else 1,
     )
 
 
@@ -583,7 +658,7 @@ def _pointwise_bytes(layer: Layer, model: ModelSpec, width: int) -> float:
     return moved * width
 
 
-def _pointwise_kernels(layer: Layer) -> int:
+def _pointwise_kernels(layer: Layer, indexer_kernels: int) -> int:
     """Kernels of a layer beside products and attention, joined as vLLM's are.
 
     Kind: estimate. Source: as of `_pointwise_bytes`; of experts only their routing, the rest is
@@ -591,6 +666,7 @@ def _pointwise_kernels(layer: Layer) -> int:
     """
     kernels = len(layer.norms) + len(layer.inner_norms)
     kernels += 2 * len(layer.attentions) + (layer.mlp is not None)
+    kernels += indexer_kernels * sum(index_key_bytes(each) > 0 for each in layer.attentions)
     if layer.moe is not None:
         kernels += 1 + (layer.moe.shared is not None)
     return kernels

@@ -5,6 +5,7 @@ Read in vLLM 0.33.0, and where a release is named in 0.6.6, 0.8.5, 0.11.0, 0.20.
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from dataclasses import replace
@@ -17,6 +18,8 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
 from whichlora.serving.command import shell_command
+from whichlora.serving.drafts import NOTE, UNTIMED, check_drafts, joint_entry, with_draft_layers
+from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.kernel_rates import (
     FIRST_MARLIN_ROWS,
     TOKENIZED_S,
@@ -24,9 +27,9 @@ from whichlora.serving.kernel_rates import (
     CodeBlocks,
 )
 from whichlora.serving.other_flags import (
+    ALL_TO_ALL,
     CAPTURED_SIZES,
     DRAFT,
-    EXPERT_RANKS,
     HOST_WEIGHTS,
     IMAGES,
     NO_NUMBER,
@@ -39,6 +42,8 @@ from whichlora.serving.profile_pass import (
     PLAIN_LOGIT_BYTES,
     SORTED_LOGIT_BYTES,
     WIDENED_LOGIT_BYTES,
+    attention_entry,
+    experts_bytes,
     layer_entry,
     sampler_entries,
 )
@@ -73,16 +78,29 @@ from whichlora.serving.vllm_entries import (
 )
 from whichlora.serving.vllm_latents import ABSORBED, absorbed_bytes, as_cached
 from whichlora.serving.vllm_log import LOG
+from whichlora.serving.vllm_sparse import (
+    BLOCK_SIZE,
+    PACKED,
+    SCORES,
+    SCORES_BYTES,
+    buffer_entries,
+    cache_dtype,
+    latent_share,
+)
+from whichlora.serving.vllm_sparse import check as check_sparse
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
-from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
+from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS, FOUR_BIT_BNB
 from whichlora.timing.model import LAUNCH_S
 from whichlora.timing.work import VLLM_CAPTURED_TOKENS
 from whichlora.units import GiB, KiB, MiB, format_bytes
 
 RANKS, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
+COPIES, WHOLE_EXPERTS = "data_parallel_size", "enable_expert_parallel"
+REDUNDANT, DRAFTS = "num_redundant_experts", "speculative_config"
+DRAFT_METHODS = ("mtp", "deepseek_mtp")
 # Layers with a state share the pool of the V1 engine. Prefixes are kept of them in 0.28.0, and are
 # not in 0.25.0. config/model.py.
 STATES_SINCE, STATES_KEPT_SINCE = "0.11", "0.28"
@@ -139,7 +157,7 @@ FRONT_S = 6e-3
 # `run_mha_fwd_splitkv_dispatch`.
 CHUNK_QUERY_TILE = 64
 LONG_CONTEXT = 32 * 1024  # beyond which the first engine reads prompts in chunks
-FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # config/cache.py CacheDType
+FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", PACKED)  # config/cache.py CacheDType
 TEXT_ALONE = "0.10.1"  # the first release that leaves towers on the disk; pull/22299
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
 # Model types whose class lists embeddings and head for adapters, and since which release.
@@ -279,6 +297,7 @@ def start(served: Served) -> Start:
     Source: vLLM 0.33.0 `Worker.determine_available_memory`, v1/worker/gpu_worker.py:641;
     `request_memory`, v1/worker/utils.py:716.
     """
+    served = with_draft_layers(served) if served.options[DRAFTS] else served
     stages = stages_of(served.model, stage_layers(served))
     return fullest([_start_of(served, stage) for stage in stages], STAGES)
 
@@ -296,11 +315,28 @@ def stage_layers(served: Served) -> tuple[int, ...]:
     return tuple(each + (stages - 1 - left <= place < stages - 1) for place in range(stages))
 
 
+def expert_ranks(served: Served) -> ExpertRanks:
+    """How routed experts are divided: among the GPUs of all engines, by their widths or whole.
+
+    Kind: exact. Source: vLLM 0.33.0 fused_moe/config.py:1117 `FusedMoEParallelConfig.make`.
+    """
+    copies = served.count(COPIES) or 1
+    gpus = copies * (served.count(RANKS) or 1)
+    if not served.options[WHOLE_EXPERTS]:
+        return ExpertRanks(copies=copies, width=gpus)
+    return ExpertRanks(copies=copies, whole=gpus, redundant=served.count(REDUNDANT) or 0)
+
+
+def _rank_of(served: Served, part: ModelSpec) -> ModelSpec:
+    """What one GPU has of `part`."""
+    return rank_model(part, served.count(RANKS) or 1, expert_ranks(served))
+
+
 def _start_of(served: Served, stage: Stage) -> Start:
     """What one GPU of `stage` takes."""
-    ranks = served.count(RANKS) or 1
-    rank = rank_model(stage.part, ranks)
+    rank = _rank_of(served, stage.part)
     entries = _loaded(served, rank)
+    entries += [joint_entry(served)] if served.options[DRAFTS] else []
     entries += _resident(served, stage)
     entries += _profiled(served, rank)
     graphs = Entry(GRAPHS, graph_bytes(served, rank))
@@ -329,7 +365,16 @@ def _start_of(served: Served, stage: Stage) -> Start:
         fault=_fault(served, pool, budget),
         counts_process=_counts_context(served),
         needs_context=True,
+        copies=served.count(COPIES) or 1,
+        untimed=_untimed(served),
     )
+
+
+def _untimed(served: Served) -> str:
+    """Why steps are not predicted; empty where they are."""
+    if (served.count(COPIES) or 1) > 1 and (served.count(STAGES) or 1) > 1:
+        return f"steps of {COPIES} beside {STAGES} are not predicted"
+    return UNTIMED if served.options[DRAFTS] else ""
 
 
 def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
@@ -478,7 +523,8 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
     """The larger part of the profile pass: a layer's forward, or the last stage's sampler."""
     tokens = max_num_batched_tokens(served)
     element_bytes = served.dtypes.compute_bytes
-    layer = layer_entry(rank, tokens=tokens, element_bytes=element_bytes)
+    copies = served.count(COPIES) or 1
+    layer = layer_entry(rank, tokens=tokens, element_bytes=element_bytes, copies=copies)
     sampler = (
         ()
         if rank.head is None
@@ -493,10 +539,17 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
     )
     workspace = Entry(allocator.WORKSPACE, allocator.workspace_bytes(served.gpu, training=False))
     forward = [layer]
+    experts = experts_bytes(rank, tokens=copies * tokens, element_bytes=element_bytes)
+    kept = buffer_entries(served, rank, tokens=tokens, experts_bytes=experts)
+    if kept:  # experts have their part of what is kept
+        forward = [
+            attention_entry(rank, tokens=tokens, element_bytes=element_bytes),
+            Entry(SCORES, SCORES_BYTES),
+        ]
     if served.dtypes.quant in FOUR_BIT_BNB:
         forward.append(Entry(EXPANDED, expanded_bytes(rank, element_bytes)))
     larger = max(forward, [*sampler], key=lambda part: sum(entry.num_bytes for entry in part))
-    return [*larger, workspace]
+    return [*larger, *kept, workspace]
 
 
 def _logit_bytes(served: Served) -> int:
@@ -560,8 +613,15 @@ def captured_sizes(most: int, *, step_beyond: int = 16) -> int:
 
 def _cache_bytes(served: Served) -> int:
     """Of one element of keys and values."""
-    is_fp8 = served.options["kv_cache_dtype"] in FP8_CACHES
+    is_fp8 = cache_dtype(served) in FP8_CACHES
     return 1 if is_fp8 else served.dtypes.compute_bytes
+
+
+def _block_size(served: Served) -> int:
+    """Tokens of a block: sparse attention has larger ones, where none is asked for."""
+    if served.model.chooses_keys and not served.is_asked("block_size"):
+        return BLOCK_SIZE
+    return served.count("block_size") or 16
 
 
 def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
@@ -571,10 +631,10 @@ def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     stages = served.count(STAGES) or 1
     is_ahead = not served.libraries.older("vllm", "0.14")
     steps = stages + (is_ahead and (stages == 1 or has_newer_runner(served)))
-    whole = cached_layers(as_cached(served, rank_model(served.model, served.count(RANKS) or 1)))
+    whole = cached_layers(as_cached(served, _rank_of(served, served.model)))
     return blocks(
         whole,
-        block_size=served.count("block_size") or 16,
+        block_size=_block_size(served),
         element_bytes=_cache_bytes(served),
         tokens_in_flight=steps * max_num_batched_tokens(served),
         part=cached_layers(as_cached(served, rank)),
@@ -630,6 +690,8 @@ def stepping(served: Served) -> Stepping:
         step_s += SCHEDULED_RANKS_S
     return Stepping(
         ranks=ranks,
+        experts=expert_ranks(served),
+        gathered_share=1 / served.dtypes.compute_bytes if served.run.quant == "fp8" else 1.0,
         step_s=step_s,
         sequence_s=OLDER_SEQUENCE_S if is_older else SEQUENCE_S,
         max_step_tokens=chunk or max(max_num_batched_tokens(served), served.context),
@@ -637,7 +699,7 @@ def stepping(served: Served) -> Stepping:
         whole_prompts=chunk is None,
         captured_tokens=0 if is_eager else MOST_CAPTURED_TOKENS,
         launch_s=EAGER_LAUNCH_S if is_eager else COMPILED_LAUNCH_S,
-        cache_bytes=_cache_bytes(served),
+        cache_bytes=latent_share(served) * _cache_bytes(served),
         head_reads=HEAD_READS if served.libraries.older("vllm", "0.4.3") else None,
         query_tile=CHUNK_QUERY_TILE if is_older and chunk is not None else None,
         copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
@@ -680,6 +742,8 @@ def check(served: Served) -> None:
     """
     run = served.run
     check_model(served, keeps_states=not served.libraries.older("vllm", STATES_SINCE))
+    check_sparse(served)
+    _check_drafts(served)
     if served.model.unloaded_params and served.libraries.older("vllm", TEXT_ALONE):
         raise ConfigError(
             f"serving: vllm {served.libraries.vllm} loads what {served.model.name} sees with and "
@@ -695,6 +759,43 @@ def check(served: Served) -> None:
         _check_adapters(served)
     check_ranks(served, RANKS, STAGES)
     check_stages(served, STAGES)
+    _check_experts(served)
+
+
+def _check_experts(served: Served) -> None:
+    """Refuse copies and whole experts of models without, and what cannot be divided."""
+    copies, name = served.count(COPIES) or 1, served.model.name
+    redundant = served.count(REDUNDANT) or 0
+    if not served.model.has_experts:
+        if copies > 1:
+            raise ConfigError(f"{COPIES}: {name} has no experts, so it {REPLICAS}")
+        if served.options[WHOLE_EXPERTS]:
+            raise ConfigError(f"{WHOLE_EXPERTS}: {name} has no experts; leave it out")
+    if redundant and not served.options[WHOLE_EXPERTS]:
+        raise ConfigError(f"{REDUNDANT}: {redundant} without {WHOLE_EXPERTS}; give both, or none")
+    if served.targets and (copies > 1 or served.options[WHOLE_EXPERTS]):
+        raise ConfigError(
+            f"serving: vllm's unmerged adapters are not predicted beside {COPIES} or "
+            f"{WHOLE_EXPERTS}; use serve merged"
+        )
+    check_experts(served.model, expert_ranks(served))
+
+
+def _check_drafts(served: Served) -> None:
+    """Refuse drafts but those of a layer of the model."""
+    stated = served.options[DRAFTS]
+    if stated is None:
+        return
+    try:
+        asked = json.loads(str(stated))
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict) or asked.get("method") not in DRAFT_METHODS:
+        raise ConfigError(
+            f"{DRAFTS}: {str(stated)!r} is not predicted; accepted is "
+            '{"method": "mtp", "num_speculative_tokens": 1}, or leave it out'
+        )
+    check_drafts(served, DRAFTS, served.count(STAGES) or 1)
 
 
 def _check_adapters(served: Served) -> None:
@@ -740,7 +841,13 @@ def command(served: Served) -> str:
         if not served.is_asked("max_lora_rank"):
             flags.append(f"--max-lora-rank {lora_slots(served)[1]}")
         flags.append(f"--lora-modules adapter={shlex.quote(served.adapter)}")
-    return shell_command(served, "vllm serve", context="--max-model-len", flags=tuple(flags))
+    return shell_command(
+        served,
+        "vllm serve",
+        context="--max-model-len",
+        flags=tuple(flags),
+        num_redundant_experts="--enable-eplb --eplb-config.num_redundant_experts {}",
+    )
 
 
 def _without_tower(served: Served) -> str:
@@ -761,6 +868,12 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     ]
     if (ranks := served.count(RANKS) or 1) > 1:
         lines.append(f"{RANKS} {ranks}: bytes are of each GPU")
+    if start.copies > 1:
+        lines.append(
+            f"{COPIES} {start.copies}: each engine has its own pool and up to "
+            f"{max_num_seqs(served)} sequences; sequences and tokens are of all"
+        )
+    lines += [NOTE] if served.options[DRAFTS] else []
     if _multiplies_by_triton(served):
         lines.append(
             "experts in mxfp4 have Triton's kernels; without the package triton_kernels vllm takes "
@@ -799,7 +912,7 @@ ENGINE = Engine(
             name="kv_cache_dtype",
             summary="of keys and values: as the model's, or in 8 bits",
             default="auto",
-            choices=("auto", *FP8_CACHES),
+            choices=("auto", "bfloat16", *FP8_CACHES),
         ),
         Option(
             name="enable_prefix_caching",
@@ -817,13 +930,38 @@ ENGINE = Engine(
             default=1,
             other_names=("pp",),
         ),
+        Option(
+            name=COPIES,
+            summary="engines with sequences of their own that share experts",
+            default=1,
+            other_names=("dp",),
+        ),
+        Option(
+            name=WHOLE_EXPERTS,
+            summary="experts are divided whole, not each by its width",
+            default=False,
+            other_names=("ep",),
+        ),
+        Option(
+            name=REDUNDANT,
+            summary="experts held twice, of --eplb-config",
+            default=0,
+            kind=int,
+        ),
+        Option(
+            name=DRAFTS,
+            summary='drafts by a layer of the model: {"method": "mtp", ...}',
+            default=None,
+            kind=str,
+        ),
         Option(name="enforce_eager", summary="no CUDA graphs", default=False),
     ),
     shared_by=RANKS,
     staged_by=STAGES,
+    copied_by=COPIES,
     least_capability=7.0,  # as `kv_cache: vllm`; vLLM's installation page
     start=start,
-    reads_fp8=True,
+    stored_forms=ENGINE_QUANTS,
     loads_towers=False,
     stepping=stepping,
     check=check,
@@ -839,9 +977,8 @@ ENGINE = Engine(
     refused=OF_A_SERVER
     | dict.fromkeys(("swap_space", "disable_log_requests", "disable_log_stats"), NO_NUMBER)
     | dict.fromkeys(("distributed_executor_backend", "enable_auto_tool_choice"), NO_NUMBER)
-    | dict.fromkeys(("data_parallel_size", "dp"), REPLICAS)
-    | dict.fromkeys(("enable_expert_parallel", "ep"), EXPERT_RANKS)
-    | dict.fromkeys(("speculative_config", "speculative_model", "num_speculative_tokens"), DRAFT)
+    | dict.fromkeys(("all2all_backend",), ALL_TO_ALL)
+    | dict.fromkeys(("speculative_model", "num_speculative_tokens"), DRAFT)
     | dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "language_model_only"), IMAGES)
     | dict.fromkeys(("compilation_config", "cudagraph_capture_sizes"), CAPTURED_SIZES)
     | {"enable_chunked_prefill": "cuts prompts into steps; give their max_num_batched_tokens"}

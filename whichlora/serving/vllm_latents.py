@@ -6,12 +6,23 @@ from dataclasses import replace
 
 from whichlora.memory.entries import Fact
 from whichlora.serving.base import Served
+from whichlora.serving.indexers import attended_elements, with_attended_elements
 from whichlora.serving.rank import between_latents, has_latents
+from whichlora.serving.vllm_sparse import PACKED, PACKED_BYTES, cache_dtype
 from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.dtypes import is_quantised
 
 # Model types whose latents it caches. Source: vLLM 0.33.0 transformers_utils/
 # model_arch_config_convertor.py:294 is_deepseek_mla.
-CACHES_LATENTS = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
+CACHES_LATENTS = (
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_k2",
+)
 EXPANDED_HEAD = 256  # width of a key that is made from a latent, before 0.7.1
 
 ABSORBED = Fact(
@@ -44,6 +55,8 @@ def as_cached(served: Served, rank: ModelSpec) -> ModelSpec:
     Before 0.7.1 all did, padded to 256 for FlashAttention. Kind: exact. Source: `CACHES_LATENTS`;
     vLLM 0.6.3 models/deepseek_v2.py:266, :304-312; 0.33.0 models/minicpm3.py:126, :172.
     """
+    if cache_dtype(served) == PACKED:
+        return with_attended_elements(rank, PACKED_BYTES)
     if _caches(served):
         return rank
     is_padded = _is_listed(served)
@@ -74,7 +87,7 @@ def absorbed_bytes(served: Served, rank: ModelSpec) -> int:
         return 0
     materialised = served.libraries.older("vllm", "0.8")
     quant, wide = served.dtypes.quant, served.dtypes.compute_bytes
-    if not materialised and quant == "none":
+    if not materialised and not _expands(served, rank):
         return 0
     if not materialised:
         return wide * between_latents(rank)
@@ -87,9 +100,19 @@ def absorbed_bytes(served: Served, rank: ModelSpec) -> int:
     )
 
 
+def _expands(served: Served, rank: ModelSpec) -> bool:
+    """Whether matrices that expand latents are quantised."""
+    return any(
+        linear.reads == "kv_latent" and is_quantised(linear, served.dtypes)
+        for layer, _ in rank.layers()
+        for attention in layer.attentions
+        for linear in attention.linears
+    )
+
+
 def _materialised(attention: Attention, hidden_size: int) -> int:
     """Elements of W_Q_UK, W_QR and W_UV_O: the latent of all heads, from queries and to the end."""
-    heads, rank = attention.num_attention_heads, attention.cache_elements - attention.rotary_dim
+    heads, rank = attention.num_attention_heads, attended_elements(attention) - attention.rotary_dim
     (queries,) = {
         each.in_features for each in attention.linears if each.name in ("q_proj", "q_b_proj")
     }

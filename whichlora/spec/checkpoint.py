@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from whichlora.spec.architecture import Linear, ModelSpec
+from whichlora.spec.architecture import Layer, Linear, Mlp, ModelSpec
 from whichlora.spec.run import BNB_QUANTS, CHECKPOINT_QUANTS, Quant
 
 LOADED_AS_STORED: frozenset[str] = BNB_QUANTS | CHECKPOINT_QUANTS
 
 
+def _stored(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What says how a model is stored: in its config, or in that of its text."""
+    text = config.get("text_config")
+    of_text = text.get("quantization_config") if isinstance(text, Mapping) else None
+    stored = config.get("quantization_config") or of_text
+    return stored if isinstance(stored, Mapping) else {}
+
+
 def stored_quant(config: Mapping[str, Any]) -> Quant | None:
     """Our name of the storage that a model's config states; None for none, or one not modelled."""
-    match config.get("quantization_config"):
+    match _stored(config):
         case {"quant_method": "gptq", "bits": 4}:
             return "gptq-int4"
         case {"quant_method": "gptq", "bits": 8}:
@@ -25,20 +35,36 @@ def stored_quant(config: Mapping[str, Any]) -> Quant | None:
         case {"quant_method": "bitsandbytes", "load_in_8bit": True}:
             return "int8"
         case {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}:
-            nested = config["quantization_config"].get("bnb_4bit_use_double_quant")
+            nested = _stored(config).get("bnb_4bit_use_double_quant")
             return "nf4-dq" if nested else "nf4"
         case {"quant_method": "bitsandbytes", "load_in_4bit": True}:
             return "fp4"
         case {"quant_method": "fp8"}:
             return "fp8"
         case {"quant_method": "compressed-tensors", "config_groups": {**groups}}:
-            return "fp8" if groups and all(map(_is_fp8, groups.values())) else None
+            return _compressed(groups)
     return None
 
 
 def is_loaded_as_stored(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint is of GPTQ, AWQ or bitsandbytes: nothing loads it in another form."""
     return stored_quant(config) in LOADED_AS_STORED
+
+
+def _compressed(groups: Mapping[Any, Any]) -> Quant | None:
+    """The storage of compressed-tensors whose groups are all alike; None for one not modelled."""
+    if groups and all(map(_is_fp8, groups.values())):
+        return "fp8"
+    return "w4a16" if groups and all(map(_is_int4, groups.values())) else None
+
+
+def _is_int4(group: Any) -> bool:
+    """Whether a group holds symmetric 4-bit integers, and inputs are left as they are."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping) or group.get("input_activations"):
+        return False
+    stated = tuple(weights.get(name) for name in ("type", "num_bits", "strategy", "symmetric"))
+    return stated == ("int", 4, "group", True)
 
 
 def _is_fp8(group: Any) -> bool:
@@ -51,10 +77,13 @@ def _is_fp8(group: Any) -> bool:
 
 
 def stored_group(config: Mapping[str, Any]) -> int | None:
-    """Weights that share a scale in a checkpoint of GPTQ or AWQ, where its config says so."""
-    if stored_quant(config) not in CHECKPOINT_QUANTS:
+    """Weights that share a scale, where the config of a checkpoint says so."""
+    quant, stored = stored_quant(config), _stored(config)
+    if quant == "w4a16":
+        stored = next(iter(stored["config_groups"].values()))["weights"]
+    elif quant not in CHECKPOINT_QUANTS:
         return None
-    size = config["quantization_config"].get("group_size")
+    size = stored.get("group_size")
     return size if isinstance(size, int) and size > 0 else None
 
 
@@ -77,6 +106,55 @@ def is_made_before(quant: str) -> bool:
 def lacking_storage(config: Mapping[str, Any], quant: str) -> str:
     """The storage that an engine reads from files, where the model's own are not stored so."""
     return quant if is_made_before(quant) and stored_quant(config) != quant else ""
+
+
+def with_unpacked(model: ModelSpec) -> ModelSpec:
+    """`model` whose matrices know which of them a checkpoint in w4a16 leaves in 16 bit.
+
+    These are its routers, and what its list `ignore` names: by name, or by a pattern.
+    Kind: exact where layers of one kind are alike. Source: compressed-tensors 0.17
+    `utils/match.py`; vLLM 0.33.0 quantization/compressed_tensors/utils.py `should_ignore_layer`.
+    """
+    ignored = [str(each) for each in _stored(model.config).get("ignore") or ()]
+    numbers = range(model.num_hidden_layers)
+
+    def is_left(*paths: str) -> bool:
+        names = {f"model.layers.{number}.{path}" for path in paths for number in numbers}
+        return any(
+            any(re.match(each[3:], name) for name in names) if each[:3] == "re:" else each in names
+            for each in ignored
+        )
+
+    def marked(linears: tuple[Linear, ...], *modules: str) -> tuple[Linear, ...]:
+        return tuple(
+            replace(linear, quantisable=False)
+            if is_left(*(f"{module}.{name}" for module in modules for name in _parts(linear.name)))
+            else linear
+            for linear in linears
+        )
+
+    def of_mlp(mlp: Mlp, *modules: str) -> Mlp:
+        return replace(mlp, linears=marked(mlp.linears, *modules))
+
+    def of_layer(layer: Layer) -> Layer:
+        attentions = tuple(
+            replace(each, linears=marked(each.linears, "self_attn")) for each in layer.attentions
+        )
+        mlp, moe = layer.mlp, layer.moe
+        if moe is not None:
+            shared = moe.shared and of_mlp(moe.shared, "mlp.shared_experts", "mlp.shared_expert")
+            router = replace(moe.router, quantisable=False)
+            expert = of_mlp(moe.expert, "mlp.experts.0")
+            moe = replace(moe, router=router, shared=shared, expert=expert)
+        return replace(layer, attentions=attentions, mlp=mlp and of_mlp(mlp, "mlp"), moe=moe)
+
+    groups = tuple(replace(group, layer=of_layer(group.layer)) for group in model.groups)
+    return replace(model, groups=groups)
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """Names that a matrix of ours has in files: those of its parts, where it joins two."""
+    return ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
 
 
 def is_expanded(config: Mapping[str, Any], quant: str) -> bool:

@@ -308,8 +308,8 @@ def is_quantised(linear: Linear, dtypes: Dtypes) -> bool:
     calls for each of them; transformers 5.23 `Mxfp4GptOssExperts`, which packs nothing else.
     """
     if dtypes.quant == "mxfp4" or not linear.is_module:
-        packs = dtypes.quantises_experts or dtypes.quant in ("mxfp4", "fp8")
-        return packs and not linear.is_module and linear.count > 1
+        packs = dtypes.quantises_experts or dtypes.quant in ("mxfp4", "fp8", "w4a16")
+        return packs and not linear.is_module and linear.count > 1 and linear.quantisable
     if linear.is_subclass and not dtypes.libraries.quantises_subclasses:
         return False
     return dtypes.quant != "none" and linear.is_module and linear.quantisable

@@ -43,7 +43,8 @@ Padding = Literal["none", "padded"]
 LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "unsloth-fused", "raw"]
 USUAL_HEAD: LossHead = "hf"  # of a run that names none
 Quant = Literal[
-    "none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4", "mxfp4", "fp8"
+    "none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4", "mxfp4", "fp8",
+    "w4a16",
 ]  # fmt: skip
 Bias = Literal["none", "all", "lora_only"]
 BaseDtype = Literal["auto", "float32"]
@@ -60,6 +61,7 @@ FP32_PRECISIONS: frozenset[str] = frozenset({"tf32", "fp32"})  # of the tensors,
 FOUR_BIT_BNB: frozenset[str] = frozenset({"nf4", "nf4-dq", "fp4"})
 BNB_QUANTS: frozenset[str] = FOUR_BIT_BNB | {"int8"}
 CHECKPOINT_QUANTS: frozenset[str] = frozenset({"gptq-int4", "gptq-int8", "awq-int4"})  # written so
+ENGINE_QUANTS: frozenset[str] = frozenset({"fp8", "w4a16"})  # engines read them, nothing trains
 CACHE_NBITS = (4, 2)  # what quanto and HQQ both have
 CACHE_GROUP_STEP = 8  # whole bytes of codes, whatever they are packed along
 # The bounds of settings, in whatever they are read from: far beyond any run, and small enough that

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_GROUP = re.compile(r"(?:32|64|128)g")
+_GROUP = re.compile(r"(?:32|64|128)g|g(?:32|64|128)")
 _GGUF_TYPE = re.compile(r"i?q[2-8](_[0-9k]\w*)?")
 
 
@@ -37,6 +37,19 @@ def _awq(marks: Sequence[str]) -> StoredForm:
     return StoredForm("AWQ", "quant awq-int4", config)
 
 
+def _w4a16(marks: Sequence[str]) -> StoredForm:
+    """Source: the copies of RedHatAI (`quantized.w4a16`), packed by llm-compressor."""
+    weights = {"type": "int", "num_bits": 4, "strategy": "group", "symmetric": True}
+    weights["group_size"] = _group(marks).get("group_size", 128)
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+    return StoredForm("W4A16", "quant w4a16, as vllm and sglang serve it", config)
+
+
 def _bitsandbytes(marks: Sequence[str]) -> StoredForm:
     """Source: the copies of Unsloth, which are nf4 with a nested quantisation."""
     config: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -58,14 +71,15 @@ def _fp8(_: Sequence[str]) -> StoredForm:
 
 
 def _group(marks: Sequence[str]) -> dict[str, int]:
-    sizes = [int(mark[:-1]) for mark in marks if _GROUP.fullmatch(mark)]
+    sizes = [int(mark.strip("g")) for mark in marks if _GROUP.fullmatch(mark)]
     return {"group_size": sizes[0]} if sizes else {}
 
 
 # Words that mark a quantised copy, and what the copy is; the first that is there decides.
 _QUANTISED: tuple[tuple[re.Pattern[str], Callable[[Sequence[str]], StoredForm]], ...] = (
     (re.compile(r"gptq"), _gptq),
-    (re.compile(r"awq|w4a16"), _awq),
+    (re.compile(r"awq"), _awq),
+    (re.compile(r"w4a16"), _w4a16),
     (re.compile(r"fp8"), _fp8),
     (re.compile(rf"gguf|ggml|{_GGUF_TYPE.pattern}"), _gguf),
     (
@@ -75,12 +89,12 @@ _QUANTISED: tuple[tuple[re.Pattern[str], Callable[[Sequence[str]], StoredForm]],
     (re.compile(r"bnb|[48]bit|nf4|fp4|int[48]"), _bitsandbytes),
 )
 # Words that only say more of such a copy.
-_OF_A_COPY = re.compile(rf"{_GROUP.pattern}|actorder_(true|false)|dynamic|unsloth|static")
+_OF_A_COPY = re.compile(rf"{_GROUP.pattern}|actorder_(true|false)|dynamic|unsloth|static|quantized")
 
 
 def quantised(name: str) -> tuple[StoredForm, str] | None:
     """How a quantised copy is stored, and its name without what says so; None for another model."""
-    parts = re.split(r"[-:/\s]+|\.(?=gg|i?q\d)|_(?=gptq|awq|gguf|bnb)", name.lower())
+    parts = re.split(r"[-:/\s]+|\.(?=gg|i?q\d|w4a16)|_(?=gptq|awq|gguf|bnb)", name.lower())
     marks = [part for part in parts if any(pattern.fullmatch(part) for pattern, _ in _QUANTISED)]
     for pattern, form in _QUANTISED:
         first = [mark for mark in marks if pattern.fullmatch(mark)]

@@ -263,9 +263,16 @@ def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_ranks(options: dict[str, Any], gpus: int, engine: Engine) -> None:
-    """Give `options` the ranks that share every matrix: what `gpus` are beside stated stages."""
+    """Give `options` the ranks that share every matrix: `gpus` over stated stages and copies."""
     shared_by, staged_by = engine.shared_by, engine.staged_by
-    stages = options.get(staged_by, 1)
+    stages, copies = options.get(staged_by, 1), options.get(engine.copied_by, 1)
+    if isinstance(copies, int) and copies > 1:
+        if gpus % copies:
+            raise ConfigError(
+                f"gpus: {gpus}, but {engine.copied_by} is {copies}; give a multiple of it, or "
+                "leave gpus out"
+            )
+        gpus //= copies
     if not isinstance(stages, int) or stages < 2:
         if options.setdefault(shared_by, gpus) != gpus:
             raise ConfigError(

@@ -39,6 +39,7 @@ QUANTISED = {
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 # What an answer calls a number that logs state, too.
 _OF_ANSWER = ("kv_pool_bytes", "kv_pool_tokens", "num_blocks", "max_concurrency")
+_OF_ALL = ("kv_pool_tokens", "max_concurrency")
 _OF_TIMES = ("ttft_s", "tpot_s", "output_tokens_per_s")
 
 
@@ -242,9 +243,17 @@ def _predicted(
     assert serving is not None  # an engine with a log has a pool
     predicted = _of_start(job)
     predicted |= {name: getattr(serving, name) for name in _OF_ANSWER}
+    for name in _OF_ALL:  # each of the engines that share experts logs its own
+        predicted[name] /= _copies(job)
     if serving.time is not None and "num_running" in measured:
         predicted |= {name: getattr(serving.time, name) for name in _OF_TIMES}
     return {name: value for name, value in predicted.items() if name in measured}
+
+
+def _copies(job: ResolvedRun) -> int:
+    """Engines that share experts."""
+    assert job.engine.start is not None
+    return job.engine.start(job.served).copies
 
 
 def _of_start(job: ResolvedRun) -> dict[str, float]:
