@@ -418,12 +418,13 @@ def document(single: Sequence[Compared], many: Sequence[Compared]) -> str:
             f"Storages of one model are ordered right in {right} of {pairs} pairs on one GPU that "
             f"differ by more than {100 * EQUAL:.0f} %, and in {all_right} of {all_pairs} pairs "
             "where either may be on several. All on one GPU that are not have one of three "
-            "measurements in 16 bit: Qwen2-1.5B at 14,336 and 30,720 tokens, beyond the captured "
-            "lengths of 0.4.2, where the host sets the pace (that run's host was slower: its steps "
-            "take 11 and 14 % longer than we say, those of the fourteen other such runs of 0.5B and "
-            "1.5B 4 % less to 3 % more), and Qwen2.5-7B at 129,024, the only one of that length and "
-            "release whose steps the host does not slow. Their script counts 2,048 tokens even where "
-            "an answer ends sooner. On several: GPTQ-Int8 of Qwen2-72B, which we predict "
+            "measurements in 16 bit: Qwen2-1.5B at 14,336 and 30,720 tokens, beyond the "
+            "captured lengths of 0.4.2, where the host sets the pace (that run's host was "
+            "slower: its steps take 11 and 14 % longer than we say, those of the fourteen other "
+            "such runs of 0.5B and 1.5B 4 % less to 3 % more), and Qwen2.5-7B at 129,024, the "
+            "only one of that length and release whose steps the host does not slow. Their "
+            "script counts 2,048 tokens even where an answer ends sooner. On several: GPTQ-Int8 "
+            "of Qwen2-72B, which we predict "
             "5 % too slow, beside AWQ, and AWQ of Qwen2.5-32B on one beside 16 bit on two.",
             SEVERAL_GPUS,
             SCRIPTS_OF_2026,
