@@ -12,39 +12,21 @@ from typing import Any
 import gguf
 import numpy as np
 
-from whichlora.serving.gguf import BLOCKS, NAMES, Tensor, tensors
-from whichlora.serving.llama_cpp import ARCHITECTURES
-from whichlora.spec.architecture import Layer, ModelSpec, layers_in_order
-
-# Norms of a layer, by the names of our architectures; those of gemma lie around both halves.
-_NORMS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-}
+from whichlora.serving.gguf import BLOCKS, Tensor, tensors
+from whichlora.serving.gguf_architectures import architecture_of
+from whichlora.spec.architecture import ModelSpec, layers_in_order
 
 
 def write(model: ModelSpec, file_type: str, path: Path, *, seed: int | None = None) -> None:
     """Write `path`; with a `seed` its weights are random, else there are none."""
-    architecture = ARCHITECTURES[model.model_type].name
-    writer = gguf.GGUFWriter(str(path), architecture)
-    _settings(writer, model, architecture)
+    architecture = architecture_of(model)
+    writer = gguf.GGUFWriter(str(path), architecture.name)
+    _settings(writer, model, architecture.name)
     rng = None if seed is None else np.random.default_rng(seed)
-    for tensor in tensors(model, file_type):
-        if tensor.name == "norms and biases":
-            assert tensor.layer is not None
-            _narrow(writer, model, layers_in_order(model)[tensor.layer], tensor.layer, rng)
-        elif tensor.name == "output_norm":
-            for norm in model.final_norms:
-                _add(writer, "output_norm.weight", (norm.width,), "F32", rng)
-                if norm.bias:
-                    _add(writer, "output_norm.bias", (norm.width,), "F32", rng)
-        else:
-            prefix = "" if tensor.layer is None else f"blk.{tensor.layer}."
-            _add(writer, f"{prefix}{tensor.name}.weight", _shape(tensor), tensor.type, rng)
+    for tensor in tensors(model, file_type, architecture):
+        prefix = "" if tensor.layer is None else f"blk.{tensor.layer}."
+        name = f"{prefix}{tensor.name}{tensor.suffix}"
+        _add(writer, name, _shape(tensor), tensor.type, rng)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     if rng is None:
@@ -60,9 +42,10 @@ def write(model: ModelSpec, file_type: str, path: Path, *, seed: int | None = No
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
-    rows = tensor.num_rows // tensor.num_experts
-    experts = () if tensor.num_experts == 1 else (tensor.num_experts,)
-    return (*experts, rows, tensor.row)
+    if tensor.num_rows == 1:
+        return (tensor.row,)
+    beside = () if tensor.count == 1 else (tensor.count,)
+    return (*beside, tensor.num_rows // tensor.count, tensor.row)
 
 
 def _add(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], stored: str, rng: Any) -> None:
@@ -80,23 +63,6 @@ def _add(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], stored: str
         values += 1
     quantised = values if stored == "F32" else gguf.quantize(values, kind)
     writer.add_tensor(name, quantised, raw_dtype=kind)
-
-
-def _narrow(writer: gguf.GGUFWriter, model: ModelSpec, layer: Layer, index: int, rng: Any) -> None:
-    """Norms and biases."""
-    around = len(layer.norms) == 4 or layer.post_norm
-    for norm in (*layer.norms, *layer.inner_norms):
-        name = _NORMS[norm.name]
-        if around and norm.name == "post_attention_layernorm":
-            name = "post_attention_norm"
-        width = norm.width
-        _add(writer, f"blk.{index}.{name}.weight", (width,), "F32", rng)
-        if norm.bias:
-            _add(writer, f"blk.{index}.{name}.bias", (width,), "F32", rng)
-    for linear in layer.linears:
-        if linear.bias:
-            name = f"blk.{index}.{NAMES[linear.name]}.bias"
-            _add(writer, name, (linear.out_features,), "F32", rng)
 
 
 def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
@@ -128,7 +94,7 @@ def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
         writer.add_residual_scale(0.22)
         writer.add_attention_scale(0.0156)
     windows = {each.attentions[0].sliding_window for each in layers} - {None}
-    if ARCHITECTURES[model.model_type].windows and windows:
+    if architecture_of(model).windows and windows:
         writer.add_sliding_window(max(each for each in windows if each))
     if model.logit_softcap:
         writer.add_final_logit_softcapping(model.logit_softcap)

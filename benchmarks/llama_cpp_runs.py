@@ -31,6 +31,7 @@ from markdown_tables import markdown_table, summary
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Served
 from whichlora.serving.gguf import FILE_TYPES, tensors
+from whichlora.serving.gguf_architectures import architecture_of
 from whichlora.serving.llama_cpp import all_of, placement, slots, taken
 from whichlora.spec.options import OptionValue
 from whichlora.spec.run import RunConfig
@@ -304,9 +305,9 @@ def _plan(row: Mapping[str, str]) -> float:
 
 
 def _mix(row: Mapping[str, str]) -> float:
-    return (
-        sum(tensor.num_bytes for tensor in tensors(load_model(row["model"]), row["settings"])) / MiB
-    )
+    model = load_model(row["model"])
+    file = tensors(model, row["settings"], architecture_of(model))
+    return sum(tensor.num_bytes for tensor in file) / MiB
 
 
 def _fit(row: Mapping[str, str]) -> float:

@@ -1,17 +1,19 @@
-"""The buffer that ggml reserves for computing one batch: its graph, laid out by its allocator.
+"""The graph that ggml computes one batch with: its nodes, in the order in which ggml visits them.
 
-Neighbours of different size leave gaps, so that the peak of what lives at once is too little: the
-allocator's own rules are followed, node by node.
+An architecture is made of the blocks below, or has some of its own (`gguf_architectures`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal
 
-from whichlora.spec.architecture import Attention, Layer, ModelSpec, Moe, layers_in_order
+from whichlora.serving.ggml_buffer import Graph
+from whichlora.spec.architecture import Attention, Layer, Mlp, ModelSpec, Moe, layers_in_order
+
+if TYPE_CHECKING:
+    from whichlora.serving.gguf_architectures.base import Architecture
 
 ALIGNMENT = 128  # of a GPU's buffers; ggml-cuda.cu:897
 FP32, FP16, INDEX = 4, 2, 8  # bytes of activations, of masks with flash attention, of row numbers
@@ -50,103 +52,14 @@ class Batch:
     alignment: int = ALIGNMENT
 
 
-class _Node(NamedTuple):
-    """A tensor: what it is made of, and which of those it may lie on."""
-
-    num_bytes: int
-    sources: tuple[int, ...] = ()
-    over: tuple[int, ...] = ()
-
-
 @dataclass(slots=True)
-class _Graph:
-    nodes: list[_Node] = field(default_factory=list)
-
-    def add(self, num_bytes: int, *sources: int, over: tuple[int, ...] = ()) -> int:
-        self.nodes.append(_Node(num_bytes, sources, over))
-        return len(self.nodes) - 1
-
-    def buffer_bytes(self, alignment: int) -> int:
-        """Bytes up to the highest address that is used.
-
-        Source: llama.cpp 0c1e570 ggml/src/ggml-alloc.c:709 ggml_gallocr_alloc_graph_impl.
-        """
-        users = [0] * len(self.nodes)
-        for node in self.nodes:
-            for source in node.sources:
-                users[source] += 1
-        space = _Space()
-        ranges: dict[int, tuple[int, int]] = {}
-        for index, node in enumerate(self.nodes):
-            if not node.sources:  # inputs come first
-                ranges[index] = space.take(-(-node.num_bytes // alignment) * alignment)
-        for index, node in enumerate(self.nodes):
-            if not node.sources:
-                continue
-            for below in node.over:
-                if users[below] == 1 and below in ranges:
-                    ranges[index] = ranges.pop(below)
-                    break
-            else:
-                if node.num_bytes:
-                    ranges[index] = space.take(-(-node.num_bytes // alignment) * alignment)
-            for source in node.sources:
-                users[source] -= 1
-                if users[source] == 0 and source in ranges:
-                    space.give(*ranges.pop(source))
-        return space.highest
-
-
-@dataclass(slots=True)
-class _Space:
-    """Free ranges below an end that moves.
-
-    Source: llama.cpp 0c1e570 ggml/src/ggml-alloc.c:241 ggml_dyn_tallocr_alloc.
-    """
-
-    highest: int = 0
-    free: list[tuple[int, int]] = field(default_factory=list)
-    end: int = 0
-
-    def take(self, size: int) -> tuple[int, int]:
-        """The first and the last byte, excluded, of the smallest free range that is large enough.
-
-        Of equal ones the last; where there is none, at the end.
-        """
-        best, least = -1, -1
-        for place, (start, stop) in enumerate(self.free):
-            room = stop - start
-            if room >= size and (best < 0 or room <= least):
-                best, least = place, room
-        if best < 0:
-            start, self.end = self.end, self.end + size
-        else:
-            start, stop = self.free[best]
-            self.free[best : best + 1] = [(start + size, stop)] if least > size else []
-        self.highest = max(self.highest, start + size)
-        return start, start + size
-
-    def give(self, start: int, stop: int) -> None:
-        """Back what was taken, joined with what is free before and after it."""
-        place = bisect(self.free, (start, stop))
-        if place < len(self.free) and self.free[place][0] == stop:
-            stop = self.free.pop(place)[1]
-        if place and self.free[place - 1][1] == start:
-            place -= 1
-            start = self.free.pop(place)[0]
-        if stop == self.end:
-            self.end = start
-        else:
-            self.free.insert(place, (start, stop))
-
-
-@dataclass(slots=True)
-class _Builder:
+class Builder:
     """The nodes of one forward, in the order in which ggml visits them."""
 
     model: ModelSpec
     batch: Batch
-    graph: _Graph = field(default_factory=_Graph)
+    architecture: Architecture
+    graph: Graph = field(default_factory=Graph)
     inputs: dict[object, int] = field(default_factory=dict)
     on_host: bool = False
 
@@ -173,8 +86,18 @@ class _Builder:
         over = () if kind.startswith("layer") else (stream,)
         return self.wide(self.model.hidden_size, stream, over=over, rows=rows)
 
+    def chosen_rows(self, stream: int, rows: int) -> int:
+        """Of the tokens whose logits are asked for."""
+        numbers = self.given("rows of logits", 4 * rows)
+        return self.wide(self.model.hidden_size, stream, numbers, rows=rows)
 
-def compute_bytes(model: ModelSpec, batch: Batch, *, reads_tokens: bool = False) -> int:
+    def positions(self, after: int) -> int:
+        return self.given("positions", 4 * self.architecture.positions * self.batch.tokens, after)
+
+
+def compute_bytes(
+    model: ModelSpec, batch: Batch, architecture: Architecture, *, reads_tokens: bool = False
+) -> int:
     """Bytes of the buffer for one micro-batch of all layers.
 
     Args:
@@ -183,27 +106,32 @@ def compute_bytes(model: ModelSpec, batch: Batch, *, reads_tokens: bool = False)
     Kind: exact for one device that holds every layer. Source: llama.cpp 0c1e570
     `llama_context::sched_reserve`, src/llama-context.cpp:615; `llm_graph_context`.
     """
-    return _compute_bytes(model, batch, reads_tokens)
+    return _compute_bytes(model, batch, architecture, reads_tokens)
 
 
 @lru_cache(maxsize=4096)
-def _compute_bytes(model: ModelSpec, batch: Batch, reads_tokens: bool) -> int:
-    build = _Builder(model, batch)
+def _compute_bytes(
+    model: ModelSpec, batch: Batch, architecture: Architecture, reads_tokens: bool
+) -> int:
+    build = Builder(model, batch, architecture)
     hidden = FP32 * model.hidden_size * batch.tokens
     if reads_tokens:
         tokens = build.given("tokens", 4 * batch.tokens)
-        build.given("embeddings that are handed in", hidden)
-        stream = build.graph.add(hidden, tokens)
+        build.given("embeddings that are handed in", hidden * architecture.embeddings(model))
+        stream = build.graph.add(hidden * architecture.embeddings(model), tokens)
     else:
-        stream = build.given("embeddings", hidden)
+        stream = build.given("embeddings", hidden * architecture.embeddings(model))
     if model.embeds_in_steps:
         stream = build.graph.add(hidden, stream, over=(stream,))
     shown = _shown(model)
     build.on_host = bool(batch.copied)
     for layer in shown[:-1]:
-        stream = _layer(build, layer, stream, rows=0)
+        stream = architecture.layer(build, layer, stream, 0)
     build.on_host = False
-    stream = _layer(build, shown[-1], stream, rows=batch.outputs)
+    last_rows = 0 if architecture.keeps_rows else batch.outputs
+    stream = architecture.layer(build, shown[-1], stream, last_rows)
+    if architecture.keeps_rows:
+        stream = build.chosen_rows(stream, batch.outputs)
     final = build.normed(stream, model.final_norms[0].kind, rows=batch.outputs)
     build.wide(model.vocab_size, final, rows=batch.outputs)
     return build.graph.buffer_bytes(batch.alignment)
@@ -219,42 +147,59 @@ def _shown(model: ModelSpec) -> tuple[Layer, ...]:
     return layers if len(layers) <= first + _LAST else layers[:first] + layers[-_LAST:]
 
 
-def _layer(build: _Builder, layer: Layer, stream: int, *, rows: int) -> int:
+# --- layers -----------------------------------------------------------------------------------
+
+
+def block(build: Builder, layer: Layer, stream: int, rows: int) -> int:
     """One layer; of the last one only `rows` go on after the attention."""
-    width = build.model.hidden_size
-    attention = layer.attentions[0]
     kind = layer.norms[0].kind
     read = stream if layer.post_norm else build.normed(stream, kind)
-    mixed = build.product("attn_output", width, _attention(build, attention, read))
+    attention = layer.attentions[0]
+    mixed = build.product(
+        "attn_output",
+        build.model.hidden_size,
+        build.architecture.attention(build, attention, read),
+    )
+    return fed(build, layer, mixed, stream, rows)
+
+
+def fed(build: Builder, layer: Layer, mixed: int, stream: int, rows: int) -> int:
+    """What follows the attention of a layer."""
+    width, kind = build.model.hidden_size, layer.norms[0].kind
     if rows:
-        chosen = build.given("rows of logits", 4 * rows)
-        mixed = build.wide(width, mixed, chosen, rows=rows)
-        stream = build.wide(width, stream, chosen, rows=rows)
+        mixed = build.chosen_rows(mixed, rows)
+        stream = build.chosen_rows(stream, rows)
     middle = build.wide(width, mixed, stream, over=(mixed, stream), rows=rows)
     read = middle if layer.post_norm else build.normed(middle, kind, rows=rows)
     if layer.moe is not None:
-        out = _experts(build, layer.moe, read, rows=rows)
+        out = mixture(build, layer.moe, read, rows=rows)
     else:
         assert layer.mlp is not None
-        fused = any(linear.name == "gate_up_proj" for linear in layer.mlp.linears)
-        inner = layer.mlp.width
-        if layer.mlp.gated:
-            halves = {"ffn_up": 2 * inner} if fused else {"ffn_gate": inner, "ffn_up": inner}
-            read_by = [build.product(name, half, read, rows=rows) for name, half in halves.items()]
-            product = build.wide(inner, *read_by, rows=rows)
-        else:
-            up = build.product("ffn_up", inner, read, rows=rows)
-            product = build.wide(inner, up, over=(up,), rows=rows)
-        out = build.product("ffn_down", width, product, rows=rows)
+        out = dense(build, layer.mlp, read, rows=rows)
     return build.wide(width, out, middle, over=(out, middle), rows=rows)
 
 
-def _attention(build: _Builder, attention: Attention, read: int) -> int:
+def dense(build: Builder, mlp: Mlp, read: int, *, rows: int, suffix: str = "") -> int:
+    """Source: llama.cpp 0c1e570 `llm_graph_context::build_ffn`, src/llama-graph.cpp:1762."""
+    fused = any(linear.name == "gate_up_proj" for linear in mlp.linears)
+    gate, up = f"ffn_gate{suffix}", f"ffn_up{suffix}"
+    inner = mlp.width
+    if mlp.gated:
+        halves = {up: 2 * inner} if fused else {gate: inner, up: inner}
+        read_by = [build.product(name, half, read, rows=rows) for name, half in halves.items()]
+        product = build.wide(inner, *read_by, rows=rows)
+    else:
+        raw = build.product(up, inner, read, rows=rows)
+        product = build.wide(inner, raw, over=(raw,), rows=rows)
+    return build.product(f"ffn_down{suffix}", build.model.hidden_size, product, rows=rows)
+
+
+# --- attention --------------------------------------------------------------------------------
+
+
+def softmax_attention(build: Builder, attention: Attention, read: int) -> int:
     """What the output projection reads."""
-    graph, batch, window = build.graph, build.batch, attention.sliding_window
-    cells = dict(batch.cells)
-    window = window if window in cells else None
-    positions = build.given("positions", 4 * batch.tokens, read)
+    positions = build.positions(read)
     fused = any(linear.name == "qkv_proj" for linear in attention.linears)
 
     def placed(matrix: str, width: int) -> int:
@@ -271,17 +216,27 @@ def _attention(build: _Builder, attention: Attention, read: int) -> int:
     else:
         queries = placed("attn_q", q_width)
         keys = values = -1
-    turns = dict(zip("kv", _rotations(build, attention, window), strict=True))
-    if turns["k"] >= 0:
-        queries = build.wide(q_width, queries, turns["k"])
+    turns = rotations(build, attention)
+    if turns[0] >= 0:
+        queries = build.wide(q_width, queries, turns[0])
     if not fused:
         values = build.product("attn_v", v_width, read)
-    if turns["v"] >= 0:
-        values = build.wide(v_width, values, turns["v"])
+    if turns[1] >= 0:
+        values = build.wide(v_width, values, turns[1])
     if not fused:
         keys = placed("attn_k", k_width)
-    if turns["k"] >= 0:
-        keys = build.wide(k_width, keys, turns["k"])
+    if turns[0] >= 0:
+        keys = build.wide(k_width, keys, turns[0])
+    result = attend(build, attention, queries, keys, values)
+    return result if turns[1] < 0 else build.wide(attention.out_width, result, turns[1])
+
+
+def attend(build: Builder, attention: Attention, queries: int, keys: int, values: int) -> int:
+    """Cache what is new, and attend to all of it.
+
+    Source: llama.cpp 0c1e570 `llm_graph_context::build_attn_mha`, src/llama-graph.cpp:2616.
+    """
+    graph, batch, window = build.graph, build.batch, window_of(build, attention)
     copies: tuple[int, ...] = ()
     if build.on_host and batch.copied_keys:
         graph.add(0, keys)  # the host's cache takes them
@@ -290,33 +245,43 @@ def _attention(build: _Builder, attention: Attention, read: int) -> int:
             graph.add(size, queries) for size in (batch.copied_keys, batch.copied_values)
         )
     else:
-        rows = batch.tokens * (1 if batch.flash else v_width)
+        rows = batch.tokens * (1 if batch.flash else attention.v_width)
         numbers = build.given(("rows of keys", window), INDEX * batch.tokens)
         graph.add(0, keys, numbers)
         graph.add(0, values, build.given(("rows of values", window), INDEX * rows))
-    seen, of_mask = cells[window], FP16 if batch.flash else FP32
-    mask = build.given(("mask", window), seen * batch.tokens * of_mask, queries)
+    seen, mask = mask_of(build, window, queries)
     if batch.flash:
-        widened = batch.widened_keys * k_width + batch.widened_values * v_width
-        extra = FP16 * seen * widened
-        result = graph.add(
-            FP32 * attention.out_width * batch.tokens + extra, queries, mask, *copies
-        )
-    else:
-        scores = FP32 * seen * batch.tokens * attention.num_attention_heads
-        raw = graph.add(scores, queries)
-        weights = graph.add(scores, raw, mask, over=(raw,))
-        raw = build.wide(attention.out_width, weights)
-        result = build.wide(attention.out_width, raw)
-    return result if turns["v"] < 0 else build.wide(attention.out_width, result, turns["v"])
+        widened = batch.widened_keys * attention.k_width
+        widened += batch.widened_values * attention.v_width
+        size = FP32 * attention.out_width * batch.tokens + FP16 * seen * widened
+        return graph.add(size, queries, mask, *copies)
+    scores = FP32 * seen * batch.tokens * attention.num_attention_heads
+    raw = graph.add(scores, queries)
+    weights = graph.add(scores, raw, mask, over=(raw,))
+    raw = build.wide(attention.out_width, weights)
+    return build.wide(attention.out_width, raw)
 
 
-def _rotations(build: _Builder, attention: Attention, window: int | None) -> tuple[int, int]:
+def window_of(build: Builder, attention: Attention) -> int | None:
+    """Its sliding window, where that has a cache of its own."""
+    window = attention.sliding_window
+    return window if window in dict(build.batch.cells) else None
+
+
+def mask_of(build: Builder, window: int | None, after: int) -> tuple[int, int]:
+    """Cells that a query sees, and the mask of them."""
+    batch = build.batch
+    seen, of_mask = dict(batch.cells)[window], FP16 if batch.flash else FP32
+    return seen, build.given(("mask", window), seen * batch.tokens * of_mask, after)
+
+
+def rotations(build: Builder, attention: Attention) -> tuple[int, int]:
     """The matrices that keys and values are turned with; -1 where they are not.
 
     Source: llama.cpp 0c1e570 `build_input_k_rot`, src/llama-kv-cache.cpp.
     """
     head, value = attention.head_dim, attention.v_head_dim
+    window = window_of(build, attention)
     keys = values = -1
     if build.batch.rotates_keys and head % 64 == 0:
         size = 64
@@ -328,25 +293,109 @@ def _rotations(build: _Builder, attention: Attention, window: int | None) -> tup
     return keys, values
 
 
-def _experts(build: _Builder, moe: Moe, read: int, *, rows: int) -> int:
+# --- experts ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How the experts of a token are chosen, and weighed.
+
+    Args:
+        gate: a function of all scores, or a softmax over those of the "chosen".
+        biased: chosen by scores with a bias for each expert, weighed without it.
+        divided: weights are divided by their sum.
+        scaled: weights are multiplied by a number.
+        groups: of experts, and how many of them are chosen before; one where there are none.
+        by_logits: chosen by what the router says, before the function of it.
+        weighs_input: experts read their input times their weight.
+    """
+
+    gate: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    biased: bool = False
+    divided: bool = True
+    scaled: bool = False
+    groups: tuple[int, int] = (1, 1)
+    by_logits: bool = False
+    weighs_input: bool = False
+
+
+def mixture(build: Builder, moe: Moe, read: int, *, rows: int) -> int:
+    """Routed experts, and the shared one beside them."""
+    out = _experts(build, moe, read, rows=rows)
+    if moe.shared is None:
+        return out
+    width = build.model.hidden_size
+    shared = dense(build, moe.shared, read, rows=rows, suffix="_shexp")
+    if any(linear.name == "shared_expert_gate" for linear in moe.shared.linears):
+        gate = build.wide(1, read, rows=rows)
+        shared = build.wide(width, shared, gate, over=(shared,), rows=rows)
+    return build.wide(width, out, shared, over=(out, shared), rows=rows)
+
+
+def _experts(build: Builder, moe: Moe, read: int, *, rows: int) -> int:
     """The router, and the chosen experts of every token.
 
-    Source: llama.cpp 0c1e570 `llm_graph_context::build_moe_ffn`, src/llama-graph.cpp:1983.
+    Source: llama.cpp 0c1e570 `llm_graph_context::build_moe_ffn`, src/llama-graph.cpp:2007.
     """
     width, chosen = build.model.hidden_size, moe.experts_per_token
-    logits = build.wide(moe.num_experts, read, rows=rows)
-    probabilities = build.wide(moe.num_experts, logits, over=(logits,), rows=rows)
-    order = build.wide(moe.num_experts, probabilities, rows=rows)
-    picked = build.wide(chosen, probabilities, order, rows=rows)
-    total = build.wide(1, picked, rows=rows)
-    weights = build.wide(chosen, picked, total, rows=rows)
+    choice = build.architecture.choice(build.model)
+    order, weights = _chosen(build, moe, choice, read, rows=rows)
     inner = chosen * moe.expert.width
-    gate = build.product("ffn_gate_exps", inner, read, order, rows=rows)
-    up = build.product("ffn_up_exps", inner, read, order, rows=rows)
-    product = build.wide(inner, gate, up, rows=rows)
+    if choice.weighs_input:
+        repeated = build.wide(chosen * width, read, rows=rows)
+        read = build.wide(chosen * width, repeated, weights, over=(repeated,), rows=rows)
+    up_names = ("ffn_gate_exps", "ffn_up_exps") if moe.expert.gated else ("ffn_up_exps",)
+    halves = [build.product(name, inner, read, order, rows=rows) for name in up_names]
+    over = () if moe.expert.gated else (halves[0],)
+    product = build.wide(inner, *halves, over=over, rows=rows)
     raw = build.product("ffn_down_exps", chosen * width, product, order, rows=rows)
-    experts = build.wide(chosen * width, raw, weights, over=(raw,), rows=rows)
+    experts = raw
+    if not choice.weighs_input:
+        experts = build.wide(chosen * width, raw, weights, over=(raw,), rows=rows)
+    if chosen == 1:
+        return build.wide(width, experts, rows=rows)
     result = build.wide(width, experts, experts, rows=rows)
     for _ in range(chosen - 2):
         result = build.wide(width, result, experts, over=(result,), rows=rows)
     return result
+
+
+def _chosen(build: Builder, moe: Moe, choice: Choice, read: int, *, rows: int) -> tuple[int, int]:
+    """Numbers of the experts, and their weights."""
+    number, chosen = moe.num_experts, moe.experts_per_token
+    logits = build.wide(number, read, rows=rows)
+    scores = logits
+    if choice.gate != "chosen":
+        over = () if choice.by_logits else (logits,)
+        scores = build.wide(number, logits, over=over, rows=rows)
+    sorted_by = logits if choice.by_logits else scores
+    if choice.biased:
+        sorted_by = build.wide(number, scores, rows=rows)
+    if choice.groups[0] > 1:
+        sorted_by = _of_best_groups(build, number, choice.groups, sorted_by, rows=rows)
+    order = build.wide(number, sorted_by, rows=rows)
+    weights = build.wide(chosen, scores, order, rows=rows)
+    if choice.gate == "chosen":
+        weights = build.wide(chosen, weights, rows=rows)
+    if choice.divided:
+        total = build.wide(1, weights, rows=rows)
+        weights = build.wide(chosen, weights, total, rows=rows)
+    if choice.scaled:
+        over = () if choice.divided or choice.gate == "chosen" else (weights,)
+        weights = build.wide(chosen, weights, over=over, rows=rows)
+    return order, weights
+
+
+def _of_best_groups(
+    build: Builder, number: int, groups: tuple[int, int], scores: int, *, rows: int
+) -> int:
+    """Scores without those of experts in other groups: a group counts by its two best."""
+    in_all, in_best = groups[0], groups[1] * (number // groups[0])
+    order = build.wide(number, scores, rows=rows)
+    best = build.wide(2 * in_all, scores, order, rows=rows)
+    sums = build.wide(in_all, best, rows=rows)
+    chosen = build.wide(in_all, sums, rows=rows)
+    kept = build.wide(in_best, scores, chosen, rows=rows)
+    filled = build.wide(number, scores, rows=rows)
+    build.graph.add(0, kept, chosen, filled)
+    return filled

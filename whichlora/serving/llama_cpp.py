@@ -20,13 +20,14 @@ from whichlora.serving.ggml_graph import FP32, Batch, compute_bytes
 from whichlora.serving.gguf import (
     BLOCKS,
     FILE_TYPES,
-    NAMES,
     UNQUANTISED,
     Tensor,
     row_bytes,
+    tensor_names,
     tensors,
     unknown_matrices,
 )
+from whichlora.serving.gguf_architectures import ARCHITECTURES, architecture_of
 from whichlora.serving.kernel_rates import (
     ExpertRates,
     KernelRates,
@@ -51,39 +52,6 @@ CACHE_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq
 _WIDE = ("f16", "bf16", "f32")
 _SEVERAL = "divides a file over several GPUs, which is not predicted of llama-cpp; use vllm"
 _OVERRIDES = "places tensors by their names, which is not predicted; give n_cpu_moe or n_gpu_layers"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """How llama.cpp calls a model type of transformers.
-
-    Args:
-        windows: sliding layers have a smaller cache; elsewhere their window is ignored.
-    """
-
-    name: str
-    windows: bool = False
-
-
-# Source: llama.cpp 0c1e570 conversion/, and `load_arch_hparams` of src/models/.
-ARCHITECTURES = {
-    "llama": Architecture(name="llama"),
-    "mistral": Architecture(name="llama"),
-    "mixtral": Architecture(name="llama"),
-    "internlm3": Architecture(name="llama"),
-    "qwen2": Architecture(name="qwen2"),
-    "qwen3": Architecture(name="qwen3"),
-    "qwen3_moe": Architecture(name="qwen3moe"),
-    "gemma": Architecture(name="gemma"),
-    "gemma2": Architecture(name="gemma2", windows=True),
-    "gemma3": Architecture(name="gemma3", windows=True),
-    "gemma3_text": Architecture(name="gemma3", windows=True),
-    "phi3": Architecture(name="phi3"),
-    "granite": Architecture(name="granite"),
-    "olmo2": Architecture(name="olmo2"),
-    "starcoder2": Architecture(name="starcoder2"),
-    "smollm3": Architecture(name="smollm3"),
-}
 
 
 # --- what it is asked for ---------------------------------------------------------------------
@@ -150,25 +118,26 @@ def _padded(cells: int) -> int:
 
 
 def _window(model: ModelSpec, window: int | None) -> int | None:
-    return window if ARCHITECTURES[model.model_type].windows else None
+    return window if architecture_of(model).windows else None
 
 
 @lru_cache(maxsize=256)
 def _windows(model: ModelSpec) -> frozenset[int | None]:
     """Of its layers; None is whole attention."""
-    sliding = {layer.attentions[0].sliding_window for layer, _ in model.layers()}
+    sliding = {each.sliding_window for layer, _ in model.layers() for each in layer.attentions}
     return frozenset(_window(model, window) for window in sliding)
 
 
 def cache_bytes(served: Served, kept: Cache) -> list[int]:
-    """Bytes of every layer's cache, of all slots.
+    """Bytes of every layer's cache, of all slots; a state of fixed size is in fp32.
 
-    Kind: exact. Source: llama.cpp 0c1e570 src/llama-kv-cache.cpp:232.
+    Kind: exact. Source: llama.cpp 0c1e570 src/llama-kv-cache.cpp:232; `llama_memory_recurrent`,
+    src/llama-memory-recurrent.cpp.
     """
     cells = dict(kept.cells)
     return [
-        kept.streams * cells[window] * keys_and_values
-        for window, keys_and_values in _cell_bytes(served.model, *_cache_types(served))
+        kept.streams * cells[window] * keys_and_values + slots(served) * state
+        for window, keys_and_values, state in _cell_bytes(served.model, *_cache_types(served))
     ]
 
 
@@ -178,20 +147,34 @@ def _cache_types(served: Served) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=256)
-def _cell_bytes(model: ModelSpec, keys: str, values: str) -> tuple[tuple[int | None, int], ...]:
-    """Of every layer its window, and the bytes of one token."""
-    attentions = [layer.attentions[0] for layer in layers_in_order(model)]
-    return tuple(
-        (
-            _window(model, attention.sliding_window),
-            row_bytes(attention.k_width, keys) + row_bytes(attention.v_width, values),
-        )
-        for attention in attentions
-    )
+def _cell_bytes(
+    model: ModelSpec, keys: str, values: str
+) -> tuple[tuple[int | None, int, int], ...]:
+    """Of every layer its window, and the bytes of one token and of one sequence."""
+    architecture, found = architecture_of(model), []
+    for layer in layers_in_order(model):
+        window = None
+        token = state = 0
+        for attention in layer.attentions:
+            window = _window(model, attention.sliding_window)
+            k_width, v_width = architecture.cached(attention)
+            token += row_bytes(k_width, keys) + row_bytes(v_width, values)
+            state += FP32 * architecture.state(attention)
+        found.append((window, token, state))
+    return tuple(found)
 
 
-def _token_bytes(served: Served, k_width: int, v_width: int) -> tuple[int, int]:
-    keys, values = _cache_types(served)
+@lru_cache(maxsize=256)
+def _token_widths(model: ModelSpec) -> tuple[int, int]:
+    """Elements of keys and values of the first layer that caches any."""
+    cached = architecture_of(model).cached
+    widths = (cached(each) for layer in layers_in_order(model) for each in layer.attentions)
+    return next(filter(any, widths))
+
+
+def _token_bytes(served: Served) -> tuple[int, int]:
+    """So in bytes."""
+    (k_width, v_width), (keys, values) = _token_widths(served.model), _cache_types(served)
     return row_bytes(k_width, keys), row_bytes(v_width, values)
 
 
@@ -215,7 +198,7 @@ class Placement:
 
 @lru_cache(maxsize=256)
 def _file(model: ModelSpec, stored: str) -> tuple[Tensor, ...]:
-    return tuple(tensors(model, stored))
+    return tuple(tensors(model, stored, architecture_of(model)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +270,7 @@ def taken(served: Served, placed: Placement, context: int, num_slots: int) -> Ta
         layers=held.layers,
         output=held.output,
         cache=on_device,
-        compute=compute_bytes(model, batch, reads_tokens=on_cpu),
+        compute=compute_bytes(model, batch, architecture_of(model), reads_tokens=on_cpu),
         host=0
         if on_cpu
         else held.host + sum(by_layer) - on_device + host_buffer_bytes(model, batch),
@@ -297,7 +280,7 @@ def taken(served: Served, placed: Placement, context: int, num_slots: int) -> Ta
 def _is_on_gpu(tensor: Tensor, first: int, placed: Placement) -> bool:
     assert tensor.layer is not None
     has_experts = placed.host_experts <= tensor.layer < placed.expert_layers
-    if tensor.num_experts > 1 and not has_experts:
+    if tensor.is_expert and not has_experts:
         return False
     return tensor.layer >= first
 
@@ -308,9 +291,11 @@ def host_buffer_bytes(model: ModelSpec, batch: Batch) -> int:
     Kind: exact where every layer lies on the GPU. Source: llama.cpp 0c1e570
     `build_inp_embd`, src/llama-graph.cpp:2376.
     """
-    hidden = 2 * FP32 * model.hidden_size  # looked up, and room for embeddings that are handed in
-    width = layers_in_order(model)[0].attentions[0].v_width
-    rows = 4 + 4 + len(batch.cells) * 8 * (1 + (1 if batch.flash else width))
+    architecture, (_, width) = architecture_of(model), _token_widths(model)
+    # looked up, and room for embeddings that are handed in
+    hidden = 2 * FP32 * model.hidden_size * architecture.embeddings(model)
+    rows = 4 + 4 * architecture.positions
+    rows += len(batch.cells) * 8 * (1 + (1 if batch.flash else width))
     masks = sum(cells for _, cells in batch.cells) * (2 if batch.flash else FP32)
     return batch.tokens * (hidden + rows + masks)
 
@@ -345,8 +330,7 @@ def _with_copies(served: Served, placed: Placement, batch: Batch, kept: Cache) -
     batch = replace(batch, copied=copied)
     if _first_on_gpu(served.model, placed) <= 0:
         return batch
-    attention = layers_in_order(served.model)[0].attentions[0]
-    keys, values = _token_bytes(served, attention.k_width, attention.v_width)
+    keys, values = _token_bytes(served)
     cells = kept.streams * max(cells for _, cells in batch.cells)
     return replace(batch, copied_keys=cells * keys, copied_values=cells * values)
 
@@ -472,8 +456,7 @@ def _pool(served: Served, placed: Placement, needed: Taken, room: int) -> Pool:
 
     A longer context has larger masks, too, which are counted with it.
     """
-    attention = layers_in_order(served.model)[0].attentions[0]
-    cell_bytes = CELLS * sum(_token_bytes(served, attention.k_width, attention.v_width))
+    cell_bytes = CELLS * sum(_token_bytes(served))
     computing = taken(served, placed, served.context, 1).compute
 
     @cache
@@ -589,17 +572,23 @@ def weight_bytes(served: Served, linear: Linear | None) -> float:
 @lru_cache(maxsize=256)
 def _weight_bytes(model: ModelSpec, stored: str) -> Callable[[Linear | None], float]:
     """The function of one file, so that equal ways to step are equal."""
-    file = _file(model, stored)
+    file, names = _file(model, stored), architecture_of(model).names
 
     def of(linear: Linear | None) -> float:
         if linear is None:
             name = "token_embd" if model.head_tied else "output"
             return float(sum(tensor.num_bytes for tensor in file if tensor.name == name))
-        names = {NAMES[linear.name]}
-        if linear.count > 1:
-            fused = linear.name == "gate_up_proj"
-            names = {"ffn_gate_exps", "ffn_up_exps"} if fused else {f"{NAMES[linear.name]}_exps"}
-        found = [tensor for tensor in file if tensor.layer is not None and tensor.name in names]
+        in_file = tensor_names(linear, names)
+        wanted = {*in_file, *(f"{name}_shexp" for name in in_file)}
+        found = [
+            tensor
+            for tensor in file
+            if tensor.layer is not None
+            and tensor.name in wanted
+            and tensor.suffix == ".weight"
+            and tensor.row == linear.in_features
+            and tensor.num_rows * len(in_file) == linear.count * linear.out_features
+        ]
         return sum(tensor.num_bytes for tensor in found) / len({tensor.layer for tensor in found})
 
     return of
@@ -664,7 +653,8 @@ def check(served: Served) -> None:
     """
     check_model(served)
     model, run = served.model, served.run
-    if model.model_type not in ARCHITECTURES or unknown_matrices(model):
+    architecture = ARCHITECTURES.get(model.model_type)
+    if architecture is None or unknown_matrices(model, architecture):
         raise ConfigError(
             f"serving: llama-cpp is not predicted for the architecture {model.model_type}; known "
             f"are {', '.join(ARCHITECTURES)}"

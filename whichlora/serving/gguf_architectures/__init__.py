@@ -1,0 +1,27 @@
+"""Architectures of llama.cpp: each module states what is special about its own."""
+
+from __future__ import annotations
+
+from whichlora.serving.gguf_architectures import plain
+from whichlora.serving.gguf_architectures.base import Architecture
+from whichlora.spec.architecture import ModelSpec
+
+_MODULES = (plain,)
+ARCHITECTURES: dict[str, Architecture] = {
+    model_type: architecture
+    for module in _MODULES
+    for architecture in module.ARCHITECTURES
+    for model_type in architecture.model_types
+}
+
+
+def architecture_of(model: ModelSpec) -> Architecture:
+    """The one that llama.cpp runs `model` with.
+
+    Raises:
+        KeyError: none is known of its type.
+    """
+    return ARCHITECTURES[model.model_type]
+
+
+__all__ = ["ARCHITECTURES", "Architecture", "architecture_of"]

@@ -1,0 +1,71 @@
+"""What an architecture of llama.cpp states of itself: one of its src/models/*.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from whichlora.serving import ggml_graph, gguf
+from whichlora.serving.ggml_graph import Builder, Choice
+from whichlora.serving.gguf import Tensor
+from whichlora.spec.architecture import Attention, Layer, ModelSpec
+
+
+def text_config(model: ModelSpec) -> Mapping[str, Any]:
+    """The Hugging Face config of the text, which a model of images has inside its own."""
+    inner: Mapping[str, Any] = model.config.get("text_config") or model.config
+    return inner
+
+
+def _keys_and_values(attention: Attention) -> tuple[int, int]:
+    return attention.k_width, attention.v_width
+
+
+def _no_state(attention: Attention) -> int:
+    return 0
+
+
+def _plain_choice(model: ModelSpec) -> Choice:
+    return Choice()
+
+
+def _token_width(model: ModelSpec) -> int:
+    return 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """How llama.cpp stores, caches and computes models of some types.
+
+    Args:
+        name: as a file has it, in `general.architecture`.
+        model_types: those of transformers.
+        windows: sliding layers have a smaller cache; elsewhere their window is ignored.
+        names: of matrices in a file, where they are others than `gguf.NAMES`; norms: of norms.
+        tensors: all of a layer, before the mix of a file gives them types.
+        cached: elements of a token's keys and values in a layer's cache.
+        state: elements of a sequence's state of fixed size in a layer.
+        layer: the nodes of one layer; `attention`: those before its output projection.
+        choice: how experts are chosen.
+        positions: numbers that say where a token stands.
+        embeddings: hidden states that are handed in for a token.
+        keeps_rows: all tokens pass the last layer, not only those whose logits are asked for.
+        untimed: why its steps have no times; empty where they have.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    windows: bool = False
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    norms: Mapping[str, str] = field(default_factory=dict, hash=False)
+    tensors: Callable[[Layer, Architecture], Iterator[Tensor]] = gguf.layer_tensors
+    cached: Callable[[Attention], tuple[int, int]] = _keys_and_values
+    state: Callable[[Attention], int] = _no_state
+    layer: Callable[[Builder, Layer, int, int], int] = ggml_graph.block
+    attention: Callable[[Builder, Attention, int], int] = ggml_graph.softmax_attention
+    choice: Callable[[ModelSpec], Choice] = _plain_choice
+    positions: int = 1
+    embeddings: Callable[[ModelSpec], int] = _token_width
+    keeps_rows: bool = False
+    untimed: str = ""

@@ -1,0 +1,23 @@
+"""Architectures that are made of the common blocks alone: a name, and whether windows are kept.
+
+Source: llama.cpp 0c1e570 conversion/, and `load_arch_hparams` of src/models/.
+"""
+
+from __future__ import annotations
+
+from whichlora.serving.gguf_architectures.base import Architecture
+
+ARCHITECTURES = (
+    Architecture(name="llama", model_types=("llama", "mistral", "mixtral", "internlm3")),
+    Architecture(name="qwen2", model_types=("qwen2",)),
+    Architecture(name="qwen3", model_types=("qwen3",)),
+    Architecture(name="qwen3moe", model_types=("qwen3_moe",)),
+    Architecture(name="gemma", model_types=("gemma",)),
+    Architecture(name="gemma2", model_types=("gemma2",), windows=True),
+    Architecture(name="gemma3", model_types=("gemma3", "gemma3_text"), windows=True),
+    Architecture(name="phi3", model_types=("phi3",)),
+    Architecture(name="granite", model_types=("granite",)),
+    Architecture(name="olmo2", model_types=("olmo2",)),
+    Architecture(name="starcoder2", model_types=("starcoder2",)),
+    Architecture(name="smollm3", model_types=("smollm3",)),
+)
