@@ -14,7 +14,7 @@ import numpy as np
 
 from whichlora.serving.gguf import BLOCKS, Tensor, tensors
 from whichlora.serving.gguf_architectures import architecture_of
-from whichlora.spec.architecture import ModelSpec, layers_in_order
+from whichlora.spec.architecture import Attention, ModelSpec, Moe, layers_in_order
 
 
 def write(model: ModelSpec, file_type: str, path: Path, *, seed: int | None = None) -> None:
@@ -65,29 +65,76 @@ def _add(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], stored: str
     writer.add_tensor(name, quantised, raw_dtype=kind)
 
 
+def _mixture(writer: gguf.GGUFWriter, model: ModelSpec, moe: Moe) -> None:
+    choice = architecture_of(model).choice(model)
+    writer.add_expert_count(moe.num_experts)
+    writer.add_expert_used_count(moe.experts_per_token)
+    writer.add_expert_feed_forward_length(moe.expert.width)
+    if moe.shared:
+        writer.add_expert_shared_count(max(1, moe.shared.width // moe.expert.width))
+        writer.add_expert_shared_feed_forward_length(moe.shared.width)
+    if choice.gate == "sigmoid":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if choice.scaled:
+        writer.add_expert_weights_scale(2.5)
+    if choice.divided:
+        writer.add_expert_weights_norm(True)
+    if choice.groups[0] > 1:
+        writer.add_expert_group_count(choice.groups[0])
+        writer.add_expert_group_used_count(choice.groups[1])
+
+
+def _latents(writer: gguf.GGUFWriter, attention: Attention) -> None:
+    """The cache has one head, whose values are a part of its keys."""
+    latent = attention.cache_elements - attention.rotary_dim
+    low = [each.out_features for each in attention.linears if each.name == "q_a_proj"]
+    if low:
+        writer.add_q_lora_rank(low[0])
+    writer.add_kv_lora_rank(latent)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(attention.cache_elements)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(attention.head_dim)
+    writer.add_value_length_mla(attention.v_head_dim)
+
+
 def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
     layers = layers_in_order(model)
-    attention = layers[0].attentions[0]
+    attention = next(
+        each for layer in layers for each in layer.attentions if each.kind == "softmax"
+    )
     writer.add_file_type(0)
     writer.add_vocab_size(model.vocab_size)
     writer.add_tokenizer_model("none")
     writer.add_context_length(model.max_position_embeddings or 2048)
     writer.add_embedding_length(model.hidden_size)
     writer.add_block_count(len(layers))
-    moe = layers[0].moe
-    width = moe.expert.width if moe else layers[0].mlp.width  # type: ignore[union-attr]
-    writer.add_feed_forward_length(width)
+    moe = next((layer.moe for layer in layers if layer.moe), None)
+    dense = next((layer.mlp for layer in layers if layer.mlp), None)
+    widths = [each.width for each in (dense, moe.expert if moe else None) if each]
+    writer.add_feed_forward_length(widths[0])
     if moe:
-        writer.add_expert_count(moe.num_experts)
-        writer.add_expert_used_count(moe.experts_per_token)
-        writer.add_expert_feed_forward_length(width)
+        _mixture(writer, model, moe)
+        writer.add_leading_dense_block_count(
+            next(number for number, layer in enumerate(layers) if layer.moe)
+        )
     writer.add_head_count(attention.num_attention_heads)
-    writer.add_head_count_kv(attention.num_key_value_heads)
-    writer.add_key_length(attention.head_dim)
-    writer.add_value_length(attention.v_head_dim)
-    writer.add_rope_dimension_count(attention.rotary_dim)
+    if attention.cache_elements < attention.k_width and "kv_b_proj" in {
+        linear.name for linear in attention.linears
+    }:
+        _latents(writer, attention)
+    else:
+        writer.add_head_count_kv(attention.num_key_value_heads)
+        writer.add_key_length(attention.head_dim)
+        writer.add_value_length(attention.v_head_dim)
+    writer.add_rope_dimension_count(attention.rotary_dim or attention.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_layer_norm_eps(1e-6)
+    if name == "llama4":
+        writer.add_interleave_moe_layer_step(1)
+    if architecture_of(model).scales_queries(model, attention):
+        writer.add_attn_temperature_scale(0.1)
+        writer.add_rope_scaling_orig_ctx_len(8192)
     if name == "granite":
         writer.add_logit_scale(8.0)
         writer.add_embedding_scale(12.0)

@@ -320,8 +320,10 @@ def _fit(row: Mapping[str, str]) -> float:
         return placed.layers
     if all(layer.moe is None for layer, _ in asked.model.layers()):
         return 0
-    on_gpu = min(placed.layers, asked.model.num_hidden_layers)
-    return on_gpu - placed.expert_layers if placed.expert_layers else placed.layers - 1
+    num_layers = asked.model.num_hidden_layers
+    first = num_layers + 1 - placed.layers
+    # it names the output matrix, too, where it leaves whole layers on the host
+    return num_layers - max(first, placed.expert_layers) + (first > 0)
 
 
 _PLACES = (

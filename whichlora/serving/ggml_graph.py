@@ -199,22 +199,32 @@ def dense(build: Builder, mlp: Mlp, read: int, *, rows: int, suffix: str = "") -
 
 def softmax_attention(build: Builder, attention: Attention, read: int) -> int:
     """What the output projection reads."""
+    batch = build.batch
+    q_width, k_width, v_width = attention.q_width, attention.k_width, attention.v_width
     positions = build.positions(read)
     fused = any(linear.name == "qkv_proj" for linear in attention.linears)
 
     def placed(matrix: str, width: int) -> int:
         """Divided into heads, and so a view: what is normed or rotated is a tensor of its own."""
         raw = build.product(matrix, width, read)
-        is_raw = attention.position != "rope" and not attention.norms
-        return raw if is_raw else build.wide(width, raw, positions)
+        if attention.position == "rope" or attention.norms:
+            return build.wide(width, raw, positions)
+        return raw
 
-    q_width, k_width, v_width = attention.q_width, attention.k_width, attention.v_width
+    def scaled(queries: int) -> int:
+        if not build.architecture.scales_queries(build.model, attention):
+            return queries
+        scales = build.given("scales of queries", FP32 * batch.tokens, queries)
+        is_view = attention.position != "rope"
+        over = () if is_view else (queries,)
+        return build.wide(q_width, queries, scales, over=over)
+
     if fused:
         joined = build.product("attn_qkv", q_width + k_width + v_width, read)
         queries = build.wide(q_width, joined, positions)
         keys, values = build.wide(k_width, joined, positions), joined
     else:
-        queries = placed("attn_q", q_width)
+        queries = scaled(placed("attn_q", q_width))
         keys = values = -1
     turns = rotations(build, attention)
     if turns[0] >= 0:

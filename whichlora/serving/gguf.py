@@ -111,6 +111,7 @@ class Tensor:
         num_rows: of all matrices where there are several.
         count: matrices beside each other, of experts or heads.
         type: empty where the mix of the file decides.
+        linear: the matrix that it is, or is a part of.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Tensor:
     count: int = 1
     type: str = "F32"
     suffix: str = ".weight"
+    linear: Linear | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -319,6 +321,7 @@ def matrices(
                 num_rows=num_rows,
                 count=linear.count,
                 type="F32" if is_router else "",
+                linear=linear,
             )
             if linear.bias:
                 yield vector(whole, num_rows // linear.count, linear.count, suffix=".bias")
@@ -331,17 +334,12 @@ def vector(name: str, row: int, num_rows: int = 1, *, suffix: str = ".weight") -
 
 def _parts(linear: Linear, names: Mapping[str, tuple[str, ...]]) -> list[tuple[str, int]]:
     """Names and rows: a fused gate of experts is stored as two tensors."""
-    in_file, num_rows = tensor_names(linear, names), linear.count * linear.out_features
+    in_file, num_rows = names.get(linear.name) or NAMES[linear.name], linear.out_features
+    if linear.count > 1:
+        if linear.name == "gate_up_proj":
+            in_file = "ffn_gate", "ffn_up"
+        in_file, num_rows = tuple(f"{name}_exps" for name in in_file), linear.count * num_rows
     return [(name, num_rows // len(in_file)) for name in in_file]
-
-
-def tensor_names(linear: Linear, names: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Under which names a file has a matrix, `_shexp` of a shared expert left out."""
-    if linear.count == 1:
-        return names.get(linear.name) or NAMES[linear.name]
-    if linear.name == "gate_up_proj":
-        return "ffn_gate_exps", "ffn_up_exps"
-    return tuple(f"{name}_exps" for name in names.get(linear.name) or NAMES[linear.name])
 
 
 def unknown_matrices(model: ModelSpec, architecture: Architecture) -> list[str]:

@@ -23,7 +23,6 @@ from whichlora.serving.gguf import (
     UNQUANTISED,
     Tensor,
     row_bytes,
-    tensor_names,
     tensors,
     unknown_matrices,
 )
@@ -295,9 +294,15 @@ def host_buffer_bytes(model: ModelSpec, batch: Batch) -> int:
     # looked up, and room for embeddings that are handed in
     hidden = 2 * FP32 * model.hidden_size * architecture.embeddings(model)
     rows = 4 + 4 * architecture.positions
+    rows += FP32 if _scales_queries(model) else 0
     rows += len(batch.cells) * 8 * (1 + (1 if batch.flash else width))
     masks = sum(cells for _, cells in batch.cells) * (2 if batch.flash else FP32)
     return batch.tokens * (hidden + rows + masks)
+
+
+def _scales_queries(model: ModelSpec) -> bool:
+    scales = architecture_of(model).scales_queries
+    return any(scales(model, each) for layer, _ in model.layers() for each in layer.attentions)
 
 
 def _batch(served: Served, placed: Placement, kept: Cache) -> Batch:
@@ -343,8 +348,8 @@ def all_of(model: ModelSpec) -> Placement:
 def placement(served: Served) -> Placement:
     """What lies on the GPU: all layers, those that are asked for, or those that fit.
 
-    `--fit` first leaves the experts of the last layers on the host, then whole layers, until the
-    margin stays free.
+    `--fit` first leaves the experts of the last layers on the host; where that is not enough, all
+    but those of the first layer on the GPU, and whole layers, until the margin stays free.
     Kind: exact for dense models; of experts, whole layers (it may add a part of one more).
     Source: llama.cpp 0c1e570 `common_params_fit_impl`, common/fit.cpp:173.
     """
@@ -356,15 +361,19 @@ def placement(served: Served) -> Placement:
     if has_experts and _needs(served, replace(whole, expert_layers=0)) <= room:
         most = _most(
             whole.expert_layers,
-            lambda number: _needs(served, replace(whole, expert_layers=number)) <= room,
+            lambda number: _needs(served, replace(whole, expert_layers=number)),
+            room,
         )
         return replace(whole, expert_layers=most)
-    experts = 0 if has_experts else whole.expert_layers
-    most = _most(
-        whole.layers,
-        lambda number: _needs(served, Placement(layers=number, expert_layers=experts)) <= room,
-    )
-    return Placement(layers=most, expert_layers=experts)
+
+    def last(number: int) -> Placement:
+        """With experts, only those of the first of these layers."""
+        first = whole.layers - number
+        return Placement(
+            layers=number, expert_layers=first + 1 if has_experts else whole.expert_layers
+        )
+
+    return last(_most(whole.layers, lambda number: _needs(served, last(number)), room))
 
 
 def _asked(served: Served) -> Placement:
@@ -392,15 +401,22 @@ def _fits(served: Served) -> bool:
     return bool(served.options["fit"]) and not (placed or served.count("n_cpu_moe"))
 
 
-def _most(high: int, holds: Callable[[int], bool]) -> int:
-    """The largest number up to `high` that holds; 0 where none does."""
-    low = 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        if holds(middle):
-            low = middle
+def _most(high: int, needs: Callable[[int], int], room: int) -> int:
+    """A number up to `high` whose needs fit, one more does not; the method of false position.
+
+    Kind: exact. Source: llama.cpp 0c1e570 `common_params_fit_impl`, common/fit.cpp:688.
+    """
+    low, least, most = 0, needs(0), needs(high)
+    if most <= room:
+        return high
+    while high - low > 1:
+        step = (high - low) * (room - least) // max(1, most - least)
+        middle = low + min(max(step, 1), high - low - 1)
+        needed = needs(middle)
+        if needed <= room:
+            low, least = middle, needed
         else:
-            high = middle - 1
+            high, most = middle, needed
     return low
 
 
@@ -572,26 +588,23 @@ def weight_bytes(served: Served, linear: Linear | None) -> float:
 @lru_cache(maxsize=256)
 def _weight_bytes(model: ModelSpec, stored: str) -> Callable[[Linear | None], float]:
     """The function of one file, so that equal ways to step are equal."""
-    file, names = _file(model, stored), architecture_of(model).names
+    file = _file(model, stored)
 
     def of(linear: Linear | None) -> float:
         if linear is None:
             name = "token_embd" if model.head_tied else "output"
             return float(sum(tensor.num_bytes for tensor in file if tensor.name == name))
-        in_file = tensor_names(linear, names)
-        wanted = {*in_file, *(f"{name}_shexp" for name in in_file)}
-        found = [
-            tensor
-            for tensor in file
-            if tensor.layer is not None
-            and tensor.name in wanted
-            and tensor.suffix == ".weight"
-            and tensor.row == linear.in_features
-            and tensor.num_rows * len(in_file) == linear.count * linear.out_features
-        ]
+        found = [tensor for tensor in file if _is_same(tensor.linear, linear)]
         return sum(tensor.num_bytes for tensor in found) / len({tensor.layer for tensor in found})
 
     return of
+
+
+def _is_same(stored: Linear | None, linear: Linear) -> bool:
+    """Shared experts have the names of others, and other sizes."""
+    if stored is None or stored.name != linear.name or stored.count != linear.count:
+        return False
+    return (stored.in_features, stored.out_features) == (linear.in_features, linear.out_features)
 
 
 def stepping(served: Served) -> Stepping:
@@ -677,6 +690,12 @@ def check(served: Served) -> None:
         raise ConfigError(
             f"serving: n_cpu_moe and cpu_moe move experts, and {model.name} has none; give "
             "fewer n_gpu_layers"
+        )
+    if not _token_widths(model)[1] and len(set(_cache_types(served))) > 1:
+        raise ConfigError(
+            f"cache_type_k: values of {model.name} are a part of its cached keys, got "
+            f"{served.options['cache_type_k']} and cache_type_v {served.options['cache_type_v']}; "
+            "give both the same type"
         )
     if not uses_flash(served) and str(served.options["cache_type_v"]) not in _WIDE:
         raise ConfigError(

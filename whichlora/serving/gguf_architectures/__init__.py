@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from whichlora.serving.gguf_architectures import plain
+from whichlora.serving.gguf_architectures import (
+    deepseek,
+    glm4,
+    gpt_oss,
+    llama4,
+    mistral3,
+    plain,
+    qwen_moe,
+)
 from whichlora.serving.gguf_architectures.base import Architecture
 from whichlora.spec.architecture import ModelSpec
 
-_MODULES = (plain,)
+_MODULES = (plain, gpt_oss, mistral3, glm4, qwen_moe, llama4, deepseek)
 ARCHITECTURES: dict[str, Architecture] = {
     model_type: architecture
     for module in _MODULES

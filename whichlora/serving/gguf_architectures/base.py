@@ -30,6 +30,10 @@ def _plain_choice(model: ModelSpec) -> Choice:
     return Choice()
 
 
+def _never(model: ModelSpec, attention: Attention) -> bool:
+    return False
+
+
 def _token_width(model: ModelSpec) -> int:
     return 1
 
@@ -50,6 +54,7 @@ class Architecture:
         choice: how experts are chosen.
         positions: numbers that say where a token stands.
         embeddings: hidden states that are handed in for a token.
+        scales_queries: whether they are multiplied by a number for each position.
         keeps_rows: all tokens pass the last layer, not only those whose logits are asked for.
         untimed: why its steps have no times; empty where they have.
     """
@@ -67,5 +72,6 @@ class Architecture:
     choice: Callable[[ModelSpec], Choice] = _plain_choice
     positions: int = 1
     embeddings: Callable[[ModelSpec], int] = _token_width
+    scales_queries: Callable[[ModelSpec, Attention], bool] = _never
     keeps_rows: bool = False
     untimed: str = ""
