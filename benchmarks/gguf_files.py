@@ -98,6 +98,15 @@ def _latents(writer: gguf.GGUFWriter, attention: Attention) -> None:
     writer.add_value_length_mla(attention.v_head_dim)
 
 
+def _recurrence(writer: gguf.GGUFWriter, attention: Attention) -> None:
+    writer.add_ssm_conv_kernel(attention.conv_kernel)
+    writer.add_ssm_inner_size(attention.out_width)
+    writer.add_ssm_state_size(attention.head_dim)
+    writer.add_ssm_time_step_rank(attention.num_attention_heads)
+    keys = (attention.conv_channels - attention.out_width) // 2
+    writer.add_ssm_group_count(keys // attention.head_dim)
+
+
 def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
     layers = layers_in_order(model)
     attention = next(
@@ -130,6 +139,11 @@ def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
     writer.add_rope_dimension_count(attention.rotary_dim or attention.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_layer_norm_eps(1e-6)
+    states = [each for layer in layers for each in layer.attentions if each.kind == "linear"]
+    if states:
+        _recurrence(writer, states[0])
+    if architecture_of(model).positions > 1:
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
     if name == "llama4":
         writer.add_interleave_moe_layer_step(1)
     if architecture_of(model).scales_queries(model, attention):

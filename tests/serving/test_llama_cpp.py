@@ -182,11 +182,6 @@ def test_words_for_the_form_name_the_type_of_the_file() -> None:
     [
         ({"quant": "awq-int4"}, {}, "serving: llama-cpp reads GGUF files, got quant awq-int4"),
         ({"model": "bigscience/bloom-1b1"}, {}, "serving: llama-cpp is not predicted for the arch"),
-        (
-            {"model": "Qwen/Qwen3.5-27B"},
-            {},
-            "serving: llama-cpp's pool is not predicted for the re",
-        ),
         ({"precision": "fp32"}, {}, "serving: llama-cpp takes its weights from file_type, got"),
         ({}, {"cache_type_v": "q8_0", "flash_attn": "off"}, "cache_type_v: q8_0 needs flash"),
         ({}, {"file_type": "Q4_K"}, "file_type: 'Q4_K' is not accepted; accepted are F32, F16"),

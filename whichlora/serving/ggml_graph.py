@@ -28,6 +28,7 @@ class Batch:
     Args:
         tokens: of one micro-batch (`n_ubatch`).
         outputs: rows of logits.
+        sequences: those that the tokens are of.
         cells: of the cache that each query sees, by sliding window; None is whole attention.
         flash: keys and values are read by one fused kernel.
         widened_keys, widened_values: caches beside each other that are in another type than fp16.
@@ -41,6 +42,7 @@ class Batch:
     tokens: int
     outputs: int
     cells: tuple[tuple[int | None, int], ...]
+    sequences: int = 1
     flash: bool = True
     widened_keys: int = 0
     widened_values: int = 0
@@ -152,24 +154,29 @@ def _shown(model: ModelSpec) -> tuple[Layer, ...]:
 
 def block(build: Builder, layer: Layer, stream: int, rows: int) -> int:
     """One layer; of the last one only `rows` go on after the attention."""
+    return fed(build, layer, mixed(build, layer, stream), stream, rows)
+
+
+def mixed(build: Builder, layer: Layer, stream: int) -> int:
+    """What the attention of a layer makes of its input."""
     kind = layer.norms[0].kind
     read = stream if layer.post_norm else build.normed(stream, kind)
     attention = layer.attentions[0]
-    mixed = build.product(
-        "attn_output",
-        build.model.hidden_size,
-        build.architecture.attention(build, attention, read),
-    )
-    return fed(build, layer, mixed, stream, rows)
+    result = build.architecture.attention(build, attention, read)
+    output = build.architecture.matrix(attention.linears[-1].name)
+    return build.product(output, build.model.hidden_size, result)
 
 
-def fed(build: Builder, layer: Layer, mixed: int, stream: int, rows: int) -> int:
-    """What follows the attention of a layer."""
+def fed(
+    build: Builder, layer: Layer, mixed: int, stream: int, rows: int, *, is_view: bool = False
+) -> int:
+    """What follows the attention of a layer; nothing may lie on a view of what it returned."""
     width, kind = build.model.hidden_size, layer.norms[0].kind
     if rows:
         mixed = build.chosen_rows(mixed, rows)
         stream = build.chosen_rows(stream, rows)
-    middle = build.wide(width, mixed, stream, over=(mixed, stream), rows=rows)
+    over = (stream,) if is_view and not rows else (mixed, stream)
+    middle = build.wide(width, mixed, stream, over=over, rows=rows)
     read = middle if layer.post_norm else build.normed(middle, kind, rows=rows)
     if layer.moe is not None:
         out = mixture(build, layer.moe, read, rows=rows)

@@ -295,14 +295,20 @@ def host_buffer_bytes(model: ModelSpec, batch: Batch) -> int:
     hidden = 2 * FP32 * model.hidden_size * architecture.embeddings(model)
     rows = 4 + 4 * architecture.positions
     rows += FP32 if _scales_queries(model) else 0
+    states = 4 * batch.sequences if _has_states(model) else 0  # which one is whose
     rows += len(batch.cells) * 8 * (1 + (1 if batch.flash else width))
     masks = sum(cells for _, cells in batch.cells) * (2 if batch.flash else FP32)
-    return batch.tokens * (hidden + rows + masks)
+    return batch.tokens * (hidden + rows + masks) + states
 
 
 def _scales_queries(model: ModelSpec) -> bool:
     scales = architecture_of(model).scales_queries
     return any(scales(model, each) for layer, _ in model.layers() for each in layer.attentions)
+
+
+def _has_states(model: ModelSpec) -> bool:
+    state = architecture_of(model).state
+    return any(state(each) for layer, _ in model.layers() for each in layer.attentions)
 
 
 def _batch(served: Served, placed: Placement, kept: Cache) -> Batch:
@@ -313,6 +319,7 @@ def _batch(served: Served, placed: Placement, kept: Cache) -> Batch:
     batch = Batch(
         tokens=ceil_div(tokens, slots(served)) * slots(served),
         outputs=min(tokens, slots(served)),
+        sequences=slots(served),
         cells=tuple((window, cells) for window, cells in kept.cells if window in windows),
         flash=uses_flash(served),
         widened_keys=kept.streams if keys != "f16" else 0,
@@ -348,8 +355,9 @@ def all_of(model: ModelSpec) -> Placement:
 def placement(served: Served) -> Placement:
     """What lies on the GPU: all layers, those that are asked for, or those that fit.
 
-    `--fit` first leaves the experts of the last layers on the host; where that is not enough, all
-    but those of the first layer on the GPU, and whole layers, until the margin stays free.
+    `--fit` leaves whole layers on the host until the margin stays free. Of experts it counts those
+    of the first layer on the GPU alone. It then adds those of as many next ones as fit, if the GPU
+    could hold everything but experts.
     Kind: exact for dense models; of experts, whole layers (it may add a part of one more).
     Source: llama.cpp 0c1e570 `common_params_fit_impl`, common/fit.cpp:173.
     """
@@ -357,23 +365,20 @@ def placement(served: Served) -> Placement:
     room = free_bytes(served) - MARGIN_BYTES
     if served.gpu.kind == "cpu" or not _fits(served) or _needs(served, whole) <= room:
         return whole
-    has_experts = served.model.has_experts
-    if has_experts and _needs(served, replace(whole, expert_layers=0)) <= room:
-        most = _most(
-            whole.expert_layers,
-            lambda number: _needs(served, replace(whole, expert_layers=number)),
-            room,
+    if not served.model.has_experts:
+        dense = _most(
+            whole.layers, lambda number: _needs(served, replace(whole, layers=number)), room
         )
-        return replace(whole, expert_layers=most)
+        return replace(whole, layers=dense)
 
-    def last(number: int) -> Placement:
-        """With experts, only those of the first of these layers."""
-        first = whole.layers - number
-        return Placement(
-            layers=number, expert_layers=first + 1 if has_experts else whole.expert_layers
-        )
+    def last(number: int, with_experts: int = 1) -> Placement:
+        return Placement(layers=number, expert_layers=whole.layers - number + with_experts)
 
-    return last(_most(whole.layers, lambda number: _needs(served, last(number)), room))
+    number = _most(whole.layers, lambda number: _needs(served, last(number)), room)
+    if not number or _needs(served, replace(whole, expert_layers=0)) >= room:
+        return last(number)
+    more = _most(number - 1, lambda more: _needs(served, last(number, 1 + more)), room)
+    return last(number, 1 + more)
 
 
 def _asked(served: Served) -> Placement:
@@ -664,7 +669,7 @@ def check(served: Served) -> None:
     Raises:
         ConfigError: one line.
     """
-    check_model(served)
+    check_model(served, keeps_states=True)
     model, run = served.model, served.run
     architecture = ARCHITECTURES.get(model.model_type)
     if architecture is None or unknown_matrices(model, architecture):

@@ -9,12 +9,13 @@ from whichlora.serving.gguf_architectures import (
     llama4,
     mistral3,
     plain,
+    qwen_hybrid,
     qwen_moe,
 )
 from whichlora.serving.gguf_architectures.base import Architecture
 from whichlora.spec.architecture import ModelSpec
 
-_MODULES = (plain, gpt_oss, mistral3, glm4, qwen_moe, llama4, deepseek)
+_MODULES = (plain, gpt_oss, mistral3, glm4, qwen_moe, llama4, deepseek, qwen_hybrid)
 ARCHITECTURES: dict[str, Architecture] = {
     model_type: architecture
     for module in _MODULES

@@ -75,3 +75,7 @@ class Architecture:
     scales_queries: Callable[[ModelSpec, Attention], bool] = _never
     keeps_rows: bool = False
     untimed: str = ""
+
+    def matrix(self, name: str) -> str:
+        """Under which name a file has a matrix."""
+        return (self.names.get(name) or gguf.NAMES[name])[0]
