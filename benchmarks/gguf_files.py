@@ -142,6 +142,12 @@ def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
     states = [each for layer in layers for each in layer.attentions if each.kind == "linear"]
     if states:
         _recurrence(writer, states[0])
+    if architecture_of(model).embeddings(model) > 1:
+        writer.add_num_deepstack_layers(architecture_of(model).embeddings(model) - 1)
+    if model.scales_logits:
+        writer.add_logit_scale(8.0)
+    if name == "gptneox":
+        writer.add_parallel_residual(layers[0].parallel)
     if architecture_of(model).positions > 1:
         writer.add_rope_dimension_sections([11, 11, 10, 0])
     if name == "llama4":
@@ -149,8 +155,7 @@ def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
     if architecture_of(model).scales_queries(model, attention):
         writer.add_attn_temperature_scale(0.1)
         writer.add_rope_scaling_orig_ctx_len(8192)
-    if name == "granite":
-        writer.add_logit_scale(8.0)
+    if name.startswith("granite"):
         writer.add_embedding_scale(12.0)
         writer.add_residual_scale(0.22)
         writer.add_attention_scale(0.0156)

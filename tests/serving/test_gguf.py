@@ -6,7 +6,7 @@ import pytest
 
 from whichlora.serving import gguf
 from whichlora.serving.gguf import BLOCKS, Tensor, row_bytes, unknown_matrices
-from whichlora.serving.gguf_architectures import ARCHITECTURES, architecture_of
+from whichlora.serving.gguf_architectures import architecture_of
 from whichlora.spec.architecture import ModelSpec, layers_in_order
 from whichlora.store.hub import load_model
 from whichlora.units import GiB
@@ -107,6 +107,6 @@ def test_a_row_has_whole_blocks() -> None:
 
 
 def test_a_matrix_without_a_name_in_a_file_is_told() -> None:
-    llama = ARCHITECTURES["llama"]
+    llama = architecture_of(load_model(LLAMA))
     assert unknown_matrices(load_model(LLAMA), llama) == []
     assert unknown_matrices(load_model("EleutherAI/gpt-neox-20b"), llama) != []

@@ -56,7 +56,11 @@ class Batch:
 
 @dataclass(slots=True)
 class Builder:
-    """The nodes of one forward, in the order in which ggml visits them."""
+    """The nodes of one forward, in the order in which ggml visits them.
+
+    Args:
+        number: of the layer that is laid out; embedded: the looked-up tokens.
+    """
 
     model: ModelSpec
     batch: Batch
@@ -64,6 +68,8 @@ class Builder:
     graph: Graph = field(default_factory=Graph)
     inputs: dict[object, int] = field(default_factory=dict)
     on_host: bool = False
+    number: int = 0
+    embedded: int = 0
 
     def given(self, what: object, num_bytes: int, *after: int) -> int:
         """An input. Host layers divide the graph, so that it comes where it is first needed."""
@@ -120,16 +126,18 @@ def _compute_bytes(
     if reads_tokens:
         tokens = build.given("tokens", 4 * batch.tokens)
         build.given("embeddings that are handed in", hidden * architecture.embeddings(model))
-        stream = build.graph.add(hidden * architecture.embeddings(model), tokens)
+        stream = build.graph.add(hidden, tokens)
     else:
-        stream = build.given("embeddings", hidden * architecture.embeddings(model))
+        stream = build.given("embeddings", hidden)
+    if architecture.embeddings(model) > 1:  # padded to the width of what may be handed in
+        stream = build.graph.add(hidden * architecture.embeddings(model), stream)
     if model.embeds_in_steps:
         stream = build.graph.add(hidden, stream, over=(stream,))
     shown = _shown(model)
-    build.on_host = bool(batch.copied)
-    for layer in shown[:-1]:
+    build.on_host, build.embedded = bool(batch.copied), stream
+    for build.number, layer in enumerate(shown[:-1]):
         stream = architecture.layer(build, layer, stream, 0)
-    build.on_host = False
+    build.on_host, build.number = False, len(shown)
     last_rows = 0 if architecture.keeps_rows else batch.outputs
     stream = architecture.layer(build, shown[-1], stream, last_rows)
     if architecture.keeps_rows:
@@ -209,7 +217,7 @@ def softmax_attention(build: Builder, attention: Attention, read: int) -> int:
     batch = build.batch
     q_width, k_width, v_width = attention.q_width, attention.k_width, attention.v_width
     positions = build.positions(read)
-    fused = any(linear.name == "qkv_proj" for linear in attention.linears)
+    fused = build.architecture.matrix(attention.linears[0].name) == "attn_qkv"
 
     def placed(matrix: str, width: int) -> int:
         """Divided into heads, and so a view: what is normed or rotated is a tensor of its own."""

@@ -142,25 +142,28 @@ class _Mixed:
     grouped: int
     num_experts: int
     is_70b: bool
-
-    def is_sensitive(self, index: int) -> bool:
-        """In the first and last eighth of the layers, and every third one between them."""
-        eighth = self.num_layers // 8
-        outer = index < eighth or index >= 7 * self.num_layers // 8
-        return outer or (index - eighth) % 3 == 2
+    rules: Mapping[str, Rules]
 
 
 # For a kind of matrix in a mix: the wider type, and of which layers.
 # Source: src/llama-quant.cpp:432-690 llama_tensor_get_type_impl.
 _Rule = tuple[str, Callable[[_Mixed, int], bool]]
+Rules = Mapping[str, tuple[_Rule, ...]]
 
 
-def _always(mixed: _Mixed, index: int) -> bool:
+def always(mixed: _Mixed, index: int) -> bool:
     return True
 
 
-def _first_eighth(mixed: _Mixed, index: int) -> bool:
+def first_eighth(mixed: _Mixed, index: int) -> bool:
     return index < mixed.num_layers // 8
+
+
+def sensitive(mixed: _Mixed, index: int) -> bool:
+    """In the first and last eighth of the layers, and every third one between them."""
+    eighth = mixed.num_layers // 8
+    outer = index < eighth or index >= 7 * mixed.num_layers // 8
+    return outer or (index - eighth) % 3 == 2
 
 
 def _shares_keys(mixed: _Mixed, index: int) -> bool:
@@ -168,32 +171,37 @@ def _shares_keys(mixed: _Mixed, index: int) -> bool:
 
 
 _VALUES: dict[str, tuple[_Rule, ...]] = {
-    "Q2_K": (("Q4_K", _shares_keys), ("Q3_K", _always)),
-    "Q3_K_M": (("Q5_K", lambda mixed, index: index < 2), ("Q4_K", _always)),
-    "Q3_K_L": (("Q5_K", _always),),
+    "Q2_K": (("Q4_K", _shares_keys), ("Q3_K", always)),
+    "Q3_K_M": (("Q5_K", lambda mixed, index: index < 2), ("Q4_K", always)),
+    "Q3_K_L": (("Q5_K", always),),
     "IQ4_NL": (("Q5_K", _shares_keys),),
     "IQ4_XS": (("Q5_K", _shares_keys),),
-    "Q4_K_M": (("Q6_K", _Mixed.is_sensitive),),
-    "Q5_K_M": (("Q6_K", _Mixed.is_sensitive),),
+    "Q4_K_M": (("Q6_K", sensitive),),
+    "Q5_K_M": (("Q6_K", sensitive),),
     "Q4_K_S": (("Q5_K", lambda mixed, index: index < 4),),
 }
 _DOWN: dict[str, tuple[_Rule, ...]] = {
-    "Q2_K": (("Q3_K", _always),),
-    "Q3_K_M": (("Q5_K", lambda mixed, index: index < mixed.num_layers // 16), ("Q4_K", _always)),
-    "Q3_K_L": (("Q5_K", _always),),
-    "IQ4_NL": (("Q5_K", _first_eighth),),
-    "IQ4_XS": (("Q5_K", _first_eighth),),
-    "Q4_K_M": (("Q6_K", _Mixed.is_sensitive),),
-    "Q5_K_M": (("Q6_K", _Mixed.is_sensitive),),
-    "Q4_K_S": (("Q5_K", _first_eighth),),
+    "Q2_K": (("Q3_K", always),),
+    "Q3_K_M": (("Q5_K", lambda mixed, index: index < mixed.num_layers // 16), ("Q4_K", always)),
+    "Q3_K_L": (("Q5_K", always),),
+    "IQ4_NL": (("Q5_K", first_eighth),),
+    "IQ4_XS": (("Q5_K", first_eighth),),
+    "Q4_K_M": (("Q6_K", sensitive),),
+    "Q5_K_M": (("Q6_K", sensitive),),
+    "Q4_K_S": (("Q5_K", first_eighth),),
 }
 _OUTPUT: dict[str, tuple[_Rule, ...]] = {
-    "Q2_K": (("Q3_K", _always),),
-    "Q3_K_M": (("Q4_K", _always),),
-    "Q3_K_L": (("Q5_K", _always),),
+    "Q2_K": (("Q3_K", always),),
+    "Q3_K_M": (("Q4_K", always),),
+    "Q3_K_L": (("Q5_K", always),),
 }
 _WIDER_OUTPUT = ("Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M")
-_RULES = {"attn_v": _VALUES, "attn_qkv": _VALUES, "ffn_down": _DOWN, "attn_output": _OUTPUT}
+RULES: dict[str, Rules] = {
+    "attn_v": _VALUES,
+    "attn_qkv": _VALUES,
+    "ffn_down": _DOWN,
+    "attn_output": _OUTPUT,
+}
 
 
 def _kind(name: str) -> str:
@@ -217,18 +225,18 @@ def _mixed_type(tensor: Tensor, index: int, file_type: str, mixed: _Mixed) -> st
 
 
 def _ruled(name: str, index: int, file_type: str, mixed: _Mixed) -> str:
-    for wider, holds in _RULES.get(name, {}).get(file_type, ()):
+    for wider, holds in mixed.rules.get(name, {}).get(file_type, ()):
         if holds(mixed, index):
             return wider
     return FILE_TYPES[file_type]
 
 
-def _head_type(file_type: str, row: int) -> str:
+def _head_type(file_type: str, row: int, widest: str) -> str:
     """Of the output matrix, and of a token table that is one with it."""
     default = FILE_TYPES[file_type]
     if file_type == "MXFP4_MOE" or row % BLOCKS[default][0]:
         return "Q8_0"
-    return default if default == "Q8_0" else "Q6_K"
+    return default if default == "Q8_0" else widest
 
 
 def _whole_blocks(chosen: str, row: int) -> str:
@@ -244,17 +252,23 @@ def tensors(model: ModelSpec, file_type: str, architecture: Architecture) -> lis
 
     Kind: exact. Source: llama.cpp 0c1e570 `llama_tensor_get_type`, src/llama-quant.cpp:717.
     """
-    mixed = _mixed(model)
+    mixed = _mixed(model, architecture)
     head = model.head
     tied = head is None or model.head_tied
     width, quantised = model.hidden_size, file_type not in UNQUANTISED
     table = "Q8_0" if file_type == "MXFP4_MOE" else FILE_TYPES[file_type]
     if quantised and tied:
-        table = _head_type(file_type, width)
+        table = _head_type(file_type, width, architecture.head_type)
     found = [_stored("token_embd", width, model.embeddings[0].rows, table)]
     if head is not None and not tied:
-        of_head = _head_type(file_type, width) if quantised else FILE_TYPES[file_type]
+        of_head = (
+            _head_type(file_type, width, architecture.head_type)
+            if quantised
+            else FILE_TYPES[file_type]
+        )
         found.append(_stored("output", head.in_features, head.out_features, of_head))
+        if head.bias:
+            found.append(vector("output", head.out_features, suffix=".bias"))
     for norm in (*model.embedding_norms, *model.final_norms):
         found += _of_norm("output_norm", norm)
     for index, layer in enumerate(layers_in_order(model)):
@@ -280,7 +294,7 @@ def _of_norm(name: str, norm: Norm) -> Iterator[Tensor]:
         yield Tensor(name=name, row=norm.width, num_rows=1, suffix=".bias")
 
 
-def _mixed(model: ModelSpec) -> _Mixed:
+def _mixed(model: ModelSpec, architecture: Architecture) -> _Mixed:
     layers = layers_in_order(model)
     attention = next(
         each for layer in layers for each in layer.attentions if each.kind == "softmax"
@@ -291,6 +305,7 @@ def _mixed(model: ModelSpec) -> _Mixed:
         grouped=grouped,
         num_experts=max((layer.moe.num_experts for layer in layers if layer.moe), default=0),
         is_70b=len(layers) == 80 and grouped > 1,
+        rules={**RULES, **architecture.rules},
     )
 
 

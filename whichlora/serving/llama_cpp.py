@@ -26,7 +26,11 @@ from whichlora.serving.gguf import (
     tensors,
     unknown_matrices,
 )
-from whichlora.serving.gguf_architectures import ARCHITECTURES, architecture_of
+from whichlora.serving.gguf_architectures import (
+    MODEL_TYPES,
+    architecture_of,
+    known_architecture,
+)
 from whichlora.serving.kernel_rates import (
     ExpertRates,
     KernelRates,
@@ -292,7 +296,7 @@ def host_buffer_bytes(model: ModelSpec, batch: Batch) -> int:
     """
     architecture, (_, width) = architecture_of(model), _token_widths(model)
     # looked up, and room for embeddings that are handed in
-    hidden = 2 * FP32 * model.hidden_size * architecture.embeddings(model)
+    hidden = FP32 * model.hidden_size * (1 + architecture.embeddings(model))
     rows = 4 + 4 * architecture.positions
     rows += FP32 if _scales_queries(model) else 0
     states = 4 * batch.sequences if _has_states(model) else 0  # which one is whose
@@ -671,11 +675,11 @@ def check(served: Served) -> None:
     """
     check_model(served, keeps_states=True)
     model, run = served.model, served.run
-    architecture = ARCHITECTURES.get(model.model_type)
+    architecture = known_architecture(model)
     if architecture is None or unknown_matrices(model, architecture):
         raise ConfigError(
             f"serving: llama-cpp is not predicted for the architecture {model.model_type}; known "
-            f"are {', '.join(ARCHITECTURES)}"
+            f"are {', '.join(MODEL_TYPES)}"
         )
     if run.quant not in (None, "none"):
         raise ConfigError(

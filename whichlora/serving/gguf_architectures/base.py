@@ -30,6 +30,10 @@ def _plain_choice(model: ModelSpec) -> Choice:
     return Choice()
 
 
+def _every(model: ModelSpec) -> bool:
+    return True
+
+
 def _never(model: ModelSpec, attention: Attention) -> bool:
     return False
 
@@ -45,6 +49,7 @@ class Architecture:
     Args:
         name: as a file has it, in `general.architecture`.
         model_types: those of transformers.
+        serves: which models of these types; others have another architecture.
         windows: sliding layers have a smaller cache; elsewhere their window is ignored.
         names: of matrices in a file, where they are others than `gguf.NAMES`; norms: of norms.
         tensors: all of a layer, before the mix of a file gives them types.
@@ -52,6 +57,8 @@ class Architecture:
         state: elements of a sequence's state of fixed size in a layer.
         layer: the nodes of one layer; `attention`: those before its output projection.
         choice: how experts are chosen.
+        rules: of a mix, by kinds of matrices, where they are others than `gguf.RULES`;
+            head_type: of its output matrix, where it is not six bits.
         positions: numbers that say where a token stands.
         embeddings: hidden states that are handed in for a token.
         scales_queries: whether they are multiplied by a number for each position.
@@ -61,6 +68,7 @@ class Architecture:
 
     name: str
     model_types: tuple[str, ...]
+    serves: Callable[[ModelSpec], bool] = _every
     windows: bool = False
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     norms: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -70,6 +78,8 @@ class Architecture:
     layer: Callable[[Builder, Layer, int, int], int] = ggml_graph.block
     attention: Callable[[Builder, Attention, int], int] = ggml_graph.softmax_attention
     choice: Callable[[ModelSpec], Choice] = _plain_choice
+    rules: Mapping[str, gguf.Rules] = field(default_factory=dict, hash=False)
+    head_type: str = "Q6_K"
     positions: int = 1
     embeddings: Callable[[ModelSpec], int] = _token_width
     scales_queries: Callable[[ModelSpec, Attention], bool] = _never

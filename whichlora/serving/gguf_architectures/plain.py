@@ -16,8 +16,11 @@ ARCHITECTURES = (
     Architecture(name="gemma2", model_types=("gemma2",), windows=True),
     Architecture(name="gemma3", model_types=("gemma3", "gemma3_text"), windows=True),
     Architecture(name="phi3", model_types=("phi3",)),
-    Architecture(name="granite", model_types=("granite",)),
-    Architecture(name="olmo2", model_types=("olmo2",)),
     Architecture(name="starcoder2", model_types=("starcoder2",)),
     Architecture(name="smollm3", model_types=("smollm3",)),
+    Architecture(
+        name="seed_oss",
+        model_types=("seed_oss",),
+        norms={"post_attention_layernorm": "post_attention_norm"},
+    ),
 )
