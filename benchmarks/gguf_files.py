@@ -73,6 +73,8 @@ def _mixture(writer: gguf.GGUFWriter, model: ModelSpec, moe: Moe) -> None:
     if moe.shared:
         writer.add_expert_shared_count(max(1, moe.shared.width // moe.expert.width))
         writer.add_expert_shared_feed_forward_length(moe.shared.width)
+    if moe.latent:
+        writer.add_moe_latent_size(moe.latent[0].out_features)
     if choice.gate == "sigmoid":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if choice.scaled:
@@ -99,6 +101,9 @@ def _latents(writer: gguf.GGUFWriter, attention: Attention) -> None:
 
 
 def _recurrence(writer: gguf.GGUFWriter, attention: Attention) -> None:
+    if attention.kind == "conv":
+        writer.add_shortconv_l_cache(attention.conv_kernel)
+        return
     writer.add_ssm_conv_kernel(attention.conv_kernel)
     writer.add_ssm_inner_size(attention.out_width)
     writer.add_ssm_state_size(attention.head_dim)
@@ -121,7 +126,12 @@ def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
     moe = next((layer.moe for layer in layers if layer.moe), None)
     dense = next((layer.mlp for layer in layers if layer.mlp), None)
     widths = [each.width for each in (dense, moe.expert if moe else None) if each]
-    writer.add_feed_forward_length(widths[0])
+    if all(layer.mlp or layer.moe for layer in layers):
+        writer.add_feed_forward_length(widths[0])
+    else:
+        writer.add_feed_forward_length(
+            [widths[0] if layer.mlp or layer.moe else 0 for layer in layers]
+        )
     if moe:
         _mixture(writer, model, moe)
         writer.add_leading_dense_block_count(
@@ -133,13 +143,15 @@ def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
     }:
         _latents(writer, attention)
     else:
-        writer.add_head_count_kv(attention.num_key_value_heads)
+        heads = attention.num_key_value_heads
+        attends = [any(each.kind == "softmax" for each in layer.attentions) for layer in layers]
+        writer.add_head_count_kv(heads if all(attends) else [heads * each for each in attends])
         writer.add_key_length(attention.head_dim)
         writer.add_value_length(attention.v_head_dim)
     writer.add_rope_dimension_count(attention.rotary_dim or attention.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_layer_norm_eps(1e-6)
-    states = [each for layer in layers for each in layer.attentions if each.kind == "linear"]
+    states = [each for layer in layers for each in layer.attentions if each.kind != "softmax"]
     if states:
         _recurrence(writer, states[0])
     if architecture_of(model).embeddings(model) > 1:
@@ -155,11 +167,13 @@ def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
     if architecture_of(model).scales_queries(model, attention):
         writer.add_attn_temperature_scale(0.1)
         writer.add_rope_scaling_orig_ctx_len(8192)
+    if attention.position == "none" and name == "granitehybrid":
+        writer.add_rope_scaling_finetuned(False)
     if name.startswith("granite"):
         writer.add_embedding_scale(12.0)
         writer.add_residual_scale(0.22)
         writer.add_attention_scale(0.0156)
-    windows = {each.attentions[0].sliding_window for each in layers} - {None}
+    windows = {each.sliding_window for layer in layers for each in layer.attentions} - {None}
     if architecture_of(model).windows and windows:
         writer.add_sliding_window(max(each for each in windows if each))
     if model.logit_softcap:

@@ -59,7 +59,9 @@ class Builder:
     """The nodes of one forward, in the order in which ggml visits them.
 
     Args:
-        number: of the layer that is laid out; embedded: the looked-up tokens.
+        layers: those that are laid out; number: of the present one.
+        embedded: the looked-up tokens.
+        states: what layers have read of their states, by their numbers.
     """
 
     model: ModelSpec
@@ -68,8 +70,10 @@ class Builder:
     graph: Graph = field(default_factory=Graph)
     inputs: dict[object, int] = field(default_factory=dict)
     on_host: bool = False
-    number: int = 0
+    layers: tuple[Layer, ...] = ()
+    number: int = -1
     embedded: int = 0
+    states: dict[int, int] = field(default_factory=dict)
 
     def given(self, what: object, num_bytes: int, *after: int) -> int:
         """An input. Host layers divide the graph, so that it comes where it is first needed."""
@@ -99,6 +103,24 @@ class Builder:
         numbers = self.given("rows of logits", 4 * rows)
         return self.wide(self.model.hidden_size, stream, numbers, rows=rows)
 
+    def read_ahead(self, *, is_done: bool = False) -> None:
+        """Up to here the graph is laid out, so that the next layer reads its states now.
+
+        What is left of this one follows later, unless something else is laid out before.
+
+        Args:
+            is_done: nothing else of this layer is.
+        """
+        if not is_done and self.layers[self.number].moe is not None:
+            return
+        for number, layer in enumerate(self.layers[self.number + 1 :], self.number + 1):
+            if elements := sum(map(self.architecture.read_ahead, layer.attentions)):
+                whose = self.given("whose state", 4 * self.batch.sequences)
+                size = FP32 * elements * self.batch.sequences
+                self.states[number] = self.graph.add(size, whose)
+            if layer.attentions or layer.moe is not None:
+                return
+
     def positions(self, after: int) -> int:
         return self.given("positions", 4 * self.architecture.positions * self.batch.tokens, after)
 
@@ -121,23 +143,28 @@ def compute_bytes(
 def _compute_bytes(
     model: ModelSpec, batch: Batch, architecture: Architecture, reads_tokens: bool
 ) -> int:
-    build = Builder(model, batch, architecture)
+    shown = _shown(model)
+    build = Builder(model, batch, architecture, layers=shown)
     hidden = FP32 * model.hidden_size * batch.tokens
     if reads_tokens:
         tokens = build.given("tokens", 4 * batch.tokens)
         build.given("embeddings that are handed in", hidden * architecture.embeddings(model))
         stream = build.graph.add(hidden, tokens)
+    elif model.embeds_in_steps:
+        stream = build.given("embeddings", hidden)
     else:
+        build.read_ahead(is_done=True)
         stream = build.given("embeddings", hidden)
     if architecture.embeddings(model) > 1:  # padded to the width of what may be handed in
         stream = build.graph.add(hidden * architecture.embeddings(model), stream)
     if model.embeds_in_steps:
         stream = build.graph.add(hidden, stream, over=(stream,))
-    shown = _shown(model)
+    if not build.states:
+        build.read_ahead(is_done=True)
     build.on_host, build.embedded = bool(batch.copied), stream
     for build.number, layer in enumerate(shown[:-1]):
         stream = architecture.layer(build, layer, stream, 0)
-    build.on_host, build.number = False, len(shown)
+    build.on_host, build.number = False, len(shown) - 1
     last_rows = 0 if architecture.keeps_rows else batch.outputs
     stream = architecture.layer(build, shown[-1], stream, last_rows)
     if architecture.keeps_rows:
@@ -149,8 +176,13 @@ def _compute_bytes(
 
 @lru_cache(maxsize=256)
 def _shown(model: ModelSpec) -> tuple[Layer, ...]:
-    """Both ends, the first with every kind of layer and one more after it."""
+    """Both ends, the first with every kind of layer and one more after it.
+
+    All, where not every layer attends: its inputs are free once the last of those has read them.
+    """
     layers = layers_in_order(model)
+    if not all(each.kind == "softmax" for layer in layers for each in layer.attentions):
+        return layers
     kinds = len(set(layers))
     first = next(n for n in range(len(layers) + 1) if len(set(layers[:n])) == kinds)
     first = max(first + 2, _FIRST)
@@ -176,14 +208,28 @@ def mixed(build: Builder, layer: Layer, stream: int) -> int:
 
 
 def fed(
-    build: Builder, layer: Layer, mixed: int, stream: int, rows: int, *, is_view: bool = False
+    build: Builder,
+    layer: Layer,
+    mixed: int,
+    stream: int,
+    rows: int,
+    *,
+    is_view: bool = False,
+    stream_first: bool = False,
 ) -> int:
-    """What follows the attention of a layer; nothing may lie on a view of what it returned."""
+    """What follows the attention of a layer.
+
+    Args:
+        is_view: nothing may lie on what attention returned, which is a view.
+        stream_first: sums start with the stream, and lie on it.
+    """
     width, kind = build.model.hidden_size, layer.norms[0].kind
     if rows:
         mixed = build.chosen_rows(mixed, rows)
         stream = build.chosen_rows(stream, rows)
-    over = (stream,) if is_view and not rows else (mixed, stream)
+    over: tuple[int, ...] = (stream, mixed) if stream_first else (mixed, stream)
+    if is_view and not rows:
+        over = (stream,)
     middle = build.wide(width, mixed, stream, over=over, rows=rows)
     read = middle if layer.post_norm else build.normed(middle, kind, rows=rows)
     if layer.moe is not None:
@@ -191,7 +237,8 @@ def fed(
     else:
         assert layer.mlp is not None
         out = dense(build, layer.mlp, read, rows=rows)
-    return build.wide(width, out, middle, over=(out, middle), rows=rows)
+    over = (middle, out) if stream_first else (out, middle)
+    return build.wide(width, out, middle, over=over, rows=rows)
 
 
 def dense(build: Builder, mlp: Mlp, read: int, *, rows: int, suffix: str = "") -> int:
@@ -214,17 +261,27 @@ def dense(build: Builder, mlp: Mlp, read: int, *, rows: int, suffix: str = "") -
 
 def softmax_attention(build: Builder, attention: Attention, read: int) -> int:
     """What the output projection reads."""
+    return turned_back(build, attention, attended(build, attention, read))
+
+
+def turned_back(build: Builder, attention: Attention, result: int) -> int:
+    """Where cached values were turned before, so is what is attended to after."""
+    turn = rotations(build, attention)[1]
+    return result if turn < 0 else build.wide(attention.out_width, result, turn)
+
+
+def attended(build: Builder, attention: Attention, read: int) -> int:
+    """What is attended to, as it was cached."""
     batch = build.batch
     q_width, k_width, v_width = attention.q_width, attention.k_width, attention.v_width
-    positions = build.positions(read)
+    turns_all = attention.position == "rope"
+    positions = (build.positions(read),) if turns_all else ()
     fused = build.architecture.matrix(attention.linears[0].name) == "attn_qkv"
 
     def placed(matrix: str, width: int) -> int:
         """Divided into heads, and so a view: what is normed or rotated is a tensor of its own."""
         raw = build.product(matrix, width, read)
-        if attention.position == "rope" or attention.norms:
-            return build.wide(width, raw, positions)
-        return raw
+        return build.wide(width, raw, *positions) if turns_all or attention.norms else raw
 
     def scaled(queries: int) -> int:
         if not build.architecture.scales_queries(build.model, attention):
@@ -236,8 +293,8 @@ def softmax_attention(build: Builder, attention: Attention, read: int) -> int:
 
     if fused:
         joined = build.product("attn_qkv", q_width + k_width + v_width, read)
-        queries = build.wide(q_width, joined, positions)
-        keys, values = build.wide(k_width, joined, positions), joined
+        queries = build.wide(q_width, joined, *positions)
+        keys, values = build.wide(k_width, joined, *positions), joined
     else:
         queries = scaled(placed("attn_q", q_width))
         keys = values = -1
@@ -252,8 +309,7 @@ def softmax_attention(build: Builder, attention: Attention, read: int) -> int:
         keys = placed("attn_k", k_width)
     if turns[0] >= 0:
         keys = build.wide(k_width, keys, turns[0])
-    result = attend(build, attention, queries, keys, values)
-    return result if turns[1] < 0 else build.wide(attention.out_width, result, turns[1])
+    return attend(build, attention, queries, keys, values)
 
 
 def attend(build: Builder, attention: Attention, queries: int, keys: int, values: int) -> int:
@@ -279,12 +335,15 @@ def attend(build: Builder, attention: Attention, queries: int, keys: int, values
         widened = batch.widened_keys * attention.k_width
         widened += batch.widened_values * attention.v_width
         size = FP32 * attention.out_width * batch.tokens + FP16 * seen * widened
-        return graph.add(size, queries, mask, *copies)
-    scores = FP32 * seen * batch.tokens * attention.num_attention_heads
-    raw = graph.add(scores, queries)
-    weights = graph.add(scores, raw, mask, over=(raw,))
-    raw = build.wide(attention.out_width, weights)
-    return build.wide(attention.out_width, raw)
+        result = graph.add(size, queries, mask, *copies)
+    else:
+        scores = FP32 * seen * batch.tokens * attention.num_attention_heads
+        raw = graph.add(scores, queries)
+        weights = graph.add(scores, raw, mask, over=(raw,))
+        raw = build.wide(attention.out_width, weights)
+        result = build.wide(attention.out_width, raw)
+    build.read_ahead()
+    return result
 
 
 def window_of(build: Builder, attention: Attention) -> int | None:
@@ -346,10 +405,11 @@ class Choice:
 
 def mixture(build: Builder, moe: Moe, read: int, *, rows: int) -> int:
     """Routed experts, and the shared one beside them."""
-    out = _experts(build, moe, read, rows=rows)
+    out, width = _experts(build, moe, read, rows=rows), build.model.hidden_size
+    if moe.latent:
+        out = build.product("ffn_latent_up", width, out, rows=rows)
     if moe.shared is None:
         return out
-    width = build.model.hidden_size
     shared = dense(build, moe.shared, read, rows=rows, suffix="_shexp")
     if any(linear.name == "shared_expert_gate" for linear in moe.shared.linears):
         gate = build.wide(1, read, rows=rows)
@@ -362,9 +422,11 @@ def _experts(build: Builder, moe: Moe, read: int, *, rows: int) -> int:
 
     Source: llama.cpp 0c1e570 `llm_graph_context::build_moe_ffn`, src/llama-graph.cpp:2007.
     """
-    width, chosen = build.model.hidden_size, moe.experts_per_token
+    width, chosen = moe.expert.linears[0].in_features, moe.experts_per_token
     choice = build.architecture.choice(build.model)
     order, weights = _chosen(build, moe, choice, read, rows=rows)
+    if moe.latent:
+        read = build.product("ffn_latent_down", width, read, rows=rows)
     inner = chosen * moe.expert.width
     if choice.weighs_input:
         repeated = build.wide(chosen * width, read, rows=rows)
@@ -382,6 +444,7 @@ def _experts(build: Builder, moe: Moe, read: int, *, rows: int) -> int:
     result = build.wide(width, experts, experts, rows=rows)
     for _ in range(chosen - 2):
         result = build.wide(width, result, experts, over=(result,), rows=rows)
+    build.read_ahead(is_done=True)
     return result
 
 

@@ -97,6 +97,7 @@ NORMS: dict[str, str] = {
     "k_norm": "attn_k_norm",
 }
 AROUND = {"post_attention_layernorm": "post_attention_norm"}
+VALUES = ("attn_v", "attn_qkv")
 ROUTERS = ("ffn_gate_inp", "ffn_gate_inp_shexp")
 
 
@@ -252,7 +253,6 @@ def tensors(model: ModelSpec, file_type: str, architecture: Architecture) -> lis
 
     Kind: exact. Source: llama.cpp 0c1e570 `llama_tensor_get_type`, src/llama-quant.cpp:717.
     """
-    mixed = _mixed(model, architecture)
     head = model.head
     tied = head is None or model.head_tied
     width, quantised = model.hidden_size, file_type not in UNQUANTISED
@@ -270,17 +270,37 @@ def tensors(model: ModelSpec, file_type: str, architecture: Architecture) -> lis
         if head.bias:
             found.append(vector("output", head.out_features, suffix=".bias"))
     for norm in (*model.embedding_norms, *model.final_norms):
-        found += _of_norm("output_norm", norm)
-    for index, layer in enumerate(layers_in_order(model)):
-        for tensor in architecture.tensors(layer, architecture):
-            chosen = tensor.type
-            if not chosen:
-                chosen = FILE_TYPES[file_type]
-                if quantised:
-                    chosen = _mixed_type(tensor, index, file_type, mixed)
-                chosen = _whole_blocks(chosen, tensor.row)
-            found.append(replace(tensor, layer=index, type=chosen))
+        found += _of_norm(architecture.output_norm, norm)
+    found += _typed(model, file_type, architecture)
     return found
+
+
+def _typed(model: ModelSpec, file_type: str, architecture: Architecture) -> Iterator[Tensor]:
+    """Tensors of the layers, in the types of the mix.
+
+    Values are counted among those that there are; what is fed, too, where there are no experts.
+    """
+    mixed = _mixed(model, architecture)
+    untyped = [
+        replace(tensor, layer=index)
+        for index, layer in enumerate(layers_in_order(model))
+        for tensor in architecture.tensors(layer, architecture)
+    ]
+    num_values = sum(tensor.name in VALUES and not tensor.type for tensor in untyped)
+    of_values = replace(mixed, num_layers=num_values)
+    seen: dict[str, int] = {}
+    for tensor in untyped:
+        if tensor.type:
+            yield tensor
+            continue
+        chosen = FILE_TYPES[file_type]
+        if file_type not in UNQUANTISED:
+            is_value, kind = tensor.name in VALUES, _kind(tensor.name)
+            number = seen.get("values" if is_value else kind, 0)
+            seen["values" if is_value else kind] = number + 1
+            index = number if is_value or mixed.num_experts <= 1 else tensor.layer or 0
+            chosen = _mixed_type(tensor, index, file_type, of_values if is_value else mixed)
+        yield replace(tensor, type=_whole_blocks(chosen, tensor.row))
 
 
 def _stored(name: str, row: int, num_rows: int, chosen: str) -> Tensor:

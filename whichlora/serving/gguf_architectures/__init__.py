@@ -7,7 +7,9 @@ from whichlora.serving.gguf_architectures import (
     glm4,
     gpt_oss,
     granite,
+    lfm2,
     llama4,
+    mamba,
     minimax,
     mistral3,
     olmo,
@@ -34,6 +36,8 @@ _MODULES = (
     granite,
     olmo,
     minimax,
+    mamba,
+    lfm2,
 )
 ARCHITECTURES: tuple[Architecture, ...] = tuple(
     architecture for module in _MODULES for architecture in module.ARCHITECTURES

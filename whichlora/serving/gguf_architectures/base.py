@@ -55,10 +55,12 @@ class Architecture:
         tensors: all of a layer, before the mix of a file gives them types.
         cached: elements of a token's keys and values in a layer's cache.
         state: elements of a sequence's state of fixed size in a layer.
+        read_ahead: elements of it that a layer reads before it norms its input.
         layer: the nodes of one layer; `attention`: those before its output projection.
         choice: how experts are chosen.
         rules: of a mix, by kinds of matrices, where they are others than `gguf.RULES`;
             head_type: of its output matrix, where it is not six bits.
+        output_norm: the name of the norm after the last layer.
         positions: numbers that say where a token stands.
         embeddings: hidden states that are handed in for a token.
         scales_queries: whether they are multiplied by a number for each position.
@@ -75,11 +77,13 @@ class Architecture:
     tensors: Callable[[Layer, Architecture], Iterator[Tensor]] = gguf.layer_tensors
     cached: Callable[[Attention], tuple[int, int]] = _keys_and_values
     state: Callable[[Attention], int] = _no_state
+    read_ahead: Callable[[Attention], int] = _no_state
     layer: Callable[[Builder, Layer, int, int], int] = ggml_graph.block
     attention: Callable[[Builder, Attention, int], int] = ggml_graph.softmax_attention
     choice: Callable[[ModelSpec], Choice] = _plain_choice
     rules: Mapping[str, gguf.Rules] = field(default_factory=dict, hash=False)
     head_type: str = "Q6_K"
+    output_norm: str = "output_norm"
     positions: int = 1
     embeddings: Callable[[ModelSpec], int] = _token_width
     scales_queries: Callable[[ModelSpec, Attention], bool] = _never

@@ -5,7 +5,7 @@ from __future__ import annotations
 from whichlora.serving.gguf_architectures.base import Architecture
 from whichlora.spec.architecture import ModelSpec
 
-_FUSED = {"input_linear": ("ffn_gate", "ffn_up"), "output_linear": ("ffn_down",)}
+FUSED = {"input_linear": ("ffn_gate", "ffn_up"), "output_linear": ("ffn_down",)}
 
 
 def _attends(model: ModelSpec) -> bool:
@@ -20,6 +20,6 @@ def _dense(model: ModelSpec) -> bool:
 # Source: llama.cpp 0c1e570 src/models/granite.cpp, granite-moe.cpp.
 ARCHITECTURES = (
     Architecture(name="granite", model_types=("granite",)),
-    Architecture(name="granitemoe", model_types=("granitemoe", "granitemoeshared"), names=_FUSED),
-    Architecture(name="granite", model_types=("granitemoehybrid",), serves=_dense, names=_FUSED),
+    Architecture(name="granitemoe", model_types=("granitemoe", "granitemoeshared"), names=FUSED),
+    Architecture(name="granite", model_types=("granitemoehybrid",), serves=_dense, names=FUSED),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from whichlora.serving.ggml_graph import Builder, block, dense
+from whichlora.serving.ggml_graph import Builder, attended, block, dense, turned_back
 from whichlora.serving.gguf import Rules, Tensor, always, first_eighth, layer_tensors, sensitive
 from whichlora.serving.gguf_architectures.base import Architecture
 from whichlora.spec.architecture import Layer
@@ -26,15 +26,15 @@ class _Terms:
     result: int = -1
 
     def __post_init__(self) -> None:
-        attention = self.build.architecture.attention
-        self.result = attention(self.build, self.layer.attentions[0], self.normed)
+        self.result = attended(self.build, self.layer.attentions[0], self.normed)
 
     def chosen(self, node: int) -> int:
         return self.build.chosen_rows(node, self.rows) if self.rows else node
 
     def attended(self) -> int:
         width = self.build.model.hidden_size
-        return self.chosen(self.build.product("attn_output", width, self.result))
+        result = turned_back(self.build, self.layer.attentions[0], self.result)
+        return self.chosen(self.build.product("attn_output", width, result))
 
     def fed(self, read: int) -> int:
         assert self.layer.mlp is not None

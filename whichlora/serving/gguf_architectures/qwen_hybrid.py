@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from whichlora.serving.ggml_graph import FP32, Builder, attend, fed, mixed, rotations
+from whichlora.serving.ggml_graph import FP32, Builder, attend, fed, mixed, rotations, turned_back
 from whichlora.serving.gguf import Tensor, layer_tensors, vector
 from whichlora.serving.gguf_architectures.base import Architecture
 from whichlora.spec.architecture import Attention, Layer
@@ -67,9 +67,7 @@ def _gated(build: Builder, attention: Attention, read: int) -> int:
     )
     if turns[0] >= 0:
         keys = build.wide(attention.k_width, keys, turns[0])
-    result = attend(build, attention, queries, keys, values)
-    if turns[1] >= 0:
-        result = build.wide(attention.out_width, result, turns[1])
+    result = turned_back(build, attention, attend(build, attention, queries, keys, values))
     gate = build.wide(attention.out_width, both)
     return build.wide(attention.out_width, result, gate, over=(gate,))
 
