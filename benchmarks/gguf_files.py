@@ -144,8 +144,9 @@ def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
         _latents(writer, attention)
     else:
         heads = attention.num_key_value_heads
+        by_layer = architecture_of(model).heads_by_layer
         attends = [any(each.kind == "softmax" for each in layer.attentions) for layer in layers]
-        writer.add_head_count_kv(heads if all(attends) else [heads * each for each in attends])
+        writer.add_head_count_kv([heads * each for each in attends] if by_layer else heads)
         writer.add_key_length(attention.head_dim)
         writer.add_value_length(attention.v_head_dim)
     writer.add_rope_dimension_count(attention.rotary_dim or attention.head_dim)

@@ -320,6 +320,8 @@ def _mixed(model: ModelSpec, architecture: Architecture) -> _Mixed:
         each for layer in layers for each in layer.attentions if each.kind == "softmax"
     )
     grouped = attention.num_attention_heads // attention.num_key_value_heads
+    if architecture.heads_by_layer and attention not in layers[0].attentions:
+        grouped = 0  # it asks the first layer, which has no heads of keys
     return _Mixed(
         num_layers=len(layers),
         grouped=grouped,

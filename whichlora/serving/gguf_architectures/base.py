@@ -64,6 +64,7 @@ class Architecture:
         positions: numbers that say where a token stands.
         embeddings: hidden states that are handed in for a token.
         scales_queries: whether they are multiplied by a number for each position.
+        heads_by_layer: its file says how many heads of keys each layer has; not all have any.
         keeps_rows: all tokens pass the last layer, not only those whose logits are asked for.
         untimed: why its steps have no times; empty where they have.
     """
@@ -87,6 +88,7 @@ class Architecture:
     positions: int = 1
     embeddings: Callable[[ModelSpec], int] = _token_width
     scales_queries: Callable[[ModelSpec, Attention], bool] = _never
+    heads_by_layer: bool = False
     keeps_rows: bool = False
     untimed: str = ""
 

@@ -76,6 +76,7 @@ ARCHITECTURES = (
         cached=_cached,
         state=_state,
         read_ahead=_state,
+        heads_by_layer=True,
         layer=_layer,
         attention=_attention,
     ),

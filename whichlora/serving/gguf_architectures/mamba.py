@@ -142,6 +142,7 @@ _MOE = Architecture(
     layer=_half_layer,
     attention=_attention,
     choice=_choice,
+    heads_by_layer=True,
     keeps_rows=True,
 )
 ARCHITECTURES = (
@@ -155,6 +156,7 @@ ARCHITECTURES = (
         cached=_cached,
         state=_state,
         read_ahead=_kept,
+        heads_by_layer=True,
         attention=_attention,
     ),
     _MOE,
