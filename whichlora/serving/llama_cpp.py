@@ -652,6 +652,8 @@ def _untimed(served: Served, placed: Placement) -> str:
             f"a step of llama.cpp on a CPU is predicted from its log of this file alone: {rates}; "
             "let llama-server answer a request, then: whichlora calibrate --gpu cpu --from-log FILE"
         )
+    if reason := architecture_of(served.model).untimed:
+        return reason
     if placed != all_of(served.model):
         return f"the host computes a part of each step: {rates}; use a smaller file_type or context"
     return ""

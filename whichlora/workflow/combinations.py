@@ -248,12 +248,11 @@ def stored_by_engine(settings: Mapping[str, Any], phase: str) -> Mapping[str, An
     engine = get_engine(settings.get("serving") or TRANSFORMERS)
     if phase != "inference" or not engine.stored_by:
         raise ConfigError(
-            f"quant: {quant} is a type of GGUF files, which llama.cpp alone reads; use phase "
-            "inference with serving llama-cpp, or quant nf4 or awq-int4 for 4 bits"
+            f"quant: {quant} is a type of GGUF files, which are llama.cpp's; use phase inference "
+            "with serving llama-cpp, or quant nf4 or awq-int4 for 4 bits"
         )
-    options = dict(
-        by_own_names(engine.options, dict(settings.get("serving_options") or ()).items())
-    )
+    stated = dict(settings.get("serving_options") or ())
+    options = dict(by_own_names(engine.options, stated.items()))
     ((_, asked),) = by_own_names(engine.options, [(engine.stored_by, file_type)])
     if options.setdefault(engine.stored_by, asked) != asked:
         raise ConfigError(

@@ -11,6 +11,11 @@ from whichlora.serving.ggml_graph import Builder, Choice
 from whichlora.serving.gguf import Tensor
 from whichlora.spec.architecture import Attention, Layer, ModelSpec
 
+UNMEASURED = (
+    "the kernels of llama.cpp's recurrent layers have no measured rates; leave them to a benchmark, "
+    "such as llama-bench"
+)
+
 
 def text_config(model: ModelSpec) -> Mapping[str, Any]:
     """The Hugging Face config of the text, which a model of images has inside its own."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from whichlora.serving.ggml_graph import FP32, Builder, fed, mixed, softmax_attention
 from whichlora.serving.gguf import Tensor, layer_tensors, vector
-from whichlora.serving.gguf_architectures.base import Architecture
+from whichlora.serving.gguf_architectures.base import UNMEASURED, Architecture
 from whichlora.spec.architecture import Attention, Layer
 
 
@@ -77,6 +77,7 @@ ARCHITECTURES = (
         state=_state,
         read_ahead=_state,
         heads_by_layer=True,
+        untimed=UNMEASURED,
         layer=_layer,
         attention=_attention,
     ),

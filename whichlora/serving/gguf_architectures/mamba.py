@@ -18,7 +18,7 @@ from whichlora.serving.ggml_graph import (
     softmax_attention,
 )
 from whichlora.serving.gguf import Tensor, layer_tensors, vector
-from whichlora.serving.gguf_architectures.base import Architecture, text_config
+from whichlora.serving.gguf_architectures.base import UNMEASURED, Architecture, text_config
 from whichlora.serving.gguf_architectures.granite import FUSED
 from whichlora.spec.architecture import Attention, Layer, ModelSpec
 
@@ -144,6 +144,7 @@ _MOE = Architecture(
     choice=_choice,
     heads_by_layer=True,
     keeps_rows=True,
+    untimed=UNMEASURED,
 )
 ARCHITECTURES = (
     Architecture(
@@ -157,6 +158,7 @@ ARCHITECTURES = (
         state=_state,
         read_ahead=_kept,
         heads_by_layer=True,
+        untimed=UNMEASURED,
         attention=_attention,
     ),
     _MOE,
