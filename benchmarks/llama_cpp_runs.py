@@ -108,7 +108,8 @@ class Case:
 def served(name: str, device: str, settings: Mapping[str, OptionValue]) -> Served:
     """The same as our engine is asked."""
     model = load_model(name)
-    options = {
+    options: dict[str, OptionValue] = {"file_type": "F16"}
+    options |= {
         key: value for key, value in settings.items() if key not in ("context", "concurrency")
     }
     run = RunConfig(

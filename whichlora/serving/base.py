@@ -318,7 +318,8 @@ class Engine:
         options: its own settings, by its own names.
         device_kinds: those that it is predicted for.
         also_called: what else people call it, or what runs it.
-        stored_by: its option that says how weights are stored, where it has one of its own.
+        stored_by: its option that says how weights are stored, where it has one of its own;
+            stored_as: what that says of a checkpoint, by the checkpoint's quantisation.
         shared_by: its option for the number of GPUs that share every matrix, where that is
             predicted; `staged_by` for the number of stages that each have some of the layers.
         least_capability: the oldest compute capability that it has kernels for.
@@ -351,6 +352,7 @@ class Engine:
     device_kinds: tuple[str, ...] = ("cuda",)
     also_called: tuple[str, ...] = ()
     stored_by: str = ""
+    stored_as: Mapping[str, str] = field(default_factory=dict)
     shared_by: str = ""
     staged_by: str = ""
     least_capability: float = 0.0

@@ -811,6 +811,7 @@ ENGINE = Engine(
     loads_towers=False,  # a GGUF file of its own has it, which `--mmproj` names
     also_called=("ollama", "llama.cpp", "llamacpp", "llama-server", "lm-studio"),
     stored_by="file_type",
+    stored_as={"mxfp4": "MXFP4_MOE"},  # conversion/gpt_oss.py `repack_mxfp4`
     options=(
         Option(
             name="file_type",

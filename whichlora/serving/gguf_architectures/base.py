@@ -12,8 +12,8 @@ from whichlora.serving.gguf import Tensor
 from whichlora.spec.architecture import Attention, Layer, ModelSpec
 
 UNMEASURED = (
-    "the kernels of llama.cpp's recurrent layers have no measured rates; leave them to a benchmark, "
-    "such as llama-bench"
+    "no rates of llama.cpp's kernels of recurrent layers are measured; time this file with "
+    "llama-bench"
 )
 
 

@@ -115,7 +115,7 @@ def _attend(build: Builder, attention: Attention, queries: int, keys: int) -> in
 ARCHITECTURES = (
     Architecture(
         name="deepseek2",
-        model_types=("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+        model_types=("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite"),
         names={
             "q_a_proj": ("attn_q_a",),
             "q_b_proj": ("attn_q_b",),

@@ -18,6 +18,8 @@ ARCHITECTURES = (
     Architecture(name="phi3", model_types=("phi3",)),
     Architecture(name="starcoder2", model_types=("starcoder2",)),
     Architecture(name="smollm3", model_types=("smollm3",)),
+    Architecture(name="ernie4_5", model_types=("ernie4_5",)),
+    Architecture(name="exaone4", model_types=("exaone4",), windows=True),
     Architecture(
         name="seed_oss",
         model_types=("seed_oss",),
