@@ -6,6 +6,7 @@ What llama.cpp plans of 55 models is in tests/benchmarks.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from devices import A100
@@ -74,6 +75,12 @@ def test_each_architecture_has_a_model_that_shows_it() -> None:
         architecture = architecture_of(model)
         elements = sum(each.row * each.num_rows for each in tensors(model, "F16", architecture))
         assert elements == model.num_params
+
+
+def test_the_docs_name_every_type_of_models() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    listed = text.split("by the `model_type` of a config:")[1].split("Of 55 models")[0]
+    assert tuple(listed.replace(",", " ").split()) == MODEL_TYPES
 
 
 def test_a_type_of_models_is_stated_once_or_by_what_differs() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from whichlora.spec.architecture import Layer, Linear, ModelSpec, Norm, layers_in_order
+from whichlora.spec.architecture import Layer, Linear, ModelSpec, Moe, Norm, layers_in_order
 from whichlora.spec.numeric import ceil_div
 
 if TYPE_CHECKING:
@@ -342,6 +342,16 @@ def layer_tensors(layer: Layer, architecture: Architecture) -> Iterator[Tensor]:
     beside = len(layer.linears) - len(shared)
     yield from matrices(layer.linears[:beside], architecture.names)
     yield from matrices(shared, architecture.names, suffix="_shexp")
+    if moe is not None and has_bias(moe):
+        yield vector("exp_probs_b", moe.num_experts, suffix=".bias")
+
+
+def has_bias(moe: Moe) -> bool:
+    """Whether experts are chosen by scores with a bias: so are all of a sigmoid, since DeepSeek V3.
+
+    Transformers has it in a buffer.
+    """
+    return moe.routing is not None and moe.routing.startswith("sigmoid")
 
 
 def matrices(

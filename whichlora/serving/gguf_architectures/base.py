@@ -24,15 +24,33 @@ def text_config(model: ModelSpec) -> Mapping[str, Any]:
 
 
 def _keys_and_values(attention: Attention) -> tuple[int, int]:
-    return attention.k_width, attention.v_width
+    return (attention.k_width, attention.v_width) if attention.kind == "softmax" else (0, 0)
 
 
-def _no_state(attention: Attention) -> int:
+def convolved(attention: Attention) -> int:
+    """Elements that its convolution keeps of a sequence: all but one of the tokens it reads."""
+    return max(0, attention.conv_kernel - 1) * attention.conv_channels
+
+
+def _state(attention: Attention) -> int:
+    return convolved(attention) + attention.recurrent_elements
+
+
+def _nothing(attention: Attention) -> int:
     return 0
 
 
-def _plain_choice(model: ModelSpec) -> Choice:
-    return Choice()
+def _choice(model: ModelSpec) -> Choice:
+    """Source: llama.cpp 0c1e570 conversion/base.py, glm.py, deepseek.py `set_gguf_parameters`."""
+    config = text_config(model)
+    has_bias = any(layer.moe and gguf.has_bias(layer.moe) for layer, _ in model.layers())
+    return Choice(
+        gate="sigmoid" if has_bias else "softmax",
+        biased=has_bias,
+        divided=bool(config.get("norm_topk_prob", True)),
+        scaled=config.get("routed_scaling_factor", 1.0) != 1.0,
+        groups=(config.get("n_group") or 1, config.get("topk_group") or 1),
+    )
 
 
 def _every(model: ModelSpec) -> bool:
@@ -82,11 +100,11 @@ class Architecture:
     norms: Mapping[str, str] = field(default_factory=dict, hash=False)
     tensors: Callable[[Layer, Architecture], Iterator[Tensor]] = gguf.layer_tensors
     cached: Callable[[Attention], tuple[int, int]] = _keys_and_values
-    state: Callable[[Attention], int] = _no_state
-    read_ahead: Callable[[Attention], int] = _no_state
+    state: Callable[[Attention], int] = _state
+    read_ahead: Callable[[Attention], int] = _nothing
     layer: Callable[[Builder, Layer, int, int], int] = ggml_graph.block
     attention: Callable[[Builder, Attention, int], int] = ggml_graph.softmax_attention
-    choice: Callable[[ModelSpec], Choice] = _plain_choice
+    choice: Callable[[ModelSpec], Choice] = _choice
     rules: Mapping[str, gguf.Rules] = field(default_factory=dict, hash=False)
     head_type: str = "Q6_K"
     output_norm: str = "output_norm"

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from whichlora.serving.ggml_graph import FP16, FP32, INDEX, Builder, Choice, mask_of
-from whichlora.serving.gguf import Tensor, layer_tensors, vector
-from whichlora.serving.gguf_architectures.base import Architecture, text_config
-from whichlora.spec.architecture import Attention, Layer, ModelSpec
+from whichlora.serving.ggml_graph import FP16, FP32, INDEX, Builder, mask_of
+from whichlora.serving.gguf import Tensor, layer_tensors
+from whichlora.serving.gguf_architectures.base import Architecture
+from whichlora.spec.architecture import Attention, Layer
 
 
 def _latent(attention: Attention) -> int:
@@ -37,27 +37,6 @@ def _tensors(layer: Layer, architecture: Architecture) -> Iterator[Tensor]:
             num_rows=attention.v_head_dim * heads,
             count=heads,
         )
-    if layer.moe is not None and _is_biased(layer):
-        yield vector("exp_probs_b", layer.moe.num_experts, suffix=".bias")
-
-
-def _is_biased(layer: Layer) -> bool:
-    """Since DeepSeek V3 experts are chosen by scores with a bias."""
-    assert layer.moe is not None
-    return layer.moe.routing == "sigmoid"
-
-
-def _choice(model: ModelSpec) -> Choice:
-    """Source: llama.cpp 0c1e570 conversion/deepseek.py, base.py `set_gguf_parameters`."""
-    config = text_config(model)
-    (biased,) = {_is_biased(layer) for layer, _ in model.layers() if layer.moe}
-    return Choice(
-        gate="sigmoid" if biased else "softmax",
-        biased=biased,
-        divided=bool(config.get("norm_topk_prob")),
-        scaled=config.get("routed_scaling_factor", 1.0) != 1.0,
-        groups=(config.get("n_group") or 1, config.get("topk_group") or 1),
-    )
 
 
 def _cached(attention: Attention) -> tuple[int, int]:
@@ -126,6 +105,5 @@ ARCHITECTURES = (
         tensors=_tensors,
         cached=_cached,
         attention=_attention,
-        choice=_choice,
     ),
 )

@@ -2,30 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from whichlora.serving.ggml_graph import Choice
-from whichlora.serving.gguf import Tensor, layer_tensors, vector
-from whichlora.serving.gguf_architectures.base import Architecture, text_config
-from whichlora.spec.architecture import Layer, ModelSpec
-
-
-def _mixture_tensors(layer: Layer, architecture: Architecture) -> Iterator[Tensor]:
-    yield from layer_tensors(layer, architecture)
-    if layer.moe is not None:
-        yield vector("exp_probs_b", layer.moe.num_experts, suffix=".bias")
-
-
-def _choice(model: ModelSpec) -> Choice:
-    """Source: llama.cpp 0c1e570 conversion/glm.py `Glm4MoeModel.set_gguf_parameters`."""
-    config = text_config(model)
-    return Choice(
-        gate="sigmoid",
-        biased=True,
-        divided=bool(config.get("norm_topk_prob", True)),
-        scaled=config.get("routed_scaling_factor", 1.0) != 1.0,
-    )
-
+from whichlora.serving.gguf_architectures.base import Architecture
 
 # Source: llama.cpp 0c1e570 src/models/glm4.cpp, glm4-moe.cpp.
 ARCHITECTURES = (
@@ -42,7 +19,5 @@ ARCHITECTURES = (
         name="glm4moe",
         model_types=("glm4_moe",),
         norms={"post_attention_layernorm": "post_attention_norm"},
-        tensors=_mixture_tensors,
-        choice=_choice,
     ),
 )

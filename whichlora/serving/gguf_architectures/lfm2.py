@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from whichlora.serving.ggml_graph import FP32, Builder, fed, mixed, softmax_attention
 from whichlora.serving.gguf import Tensor, layer_tensors, vector
-from whichlora.serving.gguf_architectures.base import UNMEASURED, Architecture
+from whichlora.serving.gguf_architectures.base import UNMEASURED, Architecture, convolved
 from whichlora.spec.architecture import Attention, Layer
 
 
@@ -24,14 +24,6 @@ def _tensors(layer: Layer, architecture: Architecture) -> Iterator[Tensor]:
         yield vector("shortconv.conv", attention.conv_kernel, attention.conv_channels)
 
 
-def _cached(attention: Attention) -> tuple[int, int]:
-    return (0, 0) if attention.kind == "conv" else (attention.k_width, attention.v_width)
-
-
-def _state(attention: Attention) -> int:
-    return max(0, attention.conv_kernel - 1) * attention.conv_channels
-
-
 def _layer(build: Builder, layer: Layer, stream: int, rows: int) -> int:
     is_view = layer.attentions[0].kind == "conv"
     out = mixed(build, layer, stream)
@@ -43,15 +35,15 @@ def _attention(build: Builder, attention: Attention, read: int) -> int:
         return softmax_attention(build, attention, read)
     graph, batch = build.graph, build.batch
     width = attention.conv_channels
-    kept = FP32 * (attention.conv_kernel - 1) * width * batch.sequences
+    kept = FP32 * convolved(attention) * batch.sequences
     before = build.states.pop(build.number)
     parts = build.product("shortconv.in_proj", 3 * width, read)
     product = build.wide(width, parts)
     joined = graph.add(kept + FP32 * width * batch.tokens, before, product)
     graph.add(0, joined)
     build.read_ahead()
-    convolved = build.wide(width, joined)
-    return build.wide(width, parts, convolved, over=(convolved,))
+    mixed_in_time = build.wide(width, joined)
+    return build.wide(width, parts, mixed_in_time, over=(mixed_in_time,))
 
 
 ARCHITECTURES = (
@@ -73,9 +65,7 @@ ARCHITECTURES = (
         },
         output_norm="token_embd_norm",
         tensors=_tensors,
-        cached=_cached,
-        state=_state,
-        read_ahead=_state,
+        read_ahead=convolved,
         heads_by_layer=True,
         untimed=UNMEASURED,
         layer=_layer,

@@ -11,14 +11,13 @@ from dataclasses import replace
 from whichlora.serving.ggml_graph import (
     FP32,
     Builder,
-    Choice,
     dense,
     mixed,
     mixture,
     softmax_attention,
 )
 from whichlora.serving.gguf import Tensor, layer_tensors, vector
-from whichlora.serving.gguf_architectures.base import UNMEASURED, Architecture, text_config
+from whichlora.serving.gguf_architectures.base import UNMEASURED, Architecture, convolved
 from whichlora.serving.gguf_architectures.granite import FUSED
 from whichlora.spec.architecture import Attention, Layer, ModelSpec
 
@@ -48,21 +47,6 @@ def _tensors(layer: Layer, architecture: Architecture) -> Iterator[Tensor]:
         yield tensor
     if _is_recurrent(layer):
         yield from _state_tensors(layer.attentions[0])
-    if layer.moe is not None and layer.moe.routing == "sigmoid":
-        yield vector("exp_probs_b", layer.moe.num_experts, suffix=".bias")
-
-
-def _cached(attention: Attention) -> tuple[int, int]:
-    return (0, 0) if attention.kind == "mamba2" else (attention.k_width, attention.v_width)
-
-
-def _state(attention: Attention) -> int:
-    """Of the convolution, all but one of its tokens, and of the recurrence."""
-    return _kept(attention) + attention.recurrent_elements
-
-
-def _kept(attention: Attention) -> int:
-    return max(0, attention.conv_kernel - 1) * attention.conv_channels
 
 
 def _attention(build: Builder, attention: Attention, read: int) -> int:
@@ -75,13 +59,13 @@ def _scan(build: Builder, attention: Attention, read: int) -> int:
     """Source: llama.cpp 0c1e570 `llm_build_mamba_base::build_mamba2_layer`."""
     graph, batch = build.graph, build.batch
     width, channels = attention.out_width, attention.conv_channels
-    kept = FP32 * _kept(attention) * batch.sequences
+    kept = FP32 * convolved(attention) * batch.sequences
     whose = build.given("whose state", 4 * batch.sequences)
     before = build.states.pop(build.number)
     projected = build.product("ssm_in", attention.linears[0].out_features, read)
-    convolved = graph.add(kept + FP32 * channels * batch.tokens, before, projected)
-    graph.add(0, convolved)
-    inputs = build.wide(channels, convolved)
+    joined = graph.add(kept + FP32 * channels * batch.tokens, before, projected)
+    graph.add(0, joined)
+    inputs = build.wide(channels, joined)
     steps = build.wide(attention.num_attention_heads, projected)
     states = FP32 * attention.recurrent_elements * batch.sequences
     result = graph.add(FP32 * width * batch.tokens + states, inputs, steps, whose)
@@ -108,17 +92,6 @@ def _half_layer(build: Builder, layer: Layer, stream: int, rows: int) -> int:
     return build.wide(build.model.hidden_size, out, stream, over=(out, stream))
 
 
-def _choice(model: ModelSpec) -> Choice:
-    """Source: llama.cpp 0c1e570 conversion/nemotron.py `set_gguf_parameters`."""
-    config = text_config(model)
-    return Choice(
-        gate="sigmoid",
-        biased=True,
-        divided=bool(config.get("norm_topk_prob")),
-        scaled=config.get("routed_scaling_factor", 1.0) != 1.0,
-    )
-
-
 def _has_states(model: ModelSpec) -> bool:
     return any(_is_recurrent(layer) for layer, _ in model.layers())
 
@@ -136,12 +109,9 @@ _MOE = Architecture(
     names={**_NAMES, **_LATENTS},
     norms={"norm": "attn_norm"},
     tensors=_tensors,
-    cached=_cached,
-    state=_state,
-    read_ahead=_kept,
+    read_ahead=convolved,
     layer=_half_layer,
     attention=_attention,
-    choice=_choice,
     heads_by_layer=True,
     keeps_rows=True,
     untimed=UNMEASURED,
@@ -154,9 +124,7 @@ ARCHITECTURES = (
         names={**_NAMES, **FUSED},
         norms={"norm": "ssm_norm"},
         tensors=_tensors,
-        cached=_cached,
-        state=_state,
-        read_ahead=_kept,
+        read_ahead=convolved,
         heads_by_layer=True,
         untimed=UNMEASURED,
         attention=_attention,

@@ -18,6 +18,11 @@ ARCHITECTURES = (
     Architecture(name="phi3", model_types=("phi3",)),
     Architecture(name="starcoder2", model_types=("starcoder2",)),
     Architecture(name="smollm3", model_types=("smollm3",)),
+    Architecture(name="olmo2", model_types=("olmo2",)),
+    Architecture(name="olmo2", model_types=("olmo3",), windows=True),
+    Architecture(name="olmoe", model_types=("olmoe",)),
+    Architecture(name="qwen2moe", model_types=("qwen2_moe",)),
+    Architecture(name="minimax-m2", model_types=("minimax_m2",)),
     Architecture(name="ernie4_5", model_types=("ernie4_5",)),
     Architecture(name="exaone4", model_types=("exaone4",), windows=True),
     Architecture(

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from whichlora.serving.ggml_graph import FP32, Builder, attend, fed, mixed, rotations, turned_back
 from whichlora.serving.gguf import Tensor, layer_tensors, vector
-from whichlora.serving.gguf_architectures.base import UNMEASURED, Architecture
+from whichlora.serving.gguf_architectures.base import UNMEASURED, Architecture, convolved
 from whichlora.spec.architecture import Attention, Layer
 
 
@@ -28,16 +28,6 @@ def _tensors(layer: Layer, architecture: Architecture) -> Iterator[Tensor]:
         yield vector("ssm_conv1d", attention.conv_kernel, attention.conv_channels)
         yield vector("ssm_dt", heads, suffix=".bias")
         yield vector("ssm_a", heads, suffix="")
-
-
-def _cached(attention: Attention) -> tuple[int, int]:
-    return (0, 0) if attention.kind == "linear" else (attention.k_width, attention.v_width)
-
-
-def _state(attention: Attention) -> int:
-    """Of the convolution, all but its last token, and of the recurrence."""
-    kept = max(0, attention.conv_kernel - 1) * attention.conv_channels
-    return kept + attention.recurrent_elements
 
 
 def _layer(build: Builder, layer: Layer, stream: int, rows: int) -> int:
@@ -80,15 +70,15 @@ def _delta_net(build: Builder, attention: Attention, read: int) -> int:
         attention.conv_channels,
         attention.out_width,
     )
-    kept = FP32 * (attention.conv_kernel - 1) * channels * batch.sequences
+    kept = FP32 * convolved(attention) * batch.sequences
     whose = build.given("whose state", 4 * batch.sequences, read)
     before = graph.add(kept, whose)
     mixed = build.product("attn_qkv", channels, read)
-    convolved = graph.add(kept + FP32 * channels * batch.tokens, before, mixed)
-    graph.add(0, convolved)
+    joined = graph.add(kept + FP32 * channels * batch.tokens, before, mixed)
+    graph.add(0, joined)
     state_bytes = FP32 * attention.recurrent_elements * batch.sequences
     state = graph.add(state_bytes, whose)
-    mixed = build.wide(channels, convolved)
+    mixed = build.wide(channels, joined)
     half = (channels - width) // 2
     queries, keys = build.wide(half, mixed), build.wide(half, mixed)
     if any(linear.name == "in_proj_ba" for linear in attention.linears):
@@ -126,8 +116,6 @@ def _architecture(name: str, *model_types: str, positions: int = 1) -> Architect
         names=_NAMES,
         norms=_NORMS,
         tensors=_tensors,
-        cached=_cached,
-        state=_state,
         layer=_layer,
         attention=_attention,
         positions=positions,
