@@ -164,7 +164,8 @@ def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
     if architecture_of(model).positions > 1:
         writer.add_rope_dimension_sections([11, 11, 10, 0])
     if name == "llama4":
-        writer.add_interleave_moe_layer_step(1)
+        first = next(number for number, layer in enumerate(layers) if layer.moe)
+        writer.add_interleave_moe_layer_step(first + 1)
     if architecture_of(model).scales_queries(model, attention):
         writer.add_attn_temperature_scale(0.1)
         writer.add_rope_scaling_orig_ctx_len(8192)
