@@ -24,10 +24,34 @@ class Graph:
     """Nodes in the order in which they are computed."""
 
     nodes: list[Node] = field(default_factory=list)
+    splits: list[int] = field(default_factory=list)
 
     def add(self, num_bytes: int, *sources: int, over: tuple[int, ...] = ()) -> int:
         self.nodes.append(Node(num_bytes, sources, over))
         return len(self.nodes) - 1
+
+    def split(self) -> None:
+        """The graph is divided before the last node, a copy of what the host has.
+
+        Source: llama.cpp 0c1e570 ggml/src/ggml-backend.cpp `ggml_backend_sched_split_graph`.
+        """
+        self.splits.append(len(self.nodes) - 1)
+
+    def _inputs(self) -> dict[int, list[int]]:
+        """Inputs by the node that they are allocated after; -1 are those of the first split.
+
+        Inputs of a split are allocated where it starts, in the order of their use.
+        """
+        inputs: dict[int, list[int]] = {}
+        seen: set[int] = set()
+        for index, node in enumerate(self.nodes):
+            for source in node.sources:
+                if self.nodes[source].sources or source in seen:
+                    continue
+                seen.add(source)
+                before = bisect(self.splits, index)
+                inputs.setdefault(self.splits[before - 1] if before else -1, []).append(source)
+        return inputs
 
     def buffer_bytes(self, alignment: int) -> int:
         """Bytes up to the highest address that is used.
@@ -40,9 +64,15 @@ class Graph:
                 users[source] += 1
         space = Space()
         ranges: dict[int, tuple[int, int]] = {}
-        for index, node in enumerate(self.nodes):
-            if not node.sources:  # inputs come first
-                ranges[index] = space.take(-(-node.num_bytes // alignment) * alignment)
+        inputs = self._inputs() if self.splits else {}
+
+        def take(index: int) -> None:
+            size = -(-self.nodes[index].num_bytes // alignment) * alignment
+            ranges[index] = space.take(size)
+
+        first = [index for index, node in enumerate(self.nodes) if not node.sources]
+        for index in inputs.get(-1, []) if self.splits else first:
+            take(index)
         for index, node in enumerate(self.nodes):
             if not node.sources:
                 continue
@@ -52,7 +82,9 @@ class Graph:
                     break
             else:
                 if node.num_bytes:
-                    ranges[index] = space.take(-(-node.num_bytes // alignment) * alignment)
+                    take(index)
+            for given in inputs.get(index, ()):
+                take(given)
             for source in node.sources:
                 users[source] -= 1
                 if users[source] == 0 and source in ranges:

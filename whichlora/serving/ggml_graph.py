@@ -33,9 +33,9 @@ class Batch:
         flash: keys and values are read by one fused kernel.
         widened_keys, widened_values: caches beside each other that are in another type than fp16.
         rotates_keys, rotates_values: cached in blocks, and rotated before.
-        copied: matrices in host memory, by the names of their file, and bytes: a GPU computes with
+        copied: tensors in host memory, by the names of their file, and bytes: a GPU computes with
             copies.
-        copied_keys, copied_values: bytes of one layer's cache in host memory.
+        copied_keys, copied_values: bytes of one cell of a layer's cache in host memory.
         alignment: of every tensor, in bytes.
     """
 
@@ -75,11 +75,10 @@ class Builder:
     embedded: int = 0
     states: dict[int, int] = field(default_factory=dict)
 
-    def given(self, what: object, num_bytes: int, *after: int) -> int:
-        """An input. Host layers divide the graph, so that it comes where it is first needed."""
+    def given(self, what: object, num_bytes: int) -> int:
+        """An input."""
         if what not in self.inputs:
-            sources = after if self.on_host else ()
-            self.inputs[what] = self.graph.add(num_bytes, *sources)
+            self.inputs[what] = self.graph.add(num_bytes)
         return self.inputs[what]
 
     def wide(self, width: int, *sources: int, over: tuple[int, ...] = (), rows: int = 0) -> int:
@@ -88,15 +87,29 @@ class Builder:
 
     def product(self, matrix: str, width: int, *sources: int, rows: int = 0) -> int:
         """What a matrix makes of its input, and a copy of that matrix where the host has it."""
-        copied = dict(self.batch.copied).get(matrix, 0) if self.on_host and not rows else 0
-        if copied:
-            sources = (*sources, self.graph.add(copied, sources[0]))
-        return self.wide(width, *sources, rows=rows)
+        result = self.wide(width, *sources, *self.copy(matrix, sources[0], rows), rows=rows)
+        return self.with_vector(f"{matrix}.bias", width, result, rows=rows)
 
-    def normed(self, stream: int, kind: str, *, rows: int = 0) -> int:
+    def copy(self, name: str, after: int, rows: int) -> tuple[int, ...]:
+        """A copy of what the host has, which starts a new part of the graph."""
+        copied = dict(self.batch.copied).get(name, 0) if self.on_host and not rows else 0
+        if not copied:
+            return ()
+        node = self.graph.add(copied, after)
+        self.graph.split()
+        return (node,)
+
+    def with_vector(self, name: str, width: int, read: int, *, rows: int = 0) -> int:
+        """`read` with a bias or scale, which lies on it; a node only where the host has that."""
+        copies = self.copy(name, read, rows)
+        return self.wide(width, read, *copies, over=(read,), rows=rows) if copies else read
+
+    def normed(self, stream: int, kind: str, name: str = "attn_norm", *, rows: int = 0) -> int:
         """RMSNorm may lie on what it reads, LayerNorm may not; the scale lies on either."""
         over = () if kind.startswith("layer") else (stream,)
-        return self.wide(self.model.hidden_size, stream, over=over, rows=rows)
+        width = self.model.hidden_size
+        result = self.wide(width, stream, over=over, rows=rows)
+        return self.with_vector(name, width, result, rows=rows)
 
     def chosen_rows(self, stream: int, rows: int) -> int:
         """Of the tokens whose logits are asked for."""
@@ -121,8 +134,8 @@ class Builder:
             if layer.attentions or layer.moe is not None:
                 return
 
-    def positions(self, after: int) -> int:
-        return self.given("positions", 4 * self.architecture.positions * self.batch.tokens, after)
+    def positions(self) -> int:
+        return self.given("positions", 4 * self.architecture.positions * self.batch.tokens)
 
 
 def compute_bytes(
@@ -227,16 +240,22 @@ def fed(
     if rows:
         mixed = build.chosen_rows(mixed, rows)
         stream = build.chosen_rows(stream, rows)
+    around = layer.post_norm or len(layer.norms) == 4
+    if around:
+        mixed = build.with_vector("post_attention_norm", width, mixed, rows=rows)
     over: tuple[int, ...] = (stream, mixed) if stream_first else (mixed, stream)
     if is_view and not rows:
         over = (stream,)
     middle = build.wide(width, mixed, stream, over=over, rows=rows)
-    read = middle if layer.post_norm else build.normed(middle, kind, rows=rows)
+    name = build.architecture.norms.get("post_attention_layernorm", "ffn_norm")
+    read = middle if layer.post_norm else build.normed(middle, kind, name, rows=rows)
     if layer.moe is not None:
         out = mixture(build, layer.moe, read, rows=rows)
     else:
         assert layer.mlp is not None
         out = dense(build, layer.mlp, read, rows=rows)
+    if around:
+        out = build.with_vector("post_ffw_norm", width, out, rows=rows)
     over = (middle, out) if stream_first else (out, middle)
     return build.wide(width, out, middle, over=over, rows=rows)
 
@@ -275,41 +294,50 @@ def attended(build: Builder, attention: Attention, read: int) -> int:
     batch = build.batch
     q_width, k_width, v_width = attention.q_width, attention.k_width, attention.v_width
     turns_all = attention.position == "rope"
-    positions = (build.positions(read),) if turns_all else ()
+    positions = (build.positions(),) if turns_all else ()
     fused = build.architecture.matrix(attention.linears[0].name) == "attn_qkv"
 
     def placed(matrix: str, width: int) -> int:
         """Divided into heads, and so a view: what is normed or rotated is a tensor of its own."""
         raw = build.product(matrix, width, read)
-        return build.wide(width, raw, *positions) if turns_all or attention.norms else raw
+        if not (turns_all or attention.norms):
+            return raw
+        if not attention.norms or attention.norms[0].rows == 1:  # a norm of all heads is no view's
+            return build.wide(width, build.with_vector(f"{matrix}_norm", width, raw), *positions)
+        normed = build.with_vector(f"{matrix}_norm", width, build.wide(width, raw))
+        return build.wide(width, normed, *positions, over=(normed,)) if turns_all else normed
 
     def scaled(queries: int) -> int:
         if not build.architecture.scales_queries(build.model, attention):
             return queries
-        scales = build.given("scales of queries", FP32 * batch.tokens, queries)
+        scales = build.given("scales of queries", FP32 * batch.tokens)
         is_view = attention.position != "rope"
         over = () if is_view else (queries,)
         return build.wide(q_width, queries, scales, over=over)
 
-    if fused:
-        joined = build.product("attn_qkv", q_width + k_width + v_width, read)
-        queries = build.wide(q_width, joined, *positions)
-        keys, values = build.wide(k_width, joined, *positions), joined
-    else:
-        queries = scaled(placed("attn_q", q_width))
-        keys = values = -1
     turns = rotations(build, attention)
-    if turns[0] >= 0:
-        queries = build.wide(q_width, queries, turns[0])
-    if not fused:
-        values = build.product("attn_v", v_width, read)
-    if turns[1] >= 0:
-        values = build.wide(v_width, values, turns[1])
-    if not fused:
-        keys = placed("attn_k", k_width)
-    if turns[0] >= 0:
-        keys = build.wide(k_width, keys, turns[0])
-    return attend(build, attention, queries, keys, values)
+
+    def turned(node: int, width: int, turn: int) -> int:
+        return node if turn < 0 else build.wide(width, node, turn)
+
+    def keys() -> int:
+        made = build.wide(k_width, joined, *positions) if fused else placed("attn_k", k_width)
+        return turned(made, k_width, turns[0])
+
+    def values() -> int:
+        made = joined if fused else build.product("attn_v", v_width, read)
+        return turned(made, v_width, turns[1])
+
+    joined = build.product("attn_qkv", q_width + k_width + v_width, read) if fused else -1
+    queries = (
+        build.wide(q_width, joined, *positions) if fused else scaled(placed("attn_q", q_width))
+    )
+    queries = turned(queries, q_width, turns[0])
+    if build.architecture.windows:
+        cached_keys = keys()
+        return attend(build, attention, queries, cached_keys, values())
+    cached_values = values()
+    return attend(build, attention, queries, keys(), cached_values)
 
 
 def attend(build: Builder, attention: Attention, queries: int, keys: int, values: int) -> int:
@@ -322,15 +350,17 @@ def attend(build: Builder, attention: Attention, queries: int, keys: int, values
     if build.on_host and batch.copied_keys:
         graph.add(0, keys)  # the host's cache takes them
         graph.add(0, values)
+        cells = dict(batch.cells)[window]
         copies = tuple(
-            graph.add(size, queries) for size in (batch.copied_keys, batch.copied_values)
+            graph.add(cells * size, queries) for size in (batch.copied_keys, batch.copied_values)
         )
+        graph.split()
     else:
         rows = batch.tokens * (1 if batch.flash else attention.v_width)
         numbers = build.given(("rows of keys", window), INDEX * batch.tokens)
         graph.add(0, keys, numbers)
         graph.add(0, values, build.given(("rows of values", window), INDEX * rows))
-    seen, mask = mask_of(build, window, queries)
+    seen, mask = mask_of(build, window)
     if batch.flash:
         widened = batch.widened_keys * attention.k_width
         widened += batch.widened_values * attention.v_width
@@ -352,11 +382,11 @@ def window_of(build: Builder, attention: Attention) -> int | None:
     return window if window in dict(build.batch.cells) else None
 
 
-def mask_of(build: Builder, window: int | None, after: int) -> tuple[int, int]:
+def mask_of(build: Builder, window: int | None) -> tuple[int, int]:
     """Cells that a query sees, and the mask of them."""
     batch = build.batch
     seen, of_mask = dict(batch.cells)[window], FP16 if batch.flash else FP32
-    return seen, build.given(("mask", window), seen * batch.tokens * of_mask, after)
+    return seen, build.given(("mask", window), seen * batch.tokens * of_mask)
 
 
 def rotations(build: Builder, attention: Attention) -> tuple[int, int]:

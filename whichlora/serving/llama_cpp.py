@@ -224,7 +224,7 @@ class _Weights:
     """Bytes of a file where it lies: layers and output on the device, and what is on the host.
 
     Args:
-        copied: matrices of layers on the host, the largest by name.
+        copied: tensors of layers on the host, the largest by name.
     """
 
     layers: int
@@ -248,8 +248,8 @@ def _weights(model: ModelSpec, stored: str, placed: Placement, on_cpu: bool) -> 
             layers += tensor.num_bytes
         else:
             host += tensor.num_bytes
-            if tensor.num_rows > 1:
-                copied[tensor.name] = max(copied.get(tensor.name, 0), tensor.num_bytes)
+            name = tensor.name + tensor.suffix.removesuffix(".weight")
+            copied[name] = max(copied.get(name, 0), tensor.num_bytes)
     return _Weights(layers=layers, output=output, host=host, copied=tuple(copied.items()))
 
 
@@ -347,8 +347,7 @@ def _with_copies(served: Served, placed: Placement, batch: Batch, kept: Cache) -
     if _first_on_gpu(served.model, placed) <= 0:
         return batch
     keys, values = _token_bytes(served)
-    cells = kept.streams * max(cells for _, cells in batch.cells)
-    return replace(batch, copied_keys=cells * keys, copied_values=cells * values)
+    return replace(batch, copied_keys=kept.streams * keys, copied_values=kept.streams * values)
 
 
 def all_of(model: ModelSpec) -> Placement:

@@ -55,7 +55,7 @@ def _attention(build: Builder, attention: Attention, read: int) -> int:
     else:
         raw = build.product("attn_q", attention.q_width, read)
     absorbed = build.product("attn_k_b", heads * latent, raw)
-    positions = build.positions(raw)
+    positions = build.positions()
     turned = build.wide(heads * rotated, raw, positions)
     queries = build.wide(heads * (latent + rotated), absorbed, turned)
     both = build.product("attn_kv_a_mqa", latent + rotated, read)
@@ -75,10 +75,11 @@ def _attend(build: Builder, attention: Attention, queries: int, keys: int) -> in
     copies: tuple[int, ...] = ()
     if build.on_host and batch.copied_keys:
         graph.add(0, keys)
-        copies = (graph.add(batch.copied_keys, queries),)
+        copies = (graph.add(dict(batch.cells)[None] * batch.copied_keys, queries),)
+        graph.split()
     else:
         graph.add(0, keys, build.given("rows of keys", INDEX * batch.tokens))
-    seen, mask = mask_of(build, None, queries)
+    seen, mask = mask_of(build, None)
     if batch.flash:
         widened = batch.widened_keys * (attention.cache_elements + latent)
         size = FP32 * heads * latent * batch.tokens + FP16 * seen * widened

@@ -43,7 +43,7 @@ def _attention(build: Builder, attention: Attention, read: int) -> int:
 
 def _gated(build: Builder, attention: Attention, read: int) -> int:
     """Queries come with a gate on what is attended to."""
-    positions = build.positions(read)
+    positions = build.positions()
     both = build.product("attn_q", 2 * attention.q_width, read)
     queries = build.wide(attention.q_width, both, positions)
     turns = rotations(build, attention)
@@ -71,7 +71,7 @@ def _delta_net(build: Builder, attention: Attention, read: int) -> int:
         attention.out_width,
     )
     kept = FP32 * convolved(attention) * batch.sequences
-    whose = build.given("whose state", 4 * batch.sequences, read)
+    whose = build.given("whose state", 4 * batch.sequences)
     before = graph.add(kept, whose)
     mixed = build.product("attn_qkv", channels, read)
     joined = graph.add(kept + FP32 * channels * batch.tokens, before, mixed)
