@@ -109,7 +109,8 @@ class Builder:
         over = () if kind.startswith("layer") else (stream,)
         width = self.model.hidden_size
         result = self.wide(width, stream, over=over, rows=rows)
-        return self.with_vector(name, width, result, rows=rows)
+        result = self.with_vector(name, width, result, rows=rows)
+        return self.with_vector(f"{name}.bias", width, result, rows=rows)
 
     def chosen_rows(self, stream: int, rows: int) -> int:
         """Of the tokens whose logits are asked for."""
