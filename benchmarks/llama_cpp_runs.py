@@ -404,7 +404,7 @@ def document(found: list[Compared]) -> str:
     near = sum(abs(each.ours - each.published) <= 1 for each in fits)
     return "\n\n".join(
         (
-            f"llama.cpp 0c1e570 plans {len(MODELS)} models from 0.5 to 70 B parameters without "
+            f"llama.cpp 0c1e570 plans {len(MODELS)} models from 0.5 B to 1 T parameters without "
             "allocating them: on a CPU, and on a device with the rules of its CUDA backend. "
             f"Another {len(RUN_MODELS)} are allocated, and run, on the CPU. "
             "Files have the shapes that we predict, and llama.cpp accepts them.",

@@ -46,7 +46,7 @@ def test_a_cache_in_blocks_is_widened_behind_the_attention() -> None:
 
 def test_copies_of_what_the_host_holds_come_on_top() -> None:
     largest = 14336 * 4096 * 2
-    copied = replace(BATCH, copied=(("ffn_down", largest),))
+    copied = replace(BATCH, copied=(((0, "ffn_down"), largest),))
     assert compute_bytes(LLAMA, copied) > largest
 
 

@@ -33,9 +33,10 @@ class Batch:
         flash: keys and values are read by one fused kernel.
         widened_keys, widened_values: caches beside each other that are in another type than fp16.
         rotates_keys, rotates_values: cached in blocks, and rotated before.
-        copied: tensors in host memory, by the names of their file, and bytes: a GPU computes with
-            copies.
-        copied_keys, copied_values: bytes of one cell of a layer's cache in host memory.
+        copied: tensors in host memory, by layer and the name in their file, and bytes: a GPU
+            computes with copies.
+        host_layers: first layers whose cache lies there, too.
+        copied_keys, copied_values: bytes of one cell of it.
         alignment: of every tensor, in bytes.
     """
 
@@ -48,7 +49,8 @@ class Batch:
     widened_values: int = 0
     rotates_keys: bool = False
     rotates_values: bool = False
-    copied: tuple[tuple[str, int], ...] = ()
+    copied: tuple[tuple[tuple[int, str], int], ...] = ()
+    host_layers: int = 0
     copied_keys: int = 0
     copied_values: int = 0
     alignment: int = ALIGNMENT
@@ -69,7 +71,7 @@ class Builder:
     architecture: Architecture
     graph: Graph = field(default_factory=Graph)
     inputs: dict[object, int] = field(default_factory=dict)
-    on_host: bool = False
+    copied: dict[tuple[int, str], int] = field(default_factory=dict)
     layers: tuple[Layer, ...] = ()
     number: int = -1
     embedded: int = 0
@@ -92,7 +94,7 @@ class Builder:
 
     def copy(self, name: str, after: int, rows: int) -> tuple[int, ...]:
         """A copy of what the host has, which starts a new part of the graph."""
-        copied = dict(self.batch.copied).get(name, 0) if self.on_host and not rows else 0
+        copied = 0 if rows else self.copied.get((self.number, name), 0)
         if not copied:
             return ()
         node = self.graph.add(copied, after)
@@ -157,8 +159,8 @@ def compute_bytes(
 def _compute_bytes(
     model: ModelSpec, batch: Batch, architecture: Architecture, reads_tokens: bool
 ) -> int:
-    shown = _shown(model)
-    build = Builder(model, batch, architecture, layers=shown)
+    shown = layers_in_order(model) if batch.copied else _shown(model)
+    build = Builder(model, batch, architecture, layers=shown, copied=dict(batch.copied))
     hidden = FP32 * model.hidden_size * batch.tokens
     if reads_tokens:
         tokens = build.given("tokens", 4 * batch.tokens)
@@ -175,10 +177,10 @@ def _compute_bytes(
         stream = build.graph.add(hidden, stream, over=(stream,))
     if not build.states:
         build.read_ahead(is_done=True)
-    build.on_host, build.embedded = bool(batch.copied), stream
+    build.embedded = stream
     for build.number, layer in enumerate(shown[:-1]):
         stream = architecture.layer(build, layer, stream, 0)
-    build.on_host, build.number = False, len(shown) - 1
+    build.number = len(shown) - 1
     last_rows = 0 if architecture.keeps_rows else batch.outputs
     stream = architecture.layer(build, shown[-1], stream, last_rows)
     if architecture.keeps_rows:
@@ -303,8 +305,11 @@ def attended(build: Builder, attention: Attention, read: int) -> int:
         raw = build.product(matrix, width, read)
         if not (turns_all or attention.norms):
             return raw
-        if not attention.norms or attention.norms[0].rows == 1:  # a norm of all heads is no view's
-            return build.wide(width, build.with_vector(f"{matrix}_norm", width, raw), *positions)
+        norm = attention.norms[0] if attention.norms else None
+        if norm is None or (norm.rows == 1 and norm.kind.startswith("rms")):
+            # a norm of all heads lies on what it reads, which is no view yet
+            scaled_raw = build.with_vector(f"{matrix}_norm", width, raw)
+            return build.wide(width, scaled_raw, *positions)
         normed = build.with_vector(f"{matrix}_norm", width, build.wide(width, raw))
         return build.wide(width, normed, *positions, over=(normed,)) if turns_all else normed
 
@@ -348,7 +353,7 @@ def attend(build: Builder, attention: Attention, queries: int, keys: int, values
     """
     graph, batch, window = build.graph, build.batch, window_of(build, attention)
     copies: tuple[int, ...] = ()
-    if build.on_host and batch.copied_keys:
+    if build.number < batch.host_layers:
         graph.add(0, keys)  # the host's cache takes them
         graph.add(0, values)
         cells = dict(batch.cells)[window]

@@ -224,13 +224,13 @@ class _Weights:
     """Bytes of a file where it lies: layers and output on the device, and what is on the host.
 
     Args:
-        copied: tensors of layers on the host, the largest by name.
+        copied: tensors of layers on the host, by layer and name.
     """
 
     layers: int
     output: int
     host: int
-    copied: tuple[tuple[str, int], ...]
+    copied: tuple[tuple[tuple[int, str], int], ...]
 
 
 @lru_cache(maxsize=1024)
@@ -240,7 +240,7 @@ def _weights(model: ModelSpec, stored: str, placed: Placement, on_cpu: bool) -> 
     table, *others = _file(model, stored)
     layers, host = 0, table.num_bytes
     output = table.num_bytes if on_cpu or model.head_tied else 0
-    copied: dict[str, int] = {}
+    copied: dict[tuple[int, str], int] = {}
     for tensor in others:
         if tensor.layer is None:
             output += tensor.num_bytes if placed.layers or on_cpu else 0
@@ -249,7 +249,7 @@ def _weights(model: ModelSpec, stored: str, placed: Placement, on_cpu: bool) -> 
         else:
             host += tensor.num_bytes
             name = tensor.name + tensor.suffix.removesuffix(".weight")
-            copied[name] = max(copied.get(name, 0), tensor.num_bytes)
+            copied[tensor.layer, name] = tensor.num_bytes
     return _Weights(layers=layers, output=output, host=host, copied=tuple(copied.items()))
 
 
@@ -344,10 +344,16 @@ def _with_copies(served: Served, placed: Placement, batch: Batch, kept: Cache) -
     if not copied:
         return batch
     batch = replace(batch, copied=copied)
-    if _first_on_gpu(served.model, placed) <= 0:
+    first = _first_on_gpu(served.model, placed)
+    if first <= 0:
         return batch
     keys, values = _token_bytes(served)
-    return replace(batch, copied_keys=kept.streams * keys, copied_values=kept.streams * values)
+    return replace(
+        batch,
+        host_layers=first,
+        copied_keys=kept.streams * keys,
+        copied_values=kept.streams * values,
+    )
 
 
 def all_of(model: ModelSpec) -> Placement:

@@ -73,9 +73,10 @@ def _attend(build: Builder, attention: Attention, queries: int, keys: int) -> in
     graph, batch = build.graph, build.batch
     heads, latent = attention.num_attention_heads, _latent(attention)
     copies: tuple[int, ...] = ()
-    if build.on_host and batch.copied_keys:
+    if build.number < batch.host_layers:
         graph.add(0, keys)
-        copies = (graph.add(dict(batch.cells)[None] * batch.copied_keys, queries),)
+        cached = dict(batch.cells)[None] * batch.copied_keys
+        copies = (graph.add(cached, queries), graph.add(cached, queries))  # values are in it
         graph.split()
     else:
         graph.add(0, keys, build.given("rows of keys", INDEX * batch.tokens))
