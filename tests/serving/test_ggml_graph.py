@@ -1,4 +1,4 @@
-"""The layout of ggml's buffer; its size for 19 models is in tests/benchmarks."""
+"""The layout of ggml's buffer; its size for 55 models is in tests/benchmarks."""
 
 from __future__ import annotations
 
