@@ -12,39 +12,21 @@ from typing import Any
 import gguf
 import numpy as np
 
-from whichlora.serving.gguf import BLOCKS, NAMES, Tensor, tensors
-from whichlora.serving.llama_cpp import ARCHITECTURES
-from whichlora.spec.architecture import Layer, ModelSpec, layers_in_order
-
-# Norms of a layer, by the names of our architectures; those of gemma lie around both halves.
-_NORMS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-}
+from whichlora.serving.gguf import BLOCKS, Tensor, tensors
+from whichlora.serving.gguf_architectures import architecture_of
+from whichlora.spec.architecture import Attention, ModelSpec, Moe, layers_in_order
 
 
 def write(model: ModelSpec, file_type: str, path: Path, *, seed: int | None = None) -> None:
     """Write `path`; with a `seed` its weights are random, else there are none."""
-    architecture = ARCHITECTURES[model.model_type].name
-    writer = gguf.GGUFWriter(str(path), architecture)
-    _settings(writer, model, architecture)
+    architecture = architecture_of(model)
+    writer = gguf.GGUFWriter(str(path), architecture.name)
+    _settings(writer, model, architecture.name)
     rng = None if seed is None else np.random.default_rng(seed)
-    for tensor in tensors(model, file_type):
-        if tensor.name == "norms and biases":
-            assert tensor.layer is not None
-            _narrow(writer, model, layers_in_order(model)[tensor.layer], tensor.layer, rng)
-        elif tensor.name == "output_norm":
-            for norm in model.final_norms:
-                _add(writer, "output_norm.weight", (norm.width,), "F32", rng)
-                if norm.bias:
-                    _add(writer, "output_norm.bias", (norm.width,), "F32", rng)
-        else:
-            prefix = "" if tensor.layer is None else f"blk.{tensor.layer}."
-            _add(writer, f"{prefix}{tensor.name}.weight", _shape(tensor), tensor.type, rng)
+    for tensor in tensors(model, file_type, architecture):
+        prefix = "" if tensor.layer is None else f"blk.{tensor.layer}."
+        name = f"{prefix}{tensor.name}{tensor.suffix}"
+        _add(writer, name, _shape(tensor), tensor.type, rng)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     if rng is None:
@@ -60,9 +42,10 @@ def write(model: ModelSpec, file_type: str, path: Path, *, seed: int | None = No
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
-    rows = tensor.num_rows // tensor.num_experts
-    experts = () if tensor.num_experts == 1 else (tensor.num_experts,)
-    return (*experts, rows, tensor.row)
+    if tensor.num_rows == 1:
+        return (tensor.row,)
+    beside = () if tensor.count == 1 else (tensor.count,)
+    return (*beside, tensor.num_rows // tensor.count, tensor.row)
 
 
 def _add(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], stored: str, rng: Any) -> None:
@@ -82,53 +65,118 @@ def _add(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], stored: str
     writer.add_tensor(name, quantised, raw_dtype=kind)
 
 
-def _narrow(writer: gguf.GGUFWriter, model: ModelSpec, layer: Layer, index: int, rng: Any) -> None:
-    """Norms and biases."""
-    around = len(layer.norms) == 4 or layer.post_norm
-    for norm in (*layer.norms, *layer.inner_norms):
-        name = _NORMS[norm.name]
-        if around and norm.name == "post_attention_layernorm":
-            name = "post_attention_norm"
-        width = norm.width
-        _add(writer, f"blk.{index}.{name}.weight", (width,), "F32", rng)
-        if norm.bias:
-            _add(writer, f"blk.{index}.{name}.bias", (width,), "F32", rng)
-    for linear in layer.linears:
-        if linear.bias:
-            name = f"blk.{index}.{NAMES[linear.name]}.bias"
-            _add(writer, name, (linear.out_features,), "F32", rng)
+def _mixture(writer: gguf.GGUFWriter, model: ModelSpec, moe: Moe) -> None:
+    choice = architecture_of(model).choice(model)
+    writer.add_expert_count(moe.num_experts)
+    writer.add_expert_used_count(moe.experts_per_token)
+    writer.add_expert_feed_forward_length(moe.expert.width)
+    if moe.shared:
+        writer.add_expert_shared_count(max(1, moe.shared.width // moe.expert.width))
+        writer.add_expert_shared_feed_forward_length(moe.shared.width)
+    if moe.latent:
+        writer.add_moe_latent_size(moe.latent[0].out_features)
+    if choice.gate == "sigmoid":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if choice.scaled:
+        writer.add_expert_weights_scale(2.5)
+    if choice.divided:
+        writer.add_expert_weights_norm(True)
+    if choice.groups[0] > 1:
+        writer.add_expert_group_count(choice.groups[0])
+        writer.add_expert_group_used_count(choice.groups[1])
+
+
+def _latents(writer: gguf.GGUFWriter, attention: Attention) -> None:
+    """The cache has one head, whose values are a part of its keys."""
+    latent = attention.cache_elements - attention.rotary_dim
+    low = [each.out_features for each in attention.linears if each.name == "q_a_proj"]
+    if low:
+        writer.add_q_lora_rank(low[0])
+    writer.add_kv_lora_rank(latent)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(attention.cache_elements)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(attention.head_dim)
+    writer.add_value_length_mla(attention.v_head_dim)
+
+
+def _recurrence(writer: gguf.GGUFWriter, attention: Attention) -> None:
+    if attention.kind == "conv":
+        writer.add_shortconv_l_cache(attention.conv_kernel)
+        return
+    writer.add_ssm_conv_kernel(attention.conv_kernel)
+    writer.add_ssm_inner_size(attention.out_width)
+    writer.add_ssm_state_size(attention.head_dim)
+    writer.add_ssm_time_step_rank(attention.num_attention_heads)
+    keys = (attention.conv_channels - attention.out_width) // 2
+    writer.add_ssm_group_count(keys // attention.head_dim)
 
 
 def _settings(writer: gguf.GGUFWriter, model: ModelSpec, name: str) -> None:
     layers = layers_in_order(model)
-    attention = layers[0].attentions[0]
+    attention = next(
+        each for layer in layers for each in layer.attentions if each.kind == "softmax"
+    )
     writer.add_file_type(0)
     writer.add_vocab_size(model.vocab_size)
     writer.add_tokenizer_model("none")
     writer.add_context_length(model.max_position_embeddings or 2048)
     writer.add_embedding_length(model.hidden_size)
     writer.add_block_count(len(layers))
-    moe = layers[0].moe
-    width = moe.expert.width if moe else layers[0].mlp.width  # type: ignore[union-attr]
-    writer.add_feed_forward_length(width)
+    moe = next((layer.moe for layer in layers if layer.moe), None)
+    dense = next((layer.mlp for layer in layers if layer.mlp), None)
+    widths = [each.width for each in (dense, moe.expert if moe else None) if each]
+    if all(layer.mlp or layer.moe for layer in layers):
+        writer.add_feed_forward_length(widths[0])
+    else:
+        writer.add_feed_forward_length(
+            [widths[0] if layer.mlp or layer.moe else 0 for layer in layers]
+        )
     if moe:
-        writer.add_expert_count(moe.num_experts)
-        writer.add_expert_used_count(moe.experts_per_token)
-        writer.add_expert_feed_forward_length(width)
+        _mixture(writer, model, moe)
+        writer.add_leading_dense_block_count(
+            next(number for number, layer in enumerate(layers) if layer.moe)
+        )
     writer.add_head_count(attention.num_attention_heads)
-    writer.add_head_count_kv(attention.num_key_value_heads)
-    writer.add_key_length(attention.head_dim)
-    writer.add_value_length(attention.v_head_dim)
-    writer.add_rope_dimension_count(attention.rotary_dim)
+    if attention.cache_elements < attention.k_width and "kv_b_proj" in {
+        linear.name for linear in attention.linears
+    }:
+        _latents(writer, attention)
+    else:
+        heads = attention.num_key_value_heads
+        by_layer = architecture_of(model).heads_by_layer
+        attends = [any(each.kind == "softmax" for each in layer.attentions) for layer in layers]
+        writer.add_head_count_kv([heads * each for each in attends] if by_layer else heads)
+        writer.add_key_length(attention.head_dim)
+        writer.add_value_length(attention.v_head_dim)
+    writer.add_rope_dimension_count(attention.rotary_dim or attention.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_layer_norm_eps(1e-6)
-    if name == "granite":
+    states = [each for layer in layers for each in layer.attentions if each.kind != "softmax"]
+    if states:
+        _recurrence(writer, states[0])
+    if architecture_of(model).embeddings(model) > 1:
+        writer.add_num_deepstack_layers(architecture_of(model).embeddings(model) - 1)
+    if model.scales_logits:
         writer.add_logit_scale(8.0)
+    if name == "gptneox":
+        writer.add_parallel_residual(layers[0].parallel)
+    if architecture_of(model).positions > 1:
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if name == "llama4":
+        first = next(number for number, layer in enumerate(layers) if layer.moe)
+        writer.add_interleave_moe_layer_step(first + 1)
+    if architecture_of(model).scales_queries(model, attention):
+        writer.add_attn_temperature_scale(0.1)
+        writer.add_rope_scaling_orig_ctx_len(8192)
+    if attention.position == "none" and name == "granitehybrid":
+        writer.add_rope_scaling_finetuned(False)
+    if name.startswith("granite"):
         writer.add_embedding_scale(12.0)
         writer.add_residual_scale(0.22)
         writer.add_attention_scale(0.0156)
-    windows = {each.attentions[0].sliding_window for each in layers} - {None}
-    if ARCHITECTURES[model.model_type].windows and windows:
+    windows = {each.sliding_window for layer in layers for each in layer.attentions} - {None}
+    if architecture_of(model).windows and windows:
         writer.add_sliding_window(max(each for each in windows if each))
     if model.logit_softcap:
         writer.add_final_logit_softcapping(model.logit_softcap)

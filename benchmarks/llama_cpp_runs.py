@@ -7,7 +7,8 @@ source archive, whose Python package and `gguf` are installed, and a compiler is
 a model's shape and no weights. llama.cpp plans its memory without allocating it (`no_alloc`) on the
 CPU, and on a device with the rules of its CUDA backend (`llama_cpp_device.cpp`); small random
 models are allocated, and run, for real. `llama-quantize --dry-run` states the size of a mix,
-`llama-fit-params` what `--fit` does.
+`llama-fit-params` what `--fit` does. Models that have records keep them: delete their lines to
+measure them again.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from typing import Any
 import llama_cpp_page
 from markdown_tables import markdown_table, summary
 
+from whichlora.errors import ConfigError
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Served
 from whichlora.serving.gguf import FILE_TYPES, tensors
+from whichlora.serving.gguf_architectures import architecture_of
 from whichlora.serving.llama_cpp import all_of, placement, slots, taken
 from whichlora.spec.options import OptionValue
 from whichlora.spec.run import RunConfig
@@ -50,6 +53,20 @@ MODELS = (
     "google/gemma-3-1b-pt", "google/gemma-3-12b-pt", "microsoft/Phi-3-medium-4k-instruct",
     "ibm-granite/granite-3.1-2b-instruct", "allenai/OLMo-2-1124-7B", "bigcode/starcoder2-3b",
     "HuggingFaceTB/SmolLM3-3B", "meta-llama/Llama-3.1-70B",
+    "openai/gpt-oss-20b", "openai/gpt-oss-120b", "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
+    "mistralai/Ministral-3-8B-Base-2512", "zai-org/GLM-4-9B-0414", "zai-org/GLM-4.5-Air",
+    "Qwen/Qwen1.5-MoE-A2.7B", "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-35B-A3B",
+    "deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V3", "moonshotai/Kimi-K2-Instruct",
+    "zai-org/GLM-4.7-Flash", "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-8B-Instruct",
+    "Qwen/Qwen3-VL-30B-A3B-Instruct", "ByteDance-Seed/Seed-OSS-36B-Instruct",
+    "allenai/OLMoE-1B-7B-0924", "allenai/Olmo-3-1025-7B", "MiniMaxAI/MiniMax-M2.5",
+    "ibm-granite/granite-3.1-3b-a800m-instruct", "ibm-granite/granite-4.0-micro",
+    "ibm-granite/granite-4.0-h-tiny", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "nvidia/Nemotron-H-56B-Base-8K", "LiquidAI/LFM2-1.2B", "CohereForAI/aya-23-8B",
+    "CohereLabs/c4ai-command-r7b-12-2024", "microsoft/phi-2", "tiiuae/falcon-7b",
+    "tiiuae/falcon-40b", "EleutherAI/pythia-1.4b", "stabilityai/stablelm-2-1_6b",
+    "stabilityai/stablelm-2-12b",
 )  # fmt: skip
 # What every model is planned with, on both devices. `concurrency` is of the run.
 SETTINGS: tuple[dict[str, OptionValue], ...] = (
@@ -65,7 +82,8 @@ HOST_LAYERS = (1, 9, 17)
 # Small enough to be allocated, and run, on the CPU.
 RUN_MODELS = (
     "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "google/gemma-3-270m",
-    "google/gemma-3-1b-pt", "meta-llama/Llama-3.2-1B",
+    "google/gemma-3-1b-pt", "meta-llama/Llama-3.2-1B", "Qwen/Qwen3.5-0.8B", "LiquidAI/LFM2-350M",
+    "EleutherAI/pythia-160m", "ibm-granite/granite-4.0-350m",
 )  # fmt: skip
 FREE_MIB = (3000, 6000, 12000, 20000)
 
@@ -78,14 +96,20 @@ class Case:
     device: str
     settings: tuple[tuple[str, OptionValue], ...]
 
-    def served(self) -> Served:
-        return served(self.model, self.device, dict(self.settings))
+    @property
+    def is_served(self) -> bool:
+        """Whether its settings are accepted: blocks of a cache must divide a row, for instance."""
+        try:
+            return bool(served(self.model, self.device, dict(self.settings)))
+        except ConfigError:
+            return False
 
 
 def served(name: str, device: str, settings: Mapping[str, OptionValue]) -> Served:
     """The same as our engine is asked."""
     model = load_model(name)
-    options = {
+    options: dict[str, OptionValue] = {"file_type": "F16"}
+    options |= {
         key: value for key, value in settings.items() if key not in ("context", "concurrency")
     }
     run = RunConfig(
@@ -127,7 +151,9 @@ def measure(build: Path) -> None:
     )
     assert source
     llama = Path(source[1])
-    rows: list[tuple[object, ...]] = []
+    with RECORDS.open(encoding="utf-8", newline="") as kept:
+        rows: list[tuple[object, ...]] = [tuple(row.values()) for row in csv.DictReader(kept)]
+    known = {(row[0], row[1], row[2]) for row in rows}
     with tempfile.TemporaryDirectory() as folder:
         device = Path(folder) / "libdevice.so"
         headers = [f"-I{llama / each}" for each in ("ggml/include", "ggml/src", "src", "include")]
@@ -135,9 +161,13 @@ def measure(build: Path) -> None:
         compile_ = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", *headers, str(DEVICE)]
         subprocess.run([*compile_, "-o", str(device), *libraries], check=True)
         for case in cases():
+            if ("plan", case.model, case.device) in known or not case.is_served:
+                continue
             file = _file(Path(folder), gguf_files, case.model, dict(case.settings))
             rows += _planned(build, device, file, case)
         for name in MODELS:
+            if ("mix", name, "-") in known:
+                continue
             rows += _mixes(build, _file(Path(folder), gguf_files, name, {}), name)
             rows += _fits(
                 build, device, _file(Path(folder), gguf_files, name, {"file_type": "Q4_K_M"}), name
@@ -304,9 +334,9 @@ def _plan(row: Mapping[str, str]) -> float:
 
 
 def _mix(row: Mapping[str, str]) -> float:
-    return (
-        sum(tensor.num_bytes for tensor in tensors(load_model(row["model"]), row["settings"])) / MiB
-    )
+    model = load_model(row["model"])
+    file = tensors(model, row["settings"], architecture_of(model))
+    return sum(tensor.num_bytes for tensor in file) / MiB
 
 
 def _fit(row: Mapping[str, str]) -> float:
@@ -319,8 +349,10 @@ def _fit(row: Mapping[str, str]) -> float:
         return placed.layers
     if all(layer.moe is None for layer, _ in asked.model.layers()):
         return 0
-    on_gpu = min(placed.layers, asked.model.num_hidden_layers)
-    return on_gpu - placed.expert_layers if placed.expert_layers else placed.layers - 1
+    num_layers = asked.model.num_hidden_layers
+    first = num_layers + 1 - placed.layers
+    # it names the output matrix, too, where it leaves whole layers on the host
+    return num_layers - max(first, placed.expert_layers) + (first > 0)
 
 
 _PLACES = (
@@ -372,7 +404,7 @@ def document(found: list[Compared]) -> str:
     near = sum(abs(each.ours - each.published) <= 1 for each in fits)
     return "\n\n".join(
         (
-            f"llama.cpp 0c1e570 plans {len(MODELS)} models from 0.5 to 70 B parameters without "
+            f"llama.cpp 0c1e570 plans {len(MODELS)} models from 0.5 B to 1 T parameters without "
             "allocating them: on a CPU, and on a device with the rules of its CUDA backend. "
             f"Another {len(RUN_MODELS)} are allocated, and run, on the CPU. "
             "Files have the shapes that we predict, and llama.cpp accepts them.",

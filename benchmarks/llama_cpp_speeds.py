@@ -28,6 +28,7 @@ from whichlora.predict.resolve import resolve
 from whichlora.serving.base import LoggedTimes
 from whichlora.serving.cpu_timer import cpu_timer
 from whichlora.serving.gguf import tensors
+from whichlora.serving.gguf_architectures import architecture_of
 from whichlora.serving.llama_cpp import stepping
 from whichlora.serving.step_time import Step as EngineStep
 from whichlora.spec.run import RunConfig
@@ -153,7 +154,7 @@ class Step:
         """
         model = load_model(self.model)
         found: dict[str, float] = {}
-        for tensor in tensors(model, self.file_type):
+        for tensor in tensors(model, self.file_type, architecture_of(model)):
             is_head = tensor.name == ("token_embd" if model.head_tied else "output")
             if tensor.num_rows == 1 or (tensor.layer is None and not is_head):
                 continue

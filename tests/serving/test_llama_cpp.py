@@ -36,9 +36,16 @@ from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
 from whichlora.units import GiB
+from whichlora.workflow.combinations import grid
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 GEMMA = "google/gemma-3-12b-pt"
+GRID: dict[str, list[object]] = {
+    "model": [LLAMA],
+    "phase": ["inference"],
+    "serving": ["llama-cpp"],
+    "serving_options": [()],
+}
 RUN = RunConfig(model=LLAMA, phase="inference", serving="llama-cpp", context=8192)
 
 
@@ -182,11 +189,6 @@ def test_words_for_the_form_name_the_type_of_the_file() -> None:
     [
         ({"quant": "awq-int4"}, {}, "serving: llama-cpp reads GGUF files, got quant awq-int4"),
         ({"model": "bigscience/bloom-1b1"}, {}, "serving: llama-cpp is not predicted for the arch"),
-        (
-            {"model": "Qwen/Qwen3.5-27B"},
-            {},
-            "serving: llama-cpp's pool is not predicted for the re",
-        ),
         ({"precision": "fp32"}, {}, "serving: llama-cpp takes its weights from file_type, got"),
         ({}, {"cache_type_v": "q8_0", "flash_attn": "off"}, "cache_type_v: q8_0 needs flash"),
         ({}, {"file_type": "Q4_K"}, "file_type: 'Q4_K' is not accepted; accepted are F32, F16"),
@@ -202,6 +204,35 @@ def test_what_is_not_served_is_refused_in_one_line(
 ) -> None:
     with pytest.raises(ConfigError) as error:
         served(replace(RUN, **changed), **options)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("quant", ["q4_k_m", "Q4_K_M", "gguf-q4_k_m"])
+def test_a_type_of_files_may_be_named_as_a_quantisation(quant: str) -> None:
+    (run,) = grid({**GRID, "quant": [quant]})
+    assert dict(run.serving_options) == {"file_type": "Q4_K_M"}
+    assert run.quant is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"serving": ["vllm"]},
+            "quant: q4_k_m is a type of GGUF files, which are llama.cpp's; use",
+        ),
+        ({"phase": ["finetune"]}, "quant: q4_k_m is a type of GGUF files, which are llama.cpp's;"),
+        (
+            {"serving_options": [(("file_type", "Q8_0"),)]},
+            "quant: q4_k_m, but file_type is Q8_0; give one of them",
+        ),
+    ],
+)
+def test_such_a_name_is_refused_where_no_file_is_read(
+    changed: dict[str, list[object]], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        list(grid({**GRID, "quant": ["q4_k_m"], **changed}))
     assert str(error.value).startswith(message)
 
 

@@ -270,9 +270,14 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The values of every setting, as `combinations.grid` takes them, from `run_options`."""
+    from whichlora.store.quantised_names import gguf_type_named
+
     quants: list[str | None] = [None]
     if options["quant"] is not None:
-        quants = list(words("quant", tuple(get_args(specs.Quant)))(None, None, options["quant"]))
+        asked = words("quant")(None, None, options["quant"])
+        of_files = tuple(word for word in asked if gguf_type_named(word))
+        accepted = (*get_args(specs.Quant), *of_files)
+        quants = list(words("quant", accepted)(None, None, options["quant"]))
     serve: list[str | None] = [None]
     if options["serve"] is not None:
         serve = list(words("serve", tuple(get_args(specs.Serve)))(None, None, options["serve"]))

@@ -568,6 +568,9 @@ def as_stored(model: ModelSpec, run: RunConfig) -> RunConfig:
     training, engine = run.phase == "finetune", get_engine(run.serving)
     if not _reads_checkpoint(run):
         file_type, options = gguf_type(model.config), dict(run.serving_options)
+        converted = engine.stored_as.get(stored_quant(model.config) or "", "")
+        if converted and run.serve is None and engine.stored_by not in options:
+            return replace(run, serving_options=(*options.items(), (engine.stored_by, converted)))
         if not engine.stored_by or not is_gguf(model.config) or engine.stored_by in options:
             return run
         if not file_type:

@@ -333,7 +333,8 @@ class Engine:
         options: its own settings, by its own names.
         device_kinds: those that it is predicted for.
         also_called: what else people call it, or what runs it.
-        stored_by: its option that says how weights are stored, where it has one of its own.
+        stored_by: its option that says how weights are stored, where it has one of its own;
+            stored_as: what that says of a checkpoint, by the checkpoint's quantisation.
         shared_by: its option for the number of GPUs that share every matrix, where that is
             predicted; `staged_by` for the number of stages that each have some of the layers.
         copied_by: its option for the number of engines that share experts alone, each with GPUs of
@@ -368,6 +369,7 @@ class Engine:
     device_kinds: tuple[str, ...] = ("cuda",)
     also_called: tuple[str, ...] = ()
     stored_by: str = ""
+    stored_as: Mapping[str, str] = field(default_factory=dict)
     shared_by: str = ""
     staged_by: str = ""
     copied_by: str = ""

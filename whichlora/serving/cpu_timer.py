@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from whichlora.serving.base import LoggedTimes, Served, Stepping
 from whichlora.serving.gguf import tensors
+from whichlora.serving.gguf_architectures import architecture_of
 from whichlora.serving.step_time import PARTS, Step
 from whichlora.spec.architecture import ModelSpec, layers_in_order
 
@@ -137,10 +138,10 @@ def _unit(model: ModelSpec, stored: str, stepping: Stepping) -> CpuTimer:
     """The timer of a machine that reads a byte of weights, and multiplies, in one second."""
     head = "token_embd" if model.head_tied else "output"
     read_bytes = weights = 0.0
-    for tensor in tensors(model, stored):
+    for tensor in tensors(model, stored, architecture_of(model)):
         if tensor.layer is not None:
-            moe = layers_in_order(model)[tensor.layer].moe if tensor.num_experts > 1 else None
-            share = 1.0 if moe is None else moe.experts_per_token / tensor.num_experts
+            moe = layers_in_order(model)[tensor.layer].moe if tensor.is_expert else None
+            share = 1.0 if moe is None else moe.experts_per_token / moe.num_experts
             read_bytes += share * tensor.num_bytes
             weights += share * tensor.num_rows * tensor.row
         elif tensor.name == head:

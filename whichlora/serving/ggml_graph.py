@@ -1,17 +1,19 @@
-"""The buffer that ggml reserves for computing one batch: its graph, laid out by its allocator.
+"""The graph that ggml computes one batch with: its nodes, in the order in which ggml visits them.
 
-Neighbours of different size leave gaps, so that the peak of what lives at once is too little: the
-allocator's own rules are followed, node by node.
+An architecture is made of the blocks below, or has some of its own (`gguf_architectures`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal
 
-from whichlora.spec.architecture import Attention, Layer, ModelSpec, Moe, layers_in_order
+from whichlora.serving.ggml_buffer import Graph
+from whichlora.spec.architecture import Attention, Layer, Mlp, ModelSpec, Moe, layers_in_order
+
+if TYPE_CHECKING:
+    from whichlora.serving.gguf_architectures.base import Architecture
 
 ALIGNMENT = 128  # of a GPU's buffers; ggml-cuda.cu:897
 FP32, FP16, INDEX = 4, 2, 8  # bytes of activations, of masks with flash attention, of row numbers
@@ -26,135 +28,59 @@ class Batch:
     Args:
         tokens: of one micro-batch (`n_ubatch`).
         outputs: rows of logits.
+        sequences: those that the tokens are of.
         cells: of the cache that each query sees, by sliding window; None is whole attention.
         flash: keys and values are read by one fused kernel.
         widened_keys, widened_values: caches beside each other that are in another type than fp16.
         rotates_keys, rotates_values: cached in blocks, and rotated before.
-        copied: matrices in host memory, by the names of their file, and bytes: a GPU computes with
-            copies.
-        copied_keys, copied_values: bytes of one layer's cache in host memory.
+        copied: tensors in host memory, by layer and the name in their file, and bytes: a GPU
+            computes with copies.
+        host_layers: first layers whose cache lies there, too.
+        copied_keys, copied_values: bytes of one cell of it.
         alignment: of every tensor, in bytes.
     """
 
     tokens: int
     outputs: int
     cells: tuple[tuple[int | None, int], ...]
+    sequences: int = 1
     flash: bool = True
     widened_keys: int = 0
     widened_values: int = 0
     rotates_keys: bool = False
     rotates_values: bool = False
-    copied: tuple[tuple[str, int], ...] = ()
+    copied: tuple[tuple[tuple[int, str], int], ...] = ()
+    host_layers: int = 0
     copied_keys: int = 0
     copied_values: int = 0
     alignment: int = ALIGNMENT
 
 
-class _Node(NamedTuple):
-    """A tensor: what it is made of, and which of those it may lie on."""
-
-    num_bytes: int
-    sources: tuple[int, ...] = ()
-    over: tuple[int, ...] = ()
-
-
 @dataclass(slots=True)
-class _Graph:
-    nodes: list[_Node] = field(default_factory=list)
+class Builder:
+    """The nodes of one forward, in the order in which ggml visits them.
 
-    def add(self, num_bytes: int, *sources: int, over: tuple[int, ...] = ()) -> int:
-        self.nodes.append(_Node(num_bytes, sources, over))
-        return len(self.nodes) - 1
-
-    def buffer_bytes(self, alignment: int) -> int:
-        """Bytes up to the highest address that is used.
-
-        Source: llama.cpp 0c1e570 ggml/src/ggml-alloc.c:709 ggml_gallocr_alloc_graph_impl.
-        """
-        users = [0] * len(self.nodes)
-        for node in self.nodes:
-            for source in node.sources:
-                users[source] += 1
-        space = _Space()
-        ranges: dict[int, tuple[int, int]] = {}
-        for index, node in enumerate(self.nodes):
-            if not node.sources:  # inputs come first
-                ranges[index] = space.take(-(-node.num_bytes // alignment) * alignment)
-        for index, node in enumerate(self.nodes):
-            if not node.sources:
-                continue
-            for below in node.over:
-                if users[below] == 1 and below in ranges:
-                    ranges[index] = ranges.pop(below)
-                    break
-            else:
-                if node.num_bytes:
-                    ranges[index] = space.take(-(-node.num_bytes // alignment) * alignment)
-            for source in node.sources:
-                users[source] -= 1
-                if users[source] == 0 and source in ranges:
-                    space.give(*ranges.pop(source))
-        return space.highest
-
-
-@dataclass(slots=True)
-class _Space:
-    """Free ranges below an end that moves.
-
-    Source: llama.cpp 0c1e570 ggml/src/ggml-alloc.c:241 ggml_dyn_tallocr_alloc.
+    Args:
+        layers: those that are laid out; number: of the present one.
+        embedded: the looked-up tokens.
+        states: what layers have read of their states, by their numbers.
     """
-
-    highest: int = 0
-    free: list[tuple[int, int]] = field(default_factory=list)
-    end: int = 0
-
-    def take(self, size: int) -> tuple[int, int]:
-        """The first and the last byte, excluded, of the smallest free range that is large enough.
-
-        Of equal ones the last; where there is none, at the end.
-        """
-        best, least = -1, -1
-        for place, (start, stop) in enumerate(self.free):
-            room = stop - start
-            if room >= size and (best < 0 or room <= least):
-                best, least = place, room
-        if best < 0:
-            start, self.end = self.end, self.end + size
-        else:
-            start, stop = self.free[best]
-            self.free[best : best + 1] = [(start + size, stop)] if least > size else []
-        self.highest = max(self.highest, start + size)
-        return start, start + size
-
-    def give(self, start: int, stop: int) -> None:
-        """Back what was taken, joined with what is free before and after it."""
-        place = bisect(self.free, (start, stop))
-        if place < len(self.free) and self.free[place][0] == stop:
-            stop = self.free.pop(place)[1]
-        if place and self.free[place - 1][1] == start:
-            place -= 1
-            start = self.free.pop(place)[0]
-        if stop == self.end:
-            self.end = start
-        else:
-            self.free.insert(place, (start, stop))
-
-
-@dataclass(slots=True)
-class _Builder:
-    """The nodes of one forward, in the order in which ggml visits them."""
 
     model: ModelSpec
     batch: Batch
-    graph: _Graph = field(default_factory=_Graph)
+    architecture: Architecture
+    graph: Graph = field(default_factory=Graph)
     inputs: dict[object, int] = field(default_factory=dict)
-    on_host: bool = False
+    copied: dict[tuple[int, str], int] = field(default_factory=dict)
+    layers: tuple[Layer, ...] = ()
+    number: int = -1
+    embedded: int = 0
+    states: dict[int, int] = field(default_factory=dict)
 
-    def given(self, what: object, num_bytes: int, *after: int) -> int:
-        """An input. Host layers divide the graph, so that it comes where it is first needed."""
+    def given(self, what: object, num_bytes: int) -> int:
+        """An input."""
         if what not in self.inputs:
-            sources = after if self.on_host else ()
-            self.inputs[what] = self.graph.add(num_bytes, *sources)
+            self.inputs[what] = self.graph.add(num_bytes)
         return self.inputs[what]
 
     def wide(self, width: int, *sources: int, over: tuple[int, ...] = (), rows: int = 0) -> int:
@@ -163,18 +89,61 @@ class _Builder:
 
     def product(self, matrix: str, width: int, *sources: int, rows: int = 0) -> int:
         """What a matrix makes of its input, and a copy of that matrix where the host has it."""
-        copied = dict(self.batch.copied).get(matrix, 0) if self.on_host and not rows else 0
-        if copied:
-            sources = (*sources, self.graph.add(copied, sources[0]))
-        return self.wide(width, *sources, rows=rows)
+        result = self.wide(width, *sources, *self.copy(matrix, sources[0], rows), rows=rows)
+        return self.with_vector(f"{matrix}.bias", width, result, rows=rows)
 
-    def normed(self, stream: int, kind: str, *, rows: int = 0) -> int:
+    def copy(self, name: str, after: int, rows: int) -> tuple[int, ...]:
+        """A copy of what the host has, which starts a new part of the graph."""
+        copied = 0 if rows else self.copied.get((self.number, name), 0)
+        if not copied:
+            return ()
+        node = self.graph.add(copied, after)
+        self.graph.split()
+        return (node,)
+
+    def with_vector(self, name: str, width: int, read: int, *, rows: int = 0) -> int:
+        """`read` with a bias or scale, which lies on it; a node only where the host has that."""
+        copies = self.copy(name, read, rows)
+        return self.wide(width, read, *copies, over=(read,), rows=rows) if copies else read
+
+    def normed(self, stream: int, kind: str, name: str = "attn_norm", *, rows: int = 0) -> int:
         """RMSNorm may lie on what it reads, LayerNorm may not; the scale lies on either."""
         over = () if kind.startswith("layer") else (stream,)
-        return self.wide(self.model.hidden_size, stream, over=over, rows=rows)
+        width = self.model.hidden_size
+        result = self.wide(width, stream, over=over, rows=rows)
+        result = self.with_vector(name, width, result, rows=rows)
+        return self.with_vector(f"{name}.bias", width, result, rows=rows)
+
+    def chosen_rows(self, stream: int, rows: int) -> int:
+        """Of the tokens whose logits are asked for."""
+        numbers = self.given("rows of logits", 4 * rows)
+        return self.wide(self.model.hidden_size, stream, numbers, rows=rows)
+
+    def read_ahead(self, *, is_done: bool = False) -> None:
+        """Up to here the graph is laid out, so that the next layer reads its states now.
+
+        What is left of this one follows later, unless something else is laid out before.
+
+        Args:
+            is_done: nothing else of this layer is.
+        """
+        if not is_done and self.layers[self.number].moe is not None:
+            return
+        for number, layer in enumerate(self.layers[self.number + 1 :], self.number + 1):
+            if elements := sum(map(self.architecture.read_ahead, layer.attentions)):
+                whose = self.given("whose state", 4 * self.batch.sequences)
+                size = FP32 * elements * self.batch.sequences
+                self.states[number] = self.graph.add(size, whose)
+            if layer.attentions or layer.moe is not None:
+                return
+
+    def positions(self) -> int:
+        return self.given("positions", 4 * self.architecture.positions * self.batch.tokens)
 
 
-def compute_bytes(model: ModelSpec, batch: Batch, *, reads_tokens: bool = False) -> int:
+def compute_bytes(
+    model: ModelSpec, batch: Batch, architecture: Architecture, *, reads_tokens: bool = False
+) -> int:
     """Bytes of the buffer for one micro-batch of all layers.
 
     Args:
@@ -183,27 +152,39 @@ def compute_bytes(model: ModelSpec, batch: Batch, *, reads_tokens: bool = False)
     Kind: exact for one device that holds every layer. Source: llama.cpp 0c1e570
     `llama_context::sched_reserve`, src/llama-context.cpp:615; `llm_graph_context`.
     """
-    return _compute_bytes(model, batch, reads_tokens)
+    return _compute_bytes(model, batch, architecture, reads_tokens)
 
 
 @lru_cache(maxsize=4096)
-def _compute_bytes(model: ModelSpec, batch: Batch, reads_tokens: bool) -> int:
-    build = _Builder(model, batch)
+def _compute_bytes(
+    model: ModelSpec, batch: Batch, architecture: Architecture, reads_tokens: bool
+) -> int:
+    shown = layers_in_order(model) if batch.copied else _shown(model)
+    build = Builder(model, batch, architecture, layers=shown, copied=dict(batch.copied))
     hidden = FP32 * model.hidden_size * batch.tokens
     if reads_tokens:
         tokens = build.given("tokens", 4 * batch.tokens)
-        build.given("embeddings that are handed in", hidden)
+        build.given("embeddings that are handed in", hidden * architecture.embeddings(model))
         stream = build.graph.add(hidden, tokens)
-    else:
+    elif model.embeds_in_steps:
         stream = build.given("embeddings", hidden)
+    else:
+        build.read_ahead(is_done=True)
+        stream = build.given("embeddings", hidden)
+    if architecture.embeddings(model) > 1:  # padded to the width of what may be handed in
+        stream = build.graph.add(hidden * architecture.embeddings(model), stream)
     if model.embeds_in_steps:
         stream = build.graph.add(hidden, stream, over=(stream,))
-    shown = _shown(model)
-    build.on_host = bool(batch.copied)
-    for layer in shown[:-1]:
-        stream = _layer(build, layer, stream, rows=0)
-    build.on_host = False
-    stream = _layer(build, shown[-1], stream, rows=batch.outputs)
+    if not build.states:
+        build.read_ahead(is_done=True)
+    build.embedded = stream
+    for build.number, layer in enumerate(shown[:-1]):
+        stream = architecture.layer(build, layer, stream, 0)
+    build.number = len(shown) - 1
+    last_rows = 0 if architecture.keeps_rows else batch.outputs
+    stream = architecture.layer(build, shown[-1], stream, last_rows)
+    if architecture.keeps_rows:
+        stream = build.chosen_rows(stream, batch.outputs)
     final = build.normed(stream, model.final_norms[0].kind, rows=batch.outputs)
     build.wide(model.vocab_size, final, rows=batch.outputs)
     return build.graph.buffer_bytes(batch.alignment)
@@ -211,112 +192,216 @@ def _compute_bytes(model: ModelSpec, batch: Batch, reads_tokens: bool) -> int:
 
 @lru_cache(maxsize=256)
 def _shown(model: ModelSpec) -> tuple[Layer, ...]:
-    """Both ends, the first with every kind of layer and one more after it."""
+    """Both ends, the first with every kind of layer and one more after it.
+
+    All, where not every layer attends: its inputs are free once the last of those has read them.
+    """
     layers = layers_in_order(model)
+    if not all(each.kind == "softmax" for layer in layers for each in layer.attentions):
+        return layers
     kinds = len(set(layers))
     first = next(n for n in range(len(layers) + 1) if len(set(layers[:n])) == kinds)
     first = max(first + 2, _FIRST)
     return layers if len(layers) <= first + _LAST else layers[:first] + layers[-_LAST:]
 
 
-def _layer(build: _Builder, layer: Layer, stream: int, *, rows: int) -> int:
+# --- layers -----------------------------------------------------------------------------------
+
+
+def block(build: Builder, layer: Layer, stream: int, rows: int) -> int:
     """One layer; of the last one only `rows` go on after the attention."""
-    width = build.model.hidden_size
-    attention = layer.attentions[0]
+    return fed(build, layer, mixed(build, layer, stream), stream, rows)
+
+
+def mixed(build: Builder, layer: Layer, stream: int) -> int:
+    """What the attention of a layer makes of its input."""
     kind = layer.norms[0].kind
     read = stream if layer.post_norm else build.normed(stream, kind)
-    mixed = build.product("attn_output", width, _attention(build, attention, read))
+    attention = layer.attentions[0]
+    result = build.architecture.attention(build, attention, read)
+    output = build.architecture.matrix(attention.linears[-1].name)
+    return build.product(output, build.model.hidden_size, result)
+
+
+def fed(
+    build: Builder,
+    layer: Layer,
+    mixed: int,
+    stream: int,
+    rows: int,
+    *,
+    is_view: bool = False,
+    stream_first: bool = False,
+) -> int:
+    """What follows the attention of a layer.
+
+    Args:
+        is_view: nothing may lie on what attention returned, which is a view.
+        stream_first: sums start with the stream, and lie on it.
+    """
+    width, kind = build.model.hidden_size, layer.norms[0].kind
     if rows:
-        chosen = build.given("rows of logits", 4 * rows)
-        mixed = build.wide(width, mixed, chosen, rows=rows)
-        stream = build.wide(width, stream, chosen, rows=rows)
-    middle = build.wide(width, mixed, stream, over=(mixed, stream), rows=rows)
-    read = middle if layer.post_norm else build.normed(middle, kind, rows=rows)
+        mixed = build.chosen_rows(mixed, rows)
+        stream = build.chosen_rows(stream, rows)
+    around = layer.post_norm or len(layer.norms) == 4
+    if around:
+        mixed = build.with_vector("post_attention_norm", width, mixed, rows=rows)
+    over: tuple[int, ...] = (stream, mixed) if stream_first else (mixed, stream)
+    if is_view and not rows:
+        over = (stream,)
+    middle = build.wide(width, mixed, stream, over=over, rows=rows)
+    name = build.architecture.norms.get("post_attention_layernorm", "ffn_norm")
+    read = middle if layer.post_norm else build.normed(middle, kind, name, rows=rows)
     if layer.moe is not None:
-        out = _experts(build, layer.moe, read, rows=rows)
+        out = mixture(build, layer.moe, read, rows=rows)
     else:
         assert layer.mlp is not None
-        fused = any(linear.name == "gate_up_proj" for linear in layer.mlp.linears)
-        inner = layer.mlp.width
-        if layer.mlp.gated:
-            halves = {"ffn_up": 2 * inner} if fused else {"ffn_gate": inner, "ffn_up": inner}
-            read_by = [build.product(name, half, read, rows=rows) for name, half in halves.items()]
-            product = build.wide(inner, *read_by, rows=rows)
-        else:
-            up = build.product("ffn_up", inner, read, rows=rows)
-            product = build.wide(inner, up, over=(up,), rows=rows)
-        out = build.product("ffn_down", width, product, rows=rows)
-    return build.wide(width, out, middle, over=(out, middle), rows=rows)
+        out = dense(build, layer.mlp, read, rows=rows)
+    if around:
+        out = build.with_vector("post_ffw_norm", width, out, rows=rows)
+    over = (middle, out) if stream_first else (out, middle)
+    return build.wide(width, out, middle, over=over, rows=rows)
 
 
-def _attention(build: _Builder, attention: Attention, read: int) -> int:
+def dense(build: Builder, mlp: Mlp, read: int, *, rows: int, suffix: str = "") -> int:
+    """Source: llama.cpp 0c1e570 `llm_graph_context::build_ffn`, src/llama-graph.cpp:1762."""
+    fused = any(linear.name == "gate_up_proj" for linear in mlp.linears)
+    gate, up = f"ffn_gate{suffix}", f"ffn_up{suffix}"
+    inner = mlp.width
+    if mlp.gated:
+        halves = {up: 2 * inner} if fused else {gate: inner, up: inner}
+        read_by = [build.product(name, half, read, rows=rows) for name, half in halves.items()]
+        product = build.wide(inner, *read_by, rows=rows)
+    else:
+        raw = build.product(up, inner, read, rows=rows)
+        product = build.wide(inner, raw, over=(raw,), rows=rows)
+    return build.product(f"ffn_down{suffix}", build.model.hidden_size, product, rows=rows)
+
+
+# --- attention --------------------------------------------------------------------------------
+
+
+def softmax_attention(build: Builder, attention: Attention, read: int) -> int:
     """What the output projection reads."""
-    graph, batch, window = build.graph, build.batch, attention.sliding_window
-    cells = dict(batch.cells)
-    window = window if window in cells else None
-    positions = build.given("positions", 4 * batch.tokens, read)
-    fused = any(linear.name == "qkv_proj" for linear in attention.linears)
+    return turned_back(build, attention, attended(build, attention, read))
+
+
+def turned_back(build: Builder, attention: Attention, result: int) -> int:
+    """Where cached values were turned before, so is what is attended to after."""
+    turn = rotations(build, attention)[1]
+    return result if turn < 0 else build.wide(attention.out_width, result, turn)
+
+
+def attended(build: Builder, attention: Attention, read: int) -> int:
+    """What is attended to, as it was cached."""
+    batch = build.batch
+    q_width, k_width, v_width = attention.q_width, attention.k_width, attention.v_width
+    turns_all = attention.position == "rope"
+    positions = (build.positions(),) if turns_all else ()
+    fused = build.architecture.matrix(attention.linears[0].name) == "attn_qkv"
 
     def placed(matrix: str, width: int) -> int:
         """Divided into heads, and so a view: what is normed or rotated is a tensor of its own."""
         raw = build.product(matrix, width, read)
-        is_raw = attention.position != "rope" and not attention.norms
-        return raw if is_raw else build.wide(width, raw, positions)
+        if not (turns_all or attention.norms):
+            return raw
+        norm = attention.norms[0] if attention.norms else None
+        if norm is None or (norm.rows == 1 and norm.kind.startswith("rms")):
+            # a norm of all heads lies on what it reads, which is no view yet
+            scaled_raw = build.with_vector(f"{matrix}_norm", width, raw)
+            return build.wide(width, scaled_raw, *positions)
+        normed = build.with_vector(f"{matrix}_norm", width, build.wide(width, raw))
+        return build.wide(width, normed, *positions, over=(normed,)) if turns_all else normed
 
-    q_width, k_width, v_width = attention.q_width, attention.k_width, attention.v_width
-    if fused:
-        joined = build.product("attn_qkv", q_width + k_width + v_width, read)
-        queries = build.wide(q_width, joined, positions)
-        keys, values = build.wide(k_width, joined, positions), joined
-    else:
-        queries = placed("attn_q", q_width)
-        keys = values = -1
-    turns = dict(zip("kv", _rotations(build, attention, window), strict=True))
-    if turns["k"] >= 0:
-        queries = build.wide(q_width, queries, turns["k"])
-    if not fused:
-        values = build.product("attn_v", v_width, read)
-    if turns["v"] >= 0:
-        values = build.wide(v_width, values, turns["v"])
-    if not fused:
-        keys = placed("attn_k", k_width)
-    if turns["k"] >= 0:
-        keys = build.wide(k_width, keys, turns["k"])
+    def scaled(queries: int) -> int:
+        if not build.architecture.scales_queries(build.model, attention):
+            return queries
+        scales = build.given("scales of queries", FP32 * batch.tokens)
+        is_view = attention.position != "rope"
+        over = () if is_view else (queries,)
+        return build.wide(q_width, queries, scales, over=over)
+
+    turns = rotations(build, attention)
+
+    def turned(node: int, width: int, turn: int) -> int:
+        return node if turn < 0 else build.wide(width, node, turn)
+
+    def keys() -> int:
+        made = build.wide(k_width, joined, *positions) if fused else placed("attn_k", k_width)
+        return turned(made, k_width, turns[0])
+
+    def values() -> int:
+        made = joined if fused else build.product("attn_v", v_width, read)
+        return turned(made, v_width, turns[1])
+
+    joined = build.product("attn_qkv", q_width + k_width + v_width, read) if fused else -1
+    queries = (
+        build.wide(q_width, joined, *positions) if fused else scaled(placed("attn_q", q_width))
+    )
+    queries = turned(queries, q_width, turns[0])
+    if build.architecture.windows:
+        cached_keys = keys()
+        return attend(build, attention, queries, cached_keys, values())
+    cached_values = values()
+    return attend(build, attention, queries, keys(), cached_values)
+
+
+def attend(build: Builder, attention: Attention, queries: int, keys: int, values: int) -> int:
+    """Cache what is new, and attend to all of it.
+
+    Source: llama.cpp 0c1e570 `llm_graph_context::build_attn_mha`, src/llama-graph.cpp:2616.
+    """
+    graph, batch, window = build.graph, build.batch, window_of(build, attention)
     copies: tuple[int, ...] = ()
-    if build.on_host and batch.copied_keys:
+    if build.number < batch.host_layers:
         graph.add(0, keys)  # the host's cache takes them
         graph.add(0, values)
+        cells = dict(batch.cells)[window]
         copies = tuple(
-            graph.add(size, queries) for size in (batch.copied_keys, batch.copied_values)
+            graph.add(cells * size, queries) for size in (batch.copied_keys, batch.copied_values)
         )
+        graph.split()
     else:
-        rows = batch.tokens * (1 if batch.flash else v_width)
+        rows = batch.tokens * (1 if batch.flash else attention.v_width)
         numbers = build.given(("rows of keys", window), INDEX * batch.tokens)
         graph.add(0, keys, numbers)
         graph.add(0, values, build.given(("rows of values", window), INDEX * rows))
-    seen, of_mask = cells[window], FP16 if batch.flash else FP32
-    mask = build.given(("mask", window), seen * batch.tokens * of_mask, queries)
+    seen, mask = mask_of(build, window)
     if batch.flash:
-        widened = batch.widened_keys * k_width + batch.widened_values * v_width
-        extra = FP16 * seen * widened
-        result = graph.add(
-            FP32 * attention.out_width * batch.tokens + extra, queries, mask, *copies
-        )
+        widened = batch.widened_keys * attention.k_width
+        widened += batch.widened_values * attention.v_width
+        size = FP32 * attention.out_width * batch.tokens + FP16 * seen * widened
+        result = graph.add(size, queries, mask, *copies)
     else:
         scores = FP32 * seen * batch.tokens * attention.num_attention_heads
         raw = graph.add(scores, queries)
         weights = graph.add(scores, raw, mask, over=(raw,))
         raw = build.wide(attention.out_width, weights)
         result = build.wide(attention.out_width, raw)
-    return result if turns["v"] < 0 else build.wide(attention.out_width, result, turns["v"])
+    build.read_ahead()
+    return result
 
 
-def _rotations(build: _Builder, attention: Attention, window: int | None) -> tuple[int, int]:
+def window_of(build: Builder, attention: Attention) -> int | None:
+    """Its sliding window, where that has a cache of its own."""
+    window = attention.sliding_window
+    return window if window in dict(build.batch.cells) else None
+
+
+def mask_of(build: Builder, window: int | None) -> tuple[int, int]:
+    """Cells that a query sees, and the mask of them."""
+    batch = build.batch
+    seen, of_mask = dict(batch.cells)[window], FP16 if batch.flash else FP32
+    return seen, build.given(("mask", window), seen * batch.tokens * of_mask)
+
+
+def rotations(build: Builder, attention: Attention) -> tuple[int, int]:
     """The matrices that keys and values are turned with; -1 where they are not.
 
     Source: llama.cpp 0c1e570 `build_input_k_rot`, src/llama-kv-cache.cpp.
     """
     head, value = attention.head_dim, attention.v_head_dim
+    window = window_of(build, attention)
     keys = values = -1
     if build.batch.rotates_keys and head % 64 == 0:
         size = 64
@@ -328,25 +413,113 @@ def _rotations(build: _Builder, attention: Attention, window: int | None) -> tup
     return keys, values
 
 
-def _experts(build: _Builder, moe: Moe, read: int, *, rows: int) -> int:
+# --- experts ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How the experts of a token are chosen, and weighed.
+
+    Args:
+        gate: a function of all scores, or a softmax over those of the "chosen".
+        biased: chosen by scores with a bias for each expert, weighed without it.
+        divided: weights are divided by their sum.
+        scaled: weights are multiplied by a number.
+        groups: of experts, and how many of them are chosen before; one where there are none.
+        by_logits: chosen by what the router says, before the function of it.
+        weighs_input: experts read their input times their weight.
+    """
+
+    gate: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    biased: bool = False
+    divided: bool = True
+    scaled: bool = False
+    groups: tuple[int, int] = (1, 1)
+    by_logits: bool = False
+    weighs_input: bool = False
+
+
+def mixture(build: Builder, moe: Moe, read: int, *, rows: int) -> int:
+    """Routed experts, and the shared one beside them."""
+    out, width = _experts(build, moe, read, rows=rows), build.model.hidden_size
+    if moe.latent:
+        out = build.product("ffn_latent_up", width, out, rows=rows)
+    if moe.shared is None:
+        return out
+    shared = dense(build, moe.shared, read, rows=rows, suffix="_shexp")
+    if any(linear.name == "shared_expert_gate" for linear in moe.shared.linears):
+        gate = build.wide(1, read, rows=rows)
+        shared = build.wide(width, shared, gate, over=(shared,), rows=rows)
+    return build.wide(width, out, shared, over=(out, shared), rows=rows)
+
+
+def _experts(build: Builder, moe: Moe, read: int, *, rows: int) -> int:
     """The router, and the chosen experts of every token.
 
-    Source: llama.cpp 0c1e570 `llm_graph_context::build_moe_ffn`, src/llama-graph.cpp:1983.
+    Source: llama.cpp 0c1e570 `llm_graph_context::build_moe_ffn`, src/llama-graph.cpp:2007.
     """
-    width, chosen = build.model.hidden_size, moe.experts_per_token
-    logits = build.wide(moe.num_experts, read, rows=rows)
-    probabilities = build.wide(moe.num_experts, logits, over=(logits,), rows=rows)
-    order = build.wide(moe.num_experts, probabilities, rows=rows)
-    picked = build.wide(chosen, probabilities, order, rows=rows)
-    total = build.wide(1, picked, rows=rows)
-    weights = build.wide(chosen, picked, total, rows=rows)
+    width, chosen = moe.expert.linears[0].in_features, moe.experts_per_token
+    choice = build.architecture.choice(build.model)
+    order, weights = _chosen(build, moe, choice, read, rows=rows)
+    if moe.latent:
+        read = build.product("ffn_latent_down", width, read, rows=rows)
     inner = chosen * moe.expert.width
-    gate = build.product("ffn_gate_exps", inner, read, order, rows=rows)
-    up = build.product("ffn_up_exps", inner, read, order, rows=rows)
-    product = build.wide(inner, gate, up, rows=rows)
+    if choice.weighs_input:
+        repeated = build.wide(chosen * width, read, rows=rows)
+        read = build.wide(chosen * width, repeated, weights, over=(repeated,), rows=rows)
+    up_names = ("ffn_gate_exps", "ffn_up_exps") if moe.expert.gated else ("ffn_up_exps",)
+    halves = [build.product(name, inner, read, order, rows=rows) for name in up_names]
+    over = () if moe.expert.gated else (halves[0],)
+    product = build.wide(inner, *halves, over=over, rows=rows)
     raw = build.product("ffn_down_exps", chosen * width, product, order, rows=rows)
-    experts = build.wide(chosen * width, raw, weights, over=(raw,), rows=rows)
+    experts = raw
+    if not choice.weighs_input:
+        experts = build.wide(chosen * width, raw, weights, over=(raw,), rows=rows)
+    if chosen == 1:
+        return build.wide(width, experts, rows=rows)
     result = build.wide(width, experts, experts, rows=rows)
     for _ in range(chosen - 2):
         result = build.wide(width, result, experts, over=(result,), rows=rows)
+    build.read_ahead(is_done=True)
     return result
+
+
+def _chosen(build: Builder, moe: Moe, choice: Choice, read: int, *, rows: int) -> tuple[int, int]:
+    """Numbers of the experts, and their weights."""
+    number, chosen = moe.num_experts, moe.experts_per_token
+    logits = build.wide(number, read, rows=rows)
+    scores = logits
+    if choice.gate != "chosen":
+        over = () if choice.by_logits else (logits,)
+        scores = build.wide(number, logits, over=over, rows=rows)
+    sorted_by = logits if choice.by_logits else scores
+    if choice.biased:
+        sorted_by = build.wide(number, scores, rows=rows)
+    if choice.groups[0] > 1:
+        sorted_by = _of_best_groups(build, number, choice.groups, sorted_by, rows=rows)
+    order = build.wide(number, sorted_by, rows=rows)
+    weights = build.wide(chosen, scores, order, rows=rows)
+    if choice.gate == "chosen":
+        weights = build.wide(chosen, weights, rows=rows)
+    if choice.divided:
+        total = build.wide(1, weights, rows=rows)
+        weights = build.wide(chosen, weights, total, rows=rows)
+    if choice.scaled:
+        over = () if choice.divided or choice.gate == "chosen" else (weights,)
+        weights = build.wide(chosen, weights, over=over, rows=rows)
+    return order, weights
+
+
+def _of_best_groups(
+    build: Builder, number: int, groups: tuple[int, int], scores: int, *, rows: int
+) -> int:
+    """Scores without those of experts in other groups: a group counts by its two best."""
+    in_all, in_best = groups[0], groups[1] * (number // groups[0])
+    order = build.wide(number, scores, rows=rows)
+    best = build.wide(2 * in_all, scores, order, rows=rows)
+    sums = build.wide(in_all, best, rows=rows)
+    chosen = build.wide(in_all, sums, rows=rows)
+    kept = build.wide(in_best, scores, chosen, rows=rows)
+    filled = build.wide(number, scores, rows=rows)
+    build.graph.add(0, kept, chosen, filled)
+    return filled

@@ -6,11 +6,15 @@ those of `llama-quantize` without an importance matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order
+from whichlora.spec.architecture import Layer, Linear, ModelSpec, Moe, Norm, layers_in_order
 from whichlora.spec.numeric import ceil_div
+
+if TYPE_CHECKING:
+    from whichlora.serving.gguf_architectures.base import Architecture
 
 # Elements of a block, and its bytes: 4-bit codes with a 16-bit scale, and so on.
 # Source: llama.cpp 0c1e570 ggml/src/ggml-common.h, block_q4_0 to block_iq4_xs.
@@ -30,6 +34,7 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
     "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
 }
 # What a row that is no multiple of 256 is stored as. Source: src/llama-quant.cpp:389.
 _NARROW_BLOCKS = {
@@ -61,24 +66,39 @@ FILE_TYPES = {
     "Q3_K_M": "Q3_K",
     "Q3_K_S": "Q3_K",
     "Q2_K": "Q2_K",
+    "MXFP4_MOE": "MXFP4",
 }
 UNQUANTISED = ("F32", "F16", "BF16")
 
-# The name of a layer's matrix in the file. Source: gguf-py/gguf/tensor_mapping.py.
-NAMES = {
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "qkv_proj": "attn_qkv",
-    "o_proj": "attn_output",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-    "c_fc": "ffn_up",
-    "c_proj": "ffn_down",
-    "gate_up_proj": "ffn_up",
-    "gate": "ffn_gate_inp",
+# The name of a layer's matrix in the file; where there are several, its rows are divided among
+# them. Source: gguf-py/gguf/tensor_mapping.py.
+NAMES: dict[str, tuple[str, ...]] = {
+    "q_proj": ("attn_q",),
+    "k_proj": ("attn_k",),
+    "v_proj": ("attn_v",),
+    "qkv_proj": ("attn_qkv",),
+    "o_proj": ("attn_output",),
+    "gate_proj": ("ffn_gate",),
+    "up_proj": ("ffn_up",),
+    "down_proj": ("ffn_down",),
+    "c_fc": ("ffn_up",),
+    "c_proj": ("ffn_down",),
+    "gate_up_proj": ("ffn_up",),
+    "gate": ("ffn_gate_inp",),
+    "shared_expert_gate": ("ffn_gate_inp_shexp",),
 }
+# Norms of a layer; those of gemma lie around both halves.
+NORMS: dict[str, str] = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+}
+AROUND = {"post_attention_layernorm": "post_attention_norm"}
+VALUES = ("attn_v", "attn_qkv")
+ROUTERS = ("ffn_gate_inp", "ffn_gate_inp_shexp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,24 +106,33 @@ class Tensor:
     """One tensor of a file.
 
     Args:
-        name: as the file has it, without "blk.N." and ".weight".
+        name: as the file has it, without "blk.N." and `suffix`.
         layer: which one it is of; None outside of them.
         row: elements of a row, whose blocks are whole.
-        num_rows: of all experts where there are several.
-        num_experts: 1 where there are none.
+        num_rows: of all matrices where there are several.
+        count: matrices beside each other, of experts or heads.
+        type: empty where the mix of the file decides.
+        linear: the matrix that it is, or is a part of.
     """
 
     name: str
     row: int
     num_rows: int
     layer: int | None = None
-    num_experts: int = 1
+    count: int = 1
     type: str = "F32"
+    suffix: str = ".weight"
+    linear: Linear | None = None
 
     @property
     def num_bytes(self) -> int:
         elements, block_bytes = BLOCKS[self.type]
         return self.num_rows * self.row // elements * block_bytes
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether llama.cpp counts it among the experts that may stay on the host."""
+        return self.name.endswith("_exps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,25 +143,28 @@ class _Mixed:
     grouped: int
     num_experts: int
     is_70b: bool
-
-    def is_sensitive(self, index: int) -> bool:
-        """In the first and last eighth of the layers, and every third one between them."""
-        eighth = self.num_layers // 8
-        outer = index < eighth or index >= 7 * self.num_layers // 8
-        return outer or (index - eighth) % 3 == 2
+    rules: Mapping[str, Rules]
 
 
 # For a kind of matrix in a mix: the wider type, and of which layers.
 # Source: src/llama-quant.cpp:432-690 llama_tensor_get_type_impl.
 _Rule = tuple[str, Callable[[_Mixed, int], bool]]
+Rules = Mapping[str, tuple[_Rule, ...]]
 
 
-def _always(mixed: _Mixed, index: int) -> bool:
+def always(mixed: _Mixed, index: int) -> bool:
     return True
 
 
-def _first_eighth(mixed: _Mixed, index: int) -> bool:
+def first_eighth(mixed: _Mixed, index: int) -> bool:
     return index < mixed.num_layers // 8
+
+
+def sensitive(mixed: _Mixed, index: int) -> bool:
+    """In the first and last eighth of the layers, and every third one between them."""
+    eighth = mixed.num_layers // 8
+    outer = index < eighth or index >= 7 * mixed.num_layers // 8
+    return outer or (index - eighth) % 3 == 2
 
 
 def _shares_keys(mixed: _Mixed, index: int) -> bool:
@@ -140,60 +172,72 @@ def _shares_keys(mixed: _Mixed, index: int) -> bool:
 
 
 _VALUES: dict[str, tuple[_Rule, ...]] = {
-    "Q2_K": (("Q4_K", _shares_keys), ("Q3_K", _always)),
-    "Q3_K_M": (("Q5_K", lambda mixed, index: index < 2), ("Q4_K", _always)),
-    "Q3_K_L": (("Q5_K", _always),),
+    "Q2_K": (("Q4_K", _shares_keys), ("Q3_K", always)),
+    "Q3_K_M": (("Q5_K", lambda mixed, index: index < 2), ("Q4_K", always)),
+    "Q3_K_L": (("Q5_K", always),),
     "IQ4_NL": (("Q5_K", _shares_keys),),
     "IQ4_XS": (("Q5_K", _shares_keys),),
-    "Q4_K_M": (("Q6_K", _Mixed.is_sensitive),),
-    "Q5_K_M": (("Q6_K", _Mixed.is_sensitive),),
+    "Q4_K_M": (("Q6_K", sensitive),),
+    "Q5_K_M": (("Q6_K", sensitive),),
     "Q4_K_S": (("Q5_K", lambda mixed, index: index < 4),),
 }
 _DOWN: dict[str, tuple[_Rule, ...]] = {
-    "Q2_K": (("Q3_K", _always),),
-    "Q3_K_M": (("Q5_K", lambda mixed, index: index < mixed.num_layers // 16), ("Q4_K", _always)),
-    "Q3_K_L": (("Q5_K", _always),),
-    "IQ4_NL": (("Q5_K", _first_eighth),),
-    "IQ4_XS": (("Q5_K", _first_eighth),),
-    "Q4_K_M": (("Q6_K", _Mixed.is_sensitive),),
-    "Q5_K_M": (("Q6_K", _Mixed.is_sensitive),),
-    "Q4_K_S": (("Q5_K", _first_eighth),),
+    "Q2_K": (("Q3_K", always),),
+    "Q3_K_M": (("Q5_K", lambda mixed, index: index < mixed.num_layers // 16), ("Q4_K", always)),
+    "Q3_K_L": (("Q5_K", always),),
+    "IQ4_NL": (("Q5_K", first_eighth),),
+    "IQ4_XS": (("Q5_K", first_eighth),),
+    "Q4_K_M": (("Q6_K", sensitive),),
+    "Q5_K_M": (("Q6_K", sensitive),),
+    "Q4_K_S": (("Q5_K", first_eighth),),
 }
 _OUTPUT: dict[str, tuple[_Rule, ...]] = {
-    "Q2_K": (("Q3_K", _always),),
-    "Q3_K_M": (("Q4_K", _always),),
-    "Q3_K_L": (("Q5_K", _always),),
+    "Q2_K": (("Q3_K", always),),
+    "Q3_K_M": (("Q4_K", always),),
+    "Q3_K_L": (("Q5_K", always),),
 }
 _WIDER_OUTPUT = ("Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M")
-_RULES = {"attn_v": _VALUES, "attn_qkv": _VALUES, "ffn_down": _DOWN, "attn_output": _OUTPUT}
+RULES: dict[str, Rules] = {
+    "attn_v": _VALUES,
+    "attn_qkv": _VALUES,
+    "ffn_down": _DOWN,
+    "attn_output": _OUTPUT,
+}
 
 
-def _mixed_type(name: str, index: int, file_type: str, mixed: _Mixed) -> str:
+def _kind(name: str) -> str:
+    """Which rule a name falls under: shared experts are as others are."""
+    return next((kind for kind in ("ffn_down", "ffn_gate", "ffn_up") if kind in name), name)
+
+
+def _mixed_type(tensor: Tensor, index: int, file_type: str, mixed: _Mixed) -> str:
     """The type of a layer's matrix before its rows are looked at."""
-    eight = mixed.num_experts == 8
+    name, eight = _kind(tensor.name), mixed.num_experts == 8
+    if file_type == "MXFP4_MOE":
+        return "MXFP4" if tensor.count > 1 else "Q8_0"
     if eight and name in ("attn_v", "attn_k", "attn_qkv"):
         return "Q8_0" if name != "attn_qkv" else _ruled("attn_v", index, file_type, mixed)
     if eight and name == "attn_output":
         return "Q5_K" if file_type in _WIDER_OUTPUT else FILE_TYPES[file_type]
-    chosen = _ruled(name.removesuffix("_exps"), index, file_type, mixed)
+    chosen = _ruled(name, index, file_type, mixed)
     if mixed.is_70b and name in ("attn_v", "attn_qkv") and chosen in ("Q3_K", "Q4_K"):
         return "Q5_K"
     return chosen
 
 
 def _ruled(name: str, index: int, file_type: str, mixed: _Mixed) -> str:
-    for wider, holds in _RULES.get(name, {}).get(file_type, ()):
+    for wider, holds in mixed.rules.get(name, {}).get(file_type, ()):
         if holds(mixed, index):
             return wider
     return FILE_TYPES[file_type]
 
 
-def _head_type(file_type: str, row: int) -> str:
+def _head_type(file_type: str, row: int, widest: str) -> str:
     """Of the output matrix, and of a token table that is one with it."""
     default = FILE_TYPES[file_type]
-    if row % BLOCKS[default][0]:
+    if file_type == "MXFP4_MOE" or row % BLOCKS[default][0]:
         return "Q8_0"
-    return default if default == "Q8_0" else "Q6_K"
+    return default if default == "Q8_0" else widest
 
 
 def _whole_blocks(chosen: str, row: int) -> str:
@@ -204,84 +248,151 @@ def _whole_blocks(chosen: str, row: int) -> str:
     return "F16" if row % BLOCKS[narrower][0] else narrower
 
 
-def tensors(model: ModelSpec, file_type: str) -> list[Tensor]:
+def tensors(model: ModelSpec, file_type: str, architecture: Architecture) -> list[Tensor]:
     """Every tensor of the file that `llama-quantize` makes of `model`.
 
     Kind: exact. Source: llama.cpp 0c1e570 `llama_tensor_get_type`, src/llama-quant.cpp:717.
     """
-    mixed = _mixed(model)
     head = model.head
     tied = head is None or model.head_tied
     width, quantised = model.hidden_size, file_type not in UNQUANTISED
-    table = FILE_TYPES[file_type]
+    table = "Q8_0" if file_type == "MXFP4_MOE" else FILE_TYPES[file_type]
     if quantised and tied:
-        table = _head_type(file_type, width)
+        table = _head_type(file_type, width, architecture.head_type)
     found = [_stored("token_embd", width, model.embeddings[0].rows, table)]
     if head is not None and not tied:
-        of_head = _head_type(file_type, width) if quantised else FILE_TYPES[file_type]
+        of_head = (
+            _head_type(file_type, width, architecture.head_type)
+            if quantised
+            else FILE_TYPES[file_type]
+        )
         found.append(_stored("output", head.in_features, head.out_features, of_head))
-    outside = sum(norm.num_params for norm in (*model.embedding_norms, *model.final_norms))
-    found.append(Tensor(name="output_norm", row=outside, num_rows=1))
-    for index, layer in enumerate(layers_in_order(model)):
-        found += _layer_tensors(layer, index, file_type, mixed)
+        if head.bias:
+            found.append(vector("output", head.out_features, suffix=".bias"))
+    for norm in (*model.embedding_norms, *model.final_norms):
+        found += _of_norm(architecture.output_norm, norm)
+    found += _typed(model, file_type, architecture)
     return found
+
+
+def _typed(model: ModelSpec, file_type: str, architecture: Architecture) -> Iterator[Tensor]:
+    """Tensors of the layers, in the types of the mix.
+
+    Values are counted among those that there are; what is fed, too, where there are no experts.
+    """
+    mixed = _mixed(model, architecture)
+    untyped = [
+        replace(tensor, layer=index)
+        for index, layer in enumerate(layers_in_order(model))
+        for tensor in architecture.tensors(layer, architecture)
+    ]
+    num_values = sum(tensor.name in VALUES and not tensor.type for tensor in untyped)
+    of_values = replace(mixed, num_layers=num_values)
+    seen: dict[str, int] = {}
+    for tensor in untyped:
+        if tensor.type:
+            yield tensor
+            continue
+        chosen = FILE_TYPES[file_type]
+        if file_type not in UNQUANTISED:
+            is_value, kind = tensor.name in VALUES, _kind(tensor.name)
+            number = seen.get("values" if is_value else kind, 0)
+            seen["values" if is_value else kind] = number + 1
+            index = number if is_value or mixed.num_experts <= 1 else tensor.layer or 0
+            chosen = _mixed_type(tensor, index, file_type, of_values if is_value else mixed)
+        yield replace(tensor, type=_whole_blocks(chosen, tensor.row))
 
 
 def _stored(name: str, row: int, num_rows: int, chosen: str) -> Tensor:
     return Tensor(name=name, row=row, num_rows=num_rows, type=_whole_blocks(chosen, row))
 
 
-def _mixed(model: ModelSpec) -> _Mixed:
+def _of_norm(name: str, norm: Norm) -> Iterator[Tensor]:
+    if norm.weight:
+        yield Tensor(name=name, row=norm.width, num_rows=1)
+    if norm.bias:
+        yield Tensor(name=name, row=norm.width, num_rows=1, suffix=".bias")
+
+
+def _mixed(model: ModelSpec, architecture: Architecture) -> _Mixed:
     layers = layers_in_order(model)
-    attention = layers[0].attentions[0]
+    attention = next(
+        each for layer in layers for each in layer.attentions if each.kind == "softmax"
+    )
     grouped = attention.num_attention_heads // attention.num_key_value_heads
+    if architecture.heads_by_layer and attention not in layers[0].attentions:
+        grouped = 0  # it asks the first layer, which has no heads of keys
     return _Mixed(
         num_layers=len(layers),
         grouped=grouped,
         num_experts=max((layer.moe.num_experts for layer in layers if layer.moe), default=0),
         is_70b=len(layers) == 80 and grouped > 1,
+        rules={**RULES, **architecture.rules},
     )
 
 
-def _layer_tensors(layer: Layer, index: int, file_type: str, mixed: _Mixed) -> Iterator[Tensor]:
-    """Matrices in their types; norms, biases and a router in fp32."""
-    in_linears = 0
-    narrow = 0
-    for linear in layer.linears:
-        in_linears += linear.num_params
-        narrow += linear.count * linear.out_features if linear.bias else 0
-        for name, num_rows in _parts(linear):
-            chosen = "F32"
-            if name != "ffn_gate_inp":
-                chosen = FILE_TYPES[file_type]
-                if file_type not in UNQUANTISED:
-                    chosen = _mixed_type(name, index, file_type, mixed)
+def layer_tensors(layer: Layer, architecture: Architecture) -> Iterator[Tensor]:
+    """Matrices, whose type is the mix's; norms, biases and a router are in fp32."""
+    around = len(layer.norms) == 4 or layer.post_norm
+    names = {**NORMS, **(AROUND if around else {}), **architecture.norms}
+    for norm in (*layer.norms, *layer.inner_norms):
+        yield from _of_norm(names[norm.name], norm)
+    moe = layer.moe
+    shared = () if moe is None or moe.shared is None else moe.shared.linears
+    beside = len(layer.linears) - len(shared)
+    yield from matrices(layer.linears[:beside], architecture.names)
+    yield from matrices(shared, architecture.names, suffix="_shexp")
+    if moe is not None and has_bias(moe):
+        yield vector("exp_probs_b", moe.num_experts, suffix=".bias")
+
+
+def has_bias(moe: Moe) -> bool:
+    """Whether experts are chosen by scores with a bias: so are all of a sigmoid, since DeepSeek V3.
+
+    Transformers has it in a buffer.
+    """
+    return moe.routing is not None and moe.routing.startswith("sigmoid")
+
+
+def matrices(
+    linears: Iterable[Linear], names: Mapping[str, tuple[str, ...]], suffix: str = ""
+) -> Iterator[Tensor]:
+    """Tensors of `linears`, and their biases."""
+    for linear in linears:
+        for name, num_rows in _parts(linear, names):
+            is_router = name in ROUTERS
+            whole = name if is_router else name + suffix
             yield Tensor(
-                name=name,
+                name=whole,
                 row=linear.in_features,
                 num_rows=num_rows,
-                layer=index,
-                num_experts=linear.count,
-                type=_whole_blocks(chosen, linear.in_features),
+                count=linear.count,
+                type="F32" if is_router else "",
+                linear=linear,
             )
-    narrow += layer.num_params - in_linears
-    yield Tensor(name="norms and biases", row=narrow, num_rows=1, layer=index)
+            if linear.bias:
+                yield vector(whole, num_rows // linear.count, linear.count, suffix=".bias")
 
 
-def _parts(linear: Linear) -> list[tuple[str, int]]:
+def vector(name: str, row: int, num_rows: int = 1, *, suffix: str = ".weight") -> Tensor:
+    """What a layer has in fp32 beside its matrices."""
+    return Tensor(name=name, row=row, num_rows=num_rows, suffix=suffix)
+
+
+def _parts(linear: Linear, names: Mapping[str, tuple[str, ...]]) -> list[tuple[str, int]]:
     """Names and rows: a fused gate of experts is stored as two tensors."""
-    name, num_rows = NAMES[linear.name], linear.count * linear.out_features
-    if linear.count == 1:
-        return [(name, num_rows)]
-    if linear.name == "gate_up_proj":
-        return [("ffn_gate_exps", num_rows // 2), ("ffn_up_exps", num_rows // 2)]
-    return [(f"{name}_exps", num_rows)]
+    in_file, num_rows = names.get(linear.name) or NAMES[linear.name], linear.out_features
+    if linear.count > 1:
+        if linear.name == "gate_up_proj":
+            in_file = "ffn_gate", "ffn_up"
+        in_file, num_rows = tuple(f"{name}_exps" for name in in_file), linear.count * num_rows
+    return [(name, num_rows // len(in_file)) for name in in_file]
 
 
-def unknown_matrices(model: ModelSpec) -> list[str]:
+def unknown_matrices(model: ModelSpec, architecture: Architecture) -> list[str]:
     """Names of matrices that no file of ours has."""
     names = {linear.name for layer, _ in model.layers() for linear in layer.linears}
-    return sorted(names - set(NAMES))
+    return sorted(names - set(NAMES) - set(architecture.names))
 
 
 def row_bytes(elements: int, stored: str) -> int:

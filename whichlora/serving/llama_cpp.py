@@ -20,12 +20,16 @@ from whichlora.serving.ggml_graph import FP32, Batch, compute_bytes
 from whichlora.serving.gguf import (
     BLOCKS,
     FILE_TYPES,
-    NAMES,
     UNQUANTISED,
     Tensor,
     row_bytes,
     tensors,
     unknown_matrices,
+)
+from whichlora.serving.gguf_architectures import (
+    MODEL_TYPES,
+    architecture_of,
+    known_architecture,
 )
 from whichlora.serving.kernel_rates import (
     ExpertRates,
@@ -51,39 +55,6 @@ CACHE_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq
 _WIDE = ("f16", "bf16", "f32")
 _SEVERAL = "divides a file over several GPUs, which is not predicted of llama-cpp; use vllm"
 _OVERRIDES = "places tensors by their names, which is not predicted; give n_cpu_moe or n_gpu_layers"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """How llama.cpp calls a model type of transformers.
-
-    Args:
-        windows: sliding layers have a smaller cache; elsewhere their window is ignored.
-    """
-
-    name: str
-    windows: bool = False
-
-
-# Source: llama.cpp 0c1e570 conversion/, and `load_arch_hparams` of src/models/.
-ARCHITECTURES = {
-    "llama": Architecture(name="llama"),
-    "mistral": Architecture(name="llama"),
-    "mixtral": Architecture(name="llama"),
-    "internlm3": Architecture(name="llama"),
-    "qwen2": Architecture(name="qwen2"),
-    "qwen3": Architecture(name="qwen3"),
-    "qwen3_moe": Architecture(name="qwen3moe"),
-    "gemma": Architecture(name="gemma"),
-    "gemma2": Architecture(name="gemma2", windows=True),
-    "gemma3": Architecture(name="gemma3", windows=True),
-    "gemma3_text": Architecture(name="gemma3", windows=True),
-    "phi3": Architecture(name="phi3"),
-    "granite": Architecture(name="granite"),
-    "olmo2": Architecture(name="olmo2"),
-    "starcoder2": Architecture(name="starcoder2"),
-    "smollm3": Architecture(name="smollm3"),
-}
 
 
 # --- what it is asked for ---------------------------------------------------------------------
@@ -150,25 +121,26 @@ def _padded(cells: int) -> int:
 
 
 def _window(model: ModelSpec, window: int | None) -> int | None:
-    return window if ARCHITECTURES[model.model_type].windows else None
+    return window if architecture_of(model).windows else None
 
 
 @lru_cache(maxsize=256)
 def _windows(model: ModelSpec) -> frozenset[int | None]:
     """Of its layers; None is whole attention."""
-    sliding = {layer.attentions[0].sliding_window for layer, _ in model.layers()}
+    sliding = {each.sliding_window for layer, _ in model.layers() for each in layer.attentions}
     return frozenset(_window(model, window) for window in sliding)
 
 
 def cache_bytes(served: Served, kept: Cache) -> list[int]:
-    """Bytes of every layer's cache, of all slots.
+    """Bytes of every layer's cache, of all slots; a state of fixed size is in fp32.
 
-    Kind: exact. Source: llama.cpp 0c1e570 src/llama-kv-cache.cpp:232.
+    Kind: exact. Source: llama.cpp 0c1e570 src/llama-kv-cache.cpp:232; `llama_memory_recurrent`,
+    src/llama-memory-recurrent.cpp.
     """
     cells = dict(kept.cells)
     return [
-        kept.streams * cells[window] * keys_and_values
-        for window, keys_and_values in _cell_bytes(served.model, *_cache_types(served))
+        kept.streams * cells[window] * keys_and_values + slots(served) * state
+        for window, keys_and_values, state in _cell_bytes(served.model, *_cache_types(served))
     ]
 
 
@@ -178,20 +150,34 @@ def _cache_types(served: Served) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=256)
-def _cell_bytes(model: ModelSpec, keys: str, values: str) -> tuple[tuple[int | None, int], ...]:
-    """Of every layer its window, and the bytes of one token."""
-    attentions = [layer.attentions[0] for layer in layers_in_order(model)]
-    return tuple(
-        (
-            _window(model, attention.sliding_window),
-            row_bytes(attention.k_width, keys) + row_bytes(attention.v_width, values),
-        )
-        for attention in attentions
-    )
+def _cell_bytes(
+    model: ModelSpec, keys: str, values: str
+) -> tuple[tuple[int | None, int, int], ...]:
+    """Of every layer its window, and the bytes of one token and of one sequence."""
+    architecture, found = architecture_of(model), []
+    for layer in layers_in_order(model):
+        window = None
+        token = state = 0
+        for attention in layer.attentions:
+            window = _window(model, attention.sliding_window)
+            k_width, v_width = architecture.cached(attention)
+            token += row_bytes(k_width, keys) + row_bytes(v_width, values)
+            state += FP32 * architecture.state(attention)
+        found.append((window, token, state))
+    return tuple(found)
 
 
-def _token_bytes(served: Served, k_width: int, v_width: int) -> tuple[int, int]:
-    keys, values = _cache_types(served)
+@lru_cache(maxsize=256)
+def _token_widths(model: ModelSpec) -> tuple[int, int]:
+    """Elements of keys and values of the first layer that caches any."""
+    cached = architecture_of(model).cached
+    widths = (cached(each) for layer in layers_in_order(model) for each in layer.attentions)
+    return next(filter(any, widths))
+
+
+def _token_bytes(served: Served) -> tuple[int, int]:
+    """So in bytes."""
+    (k_width, v_width), (keys, values) = _token_widths(served.model), _cache_types(served)
     return row_bytes(k_width, keys), row_bytes(v_width, values)
 
 
@@ -215,7 +201,7 @@ class Placement:
 
 @lru_cache(maxsize=256)
 def _file(model: ModelSpec, stored: str) -> tuple[Tensor, ...]:
-    return tuple(tensors(model, stored))
+    return tuple(tensors(model, stored, architecture_of(model)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,13 +224,13 @@ class _Weights:
     """Bytes of a file where it lies: layers and output on the device, and what is on the host.
 
     Args:
-        copied: matrices of layers on the host, the largest by name.
+        copied: tensors of layers on the host, by layer and name.
     """
 
     layers: int
     output: int
     host: int
-    copied: tuple[tuple[str, int], ...]
+    copied: tuple[tuple[tuple[int, str], int], ...]
 
 
 @lru_cache(maxsize=1024)
@@ -254,7 +240,7 @@ def _weights(model: ModelSpec, stored: str, placed: Placement, on_cpu: bool) -> 
     table, *others = _file(model, stored)
     layers, host = 0, table.num_bytes
     output = table.num_bytes if on_cpu or model.head_tied else 0
-    copied: dict[str, int] = {}
+    copied: dict[tuple[int, str], int] = {}
     for tensor in others:
         if tensor.layer is None:
             output += tensor.num_bytes if placed.layers or on_cpu else 0
@@ -262,8 +248,8 @@ def _weights(model: ModelSpec, stored: str, placed: Placement, on_cpu: bool) -> 
             layers += tensor.num_bytes
         else:
             host += tensor.num_bytes
-            if tensor.num_rows > 1:
-                copied[tensor.name] = max(copied.get(tensor.name, 0), tensor.num_bytes)
+            name = tensor.name + tensor.suffix.removesuffix(".weight")
+            copied[tensor.layer, name] = tensor.num_bytes
     return _Weights(layers=layers, output=output, host=host, copied=tuple(copied.items()))
 
 
@@ -287,7 +273,7 @@ def taken(served: Served, placed: Placement, context: int, num_slots: int) -> Ta
         layers=held.layers,
         output=held.output,
         cache=on_device,
-        compute=compute_bytes(model, batch, reads_tokens=on_cpu),
+        compute=compute_bytes(model, batch, architecture_of(model), reads_tokens=on_cpu),
         host=0
         if on_cpu
         else held.host + sum(by_layer) - on_device + host_buffer_bytes(model, batch),
@@ -297,7 +283,7 @@ def taken(served: Served, placed: Placement, context: int, num_slots: int) -> Ta
 def _is_on_gpu(tensor: Tensor, first: int, placed: Placement) -> bool:
     assert tensor.layer is not None
     has_experts = placed.host_experts <= tensor.layer < placed.expert_layers
-    if tensor.num_experts > 1 and not has_experts:
+    if tensor.is_expert and not has_experts:
         return False
     return tensor.layer >= first
 
@@ -308,11 +294,25 @@ def host_buffer_bytes(model: ModelSpec, batch: Batch) -> int:
     Kind: exact where every layer lies on the GPU. Source: llama.cpp 0c1e570
     `build_inp_embd`, src/llama-graph.cpp:2376.
     """
-    hidden = 2 * FP32 * model.hidden_size  # looked up, and room for embeddings that are handed in
-    width = layers_in_order(model)[0].attentions[0].v_width
-    rows = 4 + 4 + len(batch.cells) * 8 * (1 + (1 if batch.flash else width))
+    architecture, (_, width) = architecture_of(model), _token_widths(model)
+    # looked up, and room for embeddings that are handed in
+    hidden = FP32 * model.hidden_size * (1 + architecture.embeddings(model))
+    rows = 4 + 4 * architecture.positions
+    rows += FP32 if _scales_queries(model) else 0
+    states = 4 * batch.sequences if _has_states(model) else 0  # which one is whose
+    rows += len(batch.cells) * 8 * (1 + (1 if batch.flash else width))
     masks = sum(cells for _, cells in batch.cells) * (2 if batch.flash else FP32)
-    return batch.tokens * (hidden + rows + masks)
+    return batch.tokens * (hidden + rows + masks) + states
+
+
+def _scales_queries(model: ModelSpec) -> bool:
+    scales = architecture_of(model).scales_queries
+    return any(scales(model, each) for layer, _ in model.layers() for each in layer.attentions)
+
+
+def _has_states(model: ModelSpec) -> bool:
+    state = architecture_of(model).state
+    return any(state(each) for layer, _ in model.layers() for each in layer.attentions)
 
 
 def _batch(served: Served, placed: Placement, kept: Cache) -> Batch:
@@ -323,6 +323,7 @@ def _batch(served: Served, placed: Placement, kept: Cache) -> Batch:
     batch = Batch(
         tokens=ceil_div(tokens, slots(served)) * slots(served),
         outputs=min(tokens, slots(served)),
+        sequences=slots(served),
         cells=tuple((window, cells) for window, cells in kept.cells if window in windows),
         flash=uses_flash(served),
         widened_keys=kept.streams if keys != "f16" else 0,
@@ -343,12 +344,16 @@ def _with_copies(served: Served, placed: Placement, batch: Batch, kept: Cache) -
     if not copied:
         return batch
     batch = replace(batch, copied=copied)
-    if _first_on_gpu(served.model, placed) <= 0:
+    first = _first_on_gpu(served.model, placed)
+    if first <= 0:
         return batch
-    attention = layers_in_order(served.model)[0].attentions[0]
-    keys, values = _token_bytes(served, attention.k_width, attention.v_width)
-    cells = kept.streams * max(cells for _, cells in batch.cells)
-    return replace(batch, copied_keys=cells * keys, copied_values=cells * values)
+    keys, values = _token_bytes(served)
+    return replace(
+        batch,
+        host_layers=first,
+        copied_keys=kept.streams * keys,
+        copied_values=kept.streams * values,
+    )
 
 
 def all_of(model: ModelSpec) -> Placement:
@@ -359,8 +364,9 @@ def all_of(model: ModelSpec) -> Placement:
 def placement(served: Served) -> Placement:
     """What lies on the GPU: all layers, those that are asked for, or those that fit.
 
-    `--fit` first leaves the experts of the last layers on the host, then whole layers, until the
-    margin stays free.
+    `--fit` leaves whole layers on the host until the margin stays free. Of experts it counts those
+    of the first layer on the GPU alone. It then adds those of as many next ones as fit, if the GPU
+    could hold everything but experts.
     Kind: exact for dense models; of experts, whole layers (it may add a part of one more).
     Source: llama.cpp 0c1e570 `common_params_fit_impl`, common/fit.cpp:173.
     """
@@ -368,19 +374,20 @@ def placement(served: Served) -> Placement:
     room = free_bytes(served) - MARGIN_BYTES
     if served.gpu.kind == "cpu" or not _fits(served) or _needs(served, whole) <= room:
         return whole
-    has_experts = served.model.has_experts
-    if has_experts and _needs(served, replace(whole, expert_layers=0)) <= room:
-        most = _most(
-            whole.expert_layers,
-            lambda number: _needs(served, replace(whole, expert_layers=number)) <= room,
+    if not served.model.has_experts:
+        dense = _most(
+            whole.layers, lambda number: _needs(served, replace(whole, layers=number)), room
         )
-        return replace(whole, expert_layers=most)
-    experts = 0 if has_experts else whole.expert_layers
-    most = _most(
-        whole.layers,
-        lambda number: _needs(served, Placement(layers=number, expert_layers=experts)) <= room,
-    )
-    return Placement(layers=most, expert_layers=experts)
+        return replace(whole, layers=dense)
+
+    def last(number: int, with_experts: int = 1) -> Placement:
+        return Placement(layers=number, expert_layers=whole.layers - number + with_experts)
+
+    number = _most(whole.layers, lambda number: _needs(served, last(number)), room)
+    if not number or _needs(served, replace(whole, expert_layers=0)) >= room:
+        return last(number)
+    more = _most(number - 1, lambda more: _needs(served, last(number, 1 + more)), room)
+    return last(number, 1 + more)
 
 
 def _asked(served: Served) -> Placement:
@@ -408,15 +415,22 @@ def _fits(served: Served) -> bool:
     return bool(served.options["fit"]) and not (placed or served.count("n_cpu_moe"))
 
 
-def _most(high: int, holds: Callable[[int], bool]) -> int:
-    """The largest number up to `high` that holds; 0 where none does."""
-    low = 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        if holds(middle):
-            low = middle
+def _most(high: int, needs: Callable[[int], int], room: int) -> int:
+    """A number up to `high` whose needs fit, one more does not; the method of false position.
+
+    Kind: exact. Source: llama.cpp 0c1e570 `common_params_fit_impl`, common/fit.cpp:688.
+    """
+    low, least, most = 0, needs(0), needs(high)
+    if most <= room:
+        return high
+    while high - low > 1:
+        step = (high - low) * (room - least) // max(1, most - least)
+        middle = low + min(max(step, 1), high - low - 1)
+        needed = needs(middle)
+        if needed <= room:
+            low, least = middle, needed
         else:
-            high = middle - 1
+            high, most = middle, needed
     return low
 
 
@@ -472,8 +486,7 @@ def _pool(served: Served, placed: Placement, needed: Taken, room: int) -> Pool:
 
     A longer context has larger masks, too, which are counted with it.
     """
-    attention = layers_in_order(served.model)[0].attentions[0]
-    cell_bytes = CELLS * sum(_token_bytes(served, attention.k_width, attention.v_width))
+    cell_bytes = CELLS * sum(_token_bytes(served))
     computing = taken(served, placed, served.context, 1).compute
 
     @cache
@@ -595,14 +608,17 @@ def _weight_bytes(model: ModelSpec, stored: str) -> Callable[[Linear | None], fl
         if linear is None:
             name = "token_embd" if model.head_tied else "output"
             return float(sum(tensor.num_bytes for tensor in file if tensor.name == name))
-        names = {NAMES[linear.name]}
-        if linear.count > 1:
-            fused = linear.name == "gate_up_proj"
-            names = {"ffn_gate_exps", "ffn_up_exps"} if fused else {f"{NAMES[linear.name]}_exps"}
-        found = [tensor for tensor in file if tensor.layer is not None and tensor.name in names]
+        found = [tensor for tensor in file if _is_same(tensor.linear, linear)]
         return sum(tensor.num_bytes for tensor in found) / len({tensor.layer for tensor in found})
 
     return of
+
+
+def _is_same(stored: Linear | None, linear: Linear) -> bool:
+    """Shared experts have the names of others, and other sizes."""
+    if stored is None or stored.name != linear.name or stored.count != linear.count:
+        return False
+    return (stored.in_features, stored.out_features) == (linear.in_features, linear.out_features)
 
 
 def stepping(served: Served) -> Stepping:
@@ -641,6 +657,8 @@ def _untimed(served: Served, placed: Placement) -> str:
             f"a step of llama.cpp on a CPU is predicted from its log of this file alone: {rates}; "
             "let llama-server answer a request, then: whichlora calibrate --gpu cpu --from-log FILE"
         )
+    if reason := architecture_of(served.model).untimed:
+        return reason
     if placed != all_of(served.model):
         return f"the host computes a part of each step: {rates}; use a smaller file_type or context"
     return ""
@@ -662,12 +680,13 @@ def check(served: Served) -> None:
     Raises:
         ConfigError: one line.
     """
-    check_model(served)
+    check_model(served, keeps_states=True)
     model, run = served.model, served.run
-    if model.model_type not in ARCHITECTURES or unknown_matrices(model):
+    architecture = known_architecture(model)
+    if architecture is None or unknown_matrices(model, architecture):
         raise ConfigError(
             f"serving: llama-cpp is not predicted for the architecture {model.model_type}; known "
-            f"are {', '.join(ARCHITECTURES)}"
+            f"are {', '.join(MODEL_TYPES)}"
         )
     if run.quant not in (None, "none"):
         raise ConfigError(
@@ -687,6 +706,12 @@ def check(served: Served) -> None:
         raise ConfigError(
             f"serving: n_cpu_moe and cpu_moe move experts, and {model.name} has none; give "
             "fewer n_gpu_layers"
+        )
+    if not _token_widths(model)[1] and len(set(_cache_types(served))) > 1:
+        raise ConfigError(
+            f"cache_type_k: values of {model.name} are a part of its cached keys, got "
+            f"{served.options['cache_type_k']} and cache_type_v {served.options['cache_type_v']}; "
+            "give both the same type"
         )
     if not uses_flash(served) and str(served.options["cache_type_v"]) not in _WIDE:
         raise ConfigError(
@@ -791,6 +816,7 @@ ENGINE = Engine(
     loads_towers=False,  # a GGUF file of its own has it, which `--mmproj` names
     also_called=("ollama", "llama.cpp", "llamacpp", "llama-server", "lm-studio"),
     stored_by="file_type",
+    stored_as={"mxfp4": "MXFP4_MOE"},  # conversion/gpt_oss.py `repack_mxfp4`
     options=(
         Option(
             name="file_type",

@@ -66,6 +66,12 @@ def _gguf(marks: Sequence[str]) -> StoredForm:
     return StoredForm("GGUF", instead, config)
 
 
+def gguf_type_named(word: str) -> str:
+    """The type of a GGUF file that `word` names, such as q4_k_m or gguf-q4_k_m; empty of others."""
+    name = re.sub(r"^gguf[-_:]", "", word.lower())
+    return name.upper() if _GGUF_TYPE.fullmatch(name) or name == "mxfp4_moe" else ""
+
+
 def _fp8(_: Sequence[str]) -> StoredForm:
     return StoredForm("FP8", "quant fp8, as vllm and sglang serve it", {"quant_method": "fp8"})
 

@@ -17,6 +17,7 @@ from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requ
 from whichlora.spec.results import Refused
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.store.gpus import number_in, number_of
+from whichlora.store.quantised_names import gguf_type_named
 from whichlora.tasks import with_task
 from whichlora.trainers import get_trainer
 
@@ -132,7 +133,8 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
             if chosen.get("kv_cache") != "quantized":
                 chosen = {name: chosen[name] for name in chosen if name not in _QUANTISED_ONLY}
             try:
-                shared = shared_by_engine(chosen) if phase == "inference" else chosen
+                shared = stored_by_engine(chosen, phase)
+                shared = shared_by_engine(shared) if phase == "inference" else shared
                 run = with_task(RunConfig(phase=phase, **with_parallel(shared)))
             except ConfigError as error:
                 model = str(chosen.pop("model", ""))
@@ -231,6 +233,33 @@ def of_one_target(
     """
     ((settings, (gpu,)),) = by_number(settings, [target])
     return {name: list(values) for name, values in settings.items()}, gpu
+
+
+def stored_by_engine(settings: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
+    """`settings` whose quant names a type of GGUF files, with it as the engine's own option.
+
+    Raises:
+        ConfigError: another engine, or an option that says otherwise.
+    """
+    quant = settings.get("quant")
+    file_type = gguf_type_named(quant) if isinstance(quant, str) else ""
+    if not file_type:
+        return settings
+    engine = get_engine(settings.get("serving") or TRANSFORMERS)
+    if phase != "inference" or not engine.stored_by:
+        raise ConfigError(
+            f"quant: {quant} is a type of GGUF files, which are llama.cpp's; use phase inference "
+            "with serving llama-cpp, or quant nf4 or awq-int4 for 4 bits"
+        )
+    stated = dict(settings.get("serving_options") or ())
+    options = dict(by_own_names(engine.options, stated.items()))
+    ((_, asked),) = by_own_names(engine.options, [(engine.stored_by, file_type)])
+    if options.setdefault(engine.stored_by, asked) != asked:
+        raise ConfigError(
+            f"quant: {quant}, but {engine.stored_by} is {options[engine.stored_by]}; give one of "
+            "them"
+        )
+    return {**settings, "quant": None, "serving_options": tuple(sorted(options.items()))}
 
 
 def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
