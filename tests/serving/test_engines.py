@@ -23,7 +23,7 @@ from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 from whichlora.units import GiB
-from whichlora.workflow.combinations import shared_by_engine
+from whichlora.workflow.combinations import combinations, only_runs, shared_by_engine
 from whichlora.workflow.estimates import estimate
 
 OUTSIDE = Path(__file__).parents[1] / "outside_serving"
@@ -53,10 +53,17 @@ def test_an_engine_of_another_package_answers_under_its_own_name(
     assert replace(renamed, engine="vllm") == named
 
 
-@pytest.mark.parametrize("name", ["ollama", "llama.cpp", "llamacpp"])
-def test_a_name_that_comes_near_is_suggested(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"serving: '{name}' .*; did you mean llama-cpp"):
-        get_engine(name)
+@pytest.mark.parametrize("name", ["Ollama", "llama.cpp", "llamacpp"])
+def test_what_runs_an_engine_means_it(name: str) -> None:
+    assert get_engine(name).name == "llama-cpp"
+    settings = {"model": [RUN.model], "phase": ["inference"], "serving": [name]}
+    (run,) = only_runs(combinations(settings))
+    assert run.serving == "llama-cpp"
+
+
+def test_a_name_that_no_engine_has_lists_them() -> None:
+    with pytest.raises(ConfigError, match="serving: 'tgi' is not known; accepted are .*llama-cpp"):
+        get_engine("tgi")
 
 
 @pytest.mark.parametrize(

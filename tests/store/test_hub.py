@@ -233,7 +233,6 @@ def test_a_copy_is_served_as_its_name_says() -> None:
             {"phase": "inference", "serving": "llama-cpp"},
             "does not say which of its files; give the serving option file_type",
         ),
-        ("Qwen/Qwen2.5-7B", {"phase": "inference", "serving": "Ollama"}, "did you mean llama-cpp"),
     ],
 )
 def test_a_copy_that_says_too_little_is_refused(

@@ -19,6 +19,19 @@ _ENGINES = Members[Engine](
 BUILT_IN = _ENGINES.built_in
 ENTRY_POINT_GROUP = _ENGINES.group
 list_engines = _ENGINES.all
-get_engine = _ENGINES.get
+
+
+def get_engine(name: str) -> Engine:
+    """The engine called `name`, or that runs what is called so, such as Ollama.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in BUILT_IN:
+        for engine in BUILT_IN.values():
+            if name.lower() in engine.also_called:
+                return engine
+    return _ENGINES.get(name)
+
 
 __all__ = ["BUILT_IN", "ENTRY_POINT_GROUP", "Engine", "get_engine", "list_engines"]

@@ -133,6 +133,8 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
             if chosen.get("kv_cache") != "quantized":
                 chosen = {name: chosen[name] for name in chosen if name not in _QUANTISED_ONLY}
             try:
+                if chosen.get("serving"):
+                    chosen = {**chosen, "serving": get_engine(chosen["serving"]).name}
                 shared = stored_by_engine(chosen, phase)
                 shared = shared_by_engine(shared) if phase == "inference" else shared
                 run = with_task(RunConfig(phase=phase, **with_parallel(shared)))

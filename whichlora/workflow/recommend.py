@@ -298,7 +298,7 @@ def plan_content(question: Question) -> dict[str, Any]:
         content["image_max_pixels"] = question.image_max_pixels
     content["stage1_profile"] = {"batch_size": 1}
     if question.serving not in (None, TRANSFORMERS):
-        content["serving"] = question.serving
+        content["serving"] = get_engine(question.serving).name
         content["stage1_profile"] = {"concurrency": 1}
         if question.tpot is not None:
             parse_duration(question.tpot, setting="tpot")
