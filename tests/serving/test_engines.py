@@ -62,7 +62,7 @@ def test_what_runs_an_engine_means_it(name: str) -> None:
 
 
 def test_a_name_that_no_engine_has_lists_them() -> None:
-    with pytest.raises(ConfigError, match="serving: 'tgi' is not known; accepted are .*llama-cpp"):
+    with pytest.raises(ConfigError, match=r"serving: 'tgi' is not known; accepted are .*llama-cpp"):
         get_engine("tgi")
 
 
