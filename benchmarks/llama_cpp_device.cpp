@@ -1,21 +1,46 @@
-// A device with the rules of llama.cpp's CUDA backend that holds nothing and computes nothing: its
-// scheduler divides a graph and sizes every buffer as on a GPU. FREE_MIB and TOTAL_MIB are what it
-// says of its memory. Rules read in llama.cpp 0c1e570 ggml/src/ggml-cuda/ggml-cuda.cu and fattn.cu.
+// Devices with the rules of llama.cpp's CUDA backend that hold nothing and compute nothing: its
+// scheduler divides a graph and sizes every buffer as on GPUs. FREE_MIB and TOTAL_MIB are what they
+// say of their memory, with a comma between devices. Rules read in llama.cpp 0c1e570
+// ggml/src/ggml-cuda/ggml-cuda.cu and fattn.cu.
 #include "ggml-backend-impl.h"
 #include "ggml.h"
 #include "llama-ext.h"
 
 #include <cstdio>
 #include <cstdlib>
+#include <dlfcn.h>
+#include <string>
+#include <vector>
+
+// one of the devices, which the interfaces below find as the context of a device or a buffer type
+struct device_state {
+    std::string name;
+    size_t available;
+    size_t total;
+    ggml_backend_device device;
+    ggml_backend_buffer_type memory;
+    ggml_backend_buffer_type pinned;
+};
 
 static ggml_backend_reg_t the_reg();
-static ggml_backend_dev_t the_device();
-static ggml_backend_buffer_type_t device_memory();
-static ggml_backend_buffer_type_t pinned_memory();
+static std::vector<device_state *> & devices();
 
-static size_t mib(const char * name) { const char * text = getenv(name); return (text ? strtoull(text, nullptr, 10) : 0) << 20; }
+static std::vector<size_t> mib(const char * name) {
+    std::vector<size_t> sizes;
+    const char * text = getenv(name);
+    while (text && *text) {
+        char * end;
+        sizes.push_back(strtoull(text, &end, 10) << 20);
+        text = *end ? end + 1 : end;
+    }
+    return sizes;
+}
 
-static const char * name_of_buft(ggml_backend_buffer_type_t buft) { return buft == device_memory() ? "FAKE0" : "FAKE_Host"; }
+static device_state * state(ggml_backend_dev_t device) { return (device_state *) device->context; }
+static device_state * state(ggml_backend_buffer_type_t buft) { return (device_state *) buft->context; }
+
+static const char * name_of_buft(ggml_backend_buffer_type_t buft) { return state(buft)->name.c_str(); }
+static const char * name_of_pinned(ggml_backend_buffer_type_t) { return "FAKE_Host"; }
 static void free_buffer(ggml_backend_buffer_t) {}
 static void * base(ggml_backend_buffer_t) { return (void *) 0x1000; }
 static void set(ggml_backend_buffer_t, ggml_tensor *, const void *, size_t, size_t) {}
@@ -30,6 +55,13 @@ static ggml_backend_buffer_t alloc(ggml_backend_buffer_type_t buft, size_t size)
     buffer.get_tensor  = get;
     buffer.clear       = clear;
     return ggml_backend_buffer_init(buft, buffer, nullptr, size);
+}
+
+// a GPU's pinned memory is the host's
+static ggml_backend_buffer_t alloc_pinned(ggml_backend_buffer_type_t buft, size_t size) {
+    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
+    buffer->buft = buft;
+    return buffer;
 }
 
 static size_t alignment(ggml_backend_buffer_type_t) { return 128; }
@@ -51,17 +83,7 @@ static size_t alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor)
 static bool yes(ggml_backend_buffer_type_t) { return true; }
 static bool no(ggml_backend_buffer_type_t) { return false; }
 
-static ggml_backend_buffer_type_t device_memory() {
-    static ggml_backend_buffer_type type = {{name_of_buft, alloc, alignment, nullptr, alloc_size, no}, the_device(), nullptr};
-    return &type;
-}
-
-static ggml_backend_buffer_type_t pinned_memory() {
-    static ggml_backend_buffer_type type = {{name_of_buft, alloc, alignment, nullptr, nullptr, yes}, the_device(), nullptr};
-    return &type;
-}
-
-static const char * backend_name(ggml_backend_t) { return "FAKE0"; }
+static const char * backend_name(ggml_backend_t backend) { return state(backend->device)->name.c_str(); }
 static void backend_free(ggml_backend_t backend) { delete backend; }
 static void synchronize(ggml_backend_t) {}
 static ggml_status compute(ggml_backend_t, ggml_cgraph *) { return GGML_STATUS_SUCCESS; }
@@ -79,17 +101,17 @@ static ggml_backend_t init_backend(ggml_backend_dev_t device, const char *) {
     return new ggml_backend{&guid, backend, device, nullptr};
 }
 
-static const char * dev_name(ggml_backend_dev_t) { return "FAKE0"; }
-static void memory(ggml_backend_dev_t, size_t * available, size_t * total) { *available = mib("FREE_MIB"); *total = mib("TOTAL_MIB"); }
+static const char * dev_name(ggml_backend_dev_t device) { return state(device)->name.c_str(); }
+static void memory(ggml_backend_dev_t device, size_t * available, size_t * total) { *available = state(device)->available; *total = state(device)->total; }
 static enum ggml_backend_dev_type type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
 static void props(ggml_backend_dev_t device, ggml_backend_dev_props * found) {
-    *found = {"FAKE0", "FAKE0", 0, 0, GGML_BACKEND_DEVICE_TYPE_GPU, nullptr, {true, true, false, true, true}};
+    *found = {dev_name(device), dev_name(device), 0, 0, GGML_BACKEND_DEVICE_TYPE_GPU, nullptr, {true, true, false, true, true}};
     memory(device, &found->memory_free, &found->memory_total);
 }
-static ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t) { return device_memory(); }
-static ggml_backend_buffer_type_t dev_host_buft(ggml_backend_dev_t) { return pinned_memory(); }
+static ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t device) { return &state(device)->memory; }
+static ggml_backend_buffer_type_t dev_host_buft(ggml_backend_dev_t device) { return &state(device)->pinned; }
 static bool supports_op(ggml_backend_dev_t, const ggml_tensor *) { return true; }
-static bool supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t buft) { return buft == device_memory(); }
+static bool supports_buft(ggml_backend_dev_t device, ggml_backend_buffer_type_t buft) { return buft == dev_buft(device); }
 static bool offload_op(ggml_backend_dev_t, const ggml_tensor * op) {
     switch (op->op) {
         case GGML_OP_GET_ROWS:   return false;
@@ -103,17 +125,26 @@ static ggml_backend_event_t event_new(ggml_backend_dev_t device) { return new gg
 static void event_free(ggml_backend_dev_t, ggml_backend_event_t made) { delete made; }
 static void event_synchronize(ggml_backend_dev_t, ggml_backend_event_t) {}
 
-static ggml_backend_dev_t the_device() {
-    static ggml_backend_device device = {
-        {dev_name, dev_name, memory, type, props, init_backend, dev_buft, dev_host_buft, nullptr,
-         supports_op, supports_buft, offload_op, event_new, event_free, event_synchronize},
-        the_reg(), nullptr};
-    return &device;
+static std::vector<device_state *> & devices() {
+    static std::vector<device_state *> made;
+    const auto available = mib("FREE_MIB"), total = mib("TOTAL_MIB");
+    while (made.size() < total.size()) {
+        const size_t index = made.size();
+        auto * each = new device_state{"FAKE" + std::to_string(index), available[index], total[index], {}, {}, {}};
+        each->device = {
+            {dev_name, dev_name, memory, type, props, init_backend, dev_buft, dev_host_buft, nullptr,
+             supports_op, supports_buft, offload_op, event_new, event_free, event_synchronize},
+            the_reg(), each};
+        each->memory = {{name_of_buft, alloc, alignment, nullptr, alloc_size, no}, &each->device, each};
+        each->pinned = {{name_of_pinned, alloc_pinned, ggml_backend_cpu_buffer_type()->iface.get_alignment, nullptr, nullptr, yes}, &each->device, each};
+        made.push_back(each);
+    }
+    return made;
 }
 
 static const char * reg_name(ggml_backend_reg_t) { return "FAKE"; }
-static size_t count(ggml_backend_reg_t) { return 1; }
-static ggml_backend_dev_t device_at(ggml_backend_reg_t, size_t) { return the_device(); }
+static size_t count(ggml_backend_reg_t) { return devices().size(); }
+static ggml_backend_dev_t device_at(ggml_backend_reg_t, size_t index) { return &devices()[index]->device; }
 static void * no_address(ggml_backend_reg_t, const char *) { return nullptr; }
 
 static ggml_backend_reg_t the_reg() {
@@ -122,14 +153,26 @@ static ggml_backend_reg_t the_reg() {
 }
 
 // when it is preloaded, as for llama-fit-params
-__attribute__((constructor)) static void register_device() {
-    if (mib("TOTAL_MIB")) { ggml_backend_register(the_reg()); }
+__attribute__((constructor)) static void register_devices() {
+    const auto total = mib("TOTAL_MIB");
+    if (!total.empty() && total[0]) { ggml_backend_register(the_reg()); }
 }
 
-// bytes of weights, cache and buffers of computing, of the device (1) and of the host (0)
+// a row of logits for each slot, as llama-server plans it, and not for each token
+extern "C" llama_context * llama_init_from_model(llama_model * model, llama_context_params params) {
+    static const auto next = (decltype(&llama_init_from_model)) dlsym(RTLD_NEXT, "llama_init_from_model");
+    params.n_outputs_max = params.n_seq_max;
+    return next(model, params);
+}
+
+// bytes of weights, cache and buffers of computing, of each device (from 1) and of the host (0)
 extern "C" void print_memory(const llama_context * context) {
     for (const auto & [buft, bytes] : llama_get_memory_breakdown(context)) {
-        printf("memory %d %zu %zu %zu\n", !ggml_backend_buft_is_host(buft) && buft == device_memory(), bytes.model, bytes.context, bytes.compute);
+        size_t number = 0;
+        for (size_t index = 0; index < devices().size(); index++) {
+            if (buft == &devices()[index]->memory) { number = index + 1; }
+        }
+        printf("memory %zu %zu %zu %zu\n", number, bytes.model, bytes.context, bytes.compute);
     }
     fflush(stdout);
 }

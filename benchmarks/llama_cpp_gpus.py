@@ -20,7 +20,8 @@ from markdown_tables import markdown_table, summary, write_page
 
 from whichlora.predict.resolve import resolve
 from whichlora.serving.kernel_rates import KernelRates
-from whichlora.serving.llama_cpp import BLOCK_RATES, stepping
+from whichlora.serving.llama_cpp import stepping
+from whichlora.serving.llama_cpp_rates import BLOCK_RATES
 from whichlora.serving.step_time import Step, StepTimer, own_all_reduce, step_timer
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
@@ -49,6 +50,7 @@ class Speed:
     tokens: int
     before: int
     tokens_per_s: float
+    gpus: int = 1
 
     @property
     def seconds(self) -> float:
@@ -88,8 +90,8 @@ class Speed:
         return seconds
 
 
-def speeds() -> list[Speed]:
-    with RECORDS.open(encoding="utf-8", newline="") as file:
+def speeds(records: Path = RECORDS) -> list[Speed]:
+    with records.open(encoding="utf-8", newline="") as file:
         return [
             Speed(
                 gpu=row["gpu"],
@@ -101,6 +103,7 @@ def speeds() -> list[Speed]:
                 tokens=int(row["tokens"]),
                 before=int(row["before"]),
                 tokens_per_s=float(row["tokens_per_s"]),
+                gpus=int(row.get("gpus", 1)),
             )
             for row in csv.DictReader(file)
         ]

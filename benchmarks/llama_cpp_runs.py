@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,13 @@ from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Served
 from whichlora.serving.gguf import FILE_TYPES, tensors
 from whichlora.serving.gguf_architectures import architecture_of
-from whichlora.serving.llama_cpp import all_of, placement, slots, taken
+from whichlora.serving.llama_cpp_memory import (
+    asked_placement,
+    fitted_placement,
+    free_bytes,
+    slots,
+    taken,
+)
 from whichlora.spec.options import OptionValue
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
@@ -146,31 +152,25 @@ def measure(build: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     import gguf_files
 
-    source = re.search(
-        r"CMAKE_HOME_DIRECTORY:INTERNAL=(.*)", (build / "CMakeCache.txt").read_text()
-    )
-    assert source
-    llama = Path(source[1])
     with RECORDS.open(encoding="utf-8", newline="") as kept:
         rows: list[tuple[object, ...]] = [tuple(row.values()) for row in csv.DictReader(kept)]
     known = {(row[0], row[1], row[2]) for row in rows}
     with tempfile.TemporaryDirectory() as folder:
-        device = Path(folder) / "libdevice.so"
-        headers = [f"-I{llama / each}" for each in ("ggml/include", "ggml/src", "src", "include")]
-        libraries = [f"-L{build / 'bin'}", "-lllama", "-lggml", "-lggml-base"]
-        compile_ = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", *headers, str(DEVICE)]
-        subprocess.run([*compile_, "-o", str(device), *libraries], check=True)
+        device = compiled_device(build, Path(folder))
         for case in cases():
             if ("plan", case.model, case.device) in known or not case.is_served:
                 continue
-            file = _file(Path(folder), gguf_files, case.model, dict(case.settings))
+            file = file_of(Path(folder), gguf_files, case.model, dict(case.settings))
             rows += _planned(build, device, file, case)
         for name in MODELS:
             if ("mix", name, "-") in known:
                 continue
-            rows += _mixes(build, _file(Path(folder), gguf_files, name, {}), name)
+            rows += _mixes(build, file_of(Path(folder), gguf_files, name, {}), name)
             rows += _fits(
-                build, device, _file(Path(folder), gguf_files, name, {"file_type": "Q4_K_M"}), name
+                build,
+                device,
+                file_of(Path(folder), gguf_files, name, {"file_type": "Q4_K_M"}),
+                name,
             )
     with RECORDS.open("w", encoding="utf-8", newline="") as out:
         writer = csv.writer(out, lineterminator="\n")
@@ -178,7 +178,21 @@ def measure(build: Path) -> None:
         writer.writerows(rows)
 
 
-def _file(folder: Path, gguf_files: Any, name: str, settings: Mapping[str, object]) -> Path:
+def compiled_device(build: Path, folder: Path) -> Path:
+    """A library with devices of CUDA's rules, by the headers that `build` was made from."""
+    source = re.search(
+        r"CMAKE_HOME_DIRECTORY:INTERNAL=(.*)", (build / "CMakeCache.txt").read_text()
+    )
+    assert source
+    llama, device = Path(source[1]), folder / "libdevice.so"
+    headers = [f"-I{llama / each}" for each in ("ggml/include", "ggml/src", "src", "include")]
+    libraries = [f"-L{build / 'bin'}", "-lllama", "-lggml", "-lggml-base"]
+    compile_ = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", *headers, str(DEVICE)]
+    subprocess.run([*compile_, "-o", str(device), *libraries], check=True)
+    return device
+
+
+def file_of(folder: Path, gguf_files: Any, name: str, settings: Mapping[str, object]) -> Path:
     stored = str(settings.get("file_type", "F16"))
     path = folder / f"{name.replace('/', '--')}-{stored}.gguf"
     if not path.exists():
@@ -186,7 +200,7 @@ def _file(folder: Path, gguf_files: Any, name: str, settings: Mapping[str, objec
     return path
 
 
-def _environment(build: Path, free_mib: int) -> dict[str, str]:
+def environment(build: Path, free_mib: object) -> dict[str, str]:
     libraries = str(build / "bin")
     return {
         **os.environ,
@@ -207,10 +221,10 @@ def _planned(build: Path, device: Path, file: Path, case: Case) -> Iterator[tupl
             "file": str(file),
         }
     )
-    environment = _environment(build, 0 if on_cpu else WHOLE)
+    places = environment(build, 0 if on_cpu else WHOLE)
     done = subprocess.run(
         [sys.executable, __file__, "--probe", asked],
-        capture_output=True, text=True, env=environment, check=False,
+        capture_output=True, text=True, env=places, check=False,
     )  # fmt: skip
     found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("memory")]
     if not found:
@@ -239,9 +253,15 @@ def probe(asked: dict[str, Any]) -> None:
     library.llama_log_set(log, None)
     library.llama_backend_init()
     loading = library.llama_model_default_params()
-    loading.no_alloc, loading.load_mode = not asked["runs"], 0
+    loading.no_alloc, loading.load_mode = not (asked["runs"] or asked.get("allocates")), 0
     loading.use_extra_bufts = False  # no second layout for one kind of CPU
     loading.n_gpu_layers = asked.get("n_gpu_layers", -2)
+    if "tensor_split" in asked:
+        parts = [float(part) for part in asked["tensor_split"].split(",")]
+        loading.tensor_split = (ctypes.c_float * 16)(*parts)
+    if asked.get("n_cpu_moe"):
+        overrides = _experts_on_host(asked["n_cpu_moe"])
+        loading.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
     model = library.llama_model_load_from_file(asked["file"].encode(), loading)
     context = library.llama_context_default_params()
     count = asked.get("concurrency", 1)
@@ -264,11 +284,26 @@ def probe(asked: dict[str, Any]) -> None:
     os._exit(0)
 
 
+class _Override(ctypes.Structure):
+    _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
+
+
+def _experts_on_host(num_layers: int) -> ctypes.Array[_Override]:
+    """As `--n-cpu-moe` says it."""
+    cpu = ctypes.CDLL("libggml-base.so").ggml_backend_cpu_buffer_type
+    cpu.restype = ctypes.c_void_p
+    overrides = (_Override * (num_layers + 1))()
+    for index in range(num_layers):
+        pattern = rf"blk\.{index}\.ffn_(up|down|gate_up|gate)_(ch|)exps"
+        overrides[index].pattern, overrides[index].buft = pattern.encode(), cpu()
+    return overrides
+
+
 def _mixes(build: Path, file: Path, name: str) -> Iterator[tuple[object, ...]]:
     for stored in FILE_TYPES:
         done = subprocess.run(
             [str(build / "bin" / "llama-quantize"), "--dry-run", str(file), stored],
-            capture_output=True, text=True, env=_environment(build, 0), check=False,
+            capture_output=True, text=True, env=environment(build, 0), check=False,
         )  # fmt: skip
         size = re.search(r"quant size\s*=\s*([\d.]+) MiB", done.stdout + done.stderr)
         if size:
@@ -280,8 +315,8 @@ def _fits(build: Path, device: Path, file: Path, name: str) -> Iterator[tuple[ob
         # it plans a row of logits for each token, the server one for each slot: so one token
         command = [str(build / "bin" / "llama-fit-params"), "-m", str(file), "-c", "8192"]
         command += ["-b", "1", "-ub", "1"]
-        environment = {**_environment(build, free), "LD_PRELOAD": str(device)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        places = {**environment(build, free), "LD_PRELOAD": str(device)}
+        done = subprocess.run(command, capture_output=True, text=True, env=places, check=False)
         layers = re.search(r"-ngl (-?\d+)(.*)", done.stdout)
         if layers:
             on_host = len(re.findall(r"exps=CPU", layers[2]))
@@ -319,10 +354,7 @@ def compared() -> Iterator[Compared]:
 
 def _plan(row: Mapping[str, str]) -> float:
     asked = served(row["model"], row["device"], json.loads(row["settings"]))
-    stated = asked.count("n_gpu_layers")
-    placed = all_of(asked.model)
-    if stated is not None:
-        placed = replace(placed, layers=stated)
+    placed = asked_placement(asked, free_bytes(asked))
     found = taken(asked, placed, asked.context, slots(asked))
     sizes = {
         "weights": found.layers + found.output,
@@ -342,17 +374,11 @@ def _mix(row: Mapping[str, str]) -> float:
 def _fit(row: Mapping[str, str]) -> float:
     one_token = {"context": 8192, "file_type": "Q4_K_M", "batch_size": 1, "ubatch_size": 1}
     asked = served(row["model"], "cuda", one_token)
-    free = int(row["device"].split()[0]) * MiB
-    gpu = replace(asked.gpu, memory_bytes=free, context_bytes=0)
-    placed = placement(replace(asked, gpu=gpu))
+    placed = fitted_placement(asked, [int(row["device"].split()[0]) * MiB])
     if row["what"] == "layers":
         return placed.layers
-    if all(layer.moe is None for layer, _ in asked.model.layers()):
-        return 0
-    num_layers = asked.model.num_hidden_layers
-    first = num_layers + 1 - placed.layers
-    # it names the output matrix, too, where it leaves whole layers on the host
-    return num_layers - max(first, placed.expert_layers) + (first > 0)
+    # a pattern for the output matrix, too, which matches nothing
+    return sum(each.kind == "experts" for each in placed.moved) + bool(placed.moved)
 
 
 _PLACES = (
@@ -410,8 +436,8 @@ def document(found: list[Compared]) -> str:
             "Files have the shapes that we predict, and llama.cpp accepts them.",
             markdown_table(("where", "what", "n", "median", "p90", "worst"), rows, first_figure=2),
             f"Layers that `--fit` leaves on the GPU: equal in {equal} of {len(fits)} cases, and in "
-            f"{near} at most one apart. It may leave a part of one layer's experts on the GPU, we "
-            "count whole layers.",
+            f"{near} at most one apart. Several GPUs: "
+            "[llama_cpp_split.md](llama_cpp_split.md).",
         )
     )
 

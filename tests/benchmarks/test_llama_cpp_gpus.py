@@ -5,7 +5,7 @@ from __future__ import annotations
 import llama_cpp_gpus
 import pytest
 
-from whichlora.serving.llama_cpp import BLOCK_RATES, BLOCK_READS
+from whichlora.serving.llama_cpp_rates import BLOCK_RATES, BLOCK_READS
 
 
 @pytest.mark.slow

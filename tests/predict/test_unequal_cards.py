@@ -84,6 +84,49 @@ def test_an_engine_on_unequal_cards_names_the_smallest() -> None:
         estimate(MODEL, "rtx-3090-24gb+rtx-3070-8gb", phase="inference", serving="vllm")
 
 
+LLAMA_CPP: dict[str, Any] = {"phase": "inference", "serving": "llama-cpp", "context": 32768}
+
+
+def test_an_engine_gives_unequal_cards_layers_by_their_memory() -> None:
+    """12 of 17 layers are on the card that has two thirds of the memory."""
+    (both,) = estimate(MODEL, "rtx-3090-24gb+rtx-3060-12gb", **LLAMA_CPP)
+    assert both.gpu == "rtx-3090-24gb+rtx-3060-12gb"
+    assert both.serving is not None
+    assert "--device CUDA0,CUDA1" in both.serving.command
+    note = next(note for note in both.notes if note.startswith("of each GPU"))
+    assert "GPU 0 (rtx-3090-24gb) 12 layers" in note
+    assert "GPU 1 (rtx-3060-12gb) 5 layers" in note
+
+
+def test_the_card_that_is_filled_the_most_decides() -> None:
+    """As many layers on a card of half the memory leave less of it."""
+    options = {"tensor_split": "1/1"}
+    (both,) = estimate(MODEL, "rtx-3090-24gb+rtx-3060-12gb", serving_options=options, **LLAMA_CPP)
+    (small,) = estimate(MODEL, "rtx-3060-12gb", gpus=2, serving_options=options, **LLAMA_CPP)
+    assert both.serving is not None
+    assert small.serving is not None
+    assert both.serving.left_bytes == pytest.approx(small.serving.left_bytes, rel=0.03)
+
+
+def test_a_token_takes_as_long_as_both_cards_take_for_their_layers() -> None:
+    def tpot_s(gpu: str, **settings: Any) -> float:
+        (found,) = estimate(MODEL, gpu, **LLAMA_CPP, **settings)
+        assert found.serving is not None
+        assert found.serving.time is not None
+        return found.serving.time.tpot_s
+
+    options = {"tensor_split": "1/1"}
+    large = tpot_s("rtx-3090-24gb", gpus=2, serving_options=options)
+    small = tpot_s("rtx-3060-12gb", gpus=2, serving_options=options)
+    both = tpot_s("rtx-3090-24gb+rtx-3060-12gb", serving_options=options)
+    assert both == pytest.approx((large + small) / 2, rel=0.05)
+
+
+def test_cards_beside_each_other_are_not_mistaken_for_equal_ones() -> None:
+    together = estimate(MODEL, ["2xrtx-3090-24gb", "rtx-3090-24gb+rtx-3060-12gb"], **LLAMA_CPP)
+    assert len({found.serving.kv_pool_bytes for found in together if found.serving}) == 2
+
+
 def test_other_commands_say_what_to_ask_instead() -> None:
     with pytest.raises(ConfigError, match="elsewhere name the smallest"):
         where(MODEL, "3090+4090")

@@ -1,11 +1,12 @@
-"""The layout of ggml's buffer; its size for 55 models is in tests/benchmarks."""
+"""The layout of ggml's buffer; its size for 19 models is in tests/benchmarks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from whichlora.serving import ggml_graph
-from whichlora.serving.ggml_graph import Batch
+from whichlora.serving.ggml_buffer import HOST, Graph
+from whichlora.serving.ggml_graph import Batch, LayerPlace
 from whichlora.serving.gguf_architectures import architecture_of
 from whichlora.spec.architecture import ModelSpec
 from whichlora.store.hub import load_model
@@ -45,9 +46,31 @@ def test_a_cache_in_blocks_is_widened_behind_the_attention() -> None:
 
 
 def test_copies_of_what_the_host_holds_come_on_top() -> None:
-    largest = 14336 * 4096 * 2
-    copied = replace(BATCH, copied=(((0, "ffn_down"), largest),))
-    assert compute_bytes(LLAMA, copied) > largest
+    largest = 2 * 14336 * 4096 * 2
+    on_host = LayerPlace(HOST, elsewhere=(("ffn_down", HOST, largest),), cached=(1, 1))
+    places = (on_host, *[LayerPlace(0)] * 31)
+    assert compute_bytes(LLAMA, replace(BATCH, places=places)) > largest
+    assert compute_bytes(LLAMA, replace(BATCH, places=(LayerPlace(0),) * 32)) < largest
+
+
+def test_a_copy_serves_all_that_a_gpu_reads_of_it() -> None:
+    graph = Graph()
+    given = graph.add(1024, place=HOST)
+    first = graph.add(256, given)
+    graph.add(256, first, given)
+    assert graph.buffer_bytes(128) == 1024 + 2 * 256
+    assert graph.buffer_bytes(128, copies=4) == 4 * 1024 + 2 * 256
+    assert graph.buffer_bytes(128, place=1) == 0
+
+
+def test_what_another_gpu_reads_stays_until_it_is_copied() -> None:
+    graph = Graph()
+    given = graph.add(128, place=HOST)
+    first = graph.add(512, given)
+    graph.place = 1
+    graph.add(512, first)
+    assert graph.buffer_bytes(128, place=0) == 128 + 512
+    assert graph.buffer_bytes(128, place=1) == 2 * 512
 
 
 def test_a_cpu_looks_tokens_up_in_the_same_buffer() -> None:

@@ -14,24 +14,22 @@ from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Served
 from whichlora.serving.form import form_in_words
-from whichlora.serving.llama_cpp import (
+from whichlora.serving.llama_cpp import command, notes, start, stepping, weight_bytes
+from whichlora.serving.llama_cpp_memory import (
     MARGIN_BYTES,
-    Placement,
     cache_bytes,
     cells_kept,
     file_type,
     free_bytes,
     micro_batch,
-    notes,
     placement,
     slots,
-    start,
-    stepping,
     taken,
-    weight_bytes,
 )
+from whichlora.serving.llama_cpp_split import Moved, Placement
 from whichlora.serving.step_time import Step, StepTimer, own_all_reduce, step_timer
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.results import ServingTime
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
@@ -96,9 +94,9 @@ def test_what_does_not_fit_goes_to_the_host_until_the_margin_is_free() -> None:
     asked = served(RUN, card(12))
     placed = placement(asked)
     assert 0 < placed.layers < 33
-    room = free_bytes(asked) - MARGIN_BYTES
+    room = free_bytes(asked)[0] - MARGIN_BYTES
     assert taken(asked, placed, 8192, 1).device <= room
-    one_more = replace(placed, layers=placed.layers + 1)
+    one_more = Placement(by_device=(placed.layers + 1,))
     assert taken(asked, one_more, 8192, 1).device > room
     assert not start(asked).fault
 
@@ -107,18 +105,21 @@ def test_experts_go_to_the_host_before_layers_do() -> None:
     run = replace(RUN, model="Qwen/Qwen3-30B-A3B")
     placed = placement(served(run, card(24), file_type="Q8_0"))
     assert placed.layers == 49
-    assert 0 < placed.expert_layers < 48
+    layers = [each.layer for each in placed.moved]
+    assert layers == list(range(layers[0], 48))
+    assert layers[0] > 0
+    assert {each.kind for each in placed.moved[1:]} == {"experts"}
 
 
 def test_experts_that_are_asked_to_lie_on_the_host_do_and_nothing_else_moves() -> None:
     run = replace(RUN, model="Qwen/Qwen3-30B-A3B")
     asked = served(run, card(24), file_type="Q8_0", n_cpu_moe=10)
-    assert placement(asked) == Placement(layers=49, expert_layers=48, host_experts=10)
+    first = tuple(Moved(layer=layer, kind="experts") for layer in range(10))
+    assert placement(asked) == Placement(by_device=(49,), moved=first)
     assert start(asked).fault.startswith("weights take")  # --fit moves nothing beside it
     assert "give a larger n_cpu_moe" in start(asked).fault
     every = served(run, card(24), file_type="Q8_0", cpu_moe=True)
-    none_on_gpu = replace(placement(every), expert_layers=0, host_experts=0)
-    assert taken(every, placement(every), 8192, 1) == taken(every, none_on_gpu, 8192, 1)
+    assert [each.layer for each in placement(every).moved] == list(range(48))
     assert any("experts of 48 of 48 layers" in note for note in notes(every, start(every)))
     with pytest.raises(ConfigError, match="n_cpu_moe and cpu_moe move experts, and"):
         served(RUN, n_cpu_moe=10)
@@ -339,3 +340,115 @@ def test_a_step_that_has_no_time_says_why() -> None:
         assert prediction.serving is not None
         assert prediction.serving.time is None
         assert any(reason in note for note in prediction.notes)
+
+
+# --- several GPUs -----------------------------------------------------------------------------
+
+
+def two(gib: float = 24, **options: object) -> Served:
+    return served(RUN, card(gib), devices=2, **options)
+
+
+def test_each_gpu_holds_whole_layers_with_their_cache() -> None:
+    asked = two()
+    placed = placement(asked)
+    assert placed.by_device == (17, 16)  # the second has the output matrix, too
+    first, second = (taken(asked, placed, 8192, 1, device=device) for device in (0, 1))
+    layer = 8192 * 2 * 1024 * 2
+    assert (first.cache, second.cache) == (17 * layer, 15 * layer)
+    assert first.output == 0
+    assert second.output > 128256 * 4096 * 2
+    alone = taken(served(RUN, card(24)), Placement(by_device=(33,)), 8192, 1)
+    assert first.layers + second.layers == alone.layers
+
+
+def test_the_fullest_gpu_decides_what_fits() -> None:
+    even, uneven = start(two()), start(two(tensor_split="3,1"))
+    assert even.stage == 1
+    assert uneven.pool.max_context(None) < even.pool.max_context(None)
+    longest = uneven.pool.max_context(None)
+    fits = served(replace(RUN, context=longest), card(24), devices=2, tensor_split="3,1")
+    assert not start(fits).fault
+    longer = replace(RUN, context=2 * longest)
+    fault = start(served(longer, card(24), devices=2, tensor_split="3,1")).fault
+    assert "are free on GPU 0 of 2; give another tensor_split" in fault
+
+
+def test_fit_leaves_what_a_user_divided() -> None:
+    moved = two(8)
+    assert placement(moved).layers < 33
+    assert not start(moved).fault
+    assert placement(two(8, tensor_split="1,1")).by_device == (17, 16)
+    assert start(two(7, tensor_split="1,1")).fault
+
+
+def test_inputs_are_kept_four_times_while_micro_batches_overlap() -> None:
+    asked = two()
+    overlapping = placement(asked)
+    alone = replace(overlapping, overlaps=False)
+    inputs = 512 * (4 * 4096 + 2 * 8192)  # states and a mask
+    for device in (0, 1):
+        more = taken(asked, overlapping, 8192, 1, device=device)
+        less = taken(asked, alone, 8192, 1, device=device)
+        # nor does anything else lie on them later
+        assert 3 * inputs < more.compute - less.compute < 4 * inputs
+    assert stepping(asked).passes_at_once == 4
+
+
+def test_a_card_without_room_for_that_starts_without() -> None:
+    run = replace(RUN, context=32768)
+    asked = served(run, card(24), devices=2, fit=False)
+    placed = placement(asked)
+    alone = replace(placed, overlaps=False)
+    lacking = max(taken(asked, alone, 32768, 1, device=device).device for device in (0, 1))
+    tight = served(run, card((lacking + 1e6) / GiB), devices=2, fit=False)
+    assert not placement(tight).overlaps
+    assert not start(tight).fault
+    assert stepping(tight).passes_at_once == 1
+    assert any("do not overlap" in line for line in notes(tight, start(tight)))
+
+
+def test_a_token_takes_as_long_on_two_gpus_and_a_long_prompt_less() -> None:
+    def at(count: int, prompt_len: int) -> ServingTime:
+        run = replace(RUN, prompt_len=prompt_len, max_new_tokens=64, context=16384)
+        options = {"devices": count, "file_type": "Q4_K_M"}
+        run = replace(run, serving_options=tuple(options.items()))
+        gpu = find_target("rtx-4090-24gb")
+        serving = predict(load_model(LLAMA), run, gpu, load_calibration(gpu)).serving
+        assert serving is not None
+        assert serving.time is not None
+        return serving.time
+
+    assert at(2, 256).tpot_s == pytest.approx(at(1, 256).tpot_s, rel=0.03)
+    assert at(2, 256).ttft_s == pytest.approx(at(1, 256).ttft_s, rel=0.05)
+    # published of two such cards: 1.60 times as fast in 4096 tokens, 1.71 in 8192
+    assert at(1, 8192).ttft_s / at(2, 8192).ttft_s == pytest.approx(1.71, rel=0.15)
+
+
+def test_split_mode_none_leaves_the_others_empty() -> None:
+    asked = two(split_mode="none", main_gpu=1)
+    assert placement(asked) == Placement(by_device=(33,))
+    assert notes(asked, start(asked))[1] == "split_mode none: GPU 1 of 2 has everything"
+    assert stepping(asked).stage_layers == ()
+
+
+def test_the_command_names_the_gpus() -> None:
+    run = replace(RUN, serving_options=(("devices", 2), ("tensor_split", "3/1")))
+    asked = resolve(load_model(LLAMA), run, A100).served
+    assert command(asked).endswith("-c 8192 -np 1 --device CUDA0,CUDA1 --tensor-split 3/1")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"split_mode": "row"}, "row was removed from llama.cpp's CUDA backend"),
+        ({"split_mode": "tensor"}, "tensor is experimental in llama.cpp, and not predicted"),
+        ({"tensor_split": "1,2,3"}, "1,2,3 for 2 GPUs; give a proportion of each, such as 1/1"),
+        ({"tensor_split": "a"}, "a for 2 GPUs"),
+        ({"tensor_split": "0,0"}, "0,0 for 2 GPUs"),
+        ({"main_gpu": 2}, "2 of 2 GPUs; they are numbered from 0"),
+    ],
+)
+def test_ways_to_divide_that_fail_are_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        two(**options)

@@ -80,7 +80,7 @@ def test_an_engine_takes_the_number_of_gpus_as_its_own_option_and_all_are_paid()
         (("--parallel", "fsdp"), "parallel: vllm divides every matrix (tensor_parallel_size)"),
         (("--nodes", "2"), "nodes: vllm is predicted on one machine, got 2; give 1"),
         (("--interconnect", "25GB/s"), "interconnect: vllm is predicted with the usual links"),
-        (("--serving", "llama-cpp"), "of serving by vllm or sglang; give one of these"),
+        (("--serving", "transformers"), "several are known of fine-tuning, and of serving by"),
     ],
 )
 def test_gpus_that_an_engine_does_not_divide_so_are_refused(

@@ -15,7 +15,7 @@ from whichlora.predict.predict import (
     judge_counted,
     predict_counted,
 )
-from whichlora.predict.resolve import ResolvedRun, resolve, respread
+from whichlora.predict.resolve import ResolvedRun, of_fullest_card, resolve, respread
 from whichlora.serving.base import Engine, Served
 from whichlora.serving.step_time import Service
 from whichlora.spec.architecture import ModelSpec
@@ -71,7 +71,8 @@ class Predictor:
         job, service = self._started[key]
         load = {name: getattr(run, name) for name in LOAD}
         job = replace(job, run=replace(job.run, **load))
-        return count_served(job, under_load(job.engine, job.served, service))
+        loaded = under_load(job.engine, job.served, service)
+        return count_served(of_fullest_card(job, loaded.start), loaded)
 
     def predict_over(
         self, model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration

@@ -13,7 +13,7 @@ from whichlora.parallel import get_strategy
 from whichlora.parallel.layout import Layout
 from whichlora.predict.images import with_images, with_lengths
 from whichlora.serving import get_engine, list_engines
-from whichlora.serving.base import Engine, Served
+from whichlora.serving.base import Engine, Served, Start
 from whichlora.spec.architecture import ModelSpec, with_source_len
 from whichlora.spec.backends.cuda import ASSUMED_CAPABILITY, FLASH_CAPABILITY
 from whichlora.spec.checkpoint import (
@@ -249,7 +249,17 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         layout=layout,
     )
     _check_serving(job)
-    return job
+    if not gpu.beside or job.engine.start is None:
+        return job
+    return of_fullest_card(job, job.engine.start(job.served))
+
+
+def of_fullest_card(job: ResolvedRun, start: Start) -> ResolvedRun:
+    """`job` on that of unequal cards which its engine fills the most when it starts."""
+    cards = job.gpu.beside
+    if not cards:
+        return job
+    return replace(job, gpu=replace(cards[max(0, start.stage - 1)], beside=cards))
 
 
 def _check_form(run: RunConfig, method: Method) -> None:
@@ -436,11 +446,12 @@ def _check_serving(job: ResolvedRun) -> None:
                 f"kv_cache: {run.kv_cache} is a cache of transformers; leave it out beside serving "
                 f"{engine.name}, which has its own"
             )
-        if job.gpu.kind not in engine.device_kinds:
-            raise ConfigError(
-                f"serving: {engine.name} is predicted for NVIDIA's GPUs, not {job.gpu.key}"
-            )
-        _check_card(job.gpu, engine)
+        for card in job.gpu.beside or (job.gpu,):
+            if card.kind not in engine.device_kinds:
+                raise ConfigError(
+                    f"serving: {engine.name} is predicted for NVIDIA's GPUs, not {card.key}"
+                )
+            _check_card(card, engine)
     on_linears = job.method.find_targets is None
     if run.serve == "as-trained" and not on_linears and engine.name != TRANSFORMERS:
         instead = "serve merged" if job.method.merges else f"serving {TRANSFORMERS}"
@@ -508,7 +519,7 @@ def _layout(config: ParallelConfig, phase: str) -> Layout | None:
         return None
     layout = Layout.of(config, [get_strategy(name) for name in config.names])
     if phase == "inference":
-        able = [name for name in list_engines() if get_engine(name).shared_by]
+        able = [name for name in list_engines() if get_engine(name).divided_by]
         raise ConfigError(
             f"gpus: several are known of fine-tuning, and of serving by {' or '.join(able)}; give "
             "one of these, or leave gpus and parallel out"

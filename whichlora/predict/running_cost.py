@@ -33,7 +33,9 @@ def running_cost(
     gpus, stages = run.parallel.gpus * engine.num_gpus(run), engine.num_stages(run)
     power = power_w(gpu, run.product_dtype, breakdown)
     if power is not None and stages > 1:  # as many work at once as batches are under way
-        at_once = 1 if run.request_rate is not None else min(stages, run.batch_size)
+        at_once = min(stages, run.batch_size) if engine.fills_stages else 1
+        if run.request_rate is not None:
+            at_once = 1
         power = at_once / stages * power[0], power[1]
     return RunningCost(
         num_gpus=gpus,

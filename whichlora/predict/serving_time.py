@@ -10,6 +10,7 @@ from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import TIME_CONFIDENCE, time_interval
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.predict.serving_links import exchange_s, reduction_s, sends_s
+from whichlora.serving import get_engine
 from whichlora.serving.base import Served
 from whichlora.serving.cpu_timer import CpuTimer
 from whichlora.serving.pipeline_time import PipelineTimer, pipeline_timer
@@ -63,7 +64,9 @@ def _timer(
     """Of the steps of `service`, made once; None where the engine or the device is not timed."""
     if service.start.untimed and job.engine.logged_timer is not None:
         return job.engine.logged_timer(served, calibration.logged_times())
-    if job.engine.stepping is None or service.start.untimed or not job.gpu.is_timed:
+    if job.engine.stepping is None or service.start.untimed:
+        return None
+    if not all(card.is_timed for card in job.gpu.beside or (job.gpu,)):
         return None
     stepping = job.engine.stepping(served)
     if stepping not in service.timers:
@@ -108,7 +111,8 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
     together. Engines do not divide a batch: requests that come at once and whose
     prompts fit one step stay one batch until answers end, so that the first answers take longer
     than here (github.com/vllm-project/vllm/issues/41682). The chunks of a prompt that is read alone
-    follow each other from stage to stage, where other batches leave these free.
+    follow each other from stage to stage, where other batches leave these free. An engine that
+    has one batch for all GPUs overlaps passes of one step alone.
 
     Kind: estimate. Source: vLLM 0.33.0 v1/engine/core.py:208 batch_queue_size; SGLang 0.5.23
     srt/managers/scheduler.py:1241 pp_max_micro_batch_size.
@@ -120,6 +124,8 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
     pool_tokens = start.pool.num_tokens(length)
     held = pool_tokens // length  # a batch has one of them at least
     batches = max(1, min(stages, held, stages if is_open else clients))
+    if not get_engine(run.serving).fills_stages:
+        batches = 1
     share = -(-clients // batches)
     max_num_seqs = start.max_num_seqs(served.context)
     load = Load(

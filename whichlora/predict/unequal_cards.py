@@ -12,7 +12,8 @@ from whichlora.predict.coefficients import Calibration
 from whichlora.predict.parallel_choice import best_spread
 from whichlora.predict.rank_time import links_of
 from whichlora.predict.resolve import has_bf16, with_precision
-from whichlora.serving import list_engines
+from whichlora.serving import get_engine, list_engines
+from whichlora.serving.base import Engine
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import AUTO, AUTO_INTERCONNECT, ParallelConfig
 from whichlora.spec.results import Prediction, RankPrediction
@@ -45,6 +46,9 @@ def over_cards(run: RunConfig, name: str, cards: Sequence[Card]) -> RunConfig:
         ConfigError: it asks for another number of GPUs, or trains nothing.
     """
     count = sum(len(card.ranks) for card in cards)
+    engine = get_engine(run.serving)
+    if run.phase == "inference" and engine.takes_unequal:
+        return _served_by_all(run, name, engine, count)
     if run.phase == "inference":
         smallest = _smallest(cards).key
         engines = [engine.name for engine in list_engines().values() if engine.shared_by]
@@ -59,6 +63,29 @@ def over_cards(run: RunConfig, name: str, cards: Sequence[Card]) -> RunConfig:
         raise ConfigError(f"gpus: {name} are {count} cards, got {config.gpus}; leave gpus out")
     least = next((card for card in cards if not has_bf16(card.gpu)), cards[0])
     return with_precision(replace(run, parallel=config), least.gpu)
+
+
+def _served_by_all(run: RunConfig, name: str, engine: Engine, count: int) -> RunConfig:
+    options = dict(run.serving_options)
+    if options.setdefault(engine.divided_by, count) != count:
+        raise ConfigError(
+            f"gpu: {name} are {count} cards, and {engine.divided_by} is "
+            f"{options[engine.divided_by]}; leave it out"
+        )
+    return replace(run, serving_options=tuple(sorted(options.items())))
+
+
+def serve_on_cards(
+    run: RunConfig,
+    name: str,
+    cards: Sequence[Card],
+    predicted: Callable[[RunConfig, Card], Prediction],
+) -> Prediction:
+    """`run` of an engine that gives each of `cards` a part, as the fullest of them has it."""
+    everyone = tuple(card.gpu for card in cards for _ in card.ranks)
+    first = cards[0]
+    on_all = replace(first, gpu=replace(first.gpu, key=name, beside=everyone))
+    return replace(predicted(run, on_all), gpu=name)
 
 
 def predict_on_cards(

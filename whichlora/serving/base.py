@@ -154,8 +154,8 @@ class Start:
         counts_process: whether the budget has the context of its process, too.
         needs_context: whether it does not start, either, where the pool lacks room for one
             sequence.
-        stage: of a pipeline, whose GPU this is: that with the fewest blocks, which all have; 0
-            where there is no pipeline.
+        stage: of a pipeline, whose GPU this is: that with the fewest blocks, which all have, or
+            the fullest; 0 where there is no pipeline.
         copies: engines that share experts, each with such GPUs, a pool and sequences of its own.
     """
 
@@ -211,6 +211,8 @@ class Stepping:
         experts: how routed experts are divided; None: as every matrix.
         gathered_share: of a state in the dtype of products, what ranks with own sequences send.
         stage_layers: of a pipeline, how many layers each stage has; empty where there is none.
+        stage_cards: of `GpuSpec.beside`, the number of each stage's card, from 0; empty where all
+            are equal.
         step_s: what its host does between two steps, for which the GPU waits; `sequence_s` for each
             sequence that runs.
         max_step_tokens: of prompts and answers in one step.
@@ -237,6 +239,8 @@ class Stepping:
         max_num_seqs: that run at once, where fewer than `Start` could be had are allocated.
         graph_tokens: of one pass over the layers; a larger step is several. None for no limit.
         state_bytes: of a recurrent layer's state; None where the model's dtypes say it.
+        passes_at_once: of one step that are at different stages of a pipeline; None where whole
+            steps of several batches are.
         reserved_tokens, keeps_blocks, front_s, plans_ahead: as `scheduler.Rules`.
         indexer_kernels: of one indexer, beside its products.
         tokenized_s: of each token of a prompt, before the scheduler has it.
@@ -264,6 +268,7 @@ class Stepping:
     max_num_seqs: int | None = None
     graph_tokens: int | None = None
     stage_layers: tuple[int, ...] = ()
+    stage_cards: tuple[int, ...] = ()
     state_bytes: Callable[[CachedLayers], int] | None = None
     reserved_tokens: int = 0
     keeps_blocks: bool = False
@@ -273,6 +278,7 @@ class Stepping:
     indexer_kernels: int = INDEXER_KERNELS
     experts: ExpertRanks | None = None
     gathered_share: float = 1.0
+    passes_at_once: int | None = None
 
     @property
     def copies(self) -> int:
@@ -291,11 +297,21 @@ class Stepping:
 
         Kind: exact for equal layers. Source: vLLM 0.33.0 v1/core/sched/scheduler.py:817, which
         holds back sequences that decode, no chunks; SGLang 0.5.23
-        srt/managers/scheduler_pp_mixin.py.
+        srt/managers/scheduler_pp_mixin.py; llama.cpp 0c1e570 tools/server/server-context.cpp:3660,
+        which waits for batches that have an answer's token alone.
         """
         if not self.stage_layers:
             return 1.0
-        return min(1.0, batches * max(self.stage_layers) / sum(self.stage_layers))
+        slowest, passing = float(max(self.stage_layers)), sum(self.stage_layers)
+        if self.passes_at_once is None:
+            return min(1.0, batches * slowest / passing)
+        passes = self.passes(self.max_step_tokens)
+        slowest = max(slowest, passing / self.passes_at_once)
+        return passes * slowest / (passing + (passes - 1) * slowest)
+
+    def passes(self, tokens: int) -> int:
+        """Passes over the layers that a step of `tokens` is."""
+        return max(1, -(-tokens // (self.graph_tokens or tokens or 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,6 +355,8 @@ class Engine:
             predicted; `staged_by` for the number of stages that each have some of the layers.
         copied_by: its option for the number of engines that share experts alone, each with GPUs of
             its own beside those of `shared_by`.
+        takes_unequal: whether the GPUs of a pipeline may be of several types.
+        fills_stages: whether a pipeline has a batch at every stage; else one batch passes them.
         least_capability: the oldest compute capability that it has kernels for.
         start: what it takes when it starts; None where memory is taken as sequences come, so that
             the run is one call of `generate`.
@@ -373,6 +391,8 @@ class Engine:
     shared_by: str = ""
     staged_by: str = ""
     copied_by: str = ""
+    takes_unequal: bool = False
+    fills_stages: bool = True
     least_capability: float = 0.0
     start: Callable[[Served], Start] | None = None
     load_of_start: Callable[[Served], Hashable] = _nothing
@@ -388,6 +408,11 @@ class Engine:
     log: EngineLog | None = None
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def divided_by(self) -> str:
+        """The option that more GPUs are given by; empty where one GPU is predicted."""
+        return self.shared_by or self.staged_by
 
     def num_gpus(self, run: RunConfig) -> int:
         """GPUs that share the model of `run`: those of every stage, and of every copy."""

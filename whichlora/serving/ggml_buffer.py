@@ -10,86 +10,138 @@ from bisect import bisect
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+HOST = -1  # the place of what no GPU has
+
 
 class Node(NamedTuple):
-    """A tensor: what it is made of, and which of those it may lie on."""
+    """A tensor: what it is made of, and which of those it may lie on.
+
+    Args:
+        place: the number of the GPU that computes it, from 0, or `HOST`.
+        is_weight: a matrix of the file, which another place computes with a copy of.
+    """
 
     num_bytes: int
+    sources: tuple[int, ...] = ()
+    over: tuple[int, ...] = ()
+    place: int = 0
+    is_weight: bool = False
+
+
+class _Event(NamedTuple):
+    """What a place does with its buffer: take room for `tensor`, if any, then free `sources`.
+
+    Tensors are numbered by their node; a copy has the number of what it copies, below 0.
+    """
+
+    tensor: int | None
+    num_bytes: int = 0
     sources: tuple[int, ...] = ()
     over: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class Graph:
-    """Nodes in the order in which they are computed."""
+    """Nodes in the order in which they are computed.
+
+    Args:
+        place: of nodes that are added.
+    """
 
     nodes: list[Node] = field(default_factory=list)
-    splits: list[int] = field(default_factory=list)
+    place: int = 0
 
-    def add(self, num_bytes: int, *sources: int, over: tuple[int, ...] = ()) -> int:
-        self.nodes.append(Node(num_bytes, sources, over))
+    def add(
+        self, num_bytes: int, *sources: int, over: tuple[int, ...] = (), place: int | None = None
+    ) -> int:
+        self.nodes.append(Node(num_bytes, sources, over, self.place if place is None else place))
         return len(self.nodes) - 1
 
-    def split(self) -> None:
-        """The graph is divided before the last node, a copy of what the host has.
+    def weight(self, num_bytes: int) -> int:
+        """A matrix that the host has."""
+        self.nodes.append(Node(num_bytes, place=HOST, is_weight=True))
+        return len(self.nodes) - 1
 
-        Source: llama.cpp 0c1e570 ggml/src/ggml-backend.cpp `ggml_backend_sched_split_graph`.
-        """
-        self.splits.append(len(self.nodes) - 1)
+    def buffer_bytes(self, alignment: int, *, place: int = 0, copies: int = 1) -> int:
+        """Bytes up to the highest address that is used of the buffer of `place`.
 
-    def _inputs(self) -> dict[int, list[int]]:
-        """Inputs by the node that they are allocated after; -1 are those of the first split.
-
-        Inputs of a split are allocated where it starts, in the order of their use.
-        """
-        inputs: dict[int, list[int]] = {}
-        seen: set[int] = set()
-        for index, node in enumerate(self.nodes):
-            for source in node.sources:
-                if self.nodes[source].sources or source in seen:
-                    continue
-                seen.add(source)
-                before = bisect(self.splits, index)
-                inputs.setdefault(self.splits[before - 1] if before else -1, []).append(source)
-        return inputs
-
-    def buffer_bytes(self, alignment: int) -> int:
-        """Bytes up to the highest address that is used.
+        Args:
+            copies: of each input from another place; several stay to the end, and nothing lies on
+                them.
 
         Source: llama.cpp 0c1e570 ggml/src/ggml-alloc.c:709 ggml_gallocr_alloc_graph_impl.
         """
-        users = [0] * len(self.nodes)
-        for node in self.nodes:
-            for source in node.sources:
-                users[source] += 1
+        events = self._events(place)
+        users: dict[int, int] = {}
+        for event in events:
+            for source in event.sources:
+                users[source] = users.get(source, 0) + 1
         space = Space()
         ranges: dict[int, tuple[int, int]] = {}
-        inputs = self._inputs() if self.splits else {}
-
-        def take(index: int) -> None:
-            size = -(-self.nodes[index].num_bytes // alignment) * alignment
-            ranges[index] = space.take(size)
-
-        first = [index for index, node in enumerate(self.nodes) if not node.sources]
-        for index in inputs.get(-1, []) if self.splits else first:
-            take(index)
-        for index, node in enumerate(self.nodes):
-            if not node.sources:
-                continue
-            for below in node.over:
-                if users[below] == 1 and below in ranges:
-                    ranges[index] = ranges.pop(below)
-                    break
-            else:
-                if node.num_bytes:
-                    take(index)
-            for given in inputs.get(index, ()):
-                take(given)
-            for source in node.sources:
+        if copies > 1:
+            for event in events:
+                if event.tensor is not None and event.tensor < 0:
+                    for _ in range(copies):
+                        space.take(-(-event.num_bytes // alignment) * alignment)
+        for tensor, num_bytes, sources, over in events:
+            is_copied = copies > 1 and tensor is not None and tensor < 0
+            if tensor is not None and not is_copied:
+                for below in over:
+                    if users[below] == 1 and below in ranges:
+                        ranges[tensor] = ranges.pop(below)
+                        break
+                else:
+                    if num_bytes:
+                        ranges[tensor] = space.take(-(-num_bytes // alignment) * alignment)
+            for source in sources:
                 users[source] -= 1
                 if users[source] == 0 and source in ranges:
                     space.give(*ranges.pop(source))
         return space.highest
+
+    def _events(self, place: int) -> list[_Event]:
+        """What `place` does: its own inputs come first, then the parts of the graph it computes.
+
+        A part ends where the next node is computed elsewhere, or with a matrix of another place.
+        At its beginning, all that it reads from other places is copied, once in the whole graph.
+
+        Source: llama.cpp 0c1e570 ggml/src/ggml-backend.cpp:1244 `ggml_backend_sched_split_graph`,
+        pass 5.
+        """
+        nodes = self.nodes
+        events = [
+            _Event(index, node.num_bytes)
+            for index, node in enumerate(nodes)
+            if not node.sources and node.place == place
+        ]
+        copied: set[tuple[int, int]] = set()
+        places = [node.place for node in nodes]
+        current, num_inputs, begin = None, 0, 0
+        for index, node in enumerate(nodes):
+            if not node.sources:
+                continue
+            at, sources, over = node.place, node.sources, node.over
+            foreign = [each for each in sources if places[each] != at]
+            ends_part = num_inputs and any(nodes[each].is_weight for each in foreign)
+            if at != current or ends_part:
+                current, num_inputs, begin = at, 0, len(events)
+            for each in foreign:
+                if (each, at) in copied:
+                    continue
+                copied.add((each, at))
+                num_inputs += 1
+                if at == place:
+                    events.insert(begin, _Event(-1 - each, nodes[each].num_bytes))
+                    begin += 1
+                elif places[each] == place:
+                    events.append(_Event(None, sources=(each,)))
+            if at != place:
+                continue
+            if foreign:
+                sources = tuple(-1 - each if each in foreign else each for each in sources)
+                over = tuple(-1 - each if each in foreign else each for each in over)
+            events.append(_Event(index, node.num_bytes, sources, over))
+        return events
 
 
 @dataclass(slots=True)

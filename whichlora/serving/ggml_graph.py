@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from whichlora.serving.ggml_buffer import Graph
+from whichlora.serving.ggml_buffer import HOST, Graph
 from whichlora.spec.architecture import Attention, Layer, Mlp, ModelSpec, Moe, layers_in_order
 
 if TYPE_CHECKING:
@@ -19,6 +19,28 @@ ALIGNMENT = 128  # of a GPU's buffers; ggml-cuda.cu:897
 FP32, FP16, INDEX = 4, 2, 8  # bytes of activations, of masks with flash attention, of row numbers
 # Layers that are laid out of each end of a model; between them the layout repeats.
 _FIRST, _LAST = 4, 2
+
+
+class LayerPlace(NamedTuple):
+    """Where one layer lies.
+
+    Args:
+        place: of its norms, its cache, and matrices that `elsewhere` does not name.
+        elsewhere: names of tensors, their place and bytes; of a bias, "name.bias".
+        cached: bytes of keys and of values, where the host has the layer.
+    """
+
+    place: int
+    elsewhere: tuple[tuple[str, int, int], ...] = ()
+    cached: tuple[int, ...] = ()
+
+    @property
+    def computes(self) -> int:
+        """Where it is computed: the first GPU, with copies of what the host has.
+
+        Source: llama.cpp 0c1e570 ggml/src/ggml-backend.cpp:945 ggml_backend_offload_op.
+        """
+        return max(0, self.place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +55,15 @@ class Batch:
         flash: keys and values are read by one fused kernel.
         widened_keys, widened_values: caches beside each other that are in another type than fp16.
         rotates_keys, rotates_values: cached in blocks, and rotated before.
-        copied: tensors in host memory, by layer and the name in their file, and bytes: a GPU
-            computes with copies.
-        host_layers: first layers whose cache lies there, too.
-        copied_keys, copied_values: bytes of one cell of it.
         alignment: of every tensor, in bytes.
+        layers: the first one of a part of the model, and the first one after it; None is all.
+        scores: whether this part has the output matrix.
+        copies: of each input.
+        takes_norm, gives_norm: whether the first norm of a part is computed where the part before
+            it is.
+        places: of each layer, where the host has some of it; the graph is that of all GPUs.
+        output_place: of the output matrix, where there are `places`.
+        binds_norms: whether norms of layers are computed where the layer is.
     """
 
     tokens: int
@@ -49,11 +75,18 @@ class Batch:
     widened_values: int = 0
     rotates_keys: bool = False
     rotates_values: bool = False
-    copied: tuple[tuple[tuple[int, str], int], ...] = ()
-    host_layers: int = 0
-    copied_keys: int = 0
-    copied_values: int = 0
     alignment: int = ALIGNMENT
+    layers: tuple[int, int] | None = None
+    scores: bool = True
+    copies: int = 1
+    takes_norm: bool = False
+    gives_norm: bool = False
+    places: tuple[LayerPlace, ...] = ()
+    output_place: int = 0
+    binds_norms: bool = True
+
+
+_FIRST_GPU = LayerPlace(0)
 
 
 @dataclass(slots=True)
@@ -71,45 +104,69 @@ class Builder:
     architecture: Architecture
     graph: Graph = field(default_factory=Graph)
     inputs: dict[object, int] = field(default_factory=dict)
-    copied: dict[tuple[int, str], int] = field(default_factory=dict)
+    inputs_place: int = HOST
+    at: LayerPlace = _FIRST_GPU
+    normed_elsewhere: dict[int, int] = field(default_factory=dict)
     layers: tuple[Layer, ...] = ()
+    first: int = 0
     number: int = -1
     embedded: int = 0
     states: dict[int, int] = field(default_factory=dict)
 
     def given(self, what: object, num_bytes: int) -> int:
-        """An input."""
+        """An input, of which a GPU has a copy where it is first needed."""
         if what not in self.inputs:
-            self.inputs[what] = self.graph.add(num_bytes)
+            self.inputs[what] = self.graph.add(num_bytes, place=self.inputs_place)
         return self.inputs[what]
+
+    def enter(self, layer: LayerPlace) -> None:
+        """What follows is of a layer that lies there."""
+        self.at = layer
 
     def wide(self, width: int, *sources: int, over: tuple[int, ...] = (), rows: int = 0) -> int:
         """A tensor of `width` fp32 elements for each token."""
         return self.graph.add(FP32 * width * (rows or self.batch.tokens), *sources, over=over)
 
     def product(self, matrix: str, width: int, *sources: int, rows: int = 0) -> int:
-        """What a matrix makes of its input, and a copy of that matrix where the host has it."""
-        result = self.wide(width, *sources, *self.copy(matrix, sources[0], rows), rows=rows)
-        return self.with_vector(f"{matrix}.bias", width, result, rows=rows)
+        """What a matrix makes of its input, where that matrix is; a GPU copies those of the host.
 
-    def copy(self, name: str, after: int, rows: int) -> tuple[int, ...]:
-        """A copy of what the host has, which starts a new part of the graph."""
-        copied = 0 if rows else self.copied.get((self.number, name), 0)
-        if not copied:
-            return ()
-        node = self.graph.add(copied, after)
-        self.graph.split()
-        return (node,)
+        What follows is computed in the same place, up to the next matrix.
+        """
+        place, num_bytes = self._stored(matrix)
+        if place == HOST and not rows:
+            self.graph.place = 0
+            result = self.wide(width, self.graph.weight(num_bytes), *sources)
+            return self.with_vector(f"{matrix}.bias", width, result)
+        if place == HOST:  # too few rows for a copy
+            return self.graph.add(FP32 * width * rows, *sources, place=HOST)
+        self.graph.place = place
+        return self.wide(width, *sources, rows=rows)
+
+    def _stored(self, name: str) -> tuple[int, int]:
+        """The place and the bytes of a tensor; no bytes where it is in its layer's place."""
+        for tensor, place, num_bytes in self.at.elsewhere:
+            if tensor == name:
+                return place, num_bytes
+        return self.at.place, 0
 
     def with_vector(self, name: str, width: int, read: int, *, rows: int = 0) -> int:
         """`read` with a bias or scale, which lies on it; a node only where the host has that."""
-        copies = self.copy(name, read, rows)
-        return self.wide(width, read, *copies, over=(read,), rows=rows) if copies else read
+        place, num_bytes = self._stored(name)
+        if place != HOST or rows or not num_bytes:
+            return read
+        return self.wide(width, read, self.graph.weight(num_bytes), over=(read,))
 
     def normed(self, stream: int, kind: str, name: str = "attn_norm", *, rows: int = 0) -> int:
         """RMSNorm may lie on what it reads, LayerNorm may not; the scale lies on either."""
-        over = () if kind.startswith("layer") else (stream,)
-        width = self.model.hidden_size
+        width, over = self.model.hidden_size, () if kind.startswith("layer") else (stream,)
+        if stream in self.normed_elsewhere:
+            other = self.normed_elsewhere.pop(stream)
+            return self.wide(width, other, over=(other,), rows=rows)
+        if self.graph.place != self.at.computes and not self.batch.binds_norms:
+            other = self.wide(width, stream, over=over, rows=rows)
+            self.graph.place = self.at.computes
+            return self.wide(width, other, over=(other,), rows=rows)
+        self.graph.place = self.at.computes
         result = self.wide(width, stream, over=over, rows=rows)
         result = self.with_vector(name, width, result, rows=rows)
         return self.with_vector(f"{name}.bias", width, result, rows=rows)
@@ -142,61 +199,98 @@ class Builder:
 
 
 def compute_bytes(
-    model: ModelSpec, batch: Batch, architecture: Architecture, *, reads_tokens: bool = False
+    model: ModelSpec,
+    batch: Batch,
+    architecture: Architecture,
+    *,
+    reads_tokens: bool = False,
+    device: int = 0,
 ) -> int:
     """Bytes of the buffer for one micro-batch of all layers.
 
     Args:
         reads_tokens: token embeddings are looked up in the same buffer, as on a CPU.
+        device: whose buffer it is, where `batch` has places.
 
-    Kind: exact for one device that holds every layer. Source: llama.cpp 0c1e570
-    `llama_context::sched_reserve`, src/llama-context.cpp:615; `llm_graph_context`.
+    Kind: exact. Source: llama.cpp 0c1e570 `llama_context::sched_reserve`,
+    src/llama-context.cpp:615; `llm_graph_context`.
     """
-    return _compute_bytes(model, batch, architecture, reads_tokens)
+    return _compute_bytes(model, batch, architecture, reads_tokens, device)
 
 
 @lru_cache(maxsize=4096)
 def _compute_bytes(
-    model: ModelSpec, batch: Batch, architecture: Architecture, reads_tokens: bool
+    model: ModelSpec, batch: Batch, architecture: Architecture, reads_tokens: bool, device: int
 ) -> int:
-    shown = layers_in_order(model) if batch.copied else _shown(model)
-    build = Builder(model, batch, architecture, layers=shown, copied=dict(batch.copied))
-    hidden = FP32 * model.hidden_size * batch.tokens
+    graph = _graph(model, batch, architecture, reads_tokens)
+    return graph.buffer_bytes(batch.alignment, place=device, copies=batch.copies)
+
+
+@lru_cache(maxsize=16)  # the buffers of all GPUs have one
+def _graph(model: ModelSpec, batch: Batch, architecture: Architecture, reads_tokens: bool) -> Graph:
+    num_layers = len(layers_in_order(model))
+    begin, end = batch.layers or (0, num_layers)
+    build = Builder(model, batch, architecture)
+    rows = batch.outputs if begin == num_layers else 0
+    if batch.places:
+        shown = tuple(zip(layers_in_order(model), batch.places, strict=True))
+        build.graph.place = shown[0][1].computes
+    else:
+        shown = tuple((layer, build.at) for layer in _shown(model, begin, end))
+    build.layers, build.first = tuple(layer for layer, _ in shown), begin
+    stream = build.embedded = _stream(build, rows, reads_tokens)
+    if not build.states:
+        build.read_ahead(is_done=True)
+    if batch.takes_norm and shown and not shown[0][0].post_norm:
+        normed = build.given("normed states", FP32 * model.hidden_size * batch.tokens)
+        build.normed_elsewhere[stream] = normed
+    for build.number, (layer, place) in enumerate(shown):
+        build.enter(place)
+        if end == num_layers and build.number == len(shown) - 1:
+            rows = batch.outputs
+        stream = architecture.layer(build, layer, stream, 0 if architecture.keeps_rows else rows)
+    if architecture.keeps_rows and rows:
+        stream = build.chosen_rows(stream, rows)
+    kind = model.final_norms[0].kind
+    if batch.scores:
+        build.enter(LayerPlace(batch.output_place))
+        final = build.normed(stream, kind, rows=rows)
+        build.product("output", model.vocab_size, final, rows=rows)
+    elif rows or batch.gives_norm:
+        build.wide(model.hidden_size, stream, rows=rows)
+    return build.graph
+
+
+def _stream(build: Builder, rows: int, reads_tokens: bool) -> int:
+    """What the first layer reads: looked up here or by the host, or another GPU's."""
+    model, batch = build.model, build.batch
+    hidden = FP32 * model.hidden_size * (rows or batch.tokens)
+    is_first = batch.layers is None or batch.layers[0] == 0
+    widths = build.architecture.embeddings(model) if is_first else 1
     if reads_tokens:
+        build.inputs_place = 0
         tokens = build.given("tokens", 4 * batch.tokens)
-        build.given("embeddings that are handed in", hidden * architecture.embeddings(model))
+        build.given("embeddings that are handed in", hidden * widths)
         stream = build.graph.add(hidden, tokens)
     elif model.embeds_in_steps:
         stream = build.given("embeddings", hidden)
     else:
         build.read_ahead(is_done=True)
         stream = build.given("embeddings", hidden)
-    if architecture.embeddings(model) > 1:  # padded to the width of what may be handed in
-        stream = build.graph.add(hidden * architecture.embeddings(model), stream)
-    if model.embeds_in_steps:
+    if widths > 1:  # padded to the width of what may be handed in
+        stream = build.graph.add(hidden * widths, stream)
+    if model.embeds_in_steps and is_first:
         stream = build.graph.add(hidden, stream, over=(stream,))
-    if not build.states:
-        build.read_ahead(is_done=True)
-    build.embedded = stream
-    for build.number, layer in enumerate(shown[:-1]):
-        stream = architecture.layer(build, layer, stream, 0)
-    build.number = len(shown) - 1
-    last_rows = 0 if architecture.keeps_rows else batch.outputs
-    stream = architecture.layer(build, shown[-1], stream, last_rows)
-    if architecture.keeps_rows:
-        stream = build.chosen_rows(stream, batch.outputs)
-    final = build.normed(stream, model.final_norms[0].kind, rows=batch.outputs)
-    build.wide(model.vocab_size, final, rows=batch.outputs)
-    return build.graph.buffer_bytes(batch.alignment)
+    return stream
 
 
-@lru_cache(maxsize=256)
-def _shown(model: ModelSpec) -> tuple[Layer, ...]:
-    """Both ends, the first with every kind of layer and one more after it.
+@lru_cache(maxsize=4096)
+def _shown(model: ModelSpec, begin: int, end: int) -> tuple[Layer, ...]:
+    """Both ends of a part, the first with every kind of layer and one more after it.
 
     All, where not every layer attends: its inputs are free once the last of those has read them.
     """
-    layers = layers_in_order(model)
+    layers = layers_in_order(model)[begin:end]
     if not all(each.kind == "softmax" for layer in layers for each in layer.attentions):
         return layers
     kinds = len(set(layers))
@@ -352,15 +446,10 @@ def attend(build: Builder, attention: Attention, queries: int, keys: int, values
     Source: llama.cpp 0c1e570 `llm_graph_context::build_attn_mha`, src/llama-graph.cpp:2616.
     """
     graph, batch, window = build.graph, build.batch, window_of(build, attention)
-    copies: tuple[int, ...] = ()
-    if build.number < batch.host_layers:
-        graph.add(0, keys)  # the host's cache takes them
-        graph.add(0, values)
-        cells = dict(batch.cells)[window]
-        copies = tuple(
-            graph.add(cells * size, queries) for size in (batch.copied_keys, batch.copied_values)
-        )
-        graph.split()
+    copies = tuple(graph.add(size, place=HOST) for size in build.at.cached)
+    if copies:
+        graph.add(0, keys, place=HOST)  # the host's cache takes them
+        graph.add(0, values, place=HOST)
     else:
         rows = batch.tokens * (1 if batch.flash else attention.v_width)
         numbers = build.given(("rows of keys", window), INDEX * batch.tokens)
@@ -371,12 +460,12 @@ def attend(build: Builder, attention: Attention, queries: int, keys: int, values
         widened = batch.widened_keys * attention.k_width
         widened += batch.widened_values * attention.v_width
         size = FP32 * attention.out_width * batch.tokens + FP16 * seen * widened
-        result = graph.add(size, queries, mask, *copies)
+        result = graph.add(size, queries, *copies, mask)
     else:
         scores = FP32 * seen * batch.tokens * attention.num_attention_heads
-        raw = graph.add(scores, queries)
+        raw = graph.add(scores, *copies[:1], queries)
         weights = graph.add(scores, raw, mask, over=(raw,))
-        raw = build.wide(attention.out_width, weights)
+        raw = build.wide(attention.out_width, *copies[1:], weights)
         result = build.wide(attention.out_width, raw)
     build.read_ahead()
     return result
@@ -448,7 +537,7 @@ def mixture(build: Builder, moe: Moe, read: int, *, rows: int) -> int:
         return out
     shared = dense(build, moe.shared, read, rows=rows, suffix="_shexp")
     if any(linear.name == "shared_expert_gate" for linear in moe.shared.linears):
-        gate = build.wide(1, read, rows=rows)
+        gate = build.product("ffn_gate_inp_shexp", 1, read, rows=rows)
         shared = build.wide(width, shared, gate, over=(shared,), rows=rows)
     return build.wide(width, out, shared, over=(out, shared), rows=rows)
 
@@ -487,7 +576,7 @@ def _experts(build: Builder, moe: Moe, read: int, *, rows: int) -> int:
 def _chosen(build: Builder, moe: Moe, choice: Choice, read: int, *, rows: int) -> tuple[int, int]:
     """Numbers of the experts, and their weights."""
     number, chosen = moe.num_experts, moe.experts_per_token
-    logits = build.wide(number, read, rows=rows)
+    logits = build.product("ffn_gate_inp", number, read, rows=rows)
     scores = logits
     if choice.gate != "chosen":
         over = () if choice.by_logits else (logits,)

@@ -28,6 +28,8 @@ class GpuSpec:
         sources: where each fact comes from.
         unverified: names of the fields that no source confirms.
         notes: what must be said of a name that does not mean it exactly.
+        beside: all cards of one run in their order, this one among them, where they are unequal and
+            an engine gives each a part of its own.
     """
 
     key: str
@@ -47,6 +49,7 @@ class GpuSpec:
     sources: Mapping[str, str] = field(default_factory=dict)
     unverified: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    beside: tuple[GpuSpec, ...] = ()
 
     @property
     def backend(self) -> Backend:

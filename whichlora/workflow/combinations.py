@@ -273,15 +273,14 @@ def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         ConfigError: that option or a strategy says otherwise.
     """
     engine, gpus = get_engine(settings.get("serving") or TRANSFORMERS), settings.get("gpus")
-    if not engine.shared_by or gpus is None:
+    if not engine.divided_by or gpus is None:
         return settings
     stated = dict(settings.get("serving_options") or ())
     options = dict(by_own_names(engine.options, stated.items()))
     _with_ranks(options, gpus, engine)
     if settings.get("parallel") not in _ALONE:
-        raise ConfigError(
-            f"parallel: {engine.name} divides every matrix ({engine.shared_by}); leave it out"
-        )
+        divides = "divides every matrix" if engine.shared_by else "gives each GPU whole layers"
+        raise ConfigError(f"parallel: {engine.name} {divides} ({engine.divided_by}); leave it out")
     nodes = settings.get("nodes")
     if nodes not in (None, 1):
         raise ConfigError(f"nodes: {engine.name} is predicted on one machine, got {nodes}; give 1")
@@ -294,7 +293,10 @@ def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_ranks(options: dict[str, Any], gpus: int, engine: Engine) -> None:
-    """Give `options` the ranks that share every matrix: `gpus` over stated stages and copies."""
+    """Give `options` the ranks that share every matrix: `gpus` over stated stages and copies.
+
+    Of an engine that divides no matrix, the stages.
+    """
     shared_by, staged_by = engine.shared_by, engine.staged_by
     stages, copies = options.get(staged_by, 1), options.get(engine.copied_by, 1)
     if isinstance(copies, int) and copies > 1:
@@ -304,10 +306,11 @@ def _with_ranks(options: dict[str, Any], gpus: int, engine: Engine) -> None:
                 "leave gpus out"
             )
         gpus //= copies
-    if not isinstance(stages, int) or stages < 2:
-        if options.setdefault(shared_by, gpus) != gpus:
+    if not shared_by or not isinstance(stages, int) or stages < 2:
+        divided_by = engine.divided_by
+        if options.setdefault(divided_by, gpus) != gpus:
             raise ConfigError(
-                f"gpus: {gpus}, but {shared_by} is {options[shared_by]}; give one of them"
+                f"gpus: {gpus}, but {divided_by} is {options[divided_by]}; give one of them"
             )
         return
     if gpus % stages:

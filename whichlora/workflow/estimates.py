@@ -32,7 +32,7 @@ from whichlora.predict.predict import finished, least_training_bytes, predict
 from whichlora.predict.rank_time import over_nodes
 from whichlora.predict.resolve import resolve, with_checkpointing, with_precision
 from whichlora.predict.running_cost import running_cost
-from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards
+from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards, serve_on_cards
 from whichlora.predict.words import headline
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.costs import RunningCost
@@ -291,7 +291,8 @@ def _on_unequal(
     """
     if maximise:
         raise ConfigError(f"{maximise}: max is found on equal cards; ask for the smallest alone")
-    return predict_on_cards(
+    on_cards = serve_on_cards if run.phase == "inference" else predict_on_cards
+    return on_cards(
         run,
         name,
         cards,

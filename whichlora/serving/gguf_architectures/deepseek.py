@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from whichlora.serving.ggml_buffer import HOST
 from whichlora.serving.ggml_graph import FP16, FP32, INDEX, Builder, mask_of
 from whichlora.serving.gguf import Tensor, layer_tensors
 from whichlora.serving.gguf_architectures.base import Architecture
@@ -72,19 +73,17 @@ def _attend(build: Builder, attention: Attention, queries: int, keys: int) -> in
     """Latents of what is seen, for each head."""
     graph, batch = build.graph, build.batch
     heads, latent = attention.num_attention_heads, _latent(attention)
-    copies: tuple[int, ...] = ()
-    if build.number < batch.host_layers:
-        graph.add(0, keys)
-        cached = dict(batch.cells)[None] * batch.copied_keys
-        copies = (graph.add(cached, queries), graph.add(cached, queries))  # values are in it
-        graph.split()
+    # values are a part of the keys, and are copied beside them
+    copies = tuple(graph.add(build.at.cached[0], place=HOST) for _ in build.at.cached)
+    if copies:
+        graph.add(0, keys, place=HOST)
     else:
         graph.add(0, keys, build.given("rows of keys", INDEX * batch.tokens))
     seen, mask = mask_of(build, None)
     if batch.flash:
         widened = batch.widened_keys * (attention.cache_elements + latent)
         size = FP32 * heads * latent * batch.tokens + FP16 * seen * widened
-        return graph.add(size, queries, mask, *copies)
+        return graph.add(size, queries, *copies, mask)
     scores = FP32 * seen * batch.tokens * heads
     raw = graph.add(scores, queries)
     weights = graph.add(scores, raw, mask, over=(raw,))

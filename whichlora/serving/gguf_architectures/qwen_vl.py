@@ -23,7 +23,7 @@ def _embeddings(model: ModelSpec) -> int:
 def _layer(build: Builder, layer: Layer, stream: int, rows: int) -> int:
     """Source: llama.cpp 0c1e570 src/models/qwen3vl.cpp `graph`."""
     stream = block(build, layer, stream, rows)
-    if build.number >= _deep(build.model):
+    if build.first + build.number >= _deep(build.model):
         return stream
     return build.wide(build.model.hidden_size, stream, build.embedded, over=(stream,))
 

@@ -1,0 +1,91 @@
+"""What llama.cpp's kernels reach on a GPU: with weights in blocks, and with those of 16 bit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from whichlora.serving.kernel_rates import ExpertRates, KernelRates, kernel_rates
+from whichlora.spec.gpu import GpuSpec
+from whichlora.timing.model import product_rate, sustained_factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRates:
+    """What products with weights in blocks reach on GPUs of one compute capability.
+
+    Args:
+        kernel_s: of a kernel beside its work; a product also narrows its input to 8 bit.
+        products: of the fp32 peak, in many rows, where `sustained_factor` is 1.
+        deviation: wider where fewer than five cards were measured.
+    """
+
+    kernel_s: float
+    products: float
+    deviation: float = 0.12
+
+
+# Kind: fitted, to the published speeds of one 7B model in Q4_0 on 25 cards
+# (`benchmarks/llama_cpp_gpus.py --fit`); those of few rows to an RTX 3090, whose steps of 1 to 8
+# tokens take 1.04 ms longer for each (pull request 15802).
+BLOCK_READS = 0.86  # of the bandwidth
+FEW_PRODUCTS = 0.38  # of the fp32 peak, of at most FEW_ROWS rows
+BLOCK_RATES = {
+    "6.1": BlockRates(kernel_s=13.2e-6, products=1.15, deviation=0.25),
+    "7.0": BlockRates(kernel_s=6.8e-6, products=2.95, deviation=0.25),
+    "7.5": BlockRates(kernel_s=7.6e-6, products=2.37, deviation=0.25),
+    "8.0": BlockRates(kernel_s=7.6e-6, products=3.69, deviation=0.25),
+    "8.6": BlockRates(kernel_s=3.7e-6, products=1.89),
+    "8.9": BlockRates(kernel_s=2.5e-6, products=1.96),
+    "9.0": BlockRates(kernel_s=5.8e-6, products=2.19, deviation=0.25),
+    "12.0": BlockRates(kernel_s=2.4e-6, products=1.82),
+    "12.1": BlockRates(kernel_s=3.1e-6, products=1.59, deviation=0.25),
+}
+_BLOCKS_ELSEWHERE = BlockRates(kernel_s=5.1e-6, products=2.07, deviation=0.25)  # geometric means
+# Of 16-bit files, and of several GPUs: only releases of 2024 were measured.
+PLAIN_DEVIATION = SPLIT_DEVIATION = 0.25
+# Of experts: of two products beside four small kernels, and of the rate of a dense product. Kind:
+# estimate.
+EXPERT_KERNELS_S, EXPERTS_PRODUCTS = 20e-6, 0.39
+FEW_ROWS = 8  # ggml/src/ggml-cuda/mmvq.cuh MMVQ_MAX_BATCH_SIZE
+
+
+def block_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
+    """Of kernels that read weights in blocks and compute in 8 bit, and of those beside them.
+
+    Source: llama.cpp 0c1e570 ggml/src/ggml-cuda/mmvq.cu, mmq.cuh.
+    """
+    capability = str(gpu.compute_capability or "")
+    blocks = BLOCK_RATES.get(capability) or _BLOCKS_ELSEWHERE
+    rate = blocks.products * sustained_factor(gpu, "bf16") * product_rate(gpu, "fp32")
+    products = rate / product_rate(gpu, dtype)
+    return replace(
+        kernel_rates(gpu),
+        product_s=blocks.kernel_s,
+        attention_s=blocks.kernel_s,
+        prefill_attention_s=blocks.kernel_s,
+        pointwise_s=blocks.kernel_s,
+        reads=BLOCK_READS,
+        products=products,
+        code_experts=ExpertRates(
+            own_s=EXPERT_KERNELS_S + 4 * blocks.kernel_s,
+            reads=BLOCK_READS,
+            products=EXPERTS_PRODUCTS * products,
+            activations=math.inf,
+        ),
+        overlaps=False,
+        few_rows=FEW_ROWS,
+        few_products=FEW_PRODUCTS,
+        deviation=blocks.deviation,
+    )
+
+
+def split_block_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
+    """As `block_rates`, where several GPUs have some of the layers each."""
+    rates = block_rates(gpu, dtype)
+    return replace(rates, deviation=max(rates.deviation, SPLIT_DEVIATION))
+
+
+def plain_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
+    """Of kernels that read weights of 16 bit."""
+    return replace(kernel_rates(gpu), deviation=PLAIN_DEVIATION)
