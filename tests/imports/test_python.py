@@ -76,7 +76,7 @@ def test_a_notebook_of_unsloth(tmp_path: Path) -> None:
         {"cell_type": "code", "source": code},
     ]
     read = import_files([script(tmp_path, json.dumps({"cells": cells}), "train.ipynb")])
-    assert (read.tool, read.unknown, read.refused) == ("python", (), {})
+    assert (read.tool, read.unknown, read.refused) == ("unsloth", (), {})
     assert {
         "model": "unsloth/Qwen2.5-0.5B",
         "trainer": "unsloth",
@@ -289,6 +289,13 @@ tokenizer(text, truncation=True, max_length=20)
     assert read.settings["r"] == 3
     assert read.settings["seq_len"] == 20
     assert any("given several times" in note for note in read.assumed)
+
+
+def test_adapters_of_another_kind_are_refused(tmp_path: Path) -> None:
+    text = QLORA.replace(
+        "peft_config = LoraConfig(", "model = get_peft_model(model, IA3Config("
+    ).replace('target_modules=["q_proj"])', 'target_modules=["q_proj"]))')
+    assert "method" in imported(tmp_path, text).refused
 
 
 def test_arguments_that_a_script_makes_of_others_are_unknown(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.imports import axolotl, llamafactory, python, swift, trainer, trl
+from whichlora.imports import axolotl, llamafactory, python, swift, trainer, trl, unsloth
 from whichlora.imports.base import Imported, Keys, Launch, Tool
 from whichlora.imports.command import Command
 from whichlora.imports.files import Kind, MissingFileError, Source, find_file, read_source
+from whichlora.imports.python_calls import IMPORT
 from whichlora.imports.spread import OF_TOOL, number_of_gpus
 from whichlora.spec.members import Members
 
@@ -24,7 +25,7 @@ _TOOLS = Members[Tool](
     "tool",
     "imports",
     Tool,
-    (each.TOOL for each in (trainer, trl, axolotl, llamafactory, swift, python)),
+    (each.TOOL for each in (trainer, trl, axolotl, llamafactory, swift, python, unsloth)),
 )
 BUILT_IN = _TOOLS.built_in
 ENTRY_POINT_GROUP = _TOOLS.group
@@ -84,6 +85,7 @@ class _Files:
         shown = settings or main
         values = {**shown.values, **({} if shown.is_code else command.options)}
         tool = _tool_of(shown, command.program, values)
+        values = {name: each for name, each in values.items() if not name.startswith(IMPORT)}
         accelerate = self._accelerate(main, tool, command.launcher_options, values)
         for name in (_ACCELERATE, "config"):
             values.pop(name, None)

@@ -19,6 +19,7 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 
+IMPORT = "import "  # before the name of a library
 _HAS_BF16 = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
 _NO_MODELS = ("Tokenizer", "Processor", "Config", "Peft", "FeatureExtractor", "GenerationConfig")
 _ALL_LINEAR = "all_linear"
@@ -75,6 +76,7 @@ class _Values:
     names: dict[str, list[ast.expr]] = field(default_factory=dict)  # all that they are set to
     arguments: dict[str, Any] = field(default_factory=dict)  # of the script's own parser
     own: set[str] = field(default_factory=set)  # of them, those that the script itself declares
+    modules: set[str] = field(default_factory=set)  # that are imported, by their first names
     training: dict[str, Any] = field(default_factory=dict)  # defaults of its training arguments
     _reading: set[str] = field(default_factory=set)  # names that are being read
 
@@ -240,7 +242,11 @@ def _note_names(tree: ast.Module, values: _Values) -> None:
     """What names are set to, and defaults of the script's own arguments."""
     nodes = list(ast.walk(tree))
     for node in nodes:
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.Import):
+            values.modules.update(each.name.partition(".")[0] for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            values.modules.add((node.module or "").partition(".")[0])
+        elif isinstance(node, ast.ClassDef):
             _note_fields(node, values)
         elif isinstance(node, ast.Call) and _last_name(node.func) == "add_argument":
             _note_argument(node, values)
@@ -377,8 +383,8 @@ def settings_in(
     """What a script hands to transformers, PEFT, TRL and Unsloth, and the line of each key.
 
     Keys of training arguments have no prefix; others that of their function or class, such as
-    "LoraConfig.r". "Trainer" and "from_pretrained" name classes. Of several calls of a kind the
-    first counts.
+    "LoraConfig.r". "Trainer" and "from_pretrained" name classes; "import trl" is a library. Of
+    several calls of a kind the first counts.
 
     Args:
         options: that the script is given, beside the defaults of its own arguments.
@@ -426,6 +432,7 @@ def settings_in(
         note(load.line, {"from_pretrained": load.owner})
         first = {"model": load.arguments[0]} if load.arguments else {}
         note(load.line, _prefixed("from_pretrained", {**first, **load.options}))
+    note(1, {f"{IMPORT}{module}": True for module in sorted(named.modules)})
     for name in named.names:
         several = named.named(name) if name.lower() in _LENGTHS else []
         if len(several) == 1 and isinstance(several[0], int):
