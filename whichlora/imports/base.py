@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.imports.python_calls import Unread
+from whichlora.imports.python_values import Unread
 from whichlora.methods import list_methods
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, OPTIMIZER_NAMES, RunConfig
