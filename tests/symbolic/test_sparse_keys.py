@@ -1,4 +1,4 @@
-"""What an indexer makes of each query, counted by hand, and who refuses such a model."""
+"""What an indexer makes of each query, counted by hand, and which caches refuse such a model."""
 
 from __future__ import annotations
 
@@ -161,8 +161,6 @@ def test_work_of_choosing_is_that_of_every_pair() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"serving": "vllm"}, "serving: vllm's pool is not predicted for m, whose indexers"),
-        ({"serving": "sglang"}, "serving: sglang's pool is not predicted for m, whose indexers"),
         ({"kv_cache": "vllm"}, "kv_cache: vllm is not predicted for m, whose indexers"),
         ({"kv_cache": "paged"}, "kv_cache: paged is not predicted for m, whose indexers"),
         ({"kv_cache": "quantized"}, "kv_cache: quantized is not predicted for m, whose indexers"),
