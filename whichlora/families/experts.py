@@ -48,8 +48,7 @@ def with_expert_modules(spec: ModelSpec) -> ModelSpec:
     """`spec` as transformers 4 builds it: the matrices of every expert are linears."""
     if spec.model_type in _NEVER_MODULES or not spec.has_experts:
         return spec
-    groups = tuple(replace(group, layer=_with_expert_modules(group.layer)) for group in spec.groups)
-    return replace(spec, groups=groups)
+    return spec.with_layers(_with_expert_modules)
 
 
 def _with_expert_modules(layer: Layer) -> Layer:
@@ -68,8 +67,7 @@ def with_routed_rows(spec: ModelSpec) -> ModelSpec:
     """
     if not any(group.layer.moe and group.layer.moe.by_score for group in spec.groups):
         return spec
-    groups = tuple(replace(group, layer=_with_routed_rows(group.layer)) for group in spec.groups)
-    return replace(spec, groups=groups)
+    return spec.with_layers(_with_routed_rows)
 
 
 def _with_routed_rows(layer: Layer) -> Layer:
@@ -98,8 +96,7 @@ def with_adapter_ranks(spec: ModelSpec) -> ModelSpec:
 
 
 def _groups(spec: ModelSpec, names: frozenset[str]) -> ModelSpec:
-    groups = tuple(replace(group, layer=_layer(group.layer, names)) for group in spec.groups)
-    return replace(spec, groups=groups)
+    return spec.with_layers(lambda layer: _layer(layer, names))
 
 
 def _tower(tower: Tower, names: frozenset[str]) -> Tower:
@@ -114,8 +111,7 @@ def with_named_experts(spec: ModelSpec) -> ModelSpec:
 
     Kind: exact. Source: peft 0.21.2 `LoraConfig.target_parameters`.
     """
-    groups = tuple(replace(group, layer=_with_named_experts(group.layer)) for group in spec.groups)
-    return replace(spec, groups=groups)
+    return spec.with_layers(_with_named_experts)
 
 
 def _with_named_experts(layer: Layer) -> Layer:

@@ -460,8 +460,7 @@ def _bitnet(c: Fields) -> ModelSpec:
             mlp=replace(block, norms=(inner,)),
         )
 
-    groups = tuple(replace(group, layer=with_norms(group.layer)) for group in spec.groups)
-    return replace(spec, groups=groups)
+    return spec.with_layers(with_norms)
 
 
 DROPOUT_MODULES = {"phi3": ("resid_pdrop",)}

@@ -12,7 +12,7 @@ from dataclasses import replace
 from whichlora.errors import ConfigError
 from whichlora.memory.step import TrainingStep
 from whichlora.parallel.base import Message, RankKind, Spread, Strategy
-from whichlora.spec.architecture import Attention, Layer, ModelSpec
+from whichlora.spec.architecture import Attention, ModelSpec
 from whichlora.spec.numeric import Count, is_plain
 from whichlora.spec.options import Option
 
@@ -22,13 +22,7 @@ def ringed(model: ModelSpec, size: int) -> ModelSpec:
 
     Kind: exact. Source: torch 2.13 `_templated_ring_attention`.
     """
-
-    def of_layer(layer: Layer) -> Layer:
-        attentions = tuple(replace(attention, ring=size) for attention in layer.attentions)
-        return replace(layer, attentions=attentions)
-
-    groups = tuple(replace(group, layer=of_layer(group.layer)) for group in model.groups)
-    return replace(model, groups=groups)
+    return model.with_attentions(lambda attention: replace(attention, ring=size))
 
 
 def _split(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:

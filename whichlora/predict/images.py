@@ -9,7 +9,7 @@ from whichlora.families.multimodal import TEXT_TOWER
 from whichlora.memory.towers import grid_of
 from whichlora.methods import get_method
 from whichlora.serving import get_engine
-from whichlora.spec.architecture import ModelSpec, Tower
+from whichlora.spec.architecture import Attention, ModelSpec, Tower
 from whichlora.spec.run import ALL_LINEAR, ATTENTION, AUTOCAST_PRECISIONS, RunConfig
 from whichlora.spec.targets import all_linears
 from whichlora.trainers import Trainer
@@ -85,26 +85,20 @@ def _with_masked_windows(model: ModelSpec) -> ModelSpec:
 
     Source: transformers 5.23 `create_masks_for_vision_model` of modeling_gemma4.py.
     """
-    groups = []
-    for group in model.groups:
-        attentions = tuple(
-            replace(attention, always_masked=attention.sliding_window is not None)
-            for attention in group.layer.attentions
-        )
-        groups.append(replace(group, layer=replace(group.layer, attentions=attentions)))
-    return replace(model, groups=tuple(groups))
+
+    def masked(attention: Attention) -> Attention:
+        return replace(attention, always_masked=attention.sliding_window is not None)
+
+    return model.with_attentions(masked)
 
 
 def _attending(model: ModelSpec, length: int) -> ModelSpec:
     """`model` whose cross attention reads `length` vectors for each row."""
-    groups = []
-    for group in model.groups:
-        attentions = tuple(
-            replace(attention, memory_len=length) if attention.cross else attention
-            for attention in group.layer.attentions
-        )
-        groups.append(replace(group, layer=replace(group.layer, attentions=attentions)))
-    return replace(model, groups=tuple(groups))
+
+    def crossing(attention: Attention) -> Attention:
+        return replace(attention, memory_len=length) if attention.cross else attention
+
+    return model.with_attentions(crossing)
 
 
 def _beside_tower(notes: tuple[str, ...]) -> tuple[str, ...]:

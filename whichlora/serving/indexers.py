@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import ceil_div
 
 SCALED_ELEMENTS = 128  # of an index key, that share one scale in fp32
@@ -14,6 +15,11 @@ SCALED_ELEMENTS = 128  # of an index key, that share one scale in fp32
 # 0.5.23 `_fused_q_prepare_and_store`.
 INDEXER_KERNELS = 5
 SCORE_BYTES = 2 * 4  # of each query and key: an fp32 score is written, and read once to choose
+
+
+def capability(gpu: GpuSpec) -> int:
+    """The leading number of a compute capability, for which engines choose their kernels."""
+    return int(float(gpu.compute_capability or 9.0))
 
 
 def index_key_bytes(attention: Attention) -> int:
@@ -47,14 +53,7 @@ def with_attended_elements(rank: ModelSpec, elements: int) -> ModelSpec:
         more = elements - attended_elements(attention)
         return replace(attention, cache_elements=attention.cache_elements + more)
 
-    groups = tuple(
-        replace(
-            group,
-            layer=replace(group.layer, attentions=tuple(map(changed, group.layer.attentions))),
-        )
-        for group in rank.groups
-    )
-    return replace(rank, groups=groups)
+    return rank.with_attentions(changed)
 
 
 def with_wide_indexers(model: ModelSpec) -> ModelSpec:
@@ -75,11 +74,4 @@ def with_wide_indexers(model: ModelSpec) -> ModelSpec:
         )
         return replace(attention, linears=linears)
 
-    groups = tuple(
-        replace(
-            group,
-            layer=replace(group.layer, attentions=tuple(map(widened, group.layer.attentions))),
-        )
-        for group in model.groups
-    )
-    return replace(model, groups=groups)
+    return model.with_attentions(widened)

@@ -59,20 +59,18 @@ def rank_model(model: ModelSpec, size: int, experts: ExpertRanks | None = None) 
     routed = experts or ExpertRanks(width=size)
     if size == routed.width == routed.whole == routed.gathered == 1:
         return model
-    groups = tuple(
-        replace(
-            group, layer=_with_divided_experts(_with_repeated_keys(group.layer, size), size, routed)
-        )
-        for group in model.groups
-    )
+
+    def of_rank(layer: Layer) -> Layer:
+        return _with_divided_experts(_with_repeated_keys(layer, size), size, routed)
+
     if model.head is not None and routed.gathered > 1:
         rows = ceil_div(model.head.out_features, routed.gathered)
         model = replace(model, head=replace(model.head, out_features=rows))
-    return divided_model(replace(model, groups=groups), size)
+    return divided_model(model.with_layers(of_rank), size)
 
 
 def _with_repeated_keys(layer: Layer, size: int) -> Layer:
-    return replace(layer, attentions=tuple(_repeated(each, size) for each in layer.attentions))
+    return layer.with_attentions(lambda attention: _repeated(attention, size))
 
 
 def _repeated(attention: Attention, size: int) -> Attention:
@@ -222,8 +220,7 @@ def with_aligned_experts(rank: ModelSpec, *, hidden: int, width: int) -> ModelSp
         )
         return replace(layer, moe=replace(layer.moe, expert=replace(mlp, linears=linears)))
 
-    groups = tuple(replace(group, layer=aligned(group.layer)) for group in rank.groups)
-    return replace(rank, groups=groups)
+    return rank.with_layers(aligned)
 
 
 def held_entries(

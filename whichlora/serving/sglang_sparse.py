@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from whichlora.errors import ConfigError
 from whichlora.serving.base import Served
-from whichlora.serving.indexers import INDEXER_KERNELS, attended_elements, with_attended_elements
+from whichlora.serving.indexers import (
+    INDEXER_KERNELS,
+    attended_elements,
+    capability,
+    with_attended_elements,
+)
 from whichlora.spec.architecture import ModelSpec
 
 PAGE_SIZE = 64  # whatever is asked for; srt/arg_groups/model_overrides/deepseek_v2.py:147
@@ -25,11 +30,7 @@ def is_narrow(served: Served) -> bool:
     Kind: exact. Source: SGLang 0.5.23 srt/arg_groups/overrides.py:541.
     """
     asked = served.options["kv_cache_dtype"]
-    return _major(served) >= 10 if asked == "auto" else asked == "fp8_e4m3"
-
-
-def _major(served: Served) -> int:
-    return int(float(served.gpu.compute_capability or 9.0))
+    return capability(served.gpu) >= 10 if asked == "auto" else asked == "fp8_e4m3"
 
 
 def as_cached(served: Served, rank: ModelSpec) -> ModelSpec:
@@ -46,7 +47,7 @@ def as_cached(served: Served, rank: ModelSpec) -> ModelSpec:
 
 def _narrow_bytes(served: Served) -> int:
     """Of a latent in 8 bits."""
-    model, major = served.model, _major(served)
+    model, major = served.model, capability(served.gpu)
     attention = next(each for layer, _ in model.layers() for each in layer.attentions)
     elements, rotated = attended_elements(attention), attention.rotary_dim or 0
     is_scaled = major < 10 or (major == 12 and model.model_type in SCALED_ON_12)
@@ -79,7 +80,7 @@ def check(served: Served) -> None:
     if not served.model.chooses_keys:
         return
     name = served.model.name
-    if _major(served) < 9:
+    if capability(served.gpu) < 9:
         raise ConfigError(
             f"serving: sglang's sparse attention, which {name} needs, is not predicted for compute "
             f"capability {served.gpu.compute_capability}; use a GPU of 9.0 or later"

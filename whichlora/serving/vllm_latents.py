@@ -67,14 +67,7 @@ def as_cached(served: Served, rank: ModelSpec) -> ModelSpec:
         width = EXPANDED_HEAD if is_padded else attention.head_dim
         return replace(attention, cache_elements=2 * attention.num_attention_heads * width)
 
-    groups = tuple(
-        replace(
-            group,
-            layer=replace(group.layer, attentions=tuple(map(expanded, group.layer.attentions))),
-        )
-        for group in rank.groups
-    )
-    return replace(rank, groups=groups)
+    return rank.with_attentions(expanded)
 
 
 def absorbed_bytes(served: Served, rank: ModelSpec) -> int:

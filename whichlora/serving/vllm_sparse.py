@@ -5,7 +5,7 @@ from __future__ import annotations
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.serving.base import Served
-from whichlora.serving.indexers import attended_elements
+from whichlora.serving.indexers import attended_elements, capability
 from whichlora.spec.architecture import Attention, ModelSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.units import MiB
@@ -64,11 +64,6 @@ SCORES = Fact(
 )
 
 
-def capability(served: Served) -> int:
-    """The leading number of the GPU's compute capability."""
-    return int(float(served.gpu.compute_capability or 9.0))
-
-
 def cache_dtype(served: Served) -> str:
     """How latents are cached: "auto" is the dtype of the model.
 
@@ -80,7 +75,7 @@ def cache_dtype(served: Served) -> str:
     asked = "auto" if stated == "bfloat16" else stated
     if not served.model.chooses_keys:
         return asked
-    major = capability(served)
+    major = capability(served.gpu)
     if stated == "auto" and major == 10 and served.model.model_type in NARROW_BY_DEFAULT:
         return "fp8_e4m3"
     if major == 12 or (major == 9 and asked != "auto"):
@@ -119,7 +114,7 @@ def check(served: Served) -> None:
             f"serving: vllm {served.libraries.vllm} is not predicted for the sparse attention of "
             f"{name}; leave libraries out, or give vllm={SINCE} or a later release"
         )
-    if capability(served) not in CAPABILITIES:
+    if capability(served.gpu) not in CAPABILITIES:
         raise ConfigError(
             f"serving: vllm has no sparse attention for compute capability "
             f"{served.gpu.compute_capability}, which {name} needs; use a GPU of 9.0, 10.0 or 12.0"
@@ -173,7 +168,7 @@ def _backend_bytes(
 
     FlashAttention on compute capability 9 and FlashInfer on 10 and 12 take nothing in common.
     """
-    major, heads = capability(served), attention.num_attention_heads
+    major, heads = capability(served.gpu), attention.num_attention_heads
     if major == 12 or (major == 10 and dtype != "auto" and dtype != PACKED):
         return 0, FLASHINFER_BYTES
     if dtype == "auto" and (major == 9 or heads <= FEW_HEADS):

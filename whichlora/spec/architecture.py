@@ -681,6 +681,10 @@ class Layer:
         )
         return replace(self, attentions=tuple(attentions))
 
+    def with_attentions(self, change: Callable[[Attention], Attention]) -> Layer:
+        """The layer with each of its attentions changed."""
+        return replace(self, attentions=tuple(map(change, self.attentions)))
+
     @property
     def windows(self) -> Windows | None:
         return next((each.windows for each in self.attentions if each.windows), None)
@@ -1309,6 +1313,15 @@ class ModelSpec:
     def layers(self) -> Iterator[tuple[Layer, int]]:
         """Each distinct layer with the number of times the forward runs it."""
         return ((group.layer, group.count) for group in self.groups)
+
+    def with_layers(self, change: Callable[[Layer], Layer]) -> ModelSpec:
+        """The model with each of its distinct layers changed; they stand where they stood."""
+        groups = tuple(replace(group, layer=change(group.layer)) for group in self.groups)
+        return replace(self, groups=groups)
+
+    def with_attentions(self, change: Callable[[Attention], Attention]) -> ModelSpec:
+        """The model with each attention of its layers changed."""
+        return self.with_layers(lambda layer: layer.with_attentions(change))
 
 
 @lru_cache(maxsize=64)

@@ -148,8 +148,7 @@ def with_unpacked(model: ModelSpec) -> ModelSpec:
             moe = replace(moe, router=router, shared=shared, expert=expert)
         return replace(layer, attentions=attentions, mlp=mlp and of_mlp(mlp, "mlp"), moe=moe)
 
-    groups = tuple(replace(group, layer=of_layer(group.layer)) for group in model.groups)
-    return replace(model, groups=groups)
+    return model.with_layers(of_layer)
 
 
 def _parts(name: str) -> tuple[str, ...]:
