@@ -31,7 +31,6 @@ BUILT_IN = _TOOLS.built_in
 ENTRY_POINT_GROUP = _TOOLS.group
 list_tools = _TOOLS.all
 _ACCELERATE = "accelerate_config"  # TRL's key for accelerate's file
-_TRL_KEY = "use_peft"
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -113,11 +112,11 @@ class _Files:
 
     def _code(self, script: Source | None, command: Command) -> Source | None:
         """The program in Python that the command starts, if it is here and loads a model."""
-        programs = (program for tool in list_tools().values() for program in tool.programs)
-        if script is None or not command.script or command.program in programs:
+        if script is None or not command.script:
             return None
-        if _TRL_KEY in command.options:  # its own parser reads all of the options
-            return None
+        for tool in list_tools().values():
+            if command.program in tool.programs or tool.parses_whole & command.options.keys():
+                return None
         with contextlib.suppress(ConfigError):
             path = find_file("", command.script, beside=script.path.parent)
             return read_source(path, _subcommands(), command.options)

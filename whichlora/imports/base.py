@@ -313,6 +313,7 @@ class Tool:
         reads_commands: whether a program of another name may take its keys as arguments.
         reads_code: whether it takes calls of a Python script, and nothing else.
         commands_have: keys of which such a program has one; empty: none is needed.
+        parses_whole: options of its own parser, beside which a script says nothing more.
         launch_configs: accelerate's files that come with it, by name, "deepspeed_" in front or not.
         deepspeed_configs: `zero_optimization` of DeepSpeed's files that come with it, by the name
             of the file without its suffix.
@@ -332,6 +333,7 @@ class Tool:
     reads_commands: bool = True
     reads_code: bool = False
     commands_have: frozenset[str] = frozenset()
+    parses_whole: frozenset[str] = frozenset()
     launch_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fsdp_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

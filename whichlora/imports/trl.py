@@ -178,6 +178,7 @@ _LAUNCH_CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 TOOL = Tool(
     name="trl",
+    parses_whole=frozenset({"use_peft"}),
     summary="trl sft and others: --config, or the arguments of their scripts",
     models=frozenset({"model_name_or_path"}),
     marks=frozenset(
