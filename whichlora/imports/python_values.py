@@ -153,8 +153,10 @@ class Values:
             compare = _COMPARISONS.get(type(node.ops[0]))
             if compare is not None and not any(isinstance(side, Unread) for side in sides):
                 return compare(*sides)
-        elif isinstance(node, ast.IfExp) and isinstance(self.read(node.test), bool):
-            return self.read(node.body if self.read(node.test) else node.orelse)
+        elif isinstance(node, ast.IfExp):
+            holds = self.read(node.test)
+            if isinstance(holds, bool):
+                return self.read(node.body if holds else node.orelse)
         return Unread(ast.unparse(node))
 
 
