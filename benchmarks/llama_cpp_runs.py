@@ -35,6 +35,7 @@ from whichlora.serving.base import Served
 from whichlora.serving.gguf import FILE_TYPES, tensors
 from whichlora.serving.gguf_architectures import architecture_of
 from whichlora.serving.llama_cpp_memory import (
+    Taken,
     asked_placement,
     fitted_placement,
     free_bytes,
@@ -352,17 +353,22 @@ def compared() -> Iterator[Compared]:
             yield Compared(row=row, ours=_CHECKS[row["check"]](row))
 
 
-def _plan(row: Mapping[str, str]) -> float:
-    asked = served(row["model"], row["device"], json.loads(row["settings"]))
-    placed = asked_placement(asked, free_bytes(asked))
-    found = taken(asked, placed, asked.context, slots(asked))
+def part_of(found: Taken, what: str) -> int:
+    """Bytes of what llama.cpp prints a line of."""
     sizes = {
         "weights": found.layers + found.output,
         "cache": found.cache,
         "compute": found.compute,
         "host": found.host,
     }
-    return sizes[row["what"]]
+    return sizes[what]
+
+
+def _plan(row: Mapping[str, str]) -> float:
+    asked = served(row["model"], row["device"], json.loads(row["settings"]))
+    placed = asked_placement(asked, free_bytes(asked))
+    found = taken(asked, placed, asked.context, slots(asked))
+    return part_of(found, row["what"])
 
 
 def _mix(row: Mapping[str, str]) -> float:

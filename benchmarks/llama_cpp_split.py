@@ -24,7 +24,7 @@ import llama_cpp_gpus
 import llama_cpp_page
 import llama_cpp_runs
 from llama_cpp_gpus import Speed
-from llama_cpp_runs import Case, compiled_device, environment, file_of, served
+from llama_cpp_runs import Case, compiled_device, environment, file_of, part_of, served
 from markdown_tables import markdown_table, summary
 
 from whichlora.calibration.load import load_calibration
@@ -220,13 +220,7 @@ def _bytes(row: Mapping[str, str]) -> int:
     kept = cells_kept(asked, asked.context, slots(asked))
     placed = asked_placement(asked, _free(row))
     found = taken_by(asked, placed, kept, device, is_plan=is_plan)
-    sizes = {
-        "weights": found.layers + found.output,
-        "cache": found.cache,
-        "compute": found.compute,
-        "host": found.host,
-    }
-    return sizes[row["what"]]
+    return part_of(found, row["what"])
 
 
 def _layers(row: Mapping[str, str]) -> str:
