@@ -141,14 +141,14 @@ def _pool(served: Served, placed: Placement, needed: Taken, room: int, device: i
     computing = taken(served, placed, served.context, 1, device=device).compute
 
     @cache
-    def ofpadded(context: int) -> int:
+    def of_padded(context: int) -> int:
         each = taken(served, placed, context, 1, device=device)
         masks = each.compute - computing
         blocks: int = ceil_div(each.cache + masks, cell_bytes)
         return max(1, blocks)
 
     def blocks_of(context: int) -> int:
-        return ofpadded(padded(context))
+        return of_padded(padded(context))
 
     held = needed.layers + needed.output + needed.compute
     return Pool(num_bytes=room - held, block_bytes=cell_bytes, blocks_of=blocks_of)
@@ -174,13 +174,12 @@ def _common_pool(fullest: Load, loads: Sequence[Load]) -> Pool:
 def _fault(served: Served, load: Load, pool: Pool) -> str:
     needed = load.taken
     several = num_devices(served) > 1
+    where = f" on GPU {load.number} of {num_devices(served)}" if several else ""
     free = format_bytes(needed.device + load.left_bytes)
     wants = (
         f"weights take {format_bytes(needed.layers + needed.output)}, the cache of "
         f"{slots(served)} x {padded(served.context)} tokens {format_bytes(needed.cache)} and "
-        f"computing {format_bytes(needed.compute)}, and {free} are free"
-        + f" on GPU {load.number} of {num_devices(served)}"
-        * several
+        f"computing {format_bytes(needed.compute)}, and {free} are free{where}"
     )
     if served.gpu.kind == "cpu":
         return f"{wants}; give a smaller file_type or context"
@@ -258,8 +257,11 @@ def stepping(served: Served) -> Stepping:
 
 def _stage_layers(placed: Placement, num_layers: int) -> tuple[int, ...]:
     """Of each GPU that has some; none of one GPU."""
-    counts = [len(placed.range_of(device, num_layers)) for device in range(len(placed.by_device))]
-    counts = [count for device, count in enumerate(counts) if placed.by_device[device]]
+    counts = [
+        len(placed.range_of(device, num_layers))
+        for device, count in enumerate(placed.by_device)
+        if count
+    ]
     return tuple(counts) if len(counts) > 1 else ()
 
 

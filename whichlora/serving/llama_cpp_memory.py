@@ -343,6 +343,7 @@ def _places(served: Served, placed: Placement, kept: Cache) -> tuple[LayerPlace,
     on_gpus, ends = placed.layers_on_gpus(num_layers), placed.ends(num_layers)
     moved = {each.layer: each for each in placed.moved}
     cells, sizes = dict(kept.cells), token_bytes(served)
+    by_layer = _cell_bytes(served.model, *cache_types(served))
     places = []
     for layer, stored in enumerate(_stored(served.model, file_type(served))):
         elsewhere: list[tuple[str, int, int]] = []
@@ -353,7 +354,7 @@ def _places(served: Served, placed: Placement, kept: Cache) -> tuple[LayerPlace,
             place = HOST if to is None else to
             elsewhere = [(name, place, size) for name, size in stored if moved[layer].has(name)]
         cached: tuple[int, ...] = ()
-        window, of_token, _ = _cell_bytes(served.model, *cache_types(served))[layer]
+        window, of_token, _ = by_layer[layer]
         if layer not in on_gpus and of_token:
             cached = tuple(kept.streams * cells[window] * size for size in sizes)
         places.append(
