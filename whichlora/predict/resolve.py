@@ -206,7 +206,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     _check_attention(model, run, gpu)
     _check_device(run, gpu)
     if run.quant in ENGINE_QUANTS:
-        readers = [name for name, each in list_engines().items() if run.quant in each.stored_forms]
+        readers = _engines_that_serve(run.quant)
         if training or run.serving not in readers:
             raise ConfigError(
                 f"quant: {run.quant} is how {' or '.join(readers)} serve weights; give serving one "
@@ -640,6 +640,11 @@ def _reads_checkpoint(run: RunConfig) -> bool:
     return run.phase == "finetune" or get_engine(run.serving).reads_checkpoints
 
 
+def _engines_that_serve(quant: str) -> list[str]:
+    """Names of engines that serve weights so stored."""
+    return [name for name, engine in list_engines().items() if quant in engine.stored_forms]
+
+
 def _check_storage(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
     """Refuse what transformers refuses beside, or without, experts in mxfp4."""
     quant = run.quant or "none"
@@ -657,9 +662,9 @@ def _check_storage(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
     stored = stored_quant(model.config)
     if stored == "w4a16" and quant != stored:
         raise ConfigError(
-            f"quant: {model.name} is stored in 4-bit integers (w4a16), which vllm and sglang serve "
-            f"and nothing here trains or expands, got {quant}; name the 16-bit model it was made "
-            "from"
+            f"quant: {model.name} is stored in 4-bit integers (w4a16), which "
+            f"{' and '.join(_engines_that_serve(stored))} serve and nothing here trains or "
+            f"expands, got {quant}; name the 16-bit model it was made from"
         )
     if stored in LOADED_AS_STORED and quant != stored and _reads_checkpoint(run):
         raise ConfigError(
