@@ -23,7 +23,7 @@ from typing import Any
 from whichlora.predict.resolve import resolve
 from whichlora.serving.block_groups import blocks, cached_layers
 from whichlora.serving.stages import stages_of
-from whichlora.serving.vllm import STAGES, stage_layers
+from whichlora.serving.vllm_settings import STAGES, stage_layers
 from whichlora.spec.architecture import ModelSpec, layers_in_order
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu

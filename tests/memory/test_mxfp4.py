@@ -14,7 +14,7 @@ from whichlora.memory.weights import linear_bytes
 from whichlora.predict.notes import notes_on
 from whichlora.predict.resolve import resolve
 from whichlora.serving.form import serving_run
-from whichlora.serving.vllm import start
+from whichlora.serving.vllm_memory import start
 from whichlora.spec.checkpoint import (
     is_expanded,
     packed_experts,

@@ -12,7 +12,7 @@ from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving import drafts, sglang
 from whichlora.serving.base import Served
-from whichlora.serving.vllm import start
+from whichlora.serving.vllm_memory import start
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model

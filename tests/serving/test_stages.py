@@ -10,7 +10,7 @@ from devices import A100
 
 from whichlora.errors import ConfigError
 from whichlora.predict.resolve import resolve
-from whichlora.serving import get_engine, sglang, vllm
+from whichlora.serving import get_engine, sglang, vllm, vllm_memory, vllm_settings
 from whichlora.serving.base import Served
 from whichlora.serving.block_groups import blocks, cached_layers
 from whichlora.serving.rank import rank_model
@@ -56,14 +56,14 @@ def test_each_engine_has_a_rule_of_its_own_for_layers_that_are_left_over(
 ) -> None:
     asked = served("vllm", pipeline_parallel_size=stages)
     assert sum(of_vllm) == sum(of_sglang) == 32
-    assert vllm.stage_layers(asked) == of_vllm
+    assert vllm_settings.stage_layers(asked) == of_vllm
     assert sglang.stage_layers(served("sglang", pp_size=stages)) == of_sglang
 
 
 def test_the_last_stage_had_what_is_left_over_before_0_8() -> None:
     for version, layers in (("0.7.3", (6, 6, 6, 6, 8)), ("0.8", (6, 6, 7, 7, 6))):
         asked = served(pipeline_parallel_size=5, libraries=(("vllm", version),))
-        assert vllm.stage_layers(asked) == layers
+        assert vllm_settings.stage_layers(asked) == layers
 
 
 @pytest.mark.parametrize("model", [LLAMA, "Qwen/Qwen2.5-0.5B"])  # the second's head is tied
@@ -103,9 +103,9 @@ def test_every_stage_has_as_many_blocks_as_the_fullest(engine: str) -> None:
 
 def test_a_start_fails_where_any_stage_fails() -> None:
     asked = served(model="meta-llama/Llama-3.1-70B", pipeline_parallel_size=2)
-    assert vllm.start(asked).fault == ""
+    assert vllm_memory.start(asked).fault == ""
     small = replace(A100, memory_bytes=60 * GiB)
-    fault = vllm.start(replace(asked, gpu=small)).fault
+    fault = vllm_memory.start(replace(asked, gpu=small)).fault
     assert fault.startswith("stage 2 of pipeline_parallel_size 2: gpu_memory_utilization")
 
 
@@ -124,14 +124,14 @@ def test_a_published_first_stage_has_the_memory_that_its_log_states() -> None:
         pipeline_parallel_size=2,
     )
     first, _ = stages_of(asked.model, (16, 32))
-    start = vllm._start_of(asked, first)
+    start = vllm_memory.start_of_stage(asked, first)
     assert start.pool.num_bytes / GiB == pytest.approx(3.18, abs=0.3)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_groups_of_layers_are_dealt_out_to_the_stages(stages: int) -> None:
     whole = load_model(GEMMA)
-    layers = vllm.stage_layers(served(model=GEMMA, pipeline_parallel_size=stages))
+    layers = vllm_settings.stage_layers(served(model=GEMMA, pipeline_parallel_size=stages))
     cut = {"block_size": 16, "element_bytes": 2, "tokens_in_flight": 2048}
     kinds = cached_layers(whole)
     one = blocks(kinds, **cut)
@@ -199,6 +199,6 @@ def test_the_command_has_its_stages() -> None:
 
 def test_notes_say_how_layers_are_divided_and_whose_bytes_these_are() -> None:
     asked = served(pipeline_parallel_size=3)
-    assert vllm.notes(asked, vllm.start(asked))[-1] == (
+    assert vllm.notes(asked, vllm_memory.start(asked))[-1] == (
         "pipeline_parallel_size 3: 11 + 11 + 10 layers; bytes are of stage 1, the fullest"
     )

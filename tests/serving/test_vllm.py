@@ -22,16 +22,10 @@ from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Pool, Served, Start
 from whichlora.serving.block_groups import CachedLayers, blocks, cached_layers
 from whichlora.serving.rank import rank_model, rotary_bytes, slot_bytes
-from whichlora.serving.vllm import (
-    captured_sizes,
-    expanded_bytes,
-    graph_bytes,
-    max_num_batched_tokens,
-    max_num_seqs,
-    notes,
-    start,
-)
+from whichlora.serving.vllm import notes
 from whichlora.serving.vllm_latents import absorbed_bytes
+from whichlora.serving.vllm_memory import captured_sizes, expanded_bytes, graph_bytes, start
+from whichlora.serving.vllm_settings import max_num_batched_tokens, max_num_seqs
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig

@@ -12,7 +12,7 @@ from whichlora.errors import ConfigError
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Pool, Served
 from whichlora.serving.rank import rank_model
-from whichlora.serving.vllm import pool_blocks, start
+from whichlora.serving.vllm_memory import pool_blocks, start
 from whichlora.serving.vllm_sparse import (
     CHOSEN,
     SCORES,

@@ -6,20 +6,13 @@ Read in vLLM 0.33.0, and where a release is named in 0.6.6, 0.8.5, 0.11.0, 0.20.
 from __future__ import annotations
 
 import json
-import math
 import shlex
-from dataclasses import replace
 
 from whichlora.errors import ConfigError
-from whichlora.memory import allocator
-from whichlora.memory.entries import Entry
-from whichlora.memory.mxfp4 import BLOCK
-from whichlora.parallel.communicators import communicator_bytes
-from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
-from whichlora.serving.block_groups import Blocks, blocks, cached_layers
+from whichlora.serving.base import Engine, Served, Start, Stepping
 from whichlora.serving.command import shell_command
-from whichlora.serving.drafts import NOTE, UNTIMED, check_drafts, joint_entry, with_draft_layers
-from whichlora.serving.expert_ranks import ExpertRanks, check_experts
+from whichlora.serving.drafts import NOTE, check_drafts
+from whichlora.serving.expert_ranks import check_experts
 from whichlora.serving.kernel_rates import (
     FIRST_MARLIN_ROWS,
     TOKENIZED_S,
@@ -36,76 +29,49 @@ from whichlora.serving.other_flags import (
     OF_A_SERVER,
     REPLICAS,
 )
-from whichlora.serving.profile_pass import (
-    COUNTED_LOGIT_BITS,
-    MASKED_LOGIT_BYTES,
-    PLAIN_LOGIT_BYTES,
-    SORTED_LOGIT_BYTES,
-    WIDENED_LOGIT_BYTES,
-    attention_entry,
-    experts_bytes,
-    layer_entry,
-    sampler_entries,
-)
 from whichlora.serving.rank import (
-    LORA_SLOTS,
     check_model,
     check_ranks,
-    held_entries,
     positions_note,
-    rank_model,
-    slot_bytes,
-    with_aligned_experts,
 )
 from whichlora.serving.stages import (
-    RECEIVED,
-    Stage,
     check_stages,
-    fullest,
-    received_bytes,
     stage_notes,
-    stages_of,
 )
-from whichlora.serving.vllm_entries import (
-    COMMUNICATOR,
-    COUNTS,
-    EXPANDED,
-    GRAPHS,
-    KEPT,
-    KERNELS,
-    KV_POOL,
-    SWIZZLED_EXPONENTS,
-)
-from whichlora.serving.vllm_latents import ABSORBED, absorbed_bytes, as_cached
 from whichlora.serving.vllm_log import LOG
-from whichlora.serving.vllm_sparse import (
-    BLOCK_SIZE,
-    PACKED,
-    SCORES,
-    SCORES_BYTES,
-    buffer_entries,
-    cache_dtype,
-    latent_share,
+from whichlora.serving.vllm_memory import start
+from whichlora.serving.vllm_settings import (
+    COPIES,
+    DRAFTS,
+    FP8_CACHES,
+    LOADED_AS_NF4,
+    LORA_RANKS,
+    MOST_CAPTURED_TOKENS,
+    RANKS,
+    REDUNDANT,
+    STAGES,
+    STATES_SINCE,
+    WHOLE_EXPERTS,
+    cache_bytes,
+    expert_ranks,
+    keeps_prefixes,
+    lora_slots,
+    max_num_batched_tokens,
+    max_num_seqs,
+    multiplies_by_triton,
+    older_chunk,
+    stage_layers,
 )
 from whichlora.serving.vllm_sparse import check as check_sparse
-from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.dtypes import Dtypes
-from whichlora.spec.numeric import ceil_div
+from whichlora.serving.vllm_sparse import (
+    latent_share,
+)
 from whichlora.spec.options import Option
-from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS, FOUR_BIT_BNB
+from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS
 from whichlora.timing.model import LAUNCH_S
 from whichlora.timing.work import VLLM_CAPTURED_TOKENS
-from whichlora.units import GiB, KiB, MiB, format_bytes
 
-RANKS, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
-COPIES, WHOLE_EXPERTS = "data_parallel_size", "enable_expert_parallel"
-REDUNDANT, DRAFTS = "num_redundant_experts", "speculative_config"
 DRAFT_METHODS = ("mtp", "deepseek_mtp")
-# Layers with a state share the pool of the V1 engine. Prefixes are kept of them in 0.28.0, and are
-# not in 0.25.0. config/model.py.
-STATES_SINCE, STATES_KEPT_SINCE = "0.11", "0.28"
-LOADED_AS_NF4 = ("nf4", "nf4-dq")  # by bitsandbytes, of files of 16 bit
-OLDER_UTILIZATION = 0.90  # of releases before 0.20; config/cache.py
 # What the host does between two steps, before a release. Kind: fitted, to published speeds of one
 # sequence on an A100 (Qwen2 under 0.4.2, Qwen2.5 under 0.6.3), and to four sequences of a 70B on
 # two to eight H100 and H200 (0.11). What it does for each sequence: estimate.
@@ -156,512 +122,7 @@ FRONT_S = 6e-3
 # that could split keys and does not split them, src/flash_fwd_launch_template.h
 # `run_mha_fwd_splitkv_dispatch`.
 CHUNK_QUERY_TILE = 64
-LONG_CONTEXT = 32 * 1024  # beyond which the first engine reads prompts in chunks
-FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", PACKED)  # config/cache.py CacheDType
 TEXT_ALONE = "0.10.1"  # the first release that leaves towers on the disk; pull/22299
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
-# Model types whose class lists embeddings and head for adapters, and since which release.
-# Source: `embedding_modules` of vLLM 0.6.6, 0.8.5, 0.11.0, 0.15.0, 0.20.0, 0.27.1 and 0.33.0.
-TABLES_WITH_SLOTS = {
-    **dict.fromkeys(("llama", "mistral", "ministral3", "phi3", "internlm3", "mixtral"), "0"),
-    **dict.fromkeys(("granite", "granitemoe", "nemotron", "phimoe"), "0"),
-    "lfm2": "0.11",
-    **dict.fromkeys(("qwen3", "qwen3_moe"), "0.20"),
-    **dict.fromkeys(("cohere", "cohere2"), "0.28"),
-}
-# Model types that the newer model runner serves by default since 0.24; other dense models since
-# 0.25, all since 0.29. Source: DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES of config/vllm.py in 0.24.0,
-# and `_is_default_v2_model_runner_model` in 0.25.1 to 0.28.0, which 0.29.0 has no more.
-NEWER_RUNNER_FIRST = ("qwen3", "deepseek_v2", "qwen2_moe", "granitemoe", "llama", "mistral")
-# Bytes per logit in its profile, before a release. Source: `_dummy_sampler_run` of
-# v1/worker/gpu/model_runner.py, and sample/sampler.py:157 (0.24.0), :159 (0.27.1), :218 (0.29.0);
-# 0.26.0 changes logits in place.
-NEWER_LOGIT_BYTES = (
-    ("0.26", WIDENED_LOGIT_BYTES),
-    ("0.27", PLAIN_LOGIT_BYTES),
-    ("0.28", WIDENED_LOGIT_BYTES),
-    ("0.33", PLAIN_LOGIT_BYTES),
-    ("", MASKED_LOGIT_BYTES),
-)
-MOST_CAPTURED_TOKENS = 512  # config/vllm.py:2464; 1024 on compute capability 10
-# Kernels that a first forward loads, and what libraries allocate by themselves. Kind: estimate.
-# Source: nine published logs that state `non_torch_memory` of one GPU, 0.02 to 0.12 GiB; median.
-KERNELS_BYTES = 72 * MiB
-# What the driver keeps of one captured graph. Kind: estimate. Source: published logs of 0.67 GiB
-# for 67 sizes of 33 pieces (0.10.2), 0.48 GiB for 51 sizes of 29 pieces (0.26).
-GRAPH_BYTES = 300 * KiB
-
-EXPONENT_TILE = 256  # outputs, of 8 warps; triton_kernels HopperMXScaleLayout.swizzle_data
-# What the hidden size and the width of experts in mxfp4 are multiples of, from a compute capability
-# on: Marlin's kernels, TensorRT-LLM's, Triton's, Marlin's.
-_ALIGNED_EXPERTS = ((12.0, (256, 128)), (10.0, (256, 128)), (9.0, (1, 64)), (0.0, (256, 128)))
-
-
-# --- what it is asked for ---------------------------------------------------------------------
-
-
-def utilization(served: Served) -> float:
-    """Its share of the GPU; a release before 0.20 has another default."""
-    is_older = served.libraries.older("vllm", "0.20")
-    if is_older and not served.is_asked("gpu_memory_utilization"):
-        return OLDER_UTILIZATION
-    value = served.options["gpu_memory_utilization"]
-    assert isinstance(value, float)
-    return value
-
-
-def max_num_seqs(served: Served) -> int:
-    """Sequences that may run at once.
-
-    Kind: exact for `vllm serve`. Source: vLLM 0.33.0 engine/arg_utils.py:2973-3006; 0.7.2 :217.
-    """
-    is_first = served.libraries.older("vllm", "0.8")
-    return served.count("max_num_seqs") or (1024 if _is_large(served) and not is_first else 256)
-
-
-def max_num_batched_tokens(served: Served) -> int:
-    """Tokens of one step at most.
-
-    Kind: exact for `vllm serve`; `LLM()` has larger defaults. Source: as of `max_num_seqs`; 0.28.0
-    is the first with 16,384; before 0.8 `SchedulerConfig` of config.py.
-    """
-    stated = served.count("max_num_batched_tokens")
-    if stated is not None:
-        return stated
-    if served.libraries.older("vllm", "0.8"):
-        return _older_chunk(served) or max(2048, served.context)
-    if served.gpu.memory_bytes >= 160 * GiB and not served.libraries.older("vllm", "0.28"):
-        return 16384
-    return 8192 if _is_large(served) else 2048
-
-
-def _is_large(served: Served) -> bool:
-    """Whether a GPU has the defaults of an H100; an A100 of any size has not, nor a GB10 any more.
-
-    Kind: exact. Source: vLLM 0.33.0 engine/arg_utils.py:2963-2987, 0.32.0 without `is_gb10`, 0.8.5
-    :1596 with an A100 of 80 GB, 0.8.4 :1669 for the names of H100 and H200 alone.
-    """
-    gpu, libraries = served.gpu, served.libraries
-    if libraries.older("vllm", "0.8.5"):
-        return gpu.key.startswith(("h100", "h200"))
-    is_gb10 = gpu.compute_capability == "12.1" and not libraries.older("vllm", "0.33")
-    is_a100 = "a100" in gpu.key and not libraries.older("vllm", "0.9")
-    return gpu.memory_bytes >= 70 * GiB and not is_a100 and not is_gb10
-
-
-def has_newer_runner(served: Served) -> bool:
-    """Whether the newer model runner is the default, which counts tokens of every sequence.
-
-    Kind: exact, but for Qwen3, Llama and Mistral in 16 bit under 0.22 and 0.23.
-    Source: `NEWER_RUNNER_FIRST`.
-    """
-    libraries, model = served.libraries, served.model
-    if model.model_type in NEWER_RUNNER_FIRST:
-        return not libraries.older("vllm", "0.24")
-    return not libraries.older("vllm", "0.29" if model.has_experts else "0.25")
-
-
-def keeps_prefixes(served: Served) -> bool:
-    """Whether blocks of a common prefix are kept once: the default since the V1 engine.
-
-    Of layers with a state it is since `STATES_KEPT_SINCE`.
-    Source: vLLM 0.8.5 engine/arg_utils.py:1572, 0.33.0 config/cache.py:257; config/model.py
-    `is_prefix_caching_supported`.
-    """
-    stated = served.options["enable_prefix_caching"]
-    has_states = any(not kind.token_elements for kind in cached_layers(served.model))
-    since = STATES_KEPT_SINCE if has_states else "0.8"
-    return not served.libraries.older("vllm", since) if stated is None else bool(stated)
-
-
-def lora_slots(served: Served) -> tuple[int, int]:
-    """Slots for adapters, and their rank; (0, 0) where none is served."""
-    if not served.targets and not served.options["enable_lora"]:
-        return 0, 0
-    rank = served.count("max_lora_rank") or 16
-    if served.targets and not served.is_asked("max_lora_rank"):
-        rank = min(each for each in LORA_RANKS if each >= served.run.r)
-    return served.count("max_loras") or 1, rank
-
-
-# --- what it takes ----------------------------------------------------------------------------
-
-
-def start(served: Served) -> Start:
-    """What vLLM takes of one GPU: of equal ones that share the matrices, of the fullest stage.
-
-    pool = ceil(total · gpu_memory_utilization) − weights, slots and what stays − the larger part
-    of the profile pass − graphs
-
-    Kind: estimate: kernels and graphs are not derived; the rest is exact.
-    Source: vLLM 0.33.0 `Worker.determine_available_memory`, v1/worker/gpu_worker.py:641;
-    `request_memory`, v1/worker/utils.py:716.
-    """
-    served = with_draft_layers(served) if served.options[DRAFTS] else served
-    stages = stages_of(served.model, stage_layers(served))
-    return fullest([_start_of(served, stage) for stage in stages], STAGES)
-
-
-def stage_layers(served: Served) -> tuple[int, ...]:
-    """How many layers each stage of the pipeline has.
-
-    Of what is left over the last one has nothing, and before 0.8 everything.
-    Kind: exact. Source: vLLM 0.33.0 `get_pp_indices`, distributed/utils.py:198; 0.7.3 :62.
-    """
-    stages = served.count(STAGES) or 1
-    each, left = divmod(served.model.num_hidden_layers, stages)
-    if served.libraries.older("vllm", "0.8"):
-        return (*([each] * (stages - 1)), each + left)
-    return tuple(each + (stages - 1 - left <= place < stages - 1) for place in range(stages))
-
-
-def expert_ranks(served: Served) -> ExpertRanks:
-    """How routed experts are divided: among the GPUs of all engines, by their widths or whole.
-
-    Kind: exact. Source: vLLM 0.33.0 fused_moe/config.py:1117 `FusedMoEParallelConfig.make`.
-    """
-    copies = served.count(COPIES) or 1
-    gpus = copies * (served.count(RANKS) or 1)
-    if not served.options[WHOLE_EXPERTS]:
-        return ExpertRanks(copies=copies, width=gpus)
-    return ExpertRanks(copies=copies, whole=gpus, redundant=served.count(REDUNDANT) or 0)
-
-
-def _rank_of(served: Served, part: ModelSpec) -> ModelSpec:
-    """What one GPU has of `part`."""
-    return rank_model(part, served.count(RANKS) or 1, expert_ranks(served))
-
-
-def _start_of(served: Served, stage: Stage) -> Start:
-    """What one GPU of `stage` takes."""
-    rank = _rank_of(served, stage.part)
-    entries = _loaded(served, rank)
-    entries += [joint_entry(served)] if served.options[DRAFTS] else []
-    entries += _resident(served, stage)
-    entries += _profiled(served, rank)
-    graphs = Entry(GRAPHS, graph_bytes(served, rank))
-    reserves_graphs = not served.libraries.older("vllm", "0.20")
-    entries += [graphs] if reserves_graphs else []
-    budget = math.ceil(served.gpu.memory_bytes * utilization(served))
-    missed = _missed_bytes(served, entries)
-    taken = sum(entry.num_bytes for entry in entries) - missed
-    if _counts_context(served):
-        taken += allocator.context_bytes(served.gpu)
-    cut = pool_blocks(served, rank)
-    pool = Pool(
-        num_bytes=budget - taken,
-        block_bytes=cut.block_bytes,
-        blocks_of=cut.blocks_of,
-        shared_of=cut.shared_of if keeps_prefixes(served) else lambda tokens: 0,
-    )
-    most = max_num_seqs(served)
-    return Start(
-        entries=tuple(entries),
-        budget_bytes=budget,
-        pool=pool,
-        pool_fact=KV_POOL,
-        max_num_seqs=lambda context: most,
-        outside_bytes=missed + (0 if reserves_graphs else graphs.num_bytes),
-        fault=_fault(served, pool, budget),
-        counts_process=_counts_context(served),
-        needs_context=True,
-        copies=served.count(COPIES) or 1,
-        untimed=_untimed(served),
-    )
-
-
-def _untimed(served: Served) -> str:
-    """Why steps are not predicted; empty where they are."""
-    if (served.count(COPIES) or 1) > 1 and (served.count(STAGES) or 1) > 1:
-        return f"steps of {COPIES} beside {STAGES} are not predicted"
-    return UNTIMED if served.options[DRAFTS] else ""
-
-
-def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
-    """Weights and rotary tables; experts in mxfp4 are padded for their kernels.
-
-    Kind: exact. Source: vLLM 0.33.0 fused_moe/oracle/mxfp4.py:402, :837; logs of 65.97 GiB of
-    gpt-oss-120b with the Marlin kernels, of 64.38 with Triton's and of 13.47 of gpt-oss-20b (0.02
-    to 0.05 more than counted). Its tables are in fp32, models/gpt_oss.py.
-    """
-    if served.run.quant != "mxfp4":
-        width = served.dtypes.compute_bytes
-        entries = held_entries(served, rank, rotary_element_bytes=width, dtypes=_stored(served))
-        absorbed = absorbed_bytes(served, rank)
-        return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
-    capability = float(served.gpu.compute_capability or 8.0)
-    hidden, width = next(sizes for least, sizes in _ALIGNED_EXPERTS if capability >= least)
-    rank = with_aligned_experts(rank, hidden=hidden, width=width)
-    entries = held_entries(served, rank, rotary_element_bytes=4, dtypes=_stored(served))
-    if _multiplies_by_triton(served):
-        entries.append(Entry(SWIZZLED_EXPONENTS, swizzled_bytes(served, rank)))
-    return entries
-
-
-def _multiplies_by_triton(served: Served) -> bool:
-    """Whether experts in mxfp4 have OpenAI's Triton kernels: on compute capability 9.
-
-    Kind: exact. Source: `get_mxfp4_backend` of vLLM 0.11.0 quantization/mxfp4.py; 0.33.0
-    `_get_priority_backends_for_gpt_oss`.
-    """
-    capability = float(served.gpu.compute_capability or 8.0)
-    return served.run.quant == "mxfp4" and 9.0 <= capability < 10.0
-
-
-def swizzled_bytes(served: Served, rank: ModelSpec) -> int:
-    """What the swizzled exponents of experts take beside those of the file, or more than them.
-
-    Kind: exact. Source: `SWIZZLED_EXPONENTS`.
-    """
-    replaces = not served.libraries.older("vllm", "0.25")
-    total = 0
-    for layer, count in rank.layers():
-        for linear in layer.moe.expert.linears if layer.moe else ():
-            blocks = linear.count * ceil_div(linear.in_features, BLOCK)
-            outputs = ceil_div(linear.out_features, EXPONENT_TILE) * EXPONENT_TILE
-            total += count * blocks * (outputs - replaces * linear.out_features)
-    return int(total)
-
-
-def _stored(served: Served) -> Dtypes:
-    """What weights are stored in.
-
-    Biases of experts in mxfp4 are fp32 for Triton's kernels (0.11.0 quantization/mxfp4.py).
-    Files of 16 bit become nf4 with quantised scales. Since the releases after 0.8.5 these scales
-    are expanded to fp32 as they are loaded, and experts are in 4 bit, too.
-    Kind: exact. Source: vLLM 0.8.5, and 0.27.1 model_loader/bitsandbytes_loader.py:433
-    quantize_4bit, :579 `_dequantize_dq`; quantization/bitsandbytes.py `BitsAndBytesMoEMethod`.
-    """
-    if _multiplies_by_triton(served):
-        return replace(served.dtypes, wide_expert_biases=True)
-    if served.dtypes.quant not in FOUR_BIT_BNB:
-        return served.dtypes
-    is_older = served.libraries.older("vllm", "0.9")
-    quant = served.dtypes.quant
-    if quant in LOADED_AS_NF4:
-        quant = "nf4-dq" if is_older else "nf4"
-    return replace(served.dtypes, quant=quant, quantises_experts=not is_older)
-
-
-def _has_table_slots(served: Served) -> bool:
-    """Whether embeddings and head have slots for adapters."""
-    since = TABLES_WITH_SLOTS.get(served.model.model_type)
-    return since is not None and not served.libraries.older("vllm", since)
-
-
-def _counts_context(served: Served) -> bool:
-    """Whether all that is in use on the GPU counts, and not what came since the process began.
-
-    It did before 0.6.5, and again in the first releases of the V1 engine, which needs compute
-    capability 8.0. Source: vLLM 0.8.5 v1/worker/gpu_worker.py:200-207; `memory_profiling` of 0.6.5.
-    """
-    libraries, capability = served.libraries, float(served.gpu.compute_capability or 8.0)
-    first_of_v1 = not libraries.older("vllm", "0.8") and libraries.older("vllm", "0.9.2")
-    is_older = libraries.older("vllm", "0.6.5") and not _counts_tensors(served)
-    return is_older or (first_of_v1 and capability >= 8.0)
-
-
-def _counts_tensors(served: Served) -> bool:
-    """Whether tensors of torch alone count, and neither the context nor NCCL: before 0.2.5.
-
-    Source: github.com/vllm-project/vllm/pull/2031, `max_memory_allocated` before it.
-    """
-    return served.libraries.older("vllm", "0.2.5")
-
-
-def _missed_bytes(served: Served, entries: list[Entry]) -> int:
-    """What the profile does not see of `entries`: slots for adapters, from 0.6.5 to 0.7.3.
-
-    Weights were measured before the slots were made, and the peak counted from after.
-    Source: github.com/vllm-project/vllm/issues/14450, mended by pull request 14469 of 2025-03-08;
-    `memory_profiling` is of 0.6.5.
-    """
-    libraries = served.libraries
-    if libraries.older("vllm", "0.6.5") or not libraries.older("vllm", "0.8"):
-        return 0
-    return sum(entry.num_bytes for entry in entries if entry.fact == LORA_SLOTS)
-
-
-def _kept_bytes(served: Served, stage: Stage) -> int:
-    """What all-reduces returned and NCCL keeps until the profile pass ends: in 0.2.5.
-
-    Kind: upper bound: the allocator frees them earlier where the GPU has no more.
-    Source: `KEPT`; mended in 0.2.6 by TORCH_NCCL_AVOID_RECORD_STREAMS.
-    """
-    libraries = served.libraries
-    if libraries.older("vllm", "0.2.5") or not libraries.older("vllm", "0.2.6"):
-        return 0
-    reduced = 2 * stage.part.num_hidden_layers + 1  # attention and MLP of a layer, the embedding
-    width = served.model.hidden_size * served.dtypes.compute_bytes
-    return reduced * max_num_batched_tokens(served) * width
-
-
-def _resident(served: Served, stage: Stage) -> list[Entry]:
-    """What stays beside weights."""
-    ranks, stages = served.count(RANKS) or 1, served.count(STAGES) or 1
-    num_slots, slot_rank = lora_slots(served)
-    slots = num_slots * slot_bytes(
-        stage.part, ranks, slot_rank, has_tables=_has_table_slots(served)
-    )
-    entries = [Entry(LORA_SLOTS, slots)] if slots else []
-    if not _counts_context(served) and not _counts_tensors(served):  # a context has its kernels
-        entries.append(Entry(KERNELS, KERNELS_BYTES))
-    if ranks * stages > 1 and not _counts_tensors(served):
-        buffers = communicator_bytes(ranks) + communicator_bytes(stages)
-        entries.append(Entry(COMMUNICATOR, buffers))
-    if ranks > 1 and (kept := _kept_bytes(served, stage)):
-        entries.append(Entry(KEPT, kept))
-    received = received_bytes(stage, max_num_batched_tokens(served), served.dtypes.compute_bytes)
-    entries += [Entry(RECEIVED, received)] if received else []
-    if has_newer_runner(served) and stage.is_last:
-        logits = max_num_seqs(served) * served.model.vocab_size
-        entries.append(Entry(COUNTS, logits * COUNTED_LOGIT_BITS // 8))
-    return entries
-
-
-def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
-    """The larger part of the profile pass: a layer's forward, or the last stage's sampler."""
-    tokens = max_num_batched_tokens(served)
-    element_bytes = served.dtypes.compute_bytes
-    copies = served.count(COPIES) or 1
-    layer = layer_entry(rank, tokens=tokens, element_bytes=element_bytes, copies=copies)
-    sampler = (
-        ()
-        if rank.head is None
-        else sampler_entries(
-            rank,
-            vocab_size=served.model.vocab_size,
-            tokens=tokens,
-            sequences=min(max_num_seqs(served), tokens),
-            logit_bytes=_logit_bytes(served),
-            element_bytes=element_bytes,
-        )
-    )
-    workspace = Entry(allocator.WORKSPACE, allocator.workspace_bytes(served.gpu, training=False))
-    forward = [layer]
-    experts = experts_bytes(rank, tokens=copies * tokens, element_bytes=element_bytes)
-    kept = buffer_entries(served, rank, tokens=tokens, experts_bytes=experts)
-    if kept:  # experts have their part of what is kept
-        forward = [
-            attention_entry(rank, tokens=tokens, element_bytes=element_bytes),
-            Entry(SCORES, SCORES_BYTES),
-        ]
-    if served.dtypes.quant in FOUR_BIT_BNB:
-        forward.append(Entry(EXPANDED, expanded_bytes(rank, element_bytes)))
-    larger = max(forward, [*sampler], key=lambda part: sum(entry.num_bytes for entry in part))
-    return [*larger, *kept, workspace]
-
-
-def _logit_bytes(served: Served) -> int:
-    """Of each logit while the profile samples.
-
-    Source: vLLM 0.10.1 v1/sample/ops/topk_topp_sampler.py `TopKTopPSampler`; `NEWER_LOGIT_BYTES`.
-    """
-    libraries = served.libraries
-    if has_newer_runner(served):
-        return next(
-            num_bytes
-            for version, num_bytes in NEWER_LOGIT_BYTES
-            if not version or libraries.older("vllm", version)
-        )
-    # FlashInfer's sampler masks, too, where it is installed
-    sorts = libraries.older("vllm", "0.16") and libraries.older("flashinfer", "0.0.1")
-    return SORTED_LOGIT_BYTES if sorts else MASKED_LOGIT_BYTES
-
-
-def expanded_bytes(rank: ModelSpec, element_bytes: int) -> int:
-    """The largest matrix of one layer in 16 bit; of experts all of a layer.
-
-    Kind: exact. Source: `EXPANDED`.
-    """
-    sizes = []
-    for layer, _ in rank.layers():
-        sizes += [linear.num_weights // linear.count for linear in layer.linears]
-        if layer.moe is not None:
-            sizes.append(sum(linear.num_weights for linear in layer.moe.expert.linears))
-    return max(sizes) * element_bytes
-
-
-def graph_bytes(served: Served, rank: ModelSpec) -> int:
-    """CUDA graphs: one for each piece between two attentions and each size of a batch.
-
-    They share a pool that holds one layer's forward over the largest batch.
-    Kind: estimate. Source: vLLM 0.33.0 config/vllm.py:2452-2590; `GRAPH_BYTES`.
-    """
-    if served.options["enforce_eager"]:
-        return 0
-    most = min(2 * max_num_seqs(served), MOST_CAPTURED_TOKENS, max_num_batched_tokens(served))
-    sizes = captured_sizes(most, step_beyond=8 if served.libraries.older("vllm", "0.15") else 16)
-    if lora_slots(served)[0] and not served.libraries.older("vllm", "0.15"):
-        sizes *= 2  # with adapters and without; v1/cudagraph_dispatcher.py:110 _get_lora_cases
-    pieces = rank.num_hidden_layers + 1
-    layer = layer_entry(rank, tokens=most, element_bytes=served.dtypes.compute_bytes)
-    shared: int = layer.num_bytes
-    return shared + pieces * sizes * GRAPH_BYTES
-
-
-def captured_sizes(most: int, *, step_beyond: int = 16) -> int:
-    """How many sizes up to `most` tokens are captured. Kind: exact.
-
-    Source: vLLM 0.33.0 `VllmConfig._set_cudagraph_sizes`, config/vllm.py:2579-2590.
-    """
-    sizes = [size for size in (1, 2, 4) if size <= most]
-    sizes += range(8, min(most + 1, 256), 8)
-    sizes += range(256, most + 1, step_beyond)
-    return len(sizes)
-
-
-def _cache_bytes(served: Served) -> int:
-    """Of one element of keys and values."""
-    is_fp8 = cache_dtype(served) in FP8_CACHES
-    return 1 if is_fp8 else served.dtypes.compute_bytes
-
-
-def _block_size(served: Served) -> int:
-    """Tokens of a block: sparse attention has larger ones, where none is asked for."""
-    if served.model.chooses_keys and not served.is_asked("block_size"):
-        return BLOCK_SIZE
-    return served.count("block_size") or 16
-
-
-def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
-    """How the pool of one rank is cut."""
-    # asynchronous scheduling, the default since 0.14, has one step more in flight than there are
-    # stages; the older runner has it without a pipeline only. config/vllm.py:588
-    stages = served.count(STAGES) or 1
-    is_ahead = not served.libraries.older("vllm", "0.14")
-    steps = stages + (is_ahead and (stages == 1 or has_newer_runner(served)))
-    whole = cached_layers(as_cached(served, _rank_of(served, served.model)))
-    return blocks(
-        whole,
-        block_size=_block_size(served),
-        element_bytes=_cache_bytes(served),
-        tokens_in_flight=steps * max_num_batched_tokens(served),
-        part=cached_layers(as_cached(served, rank)),
-        state_bytes=served.dtypes.compute_bytes,
-        states_kept=2 if keeps_prefixes(served) else 1,
-    )
-
-
-def _fault(served: Served, pool: Pool, budget: int) -> str:
-    """Why vLLM does not start, however short its sequences are; empty where it does.
-
-    Source: vLLM 0.33.0 `_check_enough_kv_cache_memory`, v1/core/kv_cache_planning.py:50;
-    `request_memory`, v1/worker/utils.py:761.
-    """
-    total, share = served.gpu.memory_bytes, utilization(served)
-    free = total - allocator.context_bytes(served.gpu)
-    asked = f"gpu_memory_utilization {share:g} of {format_bytes(total)} is {format_bytes(budget)}"
-    if free < budget:
-        return f"{asked}, more than the {format_bytes(free)} that are free; give a smaller one"
-    if pool.num_bytes < pool.block_bytes:
-        return (
-            f"{asked}, and weights, profile pass and graphs take "
-            f"{format_bytes(budget - pool.num_bytes)} of it: nothing is left for keys and values; "
-            "give a larger share, fewer max_num_seqs or max_num_batched_tokens, more GPUs, or a "
-            "smaller model"
-        )
-    return ""
 
 
 # --- how it steps -----------------------------------------------------------------------------
@@ -676,7 +137,7 @@ def stepping(served: Served) -> Stepping:
     `step_with_batch_queue`; 0.6.3 core/scheduler.py `_schedule_default`.
     """
     is_older = served.libraries.older("vllm", "0.8")
-    chunk = _older_chunk(served) if is_older else max_num_batched_tokens(served)
+    chunk = older_chunk(served) if is_older else max_num_batched_tokens(served)
     beyond = served.context > VLLM_CAPTURED_TOKENS and served.libraries.graphs_end_early
     is_eager = bool(served.options["enforce_eager"]) or beyond
     is_first_awq = served.run.quant == "awq-int4" and served.libraries.older("vllm", "0.5.4")
@@ -699,7 +160,7 @@ def stepping(served: Served) -> Stepping:
         whole_prompts=chunk is None,
         captured_tokens=0 if is_eager else MOST_CAPTURED_TOKENS,
         launch_s=EAGER_LAUNCH_S if is_eager else COMPILED_LAUNCH_S,
-        cache_bytes=latent_share(served) * _cache_bytes(served),
+        cache_bytes=latent_share(served) * cache_bytes(served),
         head_reads=HEAD_READS if served.libraries.older("vllm", "0.4.3") else None,
         query_tile=CHUNK_QUERY_TILE if is_older and chunk is not None else None,
         copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
@@ -713,22 +174,6 @@ def stepping(served: Served) -> Stepping:
         tokenized_s=TOKENIZED_S,
         plans_ahead=not served.libraries.older("vllm", "0.14") and len(layers) == 1,
     )
-
-
-def _older_chunk(served: Served) -> int | None:
-    """Tokens of a step of the first engine, which reads long contexts in chunks; None elsewhere.
-
-    Kind: exact. Source: vLLM 0.5.4 to 0.7.3 engine/arg_utils.py `use_long_context`, and
-    `SchedulerConfig.__init__` of config.py, whose 512 became 2,048 with 0.6.5.
-    """
-    libraries = served.libraries
-    slides = any(kind.window for kind in cached_layers(served.model))
-    if slides or lora_slots(served)[0]:
-        return None
-    if served.context <= LONG_CONTEXT or libraries.older("vllm", "0.5.4"):
-        return None
-    chunk = 512 if libraries.older("vllm", "0.6.5") else 2048
-    return served.count("max_num_batched_tokens") or chunk
 
 
 # --- what it refuses --------------------------------------------------------------------------
@@ -874,7 +319,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
             f"{max_num_seqs(served)} sequences; sequences and tokens are of all"
         )
     lines += [NOTE] if served.options[DRAFTS] else []
-    if _multiplies_by_triton(served):
+    if multiplies_by_triton(served):
         lines.append(
             "experts in mxfp4 have Triton's kernels; without the package triton_kernels vllm takes "
             "Marlin's, whose layout is larger"

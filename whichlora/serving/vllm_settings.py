@@ -1,0 +1,174 @@
+"""What vLLM is asked for: its settings, and their defaults by release."""
+
+from __future__ import annotations
+
+from whichlora.serving.base import Served
+from whichlora.serving.block_groups import cached_layers
+from whichlora.serving.expert_ranks import ExpertRanks
+from whichlora.serving.vllm_sparse import BLOCK_SIZE, PACKED, cache_dtype
+from whichlora.units import GiB
+
+RANKS, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
+COPIES, WHOLE_EXPERTS = "data_parallel_size", "enable_expert_parallel"
+REDUNDANT, DRAFTS = "num_redundant_experts", "speculative_config"
+# Layers with a state share the pool of the V1 engine. Prefixes are kept of them in 0.28.0, and are
+# not in 0.25.0. config/model.py.
+STATES_SINCE, STATES_KEPT_SINCE = "0.11", "0.28"
+OLDER_UTILIZATION = 0.90  # of releases before 0.20; config/cache.py
+LOADED_AS_NF4 = ("nf4", "nf4-dq")  # by bitsandbytes, of files of 16 bit
+MOST_CAPTURED_TOKENS = 512  # config/vllm.py:2464; 1024 on compute capability 10
+LONG_CONTEXT = 32 * 1024  # beyond which the first engine reads prompts in chunks
+FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", PACKED)  # config/cache.py CacheDType
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
+# Model types that the newer model runner serves by default since 0.24; other dense models since
+# 0.25, all since 0.29. Source: DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES of config/vllm.py in 0.24.0,
+# and `_is_default_v2_model_runner_model` in 0.25.1 to 0.28.0, which 0.29.0 has no more.
+NEWER_RUNNER_FIRST = ("qwen3", "deepseek_v2", "qwen2_moe", "granitemoe", "llama", "mistral")
+
+
+def utilization(served: Served) -> float:
+    """Its share of the GPU; a release before 0.20 has another default."""
+    is_older = served.libraries.older("vllm", "0.20")
+    if is_older and not served.is_asked("gpu_memory_utilization"):
+        return OLDER_UTILIZATION
+    value = served.options["gpu_memory_utilization"]
+    assert isinstance(value, float)
+    return value
+
+
+def max_num_seqs(served: Served) -> int:
+    """Sequences that may run at once.
+
+    Kind: exact for `vllm serve`. Source: vLLM 0.33.0 engine/arg_utils.py:2973-3006; 0.7.2 :217.
+    """
+    is_first = served.libraries.older("vllm", "0.8")
+    return served.count("max_num_seqs") or (1024 if _is_large(served) and not is_first else 256)
+
+
+def max_num_batched_tokens(served: Served) -> int:
+    """Tokens of one step at most.
+
+    Kind: exact for `vllm serve`; `LLM()` has larger defaults. Source: as of `max_num_seqs`; 0.28.0
+    is the first with 16,384; before 0.8 `SchedulerConfig` of config.py.
+    """
+    stated = served.count("max_num_batched_tokens")
+    if stated is not None:
+        return stated
+    if served.libraries.older("vllm", "0.8"):
+        return older_chunk(served) or max(2048, served.context)
+    if served.gpu.memory_bytes >= 160 * GiB and not served.libraries.older("vllm", "0.28"):
+        return 16384
+    return 8192 if _is_large(served) else 2048
+
+
+def _is_large(served: Served) -> bool:
+    """Whether a GPU has the defaults of an H100; an A100 of any size has not, nor a GB10 any more.
+
+    Kind: exact. Source: vLLM 0.33.0 engine/arg_utils.py:2963-2987, 0.32.0 without `is_gb10`, 0.8.5
+    :1596 with an A100 of 80 GB, 0.8.4 :1669 for the names of H100 and H200 alone.
+    """
+    gpu, libraries = served.gpu, served.libraries
+    if libraries.older("vllm", "0.8.5"):
+        return gpu.key.startswith(("h100", "h200"))
+    is_gb10 = gpu.compute_capability == "12.1" and not libraries.older("vllm", "0.33")
+    is_a100 = "a100" in gpu.key and not libraries.older("vllm", "0.9")
+    return gpu.memory_bytes >= 70 * GiB and not is_a100 and not is_gb10
+
+
+def older_chunk(served: Served) -> int | None:
+    """Tokens of a step of the first engine, which reads long contexts in chunks; None elsewhere.
+
+    Kind: exact. Source: vLLM 0.5.4 to 0.7.3 engine/arg_utils.py `use_long_context`, and
+    `SchedulerConfig.__init__` of config.py, whose 512 became 2,048 with 0.6.5.
+    """
+    libraries = served.libraries
+    slides = any(kind.window for kind in cached_layers(served.model))
+    if slides or lora_slots(served)[0]:
+        return None
+    if served.context <= LONG_CONTEXT or libraries.older("vllm", "0.5.4"):
+        return None
+    chunk = 512 if libraries.older("vllm", "0.6.5") else 2048
+    return served.count("max_num_batched_tokens") or chunk
+
+
+def has_newer_runner(served: Served) -> bool:
+    """Whether the newer model runner is the default, which counts tokens of every sequence.
+
+    Kind: exact, but for Qwen3, Llama and Mistral in 16 bit under 0.22 and 0.23.
+    Source: `NEWER_RUNNER_FIRST`.
+    """
+    libraries, model = served.libraries, served.model
+    if model.model_type in NEWER_RUNNER_FIRST:
+        return not libraries.older("vllm", "0.24")
+    return not libraries.older("vllm", "0.29" if model.has_experts else "0.25")
+
+
+def keeps_prefixes(served: Served) -> bool:
+    """Whether blocks of a common prefix are kept once: the default since the V1 engine.
+
+    Of layers with a state it is since `STATES_KEPT_SINCE`.
+    Source: vLLM 0.8.5 engine/arg_utils.py:1572, 0.33.0 config/cache.py:257; config/model.py
+    `is_prefix_caching_supported`.
+    """
+    stated = served.options["enable_prefix_caching"]
+    has_states = any(not kind.token_elements for kind in cached_layers(served.model))
+    since = STATES_KEPT_SINCE if has_states else "0.8"
+    return not served.libraries.older("vllm", since) if stated is None else bool(stated)
+
+
+def lora_slots(served: Served) -> tuple[int, int]:
+    """Slots for adapters, and their rank; (0, 0) where none is served."""
+    if not served.targets and not served.options["enable_lora"]:
+        return 0, 0
+    rank = served.count("max_lora_rank") or 16
+    if served.targets and not served.is_asked("max_lora_rank"):
+        rank = min(each for each in LORA_RANKS if each >= served.run.r)
+    return served.count("max_loras") or 1, rank
+
+
+def stage_layers(served: Served) -> tuple[int, ...]:
+    """How many layers each stage of the pipeline has.
+
+    Of what is left over the last one has nothing, and before 0.8 everything.
+    Kind: exact. Source: vLLM 0.33.0 `get_pp_indices`, distributed/utils.py:198; 0.7.3 :62.
+    """
+    stages = served.count(STAGES) or 1
+    each, left = divmod(served.model.num_hidden_layers, stages)
+    if served.libraries.older("vllm", "0.8"):
+        return (*([each] * (stages - 1)), each + left)
+    return tuple(each + (stages - 1 - left <= place < stages - 1) for place in range(stages))
+
+
+def expert_ranks(served: Served) -> ExpertRanks:
+    """How routed experts are divided: among the GPUs of all engines, by their widths or whole.
+
+    Kind: exact. Source: vLLM 0.33.0 fused_moe/config.py:1117 `FusedMoEParallelConfig.make`.
+    """
+    copies = served.count(COPIES) or 1
+    gpus = copies * (served.count(RANKS) or 1)
+    if not served.options[WHOLE_EXPERTS]:
+        return ExpertRanks(copies=copies, width=gpus)
+    return ExpertRanks(copies=copies, whole=gpus, redundant=served.count(REDUNDANT) or 0)
+
+
+def multiplies_by_triton(served: Served) -> bool:
+    """Whether experts in mxfp4 have OpenAI's Triton kernels: on compute capability 9.
+
+    Kind: exact. Source: `get_mxfp4_backend` of vLLM 0.11.0 quantization/mxfp4.py; 0.33.0
+    `_get_priority_backends_for_gpt_oss`.
+    """
+    capability = float(served.gpu.compute_capability or 8.0)
+    return served.run.quant == "mxfp4" and 9.0 <= capability < 10.0
+
+
+def cache_bytes(served: Served) -> int:
+    """Of one element of keys and values."""
+    is_fp8 = cache_dtype(served) in FP8_CACHES
+    return 1 if is_fp8 else served.dtypes.compute_bytes
+
+
+def block_size_of(served: Served) -> int:
+    """Tokens of a block: sparse attention has larger ones, where none is asked for."""
+    if served.model.chooses_keys and not served.is_asked("block_size"):
+        return BLOCK_SIZE
+    return served.count("block_size") or 16
