@@ -21,14 +21,16 @@ from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Pool, Served, Start
 from whichlora.serving.block_groups import CachedLayers, blocks, cached_layers
+from whichlora.serving.profile_pass import ATTENTION_PASS, EXPERTS_PASS, SAMPLER_PASS
 from whichlora.serving.rank import rank_model, rotary_bytes, slot_bytes
 from whichlora.serving.vllm import notes
+from whichlora.serving.vllm_entries import WORKSPACE
 from whichlora.serving.vllm_latents import absorbed_bytes
 from whichlora.serving.vllm_memory import captured_sizes, expanded_bytes, graph_bytes, start
 from whichlora.serving.vllm_settings import max_num_batched_tokens, max_num_seqs
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import Quant, RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.units import GiB, MiB
@@ -720,3 +722,36 @@ def test_more_than_the_gpu_has_is_told() -> None:
     fewer = replace(run, serving_options=())
     answer = predict(load_model(LLAMA), fewer, card, load_calibration(card))
     assert not any("it can run out of memory" in note for note in answer.notes)
+
+
+@pytest.mark.parametrize(
+    ("version", "quant", "capability", "is_kept"),
+    [
+        ("0.33.0", None, "8.0", True),
+        ("0.14.0", "fp8", "9.0", True),
+        ("0.13.0", None, "9.0", False),
+        ("0.20.0", "awq-int4", "8.0", False),
+        ("0.25.0", "awq-int4", "8.0", True),
+        ("0.27.1", "nf4", "8.0", False),
+        ("0.33.0", None, "10.0", False),
+    ],
+)
+def test_the_workspace_of_experts_outlives_the_pass(
+    version: str, quant: Quant | None, capability: str, is_kept: bool
+) -> None:
+    """Beside the sampler's logits, which are the larger part of the pass for 1,024 sequences."""
+    gpu = replace(A100, memory_bytes=141 * GiB, compute_capability=capability)
+    run = replace(RUN, model="Qwen/Qwen3-30B-A3B", quant=quant, libraries=(("vllm", version),))
+    taken = started(run, gpu, max_num_seqs=1024, max_num_batched_tokens=8192)
+    kept = sum(entry.num_bytes for entry in taken.entries if entry.fact == WORKSPACE)
+    assert kept == is_kept * 8192 * 8 * (2048 + 768) * 2
+    assert any(entry.fact == SAMPLER_PASS for entry in taken.entries)
+
+
+def test_the_forward_has_experts_once() -> None:
+    """Few sequences sample less than a layer takes: what is kept is not counted in the layer."""
+    run = replace(RUN, model="Qwen/Qwen3-30B-A3B")
+    taken = started(run, max_num_seqs=1, max_num_batched_tokens=8192)
+    facts = {entry.fact for entry in taken.entries}
+    assert {WORKSPACE, ATTENTION_PASS} <= facts
+    assert EXPERTS_PASS not in facts

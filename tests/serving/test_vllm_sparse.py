@@ -137,7 +137,7 @@ def test_a_dense_model_has_none_of_it() -> None:
     served = asked("deepseek-ai/DeepSeek-V3")
     assert not buffer_entries(served, served.model, tokens=8192, experts_bytes=GiB)
     facts = {entry.fact for entry in start(replace(served)).entries}
-    assert not facts & {CHOSEN, SCORES, WORKSPACE}
+    assert not facts & {CHOSEN, SCORES}
 
 
 @pytest.mark.parametrize(

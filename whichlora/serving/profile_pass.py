@@ -64,11 +64,19 @@ LAST_STATES = Fact(
 )
 
 
-def layer_entry(rank: ModelSpec, *, tokens: int, element_bytes: int, copies: int = 1) -> Entry:
+def layer_entry(
+    rank: ModelSpec,
+    *,
+    tokens: int,
+    element_bytes: int,
+    copies: int = 1,
+    keeps_experts: bool = False,
+) -> Entry:
     """The largest part of one layer's forward over `tokens` tokens.
 
     Args:
         copies: ranks with as many tokens each, whose states experts gather first.
+        keeps_experts: what experts take is counted elsewhere, since it is never freed.
 
     Kind: exact for the eager code; a compiled graph frees one hidden state more.
     Source: `MLP_PASS`, `ATTENTION_PASS`, `EXPERTS_PASS`.
@@ -76,7 +84,7 @@ def layer_entry(rank: ModelSpec, *, tokens: int, element_bytes: int, copies: int
     hidden = 3 * rank.hidden_size  # the input, the residual and the result
     gathered = copies if copies > 1 else 0
     widths = [
-        (copies * width + gathered * rank.hidden_size + hidden, fact)
+        ((not keeps_experts) * copies * width + gathered * rank.hidden_size + hidden, fact)
         if fact is EXPERTS_PASS
         else (width + hidden, fact)
         for layer, _ in rank.layers()

@@ -75,3 +75,13 @@ KV_POOL = Fact(
     why="takes all that is left of the engine's share of the GPU",
     source="vLLM 0.33.0 v1/core/kv_cache_planning.py:642 get_kv_cache_config_from_groups",
 )
+WORKSPACE = Fact(
+    part="temporary",
+    what="workspace of indexers, sparse attention and experts",
+    shape="the largest of what each asks for",
+    dtype="bytes",
+    why="one buffer for all of them, which is never freed",
+    source="vLLM 0.33.0 v1/worker/workspace.py `WorkspaceManager`; "
+    "layers/sparse_attn_indexer.py:484, v1/attention/backends/mla/flashmla_sparse.py:793, "
+    "fused_moe/modular_kernel.py:1207",
+)

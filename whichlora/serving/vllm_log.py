@@ -13,7 +13,13 @@ from whichlora.serving.profile_pass import (
     SAMPLER_PASS,
 )
 from whichlora.serving.rank import LORA_SLOTS, ROTARY_TABLES
-from whichlora.serving.vllm_entries import COMMUNICATOR, GRAPHS, KERNELS, SWIZZLED_EXPONENTS
+from whichlora.serving.vllm_entries import (
+    COMMUNICATOR,
+    GRAPHS,
+    KERNELS,
+    SWIZZLED_EXPONENTS,
+    WORKSPACE,
+)
 from whichlora.units import GiB
 
 _LOADED = (*WEIGHTS.values(), ROTARY_TABLES, LORA_SLOTS, SWIZZLED_EXPONENTS)
@@ -40,7 +46,7 @@ LOG = EngineLog(
             states="activation_bytes",
             pattern=rf"PyTorch activation peak memory takes {NUMBER}\s?GiB",
             unit=GiB,
-            facts=(*_ACTIVATIONS, allocator.WORKSPACE),
+            facts=(*_ACTIVATIONS, WORKSPACE, allocator.WORKSPACE),
         ),
         LogLine(
             states="non_torch_bytes",

@@ -46,6 +46,7 @@ from whichlora.serving.vllm_entries import (
     KERNELS,
     KV_POOL,
     SWIZZLED_EXPONENTS,
+    WORKSPACE,
 )
 from whichlora.serving.vllm_latents import ABSORBED, absorbed_bytes, as_cached
 from whichlora.serving.vllm_settings import (
@@ -103,6 +104,13 @@ KERNELS_BYTES = 72 * MiB
 # What the driver keeps of one captured graph. Kind: estimate. Source: published logs of 0.67 GiB
 # for 67 sizes of 33 pieces (0.10.2), 0.48 GiB for 51 sizes of 29 pieces (0.26).
 GRAPH_BYTES = 300 * KiB
+# Since when experts share a workspace that is never freed. Source: the storage's method in
+# model_executor/layers of 0.13.0, 0.14.0, 0.20.0 and 0.25.0: whether it calls the modular kernel.
+KEPT_EXPERTS_SINCE: dict[str, str] = {
+    **dict.fromkeys(("none", "fp8"), "0.14"),
+    **dict.fromkeys(("gptq-int4", "gptq-int8", "mxfp4"), "0.20"),
+    **dict.fromkeys(("awq-int4", "w4a16"), "0.25"),
+}
 EXPONENT_TILE = 256  # outputs, of 8 warps; triton_kernels HopperMXScaleLayout.swizzle_data
 # What the hidden size and the width of experts in mxfp4 are multiples of, from a compute capability
 # on: Marlin's kernels, TensorRT-LLM's, Triton's, Marlin's.
@@ -325,10 +333,15 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
         )
     )
     workspace = Entry(allocator.WORKSPACE, allocator.workspace_bytes(served.gpu, training=False))
-    forward = [layer]
     experts = experts_bytes(rank, tokens=copies * tokens, element_bytes=element_bytes)
     kept = buffer_entries(served, rank, tokens=tokens, experts_bytes=experts)
-    if kept:  # experts have their part of what is kept
+    if not kept and experts and keeps_experts(served):
+        kept = [Entry(WORKSPACE, experts)]
+        layer = layer_entry(
+            rank, tokens=tokens, element_bytes=element_bytes, copies=copies, keeps_experts=True
+        )
+    forward = [layer]
+    if rank.chooses_keys:  # experts have their part of what is kept
         forward = [
             attention_entry(rank, tokens=tokens, element_bytes=element_bytes),
             Entry(SCORES, SCORES_BYTES),
@@ -337,6 +350,19 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
         forward.append(Entry(EXPANDED, expanded_bytes(rank, element_bytes)))
     larger = max(forward, [*sampler], key=lambda part: sum(entry.num_bytes for entry in part))
     return [*larger, *kept, workspace]
+
+
+def keeps_experts(served: Served) -> bool:
+    """Whether the workspace of experts outlives the pass: since `KEPT_EXPERTS_SINCE`.
+
+    Kernels of compute capability 10 and 12, and Triton's of mxfp4, have buffers of their own.
+    Kind: exact for the defaults. Source: vLLM 0.14.0 to 0.33.0 fused_moe/modular_kernel.py
+    `_allocate_buffers`; fused_moe/oracle `_get_priority_backends` of each storage.
+    """
+    since = KEPT_EXPERTS_SINCE.get(served.run.quant or "none")
+    if since is None or served.libraries.older("vllm", since) or multiplies_by_triton(served):
+        return False
+    return float(served.gpu.compute_capability or 8.0) < 10.0
 
 
 def _logit_bytes(served: Served) -> int:

@@ -6,6 +6,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.serving.base import Served
 from whichlora.serving.indexers import attended_elements, capability
+from whichlora.serving.vllm_entries import WORKSPACE
 from whichlora.spec.architecture import Attention, ModelSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.units import MiB
@@ -35,16 +36,6 @@ CHOSEN = Fact(
     dtype="int32",
     why="the indexer writes them, and attention of all layers reads them",
     source="vLLM 0.33.0 models/deepseek_v32/nvidia/model.py:192 topk_indices_buffer",
-)
-WORKSPACE = Fact(
-    part="temporary",
-    what="workspace of indexers, sparse attention and experts",
-    shape="the largest of what each asks for",
-    dtype="bytes",
-    why="one buffer for all of them, which is never freed",
-    source="vLLM 0.33.0 v1/worker/workspace.py `WorkspaceManager`; "
-    "layers/sparse_attn_indexer.py:484, v1/attention/backends/mla/flashmla_sparse.py:793, "
-    "fused_moe/modular_kernel.py:1207",
 )
 KERNEL_BUFFER = Fact(
     part="temporary",
