@@ -23,7 +23,7 @@ from whichlora.serving.base import Pool, Served, Start
 from whichlora.serving.block_groups import CachedLayers, blocks, cached_layers
 from whichlora.serving.profile_pass import ATTENTION_PASS, EXPERTS_PASS, SAMPLER_PASS
 from whichlora.serving.rank import rank_model, rotary_bytes, slot_bytes
-from whichlora.serving.vllm import notes
+from whichlora.serving.vllm import SCRIPTED_TYPE_S, WRAPPED_PRODUCT_S, notes, stepping
 from whichlora.serving.vllm_entries import WORKSPACE
 from whichlora.serving.vllm_latents import absorbed_bytes
 from whichlora.serving.vllm_memory import captured_sizes, expanded_bytes, graph_bytes, start
@@ -755,3 +755,20 @@ def test_the_forward_has_experts_once() -> None:
     facts = {entry.fact for entry in taken.entries}
     assert {WORKSPACE, ATTENTION_PASS} <= facts
     assert EXPERTS_PASS not in facts
+
+
+@pytest.mark.parametrize(
+    ("version", "quant", "of_codes_s"),
+    [
+        ("0.4.2", "gptq-int4", 0.0),
+        ("0.6.2", "gptq-int4", SCRIPTED_TYPE_S),
+        ("0.6.2", "awq-int4", SCRIPTED_TYPE_S),
+        ("0.7.3", "gptq-int4", WRAPPED_PRODUCT_S),
+    ],
+)
+def test_the_host_pays_for_products_of_codes_in_eager_steps_alone(
+    version: str, quant: Quant, of_codes_s: float
+) -> None:
+    run = replace(RUN, quant=quant, libraries=(("vllm", version),))
+    assert stepping(served(run, enforce_eager=True)).code_launch_s == of_codes_s
+    assert stepping(served(run)).code_launch_s == 0.0

@@ -85,9 +85,17 @@ SCHEDULED_RANKS_S = 3.75e-3
 # Kind: estimate: half of a launch from Python.
 COMPILED_LAUNCH_S = LAUNCH_S / 2
 # The same of its eager code, which calls more Python around each kernel than transformers does.
-# Kind: fitted, to Qwen2 0.5B and 1.5B past the longest captured sequence of 0.4.2, beside
-# `COPIED_TOKEN_S`.
-EAGER_LAUNCH_S = 27e-6
+# Kind: fitted before 0.5, to Qwen2 0.5B and 1.5B past the longest captured sequence of 0.4.2,
+# beside `COPIED_TOKEN_S`. Later relative to it: 28 layers of Qwen2 whose kernels do nothing take
+# one core 3.4 ms in 0.4.2, whose operators are pybind's, and 5.8 in 0.6.2, where torch's dispatcher
+# calls them; a launch comes to each of 280 (`SECOND_LAUNCH_S`). `benchmarks/eager_host.py`.
+FIRST_EAGER_LAUNCH_S, EAGER_LAUNCH_S = 27e-6, 40e-6
+# What a product of stored codes costs that host beyond `F.linear`. From 0.5.4 to 0.6.3 its type is
+# a script object, for which torch's dispatcher walks all arguments in Python: those layers take
+# 10 ms with GPTQ's codes, 38 us more for each of 112 products. With a number in its place, as since
+# 0.6.4, it is 9. Kind: measured, and scaled as `EAGER_LAUNCH_S`. Source: vLLM 0.6.2 _core_ext.py
+# `ScalarType`, 0.6.4 scalar_type.py; torch 2.4 _ops.py `_must_dispatch_in_python`.
+SCRIPTED_TYPE_S, WRAPPED_PRODUCT_S = 60e-6, 15e-6
 # Before 0.5 its host makes lists and tensors of all tokens of the running sequences in every step,
 # with or without penalties: 40 ns are `torch.tensor` of a list. Kind: measured, that code of 0.4.2
 # under torch 2.3.0 on one core of an AMD EPYC. Source: vLLM 0.4.2 model_executor/
@@ -159,14 +167,14 @@ def stepping(served: Served) -> Stepping:
         mixes=chunk is not None,
         whole_prompts=chunk is None,
         captured_tokens=0 if is_eager else MOST_CAPTURED_TOKENS,
-        launch_s=EAGER_LAUNCH_S if is_eager else COMPILED_LAUNCH_S,
+        launch_s=_eager_launch_s(served) if is_eager else COMPILED_LAUNCH_S,
         cache_bytes=latent_share(served) * cache_bytes(served),
         head_reads=HEAD_READS if served.libraries.older("vllm", "0.4.3") else None,
         query_tile=CHUNK_QUERY_TILE if is_older and chunk is not None else None,
         copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
         code_products=1.0 if served.libraries.older("vllm", "0.5") else UNPACKING_PRODUCTS,
         code_blocks=FIRST_AWQ if is_first_awq else None,
-        code_launch_s=SECOND_LAUNCH_S if is_first_awq else 0.0,
+        code_launch_s=_code_launch_s(served, is_eager=is_eager, is_first_awq=is_first_awq),
         expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("vllm", "0.7") else None,
         stage_layers=layers if len(layers) > 1 else (),
         keeps_blocks=keeps_prefixes(served),
@@ -174,6 +182,19 @@ def stepping(served: Served) -> Stepping:
         tokenized_s=TOKENIZED_S,
         plans_ahead=not served.libraries.older("vllm", "0.14") and len(layers) == 1,
     )
+
+
+def _eager_launch_s(served: Served) -> float:
+    return FIRST_EAGER_LAUNCH_S if served.libraries.older("vllm", "0.5") else EAGER_LAUNCH_S
+
+
+def _code_launch_s(served: Served, *, is_eager: bool, is_first_awq: bool) -> float:
+    """What a product of codes costs the host beyond one of 16 bit, beside its launch."""
+    if is_first_awq:
+        return SECOND_LAUNCH_S
+    if not is_eager or served.libraries.older("vllm", "0.5.4"):
+        return 0.0
+    return SCRIPTED_TYPE_S if served.libraries.older("vllm", "0.6.4") else WRAPPED_PRODUCT_S
 
 
 # --- what it refuses --------------------------------------------------------------------------
