@@ -54,7 +54,7 @@ def test_one_gpu_computes_at_a_time_and_the_batch_is_one() -> None:
     assert answer.several_gpus is not None
     assert answer.several_gpus.global_batch_size == 1
     assert job.layout is not None
-    assert job.layout.communicator_bytes == 0
+    assert job.layout.communicator_bytes(job.gpu) == 0
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_the_pool_is_that_of_published_logs(
     model: str, free_gib: float, share: float, ranks: int, pool_gib: float, tokens: int
 ) -> None:
     run = replace(RUN, model=model)
-    card = free_before(free_gib + communicator_bytes(ranks) / GiB)
+    card = free_before(free_gib + communicator_bytes(ranks, A100) / GiB)
     asked = served(run, card, mem_fraction_static=share, tp_size=ranks)
     pool = start(asked).pool
     assert pool.num_bytes / GiB == pytest.approx(pool_gib, rel=0.03)

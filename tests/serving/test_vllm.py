@@ -744,7 +744,7 @@ def test_the_workspace_of_experts_outlives_the_pass(
     run = replace(RUN, model="Qwen/Qwen3-30B-A3B", quant=quant, libraries=(("vllm", version),))
     taken = started(run, gpu, max_num_seqs=1024, max_num_batched_tokens=8192)
     kept = sum(entry.num_bytes for entry in taken.entries if entry.fact == WORKSPACE)
-    assert kept == is_kept * 8192 * 8 * (2048 + 768) * 2
+    assert kept == is_kept * 8192 * 8 * (2048 + 2048) * 2
     assert any(entry.fact == SAMPLER_PASS for entry in taken.entries)
 
 

@@ -19,7 +19,7 @@ from whichlora.units import MiB
 
 PAGES_BYTES = (2 + 20) * MiB  # the last page of the small and of the large pool, where expandable
 SEGMENT_BYTES = 20 * MiB  # a request between 1 and 10 MiB reserves this much
-TYPICAL_CONTEXT_BYTES = 500 * MiB  # 250 to 600 MiB where somebody looked
+TYPICAL_CONTEXT_BYTES = 500 * MiB  # of a card whose multiprocessors are not known
 
 
 WORKSPACE = Fact(
@@ -235,17 +235,26 @@ CONTEXT = Fact(
     shape="driver and kernels",
     dtype="bytes",
     why="every process that uses the device has one, outside of the allocator",
-    source="calibration/<gpu>/gpu.json, or the typical 500 MiB",
+    source="calibration/<gpu>/gpu.json, or spec.backends: by the threads that a card holds",
     kind="estimate",
 )
 
 
 def context_bytes(gpu: GpuSpec) -> int:
-    """Device memory of the process outside the allocator: context, kernels, driver's share.
+    """Device memory of a process that trains or generates, outside the allocator.
 
     Kind: estimate. Source: `gpu.json` of the device, else its backend, else what is typical.
     """
     if gpu.context_bytes is not None:
         return gpu.context_bytes
-    of_backend = gpu.backend.context_bytes
-    return TYPICAL_CONTEXT_BYTES if of_backend is None else of_backend
+    idle = gpu.backend.idle_context_bytes(gpu.compute_capability, gpu.num_multiprocessors)
+    if idle is None:
+        return TYPICAL_CONTEXT_BYTES
+    return idle + gpu.backend.step_kernels_bytes(gpu.compute_capability)
+
+
+def idle_context_bytes(gpu: GpuSpec) -> int:
+    """The same before a step has loaded its kernels. Kind, source: as of `context_bytes`."""
+    idle = gpu.backend.idle_context_bytes(gpu.compute_capability, gpu.num_multiprocessors)
+    of_step = context_bytes(gpu)
+    return of_step if idle is None else min(idle, of_step)

@@ -14,6 +14,7 @@ from whichlora.memory.training import Ledger, training_ledger
 from whichlora.memory.weights import weight_bytes
 from whichlora.parallel.base import HostUpdate, Message, Order, RankKind, Saving, Spread, Strategy
 from whichlora.parallel.communicators import communicator_bytes
+from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import largest
 from whichlora.spec.options import OptionValue, filled
 from whichlora.spec.parallel import ParallelConfig
@@ -257,11 +258,10 @@ class Layout:
         """Keys of accelerate's config file; raises as `training_arguments`."""
         return _merged(each.accelerate(run, spread) for each, spread in self.strategies)
 
-    @property
-    def communicator_bytes(self) -> int:
+    def communicator_bytes(self, gpu: GpuSpec) -> int:
         """What NCCL takes of each device, outside of the framework's allocator."""
         return sum(
-            communicator_bytes(spread.size)
+            communicator_bytes(spread.size, gpu)
             for strategy, spread in self.strategies
             if spread.size > 1 and strategy.launcher == "torchrun"
         )

@@ -46,6 +46,8 @@ _PART_SPREAD = {
 # Of a context that `gpu.json` states: of 95 % of 76 runs on an H100 it is at most 9 % off, of 55
 # on an H200 at most 4 % (`benchmarks/part_spread.py`).
 _STATED_CONTEXT_SPREAD = 0.06
+# Of one that is derived from the card's threads (`benchmarks/contexts.py`).
+_DERIVED_CONTEXT_SPREAD = 0.2
 PRIOR_MEMORY_NOISE = 0.015
 # Bounds of the numbers in a file: no device has coefficients beyond them.
 _MOST_FACTOR = 1e6
@@ -83,6 +85,8 @@ def prior_memory_model(gpu: GpuSpec) -> MemoryModel:
     spread = dict(_PART_SPREAD)
     if gpu.context_bytes is not None:
         spread["context"] = _STATED_CONTEXT_SPREAD
+    elif gpu.backend.idle_context_bytes(gpu.compute_capability, gpu.num_multiprocessors):
+        spread["context"] = _DERIVED_CONTEXT_SPREAD
     return MemoryModel(
         mean=dict.fromkeys(PARTS, 1.0),
         covariance=tuple(tuple(spread[a] ** 2 if a == b else 0.0 for b in PARTS) for a in PARTS),

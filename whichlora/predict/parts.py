@@ -21,5 +21,5 @@ def part_bytes(job: ResolvedRun, counted: Ledger, moment: str) -> dict[str, Coun
     parts[RETURNED] = counted.returned_bytes
     parts["context"] = allocator.context_bytes(job.gpu)
     if job.layout is not None:
-        parts["context"] = parts["context"] + job.layout.communicator_bytes
+        parts["context"] = parts["context"] + job.layout.communicator_bytes(job.gpu)
     return parts

@@ -33,7 +33,7 @@ def start_ledger(job: ResolvedRun, start: Start) -> Ledger:
 
 def taken_bytes(job: ResolvedRun, start: Start) -> int:
     """What the engine takes of the GPU, the context of its process and graphs included."""
-    context = 0 if start.counts_process else allocator.context_bytes(job.gpu)
+    context = 0 if start.counts_process else allocator.idle_context_bytes(job.gpu)
     return start.budget_bytes + start.outside_bytes + context
 
 

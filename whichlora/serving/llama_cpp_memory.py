@@ -485,4 +485,4 @@ def fits(served: Served) -> bool:
 def free_bytes(served: Served) -> list[int]:
     """Of each device when the model is loaded."""
     cards = cards_of(served).values()
-    return [card.memory_bytes - allocator.context_bytes(card) for card in cards]
+    return [card.memory_bytes - allocator.idle_context_bytes(card) for card in cards]

@@ -101,17 +101,18 @@ def attention_entry(rank: ModelSpec, *, tokens: int, element_bytes: int) -> Entr
 
 
 def experts_bytes(rank: ModelSpec, *, tokens: int, element_bytes: int) -> int:
-    """What a layer of experts over `tokens` tokens takes beside hidden states; 0 without any.
+    """The workspace that a layer of experts keeps for `tokens` tokens; 0 without any.
 
-    Kind: exact. Source: `EXPERTS_PASS`.
+    Kind: exact for Triton's kernels; Marlin's take less where experts are narrow.
+    Source: vLLM 0.14.0 to 0.33.0 `TritonExperts.workspace_shapes`: two, each as wide as states.
     """
-    widths = [
-        width
-        for layer, _ in rank.layers()
-        for width, fact in _widths(layer, rank.hidden_size)
-        if fact is EXPERTS_PASS
-    ]
-    return tokens * max(widths, default=0) * element_bytes
+    widths = [0]
+    for layer, _ in rank.layers():
+        if layer.moe is not None:
+            width = layer.moe.expert.width
+            both = max(width, rank.hidden_size) + max(2 * width, rank.hidden_size)
+            widths.append(layer.moe.experts_per_token * both)
+    return tokens * max(widths) * element_bytes
 
 
 def _widths(layer: Layer, hidden_size: int) -> list[tuple[int, Fact]]:

@@ -19,7 +19,10 @@ from whichlora.spec.numeric import ceil_div
 KEYS_AND_VALUES = ("k_proj", "v_proj")
 LATENTS = ("q_latent", "kv_latent")
 # Projections whose heads are divided; a gate comes with its query head.
-DIVIDED = ("plain", "gated", "scaled", "scaled_keys")
+DIVIDED = (
+    *("plain", "gated", "scaled", "scaled_keys"),
+    *("one_by_one", "one_by_one_shared", "one_after_other", "borrowed"),
+)
 # Of a recurrent layer, the matrices that are divided by rows; the others are by columns.
 STATE_ROWS = ("out_proj", "x_proj")
 
@@ -55,7 +58,7 @@ def rank_model(model: ModelSpec, size: int, experts: ExpertRanks | None = None) 
     Kind: exact. Source: vLLM 0.33.0 `LlamaAttention.__init__`, models/llama.py:152-160;
     `FusedMoE` divides the width of every expert.
     """
-    model = with_wide_indexers(with_routed_rows(model))
+    model = with_wide_indexers(with_routed_rows(model)).with_attentions(_with_own_values)
     routed = experts or ExpertRanks(width=size)
     if size == routed.width == routed.whole == routed.gathered == 1:
         return model
@@ -67,6 +70,19 @@ def rank_model(model: ModelSpec, size: int, experts: ExpertRanks | None = None) 
         rows = ceil_div(model.head.out_features, routed.gathered)
         model = replace(model, head=replace(model.head, out_features=rows))
     return divided_model(model.with_layers(of_rank), size)
+
+
+def _with_own_values(attention: Attention) -> Attention:
+    """Gemma 4's layers of one matrix for keys and values: it is loaded into both places.
+
+    Source: vLLM 0.33.0 model_executor/models/gemma4.py:107, :421.
+    """
+    if attention.projection != "one_by_one_shared":
+        return attention
+    values = (
+        replace(linear, name="v_proj") for linear in attention.linears if linear.name == "k_proj"
+    )
+    return replace(attention, linears=(*attention.linears, *values))
 
 
 def _with_repeated_keys(layer: Layer, size: int) -> Layer:

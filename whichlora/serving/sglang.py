@@ -69,7 +69,7 @@ from whichlora.timing.model import LAUNCH_S
 from whichlora.units import format_bytes
 
 FP8 = ("fp8_e5m2", "fp8_e4m3")
-SLIDING_SHARE = 0.8  # tokens of sliding layers over those of others; fields/schedule.py:150
+SLIDING_SHARE = "swa_full_tokens_ratio"  # fields/schedule.py:150
 MOST_REQUESTS, LEAST_REQUESTS = 4096, 2048  # mem_cache/kv_cache_configurator.py:3123
 
 # What the host does between two steps: the rest is done while the GPU computes. Kind: estimate.
@@ -116,7 +116,9 @@ def token_bytes(served: Served, rank: ModelSpec) -> int:
     width = _cache_bytes(served)
     kinds = cached_layers(as_cached(served, rank))
     is_mixed = len({kind.window is None for kind in kinds}) > 1
-    shares = {True: SLIDING_SHARE if is_mixed else 1.0, False: 1.0}
+    sliding = served.options[SLIDING_SHARE]
+    assert isinstance(sliding, float)
+    shares = {True: sliding if is_mixed else 1.0, False: 1.0}
     return int(
         sum(
             shares[kind.window is not None] * kind.num_layers * kind.token_bytes(width)
@@ -170,9 +172,9 @@ def free_bytes(served: Served) -> int:
 
     Kind: estimate. Source: SGLang 0.5.23 srt/distributed/bootstrap.py:193.
     """
-    communicator = communicator_bytes(served.count(RANKS) or 1)
-    communicator += communicator_bytes(served.count(STAGES) or 1)
-    return served.gpu.memory_bytes - allocator.context_bytes(served.gpu) - communicator
+    communicator = communicator_bytes(served.count(RANKS) or 1, served.gpu)
+    communicator += communicator_bytes(served.count(STAGES) or 1, served.gpu)
+    return served.gpu.memory_bytes - allocator.idle_context_bytes(served.gpu) - communicator
 
 
 def start(served: Served) -> Start:
@@ -483,6 +485,12 @@ ENGINE = Engine(
             other_names=("dp", "data_parallel_size"),
         ),
         Option(name=DIVIDES_COPIES, summary=f"{OLDER_COPIES} is {COPIES}", default=False),
+        Option(
+            name=SLIDING_SHARE,
+            summary="tokens of sliding layers over those of the others",
+            default=0.8,
+            is_share=True,
+        ),
         Option(
             name="mamba_full_memory_ratio",
             summary="memory of recurrent states over that of keys and values",

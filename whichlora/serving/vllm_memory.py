@@ -8,7 +8,7 @@ from dataclasses import replace
 from whichlora.memory import allocator
 from whichlora.memory.entries import Entry
 from whichlora.memory.mxfp4 import BLOCK
-from whichlora.parallel.communicators import communicator_bytes
+from whichlora.parallel.communicators import communicator_bytes, is_joined
 from whichlora.serving.base import Pool, Served, Start
 from whichlora.serving.block_groups import Blocks, blocks, cached_layers
 from whichlora.serving.drafts import UNTIMED, joint_entry, with_draft_layers
@@ -151,7 +151,7 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
     missed = _missed_bytes(served, entries)
     taken = sum(entry.num_bytes for entry in entries) - missed
     if _counts_context(served):
-        taken += allocator.context_bytes(served.gpu)
+        taken += allocator.idle_context_bytes(served.gpu)
     cut = pool_blocks(served, rank)
     pool = Pool(
         num_bytes=budget - taken,
@@ -264,6 +264,17 @@ def _counts_tensors(served: Served) -> bool:
     return served.libraries.older("vllm", "0.2.5")
 
 
+def _counts_reductions(served: Served) -> bool:
+    """Whether the buffers of all-reduces are in what the profile sees.
+
+    Since 0.11 ranks add up a tensor before what is in use is read. That connects them over PCIe;
+    over NVLink larger tensors take other algorithms, which NCCL connects when it first needs them.
+    Kind: estimate. Source: vLLM 0.11.0 v1/worker/gpu_worker.py:167, 0.10.1 :174; a log of 0.18.1 on
+    four RTX 3090 has no room for them, those of 0.11.0 on two H100 have 0.41 GiB.
+    """
+    return served.libraries.older("vllm", "0.11") or is_joined(served.gpu)
+
+
 def _missed_bytes(served: Served, entries: list[Entry]) -> int:
     """What the profile does not see of `entries`: slots for adapters, from 0.6.5 to 0.7.3.
 
@@ -299,11 +310,12 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
         stage.part, ranks, slot_rank, has_tables=_has_table_slots(served)
     )
     entries = [Entry(LORA_SLOTS, slots)] if slots else []
-    if not _counts_context(served) and not _counts_tensors(served):  # a context has its kernels
+    if not _counts_tensors(served):
         entries.append(Entry(KERNELS, KERNELS_BYTES))
     if ranks * stages > 1 and not _counts_tensors(served):
-        buffers = communicator_bytes(ranks) + communicator_bytes(stages)
-        entries.append(Entry(COMMUNICATOR, buffers))
+        buffers = communicator_bytes(stages, served.gpu)
+        buffers += communicator_bytes(ranks, served.gpu) if _counts_reductions(served) else 0
+        entries += [Entry(COMMUNICATOR, buffers)] if buffers else []
     if ranks > 1 and (kept := _kept_bytes(served, stage)):
         entries.append(Entry(KEPT, kept))
     received = received_bytes(stage, max_num_batched_tokens(served), served.dtypes.compute_bytes)
@@ -355,20 +367,23 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
 def keeps_experts(served: Served) -> bool:
     """Whether the workspace of experts outlives the pass: since `KEPT_EXPERTS_SINCE`.
 
-    Kernels of compute capability 10 and 12, and Triton's of mxfp4, have buffers of their own.
-    Kind: exact for the defaults. Source: vLLM 0.14.0 to 0.33.0 fused_moe/modular_kernel.py
-    `_allocate_buffers`; fused_moe/oracle `_get_priority_backends` of each storage.
+    Kernels of compute capability 10 and 12, which FlashInfer has since 0.17, and Triton's of mxfp4
+    have buffers of their own. Kind: exact for the defaults.
+    Source: vLLM 0.14.0 to 0.33.0 fused_moe/modular_kernel.py `_allocate_buffers`; fused_moe/oracle
+    `_get_priority_backends` of each storage.
     """
     since = KEPT_EXPERTS_SINCE.get(served.run.quant or "none")
     if since is None or served.libraries.older("vllm", since) or multiplies_by_triton(served):
         return False
-    return float(served.gpu.compute_capability or 8.0) < 10.0
+    is_older = served.libraries.older("vllm", "0.17")
+    return is_older or float(served.gpu.compute_capability or 8.0) < 10.0
 
 
 def _logit_bytes(served: Served) -> int:
     """Of each logit while the profile samples.
 
-    Source: vLLM 0.10.1 v1/sample/ops/topk_topp_sampler.py `TopKTopPSampler`; `NEWER_LOGIT_BYTES`.
+    Source: vLLM 0.10.1 and 0.16.0 v1/sample/ops/topk_topp_sampler.py `TopKTopPSampler`, 0.17.0
+    `apply_top_k_top_p_triton`; `NEWER_LOGIT_BYTES`.
     """
     libraries = served.libraries
     if has_newer_runner(served):
@@ -378,7 +393,7 @@ def _logit_bytes(served: Served) -> int:
             if not version or libraries.older("vllm", version)
         )
     # FlashInfer's sampler masks, too, where it is installed
-    sorts = libraries.older("vllm", "0.16") and libraries.older("flashinfer", "0.0.1")
+    sorts = libraries.older("vllm", "0.17") and libraries.older("flashinfer", "0.0.1")
     return SORTED_LOGIT_BYTES if sorts else MASKED_LOGIT_BYTES
 
 
@@ -450,7 +465,7 @@ def _fault(served: Served, pool: Pool, budget: int) -> str:
     `request_memory`, v1/worker/utils.py:761.
     """
     total, share = served.gpu.memory_bytes, utilization(served)
-    free = total - allocator.context_bytes(served.gpu)
+    free = total - allocator.idle_context_bytes(served.gpu)
     asked = f"gpu_memory_utilization {share:g} of {format_bytes(total)} is {format_bytes(budget)}"
     if free < budget:
         return f"{asked}, more than the {format_bytes(free)} that are free; give a smaller one"

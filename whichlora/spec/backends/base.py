@@ -58,6 +58,21 @@ def no_notes(run: RunConfig) -> Iterator[str]:
     return iter(())
 
 
+def unknown_context(compute_capability: str | None, num_multiprocessors: int | None) -> int | None:
+    """Of a backend whose contexts nobody has read."""
+    return None
+
+
+def no_context(compute_capability: str | None, num_multiprocessors: int | None) -> int | None:
+    """Of a backend whose processes take nothing beside what they allocate."""
+    return 0
+
+
+def no_kernels(compute_capability: str | None) -> int:
+    """Of a backend whose kernels are not counted apart."""
+    return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """A backend of torch: its allocator, kernels and dtypes, and the libraries that it has.
@@ -86,7 +101,9 @@ class Backend:
         quants: those of bitsandbytes that it has kernels for.
         expandable_since: the torch whose allocator has expandable segments; None: none has.
         keeps_mxfp4: experts in mxfp4 are predicted as transformers multiplies them.
-        context_bytes: what a process takes outside the allocator; None: what is typical of CUDA.
+        idle_context_bytes: what a process takes outside the allocator once a kernel has run, by
+            compute capability and multiprocessors; None where it is not known.
+        step_kernels_bytes: what the kernels of a step add to it.
         shares_host_memory: processor and GPU have one memory, so that its size is no card's.
         lacks: what libraries do not have there.
         lacks_kernels: why fused kernels of trainers do not run; empty where they may.
@@ -116,7 +133,8 @@ class Backend:
     quants: frozenset[str]
     expandable_since: str | None = None
     keeps_mxfp4: bool = False
-    context_bytes: int | None = None
+    idle_context_bytes: Callable[[str | None, int | None], int | None] = unknown_context
+    step_kernels_bytes: Callable[[str | None], int] = no_kernels
     shares_host_memory: bool = False
     lacks: tuple[Lack, ...] = ()
     lacks_kernels: str = ""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from whichlora.spec.backends.base import Backend, SdpaCall, SdpaKernel, expands_always
+from whichlora.spec.backends.base import (
+    Backend,
+    SdpaCall,
+    SdpaKernel,
+    expands_always,
+    no_context,
+)
 
 
 def sdpa(call: SdpaCall) -> SdpaKernel:
@@ -23,6 +29,6 @@ BACKEND = Backend(
     expands_int8_to_train=True,
     fused_4bit_rows=expands_always,
     quants=frozenset({"nf4", "nf4-dq", "fp4", "int8"}),
-    context_bytes=0,
+    idle_context_bytes=no_context,
     shares_host_memory=True,
 )

@@ -11,6 +11,37 @@ ASSUMED_CAPABILITY = "8.0"
 _MIB = 1024**2
 _WORKSPACE_BYTES = {"9": 32 * _MIB, "10": 32 * _MIB, "12": 32 * _MIB}  # by major capability
 OLDER_WORKSPACE_BYTES = 8_519_680  # ":4096:2:16:8": 2 of 4 MiB and 8 of 16 KiB
+# Threads that a multiprocessor holds at most, where these are not `_MOST_RESIDENT_THREADS`.
+# Source: CUDA C++ programming guide, technical specifications per compute capability.
+_RESIDENT_THREADS = {"7.5": 1024, **dict.fromkeys(("8.6", "8.7", "8.9", "12.0", "12.1"), 1536)}
+_MOST_RESIDENT_THREADS = 2048
+# What a context takes for each of them: 1 KiB is the default stack. What torch's first kernels add.
+# Kind: estimate, the medians of published readings. Source: `benchmarks/contexts.csv`.
+THREAD_BYTES, FIRST_KERNELS_BYTES = 2082, 60 * _MIB
+# Kernels of cuBLAS and others that a step loads on compute capability 9 and later, beyond those.
+# Kind: estimate: the mean of an H100 and an H200 (torch 2.13, CUDA 13); a T4 and an A100 have none.
+_LATER_KERNELS_BYTES = 170 * _MIB
+
+
+def resident_threads(compute_capability: str) -> int:
+    """That one multiprocessor holds at most."""
+    return _RESIDENT_THREADS.get(compute_capability, _MOST_RESIDENT_THREADS)
+
+
+def idle_context_bytes(
+    compute_capability: str | None, num_multiprocessors: int | None
+) -> int | None:
+    """Of a process whose first kernel has run; None where the card is not known."""
+    if compute_capability is None or num_multiprocessors is None:
+        return None
+    threads = num_multiprocessors * resident_threads(compute_capability)
+    return threads * THREAD_BYTES + FIRST_KERNELS_BYTES
+
+
+def step_kernels_bytes(compute_capability: str | None) -> int:
+    """What the kernels of a training step or a generation add to it."""
+    is_later = float(compute_capability or ASSUMED_CAPABILITY) >= 9.0
+    return _LATER_KERNELS_BYTES if is_later else 0
 
 
 def workspace_bytes(compute_capability: str | None) -> int:
@@ -61,6 +92,8 @@ BACKEND = Backend(
     sdpa=sdpa,
     has_efficient=True,
     workspace_bytes=workspace_bytes,
+    idle_context_bytes=idle_context_bytes,
+    step_kernels_bytes=step_kernels_bytes,
     multiplies_before_softmax=True,  # torch 2.13 `softmax_backward_cuda_out`
     fuses_half_softmax=True,  # torch 2.13 `SoftMax.cpp`: `half_to_float`
     has_bf16_since=FLASH_CAPABILITY,
