@@ -68,13 +68,15 @@ class Blocks:
 def cached_layers(model: ModelSpec) -> list[CachedLayers]:
     """The kinds of layers that keep keys and values, or a state, in the order of the model.
 
-    Engines keep all but the last of the tokens that a short convolution reads.
+    Engines keep all but the last of the tokens that a short convolution reads. Layers that borrow
+    keys and values keep none.
     """
     numbers: dict[CachedLayers, int] = {}
     for layer, count in model.layers():
         for attention in layer.attentions:
             kind = cached_of(attention)
-            numbers[kind] = numbers.get(kind, 0) + count
+            if kind.token_elements or kind.state_bytes(1):
+                numbers[kind] = numbers.get(kind, 0) + count
     return [replace(kind, num_layers=number) for kind, number in numbers.items()]
 
 
