@@ -291,10 +291,25 @@ tokenizer(text, truncation=True, max_length=20)
     assert any("given several times" in note for note in read.assumed)
 
 
+def of_peft(config: str) -> str:
+    text = QLORA.replace("peft_config = LoraConfig(", f"model = get_peft_model(model, {config}(")
+    return text.replace('target_modules=["q_proj"])', 'target_modules=["q_proj"]))')
+
+
+def test_another_config_of_peft_is_read_by_its_method(tmp_path: Path) -> None:
+    read = imported(tmp_path, of_peft("VeraConfig"))
+    assert (read.settings["method"], read.settings["quant"]) == ("vera", "nf4")
+    assert (read.settings["r"], read.settings["target_modules"]) == (64, ("q_proj",))
+    read = imported(tmp_path, of_peft("VeraConfig").replace("r=64, ", ""))
+    assert read.settings["r"] == 256
+
+
 def test_adapters_of_another_kind_are_refused(tmp_path: Path) -> None:
-    text = QLORA.replace(
-        "peft_config = LoraConfig(", "model = get_peft_model(model, IA3Config("
-    ).replace('target_modules=["q_proj"])', 'target_modules=["q_proj"]))')
+    assert "method" in imported(tmp_path, of_peft("OwnConfig")).refused
+
+
+def test_a_computed_rank_of_another_config_is_asked(tmp_path: Path) -> None:
+    text = of_peft("LoHaConfig").replace("r=64", "r=rank_of(model)")
     assert "method" in imported(tmp_path, text).refused
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS, Export
+from whichlora.methods import BUILT_IN
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
@@ -102,6 +103,23 @@ def test_an_exported_run_is_read_back(to: str, seed: int, tmp_path: Path) -> Non
     made, before = exported(to, random.Random(f"{to} {seed}"))
     after = read_back(made, tmp_path, gpus=1)
     assert after.run.parallel.nodes == before.run.parallel.nodes
+    assert after.memory == before.memory
+    assert after.time == before.time
+
+
+@pytest.mark.parametrize(
+    "method",
+    [name for name, each in BUILT_IN.items() if each.peft_class not in ("", "peft.LoraConfig")],
+)
+def test_other_configs_of_peft_are_read_back(method: str, tmp_path: Path) -> None:
+    run = RunConfig(model=MODEL, method=method, batch_size=2, r=4, lora_alpha=8)
+    try:
+        (before,) = estimates.estimate([run], [GPU])
+        made = FORMATS["transformers"](export.make_recipe(run, GPU))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    after = read_back(made, tmp_path, gpus=1)
+    assert after.run.method == method
     assert after.memory == before.memory
     assert after.time == before.time
 

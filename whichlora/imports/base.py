@@ -110,6 +110,11 @@ class Keys:
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
+    def under(self, prefix: str) -> list[str]:
+        """What stands after `prefix` and a dot, in their order."""
+        start = f"{prefix}."
+        return [name.removeprefix(start) for name in self._values if name.startswith(start)]
+
     def where(self, name: str) -> str:
         return f"{self._where(name)}: {name}"
 

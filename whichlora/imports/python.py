@@ -9,6 +9,7 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.imports.base import Keys, Launch, Tool, method_settings
+from whichlora.imports.peft_configs import other_adapter
 from whichlora.imports.trainer import (
     KERNELS,
     UNMODELLED,
@@ -21,6 +22,7 @@ from whichlora.imports.trainer import (
     trainer_settings,
 )
 from whichlora.imports.trl import FULL_ROWS, PEFT_DEFAULT
+from whichlora.methods import list_methods
 from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.spec.targets import all_linears
 from whichlora.store.hub import load_model
@@ -52,8 +54,10 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     trainer = called_trainer(keys)
     quant = _quant(keys)
     adapter = adapter_settings(keys, "LoraConfig", quant, r=8, lora_alpha=8, targets=PEFT_DEFAULT)
+    if adapter is None:
+        adapter = other_adapter(keys, quant)
     if adapter is None and "get_peft_model" in keys:
-        keys.refuse("method", "get_peft_model", "adapters other than LoRA's are not read")
+        keys.refuse("method", "get_peft_model", "its config is none of PEFT's that are predicted")
     settings = script_settings(
         keys, launch, quant, adapter, is_trl=trainer.library_class.startswith("trl.")
     )
@@ -74,7 +78,7 @@ def script_settings(
     if adapter is None:
         adapter = method_settings(quant, adapts=False, use_dora=False, targets=())
     settings |= adapter
-    adapts = "target_modules" in adapter
+    adapts = list_methods()[adapter["method"]].peft_class != ""
     settings |= _precision(keys, launch, quant, adapts=adapts, is_trl=is_trl)
     prepared = keys.raw(_KBIT)
     settings["prepare_kbit"] = prepared is not None and quant in BNB_QUANTS

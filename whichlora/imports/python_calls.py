@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.errors import ConfigError
+from whichlora.imports.peft_configs import LORA, config_classes
 from whichlora.imports.python_values import (
     TRAINING,
     Values,
@@ -25,7 +26,7 @@ from whichlora.imports.python_values import (
 IMPORT = "import "  # before the name of a library
 _NO_MODELS = ("Tokenizer", "Processor", "Config", "Peft", "FeatureExtractor", "GenerationConfig")
 _TRL_CONFIGS = ("SFT", "DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO", "Reward", "PPO", "GKD", "BCO")
-_NAMED_BY_CLASS = ("BitsAndBytesConfig", "LoraConfig")  # and other configs of PEFT
+_NAMED_BY_CLASS = ("BitsAndBytesConfig", LORA)
 _LENGTHS = ("seq_len", "seq_length", "max_len", "max_length", "max_seq_len", "max_seq_length")
 _OWN_PARSER = "HfArgumentParser"  # which reads training arguments of a command, too
 _PREPARES = ("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
@@ -152,6 +153,7 @@ def settings_in(
                 values[name], lines[name] = value, line
 
     calls, named = _calls_in(path, text, options)
+    others = config_classes()
     for call in calls:
         if call.name.endswith(TRAINING) or _is_trl_config(call.name):
             note(call.line, call.options)
@@ -161,6 +163,8 @@ def settings_in(
             note(call.line, _some(call.options, "max_seq_length", "packing"))
         elif call.name in _NAMED_BY_CLASS:
             note(call.line, _prefixed(call.name, call.options))
+        elif call.name in others:
+            note(call.line, {call.name: True, **_prefixed(call.name, call.options)})
         elif call.name == "get_peft_model":
             note(call.line, {call.name: call.owner or True, **_prefixed(call.name, call.options)})
         elif call.name in _PREPARES:

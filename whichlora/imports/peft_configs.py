@@ -1,0 +1,108 @@
+"""Configs of PEFT in scripts, told by the methods whose configs they are; PEFT is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from whichlora.errors import ConfigError
+from whichlora.imports.base import Keys
+from whichlora.methods import list_methods
+from whichlora.methods.base import Method
+from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB
+
+LORA = "LoraConfig"
+# Ranks, scales and dropouts that a config has where a script gives none; and what else is no
+# option's default. Source: the dataclasses of peft 0.21.2.
+RANKS: Mapping[str, Mapping[str, Any]] = {
+    "AdaLoraConfig": {"init_r": 12, "target_r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
+    "AdamssConfig": {"r": 100},
+    "BOFTConfig": {"boft_dropout": 0.0},
+    "DeftConfig": {"r": 8, "deft_dropout": 0.0},
+    "DeloraConfig": {"r": 8, "delora_lambda": 15, "module_dropout": 0.0},
+    "FrodConfig": {"frod_dropout": 0.0},
+    "GloraConfig": {"r": 8},
+    "GraloraConfig": {"r": 32, "alpha": 64, "gralora_dropout": 0.0},
+    "HRAConfig": {"r": 8},
+    "HiraConfig": {"r": 32, "hira_dropout": 0.0},
+    "LilyConfig": {"r": 32},
+    "LoHaConfig": {"r": 8, "alpha": 8},
+    "LoKrConfig": {"r": 8, "alpha": 8, "decompose_factor": -1},
+    "MissConfig": {"r": 64, "miss_dropout": 0.0, "init_weights": True},
+    "OFTConfig": {"r": 0, "module_dropout": 0.0},
+    "PeanutConfig": {"r": 32, "depth": 0},
+    "PsoftConfig": {"r": 32, "psoft_alpha": 32, "psoft_dropout": 0.0},
+    "PveraConfig": {"r": 256, "pvera_dropout": 0.0},
+    "RandLoraConfig": {"r": 32, "randlora_dropout": 0.0},
+    "ShiraConfig": {"r": 32},
+    "SupertuningConfig": {"lora_dropout": 0.0},
+    "TinyLoraConfig": {"r": 2, "tinylora_dropout": 0.0},
+    "UniLoraConfig": {"r": 4, "unilora_dropout": 0.0},
+    "VBLoRAConfig": {"r": 4, "vblora_dropout": 0.0},
+    "VeraConfig": {"r": 256, "vera_dropout": 0.0},
+}
+
+
+class _Config:
+    """A config as PEFT would make it; None is what neither a script nor a default names."""
+
+    def __init__(self, method: Method, values: Mapping[str, Any]) -> None:
+        usual = {option.name: option.default for option in method.options}
+        self._values = {**usual, **RANKS.get(type(self).__name__, {}), **values}
+
+    def __getattr__(self, name: str) -> Any:
+        return self._values.get(name)
+
+
+def config_classes() -> dict[str, list[Method]]:
+    """The methods of each config class but LoRA's, by its name."""
+    found: dict[str, list[Method]] = {}
+    for method in list_methods().values():
+        name = method.peft_class.rpartition(".")[2]
+        if name and name != LORA:
+            found.setdefault(name, []).append(method)
+    return found
+
+
+def other_adapter(keys: Keys, quant: str) -> dict[str, Any] | None:
+    """The settings of a run whose adapters are not LoRA's; None where there is no such config.
+
+    Raises:
+        ConfigError: a value that is computed, or is none that its method reads.
+    """
+    for name, methods in config_classes().items():
+        if name in keys:
+            return _settings(keys, name, methods, quant)
+    return None
+
+
+def _settings(keys: Keys, name: str, methods: list[Method], quant: str) -> dict[str, Any]:
+    keys.raw(name)
+    if any(keys.refuse_unread("method", f"{name}.{field}") for field in keys.under(name)):
+        return {"method": methods[0].name, "target_modules": (ALL_LINEAR,)}
+    values = {field: keys.raw(f"{name}.{field}") for field in keys.under(name)}
+    targets = keys.names(f"{name}.target_modules")
+    read = []
+    for method in methods:
+        config = type(name, (_Config,), {})(
+            method, {**values, "target_modules": list(targets) or None}
+        )
+        try:
+            settings = method.read_peft(config)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(f"{keys.where(name)}: is not read: {error}") from None
+        if settings is not None:
+            read.append((method, settings))
+    method, settings = next(
+        (each for each in read if (each[0].base_quant in FOUR_BIT_BNB) == (quant in FOUR_BIT_BNB)),
+        read[0],
+    )
+    found: dict[str, Any] = {"method": method.name}
+    if quant != method.base_quant:
+        found["quant"] = quant
+    if "target_modules" not in method.ignores:
+        if not targets:
+            text = "is missing, and PEFT's own depends on the method"
+            keys.refuse("target_modules", f"{name}.target_modules", text)
+        found["target_modules"] = targets or (ALL_LINEAR,)
+    return found | dict(settings)
