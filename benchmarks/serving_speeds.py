@@ -39,7 +39,7 @@ from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
 
 HERE = Path(__file__).parent
-READ_LAST = "qwen25_speed_unseen.csv"  # rows that no formula had seen
+READ_LAST = "several_gpus/qwen25_speed_unseen.csv"  # rows that no formula had seen
 SPEED_PAGES = ("qwen25_speed.csv", "qwen2_speed.csv", "several_gpus/qwen_speed.csv", READ_LAST)
 GPUS = {"A100-80GB": "a100-sxm-80gb", "H20-96GB": "h20-96gb"}
 BUSY = HERE / "serving_speeds.csv"

@@ -283,5 +283,5 @@ assert sys.modules["ruamel.yaml"].__file__.startswith({str(tmp_path)!r})
     asked = [*QUESTIONS, FROM]
     here = [json.loads(next(answer(json.dumps(question))))["document"] for question in asked]
     assert [*documents.splitlines(), *from_file.splitlines()] == "\n".join(here).splitlines()
-    assert title.startswith("phi-4 qlora")
+    assert title.startswith("Qwen3-14B qlora")
     assert "not in the database and the hub can't be asked" in refusal

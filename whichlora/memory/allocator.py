@@ -254,7 +254,10 @@ def context_bytes(gpu: GpuSpec) -> int:
 
 
 def idle_context_bytes(gpu: GpuSpec) -> int:
-    """The same before a step has loaded its kernels. Kind, source: as of `context_bytes`."""
+    """The same before a step has loaded its kernels.
+
+    Kind: estimate. Source: as of `context_bytes`.
+    """
     idle = gpu.backend.idle_context_bytes(gpu.compute_capability, gpu.num_multiprocessors)
     of_step = context_bytes(gpu)
     return of_step if idle is None else min(idle, of_step)

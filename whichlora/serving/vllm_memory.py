@@ -166,7 +166,9 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
         pool=pool,
         pool_fact=KV_POOL,
         max_num_seqs=lambda context: most,
-        outside_bytes=missed + (0 if reserves_graphs else graphs.num_bytes),
+        outside_bytes=missed
+        + _connected_bytes(served)
+        + (0 if reserves_graphs else graphs.num_bytes),
         fault=_fault(served, pool, budget),
         counts_process=_counts_context(served),
         needs_context=True,
@@ -264,15 +266,17 @@ def _counts_tensors(served: Served) -> bool:
     return served.libraries.older("vllm", "0.2.5")
 
 
-def _counts_reductions(served: Served) -> bool:
-    """Whether the buffers of all-reduces are in what the profile sees.
+def _connected_bytes(served: Served) -> int:
+    """Buffers of all-reduces that are there before the profile looks, and not in its share.
 
     Since 0.11 ranks add up a tensor before what is in use is read. That connects them over PCIe;
     over NVLink larger tensors take other algorithms, which NCCL connects when it first needs them.
     Kind: estimate. Source: vLLM 0.11.0 v1/worker/gpu_worker.py:167, 0.10.1 :174; a log of 0.18.1 on
     four RTX 3090 has no room for them, those of 0.11.0 on two H100 have 0.41 GiB.
     """
-    return served.libraries.older("vllm", "0.11") or is_joined(served.gpu)
+    if served.libraries.older("vllm", "0.11") or is_joined(served.gpu):
+        return 0
+    return communicator_bytes(served.count(RANKS) or 1, served.gpu)
 
 
 def _missed_bytes(served: Served, entries: list[Entry]) -> int:
@@ -313,8 +317,8 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
     if not _counts_tensors(served):
         entries.append(Entry(KERNELS, KERNELS_BYTES))
     if ranks * stages > 1 and not _counts_tensors(served):
-        buffers = communicator_bytes(stages, served.gpu)
-        buffers += communicator_bytes(ranks, served.gpu) if _counts_reductions(served) else 0
+        buffers = communicator_bytes(stages, served.gpu) + communicator_bytes(ranks, served.gpu)
+        buffers -= _connected_bytes(served)
         entries += [Entry(COMMUNICATOR, buffers)] if buffers else []
     if ranks > 1 and (kept := _kept_bytes(served, stage)):
         entries.append(Entry(KEPT, kept))
@@ -331,7 +335,10 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
     tokens = max_num_batched_tokens(served)
     element_bytes = served.dtypes.compute_bytes
     copies = served.count(COPIES) or 1
-    layer = layer_entry(rank, tokens=tokens, element_bytes=element_bytes, copies=copies)
+    keeps = experts_are_kept(served)
+    layer = layer_entry(
+        rank, tokens=tokens, element_bytes=element_bytes, copies=copies, keeps_experts=keeps
+    )
     sampler = (
         ()
         if rank.head is None
@@ -347,11 +354,8 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
     workspace = Entry(allocator.WORKSPACE, allocator.workspace_bytes(served.gpu, training=False))
     experts = experts_bytes(rank, tokens=copies * tokens, element_bytes=element_bytes)
     kept = buffer_entries(served, rank, tokens=tokens, experts_bytes=experts)
-    if not kept and experts and keeps_experts(served):
+    if not kept and keeps and experts:
         kept = [Entry(WORKSPACE, experts)]
-        layer = layer_entry(
-            rank, tokens=tokens, element_bytes=element_bytes, copies=copies, keeps_experts=True
-        )
     forward = [layer]
     if rank.chooses_keys:  # experts have their part of what is kept
         forward = [
@@ -364,7 +368,7 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
     return [*larger, *kept, workspace]
 
 
-def keeps_experts(served: Served) -> bool:
+def experts_are_kept(served: Served) -> bool:
     """Whether the workspace of experts outlives the pass: since `KEPT_EXPERTS_SINCE`.
 
     Kernels of compute capability 10 and 12, which FlashInfer has since 0.17, and Triton's of mxfp4
@@ -465,7 +469,7 @@ def _fault(served: Served, pool: Pool, budget: int) -> str:
     `request_memory`, v1/worker/utils.py:761.
     """
     total, share = served.gpu.memory_bytes, utilization(served)
-    free = total - allocator.idle_context_bytes(served.gpu)
+    free = total - allocator.idle_context_bytes(served.gpu) - _connected_bytes(served)
     asked = f"gpu_memory_utilization {share:g} of {format_bytes(total)} is {format_bytes(budget)}"
     if free < budget:
         return f"{asked}, more than the {format_bytes(free)} that are free; give a smaller one"
