@@ -279,3 +279,21 @@ def test_layers_that_read_keys_of_earlier_ones_leave_some(model_type: str) -> No
     config = {"model_type": model_type, "num_hidden_layers": 8, "num_kv_shared_layers": 8}
     with pytest.raises(ConfigError, match="num_kv_shared_layers is 8 of 8 layers"):
         build(config, name="m")
+
+
+def test_exaone_names_its_pattern_in_letters_beside_the_types_of_its_layers() -> None:
+    config: dict[str, Any] = {
+        "model_type": "exaone4",
+        "num_hidden_layers": 4,
+        "sliding_window": 4096,
+        "sliding_window_pattern": "LLLG",
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    }
+    groups = build(config, name="x").layers()
+    assert [(count, layer.attentions[0].sliding_window) for layer, count in groups] == [
+        (3, 4096),
+        (1, None),
+    ]
+    del config["layer_types"]
+    with pytest.raises(ConfigError, match="sliding_window_pattern is 'LLLG', not a whole number"):
+        build(config, name="x")

@@ -374,7 +374,9 @@ def exaone_windows(c: Fields) -> dict[str, Any]:
     """Of `decoder`: with a window, only the sliding layers rotate positions."""
     if c.size_or_none("sliding_window") is None:
         return {}
-    types = every_nth_full(c, c.count("sliding_window_pattern"))
+    types = c.items("layer_types", length=c.layers())
+    if types is None:  # beside them the pattern may be a text, "LLLG" in EXAONE-4.0-32B
+        types = every_nth_full(c, c.count("sliding_window_pattern"))
     return {"layer_types": types, "has_rope": lambda number: types[number] == SLIDING}
 
 
