@@ -88,6 +88,7 @@ LARGE = "meta-llama/Llama-3.1-70B"  # weights of 131 GiB
         ("vllm", "tensor_parallel_size", {"gpus": 4, "nodes": 2}, 2),
         ("vllm", "tensor_parallel_size", {"gpus": 4, "models": [SMALL]}, 2),  # it has 14 heads
         ("vllm", "tensor_parallel_size", {"gpus": 2, "models": [SMALL], "serve": "merged"}, 2),
+        ("llama-cpp", "devices", {"gpus": 3, "models": [LLAMA]}, 3),
     ],
 )
 def test_an_engine_divides_a_model_over_the_gpus_of_one_machine(

@@ -147,16 +147,17 @@ class Candidates:
     def _shared(self, form: RunConfig) -> RunConfig:
         """`form` on as many GPUs as its engine can divide the model over, unless the plan says.
 
-        The most are those of one machine. Powers of two are tried, since heads are divided.
+        The most are those of one machine. Powers of two are tried where heads are divided.
         """
         engine, options = get_engine(form.serving), dict(form.serving_options)
-        option = engine.shared_by
+        option = engine.divided_by
         if not option or option in options:
             return form
         most = max(config.gpus // config.nodes for config in self.plan.spreads)
         most //= engine.num_copies(form)
-        for exponent in reversed(range(1, most.bit_length())):
-            stated = tuple(sorted((options | {option: 2**exponent}).items()))
+        powers = (2**exponent for exponent in reversed(range(1, most.bit_length())))
+        for gpus in powers if engine.shared_by else range(most, 1, -1):
+            stated = tuple(sorted((options | {option: gpus}).items()))
             shared = replace(form, serving_options=stated)
             if not self._refusal(shared):
                 return shared
