@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from whichlora.config.document import Loc, Problem
 from whichlora.config.schema import json_schema
 from whichlora.spec.numeric import is_number
+from whichlora.store.quantised_names import gguf_type_named
 
 _FAULTS = {
     "missing": "is required",
@@ -103,6 +104,9 @@ def problems_of(error: ValidationError) -> Iterator[Problem]:
             hint = _meant_value(details["input"], _subschema(loc))
             if loc[0] == "gpus":
                 hint = "gpu, which takes types"
+            if loc[0] in ("quant", "serve") and gguf_type_named(str(details["input"])):
+                word = str(details["input"])[:20]
+                hint = f"serving llama-cpp with serving_options {{file_type: {word}}}"
             if details["input"] == "max":
                 hint = next((_LARGEST[part] for part in loc if part in _LARGEST), hint)
         yield Problem(
