@@ -41,8 +41,6 @@ OUTLIERS = """\
   161 all-reduces returned until the pass ends, 10.1 GiB. 2.5 GiB more are missing; they are not
   explained (github.com/vllm-project/vllm/issues/2150, mended in 0.2.6).
 - CodeLlama-13b under 0.2.4: 0.3 GiB of a pool of 8.9, not explained.
-- L40S under 0.8.4: 3.9 GiB that nothing in its log explains; it states neither the share of the GPU
-  nor other processes.
 - gpt-oss-120b: 0.12 GiB of a pool of 3.3 GiB, half of it kernels; and at 131,072 tokens 1.8 GiB, of
   which 1.6 are the layout of Marlin's kernels, if that machine had no `triton_kernels`.
 - Llama-3.1-8B under 0.6.4 with chunked prefill states no `max_num_seqs`: the profile of that

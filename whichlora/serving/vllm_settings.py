@@ -39,10 +39,16 @@ def utilization(served: Served) -> float:
 def max_num_seqs(served: Served) -> int:
     """Sequences that may run at once.
 
-    Kind: exact for `vllm serve`. Source: vLLM 0.33.0 engine/arg_utils.py:2973-3006; 0.7.2 :217.
+    Kind: exact for `vllm serve`. Source: vLLM 0.33.0 engine/arg_utils.py:2973-3006; 0.8.3 :1669,
+    whose V1 engine has one default for all cards; 0.7.2 :217.
     """
-    is_first = served.libraries.older("vllm", "0.8")
-    return served.count("max_num_seqs") or (1024 if _is_large(served) and not is_first else 256)
+    stated, libraries = served.count("max_num_seqs"), served.libraries
+    if stated is not None or libraries.older("vllm", "0.8"):
+        return stated or 256
+    is_large = _is_large(served)
+    if libraries.older("vllm", "0.8.4"):
+        is_large |= float(served.gpu.compute_capability or 8.0) >= 8.0
+    return 1024 if is_large else 256
 
 
 def max_num_batched_tokens(served: Served) -> int:
