@@ -16,6 +16,7 @@ from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.explain import Explanation, explain
 from whichlora.predict.ledger_lines import Line
 from whichlora.predict.predict import predict
+from whichlora.serving import get_engine, list_engines
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import ParallelConfig
@@ -146,6 +147,26 @@ def test_a_share_of_a_rank_multiplies_to_its_bytes() -> None:
         share, *factors = line.numbers.removesuffix(" B").split(" × ")
         whole = math.prod(map(int, factors))
         assert whole / int(share.removeprefix("1/")) == pytest.approx(line.num_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize("engine", [name for name, one in list_engines().items() if one.divided_by])
+def test_the_lines_of_an_engine_on_several_gpus_add_up(engine: str) -> None:
+    found = explained(
+        RunConfig(
+            model="Qwen/Qwen3-8B",
+            phase="inference",
+            serving=engine,
+            serving_options=((get_engine(engine).divided_by, 2),),
+        )
+    )
+    assert (
+        sum(line.num_bytes for line in found.lines) == found.prediction.memory.peak_allocated_bytes
+    )
+    for line in found.lines:
+        if line.members:
+            assert sum(member.num_bytes for member in line.members) == line.num_bytes
+    weights = [line for line in found.lines if line.what == "weights of the layers"]
+    assert all(line.numbers.startswith("1/2 × ") for line in weights)
 
 
 def test_what_twice_as_many_gpus_shrink_is_what_a_strategy_divides() -> None:

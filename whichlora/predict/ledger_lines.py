@@ -199,6 +199,9 @@ def _as_of_images(job: ResolvedRun, entry: Entry, sizes: Mapping[str, int]) -> L
     else:
         members = _ordered(_member(job, fact, group, sizes) for group in _by_tensor(entry.groups))
     line = replace(_bare(fact, int(entry.num_bytes)), dtype=_dtype(job, fact.dtype))
+    whole = sum(member.num_bytes for member in members)
+    if members and whole > line.num_bytes:  # an engine shares the model among several GPUs
+        return replace(line, numbers=f"{_fraction(line.num_bytes / whole)} × {whole} B")
     if len(members) == 1:
         only = members[0]
         return replace(
