@@ -43,6 +43,19 @@ def test_a_dtype_without_units_is_noted() -> None:
     assert "has no" not in notes()
 
 
+@pytest.mark.parametrize(
+    ("serving", "no_bf16", "scores"),
+    [("transformers", True, True), ("vllm", True, False), ("llama-cpp", False, False)],
+)
+def test_an_engine_is_told_what_binds_its_own_kernels(
+    serving: str, no_bf16: bool, scores: bool
+) -> None:
+    turing = replace(A100, compute_capability="7.5")
+    said = notes("Qwen/Qwen2.5-7B", turing, precision="fp16", phase="inference", serving=serving)
+    assert ("precision fp16: a100 has no bf16" in said) == no_bf16
+    assert ("SDPA has no fused kernel" in said) == scores
+
+
 def test_facts_that_nobody_verified_are_named() -> None:
     assert "not verified: names, l2_bytes" in notes(
         gpu=replace(A100, unverified=("names", "l2_bytes"))

@@ -49,6 +49,8 @@ def _on_gpu(job: ResolvedRun) -> Iterator[str]:
         yield f"{gpu.key} has no {job.dtype} matrix units: time is taken from its fp32 rate" + (
             "; precision fp16 uses its fp16 units" if "fp16" in gpu.peak_flops_per_s else ""
         )
+    if run.phase == "inference" and not job.engine.runs_torch:
+        return
     if run.precision == "fp16" and not has_bf16(gpu):
         yield f"precision fp16: {gpu.key} has no bf16"
     if gpu.kind == "cuda" and gpu.compute_capability is not None:
@@ -76,7 +78,7 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
         notes.append(f"{length} tokens exceed the model's {limit} positions{fails}")
     notes += _on_gpu(job)
     notes += gpu.backend.notes(run)
-    if _writes_scores(job):
+    if not job.has_pool and _writes_scores(job):  # engines have kernels of their own
         notes.append(
             "SDPA has no fused kernel for this attention: its math kernel writes every score in "
             "fp32" + ("; `--attn sdpa-efficient` avoids that" if _has_efficient(job) else "")

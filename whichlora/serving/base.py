@@ -358,6 +358,7 @@ class Engine:
         takes_unequal: whether the GPUs of a pipeline may be of several types.
         fills_stages: whether a pipeline has a batch at every stage; else one batch passes them.
         least_capability: the oldest compute capability that it has kernels for.
+        runs_torch: whether it computes with PyTorch, whose wheels and dtypes bind it.
         start: what it takes when it starts; None where memory is taken as sequences come, so that
             the run is one call of `generate`.
         load_of_start: what that depends on of the sequences asked for: two loads with an equal
@@ -394,6 +395,7 @@ class Engine:
     takes_unequal: bool = False
     fills_stages: bool = True
     least_capability: float = 0.0
+    runs_torch: bool = True
     start: Callable[[Served], Start] | None = None
     load_of_start: Callable[[Served], Hashable] = _nothing
     reads_checkpoints: bool = True

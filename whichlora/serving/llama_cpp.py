@@ -615,6 +615,7 @@ ENGINE = Engine(
         Option(name="swa_full", summary="sliding layers keep everything", default=False),
     ),
     least_capability=5.0,  # docs/build.md
+    runs_torch=False,
     start=start,
     load_of_start=_load_of_start,
     stepping=stepping,

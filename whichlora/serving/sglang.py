@@ -425,6 +425,8 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     )
     lines += stage_notes(start, stage_layers(served), STAGES)
     lines += [NOTE] if served.options[DRAFTS] else []
+    if start.copies == 1 and (ranks := served.count(RANKS) or 1) > 1:
+        lines.append(f"{RANKS} {ranks}: bytes are of each GPU")
     if start.copies > 1:
         lines.append(
             f"{COPIES} {start.copies}: each group has its own pool, and bytes are of each GPU; "
