@@ -64,6 +64,10 @@ def _closing(placements: Sequence[Placement], judged: Sequence[Placement]) -> It
     """What is said below the table of those that are `judged` and shown."""
     if too_small := sum(each.prediction is not None for each in placements) - len(judged):
         yield f"{too_small} more do not fit; --gpu names those to compare, --json has all"
+    for each in judged:
+        serving = each.prediction.serving if each.prediction else None
+        if serving is not None and not serving.starts:  # its memory may be less than the card's
+            yield f"{serving.engine} does not start on {each.gpu.key}: {serving.reason}"
     refusals: dict[str, list[str]] = {}
     for placement in placements:
         if placement.refusal:
