@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -74,9 +75,19 @@ def test_a_training_errs_as_its_prediction_does(monkeypatch: pytest.MonkeyPatch)
     assert 0.7 < together < 0.9999
     estimate = judged_memory(job, prior_calibration(GPU))  # samples of many runs replay none
     assert num_bytes[0][0] == pytest.approx(estimate.device_used_bytes)
-    above = estimate.bounds()[2] - estimate.device_used_bytes
-    spread = num_bytes[1:, 0].std()
-    assert spread == pytest.approx(above / TWO_SIDED_Z[MEMORY_CONFIDENCE], rel=0.03)
+    reach = np.log(estimate.bounds()[2] / estimate.device_used_bytes)
+    spread = np.log(num_bytes[1:, 0]).std()
+    assert spread == pytest.approx(reach / TWO_SIDED_Z[MEMORY_CONFIDENCE], rel=0.03)
+
+
+@pytest.mark.parametrize("chance", [0.8, 0.9, 0.95])
+def test_the_share_of_samples_that_fit_is_the_chance_to_fit(chance: float) -> None:
+    samples = _PosteriorSamples(np.random.default_rng(0), prior_calibration(GPU))
+    used, high = np.array([20e9]), np.array([25e9])
+    reach = np.log(high / used) / TWO_SIDED_Z[MEMORY_CONFIDENCE]
+    limit = used * np.exp(reach * NormalDist().inv_cdf(chance))
+    fitting = (samples._bytes(used, high) <= limit).mean()
+    assert fitting == pytest.approx(chance, abs=1.5 / len(samples._memory))
 
 
 def test_an_inference_errs_as_its_prediction_does(monkeypatch: pytest.MonkeyPatch) -> None:

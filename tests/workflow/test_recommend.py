@@ -20,6 +20,7 @@ from whichlora.api import recommend as recommended
 from whichlora.cli import main
 from whichlora.errors import ConfigError
 from whichlora.terminal.recommended import print_recommended
+from whichlora.terminal.short import best_of_each_model
 from whichlora.workflow import estimates, session
 from whichlora.workflow.recommend import Question, plan_content, recommend
 from whichlora.workflow.run import run_plan
@@ -132,6 +133,24 @@ def test_an_engine_serves_on_as_many_of_the_gpus_as_divide_its_heads() -> None:
     result = said("--gpu", "8xh100", "--models", heads, "--serving", "vllm")
     assert result.exit_code == 0, result.output
     assert re.search(r"by vllm \S+ on 4 GPUs: ", result.output)
+
+
+def test_a_winner_meets_its_limits_as_an_estimate_of_it_alone() -> None:
+    answer = recommended(gpu="rtx-3060", seq_len=1024)  # replayed, QDoRA of 8B is too large
+    assert answer.winner is not None
+    assert answer.winner.chance_of_both_stages >= answer.plan.budget.confidence
+    assert all(candidate.chance_of_both_stages < 0.95 for candidate in answer.may_fit)
+
+
+def test_the_row_of_a_model_is_its_answer_alone() -> None:
+    asked: dict[str, Any] = {"gpu": "2x4090", "serving": "vllm", "seq_len": 2048}
+    rows = best_of_each_model(recommended(**asked))
+    assert len(rows) >= 3
+    for row in rows[:3]:
+        alone = best_of_each_model(recommended(**asked, models=(row.run.model,)))[0]
+        assert row.total_s is not None
+        assert alone.total_s is not None
+        assert row.total_s.value == pytest.approx(alone.total_s.value)
 
 
 def test_each_named_model_without_a_row_has_its_reason() -> None:

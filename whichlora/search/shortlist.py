@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from whichlora.predict.coefficients import Calibration
@@ -150,9 +151,10 @@ class CountedPlan:
         """The candidates of both stages that may win.
 
         Of training these are the best of every posterior sample, and of each model that was counted
-        the smallest and the fastest that were: they explain what is lacking where nothing meets the
-        limits. A model that may win has its fastest on every number of GPUs. Of serving these are
-        the likeliest shapes of each form in which a shortlisted model is served.
+        the fastest that surely meets the limits, and the smallest and the fastest of all: they
+        explain what is lacking where nothing meets the limits. A model that may win has its fastest
+        on every number of GPUs. Of serving these are the likeliest shapes of each form in which a
+        shortlisted model is served.
         """
         listed = _Shortlist(self, calibration, requirements)
         for model in sorted(requirements.tier, key=requirements.tier.__getitem__):
@@ -281,8 +283,7 @@ class _Shortlist:
 
     def _least_cost(self, model: str) -> float:
         """Of the candidates of `model` that surely meet the limits."""
-        costs = (on.least_cost for (name, _), on in self._on_gpus.items() if name == model)
-        return min(costs, default=math.inf)
+        return min((on.least_cost for on in self._surely(model)), default=math.inf)
 
     def _may_fit(self, group: TrainingGroup) -> bool:
         return self._least_bytes(group) <= self._requirements.finetune_bytes
@@ -315,13 +316,12 @@ class _Shortlist:
     def trained(self) -> list[RunConfig]:
         """The fine-tunings of the list."""
         best = self._best.runs()
-        of_counts = [
-            run
-            for model in dict.fromkeys(run.model for run in best)
-            for run in self._fastest(model)
-        ]
+        may_win = dict.fromkeys(run.model for run in best)
+        of_counts = [run for model in may_win for run in self._fastest(model)]
+        others = [self._surely(model) for model in self._extremes if model not in may_win]
+        meeting = [min(found, key=lambda on: on.least_cost).fastest for found in others if found]
         extremes = [run for extreme in self._extremes.values() for run in extreme.runs()]
-        return [*extremes, *best, *of_counts]
+        return [*extremes, *best, *of_counts, *meeting]
 
     def _fastest(self, model: str) -> list[RunConfig]:
         """Of `model` the fastest on every number of GPUs that surely meets the limits."""
@@ -331,8 +331,12 @@ class _Shortlist:
             may_fit = cost[0].min() < of_count.least_cost and self._may_fit(group)
             if may_fit and self._cost_in_time(group)[0].min() < of_count.least_cost:
                 self._judge(group)
+        return [on.fastest for on in self._surely(model)]
+
+    def _surely(self, model: str) -> list[_Extremes]:
+        """Those of `model` on each number of GPUs on which one surely meets the limits."""
         of_model = (on for (name, _), on in self._on_gpus.items() if name == model)
-        return [on.fastest for on in of_model if math.isfinite(on.least_cost)]
+        return [on for on in of_model if math.isfinite(on.least_cost)]
 
 
 class _PosteriorSamples:
@@ -343,8 +347,8 @@ class _PosteriorSamples:
 
         self._rng = rng
         self._calibration = calibration
-        self._coefficients = self._normal(len(FEATURES))
-        self._memory, self._serving = self._normal(1), self._normal(1)
+        self._coefficients = self._stratified(len(FEATURES))
+        self._memory, self._serving = self._stratified(1), self._stratified(1)
         self._shared_errors: dict[str, Array] = {}
         self._residuals: dict[int, Array] = {}  # by id of the group
         self._roots = {
@@ -357,10 +361,22 @@ class _PosteriorSamples:
         samples[0] = 0.0
         return samples
 
+    def _stratified(self, number: int) -> Array:
+        """One of every quantile, in any order: what all candidates share has no luck in its tail.
+
+        Source: Latin hypercube sampling (McKay, Beckman and Conover 1979).
+        """
+        import numpy as np
+
+        shares = (np.arange(NUM_SAMPLES - 1) + 0.5) / (NUM_SAMPLES - 1)
+        quantiles = [NormalDist().inv_cdf(share) for share in shares.tolist()]
+        orders = [self._rng.permutation(quantiles) for _ in range(number)]
+        return np.vstack([np.zeros(number), np.stack(orders, axis=1)])
+
     def _shared(self, name: str) -> Array:
         """An error that all groups of one model or method share."""
         if name not in self._shared_errors:
-            self._shared_errors[name] = self._normal(1)
+            self._shared_errors[name] = self._stratified(1)
         return self._shared_errors[name]
 
     def serving(self, block: CountedBlock) -> tuple[Array, Array]:
@@ -416,8 +432,8 @@ class _PosteriorSamples:
     def _bytes(self, used: Array, high: Array) -> Array:
         import numpy as np
 
-        spread = ((high - used) / TWO_SIDED_Z[MEMORY_CONFIDENCE]).ravel()
-        return np.asarray(used.ravel() + self._memory * spread)
+        spread = np.log(high / used).ravel() / TWO_SIDED_Z[MEMORY_CONFIDENCE]
+        return np.asarray(used.ravel() * np.exp(self._memory * spread))
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ from whichlora.search.loop import SearchLoop
 from whichlora.spec.costs import RunningCost
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.results import ServingPrediction
+from whichlora.spec.run import RunConfig
 from whichlora.units import format_bytes
 from whichlora.workflow.answer import Answer, Compared, Ending, Search
 from whichlora.workflow.session import Session
@@ -62,9 +63,8 @@ def conclude(
     may_fit: list[Candidate] = []
     least = least_chance(plan)
     if plan.profile == "none":
+        finetune = _as_alone(session, finetune, least)
         best = predicted_winner(finetune, least)
-        if best is not None and session.is_large:
-            best, finetune = _replayed(session, best, finetune)
         may_fit = bolder_than(best, finetune, least)
     if session.compared:
         session.calibration = refit(session.gpu, plan.calibration_dir)
@@ -165,12 +165,28 @@ def _waits(session: Session, serving: Candidate | None) -> list[ServingPredictio
     return waits
 
 
-def _replayed(
-    session: Session, best: Candidate, finetune: Sequence[Candidate]
-) -> tuple[Candidate, list[Candidate]]:
-    """The winner of a large plan as it is predicted alone, and the candidates with it."""
-    replayed = replace(session.replay(best.run), chance_to_serve=best.chance_to_serve)
-    return replayed, [replayed if each is best else each for each in finetune]
+def _as_alone(session: Session, finetune: list[Candidate], least: float) -> list[Candidate]:
+    """The candidates, of which the best of each model is as it is predicted alone.
+
+    Of a large plan few are replayed. Where the best of a model no longer meets the limits when it
+    is, the next one is looked at.
+    """
+    replayed: set[RunConfig] = set()
+    while session.is_large:
+        best: dict[str, Candidate] = {}
+        for candidate in sorted(finetune, key=lambda candidate: candidate.rank):
+            if accepted(candidate, least):
+                best.setdefault(candidate.run.model, candidate)
+        found = {
+            each.run: replace(session.replay(each.run), chance_to_serve=each.chance_to_serve)
+            for each in best.values()
+            if each.run not in replayed
+        }
+        if not found:
+            break
+        replayed |= found.keys()
+        finetune = [found.get(each.run, each) for each in finetune]
+    return finetune
 
 
 def _counts(
