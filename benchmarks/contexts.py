@@ -20,7 +20,11 @@ from statistics import median
 from markdown_tables import markdown_table, write_page
 
 from whichlora.memory.allocator import idle_context_bytes
-from whichlora.parallel.communicators import communicator_bytes
+from whichlora.parallel.communicators import (
+    OF_NVLINK_RANK_BYTES,
+    OF_PCIE_BYTES,
+    communicator_bytes,
+)
 from whichlora.spec.backends.cuda import (
     FIRST_KERNELS_BYTES,
     THREAD_BYTES,
@@ -132,8 +136,9 @@ def document(found: Sequence[Reading]) -> str:
             f"{len(bare)} bare readings is {median(one.thread_bytes for one in bare):.0f} bytes; "
             f"with each card left out the error is {100 * left_out_error(bare):.1f} % in the "
             f"median. First kernels add {FIRST_KERNELS_BYTES // MiB} MiB, those of a step on "
-            "compute capability 9 and later 170 MiB more. NCCL's buffers are 250 MiB over PCIe "
-            "and 210 MiB for each rank that NVLink joins. Before, every card that nobody had "
+            f"compute capability 9 and later {step_kernels_bytes('9.0') // MiB} MiB more. NCCL's "
+            f"buffers are {OF_PCIE_BYTES // MiB} MiB over PCIe and {OF_NVLINK_RANK_BYTES // MiB} "
+            "MiB for each rank that NVLink joins. Before, every card that nobody had "
             "measured was given 500 MiB, and several ranks 340 or 690 MiB.",
             f"{len(found)} readings of {gpus} cards:",
             markdown_table(("of", "n", "median error", "median", "worst"), summary),

@@ -247,10 +247,15 @@ def context_bytes(gpu: GpuSpec) -> int:
     """
     if gpu.context_bytes is not None:
         return gpu.context_bytes
-    idle = gpu.backend.idle_context_bytes(gpu.compute_capability, gpu.num_multiprocessors)
+    idle = derived_context_bytes(gpu)
     if idle is None:
         return TYPICAL_CONTEXT_BYTES
     return idle + gpu.backend.step_kernels_bytes(gpu.compute_capability)
+
+
+def derived_context_bytes(gpu: GpuSpec) -> int | None:
+    """What its backend says of a process whose first kernel has run; None where it says nothing."""
+    return gpu.backend.idle_context_bytes(gpu.compute_capability, gpu.num_multiprocessors)
 
 
 def idle_context_bytes(gpu: GpuSpec) -> int:
@@ -258,6 +263,6 @@ def idle_context_bytes(gpu: GpuSpec) -> int:
 
     Kind: estimate. Source: as of `context_bytes`.
     """
-    idle = gpu.backend.idle_context_bytes(gpu.compute_capability, gpu.num_multiprocessors)
+    idle = derived_context_bytes(gpu)
     of_step = context_bytes(gpu)
     return of_step if idle is None else min(idle, of_step)

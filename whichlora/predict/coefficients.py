@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from whichlora.errors import DataFileError
+from whichlora.memory.allocator import derived_context_bytes
 from whichlora.memory.training import PARTS
 from whichlora.serving.base import LoggedTimes
 from whichlora.spec.gpu import GpuSpec
@@ -85,7 +86,7 @@ def prior_memory_model(gpu: GpuSpec) -> MemoryModel:
     spread = dict(_PART_SPREAD)
     if gpu.context_bytes is not None:
         spread["context"] = _STATED_CONTEXT_SPREAD
-    elif gpu.backend.idle_context_bytes(gpu.compute_capability, gpu.num_multiprocessors):
+    elif derived_context_bytes(gpu):
         spread["context"] = _DERIVED_CONTEXT_SPREAD
     return MemoryModel(
         mean=dict.fromkeys(PARTS, 1.0),

@@ -83,6 +83,14 @@ def gpus_in_words(count: int) -> str:
     return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
+def not_started(prediction: Prediction) -> list[str]:
+    """Why an engine does not start; [] where it does, or none is asked."""
+    serving = prediction.serving
+    if serving is None or serving.starts:
+        return []
+    return [f"{serving.engine} does not start on {prediction.gpu}: {serving.reason}"]
+
+
 def headline(prediction: Prediction) -> str:
     """What one run needs of its device, and whether it fits."""
     memory = prediction.memory

@@ -439,6 +439,15 @@ def predicted_winner(candidates: Sequence[Candidate], confidence: float) -> Cand
     return min(meeting, key=lambda candidate: candidate.rank, default=None)
 
 
+def best_of_models(candidates: Iterable[Candidate], confidence: float) -> dict[str, Candidate]:
+    """By model, the best-ranked of its candidates that meets every limit with `confidence`."""
+    best: dict[str, Candidate] = {}
+    for candidate in sorted(candidates, key=lambda candidate: candidate.rank):
+        if accepted(candidate, confidence):
+            best.setdefault(candidate.run.model, candidate)
+    return best
+
+
 def bolder_than(
     winner: Candidate | None, candidates: Sequence[Candidate], confidence: float
 ) -> list[Candidate]:

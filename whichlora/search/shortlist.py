@@ -347,6 +347,8 @@ class _PosteriorSamples:
 
         self._rng = rng
         self._calibration = calibration
+        shares = (np.arange(NUM_SAMPLES - 1) + 0.5) / (NUM_SAMPLES - 1)
+        self._quantiles = [NormalDist().inv_cdf(share) for share in shares.tolist()]
         self._coefficients = self._stratified(len(FEATURES))
         self._memory, self._serving = self._stratified(1), self._stratified(1)
         self._shared_errors: dict[str, Array] = {}
@@ -368,9 +370,7 @@ class _PosteriorSamples:
         """
         import numpy as np
 
-        shares = (np.arange(NUM_SAMPLES - 1) + 0.5) / (NUM_SAMPLES - 1)
-        quantiles = [NormalDist().inv_cdf(share) for share in shares.tolist()]
-        orders = [self._rng.permutation(quantiles) for _ in range(number)]
+        orders = [self._rng.permutation(self._quantiles) for _ in range(number)]
         return np.vstack([np.zeros(number), np.stack(orders, axis=1)])
 
     def _shared(self, name: str) -> Array:

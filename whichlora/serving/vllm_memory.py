@@ -58,6 +58,7 @@ from whichlora.serving.vllm_settings import (
     STAGES,
     block_size_of,
     cache_bytes,
+    capability,
     expert_ranks,
     has_newer_runner,
     keeps_prefixes,
@@ -196,8 +197,7 @@ def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
         entries = held_entries(served, rank, rotary_element_bytes=width, dtypes=_stored(served))
         absorbed = absorbed_bytes(served, rank)
         return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
-    capability = float(served.gpu.compute_capability or 8.0)
-    hidden, width = next(sizes for least, sizes in _ALIGNED_EXPERTS if capability >= least)
+    hidden, width = next(sizes for least, sizes in _ALIGNED_EXPERTS if capability(served) >= least)
     rank = with_aligned_experts(rank, hidden=hidden, width=width)
     entries = held_entries(served, rank, rotary_element_bytes=4, dtypes=_stored(served))
     if multiplies_by_triton(served):
@@ -252,10 +252,10 @@ def _counts_context(served: Served) -> bool:
     It did before 0.6.5, and again in the first releases of the V1 engine, which needs compute
     capability 8.0. Source: vLLM 0.8.5 v1/worker/gpu_worker.py:200-207; `memory_profiling` of 0.6.5.
     """
-    libraries, capability = served.libraries, float(served.gpu.compute_capability or 8.0)
+    libraries = served.libraries
     first_of_v1 = not libraries.older("vllm", "0.8") and libraries.older("vllm", "0.9.2")
     is_older = libraries.older("vllm", "0.6.5") and not _counts_tensors(served)
-    return is_older or (first_of_v1 and capability >= 8.0)
+    return is_older or (first_of_v1 and capability(served) >= 8.0)
 
 
 def _counts_tensors(served: Served) -> bool:
@@ -380,7 +380,7 @@ def experts_are_kept(served: Served) -> bool:
     if since is None or served.libraries.older("vllm", since) or multiplies_by_triton(served):
         return False
     is_older = served.libraries.older("vllm", "0.17")
-    return is_older or float(served.gpu.compute_capability or 8.0) < 10.0
+    return is_older or capability(served) < 10.0
 
 
 def _logit_bytes(served: Served) -> int:

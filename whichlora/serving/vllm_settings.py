@@ -26,6 +26,11 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARa
 NEWER_RUNNER_FIRST = ("qwen3", "deepseek_v2", "qwen2_moe", "granitemoe", "llama", "mistral")
 
 
+def capability(served: Served) -> float:
+    """Its GPU's compute capability; that of an A100 where none is known."""
+    return float(served.gpu.compute_capability or 8.0)
+
+
 def utilization(served: Served) -> float:
     """Its share of the GPU; a release before 0.20 has another default."""
     is_older = served.libraries.older("vllm", "0.20")
@@ -47,7 +52,7 @@ def max_num_seqs(served: Served) -> int:
         return stated or 256
     is_large = _is_large(served)
     if libraries.older("vllm", "0.8.4"):
-        is_large |= float(served.gpu.compute_capability or 8.0) >= 8.0
+        is_large |= capability(served) >= 8.0
     return 1024 if is_large else 256
 
 
@@ -163,8 +168,7 @@ def multiplies_by_triton(served: Served) -> bool:
     Kind: exact. Source: `get_mxfp4_backend` of vLLM 0.11.0 quantization/mxfp4.py; 0.33.0
     `_get_priority_backends_for_gpt_oss`.
     """
-    capability = float(served.gpu.compute_capability or 8.0)
-    return served.run.quant == "mxfp4" and 9.0 <= capability < 10.0
+    return served.run.quant == "mxfp4" and 9.0 <= capability(served) < 10.0
 
 
 def cache_bytes(served: Served) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from whichlora.predict.cost_words import cheapest_hour, cheapest_of, cost_of, per_million
 from whichlora.predict.largest import Placement
 from whichlora.predict.notes import UNVERIFIED
-from whichlora.predict.words import VERDICTS, describe
+from whichlora.predict.words import VERDICTS, describe, not_started
 from whichlora.terminal.sheet import WIDE, Document, Sheet, show
 from whichlora.terminal.tables import open_console, say
 from whichlora.terminal.words import without_key
@@ -65,9 +65,8 @@ def _closing(placements: Sequence[Placement], judged: Sequence[Placement]) -> It
     if too_small := sum(each.prediction is not None for each in placements) - len(judged):
         yield f"{too_small} more do not fit; --gpu names those to compare, --json has all"
     for each in judged:
-        serving = each.prediction.serving if each.prediction else None
-        if serving is not None and not serving.starts:  # its memory may be less than the card's
-            yield f"{serving.engine} does not start on {each.gpu.key}: {serving.reason}"
+        if each.prediction is not None:  # its memory may be less than the card's
+            yield from not_started(each.prediction)
     refusals: dict[str, list[str]] = {}
     for placement in placements:
         if placement.refusal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from whichlora.predict.words import not_started
 from whichlora.search.feasibility import Candidate
 from whichlora.spec.results import Prediction, ServingPrediction, ServingTime
 from whichlora.terminal.sheet import Sheet, show
@@ -41,9 +42,8 @@ def print_served(console: Console, predictions: Sequence[Prediction]) -> None:
         spare=("left", "tokens", "longest", "pool"),
     )
     for prediction in predictions:
-        serving = prediction.serving
-        if serving is not None and not serving.starts:
-            say(console, f"{serving.engine} does not start on {prediction.gpu}: {serving.reason}")
+        for line in not_started(prediction):
+            say(console, line)
     if len(predictions) == 1 and predictions[0].serving is not None:
         _print_pool(console, predictions[0].serving)
         for line in command_lines(predictions[0]):

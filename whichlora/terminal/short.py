@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from whichlora.predict.notes import HOST_BOUND
-from whichlora.search.feasibility import Candidate, accepted, least_chance
+from whichlora.search.feasibility import Candidate, best_of_models, least_chance
 from whichlora.terminal.answer import (
     besides_in_short,
     explanation,
@@ -86,8 +86,7 @@ def best_of_each_model(answer: Answer) -> list[Candidate]:
     if answer.winner is not None:
         best[answer.winner.run.model] = answer.winner
     least = least_chance(answer.plan)
-    meeting = (candidate for candidate in answer.finetune if accepted(candidate, least))
-    for candidate in (*sorted(meeting, key=lambda c: c.rank), *answer.may_fit):
+    for candidate in (*best_of_models(answer.finetune, least).values(), *answer.may_fit):
         best.setdefault(candidate.run.model, candidate)
     return list(best.values())
 

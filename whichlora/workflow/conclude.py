@@ -17,6 +17,7 @@ from whichlora.search.feasibility import (
     LIKELY,
     Candidate,
     accepted,
+    best_of_models,
     bolder_than,
     chance_to_serve,
     kept_models,
@@ -173,13 +174,9 @@ def _as_alone(session: Session, finetune: list[Candidate], least: float) -> list
     """
     replayed: set[RunConfig] = set()
     while session.is_large:
-        best: dict[str, Candidate] = {}
-        for candidate in sorted(finetune, key=lambda candidate: candidate.rank):
-            if accepted(candidate, least):
-                best.setdefault(candidate.run.model, candidate)
         found = {
             each.run: replace(session.replay(each.run), chance_to_serve=each.chance_to_serve)
-            for each in best.values()
+            for each in best_of_models(finetune, least).values()
             if each.run not in replayed
         }
         if not found:
