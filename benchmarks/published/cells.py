@@ -21,6 +21,7 @@ MemoryQuantity = Literal[
     "perhaps_allocated",
     "perhaps_device_used",
     "allocated_between_steps",
+    "allocated_after_step",
     "allocated_after_forward",
     "allocated_after_load",
     "peak_in_forward",

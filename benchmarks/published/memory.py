@@ -42,6 +42,18 @@ def predicted_bytes(one: Observation) -> float:
         entries = found.moments["optimizer_step"]
         static = sum(entry.num_bytes for entry in entries if entry.part in STEADY_PARTS)
         return float(static + found.workspace_bytes)
+    if one.quantity == "allocated_after_step":
+        found = ledger(job)
+        entries = (x for x in found.moments["optimizer_step"] if x.part != "temporary")
+        # `model.config.use_cache` was left on: the outputs hold keys and values, too
+        tokens = one.run.batch_size * (one.run.seq_len + job.method.added_tokens)
+        elements = sum(
+            count * attention.cache_elements
+            for layer, count in one.model.layers()
+            for attention in layer.attentions
+        )
+        cache = tokens * elements * job.dtypes.compute_bytes
+        return float(sum(x.num_bytes for x in entries) + found.workspace_bytes + cache)
     if one.quantity == "allocated_after_load":
         entries = ledger(job).moments["optimizer_step"]
         return float(sum(x.num_bytes for x in entries if x.part in ("weights", "adapters")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,6 +26,8 @@ from published.cells import (
 )
 from published.models import model_of
 from whichlora import families
+from whichlora.errors import ConfigError
+from whichlora.methods import list_methods
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -468,6 +471,100 @@ def qwen1_finetune(line: Line) -> Iterator[Found]:
         yield line.observed(
             spec, run, A100, "step_s", float(row["time_value"]), stack=row["method"], rounding=0.05
         )
+
+
+# --- PEFT's own comparison of its methods: a plain loop over MetaMathQA on an L40S ----------------
+
+
+# Mean length of its padded batches: what logits and cache take that `outputs` holds, 371,200 bytes
+# per token, are 334.4 MB in the row of BEFT.
+_PEFT_MEAN_TOKENS = 225
+# Padded length of its longest batch, which the reserved memory of LoRA's row of 2026 needs.
+_PEFT_LONGEST = 642
+_PEFT_ENCODER = "PromptEncoderConfig"  # whose type is P_TUNING
+_PEFT_UNLIKE: dict[str, str] = {
+    "boft": "its permutations stay on the host: the model was on the GPU before PEFT",
+    "lora-fa": "`disable_adapter()` of its evaluation makes the frozen factor trained again",
+}
+
+
+class _PeftConfig:
+    """A config as PEFT saved it; what it does not say is the method's default, or None."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        return self._values.get(name)
+
+
+def _peft_settings(row: Row) -> dict[str, Any] | None:
+    """Method and settings of an adapter config; None where no method has such a config.
+
+    Raises:
+        ConfigError: an option that is not modelled.
+    """
+    if not row["peft_type"]:
+        return {"method": "full"}
+    if row["optimizer"] == "lora-fa":
+        return {"method": "lora-fa"}
+    stated = json.loads(row["peft_config"])
+    for method in list_methods().values():
+        name = method.peft_class.rpartition(".")[2]
+        kind = "PTUNING" if name == _PEFT_ENCODER else name.removesuffix("Config").upper()
+        if kind != row["peft_type"].replace("_", ""):
+            continue
+        usual = {option.name: option.default for option in method.options}
+        config = type(name, (_PeftConfig,), {})(usual | stated)
+        read = method.read_peft(config)
+        if read is None or method.base_quant != "none":
+            continue
+        targets = stated.get("target_modules")
+        settings = {"method": method.name, **read}
+        if "target_modules" not in method.ignores and isinstance(targets, list):
+            settings["target_modules"] = tuple(sorted(targets))
+        return settings
+    return None
+
+
+def peft_comparison(line: Line) -> Iterator[Found]:
+    row = line.row
+    spec = model_of(row["model_id"])
+    assert spec is not None
+    try:
+        settings = _peft_settings(row)
+    except ConfigError as error:
+        yield line.left_out("run", str(error).partition("=")[0] + " is not modelled")
+        return
+    if settings is None:
+        yield line.left_out("run", f"{row['peft_type']}: no method here has this config")
+        return
+    run = RunConfig(
+        model=spec.name,
+        trainer="loop",
+        precision="bf16-pure" if settings["method"] == "full" else "bf16-no-autocast",
+        optimizer="adamw_torch",
+        attn="sdpa",
+        gradient_checkpointing=row["gradient_checkpointing"] == "True",
+        batch_size=whole(row["batch_size"]),
+        seq_len=_PEFT_MEAN_TOKENS,
+        padding="padded",
+        libraries=libraries_of(row["versions"]),
+        **settings,
+    )
+    gpu, stack = "l40s-48gb", row["experiment"].partition("llama-3.2-3B-")[2]
+    reason = _PEFT_UNLIKE.get(run.method)
+    if reason is not None:
+        yield line.left_out("memory", reason)
+    else:
+        after, most = float(row["allocated_mean_bytes"]), float(row["reserved_max_bytes"])
+        yield line.observed(spec, run, gpu, "allocated_after_step", after, stack=stack)
+        longest = replace(run, seq_len=_PEFT_LONGEST)
+        yield line.observed(spec, longest, gpu, "peak_reserved", most, stack=stack)
+    if dict(run.libraries)["torch"] == "2.7.1":
+        yield line.left_out("time", "the loop emptied the allocator's cache after every step")
+        return
+    yield line.observed(spec, run, gpu, "step_s", float(row["step_s"]), stack=stack)
 
 
 # --- sources of one table each, and those that nothing can be compared with -----------------------

@@ -10,6 +10,7 @@ import pytest
 from whichlora.memory.images import TowerStep
 from whichlora.predict.predict import training_step
 from whichlora.spec.run import RunConfig
+from whichlora.timing.chip import UNKNOWN_CHIP
 from whichlora.timing.tower_work import tower_forward_work, tower_step_work
 from whichlora.timing.work import trained_layers
 
@@ -64,7 +65,7 @@ def test_cross_attention_projects_every_position_whatever_the_length_of_the_text
         tokens=2 * 64,
         seq_len=64,
         r=0,
-        num_multiprocessors=None,
+        chip=UNKNOWN_CHIP,
     )
     of_text = 2 * 64 * (6 * width**2 + 8 * width**2)
     of_encoder = 2 * 1500 * 2 * width**2

@@ -17,7 +17,7 @@ from whichlora.memory.metal_heaps import SMALL_HEAP_BYTES, HeapReplay
 from whichlora.memory.step import TrainingStep
 from whichlora.spec.numeric import round_up
 
-_AGREES = 0.01  # of the peak: further off, a tensor that matters is missing among the events
+_AGREES = 0.03  # of the peak: further off, a tensor that matters is missing among the events
 # Of the backends whose rules are public: bytes of what serves small requests.
 _MOST_BYTES = 2**50  # no card has as much; what a step adds to it still has an address of 64 bits
 _SMALL_POOL_STEP = {"segments": SMALL_SEGMENT_BYTES, "heaps": SMALL_HEAP_BYTES}

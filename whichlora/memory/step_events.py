@@ -25,7 +25,7 @@ from whichlora.memory.event_list import (
     play_loading,
     repeated,
 )
-from whichlora.memory.gradients import Trained, trained_norms
+from whichlora.memory.gradients import Trained
 from whichlora.memory.layer_bytes import layer_cases
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.tower_events import (
@@ -42,7 +42,7 @@ from whichlora.spec.architecture import (
     layers_in_order,
     parts_of,
 )
-from whichlora.spec.targets import adapted, adapted_linears
+from whichlora.spec.targets import adapted
 from whichlora.symbolic.language_head import head_events, stack_end_events
 from whichlora.symbolic.layer import layer_events, stream_bytes
 from whichlora.symbolic.token_embeddings import embedding_events
@@ -603,9 +603,6 @@ def has_events(step: TrainingStep) -> bool:
         and _has_loss_events(step)
         and step.trainer.columns(step.run) is None
         and not step.method.in_loss
-        and not step.method.outer_tensors(model)
-        and not step.method.shared_tensors(adapted_linears(model, step.targets), step.r)
-        and not any(trained_norms(model, step.targets))
     )
 
 

@@ -11,26 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import (
     LORA_SETTINGS,
-    AdapterWork,
     Method,
     adapted_modules,
     no_shapes,
     read_options,
     stated_options,
 )
-from whichlora.methods.lora import leaves_cast, low_rank_bytes
-from whichlora.methods.operators import (
-    added_bytes,
-    base_result,
-    cast_bytes,
-    dropped,
-    parameter,
-    product,
-    uncached,
-    widened,
-)
+from whichlora.methods.lora import leaves_cast
+from whichlora.methods.operators import base_result, dropped, parameter, product, uncached, widened
 from whichlora.spec.architecture import Linear
-from whichlora.spec.dtypes import Dtypes, is_quantised
+from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
@@ -103,25 +93,6 @@ def _divided(ops: OpEmitter, linear: Linear, update: Tensor) -> Tensor:
     )
 
 
-def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
-    """LoRA's products, the update scaled and divided, and the term of the loss.
-
-    Of each factor the term takes six kernels forward and as many backward.
-    """
-    narrow, wide = dtypes.adapter_product_bytes, dtypes.adapter_bytes
-    of_factor = r * linear.in_features * (3 * wide + narrow)
-    return AdapterWork(
-        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
-        + linear.out_features * (3 * narrow + wide + added_bytes(dtypes, wide)),
-        forward_bytes=low_rank_bytes(linear, dtypes),
-        backward_bytes=2 * low_rank_bytes(linear, dtypes),
-        weight_bytes=linear.count * of_factor,
-        backward_weight_bytes=linear.count * of_factor,
-        forward_launches=12 if dtypes.autocast else 8,
-        backward_launches=14 + 24,
-    )
-
-
 def refuses(linear: Linear, quant: str, *, rank: int = 16, target: int = 8) -> str:
     """Source: peft 0.21.2 `RankAllocator.mask_to_budget`, whose `kthvalue` needs a k above 0."""
     if target >= rank:
@@ -188,6 +159,5 @@ METHOD = Method(
     adapter_shapes=adapter_shapes,
     autocast_shapes=no_shapes,
     forward=forward,
-    work=work,
     notes=notes,
 )

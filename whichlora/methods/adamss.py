@@ -110,17 +110,14 @@ def forward(
 def work(
     linear: Linear, dtypes: Dtypes, r: Count, *, clusters: int = 5, rank: int = 1
 ) -> AdapterWork:
-    """One narrow product with frozen directions, two for each cluster, and outputs in order.
+    """One narrow product with frozen directions, and two for each cluster.
 
     Kind: exact. Source: operators of `adamss.Linear.forward`.
     """
     wide, tall = linear.in_features + linear.bias, linear.out_features
     clusters = min(clusters, tall)
-    size, stored = dtypes.base_bytes, dtypes.adapter_bytes
     params = clusters * rank * r + tall * rank
     of_clusters = 2 * params
-    cast = (size + stored) * (size != stored)
-    casts = 1 + 2 * clusters if cast else 0
     return AdapterWork(
         **counted(
             linear,
@@ -128,12 +125,6 @@ def work(
             forward_flops=2 * r * wide + of_clusters,
             backward_flops=2 * r * wide + 2 * of_clusters,
         ),
-        weight_bytes=linear.count * (cast * (r * wide + params) + size * r * wide),
-        backward_weight_bytes=linear.count * cast * params,
-        # a column of ones; chunks joined, zeros, scattered, added
-        elementwise_bytes=2 * size * wide * linear.bias + tall * size * (2 + 1 + 3 + 3),
-        forward_launches=7 + 2 * clusters + casts + 2 * linear.bias,
-        backward_launches=3 + 5 * clusters + 2 * clusters * bool(cast),
     )
 
 

@@ -165,19 +165,19 @@ def _for_each_query_head(ops: OpEmitter, state: Tensor, length: int, width: int)
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count, *, length: int = 10) -> AdapterWork:
-    """Queries and output projected again; values, too, which nobody reads, are left out."""
+    """Queries and output projected again, and the attention to the prompts.
+
+    Values, which are projected again and which nobody reads, are left out.
+    """
     width, hidden = linear.in_features, linear.out_features
     again = 2 * 2 * width * hidden
     found = 2 * 2 * length * width
     params = length * hidden + 1
-    narrow = dtypes.compute_bytes
     return AdapterWork(
+        wide=False,
         **counted(
             linear, params + 0 * r, forward_flops=again + found, backward_flops=again + 2 * found
         ),
-        elementwise_bytes=narrow * (10 * width + 3 * hidden),
-        forward_launches=26,
-        backward_launches=40,
     )
 
 

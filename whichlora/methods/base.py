@@ -106,36 +106,30 @@ class OuterTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterWork:
-    """What the adapters of one `Linear` add to a step.
+    """The products that the adapters of one `Linear` add to a step.
 
     Two operations for each trained parameter and token, and twice as many backward, are counted
-    for every method and left out here. Parameters that layers share are not counted so.
+    for every method and left out here. Parameters that layers share are not counted so. What
+    other kernels read and write follows from `Method.forward`.
 
     Args:
-        token_flops: products per token of one forward; the input's gradient takes as many again.
-        backward_token_flops: products per token of a backward beyond those.
-        weight_flops, weight_bytes: of one forward whatever the number of tokens.
-        backward_weight_flops, backward_weight_bytes: the same of a backward.
-        elementwise_bytes: read and written per token of one forward; a backward takes one and a
-            half times as many, as it does for the layers themselves.
-        forward_bytes, backward_bytes: so per token, where a backward has been counted apart.
+        token_flops: of one token forward; the input's gradient takes as many again.
+        backward_token_flops: of one token backward beyond those.
+        weight_flops: of one forward whatever the number of tokens.
+        backward_weight_flops: the same of a backward.
+        wide: they are in fp32, or in the base's dtype; None where they are in the adapters' dtype.
+        replaces_base: they stand for the base's own product, which is as wide as they are.
         expansions: of a quantised weight, beyond that of the product, in one forward.
-        forward_launches, backward_launches: kernels beyond those of the frozen base layer.
         modules: that PEFT puts around a linear layer and into it.
     """
 
     token_flops: Count = 0
     backward_token_flops: Count = 0
     weight_flops: Count = 0
-    weight_bytes: Count = 0
     backward_weight_flops: Count = 0
-    backward_weight_bytes: Count = 0
-    elementwise_bytes: Count = 0
-    forward_bytes: Count = 0
-    backward_bytes: Count = 0
+    wide: bool | None = None
+    replaces_base: bool = False
     expansions: int = 0
-    forward_launches: int = 0
-    backward_launches: int = 0
     modules: int = 4
 
 
@@ -307,7 +301,8 @@ class Method:
         folded: the operators that make the weight of a bare parameter, such as that of experts,
             with its adapter; None where the method adapts modules alone.
         trains_frozen: whether a gradient is made for the frozen weight, which nobody asked for.
-        work: what it adds to the time of a step.
+        work: the products and modules that it adds to a step; those of trained parameters are
+            counted for every method.
         start_bytes: beside the loaded weights at the largest moment of making the adapters, of all
             adapted matrices; of a start that decomposes weights or gradients.
         merging: bytes per weight that PEFT makes beside the matrix into which it merges an fp32

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from whichlora.methods.base import RANK_SETTINGS, AdapterWork, Method, no_shapes
-from whichlora.methods.operators import added_bytes, counted, parameter
+from whichlora.methods.operators import counted, parameter
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
@@ -35,13 +35,8 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
-    """A sum per output and the cast of it; no product."""
-    return AdapterWork(
-        **counted(linear, linear.out_features, forward_flops=0, backward_flops=0),
-        elementwise_bytes=linear.out_features * added_bytes(dtypes, 0),
-        forward_launches=2 if dtypes.adapter_bytes > dtypes.linear_out_bytes else 1,
-        backward_launches=2 if dtypes.adapter_bytes > dtypes.linear_out_bytes else 1,
-    )
+    """No product, so that what is counted for trained parameters is taken off."""
+    return AdapterWork(**counted(linear, linear.out_features, forward_flops=0, backward_flops=0))
 
 
 def refuses(linear: Linear, quant: str) -> str:

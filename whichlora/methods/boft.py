@@ -69,10 +69,12 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, block: int = 4) -> Ten
     identity = tape.op([], dense, x.size)
     ones = tape.op([], ops.constant(linear.out_features), x.size)
     orthogonal = _cayley(ops, ops.constant(width * block), what)
-    diagonal = ops.cast(tape.op([orthogonal], dense, orthogonal.size), x.size)
+    assembled = tape.op([orthogonal], dense, orthogonal.size)
+    tape.runs(width // block)  # torch 2.13 `block_diag` copies each block by itself
+    diagonal = ops.cast(assembled, x.size)
     permutation = tape.weight(dense, _FP32)
     if x.size != _FP32:
-        permutation = tape.op([], dense, x.size)
+        permutation = tape.op([permutation], dense, x.size)
     first = product(ops, diagonal, permutation, dense, f"{what}: permuted columns")
     second = product(ops, permutation, first, dense, f"{what}: permuted rows")
     rotation = product(ops, second, identity, dense, f"{what}: rotation")
@@ -115,26 +117,16 @@ def _cayley(ops: OpEmitter, elements: Any, what: str) -> Tensor:
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count, *, block: int = 4) -> AdapterWork:
-    """Three dense products that make the rotation in each forward, and one with each input."""
+    """Three dense products that make the rotation, in each pass, and one with each input."""
     width = linear.in_features
     dense = width * width
     params = width * block + linear.out_features
-    narrow = dtypes.compute_bytes
     made = 3 * 2 * width * dense
-    # identity, blocks in place, permutation and blocks cast, two factors and a result of each
-    moved = dense * (2 * _FP32 + 2 * (_FP32 + narrow) + 10 * narrow)
-    result, wide = dtypes.linear_out_bytes, max(dtypes.adapter_bytes, dtypes.linear_out_bytes)
-    sums = 2 * (result + wide) if linear.bias else 0
     return AdapterWork(
+        wide=False,
         **counted(linear, params, forward_flops=2 * dense, backward_flops=4 * dense),
         weight_flops=linear.count * made,
-        weight_bytes=linear.count * moved,
         backward_weight_flops=linear.count * made,
-        backward_weight_bytes=linear.count * moved,
-        elementwise_bytes=linear.out_features * (2 * (result + wide) + sums) + 2 * width * narrow,
-        # `block_diag` copies each block by a kernel of its own
-        forward_launches=width // block + (23 if dtypes.autocast else 20),
-        backward_launches=24 if dtypes.autocast else 21,
     )
 
 

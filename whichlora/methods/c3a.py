@@ -70,28 +70,14 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, block: int = 256) -> T
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count, *, block: int = 256) -> AdapterWork:
-    """Fourier transforms of input and kernel, and a complex product per frequency.
+    """A complex product per frequency; the transforms take the time of the bytes that they move.
 
-    Kind: estimate: a transform of n numbers takes 5 n log2 n operations.
-    Source: Cooley and Tukey 1965; `BlockCircularConvolution`.
+    Source: `BlockCircularConvolution`.
     """
     params = linear.in_features * linear.out_features // block
-    both = linear.in_features + linear.out_features
-    transforms = 5 * both * block.bit_length()
     products = 8 * params  # four products and four sums for each complex one
     return AdapterWork(
-        **counted(
-            linear,
-            params,
-            forward_flops=transforms + products,
-            backward_flops=2 * (transforms + products),
-        ),
-        weight_flops=linear.count * 5 * params * block.bit_length(),
-        weight_bytes=linear.count * params * (_FP32 + 3 * _COMPLEX),
-        elementwise_bytes=linear.in_features * (2 + _FP32 + 4 * _COMPLEX)
-        + linear.out_features * (4 * _COMPLEX + 3 * _FP32),
-        forward_launches=12,
-        backward_launches=16,
+        wide=True, **counted(linear, params, forward_flops=products, backward_flops=2 * products)
     )
 
 

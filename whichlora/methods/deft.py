@@ -98,20 +98,10 @@ def work(
     wide, tall = linear.in_features, linear.out_features
     products = 2 * r * (2 * tall + injects * (wide + tall))
     params = r * (tall + wide * injects)
-    narrow, size = dtypes.linear_out_bytes, dtypes.adapter_product_bytes
-    casts = _FP32 + narrow if narrow != _FP32 else 0
-    copies = _FP32 + size if size != _FP32 else 0
-    summed = 2 * _FP32 + size
-    launches = 6 + 4 * injects + linear.bias
     return AdapterWork(
         **counted(linear, params, forward_flops=products, backward_flops=2 * products),
         weight_flops=linear.count * by_qr * 2 * tall * r * r,
         backward_weight_flops=linear.count * by_qr * 4 * tall * r * r,
-        weight_bytes=linear.count * r * (2 * _FP32 * (tall + wide * injects) + 3 * copies * tall),
-        elementwise_bytes=wide * injects * (casts + copies)
-        + tall * (2 * casts + 2 * _FP32 * linear.bias + copies + (1 + injects) * (summed + size)),
-        forward_launches=launches + (3 + 4 * injects) * (copies > 0),
-        backward_launches=launches + 3 + (3 + 4 * injects) * (copies > 0),
     )
 
 

@@ -8,17 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.methods.base import (
-    LORA_SETTINGS,
-    AdapterWork,
-    FrozenTensor,
-    Method,
-)
-from whichlora.methods.lora import low_rank_bytes
-from whichlora.methods.operators import added_bytes, cast_bytes, dropped, parameter, product
+from whichlora.methods.base import LORA_SETTINGS, FrozenTensor, Method
+from whichlora.methods.operators import dropped, parameter, product, side_kernel
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
-from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 
 if TYPE_CHECKING:
@@ -63,6 +56,11 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     weighted = ops.multiply_rows(inputs, norms)
     a, b = (parameter(ops, ops.per_rank(n)) for n in (linear.in_features, linear.out_features))
     inner = product(ops, weighted, a, ops.rows.of_rank(1), f"{what}: A·w·x")
+    for factor in (a, b):  # its norms, which are clamped
+        side_kernel(ops, ops.per_rank(1), factor.size, factor)
+        side_kernel(ops, ops.per_rank(1), factor.size)
+    for _ in range(2):  # the strength by the rank, and the product of the norms
+        side_kernel(ops, ops.per_rank(1), dtypes.adapter_bytes)
     strength = tape.op([parameter(ops, ops.constant(1))], ops.per_rank(1), dtypes.adapter_bytes)
     scaled = ops.multiply_rows(inner, strength, row_last=True)
     update = product(ops, scaled, b, outputs, f"{what}: B·A·w·x")
@@ -72,24 +70,6 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     result = ops.add(base, added, f"{what}: result")
     tape.hold(base, inputs, update, x)
     return ops.cast(result, x.size)
-
-
-def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
-    """LoRA's products, the weighted input, and the norms of both factors."""
-    wide = dtypes.adapter_bytes
-    factors = linear.count * r * (linear.in_features + linear.out_features) * wide
-    narrow = dtypes.compute_bytes
-    return AdapterWork(
-        elementwise_bytes=linear.in_features * (cast_bytes(dtypes) + narrow)
-        + linear.out_features
-        * (2 * narrow + added_bytes(dtypes, dtypes.adapter_product_bytes) + 2 * narrow),
-        forward_bytes=low_rank_bytes(linear, dtypes),
-        backward_bytes=2 * low_rank_bytes(linear, dtypes),
-        weight_bytes=factors,
-        backward_weight_bytes=3 * factors,
-        forward_launches=16 if dtypes.autocast else 12,
-        backward_launches=24 if dtypes.autocast else 20,
-    )
 
 
 def refuses(linear: Linear, quant: str) -> str:
@@ -119,5 +99,4 @@ METHOD = Method(
     autocast_shapes=_factors,
     frozen_tensors=frozen_tensors,
     forward=forward,
-    work=work,
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.methods import lora
 from whichlora.methods.base import AdapterWork
+from whichlora.methods.operators import side_kernel
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count
@@ -66,10 +67,10 @@ def _dora_result(ops: OpEmitter, linear: Linear, x: Tensor, result: Tensor) -> T
     autocast_eye, lora_weight = _product_of_factors(ops, linear, x.size)
     weight = _dense_weight(ops, linear, x.size)
     scaled = tape.op([lora_weight], dense, x.size)
-    tape.op([weight, scaled], dense, x.size)
+    adapted = tape.op([weight, scaled], dense, x.size)
     *_, wide = adapter_widths(linear, dtypes)
     magnitude = tape.weight(outputs, wide, trained=True)
-    norm = tape.op([], outputs, x.size)
+    norm = tape.op([adapted], outputs, x.size)
     ratio = tape.op([magnitude, norm], outputs, max(wide, x.size), saves=[norm])
     lora_result = lora.low_rank(ops, linear, x)
     base = _base_result(ops, linear, x, result, weight)
@@ -90,7 +91,14 @@ def _product_of_factors(ops: OpEmitter, linear: Linear, size: int) -> tuple[Tens
     width = linear.in_features
     eye = ops.tape.op([], ops.constant(width * width), ops.dtypes.adapter_bytes)
     autocast_eye = ops.autocast(eye)
-    product = ops.tape.op([], ops.constant(width * linear.out_features), autocast_eye.size)
+    a, b = (
+        ops.tape.weight(ops.per_rank(linear.rank_multiple * features), autocast_eye.size)
+        for features in (width, linear.out_features)
+    )
+    dense = ops.constant(width * linear.out_features)
+    # A sent through gives its transpose, which is gone before the product is there
+    side_kernel(ops, a.elements, a.size, autocast_eye)
+    product = ops.tape.op([a, b], dense, autocast_eye.size)
     ops.tape.hold(eye)
     return autocast_eye, ops.cast(product, size)
 
@@ -133,21 +141,15 @@ def _base_result(
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
-    """LoRA's, and the norms of the adapted weight in every forward."""
+    """LoRA's, and B·A as a matrix in every forward, beside which a quantised weight is expanded."""
     plain = lora.work(linear, dtypes, r)
-    forward_bytes, backward_bytes = token_bytes(linear, dtypes)
     # with dropout the base product is made again, of the dropped input
     again = 2 * linear.active * linear.in_features * linear.out_features
     return replace(
         plain,
         token_flops=again if dtypes.lora_dropout else 0,
         weight_flops=weight_flops(linear, r),
-        weight_bytes=weight_bytes(linear, dtypes),
-        forward_bytes=plain.forward_bytes + forward_bytes,
-        backward_bytes=plain.backward_bytes + backward_bytes,
         expansions=1,
-        forward_launches=24 if dtypes.autocast else 18,
-        backward_launches=20 if dtypes.autocast else 14,
     )
 
 
@@ -158,53 +160,6 @@ def weight_flops(linear: Linear, r: Count) -> Count:
     """
     both = linear.in_features + linear.out_features
     return linear.count * 2 * r * linear.in_features * both
-
-
-def weight_bytes(linear: Linear, dtypes: Dtypes) -> int:
-    """What building B·A and the norm of the sum reads and writes in one forward.
-
-    A quantised weight is expanded besides (`work`), read back included there.
-    Kind: exact. Source: operators of peft 0.21.2 `DoraLinearLayer.forward`, counted by a trace.
-    """
-    adapter, product = dtypes.adapter_bytes, dtypes.adapter_product_bytes
-    wide = dtypes.dropped_bytes  # what the input is cast to
-    base = 2 if dtypes.quant != "none" else dtypes.base_bytes
-    narrows = adapter + product if adapter != product else 0
-    identity = adapter + narrows + product  # written, cast, read
-    dense = product  # B·A
-    dense += product + wide if product != wide else 0  # cast to the input's dtype
-    dense += base + wide if base != wide else 0  # the weight, cast
-    dense += 2 * wide + 3 * wide + wide  # B·A scaled, added to the weight, the norm
-    if dtypes.quant != "none":
-        dense -= base
-    if dtypes.lora_dropout:
-        narrow = dtypes.input_bytes
-        # the cast that autocast makes for the repeated product; then forward and backward read it
-        dense += (wide + narrow if wide != narrow else 0) + 2 * narrow
-    identities = linear.in_features * linear.in_features * identity
-    return linear.count * (identities + linear.in_features * linear.out_features * dense)
-
-
-def token_bytes(linear: Linear, dtypes: Dtypes) -> tuple[int, int]:
-    """The magnitude's products, where LoRA only scales and adds: forward and backward.
-
-    Kind: exact without dropout. Source: as above; what LoRA does for the same outputs is in
-    `lora.elementwise_bytes` and taken off here.
-    """
-    product, result = dtypes.adapter_product_bytes, dtypes.linear_out_bytes
-    wide = max(dtypes.adapter_bytes, product)
-
-    def cast(narrow: int) -> int:
-        return narrow + wide if narrow != wide else 0
-
-    # magnitude times base, and times B·A; that scaled; both added; added to the base's result
-    forward = (result + wide) + (product + wide) + 2 * wide + 3 * wide + (result + 2 * wide)
-    forward += cast(result) - lora.output_bytes(dtypes)
-    # of each product: the other factor's gradient, the magnitude's multiplied and summed
-    backward = sum(2 * wide + (size + 2 * wide) + wide + cast(size) for size in (product, result))
-    backward += 2 * cast(result) + 2 * wide + 3 * result - 2 * dtypes.compute_bytes
-    outputs = linear.active * linear.out_features
-    return outputs * forward, outputs * backward
 
 
 def merging(base_bytes: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import RANK_SETTINGS, AdapterWork, Method, given, no_shapes
-from whichlora.methods.operators import added_bytes, cast_bytes, counted, product, widened
+from whichlora.methods.operators import counted, product, widened
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
@@ -47,7 +47,8 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, frequencies: int = 100
     result = ops.base(linear, x)
     stored = tape.weight(ops.constant(frequencies), dtypes.adapter_bytes, trained=True)
     places = ops.constant(2 * frequencies * _INDEX)
-    spectrum = tape.op([stored], dense, _FP32, keeps=[places], what=f"{what}: places")
+    # its backward picks from a gradient
+    spectrum = tape.op([stored], dense, _FP32, keeps=[places], picks=True, what=f"{what}: places")
     # `ifft2` makes its input complex, and `.real` of its result is a view
     widened_spectrum = tape.op([spectrum], dense, _COMPLEX)
     transformed = tape.op([widened_spectrum], dense, _COMPLEX)
@@ -63,28 +64,12 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, frequencies: int = 100
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count, *, frequencies: int = 1000) -> AdapterWork:
-    """A second dense product, and the transform in every forward and backward.
-
-    Kind: estimate: a transform of n numbers takes 5 n log2 n operations.
-    Source: Cooley and Tukey 1965; `FourierFTLayer.get_delta_weight`.
-    """
+    """A second dense product; a Fourier transform takes the time of the bytes that it moves."""
     num_weights = linear.in_features * linear.out_features
-    transform = 5 * num_weights * num_weights.bit_length()
-    # zeros, made complex, transformed along two dimensions, scaled
-    moved = num_weights * (_FP32 + (_FP32 + _COMPLEX) + 4 * _COMPLEX + (_COMPLEX + _FP32))
-    cast = (_FP32 + dtypes.compute_bytes) * num_weights if dtypes.autocast else 0
     return AdapterWork(
         **counted(
             linear, frequencies, forward_flops=2 * num_weights, backward_flops=4 * num_weights
         ),
-        weight_flops=linear.count * transform,
-        weight_bytes=linear.count * (moved + cast),
-        backward_weight_flops=linear.count * transform,
-        backward_weight_bytes=linear.count * (moved + cast),
-        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
-        + linear.out_features * added_bytes(dtypes, dtypes.adapter_product_bytes),
-        forward_launches=12 if dtypes.autocast else 9,
-        backward_launches=14 if dtypes.autocast else 11,
     )
 
 

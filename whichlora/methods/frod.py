@@ -179,11 +179,11 @@ def work(linear: Linear, dtypes: Dtypes, r: Count, *, rate: float = 0.01) -> Ada
     """Products with V and U, and in 16 bits one with S as a dense matrix.
 
     The base's own product, which is counted elsewhere, is left out without dropout.
-    Kind: exact but for what `coalesce` sorts. Source: operators of `frod.Linear.forward`.
+    Kind: exact. Source: operators of `frod.Linear.forward`.
     """
     wide, tall = linear.in_features, linear.out_features
-    chosen, size = _chosen(linear, rate), dtypes.stream_bytes
-    is_narrow = size < 4 or dtypes.autocast
+    chosen = _chosen(linear, rate)
+    is_narrow = dtypes.stream_bytes < 4 or dtypes.autocast
     in_sparse = 2 * wide * wide if is_narrow else 2 * chosen
     base = 0 if dtypes.adapters_drop else 2 * wide * tall
     again = 2 * wide * tall * dtypes.adapters_drop
@@ -195,11 +195,6 @@ def work(linear: Linear, dtypes: Dtypes, r: Count, *, rate: float = 0.01) -> Ada
             forward_flops=through - base,
             backward_flops=through - base + 2 * wide * wide,
         ),
-        weight_bytes=linear.count * (2 * wide * wide * size * is_narrow + chosen * 12 * _INDEX),
-        backward_weight_bytes=linear.count * (2 * wide * wide * size + chosen * 6 * _INDEX),
-        elementwise_bytes=size * (5 * wide + 2 * tall * linear.bias),
-        forward_launches=16 + 4 * dtypes.adapters_drop,
-        backward_launches=16 + 2 * dtypes.adapters_drop,
     )
 
 

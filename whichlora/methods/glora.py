@@ -15,7 +15,7 @@ from whichlora.methods.base import (
     Method,
     given,
 )
-from whichlora.methods.operators import counted, parameter, product
+from whichlora.methods.operators import counted, parameter, product, side_kernel
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
@@ -189,33 +189,31 @@ def _bias(ops: OpEmitter, linear: Linear, kinds: _Kinds) -> list[Tensor]:
         parts.append(ops.cast(product(ops, left, right, column, f"{linear.name}: C"), size))
     elif kinds.coupling == "vector":
         parts.append(ops.cast(parameter(ops, column), size))
+    outputs = ops.constant(linear.out_features)
+    if linear.bias:  # the weight times C, a product with D, and sums
+        weight = ops.tape.weight(ops.constant(linear.in_features * linear.out_features), size)
+        side_kernel(ops, outputs, size, weight)
+        for _ in range(3):
+            side_kernel(ops, outputs, size)
     if not parts:
         return []
-    return [ops.tape.op(parts, ops.constant(linear.out_features), size)]
+    return [ops.tape.op(parts, outputs, size)]
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count, *, kinds: _Kinds = _USUAL) -> AdapterWork:
     """A second dense product, and its weight built in every forward and gone back through."""
     num_weights = linear.in_features * linear.out_features
-    size, narrow = dtypes.base_bytes, dtypes.linear_out_bytes
     own = kinds.of(linear)
     params: Count = 0 * r
     for height, width in adapter_shapes(linear, r, kinds=kinds):
         params = params + height * width
     low_rank = own.weight == "lora"
     built = 4 * r * num_weights * low_rank
-    made = (2 * dtypes.adapter_product_bytes + size) * low_rank
-    of_bias = 4 * (own.bias != "none") + 3 * (own.coupling != "none")
-    casts = 4 * low_rank if dtypes.autocast else 0
     return AdapterWork(
+        wide=False,
         **counted(linear, params, forward_flops=2 * num_weights, backward_flops=4 * num_weights),
         weight_flops=linear.count * built,
-        weight_bytes=linear.count * num_weights * (made + 9 * size),
         backward_weight_flops=linear.count * 2 * built,
-        backward_weight_bytes=linear.count * num_weights * (2 * made + 5 * size),
-        elementwise_bytes=8 * narrow * linear.out_features,
-        forward_launches=7 + 2 * low_rank + of_bias + casts,
-        backward_launches=7 + 4 * low_rank + of_bias + casts,
     )
 
 

@@ -8,20 +8,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import LORA_SETTINGS, AdapterWork, Method, no_shapes
-from whichlora.methods.lora import low_rank_bytes
-from whichlora.methods.operators import (
-    added_bytes,
-    cast_bytes,
-    dropped,
-    parameter,
-    product,
-    uncached,
-    widened,
-)
+from whichlora.methods.base import LORA_SETTINGS, Method, no_shapes
+from whichlora.methods.operators import dropped, parameter, product, uncached, widened
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
-from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
@@ -64,20 +54,6 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, blocks: int = 2) -> Te
     return ops.cast(result, x.size)
 
 
-def work(linear: Linear, dtypes: Dtypes, r: Count, *, blocks: int = 2) -> AdapterWork:
-    """LoRA's products, whose inner tensor is as often as wide as there are blocks."""
-    product_bytes = dtypes.adapter_product_bytes
-    return AdapterWork(
-        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
-        + 3 * blocks * r * product_bytes
-        + linear.out_features * (4 * product_bytes + added_bytes(dtypes, product_bytes)),
-        forward_bytes=low_rank_bytes(linear, dtypes),
-        backward_bytes=2 * low_rank_bytes(linear, dtypes),
-        forward_launches=14 if dtypes.autocast else 10,
-        backward_launches=16 if dtypes.autocast else 12,
-    )
-
-
 def refuses(linear: Linear, quant: str, *, rank: int = 16, blocks: int = 2) -> str:
     """Source: peft 0.21.2 `GraloraLayer.update_layer`, `GraloraModel._create_new_module`."""
     for width in (linear.in_features, linear.out_features):
@@ -94,7 +70,6 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     blocks = int(str(_BLOCKS.of(run.method_options)))
     return {
         "forward": partial(forward, blocks=blocks),
-        "work": partial(work, blocks=blocks),
         "refuses": partial(refuses, rank=run.r, blocks=blocks),
     }
 
@@ -119,5 +94,4 @@ METHOD = Method(
     adapter_shapes=adapter_shapes,
     autocast_shapes=no_shapes,
     forward=forward,
-    work=work,
 )

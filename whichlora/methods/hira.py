@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 from whichlora.methods.base import LORA_SETTINGS, AdapterWork, Method, no_shapes
 from whichlora.methods.operators import (
-    added_bytes,
-    cast_bytes,
     counted,
     dense_weight,
     dropped,
@@ -63,17 +61,10 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
     num_weights = linear.in_features * linear.out_features
     params = r * (linear.in_features + linear.out_features)
     built = linear.count * 2 * r * num_weights
-    narrow, wide = dtypes.adapter_product_bytes, max(dtypes.adapter_product_bytes, 2)
     return AdapterWork(
         **counted(linear, params, forward_flops=2 * num_weights, backward_flops=4 * num_weights),
         weight_flops=built,
-        weight_bytes=linear.count * num_weights * (2 * narrow + dtypes.base_bytes + 2 * wide),
         backward_weight_flops=2 * built,
-        backward_weight_bytes=linear.count * num_weights * (5 * wide + dtypes.base_bytes),
-        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
-        + linear.out_features * added_bytes(dtypes, narrow),
-        forward_launches=9 if dtypes.autocast else 5,
-        backward_launches=12 if dtypes.autocast else 8,
     )
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import LORA_SETTINGS, AdapterWork, Method, no_shapes
-from whichlora.methods.operators import cast_bytes, counted, parameter, product
+from whichlora.methods.operators import counted, parameter, product
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
@@ -115,35 +115,20 @@ def _difference(ops: OpEmitter, x: Tensor, y: Tensor) -> Tensor:
 def work(
     linear: Linear, dtypes: Dtypes, r: Count, *, rank: int = 16, orthogonal: bool = False
 ) -> AdapterWork:
-    """Two thin products for each reflection, and two dense ones that make the weight."""
+    """Two thin products for each reflection, and two dense ones that make the weight.
+
+    Orthogonal vectors are multiplied at once; the products that make them so are left out.
+    """
     width, num_weights = linear.in_features, linear.in_features * linear.out_features
     dense = width * width
-    wide, narrow = dtypes.adapter_bytes, dtypes.adapter_product_bytes
-    cast = wide + narrow if dtypes.autocast else 0
     made = 2 * width * (dense + num_weights)
-    if orthogonal:
-        pairs = rank * (rank - 1) // 2
-        chain_flops, chain_bytes = 2 * rank * dense, 3 * wide * dense
-        launches, backward = (5, 13) if dtypes.autocast else (3, 10)
-        launches, backward = launches * pairs + 3 * rank, backward * pairs + 8 * rank
-    else:
-        # the matrix times two, cast and read; the outer product written and subtracted
-        chain_flops = 4 * rank * dense
-        chain_bytes = rank * dense * (4 * wide + cast + 3 * narrow)
-        launches, backward = (7, 15) if dtypes.autocast else (4, 11)
-        launches, backward = launches * rank, backward * rank
-    moved = dense * (3 * wide + cast + 4 * narrow) + num_weights * (dtypes.base_bytes + narrow)
-    widened = 0 if dtypes.autocast else cast_bytes(dtypes)
+    chain_flops = (2 if orthogonal else 4) * rank * dense
     return AdapterWork(
+        replaces_base=True,
         # the gradient of the weight is a product more than a frozen layer has
         **counted(linear, width * r, forward_flops=0 * r, backward_flops=2 * num_weights + 0 * r),
         weight_flops=linear.count * (chain_flops + made),
-        weight_bytes=linear.count * (chain_bytes + moved),
         backward_weight_flops=linear.count * (2 * chain_flops + made),
-        backward_weight_bytes=linear.count * (2 * chain_bytes + moved),
-        elementwise_bytes=(width + linear.out_features) * widened,
-        forward_launches=launches + 12,
-        backward_launches=backward + 12,
     )
 
 

@@ -18,6 +18,7 @@ from whichlora.methods.base import (
     no_shapes,
     read_options,
 )
+from whichlora.methods.operators import counted
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count
@@ -82,15 +83,9 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, names: tuple[str, ...]
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count, *, names: tuple[str, ...] = ()) -> AdapterWork:
-    """A product with a vector, and the casts around it."""
-    scaled = linear.in_features if _scales_inputs(linear, names) else linear.out_features
-    narrow, wide = dtypes.linear_out_bytes, max(dtypes.adapter_bytes, dtypes.linear_out_bytes)
-    casts = narrow + wide if narrow != wide else 0
-    return AdapterWork(
-        elementwise_bytes=scaled * (narrow + wide + casts),
-        forward_launches=3,
-        backward_launches=4,
-    )
+    """No product, so that what is counted for trained parameters is taken off."""
+    ((_, params),) = adapter_shapes(linear, r, names=names)
+    return AdapterWork(**counted(linear, params, forward_flops=0, backward_flops=0))
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:

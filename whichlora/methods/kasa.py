@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods import lora
-from whichlora.methods.base import AdapterWork
 from whichlora.methods.operators import decomposed_bytes
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
@@ -36,16 +35,6 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
 def _scaled(ops: OpEmitter, inner: Tensor) -> Tensor:
     factors = ops.tape.weight(ops.per_rank(1), ops.dtypes.adapter_bytes, trained=True)
     return ops.multiply_rows(inner, factors, row_last=True)
-
-
-def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
-    """LoRA's, and a product with a vector of the rank."""
-    own = lora.work(linear, dtypes, r)
-    return replace(
-        own,
-        forward_launches=own.forward_launches + 1 + dtypes.autocast,
-        backward_launches=own.backward_launches + 3 + dtypes.autocast,
-    )
 
 
 def start_bytes(linears: Sequence[tuple[Linear, int]], dtypes: Dtypes, r: Count) -> Count:
@@ -96,6 +85,5 @@ METHOD = replace(
     autocast_shapes=lora.low_rank_shapes,
     forward=forward,
     folded=None,
-    work=work,
     start_bytes=start_bytes,
 )

@@ -16,16 +16,7 @@ from whichlora.methods.base import (
     SharedTensor,
     given,
 )
-from whichlora.methods.lora import low_rank_bytes
-from whichlora.methods.operators import (
-    added_bytes,
-    cast_bytes,
-    counted,
-    parameter,
-    product,
-    uncached,
-    widened,
-)
+from whichlora.methods.operators import counted, parameter, product, uncached, widened
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
@@ -145,28 +136,14 @@ def _compressed(ops: OpEmitter, linear: Linear, x: Tensor, stride: int) -> Tenso
 def work(
     linear: Linear, dtypes: Dtypes, r: Count, *, stride: int = 1, experts: int = 2
 ) -> AdapterWork:
-    """LoRA's products and the router's, and a B that is mixed in each forward.
-
-    Kernels are operators counted on a small Llama.
-    """
-    product_bytes = dtypes.adapter_product_bytes
+    """LoRA's products and the router's, and one that mixes B in each forward."""
     own = r * experts + (r * linear.in_features if stride == 1 else 0 * r)
     per_token = 2 * r * (linear.in_features + linear.out_features + experts)
     mixed = r * linear.out_features
-    cast = dtypes.adapter_bytes + product_bytes if dtypes.autocast else 0
-    moved = experts * mixed * (cast + product_bytes) + mixed * product_bytes
     return AdapterWork(
         **counted(linear, own, forward_flops=per_token, backward_flops=2 * per_token),
         weight_flops=2 * experts * mixed,
-        weight_bytes=moved,
         backward_weight_flops=4 * experts * mixed,
-        backward_weight_bytes=2 * moved,
-        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
-        + linear.out_features * (2 * product_bytes + added_bytes(dtypes, product_bytes)),
-        forward_bytes=low_rank_bytes(linear, dtypes),
-        backward_bytes=2 * low_rank_bytes(linear, dtypes),
-        forward_launches=13 if dtypes.autocast else 8,
-        backward_launches=18 if dtypes.autocast else 13,
     )
 
 

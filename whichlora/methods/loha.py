@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from whichlora.methods.base import LORA_SETTINGS, AdapterWork, Method
-from whichlora.methods.operators import added_bytes, counted, parameter, product
+from whichlora.methods.operators import counted, parameter, product
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
@@ -54,9 +54,10 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
         factors,
         dense,
         size,
-        inner=(ops.constant(num_weights * size), ops.constant(num_weights * size)),
+        inner=(*ops.short_lived(num_weights * size), *[ops.constant(num_weights * size)] * 2),
         inner_backward=(
             ops.constant(num_weights * size),
+            *ops.short_lived(num_weights * dtypes.adapter_bytes),
             *[ops.constant(num_weights * dtypes.adapter_bytes)] * 3,
         ),
     )
@@ -70,22 +71,19 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
-    """A second dense product, and the update built in every forward and twice backward."""
+    """A second dense product, and the update built of two products in every forward.
+
+    A backward repeats both, and has one for the gradient of each of four factors.
+    """
     both = linear.in_features + linear.out_features
     num_weights = linear.in_features * linear.out_features
     built = linear.count * 4 * r * num_weights
-    wide, narrow = dtypes.adapter_bytes, dtypes.compute_bytes
     return AdapterWork(
         **counted(
             linear, 2 * r * both, forward_flops=2 * num_weights, backward_flops=4 * num_weights
         ),
         weight_flops=built,
-        weight_bytes=linear.count * num_weights * 8 * narrow,
         backward_weight_flops=3 * built,
-        backward_weight_bytes=linear.count * num_weights * (4 * narrow + 10 * wide),
-        elementwise_bytes=linear.out_features * added_bytes(dtypes, narrow),
-        forward_launches=8 if dtypes.autocast else 6,
-        backward_launches=14,
     )
 
 

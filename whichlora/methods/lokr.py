@@ -19,13 +19,7 @@ from whichlora.methods.base import (
     read_options,
     stated_options,
 )
-from whichlora.methods.operators import (
-    added_bytes,
-    cast_bytes,
-    counted,
-    parameter,
-    product,
-)
+from whichlora.methods.operators import counted, parameter, product
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -153,20 +147,12 @@ def work(
     both: bool = False,
     factor: int | None = None,
 ) -> AdapterWork:
-    """A second dense product, and the update built in every forward."""
+    """A second dense product; those of small matrices, which build the update, are left out."""
     shapes = adapter_shapes(linear, rank, rank=rank, both=both, factor=factor)
     params = sum(rows * width for rows, width in shapes)
     num_weights = linear.in_features * linear.out_features
-    wide, narrow = dtypes.adapter_bytes, dtypes.compute_bytes
-    cast = wide + narrow if dtypes.autocast else 0
     return AdapterWork(
         **counted(linear, params, forward_flops=2 * num_weights, backward_flops=4 * num_weights),
-        weight_bytes=linear.count * num_weights * (3 * wide + cast + narrow),
-        backward_weight_bytes=linear.count * num_weights * (8 * wide + cast),
-        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
-        + linear.out_features * added_bytes(dtypes, narrow),
-        forward_launches=10 if dtypes.autocast else 6,
-        backward_launches=12,
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods.base import AdapterWork, FrozenTensor, Method
+from whichlora.methods.operators import counted
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count
@@ -276,6 +278,7 @@ def _of_mica() -> dict[str, Any]:
         "frozen_tensors": frozen_b,
         "forward": without_b,
         "folded": None,
+        "work": partial(work_of_one_factor, frozen=1),
     }
 
 
@@ -295,59 +298,26 @@ def start_settings(start: str) -> dict[str, Any]:
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
-    """Kernels traced on transformers 5.23 and peft 0.21.2: 7 targets against 2 of a Llama layer.
+    """The modules around A and B, whose own products are counted for every method.
 
-    Forward 94 and 54 with autocast, 66 and 46 without; backward 130 and 80, 102 and 72.
+    Kind: exact. Source: peft 0.21.2 `LoraLayer.__init__`.
     """
-    return AdapterWork(
-        elementwise_bytes=elementwise_bytes(linear, dtypes),
-        forward_bytes=low_rank_bytes(linear, dtypes),
-        backward_bytes=2 * low_rank_bytes(linear, dtypes),
-        forward_launches=8 if dtypes.autocast else 4,
-        backward_launches=10 if dtypes.autocast else 6,
-        modules=10,
-    )
+    return AdapterWork(modules=10)
 
 
-def low_rank_bytes(linear: Linear, dtypes: Dtypes) -> int:
-    """Read and written per token by A·x and B·A·x in one forward; a backward moves twice as much.
+def work_of_one_factor(linear: Linear, dtypes: Dtypes, r: Count, *, frozen: int) -> AdapterWork:
+    """Both products, and the gradient of one factor alone.
 
-    Their few columns are bound by these bytes, so the time is not hidden behind arithmetic.
+    Args:
+        frozen: place of the other one among `low_rank_shapes`.
 
-    Kind: exact, tensors of width r and the factors left out; too much where r is in the hundreds.
-    Source: peft 0.21.2 `lora.Linear.forward`.
+    Kind: exact.
     """
-    return dtypes.adapter_product_bytes * linear.active * (linear.in_features + linear.out_features)
-
-
-def elementwise_bytes(linear: Linear, dtypes: Dtypes) -> int:
-    """Per token of one forward: casts, dropout, and the update scaled and added."""
-    dropped = 2 * dtypes.compute_bytes + 1 if dtypes.adapters_drop else 0
-    of_inputs = linear.active * linear.in_features * (cast_bytes(dtypes) + dropped)
-    return of_inputs + linear.active * linear.out_features * output_bytes(dtypes)
-
-
-def cast_bytes(dtypes: Dtypes) -> int:
-    """Read and written per input of one forward: widened to the adapter dtype, and narrowed.
-
-    Kind: exact where each target reads an input of its own. Source: as `output_bytes`.
-    """
-    if dtypes.adapter_bytes != 4 or dtypes.shared_inputs:
-        return 0
-    wide = dtypes.compute_bytes + 4
-    return 2 * wide if dtypes.autocast else wide
-
-
-def output_bytes(dtypes: Dtypes) -> int:
-    """Read and written per output of one forward: the update scaled, added to the base result.
-
-    Where adapters work in fp32 on a 16-bit base without autocast, the sum is fp32 and narrowed.
-    Kind: exact. Source: operators of peft 0.21.2 `lora.Linear.forward`, counted by a trace.
-    """
-    product, result = dtypes.adapter_product_bytes, dtypes.linear_out_bytes
-    wide = max(product, result)
-    narrowed = wide + result if wide != result else 0
-    return 2 * product + (result + product + wide) + narrowed
+    shapes = low_rank_shapes(linear, r)
+    without, trained = (rows * width for rows, width in (shapes[frozen], shapes[1 - frozen]))
+    both = 2 * (without + trained)
+    products = counted(linear, trained, forward_flops=both, backward_flops=both + 2 * trained)
+    return replace(work(linear, dtypes, r), **products)
 
 
 # --- PEFT

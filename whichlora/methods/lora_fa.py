@@ -11,8 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from whichlora.methods import lora
-from whichlora.methods.base import FrozenTensor
+from whichlora.methods.base import AdapterWork, FrozenTensor
 from whichlora.spec.architecture import Linear
+from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     return lora.around(ops, linear, x, partial(lora.added, trains_a=False))
 
 
+def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
+    """LoRA's products but for the gradient of A. Kind: exact."""
+    return lora.work_of_one_factor(linear, dtypes, r, frozen=0)
+
+
 METHOD = replace(
     lora.METHOD,
     name="lora-fa",
@@ -58,4 +64,5 @@ METHOD = replace(
     frozen_tensors=frozen_tensors,
     forward=forward,
     folded=None,
+    work=work,
 )

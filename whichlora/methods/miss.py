@@ -18,9 +18,7 @@ from whichlora.methods.base import (
     stated_options,
 )
 from whichlora.methods.operators import (
-    added_bytes,
     base_result,
-    cast_bytes,
     counted,
     dense_weight,
     dropped,
@@ -75,17 +73,6 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, r: int = 1, mini_r: in
     return result
 
 
-def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
-    """The input widened and summed up, one product of width r, and the sum of both results."""
-    outputs = added_bytes(dtypes, dtypes.adapter_product_bytes)
-    return AdapterWork(
-        elementwise_bytes=linear.in_features * (cast_bytes(dtypes) + dtypes.adapter_bytes)
-        + linear.out_features * (outputs + dtypes.adapter_product_bytes),
-        forward_launches=6 if dtypes.autocast else 4,
-        backward_launches=8 if dtypes.autocast else 6,
-    )
-
-
 # --- bat
 
 
@@ -120,19 +107,14 @@ def bat_forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
 
 
 def bat_work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
-    """The weight is built anew in every forward, and has a gradient."""
+    """Products of blocks that build the weight in every forward, and the gradient of it."""
     num_weights = linear.in_features * linear.out_features
-    wide = dtypes.adapter_bytes
-    passes = dtypes.base_bytes + 6 * wide + 4 * dtypes.compute_bytes
     return AdapterWork(
+        replaces_base=True,
         **counted(linear, linear.out_features * r, forward_flops=0, backward_flops=2 * num_weights),
         weight_flops=linear.count * 2 * r * num_weights,
-        weight_bytes=linear.count * num_weights * passes,
         backward_weight_flops=linear.count * 2 * r * num_weights,
-        backward_weight_bytes=linear.count * num_weights * 6 * wide,
         expansions=1,
-        forward_launches=10,
-        backward_launches=12,
     )
 
 
@@ -214,5 +196,4 @@ METHOD = Method(
     refuses=refuses,
     adapter_shapes=adapter_shapes,
     forward=forward,
-    work=work,
 )

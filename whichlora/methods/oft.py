@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import RANK_SETTINGS, AdapterWork, FrozenTensor, Method, no_shapes
-from whichlora.methods.operators import cast_bytes, counted, widened
+from whichlora.methods.operators import counted, side_kernel, widened
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
@@ -116,9 +116,11 @@ def _rotation(ops: OpEmitter, linear: Linear, *, asked: int, share: bool, terms:
     elements = ops.constant(blocks * block * block)
     triangle = ops.constant(blocks * (block * (block - 1) // 2))
     angles = tape.weight(triangle, dtypes.adapter_bytes, trained=True)
+    side_kernel(ops, elements, angles.size)  # zeros, into which the triangle is put
     upper = tape.op([angles], elements, angles.size)
     skew = tape.op([upper], elements, upper.size, what=f"{linear.name}: skew matrices")
     tape.hold(upper)
+    side_kernel(ops, ops.constant(block * block), skew.size)  # one identity, which is repeated
     result = tape.op([], elements, skew.size)
     if terms > 1:
         result = tape.in_place(result, skew)
@@ -161,17 +163,10 @@ def work(
     products = max(0, terms - 2)
     ((rows, width),) = adapter_shapes(linear, 1, asked=asked, share=share)
     per_token = 2 * linear.in_features * block
-    wide, narrow = dtypes.adapter_bytes, dtypes.compute_bytes
-    blocks_bytes = blocks * block * block * (4 * wide + products * (3 * narrow + 3 * wide))
     return AdapterWork(
         **counted(linear, rows * width, forward_flops=per_token, backward_flops=2 * per_token),
         weight_flops=linear.count * products * 2 * blocks * block**3,
-        weight_bytes=linear.count * blocks_bytes,
         backward_weight_flops=linear.count * products * 4 * blocks * block**3,
-        backward_weight_bytes=2 * linear.count * blocks_bytes,
-        elementwise_bytes=linear.in_features * (2 * cast_bytes(dtypes) + 4 * narrow),
-        forward_launches=12 + 4 * products,
-        backward_launches=14 + 6 * products,
     )
 
 

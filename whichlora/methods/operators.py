@@ -1,7 +1,8 @@
-"""Operators that several methods of PEFT have in common, and how their work is counted."""
+"""Operators that several methods of PEFT have in common, and how their products are counted."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from whichlora.methods.base import AdapterWork
@@ -62,6 +63,19 @@ def product(ops: OpEmitter, x: Tensor, factor: Tensor, elements: LinearForm, wha
         reshapes=True,
         what=f"{what}: product",
     )
+
+
+def side_kernel(ops: OpEmitter, written: LinearForm, size: int, read: Tensor | None = None) -> None:
+    """A kernel whose small or short-lived result the bytes of memory leave out.
+
+    It is counted as one that works in place, so that it also reads what it writes.
+
+    Args:
+        written: elements of `size` bytes.
+        read: what else it reads.
+    """
+    source = None if read is None else replace(read, needs_grad=False)
+    ops.tape.in_place(ops.tape.weight(written, size), source)
 
 
 def with_low_rank(
@@ -131,26 +145,9 @@ def counted(
     }
 
 
-def added_bytes(dtypes: Dtypes, product_bytes: int) -> int:
-    """Read and written per output where an update is added to the base's result, and narrowed."""
-    result = dtypes.linear_out_bytes
-    wide = max(product_bytes, result)
-    return result + product_bytes + wide + (wide + result if wide != result else 0)
-
-
-def cast_bytes(dtypes: Dtypes) -> int:
-    """Read and written per input that is widened to the adapter's dtype, and narrowed again."""
-    wide, narrow = dtypes.adapter_bytes, dtypes.compute_bytes
-    if wide == narrow:
-        return 0
-    return (narrow + wide) * (2 if dtypes.autocast else 1)
-
-
 __all__ = [
     "AdapterWork",
-    "added_bytes",
     "base_result",
-    "cast_bytes",
     "counted",
     "decomposed_bytes",
     "dense_weight",
@@ -158,6 +155,7 @@ __all__ = [
     "frozen_product",
     "parameter",
     "product",
+    "side_kernel",
     "uncached",
     "widened",
     "with_low_rank",

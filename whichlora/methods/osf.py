@@ -18,15 +18,7 @@ from whichlora.methods.base import (
     given,
     no_shapes,
 )
-from whichlora.methods.operators import (
-    added_bytes,
-    cast_bytes,
-    counted,
-    decomposed_bytes,
-    parameter,
-    product,
-    widened,
-)
+from whichlora.methods.operators import counted, decomposed_bytes, parameter, product, widened
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
@@ -167,28 +159,19 @@ def _projected(ops: OpEmitter, factor: Tensor, k: int, side: int, kept: int) -> 
 def work(
     linear: Linear, dtypes: Dtypes, r: Count, *, effective: float | None = None
 ) -> AdapterWork:
-    """Products of twice the trained width, and both factors built in every forward.
+    """Products of twice the trained width, and those that project gradients.
 
     Kind: exact. Source: operators of `osf.Linear.forward`, `OSFLayer._attach_hooks`.
     """
     k, kept = _trained(linear, effective), _kept(linear, effective)
     wide, tall = linear.in_features, linear.out_features
-    both, size = wide + tall, dtypes.adapter_bytes
-    cast = 2 * k * both * (size + dtypes.compute_bytes) if dtypes.autocast else 0
-    # two products with S and a sign, read and written; then all of it side by side
-    built = size * k * (6 * tall + 4 * both) + cast
+    both = wide + tall
     projections = sum(
         4 * k * side * (kept if side > other else k) for side, other in ((tall, wide), (wide, tall))
     )
     return AdapterWork(
         **counted(linear, k * (both + 1), forward_flops=4 * k * both, backward_flops=8 * k * both),
-        weight_bytes=linear.count * built,
         backward_weight_flops=linear.count * projections * _projects(dtypes),
-        backward_weight_bytes=linear.count * (cast + size * k * (5 * tall + 2 * both)),
-        elementwise_bytes=wide * cast_bytes(dtypes)
-        + tall * added_bytes(dtypes, dtypes.adapter_product_bytes),
-        forward_launches=12 if dtypes.autocast else 9,
-        backward_launches=(12 if dtypes.autocast else 9) + 5 * _projects(dtypes),
     )
 
 

@@ -14,7 +14,7 @@ from whichlora.methods.base import (
     AdapterWork,
     Method,
 )
-from whichlora.methods.operators import added_bytes, counted, parameter, product, uncached
+from whichlora.methods.operators import counted, parameter, product, uncached
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
@@ -34,7 +34,8 @@ _ACTIVATION = Option(
     default="relu",
     choices=("relu", "tanh", "sigmoid", "gelu", "silu"),
 )
-_OPTIONS = (_DEPTH, _ACTIVATION)
+_SCALING = Option(name="scaling", summary="what each update is multiplied with", default=1.0)
+_OPTIONS = (_DEPTH, _ACTIVATION, _SCALING)
 _KEEP_RESULT = ("relu", "tanh", "sigmoid")  # derivatives.yaml of torch 2.13; the others their input
 
 
@@ -112,20 +113,11 @@ def work(linear: Linear, dtypes: Dtypes, r: Count, *, depth: int = 0) -> Adapter
     """
     num_weights = linear.in_features * linear.out_features
     hidden = 2 * depth * 2 * r * r * linear.in_features
-    size, wide = dtypes.adapter_product_bytes, dtypes.adapter_bytes
-    casts = (dtypes.base_bytes + wide) * (dtypes.base_bytes != wide)
-    casts += (wide + size) * (wide != size)
     params = 2 * r * linear.out_features + 2 * depth * r * r
-    of_layers = 2 * (2 + 2 * depth) + depth
     return AdapterWork(
         **counted(linear, params, forward_flops=2 * num_weights, backward_flops=4 * num_weights),
         weight_flops=linear.count * (4 * r * num_weights + hidden),
-        weight_bytes=linear.count * num_weights * (casts + 5 * size),
         backward_weight_flops=linear.count * (6 * r * num_weights + 2 * hidden),
-        backward_weight_bytes=linear.count * num_weights * 6 * size,
-        elementwise_bytes=linear.out_features * added_bytes(dtypes, size),
-        forward_launches=of_layers + 4 + (3 + 2 * depth) * dtypes.autocast,
-        backward_launches=2 * of_layers + 4 + (2 + 2 * depth) * dtypes.autocast,
     )
 
 
@@ -149,7 +141,7 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     }
 
 
-_FIELDS = PeftFields(r="r", options=_OPTIONS, plain={"scaling": (1.0,)})
+_FIELDS = PeftFields(r="r", options=_OPTIONS)
 
 
 def read_peft(config: Any) -> Mapping[str, Any]:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import LORA_SETTINGS, AdapterWork, FrozenTensor, Method, no_shapes
 from whichlora.methods.operators import (
-    added_bytes,
-    cast_bytes,
     counted,
     decomposed_bytes,
     dropped,
     frozen_product,
     parameter,
     product,
+    side_kernel,
 )
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
@@ -128,6 +127,7 @@ def _matrix(ops: OpEmitter, *, r: int, rotates: bool, vectors: int, terms: int) 
     stored = parameter(ops, ops.constant(r * (r - 1) // 2 if rotates else r * r))
     matrix = stored
     if rotates:
+        side_kernel(ops, square, stored.size)  # zeros, into which the triangle is put
         upper = tape.op([stored], square, stored.size)
         skew = tape.op([upper], square, stored.size)
         matrix = _series(ops, skew, square, terms) if terms else _solved(ops, skew, square)
@@ -140,6 +140,7 @@ def _matrix(ops: OpEmitter, *, r: int, rotates: bool, vectors: int, terms: int) 
 def _solved(ops: OpEmitter, skew: Tensor, square: LinearForm) -> Tensor:
     """(1 + Q)(1 - Q)^-1, whose backward reads the factors of the solver."""
     wide = ops.cast(skew, _FP32)
+    side_kernel(ops, square, _FP32)  # the identity
     less, more = (ops.tape.op([wide], square, _FP32, passes=True) for _ in range(2))
     factors = ops.constant(_FP32 * square.constant)
     return ops.tape.op(
@@ -177,19 +178,10 @@ def work(
     params = (r * (r - 1) // 2 if rotates else r * r) + vectors * r
     through = 2 * r * (both + r)
     built = (2 * max(terms - 2, 0) + 3 * (not terms)) * rotates
-    product_bytes = dtypes.compute_bytes if dtypes.autocast else _FP32
-    cast = (_FP32 + product_bytes) * (product_bytes != _FP32)
-    launches = 7 + vectors + rotates * (3 + (2 * terms if terms else 8))
     return AdapterWork(
         **counted(linear, params, forward_flops=through, backward_flops=through + 2 * r * r),
         weight_flops=linear.count * built * r * r * r,
-        weight_bytes=linear.count * r * both * (cast + product_bytes),
         backward_weight_flops=linear.count * 2 * built * r * r * r,
-        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
-        + 3 * r * product_bytes
-        + linear.out_features * (2 * product_bytes + added_bytes(dtypes, product_bytes)),
-        forward_launches=launches + 4 * (cast > 0),
-        backward_launches=launches + 5 * (cast > 0),
     )
 
 

@@ -9,15 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from whichlora.methods.base import LORA_SETTINGS, AdapterWork, FrozenTensor, Method, no_shapes
-from whichlora.methods.operators import (
-    added_bytes,
-    base_result,
-    cast_bytes,
-    dropped,
-    frozen_product,
-    parameter,
-    widened,
-)
+from whichlora.methods.operators import base_result, dropped, frozen_product, parameter, widened
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
@@ -97,20 +89,12 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
-    """Counted per operator of `pvera.Linear.forward`."""
-    wide, narrow = dtypes.adapter_bytes, dtypes.compute_bytes
+    """The products with A, of twice the rank, and B, neither of which is trained.
+
+    Source: operators of `pvera.Linear.forward`.
+    """
     both = 2 * linear.in_features + linear.out_features
-    cast = wide + narrow if dtypes.autocast else 0
-    scaled = narrow + wide  # a product with a vector, read and written
-    return AdapterWork(
-        token_flops=2 * r * both,
-        weight_bytes=r * both * (cast + narrow),
-        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
-        + linear.out_features * (scaled + added_bytes(dtypes, wide))
-        + r * (2 * scaled + 9 * wide + cast),
-        forward_launches=16 if dtypes.autocast else 10,
-        backward_launches=20 if dtypes.autocast else 13,
-    )
+    return AdapterWork(token_flops=2 * r * both)
 
 
 _FIELDS = PeftFields(r="r", dropout="pvera_dropout", options=_OPTIONS)

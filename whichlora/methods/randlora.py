@@ -10,16 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import LORA_SETTINGS, AdapterWork, FrozenTensor, Method, no_shapes
-from whichlora.methods.operators import (
-    added_bytes,
-    base_result,
-    cast_bytes,
-    counted,
-    dropped,
-    parameter,
-    product,
-    widened,
-)
+from whichlora.methods.operators import base_result, counted, dropped, parameter, product, widened
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
@@ -122,9 +113,7 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
     smaller, larger = _sides(linear)
     rank = ceil_div(smaller, r) * r
     params = sum(rows * width for rows, width in adapter_shapes(linear, r))
-    product_bytes, wide = dtypes.adapter_product_bytes, dtypes.adapter_bytes
-    cast = wide + product_bytes if dtypes.autocast else 0
-    dense, other = rank * smaller, rank * larger
+    dense = rank * smaller
     return AdapterWork(
         **counted(
             linear,
@@ -133,13 +122,7 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
             backward_flops=2 * rank * (2 * smaller + larger),
         ),
         weight_flops=linear.count * 2 * dense,
-        weight_bytes=linear.count * (3 * wide * dense + cast * (dense + other)),
         backward_weight_flops=linear.count * 4 * dense,
-        backward_weight_bytes=linear.count * dense * (6 * wide + cast),
-        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
-        + linear.out_features * (2 * product_bytes + added_bytes(dtypes, product_bytes)),
-        forward_launches=10 if dtypes.autocast else 6,
-        backward_launches=13 if dtypes.autocast else 10,
     )
 
 

@@ -74,18 +74,12 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
-    """The weight is copied in every forward, and its gradient is a dense product."""
+    """The gradient of the changed weight; a quantised one is expanded for the copy, too."""
     num_weights = linear.in_features * linear.out_features
     params = r * (linear.in_features + linear.out_features)
     return AdapterWork(
         **counted(linear, params, forward_flops=0, backward_flops=2 * num_weights),
-        weight_bytes=linear.count
-        * (2 * num_weights * dtypes.base_bytes + params * (2 * dtypes.adapter_bytes + 4 * _INDEX)),
-        backward_weight_bytes=linear.count
-        * (num_weights * dtypes.base_bytes + 4 * params * dtypes.adapter_bytes),
         expansions=int(is_quantised(linear, dtypes)),
-        forward_launches=5,
-        backward_launches=5,
     )
 
 

@@ -18,14 +18,7 @@ from whichlora.methods.base import (
     read_options,
     stated_options,
 )
-from whichlora.methods.operators import (
-    added_bytes,
-    cast_bytes,
-    counted,
-    dropped,
-    parameter,
-    product,
-)
+from whichlora.methods.operators import counted, dropped, parameter, product
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -119,26 +112,18 @@ def forward(
 def work(
     linear: Linear, dtypes: Dtypes, r: Count, *, sparsity: float = 0.99, rank: int = 0
 ) -> AdapterWork:
-    """The weight is copied in every forward, and its gradient is a dense product."""
+    """The gradient of the changed weight, and two narrow products where there are A and B."""
     wide, tall = linear.in_features, linear.out_features
     num_weights, chosen = wide * tall, _chosen(linear, sparsity)
-    low_rank, size = 2 * rank * (wide + tall), dtypes.base_bytes
-    per_element = 4 + _INDEX + dtypes.adapter_bytes + size
-    outputs = added_bytes(dtypes, dtypes.adapter_product_bytes) + 2 * dtypes.adapter_product_bytes
+    low_rank = 2 * rank * (wide + tall)
     return AdapterWork(
+        wide=False,
         **counted(
             linear,
             chosen + rank * (wide + tall),
             forward_flops=low_rank,
             backward_flops=2 * num_weights + 2 * low_rank,
         ),
-        weight_bytes=linear.count
-        * (2 * num_weights * size + chosen * (per_element + _INDEX + 3 * size)),
-        backward_weight_bytes=linear.count
-        * (num_weights * size + chosen * (_INDEX + 3 * size + dtypes.adapter_bytes)),
-        elementwise_bytes=(wide * cast_bytes(dtypes) + tall * outputs) * bool(rank),
-        forward_launches=4 + bool(rank) * (8 if dtypes.autocast else 5),
-        backward_launches=4 + bool(rank) * (10 if dtypes.autocast else 7),
     )
 
 

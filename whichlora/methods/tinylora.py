@@ -17,16 +17,7 @@ from whichlora.methods.base import (
     SharedTensor,
     no_shapes,
 )
-from whichlora.methods.lora import low_rank_bytes
-from whichlora.methods.operators import (
-    added_bytes,
-    cast_bytes,
-    counted,
-    dropped,
-    parameter,
-    product,
-    uncached,
-)
+from whichlora.methods.operators import counted, dropped, parameter, product, uncached
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
@@ -133,8 +124,11 @@ def forward(
     inputs = dropped(ops, x)
     wide = ops.cast(inputs, dtypes.adapter_bytes, f"{what}: own copy of the input")
     narrow = ops.rows.of(rank)
-    a = _frozen(ops, ops.constant(rank * linear.in_features))
-    b = _frozen(ops, ops.constant(rank * linear.out_features))
+    a, b = (
+        # a product with the rank for a side is bound by the bytes that it reads
+        _frozen(ops, ops.per_rank(n) if rank == r else ops.constant(rank * n))
+        for n in (linear.in_features, linear.out_features)
+    )
     inner = product(ops, wide, a, narrow, f"{what}: A·x")
     turned = product(ops, inner, mixed, narrow, f"{what}: R·A·x")
     delta = product(ops, turned, b, ops.rows.of(linear.out_features), f"{what}: update")
@@ -168,12 +162,9 @@ def work(
     numbers: int = 64,
     tying: float = 0.0,
 ) -> AdapterWork:
-    """LoRA's products and a small one, without gradients of A and B."""
+    """LoRA's products and a small one, without gradients of A and B, and one that mixes R."""
     rank = _rank(linear, r)
     both = linear.in_features + linear.out_features
-    product_bytes, wide = dtypes.adapter_product_bytes, dtypes.adapter_bytes
-    cast = wide + product_bytes if dtypes.autocast else 0
-    frozen = rank * both + numbers * rank * rank
     per_token = 2 * rank * (both + rank)
     own = 0 * r if tying else numbers + 0 * r
     return AdapterWork(
@@ -184,15 +175,7 @@ def work(
             backward_flops=per_token + 2 * rank * rank,
         ),
         weight_flops=linear.count * 2 * numbers * rank * rank,
-        weight_bytes=linear.count * frozen * (cast + product_bytes),
         backward_weight_flops=linear.count * 2 * numbers * rank * rank,
-        backward_weight_bytes=linear.count * frozen * product_bytes,
-        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
-        + linear.out_features * added_bytes(dtypes, product_bytes),
-        forward_bytes=low_rank_bytes(linear, dtypes),
-        backward_bytes=low_rank_bytes(linear, dtypes),
-        forward_launches=11 if dtypes.autocast else 5,
-        backward_launches=9 if dtypes.autocast else 6,
     )
 
 

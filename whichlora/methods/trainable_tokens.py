@@ -56,14 +56,16 @@ def peft_config(run: RunConfig) -> dict[str, Any]:
 
 
 def read_peft(config: Any) -> Mapping[str, Any]:
-    if config.target_modules not in (None, "embed_tokens", ["embed_tokens"], {"embed_tokens"}):
+    stated = config.target_modules
+    names = [] if stated is None else [stated] if isinstance(stated, str) else list(stated)
+    if any(name.rpartition(".")[2] != "embed_tokens" for name in names):
         raise ConfigError(
             f"TrainableTokensConfig.target_modules={config.target_modules!r} is not modelled; the "
             "token table is"
         )
     indices = "+".join(str(index) for index in sorted(config.token_indices))
-    stated = indices and indices != _TOKENS.default
-    return {"method_options": ((_TOKENS.name, indices),) if stated else ()}
+    differs = indices and indices != _TOKENS.default
+    return {"method_options": ((_TOKENS.name, indices),) if differs else ()}
 
 
 def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:

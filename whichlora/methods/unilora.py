@@ -17,13 +17,7 @@ from whichlora.methods.base import (
     SharedTensor,
     no_shapes,
 )
-from whichlora.methods.lora import low_rank_bytes
-from whichlora.methods.operators import (
-    added_bytes,
-    cast_bytes,
-    counted,
-    with_low_rank,
-)
+from whichlora.methods.operators import counted, with_low_rank
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
@@ -97,27 +91,12 @@ def _matrix(ops: OpEmitter, theta: Tensor, width: int) -> Tensor:
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
-    """LoRA's products, and both matrices looked up in each forward.
-
-    Kernels are operators counted on a small Llama; a sum of equal indices is six.
-    """
+    """LoRA's products, and one operation for each number of both matrices, which is scaled."""
     both = linear.in_features + linear.out_features
-    product_bytes, wide = dtypes.adapter_product_bytes, dtypes.adapter_bytes
-    cast = wide + product_bytes if dtypes.autocast else 0
-    moved = r * both * (_INDEX + 5 * wide + cast)
     return AdapterWork(
         **counted(linear, 0 * r, forward_flops=2 * r * both, backward_flops=4 * r * both),
         weight_flops=linear.count * r * both,
-        weight_bytes=linear.count * moved,
         backward_weight_flops=linear.count * 2 * r * both,
-        # indices are sorted, so that equal ones are summed up
-        backward_weight_bytes=linear.count * (moved + 8 * _INDEX * r * both),
-        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
-        + linear.out_features * added_bytes(dtypes, product_bytes),
-        forward_bytes=low_rank_bytes(linear, dtypes),
-        backward_bytes=2 * low_rank_bytes(linear, dtypes),
-        forward_launches=11 if dtypes.autocast else 7,
-        backward_launches=27 if dtypes.autocast else 23,
     )
 
 

@@ -10,14 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import LORA_SETTINGS, AdapterWork, Method, SharedTensor, no_shapes
-from whichlora.methods.lora import low_rank_bytes
-from whichlora.methods.operators import (
-    added_bytes,
-    cast_bytes,
-    counted,
-    parameter,
-    with_low_rank,
-)
+from whichlora.methods.operators import counted, parameter, with_low_rank
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
@@ -127,28 +120,13 @@ def work(
     length: int = 256,
     topk: int = 2,
 ) -> AdapterWork:
-    """LoRA's products, and both matrices gathered and summed in each forward.
-
-    Kernels are operators counted on a small Llama; `topk` is two, a sum of equal indices six.
-    """
+    """LoRA's products, and both matrices as weighted sums of `topk` vectors in each forward."""
     both = linear.in_features + linear.out_features
     params = r * both // length * vectors
-    product_bytes, wide = dtypes.adapter_product_bytes, dtypes.adapter_bytes
-    cast = wide + product_bytes if dtypes.autocast else 0
-    # gathered, weighted, summed: `topk` times read and written, read and written, read
-    moved = r * both * (5 * topk * wide + wide + cast) + params * wide
     return AdapterWork(
         **counted(linear, params, forward_flops=2 * r * both, backward_flops=4 * r * both),
         weight_flops=linear.count * 2 * topk * r * both,
-        weight_bytes=linear.count * moved,
         backward_weight_flops=linear.count * 4 * topk * r * both,
-        backward_weight_bytes=linear.count * (2 * moved + params * wide),
-        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
-        + linear.out_features * added_bytes(dtypes, product_bytes),
-        forward_bytes=low_rank_bytes(linear, dtypes),
-        backward_bytes=2 * low_rank_bytes(linear, dtypes),
-        forward_launches=22 if dtypes.autocast else 18,
-        backward_launches=37 if dtypes.autocast else 33,
     )
 
 

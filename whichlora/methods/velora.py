@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods import lora
-from whichlora.methods.base import AdapterWork, FrozenTensor, given
+from whichlora.methods.base import AdapterWork, FrozenTensor
+from whichlora.methods.operators import side_kernel
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
@@ -51,13 +52,21 @@ def frozen_tensors(
     )
 
 
-def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, groups: int = 64) -> Tensor:
+def forward(
+    ops: OpEmitter, linear: Linear, x: Tensor, *, groups: int = 64, averages: bool = True
+) -> Tensor:
     """LoRA's, but for what is kept of the input."""
-    return lora.around(ops, linear, x, partial(_added, groups=groups))
+    return lora.around(ops, linear, x, partial(_added, groups=groups, averages=averages))
 
 
 def _added(
-    ops: OpEmitter, linear: Linear, x: Tensor, result: Tensor, *, groups: int = 64
+    ops: OpEmitter,
+    linear: Linear,
+    x: Tensor,
+    result: Tensor,
+    *,
+    groups: int,
+    averages: bool,
 ) -> Tensor:
     """Source: peft 0.21.2 `VeloraFunction`, `_compress_activations`, `_reconstruct_activations`."""
     tape, dtypes, what = ops.tape, ops.dtypes, linear.name
@@ -70,6 +79,7 @@ def _added(
     whole = rows(size * linear.active * linear.in_features)
     narrow_a = ops.autocast(a, f"{what}: adapter, cast")
     kept = rows(size * linear.active * groups)
+    _project(ops, linear, x, size, groups=groups, averages=averages)
     inner = tape.op(
         [x, narrow_a],
         ops.rows.of_rank(rank * linear.active),
@@ -91,21 +101,29 @@ def _added(
     return ops.add(result, ops.scale(outer), f"{what}: result")
 
 
-def work(linear: Linear, dtypes: Dtypes, r: Count, *, groups: int = 64) -> AdapterWork:
-    """LoRA's, and inputs projected in the forward and made again in the backward.
+def _project(
+    ops: OpEmitter, linear: Linear, x: Tensor, size: int, *, groups: int, averages: bool
+) -> None:
+    """Kernels beside the product: the vector is made and scaled, and the input projected on it."""
+    vector = ops.constant(-(-linear.in_features // groups))
+    if averages:  # its mean, its norm, whether that is zero, and the quotient
+        side_kernel(ops, vector, x.size, x)
+        for _ in range(3):
+            side_kernel(ops, vector, x.size)
+    if size != x.size:  # autocast's copies of the input, and of the vector
+        side_kernel(ops, ops.rows.of(linear.active * linear.in_features), size, x)
+        side_kernel(ops, vector, size)
+    side_kernel(ops, vector, size)
+
+
+def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
+    """LoRA's, and inputs projected in the forward; what makes them again is no product of matrices.
 
     Kind: exact. Source: operators of `VeloraFunction`.
     """
-    own = lora.work(linear, dtypes, r)
-    inputs, size = linear.active * linear.in_features, dtypes.adapter_product_bytes
+    projected = 2 * linear.active * linear.in_features
     return replace(
-        own,
-        token_flops=2 * inputs,
-        backward_token_flops=-2 * inputs,
-        forward_bytes=own.forward_bytes + 2 * size * inputs,
-        backward_bytes=own.backward_bytes + 4 * size * inputs,
-        forward_launches=own.forward_launches + 6,
-        backward_launches=own.backward_launches + 4,
+        lora.work(linear, dtypes, r), token_flops=projected, backward_token_flops=-projected
     )
 
 
@@ -120,7 +138,11 @@ def refuses(linear: Linear, quant: str) -> str:
 
 def with_options(run: RunConfig) -> dict[str, Any]:
     groups = int(str(_GROUPS.of(run.method_options)))
-    return given(frozen_tensors, forward, work, groups=groups)
+    averages = _START.of(run.method_options) == _START.default
+    return {
+        "frozen_tensors": partial(frozen_tensors, groups=groups),
+        "forward": partial(forward, groups=groups, averages=averages),
+    }
 
 
 def peft_config(run: RunConfig) -> dict[str, Any]:

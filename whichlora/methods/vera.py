@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from whichlora.methods.base import LORA_SETTINGS, AdapterWork, FrozenTensor, Method, no_shapes
 from whichlora.methods.operators import (
-    added_bytes,
     base_result,
-    cast_bytes,
+    counted,
     dropped,
     frozen_product,
     parameter,
@@ -72,19 +71,14 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
 
 
 def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
-    """Counted per operator of `vera.Linear.forward`."""
-    wide, narrow = dtypes.adapter_bytes, dtypes.compute_bytes
-    both = linear.in_features + linear.out_features
-    cast = wide + narrow if dtypes.autocast else 0
-    scaled = narrow + wide  # a product with a vector, read and written
+    """The products with A and B, neither of which is trained.
+
+    Source: operators of `vera.Linear.forward`.
+    """
+    through = 2 * r * (linear.in_features + linear.out_features)
+    params = r + linear.out_features
     return AdapterWork(
-        token_flops=2 * r * both,
-        weight_bytes=r * both * (cast + narrow),
-        elementwise_bytes=linear.in_features * cast_bytes(dtypes)
-        + linear.out_features * (scaled + added_bytes(dtypes, wide))
-        + r * (scaled + cast),
-        forward_launches=12 if dtypes.autocast else 8,
-        backward_launches=14 if dtypes.autocast else 10,
+        **counted(linear, params, forward_flops=through, backward_flops=through),
     )
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import RANK_SETTINGS, AdapterWork, Method, no_shapes
-from whichlora.methods.operators import added_bytes, counted, parameter, product
+from whichlora.methods.operators import counted, parameter, product, side_kernel
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes
@@ -29,6 +29,7 @@ _IDWT = Option(
 )
 _OPTIONS = (_FREQUENCIES, _IDWT, Option(name="scaling", summary="of the update", default=25.0))
 _INDEX = 8
+_SMALL_KERNELS = 16  # that mask the indices outside of the weight, and make the filters
 
 
 def adapter_shapes(
@@ -54,12 +55,24 @@ def forward(
     stored = parameter(ops, ops.constant(frequencies))
     # indices live on the host, and each forward copies them
     places = ops.constant(2 * frequencies * _INDEX)
-    spectrum = tape.op([stored], dense, stored.size, keeps=[places], what=f"{what}: places")
+    if transforms:
+        for _ in range(_SMALL_KERNELS):
+            side_kernel(ops, ops.constant(frequencies), _INDEX)
+    # its backward picks from a gradient
+    spectrum = tape.op(
+        [stored], dense, stored.size, keeps=[places], picks=True, what=f"{what}: places"
+    )
     bands = spectrum
     if transforms:
         # backward, each of four bands is put into zeros of half the matrix, and those into zeros of
         # all of it, which are summed up
-        zeros = ops.constant(rows * width * stored.size * 3 // 2)
+        whole = rows * width * stored.size
+        of_one_band = (
+            *ops.short_lived(whole // 2),
+            *ops.short_lived(whole),
+            *ops.short_lived(whole),  # the sum of both
+        )
+        zeros = (*of_one_band * 3, ops.constant(whole * 3 // 2))
         stacked = tape.op([spectrum], dense, stored.size, inner_backward=zeros)
         # autocast narrows a convolution, which saves its input; on a CPU oneDNN lays out that
         # gradient of four channels in blocks of 16 (`nChw16c`), beside the one that it returns
@@ -91,22 +104,12 @@ def work(
     Source: `waverec2d`: a transposed convolution of four bands with 2 by 2 filters.
     """
     num_weights = linear.in_features * linear.out_features
-    wide, narrow = dtypes.adapter_bytes, dtypes.adapter_product_bytes
-    moved = num_weights * 3 * wide  # zeros, scaled
-    if transforms:
-        moved = num_weights * (wide + 2 * wide + (wide + narrow) * (wide != narrow) + 4 * narrow)
     return AdapterWork(
         **counted(
             linear, frequencies, forward_flops=2 * num_weights, backward_flops=4 * num_weights
         ),
         weight_flops=linear.count * 8 * num_weights * transforms,
-        weight_bytes=linear.count * moved,
         backward_weight_flops=linear.count * 8 * num_weights * transforms,
-        backward_weight_bytes=linear.count * moved,
-        elementwise_bytes=linear.out_features * added_bytes(dtypes, narrow),
-        # most of a transform's are for its masks, filters, and the bands on their way back
-        forward_launches=(9 if dtypes.autocast else 6) + 27 * transforms,
-        backward_launches=(8 if dtypes.autocast else 5) + 18 * transforms,
     )
 
 

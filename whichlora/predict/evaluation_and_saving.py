@@ -84,7 +84,7 @@ def _evaluation_features(job: ResolvedRun, *, seq_len: Count) -> dict[str, Real]
         **sizes,
         logits_loss=job.trainer.logits_loss(job.run),
         update=update_of(job),
-        num_multiprocessors=timing.tiled_multiprocessors(job.gpu, job.dtype),
+        chip=timing.chip_of(job.gpu, job.dtype),
     )
     further = job.trainer.forwards(job.run)
     passes = 1 + further.policy + further.reference

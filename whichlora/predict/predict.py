@@ -296,12 +296,12 @@ def forward_features(
         r=job.run.r if r is None else r,
         context=context,
         decoding=decoding,
-        num_multiprocessors=timing.tiled_multiprocessors(job.gpu, job.dtype),
+        chip=timing.chip_of(job.gpu, job.dtype),
     )
     tower = generation(job, **_given(batch_size=batch_size, r=r)).tower
     if tower is not None and not decoding:
-        units = timing.tiled_multiprocessors(job.gpu, job.dtype)
-        images = tower_forward_work(tower, num_multiprocessors=units)
+        chip = timing.chip_of(job.gpu, job.dtype)
+        images = tower_forward_work(tower, chip=chip)
         done = work.Work.total((done, images))
     return timing.features(done, job.gpu, dtype=job.dtype)
 

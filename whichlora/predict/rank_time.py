@@ -60,9 +60,13 @@ def features_of_step(step: TrainingStep, *, update_share: float = 1.0) -> dict[s
         update_share: of the trained parameters, what the optimizer of one rank updates.
     """
     dtype = step.run.precision[:4]
-    done = work.Work.total((_of_micro_batches(step), *_without_gradients(step), *_of_images(step)))
-    counted = timing.features(done, step.gpu, dtype=dtype)
+    counted = timing.features(work_of_step(step), step.gpu, dtype=dtype)
     return counted | {"optimizer": update_share * counted["optimizer"]}
+
+
+def work_of_step(step: TrainingStep) -> work.Work:
+    """What one optimizer step computes and moves, other ranks and the links left out."""
+    return work.Work.total((_of_micro_batches(step), *_without_gradients(step), *_of_images(step)))
 
 
 def _of_micro_batches(step: TrainingStep) -> work.Work:
@@ -87,7 +91,7 @@ def _of_images(step: TrainingStep) -> Iterator[work.Work]:
         yield tower_step_work(
             TowerStep.of(step, step.model.tower),
             text_tokens=step.tokens,
-            num_multiprocessors=timing.tiled_multiprocessors(step.gpu, step.run.precision[:4]),
+            chip=timing.chip_of(step.gpu, step.run.precision[:4]),
         )
 
 
@@ -123,7 +127,7 @@ def _sizes(step: TrainingStep) -> dict[str, Any]:
         else step.batch_size / forwards,
         "seq_len": step.seq_len,
         "r": step.r,
-        "num_multiprocessors": timing.tiled_multiprocessors(step.gpu, step.run.precision[:4]),
+        "chip": timing.chip_of(step.gpu, step.run.precision[:4]),
     }
 
 

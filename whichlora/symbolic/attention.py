@@ -574,6 +574,7 @@ def _fused_kernel(
         # values of another width rule the flash kernel out; the other one writes token by token.
         # `_partial_update` of a ring concatenates along the sequence, on all ranks but the last
         joined=attention.ring > 1 or (q.joined and attention.v_head_dim == attention.head_dim),
+        multiplies=True,
         what="attention: output, log-sum-exp, additive mask",
     )
     tape.hold(*written)  # by local variables of `sdpa_attention_forward`, cast or not
@@ -700,7 +701,11 @@ def _eager_kernel(
         v = code.cast(v, dtypes.compute_bytes)
     v = _by_head(code, v)
     out = tape.op(
-        [probabilities, v], per_token(attention.out_width), v.size, saves=[probabilities, v]
+        [probabilities, v],
+        per_token(attention.out_width),
+        v.size,
+        saves=[probabilities, v],
+        multiplies=True,
     )
     joined = code.copy(out)
     tape.hold(*named)
@@ -723,7 +728,7 @@ def _product(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys as the product reads them, and what it makes."""
     q, k = _by_head(code, q), _by_head(code, k)
-    return q, k, code.tape.op([q, k], shape, q.size, saves=[q, k])
+    return q, k, code.tape.op([q, k], shape, q.size, saves=[q, k], multiplies=True)
 
 
 Scores = tuple[Tensor, tuple[Tensor, ...]]
@@ -830,7 +835,7 @@ def _math_kernel(
     else:
         factors[1] = _by_head(code, scaled_k)
     shape = _pairs(code, attention, heads)
-    scores = tape.op(factors, shape, 4, saves=factors)
+    scores = tape.op(factors, shape, 4, saves=factors, multiplies=True)
     if bias is not None:
         scores = code.add(scores, bias)
     elif mask is not None:
@@ -854,7 +859,13 @@ def _math_kernel(
         value = tape.op([value], _of_keys(code, attention, attention.out_width), 4)
     else:
         value = _by_head(code, value)
-    out = tape.op([softmax, value], per_token(attention.out_width), 4, saves=[softmax, value])
+    out = tape.op(
+        [softmax, value],
+        per_token(attention.out_width),
+        4,
+        saves=[softmax, value],
+        multiplies=True,
+    )
     out = code.cast(out, size)
     in_kernel = (*wide, *expanded, scaled_q, softmax, returned)
     tape.hold(q, k, v, *in_kernel, *([] if mask is None else [mask]))

@@ -8,9 +8,9 @@ batch size, length and rank, as numbers or as arrays of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import ge, itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -400,6 +400,15 @@ class _Inner:
     left_bytes: int = 0
     left: tuple[int, ...] = ()
 
+    @property
+    def moved(self) -> int:
+        """Each is written by one kernel and read by another."""
+        return 2 * sum(form for _, form in self.events if form is not None)
+
+    @property
+    def kernels(self) -> int:
+        return sum(form is not None for _, form in self.events)
+
 
 _NO_INNER = _Inner()
 
@@ -421,19 +430,95 @@ class _Node:
     overwrites: bool = False
     narrows: bool = False
     sums_wide: bool = False
+    multiplies: bool = False
+    picks: bool = False
+    read_elsewhere: int = 0  # packed bytes of saved tensors that have no storage on the tape
 
 
 @dataclass(slots=True)
 class _Step:
+    """Attributes: `moved`, `passing` and `kernels` as of `Traffic`, its results left out."""
+
     reads: Sequence[int]
     makes: Sequence[int]
     inner: _Inner = _NO_INNER
     by_graph: bool = False
     in_turn: bool = False
+    moved: int = 0
+    passing: int = 0
+    kernels: int = 0
 
     def made(self, *, saving: bool) -> Sequence[int]:
         """Storages that are there at the end of the step."""
         return self.makes[:1] if self.in_turn and not saving else self.makes
+
+
+def _has_rank(form: LinearForm) -> bool:
+    return bool(form.per_rank_token or form.per_rank or form.per_rank_sequence)
+
+
+class Sized(NamedTuple):
+    """Kernels that move about as many bytes each.
+
+    Args:
+        number: how many they are.
+        moved: bytes that all of them read and write.
+        passing: of these, what a cache may hold all its life: inputs that one of the kernels right
+            before has read or written, and results that nobody keeps.
+    """
+
+    number: int
+    moved: LinearForm
+    passing: LinearForm
+
+
+class Traffic(NamedTuple):
+    """What the kernels of one forward or backward read and write.
+
+    Args:
+        moved: bytes, those of products of matrices left out.
+        kernels: how many run, products included.
+        sizes: the same kernels by what each of them moves, products left out.
+    """
+
+    moved: LinearForm = NOTHING
+    kernels: int = 0
+    sizes: tuple[Sized, ...] = ()
+
+
+_RIGHT_BEFORE = 4  # kernels
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Kernels on their way to a `Traffic`, by the power of two of the bytes per token of each."""
+
+    kernels: int = 0
+    by_size: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, moved: int, passing: int, kernels: int = 1) -> None:
+        """Args: `moved` and `passing` are packed forms."""
+        self.kernels += kernels
+        if moved:
+            own = self.by_size.setdefault(moved.bit_length(), [0, 0, 0])
+            own[0] += max(1, kernels)
+            own[1] += moved
+            own[2] += passing
+
+    def traffic(self, form: Callable[[int], LinearForm]) -> Traffic:
+        sizes = tuple(
+            Sized(count, form(moved), form(passing))
+            for count, moved, passing in self.by_size.values()
+        )
+        return Traffic(total(each.moved for each in sizes), self.kernels, sizes)
+
+
+class StepTraffic(NamedTuple):
+    """Of a forward, of its repetition where it is checkpointed, and of the backward."""
+
+    forward: Traffic = Traffic()
+    repeated: Traffic = Traffic()
+    backward: Traffic = Traffic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,6 +568,9 @@ class Tape:
         self.memory: Tensor | None = None  # an encoder's output, which the block reads
         self._saved_elsewhere: set[int] = set()  # edges of saved tensors that others made
         self._cache_writes: list[tuple[int, int]] = []  # steps, and what they put there
+        self._num_kernels = 0
+        self._num_inside = 0
+        self._touched: dict[int, int] = {}  # storages by the last kernel that reads or writes them
 
     @contextmanager
     def without_graph(self) -> Iterator[None]:
@@ -685,6 +773,8 @@ class Tape:
         sums_wide: bool = False,
         in_turn: bool = False,
         joined: bool = False,
+        multiplies: bool = False,
+        picks: bool = False,
         what: str = "",
     ) -> Tensor:
         """One operator that makes a new tensor.
@@ -706,11 +796,17 @@ class Tape:
             sums_wide: gradients are sums in fp32, which are there before the temporaries of the
                 backward and which it casts at its end where theirs are narrower.
             in_turn: a loop makes what it keeps, each gone before the next unless it is saved.
+            multiplies: it is a product of matrices or an attention, whose time is not that of the
+                bytes that it reads and writes. One with a rank for a side is bound by them.
+            picks: it reads few elements of its inputs, such as those of the targets.
             what: label of the tensors that it saves.
         """
         result = Tensor(len(self._forms), elements, size, self._edge(), joined=joined)
         self._add(self._packed(elements) * size, what, size)
         made = [result.storage]
+        multiplies = (multiplies or reshapes) and not any(
+            _has_rank(tensor.elements) for tensor in (result, *reads)
+        )
         inputs = () if detached else tuple(tensor for tensor in reads if tensor.needs_grad)
         if inputs:
             result.needs_grad = True
@@ -727,16 +823,40 @@ class Tape:
             node = _Node(len(self._steps), (result,), inputs, saved, packs, passes, beside)
             node.hidden, node.reshapes, node.overwrites = hidden, reshapes, overwrites
             node.casts, node.sums_wide = self._packed(casts_gradients), sums_wide
+            node.multiplies, node.picks = multiplies, picks
+            node.read_elsewhere = sum(tensor.packed for tensor in saves if tensor.storage < 0)
             self._nodes.append(node)
-        self._steps.append(
-            _Step(
-                [tensor.storage for tensor in reads if tensor.storage >= 0],
-                made,
-                self._inner(inner),
-                in_turn=in_turn,
-            )
+        step = _Step(
+            [tensor.storage for tensor in reads if tensor.storage >= 0],
+            made,
+            self._inner(inner),
+            in_turn=in_turn,
         )
+        self._steps.append(step)
+        written = sum(self._forms[storage] for storage in made)
+        self._run_kernel((() if picks else reads), written, moves=not multiplies)
+        self._touched |= dict.fromkeys(made, self._num_kernels)
         return result
+
+    def _run_kernel(self, reads: Sequence[Tensor], written: int, *, moves: bool = True) -> None:
+        """The last step has a kernel, which writes so many packed bytes."""
+        step = self._steps[-1]
+        step.kernels = 1
+        if moves:
+            step.kernels += step.inner.kernels
+            step.moved = sum(tensor.packed for tensor in reads) + written + step.inner.moved
+            step.passing = step.inner.moved
+        self._num_kernels += 1
+        for tensor in reads:
+            last = self._touched.get(tensor.storage)
+            if moves and last is not None and self._num_kernels - last <= _RIGHT_BEFORE:
+                step.passing += tensor.packed
+            if tensor.storage >= 0:
+                self._touched[tensor.storage] = self._num_kernels
+
+    def runs(self, count: int) -> None:
+        """Further kernels that C++ launches inside the last operator for parts of its result."""
+        self._num_inside += count
 
     def several(
         self, reads: Sequence[Tensor], results: Sequence[LinearForm], size: int, **settings: Any
@@ -822,6 +942,7 @@ class Tape:
         operands = [tensor] if added is None else [tensor, added]
         step = len(self._steps)
         self.hold(*operands)
+        self._run_kernel(operands, tensor.packed)
         inputs = [operand for operand in operands if operand.needs_grad]
         if not inputs:
             return tensor
@@ -850,6 +971,8 @@ class Tape:
         """
         step = len(self._steps)
         self.hold(tensor, value)
+        written = packed(part or tensor.elements) * tensor.size
+        self._run_kernel([replace(tensor, elements=part or tensor.elements), value], written)
         inputs = [operand for operand in (tensor, value) if operand.needs_grad]
         if not inputs:
             return tensor
@@ -931,6 +1054,30 @@ class Tape:
     def saves_memory(self) -> bool:
         """Whether the very output of an encoder is saved, and no copy of it."""
         return self.memory is not None and self.memory.edge in self._saved_elsewhere
+
+    @property
+    def forward_traffic(self) -> Traffic:
+        return self._counts(self._steps).traffic(self._form)
+
+    def _counts(self, steps: Iterable[_Step]) -> _Counts:
+        kept = {self.result, *self.saved_storages()}
+        counts = _Counts()
+        for step in steps:
+            passing = step.passing
+            if step.moved:
+                passing += sum(self._forms[made] for made in step.makes if made not in kept)
+            counts.add(step.moved, passing, step.kernels)
+        return counts
+
+    def traffic(self, *, recomputed: bool, early_stop: bool = True) -> StepTraffic:
+        """Of a forward with a graph, and of its backward. Args: as of `backward`."""
+        walk = self.backward_walk(recomputed=recomputed, early_stop=early_stop)
+        walk.counts.kernels += self._num_inside * (1 + recomputed)  # all that C++ launches
+        return StepTraffic(
+            self.forward_traffic,
+            walk.repeated.traffic(self._form),
+            walk.counts.traffic(self._form),
+        )
 
     @property
     def has_graph(self) -> bool:
@@ -1113,6 +1260,7 @@ class Backward:
             have gathered are there before, with what is saved unless it is recomputed; what
             `parameters` and `input_gradient` name stays alive.
         result_gradient, gathered, input_gradient, parameters: numbers of gradients in `events`.
+        counts: its kernels; `repeated` those of a forward that runs again.
     """
 
     def __init__(
@@ -1152,6 +1300,7 @@ class Backward:
         self._num_packed = sum(bool(node.saved) and not node.hidden for node in tape._nodes)
         self._hidden_again: list[int] = []
         self.is_recomputed = False
+        self.counts, self.repeated = _Counts(), _Counts()
 
     @property
     def num_made(self) -> int:
@@ -1193,6 +1342,7 @@ class Backward:
     def recompute(self, stop: int | None) -> None:
         """Run the forward again until `stop`."""
         tape = self._tape
+        self.repeated = tape._counts(tape._steps[:stop])
         self.points += [self.live + point for point in tape.forward_points(saving=True, stop=stop)]
         nodes = [node for node in tape._nodes if not node.hidden]
         saved = {storage for node in nodes for storage in node.saved} - {0} | self._held_again
@@ -1268,6 +1418,7 @@ class Backward:
                 made.append((tensor, gradient))
                 if node.reshapes:
                     self._views.add(gradient)
+        self._count(node, [self._sizes[gradient] for gradient in gradients], made)
         casts_late = node.casts if unpacks_once else 0
         self.points.append(self.live + node.inner.left_bytes - casts_late)
         for number in wide.values():
@@ -1286,6 +1437,28 @@ class Backward:
         for tensor, gradient in made:
             self._deliver(tensor, gradient)
 
+    def _count(
+        self, node: _Node, gradients: Sequence[int], made: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        """What the kernels of one node move: each reads its gradient and writes another one."""
+        handed_on = node.passes or node.narrows
+        written = [
+            tensor.packed
+            for tensor, gradient in made
+            if not (handed_on and (gradient in self._bases or self._shares[gradient] > 1))
+        ]
+        if node.multiplies:
+            self.counts.add(0, 0, len(written))
+            return
+        read = saved = 0
+        if written and not node.picks:
+            read = len(written) * sum(gradients)
+            saved = sum(self._forms[storage] for storage in node.saved) + node.read_elsewhere
+        kept = sum(tensor.packed for tensor, _ in made if tensor.is_leaf)
+        moved = read + saved + sum(written) + node.inner.moved
+        passing = moved - saved - kept
+        self.counts.add(moved, passing, len(written) + node.inner.kernels)
+
     def _free_saved(self, node: _Node) -> None:
         for storage in sorted(set(node.saved)):
             self._holders[storage] -= 1
@@ -1301,6 +1474,7 @@ class Backward:
                 self.points.append(self.live)
                 self._release(total)
             if self._accumulated:
+                self._count_sum(tensor)
                 self._release(gradient)
             else:
                 self.parameters.append(gradient)
@@ -1309,6 +1483,7 @@ class Backward:
         if before is None:
             self._buffers[tensor.edge] = gradient
             return
+        self._count_sum(tensor)
         # Source: torch 2.13 `InputBuffer::accumulate`; a view's base holds the storage, too.
         if self._shares[before] == 1 and before not in self._views:
             self._release(gradient)
@@ -1317,3 +1492,7 @@ class Backward:
         self.points.append(self.live)
         self._release(before)
         self._release(gradient)
+
+    def _count_sum(self, tensor: Tensor) -> None:
+        """Two gradients of `tensor` are added up."""
+        self.counts.add(3 * tensor.packed, 2 * tensor.packed)

@@ -97,7 +97,9 @@ def _multiplied(code: OpEmitter, x: Tensor, weight: Tensor, elements: int, label
     saves = [weight] if x.needs_grad else []
     if weight.needs_grad:
         saves.append(x)
-    return code.tape.op([x, weight], per_token(elements), x.size, saves=saves, what=label)
+    return code.tape.op(
+        [x, weight], per_token(elements), x.size, saves=saves, multiplies=True, what=label
+    )
 
 
 def _logits(code: OpEmitter, moe: Moe, x: Tensor) -> Tensor:

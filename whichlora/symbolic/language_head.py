@@ -15,6 +15,7 @@ from whichlora.symbolic.autograd import (
     Assigned,
     LinearForm,
     SavedTensor,
+    StepTraffic,
     Tape,
     Tensor,
     constant,
@@ -143,7 +144,7 @@ def cross_entropy(code: OpEmitter, logits: Tensor, *, width: int) -> Tensor:
     wide = code.cast(logits, width)
     shifted = code.copy(wide) if code.dtypes.libraries.shifts_logits else wide
     scores = tape.op([shifted], wide.elements, width, saves_result=True)
-    loss = tape.op([scores], constant(1), 4, saves=[scores])
+    loss = tape.op([scores], constant(1), 4, saves=[scores], picks=True)
     tape.hold(wide, shifted)
     tape.hold(logits)
     return loss
@@ -365,6 +366,45 @@ def head_events(
         tape.keep_copy(outputs)
     tape.returns(loss)
     return block_events(tape, frees_input=True, accumulated=accumulated)
+
+
+@lru_cache(maxsize=512)
+def head_traffic(
+    model: ModelSpec,
+    dtypes: Dtypes,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    stream: int,
+    loss_bytes: int,
+    trains_head: bool,
+    loss_head: str,
+    widens_outputs: bool,
+) -> StepTraffic:
+    """What the kernels of the last norm, the head and a loss without a kernel of its own move.
+
+    Args: as of `head_events`.
+
+    Kind: estimate: each operator reads its inputs and writes its results once.
+    Source: as of `head_events`, `label_points`.
+    """
+    tape = Tape()
+    code = OpEmitter(tape, dtypes, targets, method, stream_bytes=stream)
+    x = tape.input(per_token(model.stream_width), stream, needs_grad=True)
+    if model.pooling is not None:
+        loss, _ = _embedded(code, model, x, widens_outputs=widens_outputs)
+    elif loss_head not in ("hf", "raw"):
+        loss = end_of_stack(code, model, x)
+    else:
+        logits = logits_of(code, model, x, trained=trains_head)
+        widens = widens_outputs and dtypes.under_autocast and logits.size < 4
+        outputs = tape.op([logits], logits.elements, 4, detached=True) if widens else logits
+        if loss_head == "raw":
+            loss = tape.op([outputs], constant(1), 4)
+        else:
+            loss = cross_entropy(code, logits, width=loss_bytes)
+    tape.returns(loss)
+    return tape.traffic(recomputed=False) if tape.has_graph else StepTraffic(tape.forward_traffic)
 
 
 @dataclass(frozen=True, slots=True)

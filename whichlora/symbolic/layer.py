@@ -15,9 +15,11 @@ from whichlora.symbolic.autograd import (
     NOTHING,
     LinearForm,
     SavedTensor,
+    StepTraffic,
     Tape,
     TapeEvent,
     Tensor,
+    Traffic,
     constant,
     maximal,
     minus,
@@ -618,3 +620,57 @@ def working_points(
     )
     tape = _tape_of(layer, stream_width, code, needs_grad=False)
     return maximal(tape.forward(saving=False, fills_cache=fills_cache))
+
+
+@lru_cache(maxsize=512)
+def layer_traffic(
+    layer: Layer,
+    stream_width: int,
+    targets: tuple[str, ...],
+    dtypes: Dtypes,
+    method: Method,
+    *,
+    masked: bool,
+    reentrant: bool,
+    checkpointed: bool,
+    stream: int,
+    ragged: bool = False,
+) -> StepTraffic:
+    """What the kernels of one layer move in a training step. Args: as of `layer_points`.
+
+    Kind: estimate: each operator reads its inputs and writes its results once.
+    Source: the code named above.
+    """
+    tape = _training_tape(
+        layer,
+        stream_width,
+        targets,
+        dtypes,
+        method,
+        masked=masked,
+        checkpointed=checkpointed,
+        stream=stream,
+        ragged=ragged,
+        needs_grad=True,
+        reentrant=reentrant,
+    )
+    return tape.traffic(recomputed=checkpointed, early_stop=not reentrant)
+
+
+@lru_cache(maxsize=512)
+def forward_traffic(
+    layer: Layer,
+    stream_width: int,
+    targets: tuple[str, ...],
+    dtypes: Dtypes,
+    method: Method,
+    *,
+    masked: bool,
+    stream: int,
+    ragged: bool = False,
+    decoding: bool = False,
+) -> Traffic:
+    """So of a forward without gradients. Args: as of `working_points`."""
+    settings = (dtypes, targets, method, masked, stream)
+    code = OpEmitter(Tape(no_grad=True), *settings, ragged=ragged, decoding=decoding)
+    return _tape_of(layer, stream_width, code, needs_grad=False).forward_traffic

@@ -17,6 +17,7 @@ from whichlora.spec.dtypes import (
 from whichlora.spec.run import FOUR_BIT_BNB
 from whichlora.symbolic.autograd import (
     NOTHING,
+    Assigned,
     LinearForm,
     Tape,
     Tensor,
@@ -126,6 +127,11 @@ class OpEmitter:
     constant = staticmethod(constant)
     per_rank = staticmethod(per_rank)
     per_sequence = staticmethod(per_sequence)
+
+    @staticmethod
+    def short_lived(num_bytes: int) -> tuple[Assigned, Assigned]:
+        """A temporary of an operator that is gone before its next one."""
+        return Assigned("short-lived", constant(num_bytes)), Assigned("short-lived", None)
 
     # --- plain operators ---------------------------------------------------------------------
 
@@ -389,6 +395,7 @@ class OpEmitter:
                 inner=[self.rows.where_many(size, fused) for size in expanded],
                 inner_backward=dense,
                 hidden=True,
+                multiplies=True,
                 what=f"{linear.name}: result",
             )
             out = self.cast(out, x.size, f"{linear.name}: result")
@@ -406,6 +413,7 @@ class OpEmitter:
                 saves=[x],
                 inner_backward=dense,
                 hidden=True,
+                multiplies=True,
                 what=f"{linear.name}: result",
             )
         label = f"{linear.name}: own copy of the input"
@@ -429,6 +437,7 @@ class OpEmitter:
             inner=NOTHING if kept else dense,
             inner_backward=NOTHING if kept else dense,
             reshapes=not is_quantised(linear, dtypes),
+            multiplies=True,
             what=result,
         )
         tape.hold(x)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Real, added, quadratic_form, sqrt, where
+from whichlora.timing.chip import Chip
 from whichlora.timing.work import Work
 
 DEVICE_FEATURES = (
@@ -130,6 +131,11 @@ LAUNCH_KNOWN = 0.06
 # kernels of llama.cpp 2.4 to 13, geometric mean 5.1 (`docs/accuracy/llama_cpp_gpus.md`). With
 # twice the deviation, training on A100 takes 18 for what quantised weights cost.
 KERNEL_S, KERNEL_SPREAD = 5e-6, 0.25
+
+# What a multiprocessor reads and writes of the second-level cache. Kind: measured, on one GPU:
+# elementwise kernels of 256 tokens, whose tensors an H200's cache holds, move 4.9 to 5.6 TB/s of
+# 132 multiprocessors, 1.7 microseconds of each kernel taken off (`benchmarks/gpu/kernel_times`).
+L2_BYTES_PER_S = 40e9
 
 # Mean and relative standard deviation of every coefficient before any run on the device.
 # Products, their weights, bytes: 74 %, 72 % and 80 % efficiency, refitted from public operator
@@ -324,6 +330,18 @@ def tiled_multiprocessors(gpu: GpuSpec, dtype: str) -> int | None:
     """
     by_matrix_units = _rated(gpu, dtype) != "fp32"
     return gpu.num_multiprocessors if gpu.kind in ("cuda", "rocm") and by_matrix_units else None
+
+
+def chip_of(gpu: GpuSpec, dtype: str) -> Chip:
+    """What the counts of work in `dtype` ask of `gpu`.
+
+    Kind: the datasheet's facts, and an estimate of the cache's speed. Source: `gpu.json`.
+    """
+    saves = 0.0
+    if gpu.num_multiprocessors is not None and gpu.is_timed:
+        cached = L2_BYTES_PER_S * gpu.num_multiprocessors
+        saves = max(0.0, 1 - gpu.bandwidth_bytes_per_s / cached)
+    return Chip(tiled_multiprocessors(gpu, dtype), gpu.l2_bytes, saves)
 
 
 def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:

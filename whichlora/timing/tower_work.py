@@ -6,6 +6,7 @@ from whichlora.memory.images import TowerStep
 from whichlora.memory.towers import TowerForward
 from whichlora.spec.architecture import LayerGroup
 from whichlora.spec.numeric import Count, ceil_div, smallest
+from whichlora.timing.chip import UNKNOWN_CHIP, Chip
 from whichlora.timing.work import (
     ATTENTION_OPS,
     BACKWARD_RATIO,
@@ -41,7 +42,7 @@ def _around_flops(tower: TowerForward) -> Count:
     return 2 * (embedded + tower.num_vectors * in_projector)
 
 
-def tower_forward_work(tower: TowerForward, *, num_multiprocessors: int | None = None) -> Work:
+def tower_forward_work(tower: TowerForward, *, chip: Chip = UNKNOWN_CHIP) -> Work:
     """One forward over the images of a batch, without a graph.
 
     Kind: estimate. Source: `timing.work.served_layers`; the real edges of windows are left out.
@@ -61,16 +62,14 @@ def tower_forward_work(tower: TowerForward, *, num_multiprocessors: int | None =
             context=segment,
             decoding=False,
             r=tower.r,
-            num_multiprocessors=num_multiprocessors,
+            chip=chip,
         )
         packed = Work(launches=_packed_launches(group, num_patches, span))
         works += [served, packed]
     return Work.total((*works, Work(product_flops=_around_flops(tower))))
 
 
-def tower_step_work(
-    step: TowerStep, *, text_tokens: Count, num_multiprocessors: int | None = None
-) -> Work:
+def tower_step_work(step: TowerStep, *, text_tokens: Count, chip: Chip = UNKNOWN_CHIP) -> Work:
     """One optimizer step's images: forward, and backward where the tower has a graph.
 
     Args:
@@ -92,7 +91,7 @@ def tower_step_work(
         wide=step.dtypes.widens_adapters,
     )
     if not step.goes_backward:
-        forward = tower_forward_work(step.forward, num_multiprocessors=num_multiprocessors)
+        forward = tower_forward_work(step.forward, chip=chip)
         return Work.total((forward, moved)).times(micro_steps)
     works = []
     for group in step.model.groups:
@@ -107,7 +106,7 @@ def tower_step_work(
             tokens=num_patches,
             seq_len=_segment(group, step.forward.span),
             r=step.r,
-            num_multiprocessors=num_multiprocessors,
+            chip=chip,
         )
         launches = _packed_launches(group, num_patches, step.forward.span)
         packed = Work(

@@ -29,7 +29,9 @@ from whichlora.symbolic.kernels import (
     is_masked,
     repeats_keys,
 )
+from whichlora.timing import traffic
 from whichlora.timing.cache_work import Conversion, expanding, storing
+from whichlora.timing.chip import UNKNOWN_CHIP, Chip
 from whichlora.timing.expansion import (
     backward_bytes,
     expansion_bytes,
@@ -51,6 +53,7 @@ from whichlora.timing.sparse_work import (
     choosing_ops,
     indexer_linears,
 )
+from whichlora.timing.traffic import StepTraffic, Traffic
 from whichlora.timing.window_work import (
     WINDOW_OPS,
     window_bytes_per_token,
@@ -85,7 +88,6 @@ LOW_RANK_OPS = 5
 CUTOFF_OPS = 13
 STATE_OPS = 8  # that project one further state, and bring it to a magnitude
 OUTSIDE_OPS = 22  # embedding, final norm, head, sampling
-LOSS_OPS = 32
 BACKWARD_RATIO = 1.6  # 60 of 38
 # Elements that an activation reads and writes, and its kernels, where it is no kernel of its own.
 # Kind: exact. Source: transformers 5.23 `NewGELUActivation`, `QuickGELUActivation`.
@@ -95,8 +97,9 @@ _ACTIVATION_PASSES = {"gelu_new": (18, 8), "quick_gelu": (7, 3)}
 # one, unpacked in the backward. Kind: measured, `benchmarks/host_costs.py`: 0.86 to 1.2.
 HOOKS = 0.9
 LAYER_MODULES = 6  # beside its linear layers: itself, attention, MLP, activation and two norms
-# Bytes that the loss reads and writes per token and vocabulary entry, forward and backward.
-LOSS_PASSES = {"hf": 30, "unsloth": 30, "raw": 8, "trl-fused": 16, "liger": 16, "unsloth-fused": 16}
+# Bytes that a loss with kernels of its own reads and writes per token and vocabulary entry,
+# forward and backward.
+LOSS_PASSES = {"unsloth": 30, "trl-fused": 16, "liger": 16, "unsloth-fused": 16}
 # The same of a trainer's own loss of fp32 logits. Kind: estimate, read. Those of 16 bit are widened
 # (6), and their gradient is narrowed (6). It is placed among those of all positions (12), and
 # metrics read the logits (4). Between, a kernel reads them (4), and writes their gradient (8).
@@ -455,7 +458,7 @@ def math_ops(dtypes: Dtypes, *, decoding: bool) -> int:
     return (MATH_STEP_OPS if decoding else MATH_OPS) + casts
 
 
-def _attention_work(
+def _attention_flops(
     attention: Attention,
     dtypes: Dtypes,
     *,
@@ -466,14 +469,14 @@ def _attention_work(
     forwards: int,
     backward: bool,
 ) -> Work:
-    """Products of queries and keys, matrices of scores, and what the math kernel launches.
+    """Products of queries and keys, and those that an indexer reads.
 
     Args:
         queries: of one sequence.
         forwards: how often the layer runs forward.
         backward: and whether it runs backward.
     """
-    flops = wide_flops = moved = math_kernels = 0 * (batch_size * queries * keys)
+    flops = wide_flops = 0 * (batch_size * queries * keys)
     decoding = not triangular and not backward
     rows = batch_size * queries
     for share, kernel in kernels_of(attention, dtypes, keys, decoding=decoding):
@@ -486,30 +489,48 @@ def _attention_work(
         flops, wide_flops = (
             (flops, wide_flops + products) if in_fp32 else (flops + products, wide_flops)
         )
-        forward_scores, backward_scores = score_bytes(attention, dtypes, kernel)
-        per_pair = forward_scores * forwards + backward_scores * backward
-        if attention.windows is not None:
-            in_forward, in_backward = window_bytes_per_token(attention, dtypes)
-            moved = moved + share * rows * (in_forward * forwards + in_backward * backward)
-        else:
-            moved = moved + share * rows * keys * per_pair
-        if kernel == "math":
-            passes = forwards + 2 * backward
-            of_keys = math_key_bytes(attention, dtypes, masked=False, decoding=decoding)
-            moved = moved + share * batch_size * keys * of_keys * passes
-            ops = math_ops(dtypes, decoding=decoding) - ATTENTION_OPS
-            math_kernels = math_kernels + share * ops
-    attended = Work(
-        attention_flops=flops,
-        wide_attention_flops=wide_flops,
-        elementwise_bytes=moved,
-        launches=math_kernels * forwards,
-        autograd_launches=math_kernels * BACKWARD_RATIO * backward,
-    )
+    attended = Work(attention_flops=flops, wide_attention_flops=wide_flops)
     if attention.sparse is None:
         return attended
     sizes = {"batch_size": batch_size, "queries": queries, "keys": keys}
-    return Work.total((attended, _choosing_work(attention, dtypes, forwards=forwards, **sizes)))
+    chosen = _choosing_work(attention, dtypes, forwards=forwards, **sizes)
+    return Work.total((attended, replace(chosen, elementwise_bytes=0, launches=0)))
+
+
+def _served_attention(
+    attention: Attention,
+    dtypes: Dtypes,
+    *,
+    batch_size: Count,
+    queries: Count,
+    keys: Count,
+    triangular: bool,
+) -> Work:
+    """One forward: products, matrices of scores, and what the math kernel launches."""
+    sizes = {"batch_size": batch_size, "queries": queries, "keys": keys}
+    attended = _attention_flops(
+        attention, dtypes, triangular=triangular, forwards=1, backward=False, **sizes
+    )
+    moved = math_kernels = 0 * (batch_size * queries * keys)
+    decoding = not triangular
+    for share, kernel in kernels_of(attention, dtypes, keys, decoding=decoding):
+        if attention.windows is not None:
+            of_token, _ = window_bytes_per_token(attention, dtypes)
+            moved = moved + share * batch_size * queries * of_token
+        else:
+            of_scores, _ = score_bytes(attention, dtypes, kernel)
+            moved = moved + share * batch_size * queries * keys * of_scores
+        if kernel == "math":
+            of_keys = math_key_bytes(attention, dtypes, masked=False, decoding=decoding)
+            moved = moved + share * batch_size * keys * of_keys
+            math_kernels = math_kernels + share * (
+                math_ops(dtypes, decoding=decoding) - ATTENTION_OPS
+            )
+    found = [attended, Work(elementwise_bytes=moved, launches=math_kernels)]
+    if attention.sparse is not None:
+        chosen = _choosing_work(attention, dtypes, forwards=1, **sizes)
+        found.append(Work(elementwise_bytes=chosen.elementwise_bytes, launches=chosen.launches))
+    return Work.total(found)
 
 
 def _choosing_work(
@@ -691,6 +712,24 @@ def expert_ops(layer: Layer, tokens: Count) -> Count:
     return EXPERT_OPS * visited
 
 
+def grouped_ops(layer: Layer, dtypes: Dtypes, tokens: Count) -> Count:
+    """Products of single experts that one pass over a layer launches, where no kernel groups them.
+
+    One that groups them is for bf16 from compute capability 9.0 to 10.x.
+
+    Kind: exact, all experts taken as visited that can be. Source: torch 2.13 `_grouped_mm_cuda`,
+    `_grouped_mm_fallback`; transformers 5.23 `grouped_mm_experts_forward`.
+    """
+    if layer.moe is None or (
+        dtypes.compute_bytes == 2
+        and dtypes.half == "bf16"
+        and ((dtypes.compute_capability or "").partition(".")[0] in ("9", "10"))
+    ):
+        return 0 * tokens
+    visited = smallest(layer.moe.num_experts, tokens * layer.moe.rows_per_token)
+    return len(layer.moe.expert.linears) * visited
+
+
 def loop_ops(layer: Layer) -> int:
     """Kernels that find the rows of each expert, where experts run in a Python loop.
 
@@ -722,7 +761,7 @@ def trained_layers(
     tokens: Count,
     seq_len: Count,
     r: Count,
-    num_multiprocessors: int | None,
+    chip: Chip,
 ) -> Work:
     """One micro-step of `count` equal layers. Kind: estimate. Source: `docs/time.md`."""
     whole, layer = layer, layer.running
@@ -735,7 +774,7 @@ def trained_layers(
     weight_read = count * stored * (passes + recompute)
     scanned = count * tokens * scan_flops_per_token(layer, seq_len, decoding=False)
     attentions = [
-        _attention_work(
+        _attention_flops(
             attention,
             dtypes,
             batch_size=tokens // seq_len,
@@ -748,22 +787,26 @@ def trained_layers(
         for attention in whole.attentions
     ]
     adapters = _adapter_works(layer, dtypes, method, targets, r)
-    moved = elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
-    moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
-    # backward reads a gradient and what was saved for each that it writes
-    elementwise = count * tokens * moved * (5 + 2 * recompute) // 2
-    elementwise = elementwise + count * tokens * scan_loop_backward_bytes(layer, seq_len)
-    if dtypes.under_autocast and dtypes.base_bytes == 4 and dtypes.quant == "none":
-        matrices = sum(linear.num_weights for linear in layer.linears)
-        elementwise = elementwise + count * matrices * (4 + 2) * (1 + recompute)  # casts
+    between = _between_products(
+        whole,
+        model,
+        run,
+        dtypes,
+        method,
+        targets,
+        tokens=tokens,
+        seq_len=seq_len,
+        r=r,
+        chip=chip,
+    )
     unpacked, expanded_read = forward_bytes(layer, dtypes, tokens)
     expanded_back, read_back = backward_bytes(layer, dtypes)
     dequant = count * (unpacked * (1 + recompute) + expanded_back)
     weight_read = weight_read + count * (expanded_read * (1 + recompute) + read_back)
-    base_ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + expert_ops(layer, tokens)
-    in_forward = base_ops + loop_ops(layer) + unpacking_ops(layer, dtypes)
-    in_forward = in_forward + scan_loop_ops(layer, seq_len)
-    in_backward = base_ops * BACKWARD_RATIO + scan_loop_ops(layer, seq_len, backward=True)
+    of_quants = quant_ops(layer, dtypes)
+    unpacking = of_quants + unpacking_ops(layer, dtypes)
+    in_forward = between.forward.kernels + unpacking
+    again = (between.repeated.kernels + unpacking) * recompute
     hooks = HOOKS * (recompute and not run.use_reentrant)
     in_fp32 = count * 2 * tokens * wide_gradient_weights(layer, dtypes)
     layers = Work(
@@ -772,22 +815,62 @@ def trained_layers(
         + count * (passes + recompute) * _further_reading_flops(layer, tokens // seq_len, tokens),
         wide_product_flops=multiplied * wide + in_fp32,
         idle_flops=count
-        * _trained_idle_flops(layer, tokens, method, recompute, num_multiprocessors),
+        * _trained_idle_flops(layer, tokens, method, recompute, chip.num_multiprocessors),
         weight_read_bytes=weight_read,
         attention_flops=scanned * (3 + recompute),
-        elementwise_bytes=elementwise,
+        elementwise_bytes=count
+        * (between.forward.moved + between.repeated.moved + between.backward.moved),
         dequant_bytes=dequant,
-        launches=count * in_forward * (1 + recompute),
-        autograd_launches=count * in_backward,
+        launches=count * (in_forward + again),
+        autograd_launches=count * (between.backward.kernels + of_quants),
         hook_launches=count * in_forward * hooks,
         walked_modules=count * _walked_modules(layer, run, adapters),
     )
     rows_of = partial(_rows_read, model, tokens, seq_len)
     in_step = (
-        _trained_adapter(linear, adapter, dtypes, recompute, hooks, count, rows_of(linear))
+        _trained_adapter(linear, adapter, dtypes, recompute, count, rows_of(linear))
         for linear, adapter in adapters
     )
     return Work.total((layers, Work.total(attentions).times(count), *in_step))
+
+
+def _between_products(
+    layer: Layer,
+    model: ModelSpec,
+    run: RunConfig,
+    dtypes: Dtypes,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    tokens: Count,
+    seq_len: Count,
+    r: Count,
+    chip: Chip,
+) -> StepTraffic:
+    """What the kernels of one layer move in a micro-step, and how many there are."""
+    sizes = {"tokens": tokens, "span": seq_len, "r": r, "chip": chip}
+    found = traffic.trained_layer(layer, model, run, dtypes, method, targets, **sizes)
+    loops_over_tokens = any(each.kind == "mamba1" for each in layer.attentions)
+    if not loops_over_tokens and not (layer.moe is not None and layer.moe.one_by_one):
+        passes = 2 + method.trains_base + bool(run.gradient_checkpointing)
+        in_groups = Traffic(kernels=passes * grouped_ops(layer, dtypes, tokens))
+        return found + StepTraffic(backward=in_groups)  # which C++ launches, too
+    plain = traffic.trained_layer(layer, model, run, dtypes, NO_ADAPTERS, (), **sizes)
+    in_forward = layer_ops(layer, run) + expert_ops(layer, tokens) + loop_ops(layer)
+    in_forward = in_forward + scan_loop_ops(layer, seq_len)
+    in_backward = (layer_ops(layer, run) + expert_ops(layer, tokens)) * BACKWARD_RATIO
+    in_backward = in_backward + scan_loop_ops(layer, seq_len, backward=True)
+    moved = tokens * elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
+    # backward reads a gradient and what was saved for each that it writes
+    moved_back = moved * 3 // 2 + tokens * scan_loop_backward_bytes(layer, seq_len)
+    looping = StepTraffic(
+        Traffic(moved, in_forward),
+        Traffic(moved, in_forward).times(bool(run.gradient_checkpointing)),
+        Traffic(moved_back, in_backward),
+    )
+    # of experts the operators are all there, but how many run depends on the tokens
+    by_loop = found - plain + looping
+    return by_loop if loops_over_tokens else found.with_kernels_of(by_loop)
 
 
 def _walked_modules(
@@ -846,25 +929,26 @@ def _trained_adapter(
     adapter: AdapterWork,
     dtypes: Dtypes,
     recompute: int,
-    hooks: float,
     count: int,
     tokens: Count,
 ) -> Work:
-    """One micro-step of one matrix's adapter in `count` layers."""
+    """Products of one micro-step of one matrix's adapter in `count` layers."""
     # the input's gradient is one product more
     token_flops = tokens * (adapter.token_flops * (2 + recompute) + adapter.backward_token_flops)
     weight_flops = adapter.weight_flops * (1 + recompute) + adapter.backward_weight_flops
-    of_weight = adapter.weight_bytes * (1 + recompute) + adapter.backward_weight_bytes
-    moved = adapter.forward_bytes * (1 + recompute) + adapter.backward_bytes
-    beside = Work(
-        elementwise_bytes=count * (tokens * moved + of_weight),
-        dequant_bytes=count * _expanded_again(linear, adapter, dtypes) * (1 + recompute),
-        launches=count * adapter.forward_launches * (1 + recompute),
-        autograd_launches=count * adapter.backward_launches,
-        hook_launches=count * adapter.forward_launches * hooks,
-    )
-    flops = count * (weight_flops + token_flops)
-    return Work.total((product_work(flops, wide=dtypes.widens_adapters), beside))
+    expanded = count * _expanded_again(linear, adapter, dtypes) * (1 + recompute)
+    in_fp32 = dtypes.widens_adapters if adapter.wide is None else adapter.wide
+    parts = [
+        product_work(
+            count * (token_flops + weight_flops), wide=in_fp32 and dtypes.compute_bytes == 2
+        ),
+        Work(dequant_bytes=expanded),
+    ]
+    if adapter.replaces_base and dtypes.widens_adapters:
+        base = count * tokens * 2 * (2 + recompute) * linear.active
+        base = base * linear.in_features * linear.out_features
+        parts.append(Work(product_flops=-base, wide_product_flops=base))
+    return Work.total(parts)
 
 
 def training_work(
@@ -881,7 +965,7 @@ def training_work(
     logits_loss: LogitsLoss | None = None,
     update: Update,
     num_forwards: Count = 1,
-    num_multiprocessors: int | None = None,
+    chip: Chip = UNKNOWN_CHIP,
 ) -> Work:
     """One optimizer step: all accumulation micro-steps, then the update.
 
@@ -911,7 +995,7 @@ def training_work(
             tokens=tokens,
             seq_len=seq_len,
             r=r,
-            num_multiprocessors=num_multiprocessors,
+            chip=chip,
         )
         for layer, count in model.layers()
     )
@@ -931,8 +1015,25 @@ def training_work(
         wide = product_work(of_adapters, wide=dtypes.widens_adapters)
         multiplied = Work.total((multiplied, wide))
     vocab = num_logits(model)
-    _, loss_passes = _loss_passes(run, dtypes, logits_loss)
+    at_end = traffic.head(
+        model,
+        run,
+        dtypes,
+        method,
+        targets,
+        get_trainer(run.trainer),
+        computed=logits_loss is not None,
+        tokens=scored,
+        span=seq_len,
+        r=r,
+        chip=chip,
+    )
+    loss_passes = _loss_passes(run, dtypes, logits_loss)
     elementwise = layers.elementwise_bytes + loss_passes * vocab * scored
+    elementwise = elementwise + at_end.forward.moved + at_end.backward.moved
+    if method.trains_base:  # zeros, to which rows are added; of a tied head a sum of two gradients
+        table = model.embeddings[0].num_params * dtypes.embedding_bytes
+        elementwise = elementwise + (1 + 3 * model.head_tied) * table
     elementwise = elementwise + tokens * states_bytes_around(model, dtypes) * 5 // 2
     # a copy is read and written, and so is its gradient
     elementwise = elementwise + 4 * copied * (1 + tied) * dtypes.embedding_bytes
@@ -942,7 +1043,8 @@ def training_work(
         weight_read_bytes=weight_read,
         elementwise_bytes=elementwise,
         dequant_bytes=layers.dequant_bytes + 0 * tokens,
-        launches=layers.launches + outside_ops(model) + LOSS_OPS,
+        launches=layers.launches + outside_ops(model) + at_end.forward.kernels,
+        autograd_launches=layers.autograd_launches + at_end.backward.kernels,
     )
     steps = run.gradient_accumulation_steps * num_forwards
     return Work.total((micro_step.times(steps), _work_of_update(update, like=tokens)))
@@ -960,19 +1062,30 @@ def _widens_head(dtypes: Dtypes) -> bool:
     return dtypes.widens_products and dtypes.head_bytes > dtypes.four_bit_bytes
 
 
-def _loss_passes(run: RunConfig, dtypes: Dtypes, logits_loss: LogitsLoss | None) -> tuple[int, int]:
-    """Bytes per token and vocabulary entry: of a forward without a graph; of forward and backward.
+def _forward_loss_passes(run: RunConfig, dtypes: Dtypes, logits_loss: LogitsLoss | None) -> int:
+    """Bytes per token and vocabulary entry of a forward without a graph.
 
     Kind: estimate. Source: the tables above.
     """
     if logits_loss is not None:
-        way = logits_loss.way_on(dtypes.device_kind)
+        return _FORWARD_PASSES[logits_loss.way_on(dtypes.device_kind)]
+    if run.loss_head == "trl-fused" and not dtypes.backend.has_triton:
+        return _FOLDED_FORWARD_PASSES
+    return _FORWARD_PASSES["kernel"]
+
+
+def _loss_passes(run: RunConfig, dtypes: Dtypes, logits_loss: LogitsLoss | None) -> int:
+    """So of forward and backward, where a trainer or a kernel computes the loss.
+
+    Kind: estimate. Source: the tables above.
+    """
+    if logits_loss is not None:
         of_chosen = logits_loss.has_cross_entropy * _CROSS_ENTROPY_PASSES
         widened = _WIDENING_PASSES * (dtypes.compute_bytes == 2)
-        return _FORWARD_PASSES[way], _LOGITS_LOSS_PASSES[way] + of_chosen + widened
+        return _LOGITS_LOSS_PASSES[logits_loss.way_on(dtypes.device_kind)] + of_chosen + widened
     if run.loss_head == "trl-fused" and not dtypes.backend.has_triton:
-        return _FOLDED_FORWARD_PASSES, _FOLDED_FORWARD_PASSES + _FOLDED_BACKWARD_PASSES
-    return _FORWARD_PASSES["kernel"], LOSS_PASSES[run.loss_head]
+        return _FOLDED_FORWARD_PASSES + _FOLDED_BACKWARD_PASSES
+    return LOSS_PASSES.get(run.loss_head, 0)
 
 
 def forward_share(run: RunConfig, method: Method) -> float:
@@ -997,7 +1110,7 @@ def evaluation_work(
     r: Count,
     logits_loss: LogitsLoss | None = None,
     update: Update,
-    num_multiprocessors: int | None = None,
+    chip: Chip = UNKNOWN_CHIP,
 ) -> Work:
     """One forward with its loss and without a graph; every token is scored.
 
@@ -1008,7 +1121,12 @@ def evaluation_work(
     again, once = (
         training_work(
             model,
-            replace(run, gradient_checkpointing=checkpointed, gradient_accumulation_steps=1),
+            replace(
+                run,
+                gradient_checkpointing=checkpointed,
+                use_reentrant=True,  # which repeats the whole forward
+                gradient_accumulation_steps=1,
+            ),
             dtypes,
             method,
             targets,
@@ -1016,14 +1134,14 @@ def evaluation_work(
             seq_len=seq_len,
             r=r,
             update=update,
-            num_multiprocessors=num_multiprocessors,
+            chip=chip,
         )
         for checkpointed in (True, False)
     )
     tokens = batch_size * seq_len
     head, around = head_weights(model)
     vocab = num_logits(model)
-    loss_passes, _ = _loss_passes(run, dtypes, logits_loss)
+    loss_passes = _forward_loss_passes(run, dtypes, logits_loss)
     scored = product_work(2 * tokens * (head + around), wide=_widens_head(dtypes))
     return Work(
         product_flops=again.product_flops - once.product_flops + scored.product_flops,
@@ -1131,9 +1249,7 @@ def _served_adapter(
     flops = 2 * rows * share * params + adapter.weight_flops + rows * adapter.token_flops
     beside = Work(
         weight_read_bytes=count * read * params * dtypes.adapter_bytes,
-        elementwise_bytes=count * (rows * adapter.forward_bytes + adapter.weight_bytes),
         dequant_bytes=count * _expanded_again(linear, adapter, dtypes),
-        launches=count * adapter.forward_launches,
     )
     return Work.total((product_work(count * flops, wide=dtypes.widens_adapters), beside))
 
@@ -1146,7 +1262,7 @@ def _cache_work(
     batch_size: Count,
     context: Count,
     decoding: bool,
-    num_multiprocessors: int | None,
+    chip: Chip,
 ) -> Work:
     """What one pass reads, writes and converts of the cache of all sequences."""
     keys = attention.cache_elements * context
@@ -1160,7 +1276,7 @@ def _cache_work(
                 dtypes,
                 batch_size=batch_size,
                 context=context,
-                num_multiprocessors=num_multiprocessors,
+                num_multiprocessors=chip.num_multiprocessors,
             )
     moved = (keys + attention.state_elements + attention.recurrent_elements) * passes
     converted = conversion(run, dtypes, decoding=decoding)
@@ -1199,7 +1315,7 @@ def served_layers(
     context: Count,
     decoding: bool,
     r: Count,
-    num_multiprocessors: int | None,
+    chip: Chip,
 ) -> Work:
     """One forward through the equal layers of `group`. Kind: estimate. Source: `docs/time.md`."""
     layer, count = group.layer.running, group.count
@@ -1222,15 +1338,13 @@ def served_layers(
         weight_read = weight_read * visited / (visited + of_encoder)
     attention_flops = count * rows * scan_flops_per_token(layer, context, decoding=alone)
     attentions = [
-        _attention_work(
+        _served_attention(
             attention,
             dtypes,
             batch_size=batch_size,
             queries=1 if alone else context,
             keys=_num_keys(attention, context),
             triangular=not alone,
-            forwards=1,
-            backward=False,
         )
         for attention in group.layer.attentions
     ]
@@ -1242,23 +1356,37 @@ def served_layers(
             batch_size=batch_size,
             context=_num_keys(attention, context),
             decoding=decoding,
-            num_multiprocessors=num_multiprocessors,
+            chip=chip,
         )
         for attention in layer.attentions
     ]
     adapters = _adapter_works(layer, dtypes, method, targets, r)
-    moved = elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
-    moved = moved + sum(adapter.elementwise_bytes for _, adapter in adapters)
+    moved = rows * elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
+    if adapters:
+        added = traffic.adapters_of_layer(
+            group.layer,
+            model,
+            dtypes,
+            method,
+            targets,
+            tokens=rows,
+            span=context,
+            r=r,
+            decoding=decoding,
+            chip=chip,
+        )
+        moved = moved + added.moved
     unpacked, expanded_read = forward_bytes(layer, dtypes, rows)
     dequant, weight_read = count * unpacked, weight_read + count * expanded_read
     ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + loop_ops(layer)
     ops = ops + scan_loop_ops(layer, 1 if alone else context)
+    ops = ops + (added.kernels if adapters else 0)
     layers = Work(
         product_flops=product_flops,
-        idle_flops=count * _served_idle_flops(layer, rows, num_multiprocessors),
+        idle_flops=count * _served_idle_flops(layer, rows, chip.num_multiprocessors),
         weight_read_bytes=weight_read,
         attention_flops=attention_flops,
-        elementwise_bytes=count * rows * moved,
+        elementwise_bytes=count * moved,
         dequant_bytes=dequant,
         launches=count * (ops + expert_ops(layer, rows)),
     )
@@ -1280,7 +1408,7 @@ def inference_work(
     method: Method = NO_ADAPTERS,
     targets: tuple[str, ...] = (),
     r: Count = 0,
-    num_multiprocessors: int | None = None,
+    chip: Chip = UNKNOWN_CHIP,
 ) -> Work:
     """One forward: the prompt pass over `context` tokens, or one decoding step that sees them.
 
@@ -1315,7 +1443,7 @@ def inference_work(
             context=context,
             decoding=decoding,
             r=r,
-            num_multiprocessors=num_multiprocessors,
+            chip=chip,
         )
         for group in model.groups
         if not (decoding and model.task == "seq2seq-lm" and group.stack == "encoder")

@@ -1,0 +1,215 @@
+"""What the kernels between the products read and write, evaluated for the sizes of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from whichlora.memory.layer_bytes import layer_cases
+from whichlora.memory.loss import loss_element_bytes
+from whichlora.methods.base import NO_ADAPTERS, Method
+from whichlora.spec.architecture import Layer, ModelSpec
+from whichlora.spec.dtypes import Dtypes
+from whichlora.spec.kernels import FusedKernels
+from whichlora.spec.numeric import Count, largest
+from whichlora.spec.run import RunConfig
+from whichlora.symbolic import autograd
+from whichlora.symbolic.autograd import LinearForm, evaluate
+from whichlora.symbolic.language_head import head_traffic
+from whichlora.symbolic.layer import forward_traffic, layer_traffic, stream_bytes
+from whichlora.timing.chip import Chip
+from whichlora.trainers.base import Trainer
+
+_FUSING_HEADS = ("liger", "unsloth")  # who takes these takes their norms and rotations, too
+_FUSED = FusedKernels(norm="apart", rope="apart", gated=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that kernels read and write, and how many run; args as of `autograd.Traffic`."""
+
+    moved: Count = 0
+    kernels: Count = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.moved + other.moved, self.kernels + other.kernels)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(self.moved - other.moved, self.kernels - other.kernels)
+
+    def times(self, count: Count) -> Traffic:
+        return Traffic(count * self.moved, count * self.kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTraffic:
+    """Args: as of `autograd.StepTraffic`."""
+
+    forward: Traffic = Traffic()
+    repeated: Traffic = Traffic()
+    backward: Traffic = Traffic()
+
+    def __add__(self, other: StepTraffic) -> StepTraffic:
+        return StepTraffic(
+            self.forward + other.forward,
+            self.repeated + other.repeated,
+            self.backward + other.backward,
+        )
+
+    def __sub__(self, other: StepTraffic) -> StepTraffic:
+        return StepTraffic(
+            self.forward - other.forward,
+            self.repeated - other.repeated,
+            self.backward - other.backward,
+        )
+
+    def with_kernels_of(self, other: StepTraffic) -> StepTraffic:
+        """The same bytes, moved by the kernels of `other`."""
+        return StepTraffic(
+            *(
+                replace(own, kernels=part.kernels)
+                for own, part in (
+                    (self.forward, other.forward),
+                    (self.repeated, other.repeated),
+                    (self.backward, other.backward),
+                )
+            )
+        )
+
+    def times(self, count: Count) -> StepTraffic:
+        return StepTraffic(
+            self.forward.times(count), self.repeated.times(count), self.backward.times(count)
+        )
+
+
+def _evaluated(
+    found: autograd.Traffic, number: Callable[[LinearForm], Count], chip: Chip
+) -> Traffic:
+    """`found`, less what takes less time because the second-level cache holds it."""
+    moved = number(found.moved)
+    if chip.l2_bytes and chip.l2_saves:
+        for each in found.sizes:
+            share = largest(0.0, 1 - number(each.moved) / (each.number * chip.l2_bytes))
+            moved = moved - chip.l2_saves * share * number(each.passing)
+    return Traffic(moved, found.kernels)
+
+
+def _step(
+    found: autograd.StepTraffic, *, tokens: Count, span: Count, r: Count, chip: Chip
+) -> StepTraffic:
+    def number(form: LinearForm) -> Count:
+        return evaluate(form, tokens=tokens, span=span, r=r)
+
+    return StepTraffic(*(_evaluated(part, number, chip) for part in found))
+
+
+def trained_layer(
+    layer: Layer,
+    model: ModelSpec,
+    run: RunConfig,
+    dtypes: Dtypes,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    tokens: Count,
+    span: Count,
+    r: Count,
+    chip: Chip,
+) -> StepTraffic:
+    """One layer in one micro-step.
+
+    Kind: estimate. Source: `symbolic.layer.layer_traffic`.
+    """
+    total = StepTraffic()
+    dtypes = _fused(dtypes, run)
+    for share, running, masked, ragged in layer_cases(layer, dtypes, tokens=tokens, span=span):
+        found = layer_traffic(
+            running,
+            model.stream_width,
+            targets,
+            dtypes,
+            method,
+            masked=masked,
+            ragged=ragged,
+            reentrant=bool(run.use_reentrant),
+            checkpointed=bool(run.gradient_checkpointing),
+            stream=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
+        )
+        total = total + _step(found, tokens=tokens, span=span, r=r, chip=chip).times(share)
+    return total
+
+
+def adapters_of_layer(
+    layer: Layer,
+    model: ModelSpec,
+    dtypes: Dtypes,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    tokens: Count,
+    span: Count,
+    r: Count,
+    decoding: bool,
+    chip: Chip,
+) -> Traffic:
+    """What adapters that are not merged add to one layer of a forward without gradients.
+
+    Kind: estimate. Source: `symbolic.layer.forward_traffic`.
+    """
+    total = Traffic()
+
+    def number(form: LinearForm) -> Count:
+        return evaluate(form, tokens=tokens, span=span, r=r)
+
+    stream = stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm)
+    for share, running, masked, ragged in layer_cases(layer, dtypes, tokens=tokens, span=span):
+        settings = {"masked": masked, "ragged": ragged, "stream": stream, "decoding": decoding}
+        width = model.stream_width
+        adapted = forward_traffic(running, width, targets, dtypes, method, **settings)
+        merged = forward_traffic(running, width, (), dtypes, NO_ADAPTERS, **settings)
+        added = _evaluated(adapted, number, chip) - _evaluated(merged, number, chip)
+        total = total + added.times(share)
+    return total
+
+
+def head(
+    model: ModelSpec,
+    run: RunConfig,
+    dtypes: Dtypes,
+    method: Method,
+    targets: tuple[str, ...],
+    trainer: Trainer,
+    *,
+    computed: bool,
+    tokens: Count,
+    span: Count,
+    r: Count,
+    chip: Chip,
+) -> StepTraffic:
+    """The last norm, the head and the loss of one micro-step, as far as PyTorch's operators go.
+
+    Args:
+        computed: the trainer makes its loss of the logits by itself, which is left out.
+
+    Kind: estimate. Source: `symbolic.language_head.head_traffic`.
+    """
+    (*_, last), dtypes = [layer for layer, _ in model.layers()], _fused(dtypes, run)
+    found = head_traffic(
+        model,
+        dtypes,
+        method,
+        targets,
+        stream=stream_bytes(last, dtypes, after_norm=model.starts_in_layer_norm),
+        loss_bytes=loss_element_bytes(model, dtypes),
+        trains_head=method.trains_base,
+        loss_head="" if computed else run.loss_head,
+        widens_outputs=trainer.widens_outputs,
+    )
+    return _step(found, tokens=tokens, span=span, r=r, chip=chip)
+
+
+def _fused(dtypes: Dtypes, run: RunConfig) -> Dtypes:
+    """With the kernels of whoever brings a loss of its own."""
+    if run.loss_head not in _FUSING_HEADS or dtypes.kernels.norm != "none":
+        return dtypes
+    return replace(dtypes, kernels=_FUSED)
