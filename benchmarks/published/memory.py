@@ -103,6 +103,14 @@ def _is_near_the_card(one: Observation) -> bool:
 # What is different in a run that is far off: the first that applies.
 EXPLANATIONS: tuple[tuple[Callable[[Observation], bool], str], ...] = (
     (
+        lambda one: one.run.method == "psoft",
+        "`psoft_svd` full keeps all right singular vectors of a matrix decomposed on a GPU",
+    ),
+    (
+        lambda one: one.source == "peft_method_comparison",
+        "tokens of the longest batch are read off another row",
+    ),
+    (
         lambda one: (
             one.source == "optimum_benchmark"
             and dict(one.run.libraries)["transformers"] == "4.34.1"

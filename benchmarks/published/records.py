@@ -31,6 +31,8 @@ from whichlora.store.record import encode_record
 
 CALIBRATION = Path(__file__).resolve().parent.parent.parent / "calibration"
 ENOUGH = 20
+# Of one model at one length: what a card does there would be taken for what it does.
+_ONE_SHAPE = ("peft_method_comparison",)
 FIELDS: dict[Quantity, str] = {
     "step_s": "step_s",
     "prefill_s": "prefill_s",
@@ -158,7 +160,7 @@ def _runs(observations: Iterable[Observation]) -> Iterator[list[Observation]]:
 def records() -> tuple[dict[str, list[Measurement]], LeftOut]:
     """Records by accelerator, and how many cells are none, by source and reason."""
     usable, left_out = [], LeftOut()
-    for one in published.read_all():
+    for one in (each for each in published.read_all() if each.source not in _ONE_SHAPE):
         if isinstance(one, Observation):
             refusal = _refusal(one)
             if refusal:

@@ -16,8 +16,11 @@ from whichlora.memory.inference import Generation
 from whichlora.memory.metal_heaps import SMALL_HEAP_BYTES, HeapReplay
 from whichlora.memory.step import TrainingStep
 from whichlora.spec.numeric import round_up
+from whichlora.spec.targets import adapted_linears
 
-_AGREES = 0.03  # of the peak: further off, a tensor that matters is missing among the events
+# Of the peak: further off, a tensor that matters is missing among the events. Those that a method
+# keeps beside the layers' are left out there, and idle memory hardly depends on them.
+_AGREES, _AGREES_BESIDE = 0.01, 0.03
 # Of the backends whose rules are public: bytes of what serves small requests.
 _MOST_BYTES = 2**50  # no card has as much; what a step adds to it still has an address of 64 bits
 _SMALL_POOL_STEP = {"segments": SMALL_SEGMENT_BYTES, "heaps": SMALL_HEAP_BYTES}
@@ -154,6 +157,13 @@ def _replay_of(asked: _OnAnyCard, *, is_early: bool) -> _Replayed | None:
     return _replayed_training(asked, is_early=is_early)
 
 
+def _tolerance(run: TrainingStep | Generation) -> float:
+    if isinstance(run, Generation):
+        return _AGREES
+    shared = run.method.shared_tensors(adapted_linears(run.model, run.targets), run.r)
+    return _AGREES_BESIDE if shared or run.method.outer_tensors(run.model) else _AGREES
+
+
 def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> int | None:
     """Bytes that the allocator has beyond the peak of live tensors; None where nobody can say.
 
@@ -178,7 +188,7 @@ def replayed_idle_bytes(run: TrainingStep | Generation, *, live_bytes: int) -> i
         return None
     # what blocks are larger than their tensors is no idle memory
     live = replayed.peak_bytes + replayed.allocated_bytes - replayed.large_peak_bytes
-    if abs((live - replayed.workspace_bytes) / live_bytes - 1) > _AGREES:
+    if abs((live - replayed.workspace_bytes) / live_bytes - 1) > _tolerance(run):
         return None
     small: int = round_up(replayed.small_peak_bytes, step_bytes)
     return max(0, replayed.reserved_bytes + small - live)

@@ -223,6 +223,16 @@ def with_options(run: RunConfig) -> dict[str, Any]:
     }
 
 
+def notes(run: RunConfig, adapts_experts: bool) -> tuple[str, ...]:
+    """Source: peft 0.21.2 `_build_psoft_ab_cache_buffers`, whose `contiguous()` copies no rows."""
+    if run.phase != "finetune" or str(_SVD.of(run.method_options)) != "full":
+        return ()
+    return (
+        "psoft: with psoft_svd full, a matrix decomposed on a GPU keeps all its right singular "
+        "vectors in fp32, which is not counted; psoft_svd=lowrank keeps r of them",
+    )
+
+
 _FIELDS = PeftFields(
     r="r",
     alpha="psoft_alpha",
@@ -250,4 +260,5 @@ METHOD = Method(
     work=work,
     start_bytes=start_bytes,
     merging=lambda base_bytes: 2 * base_bytes,
+    notes=notes,
 )
