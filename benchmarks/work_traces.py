@@ -81,7 +81,7 @@ class Counted:
             moved = 2 * sum(map(_num_bytes, results[:1]))
         elif name == "nll_loss_backward":
             moved = sum(map(_num_bytes, results))
-        elif "scaled_dot_product" not in name:
+        elif "scaled_dot_product" not in name and func.namespace == "aten":
             moved = sum(map(_num_bytes, inputs)) + sum(map(_num_bytes, results))
         found = self.operators[moment, name]
         found[0] += 1
@@ -200,7 +200,8 @@ micro-step, and drawn ones of LoRA, DoRA, their quantised forms and full fine-tu
 
 - products: multiplications and additions of matrices, of runs whose base is not quantised (kernels
   of bitsandbytes multiply without an operator of their own);
-- bytes moved: what all other kernels read and write, and products of which a side is a rank of 32
+- bytes moved: what all other kernels read and write, expansions of quantised weights left out
+  (`dequant_bytes`), and products of which a side is a rank of 32
   or less, which are bound by their bytes;
 - kernels: forward and backward.
 

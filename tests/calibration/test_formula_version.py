@@ -22,7 +22,7 @@ GPU = find_gpu("a10-24gb")  # without records of its own
 def test_the_digest_changes_with_a_formula_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
     before = formulas.formulas_digest.__wrapped__()
     assert formulas.formulas_digest.__wrapped__() == before
-    monkeypatch.setattr(work, "LOSS_OPS", work.LOSS_OPS + 1)
+    monkeypatch.setattr(work, "OUTSIDE_OPS", work.OUTSIDE_OPS + 1)
     assert formulas.formulas_digest.__wrapped__() != before
 
 

@@ -7,12 +7,15 @@ import dataclasses
 import peft
 import pytest
 
-from whichlora.imports.peft_configs import RANKS
+from whichlora.methods import list_methods
 
 pytestmark = pytest.mark.oracle
 
 
 def test_numbers_that_a_config_does_not_state_are_pefts() -> None:
-    for name, stated in RANKS.items():
-        fields = {field.name: field.default for field in dataclasses.fields(getattr(peft, name))}
-        assert {field: fields[field] for field in stated} == stated
+    for method in list_methods().values():
+        stated = dict(method.peft_defaults)
+        if stated:
+            config = getattr(peft, method.peft_class.rpartition(".")[2])
+            fields = {field.name: field.default for field in dataclasses.fields(config)}
+            assert {name: fields[name] for name in stated} == stated, method.name

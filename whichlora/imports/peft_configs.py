@@ -12,35 +12,6 @@ from whichlora.methods.base import Method
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB
 
 LORA = "LoraConfig"
-# Ranks, scales and dropouts that a config has where a script gives none; and what else is no
-# option's default. Source: the dataclasses of peft 0.21.2.
-RANKS: Mapping[str, Mapping[str, Any]] = {
-    "AdaLoraConfig": {"init_r": 12, "target_r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
-    "AdamssConfig": {"r": 100},
-    "BOFTConfig": {"boft_dropout": 0.0},
-    "DeftConfig": {"r": 8, "deft_dropout": 0.0},
-    "DeloraConfig": {"r": 8, "delora_lambda": 15, "module_dropout": 0.0},
-    "FrodConfig": {"frod_dropout": 0.0},
-    "GloraConfig": {"r": 8},
-    "GraloraConfig": {"r": 32, "alpha": 64, "gralora_dropout": 0.0},
-    "HRAConfig": {"r": 8},
-    "HiraConfig": {"r": 32, "hira_dropout": 0.0},
-    "LilyConfig": {"r": 32},
-    "LoHaConfig": {"r": 8, "alpha": 8},
-    "LoKrConfig": {"r": 8, "alpha": 8, "decompose_factor": -1},
-    "MissConfig": {"r": 64, "miss_dropout": 0.0, "init_weights": True},
-    "OFTConfig": {"r": 0, "module_dropout": 0.0},
-    "PeanutConfig": {"r": 32, "depth": 0},
-    "PsoftConfig": {"r": 32, "psoft_alpha": 32, "psoft_dropout": 0.0},
-    "PveraConfig": {"r": 256, "pvera_dropout": 0.0},
-    "RandLoraConfig": {"r": 32, "randlora_dropout": 0.0},
-    "ShiraConfig": {"r": 32},
-    "SupertuningConfig": {"lora_dropout": 0.0},
-    "TinyLoraConfig": {"r": 2, "tinylora_dropout": 0.0},
-    "UniLoraConfig": {"r": 4, "unilora_dropout": 0.0},
-    "VBLoRAConfig": {"r": 4, "vblora_dropout": 0.0},
-    "VeraConfig": {"r": 256, "vera_dropout": 0.0},
-}
 
 
 class _Config:
@@ -48,7 +19,7 @@ class _Config:
 
     def __init__(self, method: Method, values: Mapping[str, Any]) -> None:
         usual = {option.name: option.default for option in method.options}
-        self._values = {**usual, **RANKS.get(type(self).__name__, {}), **values}
+        self._values = {**usual, **dict(method.peft_defaults), **values}
 
     def __getattr__(self, name: str) -> Any:
         return self._values.get(name)

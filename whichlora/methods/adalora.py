@@ -145,6 +145,7 @@ METHOD = Method(
     name="adalora",
     summary="LoRA whose ranks shrink where they matter least",
     peft_class="peft.AdaLoraConfig",
+    peft_defaults=(("init_r", 12), ("target_r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0)),
     peft_config=peft_config,
     read_peft=read_peft,
     parameter_prefix="lora_",

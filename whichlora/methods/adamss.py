@@ -167,6 +167,7 @@ METHOD = Method(
     name="adamss",
     summary="low-rank updates of clusters of each weight's rows",
     peft_class="peft.AdamssConfig",
+    peft_defaults=(("r", 100),),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

@@ -243,6 +243,8 @@ class Method:
 
     Args:
         peft_class: the PEFT config class as a dotted name; empty for a method without adapters.
+        peft_defaults: ranks, scales and dropouts that it has where a script gives none, and what
+            else is no option's default.
         peft_config: its keyword arguments. `target_modules` may still hold "attention"; who builds
             the config puts the resolved names there.
         read_peft: the other way: the settings of `RunConfig` that a config object means, None where
@@ -313,6 +315,7 @@ class Method:
     name: str
     summary: str
     peft_class: str = ""
+    peft_defaults: tuple[tuple[str, Any], ...] = ()
     peft_config: Callable[[RunConfig], Mapping[str, Any]] = lambda run: {}
     read_peft: Callable[[Any], Mapping[str, Any] | None] = _not_its_own
     parameter_prefix: str = ""

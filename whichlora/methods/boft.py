@@ -168,6 +168,7 @@ METHOD = Method(
     name="boft",
     summary="each input rotated by a dense orthogonal matrix",
     peft_class="peft.BOFTConfig",
+    peft_defaults=(("boft_dropout", 0.0),),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

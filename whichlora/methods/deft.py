@@ -131,6 +131,7 @@ METHOD = Method(
     name="deft",
     summary="a trained subspace of each result, removed and injected anew",
     peft_class="peft.DeftConfig",
+    peft_defaults=(("r", 8), ("deft_dropout", 0.0)),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

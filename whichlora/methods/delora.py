@@ -89,6 +89,7 @@ METHOD = Method(
     name="delora",
     summary="LoRA of normalised ranks, with a trained strength",
     peft_class="peft.DeloraConfig",
+    peft_defaults=(("r", 8), ("delora_lambda", 15), ("module_dropout", 0.0)),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

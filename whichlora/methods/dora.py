@@ -109,7 +109,8 @@ def _dense_weight(ops: OpEmitter, linear: Linear, size: int) -> Tensor:
     if not is_quantised(linear, dtypes):
         return ops.cast(ops.tape.weight(dense, dtypes.base_bytes), size)
     four_bit = dtypes.quant in FOUR_BIT_BNB
-    expanded = ops.tape.op([], dense, dtypes.four_bit_bytes if four_bit else dtypes.compute_bytes)
+    stored = dtypes.four_bit_bytes if four_bit else dtypes.compute_bytes
+    expanded = ops.tape.op([], dense, stored, multiplies=True)
     weight = ops.cast(expanded, size)
     ops.tape.hold(expanded)
     return weight

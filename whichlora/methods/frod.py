@@ -229,6 +229,7 @@ METHOD = Method(
     name="frod",
     summary="each weight anew: a trained sparse matrix between frozen ones",
     peft_class="peft.FrodConfig",
+    peft_defaults=(("frod_dropout", 0.0),),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

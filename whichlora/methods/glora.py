@@ -235,6 +235,7 @@ METHOD = Method(
     name="glora",
     summary="each weight and bias is scaled and shifted",
     peft_class="peft.GloraConfig",
+    peft_defaults=(("r", 8),),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     parameter_prefix="glora_",

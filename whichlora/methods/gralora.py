@@ -82,6 +82,7 @@ METHOD = Method(
     name="gralora",
     summary="LoRA over a grid of blocks",
     peft_class="peft.GraloraConfig",
+    peft_defaults=(("r", 32), ("alpha", 64), ("gralora_dropout", 0.0)),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

@@ -80,6 +80,7 @@ METHOD = Method(
     name="hira",
     summary="a low-rank matrix that each weight is multiplied with",
     peft_class="peft.HiraConfig",
+    peft_defaults=(("r", 32), ("hira_dropout", 0.0)),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     parameter_prefix="hira_",

@@ -161,6 +161,7 @@ METHOD = Method(
     name="hra",
     summary="each weight times a chain of trained reflections",
     peft_class="peft.HRAConfig",
+    peft_defaults=(("r", 8),),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

@@ -173,6 +173,7 @@ METHOD = Method(
     name="lily",
     summary="low-rank updates mixed from matrices that layers share",
     peft_class="peft.LilyConfig",
+    peft_defaults=(("r", 32),),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     parameter_prefix="lily_",

@@ -107,6 +107,7 @@ METHOD = Method(
     name="loha",
     summary="the elementwise product of two low-rank updates",
     peft_class="peft.LoHaConfig",
+    peft_defaults=(("r", 8), ("alpha", 8)),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

@@ -187,6 +187,7 @@ METHOD = Method(
     name="lokr",
     summary="the Kronecker product of a small and a low-rank matrix",
     peft_class="peft.LoKrConfig",
+    peft_defaults=(("r", 8), ("alpha", 8), ("decompose_factor", -1)),
     peft_config=peft_config,
     read_peft=read_peft,
     keeps_input_dtype=True,

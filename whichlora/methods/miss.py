@@ -185,6 +185,7 @@ METHOD = Method(
     name="miss",
     summary="one matrix for the summed shards of each input",
     peft_class="peft.MissConfig",
+    peft_defaults=(("r", 64), ("miss_dropout", 0.0), ("init_weights", True)),
     peft_config=peft_config,
     read_peft=read_peft,
     keeps_input_dtype=True,

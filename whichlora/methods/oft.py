@@ -200,6 +200,7 @@ METHOD = Method(
     name="oft",
     summary="each input is rotated, block by block",
     peft_class="peft.OFTConfig",
+    peft_defaults=(("r", 0), ("module_dropout", 0.0)),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

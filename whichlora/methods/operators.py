@@ -100,7 +100,8 @@ def dense_weight(ops: OpEmitter, linear: Linear) -> Tensor:
     if not is_quantised(linear, dtypes):
         return ops.tape.weight(elements, dtypes.base_bytes)
     four_bit = dtypes.quant in FOUR_BIT_BNB
-    return ops.tape.op([], elements, dtypes.four_bit_bytes if four_bit else dtypes.compute_bytes)
+    size = dtypes.four_bit_bytes if four_bit else dtypes.compute_bytes
+    return ops.tape.op([], elements, size, multiplies=True)
 
 
 def frozen_product(

@@ -155,6 +155,7 @@ METHOD = Method(
     name="peanut",
     summary="a small network makes each update of the weight",
     peft_class="peft.PeanutConfig",
+    peft_defaults=(("r", 32), ("depth", 0)),
     peft_config=_FIELDS.config,
     read_peft=read_peft,
     parameter_prefix="peanut_",

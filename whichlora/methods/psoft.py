@@ -245,6 +245,7 @@ METHOD = Method(
     name="psoft",
     summary="a trained rotation between two frozen factors of each weight",
     peft_class="peft.PsoftConfig",
+    peft_defaults=(("r", 32), ("psoft_alpha", 32), ("psoft_dropout", 0.0)),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     parameter_prefix="psoft_",

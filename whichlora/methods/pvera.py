@@ -103,6 +103,7 @@ METHOD = Method(
     name="pvera",
     summary="VeRA with a drawn inner vector",
     peft_class="peft.PveraConfig",
+    peft_defaults=(("r", 256), ("pvera_dropout", 0.0)),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

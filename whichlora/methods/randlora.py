@@ -142,6 +142,7 @@ METHOD = Method(
     name="randlora",
     summary="updates of full rank from random matrices that all layers share",
     peft_class="peft.RandLoraConfig",
+    peft_defaults=(("r", 32), ("randlora_dropout", 0.0)),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

@@ -99,6 +99,7 @@ METHOD = Method(
     name="shira",
     summary="chosen elements of each weight are trained",
     peft_class="peft.ShiraConfig",
+    peft_defaults=(("r", 32),),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     parameter_prefix="shira_",

@@ -190,6 +190,7 @@ METHOD = Method(
     name="supertuning",
     summary="the largest elements of each weight",
     peft_class="peft.SupertuningConfig",
+    peft_defaults=(("lora_dropout", 0.0),),
     peft_config=peft_config,
     read_peft=read_peft,
     parameter_prefix="supertuning_",

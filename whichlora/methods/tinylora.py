@@ -208,6 +208,7 @@ METHOD = Method(
     name="tinylora",
     summary="a few numbers between each weight's singular vectors",
     peft_class="peft.TinyLoraConfig",
+    peft_defaults=(("r", 2), ("tinylora_dropout", 0.0)),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

@@ -121,6 +121,7 @@ METHOD = Method(
     name="unilora",
     summary="LoRA's matrices looked up in one trained vector",
     peft_class="peft.UniLoraConfig",
+    peft_defaults=(("r", 4), ("unilora_dropout", 0.0)),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

@@ -165,6 +165,7 @@ METHOD = Method(
     name="vblora",
     summary="LoRA's matrices put together from a bank of vectors",
     peft_class="peft.VBLoRAConfig",
+    peft_defaults=(("r", 4), ("vblora_dropout", 0.0)),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

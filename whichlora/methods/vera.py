@@ -88,6 +88,7 @@ METHOD = Method(
     name="vera",
     summary="trained vectors around two random matrices that all layers share",
     peft_class="peft.VeraConfig",
+    peft_defaults=(("r", 256), ("vera_dropout", 0.0)),
     peft_config=_FIELDS.config,
     read_peft=_FIELDS.read,
     keeps_input_dtype=True,

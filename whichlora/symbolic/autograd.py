@@ -797,7 +797,8 @@ class Tape:
                 backward and which it casts at its end where theirs are narrower.
             in_turn: a loop makes what it keeps, each gone before the next unless it is saved.
             multiplies: it is a product of matrices or an attention, whose time is not that of the
-                bytes that it reads and writes. One with a rank for a side is bound by them.
+                bytes that it reads and writes, or expands a quantised weight, which is counted
+                apart. A product with a rank for a side is bound by its bytes.
             picks: it reads few elements of its inputs, such as those of the targets.
             what: label of the tensors that it saves.
         """

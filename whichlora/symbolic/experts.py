@@ -89,6 +89,7 @@ def _expanded(code: OpEmitter, linear: Linear) -> Tensor:
         constant(linear.num_weights),
         code.dtypes.four_bit_bytes,
         inner=[constant(scales), constant(scales)],
+        multiplies=True,
         what=f"{linear.name}: expanded experts",
     )
 
