@@ -18,11 +18,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import method_traces
-import torch
 import trainer_traces
 from markdown_tables import markdown_table
 from trace_records import Line, read
@@ -31,8 +30,9 @@ from whichlora.predict.predict import training_step
 from whichlora.predict.rank_time import work_of_step
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.run import RunConfig
-from whichlora.tracer.recorder import Recorder
-from whichlora.tracer.trace import trace
+
+if TYPE_CHECKING:
+    import torch
 
 TRACES = Path(__file__).parent / "traces"
 RECORDS = TRACES / "work.jsonl"
@@ -64,6 +64,8 @@ class Counted:
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any, moment: str) -> None:
         """One operator."""
+        import torch
+
         name = func.overloadpacket.__name__
         leaves = torch.utils._pytree.tree_leaves
         inputs = [x for x in leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
@@ -117,6 +119,9 @@ def _is_thin(name: str, args: Any) -> bool:
 
 def counted(job: ResolvedRun, config: dict[str, Any]) -> Counted:
     """The last step of a trace, its optimizer left out."""
+    from whichlora.tracer.recorder import Recorder
+    from whichlora.tracer.trace import trace
+
     steps: dict[int, Counted] = defaultdict(Counted)
     dispatch = Recorder.__torch_dispatch__
 
