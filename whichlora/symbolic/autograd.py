@@ -811,14 +811,9 @@ class Tape:
         inputs = () if detached else tuple(tensor for tensor in reads if tensor.needs_grad)
         if inputs:
             result.needs_grad = True
-            saved = [tensor.storage for tensor in saves if tensor.storage >= 0]
-            self._saved_elsewhere.update(tensor.edge for tensor in saves if tensor.storage < 0)
-            if saves_result:
-                saved.append(result.storage)
-            for form in keeps:
-                made.append(len(self._forms))
-                saved.append(len(self._forms))
-                self._add(self._packed(form), what, 0)
+            saved = self._saved(saves, result if saves_result else None)
+            kept = [self._kept(form, what) for form in keeps]
+            made, saved = made + kept, saved + kept
             packs = bool(saves or saves_result or keeps) and not hidden
             beside = self._inner(inner_backward)
             node = _Node(len(self._steps), (result,), inputs, saved, packs, passes, beside)
@@ -838,6 +833,17 @@ class Tape:
         self._run_kernel((() if picks else reads), written, moves=not multiplies)
         self._touched |= dict.fromkeys(made, self._num_kernels)
         return result
+
+    def _saved(self, tensors: Sequence[Tensor], result: Tensor | None) -> list[int]:
+        """Storages of what a node saves; those that others made are noted."""
+        self._saved_elsewhere.update(tensor.edge for tensor in tensors if tensor.storage < 0)
+        saved = [tensor.storage for tensor in tensors if tensor.storage >= 0]
+        return saved if result is None else [*saved, result.storage]
+
+    def _kept(self, form: LinearForm, what: str) -> int:
+        """A further tensor that an operator keeps."""
+        self._add(self._packed(form), what, 0)
+        return len(self._forms) - 1
 
     def _run_kernel(self, reads: Sequence[Tensor], written: int, *, moves: bool = True) -> None:
         """The last step has a kernel, which writes so many packed bytes."""

@@ -773,19 +773,9 @@ def trained_layers(
     stored = sum(weights.linear_bytes(linear, dtypes) for linear in layer.linears)
     weight_read = count * stored * (passes + recompute)
     scanned = count * tokens * scan_flops_per_token(layer, seq_len, decoding=False)
-    attentions = [
-        _attention_flops(
-            attention,
-            dtypes,
-            batch_size=tokens // seq_len,
-            queries=seq_len,
-            keys=_num_keys(attention, seq_len) * attention.ring,
-            triangular=True,
-            forwards=1 + recompute,
-            backward=True,
-        )
-        for attention in whole.attentions
-    ]
+    attended = _trained_attentions(
+        whole, dtypes, tokens=tokens, seq_len=seq_len, forwards=1 + recompute
+    )
     adapters = _adapter_works(layer, dtypes, method, targets, r)
     between = _between_products(
         whole,
@@ -831,7 +821,26 @@ def trained_layers(
         _trained_adapter(linear, adapter, dtypes, recompute, count, rows_of(linear))
         for linear, adapter in adapters
     )
-    return Work.total((layers, Work.total(attentions).times(count), *in_step))
+    return Work.total((layers, attended.times(count), *in_step))
+
+
+def _trained_attentions(
+    layer: Layer, dtypes: Dtypes, *, tokens: Count, seq_len: Count, forwards: int
+) -> Work:
+    """Products of the attentions of one layer in `forwards` forwards and a backward."""
+    return Work.total(
+        _attention_flops(
+            attention,
+            dtypes,
+            batch_size=tokens // seq_len,
+            queries=seq_len,
+            keys=_num_keys(attention, seq_len) * attention.ring,
+            triangular=True,
+            forwards=forwards,
+            backward=True,
+        )
+        for attention in layer.attentions
+    )
 
 
 def _between_products(
@@ -983,20 +992,9 @@ def training_work(
     passes = 3 if method.trains_base else 2
     head, around = head_weights(model)
 
+    settings = (model, run, dtypes, method, targets)
     layers = Work.total(
-        trained_layers(
-            layer,
-            count,
-            model,
-            run,
-            dtypes,
-            method,
-            targets,
-            tokens=tokens,
-            seq_len=seq_len,
-            r=r,
-            chip=chip,
-        )
+        trained_layers(layer, count, *settings, tokens=tokens, seq_len=seq_len, r=r, chip=chip)
         for layer, count in model.layers()
     )
     # TRL's fused head makes each tile of the logits again in its backward
@@ -1007,15 +1005,63 @@ def training_work(
     weight_read = layers.weight_read_bytes + head * dtypes.embedding_bytes * passes + 0 * tokens
     multiplied = Work.total((layers, product_work(around_layers, wide=_widens_head(dtypes))))
     if not method.trains_base:
-        read = batch_size * method.added_tokens if method.added_tokens else tokens
-        shared = method.shared_tensors(adapted_linears(model, targets), r)
-        params = update.num_params - sum(tensor.num_params for tensor in shared)
-        further = _further_rows(model, method, targets, tokens=tokens, seq_len=seq_len, r=r)
-        of_adapters = (6 + 2 * recompute) * (read * params + further)
-        wide = product_work(of_adapters, wide=dtypes.widens_adapters)
-        multiplied = Work.total((multiplied, wide))
-    vocab = num_logits(model)
-    at_end = traffic.head(
+        sizes = {"batch_size": batch_size, "seq_len": seq_len, "r": r}
+        rows = _adapter_rows(model, method, targets, update, **sizes)
+        of_adapters = product_work((6 + 2 * recompute) * rows, wide=dtypes.widens_adapters)
+        multiplied = Work.total((multiplied, of_adapters))
+    at_end = _at_end(
+        *settings, scored=scored, seq_len=seq_len, r=r, logits_loss=logits_loss, chip=chip
+    )
+    elementwise = layers.elementwise_bytes + at_end.elementwise_bytes
+    elementwise = elementwise + tokens * states_bytes_around(model, dtypes) * 5 // 2
+    # a copy is read and written, and so is its gradient
+    elementwise = elementwise + 4 * copied * (1 + tied) * dtypes.embedding_bytes
+    micro_step = replace(
+        multiplied,
+        weight_read_bytes=weight_read,
+        elementwise_bytes=elementwise,
+        dequant_bytes=layers.dequant_bytes + 0 * tokens,
+        launches=layers.launches + at_end.launches,
+        autograd_launches=layers.autograd_launches + at_end.autograd_launches,
+    )
+    steps = run.gradient_accumulation_steps * num_forwards
+    return Work.total((micro_step.times(steps), _work_of_update(update, like=tokens)))
+
+
+def _adapter_rows(
+    model: ModelSpec,
+    method: Method,
+    targets: tuple[str, ...],
+    update: Update,
+    *,
+    batch_size: Count,
+    seq_len: Count,
+    r: Count,
+) -> Count:
+    """Trained parameters times the rows that each is multiplied with, summed up."""
+    tokens = batch_size * seq_len
+    read = batch_size * method.added_tokens if method.added_tokens else tokens
+    shared = method.shared_tensors(adapted_linears(model, targets), r)
+    params = update.num_params - sum(tensor.num_params for tensor in shared)
+    further = _further_rows(model, method, targets, tokens=tokens, seq_len=seq_len, r=r)
+    return read * params + further
+
+
+def _at_end(
+    model: ModelSpec,
+    run: RunConfig,
+    dtypes: Dtypes,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    scored: Count,
+    seq_len: Count,
+    r: Count,
+    logits_loss: LogitsLoss | None,
+    chip: Chip,
+) -> Work:
+    """What kernels around the layers move in a micro-step, and how many there are."""
+    found = traffic.head(
         model,
         run,
         dtypes,
@@ -1028,26 +1074,16 @@ def training_work(
         r=r,
         chip=chip,
     )
-    loss_passes = _loss_passes(run, dtypes, logits_loss)
-    elementwise = layers.elementwise_bytes + loss_passes * vocab * scored
-    elementwise = elementwise + at_end.forward.moved + at_end.backward.moved
+    moved = found.forward.moved + found.backward.moved
+    moved = moved + _loss_passes(run, dtypes, logits_loss) * num_logits(model) * scored
     if method.trains_base:  # zeros, to which rows are added; of a tied head a sum of two gradients
         table = model.embeddings[0].num_params * dtypes.embedding_bytes
-        elementwise = elementwise + (1 + 3 * model.head_tied) * table
-    elementwise = elementwise + tokens * states_bytes_around(model, dtypes) * 5 // 2
-    # a copy is read and written, and so is its gradient
-    elementwise = elementwise + 4 * copied * (1 + tied) * dtypes.embedding_bytes
-
-    micro_step = replace(
-        multiplied,
-        weight_read_bytes=weight_read,
-        elementwise_bytes=elementwise,
-        dequant_bytes=layers.dequant_bytes + 0 * tokens,
-        launches=layers.launches + outside_ops(model) + at_end.forward.kernels,
-        autograd_launches=layers.autograd_launches + at_end.backward.kernels,
+        moved = moved + (1 + 3 * model.head_tied) * table
+    return Work(
+        elementwise_bytes=moved,
+        launches=outside_ops(model) + found.forward.kernels,
+        autograd_launches=found.backward.kernels,
     )
-    steps = run.gradient_accumulation_steps * num_forwards
-    return Work.total((micro_step.times(steps), _work_of_update(update, like=tokens)))
 
 
 def _work_of_update(update: Update, *, like: Count) -> Work:
@@ -1303,6 +1339,44 @@ def _served_idle_flops(layer: Layer, rows: Count, num_multiprocessors: int | Non
     return total
 
 
+def _served_attentions(
+    layer: Layer,
+    run: RunConfig,
+    dtypes: Dtypes,
+    *,
+    batch_size: Count,
+    context: Count,
+    alone: bool,
+    decoding: bool,
+    chip: Chip,
+) -> Work:
+    """The attentions of one layer in a forward, and their caches; `alone`: of one query each."""
+    attended = (
+        _served_attention(
+            attention,
+            dtypes,
+            batch_size=batch_size,
+            queries=1 if alone else context,
+            keys=_num_keys(attention, context),
+            triangular=not alone,
+        )
+        for attention in layer.attentions
+    )
+    caches = (
+        _cache_work(
+            attention,
+            run,
+            dtypes,
+            batch_size=batch_size,
+            context=_num_keys(attention, context),
+            decoding=decoding,
+            chip=chip,
+        )
+        for attention in layer.running.attentions
+    )
+    return Work.total((*attended, *caches))
+
+
 def served_layers(
     group: LayerGroup,
     model: ModelSpec,
@@ -1337,29 +1411,16 @@ def served_layers(
     if of_encoder and decoding:
         weight_read = weight_read * visited / (visited + of_encoder)
     attention_flops = count * rows * scan_flops_per_token(layer, context, decoding=alone)
-    attentions = [
-        _served_attention(
-            attention,
-            dtypes,
-            batch_size=batch_size,
-            queries=1 if alone else context,
-            keys=_num_keys(attention, context),
-            triangular=not alone,
-        )
-        for attention in group.layer.attentions
-    ]
-    caches = [
-        _cache_work(
-            attention,
-            run,
-            dtypes,
-            batch_size=batch_size,
-            context=_num_keys(attention, context),
-            decoding=decoding,
-            chip=chip,
-        )
-        for attention in layer.attentions
-    ]
+    attended = _served_attentions(
+        group.layer,
+        run,
+        dtypes,
+        batch_size=batch_size,
+        context=context,
+        alone=alone,
+        decoding=decoding,
+        chip=chip,
+    )
     adapters = _adapter_works(layer, dtypes, method, targets, r)
     moved = rows * elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
     if adapters:
@@ -1394,7 +1455,7 @@ def served_layers(
         _served_adapter(linear, adapter, count, method, dtypes, rows=rows, r=r)
         for linear, adapter in adapters
     )
-    return Work.total((layers, Work.total((*attentions, *caches)).times(count), *of_adapters))
+    return Work.total((layers, attended.times(count), *of_adapters))
 
 
 def inference_work(
