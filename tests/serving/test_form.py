@@ -90,7 +90,8 @@ def test_an_unmerged_adapter_is_held_and_costs_every_token() -> None:
     assert adapters["qdora"] > adapters["qlora"]
     token = {name: forward_features(job, context=512, decoding=True) for name, job in jobs.items()}
     kernels = {name: found["launch"] for name, found in token.items()}
-    assert kernels["qlora"] - kernels["none"] == 32 * 7 * 4  # layers, matrices, kernels of each
+    # of each matrix a clone, a cast, two products, a scale, a cast and a sum
+    assert kernels["qlora"] - kernels["none"] == 32 * 7 * 7
     # DoRA expands and sums up every weight for every token
     assert token["qdora"]["dequant"] > 3 * token["qlora"]["dequant"]
     assert token["qdora"]["elementwise"] > 100 * token["qlora"]["elementwise"]
