@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.methods import lora
 from whichlora.methods.base import AdapterWork
-from whichlora.methods.operators import side_kernel
+from whichlora.methods.operators import dense_weight, side_kernel
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count
@@ -65,7 +65,7 @@ def _dora_result(ops: OpEmitter, linear: Linear, x: Tensor, result: Tensor) -> T
     tape, dtypes, out = ops.tape, ops.dtypes, linear.out_features
     outputs, dense = ops.constant(out), ops.constant(linear.in_features * out)
     autocast_eye, lora_weight = _product_of_factors(ops, linear, x.size)
-    weight = _dense_weight(ops, linear, x.size)
+    weight = _weight_as(ops, linear, x.size)
     scaled = tape.op([lora_weight], dense, x.size)
     adapted = tape.op([weight, scaled], dense, x.size)
     *_, wide = adapter_widths(linear, dtypes)
@@ -103,16 +103,11 @@ def _product_of_factors(ops: OpEmitter, linear: Linear, size: int) -> tuple[Tens
     return autocast_eye, ops.cast(product, size)
 
 
-def _dense_weight(ops: OpEmitter, linear: Linear, size: int) -> Tensor:
+def _weight_as(ops: OpEmitter, linear: Linear, size: int) -> Tensor:
     """The base's weight in the dtype of the input, expanded if it is quantised."""
-    dtypes, dense = ops.dtypes, ops.constant(linear.in_features * linear.out_features)
-    if not is_quantised(linear, dtypes):
-        return ops.cast(ops.tape.weight(dense, dtypes.base_bytes), size)
-    four_bit = dtypes.quant in FOUR_BIT_BNB
-    stored = dtypes.four_bit_bytes if four_bit else dtypes.compute_bytes
-    expanded = ops.tape.op([], dense, stored, multiplies=True)
-    weight = ops.cast(expanded, size)
-    ops.tape.hold(expanded)
+    stored = dense_weight(ops, linear)
+    weight = ops.cast(stored, size)
+    ops.tape.hold(stored)
     return weight
 
 

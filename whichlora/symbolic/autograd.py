@@ -500,17 +500,17 @@ class _Counts:
         """Args: `moved` and `passing` are packed forms."""
         self.kernels += kernels
         if moved:
-            own = self.by_size.setdefault(moved.bit_length(), [0, 0, 0])
-            own[0] += max(1, kernels)
-            own[1] += moved
-            own[2] += passing
+            counts = self.by_size.setdefault(moved.bit_length(), [0, 0, 0])
+            counts[0] += max(1, kernels)
+            counts[1] += moved
+            counts[2] += passing
 
     def traffic(self, form: Callable[[int], LinearForm]) -> Traffic:
         sizes = tuple(
             Sized(count, form(moved), form(passing))
             for count, moved, passing in self.by_size.values()
         )
-        return Traffic(total(each.moved for each in sizes), self.kernels, sizes)
+        return Traffic(total(sized.moved for sized in sizes), self.kernels, sizes)
 
 
 class StepTraffic(NamedTuple):

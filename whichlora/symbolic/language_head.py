@@ -349,23 +349,38 @@ def head_events(
         tape.returns(liger_loss(code, model, x, tokens=tokens, trained=trains_head))
         return block_events(tape, frees_input=True, accumulated=accumulated)
     logits = logits_of(code, model, x, trained=trains_head)
-    # accelerate 1.15 `ConvertOutputsToFp32`: the model of a Trainer returns its logits in fp32
-    widens = widens_outputs and dtypes.under_autocast
     if loss_head == "raw":
-        outputs = code.cast(logits, 4) if widens else logits
+        outputs = code.cast(logits, 4) if _widens(code, widens_outputs) else logits
         if logits_loss is None:
             loss = tape.op([outputs], constant(1), 4)  # one that keeps nothing
         else:
             loss = compared_answers(code, outputs, logits_loss, sequences=sequences)
     else:
-        loss = cross_entropy(code, logits, width=loss_bytes)
-        outputs = logits
-        if widens and logits.size < 4:
-            outputs = tape.op([logits], logits.elements, 4, detached=True)
+        loss, outputs = _own_loss(code, logits, width=loss_bytes, widens_outputs=widens_outputs)
     if holds_outputs:
         tape.keep_copy(outputs)
     tape.returns(loss)
     return block_events(tape, frees_input=True, accumulated=accumulated)
+
+
+def _own_loss(
+    code: OpEmitter, logits: Tensor, *, width: int, widens_outputs: bool
+) -> tuple[Tensor, Tensor]:
+    """The loss that the model computes, and the logits that its caller gets."""
+    loss = cross_entropy(code, logits, width=width)
+    return loss, _widened(code, logits, widens_outputs)
+
+
+def _widened(code: OpEmitter, x: Tensor, widens_outputs: bool) -> Tensor:
+    """An output as the caller gets it, who sends no gradient through it."""
+    if not _widens(code, widens_outputs) or x.size >= 4:
+        return x
+    return code.tape.op([x], x.elements, 4, detached=True)
+
+
+def _widens(code: OpEmitter, widens_outputs: bool) -> bool:
+    """Source: accelerate 1.15 `ConvertOutputsToFp32`: a Trainer's model returns fp32 logits."""
+    return widens_outputs and code.dtypes.under_autocast
 
 
 @lru_cache(maxsize=512)
@@ -393,16 +408,14 @@ def head_traffic(
     x = tape.input(per_token(model.stream_width), stream, needs_grad=True)
     if model.pooling is not None:
         loss, _ = _embedded(code, model, x, widens_outputs=widens_outputs)
-    elif loss_head not in ("hf", "raw"):
-        loss = end_of_stack(code, model, x)
-    else:
+    elif loss_head == "raw":
         logits = logits_of(code, model, x, trained=trains_head)
-        widens = widens_outputs and dtypes.under_autocast and logits.size < 4
-        outputs = tape.op([logits], logits.elements, 4, detached=True) if widens else logits
-        if loss_head == "raw":
-            loss = tape.op([outputs], constant(1), 4)
-        else:
-            loss = cross_entropy(code, logits, width=loss_bytes)
+        loss = tape.op([_widened(code, logits, widens_outputs)], constant(1), 4)
+    elif loss_head == "hf":
+        logits = logits_of(code, model, x, trained=trains_head)
+        loss, _ = _own_loss(code, logits, width=loss_bytes, widens_outputs=widens_outputs)
+    else:
+        loss = end_of_stack(code, model, x)
     tape.returns(loss)
     return tape.traffic(recomputed=False) if tape.has_graph else StepTraffic(tape.forward_traffic)
 
@@ -472,9 +485,8 @@ def _embedded(
     tape, width = code.tape, model.hidden_size
     y = end_of_stack(code, model, x)
     embedding = pooled(code, model.pooling, y, width=width)
-    if widens_outputs and code.dtypes.under_autocast:
-        if y.size < 4:  # the hidden states are among the outputs
-            tape.op([y], y.elements, 4, detached=True)
+    _widened(code, y, widens_outputs)  # the hidden states are among the outputs
+    if _widens(code, widens_outputs):
         embedding = code.cast(embedding, 4)
     tape.hold(y)  # the batch's dict names them until the loss is there
     loss = compared(code, embedding, width=width)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from whichlora.memory.layer_bytes import layer_cases
 from whichlora.memory.loss import loss_element_bytes
@@ -14,7 +14,7 @@ from whichlora.spec.kernels import FusedKernels
 from whichlora.spec.numeric import Count, largest
 from whichlora.spec.run import RunConfig
 from whichlora.symbolic import autograd
-from whichlora.symbolic.autograd import LinearForm, evaluate
+from whichlora.symbolic.autograd import evaluate
 from whichlora.symbolic.language_head import head_traffic
 from whichlora.symbolic.layer import forward_traffic, layer_traffic, stream_bytes
 from whichlora.timing.chip import Chip
@@ -66,14 +66,9 @@ class StepTraffic:
     def with_kernels_of(self, other: StepTraffic) -> StepTraffic:
         """The same bytes, moved by the kernels of `other`."""
         return StepTraffic(
-            *(
-                replace(own, kernels=part.kernels)
-                for own, part in (
-                    (self.forward, other.forward),
-                    (self.repeated, other.repeated),
-                    (self.backward, other.backward),
-                )
-            )
+            replace(self.forward, kernels=other.forward.kernels),
+            replace(self.repeated, kernels=other.repeated.kernels),
+            replace(self.backward, kernels=other.backward.kernels),
         )
 
     def times(self, count: Count) -> StepTraffic:
@@ -83,24 +78,24 @@ class StepTraffic:
 
 
 def _evaluated(
-    found: autograd.Traffic, number: Callable[[LinearForm], Count], chip: Chip
+    symbolic: autograd.Traffic, *, tokens: Count, span: Count, r: Count, chip: Chip
 ) -> Traffic:
-    """`found`, less what takes less time because the second-level cache holds it."""
-    moved = number(found.moved)
+    """`symbolic`, less what takes less time because the second-level cache holds it."""
+    number = partial(evaluate, tokens=tokens, span=span, r=r)
+    moved = number(symbolic.moved)
     if chip.l2_bytes and chip.l2_saves:
-        for each in found.sizes:
-            share = largest(0.0, 1 - number(each.moved) / (each.number * chip.l2_bytes))
-            moved = moved - chip.l2_saves * share * number(each.passing)
-    return Traffic(moved, found.kernels)
+        for sized in symbolic.sizes:
+            share = largest(0.0, 1 - number(sized.moved) / (sized.number * chip.l2_bytes))
+            moved = moved - chip.l2_saves * share * number(sized.passing)
+    return Traffic(moved, symbolic.kernels)
 
 
 def _step(
-    found: autograd.StepTraffic, *, tokens: Count, span: Count, r: Count, chip: Chip
+    symbolic: autograd.StepTraffic, *, tokens: Count, span: Count, r: Count, chip: Chip
 ) -> StepTraffic:
-    def number(form: LinearForm) -> Count:
-        return evaluate(form, tokens=tokens, span=span, r=r)
-
-    return StepTraffic(*(_evaluated(part, number, chip) for part in found))
+    return StepTraffic(
+        *(_evaluated(part, tokens=tokens, span=span, r=r, chip=chip) for part in symbolic)
+    )
 
 
 def trained_layer(
@@ -123,7 +118,7 @@ def trained_layer(
     total = StepTraffic()
     dtypes = _fused(dtypes, run)
     for share, running, masked, ragged in layer_cases(layer, dtypes, tokens=tokens, span=span):
-        found = layer_traffic(
+        symbolic = layer_traffic(
             running,
             model.stream_width,
             targets,
@@ -135,7 +130,7 @@ def trained_layer(
             checkpointed=bool(run.gradient_checkpointing),
             stream=stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm),
         )
-        total = total + _step(found, tokens=tokens, span=span, r=r, chip=chip).times(share)
+        total = total + _step(symbolic, tokens=tokens, span=span, r=r, chip=chip).times(share)
     return total
 
 
@@ -157,18 +152,14 @@ def adapters_of_layer(
     Kind: estimate. Source: `symbolic.layer.forward_traffic`.
     """
     total = Traffic()
-
-    def number(form: LinearForm) -> Count:
-        return evaluate(form, tokens=tokens, span=span, r=r)
-
+    evaluated = partial(_evaluated, tokens=tokens, span=span, r=r, chip=chip)
     stream = stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm)
     for share, running, masked, ragged in layer_cases(layer, dtypes, tokens=tokens, span=span):
         settings = {"masked": masked, "ragged": ragged, "stream": stream, "decoding": decoding}
         width = model.stream_width
         adapted = forward_traffic(running, width, targets, dtypes, method, **settings)
         merged = forward_traffic(running, width, (), dtypes, NO_ADAPTERS, **settings)
-        added = _evaluated(adapted, number, chip) - _evaluated(merged, number, chip)
-        total = total + added.times(share)
+        total = total + (evaluated(adapted) - evaluated(merged)).times(share)
     return total
 
 
@@ -194,7 +185,7 @@ def head(
     Kind: estimate. Source: `symbolic.language_head.head_traffic`.
     """
     (*_, last), dtypes = [layer for layer, _ in model.layers()], _fused(dtypes, run)
-    found = head_traffic(
+    symbolic = head_traffic(
         model,
         dtypes,
         method,
@@ -205,7 +196,7 @@ def head(
         loss_head="" if computed else run.loss_head,
         widens_outputs=trainer.widens_outputs,
     )
-    return _step(found, tokens=tokens, span=span, r=r, chip=chip)
+    return _step(symbolic, tokens=tokens, span=span, r=r, chip=chip)
 
 
 def _fused(dtypes: Dtypes, run: RunConfig) -> Dtypes:

@@ -858,12 +858,12 @@ def _between_products(
 ) -> StepTraffic:
     """What the kernels of one layer move in a micro-step, and how many there are."""
     sizes = {"tokens": tokens, "span": seq_len, "r": r, "chip": chip}
-    found = traffic.trained_layer(layer, model, run, dtypes, method, targets, **sizes)
+    counted = traffic.trained_layer(layer, model, run, dtypes, method, targets, **sizes)
     loops_over_tokens = any(each.kind == "mamba1" for each in layer.attentions)
     if not loops_over_tokens and not (layer.moe is not None and layer.moe.one_by_one):
         passes = 2 + method.trains_base + bool(run.gradient_checkpointing)
         in_groups = Traffic(kernels=passes * grouped_ops(layer, dtypes, tokens))
-        return found + StepTraffic(backward=in_groups)  # which C++ launches, too
+        return counted + StepTraffic(backward=in_groups)  # which C++ launches, too
     plain = traffic.trained_layer(layer, model, run, dtypes, NO_ADAPTERS, (), **sizes)
     in_forward = layer_ops(layer, run) + expert_ops(layer, tokens) + loop_ops(layer)
     in_forward = in_forward + scan_loop_ops(layer, seq_len)
@@ -878,8 +878,8 @@ def _between_products(
         Traffic(moved_back, in_backward),
     )
     # of experts the operators are all there, but how many run depends on the tokens
-    by_loop = found - plain + looping
-    return by_loop if loops_over_tokens else found.with_kernels_of(by_loop)
+    by_loop = counted - plain + looping
+    return by_loop if loops_over_tokens else counted.with_kernels_of(by_loop)
 
 
 def _walked_modules(
@@ -1061,7 +1061,7 @@ def _at_end(
     chip: Chip,
 ) -> Work:
     """What kernels around the layers move in a micro-step, and how many there are."""
-    found = traffic.head(
+    head = traffic.head(
         model,
         run,
         dtypes,
@@ -1074,15 +1074,15 @@ def _at_end(
         r=r,
         chip=chip,
     )
-    moved = found.forward.moved + found.backward.moved
+    moved = head.forward.moved + head.backward.moved
     moved = moved + _loss_passes(run, dtypes, logits_loss) * num_logits(model) * scored
     if method.trains_base:  # zeros, to which rows are added; of a tied head a sum of two gradients
         table = model.embeddings[0].num_params * dtypes.embedding_bytes
         moved = moved + (1 + 3 * model.head_tied) * table
     return Work(
         elementwise_bytes=moved,
-        launches=outside_ops(model) + found.forward.kernels,
-        autograd_launches=found.backward.kernels,
+        launches=outside_ops(model) + head.forward.kernels,
+        autograd_launches=head.backward.kernels,
     )
 
 

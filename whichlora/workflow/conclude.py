@@ -174,15 +174,15 @@ def _as_alone(session: Session, finetune: list[Candidate], least: float) -> list
     """
     replayed: set[RunConfig] = set()
     while session.is_large:
-        found = {
-            each.run: replace(session.replay(each.run), chance_to_serve=each.chance_to_serve)
-            for each in best_of_models(finetune, least).values()
-            if each.run not in replayed
+        anew = {
+            best.run: replace(session.replay(best.run), chance_to_serve=best.chance_to_serve)
+            for best in best_of_models(finetune, least).values()
+            if best.run not in replayed
         }
-        if not found:
+        if not anew:
             break
-        replayed |= found.keys()
-        finetune = [found.get(each.run, each) for each in finetune]
+        replayed |= anew.keys()
+        finetune = [anew.get(candidate.run, candidate) for candidate in finetune]
     return finetune
 
 
