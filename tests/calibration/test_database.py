@@ -840,4 +840,4 @@ def test_a_fit_no_better_than_the_datasheet_is_said_in_one_line(
     said = told_of_fit(capsys, used=True, now=0.07, typical=0.1)
     assert "its mean is below (10.0% against 15.0%), so it is used" in said
     said = told_of_fit(capsys, used=True, now=0.07, typical=0.16)
-    assert "by no more than chance in 7 runs that scatter by 20%" in said
+    assert "by no more than chance in 7 runs that scatter by 10%" in said

@@ -65,3 +65,15 @@ def test_what_passes_is_what_a_kernel_right_before_has_touched_or_nobody_keeps()
     assert moved(sizes.moved) == 10 * 8 * (6 * 4 + 6)
     # six results, each written and read right after; x itself was read too long ago
     assert moved(sizes.passing) == 10 * 8 * 6 * (2 + 2)
+
+
+def test_each_operator_that_saves_a_tensor_saves_it_once_more_and_weights_are_saved_too() -> None:
+    tape = Tape()
+    x = tape.input(per_token(8), 2, needs_grad=True)
+    weight = tape.weight(constant(8 * 8), 2)
+    y = tape.op([x, weight], x.elements, 2, saves=[x, weight])
+    z = tape.op([x, y], x.elements, 2, saves=[x, y], saves_result=True)
+    tape.op([z], x.elements, 2, saves=[z], hidden=True)  # past the hooks
+    tape.returns(tape.in_place(z, y))
+    assert tape.traffic(recomputed=False).forward.saves == 2 + 3
+    assert tape.forward_traffic.saves == 0  # without a graph nothing is saved

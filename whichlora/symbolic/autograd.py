@@ -433,6 +433,7 @@ class _Node:
     multiplies: bool = False
     picks: bool = False
     read_elsewhere: int = 0  # packed bytes of saved tensors that have no storage on the tape
+    num_saved: int = 0  # weights and tensors that others made among them
 
 
 @dataclass(slots=True)
@@ -479,11 +480,14 @@ class Traffic(NamedTuple):
         moved: bytes, those of products of matrices left out.
         kernels: how many run, products included.
         sizes: the same kernels by what each of them moves, products left out.
+        saves: tensors that operators save for their backward, each time that one does; those
+            that bypass the saved-tensor hooks left out.
     """
 
     moved: LinearForm = NOTHING
     kernels: int = 0
     sizes: tuple[Sized, ...] = ()
+    saves: int = 0
 
 
 _RIGHT_BEFORE = 4  # kernels
@@ -821,6 +825,7 @@ class Tape:
             node.casts, node.sums_wide = self._packed(casts_gradients), sums_wide
             node.multiplies, node.picks = multiplies, picks
             node.read_elsewhere = sum(tensor.packed for tensor in saves if tensor.storage < 0)
+            node.num_saved = 0 if hidden else len(saves) + saves_result + len(keeps)
             self._nodes.append(node)
         step = _Step(
             [tensor.storage for tensor in reads if tensor.storage >= 0],
@@ -957,7 +962,9 @@ class Tape:
         is_sum = added is not None  # a product's backward reads its factor
         saved = [operand.storage for operand in saves if operand.storage >= 0]
         packs = bool(saved) or not is_sum
-        self._nodes.append(_Node(step, (result,), inputs, saved, packs, is_sum))
+        node = _Node(step, (result,), inputs, saved, packs, is_sum)
+        node.num_saved = max(len(saves), packs)
+        self._nodes.append(node)
         return result
 
     def write_view(
@@ -1080,8 +1087,9 @@ class Tape:
         """Of a forward with a graph, and of its backward. Args: as of `backward`."""
         walk = self.backward_walk(recomputed=recomputed, early_stop=early_stop)
         walk.counts.kernels += self._num_inside * (1 + recomputed)  # all that C++ launches
+        num_saved = sum(node.num_saved for node in self._nodes)
         return StepTraffic(
-            self.forward_traffic,
+            self.forward_traffic._replace(saves=num_saved),
             walk.repeated.traffic(self._form),
             walk.counts.traffic(self._form),
         )

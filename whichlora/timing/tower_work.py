@@ -110,7 +110,9 @@ def tower_step_work(step: TowerStep, *, text_tokens: Count, chip: Chip = UNKNOWN
         )
         launches = _packed_launches(group, num_patches, step.forward.span)
         packed = Work(
-            launches=launches * (1 + recompute), autograd_launches=launches * BACKWARD_RATIO
+            launches=launches * (1 + recompute),
+            recorded_launches=launches * (1 + recompute),
+            autograd_launches=launches * BACKWARD_RATIO,
         )
         works += [work, packed]
     around = _around_flops(step.forward) * (3 if step.trains else 2)

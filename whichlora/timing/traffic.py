@@ -30,15 +30,18 @@ class Traffic:
 
     moved: Count = 0
     kernels: Count = 0
+    saves: Count = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.moved + other.moved, self.kernels + other.kernels)
+        return Traffic(
+            self.moved + other.moved, self.kernels + other.kernels, self.saves + other.saves
+        )
 
     def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(self.moved - other.moved, self.kernels - other.kernels)
+        return self + other.times(-1)
 
     def times(self, count: Count) -> Traffic:
-        return Traffic(count * self.moved, count * self.kernels)
+        return Traffic(count * self.moved, count * self.kernels, count * self.saves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class StepTraffic:
     def with_kernels_of(self, other: StepTraffic) -> StepTraffic:
         """The same bytes, moved by the kernels of `other`."""
         return StepTraffic(
-            replace(self.forward, kernels=other.forward.kernels),
+            replace(self.forward, kernels=other.forward.kernels, saves=other.forward.saves),
             replace(self.repeated, kernels=other.repeated.kernels),
             replace(self.backward, kernels=other.backward.kernels),
         )
@@ -87,7 +90,7 @@ def _evaluated(
         for sized in symbolic.sizes:
             share = largest(0.0, 1 - number(sized.moved) / (sized.number * chip.l2_bytes))
             moved = moved - chip.l2_saves * share * number(sized.passing)
-    return Traffic(moved, symbolic.kernels)
+    return Traffic(moved, symbolic.kernels, symbolic.saves)
 
 
 def _step(

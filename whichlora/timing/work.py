@@ -92,10 +92,11 @@ BACKWARD_RATIO = 1.6  # 60 of 38
 # Elements that an activation reads and writes, and its kernels, where it is no kernel of its own.
 # Kind: exact. Source: transformers 5.23 `NewGELUActivation`, `QuickGELUActivation`.
 _ACTIVATION_PASSES = {"gelu_new": (18, 8), "quick_gelu": (7, 3)}
-# Launches of a forward that take the host as long as the Python hooks through which every tensor
-# passes that non-reentrant checkpointing saves: packed in the forward, packed again in the second
-# one, unpacked in the backward. Kind: measured, `benchmarks/host_costs.py`: 0.86 to 1.2.
-HOOKS = 0.9
+# Launches that take the host as long as one call of `checkpoint`, around a layer, and as the Python
+# hooks of one tensor that non-reentrant checkpointing saves: packed in the forward, packed again in
+# the second one, unpacked in the backward.
+# Kind: measured, `benchmarks/host_costs.py`: 26 to 33 and 1.3 to 2.4.
+CHECKPOINT_CALL, SAVED_TENSOR_HOOKS = 31, 1.6
 LAYER_MODULES = 6  # beside its linear layers: itself, attention, MLP, activation and two norms
 # Bytes that a loss with kernels of its own reads and writes per token and vocabulary entry,
 # forward and backward.
@@ -149,9 +150,11 @@ class Work:
             and by summing the gradients of micro-batches.
         optimizer_flops: of the step in fp32, where they take longer than its bytes.
         launches: kernels launched from Python, each on its own.
+        recorded_launches: those of them whose operators autograd records for a backward.
         autograd_launches: those that autograd's C++ launches in a backward.
-        hook_launches: launches of a forward that take the host as long as its Python hooks on what
-            checkpointing saves.
+        update_launches: those of the optimizer and of what is done to gradients before its step.
+        checkpoint_launches: launches that take the host as long as checkpointing beside the second
+            forward.
         walked_modules: modules of the model that the trainer walks through around its micro-steps,
             while the device waits.
         engine_steps: turns of a serving engine's scheduler and sampler on the host, for which the
@@ -170,8 +173,10 @@ class Work:
     optimizer_bytes: Count = 0
     optimizer_flops: Count = 0
     launches: Count = 0
+    recorded_launches: Count = 0
     autograd_launches: Count = 0
-    hook_launches: Count = 0
+    update_launches: Count = 0
+    checkpoint_launches: Count = 0
     walked_modules: Count = 0
     engine_steps: Count = 0
 
@@ -797,7 +802,8 @@ def trained_layers(
     unpacking = of_quants + unpacking_ops(layer, dtypes)
     in_forward = between.forward.kernels + unpacking
     again = (between.repeated.kernels + unpacking) * recompute
-    hooks = HOOKS * (recompute and not run.use_reentrant)
+    first_is_recorded = not (recompute and run.use_reentrant)
+    hooks = SAVED_TENSOR_HOOKS * first_is_recorded * between.forward.saves
     in_fp32 = count * 2 * tokens * wide_gradient_weights(layer, dtypes)
     layers = Work(
         product_flops=multiplied * (active_weights(layer) - wide)
@@ -812,8 +818,9 @@ def trained_layers(
         * (between.forward.moved + between.repeated.moved + between.backward.moved),
         dequant_bytes=dequant,
         launches=count * (in_forward + again),
+        recorded_launches=count * (in_forward * first_is_recorded + again),
         autograd_launches=count * (between.backward.kernels + of_quants),
-        hook_launches=count * in_forward * hooks,
+        checkpoint_launches=count * recompute * (CHECKPOINT_CALL + hooks),
         walked_modules=count * _walked_modules(layer, run, adapters),
     )
     rows_of = partial(_rows_read, model, tokens, seq_len)
@@ -872,8 +879,9 @@ def _between_products(
     moved = tokens * elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
     # backward reads a gradient and what was saved for each that it writes
     moved_back = moved * 3 // 2 + tokens * scan_loop_backward_bytes(layer, seq_len)
+    saved_by_kernel = plain.forward.saves / plain.forward.kernels
     looping = StepTraffic(
-        Traffic(moved, in_forward),
+        Traffic(moved, in_forward, saves=in_forward * saved_by_kernel),
         Traffic(moved, in_forward).times(bool(run.gradient_checkpointing)),
         Traffic(moved_back, in_backward),
     )
@@ -1022,6 +1030,7 @@ def training_work(
         elementwise_bytes=elementwise,
         dequant_bytes=layers.dequant_bytes + 0 * tokens,
         launches=layers.launches + at_end.launches,
+        recorded_launches=layers.recorded_launches + at_end.launches,
         autograd_launches=layers.autograd_launches + at_end.autograd_launches,
     )
     steps = run.gradient_accumulation_steps * num_forwards
@@ -1090,7 +1099,7 @@ def _work_of_update(update: Update, *, like: Count) -> Work:
     return Work(
         optimizer_bytes=update_bytes(update) + 0 * like,
         optimizer_flops=update_flops(update),
-        launches=update_launches(update),
+        update_launches=update_launches(update),
     )
 
 
