@@ -74,6 +74,8 @@ class Counted:
             return
         if not results or (not func._schema.is_mutable and _is_alias(inputs, results)):
             return
+        if name == "copy_":
+            inputs = inputs[1:]  # the first is written over
         moved = 0
         if name in _PRODUCTS:
             self.products[moment] += _product_flops(name, args)

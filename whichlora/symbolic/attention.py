@@ -36,7 +36,7 @@ from whichlora.symbolic.kernels import (
     shares_mask,
 )
 from whichlora.symbolic.llama4 import project_and_turn
-from whichlora.symbolic.mla import latent_projections
+from whichlora.symbolic.mla import expands_cache, latent_projections
 from whichlora.symbolic.operators import OpEmitter, Rows
 from whichlora.symbolic.windows import attend_in_windows
 
@@ -412,9 +412,8 @@ def _through_cache(
     code: OpEmitter, attention: Attention, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Keys and values as `Cache.update` returns them; in training there is no cache."""
-    is_latent = attention.projection.startswith("latent")
     # a cache of latents is expanded anew, so that it hands out nothing that it keeps
-    expands = is_latent and attention.cache_elements < attention.k_width
+    expands = expands_cache(attention)
     hands_out = attention.projection in ("one_by_one", "one_by_one_shared", "borrowed") or (
         attention.cache_elements and not code.dtypes.stores and not expands
     )
@@ -686,7 +685,8 @@ def _eager_kernel(
     elif bias is not None:
         scores = code.add(scores, bias)
     if attention.causal or attention.masks_keys or code.masked:
-        scores = code.add(scores, tape.weight(scores_shape, code.stream_bytes))
+        mask = tape.weight(_pairs(code, attention, 1), code.stream_bytes)  # one for all heads
+        scores = code.add(scores, mask)
     if attention.eager == "sinks":
         probabilities = _softmax_with_sinks(code, attention, scores)
     else:
@@ -839,7 +839,7 @@ def _math_kernel(
     if bias is not None:
         scores = code.add(scores, bias)
     elif mask is not None:
-        scores = code.add(scores, tape.weight(shape, 4))
+        scores = code.add(scores, tape.weight(mask.elements, 4))
     # `_safe_softmax` looks for -inf in the scores; `softmax_backward_cuda_out` multiplies gradient
     # and result before it reduces the product
     product = scaled(shape, 4) if dtypes.backend.multiplies_before_softmax else NOTHING

@@ -350,7 +350,7 @@ def head_events(
         return block_events(tape, frees_input=True, accumulated=accumulated)
     logits = logits_of(code, model, x, trained=trains_head)
     if loss_head == "raw":
-        outputs = code.cast(logits, 4) if _widens(code, widens_outputs) else logits
+        outputs = _read_by_caller(code, logits, widens_outputs)
         if logits_loss is None:
             loss = tape.op([outputs], constant(1), 4)  # one that keeps nothing
         else:
@@ -376,6 +376,11 @@ def _widened(code: OpEmitter, x: Tensor, widens_outputs: bool) -> Tensor:
     if not _widens(code, widens_outputs) or x.size >= 4:
         return x
     return code.tape.op([x], x.elements, 4, detached=True)
+
+
+def _read_by_caller(code: OpEmitter, logits: Tensor, widens_outputs: bool) -> Tensor:
+    """Logits as a caller gets them who computes the loss of them, and sends a gradient back."""
+    return code.cast(logits, 4) if _widens(code, widens_outputs) else logits
 
 
 def _widens(code: OpEmitter, widens_outputs: bool) -> bool:
@@ -410,7 +415,7 @@ def head_traffic(
         loss, _ = _embedded(code, model, x, widens_outputs=widens_outputs)
     elif loss_head == "raw":
         logits = logits_of(code, model, x, trained=trains_head)
-        loss = tape.op([_widened(code, logits, widens_outputs)], constant(1), 4)
+        loss = tape.op([_read_by_caller(code, logits, widens_outputs)], constant(1), 4)
     elif loss_head == "hf":
         logits = logits_of(code, model, x, trained=trains_head)
         loss, _ = _own_loss(code, logits, width=loss_bytes, widens_outputs=widens_outputs)

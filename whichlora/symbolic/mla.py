@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from whichlora.spec.architecture import Attention
 from whichlora.symbolic.autograd import Tensor, per_token, plus, scaled
-from whichlora.symbolic.operators import OpEmitter
+from whichlora.symbolic.operators import OpEmitter, Rows
 from whichlora.symbolic.sparse_keys import mask_other_keys
 
 
@@ -49,13 +49,21 @@ def latent_projections(
     else:
         turn = _turn_complex if attention.projection == "latent_complex" else _turn_interleaved
         q_turned, k_turned = turn(code, q_turned), turn(code, k_turned)
+    rows = code.rows
+    if code.decoding and expands_cache(attention):
+        rows = Rows(keys=True)
+        tape.hold(latent, k_turned)  # until the cache has copied them, and hands out its own
+        latent, k_turned = (
+            tape.cached(state, rows.of(state.elements.per_token), written=True)
+            for state in (latent, k_turned)
+        )
     query = tape.op([q_plain, q_turned], q.elements, q.size, joined=True, what="query")
-    expanded = code.linear(kv_up, latent)
+    expanded = replace(code, rows=rows).linear(kv_up, latent)
     k_plain, value = tape.parts(
-        expanded, (per_token(heads * plain), per_token(heads * attention.v_head_dim))
+        expanded, (rows.of(heads * plain), rows.of(heads * attention.v_head_dim))
     )
     # written in place part by part: each backward copies the whole gradient first
-    width = per_token(attention.k_width)
+    width = rows.of(attention.k_width)
     key = tape.op(
         [k_plain, k_turned],
         width,
@@ -74,6 +82,12 @@ def latent_projections(
     tape.hold(query, key, value, *local_variables)
     local_variables += chosen
     return query, key, value
+
+
+def expands_cache(attention: Attention) -> bool:
+    """Whether the cache keeps latents, of which keys and values are made anew in each forward."""
+    is_latent = attention.projection.startswith("latent")
+    return is_latent and attention.cache_elements < attention.k_width
 
 
 def _turn_interleaved(code: OpEmitter, x: Tensor) -> Tensor:

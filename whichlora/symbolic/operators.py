@@ -23,6 +23,7 @@ from whichlora.symbolic.autograd import (
     Tensor,
     constant,
     per_group,
+    per_pair,
     per_rank,
     per_rank_sequence,
     per_rank_token,
@@ -54,6 +55,7 @@ class Rows:
         group: one row for so many tokens of a sequence; 0 for rows of tokens. What adapters make
             of them is left out.
         chosen: rows of each token in all, of which the `part`-th of `parts` is read.
+        keys: one row for each token that a query sees. What adapters make of them is left out.
     """
 
     number: int = 0
@@ -62,6 +64,7 @@ class Rows:
     chosen: int = 1
     part: int = 0
     parts: int = 1
+    keys: bool = False
 
     def _share(self, width: int) -> int:
         """Shares of all parts add up to the whole."""
@@ -75,6 +78,8 @@ class Rows:
             return per_sequence(self.in_sequence * width)
         if self.group:
             return per_group(width, self.group)
+        if self.keys:
+            return per_pair(width)
         return per_token(self._share(width))
 
     def of_rank(self, multiple: int) -> LinearForm:
@@ -82,7 +87,7 @@ class Rows:
             return per_rank(self.number * multiple)
         if self.in_sequence:
             return per_rank_sequence(self.in_sequence * multiple)
-        if self.group:
+        if self.group or self.keys:
             return NOTHING
         return per_rank_token(self._share(multiple))
 
@@ -90,6 +95,8 @@ class Rows:
         """`count` where a product has more than `fused_rows`; a part has as many as tokens."""
         if self.number:
             return constant(count * (self.number > fused_rows))
+        if self.keys:
+            return constant(count)
         return where_many_rows(count, fused_rows)
 
 

@@ -107,9 +107,9 @@ _UNMEASURED_KINDS = ("cpu", "hpu")  # of which no product was measured
 _USUAL_SHARE = 0.82
 
 # What a kernel that Python launches costs the host: geometric mean and deviation of eight hosts
-# under eager PyTorch. Five of published decoding speeds on A100 (20, 21, 22, 23 and 26
-# microseconds; `docs/accuracy/published.md`), measured ones of H20 (12), H100 (20) and T4 (28).
-LAUNCH_S, LAUNCH_SPREAD = 21e-6, 0.27
+# under eager PyTorch. Five of published decoding speeds on A100 (17, 18, 21, 22 and 25
+# microseconds; `docs/accuracy/published.md`), measured ones of H20 (12), H100 (19) and T4 (27).
+LAUNCH_S, LAUNCH_SPREAD = 20e-6, 0.27
 # The same of a kernel whose operator autograd records for a backward, and of one of that backward,
 # which C++ launches; in launches of a forward without a graph.
 # Kind: measured, `benchmarks/host_costs.py`: 1.2 to 1.4, and 0.7 to 1.0. By them the hosts of an

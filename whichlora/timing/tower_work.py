@@ -8,13 +8,14 @@ from whichlora.spec.architecture import LayerGroup
 from whichlora.spec.numeric import Count, ceil_div, smallest
 from whichlora.timing.chip import UNKNOWN_CHIP, Chip
 from whichlora.timing.work import (
-    ATTENTION_OPS,
     BACKWARD_RATIO,
     Work,
     product_work,
     served_layers,
     trained_layers,
 )
+
+ATTENTION_OPS = 4  # kernels of one call: slices laid out, and the attention
 
 
 def _segment(group: LayerGroup, span: Count) -> Count:

@@ -7,7 +7,7 @@ from functools import partial
 
 from whichlora.memory.layer_bytes import layer_cases
 from whichlora.memory.loss import loss_element_bytes
-from whichlora.methods.base import NO_ADAPTERS, Method
+from whichlora.methods.base import Method
 from whichlora.spec.architecture import Layer, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.kernels import FusedKernels
@@ -64,14 +64,6 @@ class StepTraffic:
             self.forward - other.forward,
             self.repeated - other.repeated,
             self.backward - other.backward,
-        )
-
-    def with_kernels_of(self, other: StepTraffic) -> StepTraffic:
-        """The same bytes, moved by the kernels of `other`."""
-        return StepTraffic(
-            replace(self.forward, kernels=other.forward.kernels, saves=other.forward.saves),
-            replace(self.repeated, kernels=other.repeated.kernels),
-            replace(self.backward, kernels=other.backward.kernels),
         )
 
     def times(self, count: Count) -> StepTraffic:
@@ -137,7 +129,7 @@ def trained_layer(
     return total
 
 
-def adapters_of_layer(
+def served_layer(
     layer: Layer,
     model: ModelSpec,
     dtypes: Dtypes,
@@ -147,22 +139,32 @@ def adapters_of_layer(
     tokens: Count,
     span: Count,
     r: Count,
-    decoding: bool,
+    alone: bool,
     chip: Chip,
 ) -> Traffic:
-    """What adapters that are not merged add to one layer of a forward without gradients.
+    """One layer of a forward without gradients.
+
+    Args:
+        targets: of adapters that are not merged.
+        alone: one token of each sequence runs, and sees the `span` of it.
 
     Kind: estimate. Source: `symbolic.layer.forward_traffic`.
     """
     total = Traffic()
-    evaluated = partial(_evaluated, tokens=tokens, span=span, r=r, chip=chip)
     stream = stream_bytes(layer, dtypes, after_norm=model.starts_in_layer_norm)
     for share, running, masked, ragged in layer_cases(layer, dtypes, tokens=tokens, span=span):
-        settings = {"masked": masked, "ragged": ragged, "stream": stream, "decoding": decoding}
-        width = model.stream_width
-        adapted = forward_traffic(running, width, targets, dtypes, method, **settings)
-        merged = forward_traffic(running, width, (), dtypes, NO_ADAPTERS, **settings)
-        total = total + (evaluated(adapted) - evaluated(merged)).times(share)
+        symbolic = forward_traffic(
+            running,
+            model.stream_width,
+            targets,
+            dtypes,
+            method,
+            masked=masked,
+            ragged=ragged,
+            stream=stream,
+            decoding=alone,
+        )
+        total = total + _evaluated(symbolic, tokens=tokens, span=span, r=r, chip=chip).times(share)
     return total
 
 

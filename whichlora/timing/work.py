@@ -29,6 +29,7 @@ from whichlora.symbolic.kernels import (
     is_masked,
     repeats_keys,
 )
+from whichlora.symbolic.mla import expands_cache
 from whichlora.timing import traffic
 from whichlora.timing.cache_work import Conversion, expanding, storing
 from whichlora.timing.chip import UNKNOWN_CHIP, Chip
@@ -40,38 +41,23 @@ from whichlora.timing.expansion import (
     visited_matrices,
 )
 from whichlora.timing.mamba_work import (
-    scan_bytes,
     scan_flops_per_token,
     scan_loop_backward_bytes,
     scan_loop_ops,
-    scan_ops,
 )
 from whichlora.timing.products import idle_flops
 from whichlora.timing.sparse_work import (
-    choosing_bytes_per_pair,
     choosing_flops_per_pair,
-    choosing_ops,
     indexer_linears,
 )
 from whichlora.timing.traffic import StepTraffic, Traffic
 from whichlora.timing.window_work import (
-    WINDOW_OPS,
-    window_bytes_per_token,
     window_flops_per_token,
 )
 from whichlora.trainers import get_trainer
 from whichlora.trainers.base import LogitsLoss
 
-# Kernels of one layer's forward, traced on transformers 5.23 (Llama: 38 in all, backward 60).
-NORM_OPS = 6
-ROPE_OPS = 11
-ATTENTION_OPS = 4
-EAGER_OPS = 8
-MATH_OPS = 16  # traced on torch 2.13: casts, scaled and laid out operands, mask, products, softmax
-MATH_STEP_OPS = 9  # of one query, which has no mask
-MATH_CASTS = 5  # more in 16 bit
-RESIDUAL_OPS = 2
-EXPERT_OPS = 8  # per expert that a batch visits
+EXPERT_OPS = 8  # kernels of one expert's forward
 # `torch.where` of one expert's mask, whether a token chose it or not: a sum, and two kernels that
 # select; the host waits for the sum. What is run on no rows launches nothing.
 LOOP_OPS = 3
@@ -81,17 +67,9 @@ LOOP_OPS = 3
 HEAD_PASS = 0.6
 VLLM_LAYER_OPS = 12  # its kernels join norm and residual, queries and keys, gate and product
 VLLM_CAPTURED_TOKENS = 8192  # longest sequence of its captured graphs, by default
-# Kernels of a layer of Gemma 3n, traced on torch 2.13, norms left out: states predicted and
-# corrected; a low-rank product and two sums; a cutoff of the gate.
-STATES_OPS = 24
-LOW_RANK_OPS = 5
-CUTOFF_OPS = 13
 STATE_OPS = 8  # that project one further state, and bring it to a magnitude
 OUTSIDE_OPS = 22  # embedding, final norm, head, sampling
-BACKWARD_RATIO = 1.6  # 60 of 38
-# Elements that an activation reads and writes, and its kernels, where it is no kernel of its own.
-# Kind: exact. Source: transformers 5.23 `NewGELUActivation`, `QuickGELUActivation`.
-_ACTIVATION_PASSES = {"gelu_new": (18, 8), "quick_gelu": (7, 3)}
+BACKWARD_RATIO = 1.6  # kernels of a backward, of those of its forward: 60 of 38 of a Llama's layer
 # Launches that take the host as long as one call of `checkpoint`, around a layer, and as the Python
 # hooks of one tensor that non-reentrant checkpointing saves: packed in the forward, packed again in
 # the second one, unpacked in the backward.
@@ -151,7 +129,7 @@ class Work:
         optimizer_flops: of the step in fp32, where they take longer than its bytes.
         launches: kernels launched from Python, each on its own.
         recorded_launches: those of them whose operators autograd records for a backward.
-        autograd_launches: those that autograd's C++ launches in a backward.
+        autograd_launches: those that C++ launches: autograd in a backward, or a loop over groups.
         update_launches: those of the optimizer and of what is done to gradients before its step.
         checkpoint_launches: launches that take the host as long as checkpointing beside the second
             forward.
@@ -411,58 +389,6 @@ def attention_flops_per_token(
     return per_key * seen * (1 if half else 2)
 
 
-def score_bytes(attention: Attention, dtypes: Dtypes, kernel: Kernel) -> tuple[int, int]:
-    """Bytes per query and key of matrices of scores, read and written: forward and backward.
-
-    Kind: exact, counted per operator; masks of few bytes left out.
-    Source: transformers 5.23 `eager_attention_forward`: the scores' product, scaling, mask,
-    softmax (in fp32), narrowing, the values' product, and the backward of each; torch 2.13
-    `_scaled_dot_product_attention_math`, all in fp32, with `_safe_softmax`'s look for -inf and
-    probabilities that it narrows to return them.
-    """
-    if attention.kind != "softmax" or kernel in FUSED:
-        return 0, 0
-    if kernel == "math":
-        narrowed = 4 + 2 if dtypes.compute_bytes == 2 else 0
-        forward = 4 + 2 * 4 + 2 * 4 + (4 + 1 + 1) + narrowed + 4
-        backward = 2 * 4 + 3 * 4 + 2 * 4
-        heads = attention.num_attention_heads
-        return heads * forward, heads * backward
-    narrow = dtypes.compute_bytes
-    wide = 4 if attention.wide_softmax else narrow
-    casts = wide + narrow if wide > narrow else 0
-    forward = narrow + 2 * narrow + 2 * narrow + (narrow + wide) + casts + narrow
-    # the values' product reads probabilities and writes their gradient; softmax reads both
-    backward = 2 * narrow + casts + (2 * wide + narrow) + 2 * narrow + 2 * narrow
-    heads = attention.num_attention_heads
-    return heads * forward, heads * backward
-
-
-def math_key_bytes(attention: Attention, dtypes: Dtypes, *, masked: bool, decoding: bool) -> int:
-    """Bytes per key and value that the math kernel moves before its products.
-
-    They are widened, repeated per query head, the keys scaled, and read by the products.
-
-    Kind: exact, counted per operator. Source: torch 2.13 `_scaled_dot_product_attention_math`.
-    """
-    narrow = attention.k_width + attention.v_width
-    heads = attention.num_attention_heads
-    wide = heads * (attention.head_dim + attention.v_head_dim)
-    moved = (2 + 4) * narrow if dtypes.compute_bytes == 2 else 0
-    if narrow < wide and not repeats_keys(attention, dtypes, masked=masked, decoding=decoding):
-        moved += 4 * narrow + 4 * wide
-    return moved + 2 * 4 * heads * attention.head_dim + 4 * wide
-
-
-def math_ops(dtypes: Dtypes, *, decoding: bool) -> int:
-    """Kernels that the math kernel of one attention launches in a forward.
-
-    Kind: exact. Source: a trace of torch 2.13 `_scaled_dot_product_attention_math`.
-    """
-    casts = MATH_CASTS if dtypes.compute_bytes == 2 else 0
-    return (MATH_STEP_OPS if decoding else MATH_OPS) + casts
-
-
 def _attention_flops(
     attention: Attention,
     dtypes: Dtypes,
@@ -499,43 +425,7 @@ def _attention_flops(
         return attended
     sizes = {"batch_size": batch_size, "queries": queries, "keys": keys}
     chosen = _choosing_work(attention, dtypes, forwards=forwards, **sizes)
-    return Work.total((attended, replace(chosen, elementwise_bytes=0, launches=0)))
-
-
-def _served_attention(
-    attention: Attention,
-    dtypes: Dtypes,
-    *,
-    batch_size: Count,
-    queries: Count,
-    keys: Count,
-    triangular: bool,
-) -> Work:
-    """One forward: products, matrices of scores, and what the math kernel launches."""
-    sizes = {"batch_size": batch_size, "queries": queries, "keys": keys}
-    attended = _attention_flops(
-        attention, dtypes, triangular=triangular, forwards=1, backward=False, **sizes
-    )
-    moved = math_kernels = 0 * (batch_size * queries * keys)
-    decoding = not triangular
-    for share, kernel in kernels_of(attention, dtypes, keys, decoding=decoding):
-        if attention.windows is not None:
-            of_token, _ = window_bytes_per_token(attention, dtypes)
-            moved = moved + share * batch_size * queries * of_token
-        else:
-            of_scores, _ = score_bytes(attention, dtypes, kernel)
-            moved = moved + share * batch_size * queries * keys * of_scores
-        if kernel == "math":
-            of_keys = math_key_bytes(attention, dtypes, masked=False, decoding=decoding)
-            moved = moved + share * batch_size * keys * of_keys
-            math_kernels = math_kernels + share * (
-                math_ops(dtypes, decoding=decoding) - ATTENTION_OPS
-            )
-    found = [attended, Work(elementwise_bytes=moved, launches=math_kernels)]
-    if attention.sparse is not None:
-        chosen = _choosing_work(attention, dtypes, forwards=1, **sizes)
-        found.append(Work(elementwise_bytes=chosen.elementwise_bytes, launches=chosen.launches))
-    return Work.total(found)
+    return Work.total((attended, chosen))
 
 
 def _choosing_work(
@@ -556,8 +446,6 @@ def _choosing_work(
     unpacked, expanded_read = forward_bytes(alone, dtypes, rows)
     in_fp32 = dtypes.compute_bytes == 2 and not dtypes.under_autocast  # `q.float()`
     flops = rows * keys * choosing_flops_per_pair(attention)
-    batched = 1 * (batch_size > 1) * (queries > 1)
-    per_pair = choosing_bytes_per_pair(attention, dtypes, batched=batched)
     stored = sum(weights.linear_bytes(linear, dtypes) for linear in linears)
     once = Work(
         product_flops=2 * rows * sum(linear.num_weights for linear in linears),
@@ -565,50 +453,8 @@ def _choosing_work(
         wide_attention_flops=flops * in_fp32,
         weight_read_bytes=stored + expanded_read,
         dequant_bytes=unpacked,
-        elementwise_bytes=rows * keys * per_pair,
-        launches=choosing_ops(attention) + quant_ops(alone, dtypes) + unpacking_ops(alone, dtypes),
     )
     return once.times(forwards)
-
-
-def activation_passes(activation: str) -> tuple[int, int]:
-    """Elements that an activation reads and writes for each of its result, and its kernels.
-
-    Kind: exact. Source: `_ACTIVATION_PASSES`.
-    """
-    return _ACTIVATION_PASSES.get(activation, (2, 1))
-
-
-def layer_ops(layer: Layer, run: RunConfig) -> int:
-    """Kernels of one layer's forward, adapters left out; experts as one pass.
-
-    Kind: estimate. Source: kernels of traced layers of transformers 5.23.
-    """
-    ops = NORM_OPS * len(layer.norms + layer.inner_norms)
-    if layer.layer_input is not None:  # its matrices, activation and product
-        ops += 4 + RESIDUAL_OPS // 2
-    if layer.altup is not None:  # whose norm runs twice
-        ops += NORM_OPS + STATES_OPS
-    ops += LOW_RANK_OPS if layer.low_rank is not None else 0
-    for attention in layer.attentions:
-        ops += len(attention.linears)
-        ops += ROPE_OPS if attention.position == "rope" else 0
-        if attention.kind in ("mamba1", "mamba2"):
-            ops += scan_ops(attention)
-        elif attention.windows is not None:
-            ops += WINDOW_OPS
-        else:
-            ops += EAGER_OPS if run.attn == "eager" else ATTENTION_OPS
-        ops += RESIDUAL_OPS // 2
-    if layer.mlp is not None:
-        _, of_activation = activation_passes(layer.mlp.activation)
-        ops += len(layer.mlp.linears) + of_activation + layer.mlp.gated + RESIDUAL_OPS // 2
-        ops += CUTOFF_OPS if layer.mlp.is_sparse else 0
-    if layer.moe is not None:
-        ops += 10 + RESIDUAL_OPS // 2
-        if layer.moe.shared is not None:
-            ops += len(layer.moe.shared.linears) + 3
-    return ops
 
 
 def quant_ops(layer: Layer, dtypes: Dtypes) -> int:
@@ -629,63 +475,6 @@ def unpacking_ops(layer: Layer, dtypes: Dtypes) -> int:
     return expansion_ops(dtypes) * sum(is_quantised(each, dtypes) for each in layer.linears)
 
 
-def elementwise_forward_bytes(
-    layer: Layer, run: RunConfig, dtypes: Dtypes, hidden_size: int
-) -> int:
-    """Bytes per token that operators between the products read and write in one forward.
-
-    Counted over the Python code of the classes, every operator on its own; Liger's and unsloth's
-    kernels read and write once. What adapters add is theirs. Kind: estimate. Source: transformers
-    5.23 `LlamaRMSNorm`, `apply_rotary_pos_emb`, `LlamaMLP`.
-    """
-    narrow = dtypes.compute_bytes
-    fused = run.loss_head in ("liger", "unsloth")
-    moved = 0
-    for norm in layer.norms + layer.inner_norms:
-        in_kernel = fused or dtypes.kernels.norm != "none"
-        in_steps = norm.kind not in ("layer", "layer_narrow") and not in_kernel
-        # widen, square, mean, scale, narrow, weight: fp32 read four times and written three times
-        passes = 7 * 4 + 4 * narrow if in_steps else 2 * narrow
-        moved += passes * norm.width * norm.rows
-    moved += 3 * narrow * hidden_size * (len(layer.attentions) + 1)  # residuals
-    for attention in layer.attentions:
-        q, k, v = attention.q_width, attention.k_width, attention.v_width
-        if attention.position == "rope":  # two products, a half negated, both joined, their sum
-            moved += (2 if fused or dtypes.kernels.rope != "none" else 10) * narrow * (q + k)
-        moved += 2 * narrow * (q + k + v)  # read by the kernel, or laid out for it
-    moved += scan_bytes(layer) + _states_bytes(layer, dtypes)
-    active = 1
-    mlp = layer.mlp
-    if layer.moe is not None:
-        mlp, active = layer.moe.expert, layer.moe.rows_per_token
-        moved += 6 * narrow * hidden_size * active  # gathered, weighted and added
-    if mlp is not None:
-        of_activation, _ = activation_passes(mlp.activation)
-        passes = of_activation + 3 if mlp.gated else of_activation
-        if mlp.gated and (fused or dtypes.kernels.gated or dtypes.kernels.adapters):
-            passes = 3
-        passes += 6 if mlp.is_sparse else 0  # mean, deviation, difference, what exceeds it
-        moved += passes * dtypes.mlp_bytes * mlp.width * active
-    return moved
-
-
-def _states_bytes(layer: Layer, dtypes: Dtypes) -> int:
-    """Bytes per token that a stream of several states moves in a layer, and a low-rank residual.
-
-    Kind: estimate. Source: transformers 5.23 `Gemma3nTextAltUp.predict`, `correct`.
-    """
-    moved = 0
-    if layer.altup is not None:
-        width, states = layer.altup.norm.width, layer.altup.num_states
-        # product 2, sum 3, layout 2; gain and its copies 4 + 1, product 2, sum 3; the first state
-        # copied and scaled 4, the input added to the others 2, less 1
-        moved += (15 * states + 7) * dtypes.stream_bytes * width
-        moved += (7 * 4 + 4 * dtypes.compute_bytes) * width  # its norm runs twice
-    if layer.low_rank is not None:  # two sums and a quotient
-        moved += 8 * dtypes.stream_bytes * layer.low_rank.norm.width
-    return moved
-
-
 def states_bytes_around(model: ModelSpec, dtypes: Dtypes) -> int:
     """So before the first and after the last layer.
 
@@ -704,17 +493,6 @@ def outside_ops(model: ModelSpec) -> int:
     if model.streams is None:
         return OUTSIDE_OPS
     return OUTSIDE_OPS + 2 * STATE_OPS * (model.streams.num_states - 1) + STATE_OPS
-
-
-def expert_ops(layer: Layer, tokens: Count) -> Count:
-    """Kernels of the experts that a batch visits, one after the other.
-
-    Kind: estimate. Source: kernels of traced experts of transformers 5.23.
-    """
-    if layer.moe is None:
-        return 0 * tokens
-    visited = smallest(layer.moe.num_experts, tokens * layer.moe.rows_per_token)
-    return EXPERT_OPS * visited
 
 
 def grouped_ops(layer: Layer, dtypes: Dtypes, tokens: Count) -> Count:
@@ -866,28 +644,53 @@ def _between_products(
     """What the kernels of one layer move in a micro-step, and how many there are."""
     sizes = {"tokens": tokens, "span": seq_len, "r": r, "chip": chip}
     counted = traffic.trained_layer(layer, model, run, dtypes, method, targets, **sizes)
-    loops_over_tokens = any(each.kind == "mamba1" for each in layer.attentions)
-    if not loops_over_tokens and not (layer.moe is not None and layer.moe.one_by_one):
-        passes = 2 + method.trains_base + bool(run.gradient_checkpointing)
-        in_groups = Traffic(kernels=passes * grouped_ops(layer, dtypes, tokens))
-        return counted + StepTraffic(backward=in_groups)  # which C++ launches, too
-    plain = traffic.trained_layer(layer, model, run, dtypes, NO_ADAPTERS, (), **sizes)
-    in_forward = layer_ops(layer, run) + expert_ops(layer, tokens) + loop_ops(layer)
-    in_forward = in_forward + scan_loop_ops(layer, seq_len)
-    in_backward = (layer_ops(layer, run) + expert_ops(layer, tokens)) * BACKWARD_RATIO
-    in_backward = in_backward + scan_loop_ops(layer, seq_len, backward=True)
-    moved = tokens * elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
-    # backward reads a gradient and what was saved for each that it writes
-    moved_back = moved * 3 // 2 + tokens * scan_loop_backward_bytes(layer, seq_len)
-    saved_by_kernel = plain.forward.saves / plain.forward.kernels
-    looping = StepTraffic(
-        Traffic(moved, in_forward, saves=in_forward * saved_by_kernel),
-        Traffic(moved, in_forward).times(bool(run.gradient_checkpointing)),
+    in_forward = _loop_kernels(layer, tokens, seq_len)
+    in_backward = _loop_kernels(layer, tokens, seq_len, backward=True)
+    passes = 2 + method.trains_base + bool(run.gradient_checkpointing)
+    in_backward = in_backward + passes * grouped_ops(layer, dtypes, tokens)  # C++ launches them
+    moved_back = tokens * scan_loop_backward_bytes(layer, seq_len)
+    return counted + StepTraffic(
+        Traffic(kernels=in_forward),
+        Traffic(kernels=in_forward * bool(run.gradient_checkpointing)),
         Traffic(moved_back, in_backward),
     )
-    # of experts the operators are all there, but how many run depends on the tokens
-    by_loop = counted - plain + looping
-    return by_loop if loops_over_tokens else counted.with_kernels_of(by_loop)
+
+
+def _loop_kernels(layer: Layer, tokens: Count, span: Count, *, backward: bool = False) -> Count:
+    """Kernels of loops in Python beside the operators on a tape, which has all of them once.
+
+    Over experts: those that no token of the batch chose run nothing. Over the tokens of a scan.
+
+    Kind: estimate. Source: transformers 4.38 `Qwen2MoeSparseMoeBlock.forward`, which loops over all
+    experts; 5.23 `mamba_selective_scan`.
+    """
+    kernels = scan_loop_ops(layer, span, backward=backward)
+    moe = layer.moe
+    if moe is None or not moe.one_by_one:
+        return kernels
+    visited = smallest(moe.num_experts, tokens * moe.rows_per_token)
+    unread = (moe.num_experts - visited) * EXPERT_OPS
+    return kernels - unread * BACKWARD_RATIO if backward else kernels - unread + loop_ops(layer)
+
+
+def _between_served(
+    layer: Layer,
+    model: ModelSpec,
+    dtypes: Dtypes,
+    method: Method,
+    targets: tuple[str, ...],
+    *,
+    tokens: Count,
+    span: Count,
+    r: Count,
+    alone: bool,
+    chip: Chip,
+) -> Traffic:
+    """What the kernels of one layer move in a forward without a graph, and how many there are."""
+    counted = traffic.served_layer(
+        layer, model, dtypes, method, targets, tokens=tokens, span=span, r=r, alone=alone, chip=chip
+    )
+    return counted + Traffic(kernels=_loop_kernels(layer, tokens, 1 if alone else span))
 
 
 def _walked_modules(
@@ -1209,21 +1012,32 @@ def evaluation_work(
     )
 
 
-def cache_passes(attention: Attention, run: RunConfig, dtypes: Dtypes) -> int:
-    """How often one decoding step reads or writes the keys and values there are.
+def cache_passes(
+    attention: Attention, run: RunConfig, dtypes: Dtypes, context: Count
+) -> tuple[Real, int]:
+    """How often one decoding step reads or writes the keys and values there are, and kernels.
 
-    A dynamic cache is read and written whole to append one token, then read by the attention;
-    of a quantised one, `conversion` counts what comes before the attention.
-    Old code read it once more to repeat each group's keys per query head, and read those.
+    A dynamic cache is read and written whole to append one token. Then the attention reads it, or
+    a copy for every head; what makes copies is among the layer's own operators, but for what old
+    classes made for FlashAttention. Of a quantised one, `conversion` counts what comes before.
 
-    Kind: exact. Source: transformers 5.23 `DynamicLayer.update`, `repeat_kv`.
+    Kind: exact. Source: transformers 5.23 `DynamicLayer.update`, `repeat_kv`; 4.40
+    `Qwen2FlashAttention2.forward`; torch 2.13 `_scaled_dot_product_attention_math`.
     """
-    if run.kv_cache != "dynamic":
-        return 1
     groups = attention.num_attention_heads // max(1, attention.num_key_value_heads)
-    if groups > 1 and (dtypes.libraries.repeats_keys or dtypes.attn == "eager"):
-        return 2 + 1 + 2 * groups
-    return 3
+    with_mask = is_masked(attention, dtypes, context)
+    read: Real = 0
+    for masked, share in ((True, with_mask), (False, 1 - with_mask)):
+        kernel = attention_kernel(attention, dtypes, masked=masked, decoding=True)
+        repeated = repeats_keys(attention, dtypes, masked=masked, decoding=True)
+        copies = groups if repeated or kernel not in FUSED else 1
+        widened = kernel == "math" and dtypes.compute_bytes == 2
+        passes = copies * (1 + widened)
+        if dtypes.libraries.repeats_keys and not dtypes.uses_sdpa and kernel in FUSED:
+            passes = 1 + 2 * groups if groups > 1 else 1  # read, written and read again
+        read = read + share * passes
+    written = run.engine == TRANSFORMERS and bool(attention.cache_elements)
+    return read + 2 * (run.kv_cache == "dynamic"), 2 * written
 
 
 def waited_passes(
@@ -1313,8 +1127,9 @@ def _cache_work(
     keys = attention.cache_elements * context
     passes: Real = 1
     waited: Real = 0
+    of_cache, appending = cache_passes(attention, run, dtypes, context)
     if decoding:
-        passes = cache_passes(attention, run, dtypes)
+        passes = of_cache
         if run.engine == TRANSFORMERS:  # vLLM's kernels split keys
             waited = waited_passes(
                 attention,
@@ -1328,7 +1143,7 @@ def _cache_work(
     return Work(
         attention_bytes=batch_size * (moved + keys * waited) * dtypes.compute_bytes,
         elementwise_bytes=batch_size * converted.element_bytes * keys,
-        launches=converted.launches,
+        launches=converted.launches + appending,
     )
 
 
@@ -1361,13 +1176,15 @@ def _served_attentions(
 ) -> Work:
     """The attentions of one layer in a forward, and their caches; `alone`: of one query each."""
     attended = (
-        _served_attention(
+        _attention_flops(
             attention,
             dtypes,
             batch_size=batch_size,
             queries=1 if alone else context,
             keys=_num_keys(attention, context),
             triangular=not alone,
+            forwards=1,
+            backward=False,
         )
         for attention in layer.attentions
     )
@@ -1384,6 +1201,18 @@ def _served_attentions(
         for attention in layer.running.attentions
     )
     return Work.total((*attended, *caches))
+
+
+def _expanding_weights(layer: Layer) -> int:
+    """Elements of the matrices that make keys and values of all latents in a cache.
+
+    Kind: exact. Source: `symbolic.mla`.
+    """
+    return sum(
+        [linear for linear in attention.linears if linear.active][-2].num_weights
+        for attention in layer.attentions
+        if expands_cache(attention)
+    )
 
 
 def served_layers(
@@ -1415,6 +1244,9 @@ def served_layers(
         product_flops = product_flops + count * 2 * tokens * of_encoder
         further = _further_reading_flops(layer, batch_size, tokens)
         product_flops = product_flops + count * further
+    elif run.engine == TRANSFORMERS:
+        further = (batch_size * context - rows) * _expanding_weights(layer)
+        product_flops = product_flops + count * 2 * further
     visited = visited_weights(layer, rows) - of_encoder * decoding
     weight_read = count * visited_bytes(layer, dtypes, rows)
     if of_encoder and decoding:
@@ -1431,34 +1263,30 @@ def served_layers(
         chip=chip,
     )
     adapters = _adapter_works(layer, dtypes, method, targets, r)
-    moved = rows * elementwise_forward_bytes(layer, run, dtypes, model.hidden_size)
-    if adapters:
-        added = traffic.adapters_of_layer(
-            group.layer,
-            model,
-            dtypes,
-            method,
-            targets,
-            tokens=rows,
-            span=context,
-            r=r,
-            decoding=decoding,
-            chip=chip,
-        )
-        moved = moved + added.moved
+    between = _between_served(
+        group.layer,
+        model,
+        dtypes,
+        method,
+        targets,
+        tokens=rows,
+        span=context,
+        r=r,
+        alone=alone,
+        chip=chip,
+    )
     unpacked, expanded_read = forward_bytes(layer, dtypes, rows)
     dequant, weight_read = count * unpacked, weight_read + count * expanded_read
-    ops = layer_ops(layer, run) + quant_ops(layer, dtypes) + loop_ops(layer)
-    ops = ops + scan_loop_ops(layer, 1 if alone else context)
-    ops = ops + (added.kernels if adapters else 0)
+    of_quants = quant_ops(layer, dtypes) + unpacking_ops(layer, dtypes)
     layers = Work(
         product_flops=product_flops,
         idle_flops=count * _served_idle_flops(layer, rows, chip.num_multiprocessors),
         weight_read_bytes=weight_read,
         attention_flops=attention_flops,
-        elementwise_bytes=count * moved,
+        elementwise_bytes=count * between.moved,
         dequant_bytes=dequant,
-        launches=count * (ops + expert_ops(layer, rows)),
+        launches=count * (between.kernels + of_quants),
+        autograd_launches=count * grouped_ops(layer, dtypes, rows),  # which C++ launches, too
     )
     of_adapters = (
         _served_adapter(linear, adapter, count, method, dtypes, rows=rows, r=r)
@@ -1538,5 +1366,6 @@ def inference_work(
         dequant_bytes=layers.dequant_bytes + 0 * tokens,
         optimizer_bytes=0 * tokens,
         launches=launches,
+        autograd_launches=layers.autograd_launches * (not serving),
         engine_steps=int(serving) + 0 * tokens,
     )

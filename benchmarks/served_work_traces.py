@@ -1,0 +1,210 @@
+"""Count what the kernels of traced forwards move, beside the counts of the time model.
+
+`python benchmarks/served_work_traces.py` prints errors of one layer in a prompt pass and in a
+decoding step, by model; `--write` writes docs/accuracy/served_work.md. `--trace` counts the runs
+anew: the real code runs on fake tensors, and every operator is one kernel, which reads its inputs
+and writes its results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import trainer_traces
+from markdown_tables import markdown_table, write_page
+from trace_records import Line, read
+from work_traces import Counted
+
+from whichlora.methods.base import NO_ADAPTERS
+from whichlora.predict.resolve import ResolvedRun
+from whichlora.spec.run import RunConfig
+from whichlora.timing.chip import UNKNOWN_CHIP
+from whichlora.timing.work import served_layers
+
+RECORDS = Path(__file__).parent / "traces" / "served_work.jsonl"
+PAGE, TITLE = "served_work", "Work of a forward, against traces"
+MODELS = (
+    "meta-llama/Llama-3.2-1B",
+    "mistralai/Mistral-7B-v0.3",
+    "Qwen/Qwen2.5-1.5B",
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-30B-A3B",
+    "google/gemma-2-2b",
+    "google/gemma-3-1b-it",
+    "mistralai/Mixtral-8x7B-v0.1",
+    "deepseek-ai/DeepSeek-V2-Lite",
+    "openai-community/gpt2",
+    "facebook/opt-1.3b",
+    "microsoft/phi-2",
+    "EleutherAI/pythia-1b",
+    "bigscience/bloom-560m",
+    "bigcode/starcoder2-3b",
+    "tiiuae/falcon-7b",
+)
+LAYERS, NEW_TOKENS = 2, 4
+DRAWS = 4  # of each model
+PASSES = {"prefill": "prompt pass", "decode": "decoding step"}
+QUANTITIES = {"kernels": "kernels", "bytes": "bytes moved"}
+TEXT = """The real code of Transformers runs on fake tensors, in two layers of a model's real width;
+every operator is a kernel that reads its inputs and writes its results. Layers alone, products and
+fused attention left out. Bytes of a cache are appended to in both; where attention is not fused, a
+decoding step also reads what its products do."""
+
+
+def draw(model: str, number: int) -> Line:
+    rng = random.Random(f"served {model} {number}")
+    run = RunConfig(
+        model=model,
+        phase="inference",
+        batch_size=rng.choice((1, 2, 4, 8)),
+        prompt_len=rng.choice((128, 256, 512, 1024)),
+        max_new_tokens=NEW_TOKENS,
+        attn=("sdpa", "eager")[number % 2],
+        precision=rng.choice(("bf16", "bf16", "fp32")),
+    )
+    return {"layers": LAYERS, "run": run.to_dict()}
+
+
+def lines() -> Iterator[Line]:
+    for model in MODELS:
+        for number in range(DRAWS):
+            yield draw(model, number)
+
+
+def counted(job: ResolvedRun, config: dict[str, Any]) -> dict[int, Counted]:
+    """What the layers do in each forward of a generation."""
+    import work_traces
+
+    from whichlora.tracer.recorder import Recorder
+    from whichlora.tracer.trace import trace
+
+    forwards: dict[int, Counted] = defaultdict(Counted)
+    dispatch = Recorder.__torch_dispatch__
+
+    def counting(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = dispatch(self, func, types, args, kwargs)
+        layer, moment = self._place()
+        if layer is not None and self._in_model:
+            forwards[self._num_forwards].note(func, args, kwargs, result, moment)
+        return result
+
+    with (
+        mock.patch.object(Recorder, "__torch_dispatch__", counting),
+        mock.patch.object(work_traces, "_is_thin", _reads_keys),
+    ):
+        trace(
+            job.run,
+            config,
+            target_modules=job.peft_targets,
+            compute_capability=job.gpu.compute_capability,
+        )
+    return forwards
+
+
+def _reads_keys(name: str, args: Any) -> bool:
+    """Whether it is a product of one query with keys or values, bound by what it reads."""
+    return name in ("bmm", "baddbmm") and args[-2].shape[-2] == 1
+
+
+def traced(line: Line) -> Line:
+    """Kernels and bytes of one layer in the prompt pass and in the last decoding step."""
+    forwards = counted(trainer_traces.job_of(line), trainer_traces.config_of(line))
+    found = {
+        name: {
+            "kernels": sum(count for count, _ in forwards[number].operators.values()),
+            "bytes": sum(moved for _, moved in forwards[number].operators.values()),
+        }
+        for name, number in (("prefill", min(forwards)), ("decode", max(forwards)))
+    }
+    return {name: line[name] for name in ("layers", "run")} | {"traced": found}
+
+
+def predicted(line: Line) -> dict[str, dict[str, float]]:
+    """The same, as the time model counts them."""
+    job = trainer_traces.job_of(line)
+    run, found = job.run, {}
+    for name in PASSES:
+        decoding = name == "decode"
+        works = [
+            served_layers(
+                group, job.model, run, job.dtypes, NO_ADAPTERS, (),
+                batch_size=run.batch_size,
+                context=run.prompt_len + NEW_TOKENS - 1 if decoding else run.prompt_len,
+                decoding=decoding,
+                r=0,
+                chip=UNKNOWN_CHIP,
+            )
+            for group in job.model.groups
+        ]  # fmt: skip
+        fused = sum(
+            group.count * len(group.layer.attentions)
+            for group in job.model.groups
+            if run.attn != "eager" and all(each.sdpa != "eager" for each in group.layer.attentions)
+        )
+        moved = sum(work.elementwise_bytes + work.attention_bytes for work in works)
+        passes = {"prefill": 1, "decode": 3}[name]
+        once = sum(work.attention_bytes for work in works) / passes
+        if name == "prefill":
+            moved += once  # read and written
+        elif fused:
+            moved -= once
+        kernels = sum(work.launches for work in works)
+        found[name] = {"kernels": kernels - fused, "bytes": moved}
+    return found
+
+
+def errors(line: Line) -> dict[tuple[str, str], float]:
+    ours = predicted(line)
+    return {
+        (name, quantity): ours[name][quantity] / line["traced"][name][quantity] - 1
+        for name in PASSES
+        for quantity in QUANTITIES
+    }
+
+
+def table() -> str:
+    found: dict[str, list[dict[tuple[str, str], float]]] = defaultdict(list)
+    for line in read(RECORDS):
+        found[line["run"]["model"]].append(errors(line))
+    rows = [_row("**all**", [one for each in found.values() for one in each])]
+    rows += [_row(model.rpartition("/")[2], found[model]) for model in sorted(found)]
+    titles = [f"{title}, {what}" for title in PASSES.values() for what in QUANTITIES.values()]
+    header = [name for title in titles for name in (title, "worst")]
+    return markdown_table(("model", "runs", *header), rows)
+
+
+def _row(name: str, found: list[dict[tuple[str, str], float]]) -> tuple[str, ...]:
+    cells = [name, str(len(found))]
+    for key in found[0]:
+        sizes = [one[key] for one in found]
+        worst = max(sizes, key=abs)
+        cells += [f"{100 * median(map(abs, sizes)):.1f} %", f"{100 * worst:+.0f} %"]
+    return tuple(cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.trace:
+        with RECORDS.open("w", encoding="utf-8") as file, ProcessPoolExecutor(2) as pool:
+            for line in pool.map(traced, lines()):
+                print(json.dumps(line), file=file, flush=True)
+    text = table()
+    print(text)
+    if arguments.write:
+        write_page(PAGE, TITLE, f"{TEXT}\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()
