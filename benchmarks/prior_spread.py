@@ -85,17 +85,15 @@ class Spreads:
 
 
 def runs() -> Iterator[Run]:
-    for one in timed_observations():
-        engine = one.run.engine or one.run.kv_cache
-        yield compared(
-            f"{one.gpu}, {one.source}, {engine}", gpu_of(one.gpu), timed_parts(one), one.value
-        )
+    for row in timed_observations():
+        host = f"{row.gpu}, {row.source}, {row.run.engine}"
+        yield compared(host, gpu_of(row.gpu), timed_parts(row), row.value)
     for key in GPUS:
         gpu = find_gpu(key)
         for record in records(key):
-            samples = time_samples(resolve(model_of(record), record.run, gpu), record)
-            for phase, found in samples.items():
-                for sample in found:
+            by_phase = time_samples(resolve(model_of(record), record.run, gpu), record)
+            for phase, samples in by_phase.items():
+                for sample in samples:
                     parts = [(phase, sample.features, 1)]
                     yield compared(f"{key}, measured here", gpu, parts, sample.value)
 
@@ -121,10 +119,10 @@ def compared(
     return Run(host, longest[1], longest[2], math.log(measured_s / total_s), loads / total_s)
 
 
-def by_host(found: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
+def by_host(all_runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
     """Runs whose coefficients are the same: of one host in one phase."""
     groups = defaultdict(list)
-    for run in found:
+    for run in all_runs:
         groups[run.host, run.phase].append(run)
     return groups
 
@@ -158,18 +156,18 @@ def document() -> str:
     rows = [("none", *spread_cells(likeliest(groups.values())))]
     judged: dict[tuple[str, str], list[tuple[Run, Spreads]]] = defaultdict(list)
     for left_out in hosts:
-        found = likeliest(group for (host, _), group in groups.items() if host != left_out)
-        rows.append((left_out, *spread_cells(found)))
+        spreads = likeliest(group for (host, _), group in groups.items() if host != left_out)
+        rows.append((left_out, *spread_cells(spreads)))
         for (host, phase), group in groups.items():
             if host == left_out:
                 for run in group:
-                    judged[phase, run.regime].append((run, found))
-    spreads = markdown_table(("left out", "device", "host", "scatter"), rows)
-    return f"{spreads}\n\n{coverage(judged, stated)}"
+                    judged[phase, run.regime].append((run, spreads))
+    by_left_out = markdown_table(("left out", "device", "host", "scatter"), rows)
+    return f"{by_left_out}\n\n{coverage(judged, stated)}"
 
 
 def spread_cells(spreads: Spreads) -> tuple[str, ...]:
-    return tuple(f"{each:.2f}" for each in (spreads.device, spreads.host, spreads.scatter))
+    return tuple(f"{spread:.2f}" for spread in (spreads.device, spreads.host, spreads.scatter))
 
 
 def coverage(
@@ -183,7 +181,7 @@ def coverage(
             each_host[run.host].append(stated.holds(run))
         reach = median(stated.deviation(run) for run, _ in pairs) * TWO_SIDED_Z[TIME_CONFIDENCE]
         shares = (
-            mean(found.holds(run) for run, found in pairs),
+            mean(of_others.holds(run) for run, of_others in pairs),
             mean(stated.holds(run) for run, _ in pairs),
             mean(map(mean, each_host.values())),
         )

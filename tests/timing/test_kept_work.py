@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
+import served_work_traces
 import work_traces
 from trace_records import read
 
@@ -39,3 +40,31 @@ def test_a_kernel_runs_for_each_operator(errors: list[tuple[str, dict[str, float
     ]
     assert median(sizes) < 0.06
     assert max(sizes) < 0.4
+
+
+@pytest.mark.parametrize(
+    ("work_pass", "quantity", "usual", "worst"),
+    [
+        ("prefill", "kernels", 0.02, 0.15),
+        ("prefill", "bytes", 0.01, 0.9),  # Falcon's attention in fp32, which a trace fuses
+        ("decode", "kernels", 0.06, 0.15),
+        ("decode", "bytes", 0.01, 1.5),  # windows of Gemma 3, whose cache is cut
+    ],
+)
+def test_a_forward_is_that_of_the_traces(
+    work_pass: str, quantity: str, usual: float, worst: float
+) -> None:
+    sizes = [
+        abs(served_work_traces.errors(line)[work_pass, quantity])
+        for line in read(served_work_traces.RECORDS)
+    ]
+    assert len(sizes) > 60
+    assert median(sizes) < usual
+    assert max(sizes) < worst
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("model", ["EleutherAI/pythia-1b", "Qwen/Qwen3-30B-A3B"])
+def test_traces_of_forwards_are_as_they_were_kept(model: str) -> None:
+    kept = next(line for line in read(served_work_traces.RECORDS) if line["run"]["model"] == model)
+    assert served_work_traces.traced(served_work_traces.draw(model, 0)) == kept

@@ -1038,7 +1038,7 @@ def test_a_token_of_a_mixture_visits_its_experts_alone() -> None:
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     }
-    job = tiny_job(config, phase="inference")
+    job = tiny_job(config, phase="inference", precision="fp16-pure")  # no kernel groups experts
     attention, router, expert = 64 * (64 + 32 + 32 + 64), 64 * 8, 3 * 64 * 96
     for batch_size, visited in ((1, 2), (3, 6), (5, 8)):
         counted = work.inference_work(
@@ -1050,7 +1050,7 @@ def test_a_token_of_a_mixture_visits_its_experts_alone() -> None:
         assert counted.weight_read_bytes == pytest.approx(2 * read)
         # norms and attention as in a Llama; routing, sorted rows, grouped products and their sums
         assert counted.launches == 22 + 2 * (LAYER_KERNELS - 5 + 22)
-        # two products of each expert that is visited, which C++ launches on an A100
+        # two products of each expert that is visited, which C++ launches
         assert counted.autograd_launches == 2 * 2 * visited
 
 

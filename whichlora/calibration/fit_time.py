@@ -30,11 +30,10 @@ from whichlora.timing.model import FEATURES, STACK_FEATURES, TimeModel, prior, p
 # 2023 and 2024 predicting each other (`docs/time.md`).
 STACK_SPREAD = 0.15
 
-# Noise of a run before any, in a fit. Runs that are alike err alike, so that many tell less than as
-# many independent ones: half of it, which is what one run scatters by, lets the phase with most of
-# them decide for the others. Kind: fitted, to decoding on A100 under software left out: 6.0 % of
-# median error against 7.6 %.
-FIT_NOISE = 0.2
+# Of an independent run, what one under other software counts for. Runs of one stack err alike, and
+# the phase with most of them would decide for the others. Kind: fitted, to training on A100 and T4
+# under software left out: 5.9 and 12.8 % in the mean, 7.9 and 13.3 % where each counts whole.
+OLDER_WEIGHT = 0.25
 
 # What of a device is faster or slower at once: its arithmetic units with their clock (a limit of
 # power, a slice of them), its memory, and the host that launches and prepares.
@@ -88,7 +87,7 @@ def regress(
     if not len(rows.seconds):
         return dict(starts)
     regressor = _regressor(starts, spreads)
-    regressor.fit(rows.features, rows.seconds, older=rows.older, stack=rows.stack)
+    regressor.fit(rows.features, rows.seconds, rows.weights, older=rows.older, stack=rows.stack)
     size = len(FEATURES)
     updated = {}
     for number, (phase, start) in enumerate(starts.items()):
@@ -114,7 +113,7 @@ def _regressor(starts: Mapping[str, TimeModel], spreads: Mapping[str, Spread]) -
     return TimeRegressor(
         prior=[start.mean[name] for start in starts.values() for name in FEATURES],
         spread=[spreads[phase][name] for phase in starts for name in FEATURES],
-        noise=max(first.noise, FIT_NOISE),
+        noise=first.noise,
         num_phases=len(starts),
         resources=[[FEATURES.index(name) for name in names] for names in RESOURCES.values()],
         deciding=_Deciding(first),
@@ -152,6 +151,11 @@ class _Rows:
     phase: NDArray[np.intp]
     record: NDArray[np.str_]
     stack: NDArray[np.str_]
+
+    @property
+    def weights(self) -> Array:
+        """How many independent runs each counts for."""
+        return np.where(self.older, OLDER_WEIGHT, 1.0)
 
     @classmethod
     def of(cls, samples: Samples, phases: Sequence[str]) -> Self:
@@ -191,6 +195,7 @@ def _held_out_time(samples: Samples, gpu: GpuSpec, phase: str) -> tuple[Array, A
         fitted = clone(regressor).fit(
             rows.features[learned],
             rows.seconds[learned],
+            rows.weights[learned],
             older=rows.older[learned],
             stack=rows.stack[learned],
         )

@@ -129,6 +129,7 @@ def _falcon(c: Fields) -> ModelSpec:
         # The old architecture hands SDPA one key head to broadcast: no fused kernel takes that.
         sdpa="math" if not new and kv_heads < heads else "fused",
         dropout=c.probability("attention_dropout"),
+        wide_softmax=False,
     )
     two_norms = new and c.get("num_ln_in_parallel_attn") in (None, 2)
     if two_norms:

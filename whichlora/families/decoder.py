@@ -189,6 +189,7 @@ def _qk_norms(style: Style, *, heads: int, kv_heads: int, head_dim: int) -> tupl
                 rows=count,
                 weight=style.norm_weight,
                 bias=style.qk_norm_bias,
+                separate=rows if kind == "layer" and style.qk_norm == "per_head" else 0,
             )
         )
     return tuple(norms)

@@ -113,7 +113,8 @@ def _gpt2(c: Fields) -> ModelSpec:
     )
     block = _mlp(c, names=("c_fc", "c_proj"))
     if c.text("model_type") == "gpt2":
-        attention = replace(attention, linears=_transposed(attention.linears))
+        linears = _transposed(attention.linears)
+        attention = replace(attention, linears=linears, wide_softmax=False)
         block = replace(block, linears=_transposed(block.linears))
     layer = Layer(
         attentions=(attention,),

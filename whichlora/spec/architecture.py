@@ -138,6 +138,8 @@ class Norm:
             "layer_steps" is LayerNorm written out in fp32 operators (Cohere); "layer_narrow" is
             LayerNorm that follows autocast's dtype (Nemotron).
         rows: 1 for the hidden state, the number of heads for a norm over one head.
+        separate: how many modules it is, each of a part of `width`, whose results are joined; 0
+            for one.
     """
 
     name: str
@@ -146,6 +148,7 @@ class Norm:
     rows: int = 1
     weight: bool = True
     bias: bool = False
+    separate: int = 0
 
     @property
     def num_params(self) -> int:

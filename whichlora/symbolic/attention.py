@@ -254,7 +254,8 @@ def _project_copied(code: OpEmitter, attention: Attention, x: Tensor, read: Tens
     """Source: transformers 5.23 `FalconAttention._split_heads`, `CodeGenAttention.forward`."""
     joint, parts = _split_projection(code, attention, x)
     q, k, v = (code.copy(part) for part in parts)
-    k, v = _repeated(code, attention, k, v)
+    one_token = replace(code, decoding=False)  # a decoding step copies keys before they are cached
+    k, v = _repeated(one_token, attention, k, v)
     every = replace(attention, num_key_value_heads=attention.num_attention_heads)
     return Projected(attention=every, q=q, k=k, v=v, local_variables=(joint,))
 

@@ -818,14 +818,13 @@ class Tape:
             saved = self._saved(saves, result if saves_result else None)
             kept = [self._kept(form, what) for form in keeps]
             made, saved = made + kept, saved + kept
-            packs = bool(saves or saves_result or keeps) and not hidden
+            num_saved = 0 if hidden else len(saves) + saves_result + len(keeps)
             beside = self._inner(inner_backward)
-            node = _Node(len(self._steps), (result,), inputs, saved, packs, passes, beside)
+            node = _Node(len(self._steps), (result,), inputs, saved, num_saved > 0, passes, beside)
             node.hidden, node.reshapes, node.overwrites = hidden, reshapes, overwrites
             node.casts, node.sums_wide = self._packed(casts_gradients), sums_wide
-            node.multiplies, node.picks = multiplies, picks
+            node.multiplies, node.picks, node.num_saved = multiplies, picks, num_saved
             node.read_elsewhere = sum(tensor.packed for tensor in saves if tensor.storage < 0)
-            node.num_saved = 0 if hidden else len(saves) + saves_result + len(keeps)
             self._nodes.append(node)
         step = _Step(
             [tensor.storage for tensor in reads if tensor.storage >= 0],
@@ -865,6 +864,10 @@ class Tape:
                 step.passing += tensor.packed
             if tensor.storage >= 0:
                 self._touched[tensor.storage] = self._num_kernels
+
+    def runs_beside(self, count: int) -> None:
+        """Further kernels of the last operator, each on a few bytes."""
+        self._steps[-1].kernels += count
 
     def runs(self, count: int) -> None:
         """Further kernels that C++ launches inside the last operator for parts of its result."""

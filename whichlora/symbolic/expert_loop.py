@@ -63,4 +63,6 @@ def _product(part: OpEmitter, linear: Linear, x: Tensor) -> Tensor:
     if dtypes.under_autocast:
         x, weight = part.cast(x, dtypes.compute_bytes), part.cast(weight, dtypes.compute_bytes)
     saves = [factor for factor, partner in ((weight, x), (x, weight)) if partner.needs_grad]
-    return tape.op([x, weight], part.rows.of(linear.out_features), x.size, saves=saves)
+    return tape.op(
+        [x, weight], part.rows.of(linear.out_features), x.size, saves=saves, multiplies=True
+    )

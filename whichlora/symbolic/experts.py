@@ -139,6 +139,7 @@ def route(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
         scores = tape.op([logits], every, size, saves_result=True, what="router: probabilities")
         again = tape.op([logits], every, size, saves_result=True, what="router: probabilities")
         weights = tape.op([scores, again], few, size, keeps=[scaled(few, INDEX_BYTES + size)])
+        tape.runs_beside(18)  # what each expert's softmax masks: largest, distances, comparisons
         return weights, chosen, logits
     is_sigmoid = moe.routing in ("sigmoid", *_DIVIDED)  # it asks for no dtype
     size = logits.size if is_sigmoid else 4

@@ -291,6 +291,8 @@ class OpEmitter:
                 keeps=[stats],
                 what=f"{norm.name}: result, mean and deviation",
             )
+            if norm.separate:
+                tape.runs_beside(norm.separate)  # a module for each head, and their results joined
             return out if norm.weight else self.cast(out, x.size)
         if norm.kind == "rms_mixed":
             wide = self.cast(x, 4, f"{norm.name}: fp32 input")
@@ -312,6 +314,7 @@ class OpEmitter:
         if norm.kind in ("rms_offset", "rms_power"):
             if norm.weight:
                 y = self._weighted(y, weight)
+                tape.runs_beside(2 * (norm.kind == "rms_offset"))  # `1.0 + self.weight.float()`
             y = self.cast(y, x.size)
             tape.hold(x)
             return y
