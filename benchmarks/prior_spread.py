@@ -40,7 +40,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.store.gpus import find_gpu
 from whichlora.timing import model as timing
-from whichlora.timing.model import FEATURES, PRIOR_NOISE
+from whichlora.timing.model import FEATURES, HOST_SCALE, PRIOR_NOISE
 
 PAGE, TITLE = "prior_spread", "Devices around the priors of time"
 LEGEND = (
@@ -72,13 +72,21 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Spreads:
+    """What deviations are multiplied with, and the scatter of a run.
+
+    Args:
+        of_host_bound: what the deviation of a run that the host decides is multiplied with.
+    """
+
     device: float
     host: float
     scatter: float
+    of_host_bound: float = 1.0
 
     def deviation(self, run: Run) -> float:
         scales = np.where(HOSTS, self.host, self.device)
-        return math.hypot(float(np.linalg.norm(run.loads * scales)), self.scatter)
+        deviation = math.hypot(float(np.linalg.norm(run.loads * scales)), self.scatter)
+        return deviation * (self.of_host_bound if run.regime == "host" else 1.0)
 
     def holds(self, run: Run) -> bool:
         return abs(run.error) <= TWO_SIDED_Z[TIME_CONFIDENCE] * self.deviation(run)
@@ -152,7 +160,7 @@ def document() -> str:
     """Both tables as Markdown."""
     groups = by_host(runs())
     hosts = sorted({host for host, _ in groups})
-    stated = Spreads(1.0, 1.0, PRIOR_NOISE["accelerator"])
+    stated = Spreads(1.0, 1.0, PRIOR_NOISE["accelerator"], HOST_SCALE)
     rows = [("none", *spread_cells(likeliest(groups.values())))]
     judged: dict[tuple[str, str], list[tuple[Run, Spreads]]] = defaultdict(list)
     for left_out in hosts:

@@ -9,6 +9,8 @@ import served_work_traces
 import work_traces
 from trace_records import read
 
+from whichlora.store.hub import load_model
+
 LINES = list(read(work_traces.RECORDS))[::6]
 # A term of the loss that the tape has not; copies inside of an operator, and an update, that the
 # trace has not.
@@ -45,10 +47,10 @@ def test_a_kernel_runs_for_each_operator(errors: list[tuple[str, dict[str, float
 @pytest.mark.parametrize(
     ("work_pass", "quantity", "usual", "worst"),
     [
-        ("prefill", "kernels", 0.02, 0.15),
-        ("prefill", "bytes", 0.01, 0.9),  # Falcon's attention in fp32, which a trace fuses
-        ("decode", "kernels", 0.06, 0.15),
-        ("decode", "bytes", 0.01, 1.5),  # windows of Gemma 3, whose cache is cut
+        ("prefill", "kernels", 0.01, 0.25),  # Mamba 2's chunks
+        ("prefill", "bytes", 0.01, 0.25),  # Cohere rotates in fp32
+        ("decode", "kernels", 0.05, 0.18),
+        ("decode", "bytes", 0.01, 1.0),  # one key for all heads, which eager attention expands
     ],
 )
 def test_a_forward_is_that_of_the_traces(
@@ -58,13 +60,18 @@ def test_a_forward_is_that_of_the_traces(
         abs(served_work_traces.errors(line)[work_pass, quantity])
         for line in read(served_work_traces.RECORDS)
     ]
-    assert len(sizes) > 60
+    assert len(sizes) > 120
     assert median(sizes) < usual
     assert max(sizes) < worst
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("model", ["EleutherAI/pythia-1b", "Qwen/Qwen3-30B-A3B"])
-def test_traces_of_forwards_are_as_they_were_kept(model: str) -> None:
-    kept = next(line for line in read(served_work_traces.RECORDS) if line["run"]["model"] == model)
-    assert served_work_traces.traced(served_work_traces.draw(model, 0)) == kept
+@pytest.mark.parametrize("kind", ["gpt_neox", "qwen3_moe"])
+def test_traces_of_forwards_are_as_they_were_kept(kind: str) -> None:
+    kept = next(
+        line
+        for line in read(served_work_traces.RECORDS)
+        if load_model(line["run"]["model"]).model_type == kind
+    )
+    line = served_work_traces.draw(kept["run"]["model"], 0)
+    assert served_work_traces.traced(line) == kept

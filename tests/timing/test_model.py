@@ -272,7 +272,7 @@ def test_the_deviation_is_at_least_the_noise_of_a_run() -> None:
 def test_certain_coefficients_leave_only_the_noise() -> None:
     model = timing.prior_model(GPU, "finetune")
     zeros = tuple(tuple(0.0 for _ in FEATURES) for _ in FEATURES)
-    sure = replace(model, covariance=zeros, interval_scale=1.0)
+    sure = replace(model, covariance=zeros, interval_scale=1.0, regime_scales={})
     features = step_features(resolve(SPEC, RUN, GPU))
     total, _ = timing.seconds(sure, features)
     assert timing.log_deviation(sure, features, total) == pytest.approx(model.noise)
@@ -297,7 +297,7 @@ def test_certain_coefficients_leave_only_the_noise() -> None:
 def test_a_regime_has_its_own_scale_or_that_of_the_phase(
     changes: dict[str, Any], gpu: GpuSpec, regime: str, scale: float
 ) -> None:
-    model = timing.prior_model(gpu, "finetune")
+    model = replace(timing.prior_model(gpu, "finetune"), regime_scales={})
     features = step_features(resolve(SPEC, replace(RUN, **changes), gpu))
     total, _ = timing.seconds(model, features)
     scales = {"host": 0.5, "unpacking": 2.0}
@@ -305,6 +305,15 @@ def test_a_regime_has_its_own_scale_or_that_of_the_phase(
     assert timing.regime_of(model, features) == regime
     plain = timing.log_deviation(model, features, total)
     assert timing.log_deviation(scaled, features, total) == pytest.approx(scale * plain)
+
+
+def test_before_any_run_a_time_that_the_host_decides_is_less_certain() -> None:
+    model = timing.prior_model(GPU, "finetune")
+    features = step_features(resolve(SPEC, RUN, GPU))
+    total, _ = timing.seconds(model, features)
+    plain = timing.log_deviation(replace(model, regime_scales={}), features, total)
+    assert timing.regime_of(model, features) == "host"
+    assert timing.log_deviation(model, features, total) == pytest.approx(1.2 * plain)
 
 
 def test_an_engine_takes_its_turn_after_every_step_of_the_device() -> None:

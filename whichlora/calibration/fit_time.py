@@ -98,11 +98,13 @@ def regress(
             covariance=tuple(map(tuple, regressor.covariance_[block, block].tolist())),
         )
         if of_phase := samples.get(phase):
+            scale = student_scale(regressor.freedom_[number], TIME_CONFIDENCE)
             updated[phase] = replace(
                 updated[phase],
                 noise=float(regressor.noise_[number]),
                 num_runs=start.num_runs + len(of_phase),
-                interval_scale=student_scale(len(judged(of_phase)), TIME_CONFIDENCE),
+                interval_scale=scale,
+                regime_scales={name: of * scale for name, of in start.regime_scales.items()},
             )
     return updated
 

@@ -167,6 +167,7 @@ class TimeRegressor(_PositiveRegressor):
         coef_: coefficients.
         covariance_: of `coef_`.
         noise_: standard deviation of the log of a run around them, by phase.
+        freedom_: how many independent runs told it, by phase.
     """
 
     def __init__(
@@ -214,6 +215,7 @@ class TimeRegressor(_PositiveRegressor):
         self.coef_ = np.ones(count) if self.prior is None else np.array(self.prior, np.float64)
         self.covariance_ = np.diag((spread * self.coef_) ** 2)
         self.noise_ = np.full(self.num_phases, self.noise, dtype=np.float64)
+        self.freedom_ = np.zeros(self.num_phases)
         if is_older.any():
             names = np.zeros(len(y), int) if stack is None else np.asarray(stack)
             numbers = np.unique(names[is_older], return_inverse=True)[1]
@@ -278,7 +280,7 @@ class TimeRegressor(_PositiveRegressor):
         of_any = effects.covariance[:num_factors, :num_factors]
         self.coef_ = start * np.exp(loads @ effects.logs[:num_factors])
         self.covariance_ = loads @ of_any @ loads.T * np.outer(self.coef_, self.coef_)
-        self.noise_[seen] = effects.noise
+        self.noise_[seen], self.freedom_[seen] = effects.noise, effects.freedom
 
     def _blocks(self, X: Array) -> list[tuple[int, slice, NDArray[np.intp], Array]]:
         """Every phase that has rows: its number, its columns, its rows, and what is in both."""
@@ -371,12 +373,15 @@ class Effects:
     Args:
         logs: shape [num_effects]; zero is what the prior expects.
         covariance: of `logs`, shape [num_effects, num_effects].
-        noise: standard deviation of the log of a run around them, by group.
+        noise: standard deviation of the log of a run around them, by group: of the runs that they
+            do not follow, as a sum of squares over degrees of freedom is.
+        freedom: these degrees, by group: runs less the traces of their hat matrix.
     """
 
     logs: Array
     covariance: Array
     noise: Sequence[float]
+    freedom: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +451,18 @@ def fit_effects(evidence: Evidence, starts: Iterable[Array]) -> Effects:
     errors, slopes = evidence.explain(logs, True)
     precision, noise = evidence.weighed(errors)
     inverse = (slopes * precision[:, None]).T @ slopes + np.diag(evidence.pull(logs))
-    return Effects(logs, np.asarray(np.linalg.inv(inverse)), noise)
+    covariance = np.asarray(np.linalg.inv(inverse))
+    followed = precision * np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
+    counts = [float(evidence.sample_weight[group].sum()) for group in evidence.groups]
+    freedom = [
+        max(0.0, count - float(followed[group].sum()))
+        for count, group in zip(counts, evidence.groups, strict=True)
+    ]
+    widened = [
+        deviation * math.sqrt((PRIOR_WEIGHT + count) / (PRIOR_WEIGHT + free))
+        for deviation, count, free in zip(noise, counts, freedom, strict=True)
+    ]
+    return Effects(logs, covariance, widened, freedom)
 
 
 def _descended(evidence: Evidence, start: Array) -> tuple[float, Array]:
@@ -529,7 +545,7 @@ def held_out_noise(errors: Array, prior_noise: float) -> float:
     return pooled_noise(errors, prior_noise, robust_weights(errors, prior_noise))
 
 
-def student_scale(num_runs: int, confidence: float) -> float:
+def student_scale(num_runs: float, confidence: float) -> float:
     """What a normal interval is to be multiplied with where few runs told the noise.
 
     A deviation that is known from few runs, the prior counting as `PRIOR_WEIGHT`, makes what is

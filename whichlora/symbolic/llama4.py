@@ -118,6 +118,4 @@ def _batched(code: OpEmitter, linear: Linear, x: Tensor, label: str) -> Tensor:
     narrow, used = code.autocast(x), code.autocast(weight, f"{linear.name}: weight, cast")
     saves = [factor for factor, partner in ((used, x), (narrow, weight)) if partner.needs_grad]
     elements = per_token(linear.count * linear.out_features)
-    return tape.op(
-        [narrow, used], elements, narrow.size, saves=saves, multiplies=True, what=label
-    )
+    return tape.op([narrow, used], elements, narrow.size, saves=saves, multiplies=True, what=label)

@@ -19,7 +19,7 @@ from whichlora.memory.optimizer import Update, update_bytes, update_flops, updat
 from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes, expands_by_operators, is_quantised, runs_adapter
-from whichlora.spec.numeric import Count, Real, floor_div, is_plain, largest, smallest
+from whichlora.spec.numeric import Count, Real, ceil_div, floor_div, is_plain, largest, smallest
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears
 from whichlora.symbolic.kernels import (
@@ -65,6 +65,13 @@ LOOP_OPS = 3
 # cache. Kind: fitted, to what SDPA takes longer than FlashAttention 2 on 30,000 tokens of
 # Qwen1.5 1.8B, 4B and 7B: 0.59, 0.59 and 0.61.
 HEAD_PASS = 0.6
+# Times that a decoding step of a recurrent layer reads or writes its states: decayed 2, multiplied
+# with keys and summed 3, an outer product 1 and its sum 3, multiplied with queries and summed 3.
+# Kind: exact. Source: transformers 5.23 `torch_recurrent_gated_delta_rule`; Mamba 2 has as many.
+STATE_PASSES = 12
+# Kernels of the loop over chunks of a gated delta rule, for each chunk and beside them.
+# Kind: exact. Source: traces of transformers 5.23 `torch_chunk_gated_delta_rule`.
+CHUNK_OPS, CHUNKED_OPS = 9, 11
 VLLM_LAYER_OPS = 12  # its kernels join norm and residual, queries and keys, gate and product
 VLLM_CAPTURED_TOKENS = 8192  # longest sequence of its captured graphs, by default
 STATE_OPS = 8  # that project one further state, and bring it to a magnitude
@@ -659,12 +666,18 @@ def _between_products(
 def _loop_kernels(layer: Layer, tokens: Count, span: Count, *, backward: bool = False) -> Count:
     """Kernels of loops in Python beside the operators on a tape, which has all of them once.
 
-    Over experts: those that no token of the batch chose run nothing. Over the tokens of a scan.
+    Over experts: those that no token of the batch chose run nothing. Over the tokens of a scan, or
+    the chunks of a gated delta rule.
 
     Kind: estimate. Source: transformers 4.38 `Qwen2MoeSparseMoeBlock.forward`, which loops over all
     experts; 5.23 `mamba_selective_scan`.
     """
     kernels = scan_loop_ops(layer, span, backward=backward)
+    for attention in layer.attentions:
+        if attention.kind == "linear":
+            in_chunks = CHUNK_OPS * ceil_div(span, attention.chunk_size) + CHUNKED_OPS
+            ratio = BACKWARD_RATIO if backward else 1
+            kernels = kernels + (span > 1) * ratio * in_chunks
     moe = layer.moe
     if moe is None or not moe.one_by_one:
         return kernels
@@ -1138,11 +1151,13 @@ def _cache_work(
                 context=context,
                 num_multiprocessors=chip.num_multiprocessors,
             )
-    moved = (keys + attention.state_elements + attention.recurrent_elements) * passes
+    moved = (keys + attention.state_elements) * passes
+    states = batch_size * attention.recurrent_elements * 4  # in fp32
     converted = conversion(run, dtypes, decoding=decoding)
     return Work(
         attention_bytes=batch_size * (moved + keys * waited) * dtypes.compute_bytes,
-        elementwise_bytes=batch_size * converted.element_bytes * keys,
+        elementwise_bytes=batch_size * converted.element_bytes * keys
+        + states * (STATE_PASSES if decoding else 1),
         launches=converted.launches + appending,
     )
 
