@@ -82,17 +82,14 @@ def main() -> None:
     for _ in range(ROUNDS):  # the speed of a shared machine drifts
         for case in CASES:
             found.setdefault(" ".join(case.values()), []).append(measured(case))
+    columns = tuple(next(iter(found.values()))[0])
     rows = [
-        (name, *(f"{median(each[key] for each in rounds):.2f}" for key in rounds[0]))
+        (name, *(f"{median(each[key] for each in rounds):.2f}" for key in columns))
         for name, rounds in found.items()
     ]
-    print(markdown_table(("run", *rounds_keys(found)), rows))
+    print(markdown_table(("run", *columns), rows))
     for optimizer in OPTIMIZERS:
         print(f"\nA kernel of {optimizer}: {update_cost(optimizer):.2f} launches")
-
-
-def rounds_keys(found: dict[str, list[dict[str, float]]]) -> list[str]:
-    return list(next(iter(found.values()))[0])
 
 
 def build(case: dict[str, Any]) -> tuple[RunConfig, Any]:

@@ -57,6 +57,11 @@ class Summary:
         return (str(self.count), *sizes, percent(self.worst))
 
 
+def median_and_worst(errors: Sequence[float]) -> tuple[str, str]:
+    """The median size of relative errors, and the worst one signed."""
+    return f"{100 * median(map(abs, errors)):.1f} %", f"{100 * max(errors, key=abs):+.0f} %"
+
+
 def quantile(values: Iterable[float], share: float) -> float:
     """The smallest of `values` that a `share` of them does not exceed."""
     ordered = sorted(values)

@@ -15,14 +15,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from statistics import median
 from typing import Any
-from unittest import mock
 
 import trainer_traces
-from markdown_tables import markdown_table, write_page
+from markdown_tables import markdown_table, median_and_worst, write_page
 from trace_records import Line, read
-from work_traces import Counted
+from work_traces import Counted, forwards
 
 from whichlora.methods.base import NO_ADAPTERS
 from whichlora.predict.resolve import ResolvedRun
@@ -86,32 +84,13 @@ def lines() -> Iterator[Line]:
 
 def counted(job: ResolvedRun, config: dict[str, Any]) -> dict[int, Counted]:
     """What the layers do in each forward of a generation."""
-    import work_traces
 
-    from whichlora.tracer.recorder import Recorder
-    from whichlora.tracer.trace import trace
+    def notes(recorder: Any) -> bool:
+        layer, _ = recorder._place()
+        return layer is not None and bool(recorder._in_model)
 
-    forwards: dict[int, Counted] = defaultdict(Counted)
-    dispatch = Recorder.__torch_dispatch__
-
-    def counting(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = dispatch(self, func, types, args, kwargs)
-        layer, moment = self._place()
-        if layer is not None and self._in_model:
-            forwards[self._num_forwards].note(func, args, kwargs, result, moment)
-        return result
-
-    with (
-        mock.patch.object(Recorder, "__torch_dispatch__", counting),
-        mock.patch.object(work_traces, "_is_thin", _reads_keys),
-    ):
-        trace(
-            job.run,
-            config,
-            target_modules=job.peft_targets,
-            compute_capability=job.gpu.compute_capability,
-        )
-    return forwards
+    capability = job.gpu.compute_capability
+    return forwards(job, config, notes=notes, is_thin=_reads_keys, compute_capability=capability)
 
 
 def _reads_keys(name: str, args: Any) -> bool:
@@ -121,13 +100,13 @@ def _reads_keys(name: str, args: Any) -> bool:
 
 def traced(line: Line) -> Line:
     """Kernels and bytes of one layer in the prompt pass and in the last decoding step."""
-    forwards = counted(trainer_traces.job_of(line), trainer_traces.config_of(line))
+    by_number = counted(trainer_traces.job_of(line), trainer_traces.config_of(line))
     counts = {
         name: {
-            "kernels": sum(count for count, _ in forwards[number].operators.values()),
-            "bytes": sum(moved for _, moved in forwards[number].operators.values()),
+            "kernels": sum(count for count, _ in by_number[number].operators.values()),
+            "bytes": sum(moved for _, moved in by_number[number].operators.values()),
         }
-        for name, number in (("prefill", min(forwards)), ("decode", max(forwards)))
+        for name, number in (("prefill", min(by_number)), ("decode", max(by_number)))
     }
     return {name: line[name] for name in ("layers", "run")} | {"traced": counts}
 
@@ -193,8 +172,7 @@ def _row(name: str, runs: list[dict[tuple[str, str], float]]) -> tuple[str, ...]
     cells = [name, str(len(runs))]
     for key in runs[0]:
         sizes = [run[key] for run in runs]
-        worst = max(sizes, key=abs)
-        cells += [f"{100 * median(map(abs, sizes)):.1f} %", f"{100 * worst:+.0f} %"]
+        cells += median_and_worst(sizes)
     return tuple(cells)
 
 

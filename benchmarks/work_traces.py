@@ -13,17 +13,16 @@ import argparse
 import json
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import method_traces
 import trainer_traces
-from markdown_tables import markdown_table
+from markdown_tables import markdown_table, median_and_worst
 from trace_records import Line, read
 
 from whichlora.predict.predict import training_step
@@ -54,9 +53,11 @@ class Counted:
     """What the kernels of one forward and backward do.
 
     Args:
+        is_thin: whether a product, by its name and its factors, is bound by what it moves.
         operators: by moment and name: how many there are, and the bytes that they move.
     """
 
+    is_thin: Callable[[str, Any], bool]
     products: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     operators: dict[tuple[str, str], list[int]] = field(
         default_factory=lambda: defaultdict(lambda: [0, 0])
@@ -79,7 +80,7 @@ class Counted:
         moved = 0
         if name in _PRODUCTS:
             self.products[moment] += _product_flops(name, args)
-            if _is_thin(name, args):
+            if self.is_thin(name, args):
                 moved = sum(map(_num_bytes, inputs)) + sum(map(_num_bytes, results))
         elif name in _GATHERING:
             moved = 2 * sum(map(_num_bytes, results[:1]))
@@ -119,23 +120,46 @@ def _is_thin(name: str, args: Any) -> bool:
     return min(*first.shape[-2:], second.shape[-1]) <= MOST_RANK
 
 
-def counted(job: ResolvedRun, config: dict[str, Any]) -> Counted:
-    """The last step of a trace, its optimizer left out."""
+def forwards(
+    job: ResolvedRun,
+    config: dict[str, Any],
+    *,
+    notes: Callable[[Any], bool],
+    is_thin: Callable[[str, Any], bool],
+    **device: Any,
+) -> dict[int, Counted]:
+    """What the operators of a trace do, by the forward of the model that they are in or follow.
+
+    Args:
+        notes: whether an operator that the recorder is at counts.
+        is_thin: as of `Counted`.
+        device: what `trace` takes of the device.
+    """
     from whichlora.tracer.recorder import Recorder
     from whichlora.tracer.trace import trace
 
-    steps: dict[int, Counted] = defaultdict(Counted)
+    found: dict[int, Counted] = defaultdict(lambda: Counted(is_thin))
     dispatch = Recorder.__torch_dispatch__
 
     def counting(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = dispatch(self, func, types, args, kwargs)
-        _, moment = self._place()
-        if moment == "backward" or (moment == "forward" and self._in_model):
-            steps[self._num_forwards].note(func, args, kwargs, result, moment)
+        if notes(self):
+            found[self._num_forwards].note(func, args, kwargs, result, self._place()[1])
         return result
 
     with mock.patch.object(Recorder, "__torch_dispatch__", counting):
-        trace(job.run, config, target_modules=job.peft_targets)
+        trace(job.run, config, target_modules=job.peft_targets, **device)
+    return found
+
+
+def counted(job: ResolvedRun, config: dict[str, Any]) -> Counted:
+    """The last step of a trace, its optimizer left out."""
+
+    def notes(recorder: Any) -> bool:
+        _, moment = recorder._place()
+        return moment == "backward" or bool(moment == "forward" and recorder._in_model)
+
+    steps = forwards(job, config, notes=notes, is_thin=_is_thin)
     return steps[max(steps)]
 
 
@@ -236,8 +260,7 @@ def _row(name: str, found: list[dict[str, float]]) -> tuple[str, ...]:
         if not sizes:
             cells += ["-", "-"]
             continue
-        worst = max(sizes, key=abs)
-        cells += [f"{100 * median(map(abs, sizes)):.1f} %", f"{100 * worst:+.0f} %"]
+        cells += median_and_worst(sizes)
     return tuple(cells)
 
 

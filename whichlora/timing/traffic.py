@@ -37,9 +37,6 @@ class Traffic:
             self.moved + other.moved, self.kernels + other.kernels, self.saves + other.saves
         )
 
-    def __sub__(self, other: Traffic) -> Traffic:
-        return self + other.times(-1)
-
     def times(self, count: Count) -> Traffic:
         return Traffic(count * self.moved, count * self.kernels, count * self.saves)
 
@@ -57,13 +54,6 @@ class StepTraffic:
             self.forward + other.forward,
             self.repeated + other.repeated,
             self.backward + other.backward,
-        )
-
-    def __sub__(self, other: StepTraffic) -> StepTraffic:
-        return StepTraffic(
-            self.forward - other.forward,
-            self.repeated - other.repeated,
-            self.backward - other.backward,
         )
 
     def times(self, count: Count) -> StepTraffic:

@@ -686,26 +686,6 @@ def _loop_kernels(layer: Layer, tokens: Count, span: Count, *, backward: bool = 
     return kernels - unread * BACKWARD_RATIO if backward else kernels - unread + loop_ops(layer)
 
 
-def _between_served(
-    layer: Layer,
-    model: ModelSpec,
-    dtypes: Dtypes,
-    method: Method,
-    targets: tuple[str, ...],
-    *,
-    tokens: Count,
-    span: Count,
-    r: Count,
-    alone: bool,
-    chip: Chip,
-) -> Traffic:
-    """What the kernels of one layer move in a forward without a graph, and how many there are."""
-    counted = traffic.served_layer(
-        layer, model, dtypes, method, targets, tokens=tokens, span=span, r=r, alone=alone, chip=chip
-    )
-    return counted + Traffic(kernels=_loop_kernels(layer, tokens, 1 if alone else span))
-
-
 def _walked_modules(
     layer: Layer, run: RunConfig, adapters: Sequence[tuple[Linear, AdapterWork]]
 ) -> int:
@@ -1025,10 +1005,8 @@ def evaluation_work(
     )
 
 
-def cache_passes(
-    attention: Attention, run: RunConfig, dtypes: Dtypes, context: Count
-) -> tuple[Real, int]:
-    """How often one decoding step reads or writes the keys and values there are, and kernels.
+def cache_passes(attention: Attention, run: RunConfig, dtypes: Dtypes, context: Count) -> Real:
+    """How often one decoding step reads or writes the keys and values there are.
 
     A dynamic cache is read and written whole to append one token. Then the attention reads it, or
     a copy for every head; what makes copies is among the layer's own operators, but for what old
@@ -1049,8 +1027,7 @@ def cache_passes(
         if dtypes.libraries.repeats_keys and not dtypes.uses_sdpa and kernel in FUSED:
             passes = 1 + 2 * groups if groups > 1 else 1  # read, written and read again
         read = read + share * passes
-    written = run.engine == TRANSFORMERS and bool(attention.cache_elements)
-    return read + 2 * (run.kv_cache == "dynamic"), 2 * written
+    return read + 2 * (run.kv_cache == "dynamic")
 
 
 def waited_passes(
@@ -1140,9 +1117,8 @@ def _cache_work(
     keys = attention.cache_elements * context
     passes: Real = 1
     waited: Real = 0
-    of_cache, appending = cache_passes(attention, run, dtypes, context)
     if decoding:
-        passes = of_cache
+        passes = cache_passes(attention, run, dtypes, context)
         if run.engine == TRANSFORMERS:  # vLLM's kernels split keys
             waited = waited_passes(
                 attention,
@@ -1154,11 +1130,12 @@ def _cache_work(
     moved = (keys + attention.state_elements) * passes
     states = batch_size * attention.recurrent_elements * 4  # in fp32
     converted = conversion(run, dtypes, decoding=decoding)
+    appends = run.engine == TRANSFORMERS and bool(attention.cache_elements)
     return Work(
         attention_bytes=batch_size * (moved + keys * waited) * dtypes.compute_bytes,
         elementwise_bytes=batch_size * converted.element_bytes * keys
         + states * (STATE_PASSES if decoding else 1),
-        launches=converted.launches + appending,
+        launches=converted.launches + 2 * appends,  # keys and values
     )
 
 
@@ -1278,7 +1255,7 @@ def served_layers(
         chip=chip,
     )
     adapters = _adapter_works(layer, dtypes, method, targets, r)
-    between = _between_served(
+    between = traffic.served_layer(
         group.layer,
         model,
         dtypes,
@@ -1292,7 +1269,8 @@ def served_layers(
     )
     unpacked, expanded_read = forward_bytes(layer, dtypes, rows)
     dequant, weight_read = count * unpacked, weight_read + count * expanded_read
-    of_quants = quant_ops(layer, dtypes) + unpacking_ops(layer, dtypes)
+    kernels = between.kernels + _loop_kernels(group.layer, rows, 1 if alone else context)
+    kernels = kernels + quant_ops(layer, dtypes) + unpacking_ops(layer, dtypes)
     layers = Work(
         product_flops=product_flops,
         idle_flops=count * _served_idle_flops(layer, rows, chip.num_multiprocessors),
@@ -1300,7 +1278,7 @@ def served_layers(
         attention_flops=attention_flops,
         elementwise_bytes=count * between.moved,
         dequant_bytes=dequant,
-        launches=count * (between.kernels + of_quants),
+        launches=count * kernels,
         autograd_launches=count * grouped_ops(layer, dtypes, rows),  # which C++ launches, too
     )
     of_adapters = (
