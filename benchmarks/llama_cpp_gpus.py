@@ -13,6 +13,7 @@ import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -58,16 +59,7 @@ class Speed:
 
     def timer(self) -> StepTimer:
         """Of a GPU that holds all layers."""
-        run = RunConfig(
-            model=self.model,
-            phase="inference",
-            serving="llama-cpp",
-            serving_options=(("file_type", self.file_type), ("fit", False)),
-            prompt_len=self.tokens,
-            max_new_tokens=1,
-        )
-        served = resolve(load_model(self.model), run, find_target(self.gpu)).served
-        return step_timer(served, stepping=stepping(served), reduction_s=own_all_reduce(0.0, 1))
+        return _timer(self.model, self.file_type, self.tokens, self.gpu)
 
     def predicted_s(self, timer: StepTimer) -> float:
         if self.kind == "decode":
@@ -88,6 +80,20 @@ class Speed:
                 )
             )
         return seconds
+
+
+@cache
+def _timer(model: str, file_type: str, tokens: int, gpu: str) -> StepTimer:
+    run = RunConfig(
+        model=model,
+        phase="inference",
+        serving="llama-cpp",
+        serving_options=(("file_type", file_type), ("fit", False)),
+        prompt_len=tokens,
+        max_new_tokens=1,
+    )
+    served = resolve(load_model(model), run, find_target(gpu)).served
+    return step_timer(served, stepping=stepping(served), reduction_s=own_all_reduce(0.0, 1))
 
 
 def speeds(records: Path = RECORDS) -> list[Speed]:

@@ -157,8 +157,12 @@ def test_rows_whose_images_exceed_the_length_are_left_out(checkpoint: Path) -> N
     assert len(kept) < len(rows)
 
 
+# Each with one of the methods, whose trainings take seconds.
+METHODS = [(model, ("lora", "full")[i % 2]) for i, model in enumerate(sorted(MODELS))]
+
+
 @pytest.mark.parametrize("trainer", TRAINERS)
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize(("checkpoint", "method"), METHODS, indirect=["checkpoint"])
 def test_a_frozen_tower_stays_as_it_is(checkpoint: Path, method: str, trainer: str) -> None:
     path = write_job(checkpoint, method=method, trainer=trainer, freeze_vision_tower=True)
     done = run_script(path)
@@ -181,6 +185,7 @@ def test_a_frozen_tower_stays_as_it_is(checkpoint: Path, method: str, trainer: s
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("checkpoint", sorted(MODELS)[::2], indirect=True)
 def test_two_processes_train_on_images(checkpoint: Path, trainer: str) -> None:
     parallel = ParallelConfig(strategy="ddp", gpus=2)
     path = write_job(checkpoint, trainer=trainer, parallel=parallel, batch_size=1)

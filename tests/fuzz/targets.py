@@ -15,6 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
+from unittest import mock
 
 import click
 from answers import answer_values
@@ -165,7 +166,8 @@ def run_command_line(words: list[str], folder: Path) -> None:
     # `assistant` asks it
     if "trace" in words or words[:2] == ["calibrate", "report"] or words[0] == "mcp":
         return
-    with chdir(emptied(folder)):
+    # Node.js runs a page for half a minute
+    with chdir(emptied(folder)), mock.patch("whichlora.page.build.node", lambda: None):
         result = CliRunner().invoke(main, words, prog_name="whichlora")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
