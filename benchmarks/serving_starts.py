@@ -22,6 +22,7 @@ from markdown_tables import markdown_table, write_page
 
 from whichlora.calibration.load import load_calibration
 from whichlora.predict.predict import predict
+from whichlora.predict.serving import POOL_ERROR
 from whichlora.spec.options import OptionValue
 from whichlora.spec.results import ServingPrediction
 from whichlora.spec.run import RunConfig
@@ -52,7 +53,8 @@ OUTLIERS = """\
 - Qwen2.5-3B under 0.27 has 0.59 GiB of activations with graphs, and 0.16 without, as ours.
 - QwQ-32B under SGLang on four L4: its weights take 0.28 GiB more than their bytes.
 - An RTX 4060 Ti of 0.75: neither its total nor its driver's share is stated.
-- Two starts of Qwen1.5-14B have the longest context that fits: ours is 0.2 and 0.3 % shorter."""
+- Two starts of Qwen1.5-14B, left open, have the longest context that fits: by ours, their
+  pools lack 17 and 13 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,10 @@ class Compared:
     concurrency: float | None
 
     @property
-    def is_right(self) -> bool:
+    def is_right(self) -> bool | None:
+        """Whether our answer is the published one; None where ours leaves it open."""
+        if self.serving.is_close:
+            return None
         return self.serving.starts == (self.row["starts"] == "yes")
 
     @property
@@ -78,6 +83,14 @@ class Compared:
         if not self.concurrency:
             return None
         return self.serving.max_concurrency / self.concurrency - 1
+
+    @property
+    def pool_error(self) -> float | None:
+        """Error of the pool as a share of the GPU's memory, without its sign."""
+        if self.error is None:
+            return None
+        held = self.serving.num_blocks * self.serving.block_bytes
+        return abs(held - held / (1 + self.error)) / (float(self.row["total_gib"]) * GiB)
 
 
 def _value(text: str) -> OptionValue:
@@ -129,7 +142,7 @@ def _cells(found: Compared) -> tuple[str, ...]:
         f"{row['engine']} {row['version']}",
         row["context"],
         row["settings"].replace(";", " "),
-        "yes" if found.serving.starts else "no",
+        found.serving.starts_in_words,
         row["starts"],
         f"{found.serving.max_concurrency:.2f}",
         "-" if found.concurrency is None else f"{found.concurrency:.2f}",
@@ -140,13 +153,18 @@ def _cells(found: Compared) -> tuple[str, ...]:
 
 def document(found: list[Compared]) -> str:
     errors = sorted((abs(each.error) for each in found if each.error is not None), reverse=True)
-    starts = sum(each.is_right for each in found)
+    decided = [each.is_right for each in found if each.is_right is not None]
+    pools = sorted(each.pool_error for each in found if each.pool_error is not None)
     within = sum(error <= 0.03 for error in errors)
     return "\n\n".join(
         (
-            f"Start or refusal is right in {starts} of {len(found)} published starts. Concurrency "
+            f"Start or refusal is right in {sum(decided)} of {len(decided)} published starts, and "
+            f"left open in {len(found) - len(decided)}, whose pool is as near to what they need as "
+            f"pools are predicted: to {median(pools):.2%} of the GPU's memory in the median, "
+            f"{pools[round(0.9 * len(pools))]:.2%} at the 90th percentile ({POOL_ERROR:.1%} is stated). "
+            "Concurrency "
             f"is known of {len(errors)}: median {median(errors):.1%}, worst {errors[0]:.0%}, "
-            f"{within} within 3 %.".replace("%,", " %,"),
+            f"{within} within 3%.".replace("%", " %"),
             "Two constants come from other logs: what kernels take (`KERNELS_BYTES`), and a "
             "captured graph (`GRAPH_BYTES`); contexts and NCCL's buffers from "
             "[contexts.md](contexts.md). 83 of these starts were found when all else was finished. "

@@ -772,6 +772,8 @@ def judge_counted(
     if service is not None:
         serving = serving_prediction(job, service, calibration)
         outcome = "fits" if serving.starts else "fails"
+        if serving.is_close:
+            outcome = "undecided"
     return JudgedRun(
         counted=counted,
         calibration=calibration,

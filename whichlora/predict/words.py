@@ -84,11 +84,11 @@ def gpus_in_words(count: int) -> str:
 
 
 def not_started(prediction: Prediction) -> list[str]:
-    """Why an engine does not start; [] where it does, or none is asked."""
+    """Why an engine does not start, or may not; [] where it does, or none is asked."""
     serving = prediction.serving
     if serving is None or serving.starts:
         return []
-    return [f"{serving.engine} does not start on {prediction.gpu}: {serving.reason}"]
+    return [serving.refusal(serving.engine, f" on {prediction.gpu}")]
 
 
 def headline(prediction: Prediction) -> str:

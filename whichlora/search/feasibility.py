@@ -283,7 +283,7 @@ def _failure_to_serve(serving: ServingPrediction, gpu: str, limits: Limits) -> s
         return f"no times of {serving.engine} on {gpu} are known, and the plan limits them"
     if serving.starts or serving.lacks_context:
         return ""
-    return f"{serving.engine} does not start: {serving.reason}"
+    return serving.refusal(serving.engine)
 
 
 def serving_checks(serving: ServingPrediction, limits: Limits) -> tuple[Check, ...]:

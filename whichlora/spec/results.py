@@ -265,7 +265,9 @@ class ServingPrediction:
         reason: why it does not start; empty where it does.
         context: tokens of a prompt and its answer that it is started for.
         kv_pool_bytes: left for keys and values; below 0 where the rest takes too much.
+        is_close: whether the pool may as well be on the other side of what a start needs.
         kv_pool_tokens: of sequences of `context` tokens, as vLLM logs them.
+        interval_kv_pool_bytes: that hold it with 90 %.
         max_concurrency: sequences of `context` tokens that the pool holds, a fraction.
         max_context: tokens of the longest sequence that the pool holds, 0 for none; at most the
             model's positions.
@@ -285,6 +287,7 @@ class ServingPrediction:
     context: int
     kv_pool_bytes: int
     kv_pool_tokens: int
+    interval_kv_pool_bytes: tuple[int, int]
     num_blocks: int
     block_bytes: int
     max_concurrency: float
@@ -293,6 +296,7 @@ class ServingPrediction:
     max_running: int
     left_bytes: int
     command: str = ""
+    is_close: bool = False
     lacking_storage: str = ""
     time: ServingTime | None = None
 
@@ -304,6 +308,19 @@ class ServingPrediction:
         return values | (dict.fromkeys(names) if waits is None else waits)
 
     @property
+    @property
+    def starts_in_words(self) -> str:
+        """Whether it starts, as far as that is known."""
+        if self.is_close:
+            return "maybe"
+        return "yes" if self.starts else "no"
+
+    def refusal(self, subject: str, where: str = "") -> str:
+        """That `subject` does not start `where`, or may not, and why; empty where it starts."""
+        if self.starts:
+            return ""
+        return f"{subject} {'may' if self.is_close else 'does'} not start{where}: {self.reason}"
+
     def lacks_context(self) -> bool:
         """Whether shorter sequences would do."""
         return 0 < self.max_context < self.context

@@ -73,8 +73,8 @@ def _served_lines(prediction: Prediction) -> Iterator[str]:
     serving = prediction.serving
     if serving is None:
         return
-    if not serving.starts:
-        yield f"it does not start: {serving.reason}"
+    if refusal := serving.refusal("it"):
+        yield refusal
     if serving.time is not None:
         yield rate_line(serving.time)
     for i, line in enumerate(command_lines(prediction)):

@@ -98,7 +98,7 @@ def print_stage_served(
 
 def _cells(serving: ServingPrediction, rate: float | None) -> tuple[str, ...]:
     return (
-        "yes" if serving.starts else "no",
+        serving.starts_in_words,
         str(serving.context),
         str(serving.concurrency) if rate is None else f"{rate:g}/s",
         str(serving.max_running),
