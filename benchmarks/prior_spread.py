@@ -34,6 +34,7 @@ from scipy.optimize import minimize
 from whichlora.calibration.fit_time import RESOURCES, relative_spread
 from whichlora.calibration.load import model_of
 from whichlora.calibration.samples import time_samples
+from whichlora.predict.coefficients import TIME_PHASES
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
@@ -49,6 +50,7 @@ LEGEND = (
     "run, as a log."
 )
 START = (0.7, 0.8, 0.1)
+SPREADS = ("device", "host", "scatter")
 HOSTS = np.array([name in RESOURCES["host"] for name in FEATURES])
 Array = NDArray[np.float64]
 
@@ -170,8 +172,17 @@ def document() -> str:
             if host == left_out:
                 for run in group:
                     judged[phase, run.regime].append((run, spreads))
-    by_left_out = markdown_table(("left out", "device", "host", "scatter"), rows)
-    return f"{by_left_out}\n\n{coverage(judged, stated)}"
+    by_left_out = markdown_table(("left out", *SPREADS), rows)
+    return f"{by_phase(groups)}\n\n{by_left_out}\n\n{coverage(judged, stated)}"
+
+
+def by_phase(groups: Mapping[tuple[str, str], Sequence[Run]]) -> str:
+    """The likeliest spreads of each phase alone."""
+    rows = []
+    for phase in TIME_PHASES:
+        of_phase = [group for (_, name), group in groups.items() if name == phase]
+        rows.append((phase, len(of_phase), *spread_cells(likeliest(of_phase))))
+    return markdown_table(("phase", "hosts", *SPREADS), rows)
 
 
 def spread_cells(spreads: Spreads) -> tuple[str, ...]:

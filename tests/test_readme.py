@@ -112,3 +112,30 @@ def test_the_index_names_every_page() -> None:
     index = (docs / "index.md").read_text(encoding="utf-8")
     pages = {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")} - {"index.md"}
     assert pages == set(re.findall(r"\]\(([\w/-]+\.md)\)", index))
+
+
+PUBLISHED = (ROOT / "docs" / "accuracy" / "published.md").read_text(encoding="utf-8")
+FIGURES = {
+    "peak allocated memory": "### Peak allocated (",
+    "allocated between steps": "### Allocated between steps",
+    "peak reserved memory": "### Peak reserved (",
+    "device memory used": "### Used on the device",
+    "training step on A100, of a model": "### Training step on A100",
+    "training step on a GPU without any run": "By GPU:",
+    "decoding on A100, of a model": "### Decoding with transformers on A100",
+    "forward in fp32, on a GPU": "### Forward in fp32",
+}
+"""How a row of the table of accuracy begins, and what stands above its figures on their page."""
+
+
+@pytest.mark.parametrize(("row", "above"), FIGURES.items(), ids=FIGURES)
+def test_figures_of_accuracy_are_those_of_their_page(row: str, above: str) -> None:
+    (line,) = [line for line in README.splitlines() if line.startswith(f"| {row}")]
+    totals = PUBLISHED[PUBLISHED.index(above) :].splitlines()
+    page = next(line for line in totals if "| **all** |" in line).partition("**all**")[2]
+    number, *shown = re.findall(r"[+-]?[\d.]+(?= %| \|)", line.partition(" | ")[2] + " |")
+    count, *exact = re.findall(r"[+-]?[\d.]+(?= %| \|)", page)
+    assert number == count
+    for text, figure in zip(shown, exact, strict=False):
+        digits = len(text.partition(".")[2])
+        assert abs(float(text) - float(figure)) <= 0.5 * 10**-digits + 0.05, (text, figure)

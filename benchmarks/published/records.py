@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import published
-from published import FOLDER, Observation, Quantity
+from published import FOLDER, Observation, Quantity, gpu_of
 from whichlora import families
 from whichlora.calibration.share.physics import impossible
 from whichlora.errors import ConfigError
 from whichlora.spec.results import Measurement
-from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model
 from whichlora.store.record import encode_record
 
@@ -120,15 +119,18 @@ def _record(found: list[Observation]) -> Measurement:
     known = find_model(one.model.name) is not None
     # not the run's settings: a setting that is added must not make another record of it
     content = json.dumps([one.source, lines, values], sort_keys=True)
+    gpu = gpu_of(one.gpu)
+    limit = {"power_limit_w": gpu.power_limit_w} if gpu.power_limit_w else {}
     return Measurement(
         id=f"published-{hashlib.sha256(content.encode()).hexdigest()[:24]}",
-        gpu=one.gpu,
+        gpu=gpu.key,
         date=date[0] if date else RELEASED[one.source],
         config=replace(one.run, serve="merged").to_dict(),  # what was measured had no adapter
         model_config=None if known else dict(one.model.config),
         outcome="ok",
         environment={
             "device": row["gpu"],
+            **limit,
             "versions": dict(_VERSION.findall(stack)),
         },
         provenance=provenance,
@@ -170,7 +172,7 @@ def records() -> tuple[dict[str, list[Measurement]], LeftOut]:
     found: dict[str, list[Measurement]] = defaultdict(list)
     for cells in _runs(usable):
         record = _record(cells)
-        fault = impossible(record, cells[0].model, find_gpu(record.gpu))
+        fault = impossible(record, cells[0].model, gpu_of(record.gpu))
         if fault:
             left_out[cells[0].source, re.sub(r"[\d.]+", "…", fault)] += len(cells)
         else:

@@ -292,6 +292,10 @@ def neusight(line: Line) -> Iterator[Found]:
 # --- optimum-benchmark: forwards, generations and a few training rows of 7B models ----------------
 
 
+# One EPYC 7742, four A100 and an "NVIDIA DGX Display" (commit 71a60178): a DGX Station, whose
+# boards draw 275 W at most. The same authors' LLM-Perf leaderboard calls them A100-80GB-275W.
+_DGX_STATION = f"{A100}@275W"
+
 # Of its quantised rows, which state no version: the newest on 2023-10-30.
 _OPTIMUM_QUANTISERS = (("autoawq", "0.1.5"), ("bitsandbytes", "0.41.1"), ("gptqmodel", "0"))
 
@@ -303,7 +307,7 @@ def _optimum_libraries(row: Row) -> tuple[tuple[str, str], ...]:
 
 def optimum(line: Line) -> Iterator[Found]:
     row = line.row
-    gpu = "rtx-4090-24gb" if row["gpu"] == "RTX4090" else A100
+    gpu = "rtx-4090-24gb" if row["gpu"] == "RTX4090" else _DGX_STATION
     if row["phase"] == "finetune":
         yield from _optimum_training(line, gpu)
         return

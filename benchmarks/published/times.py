@@ -298,7 +298,7 @@ def sources_left_out(key: str = "a100-sxm-80gb") -> tuple[Regime, ...]:
     gpu = gpu_of(key)
     rows = []
     for one in timed_observations():
-        if one.gpu == key and one.run.engine == TRANSFORMERS:
+        if gpu_of(one.gpu).key == key and one.run.engine == TRANSFORMERS:
             phase, features, times = timed_parts(one)[-1]
             libraries = [each for each in one.run.libraries if each[0] != "exllama"]
             stack = f"{one.source} {libraries}"

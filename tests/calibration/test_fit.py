@@ -512,6 +512,24 @@ def test_memory_is_not_taught_by_other_versions() -> None:
     assert fit(records, GPU, model_of).memory == prior_calibration(GPU).memory
 
 
+def test_work_is_that_of_the_power_which_the_driver_allowed() -> None:
+    """What took longer at a limit teaches of the board without one what it takes there."""
+    assert GPU.power_w is not None
+    limit = GPU.power_w / 2
+    records = [
+        replace(
+            measured(run, true_calibration(), environment={"power_limit_w": limit}),
+            step_s=(judged_time(limited, true_calibration()).total_s,) * 3,
+        )
+        for run in runs()
+        for limited in [resolve(load_model(run.model), run, replace(GPU, power_limit_w=limit))]
+    ]
+    fitted = fit(records, GPU, model_of).time["finetune"].mean["products"]
+    assert fitted == pytest.approx(prior_calibration(GPU).time["finetune"].mean["products"], 0.01)
+    unstated = [replace(record, environment={"power_limit_w": "?"}) for record in records]
+    assert fit(unstated, GPU, model_of).time["finetune"].mean["products"] > 1.1 * fitted
+
+
 def test_the_forward_of_an_encoder_teaches_no_decoding() -> None:
     run = RunConfig(model="google-bert/bert-base-uncased", phase="inference", precision="fp32")
     job = resolve(load_model(run.model), run, CPU)

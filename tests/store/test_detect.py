@@ -148,6 +148,11 @@ def fake_nvml(
 ) -> SimpleNamespace:
     """As much of pynvml as detection calls; a handle is the board itself."""
 
+    def limit_mw(gpu: Any) -> int:
+        if not hasattr(gpu, "limit_mw"):
+            raise NVMLError(3, "Not Supported")
+        return int(gpu.limit_mw)
+
     def mig_mode(gpu: Any) -> tuple[int, int]:
         if not hasattr(gpu, "slots"):
             raise NVMLError(3, "Not Supported")
@@ -173,6 +178,7 @@ def fake_nvml(
         nvmlDeviceGetUUID=lambda gpu: gpu.uuid,
         nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(total=gpu.memory_bytes),
         nvmlDeviceGetCudaComputeCapability=lambda gpu: gpu.cc,
+        nvmlDeviceGetPowerManagementLimit=limit_mw,
         nvmlDeviceGetMigMode=mig_mode,
         nvmlDeviceGetMaxMigDeviceCount=lambda gpu: len(gpu.slots),
         nvmlDeviceGetMigDeviceHandleByIndex=mig_handle,
@@ -180,7 +186,7 @@ def fake_nvml(
     )
 
 
-T4 = a_gpu("Tesla T4", memory_bytes=15360 * MiB, cc=(7, 5), uuid="GPU-aaaa-1")
+T4 = a_gpu("Tesla T4", memory_bytes=15360 * MiB, cc=(7, 5), uuid="GPU-aaaa-1", limit_mw=69500)
 H100 = a_gpu("NVIDIA H100 80GB HBM3", memory_bytes=81559 * MiB, cc=(9, 0), uuid="GPU-bbbb-2")
 
 
@@ -202,7 +208,9 @@ def test_each_gpu_is_described_as_its_driver_does(monkeypatch: pytest.MonkeyPatc
         uuid="GPU-aaaa-1",
         driver="580.95.05",
         compute_capability="7.5",
+        power_limit_w=69.5,
     )
+    assert detect_gpus()[1].power_limit_w is None
     assert [gpu.name for gpu in detect_gpus()] == ["Tesla T4", "NVIDIA H100 80GB HBM3"]
 
 

@@ -247,6 +247,41 @@ def test_an_amount_of_memory_is_a_target_without_rates(name: str, num_bytes: int
         find_gpu(name)
 
 
+@pytest.mark.parametrize("name", ["3090@280W", "RTX 3090 @ 280 watts", "rtx-3090-24gb@280.0w"])
+def test_what_follows_an_at_sign_is_the_power_its_driver_allows(name: str) -> None:
+    spec = find_gpu(name)
+    assert (spec.key, spec.power_limit_w, spec.most_w) == ("rtx-3090-24gb", 280, 280)
+    assert find_gpu("3090").most_w == find_gpu("3090").power_w == 350
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("3090@", "what follows @ is the power limit"),
+        ("3090@280", "such as rtx-3090@280W"),
+        ("3090@280W@200W", "what follows @"),
+        ("3090@600W", "must be from 70 to 350 W, got 600"),
+        ("3090@0W", "must be from 70 to 350 W, got 0"),
+        ("cpu@100W", "power of cpu.* is not known; leave the limit out"),
+        ("4091@280W", "unknown GPU '4091'"),
+        ("24GB@280W", "is an amount of memory"),
+    ],
+)
+def test_a_limit_that_no_board_has_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        find_target(name)
+
+
+def test_one_board_is_named_with_one_limit() -> None:
+    run = RunConfig(model="gpt2", seq_len=64)
+    with pytest.raises(ConfigError, match="rtx-3090-24gb is named with different power limits"):
+        estimates.estimate([run], ["3090", "3090@280W"])
+    (limited,) = estimates.estimate([run], ["3090@280W"])
+    (free,) = estimates.estimate([run], ["3090"])
+    assert limited.time.step_s >= free.time.step_s
+    assert limited.memory == free.memory
+
+
 def test_an_amount_of_memory_gives_a_verdict_and_no_time() -> None:
     run = RunConfig(model="Qwen/Qwen2.5-7B", method="qlora")
     (small,), (large,) = (estimates.estimate([run], [name]) for name in ("8GB", "24GB"))
@@ -543,6 +578,21 @@ def test_auto_is_the_first_gpu_here_and_memory_tells_twins_apart(
 ) -> None:
     see(monkeypatch, (name, mib), ("Tesla T4", 15360))
     assert find_gpu("auto").key == key
+
+
+def test_auto_takes_the_power_that_the_driver_is_set_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, taken in ((275.0, 275.0), (400.0, None), (395.0, None), (None, None)):
+        device = DetectedDevice(
+            name="NVIDIA A100-SXM4-80GB",
+            kind="cuda",
+            memory_bytes=81920 * MiB,
+            power_limit_w=limit,
+        )
+        monkeypatch.setattr(gpus, "detect_gpus", lambda device=device: (device,))
+        spec = find_gpu("auto")
+        assert (spec.key, spec.power_limit_w) == ("a100-sxm-80gb", taken)
+        notes = ("the driver is set to 275 W of 400: products take longer",) if taken else ()
+        assert spec.notes == notes
 
 
 def test_auto_says_how_many_gpus_are_here(monkeypatch: pytest.MonkeyPatch) -> None:

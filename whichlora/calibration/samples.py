@@ -85,11 +85,13 @@ def groups_of(samples: Sequence[Sample]) -> list[str]:
 def time_samples(job: ResolvedRun, measurement: Measurement) -> dict[str, list[Sample]]:
     """Observations by phase in one measurement: the median of its repetitions.
 
-    A step on several GPUs gives none: it waits for messages, which are no rate of the device.
+    Work is that of a board set to the power that the measurement had. A step on several GPUs gives
+    none: it waits for messages, which are no rate of the device.
     """
     samples: dict[str, list[Sample]] = {}
     if job.layout is not None:
         return samples
+    job = replace(job, gpu=replace(job.gpu, power_limit_w=measurement.power_limit_w))
 
     def add(phase: str, features: dict[str, float], seconds: list[float], length: int) -> None:
         sample = _sample(job, measurement, features, median(seconds), length)

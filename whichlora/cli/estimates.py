@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @gpu_option(
     "auto",
     "Accelerators: see `whichlora gpus`; cpu, auto; 24GB: memory alone; 2x3090: two in one run; "
-    "3090+2x4090: unequal ones.",
+    "3090+2x4090: unequal ones; 3090@280W: limited to that power.",
     counted=True,
 )
 @click.option(

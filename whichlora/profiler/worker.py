@@ -21,8 +21,10 @@ from pkgutil import resolve_name
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any, TextIO
 
+from whichlora.errors import MeasurementError
 from whichlora.profiler.early_stop import is_enough
 from whichlora.profiler.installed import installed_versions
+from whichlora.store.detect import detect_gpus
 
 if TYPE_CHECKING:
     from whichlora.profiler.kept_model import KeptModel
@@ -268,7 +270,7 @@ def environment(device: str) -> dict[str, Any]:
         facts |= {
             "device": torch.cuda.get_device_name(),
             "cuda": torch.version.cuda or torch.version.hip,
-            "driver": _driver_version(),
+            **_driver_facts(torch.cuda.current_device()),
             "device_total_bytes": total_bytes,
             "device_used_idle_bytes": total_bytes - free_bytes,
         }
@@ -282,14 +284,15 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _driver_version() -> str | None:
+def _driver_facts(index: int) -> dict[str, Any]:
+    """What NVML says of the visible GPU of that number; nothing where there is none, as on ROCm."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:  # no NVML, as on ROCm: the rest of the record still stands
-        return None
+        gpus = detect_gpus()
+    except MeasurementError:  # the rest of the record still stands
+        return {}
+    if index >= len(gpus):
+        return {}
+    return {"driver": gpus[index].driver, "power_limit_w": gpus[index].power_limit_w}
 
 
 if __name__ == "__main__":

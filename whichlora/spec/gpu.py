@@ -18,6 +18,7 @@ class GpuSpec:
         memory_bytes: total that the driver reports to the framework.
         bandwidth_bytes_per_s: peak memory bandwidth.
         power_w: what the board may draw, memory included; None where not known.
+        power_limit_w: what its driver is set to, where that is known (`nvidia-smi --power-limit`).
         peak_flops_per_s: dense peak per dtype ("bf16", "fp16", "tf32", "fp32", "int8");
             a dtype without hardware support is absent.
         measured_flops_per_s: what large matrix products reach in a run that lasts, per dtype;
@@ -40,6 +41,7 @@ class GpuSpec:
     peak_flops_per_s: Mapping[str, float]
     measured_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     power_w: float | None = None
+    power_limit_w: float | None = None
     num_multiprocessors: int | None = None
     l2_bytes: int | None = None
     compute_capability: str | None = None
@@ -55,6 +57,12 @@ class GpuSpec:
     def backend(self) -> Backend:
         """What torch, and the libraries on it, have for devices of its kind."""
         return backend_of(self.kind)
+
+    @property
+    def most_w(self) -> float | None:
+        """What it may draw as it is set: no more than the board is made for."""
+        stated = [watts for watts in (self.power_w, self.power_limit_w) if watts is not None]
+        return min(stated, default=None)
 
     @property
     def is_timed(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from whichlora.errors import ConfigError
 from whichlora.spec.costs import RunningCost
+from whichlora.spec.numeric import is_number
 from whichlora.spec.rendering import Rendered
 from whichlora.spec.run import RunConfig
 
@@ -264,10 +265,10 @@ class ServingPrediction:
     Args:
         reason: why it does not start; empty where it does.
         context: tokens of a prompt and its answer that it is started for.
-        kv_pool_bytes: left for keys and values; below 0 where the rest takes too much.
         is_close: whether the pool may as well be on the other side of what a start needs.
-        kv_pool_tokens: of sequences of `context` tokens, as vLLM logs them.
+        kv_pool_bytes: left for keys and values; below 0 where the rest takes too much.
         interval_kv_pool_bytes: that hold it with 90 %.
+        kv_pool_tokens: of sequences of `context` tokens, as vLLM logs them.
         max_concurrency: sequences of `context` tokens that the pool holds, a fraction.
         max_context: tokens of the longest sequence that the pool holds, 0 for none; at most the
             model's positions.
@@ -286,8 +287,8 @@ class ServingPrediction:
     reason: str
     context: int
     kv_pool_bytes: int
-    kv_pool_tokens: int
     interval_kv_pool_bytes: tuple[int, int]
+    kv_pool_tokens: int
     num_blocks: int
     block_bytes: int
     max_concurrency: float
@@ -295,8 +296,8 @@ class ServingPrediction:
     concurrency: int
     max_running: int
     left_bytes: int
-    command: str = ""
     is_close: bool = False
+    command: str = ""
     lacking_storage: str = ""
     time: ServingTime | None = None
 
@@ -307,7 +308,6 @@ class ServingPrediction:
         names = (field.name for field in dataclasses.fields(ServingTime))
         return values | (dict.fromkeys(names) if waits is None else waits)
 
-    @property
     @property
     def starts_in_words(self) -> str:
         """Whether it starts, as far as that is known."""
@@ -321,6 +321,7 @@ class ServingPrediction:
             return ""
         return f"{subject} {'may' if self.is_close else 'does'} not start{where}: {self.reason}"
 
+    @property
     def lacks_context(self) -> bool:
         """Whether shorter sequences would do."""
         return 0 < self.max_context < self.context
@@ -504,7 +505,8 @@ class Measurement:
         device_s: seconds of device time that the measurement cost, building included.
         build_s: of these, until the model was built; 0 where it was kept from the run before, or
             not recorded.
-        environment: device name, driver, library versions, host facts.
+        environment: device name, driver and the power that it is set to, library versions, host
+            facts.
         provenance: who measured (free text), command, commit, run id.
     """
 
@@ -535,6 +537,12 @@ class Measurement:
     @property
     def run(self) -> RunConfig:
         return RunConfig.from_dict(self.config)
+
+    @property
+    def power_limit_w(self) -> float | None:
+        """What the driver of its device was set to; None where nobody wrote that down."""
+        watts = self.environment.get("power_limit_w")
+        return float(watts) if is_number(watts) and 0 < watts < math.inf else None
 
     @property
     def closest_peak_bytes(self) -> int | None:

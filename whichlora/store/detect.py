@@ -39,6 +39,7 @@ class DetectedDevice:
         memory_bytes: CUDA: NVML's total, which includes the driver's reserve and so is 1 or 2 %
             above the total that CUDA reports; CPU: the most that this process may use.
         uuid: CUDA only: its name in `CUDA_VISIBLE_DEVICES`, whatever its number.
+        power_limit_w: CUDA only: what its driver is set to; None where it does not say.
         num_cores: CPU only: physical cores that this process may run on.
         flags: CPU only: its flags among `CPU_FLAGS`.
     """
@@ -49,6 +50,7 @@ class DetectedDevice:
     uuid: str | None = None
     driver: str | None = None
     compute_capability: str | None = None
+    power_limit_w: float | None = None
     num_cores: int | None = None
     flags: frozenset[str] = frozenset()
 
@@ -133,7 +135,16 @@ def _describe(pynvml: Any, handle: Any, gpu: Any, driver: str) -> DetectedDevice
         uuid=pynvml.nvmlDeviceGetUUID(handle),
         driver=driver,
         compute_capability=f"{major}.{minor}",
+        # a MIG instance has a part of the board, and no limit of its own
+        power_limit_w=_power_limit_w(pynvml, gpu) if handle is gpu else None,
     )
+
+
+def _power_limit_w(pynvml: Any, gpu: Any) -> float | None:
+    try:
+        return float(pynvml.nvmlDeviceGetPowerManagementLimit(gpu)) / 1e3
+    except pynvml.NVMLError:  # not supported: laptops, GB10
+        return None
 
 
 def _visible(

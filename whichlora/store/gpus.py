@@ -45,6 +45,10 @@ _AMOUNT = re.compile(
     r"(?:any )?(?P<number>\d+(?:\.\d+)?) ?(?P<unit>gib|gb|g)(?: (?:gpu|card|vram))?"
 )
 MOST_GB = 10_000
+# "rtx-3090@280W"
+_LIMITED = re.compile(r"(?P<name>[^@]+)@ ?(?P<watts>\d{1,5}(?:\.\d+)?) ?w(?:atts?)?", re.IGNORECASE)
+_LEAST_POWER = 0.2  # of a board's own: drivers take no lower limits
+_SET_LOWER = 0.98  # of a board's own power: limits from there on are the usual ones
 _VENDOR_WORDS = re.compile(
     r"\b(nvidia|amd|intel|apple|instinct|radeon|tesla|quadro|geforce|graphics|generation|edition"
     r"|corporation|data center gpu)\b"
@@ -57,7 +61,8 @@ def find_gpu(name: str, *, least_memory: bool = False) -> GpuSpec:
 
     Args:
         name: a key, an alias, the name a driver prints, "cpu" for this host's CPU, "auto" for
-            the first GPU here and the CPU where there is none.
+            the first GPU here and the CPU where there is none; "rtx-3090@280W" for one whose
+            driver is set to draw so much.
         least_memory: of boards that share `name`, take the smallest: a run that fits there fits
             on the others. Without it the name is refused, since a record or a price belongs to
             one board.
@@ -68,6 +73,8 @@ def find_gpu(name: str, *, least_memory: bool = False) -> GpuSpec:
         MeasurementError: "auto", and the driver does not answer.
     """
     key = name.strip().lower()
+    if "@" in key:
+        return _limited(name, least_memory)
     if key == "auto":
         return _gpu_here()
     if key == "cpu":
@@ -165,8 +172,43 @@ def number_in(name: str) -> int | None:
 
 
 def each_once(specs: Iterable[GpuSpec]) -> list[GpuSpec]:
-    """`specs` without repetition: several names may mean one accelerator."""
-    return list({spec.key: spec for spec in specs}.values())
+    """`specs` without repetition: several names may mean one accelerator.
+
+    Raises:
+        ConfigError: one with different limits of its power.
+    """
+    found: dict[str, GpuSpec] = {}
+    for spec in specs:
+        if found.setdefault(spec.key, spec).power_limit_w != spec.power_limit_w:
+            raise ConfigError(
+                f"gpu: {spec.key} is named with different power limits; ask for one at a time"
+            )
+    return list(found.values())
+
+
+def _limited(name: str, least_memory: bool) -> GpuSpec:
+    """The board before the @ of `name`, set to the watts after it.
+
+    Raises:
+        ConfigError: as `find_gpu`, and where that is no limit that the board can have.
+    """
+    limited = _LIMITED.fullmatch(name.strip())
+    if limited is None:
+        raise ConfigError(
+            f"unknown GPU {name!r}: what follows @ is the power limit that its driver is set to, "
+            "such as rtx-3090@280W"
+        )
+    spec, watts = find_gpu(limited["name"], least_memory=least_memory), float(limited["watts"])
+    if spec.power_w is None:
+        raise ConfigError(
+            f"GPU {name!r}: the power of {spec.key} is not known; leave the limit out"
+        )
+    if not _LEAST_POWER * spec.power_w <= watts <= spec.power_w:
+        raise ConfigError(
+            f"GPU {name!r}: a power limit of {spec.key} must be from "
+            f"{_LEAST_POWER * spec.power_w:g} to {spec.power_w:g} W, got {watts:g}"
+        )
+    return replace(spec, power_limit_w=watts)
 
 
 def _usual(name: str, keys: Sequence[str], least_memory: bool) -> GpuSpec:
@@ -396,8 +438,16 @@ def _described(device: DetectedDevice) -> GpuSpec | None:
         off = {spec.key: abs(device.memory_bytes / spec.memory_bytes - 1) for spec in specs}
         specs = [spec for spec in specs if off[spec.key] <= _SAME_BOARD_FRACTION]
         if specs:
-            return min(specs, key=lambda spec: off[spec.key])
+            return _as_set(min(specs, key=lambda spec: off[spec.key]), device.power_limit_w)
     return None
+
+
+def _as_set(spec: GpuSpec, limit_w: float | None) -> GpuSpec:
+    """`spec` with what its driver is set to, where that is less than the board's own power."""
+    if limit_w is None or spec.power_w is None or limit_w >= _SET_LOWER * spec.power_w:
+        return spec
+    note = f"the driver is set to {limit_w:g} W of {spec.power_w:g}: products take longer"
+    return replace(spec, power_limit_w=limit_w, notes=(*spec.notes, note))
 
 
 def _require_described(device: DetectedDevice) -> GpuSpec:

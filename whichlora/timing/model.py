@@ -146,8 +146,8 @@ L2_BYTES_PER_S = 40e9
 # profiles of three GPUs (`docs/time.md`). CPU: libraries reach about half
 # of the peak that the core count promises, with a wide spread. Engine: the published speeds of
 # small models under vLLM 0.4.2 and 0.6.3 are 2 to 3.5 ms per token above their graph's kernels.
-# Deviations of an accelerator: of 14 devices, 1,200 runs beside 22 hosts. Their likeliest ones are
-# 0.85 of these, a few hosts being all that is known (`docs/accuracy/prior_spread.md`).
+# Deviations of an accelerator: the likeliest of 14 devices, 1,200 runs beside 22 hosts
+# (`docs/accuracy/prior_spread.md`).
 _ACCELERATOR_PRIOR = {
     "products": (1.0 / 0.74, 0.19),
     "weights": (1.0 / 0.72, 0.19),
@@ -181,6 +181,9 @@ _CONSTANT_S = {
     "cpu": {"finetune": 10e-3, "prefill": 3e-3, "decode": 0.3e-3},
 }
 _CONSTANT_SPREAD = 1.0
+# What deviations are multiplied with in decoding, where nearly all of the time is one kind of work.
+# Kind: fitted, as they are: 0.4 for the device and 0.5 for the host are likeliest.
+_DECODING_SPREAD = 0.5
 # Of a run around its device. Kind: fitted, as the deviations above are: 0.11.
 PRIOR_NOISE = {"accelerator": 0.1, "cpu": 0.35}
 # How much wider the interval of a run is that the host decides: such runs scatter by 0.14, others
@@ -197,8 +200,9 @@ def prior(gpu: GpuSpec, phase: str) -> tuple[dict[str, float], dict[str, float]]
     kind = _kind_of(gpu)
     table = _CPU_PRIOR if kind == "cpu" else _ACCELERATOR_PRIOR
     table = table | {"constant": (_CONSTANT_S[kind][phase], _CONSTANT_SPREAD)}
+    share = _DECODING_SPREAD if kind == "accelerator" and phase == "decode" else 1.0
     mean = {name: value for name, (value, _) in table.items()}
-    spread = {name: value * relative for name, (value, relative) in table.items()}
+    spread = {name: share * value * relative for name, (value, relative) in table.items()}
     return mean, spread
 
 
@@ -296,20 +300,26 @@ def sustained_factor(gpu: GpuSpec, dtype: str) -> float:
     As measured, where somebody did. Else by its power: a board that may draw less than its peak
     needs lowers clock and voltage together. Power goes with the clock times the square of the
     voltage, so the rate goes with the cube root of the power. One where the power is not known
-    either, and for kinds of device of which no product was measured.
+    either, and for kinds of device of which no product was measured. A driver's limit takes off
+    what this law does between it and the board's own.
 
     Kind: estimate: measured, or fitted (`_FULL_WATTS`).
     Source: `gpu.json`; `benchmarks/board_power.py`.
     """
-    rate = product_rate(gpu, dtype)
     measured = gpu.measured_flops_per_s.get(_rated(gpu, dtype))
-    if measured is not None:
-        return measured / rate / _USUAL_SHARE
-    if gpu.kind in _UNMEASURED_KINDS or gpu.power_w is None:
-        return 1.0
+    if measured is None:
+        return _share_at(gpu, dtype, gpu.most_w) / _USUAL_SHARE
+    of_limit = _share_at(gpu, dtype, gpu.most_w) / _share_at(gpu, dtype, gpu.power_w)
+    return measured / product_rate(gpu, dtype) / _USUAL_SHARE * of_limit
+
+
+def _share_at(gpu: GpuSpec, dtype: str, limit_w: float | None) -> float:
+    """The share of its peak rate that a board reaches with `limit_w`, by the law for its kind."""
+    if gpu.kind in _UNMEASURED_KINDS or limit_w is None:
+        return _USUAL_SHARE
     full_watts, share = _full_power(gpu, dtype)
-    watts = gpu.power_w / (rate / 1e12)
-    return share / _USUAL_SHARE * min(1.0, math.cbrt(watts / full_watts))
+    watts = limit_w / (product_rate(gpu, dtype) / 1e12)
+    return share * min(1.0, math.cbrt(watts / full_watts))
 
 
 def power_w(gpu: GpuSpec, dtype: str, breakdown: Mapping[str, float]) -> tuple[float, float] | None:
@@ -325,11 +335,11 @@ def power_w(gpu: GpuSpec, dtype: str, breakdown: Mapping[str, float]) -> tuple[f
     Source: the datasheet; `benchmarks/board_power.py`.
     """
     total_s = added(breakdown.values())
-    if gpu.power_w is None or not total_s > 0:
+    if gpu.most_w is None or not total_s > 0:
         return None
     full_watts, _ = _full_power(gpu, dtype)
-    needed = min(gpu.power_w, full_watts * product_rate(gpu, dtype) / 1e12)
-    return needed * breakdown.get("products", 0.0) / total_s, gpu.power_w
+    needed = min(gpu.most_w, full_watts * product_rate(gpu, dtype) / 1e12)
+    return needed * breakdown.get("products", 0.0) / total_s, gpu.most_w
 
 
 def tiled_multiprocessors(gpu: GpuSpec, dtype: str) -> int | None:

@@ -261,8 +261,10 @@ def _cost(prediction: Prediction, gpu: GpuSpec, rates: Rates) -> RunningCost | N
 
 def _targets(names: Sequence[str], calibration_dir: Path | None) -> dict[str, tuple[Card, ...]]:
     """The cards that each of `names` means, each once; several of one where they are unequal."""
+    found = [find_cards(name) for name in names]
+    each_once(gpu for numbered in found for gpu, _ in numbered)
     targets: dict[str, tuple[Card, ...]] = {}
-    for numbered in map(find_cards, names):
+    for numbered in found:
         words = (f"{number}x{gpu.key}" if number > 1 else gpu.key for gpu, number in numbered)
         ends = [0, *itertools.accumulate(number for _, number in numbered)]
         targets["+".join(words)] = tuple(

@@ -149,13 +149,13 @@ class Question:
     def _budget_s(self, budget: str, gpu: GpuSpec) -> float:
         """Seconds of all GPUs that `budget` pays."""
         if energy := _ENERGY.fullmatch(budget.strip()):
-            if gpu.power_w is None:
+            if gpu.most_w is None:
                 raise ConfigError(
                     f"budget: {budget!r} is energy, and the power of {gpu.key} is not known; give "
                     "GPU-hours such as 10h"
                 )
             joules = 3600 * float(energy[1]) * _WATT_HOURS[energy[2].lower()]
-            return joules / (self.gpus * gpu.power_w)
+            return joules / (self.gpus * gpu.most_w)
         money = _MONEY.fullmatch(budget.strip())
         if money is None:
             try:

@@ -37,7 +37,7 @@ MEASURED = (
     *("device_s", "build_s", "warm_up_s"),
 )
 # Of the environment: numbers, and texts that are versions. The device is named by its `gpu.json`.
-COUNTS = ("num_threads", "device_total_bytes", "device_used_idle_bytes")
+COUNTS = ("num_threads", "power_limit_w", "device_total_bytes", "device_used_idle_bytes")
 VERSIONS = ("python", "cuda", "driver")
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "liger-kernel", "trl")
 LEFT_OUT = {
