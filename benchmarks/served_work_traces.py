@@ -1,9 +1,9 @@
-"""Count what the kernels of traced forwards move, beside the counts of the time model.
+"""Trace forwards without gradients: what their kernels move, and what lives at once.
 
-`python benchmarks/served_work_traces.py` prints errors of one layer in a prompt pass and in a
-decoding step, by model; `--write` writes docs/accuracy/served_work.md. `--trace` counts the runs
-anew: the real code runs on fake tensors, and every operator is one kernel, which reads its inputs
-and writes its results.
+`python benchmarks/served_work_traces.py` prints errors of the time model's counts and of the
+ledger in a prompt pass and in a decoding step, by model; `--write` writes
+docs/accuracy/served_work.md. `--trace` counts the runs anew: the real code runs on fake tensors,
+and every operator is one kernel, which reads its inputs and writes its results.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import trainer_traces
 from markdown_tables import markdown_table, median_and_worst, write_page
-from trace_records import Line, read
+from trace_records import Line, live_bytes, read
 from work_traces import Counted, forwards
 
 from whichlora.methods.base import NO_ADAPTERS
@@ -28,27 +29,31 @@ from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import read_object
 from whichlora.timing.chip import UNKNOWN_CHIP
-from whichlora.timing.work import served_layers
+from whichlora.timing.work import Work, served_layers
 
 RECORDS = Path(__file__).parent / "traces" / "served_work.jsonl"
 PAGE, TITLE = "served_work", "Work of a forward, against traces"
-LAYERS, NEW_TOKENS = 2, 4
+LAYERS, NEW_TOKENS = 4, 4  # as many layers, since some models attend in the fourth alone
 ATTENTIONS = ("sdpa", "eager")
+PROMPTS = (256, 512, 1024, 2048, 4096)
 MODELS_DB = Path(__file__).parent.parent / "models_db"
 # What a forward on fake tensors can't tell, or not of two layers.
 SKIPPED = (
-    "albert",  # one layer, again and again
     "bart", "gemma3n", "t5", "mt5", "whisper",  # two stacks, or libraries that are not here
     "dbrx",  # experts whose rows depend on values: all of them run
-    "gpt_neo", "lfm2", "minimax_m2", "qwen3_next", "qwen3_5_moe_text",  # refused with few layers
+    "llava", "llava_next",  # configs without a depth: Llama and Mistral
+    "minimax_m2",  # refused with few layers
     "gpt_oss", "kimi_k2", "kimi_k25",  # stored in formats that a trace does not load
 )  # fmt: skip
 PASSES = {"prefill": "prompt pass", "decode": "decoding step"}
-QUANTITIES = {"kernels": "kernels", "bytes": "bytes moved"}
-TEXT = """The real code of Transformers runs on fake tensors, in two layers of a model's real width;
-every operator is a kernel that reads its inputs and writes its results. Layers alone, products and
-fused attention left out. Bytes of a cache are appended to in both; where attention is not fused, a
-decoding step also reads what its products do."""
+QUANTITIES = {"kernels": "kernels", "bytes": "bytes moved", "peak": "peak memory"}
+# What is alive at once in each pass; logits are made when its layers are done.
+MOMENTS = {"prefill": ("prefill", "first_logits"), "decode": ("decode", "last_logits")}
+TEXT = """The real code of Transformers runs on fake tensors, in four layers of a model's real
+width; every operator is a kernel that reads its inputs and writes its results. Kernels and bytes
+are of layers alone, products and fused attention left out, but for the keys and values that
+eager attention reads in a decoding step. The peak is what lives at once, weights, cache and logits
+included."""
 
 
 def models() -> list[str]:
@@ -64,11 +69,12 @@ def models() -> list[str]:
 
 def draw(model: str, number: int) -> Line:
     rng = random.Random(f"served {model} {number}")
+    most = load_model(model).max_position_embeddings or max(PROMPTS) + NEW_TOKENS
     run = RunConfig(
         model=model,
         phase="inference",
-        batch_size=rng.choice((1, 2, 4, 8)),
-        prompt_len=rng.choice((128, 256, 512, 1024)),
+        batch_size=rng.choice((1, 2, 4)),
+        prompt_len=rng.choice([length for length in PROMPTS if length + NEW_TOKENS <= most]),
         max_new_tokens=NEW_TOKENS,
         attn=ATTENTIONS[number],
         precision="bf16",
@@ -99,49 +105,62 @@ def _reads_keys(name: str, args: Any) -> bool:
 
 
 def traced(line: Line) -> Line:
-    """Kernels and bytes of one layer in the prompt pass and in the last decoding step."""
+    """Kernels, bytes and peak of the prompt pass and of the last decoding step."""
     by_number = counted(trainer_traces.job_of(line), trainer_traces.config_of(line))
     counts = {
         name: {
             "kernels": sum(count for count, _ in by_number[number].operators.values()),
             "bytes": sum(moved for _, moved in by_number[number].operators.values()),
+            "peak": by_number[number].peak_bytes,
         }
         for name, number in (("prefill", min(by_number)), ("decode", max(by_number)))
     }
     return {name: line[name] for name in ("layers", "run")} | {"traced": counts}
 
 
+def layers_work(job: ResolvedRun, run: RunConfig, *, decoding: bool) -> Work:
+    """Of all layers in one pass."""
+    return Work.total(
+        served_layers(
+            group,
+            job.model,
+            run,
+            job.dtypes,
+            NO_ADAPTERS,
+            (),
+            batch_size=run.batch_size,
+            context=run.prompt_len + NEW_TOKENS - 1 if decoding else run.prompt_len,
+            decoding=decoding,
+            r=0,
+            chip=UNKNOWN_CHIP,
+        )
+        for group in job.model.groups
+    )
+
+
 def predicted(line: Line) -> dict[str, dict[str, float]]:
     """The same, as the time model counts them."""
     job = trainer_traces.job_of(line)
-    run, counts = job.run, {}
+    run, counts, alive = job.run, {}, live_bytes(job)
     for name in PASSES:
         decoding = name == "decode"
-        works = [
-            served_layers(
-                group, job.model, run, job.dtypes, NO_ADAPTERS, (),
-                batch_size=run.batch_size,
-                context=run.prompt_len + NEW_TOKENS - 1 if decoding else run.prompt_len,
-                decoding=decoding,
-                r=0,
-                chip=UNKNOWN_CHIP,
-            )
-            for group in job.model.groups
-        ]  # fmt: skip
+        work = layers_work(job, run, decoding=decoding)
         fused = sum(
             group.count * len(group.layer.attentions)
             for group in job.model.groups
             if run.attn != "eager" and all(one.sdpa != "eager" for one in group.layer.attentions)
         )
-        moved = sum(work.elementwise_bytes + work.attention_bytes for work in works)
-        passes = {"prefill": 1, "decode": 3}[name]
-        once = sum(work.attention_bytes for work in works) / passes
-        if name == "prefill":
-            moved += once  # read and written
-        elif fused:
-            moved -= once
-        kernels = sum(work.launches for work in works)
-        counts[name] = {"kernels": kernels - fused, "bytes": moved}
+        moved = work.elementwise_bytes + work.attention_bytes
+        if not decoding:
+            moved += work.attention_bytes  # read and written
+        elif fused:  # what attention reads of a cache that nothing is appended to
+            static = replace(run, kv_cache="static")
+            moved -= layers_work(job, static, decoding=True).attention_bytes
+        counts[name] = {
+            "kernels": work.launches - fused,
+            "bytes": moved,
+            "peak": max(alive[moment] for moment in MOMENTS[name]),
+        }
     return counts
 
 

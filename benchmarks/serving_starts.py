@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from markdown_tables import markdown_table, write_page
+from markdown_tables import markdown_table, quantile, write_page
 
 from whichlora.calibration.load import load_calibration
 from whichlora.predict.predict import predict
@@ -154,17 +154,16 @@ def _cells(found: Compared) -> tuple[str, ...]:
 def document(found: list[Compared]) -> str:
     errors = sorted((abs(each.error) for each in found if each.error is not None), reverse=True)
     decided = [each.is_right for each in found if each.is_right is not None]
-    pools = sorted(each.pool_error for each in found if each.pool_error is not None)
+    pools = [each.pool_error for each in found if each.pool_error is not None]
     within = sum(error <= 0.03 for error in errors)
     return "\n\n".join(
         (
             f"Start or refusal is right in {sum(decided)} of {len(decided)} published starts, and "
             f"left open in {len(found) - len(decided)}, whose pool is as near to what they need as "
             f"pools are predicted: to {median(pools):.2%} of the GPU's memory in the median, "
-            f"{pools[round(0.9 * len(pools))]:.2%} at the 90th percentile ({POOL_ERROR:.1%} is stated). "
-            "Concurrency "
-            f"is known of {len(errors)}: median {median(errors):.1%}, worst {errors[0]:.0%}, "
-            f"{within} within 3%.".replace("%", " %"),
+            f"{quantile(pools, 0.9):.2%} at the 90th percentile ({POOL_ERROR:.1%} is stated). "
+            f"Concurrency is known of {len(errors)}: median {median(errors):.1%}, worst "
+            f"{errors[0]:.0%}, {within} within 3%.".replace("%", " %"),
             "Two constants come from other logs: what kernels take (`KERNELS_BYTES`), and a "
             "captured graph (`GRAPH_BYTES`); contexts and NCCL's buffers from "
             "[contexts.md](contexts.md). 83 of these starts were found when all else was finished. "

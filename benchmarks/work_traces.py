@@ -55,6 +55,7 @@ class Counted:
     Args:
         is_thin: whether a product, by its name and its factors, is bound by what it moves.
         operators: by moment and name: how many there are, and the bytes that they move.
+        peak_bytes: the most that lives at once, weights included.
     """
 
     is_thin: Callable[[str, Any], bool]
@@ -62,6 +63,7 @@ class Counted:
     operators: dict[tuple[str, str], list[int]] = field(
         default_factory=lambda: defaultdict(lambda: [0, 0])
     )
+    peak_bytes: int = 0
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any, moment: str) -> None:
         """One operator."""
@@ -139,7 +141,11 @@ def forwards(
     from whichlora.tracer.trace import trace
 
     found: dict[int, Counted] = defaultdict(lambda: Counted(is_thin))
-    dispatch = Recorder.__torch_dispatch__
+    dispatch, birth, death = (
+        Recorder.__torch_dispatch__, Recorder._write_birth, Recorder._write_death,
+    )  # fmt: skip
+    sizes: dict[int, int] = {}
+    live_bytes = 0
 
     def counting(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = dispatch(self, func, types, args, kwargs)
@@ -147,7 +153,23 @@ def forwards(
             found[self._num_forwards].note(func, args, kwargs, result, self._place()[1])
         return result
 
-    with mock.patch.object(Recorder, "__torch_dispatch__", counting):
+    def born(self: Any, num_bytes: int, *args: Any) -> int:
+        nonlocal live_bytes
+        number = birth(self, num_bytes, *args)
+        sizes[number] = num_bytes
+        live_bytes += num_bytes
+        if self._num_forwards:
+            during = found[self._num_forwards]
+            during.peak_bytes = max(during.peak_bytes, live_bytes)
+        return number
+
+    def died(self: Any, number: int, *args: Any) -> None:
+        nonlocal live_bytes
+        death(self, number, *args)
+        live_bytes -= sizes.pop(number, 0)
+
+    watched = {"__torch_dispatch__": counting, "_write_birth": born, "_write_death": died}
+    with mock.patch.multiple(Recorder, **watched):
         trace(job.run, config, target_modules=job.peft_targets, **device)
     return found
 

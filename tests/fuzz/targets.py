@@ -167,7 +167,7 @@ def run_command_line(words: list[str], folder: Path) -> None:
     if "trace" in words or words[:2] == ["calibrate", "report"] or words[0] == "mcp":
         return
     # Node.js runs a page for half a minute
-    with chdir(emptied(folder)), mock.patch("whichlora.page.build.node", lambda: None):
+    with chdir(emptied(folder)), mock.patch("whichlora.page.build.node", return_value=None):
         result = CliRunner().invoke(main, words, prog_name="whichlora")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -130,6 +130,7 @@ def _falcon(c: Fields) -> ModelSpec:
         sdpa="math" if not new and kv_heads < heads else "fused",
         dropout=c.probability("attention_dropout"),
         wide_softmax=False,
+        eager="beside_sum",
     )
     two_norms = new and c.get("num_ln_in_parallel_attn") in (None, 2)
     if two_norms:

@@ -357,7 +357,7 @@ def _modernbert(c: Fields) -> ModelSpec:
             position="rope",
             dropout=c.probability("attention_dropout"),
             rotary_dim=hidden // heads,
-            wide_rotation=True,
+            wide_rotation="inline",
             wide_softmax=True,
             # local_attention is the whole window, half of it to each side
             sliding_window=None if kind == "full_attention" else c.size("local_attention"),

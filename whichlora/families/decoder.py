@@ -16,7 +16,14 @@ from whichlora.families.blocks import (
     softmax_attention,
 )
 from whichlora.families.fields import Fields
-from whichlora.spec.architecture import Attention, ModelSpec, Norm, NormKind
+from whichlora.spec.architecture import (
+    Attention,
+    ModelSpec,
+    Norm,
+    NormKind,
+    PositionTables,
+    WideRotation,
+)
 
 PRE_NORM = ("input_layernorm", "post_attention_layernorm")
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -36,7 +43,7 @@ class Style:
         post_norm: the layer's input is normalised by no norm of its own.
         joins_rotation: heads are put together after the rotation even if all of each rotates.
         names_parts: so of `Attention`, where only a part of each head is rotated.
-        wide_rotation: so of `Attention`.
+        wide_rotation, tables, has_temperature: so of `Attention`.
     """
 
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -59,7 +66,9 @@ class Style:
     post_norm: bool = False
     joins_rotation: bool = False
     names_parts: bool = False
-    wide_rotation: bool = False
+    wide_rotation: WideRotation = ""
+    tables: PositionTables = "stream"
+    has_temperature: bool = False
     activation: str = "hidden_act"
 
 
@@ -166,7 +175,9 @@ def _attention(c: Fields, style: Style, *, slides: bool, rotates: bool, sinks: b
         # SDPA's kernels have neither a soft cap nor sinks
         sdpa="fused" if softcap is None and not sinks else "eager",
         names_parts=style.names_parts,
-        wide_rotation=rotates and style.wide_rotation,
+        wide_rotation=style.wide_rotation,
+        tables=style.tables,
+        has_temperature=style.has_temperature,
         joins_rotation=rotates and (style.joins_rotation or rotary_dim < head_dim),
     )
 

@@ -177,7 +177,7 @@ def _esm(c: Fields) -> ModelSpec:
         rotation = {
             "position": "rope",
             "rotary_dim": hidden // heads,
-            "wide_rotation": True,
+            "wide_rotation": "inline",
         }
     c = replace(c, values={**c.values, "hidden_act": "erf_gelu"})  # the class has no other
     attention = self_attention(c, projection="scaled", **rotation)

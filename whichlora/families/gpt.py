@@ -191,7 +191,7 @@ def _gptj(c: Fields) -> ModelSpec:
         sdpa="eager",
         flash=not fused,  # GPT-J does, CodeGen does not
         projection="copied" if fused else "plain",
-        wide_tables=fused,
+        tables="fp32" if fused else "stream",
         names_parts=True,
         eager="fp32",
         dropout=c.probability("attn_pdrop"),

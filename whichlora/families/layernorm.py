@@ -142,6 +142,7 @@ def _cohere_style(c: Fields) -> Style:
         layer_norms=("input_layernorm",),
         qk_norm="per_head" if c.flag("use_qk_norm") else "none",
         parallel=True,
+        wide_rotation="named",
     )
 
 

@@ -251,6 +251,10 @@ def _mistral(c: Fields) -> ModelSpec:
     return decoder(c)
 
 
+def _ministral3(c: Fields) -> ModelSpec:
+    return decoder(c, Style(has_temperature=True))
+
+
 def _ministral(c: Fields) -> ModelSpec:
     listed = c.items("layer_types", length=c.layers())
     return decoder(c, layer_types=listed)
@@ -285,7 +289,9 @@ def _smollm3(c: Fields) -> ModelSpec:
 
 def _olmo(c: Fields) -> ModelSpec:
     bias = c.flag("attention_bias")
-    style = Style(qkv_bias=bias, out_bias=bias, norm_kind="layer", norm_weight=False)
+    style = Style(
+        qkv_bias=bias, out_bias=bias, norm_kind="layer", norm_weight=False, tables="fp32_narrowed"
+    )
     return decoder(c, style)
 
 
@@ -296,8 +302,9 @@ def _olmo2_style(c: Fields) -> Style:
         out_bias=bias,
         qk_norm="width",
         post_norm=True,
-        norm_kind="rms_offset",  # scaled in fp32 before the cast, as Gemma's, without the offset
+        norm_kind="rms_wide",
         layer_norms=_POST_NORM,
+        tables="fp32_narrowed",
     )
 
 
@@ -344,7 +351,7 @@ def _phi3(c: Fields) -> ModelSpec:
 
 def _helium(c: Fields) -> ModelSpec:
     style = Style(
-        qkv_bias=c.flag("attention_bias"), mlp_bias=c.flag("mlp_bias"), norm_kind="rms_offset"
+        qkv_bias=c.flag("attention_bias"), mlp_bias=c.flag("mlp_bias"), norm_kind="rms_wide"
     )
     return decoder(c, style)
 
@@ -432,7 +439,7 @@ def _nanochat(c: Fields) -> ModelSpec:
         qkv_bias=bias,
         out_bias=bias,
         mlp_names=("fc1", "fc2"),
-        norm_kind="rms_offset",
+        norm_kind="rms_wide",
         norm_weight=False,
         qk_norm="head",
     )
@@ -471,7 +478,7 @@ BUILDERS = {
     "internlm3": _internlm3,
     "mistral": _mistral,
     "ministral": _ministral,
-    "ministral3": _mistral,
+    "ministral3": _ministral3,
     "qwen2": _qwen2,
     "qwen2_vl_text": _qwen2,
     "qwen2_5_vl_text": _qwen2,

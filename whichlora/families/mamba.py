@@ -375,9 +375,9 @@ def _nemotron_h(c: Fields) -> ModelSpec:
     if "moe" in kinds:
         blocks["moe"] = {"attentions": (), "moe": _nemotron_experts(c)}
     # its weight is multiplied in fp32, as Gemma's is
-    norm = norms(("norm",), width=hidden, kind="rms_offset")
+    norm = norms(("norm",), width=hidden, kind="rms_wide")
     layers = [Layer(norms=norm, **blocks[kind]) for kind in kinds]
-    final = norms(("norm_f",), width=hidden, kind="rms_offset")
+    final = norms(("norm_f",), width=hidden, kind="rms_wide")
     return causal_lm(c, layers, final_norms=final, embedding_name="embeddings")
 
 

@@ -254,7 +254,7 @@ def _ernie_moe(c: Fields) -> ModelSpec:
         is_sparse = (number + 1) % every == 0 and first <= number <= last
         return (None, sparse) if is_sparse else (dense, None)
 
-    style = Style(qkv_bias=bias, out_bias=bias, head_bias=bias, wide_rotation=True)
+    style = Style(qkv_bias=bias, out_bias=bias, head_bias=bias, wide_rotation="inline")
     return decoder(c, style, feed_forward=choose)
 
 
@@ -303,7 +303,8 @@ def _flex_olmo(c: Fields) -> ModelSpec:
         out_bias=bias,
         qk_norm="width",
         post_norm=True,
-        norm_kind="rms_offset",
+        norm_kind="rms_wide",
+        tables="fp32_narrowed",
         layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
     )
     return decoder(c, style, feed_forward=experts_in_every_layer(c))
@@ -334,7 +335,7 @@ def _cohere2_moe(c: Fields) -> ModelSpec:
         norm_kind="rms" if is_rms else "layer_steps",
         layer_norms=("input_layernorm",),
         parallel=True,
-        wide_rotation=True,
+        wide_rotation="named",
     )
     kind = types
     return decoder(

@@ -326,7 +326,7 @@ def _gpt_oss(c: Fields) -> ModelSpec:
     bias = c.flag("attention_bias")
     return decoder(
         c,
-        Style(qkv_bias=bias, out_bias=bias, norm_kind="rms_offset"),  # scales in fp32
+        Style(qkv_bias=bias, out_bias=bias, norm_kind="rms_wide"),  # scales in fp32
         layer_types=every_nth_full(c, 2),
         feed_forward=experts_in_every_layer(c, bias=True, routing="chosen", clamped=True),
         sinks=True,

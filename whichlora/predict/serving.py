@@ -93,8 +93,8 @@ def serving_notes(
         spare = start.pool.num_bytes - start.pool.sequence_bytes(answer.context)
         margin = answer.interval_kv_pool_bytes[1] - answer.kv_pool_bytes
         lines.append(
-            f"one sequence of {answer.context} tokens leaves {format_bytes(spare)} of the pool, and "
-            f"{_unsure(margin)}: it may not start"
+            f"one sequence of {answer.context} tokens leaves {format_bytes(spare)} of the pool, "
+            f"and {_unsure(margin)}: it may not start"
         )
     if answer.starts and answer.max_running < answer.concurrency:
         lines.append(

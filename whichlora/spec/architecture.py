@@ -21,9 +21,18 @@ UNTIL_TODAY = "999"  # a release that is newer than all
 Task = Literal["causal-lm", "seq2seq-lm", "encoder"]
 Pooling = Literal["mean", "cls", "lasttoken"]
 NormKind = Literal[
-    "rms", "rms_offset", "rms_power", "rms_mixed", "layer", "layer_steps", "layer_narrow"
+    "rms",
+    "rms_offset",
+    "rms_wide",
+    "rms_power",
+    "rms_mixed",
+    "layer",
+    "layer_steps",
+    "layer_narrow",
 ]
 PositionKind = Literal["learned", "frozen", "buffer"]
+WideRotation = Literal["", "inline", "named"]
+PositionTables = Literal["stream", "fp32", "fp32_narrowed"]
 Routing = Literal[
     "softmax",
     "softmax_wide",
@@ -59,7 +68,7 @@ Projection = Literal[
     "contiguous",
     "queries_first",
 ]
-EagerScores = Literal["scaled", "scaled_queries", "named", "fp32", "sinks"]
+EagerScores = Literal["scaled", "scaled_queries", "beside_sum", "named", "fp32", "sinks"]
 AddedMask = Literal["", "stream", "weights", "product"]
 
 
@@ -132,8 +141,8 @@ class Norm:
 
     Args:
         kind: "rms" computes in fp32 and scales the result cast back to the stream's dtype
-            (Llama); "rms_offset" scales by (1 + weight) in fp32 (Gemma), "rms_power" too, its
-            deviation being a power (Gemma 4); "layer" is
+            (Llama); "rms_wide" scales it in fp32 before (OLMo 2), "rms_offset" by (1 + weight)
+            (Gemma), "rms_power" as "rms_wide", its deviation being a power (Gemma 4); "layer" is
             `nn.LayerNorm`; "rms_mixed" multiplies the 16-bit input by the fp32 deviation (T5);
             "layer_steps" is LayerNorm written out in fp32 operators (Cohere); "layer_narrow" is
             LayerNorm that follows autocast's dtype (Nemotron).
@@ -265,19 +274,24 @@ class Attention:
             scaled before (Whisper); "queries_first", with their norm before there are keys, which
             come from images (Llama 3.2 Vision).
         out_norm: over what the output projection reads (BitNet).
-        has_temperature: queries are multiplied by a number for each position (Llama 4).
+        has_temperature: queries are multiplied by a number for each position (Llama 4,
+            Ministral 3).
         eager: which function makes the scores in eager code: "scaled"; products of
-            "scaled_queries" (MVP); "named", one fused product whose operands the class names until
-            it returns (BLOOM); of queries and keys in "fp32" (GPT-J, GPT-Neo); with "sinks", one
-            more logit for each head, which no value belongs to (gpt-oss).
+            "scaled_queries" (MVP); "beside_sum", which live beside their sum with the mask until
+            the softmax is done (Falcon); "named", one fused product whose operands the class names
+            until it returns (BLOOM); of queries and keys in "fp32" (GPT-J, GPT-Neo); with "sinks",
+            one more logit for each head, which no value belongs to (gpt-oss).
         rotated_parts: parts of each head that are rotated apart, one for each axis of an image,
             and concatenated.
         joins_rotation: rotated and unrotated parts of the heads are concatenated, so that
             queries and keys are contiguous per head.
         relative_rows: entries of the table of relative positions that queries and keys are
             multiplied with (DeBERTa).
-        wide_rotation: queries and keys are rotated in fp32 (ModernBERT).
-        wide_tables: the tables of positions are fp32 and widen what they rotate (CodeGen).
+        wide_rotation: queries and keys are rotated in fp32: "inline", each widened where it is
+            multiplied (ModernBERT), or "named", by variables that live until both are rotated
+            (Cohere, towers of images); "" for neither.
+        tables: those of positions have the dtype of the "stream", or are "fp32" and widen what
+            they rotate (CodeGen), which may be cast back: "fp32_narrowed" (OLMo).
         wide_softmax: eager code asks for a softmax in fp32.
         names_parts: rotated and unrotated parts of the heads have names of their own until the
             attention returns (StableLM, Phi, GPT-J).
@@ -333,8 +347,8 @@ class Attention:
     biases_each_layer: bool = False
     biases_each_sequence: bool = False
     relative_rows: int = 0
-    wide_rotation: bool = False
-    wide_tables: bool = False
+    wide_rotation: WideRotation = ""
+    tables: PositionTables = "stream"
     wide_softmax: bool = True
     names_parts: bool = False
     returns_probabilities: bool = True

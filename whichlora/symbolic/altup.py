@@ -41,7 +41,7 @@ def run_altup_layer(code: OpEmitter, layer: Layer, x: Tensor) -> Tensor:
     tape = code.tape
     # cosines and sines are in the dtype of the stream, masks and inputs of layers in that of the
     # looked-up rows
-    attention = replace(layer.attentions[0], wide_tables=code.stream_bytes == 4)
+    attention = replace(layer.attentions[0], tables="fp32" if code.stream_bytes == 4 else "stream")
     narrow = replace(code, stream_bytes=code.dtypes.embedding_bytes)
     before, after, before_mlp, after_mlp = layer.norms
 

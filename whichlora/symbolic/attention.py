@@ -40,6 +40,9 @@ from whichlora.symbolic.mla import expands_cache, latent_projections
 from whichlora.symbolic.operators import OpEmitter, Rows
 from whichlora.symbolic.windows import attend_in_windows
 
+# That make a number of each position. Source: `get_llama_4_attn_scale` of modeling_ministral3.py.
+_TEMPERATURE_KERNELS = 7
+
 
 def rotate(
     code: OpEmitter,
@@ -61,9 +64,9 @@ def rotate(
     if attention.wide_rotation and x.size < 4:
         wide = code.cast(x, 4)
         result = rotate(code, wide, attention, label, local_variables)
-        if widened is None or not attention.packed:
+        if widened is None or attention.wide_rotation == "inline":
             tape.hold(wide)
-        else:  # `q, k = q.float(), k.float()` of `apply_rotary_pos_emb_vision`
+        else:  # `q, k = q.float(), k.float()`
             widened.append(wide)
         return result
     if attention.rotated_parts > 1:
@@ -75,7 +78,9 @@ def rotate(
     passed = None
     if any(unrotated):
         x, passed = tape.parts(x, (rotated, unrotated))
-    table = tape.weight(per_token(attention.rotary_dim), 4 if attention.wide_tables else x.size)
+    table = tape.weight(
+        per_token(attention.rotary_dim), x.size if attention.tables == "stream" else 4
+    )
     cosine_part = code.multiply_rows(x, table)
     # two halves: the gradient of each is laid out over the whole before they are added
     half = scaled(x.elements, x.size // 2)
@@ -401,11 +406,15 @@ def _turned(
     q = rotate(code, q, attention, "query", local_variables, widened)
     k = rotate(code, k, attention, "key", local_variables, widened)
     after = (q, k, *widened)
-    if not attention.wide_tables:
+    if attention.tables != "fp32":
         q, k = code.cast(q, before[0].size), code.cast(k, before[1].size)
     elif not code.dtypes.training:
         k = code.cast(k, before[1].size)  # the cache's
     code.tape.hold(*before, *after)
+    if attention.has_temperature:
+        number = code.tape.weight(per_token(1), q.size)
+        q = code.multiply_rows(q, number)
+        code.tape.runs_beside(_TEMPERATURE_KERNELS)
     return q, k
 
 
@@ -638,7 +647,7 @@ def _repeated(code: OpEmitter, attention: Attention, k: Tensor, v: Tensor) -> tu
     if attention.num_key_value_heads == 1:
         (k,) = tape.parts(k, (_of_keys(code, attention, heads * attention.head_dim),))
         (v,) = tape.parts(v, (_of_keys(code, attention, heads * attention.v_head_dim),))
-        return replace(k, joined=False), replace(v, joined=False)
+        return replace(k, joined=False, repeats=heads), replace(v, joined=False, repeats=heads)
     return _written_out(code, attention, k, v)
 
 
@@ -685,6 +694,7 @@ def _eager_kernel(
         scores = tape.in_place(scores, bias)
     elif bias is not None:
         scores = code.add(scores, bias)
+    unmasked = scores
     if attention.causal or attention.masks_keys or code.masked:
         mask = tape.weight(_pairs(code, attention, 1), code.stream_bytes)  # one for all heads
         scores = code.add(scores, mask)
@@ -692,6 +702,8 @@ def _eager_kernel(
         probabilities = _softmax_with_sinks(code, attention, scores)
     else:
         probabilities = _softmax(code, attention, scores, q_size)
+    if attention.eager == "beside_sum":
+        tape.hold(unmasked)
     if attention.eager != "fp32":  # GPT-J gives softmax and its cast a statement each
         tape.hold(scores)
     if attention.dropout and dtypes.training:
@@ -758,6 +770,7 @@ def _named_scores(code: OpEmitter, q: Tensor, k: Tensor, shape: LinearForm) -> S
 _SCORES: dict[EagerScores, Callable[[OpEmitter, Tensor, Tensor, LinearForm], Scores]] = {
     "scaled": _scaled_scores,
     "scaled_queries": _scores_of_scaled_queries,
+    "beside_sum": _scaled_scores,
     "named": _named_scores,
     "fp32": _scaled_scores,
     "sinks": _scaled_scores,

@@ -358,6 +358,7 @@ class Tensor:
         joined: laid out as [batch, heads, seq, head_dim] in memory.
         strided: its rows are transposed, so that a product copies them first.
         cut: so are rows that are a part of longer sequences, unless something makes them anew.
+        repeats: how often a view shows each element that there is, which is read once.
         edge: key of the buffer that sums its gradient; a view of all elements shares it.
     """
 
@@ -370,6 +371,7 @@ class Tensor:
     joined: bool = False
     strided: bool = False
     cut: bool = False
+    repeats: int = 1
 
     @property
     def form(self) -> LinearForm:
@@ -855,13 +857,14 @@ class Tape:
         step.kernels = 1
         if moves:
             step.kernels += step.inner.kernels
-            step.moved = sum(tensor.packed for tensor in reads) + written + step.inner.moved
+            read = sum(tensor.packed // tensor.repeats for tensor in reads)
+            step.moved = read + written + step.inner.moved
             step.passing = step.inner.moved
         self._num_kernels += 1
         for tensor in reads:
             last = self._touched.get(tensor.storage)
             if moves and last is not None and self._num_kernels - last <= _RIGHT_BEFORE:
-                step.passing += tensor.packed
+                step.passing += tensor.packed // tensor.repeats
             if tensor.storage >= 0:
                 self._touched[tensor.storage] = self._num_kernels
 

@@ -17,6 +17,9 @@ from whichlora.symbolic.operators import OpEmitter
 from whichlora.symbolic.switch_transformers import route_to_largest, run_with_capacity
 
 _IN_FP32 = ("softmax_fp32", "softmax_exact", "sigmoid", "sigmoid_divided")
+# The best groups of experts first. Source: `DeepseekV3MoE.route_tokens_to_experts`: the correction,
+# a sum and a choice of groups, a mask of five steps, the weights' sum, quotient and scale.
+_IN_GROUPS, _GROUP_KERNELS = ("sigmoid", "sigmoid_divided"), 11
 _DIVIDED = ("sigmoid_narrow", "sigmoid_divided")  # by their sum, which autocast widens
 
 
@@ -150,6 +153,8 @@ def route(code: OpEmitter, moe: Moe, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
     if moe.routing in _DIVIDED and code.dtypes.under_autocast:
         size = 4
     weights = tape.op([top], few, size, keeps=[scaled(few, 4)], what="router: weights")
+    if moe.routing in _IN_GROUPS:
+        tape.runs_beside(_GROUP_KERNELS)
     if moe.routing == "scaled":
         scale = code.dtypes.base_bytes
         expert_scales = tape.op([chosen], few, scale, what="router: scales of the chosen")

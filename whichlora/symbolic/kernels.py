@@ -34,7 +34,7 @@ def repeats_keys(
 
     Source: transformers 5.23 `sdpa_attention_forward`, `use_gqa_in_sdpa`; 4.53 without it.
     """
-    if not _is_grouped(attention) or not dtypes.uses_sdpa or attention.sdpa == "math":
+    if not is_grouped(attention) or not dtypes.uses_sdpa or attention.sdpa == "math":
         return False
     libraries = dtypes.libraries
     if libraries.repeats_keys:
@@ -50,7 +50,7 @@ def repeats_keys(
     return masked or dtypes.attn == "sdpa-efficient" or (wide and libraries.repeats_wide_keys)
 
 
-def _is_grouped(attention: Attention) -> bool:
+def is_grouped(attention: Attention) -> bool:
     """Whether the attention gets a key for several heads; Falcon copies them before its cache."""
     grouped = attention.num_key_value_heads < attention.num_attention_heads
     return grouped and attention.projection != "copied"
@@ -103,7 +103,7 @@ def _dispatched(
 
 def _groups(attention: Attention, dtypes: Dtypes, *, masked: bool, decoding: bool) -> Groups:
     """How keys come to SDPA; a packed query has as many heads as its keys."""
-    if not _is_grouped(attention):
+    if not is_grouped(attention):
         return "none"
     if attention.sdpa == "math":
         return "broadcast"

@@ -49,7 +49,8 @@ def mix_by_states(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     values, keys, queries = tape.parts(
         active, (per_token(inner), per_token(shared), per_token(shared))
     )
-    scanned = _scan(code, attention, values, step, keys, queries)
+    scan = _update_state if code.decoding else _scan
+    scanned = scan(code, attention, values, step, keys, queries)
     if code.ragged:
         (scanned,) = tape.parts(scanned, (per_token(inner),))
     gated = _gated_norm if attention.norms else _gated
@@ -137,6 +138,33 @@ def _scan(
     tape.hold(skipped, steps, decay_in, b, c, x, total, within, scores, weighted, diagonal)
     tape.hold(written, first, begun, off, off_scaled)
     return result
+
+
+# Of a state that decays, takes in a token and is read: two products, a sum, a copy, a cast, and the
+# product with the queries. What they move is `STATE_PASSES` of `timing.work`.
+_STATE_KERNELS = 6
+
+
+def _update_state(
+    code: OpEmitter,
+    attention: Attention,
+    values: Tensor,
+    step: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+) -> Tensor:
+    """One token. Source: transformers 5.23 `mamba2_selective_state_update`."""
+    tape, heads = code.tape, attention.num_attention_heads
+    few, read = per_token(heads), per_token(heads * attention.head_dim)
+    steps = code.cast(_step_sizes(code, step, few), 4)
+    decay = tape.op([tape.op([steps], few, 4)], few, 4)
+    repeated = [tape.op([state], read, state.size) for state in (keys, queries)]
+    taken = code.multiply_rows(repeated[0], steps)
+    result = tape.op([decay, taken, repeated[1]], values.elements, 4)
+    tape.runs_beside(_STATE_KERNELS - 1)
+    skipped = code.multiply_rows(values, tape.weight(constant(heads), 4))
+    tape.hold(*repeated, taken)
+    return code.cast(code.add(result, skipped), values.size)
 
 
 def _step_sizes(code: OpEmitter, step: Tensor, few: LinearForm) -> Tensor:

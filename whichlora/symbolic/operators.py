@@ -267,7 +267,7 @@ class OpEmitter:
         rows = per_token(norm.rows) if rows is None else rows
         trained = norm.weight and (dtypes.trains_base or norm.name in self.targets)
         weight = tape.weight(constant(norm.width), dtypes.base_bytes, trained=trained)
-        if dtypes.kernels.norm != "none" and norm.kind in ("rms", "rms_offset"):
+        if dtypes.kernels.norm != "none" and norm.kind in ("rms", "rms_wide", "rms_offset"):
             return self._fused_norm(norm, x, weight, rows)
         if norm.kind in ("layer", "layer_narrow"):
             on_cpu = dtypes.device_kind == "cpu"
@@ -311,7 +311,7 @@ class OpEmitter:
             return self.cast(self._weighted(y, weight), x.size)
         rstd = self._deviation(self._square(wide), rows, is_power=norm.kind == "rms_power")
         y = self.multiply_rows(wide, rstd)
-        if norm.kind in ("rms_offset", "rms_power"):
+        if norm.kind in ("rms_wide", "rms_offset", "rms_power"):
             if norm.weight:
                 y = self._weighted(y, weight)
                 tape.runs_beside(2 * (norm.kind == "rms_offset"))  # `1.0 + self.weight.float()`

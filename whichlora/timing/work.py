@@ -26,6 +26,7 @@ from whichlora.symbolic.kernels import (
     FUSED,
     Kernel,
     attention_kernel,
+    is_grouped,
     is_masked,
     repeats_keys,
 )
@@ -1005,17 +1006,19 @@ def evaluation_work(
     )
 
 
-def cache_passes(attention: Attention, run: RunConfig, dtypes: Dtypes, context: Count) -> Real:
-    """How often one decoding step reads or writes the keys and values there are.
+def read_passes(attention: Attention, dtypes: Dtypes, context: Count) -> Real:
+    """How often the attention of one decoding step reads the keys and values there are.
 
-    A dynamic cache is read and written whole to append one token. Then the attention reads it, or
-    a copy for every head; what makes copies is among the layer's own operators, but for what old
-    classes made for FlashAttention. Of a quantised one, `conversion` counts what comes before.
+    It reads the cache, or a copy for every head; what makes copies is among the layer's own
+    operators, but for what old classes made for FlashAttention. Of a quantised cache, `conversion`
+    counts what comes before.
 
-    Kind: exact. Source: transformers 5.23 `DynamicLayer.update`, `repeat_kv`; 4.40
-    `Qwen2FlashAttention2.forward`; torch 2.13 `_scaled_dot_product_attention_math`.
+    Kind: exact. Source: transformers 5.23 `repeat_kv`; 4.40 `Qwen2FlashAttention2.forward`; torch
+    2.13 `_scaled_dot_product_attention_math`.
     """
-    groups = attention.num_attention_heads // max(1, attention.num_key_value_heads)
+    groups = 1
+    if is_grouped(attention):
+        groups = attention.num_attention_heads // max(1, attention.num_key_value_heads)
     with_mask = is_masked(attention, dtypes, context)
     read: Real = 0
     for masked, share in ((True, with_mask), (False, 1 - with_mask)):
@@ -1027,7 +1030,7 @@ def cache_passes(attention: Attention, run: RunConfig, dtypes: Dtypes, context: 
         if dtypes.libraries.repeats_keys and not dtypes.uses_sdpa and kernel in FUSED:
             passes = 1 + 2 * groups if groups > 1 else 1  # read, written and read again
         read = read + share * passes
-    return read + 2 * (run.kv_cache == "dynamic")
+    return read
 
 
 def waited_passes(
@@ -1116,9 +1119,15 @@ def _cache_work(
     """What one pass reads, writes and converts of the cache of all sequences."""
     keys = attention.cache_elements * context
     passes: Real = 1
+    expanded: Real = 0
     waited: Real = 0
     if decoding:
-        passes = cache_passes(attention, run, dtypes, context)
+        passes = read_passes(attention, dtypes, context)
+        if run.engine == TRANSFORMERS and expands_cache(attention):
+            expanded = (attention.k_width + attention.v_width) * context * passes
+            passes = 0
+        # one token is appended to a dynamic cache, which is read and written whole
+        passes = passes + 2 * (run.kv_cache == "dynamic")
         if run.engine == TRANSFORMERS:  # vLLM's kernels split keys
             waited = waited_passes(
                 attention,
@@ -1127,7 +1136,7 @@ def _cache_work(
                 context=context,
                 num_multiprocessors=chip.num_multiprocessors,
             )
-    moved = (keys + attention.state_elements) * passes
+    moved = (keys + attention.state_elements) * passes + expanded
     states = batch_size * attention.recurrent_elements * 4  # in fp32
     converted = conversion(run, dtypes, decoding=decoding)
     appends = run.engine == TRANSFORMERS and bool(attention.cache_elements)

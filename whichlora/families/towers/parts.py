@@ -51,7 +51,7 @@ def packed_attention(vision: Fields, width: int, **overrides: Any) -> Attention:
         out_name="proj",
         position="rope",
         rotary_dim=width // heads,
-        wide_rotation=True,
+        wide_rotation="named",
         packed=True,
         **overrides,
     )
