@@ -23,13 +23,15 @@ from markdown_tables import markdown_table, median_and_worst, write_page
 from trace_records import Line, live_bytes, read
 from work_traces import Counted, forwards
 
+from whichlora import families
 from whichlora.methods.base import NO_ADAPTERS
-from whichlora.predict.resolve import ResolvedRun
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import read_object
 from whichlora.timing.chip import UNKNOWN_CHIP
 from whichlora.timing.work import Work, served_layers
+from whichlora.tracer.extrapolate import shallow
 
 RECORDS = Path(__file__).parent / "traces" / "served_work.jsonl"
 PAGE, TITLE = "served_work", "Work of a forward, against traces"
@@ -88,6 +90,15 @@ def lines() -> Iterator[Line]:
             yield draw(model, number)
 
 
+def config_of(line: Line) -> dict[str, Any]:
+    return shallow(load_model(line["run"]["model"]).config, line["layers"])
+
+
+def job_of(line: Line) -> ResolvedRun:
+    model = families.build(config_of(line), name="drawn")
+    return resolve(model, RunConfig.from_dict(line["run"]), trainer_traces.GPU)
+
+
 def counted(job: ResolvedRun, config: dict[str, Any]) -> dict[int, Counted]:
     """What the layers do in each forward of a generation."""
 
@@ -106,7 +117,7 @@ def _reads_keys(name: str, args: Any) -> bool:
 
 def traced(line: Line) -> Line:
     """Kernels, bytes and peak of the prompt pass and of the last decoding step."""
-    by_number = counted(trainer_traces.job_of(line), trainer_traces.config_of(line))
+    by_number = counted(job_of(line), config_of(line))
     counts = {
         name: {
             "kernels": sum(count for count, _ in by_number[number].operators.values()),
@@ -140,7 +151,7 @@ def layers_work(job: ResolvedRun, run: RunConfig, *, decoding: bool) -> Work:
 
 def predicted(line: Line) -> dict[str, dict[str, float]]:
     """The same, as the time model counts them."""
-    job = trainer_traces.job_of(line)
+    job = job_of(line)
     run, counts, alive = job.run, {}, live_bytes(job)
     for name in PASSES:
         decoding = name == "decode"

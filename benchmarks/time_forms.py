@@ -28,6 +28,7 @@ from published.times import (
 
 from whichlora.calibration.fit_time import regress, relative_spread
 from whichlora.calibration.samples import Sample
+from whichlora.predict.coefficients import TIME_PHASES
 from whichlora.spec.gpu import GpuSpec
 from whichlora.timing import model as timing
 from whichlora.timing.model import DEVICE_FEATURES, TimeModel
@@ -98,8 +99,12 @@ def _scaled(samples: Sequence[TimeSample], factors: Mapping[str, float]) -> list
 
 def fitted(form: Form, kept: Sequence[TimeSample], phase: str, gpu: GpuSpec) -> TimeModel:
     """Coefficients of `form`, those of the middle device where each has a factor."""
-    start = replace(timing.prior_model(gpu, phase), overlaps=form.overlaps, interval_scale=1.0)
-    starts, spreads = {phase: start}, {phase: relative_spread(gpu, phase)}
+    priors = {name: timing.prior_model(gpu, name) for name in TIME_PHASES}
+    starts = {
+        name: replace(prior, overlaps=form.overlaps, interval_scale=1.0)
+        for name, prior in priors.items()
+    }
+    spreads = {name: relative_spread(gpu, name) for name in TIME_PHASES}
     factors = {one.observation.gpu: 1.0 for one in kept}
     model = regress({phase: _scaled(kept, factors)}, starts, spreads)[phase]
     if not form.per_device or len(factors) < 2:

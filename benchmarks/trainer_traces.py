@@ -33,7 +33,6 @@ from whichlora.spec.run import RunConfig
 from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
-from whichlora.tracer.extrapolate import shallow
 
 RECORDS = Path(__file__).parent / "traces" / "trainers.jsonl"
 GPU = find_gpu("a100-sxm-80gb")
@@ -57,7 +56,11 @@ MODELS = (
 
 def config_of(line: dict[str, Any]) -> dict[str, Any]:
     """The config of the record's model with as many layers as were traced."""
-    return shallow(load_model(line["run"]["model"]).config, line["layers"])
+    config = dict(load_model(line["run"]["model"]).config)
+    config["num_hidden_layers"] = line["layers"]
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][: line["layers"]]
+    return config
 
 
 def job_of(line: dict[str, Any]) -> ResolvedRun:

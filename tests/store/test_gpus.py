@@ -251,6 +251,7 @@ def test_an_amount_of_memory_is_a_target_without_rates(name: str, num_bytes: int
 def test_what_follows_an_at_sign_is_the_power_its_driver_allows(name: str) -> None:
     spec = find_gpu(name)
     assert (spec.key, spec.power_limit_w, spec.most_w) == ("rtx-3090-24gb", 280, 280)
+    assert "rtx-3090-24gb at 280 W of 350: products take longer" in spec.notes
     assert find_gpu("3090").most_w == find_gpu("3090").power_w == 350
 
 
@@ -591,7 +592,7 @@ def test_auto_takes_the_power_that_the_driver_is_set_to(monkeypatch: pytest.Monk
         monkeypatch.setattr(gpus, "detect_gpus", lambda device=device: (device,))
         spec = find_gpu("auto")
         assert (spec.key, spec.power_limit_w) == ("a100-sxm-80gb", taken)
-        notes = ("the driver is set to 275 W of 400: products take longer",) if taken else ()
+        notes = ("a100-sxm-80gb at 275 W of 400: products take longer",) if taken else ()
         assert spec.notes == notes
 
 

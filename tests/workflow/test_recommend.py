@@ -63,6 +63,17 @@ def test_a_number_before_the_type_is_how_many_share_the_training() -> None:
         Question(gpu="2x3090", gpus=4)
 
 
+def test_a_limit_of_power_is_in_the_plan() -> None:
+    assert plan_content(Question(gpu="4090@300W"))["gpu"] == "rtx-4090-24gb@300W"
+    limited, free = (recommended(gpu=name, models=[SMALL]) for name in ("4090@300W", "4090"))
+    assert limited.winner is not None
+    assert free.winner is not None
+    assert limited.winner.run == free.winner.run
+    assert limited.winner.total_s is not None
+    assert free.winner.total_s is not None
+    assert limited.winner.total_s.value > free.winner.total_s.value
+
+
 def test_the_time_of_a_million_tokens_is_that_of_the_steps() -> None:
     answer = recommended(gpu="4090", models=[SMALL], samples=1000, seq_len=1024)
     best = answer.winner

@@ -59,6 +59,11 @@ class GpuSpec:
         return backend_of(self.kind)
 
     @property
+    def called(self) -> str:
+        """Its key with the limit of its power: the name that means it as it is set."""
+        return self.key if self.power_limit_w is None else f"{self.key}@{self.power_limit_w:g}W"
+
+    @property
     def most_w(self) -> float | None:
         """What it may draw as it is set: no more than the board is made for."""
         stated = [watts for watts in (self.power_w, self.power_limit_w) if watts is not None]

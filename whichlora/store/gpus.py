@@ -208,7 +208,7 @@ def _limited(name: str, least_memory: bool) -> GpuSpec:
             f"GPU {name!r}: a power limit of {spec.key} must be from "
             f"{_LEAST_POWER * spec.power_w:g} to {spec.power_w:g} W, got {watts:g}"
         )
-    return replace(spec, power_limit_w=watts)
+    return _as_set(spec, watts)
 
 
 def _usual(name: str, keys: Sequence[str], least_memory: bool) -> GpuSpec:
@@ -446,7 +446,7 @@ def _as_set(spec: GpuSpec, limit_w: float | None) -> GpuSpec:
     """`spec` with what its driver is set to, where that is less than the board's own power."""
     if limit_w is None or spec.power_w is None or limit_w >= _SET_LOWER * spec.power_w:
         return spec
-    note = f"the driver is set to {limit_w:g} W of {spec.power_w:g}: products take longer"
+    note = f"{spec.key} at {limit_w:g} W of {spec.power_w:g}: products take longer"
     return replace(spec, power_limit_w=limit_w, notes=(*spec.notes, note))
 
 

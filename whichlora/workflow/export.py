@@ -106,7 +106,7 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
     if most and run.seq_len > most:
         raise ConfigError(f"seq_len: {run.model} looks up {most} positions; give {most} or less")
     if run.parallel.strategy == AUTO:
-        (chosen,) = estimates.estimate([run], [device.key])
+        (chosen,) = estimates.estimate([run], [device.called])
         run = replace(run, parallel=chosen.run.parallel)
     resolved = resolve(model, replace(run, model=model.name), device)
     data_format = DataFormat(kind=KINDS[rows_of(resolved.run)][0])

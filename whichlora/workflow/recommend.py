@@ -358,7 +358,7 @@ def _gpu(question: Question) -> tuple[str, GpuSpec]:
             "gpu: is left out, and this machine has no GPU; name one, such as 4090 "
             "('whichlora gpus' lists them), or cpu"
         )
-    named = spec.key if spec.is_timed or question.gpu is None else question.gpu
+    named = spec.called if spec.is_timed or question.gpu is None else question.gpu
     return named, spec
 
 
