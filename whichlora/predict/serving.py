@@ -46,7 +46,8 @@ def serving_prediction(
     """The answer of an engine: whether it starts, how much it serves at once, and how fast."""
     run, served, start = job.run, job.served, service.start
     pool, fault = start.pool, start.fault_at(served.context)
-    margin = round(POOL_ERROR * job.gpu.memory_bytes)
+    # llama.cpp allocates what sequences take, and its pool is what would fit
+    margin = 0 if start.pool_fact is None else round(POOL_ERROR * job.gpu.memory_bytes)
     spare = pool.num_bytes - pool.sequence_bytes(served.context)
     is_close = start.needs_context and not start.fault and abs(spare) < margin
     return ServingPrediction(

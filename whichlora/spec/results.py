@@ -267,7 +267,7 @@ class ServingPrediction:
         context: tokens of a prompt and its answer that it is started for.
         is_close: whether the pool may as well be on the other side of what a start needs.
         kv_pool_bytes: left for keys and values; below 0 where the rest takes too much.
-        interval_kv_pool_bytes: that hold it with 90 %.
+        interval_kv_pool_bytes: that hold it with 90 %; of llama.cpp, which has no pool, itself.
         kv_pool_tokens: of sequences of `context` tokens, as vLLM logs them.
         max_concurrency: sequences of `context` tokens that the pool holds, a fraction.
         max_context: tokens of the longest sequence that the pool holds, 0 for none; at most the

@@ -1,0 +1,49 @@
+"""Starts of serving engines whose pool is as near to what they need as pools are predicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from whichlora.api import estimate
+from whichlora.spec.results import Prediction
+
+MODEL, GPU = "Qwen/Qwen1.5-14B", "a100-sxm-40gb"
+
+
+def started(context: int, serving: str = "vllm") -> Prediction:
+    (answer,) = estimate(MODEL, GPU, phase="inference", serving=serving, context=context)
+    assert answer.serving is not None
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("share", "verdict", "starts"),
+    [(0.5, "fits", "yes"), (0.99, "undecided", "maybe"), (1.01, "undecided", "maybe")],
+)
+def test_a_start_is_undecided_where_the_pool_may_be_on_either_side(
+    share: float, verdict: str, starts: str
+) -> None:
+    longest = started(512).serving.max_context
+    answer = started(round(share * longest))
+    serving = answer.serving
+    assert (answer.verdict, serving.starts_in_words) == (verdict, starts)
+    assert serving.starts == (share < 1)
+    low, high = serving.interval_kv_pool_bytes
+    assert high - serving.kv_pool_bytes == serving.kv_pool_bytes - low > 0
+    assert serving.is_close == (verdict == "undecided")
+    if share > 1:
+        assert "may not start: one sequence of" in serving.refusal("vllm")
+        assert serving.reason.endswith("MiB")
+    elif serving.is_close:
+        assert any(note.endswith("it may not start") for note in answer.notes)
+
+
+def test_a_start_far_beyond_the_pool_is_refused() -> None:
+    answer = started(2 * started(512).serving.max_context)
+    assert (answer.verdict, answer.serving.starts_in_words) == ("fails", "no")
+    assert "does not start" in answer.serving.refusal("vllm")
+
+
+def test_what_llama_cpp_has_room_for_has_no_interval() -> None:
+    serving = started(512, "llama-cpp").serving
+    assert serving.interval_kv_pool_bytes == (serving.kv_pool_bytes,) * 2
