@@ -40,6 +40,7 @@ def a_private_record(number: int = 0, **changes: Any) -> Measurement:
             "driver": "570.86",
             "libraries": versions,
             "num_threads": 8,
+            "power_limit_w": 69.5,
         },
         "provenance": dict.fromkeys(
             ("run_id", "command", "config", "source", "measured_by", "busy", SECRET),
@@ -66,6 +67,7 @@ def test_no_text_of_a_user_is_left_and_every_number_is() -> None:
         "device": find_gpu(GPU).name,
         "driver": "570.86",
         "num_threads": 8,
+        "power_limit_w": 69.5,
         "libraries": {"torch": "2.13.0", "transformers": "5.23.0.dev0"},
     }
     assert shared.provenance == {"source": "contributed", "busy": "yes"}

@@ -21,6 +21,7 @@ from whichlora.predict.resolve import resolve
 from whichlora.serving import list_engines
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import is_number
 from whichlora.spec.parallel import AUTO, ParallelConfig
 from whichlora.spec.results import Measurement
 from whichlora.spec.run import ALL_LINEAR, ATTENTION, DEFAULT_TARGETS, RunConfig
@@ -37,7 +38,7 @@ MEASURED = (
     *("device_s", "build_s", "warm_up_s"),
 )
 # Of the environment: numbers, and texts that are versions. The device is named by its `gpu.json`.
-COUNTS = ("num_threads", "power_limit_w", "device_total_bytes", "device_used_idle_bytes")
+NUMBERS = ("num_threads", "power_limit_w", "device_total_bytes", "device_used_idle_bytes")
 VERSIONS = ("python", "cuda", "driver")
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "liger-kernel", "trl")
 LEFT_OUT = {
@@ -114,7 +115,7 @@ def _is_busy(record: Measurement) -> bool:
 
 def _environment(environment: Mapping[str, Any], gpu: GpuSpec) -> dict[str, Any]:
     kept: dict[str, Any] = {"device": gpu.name}
-    kept |= {name: environment[name] for name in COUNTS if type(environment.get(name)) is int}
+    kept |= {name: environment[name] for name in NUMBERS if is_number(environment.get(name))}
     kept |= _versions({name: environment.get(name) for name in VERSIONS})
     libraries = environment.get("libraries", environment.get("versions"))
     if isinstance(libraries, Mapping):
