@@ -23,9 +23,8 @@ from markdown_tables import markdown_table, median_and_worst, write_page
 from trace_records import Line, live_bytes, read
 from work_traces import Counted, forwards
 
-from whichlora import families
 from whichlora.methods.base import NO_ADAPTERS
-from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import read_object
@@ -95,8 +94,7 @@ def config_of(line: Line) -> dict[str, Any]:
 
 
 def job_of(line: Line) -> ResolvedRun:
-    model = families.build(config_of(line), name="drawn")
-    return resolve(model, RunConfig.from_dict(line["run"]), trainer_traces.GPU)
+    return trainer_traces.job_of(line, config_of(line))
 
 
 def counted(job: ResolvedRun, config: dict[str, Any]) -> dict[int, Counted]:

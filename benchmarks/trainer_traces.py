@@ -63,8 +63,9 @@ def config_of(line: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def job_of(line: dict[str, Any]) -> ResolvedRun:
-    model = families.build(config_of(line), name="drawn")
+def job_of(line: dict[str, Any], config: dict[str, Any] | None = None) -> ResolvedRun:
+    """Its run, of `config` instead of that of `config_of`."""
+    model = families.build(config or config_of(line), name="drawn")
     return resolve(model, RunConfig.from_dict(line["run"]), GPU)
 
 

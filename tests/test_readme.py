@@ -136,6 +136,7 @@ def test_figures_of_accuracy_are_those_of_their_page(row: str, above: str) -> No
     number, *shown = re.findall(r"[+-]?[\d.]+(?= %| \|)", line.partition(" | ")[2] + " |")
     count, *exact = re.findall(r"[+-]?[\d.]+(?= %| \|)", page)
     assert number == count
+    assert len(shown) == 3
     for text, figure in zip(shown, exact, strict=False):
         digits = len(text.partition(".")[2])
         assert abs(float(text) - float(figure)) <= 0.5 * 10**-digits + 0.05, (text, figure)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import pytest
 import served_work_traces
@@ -44,28 +46,38 @@ def test_a_kernel_runs_for_each_operator(errors: list[tuple[str, dict[str, float
     assert max(sizes) < 0.4
 
 
+EXCEPTED: dict[tuple[str, str], dict[Callable[[dict[str, Any]], bool], float]] = {
+    # an indexer chooses the keys
+    ("prefill", "bytes"): {lambda run: run["model"] == "zai-org/GLM-5.2": 0.3},
+    # of one sequence, eager products read keys and values in place
+    ("decode", "bytes"): {lambda run: run["batch_size"] == 1 and run["attn"] == "eager": 1.7},
+}
+"""Runs whose errors have a cause of their own, and how large these may be."""
+
+
 @pytest.mark.parametrize(
     ("work_pass", "quantity", "usual", "worst"),
     [
         ("prefill", "kernels", 0.005, 0.2),  # Mamba 2's chunks
-        ("prefill", "bytes", 0.005, 0.3),  # keys that an indexer chooses
+        ("prefill", "bytes", 0.005, 0.15),
         ("prefill", "peak", 0.001, 0.015),
         ("decode", "kernels", 0.04, 0.16),
-        # one sequence, whose keys and values eager products read in place
-        ("decode", "bytes", 0.005, 1.7),
+        ("decode", "bytes", 0.005, 0.15),
         ("decode", "peak", 0.001, 0.02),
     ],
 )
 def test_a_forward_is_that_of_the_traces(
     work_pass: str, quantity: str, usual: float, worst: float
 ) -> None:
-    sizes = [
-        abs(served_work_traces.errors(line)[work_pass, quantity])
+    found = [
+        (line["run"], abs(served_work_traces.errors(line)[work_pass, quantity]))
         for line in read(served_work_traces.RECORDS)
     ]
-    assert len(sizes) > 120
-    assert median(sizes) < usual
-    assert max(sizes) < worst
+    assert len(found) > 120
+    assert median(size for _, size in found) < usual
+    for run, size in found:
+        excepted = EXCEPTED.get((work_pass, quantity), {}).items()
+        assert size < max([worst, *(most for is_such, most in excepted if is_such(run))]), run
 
 
 @pytest.mark.oracle

@@ -91,7 +91,7 @@ def time_samples(job: ResolvedRun, measurement: Measurement) -> dict[str, list[S
     samples: dict[str, list[Sample]] = {}
     if job.layout is not None:
         return samples
-    job = replace(job, gpu=replace(job.gpu, power_limit_w=measurement.power_limit_w))
+    job = replace(job, gpu=measurement.as_set(job.gpu))
 
     def add(phase: str, features: dict[str, float], seconds: list[float], length: int) -> None:
         sample = _sample(job, measurement, features, median(seconds), length)

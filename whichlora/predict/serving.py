@@ -48,8 +48,8 @@ def serving_prediction(
     pool, fault = start.pool, start.fault_at(served.context)
     # llama.cpp allocates what sequences take, and its pool is what would fit
     margin = 0 if start.pool_fact is None else round(POOL_ERROR * job.gpu.memory_bytes)
-    spare = pool.num_bytes - pool.sequence_bytes(served.context)
-    is_close = start.needs_context and not start.fault and abs(spare) < margin
+    is_near = abs(pool.spare_bytes(served.context)) < margin
+    is_close = start.needs_context and not start.fault and is_near
     return ServingPrediction(
         engine=job.engine.name,
         version=getattr(served.libraries, job.engine.library, ""),
@@ -91,7 +91,7 @@ def serving_notes(
             f"context of {answer.context}: the engine refuses such requests; give a larger context"
         )
     if answer.starts and answer.is_close:
-        spare = start.pool.num_bytes - start.pool.sequence_bytes(answer.context)
+        spare = start.pool.spare_bytes(answer.context)
         margin = answer.interval_kv_pool_bytes[1] - answer.kv_pool_bytes
         lines.append(
             f"one sequence of {answer.context} tokens leaves {format_bytes(spare)} of the pool, "

@@ -110,6 +110,10 @@ class Pool:
         num_blocks: int = self.blocks_of(context)
         return num_blocks * self.block_bytes
 
+    def spare_bytes(self, context: int) -> int:
+        """Beside one sequence of `context` tokens; below 0 where it lacks room for that."""
+        return self.num_bytes - self.sequence_bytes(context)
+
     def max_concurrency(self, context: Count) -> Real:
         """Sequences of `context` tokens that the pool holds at once, none of them sharing blocks.
 

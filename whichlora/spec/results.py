@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from whichlora.errors import ConfigError
 from whichlora.spec.costs import RunningCost
+from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import is_number
 from whichlora.spec.rendering import Rendered
 from whichlora.spec.run import RunConfig
@@ -543,6 +544,10 @@ class Measurement:
         """What the driver of its device was set to; None where nobody wrote that down."""
         watts = self.environment.get("power_limit_w")
         return float(watts) if is_number(watts) and 0 < watts < math.inf else None
+
+    def as_set(self, gpu: GpuSpec) -> GpuSpec:
+        """`gpu` with the power that its driver allowed."""
+        return dataclasses.replace(gpu, power_limit_w=self.power_limit_w)
 
     @property
     def closest_peak_bytes(self) -> int | None:

@@ -175,15 +175,25 @@ def each_once(specs: Iterable[GpuSpec]) -> list[GpuSpec]:
     """`specs` without repetition: several names may mean one accelerator.
 
     Raises:
-        ConfigError: one with different limits of its power.
+        ConfigError: as `require_one_limit`.
     """
-    found: dict[str, GpuSpec] = {}
+    named = list(specs)
+    require_one_limit(named)
+    return list({spec.key: spec for spec in named}.values())
+
+
+def require_one_limit(specs: Iterable[GpuSpec]) -> None:
+    """Check that no board is asked for as it is set in several ways, which have one key.
+
+    Raises:
+        ConfigError: one has different limits of its power.
+    """
+    limits: dict[str, float | None] = {}
     for spec in specs:
-        if found.setdefault(spec.key, spec).power_limit_w != spec.power_limit_w:
+        if limits.setdefault(spec.key, spec.power_limit_w) != spec.power_limit_w:
             raise ConfigError(
                 f"gpu: {spec.key} is named with different power limits; ask for one at a time"
             )
-    return list(found.values())
 
 
 def _limited(name: str, least_memory: bool) -> GpuSpec:

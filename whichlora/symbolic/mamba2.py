@@ -46,11 +46,9 @@ def mix_by_states(code: OpEmitter, attention: Attention, x: Tensor) -> Tensor:
     active = code.cast(active, taken.size)
     if dtypes.padded:
         active = tape.op([active], active.elements, active.size)
-    values, keys, queries = tape.parts(
-        active, (per_token(inner), per_token(shared), per_token(shared))
-    )
+    parts = tape.parts(active, (per_token(inner), per_token(shared), per_token(shared)))
     scan = _update_state if code.decoding else _scan
-    scanned = scan(code, attention, values, step, keys, queries)
+    scanned = scan(code, attention, step, *parts)
     if code.ragged:
         (scanned,) = tape.parts(scanned, (per_token(inner),))
     gated = _gated_norm if attention.norms else _gated
@@ -81,19 +79,13 @@ def _gated_norm(code: OpEmitter, attention: Attention, x: Tensor, gate: Tensor) 
     return normed
 
 
-def _scan(
-    code: OpEmitter,
-    attention: Attention,
-    values: Tensor,
-    step: Tensor,
-    keys: Tensor,
-    queries: Tensor,
-) -> Tensor:
+def _scan(code: OpEmitter, attention: Attention, step: Tensor, *parts: Tensor) -> Tensor:
     """Every token reads those before it in its chunk, and the state that the chunk begins with.
 
     States of chunks are few enough that the decays between them are left out.
     """
     tape, dtypes = code.tape, code.dtypes
+    values, keys, queries = parts
     heads, inner = attention.num_attention_heads, attention.out_width
     trained = dtypes.trains_base
     few, read = per_token(heads), per_token(heads * attention.head_dim)
@@ -145,16 +137,10 @@ def _scan(
 _STATE_KERNELS = 6
 
 
-def _update_state(
-    code: OpEmitter,
-    attention: Attention,
-    values: Tensor,
-    step: Tensor,
-    keys: Tensor,
-    queries: Tensor,
-) -> Tensor:
+def _update_state(code: OpEmitter, attention: Attention, step: Tensor, *parts: Tensor) -> Tensor:
     """One token. Source: transformers 5.23 `mamba2_selective_state_update`."""
     tape, heads = code.tape, attention.num_attention_heads
+    values, keys, queries = parts
     few, read = per_token(heads), per_token(heads * attention.head_dim)
     steps = code.cast(_step_sizes(code, step, few), 4)
     decay = tape.op([tape.op([steps], few, 4)], few, 4)

@@ -309,8 +309,10 @@ def sustained_factor(gpu: GpuSpec, dtype: str) -> float:
     measured = gpu.measured_flops_per_s.get(_rated(gpu, dtype))
     if measured is None:
         return _share_at(gpu, dtype, gpu.most_w) / _USUAL_SHARE
-    of_limit = _share_at(gpu, dtype, gpu.most_w) / _share_at(gpu, dtype, gpu.power_w)
-    return measured / product_rate(gpu, dtype) / _USUAL_SHARE * of_limit
+    reached = measured / product_rate(gpu, dtype) / _USUAL_SHARE
+    if gpu.power_limit_w is None:
+        return reached
+    return reached * _share_at(gpu, dtype, gpu.most_w) / _share_at(gpu, dtype, gpu.power_w)
 
 
 def _share_at(gpu: GpuSpec, dtype: str, limit_w: float | None) -> float:

@@ -1118,17 +1118,15 @@ def _cache_work(
 ) -> Work:
     """What one pass reads, writes and converts of the cache of all sequences."""
     keys = attention.cache_elements * context
-    passes: Real = 1
-    expanded: Real = 0
+    # what attention reads, and how often; then what appending a token does
+    read, passes, appending = keys, 1, 0
     waited: Real = 0
     if decoding:
         passes = read_passes(attention, dtypes, context)
-        if run.engine == TRANSFORMERS and expands_cache(attention):
-            expanded = (attention.k_width + attention.v_width) * context * passes
-            passes = 0
-        # one token is appended to a dynamic cache, which is read and written whole
-        passes = passes + 2 * (run.kv_cache == "dynamic")
-        if run.engine == TRANSFORMERS:  # vLLM's kernels split keys
+        appending = 2 * (run.kv_cache == "dynamic")  # which is read and written whole
+        if run.engine == TRANSFORMERS:  # vLLM's kernels split keys, and expand no latents
+            if expands_cache(attention):
+                read = (attention.k_width + attention.v_width) * context
             waited = waited_passes(
                 attention,
                 dtypes,
@@ -1136,7 +1134,8 @@ def _cache_work(
                 context=context,
                 num_multiprocessors=chip.num_multiprocessors,
             )
-    moved = (keys + attention.state_elements) * passes + expanded
+    moved = (read + attention.state_elements) * passes
+    moved = moved + (keys + attention.state_elements) * appending
     states = batch_size * attention.recurrent_elements * 4  # in fp32
     converted = conversion(run, dtypes, decoding=decoding)
     appends = run.engine == TRANSFORMERS and bool(attention.cache_elements)

@@ -177,8 +177,7 @@ def rows_of(record: Measurement, gpu: GpuSpec, calibration: Calibration) -> list
     Raises:
         ConfigError: an unknown model, or settings that exclude each other.
     """
-    model, run = model_of(record), record.run
-    gpu = replace(gpu, power_limit_w=record.power_limit_w)
+    model, run, gpu = model_of(record), record.run, record.as_set(gpu)
     prediction = predict(model, run, gpu, calibration)
     widest = replace(run, seq_len=max(record.step_lengths, default=run.seq_len))
     timed = prediction if widest == run else predict(model, widest, gpu, calibration)

@@ -45,7 +45,7 @@ from whichlora.spec.targets import resolve_targets
 from whichlora.spec.words import unknown
 from whichlora.store import hub, models
 from whichlora.store.costs import Rates, load_rates
-from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus
+from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus, require_one_limit
 from whichlora.store.hub import load_model
 from whichlora.workflow.combinations import by_number, combinations, with_cards
 from whichlora.workflow.whole_training import Data, with_training
@@ -261,10 +261,10 @@ def _cost(prediction: Prediction, gpu: GpuSpec, rates: Rates) -> RunningCost | N
 
 def _targets(names: Sequence[str], calibration_dir: Path | None) -> dict[str, tuple[Card, ...]]:
     """The cards that each of `names` means, each once; several of one where they are unequal."""
-    found = [find_cards(name) for name in names]
-    each_once(gpu for numbered in found for gpu, _ in numbered)
+    cards = [find_cards(name) for name in names]
+    require_one_limit(gpu for numbered in cards for gpu, _ in numbered)
     targets: dict[str, tuple[Card, ...]] = {}
-    for numbered in found:
+    for numbered in cards:
         words = (f"{number}x{gpu.key}" if number > 1 else gpu.key for gpu, number in numbered)
         ends = [0, *itertools.accumulate(number for _, number in numbered)]
         targets["+".join(words)] = tuple(
