@@ -1,10 +1,10 @@
 """Devices far from their prior, learned from a handful of runs: `slow_devices.py [--write]`.
 
-No device here is real. Each is the prior of a real one, slowed down `k` times as a whole or in one
-resource: its arithmetic (the peak of the datasheet over `k`), its memory (the bandwidth over `k`),
-or its host (launches and constants times `k`). A few random runs calibrate; judged are fine-tuning,
-prompt pass and decoding of other models, batch sizes and lengths. `--write` puts the tables into
-docs/accuracy/slow_devices.md.
+No device here is real. Each is the prior of a real one, slowed down `k` times as a whole, as a
+board (without its host), or in one resource: its arithmetic (the peak of the datasheet over `k`),
+its memory (the bandwidth over `k`), or its host (launches and constants times `k`). A few random
+runs calibrate; judged are fine-tuning, prompt pass and decoding of other models, batch sizes and
+lengths. `--write` puts the tables into docs/accuracy/slow_devices.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,14 @@ SLOWER = (0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 20.0)
 COUNTS = (3, 4, 5, 6, 8)
 CLEAN = 0.03  # deviation of the log of a run that is repeated
 DEVICES = ("a100-sxm-80gb", "rtx-4090-24gb", "cpu")
-SLOW = ("all of it", "arithmetic", "memory", "host")
+# What of a machine is slower at once.
+SLOW: Mapping[str, tuple[str, ...]] = {
+    "all of it": ("arithmetic", "memory", "host"),
+    "the board": ("arithmetic", "memory"),
+    "arithmetic": ("arithmetic",),
+    "memory": ("memory",),
+    "host": ("host",),
+}
 MODELS: Mapping[str, tuple[str, ...]] = {
     "cuda": (
         "Qwen/Qwen2.5-0.5B",
@@ -120,9 +127,9 @@ def features_of(job: ResolvedRun) -> dict[str, Mapping[str, float]]:
 def answers(key: str, slow: str, k: float) -> tuple[Timed, ...]:
     """What a device answers that is `k` times slower than the prior of `key`."""
     nominal = find_gpu(key)
-    by_compute = k if slow in ("all of it", "arithmetic") else 1.0
-    by_memory = k if slow in ("all of it", "memory") else 1.0
-    by_host = k if slow in ("all of it", "host") else 1.0
+    by_compute, by_memory, by_host = (
+        k if part in SLOW[slow] else 1.0 for part in ("arithmetic", "memory", "host")
+    )
     rates = {dtype: rate / by_compute for dtype, rate in nominal.peak_flops_per_s.items()}
     real = replace(nominal, bandwidth_bytes_per_s=nominal.bandwidth_bytes_per_s / by_memory)
     watts = None if nominal.power_w is None else nominal.power_w / by_compute  # of the same share
@@ -277,10 +284,10 @@ def document(seeds: int) -> str:
     """All tables as Markdown."""
     return "\n\n".join(
         [
-            "Invented devices: the prior of a real device, slower or faster as a whole or in one "
-            "resource. Random runs of three models calibrate, three other models are predicted. "
-            "Runs repeat to 3 %. Cells are sizes of errors in per cent (median, 90th percentile, "
-            "worst), then the share inside the 90 % interval.",
+            "Invented devices: the prior of a real device, slower or faster as a whole, as a board "
+            "(without its host) or in one resource. Random runs of three models calibrate, three "
+            "other models are predicted. Runs repeat to 3 %. Cells are sizes of errors in per cent "
+            "(median, 90th percentile, worst), then the share inside the 90 % interval.",
             learned(seeds, CLEAN),
             "A phase without runs:",
             other_phases(seeds),

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/accuracy.py h100-sxm-80gb --records calibration
 
-Memory is predicted from formulas alone. Time is predicted cold (datasheet and priors), after the
-first five runs of `FIRST`, and with a fit to all models but the one predicted.
+Memory is predicted from formulas alone. Time is predicted cold (datasheet and priors), after a
+few runs of training and of inference, and with a fit to all models but the one predicted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,10 +24,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from markdown_tables import markdown_table, percent
 
-from whichlora.calibration.fit_time import fit_time
+from whichlora.calibration.fit import fit
 from whichlora.calibration.load import model_of
-from whichlora.calibration.samples import Sample, time_samples
-from whichlora.predict.coefficients import TIME_PHASES, prior_calibration
+from whichlora.calibration.samples import time_samples
+from whichlora.predict.coefficients import TIME_PHASES, Calibration, prior_calibration
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.predict import ledger, passes, predict_memory, step_features
 from whichlora.predict.resolve import ResolvedRun, resolve
@@ -43,7 +44,8 @@ from whichlora.timing.model import TimeModel
 from whichlora.units import GiB
 
 FAR_OFF = 0.08
-NUM_FIRST = 5  # runs of a cold GPU: the first of each phase, spread over the models
+NUM_FIRST = 5  # trainings that a cold GPU has run, and as many generations
+NUM_DRAWS = 16  # of these few runs
 
 Row = tuple[object, ...]
 
@@ -201,59 +203,80 @@ def moments_section(judged: Sequence[Judged]) -> str:
 # --- time ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One phase of a record beside its prediction: what decides its time, and the log error."""
+
+    model: str
+    regime: str
+    error: float
+    is_inside: bool
+
+
 def time_section(gpu: GpuSpec, judged: Sequence[Judged]) -> Iterator[str]:
+    timed = [one for one in judged if one.group not in ("repeats", "real")]
+    after = f"after {2 * NUM_FIRST} runs, {NUM_DRAWS} draws"
+    cold, few = prior_calibration(gpu), list(after_few_runs(gpu, timed))
+    models = list(dict.fromkeys(model_name(one) for one in timed))
+    others = [
+        (fit([one.record for one in timed if model_name(one) != model], gpu, model_of), model)
+        for model in models
+        if len(models) > 1
+    ]
+    head = ("fit", "n", "median", "p90", "lowest", "highest", "inside the 90 % interval")
     for phase in TIME_PHASES:
-        samples = [
-            sample
-            for one in judged
-            if one.group not in ("repeats", "real")
-            for sample in time_samples(one.job, one.record).get(phase, [])
+        found = {"cold": [row for one in timed for row in timed_as(cold, one, phase)]}
+        found[after] = [
+            row for fitted, rest in few for one in rest for row in timed_as(fitted, one, phase)
         ]
-        if not samples:
-            continue
-        cold = prior_calibration(gpu).time[phase]
-        first = spread_out(samples, NUM_FIRST)
-        rest = [one for one in samples if one not in first]
-        rows: list[Row] = [("cold", *time_cells((cold, one) for one in samples))]
-        if rest:
-            few = fit_time(first, gpu, phase)
-            rows.append((f"after {len(first)} runs", *time_cells((few, one) for one in rest)))
-        models = list(dict.fromkeys(one.group for one in samples))
-        pairs: list[tuple[TimeModel, Sample]] = []
-        for model in models if len(models) > 1 else []:
-            fitted = fit_time([one for one in samples if one.group != model], gpu, phase)
-            pairs += [(fitted, one) for one in samples if one.group == model]
-        if pairs:
-            rows.append(("leave one model out", *time_cells(pairs)))
-            for model in models:
-                chosen = [pair for pair in pairs if pair[1].group == model]
-                rows.append((f"· {model}", *time_cells(chosen)))
-        head = ("fit", "n", "median", "p90", "lowest", "highest", "inside the 90 % interval")
-        yield f"### {phase}\n\n{markdown_table(head, rows)}"
+        for regime in sorted({row.regime for row in found[after]}):
+            found[f"· bound by {regime}"] = [row for row in found[after] if row.regime == regime]
+        found["leave one model out"] = every = [
+            row
+            for fitted, model in others
+            for one in timed
+            if model_name(one) == model
+            for row in timed_as(fitted, one, phase)
+        ]
+        for model in dict.fromkeys(row.model for row in every):
+            found[f"· {model}"] = [row for row in every if row.model == model]
+        rows = [(name, *time_cells(some)) for name, some in found.items() if some]
+        if rows:
+            yield f"### {phase}\n\n{markdown_table(head, rows)}"
 
 
-def spread_out(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """The first sample of each model in turn, until there are `count`."""
-    by_model: dict[str, list[Sample]] = defaultdict(list)
-    for one in samples:
-        by_model[one.group].append(one)
-    found: list[Sample] = []
-    for depth in range(len(samples)):
-        for queue in by_model.values():
-            if depth < len(queue) and len(found) < count:
-                found.append(queue[depth])
-    return found
+def model_name(one: Judged) -> str:
+    return one.job.run.model
 
 
-def time_cells(pairs: Iterable[tuple[TimeModel, Sample]]) -> tuple[str, ...]:
-    errors, inside = [], 0
-    for model, one in pairs:
-        seconds, _ = timing.seconds(model, one.features)
+def after_few_runs(
+    gpu: GpuSpec, timed: Sequence[Judged]
+) -> Iterator[tuple[Calibration, list[Judged]]]:
+    """What a few trainings and as many generations teach, drawn at random, and the other runs."""
+    dice = random.Random(1)
+    for _ in range(NUM_DRAWS):
+        drawn: list[Judged] = []
+        for phase in ("finetune", "inference"):
+            of_phase = [one for one in timed if one.job.run.phase == phase]
+            drawn += dice.sample(of_phase, min(NUM_FIRST, len(of_phase)))
+        fitted = fit([one.record for one in drawn], gpu, model_of)
+        yield fitted, [one for one in timed if one not in drawn]
+
+
+def timed_as(calibration: Calibration, judged: Judged, phase: str) -> Iterator[Timed]:
+    """What `judged` measured of `phase`, predicted by `calibration`."""
+    model = calibration.time[phase]
+    for one in time_samples(judged.job, judged.record).get(phase, []):
+        seconds, _, deviation = timing.pass_time(model, one.features)
         error = math.log(seconds / one.value)
-        deviation = timing.log_deviation(model, one.features, float(seconds))
-        inside += abs(error) <= TWO_SIDED_Z[TIME_CONFIDENCE] * deviation
-        errors.append(math.expm1(error))
-    return (*summary(errors), f"{100 * inside / len(errors):.0f} %")
+        is_inside = abs(error) <= TWO_SIDED_Z[TIME_CONFIDENCE] * deviation
+        regime = timing.regime_of(model, one.features)
+        yield Timed(model_name(judged), regime, error, is_inside)
+
+
+def time_cells(found: Sequence[Timed]) -> tuple[str, ...]:
+    share = 100 * sum(one.is_inside for one in found) / len(found)
+    return (*summary(math.expm1(one.error) for one in found), f"{share:.0f} %")
 
 
 def real_section(gpu: GpuSpec, judged: Sequence[Judged]) -> str:

@@ -95,6 +95,22 @@ def measured(
     return Measurement(**(fields | changes))
 
 
+def generated(model: str, truth: Calibration) -> Measurement:
+    """What a device that `truth` describes would record of a generation."""
+    run = RunConfig(model=model, phase="inference", prompt_len=512, max_new_tokens=64)
+    time = predict(load_model(model), run, GPU, truth).time
+    return Measurement(
+        id=f"{model} generates",
+        gpu=GPU.key,
+        date="2026-11-21T00:00:00+00:00",
+        config=run.to_dict(),
+        outcome="ok",
+        generate_s=(64 * time.time_per_token_s,),
+        prefill_s=(time.prefill_s or 0.0,),
+        decode_s_per_token=(time.decode_s_per_token or 0.0,),
+    )
+
+
 def slower(k: float, phase: str | None = None) -> Calibration:
     """A device that takes `k` times as long as the prior, in all phases or in one."""
     start = prior_calibration(GPU)
@@ -265,6 +281,24 @@ def test_one_run_already_brings_others_near(k: float) -> None:
         assert error_of(found, truth, other) < 0.15
 
 
+@pytest.mark.parametrize("k", [0.75, 1.3])
+def test_a_slow_host_does_not_make_the_device_slow(k: float) -> None:
+    start = prior_calibration(GPU)
+    of_host = {"launch", "trainer", "constant"}
+    time = {
+        phase: replace(
+            model, mean={name: s * k if name in of_host else s for name, s in model.mean.items()}
+        )
+        for phase, model in start.time.items()
+    }
+    truth = replace(start, time=time)
+    launched, computed = runs()[::12], runs()[2::12]
+    records = [measured(run, truth) for run in launched] + [generated(m, truth) for m in MODELS]
+    found = fit(records, GPU, model_of, held_out=False)
+    for run in computed:
+        assert error_of(found, truth, run) < 0.05
+
+
 @pytest.mark.parametrize("name", ["products", "elementwise", "launch"])
 def test_one_kind_of_work_may_be_slow_alone(name: str) -> None:
     truth = true_calibration(**{name: 10.0})
@@ -296,19 +330,7 @@ def test_training_runs_tell_of_inference_with_a_wider_interval() -> None:
 def test_a_phase_that_differs_from_the_others_is_learned_by_its_runs() -> None:
     truth = slower(8.0, "finetune")
     records = [measured(run, truth) for run in runs()[::8]]
-    run = RunConfig(model=MODELS[0], phase="inference", prompt_len=512, max_new_tokens=64)
-    time = predict(load_model(run.model), run, GPU, truth).time
-    served = Measurement(
-        id="served",
-        gpu=GPU.key,
-        date="2026-11-21T00:00:00+00:00",
-        config=run.to_dict(),
-        outcome="ok",
-        generate_s=(64 * time.time_per_token_s,),
-        prefill_s=(time.prefill_s or 0.0,),
-        decode_s_per_token=(time.decode_s_per_token or 0.0,),
-    )
-    found = fit([*records, served], GPU, model_of)
+    found = fit([*records, generated(MODELS[0], truth)], GPU, model_of)
     assert error_of(found, truth, runs()[1]) < 0.1
     wanted, _ = generation_s(truth, MODELS[1])
     assert generation_s(found, MODELS[1])[0] == pytest.approx(wanted, rel=0.25)

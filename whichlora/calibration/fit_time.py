@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, TypeAlias
 
@@ -117,11 +117,16 @@ def _regressor(starts: Mapping[str, TimeModel], spreads: Mapping[str, Spread]) -
         spread=[spreads[phase][name] for phase in starts for name in FEATURES],
         noise=first.noise,
         num_phases=len(starts),
-        resources=[[FEATURES.index(name) for name in names] for names in RESOURCES.values()],
+        resources=[_positions(names) for names in RESOURCES.values()],
+        apart=_positions(RESOURCES["host"]) if first.overlaps else (),
         deciding=_Deciding(first),
         drift=STACK_SPREAD,
-        of_stack=[FEATURES.index(name) for name in STACK_FEATURES],
+        of_stack=_positions(STACK_FEATURES),
     )
+
+
+def _positions(names: Iterable[str]) -> list[int]:
+    return [FEATURES.index(name) for name in names]
 
 
 @dataclass(frozen=True, slots=True)

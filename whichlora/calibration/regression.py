@@ -43,6 +43,9 @@ SETTLED = 1e-4  # a step that moves no prediction
 # (`timing.py`), which leave two. A normal distribution whose deviation is known no better than that
 # is a Student's t with as many (Gosset 1908).
 SPREAD_FREEDOM = 2
+# Shares of a coefficient's variance: of its machine, resource, kind of work and phase.
+_OF_MACHINE, _OF_RESOURCE, _OF_KIND, _OF_PHASE = 1 / 2, 1 / 4, 1 / 8, 1 / 16
+_OF_BOTH = 1 / 8  # of a device's share, what its host has in common with it
 _MIN_NOISE = 0.02
 MOST_LOG = 30.0  # of a factor while its fit is on the way; e^30 is beyond any device
 _LEAST = 1e-12  # of a predicted value, where its logarithm is taken
@@ -159,6 +162,7 @@ class TimeRegressor(_PositiveRegressor):
         noise: standard deviation of the log of a run before any run.
         num_phases: equal blocks of columns.
         resources: positions, within a block, of columns that are faster or slower at once.
+        apart: positions of columns of another machine than the device.
         deciding: of the coefficients of a block and its rows, the rows with those columns zero that
             do not decide their time; None for all columns.
         drift: relative standard deviation of a coefficient between older runs and the others.
@@ -177,6 +181,7 @@ class TimeRegressor(_PositiveRegressor):
         noise: float = 0.2,
         num_phases: int = 1,
         resources: Sequence[Sequence[int]] = (),
+        apart: Sequence[int] = (),
         deciding: Callable[[Array, Array], Array] | None = None,
         drift: float = 0.15,
         of_stack: Sequence[int] = (),
@@ -186,6 +191,7 @@ class TimeRegressor(_PositiveRegressor):
         self.noise = noise
         self.num_phases = num_phases
         self.resources = resources
+        self.apart = apart
         self.deciding = deciding
         self.drift = drift
         self.of_stack = of_stack
@@ -245,7 +251,7 @@ class TimeRegressor(_PositiveRegressor):
             stacks: number of each run's stack, which then has factors of its own.
         """
         by_phase = spread.reshape(self.num_phases, -1)
-        loads, factor_spread, num_shared = _factors(by_phase, self.resources)
+        loads, factor_spread, num_shared = _factors(by_phase, self.resources, self.apart)
         num_factors = len(factor_spread)
         of_stack = np.array(self.of_stack if stacks is not None else (), dtype=np.intp)
         numbers = np.zeros(len(y), np.intp) if stacks is None else stacks
@@ -319,41 +325,54 @@ class TimeRegressor(_PositiveRegressor):
         return deviations
 
 
-def _factors(spread: Array, resources: Sequence[Sequence[int]]) -> tuple[Array, Array, int]:
+def _factors(
+    spread: Array, resources: Sequence[Sequence[int]], apart: Sequence[int]
+) -> tuple[Array, Array, int]:
     """Independent factors whose products deviate as coefficients do.
 
     Nothing says which of them is why a coefficient differs from its prior. What has fewer causes is
-    likelier: the device has half of the variance, then resource, kind of work and phase half of
-    what is left each; one that several coefficients share, of the least among them.
+    likelier: the machine has half of the variance, then resource, kind of work and phase half of
+    what is left each. What several coefficients share has the variance of the least of them, each
+    as in the phase where it deviates most: what makes one phase slower makes all. A phase that
+    deviates less has less of its own.
+
+    A device and what is apart from it, its host, are two machines, which have little in common: a
+    slow host is no reason to call the device slow.
 
     Args:
         spread: relative deviation of each coefficient, shape [num_phases, num_features].
+        apart: positions of features of another machine than the device.
 
     Returns:
         Which factors every coefficient has, shape [num_coefficients, num_factors]; the deviation of
-        each factor's log; how many, the first ones, are of the device, a resource or a phase.
+        each factor's log; how many, the first ones, are of a machine, a resource or a phase.
     """
     num_phases, num_features = spread.shape
     variances = np.log1p(spread**2)
-    of_resource = np.zeros((len(resources), num_features))
-    for number, positions in enumerate(resources):
-        of_resource[number, list(positions)] = 1.0
-    device = variances.min() / 2
-    shared = np.array([variances[:, list(positions)].min() / 4 for positions in resources])
-    kinds = variances.min(axis=0) / 8
-    phases = variances.min(axis=1) / 16
-    single = variances - device - shared @ of_resource - kinds - phases[:, None]
+    most = variances.max(axis=0)
+    everything = np.arange(num_features)
+    device = np.setdiff1d(everything, apart)
+    of_both = _OF_BOTH if len(apart) else _OF_MACHINE
+    groups = [(everything, of_both * most.min())]
+    if len(apart):
+        groups.append((device, (_OF_MACHINE - of_both) * most[device].min()))
+    groups += [
+        (positions, _OF_RESOURCE * most[positions].min()) for positions in map(np.array, resources)
+    ]
+    has = np.array([np.isin(everything, positions) for positions, _ in groups])
+    shared = np.array([variance for _, variance in groups])
+    kinds, phase = _OF_KIND * most, _OF_PHASE * most.min()
+    single = np.maximum(variances - shared @ has - kinds - phase, _OF_PHASE * variances)
     loads = np.hstack(
         [
-            np.ones((variances.size, 1)),
-            np.tile(of_resource.T, (num_phases, 1)),
+            np.tile(has.T, (num_phases, 1)),
             np.kron(np.eye(num_phases), np.ones((num_features, 1))),
             np.tile(np.eye(num_features), (num_phases, 1)),
             np.eye(variances.size),
         ]
     )
-    factor_spread = np.sqrt(np.concatenate([[device], shared, phases, kinds, single.ravel()]))
-    return loads, factor_spread, 1 + len(resources) + num_phases
+    of_factors = np.concatenate([shared, np.full(num_phases, phase), kinds, single.ravel()])
+    return loads, np.sqrt(of_factors), len(shared) + num_phases
 
 
 def _starts(num_factors: int, num_shared: int) -> Iterator[Array]:
