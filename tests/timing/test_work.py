@@ -930,7 +930,7 @@ def test_the_math_kernel_computes_16_bit_attention_in_fp32() -> None:
     assert plain.wide_attention_flops == fused.attention_flops * 2 * 6 / 7
     (attention,) = next(iter(job.model.layers()))[0].attentions
     kernels = list(work.kernels_of(attention, on_t4.dtypes, 100))
-    assert kernels == [(1, "math")]
+    assert kernels == [(1, "math", False)]
     # scores masked, through softmax, whose look for -inf is as large, and narrowed, which fp32 has
     # no need of: the mask of four heads is read once
     in_16_bit, in_fp32 = (

@@ -352,8 +352,10 @@ def _further_reading_flops(layer: Layer, sequences: Count, tokens: Count) -> Cou
 
 def kernels_of(
     attention: Attention, dtypes: Dtypes, keys: Count, *, decoding: bool = False
-) -> Iterator[tuple[Count, Kernel]]:
+) -> Iterator[tuple[Count, Kernel, bool]]:
     """The kernels that run on so many keys, each with 1 where it does and 0 elsewhere.
+
+    The third value is whether the kernel reads a mask or a bias.
 
     Kind: exact. Source: `symbolic.kernels.attention_kernel`.
     """
@@ -365,17 +367,22 @@ def kernels_of(
         for masked in (biased, True)
     )
     with_mask = is_masked(attention, dtypes, keys)
-    if plain == masked:
-        yield 1, plain
+    if biased or plain == masked != "efficient":
+        yield 1, plain, biased
     elif is_plain(with_mask):
-        yield 1, masked if with_mask else plain
+        yield 1, masked if with_mask else plain, bool(with_mask)
     else:
-        yield 1 - with_mask, plain
-        yield with_mask, masked
+        yield 1 - with_mask, plain, False
+        yield with_mask, masked, True
 
 
 def attention_flops_per_token(
-    attention: Attention, context: Count, kernel: Kernel, *, triangular: bool
+    attention: Attention,
+    context: Count,
+    kernel: Kernel,
+    *,
+    triangular: bool,
+    masked: bool = False,
 ) -> Count:
     """Scores and weighted values of one query: 2 (head_dim + v_head_dim) per head and key.
 
@@ -383,15 +390,18 @@ def attention_flops_per_token(
         context: keys there are.
         triangular: queries and keys are the same tokens, so that a fused causal kernel skips the
             masked half; the others compute it.
+        masked: the memory-efficient kernel reads a mask, and computes what it hides, too.
 
-    Kind: exact. Source: two products of every query with the keys that it sees.
+    Kind: exact. Source: two products of every query with the keys that it sees; torch 2.13
+    `AttentionKernel`, which bounds its keys by `custom_mask_type` alone, not by a bias.
     """
     if attention.windows is not None:
         return window_flops_per_token(attention, context)
     seen = context
-    if attention.sliding_window is not None and kernel in FUSED:
+    skips = kernel == "flash" or (kernel == "efficient" and not (masked and triangular))
+    if attention.sliding_window is not None and skips:
         seen = smallest(context, attention.sliding_window)
-    half = triangular and attention.causal and not attention.cross and kernel in FUSED
+    half = triangular and attention.causal and not attention.cross and skips
     half = half and attention.sparse is None  # whose mask the kernel reads
     per_key = attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
     return per_key * seen * (1 if half else 2)
@@ -418,8 +428,10 @@ def _attention_flops(
     flops = wide_flops = 0 * (batch_size * queries * keys)
     decoding = not triangular and not backward
     rows = batch_size * queries
-    for share, kernel in kernels_of(attention, dtypes, keys, decoding=decoding):
-        per_token = attention_flops_per_token(attention, keys, kernel, triangular=triangular)
+    for share, kernel, masked in kernels_of(attention, dtypes, keys, decoding=decoding):
+        per_token = attention_flops_per_token(
+            attention, keys, kernel, triangular=triangular, masked=masked
+        )
         # backward is two forwards, and half of one more where the kernel computes scores again
         halves = 2 * forwards + (5 if kernel in FUSED else 4) * backward
         products = share * rows * per_token * halves // 2
@@ -1056,7 +1068,7 @@ def waited_passes(
     blocks = batch_size * attention.num_attention_heads
     groups = attention.num_attention_heads // max(1, attention.num_key_value_heads)
     idle = largest(0.0, groups * num_multiprocessors / blocks - 1)
-    for share, kernel in kernels_of(attention, dtypes, context, decoding=True):
+    for share, kernel, _ in kernels_of(attention, dtypes, context, decoding=True):
         splits = dtypes.libraries.splits_keys or not dtypes.uses_sdpa
         if kernel == "efficient" or (kernel == "flash" and not splits):
             waited = waited + HEAD_PASS * share * idle
