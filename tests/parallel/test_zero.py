@@ -13,6 +13,7 @@ from devices import A100
 
 from whichlora.errors import ConfigError
 from whichlora.memory.gradients import Trained
+from whichlora.memory.optimizer import TEMPORARIES
 from whichlora.memory.training import training_ledger
 from whichlora.memory.weights import LAYER_WEIGHTS, quantised_state_bytes
 from whichlora.parallel import deepspeed, get_strategy, zero3
@@ -21,6 +22,7 @@ from whichlora.parallel.host_update import threads_of
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.predict import ledger, predict, training_step
 from whichlora.predict.resolve import resolve
+from whichlora.spec.numeric import Count
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
@@ -238,6 +240,32 @@ def test_the_head_has_the_adapters_of_no_released_matrix_beside_it() -> None:
     moments = zero3.STRATEGY.moments(kind, training_ledger(kind.step).moments, spread)
     (held,) = [e.num_bytes for e in moments["loss_forward"] if e.fact is zero3.LIVE_PARAMETERS]
     assert held == gathered.loss == 2 * MODEL.head.num_weights
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_torch"])
+def test_stage_3_updates_one_sub_group_after_another(optimizer: Any) -> None:
+    def update_bytes(**options: int) -> dict[str, Count]:
+        kind, spread = a_rank(a_run("zero3", optimizer=optimizer, options=options))
+        moments = zero3.STRATEGY.moments(kind, training_ledger(kind.step).moments, spread)
+        wanted = (deepspeed.FLAT_GRADIENT, TEMPORARIES)
+        return {
+            name: sum(e.num_bytes for e in moments[name] if e.fact in wanted)
+            for name in ("flat_gradient", "optimizer_step")
+        }
+
+    kind, spread = a_rank(a_run("zero3"))
+    first = zero3.partitioned(kind.step, spread).groups[0]
+    whole, few, single = (
+        update_bytes(**options)
+        for options in ({}, {"sub_group_size": 1_000_000}, {"sub_group_size": 0})
+    )
+    lists = 2 if optimizer == "adamw_torch" else 1  # gradients, and one list of temporaries
+    for found, elements in (
+        (whole, first.partition),
+        (few, 1_000_000 + first.piece),
+        (single, first.piece),
+    ):
+        assert found == {"flat_gradient": 6 * elements, "optimizer_step": 4 * lists * elements}
 
 
 def test_codes_are_gathered_as_bytes_and_their_scales_stay_whole() -> None:

@@ -240,6 +240,11 @@ class Partitioned:
             for group in self.groups
         )
 
+    @property
+    def updated(self) -> tuple[Trained, ...]:
+        """Of these vectors, what one update of the optimizer reads and writes."""
+        return self.flat
+
     @cached_property
     def states(self) -> Count:
         return optimizer.state_bytes(
@@ -253,11 +258,11 @@ class Partitioned:
         Kind: exact. Source: torch 2.13 `_multi_tensor_adam` makes one list; on a CPU
         `_single_tensor_adam` holds the root and the quotient of one tensor at once.
         """
-        biggest = largest(*(tensor.num_params for tensor in self.flat)) * MASTER_BYTES
+        biggest = largest(*(tensor.num_params for tensor in self.updated)) * MASTER_BYTES
         name, kind = self.step.run.optimizer, self.step.gpu.kind
         if kind == "cpu" and name == "adamw_torch":
             return 2 * biggest
-        return optimizer.step_temporary_bytes(self.flat, optimizer=name, device_kind=kind)
+        return optimizer.step_temporary_bytes(self.updated, optimizer=name, device_kind=kind)
 
     @property
     def bucket_bytes(self) -> Count:
@@ -654,7 +659,7 @@ def update_moments(
         gradients: what is replaced by the flat gradient.
     """
     wide = part.width != MASTER_BYTES
-    made = sum(group.partition for group in part.groups[:1])
+    made = sum(tensor.num_params for tensor in part.updated[:1])
     flat = Entry(FLAT_GRADIENT, made * (part.width + MASTER_BYTES * wide))
     copy = Entry(FLAT_GRADIENT, made * MASTER_BYTES)
     # `grads_in_partition` is one tensor: the gradients of norms, which come last, keep all of it
@@ -803,4 +808,5 @@ _DEFAULTS = {
     "stage3_max_reuse_distance": 1_000_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
     "stage3_param_persistence_threshold": 100_000,
+    "sub_group_size": 1_000_000_000,
 }

@@ -45,7 +45,7 @@ from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.parallel.host_update import OMP_NUM_THREADS
 from whichlora.spec.architecture import Layer, Linear
 from whichlora.spec.dtypes import is_quantised
-from whichlora.spec.numeric import Count, ceil_div, largest
+from whichlora.spec.numeric import Count, ceil_div, largest, smallest
 from whichlora.spec.options import Option
 from whichlora.spec.run import (
     BNB_QUANTS,
@@ -79,6 +79,12 @@ _OF_STAGE = (  # least: `DeepSpeedZeroConfig`, whose fields are from 0 on
         name="stage3_param_persistence_threshold",
         summary="parameters of so few elements stay gathered; the Trainer's auto: 10 hidden_size",
         default=None,
+        least=0,
+    ),
+    Option(
+        name="sub_group_size",
+        summary="elements of each rank that one update of the optimizer takes at least",
+        default=1_000_000_000,
         least=0,
     ),
 )
@@ -444,6 +450,17 @@ class _PerParameter(Partitioned):
         decaying = [tensor for tensor in tensors if not self._is_plain(tensor)]
         plain = [tensor for tensor in tensors if self._is_plain(tensor)]
         return tuple(self._shares(group) for group in (decaying, plain) if group)
+
+    @property
+    def updated(self) -> tuple[Trained, ...]:
+        """The largest sub-group: parameters are added until their parts reach its size.
+
+        Kind: upper bound, by less than the largest part of one parameter. Source: deepspeed 0.19.8
+        `_create_fp16_sub_groups`; `step`, which prepares, updates and releases one after another.
+        """
+        first, stated = self.groups[0], int(self.spread.options["sub_group_size"])  # type: ignore[arg-type]
+        size = smallest(first.partition, stated + first.piece)
+        return (Trained(rows=1, width=size, param_bytes=deepspeed.MASTER_BYTES),)
 
     def _is_plain(self, tensor: Trained) -> bool:
         return self.step.method.trains_base and bool(tensor.rows == 1)
