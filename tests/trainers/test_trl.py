@@ -300,3 +300,20 @@ def test_the_losses_of_dpo_hold_the_same_tensors(model: ModelSpec) -> None:
     assert peak(loss_type="ipo") == peak(loss_type="exo_pair", label_smoothing=0.001) == peak()
     with pytest.raises(ConfigError, match="exo_pair needs label_smoothing above 0"):
         peak(loss_type="exo_pair")
+
+
+def test_older_sft_trainers_leave_the_loss_to_the_model_or_to_liger(model: ModelSpec) -> None:
+    def loss_head(version: str, **settings: Any) -> str:
+        return job(model, libraries=(("trl", version),), **settings).run.loss_head
+
+    with_liger = {"trainer_options": (("use_liger_kernel", True),)}
+    assert loss_head("0.26.2") == "hf"
+    assert loss_head("1.6.0", **with_liger) == loss_head("1.10.0", **with_liger) == "liger"
+    assert loss_head("1.15.0") == loss_head("1.16.0", **with_liger) == "trl-fused"
+    with pytest.raises(ConfigError, match=r"TRL 1\.10\.0 computes the loss in chunks"):
+        loss_head("1.10.0")
+    older, plain = (
+        job(model, **settings)
+        for settings in ({"libraries": (("trl", "0.26.2"),)}, {"trainer": "transformers"})
+    )
+    assert ledger(older).peak_allocated_bytes == ledger(plain).peak_allocated_bytes

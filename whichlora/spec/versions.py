@@ -223,6 +223,22 @@ class Libraries:
         return self.older("transformers", "4.48" if model_type == "mixtral" else "4.42")
 
     @property
+    def sft_computes_logits(self) -> bool:
+        """TRL's `SFTTrainer` leaves the loss to the model, or to Liger.
+
+        Read: `SFTConfig.loss_type` of 1.6 is "nll", that of 1.7 "chunked_nll".
+        """
+        return self.older("trl", "1.7")
+
+    @property
+    def sft_chunks_loss(self) -> bool:
+        """TRL's `SFTTrainer` computes logits chunk by chunk, where Liger does not compute the loss.
+
+        Read: `_chunked_cross_entropy_loss` of sft_trainer.py, 1.7 to 1.14.
+        """
+        return not self.sft_computes_logits and self.older("trl", "1.15")
+
+    @property
     def trl_narrows_embeddings(self) -> bool:
         """TRL casts embeddings and head of a prepared base back to 16 bit, norms it leaves."""
         return self.older("trl", "0.14")

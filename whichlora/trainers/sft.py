@@ -8,12 +8,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
-from whichlora.spec.run import LossHead, RunConfig
+from whichlora.spec.run import USUAL_HEAD, LossHead, RunConfig
 from whichlora.trainers import liger, transformers, trl
 
 
+NAME = "sft"  # others of TRL's trainers are derived from this one
+
+
 def _loss_of(run: RunConfig, model_type: str) -> LossHead:
-    """Its own: `SFTTrainer.__init__` turns Liger's off, and refuses it where it is asked for."""
+    """Its own: `SFTTrainer.__init__` turns Liger's off, and refuses it where it is asked for.
+
+    Before 1.15 the model's or Liger's; from 1.7 on it computed its own in chunks.
+    """
+    if run.trainer == NAME and run.versions.older("trl", "1.15"):
+        found = liger.loss_of(replace(run, loss_head=USUAL_HEAD), model_type)
+        if found == USUAL_HEAD and run.versions.sft_chunks_loss:
+            raise ConfigError(
+                f"libraries: SFTTrainer of TRL {run.versions.trl} computes the loss in chunks, "
+                "which is not predicted; use TRL 1.15 or later, or before 1.7, or Liger's loss"
+            )
+        return found
     if liger.kernel_config(run).get("fused_linear_cross_entropy"):
         raise ConfigError(
             "liger_kernel_config: SFTTrainer has its own loss; leave fused_linear_cross_entropy out"
@@ -23,12 +37,13 @@ def _loss_of(run: RunConfig, model_type: str) -> LossHead:
 
 def _notes_of(run: RunConfig, model_type: str) -> tuple[str, ...]:
     told = liger.notes_of(run, model_type)
-    return (*told, "the loss is TRL's own, with or without Liger") if liger.uses_liger(run) else ()
+    has_own = liger.uses_liger(run) and not run.versions.older("trl", "1.15")
+    return (*told, "the loss is TRL's own, with or without Liger") if has_own else told
 
 
 TRAINER = replace(
     transformers.TRAINER,
-    name="sft",
+    name=NAME,
     summary="TRL's SFTTrainer, without logits",
     steps="whichlora.profiler.trl:measure_trl",
     library_class="trl.SFTTrainer",
