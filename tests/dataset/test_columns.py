@@ -17,6 +17,7 @@ from whichlora.dataset import (
     open_dataset,
     write_jsonl,
 )
+from whichlora.dataset.label_tokens import num_classes
 from whichlora.errors import ConfigError, DataFileError, WhichLoraError
 from whichlora.spec.data_format import DataFormat, Rows
 from whichlora.spec.plan import DatasetConfig
@@ -530,3 +531,22 @@ def test_rows_that_a_trainer_can_not_take_are_told_in_one_line(
 def test_a_class_whose_rows_are_texts_is_refused_where_pairs_are_taken() -> None:
     with pytest.raises(ConfigError, match="has text as text, and the trainer takes pairs: prompt"):
         DataFormat.of({"text": "t"}).require("pairs")
+
+
+@pytest.mark.parametrize(
+    ("rows", "number"),
+    [
+        ([{"text": "a", "label": "x"}, {"text": "b", "label": "y"}], 2),
+        ([{"text": "a", "label": 0}, {"text": "b", "label": 4}], 5),  # numbers are places
+        ([{"tokens": ["a", "b"], "tags": ["O", "PER"]}, {"tokens": ["c"], "tags": ["LOC"]}], 3),
+        ([{"text": "no label"}], 0),
+    ],
+)
+def test_classes_are_counted_as_the_job_counts_them(
+    rows: list[dict[str, Any]], number: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    kind: Rows = "tagged" if "tags" in rows[0] else "texts"
+    kind = "classified" if "label" in rows[0] else kind
+    assert num_classes(open_dataset(DatasetConfig(path=str(file)), kind)) == number

@@ -678,3 +678,21 @@ def test_what_a_tool_can_not_say_of_preferences_is_refused(
     run = RunConfig(model=MODEL, trainer=trainer, batch_size=2, trainer_options=options)
     with pytest.raises(ConfigError, match=f"--to {to}: .*{message}"):
         export.write_export(export.make_recipe(run, "a100-sxm-80gb"), to, tmp_path)
+
+
+def test_more_gpus_than_a_machine_has_are_exported_over_several(tmp_path: Path) -> None:
+    spread = ParallelConfig(strategy="fsdp", gpus=16)
+    run = RunConfig(model=MODEL, method="full", parallel=spread)
+    written = {to: FORMATS[to](export.make_recipe(run, "h100")) for to in ("slurm", "skypilot")}
+    text = "".join(written["slurm"].files.values())
+    assert "--nodes=2" in text
+    assert "--gpus-per-node=8" in text
+    assert "num_nodes: 2" in "".join(written["skypilot"].files.values())
+
+
+def test_a_rank_takes_its_alpha_along(tmp_path: Path) -> None:
+    done = whichlora(
+        "export", MODEL, "--gpu", GPU, "--r", "64", "--to", "trl", "--output", str(tmp_path)
+    )
+    assert done.exit_code == 0, done.output
+    assert "lora_alpha: 128" in (tmp_path / "trl.yaml").read_text(encoding="utf-8")

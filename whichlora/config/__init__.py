@@ -15,7 +15,7 @@ from whichlora.spec.costs import Offer, own_price
 from whichlora.spec.options import by_own_names
 from whichlora.spec.parallel import ParallelConfig, requested
 from whichlora.spec.plan import Budget, DatasetConfig, Keeping, Limits, Objective, Plan, SlurmConfig
-from whichlora.spec.run import TRANSFORMERS, RunConfig, image_sides
+from whichlora.spec.run import TRANSFORMERS, RunConfig, image_sides, usual_alpha
 
 if TYPE_CHECKING:  # pydantic and ruamel.yaml cost 100 ms, which only `run` needs to pay
     from whichlora.config.document import Document
@@ -274,7 +274,7 @@ def _finetune(settings: PlanFile, model: str) -> RunConfig:
         seq_len=settings.sequence_length,
         target_len=settings.target_length,
         r=settings.ranks[0],
-        lora_alpha=settings.lora_alpha or 2 * settings.ranks[0],
+        lora_alpha=settings.lora_alpha or usual_alpha(settings.ranks[0]),
         lora_dropout=settings.lora_dropout,
         target_modules=settings.target_modules,
         modules_to_save=settings.modules_to_save,

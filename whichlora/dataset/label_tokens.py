@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whichlora.dataset.base import Example, labelled_texts
+from whichlora.dataset.base import (
+    BaseDataset,
+    Example,
+    checked_splits,
+    data_format,
+    examples,
+    labelled_texts,
+)
 from whichlora.dataset.encoders import Encode
 
 
@@ -32,3 +39,23 @@ class LabelTokens:
     def is_kept(self, encode: Encode, row: Example, counts: tuple[int, ...]) -> bool:
         """All are: what is cut from a row is not learned."""
         return True
+
+
+def num_classes(dataset: BaseDataset) -> int:
+    """Classes that the rows of all splits name, as `train.py` counts them; 0 where none does.
+
+    Names are counted; numbers are their own names, from 0 to the largest.
+
+    Raises:
+        ConfigError: a row of another format.
+    """
+    expected = data_format(dataset)
+    if expected.kind not in ("classified", "tagged"):
+        return 0
+    labels: set[str | int] = set()
+    for split, rows in checked_splits(dataset).items():
+        for example in examples(dataset, split, rows, expected=expected):
+            if example is not None:
+                labels.update(example["tags"] if expected.kind == "tagged" else [example["label"]])
+    numbers = [label for label in labels if isinstance(label, int)]
+    return max(numbers) + 1 if len(numbers) == len(labels) > 0 else len(labels)

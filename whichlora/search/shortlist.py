@@ -28,7 +28,7 @@ from whichlora.search.counted_training import TrainingGroup, count_together, mea
 from whichlora.search.spread_steps import WholeTraining
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.plan import Prefer
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import RunConfig, usual_alpha
 from whichlora.timing.model import FEATURES
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Group:
             for name, values in self.axes.items()
         }
         if "r" in settings:
-            settings["lora_alpha"] = self.lora_alpha or 2 * settings["r"]
+            settings["lora_alpha"] = self.lora_alpha or usual_alpha(settings["r"])
         return replace(self.job.run, **settings)
 
     def runs(self) -> list[RunConfig]:

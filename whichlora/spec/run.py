@@ -109,6 +109,11 @@ def autocast_precision(precision: Precision) -> Precision:
     return without.get(precision, precision)
 
 
+def usual_alpha(r: int) -> int:
+    """`lora_alpha` where nobody states it: an update of any rank is scaled by two."""
+    return 2 * r
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFormat:
     """How transformers' `QuantizedCache` stores keys and values.

@@ -15,7 +15,7 @@ from whichlora.serving.base import Engine
 from whichlora.spec.options import by_own_names
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requested
 from whichlora.spec.results import Refused
-from whichlora.spec.run import TRANSFORMERS, RunConfig
+from whichlora.spec.run import TRANSFORMERS, RunConfig, usual_alpha
 from whichlora.store.gpus import number_in, number_of
 from whichlora.store.quantised_names import gguf_type_named
 from whichlora.tasks import with_task
@@ -137,6 +137,8 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
                     chosen = {**chosen, "serving": get_engine(chosen["serving"]).name}
                 shared = stored_by_engine(chosen, phase)
                 shared = shared_by_engine(shared) if phase == "inference" else shared
+                if "r" in shared:
+                    shared = {"lora_alpha": usual_alpha(shared["r"]), **shared}
                 run = with_task(RunConfig(phase=phase, **with_parallel(shared)))
             except ConfigError as error:
                 model = str(chosen.pop("model", ""))

@@ -110,7 +110,7 @@ def estimate(
         traces: dict[tuple[str, str, str | None], TracedPeak] = {}  # by what chooses the kernels
         for name, cards in targets.items():
             gpu, calibration = cards[0].gpu, cards[0].calibration
-            run, of_nodes = _on(as_requested, gpu, calibration)
+            run, of_nodes = on_device(as_requested, gpu, calibration)
             try:
                 if len(cards) > 1:
                     run = over_cards(as_requested, name, cards)
@@ -149,7 +149,7 @@ def _check_asked(
         raise ConfigError("gpu: 'all' is no accelerator; 'whichlora where' judges every one")
 
 
-def _on(
+def on_device(
     run: RunConfig, gpu: GpuSpec, calibration: Calibration
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """`run` in a precision that `gpu` has, over as many nodes as its GPUs need, and a note."""
@@ -375,7 +375,7 @@ def explain(
     device = find_target(gpu)
     calibration = load_calibration(device, calibration_dir)
     model = load_model(run.model)
-    run, of_nodes = _on(replace(run, model=model.name), device, calibration)
+    run, of_nodes = on_device(replace(run, model=model.name), device, calibration)
     if run.parallel.strategy == AUTO:
         best = best_spread(run, lambda each: predict(model, each, device, calibration))
         run = replace(run, parallel=best.run.parallel)
@@ -445,7 +445,7 @@ def where(
     placements = []
     for gpu in devices:
         calibration = load_calibration(gpu, calibration_dir)
-        asked, of_nodes = _on(replace(run, model=model.name), gpu, calibration)
+        asked, of_nodes = on_device(replace(run, model=model.name), gpu, calibration)
         placement = place(model, asked, gpu, calibration)
         placements.append(_completed(placement, (*notes, *of_nodes), rates))
     if all(placement.prediction is None for placement in placements):

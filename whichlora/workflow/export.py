@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.exports import DATA_FILE, FORMATS, Export, Recipe
 from whichlora.exports.simpler import simpler_row
@@ -101,6 +102,7 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
             longer than the positions that the model can look up.
     """
     device = find_gpu(gpu, least_memory=True)
+    run, _ = estimates.on_device(run, device, load_calibration(device))
     model = load_model(run.model)
     most = model.longest_input
     if most and run.seq_len > most:

@@ -22,6 +22,7 @@ from whichlora.dataset import (
 from whichlora.dataset.audio import PlayedClips
 from whichlora.dataset.encoders import why_estimated
 from whichlora.dataset.images import Grid, RowImages, heaviest
+from whichlora.dataset.label_tokens import num_classes
 from whichlora.dataset.media import read_by
 from whichlora.dataset.sources import CountedDataset
 from whichlora.errors import ConfigError
@@ -29,7 +30,8 @@ from whichlora.predict.evaluation_and_saving import num_evaluations
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.data_format import AUDIOS, TRANSCRIPTS, DataFormat
 from whichlora.spec.plan import Plan
-from whichlora.tasks import rows_of
+from whichlora.spec.run import RunConfig
+from whichlora.tasks import rows_of, task_of
 from whichlora.trainers import Repeats, Trainer, get_trainer, with_trainer
 from whichlora.workflow.whole_training import cut_rows, cut_targets
 
@@ -40,6 +42,24 @@ seconds of a clip, and the length that targets are cut to.
 Tokenizers that are not at hand are None: all estimate the same lengths.
 """
 Counted: TypeAlias = dict[Key, TokenLengths]
+
+
+def _check_classes(run: RunConfig, dataset: BaseDataset) -> None:
+    """Refuse rows that name more classes than the head tells apart.
+
+    Raises:
+        ConfigError: there are more.
+    """
+    task = task_of(run)
+    named = None if task is None else task.config(run).get("num_labels")
+    if named in (None, 1) or isinstance(dataset, CountedDataset):
+        return
+    found = num_classes(dataset)
+    if found > named:
+        raise ConfigError(
+            f"task_options: the rows have {found} classes, and num_labels is {named}; "
+            f"give {{num_labels: {found}}}"
+        )
 
 
 class TrainingData:
@@ -54,6 +74,7 @@ class TrainingData:
         self, plan: Plan, models: Mapping[str, ModelSpec], lengths: Counted | None = None
     ) -> None:
         self.dataset: BaseDataset = open_dataset(plan.dataset, rows_of(plan.finetune))
+        _check_classes(plan.finetune, self.dataset)
         self._plan = plan
         self._models = models
         self._lengths: Counted = {} if lengths is None else lengths
