@@ -126,6 +126,7 @@ def test_a_rate_below_the_most_is_answered_and_one_above_queues() -> None:
     assert calm.requests_per_s == pytest.approx(at_most / 2, rel=0.1)
     crowded = simulate(RULES, replace(EVEN, requests_per_s=4 * at_most), by_tokens)
     assert crowded.queue_grows
+    assert crowded.requests_per_s == pytest.approx(at_most, rel=0.1)
     assert percentile(crowded.ttft_s, 50) > 10 * percentile(calm.ttft_s, 50)
 
 
@@ -211,3 +212,15 @@ def test_an_engine_that_reserves_answers_puts_none_back() -> None:
     waits = simulate(rules, load, seen)
     assert max(running) == 19  # 1,100 tokens each, and one more for each
     assert max(waits.tpot_s) < 0.1 * 1.2  # prompts stop the others for a step each
+
+
+def test_many_places_do_not_hide_that_the_queue_grows() -> None:
+    """All requests of a short test would run at once, and be answered together."""
+    rules = replace(RULES, max_num_seqs=500, pool_tokens=10**9)
+    load = replace(EVEN, prompt_len=100, new_tokens=100)
+    most = simulate(rules, replace(load, concurrency=500), by_tokens).requests_per_s
+    for share in (0.5, 0.9, 1.3, 5.0):
+        waits = simulate(rules, replace(load, requests_per_s=share * most), by_tokens)
+        assert waits.queue_grows == (share > 1)
+        assert waits.requests_per_s == pytest.approx(min(1, share) * most, rel=0.1)
+        assert waits.output_tokens_per_s == pytest.approx(100 * waits.requests_per_s)

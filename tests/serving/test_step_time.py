@@ -255,6 +255,21 @@ def test_a_rate_beyond_the_engine_is_said() -> None:
     assert served(request_rate=1000.0).time.queue_grows  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("engine", "off"),
+    [("vllm", ("enable_prefix_caching", False)), ("sglang", ("disable_radix_cache", True))],
+)
+def test_a_prefix_that_is_not_kept_is_read_each_time(engine: str, off: tuple[str, bool]) -> None:
+    shared = {"serving": engine, "prompt_len": 8000, "shared_prompt_fraction": 0.9}
+    kept, read = (served(**shared, serving_options=one).time for one in ((), (off,)))
+    whole = served(**(shared | {"shared_prompt_fraction": 0.0})).time
+    assert kept is not None
+    assert read is not None
+    assert whole is not None
+    assert kept.ttft_s < read.ttft_s / 2
+    assert read.ttft_s == pytest.approx(whole.ttft_s, rel=0.01)
+
+
 def test_prefix_in_the_pool_shortens_the_first_wait() -> None:
     new, cached = (
         served(prompt_len=8000, shared_prompt_fraction=share).time for share in (0.0, 0.9)

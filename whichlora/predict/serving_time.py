@@ -131,7 +131,7 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
     load = Load(
         prompt_len=run.prompt_len,
         new_tokens=run.max_new_tokens,
-        cached_prompt=served.shared_tokens,
+        cached_prompt=served.shared_tokens * stepping.caches_prompts,
         concurrency=share,
         requests_per_s=None
         if run.request_rate is None

@@ -246,6 +246,7 @@ class Stepping:
         passes_at_once: of one step that are at different stages of a pipeline; None where whole
             steps of several batches are.
         reserved_tokens, keeps_blocks, front_s, plans_ahead: as `scheduler.Rules`.
+        caches_prompts: what all sequences begin with is read once.
         indexer_kernels: of one indexer, beside its products.
         tokenized_s: of each token of a prompt, before the scheduler has it.
     """
@@ -276,6 +277,7 @@ class Stepping:
     state_bytes: Callable[[CachedLayers], int] | None = None
     reserved_tokens: int = 0
     keeps_blocks: bool = False
+    caches_prompts: bool = True
     front_s: float = 0.0
     tokenized_s: float = 0.0
     plans_ahead: bool = False

@@ -20,8 +20,8 @@ from whichlora.serving.step_time import Step
 PERCENTILES = (50, 90, 99)
 # Requests of each client, as many as `vllm bench serve` is usually asked for; fewer of many.
 _MOST_EACH, _LEAST_EACH, _CLOSED_REQUESTS = 10, 4, 640
-_OPEN_REQUESTS = 400
-_WARM_SHARE = 0.2
+_OPEN_REQUESTS, _TURNS = 400, 4  # at a rate: requests, and at least so many of each place
+_WARM_SHARE = 0.25
 _QUEUED_SHARE = 0.05  # of all requests that wait at the last arrival: the queue grows
 
 
@@ -336,8 +336,8 @@ def simulate(rules: Rules, load: Load, seconds: Callable[[Step], float]) -> Wait
     """Waits of the requests of `load` under `rules`, each step taking `seconds`.
 
     A concurrency is what `vllm bench serve --max-concurrency` measures, from the first request to
-    the last answer. At a rate, arrivals are a Poisson process with a fixed seed, and the first
-    fifth of the answers is left out.
+    the last answer. At a rate, arrivals are a Poisson process with a fixed seed, the first quarter of
+    the answers is left out, and as many are answered as arrive, or as `steady_token_s` allows.
 
     Kind: estimate. Source: vLLM 0.33.0 v1/core/sched/scheduler.py `Scheduler.schedule`; SGLang
     0.5.23 srt/managers/schedule_policy.py `PrefillAdder`.
@@ -406,21 +406,38 @@ def _closed(server: _Server, load: Load) -> Waits:
                 following = coming.popleft()
                 following.arrived_s = server.now_s
                 arriving.append(following)
-    return _answered(waits, server, 0.0, 0)
+    return Waits(
+        ttft_s=[first for first, _ in waits],
+        tpot_s=[further for _, further in waits],
+        output_tokens_per_s=server.made / server.now_s,
+        requests_per_s=len(waits) / server.now_s,
+    )
 
 
 def _open(server: _Server, load: Load, rate: float) -> Waits:
+    rules, seconds = server.rules, server.seconds
+    most = max(1, min(rules.max_num_seqs, rules.pool_tokens // (load.prompt_len + load.new_tokens)))
+
+    def answered_per_s(running: int) -> float:
+        """By so many at once."""
+        of_many = replace(load, concurrency=running)
+        return 1 / (load.new_tokens * steady_token_s(rules, of_many, seconds))
+
+    running = 1
+    while running < most and answered_per_s(running) < rate:
+        running = min(most, 2 * running)
+    capacity = answered_per_s(running)
+    number = max(_OPEN_REQUESTS, _TURNS * running)  # the server is to be full for most of them
     chance = random.Random(0)
-    arriving = deque(_requests(load, _OPEN_REQUESTS))
+    arriving = deque(_requests(load, number))
     now_s = 0.0
     for request in arriving:
         now_s += chance.expovariate(rate)
         request.arrived_s = now_s
-    num_warm = int(_WARM_SHARE * _OPEN_REQUESTS)
-    warm_s, warm_made = 0.0, 0
+    num_warm = int(_WARM_SHARE * number)
     num_waiting, num_done = 0, 0
     waits: list[tuple[float, float]] = []
-    while num_done < _OPEN_REQUESTS:
+    while num_done < number:
         before = len(arriving)
         next_s = server.receive(arriving)
         num_waiting = len(server.waiting) if len(arriving) < before else num_waiting
@@ -429,21 +446,14 @@ def _open(server: _Server, load: Load, rate: float) -> Waits:
             num_done += 1
             if num_done > num_warm:
                 waits.append(request.waits(server.now_s))
-            else:
-                warm_s, warm_made = server.now_s, server.made
-    answered = _answered(waits, server, warm_s, warm_made)
-    return replace(answered, queue_grows=num_waiting > _QUEUED_SHARE * _OPEN_REQUESTS)
-
-
-def _answered(
-    waits: list[tuple[float, float]], server: _Server, warm_s: float, warm_made: int
-) -> Waits:
-    lasted_s = server.now_s - warm_s
+    # while as many are answered as arrive; the last ones are alone, and answered faster
+    at_most = min(rate, capacity)
     return Waits(
         ttft_s=[first for first, _ in waits],
         tpot_s=[further for _, further in waits],
-        output_tokens_per_s=(server.made - warm_made) / lasted_s,
-        requests_per_s=len(waits) / lasted_s,
+        output_tokens_per_s=at_most * load.new_tokens,
+        requests_per_s=at_most,
+        queue_grows=rate > capacity or num_waiting > _QUEUED_SHARE * number,
     )
 
 

@@ -335,6 +335,7 @@ def stepping(served: Served) -> Stepping:
     return Stepping(
         ranks=_attention_ranks(served),
         experts=expert_ranks(served),
+        caches_prompts=not served.options["disable_radix_cache"],
         step_s=HOST_S,
         sequence_s=SEQUENCE_S,
         max_step_tokens=chunked_prefill_size(served) // copies(served),

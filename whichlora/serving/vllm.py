@@ -178,6 +178,7 @@ def stepping(served: Served) -> Stepping:
         expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("vllm", "0.7") else None,
         stage_layers=layers if len(layers) > 1 else (),
         keeps_blocks=keeps_prefixes(served),
+        caches_prompts=keeps_prefixes(served),
         front_s=FRONT_S,
         tokenized_s=TOKENIZED_S,
         plans_ahead=not served.libraries.older("vllm", "0.14") and len(layers) == 1,

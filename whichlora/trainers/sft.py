@@ -11,7 +11,6 @@ from whichlora.errors import ConfigError
 from whichlora.spec.run import USUAL_HEAD, LossHead, RunConfig
 from whichlora.trainers import liger, transformers, trl
 
-
 NAME = "sft"  # others of TRL's trainers are derived from this one
 
 
