@@ -98,6 +98,11 @@ worst -1.5 %. 31 more were looked at after that (2026-11-27). 16 were traced, th
 no mask and no fused kernel. It is mended for all models (Llama: -66 to -1 %).
 
 All of them:"""
+EVERY_TYPE_TEXT = """\
+One run of each of 151 types was drawn with seed 5 after that (2026-11-30). 130 were traced, and
+nothing was changed by them: median 0.05 %, 95th percentile 1.3 %, worst +10.1 % and -3.6 %. The
+worst is a prompt of Llama 3.2 Vision without images in int8, not explained. Persimmon's attention
+names its joint projection, which is 3.6 % of a prompt in eager attention; so much is missing."""
 LATER_DRAWS = (  # looked at after the formulas were finished: seed, traces, what they showed
     (1, "draw-2.jsonl", SECOND_TEXT),
     (2, "draw-3.jsonl", THIRD_TEXT),
@@ -299,6 +304,11 @@ def by_type(runs: Sequence[RunConfig], path: Path) -> str:
     return f"{table}\n\n{far_off(compared)}".replace("%\n", " %\n")
 
 
+def by_kind(runs: Sequence[RunConfig], path: Path) -> str:
+    """Runs of all types, by what they do."""
+    return grouped(kept(list(enumerate(runs)), path), "mode")
+
+
 def document(
     compared: Sequence[Compared], lines: Sequence[dict[str, Any]], *, seed: int, num_drawn: int
 ) -> str:
@@ -329,6 +339,8 @@ def document(
         f"{by_type(samples.later_runs(), samples.LATER_TRACES)}\n\n{NEWEST_TEXT}\n\n"
         f"{by_type(samples.newest_runs(), samples.NEWEST_TRACES)}\n\n{LATEST_TEXT}\n\n"
         f"{by_type(samples.latest_runs(), samples.LATEST_TRACES)}",
+        "## One run of each type\n\n"
+        f"{EVERY_TYPE_TEXT}\n\n{by_kind(samples.every_type_runs(), samples.EVERY_TYPE_TRACES)}",
         f"## Left out\n\n{left_out(lines)}",
     ]
     return "\n\n".join(parts) + "\n"
@@ -367,7 +379,7 @@ def main() -> None:
     wanted = slice(*(int(part) if part else None for part in options.slice.split(":")))
     drawn = [(index, samples.draw(options.seed, index)) for index in range(options.runs)]
     for name, (_, runs, path) in samples.APART.items():
-        if getattr(options, name):
+        if getattr(options, name.replace("-", "_")):
             drawn, options.traces = list(enumerate(runs())), path
     drawn = drawn[wanted]
     if options.only:

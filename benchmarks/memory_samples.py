@@ -40,6 +40,7 @@ LATER_TRACES = TRACES / "later-types.jsonl"
 NEWEST_TRACES = TRACES / "newest-types.jsonl"
 LATEST_TRACES = TRACES / "latest-types.jsonl"
 SETTING_TRACES = TRACES / "settings.jsonl"
+EVERY_TYPE_TRACES = TRACES / "draw-6.jsonl"
 LED_TRACES = TRACES / "led.jsonl"
 LONG_TRACES = TRACES / "long-encoder-decoders.jsonl"
 T5_TRACES = TRACES / "long-t5-and-switch.jsonl"
@@ -337,6 +338,11 @@ def draw_later(model_type: str, number: int) -> RunConfig:
     return _drawn(model_type, random.Random(f"{model_type} {number}"))
 
 
+def every_type_runs() -> list[RunConfig]:
+    """One run of each type that there is, drawn with a seed of their own."""
+    return [_drawn(name, random.Random(f"5 {name}")) for name in sorted(models_by_type())]
+
+
 def later_types() -> tuple[str, ...]:
     earlier_or_apart = {*FIRST_TYPES, *NEWEST_TYPES, *LATEST_TYPES, *T5_RUNS, "led"}
     return tuple(sorted(set(models_by_type()) - earlier_or_apart))
@@ -389,6 +395,7 @@ APART: dict[str, tuple[str, Callable[[], list[RunConfig]], Path]] = {
     "later": ("the types that came after the draws", later_runs, LATER_TRACES),
     "newest": ("the types that came then", newest_runs, NEWEST_TRACES),
     "latest": ("the types that came last", latest_runs, LATEST_TRACES),
+    "every-type": ("one run of each type", every_type_runs, EVERY_TYPE_TRACES),
     "led": ("LED, whose encoder attends in windows", led_runs, LED_TRACES),
     "t5": ("LongT5 and Switch Transformers", t5_runs, T5_TRACES),
     "settings": ("one model, setting by setting", setting_runs, SETTING_TRACES),

@@ -336,8 +336,8 @@ def simulate(rules: Rules, load: Load, seconds: Callable[[Step], float]) -> Wait
     """Waits of the requests of `load` under `rules`, each step taking `seconds`.
 
     A concurrency is what `vllm bench serve --max-concurrency` measures, from the first request to
-    the last answer. At a rate, arrivals are a Poisson process with a fixed seed, the first quarter of
-    the answers is left out, and as many are answered as arrive, or as `steady_token_s` allows.
+    the last answer. At a rate, arrivals are a Poisson process with a fixed seed, the first quarter
+    of the answers is left out, and as many are answered as arrive, or as `steady_token_s` allows.
 
     Kind: estimate. Source: vLLM 0.33.0 v1/core/sched/scheduler.py `Scheduler.schedule`; SGLang
     0.5.23 srt/managers/schedule_policy.py `PrefillAdder`.
