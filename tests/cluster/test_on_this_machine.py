@@ -325,6 +325,13 @@ def test_an_own_setup_takes_the_place_of_the_installation(tmp_path: Path) -> Non
     assert list(task["file_mounts"]) == ["~/whichlora/tasks"]
 
 
+def test_a_cloud_task_installs_what_its_candidates_need(tmp_path: Path) -> None:
+    path = write_config(tmp_path, slurm=SKY, attn="flash_attention_2")
+    sweep = plan(path, SkyPilotEngine(), name="skypilot")
+    task = read_yaml(sweep.run_dir / sweep.arrays[0].script)
+    assert task["setup"].splitlines()[-1] == "pip install --no-build-isolation flash-attn"
+
+
 def test_what_a_cloud_task_measured_joins_into_the_recommendation(tmp_path: Path) -> None:
     sweep = plan(write_config(tmp_path, slurm=SKY), SkyPilotEngine(), name="skypilot")
     home, commands = tmp_path / "home", tmp_path / "bin"

@@ -19,6 +19,7 @@ from whichlora.exports import FORMATS, Recipe
 from whichlora.exports.axolotl import under_axolotl
 from whichlora.exports.installation import Installation
 from whichlora.exports.llamafactory import under_llamafactory
+from whichlora.exports.requirements import requirements
 from whichlora.exports.skypilot import ACCELERATORS
 from whichlora.exports.trl import under_trl
 from whichlora.exports.unsloth import under_unsloth
@@ -154,6 +155,35 @@ def test_a_job_on_several_nodes_asks_for_all_their_gpus() -> None:
     assert "SKYPILOT_NODE_IPS" in task["run"]
     on_cpu = replace(recipe(run), gpu="cpu")
     assert "--gpus" not in FORMATS["slurm"](on_cpu).files["train.sbatch"]
+
+
+NEEDED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"parallel": ParallelConfig(strategy="zero2", gpus=2)}, ["pip install deepspeed"]),
+    ({"parallel": ParallelConfig(strategy="fsdp", gpus=2), "quant": None, "method": "lora"}, []),
+    ({"trainer": "dpo"}, ["pip install trl==1.16.0"]),
+    ({"loss_head": "liger"}, ["pip install liger-kernel"]),
+    ({"trainer_options": (("use_liger_kernel", True),)}, ["pip install liger-kernel"]),
+    (
+        {"attn": "flash_attention_2"},
+        ["pip install ninja wheel", "pip install --no-build-isolation flash-attn"],
+    ),
+    (
+        {"method": "lora", "quant": "gptq-int4"},
+        ["pip install optimum ninja wheel", "pip install --no-build-isolation gptqmodel"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "commands"), NEEDED)
+def test_a_rented_machine_gets_every_package_that_the_run_needs(
+    settings: dict[str, Any], commands: list[str]
+) -> None:
+    winner = recipe(replace(RUN, **settings))
+    task = YAML(typ="safe", pure=True).load(FORMATS["skypilot"](winner).files["sky.yaml"])
+    assert task["setup"].splitlines()[1:] == commands
+    told = FORMATS["slurm"](winner).files["train.sbatch"].splitlines()[2]
+    for package in requirements(winner.run):
+        assert f" and {package}" in told
 
 
 def spread_recipe(strategy: str, *options: tuple[str, Any], **settings: Any) -> Recipe:

@@ -14,7 +14,7 @@ from whichlora.cluster.slurm.states import TaskState
 from whichlora.cluster.state import Array, Sweep
 from whichlora.errors import ConfigError
 from whichlora.exports.installation import installation
-from whichlora.exports.skypilot import ACCELERATORS
+from whichlora.exports.skypilot import ACCELERATORS, setup_lines
 from whichlora.exports.yaml import yaml_text
 from whichlora.spec.plan import Plan
 from whichlora.store.gpus import find_gpu
@@ -77,7 +77,7 @@ def task_yaml(plan: Plan, sweep: Sweep, array: Array) -> str:
         f"whichlora profile-task {tasks} {numbers} --calibration-dir ~/whichlora/records",
     ]
     install = installation("profile")
-    setup = plan.slurm.setup or [install.command]
+    setup = plan.slurm.setup or setup_lines(plan.finetune, install)
     uploads = {} if plan.slurm.setup else install.uploads
     task: dict[str, Any] = {
         "name": name,

@@ -6,11 +6,12 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.exports import transformers
-from whichlora.exports.installation import installation
+from whichlora.exports.installation import Installation, installation
 from whichlora.exports.launch import skypilot_lines
 from whichlora.exports.recipe import Export, Recipe
+from whichlora.exports.requirements import install_commands
 from whichlora.exports.yaml import yaml_text
-from whichlora.trainers import requirement
+from whichlora.spec.run import RunConfig
 
 FILE = "sky.yaml"
 # Our key → SkyPilot's name (catalogs of 0.14), which several boards may share.
@@ -61,15 +62,13 @@ def export(recipe: Recipe) -> Export:
     script = transformers.export(recipe)
     config = recipe.run.parallel
     install = installation("profile")
-    further = requirement(recipe.run)
-    setup = [install.command, further and f"pip install {further}"]
     task: dict[str, Any] = {
         "name": "whichlora",
         **({"num_nodes": config.nodes} if config.nodes > 1 else {}),
         "resources": {"accelerators": f"{ACCELERATORS[recipe.gpu]}:{config.gpus_per_node}"},
         "workdir": ".",
         **({"file_mounts": dict(install.uploads)} if install.uploads else {}),
-        "setup": "".join(f"{line}\n" for line in setup if line),
+        "setup": "".join(f"{line}\n" for line in setup_lines(recipe.run, install)),
         "run": "".join(f"{line}\n" for line in skypilot_lines(recipe.run, transformers.FILE)),
     }
     command = f"sky launch {FILE}"
@@ -83,3 +82,8 @@ def export(recipe: Recipe) -> Export:
         run=script.run,
         notes=script.notes,
     )
+
+
+def setup_lines(run: RunConfig, install: Installation) -> list[str]:
+    """The commands that install what `run` needs on a rented machine."""
+    return [install.command, *install_commands(run)]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from whichlora.exports import transformers
 from whichlora.exports.launch import slurm_lines
 from whichlora.exports.recipe import Export, Recipe
+from whichlora.exports.requirements import requirements
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.text import require_printable
@@ -24,9 +25,11 @@ def export(recipe: Recipe) -> Export:
     """
     script = transformers.export(recipe)
     command = f"sbatch {FILE}"
+    packages = " and ".join(["torch", *requirements(recipe.run)])
     comments = [
         f"# Fine-tuning on {all_gpus(recipe.run, recipe.gpu)}. Written by WhichLoRA.",
-        "# Start it here, in a Python environment with torch, with the partition of these GPUs:",
+        f"# Start it here, in a Python environment with {packages}, with the partition of these "
+        "GPUs:",
         f"#   sbatch --partition=NAME --time=HH:MM:SS {FILE}",
     ]
     config = recipe.run.parallel
