@@ -29,7 +29,7 @@ from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import Keeping
 from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.spec.run import RunConfig
-from whichlora.store.gpus import list_gpus
+from whichlora.store.gpus import find_gpu, list_gpus
 from whichlora.workflow import export
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -184,6 +184,20 @@ def test_a_rented_machine_gets_every_package_that_the_run_needs(
     told = FORMATS["slurm"](winner).files["train.sbatch"].splitlines()[2]
     for package in requirements(winner.run):
         assert f" and {package}" in told
+
+
+def test_a_rented_amd_gpu_gets_the_torch_that_is_built_for_it() -> None:
+    task = FORMATS["skypilot"](replace(recipe(), gpu="mi300x-192gb")).files["sky.yaml"]
+    torch, ours = YAML(typ="safe", pure=True).load(task)["setup"].splitlines()
+    assert torch.endswith(" torch torchvision --index-url https://download.pytorch.org/whl/rocm7.2")
+    assert "whichlora" in ours  # keeps the torch that it finds
+    assert "pytorch.org" not in FORMATS["skypilot"](recipe()).files["sky.yaml"]
+
+
+@pytest.mark.parametrize("key", ACCELERATORS)
+def test_pip_finds_a_torch_for_every_gpu_that_can_be_rented(key: str) -> None:
+    backend = find_gpu(key).backend
+    assert backend.torch_index or backend.kind == "cuda"  # whose torch is PyPI's
 
 
 def spread_recipe(strategy: str, *options: tuple[str, Any], **settings: Any) -> Recipe:

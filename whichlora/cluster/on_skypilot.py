@@ -77,7 +77,7 @@ def task_yaml(plan: Plan, sweep: Sweep, array: Array) -> str:
         f"whichlora profile-task {tasks} {numbers} --calibration-dir ~/whichlora/records",
     ]
     install = installation("profile")
-    setup = plan.slurm.setup or setup_lines(plan.finetune, install)
+    setup = plan.slurm.setup or setup_lines(plan.finetune, group.gpu, install)
     uploads = {} if plan.slurm.setup else install.uploads
     task: dict[str, Any] = {
         "name": name,

@@ -12,6 +12,7 @@ from whichlora.exports.recipe import Export, Recipe
 from whichlora.exports.requirements import install_commands
 from whichlora.exports.yaml import yaml_text
 from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
 
 FILE = "sky.yaml"
 # Our key → SkyPilot's name (catalogs of 0.14), which several boards may share.
@@ -68,7 +69,7 @@ def export(recipe: Recipe) -> Export:
         "resources": {"accelerators": f"{ACCELERATORS[recipe.gpu]}:{config.gpus_per_node}"},
         "workdir": ".",
         **({"file_mounts": dict(install.uploads)} if install.uploads else {}),
-        "setup": "".join(f"{line}\n" for line in setup_lines(recipe.run, install)),
+        "setup": "".join(f"{line}\n" for line in setup_lines(recipe.run, recipe.gpu, install)),
         "run": "".join(f"{line}\n" for line in skypilot_lines(recipe.run, transformers.FILE)),
     }
     command = f"sky launch {FILE}"
@@ -84,6 +85,11 @@ def export(recipe: Recipe) -> Export:
     )
 
 
-def setup_lines(run: RunConfig, install: Installation) -> list[str]:
-    """The commands that install what `run` needs on a rented machine."""
-    return [install.command, *install_commands(run)]
+def setup_lines(run: RunConfig, gpu: str, install: Installation) -> list[str]:
+    """The commands that install what `run` needs on a rented machine.
+
+    Its torch comes first: later commands keep what is there.
+    """
+    index = find_gpu(gpu).backend.torch_index
+    torch = [f"pip install torch torchvision --index-url {index}"] if index else []
+    return [*torch, install.command, *install_commands(run)]

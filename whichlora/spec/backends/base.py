@@ -108,6 +108,7 @@ class Backend:
         lacks: what libraries do not have there.
         lacks_kernels: why fused kernels of trainers do not run; empty where they may.
         lacks_groups: why several do not train one model; empty where they may.
+        torch_index: where pip finds torch built for it; empty: on PyPI.
         driver_files: one of these exists on a machine that has such a device.
         notes: what to know of a run there.
     """
@@ -139,6 +140,7 @@ class Backend:
     lacks: tuple[Lack, ...] = ()
     lacks_kernels: str = ""
     lacks_groups: str = ""
+    torch_index: str = ""
     driver_files: tuple[str, ...] = ()
     notes: Callable[[RunConfig], Iterator[str]] = no_notes
 

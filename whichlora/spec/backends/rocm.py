@@ -71,6 +71,8 @@ BACKEND = Backend(
     fused_4bit_rows=fused_4bit_rows,
     quants=frozenset({"nf4", "nf4-dq", "fp4", "int8"}),
     expandable_since="2.13",
+    # PyPI's torch for Linux is CUDA's. This index has 2.13 and 2.14, rocm7.1 ends with 2.13.
+    torch_index="https://download.pytorch.org/whl/rocm7.2",
     driver_files=("/dev/kfd",),
     notes=notes,
 )
