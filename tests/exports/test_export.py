@@ -563,6 +563,36 @@ def test_data_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert "train.jsonl is not there" not in whichlora(*args, "--json").stdout
 
 
+@pytest.mark.parametrize("to", FORMATS)
+def test_the_rows_that_a_tool_reads_go_along_to_another_folder(to: str, tmp_path: Path) -> None:
+    run, there = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    (run / "recipe.json").write_text(json.dumps(recipe(validation=True).to_dict()))
+    for split in ("train", "validation"):
+        (run / f"{split}.jsonl").write_text(json.dumps({"text": split}) + "\n")
+    args = ("export", str(run), "--to", to, "--output", str(there), "--json")
+    result = whichlora(*args)
+    read = ["train.jsonl", *["validation.jsonl"] * (to != "trl")]  # whose file evaluates nothing
+    assert sorted(path.name for path in there.glob("*.jsonl")) == read
+    for name in read:
+        assert (there / name).read_bytes() == (run / name).read_bytes()
+    assert "jsonl" not in " ".join(json.loads(result.stdout)["notes"])
+    (there / "train.jsonl").write_text('{"text": "mine"}\n')
+    notes = json.loads(whichlora(*args).stdout)["notes"]
+    stays = f"{there}/train.jsonl was there and stays, with other rows than {run}/train.jsonl"
+    assert notes[-1] == stays
+    assert "mine" in (there / "train.jsonl").read_text()
+
+
+def test_every_file_of_rows_that_is_nowhere_is_named(tmp_path: Path) -> None:
+    winner = recipe(validation=True)
+    for to, missing in (("axolotl", ["train", "validation"]), ("trl", ["train"])):
+        notes = export.write_export(winner, to, tmp_path / to, data=tmp_path).export.notes
+        assert [note.split(" is not there")[0] for note in notes if "is not there" in note] == [
+            f"{tmp_path / to}/{split}.jsonl" for split in missing
+        ]
+
+
 def test_a_run_folder_is_exported_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "recipe.json").write_text(json.dumps(recipe().to_dict()))
     result = whichlora("export", str(tmp_path), "--to", "llamafactory", "--json")

@@ -64,13 +64,13 @@ def export(
     from whichlora import terminal
     from whichlora.workflow import combinations, export
 
-    folder = Path(source)
+    folder, data = Path(source), None
     if source.startswith((".", "/", "~")) and not os.path.exists(folder):
         raise ConfigError(f"{source}: no such folder; give that of a whichlora run, or of a model")
     if os.path.isdir(folder) and not (folder / "config.json").is_file():
         _refuse_settings(ctx)
         folder = export.folder_of_winner(folder)
-        recipe = export.read_recipe(folder)
+        recipe, data = export.read_recipe(folder), folder
     else:
         runs = list(combinations.grid(plain_settings([source], options, command="export")))
         if len(runs) != 1:
@@ -80,7 +80,7 @@ def export(
         recipe = export.make_recipe(runs[0], gpu, epochs=epochs, learning_rate=learning_rate)
         folder = Path()
     done = export.write_export(
-        recipe, to, output or folder, data=folder, calibration_dir=calibration_dir
+        recipe, to, output or folder, data=data, calibration_dir=calibration_dir
     )
     if as_json:
         print_json(done.to_dict())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.exports import DATA_FILE, FORMATS, Export, Recipe
+from whichlora.exports.recipe import VALIDATION_FILE
 from whichlora.exports.simpler import simpler_row
 from whichlora.predict.resolve import resolve
 from whichlora.spec.data_format import AUDIO_ROWS, IMAGE_ROWS, KINDS, TRANSCRIPTS, DataFormat
@@ -21,7 +23,7 @@ from whichlora.spec.run import RunConfig
 from whichlora.spec.words import unknown
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
-from whichlora.store.jsonfiles import read_object, write_text
+from whichlora.store.jsonfiles import read_object, write_bytes
 from whichlora.tasks import rows_of
 from whichlora.workflow import estimates
 
@@ -141,7 +143,8 @@ def write_export(
     """Write `recipe` for the tool `to` into `folder`, and predict it as that tool runs it.
 
     Args:
-        data: the folder of `train.jsonl`; None is `folder`.
+        data: the folder of `train.jsonl` and `validation.jsonl`, which are copied from there;
+            None is `folder`.
 
     Raises:
         ConfigError: no such tool, or something that it can't do.
@@ -152,10 +155,8 @@ def write_export(
     made = FORMATS[to](recipe)
     if recipe.trust_remote_code:
         made = replace(made, notes=(*made.notes, TRUSTS_CODE))
-    if not made.made_of and not (folder / DATA_FILE).is_file():
-        columns = f"a row a line, with {recipe.data_format.describe()}"
-        missing = f"{folder / DATA_FILE} is not there; write it before the start: {columns}"
-        made = replace(made, notes=(*made.notes, missing))
+    rows, notes = _rows_to_copy(made, recipe, data or folder, folder)
+    made = replace(made, notes=(*made.notes, *notes))
     predictions = estimates.estimate(
         [recipe.predicted(recipe.run), recipe.predicted(made.run)],
         [recipe.gpu],
@@ -167,37 +168,63 @@ def write_export(
     texts = dict(made.files)
     for name, source in made.made_of.items():
         texts[name] = _simpler((data or folder) / source)
-    paths = tuple(_write(folder / name, text) for name, text in texts.items())
+    contents = {folder / name: text.encode() for name, text in texts.items()}
+    for file in rows:
+        contents[folder / file.name] = _read(file)
+    for path, content in contents.items():
+        write_bytes(path, content)
     then, now = before.run.to_dict(), after.run.to_dict()
     return WrittenExport(
         to=to,
         export=made,
         before=before,
         after=after,
-        paths=paths,
+        paths=tuple(contents),
         changes={name: (then[name], now[name]) for name in now if then[name] != now[name]},
     )
+
+
+def _rows_to_copy(
+    made: Export, recipe: Recipe, data: Path, folder: Path
+) -> tuple[list[Path], list[str]]:
+    """Files of rows in `data` that those of the tool name and `folder` lacks; and notes."""
+    names = (DATA_FILE, VALIDATION_FILE)[: 1 + recipe.validation]
+    copied: list[Path] = []
+    notes: list[str] = []
+    for name in names:
+        source, target = data / name, folder / name
+        if not any(name in text for text in made.files.values()):
+            continue
+        if not target.is_file():
+            if source.is_file():
+                copied.append(source)
+                continue
+            columns = f"a row a line, with {recipe.data_format.describe()}"
+            notes.append(f"{target} is not there; write it before the start: {columns}")
+        elif source.is_file() and not filecmp.cmp(source, target, shallow=False):
+            notes.append(f"{target} was there and stays, with other rows than {source}")
+    return copied, notes
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataFileError(
+            f"{path}: can't be read ({error.strerror}); give the folder of a whichlora run"
+        ) from None
 
 
 def _simpler(path: Path) -> str:
     """The rows of a JSONL file in the formats that more tools take."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = _read(path).decode("utf-8").split("\n")
         rows = [simpler_row(json.loads(line)) for line in lines if line]
-    except OSError as error:
-        raise DataFileError(
-            f"{path}: can't be read ({error.strerror}); give the folder of a whichlora run"
-        ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DataFileError(
             f"{path}: has a row that is not of its recipe's format; run whichlora run again"
         ) from None
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def _write(path: Path, text: str) -> Path:
-    write_text(path, text)
-    return path
 
 
 __all__ = [
