@@ -42,7 +42,9 @@ def test_the_saved_plan_has_the_same_answer(
     monkeypatch.chdir(tmp_path)
     result = said("--gpu", "4090", "--models", ",".join(MODELS), "--save", "plan.yaml")
     assert result.exit_code == 0, result.output
-    assert "whichlora run plan.yaml" in result.output
+    assert "try it with: whichlora run plan.yaml" in result.output
+    assert "profile: none" in (tmp_path / "plan.yaml").read_text()  # so that it measures nothing
+    assert "profile: frontier in it measures, on a machine with the GPU" in result.output
     assert list(tmp_path.iterdir()) == [tmp_path / "plan.yaml"]
     again = run_plan(Path("plan.yaml"), progress=Silent())
     assert again.winner is not None

@@ -92,7 +92,8 @@ def recommend(
     """The largest models that train on a GPU; no data and no file needed.
 
     Of each model the fastest variant and batch, and what serving it takes. Without --gpu, the GPU
-    of this machine. Nothing is measured; `whichlora run` on the file of --save does that.
+    of this machine. Nothing is measured. The plan of --save has `profile: none`; with `frontier`
+    there, `whichlora run` measures on a machine with the GPU.
 
     \b
     Example:
@@ -117,6 +118,7 @@ def recommend(
     else:
         terminal.print_recommended(recommendation)
         if save is not None:
-            click.echo(visible(f"plan: {save}; measure it with: whichlora run {save}"))
+            click.echo(visible(f"plan: {save}; try it with: whichlora run {save}"))
+            click.echo("  profile: frontier in it measures, on a machine with the GPU")
     if recommendation.answer.winner is None:
         sys.exit(EXIT_NOTHING_FITS)
