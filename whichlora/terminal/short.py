@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from whichlora.predict.notes import HOST_BOUND
-from whichlora.search.feasibility import Candidate, best_of_models, least_chance
+from whichlora.search.feasibility import Candidate, accepted, best_of_models, least_chance
 from whichlora.terminal.answer import (
     besides_in_short,
     explanation,
@@ -125,12 +125,15 @@ def _print_models(console: Console, answer: Answer) -> None:
     if not models:
         return
     sheet = _models_sheet(answer, models)
-    more = [f"{len(models) - MAX_MODELS} more models likely meet every limit"] * (
-        len(models) > MAX_MODELS
-    )
+    least = least_chance(answer.plan)
+    likely = sum(accepted(candidate, least) for candidate in models[MAX_MODELS:])
+    unsure = len(models[MAX_MODELS:]) - likely
+    meets = "model likely meets" if likely == 1 else "models likely meet"
+    more = [f"{likely} more {meets} every limit"] * (likely > 0)
+    more += [f"{unsure} more may fit"] * (unsure > 0)
     looked_at = {candidate.run.model for candidate in (*answer.inference, *answer.finetune)}
     fallen = len(looked_at) - len(models)
-    more += [f"{fallen} more {'misses' if fallen == 1 else 'miss'} one"] * (fallen > 0)
+    more += [f"{fallen} more {'misses' if fallen == 1 else 'miss'} a limit"] * (fallen > 0)
     refused = {refusal.model for refusal in answer.refused}
     later = len(set(answer.plan.models) - looked_at - refused)
     more += [f"{later} that rank below were not looked at"] * (later > 0)
