@@ -357,6 +357,25 @@ def test_an_unknown_name_gets_one_line_with_near_matches() -> None:
         find_gpu("zzz")
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("RTX 3060 8GB", "rtx-3060-12gb, rtx-3060-ti-8gb"),
+        ("3060-8gb", "rtx-3060-12gb, rtx-3060-ti-8gb"),
+        ("3060 8", "rtx-3060-12gb, rtx-3060-ti-8gb"),
+        ("4070 super 16gb", "rtx-4070-super-12gb, rtx-4070-ti-super-16gb"),
+        ("3080 20gb", "rtx-3080-10gb, rtx-3080-12gb"),
+        ("4090 48gb", "rtx-4090-24gb"),
+    ],
+)
+def test_another_memory_is_no_reason_to_take_another_chip(name: str, near: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_gpu(name, least_memory=True)
+    assert str(caught.value) == (
+        f"unknown GPU {name!r}: did you mean {near}; 'whichlora gpus' lists all"
+    )
+
+
 @given(name=st.text())
 def test_no_text_whatever_gives_another_error(name: str) -> None:
     with contextlib.suppress(ConfigError):

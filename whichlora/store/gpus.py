@@ -45,6 +45,8 @@ _AMOUNT = re.compile(
     r"(?:any )?(?P<number>\d+(?:\.\d+)?) ?(?P<unit>gib|gb|g)(?: (?:gpu|card|vram))?"
 )
 MOST_GB = 10_000
+# of a name: "3060-8gb", "8gb-3060", "a100-pcie-40"
+_MEMORY = re.compile(r"-?\b\d{1,3}-?(?:gi?b|g)\b-?|-\d{1,3}$")
 # "rtx-3090@280W"
 _LIMITED = re.compile(r"(?P<name>[^@]+)@ ?(?P<watts>\d{1,5}(?:\.\d+)?) ?w(?:atts?)?", re.IGNORECASE)
 _LEAST_POWER = 0.2  # of a board's own: drivers take no lower limits
@@ -247,18 +249,25 @@ def _by_words(name: str, index: Mapping[str, Any], least_memory: bool) -> GpuSpe
     Raises:
         ConfigError: several have them all.
     """
-    wanted = _words(name)
-    if not wanted or is_count(name):  # the 8 of "8 GPUs" is also a word of p4-8gb
-        return None
-    further: dict[str, int] = {}
-    for key, words in index["words"].items():
-        if all(word in words or f"{word}gb" in words for word in wanted):
-            further[key] = len(_words(key) - wanted)
-    closest = sorted(key for key in further if further[key] == min(further.values()))
+    closest = _closest_by_words(name, index)
+    if named := _keys_of_any_size(name, index):  # a 3060 of 8 GB is no 3060 Ti
+        closest = [key for key in closest if key in named]
     if len(closest) > 1:
         return _usual(name, closest, least_memory)
     spec = _load(closest[0]) if closest else None
     return spec and replace(spec, notes=(f"{name}: taken as {spec.key}",))
+
+
+def _closest_by_words(name: str, index: Mapping[str, Any]) -> list[str]:
+    """Keys of the boards with every word of `name` among their names, and the fewest others."""
+    wanted = _words(name)
+    if not wanted or is_count(name):  # the 8 of "8 GPUs" is also a word of p4-8gb
+        return []
+    further: dict[str, int] = {}
+    for key, words in index["words"].items():
+        if all(word in words or f"{word}gb" in words for word in wanted):
+            further[key] = len(_words(key) - wanted)
+    return sorted(key for key in further if further[key] == min(further.values()))
 
 
 def _any_card(name: str) -> GpuSpec | None:
@@ -525,16 +534,28 @@ def _keys_named(name: str, index: Mapping[str, Any]) -> list[str]:
     return []
 
 
+def _keys_of_any_size(name: str, index: Mapping[str, Any]) -> list[str]:
+    """Keys of the accelerators that `name` means without the memory in it, whatever theirs is."""
+    plain = _MEMORY.sub("", gpu_key(name))
+    return _keys_named(plain, index) if plain != gpu_key(name) else []
+
+
 def _keys_named_anywhere(name: str) -> list[str]:
     return next((keys for index in _INDEXES if (keys := _keys_named(name, index()))), [])
 
 
 def _suggestion(name: str) -> str:
     """`: did you mean a, b`, or nothing where no known name comes near."""
-    keys_of: dict[str, list[str]] = {}
-    for read_index in _INDEXES:
-        for alias, keys in read_index()["aliases"].items():
-            keys_of.setdefault(alias, []).extend(keys)
-    near = difflib.get_close_matches(_squash(name), keys_of, n=3, cutoff=0.7)
-    keys = list(dict.fromkeys(key for alias in near for key in keys_of[alias]))[:3]
-    return f": did you mean {', '.join(keys)}" if keys else ""
+    indexes = [read_index() for read_index in _INDEXES]
+    keys = [key for index in indexes for key in _keys_of_any_size(name, index)]
+    if keys:  # boards of that name, and others that have this memory
+        keys += [key for index in indexes for key in _closest_by_words(name, index)]
+    else:
+        keys_of: dict[str, list[str]] = {}
+        for index in indexes:
+            for alias, named in index["aliases"].items():
+                keys_of.setdefault(alias, []).extend(named)
+        near = difflib.get_close_matches(_squash(name), keys_of, n=3, cutoff=0.7)
+        keys = [key for alias in near for key in keys_of[alias]]
+    shown = list(dict.fromkeys(keys))[:3]
+    return f": did you mean {', '.join(shown)}" if shown else ""
