@@ -341,6 +341,15 @@ def test_a_suggestion_names_every_text_and_the_answer_last(
             ":1: column 'conversations': message 1 is from 'narrator'; accepted are user, human,",
         ),
         (
+            [{"conversations": [{"from": "humann", "value": "x"}]}],
+            ":1: column 'conversations': message 1 is from 'humann'; did you mean human; accepted",
+        ),
+        (
+            [{"messages": CHAT}, {"messages": [USER, {"role": "asistant", "content": "x"}]}],
+            ":2: column 'messages': message 2 has the role 'asistant'; did you mean assistant; "
+            "correct or remove the row",
+        ),
+        (
             [{"messages": CHAT}, {"messages": [USER, {"role": "assistant"}]}],
             ":2: column 'messages': message 2 must have role and content, or from and value",
         ),

@@ -24,6 +24,7 @@ from written_job import script_of
 from whichlora.config import load_plan
 from whichlora.dataset import (
     BYTE_LEVEL,
+    UNCUT,
     BaseDataset,
     TokenLengths,
     assumed,
@@ -432,6 +433,30 @@ def test_rows_whose_prompt_fills_the_length_are_left_out_and_counted() -> None:
     unanswered = {"messages": [USER]}
     answered = {"messages": [USER, ASSISTANT]}
     assert count(10**6, answered, unanswered).num_unlearned == 1
+    said = count(UNCUT, answered, unanswered).changed()
+    assert said == ["1 rows are left out: no turn in them is the assistant's"]
+
+
+@pytest.mark.parametrize("completions_only", [True, False])
+def test_conversations_without_an_answer_are_refused_with_their_roles(
+    completions_only: bool,
+) -> None:
+    def count() -> TokenLengths:
+        oracle = {"role": "oracle", "content": "Hello"}  # a name of a template's own
+        return count_tokens(
+            Examples({"messages": [USER]}, {"messages": [SYSTEM, USER, oracle]}),
+            tokenizer=BYTE_LEVEL,
+            offline=True,
+            max_length=100,
+            completions_only=completions_only,
+        )
+
+    if not completions_only:
+        assert len(count().lengths["train"]) == 2
+        return
+    told = r"no turn is the assistant's: roles are 'user', 'system', 'oracle'; name the role"
+    with pytest.raises(ConfigError, match=told):
+        count()
 
 
 def test_rows_without_text_are_left_out_and_counted() -> None:

@@ -140,3 +140,35 @@ def test_a_broken_file_is_told_with_its_line(tmp_path: Path) -> None:
     path.write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
     with pytest.raises(DataFileError, match=r"broken.jsonl:2: is not JSON"):
         estimate(LLAMA, "l4", data=path)
+
+
+def chats(path: Path, *roles: str) -> Path:
+    """Rows of one question, whose answers are of these roles."""
+    rows = ([{"role": role, "content": "Hi"} for role in ("user", role)] for role in roles)
+    lines = (json.dumps({"messages": messages}) + "\n" for messages in rows)
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def test_a_training_that_learns_nothing_has_no_price(tmp_path: Path) -> None:
+    path = chats(tmp_path / "chats.jsonl", "user", "user")
+    with pytest.raises(ConfigError, match="nothing is learned, as no turn is the assistant's"):
+        estimate(LLAMA, "l4", method="qlora", data=path)
+    encoder = "google-bert/bert-base-uncased"  # which learns of every text
+    (run,) = estimate(encoder, "l4", method="lora", data=path)
+    assert run.training is not None
+    assert run.training.num_sequences == 2
+
+
+def test_conversations_without_an_answer_are_left_out_as_in_a_run(tmp_path: Path) -> None:
+    path = chats(tmp_path / "chats.jsonl", "assistant", "user", "assistant")
+    (run,) = estimate(LLAMA, "l4", method="qlora", data=path)
+    assert run.training is not None
+    assert run.training.num_sequences == 2
+    assert "1 rows are left out: no turn in them is the assistant's" in run.notes
+
+
+def test_a_role_that_is_nearly_the_assistants_is_named(tmp_path: Path) -> None:
+    path = chats(tmp_path / "chats.jsonl", "assistant", "Asistant")
+    with pytest.raises(DataFileError, match=r":2: .*'Asistant'; did you mean assistant; correct"):
+        estimate(LLAMA, "l4", method="qlora", data=path)

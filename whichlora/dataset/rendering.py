@@ -13,6 +13,7 @@ from whichlora.dataset.media import MEDIA, Medium
 from whichlora.errors import ConfigError
 from whichlora.spec.data_format import AUDIO, LABELLED_KINDS, MEDIA_KINDS, PARTS, Rows
 from whichlora.spec.plan import DatasetConfig
+from whichlora.spec.words import meant
 
 Message = dict[str, Any]
 
@@ -24,6 +25,7 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
     **dict.fromkeys(("system",), "system"),
 }
+_OF_ANSWERS = tuple(name for name, role in _ROLES.items() if role == "assistant")
 _SPEAKERS = (("role", "content"), ("from", "value"))  # keys of a message
 _TURNS = (("input", "output"), ("user", "assistant"), ("human", "assistant"))  # two in one object
 _FURTHER_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")  # that templates render
@@ -390,8 +392,8 @@ def _spoken(turn: Any) -> list[Message]:
             if {speaker, content} <= set(turn):
                 role = str(turn[speaker])
                 standard_role = _ROLES.get(role.strip().lower())
-                if standard_role is None and speaker == "from":
-                    raise ConfigError(f"is from {role!r}; accepted are {', '.join(_ROLES)}")
+                if standard_role is None:
+                    _check_speaker(role, is_open=speaker == "role")
                 further = {key: turn[key] for key in _FURTHER_KEYS if turn.get(key) is not None}
                 return [
                     {"role": standard_role or role, "content": _joined(turn[content]), **further}
@@ -404,6 +406,24 @@ def _spoken(turn: Any) -> list[Message]:
                     for role, name in zip(roles, names, strict=True)
                 ]
     raise ConfigError("must have role and content, or from and value")
+
+
+def _check_speaker(role: str, *, is_open: bool) -> None:
+    """Refuse a name of a speaker that is none of those known.
+
+    Args:
+        is_open: templates may have roles of their own; only what looks like the assistant's is
+            refused, since nothing of it would be learned.
+
+    Raises:
+        ConfigError: with the name that was probably meant.
+    """
+    near = meant(role, _OF_ANSWERS if is_open else _ROLES)
+    if is_open and near:
+        raise ConfigError(f"has the role {role!r}; did you mean {near}")
+    if not is_open:
+        hint = f"did you mean {near}; " if near else ""
+        raise ConfigError(f"is from {role!r}; {hint}accepted are {', '.join(_ROLES)}")
 
 
 def _joined(content: Any) -> str:

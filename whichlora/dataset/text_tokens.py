@@ -10,6 +10,8 @@ from whichlora.dataset.audio import seconds_of
 from whichlora.dataset.base import Example, texts_of, trained
 from whichlora.dataset.encoders import Encode, Messages, Render
 from whichlora.dataset.images import Grid, image_tokens
+from whichlora.dataset.lengths import UNCUT
+from whichlora.errors import ConfigError
 
 MESSAGE_TOKENS = 5
 """Tokens that a chat template adds to a message: around its role, before and after its content.
@@ -20,6 +22,7 @@ ChatML, as Qwen and SmolLM2 have it (`<|im_start|>` role "\\n" `<|im_end|>` "\\n
 prompt that a template adds by itself (Llama 3.1, Qwen2.5) is not counted.
 Source: the chat_template of these models' tokenizer_config.json.
 """
+_MOST_ROLES = 5  # that a message lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,8 @@ class TextTokens:
             longer = f", a clip is longer than {self.window_s:g} s" if self.window_s else ""
             room = f"within {{}} tokens there is no room for their {self.media}"
             return f"{room}{longer}, or nothing is learned"
+        if self.max_length == UNCUT:
+            return "no turn in them is the assistant's"
         return "within {} tokens nothing in them is learned"
 
     @property
@@ -97,6 +102,21 @@ class TextTokens:
         if max(counts) <= self.max_length:
             return "messages" not in row or len(before) < len(row["messages"])
         return start_tokens(encode, self.render, before) < self.max_length
+
+
+def require_answers(rows: Sequence[Example]) -> None:
+    """Refuse conversations in which no turn is learned, with train_on completions.
+
+    Raises:
+        ConfigError: no turn is the assistant's.
+    """
+    roles = dict.fromkeys(m["role"] for row in rows for m in row.get("messages", ()))
+    if roles and "assistant" not in roles:
+        listed = ", ".join(map(repr, list(roles)[:_MOST_ROLES]))
+        raise ConfigError(
+            f"dataset: nothing is learned, as no turn is the assistant's: roles are {listed}; name "
+            "the role of the answers assistant, or plan with train_on: all"
+        )
 
 
 def of_messages(encode: Encode, texts: list[str]) -> int:

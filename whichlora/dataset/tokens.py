@@ -33,7 +33,7 @@ from whichlora.dataset.label_tokens import LabelTokens
 from whichlora.dataset.lengths import TokenLengths
 from whichlora.dataset.pair_tokens import PairTokens
 from whichlora.dataset.sources import CountedDataset
-from whichlora.dataset.text_tokens import MESSAGE_TOKENS, TextTokens, all_texts
+from whichlora.dataset.text_tokens import MESSAGE_TOKENS, TextTokens, all_texts, require_answers
 from whichlora.dataset.transcript_tokens import TranscriptTokens
 from whichlora.errors import ConfigError
 from whichlora.spec.data_format import LABELLED_KINDS, TRANSCRIPTS, DataFormat, Rows
@@ -109,6 +109,8 @@ def count_tokens(
     else:
         reader = _text_reader(expected, render, max_length, completions_only, grid, window_s)
     whole, num_empty = _whole_examples(dataset, expected)
+    if completions_only and isinstance(reader, TextTokens):
+        require_answers(whole["train"])
 
     counts_of = partial(_counts, reader)
     counts = {split: counts_of(encode, rows) for split, rows in whole.items()}

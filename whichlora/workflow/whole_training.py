@@ -58,7 +58,7 @@ NO_FILES = FromFiles()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """What a fine-tuning learns from; every row is trained on.
+    """What a fine-tuning learns from: the answers of conversations, and every other row.
 
     Args:
         path: a file, a folder or a dataset of the hub; empty where only `samples` are known.
@@ -151,7 +151,11 @@ class Data:
             grid = read_by(tower), tower.limited(limit)
         target = cut_targets(run, model)
         whole_path = os.path.abspath(path)
-        return _rows(whole_path, self.path, changed, tokenizer, reader, grid, window, target)
+        # as of a plan: packed rows are several, and masked words are of every text
+        answers = not self.packed and model.task != "encoder"
+        return _rows(
+            whole_path, self.path, changed, tokenizer, reader, grid, window, target, answers
+        )
 
     def sized(self, run: RunConfig, model: ModelSpec, *, largest_batch: bool = False) -> RunConfig:
         """`run` at the length of its longest batch, padded where rows of a batch differ.
@@ -270,6 +274,7 @@ def _rows(
     grid: tuple[str, Grid] | None,
     window: tuple[float, int] | None,
     target_length: int,
+    answers: bool,
 ) -> Rows:
     """The rows of a file, counted once until it changes.
 
@@ -277,6 +282,7 @@ def _rows(
         grid: what the model reads beside messages, and how its processor cuts that.
         window: seconds and tokens that a clip and its transcript may have.
         target_length: tokens that targets are cut to, of an encoder-decoder.
+        answers: of conversations these are learned, and rows without any left out.
     """
     config = DatasetConfig(path=path if changed else name, validation_fraction=0.0)
     dataset = open_dataset(config, "texts" if run is None else rows_of(run))
@@ -295,6 +301,7 @@ def _rows(
         tokenizer=tokenizer,
         offline=tokenizer is None,
         max_length=longest,
+        completions_only=answers,
         run=run,
         grid=cuts,
         window_s=window_s,
