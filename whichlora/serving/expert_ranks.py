@@ -75,7 +75,7 @@ def check_experts(model: ModelSpec, ranks: ExpertRanks) -> None:
     for layer, _ in model.layers():
         if layer.moe is None:
             continue
-        experts, width = layer.moe.num_experts, layer.moe.expert.width
+        experts = layer.moe.num_experts
         if ranks.whole > 1 and experts + ranks.redundant < 2 * ranks.whole:
             raise ConfigError(
                 f"serving: {experts} experts of {model.name} are fewer than two for each of "
@@ -86,9 +86,4 @@ def check_experts(model: ModelSpec, ranks: ExpertRanks) -> None:
                 f"num_redundant_experts: {experts} and {ranks.redundant} experts are not equally "
                 f"many on {ranks.whole} GPUs; give {-experts % ranks.whole} or a multiple of "
                 f"{ranks.whole} more"
-            )
-        if ranks.copies > 1 and width % ranks.width:
-            raise ConfigError(
-                f"serving: experts of {model.name} are {width} wide, which {ranks.width} GPUs "
-                "cannot share; divide experts whole, or use fewer GPUs"
             )

@@ -267,23 +267,28 @@ def check_ranks(served: Served, option: str, staged_by: str, *, ranks: int | Non
     ranks = ranks or served.count(option) or 1
     if ranks == 1:
         return
-    gpus = ranks * (served.count(staged_by) or 1)
-    stages = f"{option} 1 with {staged_by} {gpus}"
+    stages = f"{option} 1 with {staged_by} {ranks * (served.count(staged_by) or 1)}"
     for layer, _ in served.model.layers():
         for attention in layer.attentions:
-            heads, keys = attention.num_attention_heads, attention.num_key_value_heads
-            has_groups = attention.kind == "softmax" and not has_latents(attention)
             if attention.projection not in DIVIDED and not has_latents(attention):
                 raise ConfigError(
                     f"{option}: not predicted for the attention of {served.model.name}; use "
                     f"{stages}"
                 )
+    if fault := heads_fault(served.model, ranks):
+        raise ConfigError(f"{option}: {fault}; use a divisor of both, or {stages}")
+
+
+def heads_fault(model: ModelSpec, ranks: int) -> str:
+    """Why `ranks` cannot share the heads of `model`; empty where they can."""
+    for layer, _ in model.layers():
+        for attention in layer.attentions:
+            heads, keys = attention.num_attention_heads, attention.num_key_value_heads
+            has_groups = attention.kind == "softmax" and not has_latents(attention)
             shares_keys = not has_groups or max(keys, ranks) % min(keys, ranks) == 0
             if (heads % ranks and attention.kind != "conv") or not shares_keys:
-                raise ConfigError(
-                    f"{option}: {heads} heads and {keys} heads of keys can't be divided by "
-                    f"{ranks}; use a divisor of both, or {stages}"
-                )
+                return f"{heads} heads and {keys} heads of keys can't be divided by {ranks}"
+    return ""
 
 
 def check_model(served: Served, *, keeps_states: bool = False) -> None:

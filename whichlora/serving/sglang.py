@@ -61,6 +61,7 @@ from whichlora.serving.sglang_sparse import (
 )
 from whichlora.serving.sglang_sparse import check as check_sparse
 from whichlora.serving.stages import check_stages, stage_notes, stages_of
+from whichlora.serving.widths import check_widths
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
@@ -372,6 +373,14 @@ def check(served: Served) -> None:
     _check_experts(served)
     check_ranks(served, RANKS, STAGES, ranks=_attention_ranks(served))
     check_stages(served, STAGES)
+    check_widths(
+        served,
+        RANKS,
+        STAGES,
+        ranks_of=_attention_ranks,
+        experts_of=expert_ranks,
+        whole=(WHOLE_EXPERTS, served.count(RANKS) or 1),
+    )
 
 
 def _check_experts(served: Served) -> None:

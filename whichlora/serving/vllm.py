@@ -66,6 +66,7 @@ from whichlora.serving.vllm_sparse import check as check_sparse
 from whichlora.serving.vllm_sparse import (
     latent_share,
 )
+from whichlora.serving.widths import check_widths
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS
 from whichlora.timing.model import LAUNCH_S
@@ -227,6 +228,14 @@ def check(served: Served) -> None:
     check_ranks(served, RANKS, STAGES)
     check_stages(served, STAGES)
     _check_experts(served)
+    check_widths(
+        served,
+        RANKS,
+        STAGES,
+        ranks_of=lambda asked: asked.count(RANKS) or 1,
+        experts_of=expert_ranks,
+        whole=(WHOLE_EXPERTS, True),
+    )
 
 
 def _check_experts(served: Served) -> None:

@@ -1,0 +1,100 @@
+"""Whether GPUs can share the widths of MLPs and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from whichlora.errors import ConfigError
+from whichlora.serving.base import Served
+from whichlora.serving.expert_ranks import ExpertRanks, check_experts
+from whichlora.serving.rank import heads_fault
+from whichlora.spec.architecture import Mlp
+from whichlora.spec.options import OptionValue
+
+
+def check_widths(
+    served: Served,
+    option: str,
+    staged_by: str,
+    *,
+    ranks_of: Callable[[Served], int],
+    experts_of: Callable[[Served], ExpertRanks],
+    whole: tuple[str, OptionValue],
+) -> None:
+    """Refuse GPUs among which a width leaves a rest.
+
+    Args:
+        ranks_of: GPUs that share attention, which MLPs are divided among, too.
+        experts_of: how experts are divided.
+        whole: the engine's option that leaves experts whole, and its value for these GPUs.
+
+    Source: vLLM 0.33.0 `divide` of distributed/utils.py; `FusedMoE`, which asserts the same of
+    experts; SGLang 0.5.23 srt/distributed/utils.py.
+
+    Raises:
+        ConfigError: one line, which names sizes that divide.
+    """
+
+    def fault_of(asked: Served) -> str:
+        ranks, experts = ranks_of(asked), experts_of(asked)
+        return next(filter(None, _faults(asked, ranks, experts)), "")
+
+    def at(name: str, value: OptionValue) -> Served:
+        return replace(served, options={**served.options, name: value})
+
+    fault = fault_of(served)
+    if not fault:
+        return
+    gpus = served.count(option) or 1
+    sizes = [
+        size
+        for size in range(2, gpus)
+        for asked in [at(option, size)]
+        if _shares_heads(asked, ranks_of(asked), experts_of(asked)) and not fault_of(asked)
+    ]
+    ways = [f"{option} {_listed(sizes)}"] if sizes else []
+    if served.model.has_experts and _is_whole(at(*whole), experts_of) and not fault_of(at(*whole)):
+        ways.append(f"{whole[0]} {str(whole[1]).lower()}")
+    ways.append(f"{option} 1 with {staged_by} {gpus * (served.count(staged_by) or 1)}")
+    raise ConfigError(f"{option}: {fault}; use {', or '.join(ways)}")
+
+
+def _shares_heads(served: Served, ranks: int, experts: ExpertRanks) -> bool:
+    """Whether copies and whole experts divide these GPUs, and each copy's share the heads."""
+    is_divisor = experts.width * experts.whole == ranks * experts.copies > 0
+    return is_divisor and not heads_fault(served.model, ranks)
+
+
+def _is_whole(served: Served, experts_of: Callable[[Served], ExpertRanks]) -> bool:
+    """Whether there are enough experts to have some whole on each GPU."""
+    try:
+        check_experts(served.model, experts_of(served))
+    except ConfigError:
+        return False
+    return True
+
+
+def _faults(served: Served, ranks: int, experts: ExpertRanks) -> Iterator[str]:
+    """What cannot be shared; empty where it can."""
+    for layer, _ in served.model.layers():
+        if layer.mlp is not None:
+            yield _fault("an MLP", layer.mlp, ranks * experts.gathered)
+        if layer.moe is None:
+            continue
+        yield _fault("each expert", layer.moe.expert, experts.width)
+        if layer.moe.shared is not None and experts.whole == 1:
+            yield _fault("the shared expert", layer.moe.shared, ranks * experts.gathered)
+
+
+def _fault(what: str, mlp: Mlp, ranks: int) -> str:
+    """Why `ranks` cannot share `mlp`; empty where they can."""
+    if mlp.width % ranks:
+        return f"the width {mlp.width} of {what} can't be divided by {ranks}"
+    return ""
+
+
+def _listed(sizes: list[int]) -> str:
+    """2, 4 or 8."""
+    *first, last = map(str, sizes)
+    return f"{', '.join(first)} or {last}" if first else last
