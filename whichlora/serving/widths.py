@@ -1,4 +1,4 @@
-"""Whether GPUs can share the widths of MLPs and experts."""
+"""Whether GPUs can share the widths of MLPs and experts, and what shares a scale stays whole."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from whichlora.serving.base import Served
 from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.rank import heads_fault
 from whichlora.spec.architecture import Mlp
+from whichlora.spec.checkpoint import scaled_together
 from whichlora.spec.options import OptionValue
 
 
@@ -22,7 +23,7 @@ def check_widths(
     experts_of: Callable[[Served], ExpertRanks],
     whole: tuple[str, OptionValue],
 ) -> None:
-    """Refuse GPUs among which a width leaves a rest.
+    """Refuse GPUs among which a width leaves a rest, or that cut what shares a scale.
 
     Args:
         ranks_of: GPUs that share attention, which MLPs are divided among, too.
@@ -79,19 +80,43 @@ def _faults(served: Served, ranks: int, experts: ExpertRanks) -> Iterator[str]:
     """What cannot be shared; empty where it can."""
     for layer, _ in served.model.layers():
         if layer.mlp is not None:
-            yield _fault("an MLP", layer.mlp, ranks * experts.gathered)
+            yield _fault(served, "an MLP", layer.mlp, ranks * experts.gathered)
         if layer.moe is None:
             continue
-        yield _fault("each expert", layer.moe.expert, experts.width)
+        yield _fault(served, "each expert", layer.moe.expert, experts.width, is_routed=True)
         if layer.moe.shared is not None and experts.whole == 1:
-            yield _fault("the shared expert", layer.moe.shared, ranks * experts.gathered)
+            yield _fault(served, "the shared expert", layer.moe.shared, ranks * experts.gathered)
 
 
-def _fault(what: str, mlp: Mlp, ranks: int) -> str:
+def _fault(served: Served, what: str, mlp: Mlp, ranks: int, *, is_routed: bool = False) -> str:
     """Why `ranks` cannot share `mlp`; empty where they can."""
-    if mlp.width % ranks:
+    each, rest = divmod(mlp.width, ranks)
+    if rest:
         return f"the width {mlp.width} of {what} can't be divided by {ranks}"
-    return ""
+    scaled = _scaled(served, mlp, is_routed=is_routed)
+    if ranks == 1 or each % scaled == 0:
+        return ""
+    return (
+        f"the width {mlp.width} of {what} divided by {ranks} is {each}, no multiple of the "
+        f"{scaled} that share a scale in {served.run.quant}"
+    )
+
+
+def _scaled(served: Served, mlp: Mlp, *, is_routed: bool) -> int:
+    """What a GPU's part of a width must be a multiple of, for its scales.
+
+    Blocks of fp8 bind routed experts, too; for those with groups of integers both engines have
+    kernels that halve the group.
+    Kind: exact. Source: vLLM 0.33.0 `validate_fp8_block_shape`, quantization/utils/fp8_utils.py,
+    which SGLang's fp8.py has as well; `AWQLinearMethod.create_weights` of both ("not aligned with
+    the quantized weight shape"), and that of GPTQ; `MoeWNA16Method`;
+    github.com/vllm-project/vllm/issues/17569, 21695, 25292.
+    """
+    quant = served.run.quant or "none"
+    is_packed = all(linear.quantisable for linear in mlp.linears)
+    if not is_packed or (is_routed and quant != "fp8"):
+        return 1
+    return scaled_together(served.model.config, quant, served.dtypes.quant_group_size)
 
 
 def _listed(sizes: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,6 +12,11 @@ from whichlora.spec.architecture import Layer, Linear, Mlp, ModelSpec
 from whichlora.spec.run import BNB_QUANTS, CHECKPOINT_QUANTS, Quant
 
 LOADED_AS_STORED: frozenset[str] = BNB_QUANTS | CHECKPOINT_QUANTS
+# Modules that files leave in 16 bit beside MLPs and experts: what no MLP is in.
+_BESIDE_MLPS = re.compile(
+    r"lm_head|embed|norm|self_attn|linear_attn|conv1d|visual|vision|(^|[._])gate$|router|^mtp\b"
+    r"|e_score_correction_bias"
+)
 
 
 def _stored(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -85,6 +91,26 @@ def stored_group(config: Mapping[str, Any]) -> int | None:
         return None
     size = stored.get("group_size")
     return size if isinstance(size, int) and size > 0 else None
+
+
+def scaled_together(config: Mapping[str, Any], quant: str, group: int) -> int:
+    """Elements along the width of an MLP that share a scale in files of `quant`; 1 for none.
+
+    These are groups of integers, or the blocks that fp8 states. 1, too, where files leave some of
+    an MLP in 16 bit.
+
+    Args:
+        group: of integers, where the config does not say it.
+    """
+    stored = _stored(config)
+    names = ("modules_to_not_convert", "ignored_layers", "ignore")
+    left = [str(each) for name in names for each in stored.get(name) or ()]
+    if not all(_BESIDE_MLPS.search(each) for each in left):
+        return 1
+    sizes = [stored.get("group_size", group)] if quant in (*CHECKPOINT_QUANTS, "w4a16") else []
+    if quant == stored_quant(config) == "fp8":
+        sizes = stored.get("weight_block_size") or []
+    return math.lcm(*(size for size in sizes if isinstance(size, int) and size > 0))
 
 
 def is_gguf(config: Mapping[str, Any]) -> bool:

@@ -140,7 +140,8 @@ def refuse_copy(name: str) -> str:
 
 def _base_of_copy(name: str) -> tuple[StoredForm | None, str]:
     """How a quantised copy is stored, and the model it was made from; "" where that is unknown."""
-    copy = quantised(name.rpartition("/")[2])
+    owner, _, own_name = name.rpartition("/")
+    copy = quantised(own_name, owner)
     if copy is None:
         return None, ""
     form, base_name = copy

@@ -72,8 +72,12 @@ def gguf_type_named(word: str) -> str:
     return name.upper() if _GGUF_TYPE.fullmatch(name) or name == "mxfp4_moe" else ""
 
 
-def _fp8(_: Sequence[str]) -> StoredForm:
-    return StoredForm("FP8", "quant fp8, as vllm and sglang serve it", {"quant_method": "fp8"})
+def _fp8(marks: Sequence[str]) -> StoredForm:
+    """Source: the model cards of Qwen's copies: fine-grained, in blocks of 128."""
+    config: dict[str, Any] = {"quant_method": "fp8"}
+    if "qwen" in marks:
+        config["weight_block_size"] = [128, 128]
+    return StoredForm("FP8", "quant fp8, as vllm and sglang serve it", config)
 
 
 def _group(marks: Sequence[str]) -> dict[str, int]:
@@ -98,8 +102,12 @@ _QUANTISED: tuple[tuple[re.Pattern[str], Callable[[Sequence[str]], StoredForm]],
 _OF_A_COPY = re.compile(rf"{_GROUP.pattern}|actorder_(true|false)|dynamic|unsloth|static|quantized")
 
 
-def quantised(name: str) -> tuple[StoredForm, str] | None:
-    """How a quantised copy is stored, and its name without what says so; None for another model."""
+def quantised(name: str, owner: str = "") -> tuple[StoredForm, str] | None:
+    """How a quantised copy is stored, and its name without what says so; None for another model.
+
+    Args:
+        owner: who uploaded it, where the name says so.
+    """
     parts = re.split(r"[-:/\s]+|\.(?=gg|i?q\d|w4a16)|_(?=gptq|awq|gguf|bnb)", name.lower())
     marks = [part for part in parts if any(pattern.fullmatch(part) for pattern, _ in _QUANTISED)]
     for pattern, form in _QUANTISED:
@@ -107,5 +115,5 @@ def quantised(name: str) -> tuple[StoredForm, str] | None:
         if first:
             more = [part for part in parts if _OF_A_COPY.fullmatch(part)]
             base = [part for part in parts if part not in (*marks, *more)]
-            return form([*first, *marks, *more]), " ".join(base)
+            return form([*first, *marks, *more, owner.lower()]), " ".join(base)
     return None
