@@ -142,6 +142,24 @@ def test_weights_beyond_the_share_are_a_fault_in_one_line() -> None:
     assert "and weights take 15.02 GiB: nothing is left for keys and values" in fault
 
 
+@pytest.mark.parametrize(
+    ("options", "chunk", "instead"),
+    [
+        ({"page_size": 96, "chunked_prefill_size": 4096}, 4096, 32),
+        ({"page_size": 64, "chunked_prefill_size": 1000}, 1000, 8),
+    ],
+)
+def test_a_page_that_does_not_divide_a_chunk_is_refused(
+    options: dict[str, object], chunk: int, instead: int
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        served(**options)
+    assert str(error.value) == (
+        f"page_size: {options['page_size']} does not divide a chunk of {chunk} tokens "
+        f"(chunked_prefill_size); give {instead}, or another chunk"
+    )
+
+
 def test_what_is_not_predicted_is_refused_in_one_line() -> None:
     for changed, message in (
         ({"quant": "nf4"}, "serving: sglang's bitsandbytes weights are not predicted"),

@@ -553,6 +553,29 @@ def test_why_it_does_not_start_is_one_line(memory_gib: int, share: float, fault:
             "r: vllm serves adapters up to rank 512, got 1024",
         ),
         ({}, {"tensor_parallel_size": 3}, "tensor_parallel_size: 32 heads and 8 heads of keys"),
+        (
+            {},
+            {"max_num_batched_tokens": 64, "max_num_seqs": 128},
+            "max_num_batched_tokens: 64 is less than max_num_seqs 128; give 128 or more, or "
+            "max_num_seqs 64 or less",
+        ),
+        (
+            {},
+            {"max_num_seqs": 4096},
+            "max_num_batched_tokens: 2048 is less than max_num_seqs 4096; give 4096 or more",
+        ),
+        (
+            {"libraries": (("vllm", "0.8.5"),)},
+            {"max_num_batched_tokens": 128},
+            "max_num_batched_tokens: 128 is less than max_num_seqs 1024; give 1024 or more",
+        ),
+        (
+            {},
+            {"enable_lora": True, "max_lora_rank": 48},
+            "max_lora_rank: vllm has no slots of rank 48; give 1, 8, 16, 32, 64, 128, 256, 320 or "
+            "512",
+        ),
+        ({}, {"block_size": 24}, "block_size: 24 is no multiple of 16; give 32, or leave it out"),
         ({"model": "google-bert/bert-base-uncased"}, {}, "serving: vllm is predicted for models"),
         (
             {"model": "Qwen/Qwen3-Next-80B-A3B-Instruct", "libraries": (("vllm", "0.10.2"),)},
@@ -695,6 +718,11 @@ def test_defaults_of_a_card_are_those_of_the_release(
     asked = served(replace(RUN, libraries=(("vllm", version),)), find_gpu(gpu))
     assert max_num_seqs(asked) == seqs
     assert max_num_batched_tokens(asked) == tokens
+
+
+def test_no_more_sequences_run_than_the_tokens_of_a_step_that_are_asked_for() -> None:
+    assert max_num_seqs(served(max_num_batched_tokens=128)) == 128
+    assert max_num_seqs(served(max_num_batched_tokens=512)) == 256
 
 
 def test_a_long_context_is_profiled_in_chunks_before_0_8() -> None:

@@ -5,6 +5,7 @@ Activations and CUDA graphs have the rest; how large it is, is a rule of the car
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -368,6 +369,7 @@ def check(served: Served) -> None:
     if served.targets:
         raise ConfigError("serving: sglang's unmerged adapters are not predicted; use serve merged")
     check_sparse(served)
+    _check_pages(served)
     if served.options[DRAFTS]:
         check_drafts(served, DRAFTS, served.count(STAGES) or 1)
     _check_experts(served)
@@ -381,6 +383,20 @@ def check(served: Served) -> None:
         experts_of=expert_ranks,
         whole=(WHOLE_EXPERTS, served.count(RANKS) or 1),
     )
+
+
+def _check_pages(served: Served) -> None:
+    """Refuse pages that a chunk of a prompt ends within.
+
+    Source: SGLang 0.5.23 `check_server_args`: "chunked_prefill_size must be divisible by
+    page_size", of which each group with attention of its own has its share.
+    """
+    chunk, page = chunked_prefill_size(served) // copies(served), page_size(served)
+    if chunk % page:
+        raise ConfigError(
+            f"page_size: {page} does not divide a chunk of {chunk} tokens (chunked_prefill_size); "
+            f"give {math.gcd(chunk, page)}, or another chunk"
+        )
 
 
 def _check_experts(served: Served) -> None:

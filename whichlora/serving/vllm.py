@@ -52,6 +52,7 @@ from whichlora.serving.vllm_settings import (
     STAGES,
     STATES_SINCE,
     WHOLE_EXPERTS,
+    block_size_of,
     cache_bytes,
     expert_ranks,
     keeps_prefixes,
@@ -67,6 +68,7 @@ from whichlora.serving.vllm_sparse import (
     latent_share,
 )
 from whichlora.serving.widths import check_widths
+from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS
 from whichlora.timing.model import LAUNCH_S
@@ -109,6 +111,7 @@ COPIED_TOKEN_S = 50e-9
 # attention/backends/flash_attn.py:256; github.com/vllm-project/vllm/issues/1880 (comment of
 # 2024-01-22) and pull/2744, whose card it is.
 HEAD_READS = 0.195
+BLOCK_STEP = 16  # tokens, of which a block of the V1 engine is a multiple
 # AWQ's first kernel, before Marlin reads its codes, too. Kind: exact, but for the blocks resident,
 # an estimate of 128 registers a thread, and `tile_s`: fitted, to Qwen2 1.5B and 7B under 0.4.2 with
 # prompts of 1 and 6,144 tokens. Source: vLLM 0.4.2 csrc/quantization/awq/gemm_kernels.cu
@@ -223,6 +226,7 @@ def check(served: Served) -> None:
             f"serving: vllm {served.libraries.vllm} reads no bitsandbytes weights, got quant "
             f"{run.quant}; use awq-int4 or gptq-int4 of merged weights, or libraries vllm=0.27.1"
         )
+    _check_values(served)
     if served.targets:
         _check_adapters(served)
     check_ranks(served, RANKS, STAGES)
@@ -255,6 +259,32 @@ def _check_experts(served: Served) -> None:
             f"{WHOLE_EXPERTS}; use serve merged"
         )
     check_experts(served.model, expert_ranks(served))
+
+
+def _check_values(served: Served) -> None:
+    """Refuse numbers that vLLM does not start with.
+
+    Source: vLLM 0.33.0 config/scheduler.py `verify_max_model_len`, config/lora.py `MaxLoRARanks`;
+    `FlashAttentionBackend.get_kv_cache_shape` ("a multiple of 16") since its V1 engine.
+    """
+    tokens, running = max_num_batched_tokens(served), max_num_seqs(served)
+    if tokens < running:
+        raise ConfigError(
+            f"max_num_batched_tokens: {tokens} is less than max_num_seqs {running}; give {running} "
+            f"or more, or max_num_seqs {tokens} or less"
+        )
+    rank, size = served.count("max_lora_rank"), block_size_of(served)
+    if served.is_asked("max_lora_rank") and rank not in LORA_RANKS:
+        *ranks, last = LORA_RANKS
+        raise ConfigError(
+            f"max_lora_rank: vllm has no slots of rank {rank}; give "
+            f"{', '.join(map(str, ranks))} or {last}"
+        )
+    if size % BLOCK_STEP and not served.libraries.older("vllm", "0.8"):
+        raise ConfigError(
+            f"block_size: {size} is no multiple of {BLOCK_STEP}; give "
+            f"{ceil_div(size, BLOCK_STEP) * BLOCK_STEP}, or leave it out"
+        )
 
 
 def _check_drafts(served: Served) -> None:

@@ -19,6 +19,7 @@ LOADED_AS_NF4 = ("nf4", "nf4-dq")  # by bitsandbytes, of files of 16 bit
 MOST_CAPTURED_TOKENS = 512  # config/vllm.py:2464; 1024 on compute capability 10
 LONG_CONTEXT = 32 * 1024  # beyond which the first engine reads prompts in chunks
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", PACKED)  # config/cache.py CacheDType
+CAPPED_SINCE = "0.9"  # before which the default of max_num_seqs is above max_num_batched_tokens
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
 # Model types that the newer model runner serves by default since 0.24; other dense models since
 # 0.25, all since 0.29. Source: DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES of config/vllm.py in 0.24.0,
@@ -42,10 +43,11 @@ def utilization(served: Served) -> float:
 
 
 def max_num_seqs(served: Served) -> int:
-    """Sequences that may run at once.
+    """Sequences that may run at once: by default no more than tokens of a step that are asked for.
 
-    Kind: exact for `vllm serve`. Source: vLLM 0.33.0 engine/arg_utils.py:2973-3006; 0.8.3 :1669,
-    whose V1 engine has one default for all cards; 0.7.2 :217.
+    Kind: exact for `vllm serve`. Source: vLLM 0.33.0 engine/arg_utils.py:2973-3006, 0.11.0
+    `EngineArgs._set_default_args`; 0.8.3 :1669, whose V1 engine has one default for all cards;
+    0.7.2 :217.
     """
     stated, libraries = served.count("max_num_seqs"), served.libraries
     if stated is not None or libraries.older("vllm", "0.8"):
@@ -53,7 +55,10 @@ def max_num_seqs(served: Served) -> int:
     is_large = _is_large(served)
     if libraries.older("vllm", "0.8.4"):
         is_large |= capability(served) >= 8.0
-    return 1024 if is_large else 256
+    usual = 1024 if is_large else 256
+    if libraries.older("vllm", CAPPED_SINCE):
+        return usual
+    return min(usual, served.count("max_num_batched_tokens") or usual)
 
 
 def max_num_batched_tokens(served: Served) -> int:
