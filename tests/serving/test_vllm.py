@@ -593,6 +593,41 @@ def test_what_it_cannot_serve_is_refused_in_one_line(
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("version", "quant", "message"),
+    [
+        (
+            "0.33.0",
+            None,
+            "serving: vllm 0.33.0 does not run on v100-sxm2-16gb: since 0.20 it needs compute "
+            "capability 7.5 or newer; give libraries vllm=0.19.0, or leave serving out",
+        ),
+        (
+            "0.33.0",
+            "awq-int4",
+            "serving: vllm 0.33.0 does not run on v100-sxm2-16gb: since 0.20 it needs compute "
+            "capability 7.5 or newer; leave serving out",
+        ),
+        (
+            "0.8.5",
+            "awq-int4",
+            "quant: vllm's awq-int4 does not run on v100-sxm2-16gb: it needs compute capability "
+            "7.5 or newer; use gptq-int4, or weights that are not quantised",
+        ),
+    ],
+)
+def test_a_volta_is_refused_where_kernels_leave_it_out(
+    version: str, quant: Quant | None, message: str
+) -> None:
+    volta = find_gpu("v100-sxm2-16gb")
+    run = replace(RUN, model="Qwen/Qwen2.5-1.5B", quant=quant, libraries=(("vllm", version),))
+    with pytest.raises(ConfigError) as error:
+        served(run, volta)
+    assert str(error.value) == message
+    assert served(replace(run, quant="gptq-int4", libraries=(("vllm", "0.19.0"),)), volta)
+    assert served(replace(run, libraries=()), find_gpu("t4-16gb"))
+
+
 def test_a_release_that_always_loads_the_tower_is_refused() -> None:
     run = replace(RUN, model="Qwen/Qwen2.5-VL-7B-Instruct", libraries=(("vllm", "0.8.3"),))
     with pytest.raises(

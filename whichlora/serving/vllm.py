@@ -54,6 +54,7 @@ from whichlora.serving.vllm_settings import (
     WHOLE_EXPERTS,
     block_size_of,
     cache_bytes,
+    capability,
     expert_ranks,
     keeps_prefixes,
     lora_slots,
@@ -111,6 +112,9 @@ COPIED_TOKEN_S = 50e-9
 # attention/backends/flash_attn.py:256; github.com/vllm-project/vllm/issues/1880 (comment of
 # 2024-01-22) and pull/2744, whose card it is.
 HEAD_READS = 0.195
+# The release whose wheels dropped Volta, and what they need; the last release before it.
+CARD_SINCE, BEFORE_CARD = ("0.20", 7.5), "0.19.0"
+NEWER_CARDS_ONLY = ("awq-int4", "fp8", "w4a16", "mxfp4")  # quantised weights, of every release
 BLOCK_STEP = 16  # tokens, of which a block of the V1 engine is a multiple
 # AWQ's first kernel, before Marlin reads its codes, too. Kind: exact, but for the blocks resident,
 # an estimate of 128 registers a thread, and `tile_s`: fitted, to Qwen2 1.5B and 7B under 0.4.2 with
@@ -212,6 +216,7 @@ def check(served: Served) -> None:
         ConfigError: one line.
     """
     run = served.run
+    _check_card(served)
     check_model(served, keeps_states=not served.libraries.older("vllm", STATES_SINCE))
     check_sparse(served)
     _check_drafts(served)
@@ -259,6 +264,30 @@ def _check_experts(served: Served) -> None:
             f"{WHOLE_EXPERTS}; use serve merged"
         )
     check_experts(served.model, expert_ranks(served))
+
+
+def _check_card(served: Served) -> None:
+    """Refuse a Volta, which a release or its kernels for quantised weights leave out.
+
+    Source: vLLM 0.33.0 `get_min_capability` of quantization/awq.py and fp8.py, and of
+    compressed-tensors' schemes; github.com/vllm-project/vllm/pull/39878, whose wheels are for
+    CUDA 13 and PyTorch 2.11: neither has kernels for 7.0.
+    """
+    if capability(served) >= CARD_SINCE[1]:
+        return
+    quant, (since, least) = served.run.quant, CARD_SINCE
+    has_kernels = quant not in NEWER_CARDS_ONLY
+    if not served.libraries.older("vllm", since):
+        instead = f"give libraries vllm={BEFORE_CARD}, or " if has_kernels else ""
+        raise ConfigError(
+            f"serving: vllm {served.libraries.vllm} does not run on {served.gpu.key}: since "
+            f"{since} it needs compute capability {least} or newer; {instead}leave serving out"
+        )
+    if not has_kernels:
+        raise ConfigError(
+            f"quant: vllm's {quant} does not run on {served.gpu.key}: it needs compute capability "
+            f"{least} or newer; use gptq-int4, or weights that are not quantised"
+        )
 
 
 def _check_values(served: Served) -> None:
