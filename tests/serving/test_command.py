@@ -74,5 +74,18 @@ def test_sglang_has_other_flags() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("version", "flags"),
+    [
+        ("0.4.6", "--disable-cuda-graph"),
+        ("0.5.10", "--disable-cuda-graph"),
+        ("0.5.16", "--disable-prefill-cuda-graph --disable-decode-cuda-graph"),
+    ],
+)
+def test_an_older_sglang_has_one_flag_for_graphs(version: str, flags: str) -> None:
+    run = replace(RUN, serving="sglang", libraries=(("sglang", version),))
+    assert command(run, disable_cuda_graph=True).endswith(f" --dtype bfloat16 {flags}")
+
+
 def test_what_does_not_start_has_no_command() -> None:
     assert command(gpu_memory_utilization=0.01) == ""

@@ -80,6 +80,7 @@ HOST_S, SEQUENCE_S = 0.4e-3, 5e-6
 # Kind: exact. Source: srt/environ.py:650 SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION.
 RESERVED_TOKENS = 4096
 
+GRAPH_FLAGS_SINCE = "0.5.16"  # whose help has a flag for graphs of each phase
 DRAFTS = "speculative_algorithm"
 DRAFTED_REQUESTS = 48  # that run at once beside drafts; srt/arg_groups/speculative_hook.py:1090
 
@@ -419,12 +420,19 @@ def _check_experts(served: Served) -> None:
 
 
 def command(served: Served) -> str:
-    """Source: SGLang 0.5.23 srt/arg_groups/fields/model.py:51, :110, exec_.py:662-670."""
+    """Source: SGLang 0.5.23 srt/arg_groups/fields/model.py:51, :110, exec_.py:662-670.
+
+    Graphs of prompts and answers have a flag each since github.com/sgl-project/sglang/pull/23906;
+    the one of both before it is known to releases until then.
+    """
+    graphs = "--disable-prefill-cuda-graph --disable-decode-cuda-graph"
+    if served.libraries.older("sglang", GRAPH_FLAGS_SINCE):
+        graphs = "--disable-cuda-graph"
     return shell_command(
         served,
         "python -m sglang.launch_server --model-path",
         context="--context-length",
-        disable_cuda_graph="--disable-prefill-cuda-graph --disable-decode-cuda-graph",
+        disable_cuda_graph=graphs,
     )
 
 
