@@ -181,6 +181,39 @@ def test_a_log_of_llama_cpp_needs_the_name_of_its_model(tmp_path: Path) -> None:
         assert found.predicted[name] == pytest.approx(found.record.engine_log[name], rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("contexts", "context", "slots", "mib"),
+    [
+        (
+            "n_seq_max = 4\nllama_context: n_ctx = 32768\nllama_context: n_ctx_per_seq = 8192",
+            8192, 4, 4096,
+        ),
+        # slots that share one cache, each of which may have all of it
+        (
+            "n_seq_max = 4\nllama_context: n_ctx = 8192\nllama_context: n_ctx_seq = 8192\n"
+            "llama_context: kv_unified = true", 2048, 4, 1024,
+        ),
+        ("n_ctx      = 8192", 8192, 1, 1024),  # of 2024
+        ("n_ctx      = 8192\nINFO initializing slots, n_slots = 2", 4096, 2, 1024),
+        ("flash_attn = 0\nslot 0: new slot n_ctx_slot = 8192", 8192, 1, 1024),
+    ],
+)  # fmt: skip
+def test_llama_cpp_states_its_context_in_the_words_of_its_release(
+    tmp_path: Path, contexts: str, context: int, slots: int, mib: int
+) -> None:
+    log = (
+        "llm_load_tensors:      CUDA0 buffer size =  15317.02 MiB\n"
+        f"llama_new_context_with_model: {contexts}\n"
+        f"llama_kv_cache_init:      CUDA0 KV buffer size =  {mib}.00 MiB\n"
+    )
+    found = record(tmp_path, log, "l40s", model="meta-llama/Llama-3.1-8B")
+    assert (found.record.run.context, found.record.run.batch_size) == (context, slots)
+    assert found.record.engine_log["context_tokens"] == context
+    assert "all_context_tokens" not in found.record.engine_log
+    assert found.predicted["kv_cache_bytes"] == found.record.engine_log["kv_cache_bytes"]
+    assert "weights_bytes" in found.record.engine_log
+
+
 def test_times_are_predicted_for_as_many_as_ran(tmp_path: Path) -> None:
     line = "INFO Avg generation throughput: 900.5 tokens/s, Running: 16 reqs, Waiting: 0 reqs\n"
     found = record(tmp_path, QWEN + line)

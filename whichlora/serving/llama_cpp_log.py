@@ -19,12 +19,13 @@ _MIXES = {
 _DECODED = r"(?<!prompt )\beval time = +[\d.]+ ms / +"
 # Source: llama.cpp 0c1e570 src/llama-model.cpp:1924-1930, llama-kv-cache.cpp:291-301,
 # llama-context.cpp:308-320, :740, llama-model-loader.cpp:1805; tools/server/server-task.cpp:1574,
-# server-context.cpp:613; llama-context.cpp:4434.
+# server-context.cpp:613; llama-context.cpp:4434. Before n_ctx_seq there was n_ctx_per_seq, and
+# before that only n_ctx, of all slots. Slots that share one cache state all of it as n_ctx_seq.
 LOG = EngineLog(
     lines=(
         LogLine(
             states="weights_bytes",
-            pattern=rf"\bCUDA\d+ model buffer size = +{NUMBER} MiB",
+            pattern=rf"\bCUDA\d+ (?:model )?buffer size = +{NUMBER} MiB",
             unit=MiB,
             facts=(LAYERS, OUTPUT),
         ),
@@ -41,8 +42,9 @@ LOG = EngineLog(
             unit=MiB,
             facts=(COMPUTE,),
         ),
-        LogLine(states="context_tokens", pattern=r"\bn_ctx_seq += (\d+)"),
-        LogLine(states="num_running", pattern=r"\bn_seq_max += (\d+)"),
+        LogLine(states="context_tokens", pattern=r"\bn_ctx_(?:seq|per_seq|slot)\b *= *(\d+)"),
+        LogLine(states="all_context_tokens", pattern=r"\bllama_\w+: n_ctx += (\d+)"),
+        LogLine(states="num_running", pattern=r"\b(?:n_seq_max|n_slots) *= *(\d+)"),
         LogLine(
             states="ttft_s", pattern=rf"prompt eval time = +{NUMBER} ms /", unit=1e-3, is_mean=True
         ),
@@ -79,6 +81,7 @@ LOG = EngineLog(
         LogText(setting="cache_type_k", pattern=r"\bK \((\w+)\): +[\d.]+ MiB"),
         LogText(setting="cache_type_v", pattern=r"\bV \((\w+)\): +[\d.]+ MiB"),
     ),
+    shares={"context_tokens": ("all_context_tokens", "num_running")},
     names={"model": "model"},
     refusals=(r"error loading model", r"failed to (?:create|initialize) .*context"),
 )

@@ -73,6 +73,8 @@ class EngineLog:
         refusals: regular expressions of the line with which it gives up.
         histograms: what the median of a Prometheus histogram is called, by its name there.
         means: what the mean of one is called.
+        shares: by number, what it is an equal share of, and of how many. What it is a share of is
+            not recorded, and goes before a line that states the share.
     """
 
     lines: tuple[LogLine, ...]
@@ -83,6 +85,7 @@ class EngineLog:
     refusals: tuple[str, ...] = ()
     histograms: Mapping[str, str] = field(default_factory=dict)
     means: Mapping[str, str] = field(default_factory=dict)
+    shares: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +152,9 @@ def read_log(log: EngineLog, lines: Iterable[str]) -> LogReading:
         values |= samples.get(name, _Histogram()).quantiles(called)
     for name, called in log.means.items():
         values |= samples.get(name, _Histogram()).mean(called)
+    for name, (whole, count) in log.shares.items():
+        if (of_all := values.pop(whole, None)) and (count in values or name not in values):
+            values[name] = of_all // max(1.0, values.get(count, 1.0))
     return LogReading(
         values=values,
         settings=settings,
