@@ -214,6 +214,39 @@ def test_llama_cpp_states_its_context_in_the_words_of_its_release(
     assert "weights_bytes" in found.record.engine_log
 
 
+# As prometheus_client writes a number from a million on.
+METRICS = {
+    "vllm": """\
+vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="5000"} 1.0
+vllm:request_prompt_tokens_sum{engine="0",model_name="meta-llama/Llama-3.1-8B"} 300.0
+vllm:request_prompt_tokens_count{engine="0",model_name="meta-llama/Llama-3.1-8B"} 3.0
+""",
+    "sglang": """\
+# HELP sglang:max_total_num_tokens Maximum total number of tokens in the KV cache pool.
+sglang:max_total_num_tokens{engine_type="unified",model_name="meta-llama/Llama-3.1-8B"} 1.4445e+06
+sglang:num_used_tokens{model_name="meta-llama/Llama-3.1-8B",tp_rank="0"} 12.0
+""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", METRICS)
+def test_metrics_name_the_model_on_which_their_labels_agree(tmp_path: Path, engine: str) -> None:
+    found = record(tmp_path, METRICS[engine], "b200-180gb")
+    assert (found.record.run.model, found.record.run.serving) == ("meta-llama/Llama-3.1-8B", engine)
+    other = METRICS[engine] + METRICS[engine].replace("3.1-8B", "3.2-1B")
+    with pytest.raises(DataFileError, match=r"several models, 'm.*-8B', 'm.*; name it with"):
+        record(tmp_path, other, "b200-180gb")
+    named = record(tmp_path, other, "b200-180gb", model="meta-llama/Llama-3.1-8B")
+    assert named.record.run.model == "meta-llama/Llama-3.1-8B"
+
+
+def test_metrics_of_sglang_state_its_pool_in_tokens(tmp_path: Path) -> None:
+    found = record(tmp_path, METRICS["sglang"], "b200-180gb")
+    assert found.record.engine_log == {"kv_pool_tokens": 1_444_500}
+    assert "kv_pool_tokens" in found.predicted
+    assert "not understood" not in found.note
+
+
 def test_times_are_predicted_for_as_many_as_ran(tmp_path: Path) -> None:
     line = "INFO Avg generation throughput: 900.5 tokens/s, Running: 16 reqs, Waiting: 0 reqs\n"
     found = record(tmp_path, QWEN + line)

@@ -21,6 +21,12 @@ _EDGE = re.compile(r'\ble="([^"]+)"')
 
 _NEVER = r"(?!)"
 NUMBER = r"(-?[\d,]*\.?\d+)"  # as engines print one, in a group of its own
+SAMPLE = r"(?:\{.*\})? ([\d.]+(?:e\+\d+)?)\s*$"  # what follows the name of a metric, likewise
+
+
+def label(engine: str, name: str) -> str:
+    """Regular expression of the metrics of `engine` whose group is the value of a label."""
+    return rf'^{engine}:\w+\{{(?:[^}}]*,)?{name}="([^"]+)"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +59,12 @@ class LogText:
     Args:
         pattern: regular expression whose group is its value.
         words: ours of the engine's, where they differ.
+        of_all: whether all lines must agree on it; else the first one counts.
     """
 
     setting: str
     pattern: str
+    of_all: bool = False
     words: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -95,12 +103,14 @@ class LogReading:
     Args:
         values: by name, in base units.
         settings: as text, by the engine's name of it.
+        differing: what lines state that do not agree, by a name that is not in `settings`.
         refusal: the line with which the engine gave up; empty where it started.
         not_understood: numbers of the lines that speak of memory, and that nothing was read from.
     """
 
     values: Mapping[str, float]
     settings: Mapping[str, str]
+    differing: Mapping[str, tuple[str, ...]]
     version: str
     refusal: str
     num_lines: int
@@ -118,6 +128,7 @@ def read_log(log: EngineLog, lines: Iterable[str]) -> LogReading:
     settings: dict[str, str] = {}
     samples: dict[str, _Histogram] = {}
     means: dict[str, list[float]] = {}
+    words: dict[str, dict[str, None]] = {}  # in order
     release, refusal, num_lines, num_read = "", "", 0, 0
     strange: list[int] = []
     for number, text in enumerate(lines, 1):
@@ -133,7 +144,8 @@ def read_log(log: EngineLog, lines: Iterable[str]) -> LogReading:
         for setting, pattern in texts:
             if stated := pattern.search(text):
                 word = stated[1].strip()
-                settings.setdefault(setting.setting, setting.words.get(word, word))
+                word = setting.words.get(word, word)
+                words.setdefault(setting.setting, {})[word] = None
                 is_read = True
         if listing.search(text):
             is_read = True
@@ -147,6 +159,12 @@ def read_log(log: EngineLog, lines: Iterable[str]) -> LogReading:
         num_read += is_read
         if not is_read and _OF_MEMORY.search(text) and not text.startswith("#"):
             strange.append(number)
+    must_agree = {text.setting for text in log.texts if text.of_all}
+    differing = {
+        name: tuple(each) for name, each in words.items() if name in must_agree and len(each) > 1
+    }
+    settings = {name: next(iter(each)) for name, each in words.items()} | settings
+    settings = {name: text for name, text in settings.items() if name not in differing}
     values |= {name: sum(each) / len(each) for name, each in means.items()}
     for name, called in log.histograms.items():
         values |= samples.get(name, _Histogram()).quantiles(called)
@@ -158,6 +176,7 @@ def read_log(log: EngineLog, lines: Iterable[str]) -> LogReading:
     return LogReading(
         values=values,
         settings=settings,
+        differing=differing,
         version=release,
         refusal=refusal,
         num_lines=num_lines,

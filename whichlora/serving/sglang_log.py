@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from whichlora.memory.weights import WEIGHTS
-from whichlora.serving.log import NUMBER, EngineLog, LogLine
+from whichlora.serving.log import NUMBER, SAMPLE, EngineLog, LogLine, LogText, label
 from whichlora.serving.rank import ROTARY_TABLES
 from whichlora.units import GiB
 
 # Source: SGLang 0.5.23 srt/model_executor/model_runner.py:1372, model_runner_components/
-# cuda_graph_setup.py:696, srt/managers/scheduler.py:1268; "KV Cache is allocated" of 0.4 and 0.5.
+# cuda_graph_setup.py:696, srt/managers/scheduler.py:1268; "KV Cache is allocated" of 0.4 and 0.5;
+# srt/metrics/collector.py.
 LOG = EngineLog(
     lines=(
         LogLine(
@@ -41,6 +42,11 @@ LOG = EngineLog(
             least=True,
         ),
         LogLine(
+            states="kv_pool_tokens",
+            pattern=rf"^sglang:max_total_num_tokens{SAMPLE}",
+            least=True,
+        ),
+        LogLine(
             states="context_tokens",
             pattern=r"max_total_num_tokens=.*\bcontext_len=([\d,]+)",
         ),
@@ -55,9 +61,11 @@ LOG = EngineLog(
         ),
         LogLine(states="num_running", pattern=r"#running-req: (\d+)"),
     ),
+    texts=(LogText(setting="model_name", pattern=label("sglang", "model_name"), of_all=True),),
     settings=r"server_args=|\bmax_total_num_tokens=",
     names={
         "model_path": "model",
+        "model_name": "model",  # the label of metrics, by which it is served
         "context_len": "context",
         "context_length": "context",
         "dtype": "dtype",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from whichlora.memory import allocator
 from whichlora.memory.weights import WEIGHTS
-from whichlora.serving.log import NUMBER, EngineLog, LogLine
+from whichlora.serving.log import NUMBER, EngineLog, LogLine, LogText, label
 from whichlora.serving.profile_pass import (
     ATTENTION_PASS,
     EXPERTS_PASS,
@@ -110,10 +110,12 @@ LOG = EngineLog(
         ),
         LogLine(states="num_running", pattern=r"\bRunning: (\d+) reqs"),
     ),
+    texts=(LogText(setting="model_name", pattern=label("vllm", "model_name"), of_all=True),),
     settings=r"Initializing an? (?:V\d )?LLM engine|\bargs: |cache_config_info\{",
     names={
         "model": "model",
         "model_tag": "model",
+        "model_name": "model",  # the label of metrics, by which it is served
         "max_seq_len": "context",
         "max_model_len": "context",
         "dtype": "dtype",

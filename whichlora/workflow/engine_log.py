@@ -157,6 +157,8 @@ def _run(engine: Engine, reading: LogReading, path: Path, model: str | None) -> 
     if known is None:
         name = stated.get("model", "")
         fault = f"model {name!r} of the log is not in the database" if name else "names no model"
+        if not name and (names := _differing(engine, reading)):
+            fault = f"has metrics of several models, {', '.join(map(repr, names))}"
         raise DataFileError(f"{path}: {fault}; name it with --model")
     quantization = stated.get("quantization", "None")
     if quantization not in ("None", "", *QUANTISED):
@@ -198,6 +200,12 @@ def _stated(engine: Engine, reading: LogReading) -> dict[str, str]:
         if theirs in reading.settings:
             stated.setdefault(ours, reading.settings[theirs])
     return stated
+
+
+def _differing(engine: Engine, reading: LogReading) -> tuple[str, ...]:
+    """The models of a log that does not say which of them it is of."""
+    named = [theirs for theirs, ours in _log_of(engine).names.items() if ours == "model"]
+    return next((reading.differing[name] for name in named if name in reading.differing), ())
 
 
 def _options(engine: Engine, settings: Mapping[str, str]) -> tuple[tuple[str, OptionValue], ...]:
