@@ -247,6 +247,35 @@ def test_metrics_of_sglang_state_its_pool_in_tokens(tmp_path: Path) -> None:
     assert "not understood" not in found.note
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (QWEN.replace("50.32", "2375"), r"kv_pool_bytes: 2.32 TiB is more than h100.* has, 79"),
+        (QWEN.replace("50.32", "-3.0"), r"kv_pool_bytes: -3.00 GiB is below 0, with which vllm"),
+        (QWEN.replace("366,480", "-5"), r"kv_pool_tokens: -5 is below 0"),
+        (LLAMA.replace("79.22", "141.0"), r"total_bytes: 141.0 GiB is more than h100"),
+        (
+            LLAMA_CPP.replace("CUDA0 KV buffer size =  ", "CUDA0 KV buffer size =  999"),
+            r"kv_cache_bytes: .* is more than 16 of h100.* have",
+        ),
+    ],
+)  # fmt: skip
+def test_a_log_of_what_the_card_cannot_have_is_refused(
+    tmp_path: Path, text: str, fault: str
+) -> None:
+    model = "meta-llama/Llama-3.1-8B"
+    with pytest.raises(DataFileError, match=f"{fault}.*check the log") as error:
+        record(tmp_path, text, model=model)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "calibration").exists()
+
+
+def test_readings_that_differ_by_less_than_nothing_are_kept(tmp_path: Path) -> None:
+    """Another process that ends while the engine measures makes a difference negative."""
+    found = record(tmp_path, LLAMA.replace("takes 0.10GiB", "takes -0.10GiB"))
+    assert found.record.engine_log["non_torch_bytes"] == -0.1 * GiB
+
+
 def test_times_are_predicted_for_as_many_as_ran(tmp_path: Path) -> None:
     line = "INFO Avg generation throughput: 900.5 tokens/s, Running: 16 reqs, Waiting: 0 reqs\n"
     found = record(tmp_path, QWEN + line)

@@ -40,6 +40,7 @@ class LogLine:
         least: whether the smallest of several lines counts, as of the ranks of one model.
         adds_up: whether several lines are parts of one number.
         is_mean: whether it is the mean of several lines, as of requests.
+        is_difference: whether it is of two readings of a counter, and may be below 0.
         facts: what is predicted of it: the entries of a start that have these.
     """
 
@@ -49,6 +50,7 @@ class LogLine:
     least: bool = False
     adds_up: bool = False
     is_mean: bool = False
+    is_difference: bool = False
     facts: tuple[Fact, ...] = ()
 
 

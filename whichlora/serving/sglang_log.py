@@ -54,6 +54,7 @@ LOG = EngineLog(
             states="graphs_bytes",
             pattern=rf"Capture .*graph.* end\..*mem usage={NUMBER} GB",
             unit=GiB,
+            is_difference=True,
         ),
         LogLine(
             states="output_tokens_per_s",

@@ -52,6 +52,7 @@ LOG = EngineLog(
             states="non_torch_bytes",
             pattern=rf"non_torch_memory takes {NUMBER}\s?GiB",
             unit=GiB,
+            is_difference=True,
             facts=(KERNELS, COMMUNICATOR),
         ),
         LogLine(
@@ -102,6 +103,7 @@ LOG = EngineLog(
             states="graphs_bytes",
             pattern=rf"Graph capturing finished in \d+ secs, took {NUMBER} GiB",
             unit=GiB,
+            is_difference=True,
             facts=(GRAPHS,),
         ),
         LogLine(

@@ -11,6 +11,7 @@ from typing import Any
 
 from whichlora import __version__
 from whichlora.calibration.load import calibration_roots, load_calibration
+from whichlora.calibration.share.physics import impossible
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import ResolvedRun, resolve
@@ -81,7 +82,8 @@ def record_log(
 
     Raises:
         ConfigError: an unknown model or accelerator, or settings that are not predicted.
-        DataFileError: no log of an engine that is known, or one that can't be read or recorded.
+        DataFileError: no log of an engine that is known, or one that can't be read or recorded, or
+            that states what `gpu` can't have.
     """
     device = find_gpu(gpu)
     text = _text(path)
@@ -102,6 +104,8 @@ def record_log(
     digest = hashlib.sha256("\n".join((text, device.key, record.date, run.model)).encode())
     record = replace(record, id=f"log-{digest.hexdigest()[:32]}")
     roots = calibration_roots(calibration_dir)
+    if fault := impossible(record, load_model(run.model), device):
+        raise DataFileError(f"{path}: {fault}; check the log, and that it is of this --gpu")
     is_new = record.id not in record_ids(roots, device.key)
     log = MeasurementLog(roots[0], device.key, record.id)
     predicted = _predicted(run, device, measured, calibration_dir)

@@ -22,6 +22,7 @@ _ROOFLINE_SLACK = 0.8
 _GUESS_SLACK = 1e-3  # where the peak is a guess: what is still faster is a slipped unit
 _WEIGHTS_SLACK = 0.97  # formats and tied tensors that a config does not tell
 _MEMORY_SLACK = 1.02  # boards of one name differ by what their driver keeps
+_MOST_GPUS = 16  # of one machine, whose buffers a log may add up
 _CACHE_BYTES = 128 * 2**20  # of a device whose file does not say: no GPU's L2 is larger
 
 
@@ -47,6 +48,7 @@ def _faults(job: ResolvedRun, measurement: Measurement) -> Iterator[str]:
         # whether the experts are quantised too depends on versions that a table rarely states
         weights = job.model.loaded_params * _code_bits(job.dtypes.quant) // 8
     on_cpu = job.gpu.kind == "cpu"  # its peak is a guess, and its memory is the host's
+    yield from _faults_of_log(job, measurement)
     for field in ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"):
         size = getattr(measurement, field)
         if size is None:
@@ -65,6 +67,21 @@ def _faults(job: ResolvedRun, measurement: Measurement) -> Iterator[str]:
                 f"{field}: {format_seconds(seconds)} is faster than the datasheet of "
                 f"{job.gpu.key} allows, {format_seconds(floor)}"
             )
+
+
+def _faults_of_log(job: ResolvedRun, measurement: Measurement) -> Iterator[str]:
+    """What no start of the engine can have printed and gone on."""
+    lines = {line.states: line for line in job.engine.log.lines} if job.engine.log else {}
+    has = job.gpu.memory_bytes
+    for name, value in measurement.engine_log.items():
+        of_bytes, line = name.endswith("_bytes"), lines.get(name)
+        shown = format_bytes(value) if of_bytes else f"{value:,.6g}"
+        if value < 0 and not (line and line.is_difference):
+            yield f"{name}: {shown} is below 0, with which {job.engine.name} does not start"
+        gpus = _MOST_GPUS if line and line.adds_up else 1
+        if of_bytes and value > gpus * _MEMORY_SLACK * has and job.gpu.kind != "cpu":
+            of = f"{job.gpu.key} has" if gpus == 1 else f"{gpus} of {job.gpu.key} have"
+            yield f"{name}: {shown} is more than {of}, {format_bytes(gpus * has)}"
 
 
 def _has_quantised_experts(job: ResolvedRun) -> bool:
