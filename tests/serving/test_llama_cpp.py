@@ -14,7 +14,7 @@ from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Served
 from whichlora.serving.form import form_in_words
-from whichlora.serving.llama_cpp import command, notes, start, stepping, weight_bytes
+from whichlora.serving.llama_cpp import ENGINE, command, notes, start, stepping, weight_bytes
 from whichlora.serving.llama_cpp_memory import (
     MARGIN_BYTES,
     cache_bytes,
@@ -29,6 +29,7 @@ from whichlora.serving.llama_cpp_memory import (
 from whichlora.serving.llama_cpp_split import Moved, Placement
 from whichlora.serving.step_time import Step, StepTimer, own_all_reduce, step_timer
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.options import OptionValue, by_own_names
 from whichlora.spec.results import ServingTime
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
@@ -133,6 +134,47 @@ def test_stated_layers_stay_and_may_not_fit() -> None:
     few = served(RUN, card(12), n_gpu_layers=10)
     assert placement(few).layers == 10
     assert not start(few).fault
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "means"),
+    [
+        ("ngl", "all", {"n_gpu_layers": 999}),
+        ("n_gpu_layers", -2, {"n_gpu_layers": 999}),
+        ("ngl", "AUTO", {}),
+        ("num_gpu", -1, {}),
+        ("num_gpu", 0, {"n_gpu_layers": 0}),
+        ("fit", "off", {"fit": False}),
+        ("fit", "on", {"fit": True}),
+        ("fa", True, {"flash_attn": "on"}),
+        ("OLLAMA_FLASH_ATTENTION", 0, {"flash_attn": "off"}),
+    ],
+)
+def test_its_own_words_are_accepted(
+    name: str, value: OptionValue, means: dict[str, OptionValue]
+) -> None:
+    assert dict(by_own_names(ENGINE.options, [(name, value)])) == means
+
+
+def test_all_layers_are_asked_for_where_fit_would_move_some() -> None:
+    asked = served(RUN, card(12), n_gpu_layers="all")
+    assert placement(asked).layers == 33
+    assert start(asked).fault
+    by_fit = served(RUN, card(12), n_gpu_layers="auto")
+    assert placement(by_fit) == placement(served(RUN, card(12)))
+    with pytest.raises(ConfigError, match=r"'some' is not a whole .*, nor one of auto, -1, all"):
+        served(RUN, n_gpu_layers="some")
+
+
+def test_no_layer_on_the_gpu_leaves_it_the_products_of_long_prompts() -> None:
+    asked = served(RUN, card(12), n_gpu_layers=0)
+    needed = taken(asked, placement(asked), 8192, 1)
+    assert (needed.layers, needed.output, needed.cache) == (0, 0, 0)
+    assert needed.compute
+    found = start(asked)
+    assert not found.fault
+    assert "the host computes a part" in found.untimed
+    assert any("keys and values lie on the host" in note for note in notes(asked, found))
 
 
 def test_without_fit_a_card_that_is_too_small_is_told_the_longest_context() -> None:

@@ -13,7 +13,7 @@ from whichlora.parallel.communicators import communicator_bytes
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Served
-from whichlora.serving.sglang import start, token_bytes
+from whichlora.serving.sglang import command, notes, start, stepping, token_bytes
 from whichlora.serving.sglang_share import (
     chunked_prefill_size,
     decode_graphs,
@@ -100,6 +100,20 @@ def test_every_release_has_its_own_share(
     asked = served(run, free_before(memory_gib), tp_size=ranks)
     assert mem_fraction_static(asked) == pytest.approx(share, abs=0.002)
     assert (chunked_prefill_size(asked), decode_graphs(asked)) == (chunk, graphs)
+
+
+def test_prompts_that_are_not_cut_leave_room_for_whole_ones() -> None:
+    """16,384 tokens of prompts, and no graphs of them: 512 + 1.5 * 16384 + 1/8 * 1024 + 2 * 256."""
+    asked = served(gpu=free_before(79.2), chunked_prefill_size=-1)
+    assert chunked_prefill_size(asked) == 0
+    total_mib = asked.gpu.memory_bytes / 2**20
+    reserved = 512 + 1.5 * 16_384 + 128 + 2 * decode_graphs(asked)
+    assert mem_fraction_static(asked) == round((total_mib - reserved) / total_mib, 3)
+    assert stepping(asked).max_step_tokens == 16_384
+    assert "chunked_prefill_size -1" in notes(asked, start(asked))[0]
+    assert "--chunked-prefill-size -1" in command(asked)
+    longer = served(replace(RUN, prompt_len=20_000), free_before(79.2), chunked_prefill_size=-1)
+    assert stepping(longer).max_step_tokens == 20_000
 
 
 def test_a_model_that_sees_leaves_room_for_images() -> None:

@@ -125,6 +125,12 @@ def test_sglang_is_told_from_vllm_by_its_lines(tmp_path: Path) -> None:
     assert found.predicted["kv_pool_tokens"] == pytest.approx(444_500, rel=0.03)
 
 
+def test_prompts_of_sglang_that_are_not_cut_are_read_as_such(tmp_path: Path) -> None:
+    log = SGLANG.replace("chunked_prefill_size=8192", "chunked_prefill_size=-1")
+    run = record(tmp_path, log, gpu="a100-sxm-80gb").record.run
+    assert dict(run.serving_options)["chunked_prefill_size"] == -1
+
+
 # Two requests to llama-server on a CPU, in its words.
 ON_CPU = """\
 print_info: file type   = Q4_K - Medium

@@ -199,7 +199,8 @@ def _stated(method: Method, run: RunConfig) -> tuple[tuple[str, OptionValue], ..
         for option in method.options
         if option.name in asked
     )
-    return tuple(sorted((o.name, value) for o, value in values if value != o.default))
+    own = ((o.name, value) for o, value in values if value is not None and value != o.default)
+    return tuple(sorted(own))
 
 
 def with_method(run: RunConfig, name: str) -> RunConfig:

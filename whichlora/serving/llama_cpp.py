@@ -62,6 +62,9 @@ from whichlora.spec.options import Option
 from whichlora.units import format_bytes
 
 MOST_SLOTS = 256  # src/llama-cparams.h LLAMA_MAX_SEQ
+# More than any model has: what "all" means, also in releases that lack the word; "auto" is -1 and
+# "all" -2 in common/arg.cpp.
+ALL_LAYERS = 999
 CACHE_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 _OVERRIDES = "places tensors by their names, which is not predicted; give n_cpu_moe or n_gpu_layers"
 
@@ -462,6 +465,11 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
             f"{holder} {placed.layers} of {num_layers + 1} layers, the output matrix included; "
             "the host computes the others, far slower"
         )
+    if not any(load.taken.cache for load in loads_of(served, placed)):
+        lines.append(
+            "keys and values lie on the host, whose memory limits them and is not judged: the pool "
+            "is what the GPU would have"
+        )
     on_gpus = placed.layers_on_gpus(num_layers)
     of_host = {each.layer for each in placed.moved if each.device is None}
     on_host = len(of_host.union(range(on_gpus.start)))
@@ -532,7 +540,9 @@ ENGINE = Engine(
             name="n_gpu_layers",
             summary="layers on the GPU (-ngl), the output matrix is one; default: all, or as fit",
             default=None,
+            least=0,
             other_names=("ngl", "gpu_layers", "num_gpu"),
+            stands_for={"auto": None, -1: None, "all": ALL_LAYERS, -2: ALL_LAYERS},
         ),
         Option(
             name="n_cpu_moe",
@@ -550,6 +560,7 @@ ENGINE = Engine(
             name="fit",
             summary="layers that do not fit beside 1 GiB lie on the host",
             default=True,
+            stands_for={"on": True, "off": False},
         ),
         Option(name=DEVICES, summary="GPUs that it may use (-dev); default: --gpus", default=1),
         Option(
@@ -604,7 +615,8 @@ ENGINE = Engine(
             summary="fused attention (-fa)",
             default="auto",
             choices=("auto", "on", "off"),
-            other_names=("fa",),
+            other_names=("fa", "OLLAMA_FLASH_ATTENTION"),
+            stands_for={True: "on", False: "off"},  # and 1 and 0; plans read on as true
         ),
         Option(
             name="kv_unified",

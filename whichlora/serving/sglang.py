@@ -52,6 +52,7 @@ from whichlora.serving.sglang_share import (
     copies,
     decode_graphs,
     mem_fraction_static,
+    prompt_tokens,
 )
 from whichlora.serving.sglang_sparse import (
     PAGE_SIZE,
@@ -341,7 +342,7 @@ def stepping(served: Served) -> Stepping:
         caches_prompts=not served.options["disable_radix_cache"],
         step_s=HOST_S,
         sequence_s=SEQUENCE_S,
-        max_step_tokens=chunked_prefill_size(served) // copies(served),
+        max_step_tokens=prompt_tokens(served),
         mixes=False,
         captured_tokens=0 if is_eager else decode_graphs(served),
         launch_s=LAUNCH_S,
@@ -441,18 +442,20 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     chunk = chunked_prefill_size(served)
     rank = _rank_of(served, served.model)
     free = free_bytes(served) - start.budget_bytes
-    needed = layer_entry(rank, tokens=chunk, element_bytes=served.dtypes.compute_bytes).num_bytes
+    tokens = chunk or prompt_tokens(served)
+    needed = layer_entry(rank, tokens=tokens, element_bytes=served.dtypes.compute_bytes).num_bytes
     lines = [
         f"sglang {served.libraries.sglang}: mem_fraction_static {mem_fraction_static(served):g}, "
-        f"chunked_prefill_size {chunk}; activations and graphs have {format_bytes(free)} beside it"
+        f"chunked_prefill_size {chunk or -1}; activations and graphs have {format_bytes(free)} "
+        "beside it"
     ]
     longest = start.pool.max_context(served.context)
     if not start.fault and longest < served.context:
         lines.append(f"it starts, and refuses sequences of more than {longest} tokens")
     if needed > free:
         lines.append(
-            f"a layer over {chunk} tokens takes {format_bytes(needed)}, more than that: it can run "
-            "out of memory; give a smaller mem_fraction_static"
+            f"a layer over {tokens} tokens takes {format_bytes(needed)}, more than that: it can "
+            "run out of memory; give a smaller mem_fraction_static"
         )
     lines += positions_note(
         served, "sglang does not start without SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
@@ -482,7 +485,12 @@ ENGINE = Engine(
             kind=float,
             is_share=True,
         ),
-        Option(name="chunked_prefill_size", summary="tokens of a prompt in a step", default=None),
+        Option(
+            name="chunked_prefill_size",
+            summary="tokens of a prompt in a step; -1: prompts are not cut",
+            default=None,
+            least=-1,
+        ),
         Option(name="max_running_requests", summary="sequences that run at once", default=None),
         Option(name="page_size", summary="tokens of a page", default=1),
         Option(

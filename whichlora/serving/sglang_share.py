@@ -64,6 +64,8 @@ _CARDS = (
 # Of each GPU that works on a model, so much less than of one. Source: 0.4.7 srt/server_args.py:254.
 _SHARES_OF_RANKS = ((16, 0.79), (8, 0.81), (4, 0.85), (2, 0.87), (1, 0.88))
 
+MAX_PREFILL_TOKENS = 16_384  # of whole prompts that one step takes in: srt/server_args.py
+
 
 def copies(served: Served) -> int:
     """Groups of GPUs whose attention has sequences of its own.
@@ -76,9 +78,20 @@ def copies(served: Served) -> int:
 
 
 def chunked_prefill_size(served: Served) -> int:
-    """Tokens of a prompt in one step. Kind: exact. Source: `_CARDS`."""
+    """Tokens of a prompt in one step; 0: prompts are not cut. Kind: exact. Source: `_CARDS`."""
     cards, place = _card(served)
-    return served.count("chunked_prefill_size") or cards.chunks[place]
+    stated = served.count("chunked_prefill_size")
+    return cards.chunks[place] if stated is None else max(stated, 0)
+
+
+def prompt_tokens(served: Served) -> int:
+    """Tokens of prompts in one step: a chunk, or whole prompts up to `MAX_PREFILL_TOKENS`.
+
+    Kind: exact. Source: SGLang 0.5.23 srt/managers/schedule_policy.py `PrefillAdder`.
+    """
+    if chunk := chunked_prefill_size(served):
+        return chunk // copies(served)
+    return max(MAX_PREFILL_TOKENS, served.run.prompt_len)
 
 
 def decode_graphs(served: Served) -> int:
@@ -165,7 +178,7 @@ def _step_mib(served: Served, gpus: int) -> float:
     srt/arg_groups/memory_hook.py:297-326, `reserve_for_graph_mb`; cuda_graph_hook.py:150.
     """
     chunk = chunked_prefill_size(served)
-    reserved_mib = 512 + 1.5 * max(chunk, 2048) + gpus / 8 * 1024
+    reserved_mib = 512 + 1.5 * max(chunk or MAX_PREFILL_TOKENS, 2048) + gpus / 8 * 1024
     if not served.options["disable_cuda_graph"]:
         graphs, groups = decode_graphs(served), copies(served)
         reserved_mib += 2 * graphs

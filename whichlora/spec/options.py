@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from whichlora.errors import ConfigError
 from whichlora.spec.numeric import is_number
@@ -25,6 +25,8 @@ class Option:
         least: of a whole number.
         is_share: a number above 0, at most 1.
         other_names: by which another tool that runs the library calls it.
+        stands_for: by a value that is none of its type, in lower case, what the library means by
+            it; None: what it decides itself.
     """
 
     name: str
@@ -35,23 +37,28 @@ class Option:
     least: int = 1
     is_share: bool = False
     other_names: tuple[str, ...] = ()
+    stands_for: Mapping[OptionValue, OptionValue | None] = field(default_factory=dict, hash=False)
 
     def of(self, stated: Iterable[tuple[str, OptionValue]]) -> OptionValue | None:
         """Its value among (name, value) pairs, or the default."""
         return dict(stated).get(self.name, self.default)
 
-    def checked(self, value: OptionValue) -> OptionValue:
-        """`value`, where it is accepted.
+    def checked(self, value: OptionValue) -> OptionValue | None:
+        """`value` as it is spelled, where it is accepted; None where the member decides.
 
         Raises:
             ConfigError: it is not.
         """
+        spelled = self.spelled(value)
+        return spelled if spelled is None else self._of_type(spelled)
+
+    def _of_type(self, value: OptionValue) -> OptionValue:
         if self.choices:
             if isinstance(value, bool):  # a library's true beside its words
                 value = str(value).lower()
             if isinstance(value, int):  # a version, such as 1
                 value = str(value)
-            value = self.spelled(value)
+            value = self._as_choice(value)
             of_choices = value if isinstance(self.default, tuple) else (value,)
             words: Iterable[object] = of_choices if isinstance(of_choices, tuple) else ()
             if not isinstance(value, tuple | str) or any(w not in self.choices for w in words):
@@ -64,7 +71,9 @@ class Option:
             return value
         if isinstance(self.default, bool) or self.kind is bool:
             if not isinstance(value, bool):
-                raise ConfigError(f"{self.name}: {value!r} is neither true nor false")
+                raise ConfigError(
+                    f"{self.name}: {value!r} is neither true nor false{self._or_words()}"
+                )
             return value
         if self.kind is str:
             if isinstance(value, int) and not isinstance(value, bool):  # one number of a list
@@ -82,15 +91,27 @@ class Option:
                 raise ConfigError(f"{self.name}: {fault}")
             return float(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
-            raise ConfigError(f"{self.name}: {value!r} is not a whole number from {self.least} on")
+            raise ConfigError(
+                f"{self.name}: {value!r} is not a whole number from {self.least} on"
+                f"{self._or_words()}"
+            )
         if value > MOST_NUMBER:
             raise ConfigError(f"{self.name}: is above {MOST_NUMBER:,}; give a usual number")
         return value
 
-    def spelled(self, value: OptionValue) -> OptionValue:
+    def _or_words(self) -> str:
+        words = [str(word) for word in self.stands_for]
+        return f", nor one of {', '.join(words)}" if words else ""
+
+    def spelled(self, value: OptionValue) -> OptionValue | None:
+        """`value` as the member spells it; None where it says that the member decides."""
+        word = value.lower() if isinstance(value, str) else value
+        return self.stands_for[word] if word in self.stands_for else self._as_choice(value)
+
+    def _as_choice(self, value: OptionValue) -> OptionValue:
         """`value` as `choices` spell it, whatever its case: Ollama's tags write q4_K_M."""
         if isinstance(value, tuple):
-            return tuple(str(self.spelled(word)) for word in value)
+            return tuple(str(self._as_choice(word)) for word in value)
         if not isinstance(value, str) or value in self.choices:
             return value
         spellings = {choice.lower(): choice for choice in self.choices}
@@ -115,12 +136,15 @@ def known(
 def by_own_names(
     options: Sequence[Option], stated: Iterable[tuple[str, OptionValue]]
 ) -> tuple[tuple[str, OptionValue], ...]:
-    """`stated` with each option and choice as it is spelled; one other name may mean several."""
-    pairs: dict[str, OptionValue] = {}
+    """`stated` with each option and value as it is spelled; one other name may mean several.
+
+    What says that the member decides is left out.
+    """
+    pairs: dict[str, OptionValue | None] = {}
     for name, value in stated:
         named = [each for each in options if name == each.name or name in each.other_names]
         pairs |= {option.name: option.spelled(value) for option in named} or {name: value}
-    return tuple(sorted(pairs.items()))
+    return tuple(sorted((name, value) for name, value in pairs.items() if value is not None))
 
 
 def filled(

@@ -217,8 +217,11 @@ def _options(engine: Engine, settings: Mapping[str, str]) -> tuple[tuple[str, Op
     options: list[tuple[str, OptionValue]] = []
     for option in sorted(engine.options, key=lambda option: option.name):
         value = _value(option, settings.get(option.name, "None"))
-        if value is not None and value != option.default:
-            options.append((option.name, option.checked(value)))
+        if value is None or value == option.default:
+            continue
+        checked = option.checked(value)
+        if checked is not None:
+            options.append((option.name, checked))
     return tuple(options)
 
 
@@ -235,7 +238,9 @@ def _value(option: Option, text: str) -> OptionValue | None:
             return float(text)
         except ValueError:
             return None
-    return _whole(text)
+    number = _whole(text.removeprefix("-"))
+    number = -number if number and text.startswith("-") else number
+    return None if number is None or number < option.least else number
 
 
 def _whole(text: str) -> int | None:
