@@ -14,6 +14,7 @@ from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Served
 from whichlora.serving.form import form_in_words
+from whichlora.serving.gguf import FILE_TYPES
 from whichlora.serving.llama_cpp import ENGINE, command, notes, start, stepping, weight_bytes
 from whichlora.serving.llama_cpp_memory import (
     MARGIN_BYTES,
@@ -250,11 +251,17 @@ def test_what_is_not_served_is_refused_in_one_line(
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize("quant", ["q4_k_m", "Q4_K_M", "gguf-q4_k_m"])
-def test_a_type_of_files_may_be_named_as_a_quantisation(quant: str) -> None:
-    (run,) = grid({**GRID, "quant": [quant]})
-    assert dict(run.serving_options) == {"file_type": "Q4_K_M"}
-    assert run.quant is None
+@pytest.mark.parametrize("file_type", FILE_TYPES)
+def test_a_type_of_files_may_be_named_as_a_quantisation(file_type: str) -> None:
+    for quant in (file_type, file_type.lower(), f"gguf-{file_type.lower()}"):
+        (run,) = grid({**GRID, "quant": [quant]})
+        assert dict(run.serving_options) == {"file_type": file_type}
+        assert run.quant is None
+
+
+def test_a_type_that_is_no_quantisation_is_a_precision_elsewhere() -> None:
+    with pytest.raises(ConfigError, match=r"llama-cpp, or quant none with precision fp16$"):
+        list(grid({**GRID, "serving": ["vllm"], "quant": ["F16"]}))
 
 
 @pytest.mark.parametrize(

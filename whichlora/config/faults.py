@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from whichlora.config.document import Loc, Problem
 from whichlora.config.schema import json_schema
 from whichlora.spec.numeric import is_number
-from whichlora.store.quantised_names import gguf_type_named
+from whichlora.store.quantised_names import PLAIN_GGUF_TYPES, gguf_type_named
 
 _FAULTS = {
     "missing": "is required",
@@ -107,6 +107,8 @@ def problems_of(error: ValidationError) -> Iterator[Problem]:
             if loc[0] in ("quant", "serve") and gguf_type_named(str(details["input"])):
                 word = str(details["input"])[:20]
                 hint = f"serving llama-cpp with serving_options {{file_type: {word}}}"
+                if precision := PLAIN_GGUF_TYPES.get(gguf_type_named(word)):
+                    hint = f"none with precision {precision}, or {hint}"
             if details["input"] == "max":
                 hint = next((_LARGEST[part] for part in loc if part in _LARGEST), hint)
         yield Problem(

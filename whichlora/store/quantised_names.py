@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 _GROUP = re.compile(r"(?:32|64|128)g|g(?:32|64|128)")
-_GGUF_TYPE = re.compile(r"i?q[2-8](_[0-9k]\w*)?")
+_GGUF_TYPE = re.compile(r"q[2-8](_[0-9k]\w*)?|iq[1-4](_\w+)?")
+# Types that are no quantisation, with the precision that says the same of other files.
+PLAIN_GGUF_TYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,9 @@ def _gguf(marks: Sequence[str]) -> StoredForm:
 
 def gguf_type_named(word: str) -> str:
     """The type of a GGUF file that `word` names, such as q4_k_m or gguf-q4_k_m; empty of others."""
-    name = re.sub(r"^gguf[-_:]", "", word.lower())
-    return name.upper() if _GGUF_TYPE.fullmatch(name) or name == "mxfp4_moe" else ""
+    name = re.sub(r"^gguf[-_:]", "", word.lower()).upper()
+    is_type = _GGUF_TYPE.fullmatch(name.lower()) or name in ("MXFP4_MOE", *PLAIN_GGUF_TYPES)
+    return name if is_type else ""
 
 
 def _fp8(marks: Sequence[str]) -> StoredForm:

@@ -17,7 +17,7 @@ from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requ
 from whichlora.spec.results import Refused
 from whichlora.spec.run import TRANSFORMERS, RunConfig, usual_alpha
 from whichlora.store.gpus import number_in, number_of
-from whichlora.store.quantised_names import gguf_type_named
+from whichlora.store.quantised_names import PLAIN_GGUF_TYPES, gguf_type_named
 from whichlora.tasks import with_task
 from whichlora.trainers import get_trainer
 
@@ -251,9 +251,12 @@ def stored_by_engine(settings: Mapping[str, Any], phase: str) -> Mapping[str, An
         return settings
     engine = get_engine(settings.get("serving") or TRANSFORMERS)
     if phase != "inference" or not engine.stored_by:
+        precision = PLAIN_GGUF_TYPES.get(file_type)
+        plain = f"quant none with precision {precision}"
+        instead = plain if precision else "quant nf4 or awq-int4 for 4 bits"
         raise ConfigError(
             f"quant: {quant} is a type of GGUF files, which are llama.cpp's; use phase inference "
-            "with serving llama-cpp, or quant nf4 or awq-int4 for 4 bits"
+            f"with serving llama-cpp, or {instead}"
         )
     stated = dict(settings.get("serving_options") or ())
     options = dict(by_own_names(engine.options, stated.items()))
