@@ -106,7 +106,9 @@ class Option:
     def spelled(self, value: OptionValue) -> OptionValue | None:
         """`value` as the member spells it; None where it says that the member decides."""
         word = value.lower() if isinstance(value, str) else value
-        return self.stands_for[word] if word in self.stands_for else self._as_choice(value)
+        if isinstance(word, str | int) and word in self.stands_for:
+            return self.stands_for[word]
+        return self._as_choice(value)
 
     def _as_choice(self, value: OptionValue) -> OptionValue:
         """`value` as `choices` spell it, whatever its case: Ollama's tags write q4_K_M."""
