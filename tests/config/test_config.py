@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from whichlora.config import DEFAULT_MODELS, load_plan
 from whichlora.config.schema import json_schema
 from whichlora.errors import ConfigError
+from whichlora.serving import other_name_note
 from whichlora.spec.costs import own_price
 from whichlora.spec.plan import Budget, Limits, Objective, Plan
 
@@ -119,6 +120,17 @@ def test_names_that_yaml_reads_as_numbers_and_names_as_people_write_them_are_tak
     assert plan.objective.offer("rtx-4090-24gb") == own_price("rtx-4090-24gb", 0.4)
     assert plan.models == ("meta-llama/Llama-3.1-8B",)
     assert plan.notes == ("llama3.1:8b: taken as meta-llama/Llama-3.1-8B",)
+
+
+def test_an_engine_is_named_as_people_call_it(folder: Path) -> None:
+    text = "dataset: org/data\ngpu: 4090\nserving_options: {num_gpu: all, OLLAMA_NUM_PARALLEL: 2}\n"
+    (folder / "config.yaml").write_text(text + "serving: ollama\n")
+    plan = load_plan(folder / "config.yaml")
+    assert plan.inference.serving == "llama-cpp"
+    assert dict(plan.inference.serving_options) == {"n_gpu_layers": 999, "parallel": 2}
+    assert plan.notes == (other_name_note("ollama"),)
+    (folder / "config.yaml").write_text(text + "serving: llama.cpp\n")
+    assert load_plan(folder / "config.yaml").notes == ()
 
 
 def test_all_faults_are_told_at_once_in_the_order_of_the_file(folder: Path) -> None:

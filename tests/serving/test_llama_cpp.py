@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 from devices import A100, CPU
 
 from whichlora.calibration.load import load_calibration
+from whichlora.cli import main
 from whichlora.errors import ConfigError
 from whichlora.predict.explain import explain
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
+from whichlora.serving import other_name_note
 from whichlora.serving.base import Served
 from whichlora.serving.form import form_in_words
 from whichlora.serving.gguf import FILE_TYPES
@@ -249,6 +253,20 @@ def test_what_is_not_served_is_refused_in_one_line(
     with pytest.raises(ConfigError) as error:
         served(replace(RUN, **changed), **options)
     assert str(error.value).startswith(message)
+
+
+def test_whoever_asks_for_ollama_is_told_what_is_called_how_there() -> None:
+    said = other_name_note("Ollama")
+    assert said.startswith("Ollama: served as llama-cpp; the command is llama.cpp's.")
+    pairs = re.findall(r"(\w+) for (\w+)(?: and (\w+))?", said)
+    assert len(pairs) == 6
+    for theirs, *ours in pairs:
+        named = [option.name for option in ENGINE.options if theirs in option.other_names]
+        assert (named or [ENGINE.elsewhere[theirs]]) == list(filter(None, ours))
+    assert other_name_note("llama.cpp") == other_name_note("vllm") == ""
+    asked = ["estimate", LLAMA, "--phase", "inference", "--gpu", "l40s", "--context", "2048"]
+    done = CliRunner().invoke(main, [*asked, "--serving", "ollama"])
+    assert said.partition(";")[2].split()[-1] in done.output
 
 
 @pytest.mark.parametrize("file_type", FILE_TYPES)

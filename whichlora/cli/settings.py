@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -392,14 +393,24 @@ def with_from_files(
         if not settings["model"]:
             metavar = ctx.command.params[0].metavar
             raise click.UsageError(f"Missing argument '{metavar}'; or a file behind --from.", ctx)
-        return settings, NO_FILES
+        return settings, _with_engine_notes(settings, NO_FILES)
     from whichlora.workflow.from_files import with_files
 
     on_command_line = click.core.ParameterSource.COMMANDLINE
     stated = {name for name in settings if ctx.get_parameter_source(name) is on_command_line}
     if settings["model"]:
         stated.add("model")
-    return with_files(files, settings, stated, targets)
+    settings, said = with_files(files, settings, stated, targets)
+    return settings, _with_engine_notes(settings, said)
+
+
+def _with_engine_notes(settings: Mapping[str, list[Any]], said: FromFiles) -> FromFiles:
+    """`said`, and what a user must know who names what runs an engine."""
+    from whichlora.serving import other_name_note
+
+    called = settings.get("serving", []) if "inference" in settings.get("phase", []) else []
+    notes = tuple(filter(None, (other_name_note(name) for name in called)))
+    return replace(said, notes=(*said.notes, *notes)) if notes else said
 
 
 def only_run(settings: Mapping[str, list[Any]], *, command: str) -> RunConfig:

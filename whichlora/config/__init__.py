@@ -105,6 +105,7 @@ def _plan_of(document: Document) -> Plan:
     path = document.path
     problems = list(document.structure_problems())
     data = _well_formed(document.data)
+    said = _serve_by_own_name(data)
     try:
         settings = schema.plan_file().model_validate(data)
     except ValidationError as error:
@@ -112,7 +113,19 @@ def _plan_of(document: Document) -> Plan:
     problems += checks.check(data, path.parent)
     if problems:
         raise document.error(problems)
-    return _build(settings, path, data)
+    plan = _build(settings, path, data)
+    return replace(plan, notes=(*plan.notes, *said))
+
+
+def _serve_by_own_name(data: dict[Any, Any]) -> tuple[str, ...]:
+    """Name the engine of `data` as it is named here; what a user of the other name must know."""
+    from whichlora.serving import other_name_note, own_name
+
+    called = data.get("serving")
+    if not isinstance(called, str):
+        return ()
+    data["serving"] = own_name(called)
+    return tuple(filter(None, [other_name_note(called)]))
 
 
 def _well_formed(data: dict[Any, Any]) -> dict[Any, Any]:

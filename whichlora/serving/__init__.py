@@ -27,11 +27,35 @@ def get_engine(name: str) -> Engine:
     Raises:
         ConfigError: there is none.
     """
-    if name not in BUILT_IN:
-        for engine in BUILT_IN.values():
-            if name.lower() in engine.also_called:
-                return engine
-    return _ENGINES.get(name)
+    return _also_called(name) or _ENGINES.get(name)
 
 
-__all__ = ["BUILT_IN", "ENTRY_POINT_GROUP", "Engine", "get_engine", "list_engines"]
+def own_name(name: str) -> str:
+    """The name of the engine that is also called `name`; `name` where there is none."""
+    engine = _also_called(name)
+    return engine.name if engine else name
+
+
+def other_name_note(name: str) -> str:
+    """What a user must know who calls an engine `name`; empty where that is nothing."""
+    engine = _also_called(name)
+    said = engine.also_called[name.lower()] if engine else ""
+    return f"{name}: served as {engine.name}; {said}" if engine and said else ""
+
+
+def _also_called(name: str) -> Engine | None:
+    if name in BUILT_IN:
+        return None
+    lower = name.lower()
+    return next((each for each in BUILT_IN.values() if lower in each.also_called), None)
+
+
+__all__ = [
+    "BUILT_IN",
+    "ENTRY_POINT_GROUP",
+    "Engine",
+    "get_engine",
+    "list_engines",
+    "other_name_note",
+    "own_name",
+]

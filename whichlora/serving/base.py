@@ -354,7 +354,8 @@ class Engine:
         version: the release that its file was read from, which a run that names none is of.
         options: its own settings, by its own names.
         device_kinds: those that it is predicted for.
-        also_called: what else people call it, or what runs it.
+        also_called: what else people call it, or what runs it; by that name, what a user of it
+            must know, where there is anything.
         stored_by: its option that says how weights are stored, where it has one of its own;
             stored_as: what that says of a checkpoint, by the checkpoint's quantisation.
         shared_by: its option for the number of GPUs that share every matrix, where that is
@@ -392,7 +393,7 @@ class Engine:
     version: str = ""
     options: tuple[Option, ...] = ()
     device_kinds: tuple[str, ...] = ("cuda",)
-    also_called: tuple[str, ...] = ()
+    also_called: Mapping[str, str] = field(default_factory=dict)
     stored_by: str = ""
     stored_as: Mapping[str, str] = field(default_factory=dict)
     shared_by: str = ""

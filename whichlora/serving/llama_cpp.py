@@ -66,6 +66,12 @@ MOST_SLOTS = 256  # src/llama-cparams.h LLAMA_MAX_SEQ
 # "all" -2 in common/arg.cpp.
 ALL_LAYERS = 999
 CACHE_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+_OF_OLLAMA = (
+    "the command is llama.cpp's. Ollama starts by 'ollama serve', and has num_ctx for context, "
+    "num_gpu for n_gpu_layers, num_batch for batch_size in a Modelfile or request; "
+    "OLLAMA_NUM_PARALLEL for parallel, OLLAMA_KV_CACHE_TYPE for cache_type_k and cache_type_v and "
+    "OLLAMA_FLASH_ATTENTION for flash_attn in its environment"
+)
 _OVERRIDES = "places tensors by their names, which is not predicted; give n_cpu_moe or n_gpu_layers"
 
 
@@ -516,7 +522,8 @@ ENGINE = Engine(
     device_kinds=("cuda", "cpu"),
     reads_checkpoints=False,
     loads_towers=False,  # a GGUF file of its own has it, which `--mmproj` names
-    also_called=("ollama", "llama.cpp", "llamacpp", "llama-server", "lm-studio"),
+    also_called=dict.fromkeys(("llama.cpp", "llamacpp", "llama-server", "lm-studio"), "")
+    | {"ollama": _OF_OLLAMA},
     stored_by="file_type",
     staged_by=DEVICES,
     takes_unequal=True,
