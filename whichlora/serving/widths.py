@@ -12,6 +12,11 @@ from whichlora.serving.rank import heads_fault
 from whichlora.spec.architecture import Mlp
 from whichlora.spec.checkpoint import scaled_together
 from whichlora.spec.options import OptionValue
+from whichlora.spec.run import CHECKPOINT_QUANTS
+
+# Widths that their authors' own integer copies have instead, so that GPUs can share them: Qwen's of
+# 72B. Source: the hub's config.json of Qwen2.5-72B-Instruct-GPTQ-Int4.
+_PADDED = {29_568: 29_696}
 
 
 def check_widths(
@@ -94,6 +99,8 @@ def _fault(served: Served, what: str, mlp: Mlp, ranks: int, *, is_routed: bool =
     if rest:
         return f"the width {mlp.width} of {what} can't be divided by {ranks}"
     scaled = _scaled(served, mlp, is_routed=is_routed)
+    if served.run.quant in CHECKPOINT_QUANTS:
+        each = _PADDED.get(mlp.width, mlp.width) // ranks
     if ranks == 1 or each % scaled == 0:
         return ""
     return (
@@ -105,8 +112,9 @@ def _fault(served: Served, what: str, mlp: Mlp, ranks: int, *, is_routed: bool =
 def _scaled(served: Served, mlp: Mlp, *, is_routed: bool) -> int:
     """What a GPU's part of a width must be a multiple of, for its scales.
 
-    Blocks of fp8 bind routed experts, too; for those with groups of integers both engines have
-    kernels that halve the group.
+    Blocks of fp8 bind routed experts under older releases of vLLM; 0.18 has served 192 of each of
+    MiniMax M2.5's to a GPU (`benchmarks/serving_scripts.csv`). For those with groups of integers
+    both engines have kernels that halve the group.
     Kind: exact. Source: vLLM 0.33.0 `validate_fp8_block_shape`, quantization/utils/fp8_utils.py,
     which SGLang's fp8.py has as well; `AWQLinearMethod.create_weights` of both ("not aligned with
     the quantized weight shape"), and that of GPTQ; `MoeWNA16Method`;
@@ -114,7 +122,8 @@ def _scaled(served: Served, mlp: Mlp, *, is_routed: bool) -> int:
     """
     quant = served.run.quant or "none"
     is_packed = all(linear.quantisable for linear in mlp.linears)
-    if not is_packed or (is_routed and quant != "fp8"):
+    is_cut = is_routed and not (quant == "fp8" and served.libraries.older("vllm", "0.18"))
+    if not is_packed or is_cut:
         return 1
     return scaled_together(served.model.config, quant, served.dtypes.quant_group_size)
 
