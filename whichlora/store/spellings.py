@@ -21,6 +21,7 @@ _TOKEN = re.compile(
 )
 _DECIMAL_UNDERSCORE = re.compile(r"(?<=\d)_(?=\d(?!\d))")  # phi-1_5, stablelm-2-1_6b
 _SIZE = re.compile(r"\d+x\d+(\.\d+)?b|a?\d+(\.\d+)?[bm]\d?")
+_CONTEXT = re.compile(r"\d+k")
 _VERSION = re.compile(r"v\d+(\.\d+)*")
 _DATE = re.compile(r"2[3-9](0[1-9]|1[0-2])|(0[1-9]|1[0-2])[0-3]\d")  # 2407, 0528
 _KINDS = {
@@ -100,11 +101,29 @@ def _match(name: str, stems: Mapping[str, str], params: Mapping[str, int]) -> st
         for model, spelling in fitting.items()
     }
     fewest = min(further.values())
-    closest = [model for model in fitting if further[model] == fewest]
+    closest = _with_shortest_context(
+        {model: fit for model, fit in fitting.items() if further[model] == fewest}
+    )
     models = _different(closest, fitting, stems)
     if len(models) > 1:
         raise ConfigError(_several(name, models))
     return min(closest, key=lambda model: _preference(fitting[model], wanted))
+
+
+def _with_shortest_context(fitting: Mapping[str, Spelling]) -> list[str]:
+    """Of models that differ in a context that their names state (4k, 128k), the shortest's."""
+    contexts = {
+        model: sorted(int(word[:-1]) for word in fit.words if _CONTEXT.fullmatch(word))
+        for model, fit in fitting.items()
+    }
+    others = {
+        frozenset(word for word in fit.words if not _CONTEXT.fullmatch(word))
+        for fit in fitting.values()
+    }
+    if len(others) > 1:
+        return list(fitting)
+    shortest = min(contexts.values())
+    return [model for model, stated in contexts.items() if stated == shortest]
 
 
 def _has_words(wanted: Spelling, name: str, spelling: Spelling, num_params: int) -> bool:
