@@ -35,6 +35,7 @@ from published.sources import fms
 from whichlora.calibration.intervals import scales_of_groups
 from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
+from whichlora.families import build
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.predict import predict
 from whichlora.spec.architecture import ModelSpec
@@ -153,6 +154,8 @@ def _qlora(row: dict[str, str]) -> Iterator[Published]:
     if model is None:
         print(f"left out: {row['model_id']} is not known")
         return
+    # SDPA of transformers 4.3x is handed no window (modeling_mistral.py `MistralModel.forward`)
+    model = build({**model.config, "sliding_window": None}, name=model.name)
     replicates = row["strategy"].startswith("DDP")
     offload: Options = (("offload", ("optimizer", "params")),) if row["offload"] else ()
     batch, gpus = int(row["micro_batch"]), int(row["n_gpus"])
