@@ -128,7 +128,12 @@ _SETTINGS = (
     ),
     choices("attn", "sdpa", "Attention kernel", specs.AttentionKernel),
     choices("padding", "none", "Whether batches carry padding", specs.Padding),
-    choices("loss-head", "hf", "Who computes the loss", specs.LossHead),
+    choices(
+        "loss-head",
+        "hf",
+        "Who computes the loss; for raw a caller does, whose own tensors are not counted",
+        specs.LossHead,
+    ),
     list_option(
         "trainer", "transformers", f"Who runs the steps: {', '.join(TRAINERS)}.", words("trainer")
     ),
