@@ -293,20 +293,15 @@ def later_draw(seed: int, file_name: str, text: str, num_drawn: int) -> str:
     return f"{text}\n\n{now}\n\n{far_off(compared)}".replace("%\n", " %\n")
 
 
-def by_type(runs: Sequence[RunConfig], path: Path) -> str:
-    """Runs of types that came after the draws, by type."""
+def apart(runs: Sequence[RunConfig], path: Path, title: str = "family") -> str:
+    """Runs that are none of the draws, grouped by `title`."""
     compared = kept(list(enumerate(runs)), path)
     if not compared:
         return "None is traced yet."
-    table = grouped(compared, "family")
+    table = grouped(compared, title)
     if all(abs(one.error) <= FAR_OFF for one in compared):
         return table
     return f"{table}\n\n{far_off(compared)}".replace("%\n", " %\n")
-
-
-def by_kind(runs: Sequence[RunConfig], path: Path) -> str:
-    """Runs of all types, by what they do."""
-    return grouped(kept(list(enumerate(runs)), path), "mode")
 
 
 def document(
@@ -336,11 +331,11 @@ def document(
             for number, draw in enumerate(LATER_DRAWS, start=2)
         ),
         "## Types that came later\n\n"
-        f"{by_type(samples.later_runs(), samples.LATER_TRACES)}\n\n{NEWEST_TEXT}\n\n"
-        f"{by_type(samples.newest_runs(), samples.NEWEST_TRACES)}\n\n{LATEST_TEXT}\n\n"
-        f"{by_type(samples.latest_runs(), samples.LATEST_TRACES)}",
-        "## One run of each type\n\n"
-        f"{EVERY_TYPE_TEXT}\n\n{by_kind(samples.every_type_runs(), samples.EVERY_TYPE_TRACES)}",
+        f"{apart(samples.later_runs(), samples.LATER_TRACES)}\n\n{NEWEST_TEXT}\n\n"
+        f"{apart(samples.newest_runs(), samples.NEWEST_TRACES)}\n\n{LATEST_TEXT}\n\n"
+        f"{apart(samples.latest_runs(), samples.LATEST_TRACES)}",
+        f"## One run of each type\n\n{EVERY_TYPE_TEXT}",
+        apart(samples.every_type_runs(), samples.EVERY_TYPE_TRACES, "mode"),
         f"## Left out\n\n{left_out(lines)}",
     ]
     return "\n\n".join(parts) + "\n"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+from whichlora.spec.plan import DatasetConfig, Limits, Plan
 from whichlora.spec.results import (
     Measurement,
     MemoryPrediction,
@@ -13,6 +17,28 @@ from whichlora.spec.run import RunConfig
 from whichlora.units import GiB
 
 USABLE_BYTES = 20 * GiB
+SERVE = RunConfig(model="org/good", phase="inference", prompt_len=16, max_new_tokens=8)
+
+
+def plan(train: RunConfig, models: tuple[str, ...], **settings: Any) -> Plan:
+    """A plan of one candidate for each of `models`, `train` and `SERVE`."""
+    return Plan(
+        source=Path("plan.yaml"),
+        output_dir=Path("out"),
+        gpu="cpu",
+        models=models,
+        inference=SERVE,
+        inference_batch_sizes=(1,),
+        prompt_lens=(16,),
+        max_new_tokens=(8,),
+        finetune=train,
+        methods=("lora",),
+        ranks=(16,),
+        finetune_batch_sizes=(4,),
+        limits=Limits(),
+        dataset=DatasetConfig(),
+        **settings,
+    )
 
 
 def prediction(

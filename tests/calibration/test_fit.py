@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,11 +111,13 @@ def generated(model: str, truth: Calibration) -> Measurement:
     )
 
 
-def slower(k: float, phase: str | None = None) -> Calibration:
-    """A device that takes `k` times as long as the prior, in all phases or in one."""
+def slower(k: float, phase: str | None = None, parts: Collection[str] = FEATURES) -> Calibration:
+    """A device whose `parts` take `k` times as long as the prior, in all phases or in one."""
     start = prior_calibration(GPU)
     time = {
-        name: replace(model, mean={part: k * value for part, value in model.mean.items()})
+        name: replace(
+            model, mean={part: k * s if part in parts else s for part, s in model.mean.items()}
+        )
         if phase in (None, name)
         else model
         for name, model in start.time.items()
@@ -283,15 +285,7 @@ def test_one_run_already_brings_others_near(k: float) -> None:
 
 @pytest.mark.parametrize("k", [0.75, 1.3])
 def test_a_slow_host_does_not_make_the_device_slow(k: float) -> None:
-    start = prior_calibration(GPU)
-    of_host = {"launch", "trainer", "constant"}
-    time = {
-        phase: replace(
-            model, mean={name: s * k if name in of_host else s for name, s in model.mean.items()}
-        )
-        for phase, model in start.time.items()
-    }
-    truth = replace(start, time=time)
+    truth = slower(k, parts=("launch", "trainer", "constant"))
     launched, computed = runs()[::12], runs()[2::12]
     records = [measured(run, truth) for run in launched] + [generated(m, truth) for m in MODELS]
     found = fit(records, GPU, model_of, held_out=False)

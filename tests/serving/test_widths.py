@@ -30,6 +30,12 @@ def asked(
     return resolve(load_model(model), run, find_gpu("h100-sxm-80gb")).served
 
 
+def refusal(engine: str, model: str, options: dict[str, object]) -> str:
+    with pytest.raises(ConfigError) as error:
+        asked(engine, model, None, **options)  # type: ignore[arg-type]
+    return str(error.value)
+
+
 @pytest.mark.parametrize(
     ("engine", "model", "options", "message"),
     [
@@ -59,9 +65,7 @@ def asked(
 def test_a_width_that_leaves_a_rest_is_refused(
     engine: str, model: str, options: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ConfigError) as error:
-        asked(engine, model, None, **options)
-    assert str(error.value) == message
+    assert refusal(engine, model, options) == message
 
 
 @pytest.mark.parametrize(
@@ -96,9 +100,7 @@ def test_a_width_that_leaves_a_rest_is_refused(
 def test_a_cut_through_what_shares_a_scale_is_refused(
     engine: str, model: str, options: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ConfigError) as error:
-        asked(engine, model, None, **options)  # type: ignore[arg-type]
-    assert str(error.value) == message
+    assert refusal(engine, model, options) == message
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from candidates import USABLE_BYTES, measurement, prediction
+from candidates import SERVE, USABLE_BYTES, measurement, plan, prediction
 
 from whichlora.errors import DataFileError
 from whichlora.predict.repeated_times import Repeatability
 from whichlora.predict.words import describe
 from whichlora.search.feasibility import Candidate, Quantity, judge
-from whichlora.spec.plan import DatasetConfig, Limits, Plan
+from whichlora.spec.plan import Limits
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.terminal import (
@@ -31,7 +31,6 @@ from whichlora.units import GiB
 from whichlora.workflow.answer import Answer, Compared, Search
 
 TRAIN = RunConfig(model="org/good", batch_size=4, seq_len=100)
-SERVE = RunConfig(model="org/good", phase="inference", prompt_len=16, max_new_tokens=8)
 
 
 def candidate(
@@ -50,24 +49,8 @@ def candidate(
 
 def answer(*finetune: Candidate, winner: Candidate | None, passed: tuple[str, ...] = ()) -> Answer:
     models = tuple(dict.fromkeys(c.run.model for c in finetune))
-    plan = Plan(
-        source=Path("plan.yaml"),
-        output_dir=Path("out"),
-        gpu="cpu",
-        models=models,
-        inference=SERVE,
-        inference_batch_sizes=(1,),
-        prompt_lens=(16,),
-        max_new_tokens=(8,),
-        finetune=TRAIN,
-        methods=("lora",),
-        ranks=(16,),
-        finetune_batch_sizes=(4,),
-        limits=Limits(),
-        dataset=DatasetConfig(),
-    )
     return Answer(
-        plan=plan,
+        plan=plan(TRAIN, models),
         gpu=find_gpu("h100-sxm-80gb"),
         basis="made up",
         inference=[candidate(replace(SERVE, model=model)) for model in models],

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from candidates import USABLE_BYTES, prediction
+from candidates import USABLE_BYTES, plan, prediction
 
 from whichlora.search.feasibility import Candidate, judge
-from whichlora.spec.plan import DatasetConfig, Limits, Plan
+from whichlora.spec.plan import Limits
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.terminal import print_short
@@ -34,32 +33,15 @@ def printed(
     miss: Sequence[Candidate],
 ) -> str:
     looked_at = (*fit, *unsure, *miss)
-    serve = RunConfig(model="org/best", phase="inference", prompt_len=16, max_new_tokens=8)
-    plan = Plan(
-        source=Path("plan.yaml"),
-        output_dir=Path("out"),
-        gpu="cpu",
-        models=tuple(candidate.run.model for candidate in looked_at),
-        inference=serve,
-        inference_batch_sizes=(1,),
-        prompt_lens=(16,),
-        max_new_tokens=(8,),
-        finetune=TRAIN,
-        methods=("lora",),
-        ranks=(16,),
-        finetune_batch_sizes=(4,),
-        limits=Limits(),
-        dataset=DatasetConfig(),
-        profile="none",
-    )
+    models = tuple(candidate.run.model for candidate in looked_at)
     search = Search(confidence=0.97, stopped_by="dry run", runs=0, device_s=0.0, chance_to_win={})
     answer = Answer(
-        plan=plan,
+        plan=plan(TRAIN, models, profile="none"),
         gpu=find_gpu("h100-sxm-80gb"),
         basis="made up",
         inference=[],
         finetune=looked_at,
-        kept=plan.models,
+        kept=models,
         winner=fit[0],
         front=[fit[0]],
         search=search,

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from whichlora.config.document import Loc, Problem
 from whichlora.config.schema import json_schema
 from whichlora.spec.numeric import is_number
+from whichlora.spec.words import alternatives
 from whichlora.store.quantised_names import PLAIN_GGUF_TYPES, gguf_type_named
 
 _FAULTS = {
@@ -140,8 +141,9 @@ def _phrase(schema: Mapping[str, Any]) -> str:
         case ["string", *_]:  # unquoted, the name of a GPU is a number
             return "text"
         case "string":
-            *examples, last = schema.get("examples", ["text"])
-            return f"text such as {', '.join(examples)} or {last}" if examples else last
+            examples = schema.get("examples", ["text"])
+            listed = alternatives(examples)
+            return f"text such as {listed}" if len(examples) > 1 else listed
         case "object" if "properties" in schema:
             return f"a mapping with {', '.join(schema['properties'])}"
     values = _values(schema)

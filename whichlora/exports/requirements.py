@@ -14,7 +14,7 @@ from whichlora.trainers.liger import USE
 _COMPILED = frozenset({"flash-attn", "gptqmodel"})
 
 
-def requirements(run: RunConfig) -> tuple[str, ...]:
+def requirements(run: RunConfig) -> Iterator[str]:
     """The packages that `train.py` of `run` imports, or its libraries do.
 
     Source: transformers 5.23 `integrations/deepspeed.py`, `modeling_flash_attention_utils.py`,
@@ -23,10 +23,6 @@ def requirements(run: RunConfig) -> tuple[str, ...]:
     Raises:
         ConfigError: a strategy that the Trainer has no key for.
     """
-    return tuple(_requirements(run))
-
-
-def _requirements(run: RunConfig) -> Iterator[str]:
     layout = layout_of(run)
     if layout is not None and "deepspeed" in layout.training_arguments(run):
         yield "deepspeed"
@@ -49,7 +45,7 @@ def _requirements(run: RunConfig) -> Iterator[str]:
 
 def install_commands(run: RunConfig) -> list[str]:
     """Lines of shell that install them, once torch is there."""
-    needed = requirements(run)
+    needed = list(requirements(run))
     plain = [package for package in needed if package not in _COMPILED]
     compiled = [package for package in needed if package in _COMPILED]
     if compiled:

@@ -458,8 +458,9 @@ class _PerParameter(Partitioned):
         Kind: upper bound, by less than the largest part of one parameter. Source: deepspeed 0.19.8
         `_create_fp16_sub_groups`; `step`, which prepares, updates and releases one after another.
         """
-        first, stated = self.groups[0], int(self.spread.options["sub_group_size"])  # type: ignore[arg-type]
-        size = smallest(first.partition, stated + first.piece)
+        stated = int(self.spread.options["sub_group_size"])  # type: ignore[arg-type]
+        decaying = self.groups[0]
+        size = smallest(decaying.partition, stated + decaying.piece)
         return (Trained(rows=1, width=size, param_bytes=deepspeed.MASTER_BYTES),)
 
     def _is_plain(self, tensor: Trained) -> bool:

@@ -348,6 +348,12 @@ def simulate(rules: Rules, load: Load, seconds: Callable[[Step], float]) -> Wait
     return _open(server, load, load.requests_per_s)
 
 
+def _places(rules: Rules, load: Load) -> int:
+    """Requests of `load` that run at once."""
+    length = load.prompt_len + load.new_tokens
+    return max(1, min(rules.max_num_seqs, rules.pool_tokens // length))
+
+
 def steady_token_s(rules: Rules, load: Load, seconds: Callable[[Step], float]) -> float:
     """Seconds for each token of the answers of a concurrency, once requests come one by one.
 
@@ -357,8 +363,7 @@ def steady_token_s(rules: Rules, load: Load, seconds: Callable[[Step], float]) -
     Kind: estimate. Source: as of `simulate`.
     """
     prompt, answer = load.prompt_len - load.cached_prompt, load.new_tokens
-    length = load.prompt_len + answer
-    running = max(1, min(load.concurrency, rules.max_num_seqs, rules.pool_tokens // length))
+    running = max(1, min(load.concurrency, _places(rules, load)))
     cached = load.prompt_len + answer / 2  # tokens of a sequence, on average
     others = running - 1 if rules.mixes else 0
     room = prompt if rules.whole_prompts else max(1, rules.max_step_tokens - others)
@@ -415,15 +420,12 @@ def _closed(server: _Server, load: Load) -> Waits:
 
 
 def _open(server: _Server, load: Load, rate: float) -> Waits:
-    rules, seconds = server.rules, server.seconds
-    most = max(1, min(rules.max_num_seqs, rules.pool_tokens // (load.prompt_len + load.new_tokens)))
-
     def answered_per_s(running: int) -> float:
         """By so many at once."""
         of_many = replace(load, concurrency=running)
-        return 1 / (load.new_tokens * steady_token_s(rules, of_many, seconds))
+        return 1 / (load.new_tokens * steady_token_s(server.rules, of_many, server.seconds))
 
-    running = 1
+    running, most = 1, _places(server.rules, load)
     while running < most and answered_per_s(running) < rate:
         running = min(most, 2 * running)
     capacity = answered_per_s(running)

@@ -72,6 +72,7 @@ from whichlora.serving.widths import check_widths
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS
+from whichlora.spec.words import alternatives
 from whichlora.timing.model import LAUNCH_S
 from whichlora.timing.work import VLLM_CAPTURED_TOKENS
 
@@ -304,10 +305,8 @@ def _check_values(served: Served) -> None:
         )
     rank, size = served.count("max_lora_rank"), block_size_of(served)
     if served.is_asked("max_lora_rank") and rank not in LORA_RANKS:
-        *ranks, last = LORA_RANKS
         raise ConfigError(
-            f"max_lora_rank: vllm has no slots of rank {rank}; give "
-            f"{', '.join(map(str, ranks))} or {last}"
+            f"max_lora_rank: vllm has no slots of rank {rank}; give {alternatives(LORA_RANKS)}"
         )
     if size % BLOCK_STEP and not served.libraries.older("vllm", "0.8"):
         raise ConfigError(

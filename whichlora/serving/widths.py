@@ -13,6 +13,7 @@ from whichlora.spec.architecture import Mlp
 from whichlora.spec.checkpoint import scaled_together
 from whichlora.spec.options import OptionValue
 from whichlora.spec.run import CHECKPOINT_QUANTS
+from whichlora.spec.words import alternatives
 
 # Widths that their authors' own integer copies have instead, so that GPUs can share them: Qwen's of
 # 72B. Source: the hub's config.json of Qwen2.5-72B-Instruct-GPTQ-Int4.
@@ -59,7 +60,7 @@ def check_widths(
         for asked in [at(option, size)]
         if _shares_heads(asked, ranks_of(asked), experts_of(asked)) and not fault_of(asked)
     ]
-    ways = [f"{option} {_listed(sizes)}"] if sizes else []
+    ways = [f"{option} {alternatives(sizes)}"] if sizes else []
     if served.model.has_experts and _is_whole(at(*whole), experts_of) and not fault_of(at(*whole)):
         ways.append(f"{whole[0]} {str(whole[1]).lower()}")
     ways.append(f"{option} 1 with {staged_by} {gpus * (served.count(staged_by) or 1)}")
@@ -122,13 +123,7 @@ def _scaled(served: Served, mlp: Mlp, *, is_routed: bool) -> int:
     """
     quant = served.run.quant or "none"
     is_packed = all(linear.quantisable for linear in mlp.linears)
-    is_cut = is_routed and not (quant == "fp8" and served.libraries.older("vllm", "0.18"))
-    if not is_packed or is_cut:
+    is_free = is_routed and not (quant == "fp8" and served.libraries.older("vllm", "0.18"))
+    if not is_packed or is_free:
         return 1
     return scaled_together(served.model.config, quant, served.dtypes.quant_group_size)
-
-
-def _listed(sizes: list[int]) -> str:
-    """2, 4 or 8."""
-    *first, last = map(str, sizes)
-    return f"{', '.join(first)} or {last}" if first else last

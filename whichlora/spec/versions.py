@@ -223,20 +223,20 @@ class Libraries:
         return self.older("transformers", "4.48" if model_type == "mixtral" else "4.42")
 
     @property
-    def sft_computes_logits(self) -> bool:
-        """TRL's `SFTTrainer` leaves the loss to the model, or to Liger.
+    def sft_fuses_head(self) -> bool:
+        """TRL's `SFTTrainer` has a loss of its own, which Liger's does not replace.
 
-        Read: `SFTConfig.loss_type` of 1.6 is "nll", that of 1.7 "chunked_nll".
+        Read: `add_fused_lm_head` of utils.py, from 1.15 on.
         """
-        return self.older("trl", "1.7")
+        return not self.older("trl", "1.15")
 
     @property
     def sft_chunks_loss(self) -> bool:
-        """TRL's `SFTTrainer` computes logits chunk by chunk, where Liger does not compute the loss.
+        """It computes logits chunk by chunk, where Liger does not compute the loss.
 
-        Read: `_chunked_cross_entropy_loss` of sft_trainer.py, 1.7 to 1.14.
+        Read: `_chunked_cross_entropy_loss` of sft_trainer.py, 1.7 to 1.14; the model's before.
         """
-        return not self.sft_computes_logits and self.older("trl", "1.15")
+        return not self.sft_fuses_head and not self.older("trl", "1.7")
 
     @property
     def trl_narrows_embeddings(self) -> bool:

@@ -16,6 +16,12 @@ def unknown(setting: str, value: object, accepted: Iterable[str]) -> str:
     return f"{setting}: {value!r} is not known; {hint}accepted are {', '.join(words)}"
 
 
+def alternatives(words: Iterable[object]) -> str:
+    """One or more words as a sentence has them: 2, 4 or 8."""
+    *first, last = map(str, words)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def meant(value: str, accepted: Iterable[str]) -> str:
     """The word that differs in case, in what joins its parts, or in a letter; else empty.
 

@@ -57,6 +57,11 @@ class Spelling:
         """The words without the size."""
         return frozenset(word for word in self.words if not _SIZE.fullmatch(word))
 
+    @property
+    def contexts(self) -> frozenset[str]:
+        """The words that state a length of the context."""
+        return frozenset(filter(_CONTEXT.fullmatch, self.words))
+
 
 def match(name: str, stems: Mapping[str, str], params: Mapping[str, int]) -> str | None:
     """The name in `stems` that `name` means; None where none has all its words.
@@ -112,18 +117,12 @@ def _match(name: str, stems: Mapping[str, str], params: Mapping[str, int]) -> st
 
 def _with_shortest_context(fitting: Mapping[str, Spelling]) -> list[str]:
     """Of models that differ in a context that their names state (4k, 128k), the shortest's."""
-    contexts = {
-        model: sorted(int(word[:-1]) for word in fit.words if _CONTEXT.fullmatch(word))
-        for model, fit in fitting.items()
-    }
-    others = {
-        frozenset(word for word in fit.words if not _CONTEXT.fullmatch(word))
-        for fit in fitting.values()
-    }
-    if len(others) > 1:
+    if len({fit.words - fit.contexts for fit in fitting.values()}) > 1:
         return list(fitting)
-    shortest = min(contexts.values())
-    return [model for model, stated in contexts.items() if stated == shortest]
+    lengths = {
+        model: sorted(int(word[:-1]) for word in fit.contexts) for model, fit in fitting.items()
+    }
+    return [model for model in fitting if lengths[model] == min(lengths.values())]
 
 
 def _has_words(wanted: Spelling, name: str, spelling: Spelling, num_params: int) -> bool:

@@ -19,7 +19,7 @@ def _loss_of(run: RunConfig, model_type: str) -> LossHead:
 
     Before 1.15 the model's or Liger's; from 1.7 on it computed its own in chunks.
     """
-    if run.trainer == NAME and run.versions.older("trl", "1.15"):
+    if run.trainer == NAME and not run.versions.sft_fuses_head:
         found = liger.loss_of(replace(run, loss_head=USUAL_HEAD), model_type)
         if found == USUAL_HEAD and run.versions.sft_chunks_loss:
             raise ConfigError(
@@ -36,7 +36,7 @@ def _loss_of(run: RunConfig, model_type: str) -> LossHead:
 
 def _notes_of(run: RunConfig, model_type: str) -> tuple[str, ...]:
     told = liger.notes_of(run, model_type)
-    has_own = liger.uses_liger(run) and not run.versions.older("trl", "1.15")
+    has_own = liger.uses_liger(run) and run.versions.sft_fuses_head
     return (*told, "the loss is TRL's own, with or without Liger") if has_own else told
 
 
