@@ -96,6 +96,7 @@ class _RunSettings(TypedDict, total=False):
     quant: Quant | Sequence[Quant | None] | None
     quant_group_size: int | Sequence[int]
     prepare_kbit: bool | None
+    llm_int8_threshold: float
     quantize_moe_experts: bool | Sequence[bool]
     expandable_segments: bool | Sequence[bool]
     images: int | Sequence[int]

@@ -14,6 +14,7 @@ from pathlib import Path
 from published.cells import MEMORY, Found, LeftOut, Line, Observation, Quantity
 from published.models import model_of
 from published.sources import (
+    bitsandbytes,
     fitcheck,
     fms,
     fsdp_qlora,
@@ -36,6 +37,7 @@ FOLDER = Path(__file__).parent
 SOURCES: dict[str, Callable[[Line], Iterator[Found]]] = {
     "autoawq_readme": not_ours("AutoAWQ's fused modules and preallocated cache"),
     "axolotl_examples": not_ours("counter and GPU not stated, printed as approximate"),
+    "bitsandbytes_readme": bitsandbytes,
     "chatglm2_readme": not_ours("counter not stated, remote code"),
     "chatglm_finetuning_readme": not_ours("counter not stated, rounded to whole G, DeepSpeed"),
     "fitcheck_t4": fitcheck,

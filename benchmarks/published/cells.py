@@ -29,7 +29,8 @@ MemoryQuantity = Literal[
     "peak_in_optimizer",
 ]
 Quantity = (
-    MemoryQuantity | Literal["step_s", "forward_s", "forward_backward_s", "prefill_s", "generate_s"]
+    MemoryQuantity
+    | Literal["step_s", "forward_s", "forward_backward_s", "prefill_s", "generate_s", "token_s"]
 )
 MEMORY: tuple[MemoryQuantity, ...] = get_args(MemoryQuantity)
 Row = Mapping[str, str]
@@ -79,8 +80,10 @@ _UNITS = {"GiB": GiB, "MiB": MiB, "MB(1e6)": 10**6, "GB(1e9)": 10**9, "GB (infer
 QUANT = {
     "none": "none",
     "nf4": "nf4",
+    "nf4-dq": "nf4-dq",
     "bnb-fp4": "fp4",
     "bnb-int8": "int8",
+    "bnb-int8-threshold-0": "int8",
     "gptq-int4": "gptq-int4",
     "gptq-int8": "gptq-int8",
     "awq-int4": "awq-int4",

@@ -36,6 +36,7 @@ FIELDS: dict[Quantity, str] = {
     "step_s": "step_s",
     "prefill_s": "prefill_s",
     "generate_s": "generate_s",
+    "token_s": "decode_s_per_token",
     "peak_allocated": "peak_allocated_bytes",
     "peak_reserved": "peak_reserved_bytes",
     "device_used": "device_used_bytes",
@@ -108,7 +109,7 @@ def _record(found: list[Observation]) -> Measurement:
     values: dict[str, Any] = {}
     for cell in found:
         field = FIELDS[cell.quantity]
-        is_time = field.endswith("_s")
+        is_time = not field.endswith("_bytes")
         values[field] = (round(cell.value, 6),) if is_time else round(cell.value)
     stack = _stack_of(row)
     date = _DATE.search(stack)

@@ -29,7 +29,7 @@ from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import INT8_THRESHOLD, RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.units import GiB
 
@@ -569,6 +569,28 @@ def peft_comparison(line: Line) -> Iterator[Found]:
         yield line.left_out("time", "the loop emptied the allocator's cache after every step")
         return
     yield line.observed(spec, run, gpu, "step_s", float(row["step_s"]), stack=stack)
+
+
+# --- bitsandbytes: decoding by two of its releases ------------------------------------------------
+
+
+_BITSANDBYTES_GPUS = {
+    "H100 80GB SXM": "h100-sxm-80gb",
+    "RTX 4090 24GB": "rtx-4090-24gb",
+    "T4 16GB": "t4-16gb",
+}
+
+
+def bitsandbytes(line: Line) -> Iterator[Found]:
+    row = line.row
+    threshold = 0.0 if row["quant"].endswith("threshold-0") else INT8_THRESHOLD
+    found = line.generation(attn="sdpa", llm_int8_threshold=threshold)
+    if isinstance(found, LeftOut):
+        yield found
+        return
+    spec, run = found
+    seconds = run.batch_size / float(row["time_value"])
+    yield line.observed(spec, run, _BITSANDBYTES_GPUS[row["gpu"]], "token_s", seconds)
 
 
 # --- sources of one table each, and those that nothing can be compared with -----------------------

@@ -30,6 +30,7 @@ from whichlora.timing import model as timing
 from whichlora.timing.model import TimeModel
 
 MOST_DEVICE = 0.6
+DECODED: tuple[Quantity, ...] = ("generate_s", "token_s")  # a whole generation, one of its steps
 Timed = tuple[str, dict[str, float], int]  # phase, features, how often it runs
 
 
@@ -47,10 +48,13 @@ def timed_parts(one: Observation, gpu: GpuSpec | None = None) -> list[Timed]:
     job = resolve(one.model, run, gpu)
     prefill = ("prefill", forward_features(job, context=run.prompt_len, decoding=False), 1)
     steps = run.max_new_tokens - 1
-    if one.quantity != "generate_s" or not steps:
+    if one.quantity not in DECODED or not steps:
         return [prefill]
     context = run.prompt_len + max(1, steps // 2)
-    return [prefill, ("decode", forward_features(job, context=context, decoding=True), steps)]
+    step = forward_features(job, context=context, decoding=True)
+    if one.quantity == "token_s":
+        return [("decode", step, 1)]
+    return [prefill, ("decode", step, steps)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ def kernel_seconds() -> dict[tuple[str, str], list[float]]:
     """
     found: dict[tuple[str, str], list[float]] = {}
     for one in timed_observations():
-        if one.quantity != "generate_s" or one.run.kv_cache == "vllm" or one.run.quant != "none":
+        if one.quantity not in DECODED or one.run.kv_cache == "vllm" or one.run.quant != "none":
             continue
         gpu = gpu_of(one.gpu)
         phase, features, times = timed_parts(one)[-1]
@@ -204,7 +208,7 @@ HELD_OUT: dict[str, tuple[tuple[Quantity, ...], str, str, Callable[[Observation]
     "Training step on A100, a model never measured": (("step_s",), "a100", "finetune", _short),
     "Prompt pass on A100, a model never measured": (("prefill_s",), "a100", "prefill", _short),
     "Decoding with transformers on A100, a model never measured": (
-        ("generate_s",),
+        DECODED,
         "a100",
         "decode",
         _short,

@@ -20,6 +20,7 @@ from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
 from whichlora.symbolic.kernels import attention_kernel, repeats_keys, runs_efficient
 from whichlora.symbolic.layer import working_points
+from whichlora.timing.work import kernels_of
 
 GROUPED = "Qwen/Qwen2.5-0.5B"
 CALL: dict[str, Any] = {
@@ -133,6 +134,25 @@ def test_a_run_has_the_kernel_of_its_dtype_its_mask_and_its_card(
     job = job_of(gpu, **settings)
     found = attention_kernel(attention_of(job), job.dtypes, masked=job.dtypes.padded)
     assert found == kernel
+
+
+@pytest.mark.parametrize(
+    ("version", "padding", "kernel"),
+    [
+        ("4.47.1", "none", "eager"),
+        ("4.49.0", "none", "efficient"),  # a mask, whatever is padded
+        ("5.19.0", "none", "flash"),
+        ("5.19.0", "padded", "efficient"),
+        ("5.21.0", "none", "eager"),
+    ],
+)
+def test_releases_between_ran_gemma_2_by_sdpa_without_its_soft_cap(
+    version: str, padding: str, kernel: str
+) -> None:
+    libraries = (("transformers", version),)
+    job = job_of(name="google/gemma-2-9b", precision="bf16", padding=padding, libraries=libraries)
+    kernels = kernels_of(attention_of(job), job.dtypes, 2048, decoding=False)
+    assert [(found, share) for share, found, _ in kernels if share] == [(kernel, 1)]
 
 
 def test_heads_that_are_not_grouped_never_fall_to_the_math_kernel_in_fp32() -> None:

@@ -846,7 +846,7 @@ def test_a_kernel_unpacks_weights_itself_up_to_so_many_rows(quant: Any, most_row
     ("batch_size", "per_weight", "tables"),
     [
         (1, 4.5 / 8, 7),  # inside the kernel: codes, a scale of 64 weights, and the code table
-        (2, 4.5 / 8 + 2, 7),  # written in 16 bit, for a product that reads these
+        (2, 4.5 / 8 + 2, 7),  # written in 16 bit by a kernel, for a product that reads these
     ],
 )
 def test_before_0_50_a_single_row_unpacks_four_bits_inside_its_kernel(
@@ -865,7 +865,9 @@ def test_before_0_50_a_single_row_unpacks_four_bits_inside_its_kernel(
     )
     reads_all = counted.weight_read_bytes == pytest.approx(wide.weight_read_bytes)
     assert reads_all == (batch_size == 2)
-    assert counted.launches == 6 * (LAYER_KERNELS + 7 * 5) + 22  # 7 matrices, 5 kernels more each
+    expands = batch_size == 2
+    assert counted.launches == 6 * (LAYER_KERNELS + 7 * expands) + 22  # of 7 matrices
+    assert counted.host_launches == 6 * 7 * (2 + 3 * expands)
 
 
 @pytest.mark.parametrize(("checkpointing", "passes"), [(False, 2), (True, 3)])

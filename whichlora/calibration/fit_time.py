@@ -23,7 +23,14 @@ from whichlora.predict.coefficients import TIME_PHASES
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.spec.gpu import GpuSpec
 from whichlora.timing import model as timing
-from whichlora.timing.model import FEATURES, STACK_FEATURES, TimeModel, prior, prior_model
+from whichlora.timing.model import (
+    FEATURES,
+    HOST_FEATURES,
+    STACK_FEATURES,
+    TimeModel,
+    prior,
+    prior_model,
+)
 
 # Relative standard deviation of a coefficient between library versions, but of `STACK_FEATURES`,
 # which differ as far as their prior says. Kind: fitted, to the published rows of A100: sources of
@@ -40,7 +47,7 @@ OLDER_WEIGHT = 0.25
 RESOURCES = {
     "compute": ("products", "attention"),
     "memory": ("weights", "cache", "elementwise", "dequant", "optimizer"),
-    "host": ("launch", "trainer", "constant", "engine"),
+    "host": HOST_FEATURES,
 }
 
 Spread: TypeAlias = Mapping[str, float]  # relative standard deviation by feature

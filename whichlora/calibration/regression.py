@@ -46,6 +46,11 @@ SPREAD_FREEDOM = 2
 # Shares of a coefficient's variance: of its machine, resource, kind of work and phase.
 _OF_MACHINE, _OF_RESOURCE, _OF_KIND, _OF_PHASE = 1 / 2, 1 / 4, 1 / 8, 1 / 16
 _OF_BOTH = 1 / 8  # of a device's share, what its host has in common with it
+# Of a deviation of a host's coefficient, what the hosts beside all devices of one type have in
+# common, as new devices stand beside newer processors, and what one host of them has alone. Kind:
+# estimate: twelve hosts beside devices of five types (`timing.model.LAUNCH_S`) deviate by 0.8 and
+# 0.6; sources on A100 predict each other best by 0.3 and 1.
+_OF_ALL_HOSTS, _OF_ONE_HOST = 0.5, 0.87
 _MIN_NOISE = 0.02
 MOST_LOG = 30.0  # of a factor while its fit is on the way; e^30 is beyond any device
 _LEAST = 1e-12  # of a predicted value, where its logarithm is taken
@@ -208,7 +213,8 @@ class TimeRegressor(_PositiveRegressor):
 
         Args:
             older: runs that teach only what the prior of the others is. However many they are, few
-                of the others correct them.
+                of the others correct them. Of what is `apart` they teach what their
+                machines have in common with others beside such a device.
             stack: name of the software of each run. Of the older runs each has factors of its own
                 on the columns `of_stack`; the others are of one stack, which is that of the answer.
         """
@@ -229,7 +235,11 @@ class TimeRegressor(_PositiveRegressor):
             width = count // self.num_phases
             for position in self.of_stack:
                 between[position::width] = spread[position::width]
-            self._update(X[is_older], y[is_older], weights[is_older], spread, numbers)
+            shared = spread.copy()
+            for position in self.apart:
+                shared[position::width] *= _OF_ALL_HOSTS
+                between[position::width] *= _OF_ONE_HOST
+            self._update(X[is_older], y[is_older], weights[is_older], shared, numbers, between)
             deviations = np.sqrt(np.diag(self.covariance_)) / self.coef_
             spread = np.minimum(spread, np.hypot(deviations, between))
             self.covariance_ = np.diag((spread * self.coef_) ** 2)
@@ -244,11 +254,13 @@ class TimeRegressor(_PositiveRegressor):
         weights: Array,
         spread: Array,
         stacks: NDArray[np.intp] | None = None,
+        between: Array | None = None,
     ) -> None:
         """Move the coefficients, whose relative deviations are `spread`, to what the runs say.
 
         Args:
             stacks: number of each run's stack, which then has factors of its own.
+            between: relative deviation of each coefficient between stacks.
         """
         by_phase = spread.reshape(self.num_phases, -1)
         loads, factor_spread, num_shared = _factors(by_phase, self.resources, self.apart)
@@ -256,8 +268,10 @@ class TimeRegressor(_PositiveRegressor):
         of_stack = np.array(self.of_stack if stacks is not None else (), dtype=np.intp)
         numbers = np.zeros(len(y), np.intp) if stacks is None else stacks
         # a stack's factors, in all phases, deviate as the least prior of their columns says
-        between = np.sqrt(np.log1p(by_phase[:, of_stack].min(axis=0, initial=np.inf) ** 2))
-        factor_spread = np.concatenate([factor_spread, np.tile(between, numbers.max() + 1)])
+        apart_by_phase = by_phase if between is None else between.reshape(by_phase.shape)
+        least = apart_by_phase[:, of_stack].min(axis=0, initial=np.inf)
+        of_stacks = np.tile(np.sqrt(np.log1p(least**2)), numbers.max() + 1)
+        factor_spread = np.concatenate([factor_spread, of_stacks])
         first = num_factors + numbers * len(of_stack)  # of each run's stack
         blocks = self._blocks(X)
         start = self.coef_

@@ -207,6 +207,13 @@ _SETTINGS = (
         counts("cache-residual-length"),
     ),
     click.option(
+        "--llm-int8-threshold",
+        type=float,
+        default=specs.INT8_THRESHOLD,
+        show_default=True,
+        help="Inputs from where on int8 of bitsandbytes multiplies in 16 bit; 0 looks for none.",
+    ),
+    click.option(
         "--quantize-moe-experts",
         is_flag=True,
         help="Experts in one parameter are stored in 4 bit, too, as Axolotl does; bitsandbytes "
@@ -302,6 +309,7 @@ def run_settings(models: Sequence[str], options: Mapping[str, Any]) -> dict[str,
         "use_rslora",
         "loraplus_lr_ratio",
         "expandable_segments",
+        "llm_int8_threshold",
         "quantize_moe_experts",
         "images",
         "image_size",

@@ -51,6 +51,7 @@ _UNKNOWN: tuple[str, ...] = (
     "bias",
     "adapter_dtype",
     "expandable_segments",
+    "llm_int8_threshold",
     "quantize_moe_experts",
 )
 FIXED: Mapping[str, Any] = {"loss_head": "hf", "prepare_kbit": False}

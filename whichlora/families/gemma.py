@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from whichlora.errors import ConfigError
@@ -85,6 +86,23 @@ def _gemma(c: Fields) -> ModelSpec:
 
 def _gemma2(c: Fields) -> ModelSpec:
     return decoder(c, _style(c, layer_norms=SANDWICH), layer_types=every_nth_full(c, 2))
+
+
+def without_caps(spec: ModelSpec, *, always_masked: bool) -> ModelSpec:
+    """Gemma 2 as releases run it whose SDPA leaves out the soft cap of its scores."""
+    return (
+        spec
+        if spec.model_type != "gemma2"
+        else spec.with_layers(partial(_without_caps, always_masked=always_masked))
+    )
+
+
+def _without_caps(layer: Layer, *, always_masked: bool) -> Layer:
+    attentions = (
+        replace(attention, softcap=None, sdpa="fused", always_masked=always_masked)
+        for attention in layer.attentions
+    )
+    return replace(layer, attentions=tuple(attentions))
 
 
 def _vaultgemma(c: Fields) -> ModelSpec:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from whichlora.errors import ConfigError
 from whichlora.families import without_dropout
 from whichlora.families.experts import with_expert_modules, with_named_experts
+from whichlora.families.gemma import without_caps
 from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
 from whichlora.parallel import get_strategy
@@ -198,6 +199,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         model = task.prepare(model, run)
     if run.versions.experts_are_modules:
         model = with_expert_modules(model)
+    if run.attn.startswith("sdpa") and run.versions.sdpa_leaves_out_caps:
+        model = without_caps(model, always_masked=run.versions.masks_caps_always)
     if not training:
         _check_form(run, method)
     model = method.with_model(with_images(model, run, trainer), run)

@@ -257,7 +257,9 @@ def _quantizer(
             **skipped,
         )
     elif quant == "int8":
-        config = BitsAndBytesConfig(load_in_8bit=True, **skipped)
+        config = BitsAndBytesConfig(
+            load_in_8bit=True, llm_int8_threshold=run.llm_int8_threshold, **skipped
+        )
     else:
         raise MeasurementError(
             f"quant: {quant} needs a calibrated checkpoint and can't be profiled with random "

@@ -81,6 +81,7 @@ class Dtypes:
             `caching_allocator_warmup` of transformers 5.23, which runs where there is a device_map,
             as bitsandbytes makes one (`update_device_map`). Else the model is loaded to the host
             and moved tensor by tensor, as `Trainer.__init__` does.
+        finds_outliers: products in 8 bit look for inputs that reach a threshold.
     """
 
     mode: Mode
@@ -123,6 +124,7 @@ class Dtypes:
     wide_expert_biases: bool = False
     linears_keep_inputs: bool = False
     loads_at_once: bool = False
+    finds_outliers: bool = True
     kernels: FusedKernels = NO_KERNELS
 
     @property
@@ -243,6 +245,7 @@ def resolve_dtypes(
         quantises_experts=run.quantize_moe_experts,
         wide_expert_biases=quant == "mxfp4" and run.engine == TRANSFORMERS,
         loads_at_once=quant in BNB_QUANTS,
+        finds_outliers=run.llm_int8_threshold > 0,
     )
 
 

@@ -68,6 +68,7 @@ CACHE_GROUP_STEP = 8  # whole bytes of codes, whatever they are packed along
 # what is computed from them stays finite.
 MOST_COUNT = 10**9
 MOST_RATIO = 10**12
+INT8_THRESHOLD = 6.0  # of `BitsAndBytesConfig`
 # `TrainingArguments.optim` to ours; of several names, the first is written
 OPTIMIZER_NAMES: Mapping[str, Optimizer] = {
     "adamw_torch": "adamw_torch",
@@ -217,6 +218,7 @@ class RunConfig:
         use_rslora: scale adapters by the root of the rank; the bytes and the time are LoRA's.
         loraplus_lr_ratio: learning rate of B over that of A (LoRA+); so are they.
         quant_group_size: weights that share a scale in a GPTQ or AWQ checkpoint.
+        llm_int8_threshold: from where on bitsandbytes multiplies an input in 16 bit; 0: none.
         quantize_moe_experts: experts in one parameter are stored in 4 bit, too, and expanded a
             layer at a time, as Axolotl does.
         expandable_segments: setting of PyTorch's CUDA allocator.
@@ -285,6 +287,7 @@ class RunConfig:
     loraplus_lr_ratio: float = 1.0
     quant_group_size: int = 128
     expandable_segments: bool = False
+    llm_int8_threshold: float = INT8_THRESHOLD
     quantize_moe_experts: bool = False
     method_options: tuple[tuple[str, OptionValue], ...] = ()
     trainer: str = USUAL_TRAINER
@@ -367,6 +370,11 @@ class RunConfig:
         if not 0.0 <= self.shared_prompt_fraction <= 1.0:
             raise ConfigError(
                 f"shared_prompt_fraction: must be from 0 to 1, got {self.shared_prompt_fraction}"
+            )
+        if not 0.0 <= self.llm_int8_threshold <= MOST_COUNT:
+            raise ConfigError(
+                f"llm_int8_threshold: must be from 0 to {MOST_COUNT}, got "
+                f"{self.llm_int8_threshold}; 6 is usual, 0 looks for no outliers"
             )
         if self.request_rate is not None and not 0.0 < self.request_rate <= MOST_COUNT:
             raise ConfigError(

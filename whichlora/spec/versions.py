@@ -194,6 +194,20 @@ class Libraries:
         return not self.older("transformers", "5.13")
 
     @property
+    def sdpa_leaves_out_caps(self) -> bool:
+        """SDPA runs attentions whose scores have a soft cap (Gemma 2), without it; else eager does.
+
+        Read: Gemma 2's `_check_and_enable_sdpa` of 4.42 to 4.47, its `_supports_sdpa` of 5.20 and
+        5.21, with no cap in `sdpa_attention_forward` between.
+        """
+        return not self.older("transformers", "4.48") and self.older("transformers", "5.21")
+
+    @property
+    def masks_caps_always(self) -> bool:
+        """These classes hand SDPA a mask whatever is padded. Read: `_update_causal_mask`, 4.52."""
+        return self.older("transformers", "4.53")
+
+    @property
     def packs_queries(self) -> bool:
         """Where keys would be repeated, a single query's heads are packed per key head. Read."""
         return not self.older("transformers", "5.23")

@@ -14,11 +14,14 @@ class Chip:
         l2_bytes: of the second-level cache, or of a larger one behind it.
         l2_saves: of the time that a byte of memory takes, the share that it saves where that cache
             has it.
+        unpacking: how long the instructions take that unpack a byte of quantised weights, where
+            moving it takes 1.
     """
 
     num_multiprocessors: int | None = None
     l2_bytes: int | None = None
     l2_saves: float = 0.0
+    unpacking: float = 1.0
 
 
 UNKNOWN_CHIP = Chip()

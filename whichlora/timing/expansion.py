@@ -18,6 +18,7 @@ from whichlora.spec.dtypes import (
 )
 from whichlora.spec.numeric import Count, Real, ceil_div, smallest
 from whichlora.spec.run import FOUR_BIT_BNB
+from whichlora.timing.chip import Chip
 
 # Of nested scales, per scale: one read in 8 bits and written in fp32, the mean added in place, and
 # read by the kernel that expands the weight. Source: bitsandbytes 0.43 and 0.50.2
@@ -33,16 +34,16 @@ GATHERED_BYTES = {"gptq-int4": 1 + 1 + 2 + 2, "gptq-int8": 2 + 2 + 2 + 2}
 # Kernels of them: zeros are shifted, cast, masked and counted from one, weights shifted, cast,
 # masked, less the zero and scaled. GPTQModel widens the groups' index and gathers, twice each.
 OPERATOR_OPS, GATHERED_OPS = 9, 12
-# How much longer bitsandbytes' kernel took while it branched on the codes, by compute capability:
-# the middle of what its author states, 1.36 to 2.07 times on P100, A100 and H100, 1.25 to 1.8 on
-# T4, none for large matrices on A10, L4 and RTX 4090. V100 has as few operations per byte as they.
-# Kind: fitted. Source: bitsandbytes pull requests 1746 and 1747.
-BRANCHING = {"6.0": 1.7, "7.0": 1.7, "7.5": 1.5, "8.0": 1.7, "9.0": 1.7}
+# How many more instructions bitsandbytes' kernel had while it branched on the codes: the middle of
+# what its author states where these decide, 1.36 to 2.07 times on P100, A100 and H100. Kind:
+# fitted. Source: bitsandbytes pull request 1747.
+BRANCHING = 1.7
 
-# Rows of a tile of AutoAWQ's kernel, and of exllama's second, for each of which it unpacks the
-# weights anew. Source: AutoAWQ_kernels 0.0.9 gemm_cuda_gen.cu, `gemm_forward_4bit_cuda_m16n128k32`;
-# exllamav2 q_gemm.cu, `BLOCK_M_SIZE_MAX`.
-AWQ_TILE_ROWS, EXLLAMA_TILE_ROWS = 16, 8
+# Rows of a tile of AutoAWQ's kernel, and of exllama's first and second, for each of which it
+# unpacks the weights anew. Source: AutoAWQ_kernels 0.0.9 gemm_cuda_gen.cu,
+# `gemm_forward_4bit_cuda_m16n128k32`; AutoGPTQ 0.7.0 exllama q4_matmul.cu, `THREADS_Y`; exllamav2
+# q_gemm.cu, `BLOCK_M_SIZE_MAX`.
+AWQ_TILE_ROWS, EXLLAMA_TILE_ROWS = 16, {1: 1, 2: 8}
 
 
 def multiplies_stored(dtypes: Dtypes) -> bool:
@@ -70,7 +71,7 @@ def _stored_bytes(linear: Linear, dtypes: Dtypes) -> Real:
 def expansion_bytes(linear: Linear, dtypes: Dtypes) -> Real:
     """Bytes that expanding one matrix reads and writes; the product that reads it is left out.
 
-    Kind: exact per kernel; `BRANCHING` is fitted.
+    Kind: exact per kernel.
     Source: the kernels of bitsandbytes, GPTQ and AWQ read what is stored and write 16 bit, but for
     operators (`OPERATOR_BYTES`), nested scales and int8: bitsandbytes 0.50.2
     `MatMul8bitLt.backward` copies to 16 bit and scales the copy in place.
@@ -85,10 +86,18 @@ def expansion_bytes(linear: Linear, dtypes: Dtypes) -> Real:
         return stored + num_weights * moved
     if dtypes.quant not in FOUR_BIT_BNB:
         return stored + written
-    branches = dtypes.libraries.branches_on_codes and dtypes.device_kind == "cuda"
-    slower = BRANCHING.get(dtypes.compute_capability or "", 1.0) if branches else 1.0
     nested = NESTED_SCALE_BYTES * num_weights / BNB_BLOCK if dtypes.quant == "nf4-dq" else 0
-    return slower * (stored + written) + nested
+    return stored + written + nested
+
+
+def unpacking_time(dtypes: Dtypes, chip: Chip) -> float:
+    """How long it takes to unpack a byte, where moving it takes 1: the slower of both decides.
+
+    Kind: fitted. Source: `BRANCHING`; `timing.model.UNPACKING_SLOTS`.
+    """
+    by_kernel = dtypes.quant in FOUR_BIT_BNB and dtypes.device_kind == "cuda"
+    branches = by_kernel and dtypes.libraries.branches_on_codes
+    return max(1.0, chip.unpacking * (BRANCHING if branches else 1.0))
 
 
 def expansion_ops(dtypes: Dtypes) -> int:
@@ -113,7 +122,7 @@ def _tile_rows(dtypes: Dtypes) -> int | None:
     """Rows for which a fused kernel unpacks once; None if it does so once for all."""
     if dtypes.quant == "awq-int4" and dtypes.libraries.multiplies_awq_by_tiles:
         return AWQ_TILE_ROWS
-    return EXLLAMA_TILE_ROWS if exllama_kernels(dtypes) == 2 else None
+    return EXLLAMA_TILE_ROWS.get(exllama_kernels(dtypes))
 
 
 def forward_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> tuple[Real, Real]:

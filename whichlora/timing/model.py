@@ -37,7 +37,8 @@ PER_COUNT = (
 DEVICE_RATES = ("products", "weights")
 # Of these, the ones that change between versions and hosts of one engine: what a host takes to
 # launch and prepare, and the kernels of a quantisation library.
-STACK_FEATURES = ("dequant", "launch", "trainer", "constant", "engine")
+HOST_FEATURES = ("launch", "trainer", "constant", "engine")
+STACK_FEATURES = ("dequant", *HOST_FEATURES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +107,15 @@ _UNMEASURED_KINDS = ("cpu", "hpu")  # of which no product was measured
 # A100 and H100, as measured, and A40, by the law.
 _USUAL_SHARE = 0.82
 
-# What a kernel that Python launches costs the host: geometric mean and deviation of eight hosts
-# under eager PyTorch. Five of published decoding speeds on A100 (17, 18, 21, 22 and 25
-# microseconds; `docs/accuracy/published.md`), measured ones of H20 (12), H100 (19) and T4 (27).
+# What a kernel that Python launches costs the host: geometric mean and deviation of twelve hosts
+# under eager PyTorch. Six of published decoding speeds on A100 and A800 (17, 18, 20, 21, 22 and 25
+# microseconds; `docs/accuracy/published.md`), others of H20 (11), H100 (19), T4 (27, 28), and two
+# virtual machines beside an H100 (30) and an H200 (22).
 LAUNCH_S, LAUNCH_SPREAD = 20e-6, 0.27
+# The same where the card is for desktops, whose processors run one thread about twice as fast.
+# Three hosts: of an RTX 4090 (7.5), 4090 D (13) and 5090 (11). Kind: measured; the deviation is an
+# estimate, as such cards are rented beside slower processors, too.
+DESKTOP_LAUNCH_S, DESKTOP_LAUNCH_SPREAD = 10.5e-6, 0.35
 # The same of a kernel whose operator autograd records for a backward, and of one of that backward,
 # which C++ launches; in launches of a forward without a graph.
 # Kind: measured, `benchmarks/host_costs.py`: 1.2 to 1.4, and 0.7 to 1.0. By them the hosts of an
@@ -136,6 +142,17 @@ LAUNCH_KNOWN = 0.06
 # twice the deviation, training on A100 takes 18 for what quantised weights cost.
 KERNEL_S, KERNEL_SPREAD = 5e-6, 0.19
 
+# Such a time goes with the clock. By A100's, products of vLLM take 5.4 microseconds of its cycles
+# on A100, and 5.3 to 5.8 on H100, H200 and B200.
+_A100_CLOCK_HZ = 1.41e9
+_OF_FEW_CORES, _FEW_CORES = ("6.0", "7.0", "7.5", "8.0"), 64  # of a multiprocessor
+
+# Instructions times lanes that unpack a byte which a kernel reads or writes, at the efficiency of
+# the prior. Kind: fitted, geometric mean of bitsandbytes' kernels on A100, H100 and T4 (17, 14 and
+# 16; those of AutoGPTQ and AutoAWQ on A100 13 to 17).
+UNPACKING_SLOTS = 16.0
+_A100_ISSUED_PER_BYTE = 9.6
+
 # What a multiprocessor reads and writes of the second-level cache. Kind: measured, on one GPU:
 # elementwise kernels of 256 tokens, whose tensors an H200's cache holds, move 4.9 to 5.6 TB/s of
 # 132 multiprocessors, 1.7 microseconds of each kernel taken off (`benchmarks/gpu/kernel_times`).
@@ -154,7 +171,7 @@ _ACCELERATOR_PRIOR = {
     "attention": (1.0 / 0.45, 0.38),
     "cache": (1.0 / 0.45, 0.38),
     "elementwise": (1.0 / 0.8, 0.3),
-    "dequant": (1.0 / 0.5, 0.34),
+    "dequant": (1.0 / 0.8, 0.34),
     "optimizer": (1.0 / 0.8, 0.38),
     "kernels": (KERNEL_S, KERNEL_SPREAD),
     "launch": (LAUNCH_S, LAUNCH_SPREAD),
@@ -181,9 +198,9 @@ _CONSTANT_S = {
     "cpu": {"finetune": 10e-3, "prefill": 3e-3, "decode": 0.3e-3},
 }
 _CONSTANT_SPREAD = 1.0
-# What deviations are multiplied with in decoding, where nearly all of the time is one kind of work.
-# Kind: fitted, as they are: 0.4 for the device and 0.5 for the host are likeliest.
-_DECODING_SPREAD = 0.5
+# What deviations are multiplied with in decoding, where nearly all of the time is one kind of work:
+# of the device, and of its host. Kind: fitted, as they are.
+_DECODING_SPREAD, _DECODING_HOST_SPREAD = 0.5, 0.7
 # Of a run around its device. Kind: fitted, as the deviations above are: 0.11.
 PRIOR_NOISE = {"accelerator": 0.1, "cpu": 0.35}
 # How much wider the interval of a run is that the host decides: such runs scatter by 0.14, others
@@ -200,10 +217,20 @@ def prior(gpu: GpuSpec, phase: str) -> tuple[dict[str, float], dict[str, float]]
     kind = _kind_of(gpu)
     table = _CPU_PRIOR if kind == "cpu" else _ACCELERATOR_PRIOR
     table = table | {"constant": (_CONSTANT_S[kind][phase], _CONSTANT_SPREAD)}
-    share = _DECODING_SPREAD if kind == "accelerator" and phase == "decode" else 1.0
+    if is_for_desktops(gpu):
+        table["launch"] = (DESKTOP_LAUNCH_S, DESKTOP_LAUNCH_SPREAD)
+        table["trainer"] = (MODULE_S * DESKTOP_LAUNCH_S / LAUNCH_S, MODULE_SPREAD)
     mean = {name: value for name, (value, _) in table.items()}
-    spread = {name: share * value * relative for name, (value, relative) in table.items()}
+    spread = {name: value * relative for name, (value, relative) in table.items()}
+    if kind == "accelerator" and phase == "decode":
+        for name in spread:
+            spread[name] *= _DECODING_HOST_SPREAD if name in HOST_FEATURES else _DECODING_SPREAD
     return mean, spread
+
+
+def is_for_desktops(gpu: GpuSpec) -> bool:
+    """Whether its maker sells it for desktops. Kind: exact. Source: its name."""
+    return "GeForce" in gpu.name
 
 
 def _kind_of(gpu: GpuSpec) -> str:
@@ -360,11 +387,48 @@ def chip_of(gpu: GpuSpec, dtype: str) -> Chip:
 
     Kind: the datasheet's facts, and an estimate of the cache's speed. Source: `gpu.json`.
     """
-    saves = 0.0
+    saves, unpacking = 0.0, 1.0
     if gpu.num_multiprocessors is not None and gpu.is_timed:
         cached = L2_BYTES_PER_S * gpu.num_multiprocessors
         saves = max(0.0, 1 - gpu.bandwidth_bytes_per_s / cached)
-    return Chip(tiled_multiprocessors(gpu, dtype), gpu.l2_bytes, saves)
+    if gpu.is_timed and gpu.kind != "cpu":
+        unpacking = UNPACKING_SLOTS * gpu.bandwidth_bytes_per_s / issued_per_s(gpu, dtype)
+    return Chip(tiled_multiprocessors(gpu, dtype), gpu.l2_bytes, saves, unpacking)
+
+
+def issued_per_s(gpu: GpuSpec, dtype: str) -> float:
+    """Lanes times instructions that all multiprocessors issue in a second of a run in `dtype`.
+
+    Four schedulers issue one instruction of 32 lanes each cycle, on P100 two; where products lower
+    the clock, fewer. Of other makers' devices nothing is known: as many, beside their memory, as an
+    A100.
+
+    Kind: exact but for the clock. Source: the datasheet's fp32 rate; CUDA programming guide, table
+    of arithmetic instructions; `sustained_factor`.
+    """
+    if gpu.kind != "cuda" or "fp32" not in gpu.peak_flops_per_s:
+        return gpu.bandwidth_bytes_per_s * _A100_ISSUED_PER_BYTE
+    capability = gpu.compute_capability or ""
+    lanes = 64 if capability == "6.0" else 128
+    clock = min(1.0, sustained_factor(gpu, dtype))
+    return clock * gpu.peak_flops_per_s["fp32"] * lanes / (2 * cuda_cores(capability))
+
+
+def cuda_cores(capability: str) -> int:
+    """Fp32 cores of a multiprocessor. Kind: exact. Source: as of `issued_per_s`."""
+    return _FEW_CORES if capability in _OF_FEW_CORES else 128
+
+
+def kernel_time(gpu: GpuSpec) -> float:
+    """What a small kernel takes, where it takes 1 on an A100: starting one takes cycles.
+
+    Kind: estimate: of other makers' devices as on an A100.
+    Source: the datasheet's fp32 rate, of two operations for each core and cycle.
+    """
+    if gpu.kind != "cuda" or gpu.num_multiprocessors is None:
+        return 1.0
+    cores = cuda_cores(gpu.compute_capability or "") * gpu.num_multiprocessors
+    return _A100_CLOCK_HZ * 2 * cores / gpu.peak_flops_per_s["fp32"]
 
 
 def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
@@ -395,12 +459,12 @@ def features(work: Work, gpu: GpuSpec, *, dtype: str) -> dict[str, Real]:
         "elementwise": work.elementwise_bytes / bandwidth,
         "dequant": work.dequant_bytes / bandwidth,
         "optimizer": work.optimizer_bytes / bandwidth + work.optimizer_flops / wide_rate,
-        "kernels": kernels * (gpu.kind != "cpu"),
+        "kernels": kernels * kernel_time(gpu) * (gpu.kind != "cpu"),
         "launch": work.launches
         + (RECORDED_LAUNCH - 1) * work.recorded_launches
         + AUTOGRAD_LAUNCH * work.autograd_launches
         + UPDATE_LAUNCH * work.update_launches
-        + work.checkpoint_launches,
+        + work.host_launches,
         "trainer": work.walked_modules + 0.0 * work.launches,
         "constant": once,
         "engine": work.engine_steps + 0.0 * work.launches,

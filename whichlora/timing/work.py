@@ -18,7 +18,7 @@ from whichlora.memory.layer_bytes import reads_last
 from whichlora.memory.optimizer import Update, update_bytes, update_flops, update_launches
 from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
-from whichlora.spec.dtypes import Dtypes, expands_by_operators, is_quantised, runs_adapter
+from whichlora.spec.dtypes import Dtypes, is_quantised, runs_adapter
 from whichlora.spec.numeric import Count, Real, ceil_div, floor_div, is_plain, largest, smallest
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears
@@ -37,8 +37,8 @@ from whichlora.timing.chip import UNKNOWN_CHIP, Chip
 from whichlora.timing.expansion import (
     backward_bytes,
     expansion_bytes,
-    expansion_ops,
     forward_bytes,
+    unpacking_time,
     visited_matrices,
 )
 from whichlora.timing.mamba_work import (
@@ -47,6 +47,7 @@ from whichlora.timing.mamba_work import (
     scan_loop_ops,
 )
 from whichlora.timing.products import idle_flops
+from whichlora.timing.quant_launches import backward_launches, forward_launches
 from whichlora.timing.sparse_work import (
     choosing_flops_per_pair,
     indexer_linears,
@@ -58,6 +59,10 @@ from whichlora.timing.window_work import (
 from whichlora.trainers import get_trainer
 from whichlora.trainers.base import LogitsLoss
 
+# How long SDPA's memory-efficient kernel takes in 16 bit, where the flash kernel takes 1 for the
+# same products. Kind: fitted: 1.9, 1.9 and 2.3 in trainings of padded batches on an H100 and an H200.
+# Others measured 225 and 108 TFLOP/s of forwards on A100 (xformers issue 924, pull request 389).
+EFFICIENT_TIME = 2
 EXPERT_OPS = 8  # kernels of one expert's forward
 # `torch.where` of one expert's mask, whether a token chose it or not: a sum, and two kernels that
 # select; the host waits for the sum. What is run on no rows launches nothing.
@@ -107,15 +112,6 @@ _FOLDED_FORWARD_PASSES, _FOLDED_BACKWARD_PASSES = 76, 98
 # Of a loss without a graph: widened logits and what is computed of them.
 _FORWARD_PASSES = {"kernel": 12, "rows": 30, "softmax": 26}
 
-# What a quantised product launches beside its kernel: AWQ sums split results, 8-bit GPTQ widens
-# and narrows, 4 bits of bitsandbytes expand scales and look up their state in Python. Kind: fitted,
-# whole numbers from published decoding speeds of Qwen2 (AWQ, GPTQ) and Llama-2-7B (bitsandbytes).
-# With 8 bits inputs from 6.0 on are looked for (4), found (6) and multiplied apart (8), and inputs
-# and results are scaled (2). Kind: read, bitsandbytes 0.50.2 `int8_vectorwise_quant`,
-# `int8_mixed_scaled_mm`; every input of a large model has some: Dettmers et al. 2022,
-# arXiv:2208.07339, section 4.
-QUANT_OPS = {"awq-int4": 2, "gptq-int8": 2, "nf4": 5, "nf4-dq": 6, "fp4": 5, "int8": 20}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
@@ -126,12 +122,14 @@ class Work:
         wide_product_flops: those that are computed in fp32 whatever the dtype of the run.
         idle_flops: what the device could do while products do not fill it.
         weight_read_bytes: stored weights read by all passes.
-        attention_flops: scores and weighted values.
+        attention_flops: scores and weighted values; of a slower kernel, as many as the flash kernel
+            computes meanwhile.
         wide_attention_flops: those that are computed in fp32 whatever the dtype of the run.
         attention_bytes: the cache, read and written while decoding.
         elementwise_bytes: norms, activations, residuals, casts, loss, and the score matrices of
             eager attention: read and written.
-        dequant_bytes: quantised weights expanded to 16 bit and read back, all passes.
+        dequant_bytes: moved to expand quantised weights to 16 bit, all passes; where instructions
+            take longer, as many as memory moves meanwhile.
         optimizer_bytes: parameters, gradients and states read and written by the step, by clipping,
             and by summing the gradients of micro-batches.
         optimizer_flops: of the step in fp32, where they take longer than its bytes.
@@ -139,8 +137,8 @@ class Work:
         recorded_launches: those of them whose operators autograd records for a backward.
         autograd_launches: those that C++ launches: autograd in a backward, or a loop over groups.
         update_launches: those of the optimizer and of what is done to gradients before its step.
-        checkpoint_launches: launches that take the host as long as checkpointing beside the second
-            forward.
+        host_launches: launches that take the host as long as what Python does beside them, around
+            a second forward and for quantised weights.
         walked_modules: modules of the model that the trainer walks through around its micro-steps,
             while the device waits.
         engine_steps: turns of a serving engine's scheduler and sampler on the host, for which the
@@ -162,7 +160,7 @@ class Work:
     recorded_launches: Count = 0
     autograd_launches: Count = 0
     update_launches: Count = 0
-    checkpoint_launches: Count = 0
+    host_launches: Count = 0
     walked_modules: Count = 0
     engine_steps: Count = 0
 
@@ -435,6 +433,8 @@ def _attention_flops(
         # backward is two forwards, and half of one more where the kernel computes scores again
         halves = 2 * forwards + (5 if kernel in FUSED else 4) * backward
         products = share * rows * per_token * halves // 2
+        if kernel == "efficient" and dtypes.compute_bytes == 2:
+            products = products * EFFICIENT_TIME
         by_math = kernel == "math" and dtypes.compute_bytes == 2
         in_fp32 = by_math or (dtypes.widens_products and kernel != "flash")  # flash takes 16 bit
         flops, wide_flops = (
@@ -475,24 +475,6 @@ def _choosing_work(
         dequant_bytes=unpacked,
     )
     return once.times(forwards)
-
-
-def quant_ops(layer: Layer, dtypes: Dtypes) -> int:
-    """Kernels that the quantised products of one layer's forward add.
-
-    Kind: estimate. Source: kernels of traced layers of bitsandbytes 0.50.2.
-    """
-    quantised = sum(is_quantised(linear, dtypes) for linear in layer.linears)
-    fused = 0 if expands_by_operators(dtypes) else QUANT_OPS.get(dtypes.quant, 0)
-    return quantised * fused
-
-
-def unpacking_ops(layer: Layer, dtypes: Dtypes) -> int:
-    """Kernels that expand the weights of one layer's forward by torch's operators.
-
-    Kind: exact. Source: `expansion_ops`.
-    """
-    return expansion_ops(dtypes) * sum(is_quantised(each, dtypes) for each in layer.linears)
 
 
 def states_bytes_around(model: ModelSpec, dtypes: Dtypes) -> int:
@@ -596,10 +578,10 @@ def trained_layers(
     expanded_back, read_back = backward_bytes(layer, dtypes)
     dequant = count * (unpacked * (1 + recompute) + expanded_back)
     weight_read = weight_read + count * (expanded_read * (1 + recompute) + read_back)
-    of_quants = quant_ops(layer, dtypes)
-    unpacking = of_quants + unpacking_ops(layer, dtypes)
-    in_forward = between.forward.kernels + unpacking
-    again = (between.repeated.kernels + unpacking) * recompute
+    of_quants = forward_launches(layer, dtypes, tokens)
+    of_quants_back = backward_launches(layer, dtypes, tokens)
+    in_forward = between.forward.kernels + of_quants.kernels
+    again = (between.repeated.kernels + of_quants.kernels) * recompute
     first_is_recorded = not (recompute and run.use_reentrant)
     hooks = SAVED_TENSOR_HOOKS * first_is_recorded * between.forward.saves
     in_fp32 = count * 2 * tokens * wide_gradient_weights(layer, dtypes)
@@ -617,8 +599,10 @@ def trained_layers(
         dequant_bytes=dequant,
         launches=count * (in_forward + again),
         recorded_launches=count * (in_forward * first_is_recorded + again),
-        autograd_launches=count * (between.backward.kernels + of_quants),
-        checkpoint_launches=count * recompute * (CHECKPOINT_CALL + hooks),
+        autograd_launches=count * (between.backward.kernels + of_quants_back.kernels),
+        host_launches=count
+        * (recompute * (CHECKPOINT_CALL + hooks + of_quants.host) + of_quants.host)
+        + count * of_quants_back.host,
         walked_modules=count * _walked_modules(layer, run, adapters),
     )
     rows_of = partial(_rows_read, model, tokens, seq_len)
@@ -626,7 +610,12 @@ def trained_layers(
         _trained_adapter(linear, adapter, dtypes, recompute, count, rows_of(linear))
         for linear, adapter in adapters
     )
-    return Work.total((layers, attended.times(count), *in_step))
+    return _unpacked(Work.total((layers, attended.times(count), *in_step)), dtypes, chip)
+
+
+def _unpacked(layers: Work, dtypes: Dtypes, chip: Chip) -> Work:
+    """`layers` with `dequant_bytes` as they are on this chip."""
+    return replace(layers, dequant_bytes=layers.dequant_bytes * unpacking_time(dtypes, chip))
 
 
 def _trained_attentions(
@@ -1015,6 +1004,9 @@ def evaluation_work(
         dequant_bytes=again.dequant_bytes - once.dequant_bytes,
         optimizer_bytes=0 * tokens,
         launches=again.launches - once.launches + outside_ops(model),
+        host_launches=again.host_launches
+        - once.host_launches
+        - CHECKPOINT_CALL * sum(count for _, count in model.layers()),
     )
 
 
@@ -1290,7 +1282,7 @@ def served_layers(
     unpacked, expanded_read = forward_bytes(layer, dtypes, rows)
     dequant, weight_read = count * unpacked, weight_read + count * expanded_read
     kernels = between.kernels + _loop_kernels(group.layer, rows, 1 if alone else context)
-    kernels = kernels + quant_ops(layer, dtypes) + unpacking_ops(layer, dtypes)
+    of_quants = forward_launches(layer, dtypes, rows)
     layers = Work(
         product_flops=product_flops,
         idle_flops=count * _served_idle_flops(layer, rows, chip.num_multiprocessors),
@@ -1298,14 +1290,15 @@ def served_layers(
         attention_flops=attention_flops,
         elementwise_bytes=count * between.moved,
         dequant_bytes=dequant,
-        launches=count * kernels,
+        launches=count * (kernels + of_quants.kernels),
         autograd_launches=count * grouped_ops(layer, dtypes, rows),  # which C++ launches, too
+        host_launches=count * of_quants.host,
     )
     of_adapters = (
         _served_adapter(linear, adapter, count, method, dtypes, rows=rows, r=r)
         for linear, adapter in adapters
     )
-    return Work.total((layers, attended.times(count), *of_adapters))
+    return _unpacked(Work.total((layers, attended.times(count), *of_adapters)), dtypes, chip)
 
 
 def inference_work(
@@ -1380,5 +1373,6 @@ def inference_work(
         optimizer_bytes=0 * tokens,
         launches=launches,
         autograd_launches=layers.autograd_launches * (not serving),
+        host_launches=layers.host_launches * (not serving),
         engine_steps=int(serving) + 0 * tokens,
     )

@@ -14,7 +14,7 @@ from whichlora.memory.optimizer import library_of
 from whichlora.methods import get_method, weight_dtype
 from whichlora.predict.resolve import layout_of
 from whichlora.spec.plan import Keeping
-from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
+from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, INT8_THRESHOLD, RunConfig
 from whichlora.tasks import task_of
 from whichlora.trainers import get_trainer
 
@@ -170,6 +170,8 @@ def _loading_options(run: RunConfig, *, expanded: bool) -> dict[str, Any]:
             **skipped,
         )
     elif quant == "int8":
+        if run.llm_int8_threshold != INT8_THRESHOLD:
+            skipped["llm_int8_threshold"] = run.llm_int8_threshold
         options["quantization_config"] = call("BitsAndBytesConfig", load_in_8bit=True, **skipped)
     elif expanded:
         options["quantization_config"] = call("Mxfp4Config", dequantize=True)
