@@ -35,6 +35,7 @@ _PACKAGES = (
 )  # fmt: skip
 _YAML = "ruamel.yaml"  # what a file of another tool is read with, and nothing else
 _MODULES = ("__init__", "errors", "extras", "text", "units")
+_OF_PACKAGES = ("*.py", "*.json")
 _DATA = ("models_db", "calibration", "costs")
 _KINDS = ("*.json", "*.jsonl", "*.csv")
 _SCRIPTS = ("page.js", "theme.js", "worker.js")
@@ -106,7 +107,7 @@ def bundle() -> bytes:
     root = Path(whichlora.__file__).parent
     members = {f"whichlora/{name}.py": root / f"{name}.py" for name in _MODULES}
     for package in _PACKAGES:
-        for path in (root / package).rglob("*.py"):
+        for path in (each for kind in _OF_PACKAGES for each in (root / package).rglob(kind)):
             members[f"whichlora/{path.relative_to(root).as_posix()}"] = path
     members |= dict(_yaml_files())
     for name in _DATA:

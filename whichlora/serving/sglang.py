@@ -19,6 +19,7 @@ from whichlora.serving.command import shell_command
 from whichlora.serving.drafts import NOTE, UNTIMED, check_drafts, joint_entry, with_draft_layers
 from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS, TOKENIZED_S
+from whichlora.serving.known_models import check_known, known_note
 from whichlora.serving.other_flags import (
     ALL_TO_ALL,
     CAPTURED_SIZES,
@@ -363,6 +364,7 @@ def check(served: Served) -> None:
         ConfigError: one line.
     """
     check_model(served, keeps_states=not served.libraries.older("sglang", "0.5.3"))
+    check_known(served, "sglang")
     if served.run.quant in BNB_QUANTS:
         raise ConfigError(
             f"serving: sglang's bitsandbytes weights are not predicted, got quant "
@@ -462,6 +464,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     )
     lines += stage_notes(start, stage_layers(served), STAGES)
     lines += [NOTE] if served.options[DRAFTS] else []
+    lines += known_note(served, "sglang")
     if start.copies == 1 and (ranks := served.count(RANKS) or 1) > 1:
         lines.append(f"{RANKS} {ranks}: bytes are of each GPU")
     if start.copies > 1:

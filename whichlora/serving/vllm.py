@@ -19,6 +19,7 @@ from whichlora.serving.kernel_rates import (
     UNPACKING_PRODUCTS,
     CodeBlocks,
 )
+from whichlora.serving.known_models import check_known, known_note
 from whichlora.serving.other_flags import (
     ALL_TO_ALL,
     CAPTURED_SIZES,
@@ -115,6 +116,9 @@ COPIED_TOKEN_S = 50e-9
 HEAD_READS = 0.195
 # The release whose wheels dropped Volta, and what they need; the last release before it.
 CARD_SINCE, BEFORE_CARD = ("0.20", 7.5), "0.19.0"
+# The release whose wheels are the first for CUDA 12.8 and PyTorch 2.7, and the oldest cards that no
+# earlier one has kernels for; the first with kernels for 12.0.
+BLACKWELL_SINCE, FIRST_BLACKWELL = ("0.9", 10.0), "0.9.2"
 NEWER_CARDS_ONLY = ("awq-int4", "fp8", "w4a16", "mxfp4")  # quantised weights, of every release
 BLOCK_STEP = 16  # tokens, of which a block of the V1 engine is a multiple
 # AWQ's first kernel, before Marlin reads its codes, too. Kind: exact, but for the blocks resident,
@@ -219,6 +223,7 @@ def check(served: Served) -> None:
     run = served.run
     _check_card(served)
     check_model(served, keeps_states=not served.libraries.older("vllm", STATES_SINCE))
+    check_known(served, "vllm")
     check_sparse(served)
     _check_drafts(served)
     if served.model.unloaded_params and served.libraries.older("vllm", TEXT_ALONE):
@@ -268,12 +273,24 @@ def _check_experts(served: Served) -> None:
 
 
 def _check_card(served: Served) -> None:
-    """Refuse a Volta, which a release or its kernels for quantised weights leave out.
+    """Refuse a Volta that a release or its kernels leave out, and a Blackwell under an older one.
 
-    Source: vLLM 0.33.0 `get_min_capability` of quantization/awq.py and fp8.py, and of
-    compressed-tensors' schemes; github.com/vllm-project/vllm/pull/39878, whose wheels are for
-    CUDA 13 and PyTorch 2.11: neither has kernels for 7.0.
+    Wheels before 0.9 are for CUDA 12.4 or 12.1 and PyTorch 2.6 or older, without kernels for 10.0
+    and 12.0. Those of 0.9.0 and 0.9.1 have none for 12.0 of their own, and PTX for 10.0, which the
+    driver compiles: they are not refused.
+
+    Source: vLLM 0.8.5, 0.9.0 and 0.9.2 setup.py MAIN_CUDA_VERSION, requirements/cuda.txt and
+    docker/Dockerfile `torch_cuda_arch_list`; 0.33.0 `get_min_capability` of quantization/awq.py and
+    fp8.py, and of compressed-tensors' schemes; github.com/vllm-project/vllm/pull/39878, whose
+    wheels are for CUDA 13 and PyTorch 2.11: neither has kernels for 7.0.
     """
+    since, least = BLACKWELL_SINCE
+    if capability(served) >= least and served.libraries.older("vllm", since):
+        raise ConfigError(
+            f"serving: vllm {served.libraries.vllm} does not run on {served.gpu.key}: wheels "
+            f"before {since} have no kernels for compute capability {least} or newer; give "
+            f"libraries vllm={FIRST_BLACKWELL} or newer, or leave serving out"
+        )
     if capability(served) >= CARD_SINCE[1]:
         return
     quant, (since, least) = served.run.quant, CARD_SINCE
@@ -424,6 +441,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1",
     )
     lines += stage_notes(start, stage_layers(served), STAGES)
+    lines += known_note(served, "vllm")
     return tuple(lines)
 
 

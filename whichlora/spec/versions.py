@@ -84,6 +84,10 @@ class Libraries:
         """Whether `library` is older than `version`."""
         return _numbers(getattr(self, library)) < _numbers(version)
 
+    def newer(self, library: str, version: str) -> bool:
+        """Whether `library` is newer than `version`."""
+        return _numbers(getattr(self, library)) > _numbers(version)
+
     @property
     def splits_keys(self) -> bool:
         """SDPA's flash kernel has several blocks read one head's keys, which one block did before.

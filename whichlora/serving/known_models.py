@@ -1,0 +1,156 @@
+"""Which architectures a release of an engine knows: by the registries of its releases.
+
+`releases/<engine>.json` is written by `benchmarks/engine_models.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from whichlora.errors import ConfigError
+from whichlora.serving.base import Served
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.versions import Libraries
+
+FOLDER = Path(__file__).parent / "releases"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownModels:
+    """What the releases of one engine know.
+
+    Names of architectures are in small letters: transformers writes Phimoe, the hub PhiMoE.
+
+    Args:
+        engine: the field of `Libraries` that is its version.
+        releases: those whose registries were read, oldest first.
+        first: the first that knows an architecture.
+        last: the last that does, where a later one was read that does not.
+        backend: since when classes of transformers are run where the engine has none of its own,
+            by kind: "dense", "experts", "images". A kind that is missing never is.
+        not_for_backend: classes of transformers that it does not take.
+    """
+
+    engine: str
+    releases: tuple[str, ...]
+    first: Mapping[str, str]
+    last: Mapping[str, str]
+    backend: Mapping[str, str]
+    not_for_backend: frozenset[str]
+
+    def is_read(self, libraries: Libraries) -> bool:
+        """Whether the release is none that is older or newer than all that were read."""
+        oldest, newest = self.releases[0], self.releases[-1]
+        return not libraries.older(self.engine, oldest) and not libraries.newer(self.engine, newest)
+
+    def knows(self, libraries: Libraries, model: ModelSpec) -> bool:
+        """Whether the release has a class for `model`; True of a config that names none."""
+        names = architectures_of(model)
+        return not names or any(self._has(libraries, name.lower()) for name in names)
+
+    def _has(self, libraries: Libraries, name: str) -> bool:
+        first, last = self.first.get(name), self.last.get(name)
+        if first is None or libraries.older(self.engine, first):
+            return False
+        return last is None or not libraries.newer(self.engine, last)
+
+    def may_run_otherwise(self, libraries: Libraries, model: ModelSpec) -> bool:
+        """Whether the release may run the class that transformers has for `model`.
+
+        It does where the installed transformers has that class with its interface of attention.
+        Kind: upper bound. Source: vLLM 0.33.0 docs/models/supported_models.md, "Transformers":
+        full and sliding attention, and `_try_resolve_transformers` of its registry; SGLang 0.5.23
+        srt/model_loader/utils.py `resolve_transformers_arch`.
+        """
+        since = self.backend_since(model)
+        return bool(since) and not libraries.older(self.engine, since)
+
+    def backend_since(self, model: ModelSpec) -> str:
+        """The first release whose Transformers backend may take `model`; empty where none does."""
+        kinds = {attention.kind for layer, _ in model.layers() for attention in layer.attentions}
+        takes_none = any(name.lower() in self.not_for_backend for name in architectures_of(model))
+        if kinds != {"softmax"} or takes_none:
+            return ""
+        is_of_images = bool(model.unloaded_params) or "text_config" in model.config
+        asked = ["dense", *["experts"] * model.has_experts, *["images"] * is_of_images]
+        if any(kind not in self.backend for kind in asked):
+            return ""
+        return max((self.backend[kind] for kind in asked), key=self.releases.index)
+
+
+def architectures_of(model: ModelSpec) -> tuple[str, ...]:
+    """The classes that the config of `model` names."""
+    stated = model.config.get("architectures")
+    return tuple(name for name in stated if isinstance(name, str)) if stated else ()
+
+
+@cache
+def known_models(engine: str) -> KnownModels:
+    """What was read of `engine`, which has a file of its name."""
+    read = json.loads((FOLDER / f"{engine}.json").read_text(encoding="utf-8"))
+    return KnownModels(
+        engine=engine,
+        releases=tuple(read["releases"]),
+        first={name.lower(): release for name, release in read["first"].items()},
+        last={name.lower(): release for name, release in read["last"].items()},
+        backend=read["transformers_backend"],
+        not_for_backend=frozenset(
+            name.lower() for name in read["not_for_backend"]["architectures"]
+        ),
+    )
+
+
+def check_known(served: Served, engine: str) -> None:
+    """Refuse a model that the release of `engine` has no class for.
+
+    Nothing is refused of a release that was not read, nor where a class of transformers may do.
+
+    Raises:
+        ConfigError: one line.
+    """
+    known, libraries, model = known_models(engine), served.libraries, served.model
+    if not known.is_read(libraries) or known.knows(libraries, model):
+        return
+    if known.may_run_otherwise(libraries, model):
+        return
+    name = architectures_of(model)[0]
+    release = f"{engine} {getattr(libraries, engine)}"
+    first, last = known.first.get(name.lower()), known.last.get(name.lower())
+    since = known.backend_since(model)
+    if last is not None and libraries.newer(engine, last):
+        raise ConfigError(
+            f"serving: {release} does not know {name} any more; give libraries {engine}={last} "
+            "or leave serving out"
+        )
+    if first is not None:
+        raise ConfigError(
+            f"serving: {release} does not know {name}, {engine} {first} or newer does; give "
+            f"libraries {engine}={first}, or leave serving out"
+        )
+    if since:
+        raise ConfigError(
+            f"serving: {release} does not know {name}; give libraries {engine}={since} or newer, "
+            "which may run the class of transformers, or leave serving out"
+        )
+    raise ConfigError(
+        f"serving: {release} does not know {name}, nor does any release up to "
+        f"{known.releases[-1]}; leave serving out"
+    )
+
+
+def known_note(served: Served, engine: str) -> list[str]:
+    """What a user must know of a model that the release has no class of its own for."""
+    known, libraries, model = known_models(engine), served.libraries, served.model
+    if not known.is_read(libraries) or known.knows(libraries, model):
+        return []
+    first = known.first.get(architectures_of(model)[0].lower())
+    later = f", {engine} {first} does" if first and libraries.older(engine, first) else ""
+    return [
+        f"{engine} {getattr(libraries, engine)} has no class of its own for "
+        f"{architectures_of(model)[0]}{later}: it starts if the installed transformers has one "
+        "that its Transformers backend takes, and is predicted as with its own"
+    ]
