@@ -259,6 +259,42 @@ def test_axolotl_plugins(tmp_path: Path) -> None:
     assert any(text.startswith("lora_mlp_kernel: ") for text in read.assumed)
 
 
+CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
+
+
+@pytest.mark.parametrize(
+    ("lines", "head", "note"),
+    [
+        (f"plugins: [{CUT}]", "liger", f"plugins: {CUT.rpartition('.')[2]} is not predicted"),
+        (f"plugins: [{CUT}]\ncut_cross_entropy: true", "liger", "cut_cross_entropy: is not"),
+        (f"plugins: [{CUT}]\ncut_cross_entropy: false", "hf", ""),
+        ("cut_cross_entropy: true", "hf", "cut_cross_entropy: Axolotl reads it with CutCross"),
+        ("chunked_cross_entropy: true", "liger", "chunked_cross_entropy: is not predicted"),
+        ("liger_rms_norm: true", "hf", "liger_rms_norm: Axolotl reads it with LigerPlugin under"),
+    ],
+)
+def test_axolotl_s_plugins_decide_on_the_loss(
+    lines: str, head: str, note: str, tmp_path: Path
+) -> None:
+    text = AXOLOTL_LORA_8B + lines + "\n"
+    read = imported(tmp_path, lora_yml=text)
+    assert read.settings["loss_head"] == head
+    assert "trainer_options" not in read.settings
+    assert read.unknown == ()
+    notes = [text for text in read.assumed if not text.startswith("sample_packing")]
+    assert [each.startswith(note) for each in notes] == [True] * bool(note)
+
+
+def test_axolotl_s_plugins_beside_each_other(tmp_path: Path) -> None:
+    text = AXOLOTL_QLORA.replace("plugins: [", f"plugins: [{CUT}, ").replace(
+        "liger_fused_linear_cross_entropy: true", ""
+    )
+    read = imported(tmp_path, qlora_yml=text)
+    asked = json.loads(dict(read.settings["trainer_options"])["liger_kernel_config"])
+    assert {name for name, on in asked.items() if on} == {"rms_norm"}
+    assert read.settings["loss_head"] == "liger"
+
+
 def test_llamafactory_yaml_and_script_say_the_same(tmp_path: Path) -> None:
     of_yaml = imported(tmp_path, lora_yaml=LLAMAFACTORY)
     of_script = imported(tmp_path, lora_sh=LLAMAFACTORY_SCRIPT)

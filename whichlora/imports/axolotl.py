@@ -54,6 +54,8 @@ _LIGER = {
     "cross_entropy": ("liger_cross_entropy",),
     "fused_linear_cross_entropy": ("liger_fused_linear_cross_entropy",),
 }
+_LIGER_PLUGIN, _CUT_PLUGIN = "LigerPlugin", "CutCrossEntropyPlugin"
+_CUT, _CHUNKED = "cut_cross_entropy", "chunked_cross_entropy"
 _DIVIDES = (
     "tensor_parallel_size",
     "context_parallel_size",
@@ -205,13 +207,43 @@ def _attention(keys: Keys) -> str:
     return attention(keys, "attn_implementation", kernels, default="sdpa")
 
 
+def _loads_plugin(keys: Keys, plugin: str, key: str = "") -> bool:
+    """Whether the file loads `plugin`, without which Axolotl passes over its `key`.
+
+    Source: Axolotl 0.18 `integrations/config.py`, `merge_input_args`.
+    """
+    if any(name.rpartition(".")[2] == plugin for name in keys.names("plugins")):
+        return True
+    if key:
+        keys.assume(key, f"Axolotl reads it with {plugin} under plugins alone; assumed: it is off")
+    return False
+
+
+def _loss_in_parts(keys: Keys) -> dict[str, str]:
+    """The loss head where whole logits are never held; empty where nothing asks for it.
+
+    Source: Axolotl 0.18 `integrations/cut_cross_entropy/args.py`, `CutCrossEntropyArgs`: the
+    plugin turns its loss on by itself.
+    """
+    loads = _loads_plugin(keys, _CUT_PLUGIN, _CUT if keys.flag(_CUT) else "")
+    if loads and _CUT not in keys:
+        keys.assume("plugins", f"{_CUT_PLUGIN} is not predicted; assumed: Liger's loss")
+    elif (loads and keys.flag(_CUT)) or keys.flag(_CHUNKED):
+        name = _CUT if loads and keys.flag(_CUT) else _CHUNKED
+        keys.assume(name, "is not predicted; assumed: Liger's loss")
+    else:
+        return {}
+    return {"loss_head": "liger"}
+
+
 def _liger(keys: Keys) -> dict[str, Any]:
     """The kernels of Liger's plugin: those alone that the file names.
 
     Source: Axolotl 0.19 `integrations/liger/plugin.py`, `LigerPlugin.pre_model_load`.
     """
     on = {name: bool(sum(keys.flag(key) for key in names)) for name, names in _LIGER.items()}
-    if not any(on.values()):
+    asking = [key for names in _LIGER.values() for key in names if keys.flag(key)]
+    if not asking or not _loads_plugin(keys, _LIGER_PLUGIN, asking[0]):
         return {}
     return {
         "loss_head": "hf",
@@ -234,16 +266,12 @@ def _trainer(keys: Keys) -> dict[str, Any]:
     rl = _rl(keys)
     if keys.flag("process_reward_model"):
         keys.refuse("trainer", "process_reward_model", "rewards of each step are not predicted")
-    kernels = _liger(keys)
+    kernels, loss = _liger(keys), _loss_in_parts(keys)
     if rl or keys.flag("reward_model"):
         if kernels:
             keys.assume("liger_*", "are not predicted in this trainer; assumed: the model's code")
         return _preferences(keys, rl)
-    for name in ("cut_cross_entropy", "chunked_cross_entropy"):
-        if keys.flag(name):
-            keys.assume(name, "is not predicted; assumed: Liger's loss")
-            return {"loss_head": "liger"}
-    return kernels or {"loss_head": "hf"}
+    return {"loss_head": "hf", **kernels, **loss}
 
 
 def _preferences(keys: Keys, rl: str) -> dict[str, Any]:
