@@ -295,6 +295,57 @@ def test_axolotl_s_plugins_beside_each_other(tmp_path: Path) -> None:
     assert read.settings["loss_head"] == "liger"
 
 
+@pytest.mark.parametrize(
+    ("line", "kernel", "notes"),
+    [
+        ("xformers_attention: true", "sdpa-efficient", 1),
+        ("attn_implementation: xformers", "sdpa-efficient", 1),
+        ("sage_attention: true", "flash_attention_2", 1),
+        ("attn_implementation: sage", "flash_attention_2", 1),
+        ("flex_attention: true", "flash_attention_2", 1),
+        ("attn_implementation: kernels-community/vllm-flash-attn3", "flash_attention_2", 1),
+        ("sdp_attention: true", "sdpa", 0),
+    ],
+)
+def test_axolotl_s_kernels_of_attention_are_near_ones(
+    line: str, kernel: str, notes: int, tmp_path: Path
+) -> None:
+    read = imported(tmp_path, q_yml=AXOLOTL_QLORA.replace("flash_attention: true", line))
+    assert read.settings["attn"] == kernel
+    said = [text for text in read.assumed if f"is not predicted; assumed: {kernel}" in text]
+    assert len(said) == notes
+
+
+COLAB = """
+base_model: Qwen/Qwen3-14B
+load_in_4bit: true
+adapter: qlora
+lora_r: 32
+lora_alpha: 64
+lora_target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, down_proj, up_proj]
+xformers_attention: true
+plugins:
+  - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin
+sample_packing: true
+sequence_len: 4096
+micro_batch_size: 1
+gradient_accumulation_steps: 1
+gradient_checkpointing: true
+gradient_checkpointing_kwargs:
+  use_reentrant: false
+optimizer: paged_adamw_8bit
+fp16: true
+bf16: false
+"""
+
+
+def test_axolotl_s_notebook_for_a_t4_takes_what_it_took_there(tmp_path: Path) -> None:
+    (prediction,) = estimate(gpu="t4-16gb", from_file=files_of(tmp_path, colab_yaml=COLAB))
+    assert prediction.run.loss_head == "liger"
+    # the log of examples/colab-notebooks: 9.768GB (+3.287GB cache) after the first step
+    assert prediction.memory.peak_reserved_bytes == pytest.approx(13.055 * 2**30, rel=0.03)
+
+
 def test_llamafactory_yaml_and_script_say_the_same(tmp_path: Path) -> None:
     of_yaml = imported(tmp_path, lora_yaml=LLAMAFACTORY)
     of_script = imported(tmp_path, lora_sh=LLAMAFACTORY_SCRIPT)

@@ -27,6 +27,7 @@ from whichlora.imports.trainer import (
     allocator,
     attention,
     checkpointing,
+    known_kernel,
 )
 from whichlora.imports.trl import FULL_ROWS, PEFT_DEFAULT
 from whichlora.parallel import list_strategies
@@ -201,9 +202,7 @@ def _attention(keys: Keys) -> str:
     kernels = {name: name for name in KERNELS}
     for name, kernel in _LEGACY_ATTENTION.items():
         if keys.flag(name):
-            if kernel not in kernels:
-                keys.assume(name, "is not predicted; assumed: flash_attention_2")
-            return kernels.get(kernel, "flash_attention_2")
+            return known_kernel(keys, name, kernel, kernels)
     return attention(keys, "attn_implementation", kernels, default="sdpa")
 
 

@@ -169,15 +169,23 @@ def note_adapters(keys: Keys, *, read: bool) -> None:
         keys.refuse("method", asking, "adapters that a script of its own makes are not read")
 
 
+# PyTorch's memory-efficient kernel was xformers', and runs where flash attention does not
+_NEAREST = {"xformers": "sdpa-efficient", "sage": "flash_attention_2"}
+
+
 def attention(keys: Keys, name: str, kernels: Mapping[str, str], *, default: str) -> str:
     """The attention kernel, by the tool's own words; a switch, of older versions, is of flash."""
     switch = keys.raw(name)
     if isinstance(switch, bool):
         return "flash_attention_2" if switch else kernels[default]
-    asked = keys.word(name, default)
+    return known_kernel(keys, name, keys.word(name, default), kernels)
+
+
+def known_kernel(keys: Keys, name: str, asked: str, kernels: Mapping[str, str]) -> str:
+    """The kernel that `name` asks for, or with a note the nearest one."""
     if asked in kernels:
         return kernels[asked]
-    nearest = "flash_attention_2" if "fl" in asked else "sdpa"
+    nearest = _NEAREST.get(asked) or ("flash_attention_2" if "fl" in asked else "sdpa")
     keys.assume(name, f"{asked[:60]!r} is not predicted; assumed: {nearest}")
     return nearest
 
