@@ -149,6 +149,93 @@ def test_a_command_sets_the_arguments_of_its_script(tmp_path: Path) -> None:
     assert (read.settings["gpus"], read.settings["parallel"]) == (2, "ddp")
 
 
+QUICKSTART = """
+from trl import SFTConfig, SFTTrainer
+from datasets import load_dataset
+trainer = SFTTrainer(
+    model="Qwen/Qwen3-0.6B", args=SFTConfig(per_device_train_batch_size=4, max_length=1024),
+    train_dataset=load_dataset("trl-lib/Capybara", split="train"),
+)
+trainer.train()
+"""
+
+
+def test_a_trainer_of_trl_that_loads_the_model(tmp_path: Path) -> None:
+    read = imported(tmp_path, QUICKSTART)
+    assert (read.tool, read.unknown, read.refused) == ("python", (), {})
+    assert {
+        "model": "Qwen/Qwen3-0.6B",
+        "method": "full",
+        "seq_len": 1024,
+        "batch_size": 4,
+        "precision": "bf16",
+        "base_dtype": "float32",
+        "loss_head": "trl-fused",
+    }.items() <= read.settings.items()
+    assert any("dtype: is missing; assumed: loaded in float32, as TRL" in t for t in read.assumed)
+
+
+@pytest.mark.parametrize(
+    ("options", "base", "note"),
+    [
+        ('{"dtype": "bfloat16", "attn_implementation": "flash_attention_2"}', None, ""),
+        ("{'torch_dtype': torch.bfloat16}", None, ""),
+        ("of_a_function(x)", "float32", "is computed; assumed: loaded in float32"),
+    ],
+)
+def test_what_trl_is_told_of_the_model(
+    options: str, base: str | None, note: str, tmp_path: Path
+) -> None:
+    read = imported(
+        tmp_path, QUICKSTART.replace("SFTConfig(", f"SFTConfig(model_init_kwargs={options}, ")
+    )
+    assert read.settings.get("base_dtype") == base
+    assert (read.settings["attn"] == "flash_attention_2") == ("flash" in options)
+    assert read.unknown == ()
+    assert note in "".join(text for text in read.assumed if "dtype" in text)
+    assert any("dtype" in text for text in read.assumed) == bool(note)
+
+
+def test_a_quantised_model_that_trl_loads(tmp_path: Path) -> None:
+    quantised = (
+        "quantization_config=BitsAndBytesConfig(load_in_4bit=True), peft_config=LoraConfig(),"
+    )
+    text = QUICKSTART.replace("train_dataset", f"{quantised} train_dataset")
+    read = imported(tmp_path, text)
+    assert (read.settings["method"], read.settings["quant"]) == ("qlora", "fp4")
+    assert "base_dtype" not in read.settings
+    assert any("in which a quantised base computes; assumed: 16" in text for text in read.assumed)
+
+
+def test_a_script_of_grpo_in_the_form_of_trl_s_quickstart(tmp_path: Path) -> None:
+    read = imported(
+        tmp_path,
+        """
+config = GRPOConfig(max_prompt_length=512, max_completion_length=1024, num_generations=8)
+GRPOTrainer("Qwen/Qwen2.5-7B-Instruct", reward_funcs=reward, args=config).train()
+""",
+    )
+    assert (read.settings["model"], read.settings["trainer"]) == (
+        "Qwen/Qwen2.5-7B-Instruct",
+        "grpo",
+    )
+    assert (read.settings["seq_len"], read.unknown) == (1536, ())
+
+
+def test_a_model_that_the_script_loads_beside_a_trainer_of_its_name(tmp_path: Path) -> None:
+    """A reward model, say: whose name the trainer is given is the one that learns."""
+    judge = (
+        "judge = AutoModelForSequenceClassification.from_pretrained('a/judge', dtype='bfloat16')"
+    )
+    read = imported(tmp_path, judge + QUICKSTART)
+    assert (read.settings["model"], read.settings.get("task")) == ("Qwen/Qwen3-0.6B", None)
+
+
+def test_a_script_that_loads_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="loads no model with from_pretrained, nor hands a tra"):
+        imported(tmp_path, "SFTTrainer(model=model, args=args)")
+
+
 def test_a_classifier_of_the_trainer(tmp_path: Path) -> None:
     read = imported(tmp_path, CLASSIFIER)
     assert {

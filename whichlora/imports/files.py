@@ -12,7 +12,7 @@ from typing import Any, Literal
 from whichlora.config.document import parse_document, read_text
 from whichlora.errors import ConfigError
 from whichlora.imports.command import Command, Subcommands, is_script, training_command
-from whichlora.imports.python_calls import settings_in
+from whichlora.imports.python_calls import LOADS, settings_in
 from whichlora.units import MiB
 
 Kind = Literal["settings", "accelerate", "deepspeed", "command"]
@@ -70,10 +70,10 @@ def read_source(path: Path, tools: Subcommands, options: Mapping[str, Any] | Non
 
 def _of_python(path: Path, text: str, options: Mapping[str, Any]) -> Source:
     values, lines = settings_in(path, text, options)
-    if "from_pretrained" not in values:
+    if LOADS not in values:
         raise ConfigError(
-            f"{path}: loads no model with from_pretrained; give the configuration or the command "
-            "of the training, or its settings as options"
+            f"{path}: loads no model with from_pretrained, nor hands a trainer its name; give the "
+            "configuration or the command of the training, or its settings as options"
         )
     places = {name: f"{path}:{line}" for name, line in lines.items()}
     return Source(path=path, kind="settings", values=values, places=places, is_code=True)

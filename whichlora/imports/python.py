@@ -16,12 +16,13 @@ from whichlora.imports.trainer import (
     WITHOUT_EFFECT,
     attention,
     autocast,
+    beside_quantised,
     dtype,
     liger_options,
     precision,
     trainer_settings,
 )
-from whichlora.imports.trl import FULL_ROWS, PEFT_DEFAULT
+from whichlora.imports.trl import COMPLETION, FULL_ROWS, PEFT_DEFAULT, PROMPT, completed
 from whichlora.methods import list_methods
 from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.spec.targets import all_linears
@@ -151,6 +152,8 @@ def _length(keys: Keys) -> dict[str, int]:
             return {"seq_len": keys.count(name, _LENGTH)}
         if name in keys:
             return {"seq_len": _LENGTH}
+    if COMPLETION in keys and not any(map(keys.is_unread, (COMPLETION, PROMPT))):
+        return {"seq_len": completed(keys, _LENGTH)}
     keys.assume("max_length", f"is missing; assumed: {_LENGTH}")
     return {"seq_len": _LENGTH}
 
@@ -183,7 +186,7 @@ def adapter_settings(
         r, lora_alpha, targets: of the library, where the call does not say.
     """
     names = ("r", "lora_alpha", "lora_dropout", "target_modules")
-    if call not in keys and not any(f"{call}.{name}" in keys for name in names):
+    if keys.raw(call) is None and not any(f"{call}.{name}" in keys for name in names):
         return None
     table = {f"{call}.{name}": name for name in names[:3]}
     settings = keys.of_run(table, r=r, lora_alpha=lora_alpha, lora_dropout=0.0)
@@ -218,16 +221,20 @@ def _precision(
     keys: Keys, launch: Launch, quant: str, *, adapts: bool, is_trl: bool
 ) -> dict[str, Any]:
     names = ("from_pretrained.dtype", "from_pretrained.torch_dtype")
-    usual = "float32" if "Classification" in keys.word("from_pretrained") else "bfloat16"
+    loads = keys.word("from_pretrained")
+    by_trl = loads.endswith("Trainer")  # `create_model_from_path` of TRL, since 0.27
+    usual = "float32" if by_trl or "Classification" in loads else "bfloat16"
     read = [name for name in names if not keys.is_unread(name)]
     weights = dtype(keys, *read, default=usual)
     if not any(name in keys for name in read):
         why = "is missing" if len(read) == len(names) else "is computed"
-        keys.assume("from_pretrained.dtype", f"{why}; assumed: a checkpoint in {usual}")
+        what = "loaded in float32, as TRL does" if by_trl else f"a checkpoint in {usual}"
+        keys.assume("from_pretrained.dtype", f"{why}; assumed: {what}")
     computed = [name for name in ("bf16", "fp16") if keys.is_unread(name)]
     if computed:
         keys.assume(computed[0], "is computed; assumed: bf16")
     mixed = "bf16" if computed else autocast(keys, launch, default="bf16" if is_trl else "")
+    weights = beside_quantised(keys, "from_pretrained.dtype", weights, quant, mixed)
     widens = keys.flag("get_peft_model.autocast_adapter_dtype", True)
     narrows = not (adapts and widens) or (is_trl and quant in BNB_QUANTS)
     return precision(keys, mixed, weights, narrows_adapters=narrows)

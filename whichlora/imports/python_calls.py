@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from whichlora.imports.python_values import (
 )
 
 IMPORT = "import "  # before the name of a library
+LOADS = "from_pretrained"  # whose value is the class, or the trainer, that loads the model
 _NO_MODELS = ("Tokenizer", "Processor", "Config", "Peft", "FeatureExtractor", "GenerationConfig")
 _TRL_CONFIGS = ("SFT", "DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO", "Reward", "PPO", "GKD", "BCO")
-_NAMED_BY_CLASS = ("BitsAndBytesConfig", LORA)
+_QUANTISES = "BitsAndBytesConfig"
 _LENGTHS = ("seq_len", "seq_length", "max_len", "max_length", "max_seq_len", "max_seq_length")
 _OWN_PARSER = "HfArgumentParser"  # which reads training arguments of a command, too
+_INIT = "model_init_kwargs"
 _PREPARES = ("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
 
 
@@ -136,7 +138,8 @@ def settings_in(
 
     Keys of training arguments have no prefix; others that of their function or class, such as
     "LoraConfig.r". "Trainer" and "from_pretrained" name classes; "import trl" is a library. Of
-    several calls of a kind the first counts.
+    several calls of a kind the first counts. A model that a trainer is given by name is its own
+    to load, with `model_init_kwargs`.
 
     Args:
         options: that the script is given, beside the defaults of its own arguments.
@@ -155,23 +158,8 @@ def settings_in(
     calls, named = _calls_in(path, text, options)
     others = config_classes()
     for call in calls:
-        if call.name.endswith(TRAINING) or _is_trl_config(call.name):
-            note(call.line, call.options)
-        elif call.name.endswith("Trainer") and call.options:
-            note(call.line, {"Trainer": call.name})
-            # of TRL before 0.13
-            note(call.line, _some(call.options, "max_seq_length", "packing"))
-        elif call.name in _NAMED_BY_CLASS:
-            note(call.line, _prefixed(call.name, call.options))
-        elif call.name in others:
-            note(call.line, {call.name: True, **_prefixed(call.name, call.options)})
-        elif call.name == "get_peft_model":
-            note(call.line, {call.name: call.owner or True, **_prefixed(call.name, call.options)})
-        elif call.name in _PREPARES:
-            note(call.line, {_PREPARES[0]: call.options.get("use_gradient_checkpointing", True)})
-        elif call.name == "gradient_checkpointing_enable":
-            note(call.line, {call.name: True})
-        elif "truncation" in call.options:
+        note(call.line, _handed_over(call, others))
+        if "truncation" in call.options:
             name, earlier = "tokenizer.max_length", values.get("tokenizer.max_length")
             length = call.options.get("max_length", earlier)
             note(call.line, {} if length is None else {name: length})
@@ -183,16 +171,48 @@ def settings_in(
         stated = {name: value for name, value in options.items() if name not in named.own}
         note(1, named.training | stated)
     load = next(_model_loads(calls), None)
-    if load is not None:
-        note(load.line, {"from_pretrained": load.owner})
+    if load is not None and LOADS not in values:
+        note(load.line, {LOADS: load.owner})
         first = {"model": load.arguments[0]} if load.arguments else {}
-        note(load.line, _prefixed("from_pretrained", {**first, **load.options}))
+        note(load.line, _prefixed(LOADS, {**first, **load.options}))
+    if str(values.get(LOADS)).endswith("Trainer"):
+        line, own = lines.get(_INIT, 1), values.pop(_INIT, {})
+        own = own if isinstance(own, dict) else {"dtype": own} if own is not None else {}
+        note(line, _prefixed(LOADS, own))
     note(1, {f"{IMPORT}{module}": True for module in sorted(named.modules)})
     for name in named.names:
         several = named.named(name) if name.lower() in _LENGTHS else []
         if len(several) == 1 and isinstance(several[0], int):
             note(1, {"length": several[0]})
     return values, lines
+
+
+def _handed_over(call: Call, others: Container[str]) -> dict[str, Any]:
+    """What a call hands to a library that trains; empty where it is of another kind.
+
+    Args:
+        others: configs of PEFT but for LoRA's.
+    """
+    if call.name.endswith(TRAINING) or _is_trl_config(call.name):
+        return dict(call.options)
+    if call.name.endswith("Trainer") and call.options:
+        of_old_trl = _some(call.options, "max_seq_length", "packing")  # before 0.13
+        return {"Trainer": call.name, **_loaded_by(call), **of_old_trl}
+    if call.name == _QUANTISES:
+        return _prefixed(call.name, call.options)
+    if call.name == LORA or call.name in others:
+        return {call.name: True, **_prefixed(call.name, call.options)}
+    if call.name == "get_peft_model":
+        return {call.name: call.owner or True, **_prefixed(call.name, call.options)}
+    if call.name in _PREPARES:
+        return {_PREPARES[0]: call.options.get("use_gradient_checkpointing", True)}
+    return {call.name: True} if call.name == "gradient_checkpointing_enable" else {}
+
+
+def _loaded_by(trainer: Call) -> dict[str, Any]:
+    """What loads the model where its name is what the trainer is given, as TRL's takes it."""
+    given = trainer.options.get("model", next(iter(trainer.arguments), None))
+    return {LOADS: trainer.name, f"{LOADS}.model": given} if isinstance(given, str) else {}
 
 
 def _is_trl_config(name: str) -> bool:

@@ -155,6 +155,14 @@ def dtype(keys: Keys, *names: str, default: str) -> str:
     return default
 
 
+def beside_quantised(keys: Keys, name: str, weights: str, quant: str, mixed: str) -> str:
+    """`weights`, the dtype that `name` gives, or 16 bit under autocast of a quantised base."""
+    if quant == "none" or mixed == "no" or weights != "float32":
+        return weights
+    keys.assume(name, "is float32, in which a quantised base computes; assumed: 16 bit")
+    return "bfloat16"
+
+
 def note_adapters(keys: Keys, *, read: bool) -> None:
     """Say that keys ask for adapters, where all weights are trained.
 

@@ -17,6 +17,7 @@ from whichlora.imports.trainer import (
     WITHOUT_EFFECT,
     attention,
     autocast,
+    beside_quantised,
     dtype,
     liger_options,
     note_adapters,
@@ -24,7 +25,6 @@ from whichlora.imports.trainer import (
     trainer_settings,
 )
 from whichlora.parallel import get_strategy
-from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, DEFAULT_TARGETS, FOUR_BIT_BNB
 from whichlora.trainers import BUILT_IN, get_trainer
 
@@ -39,11 +39,11 @@ _TRAINERS = tuple(  # with the dtypes that are read below
 )
 _OTHERS = ("rloo", "orpo", "cpo", "gkd", "ppo", "online_dpo", "xpo", "bco", "prm")
 _SFT = "sft"
-_COMPLETION, _PROMPT = "max_completion_length", "max_prompt_length"
+COMPLETION, PROMPT = "max_completion_length", "max_prompt_length"
 _OF_OTHERS = dict.fromkeys(  # keys of other trainers, which a file without its command may have
     [
         *(option.name for name in _TRAINERS for option in get_trainer(name).options),
-        _PROMPT,
+        PROMPT,
     ]
 ).keys() - {"loss_type", *(option.name for option in get_trainer(_SFT).options)}
 _PROMPT_TOKENS = 512
@@ -96,9 +96,7 @@ def _adapter(keys: Keys, quant: str, *, adapts: bool) -> dict[str, Any]:
 def _precision(keys: Keys, launch: Launch, quant: str, *, adapts: bool) -> dict[str, Any]:
     weights = dtype(keys, "dtype", "torch_dtype", default="float32")
     mixed = autocast(keys, launch, default="bf16")
-    if quant != "none" and mixed != "no" and weights == "float32":
-        keys.assume("dtype", "is float32, in which a quantised base computes; assumed: 16 bit")
-        weights = "bfloat16"
+    weights = beside_quantised(keys, "dtype", weights, quant, mixed)
     # TRL narrows the adapters of a quantised base: `sft_trainer.py`, `_is_quantized_model`
     narrows = not adapts or quant in BNB_QUANTS
     return precision(keys, mixed, weights, narrows_adapters=narrows)
@@ -129,8 +127,8 @@ def _trainer(keys: Keys, launch: Launch) -> dict[str, Any]:
         "trainer": name,
         "trainer_options": tuple(sorted(stated)),
     }
-    if _COMPLETION in options:
-        settings["seq_len"] = _completed(keys, options[_COMPLETION])
+    if COMPLETION in options:
+        settings["seq_len"] = completed(keys, int(str(options[COMPLETION].default)))
     return settings
 
 
@@ -141,13 +139,11 @@ def _of_program(program: str) -> str:
     return max(named, key=len, default="")
 
 
-def _completed(keys: Keys, completion: Option) -> int:
+def completed(keys: Keys, default: int) -> int:
     """Tokens of a prompt with its completion, where the trainer writes that itself."""
-    if _PROMPT not in keys:
-        keys.assume(_PROMPT, f"is missing; assumed: {_PROMPT_TOKENS}")
-    return keys.count(_PROMPT, _PROMPT_TOKENS) + keys.count(
-        completion.name, int(str(completion.default))
-    )
+    if PROMPT not in keys:
+        keys.assume(PROMPT, f"is missing; assumed: {_PROMPT_TOKENS}")
+    return keys.count(PROMPT, _PROMPT_TOKENS) + keys.count(COMPLETION, default)
 
 
 # `trl/accelerate_configs`
