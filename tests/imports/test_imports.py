@@ -1,6 +1,7 @@
 """Files of other tools, as people have them: what is read, and what is said of the rest."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,39 @@ def test_axolotl_plugins(tmp_path: Path) -> None:
     assert read.settings["attn"] == "flash_attention_2"
     assert read.settings["gradient_checkpointing"] is False
     assert any(text.startswith("lora_mlp_kernel: ") for text in read.assumed)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("adapter: qlora", "Require cfg.load_in_4bit to be True for qlora"),
+        ("adapter: qlora\nload_in_8bit: true", "Can't load qlora in 8bit"),
+        ("adapter: qlora\nload_in_4bit: true\nload_in_8bit: true", "Can't load qlora in 8bit"),
+        ("adapter: qlora\ngptq: true", "Can't load qlora if gptq"),
+        ("load_in_4bit: true", "load_in_4bit: without an adapter is refused by Axolotl"),
+    ],
+)
+def test_storage_that_axolotl_refuses(lines: str, said: str, tmp_path: Path) -> None:
+    path = files_of(tmp_path, q_yml=f"base_model: {MODEL}\nlora_target_linear: true\n{lines}\n")
+    with pytest.raises(ConfigError, match=re.escape(said)) as error:
+        estimate(gpu=GPU, from_file=path)
+    assert "; write " in str(error.value)
+    if "qlora" in lines:
+        (prediction,) = estimate(gpu=GPU, from_file=path, quant="nf4-dq")
+        assert (prediction.run.method, prediction.run.quant) == ("qlora", "nf4-dq")
+
+
+@pytest.mark.parametrize(
+    ("lines", "quant"),
+    [("load_in_4bit: true", "none"), ("load_in_4bit: true\nload_in_8bit: true", "int8")],
+)
+def test_axolotl_s_lora_is_not_in_4_bit(lines: str, quant: str, tmp_path: Path) -> None:
+    text = AXOLOTL_LORA_8B.replace("load_in_8bit: true", lines)
+    (prediction,) = estimate(gpu=GPU, from_file=files_of(tmp_path, lora_yml=text))
+    assert (prediction.run.method, prediction.run.quant) == ("lora", quant)
+    assert any("Axolotl quantises nothing" in each for each in prediction.notes) == (
+        quant == "none"
+    )
 
 
 CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"

@@ -45,6 +45,13 @@ _LEGACY_ATTENTION = {
     "sdp_attention": "sdpa",
     "eager_attention": "eager",
 }
+_FOUR_BIT = "nf4-dq"
+# What Axolotl says of other storage beside `adapter: qlora`, and what else to write.
+_NO_QLORA: Mapping[str, tuple[str, str]] = {
+    "none": ("Require cfg.load_in_4bit to be True for qlora", ", or adapter: lora"),
+    "int8": ("Can't load qlora in 8bit", " in place of load_in_8bit, or adapter: lora"),
+    "gptq-int4": ("Can't load qlora if gptq", " in place of gptq, or adapter: lora"),
+}
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 # A kernel by Liger's own name, and the keys that ask for it.
 _LIGER = {
@@ -139,15 +146,35 @@ def _check_expanded(keys: Keys) -> None:
         keys.assume(name, "the Trainer refuses packed experts; assumed: dequantize: true")
 
 
+def _quant(keys: Keys, adapter: str) -> str:
+    """How the base is stored.
+
+    Source: Axolotl 0.18 `utils/schemas/peft.py`, `validate_adapter`, `validate_qlora`;
+    `loaders/model.py`, `_set_quantization_config`.
+    """
+    stored = {name: quantisation(name) for name in sorted(QUANTS)}
+    asked = keys.like(stored, quantisation("none")) or "int8"  # both: 8 bit, but of qlora
+    if keys.flag("gptq"):  # the checkpoint's own form
+        asked = "gptq-int4"
+    if adapter == "qlora" and asked != _FOUR_BIT:
+        says, instead = _NO_QLORA[asked]
+        text = f"'qlora' is refused by Axolotl ({says!r}); write load_in_4bit: true{instead}"
+        keys.refuse("quant", "adapter", text)
+        return _FOUR_BIT
+    if not adapter and asked in BNB_QUANTS:
+        name = "load_in_4bit" if asked == _FOUR_BIT else "load_in_8bit"
+        text = "without an adapter is refused by Axolotl; write adapter: qlora or lora, or false"
+        keys.refuse("quant", name, text)
+    elif adapter == "lora" and asked == _FOUR_BIT:
+        keys.assume("load_in_4bit", "of adapter: lora Axolotl quantises nothing; assumed: 16 bit")
+        return "none"
+    return asked
+
+
 def _adapter(keys: Keys) -> dict[str, Any]:
-    quant = keys.like({name: quantisation(name) for name in sorted(QUANTS)}, quantisation("none"))
-    if quant is None:
-        keys.refuse("quant", "load_in_4bit", "this storage of the base is not read from the file")
-    if keys.flag("gptq"):  # the checkpoint's own form (`loaders/model.py`)
-        quant = "gptq-int4"
-    quant = quant or "none"
-    _check_expanded(keys)
     adapter = keys.word("adapter")
+    quant = _quant(keys, adapter)
+    _check_expanded(keys)
     if not adapter:
         return method_settings(quant, adapts=False, use_dora=False, targets=())
     if adapter not in _ADAPTERS:
