@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from whichlora import estimate
 from whichlora.cli import main
 from whichlora.errors import ConfigError
 from whichlora.imports import Imported, import_files
@@ -103,12 +104,12 @@ def test_what_unsloth_compiles_is_trl_with_a_note(tmp_path: Path) -> None:
 
 
 def test_names_that_no_layer_has_are_passed_over(tmp_path: Path) -> None:
-    text = QLORA.replace('["q_proj"]', '["q_proj", "c_attn"]')
-    read = imported(tmp_path, text)
-    assert read.settings["target_modules"] == ("q_proj",)
-    assert any("c_attn: no layers of this model" in note for note in read.assumed)
-    none = imported(tmp_path, QLORA.replace('["q_proj"]', '["c_attn"]'))
-    assert none.settings["target_modules"] == ("c_attn",)
+    path = script(tmp_path, QLORA.replace('["q_proj"]', '["q_proj", "c_attn"]'))
+    (prediction,) = estimate(gpu="h100-sxm-80gb", from_file=path)
+    assert any("c_attn: no layers of this model" in note for note in prediction.notes)
+    none = script(tmp_path, QLORA.replace('["q_proj"]', '["c_attn"]'))
+    with pytest.raises(ConfigError, match="'c_attn' is no linear layer of"):
+        estimate(gpu="h100-sxm-80gb", from_file=none)
 
 
 def test_a_script_of_grpo_under_unsloth(tmp_path: Path) -> None:

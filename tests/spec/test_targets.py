@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from whichlora.errors import ConfigError
+from whichlora.families.experts import with_named_experts
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.targets import adapted, resolve_targets
+from whichlora.spec.targets import adapted, asked_names, resolve_targets, unmatched_targets
 from whichlora.store.models import find_model, list_models
 
 ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
@@ -39,6 +40,65 @@ def test_groups_and_names_add_up() -> None:
 def test_a_name_that_no_layer_has_lists_those_it_has() -> None:
     with pytest.raises(ConfigError, match=r"'c_attn' is no linear layer of .*down_proj, gate_proj"):
         resolve_targets(model(), ("c_attn",))
+
+
+def test_names_that_no_layer_has_are_passed_over_beside_others() -> None:
+    names = ("q_proj", "k_proj", "o_proj")  # GLM's latent attention has the last alone
+    spec = model("zai-org/GLM-4.7-Flash")
+    assert resolve_targets(spec, names) == ("o_proj",)
+    assert unmatched_targets(spec, names) == ("q_proj", "k_proj")
+    assert unmatched_targets(spec, ("all-linear", "attention", "default", "o_proj")) == ()
+    with pytest.raises(ConfigError, match=r"'q_proj', 'k_proj' are no linear layers of .*all-lin"):
+        resolve_targets(spec, names[:2])
+
+
+def test_a_name_may_end_in_one_that_layers_have() -> None:
+    assert resolve_targets(model(), ("self_attn.q_proj", "mlp.up_proj")) == ("q_proj", "up_proj")
+    bert = model("google-bert/bert-base-uncased")
+    for name in ("self.query", "attention.self.query"):
+        assert resolve_targets(bert, (name,)) == ("query",)
+    assert unmatched_targets(model(), ("self_attn.q_proj", "self_attn.c_attn")) == (
+        "self_attn.c_attn",
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp.q_proj", "self_attn.up_proj", "foo.q_proj", "q_proj.x", "model.mlp.q_proj"]
+)
+def test_a_module_that_is_not_around_a_matrix_has_no_match(name: str) -> None:
+    with pytest.raises(ConfigError, match="is no linear layer"):
+        resolve_targets(model(), (name,))
+
+
+def test_a_part_of_the_layers_of_a_name_is_not_predicted() -> None:
+    with pytest.raises(ConfigError, match=r"is of one layer, which is not.*; give 'q_proj'"):
+        resolve_targets(model(), ("layers.0.self_attn.q_proj",))
+    with pytest.raises(
+        ConfigError, match=r"is a part of the layers called 'q_proj'.*give 'q_proj'"
+    ):
+        resolve_targets(model("facebook/bart-base"), ("self_attn.q_proj",))
+
+
+def test_names_that_parts_of_experts_had_mean_their_parameters() -> None:
+    """peft 0.21.2 `_convert_peft_config_moe`."""
+    spec = model("Qwen/Qwen3-30B-A3B")
+    names = (*ATTENTION, *MLP)
+    targets = resolve_targets(spec, names)
+    assert targets == tuple(sorted((*ATTENTION, "down_proj", "gate_up_proj")))
+    assert asked_names(spec, targets) == tuple(sorted(names))
+    assert unmatched_targets(spec, names) == ()
+    mixtral = model("mistralai/Mixtral-8x7B-v0.1")
+    assert resolve_targets(mixtral, ("w1", "w2", "w3")) == ("down_proj", "gate_up_proj")
+    assert asked_names(mixtral, ("gate_up_proj", "q_proj")) == ("q_proj", "w1", "w3")
+    assert unmatched_targets(mixtral, ("q_proj", *MLP)) == ("down_proj", "gate_proj", "up_proj")
+    with pytest.raises(ConfigError, match="PEFT refuses 'up_proj' without gate_proj"):
+        resolve_targets(model("Qwen/Qwen3-Next-80B-A3B-Instruct"), ("up_proj", "q_proj"))
+
+
+def test_one_projection_is_enough_for_unsloth() -> None:
+    spec = with_named_experts(model("Qwen/Qwen3-30B-A3B"))
+    assert resolve_targets(spec, ("up_proj", "q_proj")) == ("gate_up_proj", "q_proj")
+    assert asked_names(spec, ("gate_up_proj",)) == ("gate_proj", "up_proj")
 
 
 def test_the_head_and_the_embedding_are_no_targets_and_the_answer_says_what_is() -> None:

@@ -8,13 +8,19 @@ Source: `peft.utils.transformers_weight_conversion`, compared on meta-device mod
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from whichlora.spec.architecture import Layer, Linear, Mlp, ModelSpec, Moe, Tower
 
-_MIXTRAL = frozenset({"gate", "w1", "w2", "w3"})
-_PROJECTIONS = frozenset({"gate", "gate_proj", "up_proj", "down_proj"})
-TRANSLATED: dict[str, frozenset[str]] = {
+_Names = Mapping[str, tuple[str, ...]]  # of a parameter → those that its parts had as modules
+_MIXTRAL: _Names = {"gate": ("gate",), "gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+_PROJECTIONS: _Names = {
+    "gate": ("gate",),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+TRANSLATED: dict[str, _Names] = {
     "mixtral": _MIXTRAL,
     "minimax_m2": _MIXTRAL,
     "cohere2_moe": _PROJECTIONS,
@@ -95,11 +101,11 @@ def with_adapter_ranks(spec: ModelSpec) -> ModelSpec:
     return replace(spec, tower=tower, idle_linears=(*spec.idle_linears, reached))
 
 
-def _groups(spec: ModelSpec, names: frozenset[str]) -> ModelSpec:
+def _groups(spec: ModelSpec, names: _Names) -> ModelSpec:
     return spec.with_layers(lambda layer: _layer(layer, names))
 
 
-def _tower(tower: Tower, names: frozenset[str]) -> Tower:
+def _tower(tower: Tower, names: _Names) -> Tower:
     """The names are those of a whole model: matrices of a tower that share them get none, too."""
     stack = _groups(tower.stack, names)
     linears = _linears(stack.head_linears, names)
@@ -109,7 +115,8 @@ def _tower(tower: Tower, names: frozenset[str]) -> Tower:
 def with_named_experts(spec: ModelSpec) -> ModelSpec:
     """`spec` where parameters of experts are named to PEFT: nothing is translated.
 
-    Kind: exact. Source: peft 0.21.2 `LoraConfig.target_parameters`.
+    Kind: exact. Source: peft 0.21.2 `LoraConfig.target_parameters`; unsloth `models/_utils.py`,
+    `get_moe_target_parameters`, which names them by the names of projections.
     """
     return spec.with_layers(_with_named_experts)
 
@@ -118,7 +125,7 @@ def _with_named_experts(layer: Layer) -> Layer:
     if layer.moe is None:
         return layer
     expert = layer.moe.expert
-    linears = tuple(replace(linear, adapter_rank=1) for linear in expert.linears)
+    linears = tuple(_named_expert(linear) for linear in expert.linears)
     router = layer.moe.router
     if not router.is_module:
         router = replace(router, adapter_rank=0)
@@ -126,7 +133,12 @@ def _with_named_experts(layer: Layer) -> Layer:
     return replace(layer, moe=named)
 
 
-def _layer(layer: Layer, names: frozenset[str]) -> Layer:
+def _named_expert(linear: Linear) -> Linear:
+    parts = _PROJECTIONS.get(linear.name, ())
+    return replace(linear, adapter_rank=1, asked_as=parts, needs_all=False)
+
+
+def _layer(layer: Layer, names: _Names) -> Layer:
     return replace(
         layer,
         attentions=tuple(
@@ -138,7 +150,7 @@ def _layer(layer: Layer, names: frozenset[str]) -> Layer:
     )
 
 
-def _moe(moe: Moe, names: frozenset[str]) -> Moe:
+def _moe(moe: Moe, names: _Names) -> Moe:
     return replace(
         moe,
         expert=_mlp(moe.expert, names),
@@ -147,15 +159,17 @@ def _moe(moe: Moe, names: frozenset[str]) -> Moe:
     )
 
 
-def _mlp(mlp: Mlp, names: frozenset[str]) -> Mlp:
+def _mlp(mlp: Mlp, names: _Names) -> Mlp:
     return replace(mlp, linears=_linears(mlp.linears, names))
 
 
-def _linears(linears: tuple[Linear, ...], names: frozenset[str]) -> tuple[Linear, ...]:
+def _linears(linears: tuple[Linear, ...], names: _Names) -> tuple[Linear, ...]:
     return tuple(_linear(linear, names) for linear in linears)
 
 
-def _linear(linear: Linear, names: frozenset[str]) -> Linear:
+def _linear(linear: Linear, names: _Names) -> Linear:
     if linear.is_module:
-        return replace(linear, adapter_rank=0) if linear.name in names else linear
-    return replace(linear, adapter_rank=2 if linear.name == "gate_up_proj" else 1)
+        is_theirs = any(linear.name in parts for parts in names.values())
+        return replace(linear, adapter_rank=0) if is_theirs else linear
+    parts = names.get(linear.name, ())
+    return replace(linear, adapter_rank=max(1, len(parts)), asked_as=parts)

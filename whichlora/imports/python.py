@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from whichlora.errors import ConfigError
 from whichlora.imports.base import Keys, Launch, Tool, method_settings
 from whichlora.imports.peft_configs import other_adapter
 from whichlora.imports.trainer import (
@@ -24,9 +22,7 @@ from whichlora.imports.trainer import (
 )
 from whichlora.imports.trl import COMPLETION, FULL_ROWS, PEFT_DEFAULT, PROMPT, completed
 from whichlora.methods import list_methods
-from whichlora.spec.run import ALL_LINEAR, BNB_QUANTS, FOUR_BIT_BNB
-from whichlora.spec.targets import all_linears
-from whichlora.store.hub import load_model
+from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.trainers import Trainer, liger, list_trainers
 
 _LENGTH = 2048  # assumed where a script names none
@@ -47,7 +43,6 @@ IDLE = (
     *("chat_template_path", "eos_token", "pad_token", "shuffle_dataset"),
 )
 _LAYER = re.compile(r"[\w.-]+")
-_OUTSIDE = (ALL_LINEAR, "embed_tokens", "lm_head")  # of the layers
 _KBIT = "prepare_model_for_kbit_training"
 
 
@@ -198,23 +193,7 @@ def adapter_settings(
     if any(not _LAYER.fullmatch(name) for name in named):
         keys.refuse("target_modules", chosen, "a pattern of names is not read")
     dora = not keys.refuse_unread("method", switch) and keys.flag(switch)
-    layers = _known_layers(keys, chosen, named or targets)
-    return settings | method_settings(quant, adapts=True, use_dora=dora, targets=layers)
-
-
-def _known_layers(keys: Keys, key: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """`names` without those that no layer has, which PEFT passes over beside others.
-
-    Source: peft 0.21.2 `BaseTuner.inject_adapter`, which looks for a match of any.
-    """
-    known: tuple[str, ...] = ()
-    with contextlib.suppress(ConfigError):
-        layers = {linear.name for linear in all_linears(load_model(model_name(keys)))}
-        known = tuple(name for name in names if name in (*layers, *_OUTSIDE))
-    if known and len(known) < len(names):
-        over = ", ".join(name for name in names if name not in known)
-        keys.assume(key, f"{over}: no layers of this model; PEFT passes over them")
-    return known or names
+    return settings | method_settings(quant, adapts=True, use_dora=dora, targets=named or targets)
 
 
 def _precision(

@@ -113,6 +113,10 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
             f"gradient_checkpointing is off: the {job.model.model_type} of transformers has none"
         )
     notes += job.method.notes(run, adapted_experts)
+    if over := job.passed_over:
+        notes.append(
+            f"target_modules: {', '.join(over)}: no layers of this model, which PEFT passes over"
+        )
     if run.phase == "finetune":
         notes += job.trainer.notes(run)
         notes += job.trainer.notes_of(run, job.model.model_type)

@@ -43,7 +43,13 @@ from whichlora.spec.run import (
     TRANSFORMERS,
     RunConfig,
 )
-from whichlora.spec.targets import adapted_linears, check_saved_modules, resolve_targets
+from whichlora.spec.targets import (
+    adapted_linears,
+    asked_names,
+    check_saved_modules,
+    resolve_targets,
+    unmatched_targets,
+)
 from whichlora.symbolic.kernels import runs_efficient
 from whichlora.symbolic.layer import result_bytes
 from whichlora.tasks import Task, task_of
@@ -143,16 +149,25 @@ class ResolvedRun:
     def peft_targets(self) -> str | tuple[str, ...]:
         """PEFT's `target_modules`: its word for all linears, which includes experts, or names."""
         by_name = self.method.find_targets is not None or self.method.names_targets
+        names = asked_names(self.model, self.targets)
         if self.run.target_modules != (ALL_LINEAR,) or by_name:
-            return self.targets
+            return names
         if any(linear.is_refused for layer, _ in self.model.layers() for linear in layer.linears):
-            return self.targets
+            return names
         task, head = task_of(self.run), self.model.label_head
         copied_whole = head is not None and head.transform is not None and head.transform.in_head
         if task is not None and (task.linears_by_name or copied_whole):
-            return self.targets
+            return names
         every = resolve_targets(self.model, (ALL_LINEAR,), modules_only=False)
-        return ALL_LINEAR if set(every) == set(self.targets) else self.targets
+        return ALL_LINEAR if set(every) == set(self.targets) else names
+
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        """Names of `target_modules` that no layer has."""
+        if not self.targets or self.method.find_targets is not None:
+            return ()
+        modules_only = _adapts_modules_only(self.run, self.method)
+        return unmatched_targets(self.model, self.run.target_modules, modules_only=modules_only)
 
     @property
     def size_names(self) -> tuple[str, ...]:
@@ -221,8 +236,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
         check_quantisable(model, run.cache_format)
     targets: tuple[str, ...] = ()
     if not method.trains_base and (training or run.serve == "as-trained"):
-        # PEFT can't wrap a parameter that is expanded when it is read
-        modules_only = method.folded is None or run.quantize_moe_experts or run.quant == "mxfp4"
+        modules_only = _adapts_modules_only(run, method)
         if method.find_targets is not None:
             targets = method.find_targets(model, run.target_modules)
         else:
@@ -372,6 +386,11 @@ def _check_scoring(run: RunConfig, task: Task) -> None:
                 f"{setting}: {getattr(run, setting)} is for models that write texts, and task "
                 f"{task.name} has one that reads them; leave {setting} out"
             )
+
+
+def _adapts_modules_only(run: RunConfig, method: Method) -> bool:
+    """Whether bare parameters get none: PEFT can't wrap one that is expanded when it is read."""
+    return method.folded is None or run.quantize_moe_experts or run.quant == "mxfp4"
 
 
 def _dtypes_of(

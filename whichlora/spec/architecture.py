@@ -90,6 +90,9 @@ class Linear:
         transposed: a `Conv1D`, whose weight is [in, out] (GPT-2).
         adapter_rank: how many times the asked rank its adapter gets from PEFT, 0 for none; None
             for the rule: 1 for a module, 0 for a bare parameter.
+        asked_as: names that PEFT takes for this parameter: those that its parts had as modules in
+            transformers 4.
+        needs_all: a user has to give all of them (PEFT); else one means all (Unsloth).
         is_refused: PEFT raises an error where it is among the targets, "all-linear" included
             (`out_proj` of Mamba), so that targets are given by name.
         weight_only: the class multiplies by the weight without calling the module, whose adapter
@@ -110,6 +113,8 @@ class Linear:
     is_module: bool = True
     transposed: bool = False
     adapter_rank: int | None = None
+    asked_as: tuple[str, ...] = ()
+    needs_all: bool = True
     quantisable: bool = True
     is_subclass: bool = False
     is_refused: bool = False

@@ -42,20 +42,15 @@ def resolve_targets(
 
     "all-linear" is every matrix that PEFT adapts, the output head left out; "attention" is the
     projections of the attention blocks; "default" is what PEFT adapts where nobody names any.
+    Names that no layer has are passed over beside others, as PEFT does (`unmatched_targets`).
 
     Args:
         modules_only: bare parameters, such as those of experts, can get no adapter.
 
     Raises:
-        ConfigError: a name that no layer of the model has, or nothing to adapt.
+        ConfigError: no name that a layer of the model has, or one that means a part of its layers.
     """
-    adaptable = [
-        linear
-        for linear in (*all_linears(model), *model.outer_linears, *tower_linears(model))
-        if linear.rank_multiple
-    ]
-    bare = {linear.name for linear in adaptable if modules_only and not linear.is_module}
-    candidates = {linear.name for linear in adaptable} - bare
+    candidates = _candidates(model, modules_only=modules_only)
     if not candidates:
         raise ConfigError(
             f"target_modules: {model.name} has no linear layer that can be adapted; use method full"
@@ -65,28 +60,133 @@ def resolve_targets(
         if target == DEFAULT_TARGETS:
             names |= set(_defaults_of(model))
         elif target == ALL_LINEAR:
-            names |= candidates
+            names |= candidates.keys()
         elif target == ATTENTION:
-            names |= {
-                linear.name
-                for layer, _ in model.layers()
-                for attention in layer.attentions
-                for linear in attention.linears
-                if linear.rank_multiple
-            }
-        elif target in candidates:
-            names.add(target)
+            names |= _of_attention(model)
+        elif found := _named(model, target, candidates):
+            _check_parts(target, found, target_modules)
+            names.add(found.name)
         elif target in _outside(model):
             raise ConfigError(
                 f"target_modules: an adapter of {target!r} is not predicted; leave it out, or "
                 "train it as a whole with modules_to_save"
             )
-        else:
-            raise ConfigError(
-                f"target_modules: {target!r} is no linear layer of {model.name}; accepted are "
-                f"{', '.join(sorted(candidates))}, all-linear, attention and default"
-            )
+    if not names:
+        listed = ", ".join(repr(target) for target in target_modules)
+        what = "is no linear layer" if len(target_modules) == 1 else "are no linear layers"
+        accepted = {each for linear in candidates.values() for each in linear.asked_as} | {
+            linear.name for linear in candidates.values() if not linear.asked_as
+        }
+        raise ConfigError(
+            f"target_modules: {listed} {what} of {model.name}; accepted are "
+            f"{', '.join(sorted(accepted))}, all-linear, attention and default"
+        )
     return tuple(sorted(names))
+
+
+def unmatched_targets(
+    model: ModelSpec, target_modules: tuple[str, ...], *, modules_only: bool = False
+) -> tuple[str, ...]:
+    """The names among `target_modules` that no layer has.
+
+    Source: peft 0.21.2 `BaseTuner.inject_adapter`, which stops where no name has a match.
+    """
+    candidates = _candidates(model, modules_only=modules_only)
+    known = (ALL_LINEAR, ATTENTION, DEFAULT_TARGETS)
+    return tuple(
+        target
+        for target in target_modules
+        if target not in known and _named(model, target, candidates) is None
+    )
+
+
+def asked_names(model: ModelSpec, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """What PEFT is told for the layers `targets`: parameters of experts by their older names."""
+    parts = {linear.name: linear.asked_as for linear in all_linears(model) if linear.asked_as}
+    names = {name for target in targets for name in parts.get(target, (target,))}
+    return tuple(sorted(names))
+
+
+def _candidates(model: ModelSpec, *, modules_only: bool) -> dict[str, Linear]:
+    """Matrices that can get an adapter, one of each name."""
+    adaptable = [
+        linear
+        for linear in (*all_linears(model), *model.outer_linears, *tower_linears(model))
+        if linear.rank_multiple
+    ]
+    bare = {linear.name for linear in adaptable if modules_only and not linear.is_module}
+    return {linear.name: linear for linear in adaptable if linear.name not in bare}
+
+
+def _of_attention(model: ModelSpec) -> set[str]:
+    return {
+        linear.name
+        for layer, _ in model.layers()
+        for attention in layer.attentions
+        for linear in attention.linears
+        if linear.rank_multiple
+    }
+
+
+# What is around a matrix in models of transformers.
+_ATTENTION_MODULES = frozenset(
+    {"self_attn", "self_attention", "attention", "attn", "self", "attention.self"}
+)
+_MLP_MODULES = frozenset({"mlp", "feed_forward", "ffn"})
+
+
+def _named(model: ModelSpec, target: str, candidates: Mapping[str, Linear]) -> Linear | None:
+    """The matrices called `target`, or which end so after a dot.
+
+    Source: peft 0.21.2 `check_target_module_exists`, and `_convert_peft_config_moe` for the names
+    that parts of a parameter had.
+
+    Raises:
+        ConfigError: a module before the dot is one of several around such a matrix.
+    """
+    parent, _, leaf = target.rpartition(".")
+    of_parts = {part: each for each in candidates.values() for part in each.asked_as}
+    if leaf in of_parts:
+        return of_parts[leaf]
+    found = candidates.get(leaf)
+    if found is None or found.asked_as:
+        return None
+    if not parent:
+        return found
+    if any(name.isdecimal() for name in parent.split(".")):
+        raise ConfigError(
+            f"target_modules: {target!r} is of one layer, which is not predicted; give {leaf!r}, "
+            "for every layer"
+        )
+    around = _ATTENTION_MODULES if leaf in _of_attention(model) else _MLP_MODULES
+    if parent not in around:
+        return None
+    places = [
+        sum(linear.name == leaf for linear in layer.linears) for layer, _ in model.layers()
+    ] + [sum(linear.name == leaf for linear in tower_linears(model)) * 2]
+    if max(places) > 1:
+        raise ConfigError(
+            f"target_modules: {target!r} is a part of the layers called {leaf!r}, which is not "
+            f"predicted; give {leaf!r}, for all of them"
+        )
+    return found
+
+
+def _check_parts(target: str, linear: Linear, target_modules: tuple[str, ...]) -> None:
+    """Whether all parts of a parameter are asked for, where one is.
+
+    Raises:
+        ConfigError: PEFT refuses it.
+    """
+    if not linear.needs_all:
+        return
+    leaves = {each.rpartition(".")[2] for each in target_modules}
+    missing = [part for part in linear.asked_as if part not in leaves]
+    if missing:
+        raise ConfigError(
+            f"target_modules: PEFT refuses {target!r} without {', '.join(missing)}: it takes them "
+            f"for the experts' {linear.name}; give both, or leave both out"
+        )
 
 
 def _defaults_of(model: ModelSpec) -> tuple[str, ...]:
