@@ -142,6 +142,29 @@ def test_a_script_of_trl_and_its_own_arguments(tmp_path: Path) -> None:
     }.items() <= read.settings.items()
 
 
+@pytest.mark.parametrize(
+    ("compute", "said"),
+    [
+        ("bnb_4bit_compute_dtype=torch.float16", ""),
+        ('bnb_4bit_compute_dtype="bfloat16"', ""),
+        ("", "is missing, which is float32: fp32 products, several times slower"),
+        ("bnb_4bit_compute_dtype=torch.float32", "is float32: fp32 products"),
+        ("bnb_4bit_compute_dtype=chosen(x)", "is computed; assumed: 16 bit"),
+    ],
+)
+def test_products_in_the_dtype_that_nobody_names_are_slow(
+    compute: str, said: str, tmp_path: Path
+) -> None:
+    text = QLORA.replace("bnb_4bit_compute_dtype=torch.float16", compute)
+    read = imported(tmp_path, text)
+    name = "BitsAndBytesConfig.bnb_4bit_compute_dtype"
+    notes = [note for note in read.assumed if note.startswith(f"{name}: ")]
+    assert [said in note for note in notes] == [True] * bool(said)
+    assert name not in read.without_effect + read.unknown
+    wide = imported(tmp_path, text.replace("fp16=True", "fp16=False, bf16=False"))
+    assert (said == "") <= (not any(name in note for note in wide.assumed))
+
+
 def test_a_command_sets_the_arguments_of_its_script(tmp_path: Path) -> None:
     script(tmp_path, QLORA, "finetune.py")
     command = script(tmp_path, "torchrun --nproc_per_node 2 finetune.py --batch-size 8", "run.sh")

@@ -22,7 +22,7 @@ from whichlora.imports.trainer import (
 )
 from whichlora.imports.trl import COMPLETION, FULL_ROWS, PEFT_DEFAULT, PROMPT, completed
 from whichlora.methods import list_methods
-from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
+from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, FP32_PRECISIONS
 from whichlora.trainers import Trainer, liger, list_trainers
 
 _LENGTH = 2048  # assumed where a script names none
@@ -43,6 +43,7 @@ IDLE = (
     *("chat_template_path", "eos_token", "pad_token", "shuffle_dataset"),
 )
 _LAYER = re.compile(r"[\w.-]+")
+_WIDE = "float32"
 _KBIT = "prepare_model_for_kbit_training"
 
 
@@ -57,7 +58,24 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings = script_settings(
         keys, launch, quant, adapter, is_trl=trainer.library_class.startswith("trl.")
     )
+    if quant in FOUR_BIT_BNB and settings["precision"] not in FP32_PRECISIONS:
+        _note_compute_dtype(keys)
     return settings | steps_of(keys, trainer)
+
+
+def _note_compute_dtype(keys: Keys) -> None:
+    """Say that products with 4-bit weights are in fp32, as they are where nobody names a dtype.
+
+    Source: transformers 5.23 `BitsAndBytesConfig`; bitsandbytes 0.50.2 `Linear4bit.forward`,
+    whose operator autocast does not reach.
+    """
+    name = "BitsAndBytesConfig.bnb_4bit_compute_dtype"
+    if keys.is_unread(name):
+        keys.assume(name, "is computed; assumed: 16 bit")
+    elif keys.word(name, _WIDE).removeprefix("torch.") == _WIDE:
+        is_said = "is float32" if name in keys else "is missing, which is float32"
+        text = "fp32 products, several times slower, with weights expanded to fp32"
+        keys.assume(name, f"{is_said}: {text}; assumed: bfloat16, or fp16 with fp16")
 
 
 def script_settings(
