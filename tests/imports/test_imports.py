@@ -350,6 +350,13 @@ def test_axolotl_s_kernels_of_attention_are_near_ones(
     assert len(said) == notes
 
 
+@pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit"])
+def test_torchao_s_optimizers_of_axolotl_s_examples(name: str, tmp_path: Path) -> None:
+    text = AXOLOTL_LORA_8B.replace("adamw_bnb_8bit", name)
+    (prediction,) = estimate(gpu=GPU, from_file=files_of(tmp_path, a_yml=text))
+    assert prediction.run.optimizer == name
+
+
 COLAB = """
 base_model: Qwen/Qwen3-14B
 load_in_4bit: true

@@ -41,6 +41,7 @@ OF_BITSANDBYTES = {
     "paged_adamw_32bit": "PagedAdamW",
     "lion": "Lion",
 }
+OF_TORCHAO = {"adamw_torch_8bit": "AdamW8bit", "adamw_torch_4bit": "AdamW4bit"}
 
 
 class Recorded:
@@ -121,6 +122,9 @@ def real_optimizer(name: str, params: list[Any], *, foreach: bool = False) -> An
     if name in OF_BITSANDBYTES:
         made = getattr(pytest.importorskip("bitsandbytes").optim, OF_BITSANDBYTES[name])
         return made(params, **settings)
+    if name in OF_TORCHAO:  # `_get_torchao_optimizer`
+        made = getattr(pytest.importorskip("torchao.optim"), OF_TORCHAO[name])
+        return made(params, block_size=256, **settings)
     kernel = {"fused": True} if name == "adamw_torch_fused" else {"foreach": foreach}
     return torch.optim.AdamW(params, weight_decay=0.0, **settings, **kernel)
 
@@ -230,6 +234,8 @@ def test_unscaling_reads_and_writes_the_gradients() -> None:
         # two codes of a byte and two fp32 scales of 256 of them, read and written
         ("adamw_8bit", 2, 3 * 2 + 2 * (2 + 8 / 256)),
         ("paged_adamw_8bit", 4, 3 * 4 + 2 * (2 + 8 / 256)),
+        ("adamw_torch_8bit", 2, 3 * 2 + 4 * (1 + 4 / 256 + 1024 / MATRIX.num_params)),
+        ("adamw_torch_4bit", 4, 3 * 4 + 4 * (0.5 + 4 / 256 + 64 / MATRIX.num_params)),
     ],
 )
 def test_bytes_of_an_update_per_parameter(name: str, param_bytes: int, per_param: float) -> None:
@@ -238,6 +244,44 @@ def test_bytes_of_an_update_per_parameter(name: str, param_bytes: int, per_param
     assert moved(tensor, name, clips=True) == per_param + 3 * param_bytes
     assert moved(tensor, name, unscales=True) == per_param + 2 * param_bytes
     assert moved(tensor, name, num_micro_batches=4) == per_param + 3 * 3 * param_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "num_params", "size"),
+    [
+        # codes, fp32 scales of 256, and the values of the codes
+        ("adamw_torch_8bit", 512_000, 512_000 + 8_000 + 1_024),
+        ("adamw_torch_4bit", 512_000, 256_000 + 8_000 + 64),
+        ("adamw_torch_8bit", 4_096, 4_096 + 64 + 1_024),
+        ("adamw_torch_8bit", 4_095, 2 * 4_095),  # small
+        ("adamw_torch_4bit", 5_000, 2 * 5_000),  # no whole blocks
+    ],
+)
+def test_states_of_torchao(name: str, num_params: int, size: int) -> None:
+    tensor = Trained(rows=1, width=num_params, param_bytes=2, count=3)
+    assert optimizer.state_bytes([tensor], optimizer=name, device_kind="cuda") == 3 * 2 * size
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("num_params", [512_000, 4_096, 4_095, 5_000])
+@pytest.mark.parametrize("name", list(OF_TORCHAO))
+def test_states_of_torchao_are_those_of_its_code(name: str, num_params: int) -> None:
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.ones(num_params, dtype=torch.bfloat16))
+    made = real_optimizer(name, [parameter])
+    states = [made._new_buffer(parameter, signed) for signed in (True, False)]
+    parts = [
+        part
+        for state in states
+        for part in (
+            [getattr(state, name) for name in state.tensor_attrs]
+            if hasattr(state, "tensor_attrs")
+            else [state]
+        )
+    ]
+    tensor = Trained(rows=1, width=num_params, param_bytes=2)
+    size = optimizer.state_bytes([tensor], optimizer=name, device_kind="cuda")
+    assert sum(part.nbytes for part in parts) == size
 
 
 def test_a_small_tensor_has_states_of_32_bits_under_an_8_bit_optimizer() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from whichlora.memory.optimizer import library_of
 from whichlora.predict.resolve import layout_of
 from whichlora.spec.run import CHECKPOINT_QUANTS, RunConfig
 from whichlora.trainers import get_trainer, requirement
@@ -30,6 +31,8 @@ def requirements(run: RunConfig) -> Iterator[str]:
         yield "liger-kernel"
     if run.attn == "flash_attention_2":
         yield "flash-attn"
+    if library_of(run.optimizer) == "torchao":
+        yield "torchao"
     if run.quant in CHECKPOINT_QUANTS:
         yield from (("optimum",) if run.quant.startswith("gptq") else ())
         yield "gptqmodel"

@@ -65,7 +65,7 @@ class Optimizer:
     update_bytes: Callable[[Trained], Count] | None = None
     lists_temporary: bool = False
     stored_states: Callable[[Trained], Count]
-    library: Literal["torch", "transformers", "bitsandbytes", "peft"] = "torch"
+    library: Literal["torch", "transformers", "bitsandbytes", "peft", "torchao"] = "torch"
     flops: Callable[[Trained], Count] | None = None
 
 
@@ -152,6 +152,39 @@ def _8bit_moved(tensor: Trained) -> Count:
     return 3 * tensor.param_bytes * tensor.num_params + 2 * states
 
 
+def _torchao_states(code_bits: int) -> Callable[[Trained, bool], Count]:
+    """Two states of one tensor: codes, a scale per block, and the table of values of each code.
+
+    Others than a whole number of blocks, and small ones, are as wide as the parameter.
+    Source: torchao 0.18 `_AdamBase._new_buffer`, `OptimState8bit.zeros`, `OptimState4bit.zeros`.
+    """
+
+    def size(tensor: Trained, accelerated: bool) -> Count:
+        num_params = tensor.num_params
+        has_codes = (num_params >= _MIN_8BIT_PARAMS) & (num_params % _BLOCK == 0)
+        coded = num_params * code_bits // 8 + 4 * (num_params // _BLOCK) + 4 * 2**code_bits
+        plain = tensor.param_bytes * num_params
+        return 2 * (plain + has_codes * (coded - plain))
+
+    return size
+
+
+def _torchao(code_bits: int) -> Optimizer:
+    """Kind: its compiled step is taken as two kernels that read each tensor once: an estimate."""
+    state_bytes = _torchao_states(code_bits)
+
+    def moved(tensor: Trained) -> Count:
+        return 3 * tensor.param_bytes * tensor.num_params + 2 * state_bytes(tensor, True)
+
+    return Optimizer(
+        state_bytes=state_bytes,
+        moved_bytes=moved,
+        tensor_launches=_always(2),
+        stored_states=_always(3),
+        library="torchao",
+    )
+
+
 def _8bit_flops(tensor: Trained) -> Count:
     """Both codes are looked up, and found again by a search for each new state.
 
@@ -225,6 +258,8 @@ _OPTIMIZERS = {
         stored_states=_always(4),
         library="bitsandbytes",
     ),
+    "adamw_torch_8bit": _torchao(8),
+    "adamw_torch_4bit": _torchao(4),
     "paged_adamw_8bit": Optimizer(
         state_bytes=_paged_8bit_states,
         moved_bytes=_8bit_moved,
@@ -287,7 +322,8 @@ def state_bytes(
 
     Kind: exact. Paged states live outside the allocator, where there are any.
     Source: torch 2.13 `optim`; bitsandbytes 0.50.2 `Optimizer2State.init_state` and
-    `get_state_buffer`; transformers 5.23 `Adafactor.step`, `Trainer.create_optimizer`.
+    `get_state_buffer`; torchao 0.18 `_AdamBase._new_buffer`; transformers 5.23 `Adafactor.step`,
+    `Trainer.create_optimizer`.
     """
     of_tensor = _OPTIMIZERS[optimizer].state_bytes
     if narrow_embeddings:
@@ -341,7 +377,8 @@ def update_bytes(update: Update) -> Count:
     `_multi_tensor_sgd`, `clip_grad_norm_`, `_amp_foreach_non_finite_check_and_unscale_`,
     `AccumulateGrad`; bitsandbytes 0.50.2 `kOptimizer32bit1State`,
     `kOptimizerStatic8bit2StateBlockwise`; transformers 5.23 `Adafactor.step`. All are traced but
-    for the two kernels of bitsandbytes: lion's was read, the 8-bit one follows its states.
+    for the two kernels of bitsandbytes (lion's was read, the 8-bit one follows its states), and
+    torchao's compiled step, which is an estimate.
     """
     passes = CLIP_PASSES * update.clips + UNSCALE_PASSES * update.unscales
     passes += ACCUMULATION_PASSES * (update.num_micro_batches - 1)

@@ -29,6 +29,8 @@ Precision = Literal[
 Optimizer = Literal[
     "adamw_torch",
     "adamw_torch_fused",
+    "adamw_torch_8bit",
+    "adamw_torch_4bit",
     "adamw_8bit",
     "paged_adamw_8bit",
     "paged_adamw_32bit",
@@ -73,6 +75,8 @@ INT8_THRESHOLD = 6.0  # of `BitsAndBytesConfig`
 OPTIMIZER_NAMES: Mapping[str, Optimizer] = {
     "adamw_torch": "adamw_torch",
     "adamw_torch_fused": "adamw_torch_fused",
+    "adamw_torch_8bit": "adamw_torch_8bit",
+    "adamw_torch_4bit": "adamw_torch_4bit",
     "adamw_8bit": "adamw_8bit",
     "adamw_bnb_8bit": "adamw_8bit",
     "paged_adamw_8bit": "paged_adamw_8bit",

@@ -38,10 +38,12 @@ def predicted_versions(run: RunConfig) -> dict[str, str]:
     uses["peft"] = not get_method(run.method).trains_base
     uses["bitsandbytes"] = (run.quant or "none") in BNB_QUANTS
     uses[library_of(run.optimizer)] = True
-    package = get_trainer(run.trainer).library_class.partition(".")[0]
-    if package and hasattr(run.versions, package):
-        uses[package] = True
-    return {name: getattr(run.versions, name) for name, used in uses.items() if used}
+    uses[get_trainer(run.trainer).library_class.partition(".")[0]] = True
+    return {
+        name: getattr(run.versions, name)
+        for name, used in uses.items()
+        if used and hasattr(run.versions, name)
+    }
 
 
 def is_loraplus(run: RunConfig) -> bool:
