@@ -227,6 +227,20 @@ def test_a_tool_gets_the_strategy_in_its_own_keys(
     assert (tmp_path / "deepspeed.json").is_file() is strategy.startswith("zero")
 
 
+@pytest.mark.parametrize(
+    ("to", "file", "lines"),
+    [
+        ("axolotl", "axolotl.yaml", ["  offload_params: true"]),
+        ("trl", "trl.yaml", ["  cpu_offload: true", 'ddp_backend: "cuda:nccl,cpu:gloo"']),
+        ("llamafactory", "accelerate.yaml", ["  fsdp_offload_params: true"]),
+    ],
+)
+def test_offloaded_fsdp_in_each_tool_s_own_key(to: str, file: str, lines: list[str]) -> None:
+    done = FORMATS[to](spread_recipe("fsdp", ("offload", ("optimizer", "params"))))
+    assert set(lines) <= set(done.files[file].splitlines())
+    assert ("ddp_backend" in "".join(done.files.values())) is (to == "trl")
+
+
 def test_qlora_under_fsdp_stores_codes_in_the_dtype_that_is_sharded() -> None:
     winner = spread_recipe("fsdp", method="qlora", quant="nf4-dq")
     assert "bnb_4bit_quant_storage: bfloat16" in FORMATS["trl"](winner).files["trl.yaml"]

@@ -26,6 +26,7 @@ STRATEGIES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("fsdp", (("reshard_after_forward", False),)),
     ("fsdp", (("fsdp_version", "1"), ("backward_prefetch", "BACKWARD_PRE"))),
     ("fsdp", (("sync_each_batch", True),)),
+    ("fsdp", (("offload", ("optimizer", "params")),)),
     ("zero1", ()),
     ("zero2", (("offload", ("optimizer",)),)),
     ("zero3", (("offload", ("optimizer", "params")),)),

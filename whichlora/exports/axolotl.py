@@ -54,8 +54,11 @@ _UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "expandable_segments", "llm_i
 # Its only 4-bit storage is NF4 with double quantisation.
 QUANTS = frozenset({"none", "int8", "nf4-dq"})
 # What spreads a run over several GPUs. Source: Axolotl 0.19, `utils/schemas/fsdp.py`.
-_FSDP = ("version", "auto_wrap_policy", "reshard_after_forward")
-_SPREADS = frozenset({"fsdp", *(f"fsdp_config.{key}" for key in _FSDP), "deepspeed", "device_map"})
+_FSDP = ("version", "auto_wrap_policy", "reshard_after_forward", "cpu_offload")
+_BACKEND = "ddp_backend"  # which accelerate sets where FSDP offloads (`setup_fsdp_envs`)
+_SPREADS = frozenset(
+    {"fsdp", *(f"fsdp_config.{key}" for key in _FSDP), "deepspeed", "device_map", _BACKEND}
+)
 _REFUSED_OPTIMIZERS = ("adamw_8bit", "adamw_bnb_8bit")
 _STORED = {"bnb_4bit_quant_storage": "bfloat16"}  # `loaders/model.py`
 # `monkeypatch/accelerate/fsdp2.py`
@@ -223,8 +226,11 @@ def _spread(run: RunConfig, spread: Spreading) -> dict[str, Any]:
     Raises:
         ConfigError: an optimizer that it refuses beside FSDP 2.
     """
-    keys = {name: value for name, value in spread.training_keys.items() if name != "fsdp"}
+    implied = ("fsdp", _BACKEND)
+    keys = {name: value for name, value in spread.training_keys.items() if name not in implied}
     config = dict(keys.pop("fsdp_config", {}))
+    if "cpu_offload" in config:
+        config["offload_params"] = config.pop("cpu_offload")
     if not config:
         return keys | dict(spread.model)
     if run.trainer_optim in _REFUSED_OPTIMIZERS:

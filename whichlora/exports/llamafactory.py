@@ -57,10 +57,14 @@ _UNKNOWN: tuple[str, ...] = (
 FIXED: Mapping[str, Any] = {"loss_head": "hf", "prepare_kbit": False}
 QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 # What spreads a run over several GPUs: FSDP through accelerate, whose file has all of its keys.
-_FSDP = ("version", "auto_wrap_policy", "reshard_after_forward", "backward_prefetch")
+_BACKEND = "ddp_backend"  # which accelerate sets where its file offloads
+_FSDP = (
+    *("version", "auto_wrap_policy", "reshard_after_forward", "backward_prefetch", "cpu_offload"),
+)
 _DIVIDE = frozenset({"fsdp", "deepspeed"})
 _SPREADS = frozenset(
     {"fsdp", *(f"fsdp_config.{key}" for key in _FSDP), "deepspeed", "accelerator_config"}
+    | {_BACKEND}
 )
 _STORED = {"bnb_4bit_quant_storage": "bfloat16"}  # the dtype that it computes in
 ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
@@ -161,7 +165,11 @@ def export(recipe: Recipe) -> Export:
         "seed": recipe.seed,
         "output_dir": "output-llamafactory",
         **saving(recipe),
-        **{name: v for name, v in spread.training_keys.items() if not name.startswith("fsdp")},
+        **{
+            name: value
+            for name, value in spread.training_keys.items()
+            if not name.startswith("fsdp") and name != _BACKEND
+        },
         "report_to": "none",
     }
     if recipe.tokenizer is not None:

@@ -79,10 +79,12 @@ _PACKED = (
 FIXED: Mapping[str, Any] = {"loss_head": "trl-fused", "prepare_kbit": False}
 QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 # What spreads a run over several GPUs: those of TrainingArguments, which SFTConfig extends.
-_FSDP = ("version", "auto_wrap_policy", "reshard_after_forward", "backward_prefetch")
+_FSDP = (
+    *("version", "auto_wrap_policy", "reshard_after_forward", "backward_prefetch", "cpu_offload"),
+)
 _SPREADS = frozenset(
     {"fsdp", *(f"fsdp_config.{key}" for key in _FSDP), "deepspeed", "accelerator_config"}
-    | {"bnb_4bit_quant_storage", "device_map"}
+    | {"bnb_4bit_quant_storage", "device_map", "ddp_backend"}
 )
 
 
