@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from whichlora import estimate
 from whichlora.errors import ConfigError
 from whichlora.predict.predict import ledger
 from whichlora.predict.resolve import resolve
@@ -78,7 +79,8 @@ def test_what_a_package_writes_behind_a_release_moves_nothing(version: str) -> N
 @pytest.mark.parametrize(
     ("libraries", "message"),
     [
-        ((("numpy", "2.0"),), "'numpy' changes no formula; accepted are torch"),
+        ((("transfomers", "5.0"),), "'transfomers' is not known; did you mean transformers; acc"),
+        ((("numpyy", "2.0"),), "'numpyy' is not known; accepted are torch"),
         ((("torch", "nightly"),), "torch='nightly' is no version"),
         ((("torch", ""),), "torch='' is no version"),
         ((("torch", "2.1.post1x"),), "torch='2.1.post1x' is no version"),
@@ -90,6 +92,32 @@ def test_what_is_no_version_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         RunConfig(model=QWEN, libraries=libraries)
+
+
+def test_requirements_may_name_what_changes_nothing() -> None:
+    named = (("accelerate", "1.15.0"), ("flash_attn", "2.8.3"), ("numpy", "1.26"))
+    assert peak(libraries=named) == peak()
+    (prediction,) = estimate(QWEN, gpu="h100-sxm-80gb", libraries=dict(named))
+    assert "libraries: no formula asks for the version of flash_attn, numpy" in prediction.notes
+
+
+def test_accelerate_before_1_11_sends_gradients_of_fsdp_2_after_every_micro_step() -> None:
+    settings = {
+        "method": "full",
+        "gpu": "h100-sxm-80gb",
+        "gpus": 4,
+        "gradient_accumulation_steps": 4,
+    }
+
+    def allocated(**further: Any) -> int:
+        (prediction,) = estimate(QWEN, **settings, parallel="fsdp", **further)
+        assert prediction.memory is not None
+        return prediction.memory.peak_allocated_bytes
+
+    today, synced = allocated(), allocated(sync_each_batch=True)
+    assert synced < today
+    assert allocated(libraries={"accelerate": "1.10.1"}) == synced
+    assert allocated(libraries={"accelerate": "1.11.0"}) == today
 
 
 def test_a_run_keeps_its_versions_as_json() -> None:

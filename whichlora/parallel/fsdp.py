@@ -37,6 +37,7 @@ from whichlora.parallel.fsdp_units import (
     mixed_precision,
     quant_storage,
     sharding_of,
+    syncs_each_batch,
 )
 from whichlora.parallel.host_update import OMP_NUM_THREADS, threads_of, update_note
 from whichlora.spec.numeric import largest
@@ -64,7 +65,7 @@ def _split(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:
 def _computed(step: TrainingStep, spread: Spread) -> TrainingStep:
     """What kernels see: the parameters as they are gathered, and no autocast under version 2."""
     run = step.run
-    if spread.options["sync_each_batch"]:  # gradients are new in every micro-step
+    if syncs_each_batch(run, spread):  # gradients are new in every micro-step
         run = replace(run, gradient_accumulation_steps=1)
     mixed = mixed_precision(step, spread)
     if mixed == "no":
@@ -118,7 +119,7 @@ def _of_unit(
     unit, number = sent.unit, sent.number
     gathered = unit.gathered(size)
     reduced = unit.reduced(size, sharding.reduce_bytes)
-    reductions = micro_steps if spread.options["sync_each_batch"] else 1
+    reductions = micro_steps if syncs_each_batch(run, spread) else 1
     # version 1: `_should_free_in_backward` keeps them where gradients are not sent
     stays = sharding.units.flat and not sharding.reshards and reductions == 1
     if sharding.offloads:

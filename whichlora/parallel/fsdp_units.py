@@ -463,6 +463,15 @@ def _of_accelerate(run: RunConfig, spread: Spread) -> str:
     return run.precision if run.precision in ("bf16", "fp16") else "no"
 
 
+def syncs_each_batch(run: RunConfig, spread: Spread) -> bool:
+    """Whether gradients are sent after every micro-step, so that shards of them alone are kept.
+
+    Kind: exact. Source: `Libraries.fsdp2_syncs_micro_steps`; accelerate 1.15 `Accelerator.no_sync`.
+    """
+    of_version = spread.options["fsdp_version"] == "2" and run.versions.fsdp2_syncs_micro_steps
+    return of_version or bool(spread.options["sync_each_batch"])
+
+
 def quant_storage(run: RunConfig, spread: Spread) -> str:
     """What holds 4-bit codes: as asked for, else the dtype that is gathered without a cast.
 
@@ -505,6 +514,6 @@ def sharding_of(rest: TrainingStep, step: TrainingStep, spread: Spread) -> Shard
         reduce_bytes=_WIDTHS[str(reduce_dtype)] if reduce_dtype else 0,
         reshards=bool(options["reshard_after_forward"]),
         prefetches=options["backward_prefetch"] == "BACKWARD_PRE",
-        syncs_each_batch=bool(options["sync_each_batch"]),
+        syncs_each_batch=syncs_each_batch(step.run, spread),
         offloads=bool(options["offload"]),
     )

@@ -12,6 +12,7 @@ from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Real
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.spec.targets import all_linears
+from whichlora.spec.versions import changes_nothing
 from whichlora.symbolic.kernels import attention_kernel, runs_efficient
 from whichlora.units import format_bytes
 
@@ -113,6 +114,8 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
             f"gradient_checkpointing is off: the {job.model.model_type} of transformers has none"
         )
     notes += job.method.notes(run, adapted_experts)
+    if idle := [name for name, _ in run.libraries if changes_nothing(name)]:
+        notes.append(f"libraries: no formula asks for the version of {', '.join(idle)}")
     if over := job.passed_over:
         notes.append(
             f"target_modules: {', '.join(over)}: no layers of this model, which PEFT passes over"

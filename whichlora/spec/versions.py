@@ -10,6 +10,7 @@ from typing import Self
 
 from whichlora.errors import ConfigError
 from whichlora.spec.backends import backend_of
+from whichlora.spec.words import unknown
 
 # Rows up to which bitsandbytes 0.50 multiplies with stored 4-bit weights, by compute capability:
 # of a weight of [14336, 4096] on the GPU with the most multiprocessors. Of older ones, and of
@@ -26,6 +27,16 @@ FUSED_4BIT_ROWS = {
     "12.1": 256,
 }
 FEW_FUSED_4BIT_ROWS = 7
+# Libraries of a training whose version no formula asks for.
+WITHOUT_FORMULA = frozenset(
+    {"axolotl", "causal-conv1d", "cut-cross-entropy", "datasets", "deepspeed", "einops", "evaluate"}
+    | {"flash-attn", "hf-transfer", "huggingface-hub", "kernels", "lightning", "liger-kernel"}
+    | {"llama-cpp-python", "llamafactory", "mamba-ssm", "ms-swift", "numpy", "optimum", "packaging"}
+    | {"pandas", "pillow", "protobuf", "pyarrow", "python", "ray", "safetensors", "scikit-learn"}
+    | {"scipy", "sentence-transformers", "sentencepiece", "tensorboard", "tiktoken", "tokenizers"}
+    | {"torchao", "torchaudio", "torchvision", "tqdm", "triton", "unsloth", "unsloth-zoo"}
+    | {"wandb", "xformers"}
+)
 # A release, and what packages write behind it: 0.6.4.post1, 0.9.0rc2, 0.18.2rc1.dev73+gdb7a17ecc.
 _VERSION = re.compile(
     r"v?(?P<release>[0-9.]*[0-9][0-9.]*)([-_.]?(post|dev|rc|alpha|beta|a|b)[-_.]?[0-9]*)*"
@@ -48,6 +59,7 @@ class Libraries:
     peft: str = "0.21.2"
     bitsandbytes: str = "0.50.2"
     trl: str = "1.16.0"
+    accelerate: str = "1.15.0"
     vllm: str = "0.6.3"
     sglang: str = "0.5.23"
     gptqmodel: str = "7.3.4"  # 0 is AutoGPTQ, which it replaced
@@ -69,16 +81,14 @@ class Libraries:
         """`versions` as (library, version) pairs; what is not named is the default.
 
         Raises:
-            ConfigError: another library, or no version.
+            ConfigError: a library that nobody trains with, or no version.
         """
         settings = dict(versions)
         field_names = [field.name for field in fields(cls)]
         for name in settings:
-            if name not in field_names:
-                raise ConfigError(
-                    f"libraries: {name!r} changes no formula; accepted are {', '.join(field_names)}"
-                )
-        return cls(**settings)
+            if name not in field_names and not changes_nothing(name):
+                raise ConfigError(unknown("libraries", name, field_names))
+        return cls(**{name: settings[name] for name in settings if name in field_names})
 
     def older(self, library: str, version: str) -> bool:
         """Whether `library` is older than `version`."""
@@ -278,6 +288,14 @@ class Libraries:
         return self.older("trl", "1.14")
 
     @property
+    def fsdp2_syncs_micro_steps(self) -> bool:
+        """FSDP 2 sends gradients after every micro-step, whatever it is told.
+
+        Read: `Accelerator.no_sync` asks for an attribute that version 2 lacks; pull 3762 ends it.
+        """
+        return self.older("accelerate", "1.11")
+
+    @property
     def checkpoints_reentrant(self) -> bool:
         """Checkpointing runs the forward without a graph, unless it is told otherwise."""
         return self.older("transformers", "5")
@@ -294,6 +312,11 @@ class Libraries:
     def experts_are_modules(self) -> bool:
         """Each expert's matrices are linears: quantised, adapted, run in a Python loop. Read."""
         return self.older("transformers", "5")
+
+
+def changes_nothing(library: str) -> bool:
+    """Whether it is a library of a training whose version no formula asks for."""
+    return library.lower().replace("_", "-") in WITHOUT_FORMULA
 
 
 @cache
