@@ -108,6 +108,25 @@ def test_events_add_up_to_the_ledger_in_every_micro_step(settings: dict[str, obj
     assert reserved(run) is not None
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": "google-bert/bert-base-uncased", "method": "full"},
+        {"method": "full", "batch_size": 8, "gradient_checkpointing": False},
+        {"method": "qlora"},
+        {"method": "lora", "gradient_accumulation_steps": 3},
+    ],
+)
+def test_zeros_in_place_of_gradients_add_up_to_the_ledger(settings: dict[str, object]) -> None:
+    run = RunConfig(**{"model": MODEL, "seq_len": 512, **settings})
+    zeroed, dropped = (
+        reserved(replace(run, libraries=(("torch", torch),))) for torch in ("1.13.1", "2.0.0")
+    )
+    assert zeroed is not None
+    assert dropped is not None
+    assert zeroed >= dropped
+
+
 def test_no_replay_says_what_its_events_do_not_know() -> None:
     # one layer, run twelve times
     run = RunConfig(model="albert/albert-base-v2", seq_len=128, gradient_checkpointing=False)

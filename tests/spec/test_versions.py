@@ -101,6 +101,18 @@ def test_requirements_may_name_what_changes_nothing() -> None:
     assert "libraries: no formula asks for the version of flash_attn, numpy" in prediction.notes
 
 
+def test_gradients_that_torch_1_zeroes_are_there_in_the_next_forward() -> None:
+    settings = {"method": "full", "precision": "fp32", "gradient_checkpointing": False}
+    settings |= {"model": "google-bert/bert-large-uncased", "task": "sequence-classification"}
+    settings |= {"seq_len": 512, "batch_size": 4, "attn": "eager"}
+    before, since = ((("torch", version),) for version in ("1.13.1", "2.0.0"))
+    gradients = 4 * load_model(str(settings["model"])).num_params
+    kept = peak(**settings, libraries=before) - peak(**settings, libraries=since)
+    assert kept == pytest.approx(gradients, rel=0.1)
+    many = settings | {"gradient_accumulation_steps": 4}
+    assert peak(**many, libraries=before) == peak(**many, libraries=since)
+
+
 def test_accelerate_before_1_11_sends_gradients_of_fsdp_2_after_every_micro_step() -> None:
     settings = {
         "method": "full",

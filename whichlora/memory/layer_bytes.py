@@ -136,7 +136,7 @@ def layer_bytes(
         span=span,
         checkpointed=bool(run.gradient_checkpointing),
         reentrant=bool(run.use_reentrant),
-        accumulated=run.gradient_accumulation_steps > 1 or method.in_loss,
+        accumulated=run.adds_to_gradients or method.in_loss,
         meets=meets,
         makes_bias=makes_bias,
     )

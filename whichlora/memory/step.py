@@ -196,7 +196,7 @@ class TrainingStep:
 
     @property
     def accumulates(self) -> bool:
-        return self.run.gradient_accumulation_steps > 1
+        return self.run.adds_to_gradients
 
     @property
     def num_forwards(self) -> Count:

@@ -534,19 +534,28 @@ class StepEvents(TowerPlayer):
         one_by_one = [tensor for tensors, times in self.trained for tensor in tensors * times]
         for temporaries in optimizer.temporary_blocks(one_by_one, optimizer=name, device_kind=kind):
             self.list.pass_by(temporaries)
+        if self._zeroes_gradients:
+            return
         for instance, parameters in self._parameters:
             self._kill(instance, parameters)
         self._parameters.clear()
         self.list.die(*self._table_gradients)
         self._table_gradients.clear()
 
+    @property
+    def _zeroes_gradients(self) -> bool:
+        """Those of a step are there in the next."""
+        return self.step.run.versions.zeroes_gradients
+
     def whole_run(self) -> EventList:
         self.load()
+        micro_steps = self.step.run.gradient_accumulation_steps
         for number in range(_STEPS):
             if self.step.trainer.gathers_batches:
-                self._read_pixels(self.step.run.gradient_accumulation_steps)
-            self.micro_step(accumulated=False, first=number == 0)
-            if self.step.accumulates:
+                self._read_pixels(micro_steps)
+            finds_zeros = number > 0 and self._zeroes_gradients
+            self.micro_step(accumulated=finds_zeros, first=number == 0)
+            if micro_steps > 1:
                 self.micro_step(accumulated=True, first=False)
             self.optimizer_step(first=number == 0)
         return self.list

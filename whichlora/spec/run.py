@@ -468,6 +468,15 @@ class RunConfig:
         return Libraries.of(self.libraries)
 
     @property
+    def adds_to_gradients(self) -> bool:
+        """Whether a backward finds gradients: of a micro-step before it, or zeros of a step.
+
+        Strategies over several GPUs keep gradients in ways of their own.
+        """
+        of_steps = self.versions.zeroes_gradients and self.parallel.gpus == 1
+        return of_steps or self.gradient_accumulation_steps > 1
+
+    @property
     def engine(self) -> str:
         """Whose forward serves it: that of transformers, or of an engine with its own kernels."""
         return "vllm" if self.kv_cache == "vllm" else self.serving

@@ -99,6 +99,14 @@ class Libraries:
         return _numbers(getattr(self, library)) > _numbers(version)
 
     @property
+    def zeroes_gradients(self) -> bool:
+        """`zero_grad` fills gradients with zeros, and keeps them; later it drops them.
+
+        Read: `set_to_none` of torch 1.13 and 2.0 `Module.zero_grad`, `Optimizer.zero_grad`.
+        """
+        return self.older("torch", "2.0")
+
+    @property
     def splits_keys(self) -> bool:
         """SDPA's flash kernel has several blocks read one head's keys, which one block did before.
 
