@@ -811,3 +811,11 @@ def test_where_takes_an_engine() -> None:
     assert [small["gpu"], large["gpu"]] == ["t4-16gb", "l4-24gb"]
     assert small["largest_batch_size"] == 0
     assert large["largest_batch_size"] == large["prediction"]["serving"]["max_running"] > 0
+
+
+@pytest.mark.parametrize("both", ["optimizer,params", "optimizer+params"])
+def test_what_is_offloaded_is_read_as_tables_print_it(both: str) -> None:
+    asked = ["estimate", "Qwen/Qwen2.5-0.5B", "--gpu", "a100-sxm-80gb", "--gpus", "2"]
+    result = whichlora(*asked, "--parallel", "fsdp", "--offload", both, "--json")
+    (prediction,) = json.loads(result.stdout)["predictions"]
+    assert prediction["config"]["parallel"]["offload"] == ["optimizer", "params"]

@@ -106,7 +106,7 @@ def _flag(name: str, options: list[Option], users: list[str]) -> click.Option:
             help=f"{meaning}; default: {'yes' if first.default else 'no'}.",
         )
     if choices:
-        meaning += f" ({', '.join(choices)})"
+        meaning += f" ({(',' if isinstance(first.default, tuple) else ', ').join(choices)})"
     if isinstance(first.default, tuple):
         default = ",".join(first.default)
     else:
@@ -151,9 +151,9 @@ def _listed(read: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 def _together(read: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """The same where a list is one value."""
+    """The same where a list is one value, which tables join with "+"."""
 
     def values(ctx: click.Context, param: click.Parameter, value: str | None) -> list[Any]:
-        return [None if value is None else tuple(read(ctx, param, value))]
+        return [None if value is None else tuple(read(ctx, param, value.replace("+", ",")))]
 
     return values

@@ -47,7 +47,10 @@ from whichlora.units import format_bytes
 
 OFFLOADED = ("optimizer", "params")  # `cpu_offload`, with the gradients
 OFFLOAD = Option(
-    name="offload", summary="what is kept on the host, both", default=(), choices=OFFLOADED
+    name="offload",
+    summary="what is kept on the host; under fsdp both together",
+    default=(),
+    choices=OFFLOADED,
 )
 _ON_HOST = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd")
 _BACKENDS = "cuda:nccl,cpu:gloo"  # gloo sums the gradients' norm on the host
