@@ -218,4 +218,5 @@ def _experts_in_words(job: ResolvedRun) -> str:
     if job.run.prepare_kbit and job.run.phase == "finetune":
         told += ", and prepare_model_for_kbit_training makes them fp32 (--no-prepare-kbit)"
     in_four_bits = job.dtypes.quant in FOUR_BIT_BNB and job.run.phase == "finetune"
-    return f"{told}; Axolotl and Unsloth do not (--quantize-moe-experts)" if in_four_bits else told
+    others = "; Unsloth does not, nor Axolotl with quantize_moe_experts: true"
+    return f"{told}{others} (--quantize-moe-experts)" if in_four_bits else told
