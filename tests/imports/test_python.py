@@ -255,6 +255,43 @@ def test_a_model_that_the_script_loads_beside_a_trainer_of_its_name(tmp_path: Pa
     assert (read.settings["model"], read.settings.get("task")) == ("Qwen/Qwen3-0.6B", None)
 
 
+EMBEDS = """
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, losses
+model = SentenceTransformer("google-bert/bert-base-uncased")
+model.max_seq_length = 256
+loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=32)
+args = SentenceTransformerTrainingArguments("o", per_device_train_batch_size=512, bf16=True)
+SentenceTransformerTrainer(model=model, args=args, train_dataset=train, loss=loss).train()
+"""
+
+
+def test_a_script_of_sentence_transformers(tmp_path: Path) -> None:
+    read = imported(tmp_path, EMBEDS)
+    assert (read.tool, read.unknown, read.refused) == ("python", (), {})
+    assert {
+        "model": "google-bert/bert-base-uncased",
+        "trainer": "sentence-transformers",
+        "trainer_options": (
+            ("loss", "CachedMultipleNegativesRankingLoss"),
+            ("mini_batch_size", 32),
+        ),
+        "seq_len": 256,
+        "batch_size": 512,
+        "precision": "bf16",
+        "base_dtype": "float32",
+    }.items() <= read.settings.items()
+    (prediction,) = estimate(gpu="h100-sxm-80gb", from_file=script(tmp_path, EMBEDS))
+    assert any("batch_size counts examples of 2 texts" in note for note in prediction.notes)
+
+
+def test_a_loss_of_sentence_transformers_that_is_not_predicted(tmp_path: Path) -> None:
+    text = EMBEDS.replace(
+        "CachedMultipleNegativesRankingLoss(model, mini_batch_size=32)", "CoSENTLoss(model)"
+    )
+    with pytest.raises(ConfigError, match="'CoSENTLoss' is not accepted; accepted are Multiple"):
+        estimate(gpu="h100-sxm-80gb", from_file=script(tmp_path, text))
+
+
 def test_a_script_that_loads_nothing_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="loads no model with from_pretrained, nor hands a tra"):
         imported(tmp_path, "SFTTrainer(model=model, args=args)")

@@ -8,6 +8,7 @@ from typing import Any
 
 from whichlora.imports.base import Keys, Launch, Tool, method_settings
 from whichlora.imports.peft_configs import other_adapter
+from whichlora.imports.python_calls import BI_ENCODER
 from whichlora.imports.trainer import (
     KERNELS,
     UNMODELLED,
@@ -131,7 +132,7 @@ def called_trainer(keys: Keys) -> Trainer:
     by_class = {
         each.library_class.rpartition(".")[2]: each
         for each in list_trainers().values()
-        if each.library_class.startswith(("trl.", "transformers."))
+        if each.library_class.startswith(("trl.", "transformers.", "sentence_transformers."))
     }
     called = "Trainer" if called == "Seq2SeqTrainer" else called
     if called not in by_class:
@@ -220,7 +221,8 @@ def _precision(
     names = ("from_pretrained.dtype", "from_pretrained.torch_dtype")
     loads = keys.word("from_pretrained")
     by_trl = loads.endswith("Trainer")  # `create_model_from_path` of TRL, since 0.27
-    usual = "float32" if by_trl or "Classification" in loads else "bfloat16"
+    wide = by_trl or loads == BI_ENCODER or "Classification" in loads
+    usual = "float32" if wide else "bfloat16"
     read = [name for name in names if not keys.is_unread(name)]
     weights = dtype(keys, *read, default=usual)
     if not any(name in keys for name in read):

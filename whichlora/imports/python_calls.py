@@ -31,6 +31,7 @@ _QUANTISES = "BitsAndBytesConfig"
 _LENGTHS = ("seq_len", "seq_length", "max_len", "max_length", "max_seq_len", "max_seq_length")
 _OWN_PARSER = "HfArgumentParser"  # which reads training arguments of a command, too
 _INIT = "model_init_kwargs"
+BI_ENCODER = "SentenceTransformer"
 _PREPARES = ("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
 
 
@@ -179,6 +180,12 @@ def settings_in(
         line, own = lines.get(_INIT, 1), values.pop(_INIT, {})
         own = own if isinstance(own, dict) else {"dtype": own} if own is not None else {}
         note(line, _prefixed(LOADS, own))
+    if values.get(LOADS) == BI_ENCODER:
+        for call in calls:
+            if call.name.endswith("Loss"):
+                note(call.line, {"loss": call.name, **_some(call.options, "mini_batch_size")})
+        if "max_seq_length" in named.attributes:
+            note(1, {"max_seq_length": named.read(named.attributes["max_seq_length"])})
     note(1, {f"{IMPORT}{module}": True for module in sorted(named.modules)})
     for name in named.names:
         several = named.named(name) if name.lower() in _LENGTHS else []
@@ -198,6 +205,10 @@ def _handed_over(call: Call, others: Container[str]) -> dict[str, Any]:
     if call.name.endswith("Trainer") and call.options:
         of_old_trl = _some(call.options, "max_seq_length", "packing")  # before 0.13
         return {"Trainer": call.name, **_loaded_by(call), **of_old_trl}
+    if call.name == BI_ENCODER and call.arguments:
+        options = call.options.get("model_kwargs", {})
+        own = options if isinstance(options, dict) else {}
+        return {LOADS: call.name, **_prefixed(LOADS, {"model": call.arguments[0], **own})}
     if call.name == _QUANTISES:
         return _prefixed(call.name, call.options)
     if call.name == LORA or call.name in others:

@@ -52,6 +52,7 @@ class Values:
 
     names: dict[str, list[ast.expr]] = field(default_factory=dict)  # all that they are set to
     arguments: dict[str, Any] = field(default_factory=dict)  # of the script's own parser
+    attributes: dict[str, ast.expr] = field(default_factory=dict)  # that are set, of any object
     own: set[str] = field(default_factory=set)  # of them, those that the script itself declares
     modules: set[str] = field(default_factory=set)  # that are imported, by their first names
     training: dict[str, Any] = field(default_factory=dict)  # defaults of its training arguments
@@ -187,6 +188,8 @@ def _note_names(tree: ast.Module, values: Values) -> None:
             for target in targets:
                 if isinstance(target, ast.Name):
                     values.note(target.id, node.value)
+                elif isinstance(target, ast.Attribute):
+                    values.attributes.setdefault(target.attr, node.value)
 
 
 def _of_option(value: Any) -> Any:
