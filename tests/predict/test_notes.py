@@ -75,6 +75,14 @@ def test_experts_that_are_bare_parameters_stay_16_bit_and_refuse_dora() -> None:
     assert "refuses" not in notes(MIXTRAL, method="dora", target_modules=("attention",))
 
 
+def test_names_of_layers_that_get_no_adapter_say_why() -> None:
+    named = {"target_modules": ("q_proj", "c_attn", "w1", "w3")}
+    assert "c_attn: no layers of this model, which PEFT passes over" in notes(MIXTRAL, **named)
+    assert "w1" not in notes(MIXTRAL, **named)
+    packed = notes(MIXTRAL, **named, method="qlora", quantize_moe_experts=True)
+    assert "w1, w3: PEFT takes them for the experts', predicted without adapters here" in packed
+
+
 def test_falcon_is_quantised_under_transformers_4_alone() -> None:
     run = RunConfig(model="tiiuae/falcon-7b", method="qlora")
     older = replace(run, libraries=(("transformers", "4.57.0"),))

@@ -62,12 +62,23 @@ def test_a_name_may_end_in_one_that_layers_have() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp.q_proj", "self_attn.up_proj", "foo.q_proj", "q_proj.x", "model.mlp.q_proj"]
-)
+@pytest.mark.parametrize("name", ["mlp.q_proj", "self_attn.up_proj", "foo.c_attn", "q_proj.x"])
 def test_a_module_that_is_not_around_a_matrix_has_no_match(name: str) -> None:
     with pytest.raises(ConfigError, match="is no linear layer"):
         resolve_targets(model(), (name,))
+
+
+def test_a_module_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="whether foo is around q_proj is not known; give 'q_pr"):
+        resolve_targets(model(), ("foo.q_proj", "v_proj"))
+
+
+def test_modules_of_recurrent_layers_are_around_their_matrices() -> None:
+    spec = model("Qwen/Qwen3-Next-80B-A3B-Instruct")
+    assert resolve_targets(spec, ("linear_attn.in_proj_ba", "linear_attn.out_proj")) == (
+        "in_proj_ba",
+        "out_proj",
+    )
 
 
 def test_a_part_of_the_layers_of_a_name_is_not_predicted() -> None:

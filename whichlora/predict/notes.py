@@ -116,10 +116,7 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     notes += job.method.notes(run, adapted_experts)
     if idle := [name for name, _ in run.libraries if changes_nothing(name)]:
         notes.append(f"libraries: no formula asks for the version of {', '.join(idle)}")
-    if over := job.passed_over:
-        notes.append(
-            f"target_modules: {', '.join(over)}: no layers of this model, which PEFT passes over"
-        )
+    notes += _passed_over_in_words(job)
     if run.phase == "finetune":
         notes += job.trainer.notes(run)
         notes += job.trainer.notes_of(run, job.model.model_type)
@@ -197,6 +194,19 @@ def _mxfp4_in_words(job: ResolvedRun) -> str:
     if job.run.phase == "finetune":
         return f"{stored}; training needs Mxfp4Config(dequantize=True), so they are held in 16 bit"
     return f"{stored}, counted is 16-bit: give quant mxfp4 for a GPU that has kernels for it"
+
+
+def _passed_over_in_words(job: ResolvedRun) -> Iterator[str]:
+    """Names of layers that get no adapter, and why."""
+    parts = {part for linear in all_linears(job.model) for part in linear.asked_as}
+    of_experts = [name for name in job.passed_over if name.rpartition(".")[2] in parts]
+    others = [name for name in job.passed_over if name not in of_experts]
+    for names, why in (
+        (others, "no layers of this model, which PEFT passes over"),
+        (of_experts, "PEFT takes them for the experts', predicted without adapters here"),
+    ):
+        if names:
+            yield f"target_modules: {', '.join(names)}: {why}"
 
 
 def _experts_in_words(job: ResolvedRun) -> str:

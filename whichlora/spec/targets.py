@@ -130,9 +130,13 @@ def _of_attention(model: ModelSpec) -> set[str]:
 
 # What is around a matrix in models of transformers.
 _ATTENTION_MODULES = frozenset(
-    {"self_attn", "self_attention", "attention", "attn", "self", "attention.self"}
+    {"self_attn", "self_attention", "attention", "attn", "self", "attention.self", "linear_attn"}
+    | {"encoder_attn", "crossattention", "mamba", "mixer"}
 )
-_MLP_MODULES = frozenset({"mlp", "feed_forward", "ffn"})
+_MLP_MODULES = frozenset(
+    {"mlp", "feed_forward", "ffn", "shared_expert", "shared_experts", "shared_mlp", "mixer"}
+    | {"mlp.shared_expert", "mlp.shared_experts"}
+)
 
 
 def _named(model: ModelSpec, target: str, candidates: Mapping[str, Linear]) -> Linear | None:
@@ -160,7 +164,12 @@ def _named(model: ModelSpec, target: str, candidates: Mapping[str, Linear]) -> L
         )
     around = _ATTENTION_MODULES if leaf in _of_attention(model) else _MLP_MODULES
     if parent not in around:
-        return None
+        if parent in _ATTENTION_MODULES | _MLP_MODULES:
+            return None
+        raise ConfigError(
+            f"target_modules: {target!r}: whether {parent} is around {leaf} is not known; give "
+            f"{leaf!r}"
+        )
     places = [
         sum(linear.name == leaf for linear in layer.linears) for layer, _ in model.layers()
     ] + [sum(linear.name == leaf for linear in tower_linears(model)) * 2]
