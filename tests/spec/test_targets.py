@@ -7,7 +7,13 @@ import pytest
 from whichlora.errors import ConfigError
 from whichlora.families.experts import with_named_experts
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.targets import adapted, asked_names, resolve_targets, unmatched_targets
+from whichlora.spec.targets import (
+    adapted,
+    adapted_linears,
+    asked_names,
+    resolve_targets,
+    unmatched_targets,
+)
 from whichlora.store.models import find_model, list_models
 
 ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
@@ -137,6 +143,29 @@ def test_default_is_what_peft_adapts() -> None:
     )
     with pytest.raises(ConfigError, match="PEFT has no default for models of type qwen3_moe"):
         resolve_targets(model("Qwen/Qwen3-30B-A3B"), ("default",))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("names", [("q_proj", *MLP), ("q_proj", "w1", "w2", "w3"), ("q_proj",)])
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1"])
+def test_names_of_experts_reach_what_peft_adapts(name: str, names: tuple[str, ...]) -> None:
+    import peft
+    import torch
+    import transformers
+
+    spec = model(name)
+    config = transformers.AutoConfig.for_model(**{**spec.config, "num_hidden_layers": 1})
+    with torch.device("meta"):
+        base = transformers.AutoModelForCausalLM.from_config(config)
+    wanted = peft.LoraConfig(r=8, target_modules=list(names))
+    adapted_model = peft.get_peft_model(base, wanted, low_cpu_mem_usage=True)
+    real = sum(x.numel() for n, x in adapted_model.named_parameters() if "lora_" in n)
+    linears = adapted_linears(spec, resolve_targets(spec, names))
+    ranks = sum(
+        linear.count * linear.rank_multiple * (linear.in_features + linear.out_features) * layers
+        for linear, layers in linears
+    )
+    assert 8 * ranks == real * spec.config["num_hidden_layers"]
 
 
 @pytest.mark.oracle
