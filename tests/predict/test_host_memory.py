@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from devices import A100
 
-from whichlora.errors import ConfigError
 from whichlora.memory.layer_passes import offloaded_bytes
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.host_memory import check_host, host_fault, memory_of_node, pinned_bytes
+from whichlora.predict.host_memory import HostUse, host_fault, memory_of_node, pinned_bytes
 from whichlora.predict.life import Life, life_of
 from whichlora.predict.parallel_choice import best_spread
 from whichlora.predict.predict import predict, training_step
@@ -55,11 +54,11 @@ def test_all_ranks_of_a_node_pin_together() -> None:
 
 
 def test_what_a_node_lacks_makes_the_run_fail_with_one_line() -> None:
-    several = predicted(config_of()).several_gpus
+    several = predicted(config_of("zero3")).several_gpus
     assert several is not None
     needed = several.host_bytes
-    just = predicted(config_of(host_memory_bytes=needed))
-    less = predicted(config_of(host_memory_bytes=needed - 1))
+    just = predicted(config_of("zero3", host_memory_bytes=needed))
+    less = predicted(config_of("zero3", host_memory_bytes=needed - 1))
     assert (just.verdict, less.verdict) == ("fits", "fails")
     assert not less.fits
     assert less.memory == just.memory
@@ -84,10 +83,82 @@ def test_whose_memory_it_is() -> None:
 
 
 def test_what_nobody_knows_is_no_fault() -> None:
-    assert host_fault(10**15, (None, "")) == ""
-    check_host(GiB, (GiB, "stated"))
-    with pytest.raises(ConfigError, match=r"1.00 GiB pinned .* in the 1023.0 MiB stated"):
-        check_host(GiB, (GiB - 2**20, "stated"))
+    use = HostUse(pinned_bytes=GiB)
+    assert host_fault(HostUse(pinned_bytes=10**15), (None, "")) == ""
+    assert host_fault(use, (GiB, "stated")) == ""
+    assert "1.00 GiB pinned" in host_fault(use, (GiB - 2**20, "stated"))
+
+
+BIG = load_model("meta-llama/Llama-3.1-70B")
+
+
+def on_two(method: str, strategy: str, **settings: Any) -> Prediction:
+    parallel = config_of(strategy, **({"gpus": 2, "options": ()} | settings))
+    run = RunConfig(model=BIG.name, method=method, seq_len=512, parallel=parallel)
+    return predict(BIG, run, A100, prior_calibration(A100))
+
+
+def test_all_processes_of_a_node_load_4_bit_codes_at_once() -> None:
+    several = on_two("qlora", "fsdp").several_gpus
+    assert several is not None
+    assert several.loading_host_bytes == pytest.approx(2 * 40.72 * GiB, rel=1e-3)
+    just = on_two("qlora", "fsdp", host_memory_bytes=several.loading_host_bytes)
+    less = on_two("qlora", "fsdp", host_memory_bytes=several.loading_host_bytes - 1)
+    assert (just.verdict, less.verdict) == ("fits", "fails")
+    assert "81.44 GiB, which the processes of each node load at once" in less.notes[0]
+    assert less.exceeds_host
+
+
+@pytest.mark.parametrize(
+    ("method", "strategy", "options", "of_a_process"),
+    [
+        ("lora", "fsdp", {}, 0),  # pages of the mapped file
+        ("lora", "ddp", {}, 0),
+        ("full", "ddp", {}, 0),
+        ("full", "zero3", {}, 0),
+        ("full", "device-map", {}, 0),
+        ("qlora", "zero3", {}, 0),  # on its GPU
+        ("full", "fsdp", {}, 4),  # widened before it is divided
+        ("full", "fsdp", {"fsdp_version": "1"}, 0),  # after it
+    ],
+)
+def test_what_a_process_loads_of_its_own(
+    method: str, strategy: str, options: dict[str, str], of_a_process: int
+) -> None:
+    several = on_two(method, strategy, options=tuple(options.items())).several_gpus
+    assert several is not None
+    trained = BIG.num_params
+    loaded = several.loading_host_bytes
+    if of_a_process:
+        assert loaded == pytest.approx(2 * of_a_process * trained, rel=1e-3)
+    else:
+        assert loaded < 10 * GiB  # adapters alone, in fp32
+
+
+def test_what_is_cast_is_loaded_by_every_process() -> None:
+    """`loads_on_host`; weights that keep their dtype are mapped."""
+    run = RunConfig(
+        model=BIG.name,
+        method="lora",
+        precision="fp32",
+        seq_len=512,
+        parallel=config_of("ddp", options=(), nodes=2),
+    )
+    several = predict(BIG, run, A100, prior_calibration(A100)).several_gpus
+    assert several is not None
+    assert several.loading_host_bytes == pytest.approx(4 * 4 * BIG.num_params, rel=1e-3)
+
+
+def test_saving_is_a_fault_only_where_no_setting_writes_shares() -> None:
+    room = on_two("lora", "zero2", host_memory_bytes=1024 * GiB)
+    tight = on_two("lora", "zero2", host_memory_bytes=200 * GiB)
+    assert not room.exceeds_host
+    assert tight.exceeds_host
+    assert "saving fails, since each rank copies all weights" in tight.notes[0]
+    shared = on_two("lora", "fsdp", host_memory_bytes=100 * GiB)
+    assert not shared.exceeds_host
+    (note,) = [note for note in shared.notes if "saving fails" in note]
+    assert "SHARDED_STATE_DICT in fsdp_config writes shares instead" in note
 
 
 def test_auto_passes_over_what_the_host_cannot_hold() -> None:

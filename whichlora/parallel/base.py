@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry
+from whichlora.memory.life import stored_dtypes
 from whichlora.memory.step import TrainingStep
+from whichlora.memory.weights import weight_bytes
 from whichlora.spec.dtypes import resolve_dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option, OptionValue
@@ -175,6 +177,26 @@ def _saves_what_it_holds(rank: RankKind, spread: Spread) -> Saving | None:
     return None
 
 
+def _loads_unknown(step: TrainingStep, spread: Spread) -> Count | None:
+    return None
+
+
+def loads_on_host(step: TrainingStep, spread: Spread) -> Count:
+    """Weights that each process casts in host memory, before the Trainer moves them.
+
+    Weights that keep the dtype of the checkpoint are pages of the mapped file, which all processes
+    share and the kernel may drop.
+    Kind: exact, of tensors; LoRA without quantisation mostly needs nothing. Source: transformers
+    5.23 `core_model_loading._materialize_copy`, `is_fsdp_enabled`: rank 0 alone loads only where
+    `cpu_ram_efficient_loading` is set, which is off in `TrainingArguments`.
+    """
+    dtypes = step.dtypes
+    stored = stored_dtypes(step.model, dtypes)
+    if dtypes.loads_at_once or dtypes.quant != "none" or stored.base_bytes == dtypes.base_bytes:
+        return 0
+    return sum(weight_bytes(step.model, dtypes).values())
+
+
 def _accepts(step: TrainingStep, spread: Spread) -> None:
     return
 
@@ -222,6 +244,8 @@ class Strategy:
         messages: what one rank sends and receives in one optimizer step.
         host_update: what the processor updates in place of the GPU; None where it does not.
         on_host: what it keeps in pinned host memory, by entry.
+        loading: what each process holds of its own in host memory until its GPU has the weights;
+            0 where tensors go there from the mapped file, None where nothing is said of it.
         saving: what is copied or gathered for a checkpoint of the Trainer.
         training_arguments: what `transformers.TrainingArguments` takes to turn it on; "deepspeed"
             holds the content of its JSON file. It refuses what the Trainer has no key for.
@@ -255,6 +279,7 @@ class Strategy:
     messages: Callable[[RankKind, Spread], tuple[Message, ...]] = _no_messages
     host_update: Callable[[RankKind, Spread], HostUpdate | None] = _updates_on_device
     on_host: Callable[[RankKind, Spread], tuple[Entry, ...]] = _nothing_on_host
+    loading: Callable[[TrainingStep, Spread], Count | None] = _loads_unknown
     saving: Callable[[RankKind, Spread], Saving | None] = _saves_what_it_holds
     training_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _not_in_the_trainer
     model_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _no_settings

@@ -13,7 +13,14 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.step import TrainingStep
-from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
+from whichlora.parallel.base import (
+    Message,
+    Moments,
+    RankKind,
+    Spread,
+    Strategy,
+    loads_on_host,
+)
 from whichlora.parallel.gradients import GRADIENTS, as_accumulated, without
 from whichlora.spec.numeric import Count, floor_div
 from whichlora.spec.options import Option, OptionValue
@@ -136,6 +143,7 @@ STRATEGY = Strategy(
     takes_images=True,
     moments=_moments,
     messages=_messages,
+    loading=loads_on_host,
     training_arguments=_training_arguments,
     accelerate=_accelerate,
     read_accelerator=_read_accelerator,

@@ -219,6 +219,7 @@ STRATEGY = Strategy(
     moments=_moments,
     update_share=lambda spread: 1.0,
     messages=_messages,
+    loading=lambda step, spread: 0,
     training_arguments=lambda run, spread: {},
     model_arguments=_model_arguments,
     launcher="python",

@@ -27,6 +27,7 @@ from whichlora.parallel.base import (
     Spread,
     Strategy,
     in_run,
+    loads_on_host,
 )
 from whichlora.parallel.fsdp1 import Rank1
 from whichlora.parallel.fsdp2 import Rank2
@@ -40,7 +41,7 @@ from whichlora.parallel.fsdp_units import (
     syncs_each_batch,
 )
 from whichlora.parallel.host_update import OMP_NUM_THREADS, threads_of, update_note
-from whichlora.spec.numeric import largest
+from whichlora.spec.numeric import Count, largest
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import FOUR_BIT_BNB, Precision, RunConfig
 from whichlora.units import format_bytes
@@ -99,6 +100,24 @@ def _loads_on_gpu(run: RunConfig, spread: Spread) -> bool:
     `_move_states_to_device`; version 1: `_init_param_handle_from_module`.
     """
     return run.quant in FOUR_BIT_BNB and quant_storage(run, spread) == "uint8"
+
+
+def _loading(step: TrainingStep, spread: Spread) -> Count:
+    """What each process has on the host until `fully_shard` takes it, module by module.
+
+    Every process makes 4-bit codes there. Beside 16-bit weights version 2 first widens what is
+    trained to fp32.
+
+    Kind: exact, of tensors. Source: transformers 5.23 `get_init_context`, `is_fsdp_enabled`;
+    accelerate 1.15 `fsdp2_prepare_model`.
+    """
+    if step.dtypes.quant not in FOUR_BIT_BNB:
+        loaded = loads_on_host(step, spread)
+        widens = spread.options["fsdp_version"] == "2" and mixed_precision(step, spread) != "no"
+        return largest(loaded, 4 * step.num_trained) if widens else loaded
+    if _loads_on_gpu(step.run, spread):
+        return 0
+    return sum(weight_bytes(step.model, step.dtypes).values())
 
 
 def _messages(rank: RankKind, spread: Spread) -> tuple[Message, ...]:
@@ -358,12 +377,12 @@ def _notes_on_four_bit(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
             "fsdp: 4-bit weights stored as uint8 are not sharded, every GPU keeps all of them; "
             "set bnb_4bit_quant_storage to bfloat16",
         )
-    loaded = format_bytes(sum(weight_bytes(step.model, step.dtypes).values()))
     notes = [
         f"fsdp: 4-bit weights are sharded where BitsAndBytesConfig has bnb_4bit_quant_storage="
         f"torch.{storage}; its own default, uint8, is not",
-        f"fsdp: each process first loads all weights, {loaded}, in host memory (device_map="
-        '{"": "cpu"}); without that, transformers loads them on its GPU',
+        "fsdp: each process first loads all weights in host memory, "
+        f'{format_bytes(_loading(step, spread))} (device_map={{"": "cpu"}}); without that, '
+        "transformers loads them on its GPU",
     ]
     if spread.options["fsdp_version"] == "1" and step.run.prepare_kbit:
         notes.append(
@@ -525,6 +544,7 @@ STRATEGY = Strategy(
     model_arguments=_model_arguments,
     accelerate=_accelerate,
     read_accelerator=_read_accelerator,
+    loading=_loading,
     saving=saving,
     notes=_notes,
 )

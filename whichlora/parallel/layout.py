@@ -232,6 +232,15 @@ class Layout:
         of_strategies = [each.host_update(kind, spread) for each, spread in self.strategies]
         return next((each for each in of_strategies if each is not None), None)
 
+    def loading(self, step: TrainingStep) -> int:
+        """Host memory of its own that each process takes while it loads the weights.
+
+        It is that of the first strategy that says it: one that divides the model does so while it
+        loads.
+        """
+        of_strategies = (strategy.loading(step, spread) for strategy, spread in self.strategies)
+        return int(next((each for each in of_strategies if each is not None), 0))
+
     def saving(self, kind: RankKind) -> Saving | None:
         """What a checkpoint copies or gathers, of the strategy that divides most; None: nothing."""
         of_strategies = [strategy.saving(kind, spread) for strategy, spread in self.strategies]

@@ -256,6 +256,7 @@ STRATEGY = Strategy(
     moments=_moments,
     update_share=lambda spread: 1 / spread.size,
     messages=_messages,
+    loading=lambda step, spread: 0,  # its device map cuts tensors as they are read
     notes=_notes,
     replicas_refused="accelerate's ParallelismConfig takes no tp_size with replicas of the whole "
     "model; use tp+fsdp",

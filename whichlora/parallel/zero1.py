@@ -8,7 +8,14 @@ from __future__ import annotations
 from functools import partial
 
 from whichlora.parallel import deepspeed
-from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
+from whichlora.parallel.base import (
+    Message,
+    Moments,
+    RankKind,
+    Spread,
+    Strategy,
+    loads_on_host,
+)
 from whichlora.parallel.host_update import OMP_NUM_THREADS
 
 
@@ -54,6 +61,7 @@ STRATEGY = Strategy(
     host_update=deepspeed.flat_host_update,
     on_host=deepspeed.on_host,
     saving=deepspeed.saving,
+    loading=loads_on_host,
     training_arguments=partial(deepspeed.training_arguments, stage=1),
     read_accelerator=partial(deepspeed.read_accelerator, stage=1, options=_OPTIONS),
     notes=deepspeed.notes,

@@ -816,6 +816,7 @@ STRATEGY = Strategy(
     messages=_messages,
     host_update=_host_update,
     on_host=_on_host,
+    loading=lambda step, spread: 0,  # rank 0 maps the file, others get what it sends: `zero.Init`
     saving=saving,
     training_arguments=_training_arguments,
     read_accelerator=partial(deepspeed.read_accelerator, stage=3, options=_OPTIONS),

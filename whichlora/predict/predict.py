@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,13 @@ from whichlora.memory.training import (
 )
 from whichlora.parallel.base import RankKind
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.host_memory import host_fault, memory_of_node, pinned_bytes
+from whichlora.predict.host_memory import (
+    HostUse,
+    host_fault,
+    host_use,
+    memory_of_node,
+    saving_note,
+)
 from whichlora.predict.judgement import (
     MEMORY_CONFIDENCE,
     TIME_CONFIDENCE,
@@ -421,7 +427,7 @@ class CountedRun:
         passes: what one optimizer step is, or one generation; of several GPUs what each does alone.
         kinds: of the ranks of several GPUs.
         ranks: what they do together.
-        host_bytes: that all ranks of a node pin.
+        host: what all ranks of a node take of its memory.
         service: the engine that serves it, started; None where memory is taken as needed.
     """
 
@@ -431,7 +437,7 @@ class CountedRun:
     passes: tuple[Pass, ...]
     kinds: tuple[RankKind, ...] = ()
     ranks: RanksWork | None = None
-    host_bytes: int = 0
+    host: HostUse = field(default_factory=HostUse)
     service: Service | None = None
 
 
@@ -467,21 +473,22 @@ def count_run(job: ResolvedRun, *, replayed: bool = True) -> CountedRun:
         passes=_passes_alone(job),
         kinds=kinds,
         ranks=ranks,
-        host_bytes=host_bytes(job, kinds),
+        host=host_of(job, kinds),
     )
 
 
-def host_bytes(job: ResolvedRun, kinds: Sequence[RankKind] = (), **sizes: Count) -> int:
-    """Host memory that all ranks of a node of `job` pin; args as of `ledger`, no arrays.
+def host_of(job: ResolvedRun, kinds: Sequence[RankKind] = (), **sizes: Count) -> HostUse:
+    """What all ranks of a node of `job` take of its memory; args as of `ledger`, no arrays.
 
     On one GPU these are the inputs of layers that a trainer keeps on the host.
     """
     if job.layout is not None:
-        return pinned_bytes(job.layout, kinds or rank_kinds(job, **sizes))
+        return host_use(job.layout, training_step(job, **sizes), kinds or rank_kinds(job, **sizes))
     run = job.run
     if run.phase != "finetune" or not run.gradient_checkpointing or not job.trainer.offloads(run):
-        return 0
-    return int(offloaded_bytes(job.model, tokens=run.batch_size * run.seq_len))
+        return HostUse()
+    tokens = run.batch_size * run.seq_len
+    return HostUse(pinned_bytes=int(offloaded_bytes(job.model, tokens=tokens)))
 
 
 def ranks_work(
@@ -721,7 +728,7 @@ class JudgedRun:
 
     @property
     def exceeds_host(self) -> bool:
-        """Whether a node has less memory than its ranks pin."""
+        """Whether a node has less memory than its ranks need."""
         return self.ranks is not None and bool(self.beyond_host)
 
 
@@ -763,9 +770,7 @@ def judge_counted(
         timed = judge_time(counted.passes, calibration.time) if ranks is None else ranks.time
     training = job.run.phase == "finetune"
     outcome = verdict(least, memory.interval_bytes[1], gpu.memory_bytes)
-    beyond_host = ""
-    if counted.host_bytes:
-        beyond_host = host_fault(counted.host_bytes, _node(job, calibration))
+    beyond_host = host_fault(counted.host, _node(job, calibration))
     if beyond_host:
         outcome = "fails"
     serving = None
@@ -819,9 +824,7 @@ def finished(judged: JudgedRun, *, by_rank: bool = True) -> Prediction:
         )
         + ("" if gpu.is_timed else MEMORY_ONLY),
         notes=_notes(judged),
-        several_gpus=(
-            _several_gpus(counted, calibration, judged.ranks) if judged.ranks and by_rank else None
-        ),
+        several_gpus=(_several_gpus(judged, judged.ranks) if judged.ranks and by_rank else None),
         serving=judged.serving,
     )
 
@@ -829,11 +832,12 @@ def finished(judged: JudgedRun, *, by_rank: bool = True) -> Prediction:
 def _notes(judged: JudgedRun) -> tuple[str, ...]:
     counted, timed, serving = judged.counted, judged.timed, judged.serving
     job, service = counted.job, counted.service
+    of_host = judged.beyond_host or saving_note(counted.host, _node(job, judged.calibration))
     of_engine: tuple[str, ...] = ()
     if service and serving:
         of_engine = serving_notes(job, service.start, serving, judged.calibration)
     return (
-        *([judged.beyond_host] if judged.beyond_host else ()),
+        *([of_host] if of_host else ()),
         *of_engine,
         *notes_on(job),
         *(host_notes(job, timed.pass_parts) if timed and judged.time.is_known else ()),
@@ -847,9 +851,8 @@ def _link_notes(job: ResolvedRun, ranks: RanksWork, calibration: Calibration) ->
     return link_notes(links, line, [rank.messages for rank in ranks.ranks], ranks.config)
 
 
-def _several_gpus(
-    counted: CountedRun, calibration: Calibration, judged: RanksJudgement
-) -> SeveralGpus | None:
+def _several_gpus(judged: JudgedRun, of_ranks: RanksJudgement) -> SeveralGpus | None:
+    counted, calibration = judged.counted, judged.calibration
     job, ranks = counted.job, counted.ranks
     if job.layout is None or ranks is None:
         return None
@@ -860,8 +863,9 @@ def _several_gpus(
         counted.moments,
         calibration,
         [rank.messages for rank in ranks.ranks],
-        judged.communication,
-        host_bytes=counted.host_bytes,
+        of_ranks.communication,
+        exceeds_host=judged.exceeds_host,
+        host=counted.host,
         host_memory_bytes=_node(job, calibration)[0],
     )
 

@@ -9,6 +9,7 @@ from whichlora.parallel.base import Message, RankKind
 from whichlora.parallel.communication import CommunicationTime
 from whichlora.parallel.layout import Layout
 from whichlora.predict.coefficients import Calibration
+from whichlora.predict.host_memory import HostUse
 from whichlora.predict.judgement import judge_memory
 from whichlora.predict.parts import part_bytes
 from whichlora.predict.resolve import ResolvedRun
@@ -17,7 +18,6 @@ from whichlora.spec.results import (
     Communication,
     MessagePrediction,
     RankPrediction,
-    SavingPrediction,
     SeveralGpus,
 )
 from whichlora.timing.links import RING_FACTORS
@@ -32,7 +32,8 @@ def several_gpus(
     messages: Sequence[Sequence[Message]],
     communication: Sequence[CommunicationTime],
     *,
-    host_bytes: int,
+    exceeds_host: bool,
+    host: HostUse,
     host_memory_bytes: int | None,
 ) -> SeveralGpus:
     """What several GPUs add to the prediction of `job`.
@@ -42,7 +43,8 @@ def several_gpus(
         moments: bytes by part at each, of the ranks together.
         messages: of every kind of rank.
         communication: what they take; empty where the links are not known.
-        host_bytes, host_memory_bytes: what all ranks of a node pin, and what it has.
+        exceeds_host: a node has less memory than they need.
+        host, host_memory_bytes: what all ranks of a node take of its memory, and what it has.
     """
     of_kinds = (moments,) if len(kinds) == 1 else (_moments(job, layout, kind) for kind in kinds)
     ranks = tuple(
@@ -51,9 +53,11 @@ def several_gpus(
     )
     return SeveralGpus(
         ranks=ranks,
-        host_bytes=host_bytes,
+        exceeds_host=exceeds_host,
+        host_bytes=host.pinned_bytes,
         host_memory_bytes=host_memory_bytes,
-        saving=_saving(layout, kinds[0]),
+        loading_host_bytes=host.loading_bytes,
+        saving=host.saving,
         communication=max(
             (
                 _communication(of_kind, communication[place] if communication else None)
@@ -87,20 +91,6 @@ def _rank(
         peak_allocated_bytes=judged.peak_allocated_bytes,
         breakdown=judged.breakdown,
         host_bytes=int(added(entry.num_bytes for entry in layout.on_host(kind))),
-    )
-
-
-def _saving(layout: Layout, kind: RankKind) -> SavingPrediction | None:
-    saving = layout.saving(kind)
-    if saving is None:
-        return None
-    copies = layout.config.gpus_per_node if saving.by_all_ranks else 1
-    return SavingPrediction(
-        what=saving.what,
-        by_all_ranks=saving.by_all_ranks,
-        host_bytes=int(saving.host_bytes * copies),
-        device_bytes=int(saving.device_bytes),
-        instead=saving.instead,
     )
 
 

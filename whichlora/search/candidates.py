@@ -15,8 +15,8 @@ from whichlora.methods import get_method, with_method
 from whichlora.parallel import get_strategy
 from whichlora.parallel.layout import Layout
 from whichlora.predict import parallel_choice
-from whichlora.predict.host_memory import check_host, memory_of_node
-from whichlora.predict.predict import check_layout, host_bytes
+from whichlora.predict.host_memory import host_fault, memory_of_node
+from whichlora.predict.predict import check_layout, host_of
 from whichlora.predict.rank_time import links_of
 from whichlora.predict.resolve import ResolvedRun, as_stored, layout_of, resolve
 from whichlora.search.shortlist import Group
@@ -347,12 +347,18 @@ class Candidates:
                 job = self._spread(self._resolved(base, chosen), config)
                 check_layout(job)
                 self._check_links(job)
-                self._check_host(job)
+                fault = self._host_fault(job)
             except ConfigError as error:
-                shown = {name: chosen[name] for name in chosen if len(lists[name]) > 1}
-                self._refuse(refused, base, config, shown, str(error))
+                fault, of_host = str(error), False
+            else:
+                of_host = bool(fault)
+            if not fault:
+                yield job
                 continue
-            yield job
+            shown = {name: chosen[name] for name in chosen if len(lists[name]) > 1}
+            self._refuse(refused, base, config, shown, fault)
+            if of_host:  # more memory is more easily had than another strategy
+                self._refuse(self.refused, base, config, shown, fault)
 
     def _resolved(self, base: RunConfig, chosen: Mapping[str, Any]) -> ResolvedRun:
         """`base` with the settings in `chosen`, resolved on one GPU, once for all strategies.
@@ -385,11 +391,10 @@ class Candidates:
             if links is None:
                 raise ConfigError(line)
 
-    def _check_host(self, job: ResolvedRun) -> None:
-        """Refuse what a node can't pin, whatever the rank of the adapters."""
-        if needed_bytes := host_bytes(job, r=min(self.plan.ranks)):
-            config = job.run.parallel
-            check_host(needed_bytes, memory_of_node(config, self.machines, self.this_host_bytes))
+    def _host_fault(self, job: ResolvedRun) -> str:
+        """Why a node has too little memory, whatever the rank of the adapters; empty: it has."""
+        node = memory_of_node(job.run.parallel, self.machines, self.this_host_bytes)
+        return host_fault(host_of(job, r=min(self.plan.ranks)), node) if node[0] else ""
 
     def _refuse(
         self,

@@ -14,6 +14,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import is_number
 from whichlora.spec.rendering import Rendered
 from whichlora.spec.run import RunConfig
+from whichlora.units import format_bytes
 
 SCHEMA_VERSION = 1
 MAX_REASONS = 3  # in the line that says why nothing is left
@@ -192,6 +193,13 @@ class SavingPrediction:
     device_bytes: int
     instead: str
 
+    @property
+    def in_words(self) -> str:
+        """Who copies what, and how much."""
+        copies = "each rank copies" if self.by_all_ranks else "rank 0 copies"
+        size = format_bytes(self.host_bytes) + " on a node" * self.by_all_ranks
+        return f"{copies} {self.what} to host memory, {size}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeveralGpus:
@@ -202,6 +210,8 @@ class SeveralGpus:
             that needs most.
         host_bytes: pinned host memory of all ranks of a node.
         host_memory_bytes: what a node has of it; None where that is not known.
+        exceeds_host: a node has less of it than they need.
+        loading_host_bytes: host memory that they take before, until the GPUs have the weights.
         saving: of a checkpoint; None where ranks write what they hold.
         global_batch_size: sequences per optimizer step.
     """
@@ -211,18 +221,16 @@ class SeveralGpus:
     communication: Communication
     global_batch_size: int
     host_memory_bytes: int | None = None
+    exceeds_host: bool = False
+    loading_host_bytes: int = 0
     saving: SavingPrediction | None = None
-
-    @property
-    def exceeds_host(self) -> bool:
-        """Whether a node has less memory than its ranks pin."""
-        return self.host_memory_bytes is not None and self.host_bytes > self.host_memory_bytes
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "ranks": [rank.to_dict() for rank in self.ranks],
             "host_bytes": self.host_bytes,
             "host_memory_bytes": self.host_memory_bytes,
+            "loading_host_bytes": self.loading_host_bytes,
             "saving": None if self.saving is None else dataclasses.asdict(self.saving),
             "communication": self.communication.to_dict(),
             "global_batch_size": self.global_batch_size,

@@ -164,19 +164,15 @@ def spread_lines(prediction: Prediction, several: SeveralGpus) -> Iterator[str]:
         node = "a node" if run.parallel.nodes > 1 else "the machine"
         pinned = f"{format_bytes(several.host_bytes)} pinned on {node}"
         yield f"host memory: {pinned}, {_of_host(several)}"
+    if several.loading_host_bytes:
+        loaded = format_bytes(several.loading_host_bytes)
+        yield f"host memory while loading: {loaded} of all processes of a node, {_of_host(several)}"
     if several.saving is not None:
-        yield _saving(several.saving, several)
+        yield _saving(several.saving)
 
 
-def _saving(saving: SavingPrediction, several: SeveralGpus) -> str:
-    copies = "each rank copies" if saving.by_all_ranks else "rank 0 copies"
-    text = f"saving: {copies} {saving.what} to host memory, {format_bytes(saving.host_bytes)}"
-    if saving.by_all_ranks:
-        text += " on a node"
-    if several.host_memory_bytes is not None:
-        free_bytes = several.host_memory_bytes - several.host_bytes
-        if saving.host_bytes > free_bytes:
-            text += f", which has {format_bytes(max(0, free_bytes))} left: it fails"
+def _saving(saving: SavingPrediction) -> str:
+    text = f"saving: {saving.in_words}"
     if saving.device_bytes:
         text += f"; a GPU gathers {format_bytes(saving.device_bytes)} at a time"
     return f"{text}; {saving.instead} writes shares instead" if saving.instead else text

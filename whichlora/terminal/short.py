@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from whichlora.predict.host_memory import HOST_MEMORY
 from whichlora.predict.notes import HOST_BOUND
 from whichlora.search.feasibility import Candidate, accepted, best_of_models, least_chance
 from whichlora.terminal.answer import (
@@ -76,7 +77,11 @@ def _reasons(answer: Answer) -> tuple[list[list[str]], list[list[str]]]:
     """Blocks of lines that are always shown, and the others."""
     blocks = _blocks(explanation(answer, brief=True))
     on_gpus = ("GPU: ", "GPUs: ")
-    shown = [block for i, block in enumerate(blocks) if i == 0 or block[0].startswith(on_gpus)]
+    shown = [
+        block
+        for i, block in enumerate(blocks)
+        if i == 0 or block[0].startswith(on_gpus) or HOST_MEMORY in block[0]
+    ]
     return shown, [block for block in blocks if block not in shown]
 
 
