@@ -784,3 +784,33 @@ def test_a_rank_takes_its_alpha_along(tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.output
     assert "lora_alpha: 128" in (tmp_path / "trl.yaml").read_text(encoding="utf-8")
+
+
+def on_eight(to: str, folder: Path, method: str = "full") -> Any:
+    return whichlora(
+        *("export", "meta-llama/Llama-3.1-70B", "--gpu", "h100-sxm-80gb", "--gpus", "8"),
+        *("--method", method, "--to", to, "--output", str(folder)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("to", "taken"),
+    [("transformers", "device-map"), ("trl", "zero3, offload optimizer+params")],
+)
+def test_auto_is_the_best_strategy_that_the_tool_can_write(
+    to: str, taken: str, tmp_path: Path
+) -> None:
+    done = on_eight(to, tmp_path)
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.output.split())
+    assert f"{taken} is the only one of" in text
+    assert f"that surely fits, of those that --to {to} can write" in text
+
+
+def test_an_estimate_says_what_is_written_instead_of_the_fastest() -> None:
+    done = whichlora(
+        *("estimate", "meta-llama/Llama-3.1-70B", "--gpu", "8xh100-sxm-80gb", "--method", "full")
+    )
+    text = " ".join(done.output.split())
+    assert "on 8 GPUs: tp is the fastest of 2 that fit" in text
+    assert "tp has no key in the Trainer; they take device-map, which fits" in text

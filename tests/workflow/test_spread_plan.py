@@ -329,3 +329,12 @@ def test_ranks_are_here_where_all_gpus_are_equal_and_enough(
     assert not has_ranks_of(replace(run, parallel=ONE_GPU), find_gpu("t4-16gb"))
     monkeypatch.setattr("whichlora.profiler.spread.find_spec", lambda _: None)
     assert has_ranks_of(run, find_gpu("t4-16gb")) is (expected and "zero" not in strategy)
+
+
+def test_auto_says_what_it_left_out_where_the_data_alone_is_not_divided(tmp_path: Path) -> None:
+    keys = {"gpu": "h100-sxm-80gb", "gpus": 8, "methods": ["full"], "parallel": "auto"}
+    size = {"stage2_profile": {"batch_size": 1}, "global_batch_size": None, "weights": None}
+    answer = answered(tmp_path / "large", models=["meta-llama/Llama-3.1-70B"], **keys, **size)
+    assert any("tp" in line and "not among it" in line for line in answer.cautions)
+    small = answered(tmp_path / "small", **keys, **size)
+    assert not any("not among it" in line for line in small.cautions)

@@ -65,6 +65,7 @@ def export(
     from whichlora.workflow import combinations, export
 
     folder, data = Path(source), None
+    notes: tuple[str, ...] = ()
     if source.startswith((".", "/", "~")) and not os.path.exists(folder):
         raise ConfigError(f"{source}: no such folder; give that of a whichlora run, or of a model")
     if os.path.isdir(folder) and not (folder / "config.json").is_file():
@@ -77,10 +78,17 @@ def export(
             raise ConfigError(f"export writes one fine-tuning, these settings make {len(runs)}")
         if runs[0].phase != "finetune":
             raise ConfigError("--phase: export writes a fine-tuning, got inference; leave it out")
-        recipe = export.make_recipe(runs[0], gpu, epochs=epochs, learning_rate=learning_rate)
+        recipe, notes = export.recipe_for(
+            to,
+            runs[0],
+            gpu,
+            calibration_dir=calibration_dir,
+            epochs=epochs,
+            learning_rate=learning_rate,
+        )
         folder = Path()
     done = export.write_export(
-        recipe, to, output or folder, data=data, calibration_dir=calibration_dir
+        recipe, to, output or folder, data=data, calibration_dir=calibration_dir, notes=notes
     )
     if as_json:
         print_json(done.to_dict())

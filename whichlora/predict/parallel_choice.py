@@ -160,6 +160,25 @@ def smallest_candidates(config: ParallelConfig) -> Iterator[ParallelConfig]:
             yield replace(config, strategy=strategy.name, options=options)
 
 
+def is_in_the_trainer(config: ParallelConfig) -> bool:
+    """Whether `TrainingArguments` have keys for its strategies, so that a train.py states them."""
+    return all(get_strategy(name).is_in_the_trainer for name in config.names)
+
+
+def is_tried_first(config: ParallelConfig) -> bool:
+    """Whether it divides the data and keeps nothing off the GPUs, or is of one."""
+    if config.is_one_device:
+        return True
+    smallest = get_strategy(config.names[0]).smallest
+    return _divides_data(config) and not set(smallest) & set(config.options)
+
+
+def not_in_the_trainer() -> list[str]:
+    """Strategies that no train.py can state."""
+    strategies = list_strategies().values()
+    return [strategy.name for strategy in strategies if not strategy.is_in_the_trainer]
+
+
 def every(config: ParallelConfig) -> tuple[ParallelConfig, ...]:
     """All of `candidates` and `smallest_candidates`."""
     return (*candidates(config), *smallest_candidates(config))
@@ -225,7 +244,21 @@ def choice_notes(spreadings: Sequence[Spreading[OfRun]]) -> tuple[str, ...]:
         why = f"needs least memory of {fitting} that fit"
     told = others[:MOST_RUNNERS_UP]
     told += [each for each in others[MOST_RUNNERS_UP:] if each.prediction.exceeds_host][:1]
-    return f"{where} {why}", *map(_runner_up, told)
+    return f"{where} {why}", *_written_instead(spreadings), *map(_runner_up, told)
+
+
+def _written_instead(spreadings: Sequence[Spreading[OfRun]]) -> tuple[str, ...]:
+    """What run and export take where they have no key for the first; nothing where they have."""
+    if is_in_the_trainer(spreadings[0].config):
+        return ()
+    written = (each for each in spreadings if is_in_the_trainer(each.config))
+    instead = next(written, None)
+    first = spreadings[0].config.strategy
+    why = f"{ON_CHOICE[0]}of run and export: {first} has no key in the Trainer"
+    if instead is None:
+        return (f"{why}, nor has any other that accepts the run",)
+    fits = FITS[instead.prediction.verdict]
+    return (f"{why}; they take {_in_words(instead.config)}, which {fits}",)
 
 
 def _runner_up(spreading: Spreading[OfRun]) -> str:

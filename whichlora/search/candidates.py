@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from whichlora.dataset.workload import Workload
 from whichlora.errors import ConfigError
 from whichlora.methods import get_method, with_method
-from whichlora.parallel import get_strategy
 from whichlora.parallel.layout import Layout
 from whichlora.predict import parallel_choice
 from whichlora.predict.host_memory import host_fault, memory_of_node
@@ -228,7 +227,7 @@ class Candidates:
             self._expanded[config] = [
                 spread_by
                 for spread_by in parallel_choice.every(config)
-                if all(get_strategy(name).is_in_the_trainer for name in spread_by.names)
+                if parallel_choice.is_in_the_trainer(spread_by)
             ]
         return self._expanded[config]
 

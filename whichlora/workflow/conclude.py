@@ -9,6 +9,7 @@ from dataclasses import replace
 from whichlora.calibration.load import refit
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.notes import UNVERIFIED
+from whichlora.predict.parallel_choice import is_tried_first, not_in_the_trainer
 from whichlora.predict.predict import MEMORY_ONLY
 from whichlora.predict.repeated_times import Repeatability
 from whichlora.predict.running_cost import running_cost
@@ -29,6 +30,7 @@ from whichlora.search.grid import pareto
 from whichlora.search.loop import SearchLoop
 from whichlora.spec.costs import RunningCost
 from whichlora.spec.numeric import TWO_SIDED_Z
+from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import ServingPrediction
 from whichlora.spec.run import RunConfig
 from whichlora.units import format_bytes
@@ -304,6 +306,12 @@ def _of_several_gpus(
         lines.append(
             f"an optimizer step is over {min(sizes)} to {max(sizes)} sequences; set "
             "global_batch_size to compare candidates that learn alike"
+        )
+    asked_auto = any(config.strategy == AUTO for config in session.plan.spreads)
+    if asked_auto and (best is None or not is_tried_first(best.run.parallel)):
+        lines.append(
+            f"parallel auto compares what train.py can state; {', '.join(not_in_the_trainer())} "
+            "are not among it: estimate compares them, and parallel names them"
         )
     return lines
 

@@ -15,6 +15,9 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.exports import DATA_FILE, FORMATS, Export, Recipe
 from whichlora.exports.recipe import VALIDATION_FILE
 from whichlora.exports.simpler import simpler_row
+from whichlora.predict.alike import Predictor
+from whichlora.predict.parallel_choice import best_first, choice_notes
+from whichlora.predict.predict import JudgedRun
 from whichlora.predict.resolve import resolve
 from whichlora.spec.data_format import AUDIO_ROWS, IMAGE_ROWS, KINDS, TRANSCRIPTS, DataFormat
 from whichlora.spec.parallel import AUTO
@@ -93,8 +96,37 @@ def read_recipe(folder: Path) -> Recipe:
     return Recipe.from_dict(read_object(path), where=str(path))
 
 
+def recipe_for(
+    to: str, run: RunConfig, gpu: str, *, calibration_dir: Path | None = None, **job: Any
+) -> tuple[Recipe, tuple[str, ...]]:
+    """As `make_recipe`, "auto" being the best strategy that the tool can write; and why it is.
+
+    Args:
+        to: the tool.
+
+    Raises:
+        ConfigError: as `make_recipe`, or the tool can write no strategy that accepts the run.
+    """
+    device = find_gpu(gpu, least_memory=True)
+    calibration = load_calibration(device, calibration_dir)
+    run, _ = estimates.on_device(run, device, calibration)
+    if run.parallel.strategy != AUTO or to not in FORMATS:
+        return make_recipe(run, gpu, **job), ()
+    predictor, model = Predictor(), load_model(run.model)
+    run = replace(run, model=model.name)
+
+    def judged(each: RunConfig) -> JudgedRun:
+        made = FORMATS[to](make_recipe(each, gpu, **job))
+        return predictor.judge(model, made.run, device, calibration)
+
+    spreadings = best_first(run, judged)
+    run = replace(run, parallel=spreadings[0].config)
+    why = f"{choice_notes(spreadings)[0]}, of those that --to {to} can write"
+    return make_recipe(run, gpu, **job), (why,)
+
+
 def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
-    """A recipe for a run that was not searched for.
+    """A recipe for a run that was not searched for, and whose strategy is named.
 
     Args:
         job: epochs, learning_rate, seed and what else a `Recipe` holds.
@@ -109,9 +141,6 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
     most = model.longest_input
     if most and run.seq_len > most:
         raise ConfigError(f"seq_len: {run.model} looks up {most} positions; give {most} or less")
-    if run.parallel.strategy == AUTO:
-        (chosen,) = estimates.estimate([run], [device.called])
-        run = replace(run, parallel=chosen.run.parallel)
     resolved = resolve(model, replace(run, model=model.name), device)
     data_format = DataFormat(kind=KINDS[rows_of(resolved.run)][0])
     if run.images:
@@ -139,12 +168,14 @@ def write_export(
     *,
     data: Path | None = None,
     calibration_dir: Path | None = None,
+    notes: tuple[str, ...] = (),
 ) -> WrittenExport:
     """Write `recipe` for the tool `to` into `folder`, and predict it as that tool runs it.
 
     Args:
         data: the folder of `train.jsonl` and `validation.jsonl`, which are copied from there;
             None is `folder`.
+        notes: on the recipe.
 
     Raises:
         ConfigError: no such tool, or something that it can't do.
@@ -155,8 +186,8 @@ def write_export(
     made = FORMATS[to](recipe)
     if recipe.trust_remote_code:
         made = replace(made, notes=(*made.notes, TRUSTS_CODE))
-    rows, notes = _rows_to_copy(made, recipe, data or folder, folder)
-    made = replace(made, notes=(*made.notes, *notes))
+    rows, of_rows = _rows_to_copy(made, recipe, data or folder, folder)
+    made = replace(made, notes=(*notes, *made.notes, *of_rows))
     predictions = estimates.estimate(
         [recipe.predicted(recipe.run), recipe.predicted(made.run)],
         [recipe.gpu],
@@ -233,5 +264,6 @@ __all__ = [
     "folder_of_winner",
     "make_recipe",
     "read_recipe",
+    "recipe_for",
     "write_export",
 ]
