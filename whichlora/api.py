@@ -296,10 +296,11 @@ def where(
         ConfigError: an unknown name, several runs, or settings that no accelerator can run.
     """
     grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings)
+    grid, types = combinations.of_one_number(grid, _types(gpu))
     run = _one_run("where", grid)
     return estimates.where(
         run,
-        _types(gpu),
+        types,
         calibration_dir=_path(calibration_dir),
         notes=said.notes,
         rates=load_rates(_path(prices), country),

@@ -819,3 +819,27 @@ def test_what_is_offloaded_is_read_as_tables_print_it(both: str) -> None:
     result = whichlora(*asked, "--parallel", "fsdp", "--offload", both, "--json")
     (prediction,) = json.loads(result.stdout)["predictions"]
     assert prediction["config"]["parallel"]["offload"] == ["optimizer", "params"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("where", LLAMA, "--method", "qlora"),
+        ("guide", "--models", LLAMA, "--method", "qlora"),
+    ],
+)
+def test_a_type_may_state_how_many(command: tuple[str, ...]) -> None:
+    counted = whichlora(*command, "--gpu", "2x3090")
+    apart = whichlora(*command, "--gpu", "3090", "--gpus", "2")
+    assert counted.exit_code == 0, counted.output
+    assert counted.output == apart.output
+    several = whichlora(*command, "--gpu", "2x3090,4x4090")
+    assert several.exit_code == 2
+    assert "gpu: 2x3090, 4x4090 state several numbers of GPUs" in several.output
+
+
+def test_an_export_takes_a_type_with_its_number(tmp_path: Path) -> None:
+    asked = ("export", LLAMA, "--to", "trl", "--parallel", "zero3", "--output", str(tmp_path))
+    done = whichlora(*asked, "--gpu", "8xh100")
+    assert done.exit_code == 0, done.output
+    assert "zero3 on 8 GPUs" in done.output

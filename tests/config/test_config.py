@@ -356,3 +356,13 @@ def test_importing_the_loader_costs_neither_yaml_nor_pydantic() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_a_type_may_state_how_many(folder: Path) -> None:
+    (config,) = load("dataset: org/rows\ngpu: 2x3090\n").spreads
+    assert config.gpus == 2
+    assert load("dataset: org/rows\ngpu: [2x3090, 2x4090]\n").gpus == ("3090", "4090")
+    twice = fault("dataset: org/rows\ngpu: 2x3090\ngpus: 4\n")
+    assert "gpu: states how many, and so does gpus" in twice
+    several = fault("dataset: org/rows\ngpu: [2x3090, 4x4090]\n")
+    assert "gpu: states several numbers of GPUs" in several

@@ -299,11 +299,12 @@ def where(
       whichlora where meta-llama/Llama-3.1-8B --method qlora --batch-size 4
       whichlora where --from axolotl.yaml
     """
-    from whichlora.workflow import estimates
+    from whichlora.workflow import combinations, estimates
 
     check_form(as_json, as_markdown)
     settings = plain_settings([model] if model else [], options, command="where")
-    settings, said = with_from_files(ctx, settings, from_files)
+    settings, said = with_from_files(ctx, settings, from_files, gpu)
+    settings, gpu = combinations.of_one_number(settings, gpu)
     run = only_run(settings, command="where")
     rates = rates_of(prices, country)
     placements = estimates.where(

@@ -73,7 +73,9 @@ def export(
         folder = export.folder_of_winner(folder)
         recipe, data = export.read_recipe(folder), folder
     else:
-        runs = list(combinations.grid(plain_settings([source], options, command="export")))
+        settings = plain_settings([source], options, command="export")
+        settings, gpu = combinations.of_one_target(settings, gpu)
+        runs = list(combinations.grid(settings))
         if len(runs) != 1:
             raise ConfigError(f"export writes one fine-tuning, these settings make {len(runs)}")
         if runs[0].phase != "finetune":

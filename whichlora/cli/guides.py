@@ -76,9 +76,12 @@ def guide(
     from whichlora.workflow import combinations
     from whichlora.workflow.guide import make_guide
 
+    settings, types = combinations.of_one_number(
+        plain_settings(models, options, command="guide"), gpu
+    )
     rows = make_guide(
-        combinations.combinations(plain_settings(models, options, command="guide")),
-        gpu,
+        combinations.combinations(settings),
+        types,
         num_samples=samples,
         epochs=epochs,
         calibration_dir=calibration_dir,

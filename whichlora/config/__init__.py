@@ -106,6 +106,7 @@ def _plan_of(document: Document) -> Plan:
     problems = list(document.structure_problems())
     data = _well_formed(document.data)
     said = _serve_by_own_name(data)
+    problems += checks.take_number_of_gpus(data)
     try:
         settings = schema.plan_file().model_validate(data)
     except ValidationError as error:

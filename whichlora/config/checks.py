@@ -27,7 +27,7 @@ from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig
 from whichlora.spec.plan import DATA_FILE_SUFFIXES, DatasetConfig, DatasetKind
 from whichlora.spec.run import TRANSFORMERS, USUAL_TRAINER
 from whichlora.store.costs import find_grid, near_countries, read_prices
-from whichlora.store.gpus import find_gpu, list_gpus
+from whichlora.store.gpus import find_gpu, list_gpus, number_of
 from whichlora.store.models import resolve_name
 from whichlora.store.quality import read_scores
 from whichlora.tasks import list_tasks
@@ -347,6 +347,27 @@ def _check_gpus(data: Data) -> Iterator[Problem]:
                     hint="".join(difflib.get_close_matches(name.lower(), _gpu_keys(), n=1)),
                     show_value=False,
                 )
+
+
+def take_number_of_gpus(data: dict[Any, Any]) -> Iterator[Problem]:
+    """Move the number that `gpu` of `data` states, as in 2x3090, to `gpus`; faults, if any."""
+    named = data.get("gpu")
+    names = named if isinstance(named, list) else [named]
+    if not all(isinstance(name, str | int) for name in names):
+        return
+    stated = [number_of(str(name)) for name in names]
+    numbers = {number for number, _ in stated}
+    if numbers == {None}:
+        return
+    if len(numbers) > 1:
+        fault, accepted = "states several numbers of GPUs", "types alone, and gpus: [1, 2]"
+        yield Problem(loc=("gpu",), fault=fault, accepted=accepted)
+        return
+    if "gpus" in data:
+        fault, accepted = "states how many, and so does gpus", "the type alone, or no gpus"
+        yield Problem(loc=("gpu",), fault=fault, accepted=accepted)
+    data["gpu"] = [name for _, name in stated]
+    data.setdefault("gpus", stated[0][0])
 
 
 def options_of(strategy: str) -> set[str]:

@@ -235,8 +235,25 @@ def of_one_target(
     Raises:
         ConfigError: as `by_number`.
     """
-    ((settings, (gpu,)),) = by_number(settings, [target])
-    return {name: list(values) for name, values in settings.items()}, gpu
+    settings, (gpu,) = of_one_number(settings, [target])
+    return settings, gpu
+
+
+def of_one_number(
+    settings: Mapping[str, Sequence[Any]], targets: Sequence[str]
+) -> tuple[dict[str, list[Any]], list[str]]:
+    """`settings` and types of GPU for the one number of GPUs that `targets` state.
+
+    Raises:
+        ConfigError: as `by_number`, or they state several.
+    """
+    if len({number for number, _ in map(number_of, targets)}) > 1:
+        raise ConfigError(
+            f"gpu: {', '.join(targets)} state several numbers of GPUs; give all types the same, or "
+            "ask estimate"
+        )
+    ((settings, types),) = by_number(settings, targets)
+    return {name: list(values) for name, values in settings.items()}, types
 
 
 def stored_by_engine(settings: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
