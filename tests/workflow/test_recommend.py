@@ -18,6 +18,7 @@ from small_models import AUDIO_CONFIG
 from whichlora.api import estimate
 from whichlora.api import recommend as recommended
 from whichlora.cli import main
+from whichlora.config import LARGE_MODELS
 from whichlora.errors import ConfigError
 from whichlora.terminal.recommended import print_recommended
 from whichlora.terminal.short import best_of_each_model
@@ -375,3 +376,18 @@ def test_a_shortlist_has_no_model_whose_images_fill_the_rows(
     assert answer.winner is not None
     assert answer.winner.run.model == SEES
     assert [refused.model for refused in answer.refused] == [SQUARES]
+
+
+def test_where_there_is_more_memory_larger_models_are_looked_at() -> None:
+    result = said("--gpu", "8xh100")
+    assert "Winner: meta-llama/Llama-3.1-405B" in result.output
+    assert "looked at: 28 widely used models of" in result.output
+    assert "left out: google" not in result.output
+    one = plan_content(Question(gpu="h100"))
+    assert "models" not in one
+    assert set(LARGE_MODELS) < set(plan_content(Question(gpu="h200"))["models"])
+
+
+def test_models_that_the_user_names_are_all_that_is_looked_at() -> None:
+    assert "looked at" not in said("--gpu", "4090", "--models", SMALL).output
+    assert "looked at: 20 widely used models of" in said("--gpu", "4090").output

@@ -16,6 +16,7 @@ from whichlora.spec.options import by_own_names
 from whichlora.spec.parallel import ParallelConfig, requested
 from whichlora.spec.plan import Budget, DatasetConfig, Keeping, Limits, Objective, Plan, SlurmConfig
 from whichlora.spec.run import TRANSFORMERS, RunConfig, image_sides, usual_alpha
+from whichlora.units import GiB
 
 if TYPE_CHECKING:  # pydantic and ruamel.yaml cost 100 ms, which only `run` needs to pay
     from whichlora.config.document import Document
@@ -45,8 +46,25 @@ DEFAULT_MODELS = (
     "microsoft/Phi-4-mini-instruct",
     "microsoft/phi-4",
 )
+# And those that need more memory than one such device has, which `recommend` adds there.
+LARGE_MODELS = (
+    "meta-llama/Llama-3.1-405B",
+    "Qwen/Qwen2.5-72B",
+    "Qwen/Qwen3-235B-A22B",
+    "mistralai/Mistral-Large-Instruct-2407",
+    "openai/gpt-oss-120b",
+    "zai-org/GLM-4.5-Air",
+    "deepseek-ai/DeepSeek-V3",
+    "moonshotai/Kimi-K2-Instruct",
+)
+_ONE_DEVICE_BYTES = 80 * GiB  # of the largest that `DEFAULT_MODELS` was chosen for
 
 _GB = 10**9
+
+
+def models_for(memory_bytes: int) -> tuple[str, ...]:
+    """Models to compare on GPUs that have `memory_bytes` together, when the user names none."""
+    return DEFAULT_MODELS + (LARGE_MODELS if memory_bytes > _ONE_DEVICE_BYTES else ())
 
 
 def parse_duration(text: str, *, setting: str = "budget") -> float:

@@ -105,9 +105,12 @@ def _models_sheet(recommendation: Recommendation) -> Sheet:
 
 
 def _named_without_row(recommendation: Recommendation) -> Iterator[str]:
-    """Why models that the user names are not in the table; nothing where no model is."""
+    """Why models that the user names are not in the table; where none is, which were compared."""
     answer = recommendation.answer
-    if answer.winner is None or "models" not in recommendation.plan:
+    if recommendation.looked_at:
+        yield recommendation.looked_at
+        return
+    if answer.winner is None:
         return
     shown = [candidate.run.model for candidate in best_of_each_model(answer)][:MAX_MODELS]
     said = "\n".join(reason_lines(answer))

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from whichlora.config import parse_duration, plan_of
+from whichlora.config import DEFAULT_MODELS, models_for, parse_duration, plan_of
 from whichlora.config.document import write_document
 from whichlora.dataset import first_format
 from whichlora.dataset.media import read_by
@@ -197,6 +197,7 @@ class Recommendation:
 
     Args:
         plan: content of a config file that asks the same.
+        looked_at: which models were compared; empty where the question names them.
         assumes_data: nobody said how much data there is, so that a total means nothing.
         nearest: where nothing fits, the candidate that comes closest, with its other choices.
         longest: it with as many tokens as fit this GPU; None where not even a few do.
@@ -205,6 +206,7 @@ class Recommendation:
 
     answer: Answer
     plan: Mapping[str, Any]
+    looked_at: str = ""
     assumes_data: bool = False
     nearest: Explanation | None = None
     longest: Prediction | None = None
@@ -247,7 +249,8 @@ class Recommendation:
             "smallest_gpu": smallest,
         }
         menu["advice"] = [asdict(rule) for rule in self.advice]
-        return self.answer.to_dict() | {"plan": dict(self.plan)} | menu
+        asked = {"plan": dict(self.plan), "looked_at": self.looked_at}
+        return self.answer.to_dict() | asked | menu
 
 
 def recommend(
@@ -268,8 +271,12 @@ def recommend(
             answer = search(session)
         finally:
             session.close()
-    assumes_data = question.data is None and question.samples is None
-    recommendation = Recommendation(answer=answer, plan=content, assumes_data=assumes_data)
+    recommendation = Recommendation(
+        answer=answer,
+        plan=content,
+        looked_at=_looked_at(question, len(plan.models)),
+        assumes_data=question.data is None and question.samples is None,
+    )
     if answer.winner is not None:
         return recommendation
     return _with_menu(recommendation, calibration_dir)
@@ -282,7 +289,10 @@ def plan_content(question: Question) -> dict[str, Any]:
     content: dict[str, Any] = {"gpu": gpu}
     if question.gpus > 1:
         content["gpus"] = question.gpus
-    if models := question.models or _models_that_read(question):
+    models = question.models or _models_that_read(question)
+    if not models and (large := models_for(question.gpus * spec.memory_bytes)) != DEFAULT_MODELS:
+        models = large
+    if models:
         content["models"] = list(models)
     content |= {"sequence_length": question.seq_len, "epochs": float(question.epochs)}
     if question.data is None:
@@ -314,6 +324,18 @@ def plan_content(question: Question) -> dict[str, Any]:
     if question.country is not None:
         content["country"] = find_grid(question.country).country
     return content | {"profile": "none"}
+
+
+def _looked_at(question: Question, number: int) -> str:
+    if question.models:
+        return ""
+    if _models_that_read(question):
+        return f"looked at: the {number} known models that read such rows"
+    known = len(list_models())
+    return (
+        f"looked at: {number} widely used models of {known} known, not all; --models names others "
+        "('whichlora models' lists them)"
+    )
 
 
 def _models_that_read(question: Question) -> tuple[str, ...]:
