@@ -331,6 +331,7 @@ class _Question(TypedDict, total=False):
     seq_len: int
     data: str
     samples: int
+    attn: str
     image_max_pixels: int
     epochs: float
     within: str

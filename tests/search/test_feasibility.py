@@ -12,6 +12,7 @@ from whichlora.search.feasibility import (
     MIN_CHANCE,
     Candidate,
     Quantity,
+    best_of_models,
     bolder_than,
     closest,
     dominated,
@@ -227,6 +228,25 @@ def test_a_dry_run_is_no_surer_of_a_model_than_of_its_serving() -> None:
     sure = candidate("org/small", 1)
     assert predicted_winner([doubtful, sure], 0.95) is sure
     assert bolder_than(sure, [doubtful, sure], 0.95) == [doubtful]
+
+
+def test_the_faster_method_goes_before_one_that_holds_more_and_reserves_less() -> None:
+    def of(method: str, used: float, live: float, total: float) -> Candidate:
+        one = candidate("org/m", 4, used, total)
+        run = replace(one.run, method=method)
+        memory = replace(one.prediction.memory, peak_allocated_bytes=int(live))
+        return replace(one, prediction=replace(one.prediction, run=run, memory=memory))
+
+    slow = of("qdora", USABLE_BYTES / 1.2, 6 * GiB, 145)
+    fast = of("qlora", USABLE_BYTES / 1.075, 6 * GiB - 1, 100)
+    assert slow.chance > 0.95 > fast.chance > 0.9
+    assert predicted_winner([slow, fast], 0.95) is fast
+    assert best_of_models([slow, fast], 0.95) == {"org/m": fast}
+    larger = of("qlora", USABLE_BYTES / 1.075, 6 * GiB + 1, 100)
+    assert predicted_winner([slow, larger], 0.95) is slow
+    unsure = of("qlora", USABLE_BYTES / 1.05, 6 * GiB - 1, 100)
+    assert unsure.chance < 0.9
+    assert predicted_winner([slow, unsure], 0.95) is slow
 
 
 def test_what_comes_closest_misses_little_and_few_limits() -> None:

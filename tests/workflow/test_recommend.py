@@ -391,3 +391,16 @@ def test_where_there_is_more_memory_larger_models_are_looked_at() -> None:
 def test_models_that_the_user_names_are_all_that_is_looked_at() -> None:
     assert "looked at" not in said("--gpu", "4090", "--models", SMALL).output
     assert "looked at: 20 widely used models of" in said("--gpu", "4090").output
+
+
+def test_of_a_name_of_several_cards_it_says_which_was_taken() -> None:
+    result = said("--gpu", "v100", "--models", SMALL, "--attn", "sdpa-efficient")
+    assert "note: v100: taken as v100-sxm2-16gb" in result.output
+    assert plan_content(Question(gpu="v100", attn="sdpa-efficient"))["attn"] == "sdpa-efficient"
+
+
+@pytest.mark.parametrize("types", [("--gpu", "a100,3090"), ("--gpu", "a100", "--gpu", "3090")])
+def test_several_types_are_refused_with_what_compares_them(types: tuple[str, ...]) -> None:
+    result = said(*types)
+    assert result.exit_code == 2
+    assert "gpu: recommend takes one type, got a100,3090; 'whichlora where'" in result.output

@@ -290,7 +290,8 @@ def gpu_option(
         counted: `--gpus` is the number of GPUs, of a run that may be spread over several.
     """
 
-    def read(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str] | str:
+    def read(ctx: click.Context, param: click.Parameter, given: Sequence[str]) -> list[str] | str:
+        value = ",".join(given) if given else None
         old_spelling: list[str] = ctx.meta.pop(_OLD_GPUS, [])
         if old_spelling:
             if ctx.get_parameter_source("gpu") is click.core.ParameterSource.COMMANDLINE:
@@ -322,8 +323,9 @@ def gpu_option(
         )(command)
         return click.option(
             "--gpu",
-            default=default,
-            show_default=default is not None,
+            multiple=True,
+            default=(default,) if default else (),
+            show_default=default or False,
             help=help_text,
             callback=read,
         )(command)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -22,7 +22,7 @@ from whichlora.cli.options import (
     words,
 )
 from whichlora.spec.parallel import MOST_GPUS
-from whichlora.spec.run import MOST_COUNT, RunConfig
+from whichlora.spec.run import MOST_COUNT, AttentionKernel, RunConfig
 from whichlora.text import visible
 
 
@@ -31,7 +31,12 @@ def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 
 
 @click.command()
-@click.option("--gpu", help="Accelerator: 4090, 2x3090, or memory such as 24GB.")
+@click.option(
+    "--gpu",
+    multiple=True,
+    callback=lambda ctx, param, values: ",".join(values) if values else None,
+    help="Accelerator: 4090, 2x3090, or memory such as 24GB.",
+)
 @click.option(
     "--gpus",
     type=Count(1, MOST_GPUS),
@@ -52,6 +57,11 @@ def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     "--samples",
     type=Count(1, 10**7),
     help="Without --data: rows of --seq-len tokens each.",
+)
+@click.option(
+    "--attn",
+    type=click.Choice(get_args(AttentionKernel)),
+    help="Attention kernel. Default: sdpa.",
 )
 @click.option(
     "--image-max-pixels",

@@ -55,6 +55,7 @@ class Question:
         gpus: that share the fine-tuning, and what an engine serves that divides models.
         models: to choose from; empty is the default list of a plan.
         data: a file, folder or hub dataset; None is `samples` rows of `seq_len` tokens.
+        attn: the attention kernel; None is the default of a plan.
         image_max_pixels: larger images of the data are shrunk to so many.
         within: most time of the whole fine-tuning, such as "8h".
         budget: GPU-hours ("10h"), money ("20usd") or electricity of the boards ("5kWh").
@@ -75,6 +76,7 @@ class Question:
     seq_len: int = RunConfig(model="any").seq_len
     data: str | None = None
     samples: int | None = None
+    attn: str | None = None
     image_max_pixels: int | None = None
     epochs: float = 1.0
     within: str | None = None
@@ -87,10 +89,15 @@ class Question:
     tpot: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("gpu", "data", "budget", "country", "serving"):
+        for name in ("gpu", "data", "attn", "budget", "country", "serving"):
             text = getattr(self, name)
             if not isinstance(text, str | None):
                 raise ConfigError(f"{name}: must be text, got {text!r}")
+        if "," in (self.gpu or ""):
+            raise ConfigError(
+                f"gpu: recommend takes one type, got {self.gpu}; 'whichlora where' compares types, "
+                "and so does a plan for 'whichlora run'"
+            )
         stated, gpu = number_of(self.gpu or "")
         if stated is not None:
             if self.gpus != 1:
@@ -264,6 +271,8 @@ def recommend(
     content = plan_content(question)
     plan = replace(plan_of(content, source=_PLAN), calibration_dir=calibration_dir)
     (gpu,) = gpus_of(plan)
+    named = _gpu(question)[1].notes  # the plan has the key that the name was taken as
+    gpu = replace(gpu, notes=tuple(dict.fromkeys((*named, *gpu.notes))))
     with tempfile.TemporaryDirectory() as folder:
         plan = replace(plan, output_dir=Path(folder))
         session = Session(plan, gpu, progress, fresh=True)
@@ -304,6 +313,8 @@ def plan_content(question: Question) -> dict[str, Any]:
         is_here = os.path.exists(os.path.expanduser(question.data))
         path = os.path.abspath(os.path.expanduser(question.data)) if is_here else question.data
         content["dataset"] = {"path": path}
+    if question.attn is not None:
+        content["attn"] = question.attn
     if question.image_max_pixels is not None:
         content["image_max_pixels"] = question.image_max_pixels
     content["stage1_profile"] = {"batch_size": 1}
