@@ -92,7 +92,9 @@ def _option(option: click.Option) -> str:
     if option.show_default and isinstance(option.default, bool) and option.secondary_opts:
         meaning += f" Default: {(option.opts if option.default else option.secondary_opts)[0]}."
     elif option.show_default:
-        meaning += f" Default: {option.default}."
+        default = option.default
+        default = ", ".join(default) if isinstance(default, tuple) else default
+        meaning += f" Default: {default}."
     return f"| {flags} | {meaning.strip()} |\n"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from whichlora.api import where
@@ -19,3 +21,28 @@ def test_an_engine_that_does_not_start_says_why(capsys: pytest.CaptureFixture[st
     printed = " ".join(capsys.readouterr().out.split())
     assert "vllm does not start on h800-sxm-80gb: one sequence of 65536 tokens takes" in printed
     assert "vllm does not start on h200" not in printed
+
+
+def test_each_row_of_several_gpus_has_its_strategy_and_host_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "240")
+    cards = ["h100-sxm-80gb", "a30-24gb", "l40s-48gb", "v100-sxm2-32gb", "b200-180gb"]
+    placed = where("meta-llama/Llama-3.1-70B", cards, gpus=8, method="full")
+    print_placements(placed, whole=False)
+    text = capsys.readouterr().out
+    assert text.startswith("Llama-3.1-70B full, batch 1, 2048 tokens, on 8 GPUs\n")
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert re.search(r"1\.28 TiB +zero3, offload optimizer\+params", rows["a30-24gb"])
+    assert re.search(r"- +tp ", rows["h100-sxm-80gb"])
+    assert "--host-memory states what it has" in text
+    assert "parallel auto" not in text
+    assert text.count("\nnote: ") == 8
+    assert "more notes on single cards: --all" in text
+    print_placements(placed)
+    assert capsys.readouterr().out.count("\nnote: ") > 8
+
+
+def test_a_table_without_a_card_that_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    print_placements(where("meta-llama/Llama-3.1-70B", ["rtx-4090-24gb"]))
+    assert "no card fits; the nearest come first" in capsys.readouterr().out

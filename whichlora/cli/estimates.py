@@ -276,6 +276,7 @@ def _print_life(life: Life, *, as_json: bool, as_markdown: bool) -> None:
 @gpu_option("all", "Accelerators to compare; all: those of the catalog.", counted=True)
 @calibration_option
 @cost_options
+@click.option("--all", "whole", is_flag=True, help="Print every note.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
 @markdown_option
 @click.pass_context
@@ -288,6 +289,7 @@ def where(
     calibration_dir: Path | None,
     prices: Path | None,
     country: str | None,
+    whole: bool,
     as_json: bool,
     as_markdown: bool,
     **options: Any,
@@ -320,7 +322,7 @@ def where(
     else:
         from whichlora import terminal
 
-        terminal.print_placements(placements)
+        terminal.print_placements(placements, whole=whole)
     if not any(
         placement.prediction and placement.prediction.verdict == "fits" for placement in placements
     ):

@@ -325,7 +325,7 @@ def gpu_option(
             "--gpu",
             multiple=True,
             default=(default,) if default else (),
-            show_default=default or False,
+            show_default=default is not None,
             help=help_text,
             callback=read,
         )(command)

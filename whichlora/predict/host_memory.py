@@ -11,7 +11,7 @@ from whichlora.parallel.layout import Layout
 from whichlora.spec.links import LinkSpec
 from whichlora.spec.numeric import added
 from whichlora.spec.parallel import ParallelConfig
-from whichlora.spec.results import SavingPrediction
+from whichlora.spec.results import SavingPrediction, SeveralGpus
 from whichlora.units import format_bytes
 
 HOST_MEMORY = "host memory: "  # how a line begins that says what a node lacks
@@ -89,6 +89,11 @@ def saving_of(layout: Layout, kind: RankKind) -> SavingPrediction | None:
         device_bytes=int(saving.device_bytes),
         instead=saving.instead,
     )
+
+
+def most_on_host(several: SeveralGpus) -> int:
+    """What a node needs before and while it trains, whichever is more; saving left out."""
+    return max(several.host_bytes, several.loading_host_bytes)
 
 
 def memory_of_node(

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from whichlora.predict.cost_words import cheapest_hour, cheapest_of, cost_of, per_million
+from whichlora.predict.host_memory import most_on_host
 from whichlora.predict.largest import Placement
 from whichlora.predict.notes import UNVERIFIED
-from whichlora.predict.words import VERDICTS, describe, not_started
+from whichlora.predict.parallel_choice import ON_CHOICE
+from whichlora.predict.words import VERDICTS, describe, gpus_in_words, not_started
+from whichlora.spec.parallel import ParallelConfig
+from whichlora.spec.results import Prediction
 from whichlora.terminal.sheet import WIDE, Document, Sheet, show
 from whichlora.terminal.tables import open_console, say
 from whichlora.terminal.words import without_key
@@ -16,18 +21,25 @@ from whichlora.units import format_bytes, format_seconds
 
 MAX_TOO_SMALL = 10  # cards that are all shown; of more, the `NEAREST` and their number
 NEAREST = 3
+_LEFT = ("accelerator", "fits", "strategy")  # columns of words
 MAX_KEYS = 4  # cards that a note names
+MAX_ANY = 10**6
+MAX_NOTES = 8  # of which those on most cards are shown
 
 
-def print_placements(placements: Sequence[Placement]) -> None:
-    """Accelerators in the given order; the refused ones follow with their reasons."""
+def print_placements(placements: Sequence[Placement], *, whole: bool = True) -> None:
+    """Accelerators in the given order; the refused ones follow with their reasons.
+
+    Args:
+        whole: with every note.
+    """
     console = open_console()
     judged = _shown(placements)
     if judged:
         say(console, _what_runs(judged))
         console.print()
         show(console, placements_sheet(judged, wide=console.width >= WIDE))
-    for line in _closing(placements, judged):
+    for line in _closing(placements, judged, MAX_ANY if whole else MAX_NOTES):
         say(console, line)
 
 
@@ -36,7 +48,9 @@ def placements_document(placements: Sequence[Placement]) -> Document:
     judged = _shown(placements)
     sheets = [placements_sheet(judged, wide=True)] if judged else []
     title = _what_runs(judged) if judged else "no card can run it"
-    return Document(title=title, sheets=sheets, lines=tuple(_closing(placements, judged)))
+    return Document(
+        title=title, sheets=sheets, lines=tuple(_closing(placements, judged, MAX_NOTES))
+    )
 
 
 def _shown(placements: Sequence[Placement]) -> list[Placement]:
@@ -55,13 +69,17 @@ def _named(keys: Sequence[str]) -> str:
 
 
 def _what_runs(judged: Sequence[Placement]) -> str:
-    prediction = judged[0].prediction
-    assert prediction is not None  # of each that is judged
-    return describe(prediction.run)
+    runs = [each.prediction.run for each in judged if each.prediction is not None]
+    if len({run.parallel.in_words for run in runs}) == 1:
+        return describe(runs[0])
+    alone = describe(replace(runs[0], parallel=ParallelConfig()))
+    return f"{alone}, on {gpus_in_words(runs[0].parallel.gpus)}"
 
 
-def _closing(placements: Sequence[Placement], judged: Sequence[Placement]) -> Iterator[str]:
-    """What is said below the table of those that are `judged` and shown."""
+def _closing(
+    placements: Sequence[Placement], judged: Sequence[Placement], most: int
+) -> Iterator[str]:
+    """What is said below the table of those that are `judged` and shown, with `most` notes."""
     if too_small := sum(each.prediction is not None for each in placements) - len(judged):
         yield f"{too_small} more do not fit; --gpu names those to compare, --json has all"
     for each in judged:
@@ -74,16 +92,17 @@ def _closing(placements: Sequence[Placement], judged: Sequence[Placement]) -> It
             refusals.setdefault(reason, []).append(placement.gpu.key)
     for reason, keys in refusals.items():
         yield f"left out: {_named(keys)}: {reason}"
-    notes: dict[str, list[str]] = {}
-    for placement in judged:
-        for text in () if placement.prediction is None else placement.prediction.notes:
-            if not text.startswith(UNVERIFIED):  # the stars say so
-                names_it = text in placement.gpu.notes  # what its name was taken as
-                note = text if names_it else without_key(text, placement.gpu.key)
-                notes.setdefault(note, []).append(placement.gpu.key)
-    for text, keys in notes.items():
+    notes = _notes(judged)
+    for text, keys in notes[:most]:
         of_all = len(keys) == len(judged)
         yield f"note: {text}" if of_all else f"note: {text} ({_named(keys)})"
+    if len(notes) > most:
+        yield f"{len(notes) - most} more notes on single cards: --all"
+    if any(each.prediction and _host(each.prediction) for each in judged):
+        yield (
+            "host memory: what a node needs, pinned or while it loads; --host-memory states what "
+            "it has"
+        )
     if any(placement.gpu.unverified for placement in judged):
         yield "* a fact of its datasheet is not confirmed; `whichlora gpus` says which"
     if not any(each.prediction and each.prediction.serving for each in judged):
@@ -92,6 +111,31 @@ def _closing(placements: Sequence[Placement], judged: Sequence[Placement]) -> It
     bases = {placement.prediction.basis for placement in judged if placement.prediction is not None}
     for text in sorted(bases):
         yield f"basis: {text}"
+
+
+def _notes(judged: Sequence[Placement]) -> list[tuple[str, list[str]]]:
+    """Each note with its cards, those on most cards first; the strategy has a column."""
+    notes: dict[str, list[str]] = {}
+    for placement in judged:
+        for text in () if placement.prediction is None else placement.prediction.notes:
+            if not text.startswith((UNVERIFIED, *ON_CHOICE)):  # the stars say so
+                names_it = text in placement.gpu.notes  # what its name was taken as
+                note = text if names_it else without_key(text, placement.gpu.key)
+                notes.setdefault(note, []).append(placement.gpu.key)
+    return sorted(notes.items(), key=lambda note: -len(note[1]))
+
+
+def _order_in_words(placements: Sequence[Placement]) -> str:
+    verdicts = {each.prediction.verdict for each in placements if each.prediction is not None}
+    if "fits" in verdicts:
+        return "cards that fit, the smallest first; then the others"
+    if "undecided" in verdicts:
+        return "no card surely fits; those that may come first"
+    return "no card fits; the nearest come first"
+
+
+def _host(prediction: Prediction) -> int:
+    return 0 if prediction.several_gpus is None else most_on_host(prediction.several_gpus)
 
 
 def _cheapest(placements: Sequence[Placement]) -> list[str]:
@@ -129,17 +173,20 @@ def placements_sheet(placements: Sequence[Placement], *, wide: bool) -> Sheet:
                 VERDICTS[prediction.verdict],
                 str(placement.batch_size) if placement.batch_size else "-",
                 *map(format_seconds, waits),
+                format_bytes(_host(prediction)) if _host(prediction) else "-",
+                prediction.run.parallel.in_words,
                 per_million(prediction),
             )
         )
     needs = ("memory", "need", "at most") if wide else ("memory", "need")
     most = "most at once" if len(time_columns) > 1 else "largest batch"
-    cost: tuple[str, ...] = ("1M tokens",)
-    if all(row[-1] == "-" for row in rows):
-        cost, rows = (), [row[:-1] for row in rows]
+    heads = ("accelerator", *needs, "fits", most, *time_columns, "host", "strategy", "1M tokens")
+    told = [any(row[place] != "-" for row in rows) for place in range(len(heads))]
+    told[-2] = len({row[-2] for row in rows}) > 1
+    kept = [place for place, is_told in enumerate(told) if is_told or place < len(heads) - 3]
     return Sheet(
-        title="cards that fit, the smallest first; then the others",
-        columns=("accelerator", *needs, "fits", most, *time_columns, *cost),
-        right=(*needs, most, *time_columns, *cost),
-        rows=rows,
+        title=_order_in_words(placements),
+        columns=tuple(heads[place] for place in kept),
+        right=tuple(heads[place] for place in kept if heads[place] not in _LEFT),
+        rows=[tuple(row[place] for place in kept) for row in rows],
     )
