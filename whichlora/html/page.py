@@ -298,7 +298,7 @@ def _gpus(source: Source) -> str:
     rows = []
     for on in source.gpus:
         cells = (
-            on.winner or on.refusal or "nothing meets every limit",
+            on.winner or on.without_winner,
             NONE if on.peak_bytes is None else format_bytes(on.peak_bytes),
             NONE if on.total_s is None else format_seconds(on.total_s),
             NONE if on.cost is None else f"{on.cost:.2f}",

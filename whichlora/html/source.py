@@ -96,13 +96,13 @@ class OnGpu:
     """The result on one GPU of the plan, as `gpu_choice.OnGpu` was written.
 
     Args:
-        winner: its name; empty if there is none, and `refusal` may have the reason.
+        winner: its name; empty if there is none, and `without_winner` has the reason.
         marks: what is best about it: "recommended", "fastest", "cheapest".
     """
 
     gpu: str
     winner: str
-    refusal: str
+    without_winner: str
     peak_bytes: float | None
     total_s: float | None
     cost: float | None
@@ -324,7 +324,9 @@ def _on_gpu(row: Mapping[str, Any]) -> OnGpu:
     return OnGpu(
         gpu=str(row["gpu"]),
         winner=name,
-        refusal=str(row["refusal"]),
+        without_winner=str(  # of answers before it was written
+            row.get("without_winner") or row["refusal"] or "nothing meets every limit"
+        ),
         peak_bytes=values["peak_bytes"],
         total_s=values["total_time_s"],
         cost=values["cost"],

@@ -35,6 +35,15 @@ class OnGpu:
         """Of the likeliest fine-tuning to meet every limit."""
         return max((candidate.chance_of_both_stages for candidate in self.finetune), default=0.0)
 
+    @property
+    def without_winner(self) -> str:
+        """What stands in the place of a winner; empty where there is one."""
+        if self.winner is not None or self.refusal:
+            return self.refusal
+        if self.best_chance >= LIKELY:
+            return f"may fit, {self.best_chance:.0%}"
+        return "nothing meets every limit"
+
     def timed(self, model: str) -> list[tuple[float, int]]:
         """Seconds and GPUs of each fine-tuning of `model` that meets the limits."""
         return [
@@ -107,6 +116,7 @@ class GpuChoice:
                 "compared_total_time_s": on.least_s(self.model),
                 "compared_cost": self.cost_of_model(on),
                 "refusal": on.refusal,
+                "without_winner": on.without_winner,
                 "folder": on.folder,
             }
             for on in self.gpus

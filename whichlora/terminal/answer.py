@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from whichlora.search.feasibility import Check, Quantity
-    from whichlora.search.gpu_choice import GpuChoice, OnGpu
+    from whichlora.search.gpu_choice import GpuChoice
     from whichlora.search.gpu_counts import GpuCounts
     from whichlora.spec.results import ServingPrediction
     from whichlora.workflow.answer import Answer
@@ -116,7 +116,7 @@ def gpu_rows(choice: GpuChoice) -> list[tuple[str, ...]]:
         rows.append(
             (
                 on.gpu,
-                on.refusal or (_without_winner(on) if best is None else best.run.model),
+                on.without_winner if best is None else best.run.model,
                 "-" if best is None else f"{variant(best.run)}, batch {best.run.batch_size}",
                 "-" if best is None else format_bytes(best.memory_bytes.value),
                 "-" if best is None or not best.total_s else format_seconds(best.total_s.value),
@@ -126,10 +126,6 @@ def gpu_rows(choice: GpuChoice) -> list[tuple[str, ...]]:
             )
         )
     return rows
-
-
-def _without_winner(on: OnGpu) -> str:
-    return f"{MAY_FIT}, {on.best_chance:.0%}" if on.best_chance >= LIKELY else "nothing fits"
 
 
 def print_gpus_of(console: Console, choice: GpuChoice) -> None:
