@@ -366,3 +366,8 @@ def test_a_type_may_state_how_many(folder: Path) -> None:
     assert "gpu: states how many, and so does gpus" in twice
     several = fault("dataset: org/rows\ngpu: [2x3090, 4x4090]\n")
     assert "gpu: states several numbers of GPUs" in several
+
+
+def test_a_setting_of_the_top_in_a_section_is_told_where_it_stands(folder: Path) -> None:
+    told = fault("dataset: org/data\nstage1_profile: {models: [org/model]}\n")
+    assert "did you mean models, which stands outside of stage1_profile" in told

@@ -62,7 +62,7 @@ def run(config: Path, fresh: bool, prefer: Prefer | None, show_all: bool, as_jso
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The HTML file; default: terminal.html in RUN_DIR.",
+    help="The HTML file; default: report.html in RUN_DIR.",
 )
 @click.option(
     "--static",

@@ -210,7 +210,8 @@ def _meant_setting(loc: Loc) -> str:
     key = _SYNONYMS.get(key, key)
     exact = [".".join(filter(None, (name, key))) for name, keys in sections.items() if key in keys]
     if exact:
-        return " or ".join(exact)
+        outside = f", which stands outside of {here}" if here and key in sections[""] else ""
+        return " or ".join(exact) + outside
     near = difflib.get_close_matches(key, sections.get(here, []), n=1)
     return ".".join(filter(None, (here, *near))) if near else ""
 

@@ -418,4 +418,4 @@ def _advice(row: Row) -> str:
             f"dataset.prompt_column and dataset.completion_column, such as {scalars[-2]} and "
             f"{scalars[-1]}, or {advice}"
         )
-    return f"{words}; give {advice}"
+    return f"{words}; give {advice} in a plan, or name the one that is learned text"
