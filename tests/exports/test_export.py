@@ -814,3 +814,12 @@ def test_an_estimate_says_what_is_written_instead_of_the_fastest() -> None:
     text = " ".join(done.output.split())
     assert "on 8 GPUs: tp is the fastest of 2 that fit" in text
     assert "tp has no key in the Trainer; they take device-map, which fits" in text
+
+
+def test_a_rented_machine_gets_the_token_of_a_gated_model() -> None:
+    gated = FORMATS["skypilot"](recipe(replace(RUN, model="meta-llama/Llama-3.2-1B")))
+    task = YAML(typ="safe", pure=True).load(gated.files["sky.yaml"])
+    assert task["secrets"] == {"HF_TOKEN": None}
+    assert gated.command == "sky launch --secret HF_TOKEN sky.yaml"
+    assert any("is gated: accept its terms on the hub" in note for note in gated.notes)
+    assert "secrets" not in FORMATS["skypilot"](recipe()).files["sky.yaml"]

@@ -13,8 +13,10 @@ from whichlora.exports.requirements import install_commands
 from whichlora.exports.yaml import yaml_text
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
+from whichlora.store.models import is_gated
 
 FILE = "sky.yaml"
+_TOKEN = "HF_TOKEN"  # which huggingface_hub reads
 # Our key → SkyPilot's name (catalogs of 0.14), which several boards may share.
 ACCELERATORS = {
     "a10-24gb": "A10",
@@ -63,16 +65,22 @@ def export(recipe: Recipe) -> Export:
     script = transformers.export(recipe)
     config = recipe.run.parallel
     install = installation("profile")
+    needs_token = recipe.weights == "pretrained" and is_gated(recipe.run.model)
     task: dict[str, Any] = {
         "name": "whichlora",
         **({"num_nodes": config.nodes} if config.nodes > 1 else {}),
         "resources": {"accelerators": f"{ACCELERATORS[recipe.gpu]}:{config.gpus_per_node}"},
         "workdir": ".",
         **({"file_mounts": dict(install.uploads)} if install.uploads else {}),
+        **({"secrets": {_TOKEN: None}} if needs_token else {}),
         "setup": "".join(f"{line}\n" for line in setup_lines(recipe.run, recipe.gpu, install)),
         "run": "".join(f"{line}\n" for line in skypilot_lines(recipe.run, transformers.FILE)),
     }
-    command = f"sky launch {FILE}"
+    command = f"sky launch {f'--secret {_TOKEN} ' * needs_token}{FILE}"
+    gated = (
+        f"{recipe.run.model} is gated: accept its terms on the hub, and start with {_TOKEN} in the "
+        "environment",
+    ) * needs_token
     head = (
         f"Written by WhichLoRA for SkyPilot 0.14. Start it here with: {command}\n"
         "The folder goes along: it needs train.jsonl."
@@ -81,7 +89,7 @@ def export(recipe: Recipe) -> Export:
         files={FILE: yaml_text(task, head=head), **script.files},
         command=command,
         run=script.run,
-        notes=script.notes,
+        notes=(*gated, *script.notes),
     )
 
 

@@ -88,6 +88,17 @@ def _spec(path: Path, known_as: str, hub_id: str) -> ModelSpec:
     return replace(spec, notes=notes)
 
 
+def is_gated(name: str) -> bool:
+    """Whether the hub is known to give the weights of `name` only to who has agreed to its terms.
+
+    Raises:
+        ConfigError: as `find_model`.
+    """
+    index = _index()
+    stem = _stem(name, index)
+    return stem is not None and _record(stem, index).gated is True
+
+
 def list_models() -> tuple[ModelRecord, ...]:
     """Every architecture of the database, by hub id in alphabetical order."""
     index = _index()
