@@ -129,6 +129,7 @@ def test_without_a_winner_the_closest_one_says_what_it_lacks() -> None:
         "Closest: good lora r=16, batch 4, 100 tokens.",
     ]
     assert lines[3].startswith("  it would need memory of the device of at least 23.1")
+    assert lines[3].endswith(" is predicted")
 
 
 def test_without_a_winner_each_limit_says_how_far_it_alone_must_give_way() -> None:

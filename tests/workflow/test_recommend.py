@@ -117,6 +117,9 @@ def test_where_nothing_fits_every_saving_is_what_an_estimate_says() -> None:
     assert found.smallest_gpu is not None
     (there,) = estimates.estimate([run], [found.smallest_gpu.gpu.key])
     assert there.verdict == "fits"
+    assert found.smallest_gpu.prediction is not None
+    assert found.smallest_gpu.prediction.cost is not None
+    assert found.smallest_gpu.prediction.cost.offer is not None
 
 
 def test_where_nothing_fits_the_menu_is_printed() -> None:

@@ -349,6 +349,11 @@ def _nothing(answer: Answer) -> list[str]:
         lines.extend(
             f"  it would need {check.limit} of at {'most' if check.is_least else 'least'} "
             + in_unit(check, check.needed)
+            + (
+                ""
+                if check.quantity.measured
+                else f" to be sure; {in_unit(check, check.quantity.value)} is predicted"
+            )
             for check in nearest.checks
             if check.verdict != "meets"
         )

@@ -195,5 +195,5 @@ def _other_ways(recommendation: Recommendation) -> Iterator[str]:
             price = f", {price_in_words(cost.offer, cost.num_gpus)}"
         yield (
             f"another card: {describe(nearest.prediction.run)} fits on {placement.gpu.key}, "
-            f"the smallest of `whichlora where`{price}"
+            f"the smallest {'with a price' if price else 'of `whichlora where`'}{price}"
         )

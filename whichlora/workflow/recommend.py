@@ -29,7 +29,7 @@ from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import MOST_COUNT, MOST_RATIO, TRANSFORMERS, RunConfig
 from whichlora.store.costs import find_grid, load_rates
-from whichlora.store.gpus import find_target, number_of
+from whichlora.store.gpus import find_target, list_gpus, number_of
 from whichlora.store.models import find_model, list_models
 from whichlora.workflow import estimates
 from whichlora.workflow.answer import Answer
@@ -208,7 +208,8 @@ class Recommendation:
         assumes_data: nobody said how much data there is, so that a total means nothing.
         nearest: where nothing fits, the candidate that comes closest, with its other choices.
         longest: it with as many tokens as fit this GPU; None where not even a few do.
-        smallest_gpu: the smallest accelerator of the catalog that this one fits on.
+        smallest_gpu: the smallest accelerator with a price that it fits on; without one, the
+            smallest of all.
     """
 
     answer: Answer
@@ -410,14 +411,36 @@ def _with_menu(recommendation: Recommendation, calibration_dir: Path | None) -> 
     nearest = estimates.explain(run, gpu, calibration_dir=calibration_dir)
     if nearest.prediction.verdict == "fits":
         return recommendation
-    placements = estimates.where(run, calibration_dir=calibration_dir)
-    fitting = (each for each in placements if each.prediction and each.prediction.verdict == "fits")
     return replace(
         recommendation,
         nearest=nearest,
         longest=_longest(run, gpu, calibration_dir),
-        smallest_gpu=next(fitting, None),
+        smallest_gpu=_smallest_card(run, calibration_dir),
     )
+
+
+def _smallest_card(run: RunConfig, calibration_dir: Path | None) -> Placement | None:
+    """The smallest accelerator that `run` surely fits on, with a price if one of these has it."""
+    prices = load_rates().prices
+    cards = sorted(list_gpus(), key=lambda gpu: (gpu.key not in prices, gpu.memory_bytes))
+    for gpu in cards:
+        if run.parallel.is_one_device and _surely_fails(run, gpu.key):
+            continue
+        try:
+            (placement,) = estimates.where(run, [gpu.key], calibration_dir=calibration_dir)
+        except ConfigError:
+            continue  # the card can't run it
+        if placement.prediction and placement.prediction.verdict == "fits":
+            return placement
+    return None
+
+
+def _surely_fails(run: RunConfig, gpu: str) -> bool:
+    """Whether `gpu` lacks the memory, or can't run it at all."""
+    try:
+        return estimates.surely_fails(run, gpu)
+    except ConfigError:
+        return True
 
 
 def _longest(run: RunConfig, gpu: str, calibration_dir: Path | None) -> Prediction | None:
