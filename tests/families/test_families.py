@@ -297,3 +297,13 @@ def test_exaone_names_its_pattern_in_letters_beside_the_types_of_its_layers() ->
     del config["layer_types"]
     with pytest.raises(ConfigError, match="sliding_window_pattern is 'LLLG', not a whole number"):
         build(config, name="x")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", "bert", "opt"])
+def test_heads_that_transformers_refuses_are_refused(model_type: str) -> None:
+    config = {"model_type": model_type, "hidden_size": 4096, "num_attention_heads": 30}
+    with pytest.raises(
+        ConfigError, match="4096 is not a multiple of num_attention_heads 30, which"
+    ):
+        build(config, name="odd")
+    build({**config, "model_type": "qwen2", "num_key_value_heads": 30}, name="cut")

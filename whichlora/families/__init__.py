@@ -94,6 +94,19 @@ def known_types() -> tuple[str, ...]:
     return tuple(sorted({*FAMILIES, *TOWERS}))
 
 
+# Types whose config or attention in transformers 5.23 refuses heads that do not divide the hidden
+# size, whatever head_dim is; others cut the hidden size, and some projections are narrower.
+_HEADS_DIVIDE_HIDDEN = {
+    *("arcee", "bert", "biogpt", "bloom", "camembert", "codegen"),
+    *("cwm", "data2vec-text", "deberta-v2", "deepseek_v2", "distilbert", "ernie"),
+    *("eurobert", "falcon", "gemma2", "gemma3_text", "gemma3n_text", "gpt2"),
+    *("gpt_bigcode", "gpt_neox", "gptj", "hyperclovax", "internlm3", "iquestcoder"),
+    *("jais2", "layoutlm", "llama", "megatron-bert", "minicpm3", "modernbert"),
+    *("mpnet", "opt", "persimmon", "qwen2_5_vl_text", "qwen2_vl_text", "rembert"),
+    *("roberta", "roberta-prelayernorm", "stablelm", "vaultgemma", "xlm-roberta", "xlm-roberta-xl"),
+}
+
+
 def build(config: Mapping[str, Any], *, name: str) -> ModelSpec:
     """The architecture that `config`, the content of a `config.json`, describes.
 
@@ -102,7 +115,8 @@ def build(config: Mapping[str, Any], *, name: str) -> ModelSpec:
         name: hub id or path, for the spec and for messages.
 
     Raises:
-        ConfigError: an unknown `model_type`, or a size that is missing or no whole number.
+        ConfigError: an unknown `model_type`, a size that is missing or no whole number, or sizes
+            that transformers refuses.
     """
     return with_adapter_ranks(_described(config, name=name))
 
@@ -125,6 +139,13 @@ def _described(config: Mapping[str, Any], *, name: str) -> ModelSpec:
         synonyms=_SYNONYMS.get(model_type, {}),
     )
     model = FAMILIES[model_type](fields)
+    if model_type in _HEADS_DIVIDE_HIDDEN:
+        hidden, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+        if hidden % num_heads:
+            raise ConfigError(
+                f"{name}: hidden_size {hidden} is not a multiple of num_attention_heads "
+                f"{num_heads}, which transformers refuses of {model_type}; correct one of them"
+            )
     if model_type in _LABEL_HEADS:
         heads = _LABEL_HEADS[model_type](fields, model)
     else:
