@@ -390,3 +390,22 @@ def test_an_adapter_beside_its_base_under_an_older_engine_is_asked_in_python() -
         estimate("Qwen/Qwen3-8B", "l40s", libraries="vllm=0.20")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="serve"):
         estimate("Qwen/Qwen3-8B", "l40s", phase="inference", serve="as-traind")  # type: ignore[arg-type]
+
+
+def test_a_length_is_written_as_on_the_command_line() -> None:
+    (prediction,) = estimate("Qwen/Qwen2.5-0.5B", "t4", seq_len="1k")
+    assert prediction.run.seq_len == 1024
+    with pytest.raises(ConfigError, match="seq_len: '4q' is no number of tokens"):
+        estimate("Qwen/Qwen2.5-0.5B", "t4", seq_len="4q")
+
+
+def test_a_config_in_place_of_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model: must be a name or a folder .*, got dict"):
+        estimate({"model_type": "llama"}, "t4")  # type: ignore[arg-type]
+
+
+def test_a_rank_above_that_of_every_matrix_is_said_to_be_one() -> None:
+    (prediction,) = estimate("Qwen/Qwen2.5-0.5B", "h100-sxm-80gb", r=897, seq_len=64)
+    assert any("has a rank above 896" in note for note in prediction.notes)
+    (prediction,) = estimate("Qwen/Qwen2.5-0.5B", "h100-sxm-80gb", r=896, seq_len=64)
+    assert not any("has a rank above" in note for note in prediction.notes)

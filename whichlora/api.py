@@ -45,6 +45,7 @@ from whichlora.spec.run import (
 from whichlora.store.costs import load_rates
 from whichlora.store.gpus import is_count
 from whichlora.terminal import Progress
+from whichlora.units import parse_tokens
 from whichlora.workflow import combinations, estimates
 from whichlora.workflow.guide import GuideRow
 from whichlora.workflow.methods import COMMON_GPU, COMMON_MODEL, MethodRow, method_rows
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from whichlora.workflow.answer import Answer
 
 AnyPath = str | Path
+_LENGTHS = ("seq_len", "target_len", "prompt_len", "max_new_tokens", "context")  # also as "4k"
 _MAPPINGS = ("method_options", "trainer_options", "serving_options", "task_options", "libraries")
 
 
@@ -581,6 +583,8 @@ def _grid(models: str | Sequence[str], settings: Mapping[str, Any]) -> dict[str,
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{name}: {value!r} is not a mapping of settings")
             grid[name] = [tuple(sorted((key, _plain(of_key)) for key, of_key in value.items()))]
+        elif name in _LENGTHS:
+            grid[name] = [_tokens(name, each) for each in _listed(value)]
         elif name == "image_size":
             grid[name] = [image_sides(_plain(value))]
         elif name == "target_modules":
@@ -679,9 +683,30 @@ def _in_plan(value: Any) -> Any:
 
 def _models(models: Any) -> list[Any]:
     """Names of models; a path is a local folder, whatever it looks like."""
-    return [
-        os.path.abspath(each) if isinstance(each, os.PathLike) else each for each in _listed(models)
-    ]
+    names = []
+    for each in _listed(models):
+        if not isinstance(each, str | os.PathLike):
+            raise ConfigError(
+                f"model: must be a name or a folder with a config.json, got {type(each).__name__}"
+            )
+        names.append(os.path.abspath(each) if isinstance(each, os.PathLike) else each)
+    return names
+
+
+def _tokens(name: str, value: Any) -> Any:
+    """A length that may be written as "4k"; of anything else the run says what is wrong.
+
+    Raises:
+        ConfigError: a text that is no number of tokens.
+    """
+    if not isinstance(value, str) or value == "max":
+        return value
+    try:
+        return parse_tokens(value)
+    except ValueError:
+        raise ConfigError(
+            f"{name}: {value!r} is no number of tokens; give such as 4096 or '4k'"
+        ) from None
 
 
 def _data(data: Any) -> str | None:

@@ -371,3 +371,10 @@ def test_a_type_may_state_how_many(folder: Path) -> None:
 def test_a_setting_of_the_top_in_a_section_is_told_where_it_stands(folder: Path) -> None:
     told = fault("dataset: org/data\nstage1_profile: {models: [org/model]}\n")
     assert "did you mean models, which stands outside of stage1_profile" in told
+
+
+def test_a_length_is_written_as_on_the_command_line(folder: Path) -> None:
+    assert load("dataset: org/data\nsequence_length: 4k\n").finetune.seq_len == 4096
+    assert "sequence_length: is not a whole number" in fault(
+        "dataset: org/data\nsequence_length: 4q\n"
+    )

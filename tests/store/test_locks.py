@@ -139,3 +139,16 @@ def test_a_folder_that_was_held_leaves_no_open_file_and_no_owner(tmp_path: Path)
         assert (tmp_path / LOCK_FILE).read_bytes()
     assert (tmp_path / LOCK_FILE).read_bytes() == b""
     assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_a_folder_that_was_made_for_nothing_goes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="refused"), hold_folder(tmp_path / "made"):
+        raise ValueError("refused")
+    assert not (tmp_path / "made").exists()
+    with hold_folder(tmp_path / "used"):
+        (tmp_path / "used" / "answer.json").write_text("{}")
+    assert (tmp_path / "used" / "answer.json").is_file()
+    (tmp_path / "old").mkdir()
+    with hold_folder(tmp_path / "old"):
+        pass
+    assert (tmp_path / "old").is_dir()

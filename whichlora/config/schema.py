@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -49,7 +50,7 @@ from whichlora.spec.run import (
     Serve,
     image_sides,
 )
-from whichlora.units import parse_bytes
+from whichlora.units import parse_bytes, parse_tokens
 
 _RUN = RunConfig(model="any")  # one place for the defaults that `estimate` and `run` share
 _KEEPING = Keeping()
@@ -78,6 +79,14 @@ class _OneOrMany:
     ) -> dict[str, Any]:
         many = handler(schema)
         return {"anyOf": [many["items"], many]}
+
+
+def _tokens(value: Any) -> Any:
+    """A length such as 4k in tokens; whatever else stays as it is, for its own message."""
+    if isinstance(value, str) and value.strip().lower().endswith("k"):
+        with contextlib.suppress(ValueError):
+            return parse_tokens(value)
+    return value
 
 
 def _parse_size(value: Any) -> int:
@@ -117,6 +126,7 @@ def _seen(name: str) -> str:
     return name
 
 
+_Length = BeforeValidator(_tokens)
 Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1), _OneOrMany()]
 GpuCounts = Annotated[
@@ -370,9 +380,9 @@ class PlanFile(_Section):
     """Optimizer steps between evaluations; without it, each epoch; 0 for none."""
     collator: Collator = "longest"
     """How training batches are made: padded to their longest, of similar lengths, or packed."""
-    sequence_length: Annotated[int, Field(ge=2, le=MOST_COUNT)] = _RUN.seq_len
+    sequence_length: Annotated[int, Field(ge=2, le=MOST_COUNT), _Length] = _RUN.seq_len
     """Longest training sequence in tokens; longer ones are truncated."""
-    target_length: Annotated[int, Field(ge=1, le=MOST_COUNT)] | None = _RUN.target_len
+    target_length: Annotated[int, Field(ge=1, le=MOST_COUNT), _Length] | None = _RUN.target_len
     """Of an encoder-decoder, tokens that the decoder learns to write; sequence_length are those
     that the encoder reads. Without it, as many."""
     methods: Names = tuple(name for name in COMPARED if not BUILT_IN[name].trains_base)

@@ -117,6 +117,9 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     if idle := [name for name, _ in run.libraries if changes_nothing(name)]:
         notes.append(f"libraries: no formula asks for the version of {', '.join(idle)}")
     notes += _passed_over_in_words(job)
+
+    if run.phase == "finetune" and "r" not in job.method.ignores:
+        notes += _beyond_every_rank(job)
     if run.phase == "finetune":
         notes += job.trainer.notes(run)
         notes += job.trainer.notes_of(run, job.model.model_type)
@@ -126,6 +129,22 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     if job.model.has_two_stacks and run.phase == "finetune":
         notes.append(_lengths_in_words(job))
     return tuple(notes)
+
+
+def _beyond_every_rank(job: ResolvedRun) -> list[str]:
+    """That the rank exceeds that of every matrix which gets an adapter."""
+    sides = (
+        min(linear.in_features, linear.out_features)
+        for linear in all_linears(job.model)
+        if linear.name in job.targets
+    )
+    widest = max(sides, default=job.run.r)
+    if job.run.r <= widest:
+        return []
+    return [
+        f"r {job.run.r}: no matrix that gets an adapter has a rank above {widest}, so that more "
+        "parameters learn nothing more"
+    ]
 
 
 def _lengths_in_words(job: ResolvedRun) -> str:

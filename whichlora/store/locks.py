@@ -51,10 +51,13 @@ def unlock_file(descriptor: int) -> None:
 def hold_folder(folder: Path) -> Iterator[None]:
     """Keep every other process out of `folder` while the block runs.
 
+    A folder that was made for it goes where the block leaves nothing in it.
+
     Raises:
         DataFileError: another process is at work there, or the folder can't be written.
     """
     path = folder / LOCK_FILE
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -77,6 +80,10 @@ def hold_folder(folder: Path) -> Iterator[None]:
     finally:
         if owner_file is not None:
             owner_file.unlink(missing_ok=True)
+        if is_new and [each.name for each in folder.iterdir()] == [LOCK_FILE]:
+            path.unlink()
+            with suppress(OSError):  # somebody else may write there by now
+                folder.rmdir()
         os.close(descriptor)
 
 
