@@ -60,7 +60,7 @@ from whichlora.trainers import get_trainer
 from whichlora.trainers.base import LogitsLoss
 
 # How long SDPA's memory-efficient kernel takes in 16 bit, where the flash kernel takes 1 for the
-# same products. Kind: fitted: 1.9, 1.9 and 2.3 in trainings of padded batches on an H100 and an H200.
+# same products. Kind: fitted: 1.9, 1.9 and 2.3 in trainings of padded batches on H100 and H200.
 # Others measured 225 and 108 TFLOP/s of forwards on A100 (xformers issue 924, pull request 389).
 EFFICIENT_TIME = 2
 EXPERT_OPS = 8  # kernels of one expert's forward
