@@ -217,6 +217,27 @@ def test_the_answer_has_the_command_as_it_was_judged() -> None:
     assert answer.max_running > 40
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Llama-3.1-8B-Instruct-Q4_K_M.gguf", "-m Llama-3.1-8B-Instruct-Q4_K_M.gguf"),
+        ("Llama-3.1-8B-Instruct.Q5_K_M.gguf", "-m Llama-3.1-8B-Instruct.Q5_K_M.gguf"),
+        ("llama3.1:8b-q4_K_M", "-m llama3.1:8b-Q4_K_M.gguf"),
+        ("unsloth/Qwen3-30B-A3B-GGUF:Q4_K_M", "-hf unsloth/Qwen3-30B-A3B-GGUF:Q4_K_M"),
+        (LLAMA, "-m Llama-3.1-8B-BF16.gguf"),
+    ],
+)
+def test_the_command_names_a_file_as_it_was_named(name: str, words: str) -> None:
+    assert command(served(replace(RUN, model=name))).startswith(f"llama-server {words} -c 8192 ")
+
+
+def test_another_type_of_a_named_file_is_another_file() -> None:
+    run = replace(RUN, model="Llama-3.1-8B-Instruct-Q4_K_M.gguf")
+    assert " -m Llama-3.1-8B-Instruct-Q8_0.gguf " in command(served(run, file_type="Q8_0"))
+    run = replace(RUN, model="unsloth/Qwen3-30B-A3B-GGUF")
+    assert " -hf unsloth/Qwen3-30B-A3B-GGUF:Q8_0 " in command(served(run, file_type="Q8_0"))
+
+
 def test_what_it_takes_is_explained_line_by_line() -> None:
     explained = explain(load_model(LLAMA), RUN, A100, load_calibration(A100))
     parts = {line.part: line.num_bytes for line in explained.lines}

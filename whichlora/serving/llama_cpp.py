@@ -57,6 +57,7 @@ from whichlora.serving.llama_cpp_split import Placement
 from whichlora.serving.other_flags import DRAFT, IMAGES, NO_NUMBER, OF_A_SERVER
 from whichlora.serving.rank import check_model, positions_note
 from whichlora.spec.architecture import Linear, ModelSpec, layers_in_order
+from whichlora.spec.checkpoint import gguf_type, is_gguf
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
 from whichlora.units import format_bytes
@@ -409,7 +410,28 @@ def _file_path(served: Served, stored: str) -> str:
     """The GGUF file whose mix of types is `stored`."""
     if served.weights:
         return f"{served.weights}/model-{stored}.gguf"
-    return f"{served.model.name.rpartition('/')[2]}-{stored}.gguf"
+    name = served.model.name.rpartition("/")[2]
+    own_type = gguf_type(served.model.config)
+    if own_type == stored and name.lower().endswith(".gguf"):
+        return name
+    if is_gguf(served.model.config):  # its name states a type itself
+        name = re.sub(r"[-_.]gguf$", "", name, flags=re.IGNORECASE)
+        name = re.sub(rf"[-_.:]{own_type}$", "", name, flags=re.IGNORECASE)
+    return f"{name}-{stored}.gguf"
+
+
+def _file_words(served: Served) -> tuple[str, str]:
+    """The flag and the value that name the file: on this machine, or in a repository of the hub.
+
+    Source: llama.cpp 0c1e570 common/arg.cpp `--hf-repo`, "<user>/<model>[:quant]".
+    """
+    model, stored = served.model, file_type(served)
+    repository, _, tag = model.name.partition(":")
+    is_file = "/" not in repository or repository.lower().endswith(".gguf")
+    if served.weights or is_file or not is_gguf(model.config):
+        return "-m", _file_path(served, stored)
+    own_type = gguf_type(model.config)
+    return "-hf", f"{repository}:{tag if tag and own_type == stored else stored}"
 
 
 def prepare(served: Served) -> str:
@@ -435,7 +457,8 @@ def prepare(served: Served) -> str:
 def command(served: Served) -> str:
     """Source: llama.cpp 0c1e570 common/arg.cpp."""
     num_slots = slots(served)
-    words = ["llama-server", "-m", shlex.quote(_file_path(served, file_type(served)))]
+    flag, file = _file_words(served)
+    words = ["llama-server", flag, shlex.quote(file)]
     words += ["-c", str(served.context * num_slots), "-np", str(num_slots)]
     for option, value in served.run.serving_options:
         if option in ("file_type", "parallel"):
