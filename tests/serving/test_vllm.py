@@ -26,11 +26,17 @@ from whichlora.serving.rank import rank_model, rotary_bytes, slot_bytes
 from whichlora.serving.vllm import SCRIPTED_TYPE_S, WRAPPED_PRODUCT_S, notes, stepping
 from whichlora.serving.vllm_entries import WORKSPACE
 from whichlora.serving.vllm_latents import absorbed_bytes
-from whichlora.serving.vllm_memory import captured_sizes, expanded_bytes, graph_bytes, start
+from whichlora.serving.vllm_memory import (
+    captured_sizes,
+    expanded_bytes,
+    graph_bytes,
+    load_of_start,
+    start,
+)
 from whichlora.serving.vllm_settings import max_num_batched_tokens, max_num_seqs
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.run import Quant, RunConfig
+from whichlora.spec.run import Quant, RunConfig, Serve
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.units import GiB, MiB
@@ -518,6 +524,34 @@ def test_it_starts_where_one_sequence_fits_the_pool() -> None:
     fault = started(gpu=gpu).fault_at(longest + 16)
     assert fault.startswith(f"one sequence of {longest + 16} tokens takes ")
     assert fault.endswith(f"the longest context is {longest}")
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_the_longest_context_of_a_release_that_reads_whole_prompts_starts(method: str) -> None:
+    """The profile pass is as long as the context; without adapters only up to 32,768 tokens."""
+    serve: Serve = "as-trained" if method == "lora" else "merged"
+    older = replace(RUN, method=method, serve=serve, libraries=(("vllm", "0.6.3"),))
+
+    def at(context: int) -> Start:
+        asked = replace(older, context=context)
+        return started(asked, gpu=find_gpu("l4-24gb"), max_num_seqs=16)
+
+    most = at(4096).max_context(131072)
+    assert most == at(16384).max_context(131072)
+    assert (most > 32768) == (method == "full")
+    assert not at(most).fault_at(most)
+    assert at(most + 16).fault_at(most + 16)
+    if method == "lora":
+        assert most < at(4096).pool.max_context(131072)
+        assert at(60_000).fault_at(60_000).endswith(f"; a context up to {most} starts")
+
+
+def test_a_plan_of_contexts_starts_anew_for_each_of_an_older_release() -> None:
+    older = replace(RUN, libraries=(("vllm", "0.6.3"),))
+    loads = {load_of_start(served(replace(older, context=each))) for each in (4096, 8192)}
+    assert loads == {4096, 8192}
+    assert load_of_start(served(RUN)) == 0
+    assert load_of_start(served(older, max_num_batched_tokens=8192)) == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from candidates import SERVE, USABLE_BYTES, measurement, plan, prediction
 from whichlora.errors import DataFileError
 from whichlora.predict.repeated_times import Repeatability
 from whichlora.predict.words import describe
-from whichlora.search.feasibility import Candidate, Quantity, judge
+from whichlora.search.feasibility import Candidate, Check, Quantity, judge
 from whichlora.spec.plan import Limits
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -130,6 +130,17 @@ def test_without_a_winner_the_closest_one_says_what_it_lacks() -> None:
     ]
     assert lines[3].startswith("  it would need memory of the device of at least 23.1")
     assert lines[3].endswith(" is predicted")
+
+
+def test_no_limit_is_told_to_be_zero() -> None:
+    near = candidate(TRAIN, used=21 * GiB, measure=False)
+    none = Quantity(value=0, low=0, high=0, measured=False, confidence=0.9)
+    check = Check(
+        limit="concurrency", unit="sequences", quantity=none, bound=8, chance=0.0, is_least=True
+    )
+    lines = explanation(answer(replace(near, checks=(*near.checks, check)), winner=None))
+    assert any("would need" in line for line in lines)
+    assert not any("would need concurrency" in line for line in lines)
 
 
 def test_without_a_winner_each_limit_says_how_far_it_alone_must_give_way() -> None:

@@ -133,14 +133,20 @@ class Pool:
 
     def max_context(self, most: int | None) -> int:
         """Tokens of the longest sequence that fits, at most `most`; 0 where none does."""
-        low, high = 0, most or MOST_COUNT
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.blocks_of(middle) <= self.num_blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return _last(
+            lambda tokens: self.blocks_of(tokens) <= self.num_blocks, 0, most or MOST_COUNT
+        )
+
+
+def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The last number up to `high` that `holds`, as `low` does and those below it do."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +167,7 @@ class Start:
         stage: of a pipeline, whose GPU this is: that with the fewest blocks, which all have, or
             the fullest; 0 where there is no pipeline.
         copies: engines that share experts, each with such GPUs, a pool and sequences of its own.
+        at_context: the start for another context, where the bytes of the pool depend on it.
     """
 
     entries: tuple[Entry, ...]
@@ -175,17 +182,42 @@ class Start:
     needs_context: bool = False
     stage: int = 0
     copies: int = 1
+    at_context: Callable[[int], Start] | None = None
+
+    def max_context(self, most: int | None) -> int:
+        """Tokens of the longest sequence, at most `most`, for which it starts; 0 for none.
+
+        A release that reads long contexts in chunks may start for them where it does not for
+        shorter ones, whose prompts it reads whole: the chunks' pool is asked first.
+        """
+        if self.at_context is None:
+            return self.pool.max_context(most)
+        at_context, high = self.at_context, most or MOST_COUNT
+
+        def holds(context: int) -> bool:
+            return not at_context(context).lacks(context)
+
+        chunked = at_context(high).pool.max_context(high)
+        return _last(holds, chunked if chunked and holds(chunked) else 0, high)
+
+    def lacks(self, context: int) -> bool:
+        """Whether it does not start for sequences of `context` tokens."""
+        return bool(self.fault) or (
+            self.needs_context and self.pool.blocks_of(context) > self.pool.num_blocks
+        )
 
     def fault_at(self, context: int) -> str:
         """Why it does not start for sequences of `context` tokens; empty where it does."""
         pool = self.pool
-        lacks_room = self.needs_context and pool.blocks_of(context) > pool.num_blocks
-        if self.fault or not lacks_room:
-            return self.fault
+        if not self.lacks(context):
+            return ""
+        if self.fault:
+            longest = 0 if self.at_context is None else self.max_context(context)
+            return f"{self.fault}; a context up to {longest} starts" if longest else self.fault
         return (
             f"one sequence of {context} tokens takes {format_bytes(pool.sequence_bytes(context))} "
             f"of keys and values, and the pool has {format_bytes(pool.num_bytes)}; the longest "
-            f"context is {pool.max_context(context)}"
+            f"context is {self.max_context(context)}"
         )
 
     def entries_at(self, context: int) -> tuple[Entry, ...]:

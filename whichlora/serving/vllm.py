@@ -40,7 +40,7 @@ from whichlora.serving.stages import (
     stage_notes,
 )
 from whichlora.serving.vllm_log import LOG
-from whichlora.serving.vllm_memory import start
+from whichlora.serving.vllm_memory import load_of_start, start
 from whichlora.serving.vllm_settings import (
     COPIES,
     DRAFTS,
@@ -513,6 +513,7 @@ ENGINE = Engine(
     copied_by=COPIES,
     least_capability=7.0,  # as `kv_cache: vllm`; vLLM's installation page
     start=start,
+    load_of_start=load_of_start,
     stored_forms=ENGINE_QUANTS,
     loads_towers=False,
     stepping=stepping,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 
 from whichlora.memory import allocator
 from whichlora.memory.entries import Entry
@@ -128,9 +129,32 @@ def start(served: Served) -> Start:
     Source: vLLM 0.33.0 `Worker.determine_available_memory`, v1/worker/gpu_worker.py:641;
     `request_memory`, v1/worker/utils.py:716.
     """
-    served = with_draft_layers(served) if served.options[DRAFTS] else served
+    asked, served = served, with_draft_layers(served) if served.options[DRAFTS] else served
     stages = stages_of(served.model, stage_layers(served))
-    return fullest([start_of_stage(served, stage) for stage in stages], STAGES)
+    started = fullest([start_of_stage(served, stage) for stage in stages], STAGES)
+    if not is_of_context(served):
+        return started
+
+    @cache
+    def at_context(context: int) -> Start:
+        return start(replace(asked, run=replace(asked.run, context=context)))
+
+    return replace(started, at_context=at_context)
+
+
+def load_of_start(served: Served) -> int:
+    """The context, where the start depends on it; else 0."""
+    return served.context if is_of_context(served) else 0
+
+
+def is_of_context(served: Served) -> bool:
+    """Whether the bytes of the pool depend on the context.
+
+    The profile pass of a release before 0.8 reads a whole prompt of it; sparse attention has
+    workspaces for it. Source: `max_num_batched_tokens`, `buffer_entries`.
+    """
+    is_asked = served.is_asked("max_num_batched_tokens")
+    return served.model.chooses_keys or (served.libraries.older("vllm", "0.8") and not is_asked)
 
 
 def _rank_of(served: Served, part: ModelSpec) -> ModelSpec:

@@ -279,8 +279,8 @@ class ServingPrediction:
         interval_kv_pool_bytes: that hold it with 90 %; of llama.cpp, which has no pool, itself.
         kv_pool_tokens: of sequences of `context` tokens, as vLLM logs them.
         max_concurrency: sequences of `context` tokens that the pool holds, a fraction.
-        max_context: tokens of the longest sequence that the pool holds, 0 for none; at most the
-            model's positions.
+        max_context: tokens of the longest sequence for which it starts, or that the pool of a
+            start for any length holds; 0 for none, at most the model's positions.
         concurrency: sequences that are asked for at once.
         max_running: of `context` tokens each, that run at once; what is asked beyond waits.
         left_bytes: of the GPU, beside all that the engine takes.

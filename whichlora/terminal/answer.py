@@ -355,7 +355,7 @@ def _nothing(answer: Answer) -> list[str]:
                 else f" to be sure; {in_unit(check, check.quantity.value)} is predicted"
             )
             for check in nearest.checks
-            if check.verdict != "meets"
+            if check.verdict != "meets" and check.needed  # none of no sequence
         )
     lines.extend(f"Alone, {relaxed(relaxation)}." for relaxation in relaxations(pool))
     return lines
