@@ -13,6 +13,7 @@ from whichlora.calibration.load import load_calibration
 from whichlora.cli import main
 from whichlora.errors import ConfigError
 from whichlora.predict.explain import explain
+from whichlora.predict.largest import Size
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving import other_name_note
@@ -40,9 +41,12 @@ from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
 from whichlora.units import GiB
+from whichlora.workflow import estimates
 from whichlora.workflow.combinations import grid
 
 LLAMA = "meta-llama/Llama-3.1-8B"
+LARGE = "meta-llama/Llama-3.1-70B"
+Q4: dict[str, object] = {"file_type": "Q4_K_M"}
 GEMMA = "google/gemma-3-12b-pt"
 GRID: dict[str, list[object]] = {
     "model": [LLAMA],
@@ -244,6 +248,38 @@ def test_what_it_takes_is_explained_line_by_line() -> None:
     needed = taken(served(), placement(served()), 8192, 1)
     assert parts["kv_cache"] == needed.cache == GiB
     assert parts["activations"] == needed.compute
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "asked", "options", "most", "note"),
+    [
+        (LLAMA, "rtx-3060-12gb", "context", {}, 49408, "is the longest with all layers on the GPU"),
+        (LLAMA, "rtx-3060-12gb", "concurrency", {}, 6, "is the most with all layers on the GPU"),
+        (LLAMA, "rtx-3060-12gb", "context", {"fit": False}, 57344, "is the longest that starts"),
+        (LARGE, "rtx-4090-24gb", "context", {}, 131072, "starts with 21 of 81 layers on the GPU"),
+        (LARGE, "rtx-4090-24gb", "concurrency", {}, 1, "is the most with 42 of 81 layers on the"),
+        (LARGE, "rtx-4090-24gb", "context", {"n_gpu_layers": 99}, 1, "it starts for no length"),
+    ],
+)
+def test_the_most_says_what_gpus_hold_then(
+    model: str, gpu: str, asked: str, options: dict[str, object], most: int, note: str
+) -> None:
+    """`--fit` lays layers on the host, so that almost anything starts."""
+    size: Size = "context" if asked == "context" else "batch_size"
+    run = replace(RUN, model=model, serving_options=tuple(sorted({**Q4, **options}.items())))
+    (answer,) = estimates.estimate([run], [gpu], maximise=size)
+    assert answer.serving
+    assert getattr(answer.serving, asked) == most
+    assert any(note in each for each in answer.notes)
+
+
+def test_slots_share_the_longest_context_that_gpus_hold() -> None:
+    run = replace(RUN, batch_size=4, serving_options=tuple(Q4.items()))
+    (answer,) = estimates.estimate([run], ["rtx-3060-12gb"], maximise="context")
+    assert answer.run.context == 12288
+    gpu = find_target("rtx-3060-12gb")
+    more = predict(load_model(LLAMA), replace(run, context=12544), gpu, load_calibration(gpu))
+    assert "with 32 of 33 layers on the GPU; asked for more, it starts" in " ".join(more.notes)
 
 
 def test_words_for_the_form_name_the_type_of_the_file() -> None:

@@ -11,6 +11,7 @@ from whichlora.predict.coefficients import Calibration
 from whichlora.predict.parallel_choice import best_spread
 from whichlora.predict.predict import judged_memory, judged_run, predict
 from whichlora.predict.resolve import ResolvedRun, resolve
+from whichlora.serving.base import Start
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import AUTO
@@ -147,20 +148,60 @@ def largest_that_fits(
     )
 
 
-def largest_served(prediction: Prediction, setting: Size) -> tuple[int, str]:
+def largest_served(
+    prediction: Prediction,
+    setting: Size,
+    start_of: Callable[[RunConfig], Start],
+    positions: int | None,
+) -> tuple[int, str]:
     """The most that the engine of `prediction` serves, and a sentence that says so.
+
+    An engine that allocates at the start what sequences take may lay a part of the model on the
+    host instead. Then it is the most with all of the model on GPUs. Where not even 1 has that, it
+    is the longest context that starts, and as many sequences as leave there what one does.
+
+    Args:
+        start_of: its start for another size.
+        positions: of the model.
 
     Raises:
         ConfigError: `setting` is neither sequences at once nor their length.
     """
-    serving = prediction.serving
+    serving, run = prediction.serving, prediction.run
     if serving is None or setting == "seq_len":
-        raise ConfigError(f"{setting}: max is not of serving {prediction.run.serving}")
-    if setting == "context":
-        most = serving.max_context
-        return most, f"context {most} is the longest of which a sequence fits the pool"
-    most = serving.max_running
-    return most, f"{most} sequences of {serving.context} tokens run at once, more wait"
+        raise ConfigError(f"{setting}: max is not of serving {run.serving}")
+    least = start_of(with_size(run, setting, 1))
+    is_length = setting == "context"
+    nothing = "it starts for no length" if is_length else "it runs no sequence of that length"
+    if least.pool_fact is not None:
+        most = serving.max_context if is_length else serving.max_running
+        if not most:
+            return most, nothing
+        if is_length:
+            return most, f"context {most} is the longest of which a sequence fits the pool"
+        return most, f"{most} sequences of {serving.context} tokens run at once, more wait"
+
+    keeps = least.is_whole or not is_length
+
+    def holds(size: int) -> bool:
+        start = start_of(with_size(run, setting, size))
+        return not start.fault and (start.held == least.held or not keeps)
+
+    limit = positions if is_length else least.max_num_seqs(serving.context)
+    most = last_that(holds, limit or MAX_SIZE)
+    if not most:
+        return most, nothing
+    what, kind = f"context {most}", "longest"
+    if not is_length:
+        what, kind = f"concurrency {most} of {serving.context} tokens", "most"
+    held = start_of(with_size(run, setting, max(1, most))).held
+    having = f" with {held}" if held else ""
+    if most == limit:
+        whose = "the model has no more positions" if is_length else "the engine has no more slots"
+        return most, f"{what} starts{having}; {whose}"
+    if held and keeps:
+        return most, f"{what} is the {kind}{having}; beyond it more of the model lies on the host"
+    return most, f"{what} is the {kind} that starts{having}"
 
 
 def with_size(run: RunConfig, setting: Size, value: int) -> RunConfig:

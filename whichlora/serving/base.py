@@ -168,6 +168,9 @@ class Start:
             the fullest; 0 where there is no pipeline.
         copies: engines that share experts, each with such GPUs, a pool and sequences of its own.
         at_context: the start for another context, where the bytes of the pool depend on it.
+        held: what of the model GPUs hold, in words, where they hold less of it beside more, or
+            longer, sequences; empty where what does not fit fails.
+        is_whole: whether that is all of it.
     """
 
     entries: tuple[Entry, ...]
@@ -183,6 +186,8 @@ class Start:
     stage: int = 0
     copies: int = 1
     at_context: Callable[[int], Start] | None = None
+    held: str = ""
+    is_whole: bool = True
 
     def max_context(self, most: int | None) -> int:
         """Tokens of the longest sequence, at most `most`, for which it starts; 0 for none.

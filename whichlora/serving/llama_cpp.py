@@ -60,6 +60,7 @@ from whichlora.spec.architecture import Linear, ModelSpec, layers_in_order
 from whichlora.spec.checkpoint import gguf_type, is_gguf
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
+from whichlora.spec.run import MOST_COUNT
 from whichlora.units import format_bytes
 
 MOST_SLOTS = 256  # src/llama-cparams.h LLAMA_MAX_SEQ
@@ -111,7 +112,24 @@ def start(served: Served) -> Start:
         fault=fault,
         untimed=_untimed(served, placed),
         stage=fullest.number + 1 if (served.count(DEVICES) or 1) > 1 else 0,
+        held=_held(served, placed) if fits(served) and served.gpu.kind == "cuda" else "",
+        is_whole=_is_whole(served, placed),
     )
+
+
+def _is_whole(served: Served, placed: Placement) -> bool:
+    """Whether GPUs hold all of the model."""
+    is_moved = any(each.device is None for each in placed.moved)
+    return placed.layers > len(layers_in_order(served.model)) and not is_moved
+
+
+def _held(served: Served, placed: Placement) -> str:
+    """What of the model GPUs have."""
+    num_layers = len(layers_in_order(served.model))
+    count = "all" if placed.layers > num_layers else f"{placed.layers} of {num_layers + 1}"
+    words = f"{count} layers on the {'GPU' if len(placed.by_device) == 1 else 'GPUs'}"
+    without = len({each.layer for each in placed.moved if each.device is None})
+    return f"{words}, the experts of {without} on the host" if without else words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,8 +310,7 @@ def _untimed(served: Served, placed: Placement) -> str:
         )
     if reason := architecture_of(served.model).untimed:
         return reason
-    num_layers = len(layers_in_order(served.model))
-    if placed.layers <= num_layers or any(each.device is None for each in placed.moved):
+    if not _is_whole(served, placed):
         return f"the host computes a part of each step: {rates}; use a smaller file_type or context"
     return ""
 
@@ -479,6 +496,7 @@ def command(served: Served) -> str:
 
 def notes(served: Served, start: Start) -> tuple[str, ...]:
     """What a user must know."""
+    limit = served.model.max_position_embeddings
     placed, num_layers = placement(served), len(layers_in_order(served.model))
     needed = taken(served, placed, served.context, slots(served))
     count = slots(served)
@@ -488,6 +506,11 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     if served.gpu.kind == "cpu":
         return tuple(lines)
     lines += _device_notes(served, placed, start)
+    if start.held and start.pool.max_context(limit) < (limit or MOST_COUNT):
+        lines.append(
+            f"pool, at once and longest are with {start.held}; asked for more, it starts with more "
+            "of the model on the host (--fit)"
+        )
     if placed.layers <= num_layers:
         holder = "the GPU holds" if len(placed.by_device) == 1 else "GPUs hold"
         lines.append(

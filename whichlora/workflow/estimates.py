@@ -34,6 +34,7 @@ from whichlora.predict.resolve import resolve, with_checkpointing, with_precisio
 from whichlora.predict.running_cost import running_cost
 from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards, serve_on_cards
 from whichlora.predict.words import headline
+from whichlora.serving.base import Start
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.costs import RunningCost
 from whichlora.spec.gpu import GpuSpec
@@ -351,7 +352,14 @@ def _most_served(
     Raises:
         ConfigError: settings that exclude each other.
     """
-    most, note = largest_served(predictor.predict(model, run, gpu, calibration), maximise)
+
+    def start_of(asked: RunConfig) -> Start:
+        service = predictor.count(model, asked, gpu).service
+        assert service is not None  # as of the first prediction, which has an engine's answer
+        return service.start
+
+    first = predictor.predict(model, run, gpu, calibration)
+    most, note = largest_served(first, maximise, start_of, model.max_position_embeddings)
     largest = with_size(run, maximise, max(1, most))
     prediction = predictor.predict(model, largest, gpu, calibration)
     return replace(prediction, notes=(note, *prediction.notes))
