@@ -778,6 +778,21 @@ def test_max_of_an_engine_is_what_it_serves(setting: str) -> None:
     assert serving[setting] == serving["max_context" if setting == "context" else "max_running"]
 
 
+def test_requests_that_an_engine_refuses_have_no_speed_and_fail_a_check() -> None:
+    asked = (*SERVED, "--gpu", "rtx-4090-24gb", "--context", "100")
+    result = whichlora(*asked, "--json", "--check")
+    assert result.exit_code == 1
+    (answer,) = json.loads(result.stdout)["predictions"]
+    refuses = answer["serving"]["refuses"]
+    assert refuses.startswith("prompts of 512 and answers of 128 tokens exceed the context of 100")
+    assert refuses in answer["notes"]
+    assert refuses in result.stderr
+    assert answer["serving"]["starts"]
+    assert answer["serving"]["tpot_s"] is None
+    fitting = (*asked, "--prompt-len", "80", "--max-new-tokens", "20", "--check")
+    assert whichlora(*fitting).exit_code == 0
+
+
 def test_an_engine_that_does_not_start_says_why_in_one_line() -> None:
     result = whichlora(*SERVED, "--gpu", "rtx-4090-24gb", "--context", "100000")
     assert "vllm does not start on rtx-4090-24gb: one sequence of 100000 tokens" in result.stdout

@@ -69,6 +69,7 @@ def serving_prediction(
         left_bytes=job.gpu.memory_bytes - taken_bytes(job, start),
         command="" if fault else job.engine.command(served),
         lacking_storage=lacking_storage(job.model.config, run.quant or "none"),
+        refuses="" if fault else served.refused_requests,
         time=None if fault else serving_time(job, served, service, calibration),
     )
 
@@ -85,11 +86,8 @@ def serving_notes(
     run, machines = job.run, calibration.machines
     if note := nodes_note(job.engine.num_gpus(run), job.gpu, machines):
         lines.append(note)
-    if answer.starts and run.prompt_len + run.max_new_tokens > answer.context:
-        lines.append(
-            f"prompts of {run.prompt_len} and answers of {run.max_new_tokens} tokens exceed the "
-            f"context of {answer.context}: the engine refuses such requests; give a larger context"
-        )
+    if answer.refuses:
+        lines.append(answer.refuses)
     if answer.starts and answer.is_close:
         spare = start.pool.spare_bytes(answer.context)
         margin = answer.interval_kv_pool_bytes[1] - answer.kv_pool_bytes
@@ -108,7 +106,7 @@ def serving_notes(
             f"graphs and steps of the most tokens take {format_bytes(-answer.left_bytes)} more "
             f"than the GPU has: it can run out of memory; give a smaller {shares[0]}"
         )
-    if answer.starts and answer.time is None:
+    if answer.starts and answer.time is None and not answer.refuses:
         lines.append(f"no time: {_untimed(job, start, calibration)}")
     elif answer.time is not None and answer.time.queue_grows:
         lines.append(

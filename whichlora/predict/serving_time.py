@@ -61,7 +61,12 @@ def steady_time_per_token_s(
 def _timer(
     job: ResolvedRun, served: Served, service: Service, calibration: Calibration
 ) -> Timer | None:
-    """Of the steps of `service`, made once; None where the engine or the device is not timed."""
+    """Of the steps of `service`, made once; None where the engine or the device is not timed.
+
+    So is a load whose requests the engine refuses.
+    """
+    if served.refused_requests:
+        return None
     if service.start.untimed and job.engine.logged_timer is not None:
         return job.engine.logged_timer(served, calibration.logged_times())
     if job.engine.stepping is None or service.start.untimed:
@@ -120,7 +125,7 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
     start, stepping = service.start, timer.stepping
     stages, is_open = stepping.num_stages, run.request_rate is not None
     clients = -(-run.batch_size // stepping.copies)
-    length = min(served.context, run.prompt_len + run.max_new_tokens)
+    length = run.prompt_len + run.max_new_tokens
     pool_tokens = start.pool.num_tokens(length)
     held = pool_tokens // length  # a batch has one of them at least
     batches = max(1, min(stages, held, stages if is_open else clients))

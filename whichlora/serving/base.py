@@ -68,6 +68,18 @@ class Served:
         prompt_len = self.run.prompt_len
         return min(int(self.run.shared_prompt_fraction * prompt_len), prompt_len - 1)
 
+    @property
+    def refused_requests(self) -> str:
+        """Why an engine refuses the requests of the run; empty where it takes them."""
+        prompt_len, new_tokens = self.run.prompt_len, self.run.max_new_tokens
+        if prompt_len + new_tokens <= self.context:
+            return ""
+        return (
+            f"prompts of {prompt_len} and answers of {new_tokens} tokens exceed the context of "
+            f"{self.context}: the engine refuses such requests; give a larger context, or shorter "
+            "ones"
+        )
+
     def count(self, option: str) -> int | None:
         """The value of a whole number; None where the engine decides."""
         value = self.options[option]

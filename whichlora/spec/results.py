@@ -287,7 +287,8 @@ class ServingPrediction:
         command: starts it as it is judged; empty where it does not start, or has none.
         lacking_storage: what the weights of its model are to be stored as first; empty where the
             model's own files are.
-        time: what users wait; None where it is not predicted.
+        refuses: why it refuses the requests that are asked for; empty where it takes them.
+        time: what users wait; None where it is not predicted, or where it refuses them.
     """
 
     engine: str
@@ -308,6 +309,7 @@ class ServingPrediction:
     is_close: bool = False
     command: str = ""
     lacking_storage: str = ""
+    refuses: str = ""
     time: ServingTime | None = None
 
     def to_dict(self) -> dict[str, Any]:

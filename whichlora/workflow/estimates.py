@@ -33,7 +33,7 @@ from whichlora.predict.rank_time import over_nodes
 from whichlora.predict.resolve import resolve, with_checkpointing, with_precision
 from whichlora.predict.running_cost import running_cost
 from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards, serve_on_cards
-from whichlora.predict.words import headline
+from whichlora.predict.words import describe, headline
 from whichlora.serving.base import Start
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.costs import RunningCost
@@ -220,8 +220,16 @@ def document(answers: Answers[Prediction]) -> dict[str, Any]:
 
 
 def faults(answers: Answers[Prediction]) -> list[str]:
-    """A line for each run of `answers` that does not fit, and for each that can't run."""
+    """A line for each run of `answers` that does not fit, and for each that can't run.
+
+    A serving engine that refuses the requests asked for can't run them.
+    """
     failing = [headline(prediction) for prediction in answers if prediction.verdict == "fails"]
+    failing += (
+        f"{describe(prediction.run)} on {prediction.gpu}: {prediction.serving.refuses}"
+        for prediction in answers
+        if prediction.serving is not None and prediction.serving.refuses
+    )
     refused = (
         f"{each.model}{f' on {each.gpu}' * bool(each.gpu)}: {each.reason}"
         for each in answers.refused
