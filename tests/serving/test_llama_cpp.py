@@ -293,6 +293,12 @@ def test_words_for_the_form_name_the_type_of_the_file() -> None:
     ("changed", "options", "message"),
     [
         ({"quant": "awq-int4"}, {}, "serving: llama-cpp reads GGUF files, got quant awq-int4"),
+        (
+            {"model": "openai/gpt-oss-20b", "quant": "mxfp4"},
+            {},
+            "serving: llama-cpp reads GGUF files, got quant mxfp4; use quant none and serving "
+            "option file_type, such as MXFP4_MOE",
+        ),
         ({"model": "bigscience/bloom-1b1"}, {}, "serving: llama-cpp is not predicted for the arch"),
         ({"precision": "fp32"}, {}, "serving: llama-cpp takes its weights from file_type, got"),
         ({}, {"cache_type_v": "q8_0", "flash_attn": "off"}, "cache_type_v: q8_0 needs flash"),
@@ -324,6 +330,27 @@ def test_whoever_asks_for_ollama_is_told_what_is_called_how_there() -> None:
     asked = ["estimate", LLAMA, "--phase", "inference", "--gpu", "l40s", "--context", "2048"]
     done = CliRunner().invoke(main, [*asked, "--serving", "ollama"])
     assert said.partition(";")[2].split()[-1] in done.output
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        ("openai/gpt-oss-20b", {}, ""),
+        (
+            "openai/gpt-oss-20b",
+            {"file_type": "Q8_0"},
+            "is stored as mxfp4, and is converted for llama-cpp; file_type MXFP4_MOE keeps it",
+        ),
+        ("deepseek-ai/DeepSeek-V3", {}, "is stored as fp8, and is converted for llama-cpp"),
+    ],
+)
+def test_a_note_says_what_becomes_of_a_checkpoint(
+    model: str, options: dict[str, object], said: str
+) -> None:
+    run = replace(RUN, model=model, serving_options=tuple(options.items()))
+    answer = predict(load_model(model), run, A100, load_calibration(A100))
+    found = [note for note in answer.notes if note.startswith("the checkpoint ")]
+    assert found == ([f"the checkpoint {said}"] if said else [])
 
 
 @pytest.mark.parametrize("file_type", FILE_TYPES)

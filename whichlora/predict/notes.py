@@ -189,9 +189,13 @@ def _stored(job: ResolvedRun) -> str:
     if not isinstance(config, Mapping):
         return ""
     quant = stored_quant(job.model.config)
+    if is_gguf(job.model.config):
+        return ""
+    if not job.engine.reads_checkpoints:
+        return _converted_in_words(job, quant or str(config.get("quant_method", "")))
     if quant == "mxfp4":
         return _mxfp4_in_words(job)
-    if quant == job.run.quant or is_gguf(job.model.config):
+    if quant == job.run.quant:
         return ""
     counted = "16-bit" if job.dtypes.quant == "none" else job.dtypes.quant
     if quant is None:
@@ -202,6 +206,16 @@ def _stored(job: ResolvedRun) -> str:
         refused *= job.run.quant in BNB_QUANTS
         return f"the checkpoint is stored in fp8, counted is {counted}{refused}"
     return f"the checkpoint is stored as {quant}, which {job.engine.name} does not read as it is"
+
+
+def _converted_in_words(job: ResolvedRun, quant: str) -> str:
+    """What becomes of a checkpoint under an engine that has files of its own; empty if kept."""
+    engine, file_type = job.engine, job.served.options.get(job.engine.stored_by)
+    kept = engine.stored_as.get(quant, "")
+    if kept and file_type == kept:
+        return ""
+    instead = f"; {engine.stored_by} {kept} keeps it" if kept else ""
+    return f"the checkpoint is stored as {quant}, and is converted for {engine.name}{instead}"
 
 
 def _mxfp4_in_words(job: ResolvedRun) -> str:

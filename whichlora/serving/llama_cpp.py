@@ -67,6 +67,7 @@ MOST_SLOTS = 256  # src/llama-cparams.h LLAMA_MAX_SEQ
 # More than any model has: what "all" means, also in releases that lack the word; "auto" is -1 and
 # "all" -2 in common/arg.cpp.
 ALL_LAYERS = 999
+STORED_AS = {"mxfp4": "MXFP4_MOE"}  # conversion/gpt_oss.py `repack_mxfp4`
 CACHE_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 _OF_OLLAMA = (
     "the command is llama.cpp's. Ollama starts by 'ollama serve', and has num_ctx for context, "
@@ -342,7 +343,7 @@ def check(served: Served) -> None:
     if run.quant not in (None, "none"):
         raise ConfigError(
             f"serving: llama-cpp reads GGUF files, got quant {run.quant}; use quant none and "
-            "serving option file_type, such as Q4_K_M"
+            f"serving option file_type, such as {STORED_AS.get(run.quant, 'Q4_K_M')}"
         )
     if served.targets:
         raise ConfigError(
@@ -574,7 +575,7 @@ ENGINE = Engine(
     staged_by=DEVICES,
     takes_unequal=True,
     fills_stages=False,
-    stored_as={"mxfp4": "MXFP4_MOE"},  # conversion/gpt_oss.py `repack_mxfp4`
+    stored_as=STORED_AS,
     options=(
         Option(
             name="file_type",
