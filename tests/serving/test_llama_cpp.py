@@ -282,6 +282,15 @@ def test_slots_share_the_longest_context_that_gpus_hold() -> None:
     assert "with 32 of 33 layers on the GPU; asked for more, it starts" in " ".join(more.notes)
 
 
+def test_weights_that_exceed_the_gpu_are_not_helped_by_a_shorter_context() -> None:
+    gpu = find_target("rtx-4090-24gb")
+    fault = start(served(replace(RUN, model=LARGE), gpu, n_gpu_layers=99, **Q4)).fault
+    assert fault.endswith("; give fewer n_gpu_layers or fit true, or a smaller file_type")
+    gpu = find_target("rtx-3060-12gb")
+    fault = start(served(replace(RUN, context=65536), gpu, n_gpu_layers=99, **Q4)).fault
+    assert fault.endswith(" a smaller file_type, or a context up to 57344 for one slot")
+
+
 def test_words_for_the_form_name_the_type_of_the_file() -> None:
     assert (
         form_in_words(replace(RUN, serving_options=(("file_type", "Q4_K_M"),))) == "merged Q4_K_M"

@@ -154,6 +154,10 @@ def test_weights_beyond_the_share_are_a_fault_in_one_line() -> None:
     fault = start(served(gpu=free_before(16))).fault
     assert fault.startswith("mem_fraction_static 0.7")
     assert "and weights take 15.02 GiB: nothing is left for keys and values" in fault
+    assert start(served(gpu=free_before(15))).fault == (
+        "weights alone take 15.02 GiB, and 15.00 GiB of the GPU are free; give quant awq-int4 or "
+        "gptq-int4, more GPUs, or a smaller model"
+    )
 
 
 @pytest.mark.parametrize(

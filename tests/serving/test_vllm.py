@@ -558,6 +558,12 @@ def test_a_plan_of_contexts_starts_anew_for_each_of_an_older_release() -> None:
     ("memory_gib", "share", "fault"),
     [
         (16, 0.92, "gpu_memory_utilization 0.92 of 16.00 GiB is 14.72 GiB, and weights, profile"),
+        (
+            15,
+            0.92,
+            "weights alone take 14.99 GiB, and 14.51 GiB of the GPU are free; give quant awq-int4 "
+            "or gptq-int4, more GPUs, or a smaller model",
+        ),
         (24, 0.99, "gpu_memory_utilization 0.99 of 24.00 GiB is 23.76 GiB, more than the 23.51"),
     ],
 )

@@ -216,7 +216,9 @@ def _fault(served: Served, load: Load, pool: Pool) -> str:
     ways = "a larger n_cpu_moe" if served.count("n_cpu_moe") else "fewer n_gpu_layers or fit true"
     if several and any(proportions(served)):
         ways = "another tensor_split"
-    return f"{wants}; give {ways}, a smaller file_type, or a context up to {longest} for one slot"
+    smaller = "a smaller file_type"
+    last = f"{smaller}, or a context up to {longest} for one slot" if longest else f"or {smaller}"
+    return f"{wants}; give {ways}, {last}"
 
 
 # --- how it steps -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
@@ -15,6 +16,7 @@ from whichlora.serving.indexers import attended_elements, with_wide_indexers
 from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
+from whichlora.units import format_bytes
 
 KEYS_AND_VALUES = ("k_proj", "v_proj")
 LATENTS = ("q_latent", "kv_latent")
@@ -331,6 +333,22 @@ def positions_note(served: Served, consequence: str) -> list[str]:
         f"a context of {served.context} tokens is beyond the {limit} positions of "
         f"{served.model.name}: {consequence}"
     ]
+
+
+def weights_of(entries: Iterable[Entry]) -> int:
+    """Bytes of what is loaded."""
+    return sum(entry.num_bytes for entry in entries if entry.part == "weights")
+
+
+def oversized(served: Served, weights_bytes: int, free_bytes: int) -> str:
+    """That weights alone are more than `free_bytes` of a GPU, and what helps; empty where not."""
+    if weights_bytes <= free_bytes:
+        return ""
+    instead = "" if served.dtypes.quant != "none" else "quant awq-int4 or gptq-int4, "
+    return (
+        f"weights alone take {format_bytes(weights_bytes)}, and {format_bytes(free_bytes)} of the "
+        f"GPU are free; give {instead}more GPUs, or a smaller model"
+    )
 
 
 def rotary_bytes(model: ModelSpec, element_bytes: int) -> int:

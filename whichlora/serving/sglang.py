@@ -37,8 +37,10 @@ from whichlora.serving.rank import (
     check_model,
     check_ranks,
     held_entries,
+    oversized,
     positions_note,
     rank_model,
+    weights_of,
     with_aligned_experts,
 )
 from whichlora.serving.sglang_log import LOG
@@ -219,7 +221,7 @@ def start(served: Served) -> Start:
     )
     fault = ""
     if room < widest:
-        fault = (
+        fault = oversized(served, max(map(weights_of, held)), free_before) or (
             f"mem_fraction_static {share:g} of {format_bytes(free_before)} is "
             f"{format_bytes(budget)}, and weights take {format_bytes(max(taken))}: nothing is left "
             "for keys and values; give a larger one, or a smaller model"

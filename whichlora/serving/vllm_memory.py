@@ -27,8 +27,10 @@ from whichlora.serving.profile_pass import (
 from whichlora.serving.rank import (
     LORA_SLOTS,
     held_entries,
+    oversized,
     rank_model,
     slot_bytes,
+    weights_of,
     with_aligned_experts,
 )
 from whichlora.serving.stages import (
@@ -194,7 +196,7 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
         outside_bytes=missed
         + _connected_bytes(served)
         + (0 if reserves_graphs else graphs.num_bytes),
-        fault=_fault(served, pool, budget),
+        fault=_fault(served, pool, budget, weights_of(entries)),
         counts_process=_counts_context(served),
         needs_context=True,
         copies=served.count(COPIES) or 1,
@@ -486,7 +488,7 @@ def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     )
 
 
-def _fault(served: Served, pool: Pool, budget: int) -> str:
+def _fault(served: Served, pool: Pool, budget: int, weights_bytes: int) -> str:
     """Why vLLM does not start, however short its sequences are; empty where it does.
 
     Source: vLLM 0.33.0 `_check_enough_kv_cache_memory`, v1/core/kv_cache_planning.py:50;
@@ -494,6 +496,8 @@ def _fault(served: Served, pool: Pool, budget: int) -> str:
     """
     total, share = served.gpu.memory_bytes, utilization(served)
     free = total - allocator.idle_context_bytes(served.gpu) - _connected_bytes(served)
+    if fault := oversized(served, weights_bytes, free):
+        return fault
     asked = f"gpu_memory_utilization {share:g} of {format_bytes(total)} is {format_bytes(budget)}"
     if free < budget:
         return f"{asked}, more than the {format_bytes(free)} that are free; give a smaller one"
