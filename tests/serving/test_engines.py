@@ -17,6 +17,7 @@ from whichlora.predict.notes import notes_on
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving import Engine, get_engine, list_engines
+from whichlora.serving.scheduler import MOST_CLIENTS
 from whichlora.spec import members
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Prediction
@@ -64,6 +65,12 @@ def test_what_runs_an_engine_means_it(name: str) -> None:
 def test_a_name_that_no_engine_has_lists_them() -> None:
     with pytest.raises(ConfigError, match=r"serving: 'tgi' is not known; accepted are .*llama-cpp"):
         get_engine("tgi")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama-cpp"])
+def test_more_clients_than_can_be_simulated_are_refused(engine: str) -> None:
+    with pytest.raises(ConfigError, match="concurrency: at most 10000 clients are simulated, got"):
+        predicted(replace(RUN, serving=engine, batch_size=MOST_CLIENTS + 1))
 
 
 @pytest.mark.parametrize(

@@ -309,6 +309,11 @@ def test_words_for_the_form_name_the_type_of_the_file() -> None:
             "option file_type, such as MXFP4_MOE",
         ),
         ({"model": "bigscience/bloom-1b1"}, {}, "serving: llama-cpp is not predicted for the arch"),
+        (
+            {"batch_size": 257},
+            {},
+            "parallel: llama.cpp has at most 256 slots, got 257; give parallel",
+        ),
         ({"precision": "fp32"}, {}, "serving: llama-cpp takes its weights from file_type, got"),
         ({}, {"cache_type_v": "q8_0", "flash_attn": "off"}, "cache_type_v: q8_0 needs flash"),
         ({}, {"file_type": "Q4_K"}, "file_type: 'Q4_K' is not accepted; accepted are F32, F16"),

@@ -15,6 +15,7 @@ from whichlora.parallel.layout import Layout
 from whichlora.predict.images import with_images, with_lengths
 from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Engine, Served, Start
+from whichlora.serving.scheduler import MOST_CLIENTS
 from whichlora.spec.architecture import ModelSpec, with_source_len
 from whichlora.spec.backends.cuda import ASSUMED_CAPABILITY, FLASH_CAPABILITY
 from whichlora.spec.checkpoint import (
@@ -467,6 +468,11 @@ def _check_serving(job: ResolvedRun) -> None:
             raise ConfigError(
                 f"kv_cache: {run.kv_cache} is a cache of transformers; leave it out beside serving "
                 f"{engine.name}, which has its own"
+            )
+        if run.batch_size > MOST_CLIENTS:
+            raise ConfigError(
+                f"concurrency: at most {MOST_CLIENTS} clients are simulated, got {run.batch_size}; "
+                "give fewer, or request_rate in its place"
             )
         for card in job.gpu.beside or (job.gpu,):
             if card.kind not in engine.device_kinds:

@@ -372,6 +372,11 @@ def check(served: Served) -> None:
             f"cache_type_v: {served.options['cache_type_v']} needs flash attention; leave "
             "flash_attn out, or use f16"
         )
+    if slots(served) > MOST_SLOTS:
+        raise ConfigError(
+            f"parallel: llama.cpp has at most {MOST_SLOTS} slots, got {slots(served)}; give "
+            f"parallel {MOST_SLOTS} or less, so that more requests wait"
+        )
     _check_devices(served)
     _check_rows(served)
 

@@ -20,6 +20,7 @@ from whichlora.serving.step_time import Step
 PERCENTILES = (50, 90, 99)
 # Requests of each client, as many as `vllm bench serve` is usually asked for; fewer of many.
 _MOST_EACH, _LEAST_EACH, _CLOSED_REQUESTS = 10, 4, 640
+MOST_CLIENTS = 10_000  # four requests of each take seconds to simulate
 _OPEN_REQUESTS, _TURNS = 400, 4  # at a rate: requests, and at least so many of each place
 _WARM_SHARE = 0.25
 _QUEUED_SHARE = 0.05  # of all requests that wait at the last arrival: the queue grows
