@@ -769,6 +769,14 @@ def test_markdown_of_an_engine_has_its_waits_and_its_command() -> None:
     assert "- start it with: vllm serve meta-llama/Llama-3.1-8B --max-model-len 640" in shown
 
 
+def test_an_engine_is_of_inference_where_no_phase_is_given() -> None:
+    asked = ("estimate", "meta-llama/Llama-3.1-8B", "--gpu", "h100-sxm-80gb", "--serving", "vllm")
+    assert "--max-model-len 8192" in whichlora(*asked, "--context", "8k").stdout
+    refused = whichlora(*asked, "--context", "8k", "--phase", "finetune")
+    assert refused.exit_code == 2
+    assert "serving: vllm is of phase inference; give it, or leave serving out" in refused.stderr
+
+
 @pytest.mark.parametrize("setting", ["concurrency", "context"])
 def test_max_of_an_engine_is_what_it_serves(setting: str) -> None:
     result = whichlora(*SERVED, "--gpu", "rtx-4090-24gb", f"--{setting}", "max", "--json")

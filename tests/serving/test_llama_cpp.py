@@ -312,7 +312,7 @@ def test_words_for_the_form_name_the_type_of_the_file() -> None:
         (
             {"batch_size": 257},
             {},
-            "parallel: llama.cpp has at most 256 slots, got 257; give parallel",
+            "parallel: llama.cpp has at most 256 slots, got 257; give",
         ),
         ({"precision": "fp32"}, {}, "serving: llama-cpp takes its weights from file_type, got"),
         ({}, {"cache_type_v": "q8_0", "flash_attn": "off"}, "cache_type_v: q8_0 needs flash"),

@@ -152,6 +152,8 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
 def with_concurrency(settings: Mapping[str, Any], *, stated: Collection[str]) -> dict[str, Any]:
     """`settings` with the sequences at once as what a run calls them, its batch size.
 
+    An engine is of inference, where no phase is given.
+
     Args:
         stated: names of those that the user gave.
 
@@ -160,15 +162,19 @@ def with_concurrency(settings: Mapping[str, Any], *, stated: Collection[str]) ->
             that no asked phase reads.
     """
     asked = dict(settings)
+    engines = [name for name in asked.get("serving", ()) if name != TRANSFORMERS]
+    if engines and "phase" not in stated:
+        asked["phase"] = ["inference"]
+    if engines and "inference" not in asked.get("phase", ()):
+        raise ConfigError(
+            f"serving: {engines[0]} is of phase inference; give it, or leave serving out"
+        )
     _check_lengths(asked, stated)
     concurrency = asked.pop("concurrency", [None])
-    engines = [name for name in asked.get("serving", ()) if name != TRANSFORMERS]
     is_given = concurrency != [None]
     if "batch_size" in stated and (is_given or engines):
         fault = "is concurrency by another name" if is_given else f"is not of serving {engines[0]}"
         raise ConfigError(f"batch_size: {fault}; give concurrency alone")
-    if engines and "inference" not in asked.get("phase", ()):
-        raise ConfigError(f"serving: {engines[0]} is of phase inference; give it, or leave it out")
     if is_given and "inference" not in asked.get("phase", ()):
         raise ConfigError("concurrency: is of phase inference; give batch_size")
     if is_given and any(asked.get("request_rate") or ()):
