@@ -769,6 +769,18 @@ def test_markdown_of_an_engine_has_its_waits_and_its_command() -> None:
     assert "- start it with: vllm serve meta-llama/Llama-3.1-8B --max-model-len 640" in shown
 
 
+@pytest.mark.parametrize("command", ["explain", "where"])
+def test_a_largest_concurrency_is_told_by_its_own_name(command: str) -> None:
+    asked = (command, "meta-llama/Llama-3.1-8B", "--gpu", "h100-sxm-80gb", "--serving", "vllm")
+    result = whichlora(*asked, "--concurrency", "max")
+    assert result.stderr.startswith(f"--concurrency: {command} takes numbers; 'whichlora estimate'")
+
+
+def test_flags_of_an_engine_may_keep_their_dashes() -> None:
+    shown = whichlora(*SERVED, "--serving-option=--gpu-memory-utilization=0.8", "--gpu", "h100")
+    assert "--gpu-memory-utilization 0.8" in shown.stdout
+
+
 def test_an_engine_is_of_inference_where_no_phase_is_given() -> None:
     asked = ("estimate", "meta-llama/Llama-3.1-8B", "--gpu", "h100-sxm-80gb", "--serving", "vllm")
     assert "--max-model-len 8192" in whichlora(*asked, "--context", "8k").stdout

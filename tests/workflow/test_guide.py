@@ -77,7 +77,10 @@ def test_an_engine_takes_the_number_of_gpus_as_its_own_option_and_all_are_paid()
             ("--serving-option", "tensor_parallel_size=4"),
             "gpus: 2, but tensor_parallel_size is 4; give one of them",
         ),
-        (("--parallel", "fsdp"), "parallel: vllm divides every matrix (tensor_parallel_size)"),
+        (
+            ("--parallel", "fsdp"),
+            "parallel: vllm divides every matrix (tensor_parallel_size), or has stages",
+        ),
         (("--nodes", "2"), "nodes: vllm is predicted on one machine, got 2; give 1"),
         (("--interconnect", "25GB/s"), "interconnect: vllm is predicted with the usual links"),
         (("--serving", "transformers"), "several are known of fine-tuning, and of serving by"),

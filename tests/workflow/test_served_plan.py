@@ -50,6 +50,19 @@ def answered(folder: Path, **keys: Any) -> Answer:
     return run_plan(path, progress=Silent())
 
 
+@pytest.mark.parametrize(
+    ("flag", "fault"),
+    [
+        ("max_model_len", "is the setting context; accepted: stage1_profile.context"),
+        ("quantization", "is the setting quant; accepted: quant"),
+        ("cpu_offload_gb", "keeps weights on the host, which is not predicted; give more gpus or"),
+    ],
+)
+def test_a_flag_that_is_no_option_says_why(flag: str, fault: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"serving_options.{flag}: {fault}"):
+        answered(tmp_path, serving_options={flag: 4})
+
+
 def engine_of(answer: Answer) -> ServingPrediction:
     assert answer.serving is not None
     serving = answer.serving.prediction.serving

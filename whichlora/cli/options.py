@@ -254,7 +254,7 @@ def named_values(
         name, equals, written = (part.strip() for part in text.partition("="))
         if not name or not equals or not written:
             raise ConfigError(f"{param.opts[0]}: {text!r} is not name=value, such as beta=0.1")
-        values[name.replace("-", "_")] = _value(written)
+        values[name.lstrip("-").replace("-", "_")] = _value(written)
     return tuple(sorted(values.items()))
 
 

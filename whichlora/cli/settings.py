@@ -345,7 +345,7 @@ def maximised(settings: dict[str, Any]) -> Size | None:
     if not maximised_sizes:
         return None
     if len(maximised_sizes) > 1:
-        flags = " and ".join(map(_flag, maximised_sizes))
+        flags = " and ".join(map(_size_flag, maximised_sizes))
         raise ConfigError(f"{flags}: only one of both can be max")
     if maximised_sizes[0] == "batch_size" and settings["global_batch_size"] != [None]:
         raise ConfigError("--batch-size: max and --global-batch-size exclude each other")
@@ -367,9 +367,16 @@ def plain_settings(
     for name in _SIZES:
         if settings[name] == MAX:
             raise ConfigError(
-                f"{_flag(name)}: {command} takes numbers; 'whichlora estimate' finds max"
+                f"{_size_flag(name)}: {command} takes numbers; 'whichlora estimate' finds max"
             )
     return settings
+
+
+def _size_flag(name: Size) -> str:
+    """As it was given: --concurrency sets the batch size."""
+    source = click.get_current_context().get_parameter_source("concurrency")
+    is_concurrency = name == "batch_size" and source is click.core.ParameterSource.COMMANDLINE
+    return _flag("concurrency" if is_concurrency else name)
 
 
 def _flag(name: str) -> str:

@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -266,11 +266,21 @@ def _rows(data: Data) -> Rows | None:
 
 
 def _check_options(
-    data: Data, section: str, owner: str, declared: Sequence[Option]
+    data: Data,
+    section: str,
+    owner: str,
+    declared: Sequence[Option],
+    but: Collection[str] = (),
 ) -> Iterator[Problem]:
-    """Settings under `section` that `owner` does not declare, or whose values it refuses."""
+    """Settings under `section` that `owner` does not declare, or whose values it refuses.
+
+    Args:
+        but: those that were told already.
+    """
     options = {name: option for option in declared for name in (option.name, *option.other_names)}
     for name, value in _section(data, section).items():
+        if name in but:
+            continue
         if name not in options:
             yield Problem(
                 loc=(section, name),
@@ -293,7 +303,17 @@ def _check_serving(data: Data) -> Iterator[Problem]:
     engine = list_engines().get(name) if isinstance(name, str) else None
     if engine is None:
         return
-    yield from _check_options(data, "serving_options", f"serving {engine.name}", engine.options)
+    told = [flag for flag in _section(data, "serving_options") if engine.fault_of(str(flag))]
+    for flag in told:
+        own = engine.elsewhere.get(flag, "")
+        yield Problem(
+            loc=("serving_options", flag),
+            fault=engine.fault_of(flag),
+            accepted="stage1_profile.context" if own == "context" else own,
+            show_value=False,
+        )
+    owner = f"serving {engine.name}"
+    yield from _check_options(data, "serving_options", owner, engine.options, but=told)
     if "serving_version" in data and not engine.library:
         fault = f"is the release of an engine, and serving {engine.name} has none"
         yield Problem(loc=("serving_version",), fault=fault, accepted="no such line")

@@ -492,6 +492,12 @@ class Engine:
         """Versions of `run`, this engine's own where it names none."""
         return _libraries(self.library, self.version, run.libraries)
 
+    def fault_of(self, flag: str) -> str:
+        """Why a flag of the engine is none of `options`; empty where nobody said why."""
+        if own := self.elsewhere.get(flag):
+            return f"is the setting {own}"
+        return self.refused.get(flag, "")
+
     def filled(self, run: RunConfig) -> dict[str, OptionValue | None]:
         """Every option's value.
 
@@ -500,10 +506,8 @@ class Engine:
         """
         asked = dict(run.serving_options)
         for name in asked:
-            if name in self.elsewhere:
-                own = self.elsewhere[name]
-                raise ConfigError(f"serving_options: {name} is the setting {own}; give --{own}")
-            if name in self.refused:
-                raise ConfigError(f"serving_options: {name} {self.refused[name]}")
+            if fault := self.fault_of(name):
+                instead = f"; give --{self.elsewhere[name]}" if name in self.elsewhere else ""
+                raise ConfigError(f"serving_options: {name} {fault}{instead}")
         known(self.options, asked, setting="serving_options", owner=self.name)
         return filled(self.options, asked)

@@ -339,7 +339,8 @@ class RunConfig:
                 "adapter_dtype: PEFT makes adapters as wide as a float32 base, got bfloat16; use "
                 "adapter_dtype auto, or base_dtype auto"
             )
-        _at_least("batch_size", self.batch_size, 1)
+        of_engine = self.serving != TRANSFORMERS
+        _at_least("concurrency" if of_engine else "batch_size", self.batch_size, 1)
         self._check_lengths()
         _at_least("r", self.r, 1, "; common values are 8, 16 and 64")
         _at_least("lora_alpha", self.lora_alpha, 1)

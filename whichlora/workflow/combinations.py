@@ -307,8 +307,11 @@ def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     options = dict(by_own_names(engine.options, stated.items()))
     _with_ranks(options, gpus, engine)
     if settings.get("parallel") not in _ALONE:
-        divides = "divides every matrix" if engine.shared_by else "gives each GPU whole layers"
-        raise ConfigError(f"parallel: {engine.name} {divides} ({engine.divided_by}); leave it out")
+        ways = {engine.shared_by: "divides every matrix", engine.staged_by: "has stages of layers"}
+        told = ", or ".join(f"{how} ({option})" for option, how in ways.items() if option)
+        raise ConfigError(
+            f"parallel: {engine.name} {told}; leave parallel out, or give such a serving option"
+        )
     nodes = settings.get("nodes")
     if nodes not in (None, 1):
         raise ConfigError(f"nodes: {engine.name} is predicted on one machine, got {nodes}; give 1")
