@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from whichlora.calibration.database import calibrate_all, export_records, import_table
-from whichlora.calibration.load import load_calibration
+from whichlora.calibration.load import load_calibration, stale_note
 from whichlora.cli import main
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.predict.predict import predict
@@ -303,7 +303,7 @@ def test_the_same_log_is_recorded_once_and_survives_a_table(tmp_path: Path) -> N
     _, refused = import_table(table, calibration_dir=tmp_path / "other")
     assert not refused
     (refit,) = calibrate_all(["h100-sxm-80gb"], tmp_path / "other")
-    assert refit.after.num_records == shipped + 1
+    assert refit.after.num_records == shipped  # a log is not fitted
     (file,) = (tmp_path / "other" / "h100-sxm-80gb" / "measurements").glob("*.jsonl")
     assert json.loads(file.read_text())["engine_log"] == dict(first.record.engine_log)
 
@@ -388,3 +388,18 @@ def test_one_of_engines_that_share_experts_is_compared_with_its_own_pool(tmp_pat
     assert answer is not None
     assert found.predicted["kv_pool_tokens"] == answer.kv_pool_tokens / 4
     assert found.predicted["kv_pool_bytes"] == answer.kv_pool_bytes
+
+
+def test_a_log_is_compared_and_not_fitted(tmp_path: Path) -> None:
+    """No fit would take it in: predictions do not ask for one."""
+    folder, key = tmp_path / "calibration", "b200-180gb"
+    path = tmp_path / "engine.log"
+    path.write_text(QWEN)
+    record_log(path, key, calibration_dir=folder)
+    gpu = find_gpu(key)
+    assert not stale_note(load_calibration(gpu, folder), folder)
+    (refit,) = calibrate_all([key], folder)
+    assert refit.after.num_records == 0
+    (why,) = refit.after.left_out.values()
+    assert why == "a log of vllm, which is compared with its prediction and not fitted"
+    assert not stale_note(load_calibration(gpu, folder), folder)

@@ -106,7 +106,7 @@ def calibrate(gpu: GpuSpec, calibration_dir: Path | None = None) -> Refit:
         if (payload := read_coefficients(roots, gpu.key)) is not None:
             before = Calibration.from_dict(payload, source="")
     after = refit(gpu, calibration_dir)
-    if not after.num_records:
+    if not after.num_records and not after.left_out:
         raise CalibrationError(
             f"no record of {gpu.key} in {' or '.join(str(root) for root in roots)}; "
             f"records are there for {', '.join(calibrated_gpus(calibration_dir))}"

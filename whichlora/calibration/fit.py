@@ -43,6 +43,7 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Measurement
 from whichlora.spec.run import RunConfig
+from whichlora.store.measurements import is_of_log
 from whichlora.timing.model import TimeModel, seconds
 
 FindModel = Callable[[Measurement], ModelSpec]
@@ -195,6 +196,12 @@ def _gather(
         if fault := _implausible(samples, start):
             left_out[measurement.id] = fault
             continue
+        if is_of_log(measurement.id):
+            left_out[measurement.id] = (
+                f"a log of {measurement.run.serving}, which is compared with its prediction and "
+                "not fitted"
+            )
+            continue
         if run.engine != start.engine:
             left_out[measurement.id] = (
                 f"runs on {run.engine}, and this calibration is of {start.engine}"
@@ -278,7 +285,7 @@ def fit(
         gpu=gpu.key,
         memory=memory,
         time=time,
-        num_records=len(measurements),
+        num_records=sum(not is_of_log(measurement.id) for measurement in measurements),
         held_out=summaries,
         cold=cold,
         ranges={

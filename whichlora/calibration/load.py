@@ -20,7 +20,7 @@ from whichlora.store.coefficients import coefficients_file, read_coefficients, w
 from whichlora.store.gpus import host_memory_beside
 from whichlora.store.host import read_host
 from whichlora.store.links import LinkFiles
-from whichlora.store.measurements import read_measurements, record_ids
+from whichlora.store.measurements import is_of_log, read_measurements, record_ids
 from whichlora.store.paths import data_folder, user_calibration_folder
 
 
@@ -119,9 +119,14 @@ def _fit(gpu: GpuSpec, roots: Sequence[Path], *, held_out: bool) -> Calibration:
         records, gpu, model_of, held_out=held_out, elsewhere=ids_elsewhere(roots, gpu.key)
     )
     # the digest names all records that are there, so that those left out do not make it stale
-    digest = digest_of(record_ids(roots, gpu.key))
+    digest = digest_of(_ids_to_fit(roots, gpu.key))
     left_out = {**unread, **calibration.left_out}
     return replace(calibration, left_out=left_out, digest=digest)
+
+
+def _ids_to_fit(roots: Sequence[Path], gpu: str) -> set[str]:
+    """Ids of all records but those of engines' logs."""
+    return {each for each in record_ids(roots, gpu) if not is_of_log(each)}
 
 
 def ids_elsewhere(roots: Sequence[Path], gpu: str) -> set[str]:
@@ -159,7 +164,7 @@ def stale_note(calibration: Calibration, calibration_dir: Path | None) -> str:
         number = calibration.num_records
         stand_in = f"a fit to the {number} records just now" if number else "datasheet priors"
         return f"; {calibration.fallback}; used until then: {stand_in}"
-    ids = record_ids(roots, calibration.gpu)
+    ids = _ids_to_fit(roots, calibration.gpu)
     if not ids and not calibration.digest:
         return ""
     if digest_of(ids) == calibration.digest:
@@ -170,7 +175,5 @@ def stale_note(calibration: Calibration, calibration_dir: Path | None) -> str:
             "; fitted just now, since the stored coefficients were fitted with other formulas: "
             f"whichlora calibrate --gpu {calibration.gpu} stores them"
         )
-    return (
-        f"; not fitted to the {len(ids)} records there are now: "
-        f"whichlora calibrate --gpu {calibration.gpu}"
-    )
+    there = "1 record there is" if len(ids) == 1 else f"{len(ids)} records there are"
+    return f"; not fitted to the {there} now: whichlora calibrate --gpu {calibration.gpu}"

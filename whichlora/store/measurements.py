@@ -18,6 +18,7 @@ from whichlora.store.record import MAX_LINE_BYTES, decode_record, encode_record,
 from whichlora.units import GiB
 
 MAX_FILE_BYTES = GiB  # a million records
+LOG_ID = "log-"  # how ids of records of engines' logs begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +260,11 @@ def record_ids(roots: Iterable[Path], gpu: str) -> set[str]:
             with suppress(DataFileError):
                 ids.add(id_of_record(line, where))
     return ids
+
+
+def is_of_log(record_id: str) -> bool:
+    """Whether a record is what an engine's log states: compared with a prediction, never fitted."""
+    return record_id.startswith(LOG_ID)
 
 
 def _lines(path: Path, leave_out: LeaveOut | None) -> Iterator[tuple[bytes, str]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from whichlora.terminal.tables import MAX_REASONS, new_table, open_console, print_table, say
 from whichlora.timing.model import PER_COUNT
-from whichlora.units import format_count, format_seconds
+from whichlora.units import counted, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +34,7 @@ def print_refit(refit: Refit) -> None:
             f"{new.median:.1%}" if new else "too few runs",
             f"{new.worst:.1%}" if new else "",
         )
-    say(console, f"{after.gpu}: {after.num_records} records")
+    say(console, f"{after.gpu}: {counted(after.num_records, 'record')}")
     console.print(table)
     say(console, "median error; 'before' and 'now' on runs that were left out of the fit")
     for phase in after.held_out:
@@ -74,7 +74,8 @@ def print_calibration(report: CalibrationReport) -> None:
     """One device: coefficients as efficiencies, errors, valid range, provenance, outliers."""
     console = open_console()
     calibration = report.calibration
-    say(console, f"{calibration.gpu}: {calibration.num_records} records fitted{report.stale}")
+    number = counted(calibration.num_records, "record")
+    say(console, f"{calibration.gpu}: {number} fitted{report.stale}")
     numbers = ("runs", "left-out median", "worst", "noise", "model size", "batch", "tokens")
     rows = []
     for phase in ("memory", *calibration.time):

@@ -25,7 +25,7 @@ from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import check_plain_file
-from whichlora.store.measurements import MeasurementLog, record_ids
+from whichlora.store.measurements import LOG_ID, MeasurementLog, record_ids
 from whichlora.store.models import find_model
 from whichlora.units import MiB
 
@@ -102,7 +102,7 @@ def record_log(
         provenance={"source": f"log {path.name}", "whichlora": __version__},
     )
     digest = hashlib.sha256("\n".join((text, device.key, record.date, run.model)).encode())
-    record = replace(record, id=f"log-{digest.hexdigest()[:32]}")
+    record = replace(record, id=f"{LOG_ID}{digest.hexdigest()[:32]}")
     roots = calibration_roots(calibration_dir)
     if fault := impossible(record, load_model(run.model), device):
         raise DataFileError(f"{path}: {fault}; check the log, and that it is of this --gpu")
