@@ -131,6 +131,15 @@ def test_prompts_of_sglang_that_are_not_cut_are_read_as_such(tmp_path: Path) -> 
     assert dict(run.serving_options)["chunked_prefill_size"] == -1
 
 
+def test_a_log_of_a_quantised_copy_needs_no_name(tmp_path: Path) -> None:
+    name = "Qwen/Qwen2.5-7B-Instruct-AWQ"
+    log = QWEN.replace("Qwen/Qwen3-8B", name).replace("=None", "=awq_marlin")
+    log = log.replace("40960", "32768").replace("40,960", "32,768")
+    found = record(tmp_path, log)
+    assert (found.record.run.model, found.record.run.quant) == (name, "awq-int4")
+    assert found.predicted == record(tmp_path, log, model=name).predicted
+
+
 # Two requests to llama-server on a CPU, in its words.
 ON_CPU = """\
 print_info: file type   = Q4_K - Medium

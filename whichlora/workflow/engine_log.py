@@ -26,7 +26,7 @@ from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import check_plain_file
 from whichlora.store.measurements import LOG_ID, MeasurementLog, record_ids
-from whichlora.store.models import find_model
+from whichlora.store.models import find_copy, find_model
 from whichlora.units import MiB
 
 MOST_BYTES = 64 * MiB  # of a log
@@ -155,7 +155,8 @@ def _outcome(reading: LogReading) -> Outcome:
 def _run(engine: Engine, reading: LogReading, path: Path, model: str | None) -> RunConfig:
     """The run that the log is of; settings at the engine's defaults are left out."""
     stated = _stated(engine, reading)
-    known = find_model(model or stated.get("model", ""))
+    named = model or stated.get("model", "")
+    known = find_model(named) or (find_copy(named) if named else None)
     if known is None and model is not None:
         known = load_model(model)
     if known is None:
