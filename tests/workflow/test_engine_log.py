@@ -190,10 +190,27 @@ def test_a_log_of_llama_cpp_needs_the_name_of_its_model(tmp_path: Path) -> None:
         record(tmp_path, LLAMA_CPP)
     found = record(tmp_path, LLAMA_CPP, "rtx-4090-24gb", model="meta-llama/Llama-3.1-8B")
     run = found.record.run
-    assert (run.serving, run.context, run.batch_size) == ("llama-cpp", 4096, 2)
-    assert dict(run.serving_options) == {"file_type": "Q4_K_M", "n_gpu_layers": 33}
+    assert (run.serving, run.context, run.batch_size) == ("llama-cpp", 4096, 1)
+    options = {"file_type": "Q4_K_M", "n_gpu_layers": 33, "parallel": 2}
+    assert dict(run.serving_options) == options
     for name in ("weights_bytes", "kv_cache_bytes"):
         assert found.predicted[name] == pytest.approx(found.record.engine_log[name], rel=1e-3)
+
+
+def test_times_of_llama_cpp_are_of_one_request_however_many_slots_there_are(tmp_path: Path) -> None:
+    timed = "eval time =  1950.00 ms /  100 tokens (  19.50 ms per token,  51.28 tokens per second)"
+    few, many = (
+        record(
+            tmp_path,
+            f"{LLAMA_CPP.replace('n_seq_max             = 2', slots)}{timed}\n",
+            "rtx-4090-24gb",
+            model="meta-llama/Llama-3.1-8B",
+        )
+        for slots in ("n_seq_max = 1", "n_seq_max = 4")
+    )
+    assert many.record.engine_log["num_slots"] == 4
+    assert "num_running" not in many.record.engine_log
+    assert many.predicted["tpot_s"] == few.predicted["tpot_s"]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +239,9 @@ def test_llama_cpp_states_its_context_in_the_words_of_its_release(
         f"llama_kv_cache_init:      CUDA0 KV buffer size =  {mib}.00 MiB\n"
     )
     found = record(tmp_path, log, "l40s", model="meta-llama/Llama-3.1-8B")
-    assert (found.record.run.context, found.record.run.batch_size) == (context, slots)
+    run = found.record.run
+    stated = dict(run.serving_options).get("parallel", 1)
+    assert (run.context, stated, run.batch_size) == (context, slots, 1)
     assert found.record.engine_log["context_tokens"] == context
     assert "all_context_tokens" not in found.record.engine_log
     assert found.predicted["kv_cache_bytes"] == found.record.engine_log["kv_cache_bytes"]

@@ -15,6 +15,7 @@ _MIXES = {
     for word, letter in _SIZES.items()
 } | {"Q2_K - Medium": "Q2_K", "all F32": "F32"}
 
+_SLOTS = r"\b(?:n_seq_max|n_slots) *= *(\d+)"
 # Of the server's answers, and of the library when a context is freed.
 _DECODED = r"(?<!prompt )\beval time = +[\d.]+ ms / +"
 # Source: llama.cpp 0c1e570 src/llama-model.cpp:1924-1930, llama-kv-cache.cpp:291-301,
@@ -44,7 +45,7 @@ LOG = EngineLog(
         ),
         LogLine(states="context_tokens", pattern=r"\bn_ctx_(?:seq|per_seq|slot)\b *= *(\d+)"),
         LogLine(states="all_context_tokens", pattern=r"\bllama_\w+: n_ctx += (\d+)"),
-        LogLine(states="num_running", pattern=r"\b(?:n_seq_max|n_slots) *= *(\d+)"),
+        LogLine(states="num_slots", pattern=_SLOTS),
         LogLine(
             states="ttft_s", pattern=rf"prompt eval time = +{NUMBER} ms /", unit=1e-3, is_mean=True
         ),
@@ -73,6 +74,7 @@ LOG = EngineLog(
         LogText(setting="model", pattern=r"\bgeneral\.name += (.+)"),
         LogText(setting="file_type", pattern=r"\bfile type += (.+)", words=_MIXES),
         LogText(setting="n_gpu_layers", pattern=r"\boffloaded (\d+)/\d+ layers to GPU"),
+        LogText(setting="parallel", pattern=_SLOTS),
         LogText(setting="batch_size", pattern=r"\bn_batch += (\d+)"),
         LogText(setting="ubatch_size", pattern=r"\bn_ubatch += (\d+)"),
         LogText(
@@ -81,7 +83,8 @@ LOG = EngineLog(
         LogText(setting="cache_type_k", pattern=r"\bK \((\w+)\): +[\d.]+ MiB"),
         LogText(setting="cache_type_v", pattern=r"\bV \((\w+)\): +[\d.]+ MiB"),
     ),
-    shares={"context_tokens": ("all_context_tokens", "num_running")},
+    shares={"context_tokens": ("all_context_tokens", "num_slots")},
+    one_by_one=True,
     names={"model": "model"},
     refusals=(r"error loading model", r"failed to (?:create|initialize) .*context"),
 )

@@ -85,6 +85,8 @@ class EngineLog:
         means: what the mean of one is called.
         shares: by number, what it is an equal share of, and of how many. What it is a share of is
             not recorded, and goes before a line that states the share.
+        one_by_one: whether its times are of requests one after the other, where no line says how
+            many run.
     """
 
     lines: tuple[LogLine, ...]
@@ -96,6 +98,7 @@ class EngineLog:
     histograms: Mapping[str, str] = field(default_factory=dict)
     means: Mapping[str, str] = field(default_factory=dict)
     shares: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    one_by_one: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -263,7 +263,8 @@ def _predicted(
     predicted |= {name: getattr(serving, name) for name in _OF_ANSWER}
     for name in _OF_ALL:  # each of the engines that share experts logs its own
         predicted[name] /= _copies(job)
-    if serving.time is not None and "num_running" in measured:
+    is_told = "num_running" in measured or _log_of(job.engine).one_by_one
+    if serving.time is not None and is_told:
         predicted |= {name: getattr(serving.time, name) for name in _OF_TIMES}
     return {name: value for name, value in predicted.items() if name in measured}
 
