@@ -375,6 +375,26 @@ def test_a_type_of_files_may_be_named_as_a_quantisation(file_type: str) -> None:
         assert run.quant is None
 
 
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("UD-Q4_K_XL", "Q4_K_M"),
+        ("ud-q6_k_xl", "Q6_K"),
+        ("UD-Q8_K_XL", "Q8_0"),
+        ("UD-IQ1_S", "Q2_K"),
+    ],
+)
+def test_a_dynamic_mix_is_told_the_nearest_type(word: str, nearest: str) -> None:
+    said = f"is a dynamic mix of Unsloth's, .* nearest, {nearest}$"
+    asked = {**GRID, "quant": [word], "model": [LLAMA]}
+    for name in (f"unsloth/Qwen3-30B-A3B-GGUF:{word}", f"Qwen3-30B-A3B-{word}.gguf"):
+        with pytest.raises(ConfigError, match=said):
+            served(replace(RUN, model=name))
+    (run,) = grid(asked)
+    with pytest.raises(ConfigError, match=said):
+        resolve(load_model(LLAMA), run, A100)
+
+
 def test_a_type_that_is_no_quantisation_is_a_precision_elsewhere() -> None:
     with pytest.raises(ConfigError, match=r"llama-cpp, or quant none with precision fp16$"):
         list(grid({**GRID, "serving": ["vllm"], "quant": ["F16"]}))

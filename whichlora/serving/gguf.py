@@ -6,6 +6,7 @@ those of `llama-quantize` without an importance matrix.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -68,6 +69,26 @@ FILE_TYPES = {
     "Q2_K": "Q2_K",
     "MXFP4_MOE": "MXFP4",
 }
+
+
+def dynamic_mix(word: str) -> str:
+    """Why a file of Unsloth's, such as UD-Q4_K_XL, is none of `FILE_TYPES`; empty of others.
+
+    Kind: estimate: the nearest type has as many bits.
+    Source: docs.unsloth.ai/basics/unsloth-dynamic-v2.0-ggufs: types differ by layer and model.
+    """
+    found = re.fullmatch(r"ud-(i?q\d)_?\w*", word.lower())
+    if found is None:
+        return ""
+    bits = found[1].upper()
+    nearest = next((each for each in (f"{bits}_K_M", f"{bits}_XS") if each in FILE_TYPES), "")
+    nearest = nearest or next((each for each in FILE_TYPES if bits[-2:] in each), "Q2_K")
+    return (
+        "is a dynamic mix of Unsloth's, whose types only the file states; give the nearest, "
+        f"{nearest}"
+    )
+
+
 UNQUANTISED = ("F32", "F16", "BF16")
 
 # The name of a layer's matrix in the file; where there are several, its rows are divided among

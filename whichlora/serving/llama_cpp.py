@@ -19,6 +19,7 @@ from whichlora.serving.gguf import (
     BLOCKS,
     FILE_TYPES,
     UNQUANTISED,
+    dynamic_mix,
     row_bytes,
     unknown_matrices,
 )
@@ -590,6 +591,7 @@ ENGINE = Engine(
             default=None,
             kind=str,
             choices=tuple(FILE_TYPES),
+            explain=dynamic_mix,
         ),
         Option(
             name="parallel",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from whichlora.errors import ConfigError
@@ -25,6 +25,7 @@ class Option:
         least: of a whole number.
         is_share: a number above 0, at most 1.
         other_names: by which another tool that runs the library calls it.
+        explain: why a word is none of `choices`; empty where there is nothing to say.
         stands_for: by a value that is none of its type, in lower case, what the library means by
             it; None: what it decides itself.
     """
@@ -37,6 +38,7 @@ class Option:
     least: int = 1
     is_share: bool = False
     other_names: tuple[str, ...] = ()
+    explain: Callable[[str], str] | None = None
     stands_for: Mapping[OptionValue, OptionValue | None] = field(default_factory=dict, hash=False)
 
     def of(self, stated: Iterable[tuple[str, OptionValue]]) -> OptionValue | None:
@@ -62,6 +64,8 @@ class Option:
             of_choices = value if isinstance(self.default, tuple) else (value,)
             words: Iterable[object] = of_choices if isinstance(of_choices, tuple) else ()
             if not isinstance(value, tuple | str) or any(w not in self.choices for w in words):
+                if self.explain is not None and (why := self.explain(str(value))):
+                    raise ConfigError(f"{self.name}: {_shown(value)} {why}")
                 near = meant(str(value), self.choices)
                 hint = f"did you mean {near}; " if near else ""
                 raise ConfigError(

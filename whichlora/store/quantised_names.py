@@ -62,7 +62,8 @@ def _bitsandbytes(marks: Sequence[str]) -> StoredForm:
 
 
 def _gguf(marks: Sequence[str]) -> StoredForm:
-    types = [mark.upper() for mark in marks if _GGUF_TYPE.fullmatch(mark)]
+    mixed = "UD-" if "ud" in marks else ""  # Unsloth's dynamic mixes
+    types = [mixed + mark.upper() for mark in marks if _GGUF_TYPE.fullmatch(mark)]
     instead = "--serving llama-cpp, or with method qlora for 4 bits"
     config = {"quant_method": "gguf", **({"file_type": types[0]} if types else {})}
     return StoredForm("GGUF", instead, config)
@@ -71,7 +72,8 @@ def _gguf(marks: Sequence[str]) -> StoredForm:
 def gguf_type_named(word: str) -> str:
     """The type of a GGUF file that `word` names, such as q4_k_m or gguf-q4_k_m; empty of others."""
     name = re.sub(r"^gguf[-_:]", "", word.lower()).upper()
-    is_type = _GGUF_TYPE.fullmatch(name.lower()) or name in ("MXFP4_MOE", *PLAIN_GGUF_TYPES)
+    is_mix = _GGUF_TYPE.fullmatch(name.lower().removeprefix("ud-"))
+    is_type = is_mix or name in ("MXFP4_MOE", *PLAIN_GGUF_TYPES)
     return name if is_type else ""
 
 
@@ -102,7 +104,9 @@ _QUANTISED: tuple[tuple[re.Pattern[str], Callable[[Sequence[str]], StoredForm]],
     (re.compile(r"bnb|[48]bit|nf4|fp4|int[48]"), _bitsandbytes),
 )
 # Words that only say more of such a copy.
-_OF_A_COPY = re.compile(rf"{_GROUP.pattern}|actorder_(true|false)|dynamic|unsloth|static|quantized")
+_OF_A_COPY = re.compile(
+    rf"{_GROUP.pattern}|actorder_(true|false)|dynamic|unsloth|static|quantized|ud"
+)
 
 
 def quantised(name: str, owner: str = "") -> tuple[StoredForm, str] | None:
