@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from whichlora.errors import ConfigError
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.workflow import estimates
 
@@ -38,8 +41,32 @@ def test_without_the_libraries_of_a_trace_one_line_says_how(
 
 
 def test_the_formulas_alone_refuse_it(unknown: RunConfig) -> None:
-    with pytest.raises(ConfigError, match="is not known to the formulas"):
+    with pytest.raises(ConfigError, match=r"is not known to the formulas; .* neither serving nor"):
         estimates.estimate([unknown], ["t4-16gb"], engine="ledger")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"phase": "inference", "serving": "vllm"},
+            "serving: vllm is predicted by formulas, which do not know model_type 'unheard_of'; "
+            "leave it out: generate is traced",
+        ),
+        (
+            {"parallel": ParallelConfig(strategy="ddp", gpus=2)},
+            "gpus: 2 are predicted by formulas, which do not know model_type 'unheard_of'; give 1, "
+            "of which it is traced",
+        ),
+    ],
+)
+def test_what_no_trace_tells_of_it_is_refused_by_its_type(
+    unknown: RunConfig, changes: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        estimates.estimate([replace(unknown, **changes)], ["h100-sxm-80gb"])
+    assert str(error.value) == line
 
 
 def test_the_largest_batch_of_a_traced_model_is_not_searched(

@@ -130,7 +130,8 @@ def _described(config: Mapping[str, Any], *, name: str) -> ModelSpec:
     if model_type not in FAMILIES:
         raise ConfigError(
             f"{name}: model_type {config.get('model_type')!r} is not known to the formulas; "
-            "'whichlora estimate' traces its real code"
+            "'whichlora estimate' traces its real code on one GPU, where neither serving nor "
+            "--engine is given"
         )
     fields = Fields(
         name=name,

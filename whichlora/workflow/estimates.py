@@ -166,7 +166,7 @@ def _traced_once(
     trace_layers: str,
 ) -> TracedPeak:
     """The trace of `run`, which is among `traces` where another card has the same kernels."""
-    _check_traceable(run)
+    _check_traceable(run, model)
     device = run.precision, gpu.kind, gpu.compute_capability
     if device not in traces:
         traces[device] = _trace(model, run, gpu, trace_layers)
@@ -512,15 +512,22 @@ def _is_unknown(model: ModelSpec) -> bool:
     return model.config.get("model_type") not in families.known_types()
 
 
-def _check_traceable(run: RunConfig) -> None:
+def _check_traceable(run: RunConfig, model: ModelSpec) -> None:
+    """Refuse what a trace can't tell; the formulas can, of a model that they know."""
+    lacking = ""
+    if _is_unknown(model):
+        model_type = model.config.get("model_type")
+        lacking = f"predicted by formulas, which do not know model_type {model_type!r}"
     if run.phase == "inference" and run.serving != TRANSFORMERS:
-        raise ConfigError(
-            f"serving: a trace is of transformers' generate, got {run.serving}; use --engine ledger"
-        )
+        fault = f"a trace is of transformers' generate, got {run.serving}; use --engine ledger"
+        if lacking:
+            fault = f"{run.serving} is {lacking}; leave it out: generate is traced"
+        raise ConfigError(f"serving: {fault}")
     if not run.parallel.is_one_device:
-        raise ConfigError(
-            f"gpus: a trace is of one GPU, got {run.parallel.gpus}; use --engine ledger"
-        )
+        fault = f"a trace is of one GPU, got {run.parallel.gpus}; use --engine ledger"
+        if lacking:
+            fault = f"{run.parallel.gpus} are {lacking}; give 1, of which it is traced"
+        raise ConfigError(f"gpus: {fault}")
 
 
 def _trace(model: ModelSpec, run: RunConfig, gpu: GpuSpec, layers: str) -> TracedPeak:
