@@ -40,6 +40,7 @@ from whichlora.spec.results import ServingTime
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
+from whichlora.terminal.explained import methods_sheet
 from whichlora.units import GiB
 from whichlora.workflow import estimates
 from whichlora.workflow.combinations import grid
@@ -289,6 +290,29 @@ def test_weights_that_exceed_the_gpu_are_not_helped_by_a_shorter_context() -> No
     gpu = find_target("rtx-3060-12gb")
     fault = start(served(replace(RUN, context=65536), gpu, n_gpu_layers=99, **Q4)).fault
     assert fault.endswith(" a smaller file_type, or a context up to 57344 for one slot")
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (Q4, ["weights Q4_K_M *", "weights Q8_0"]),
+        ({}, ["weights not quantised *", "weights Q8_0", "weights Q4_K_M"]),
+    ],
+)
+def test_explain_compares_types_of_files(options: dict[str, object], names: list[str]) -> None:
+    run = replace(RUN, serving_options=tuple(options.items()))
+    explained = explain(load_model(LLAMA), run, A100, load_calibration(A100))
+    sheet = methods_sheet(explained, "storage")
+    assert list(sheet.columns[1:]) == names
+    sizes = [each.prediction.memory.breakdown["weights"] for each in explained.methods]
+    assert len(set(sizes)) == len(sizes)
+
+
+def test_explain_says_why_it_does_not_start_and_what_helps() -> None:
+    asked = ["explain", LARGE, "--gpu", "rtx-4090-24gb", "--serving", "llama-cpp"]
+    done = CliRunner().invoke(main, [*asked, "--quant", "q4_k_m", "--serving-option", "ngl=99"])
+    line = done.output.splitlines()[1]
+    assert line.startswith("llama-cpp does not start on rtx-4090-24gb: weights take 39.04 GiB")
 
 
 def test_words_for_the_form_name_the_type_of_the_file() -> None:

@@ -225,7 +225,7 @@ def explain(
         card=card,
         layer=layer_lines(job) if training and job.run.gradient_checkpointing else (),
         moments=moments,
-        methods=alternatives(_methods(run) if training else _storages(run)),
+        methods=alternatives(_methods(run) if training else _storages(job)),
         savings=tuple(
             sorted(savings, key=lambda saving: saving.prediction.memory.device_used_bytes - used)
         ),
@@ -254,7 +254,18 @@ def _methods(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, {"method": name, "quant": None, "prepare_kbit": None, **plain}
 
 
-def _storages(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+def _storages(job: ResolvedRun) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Quantisations of a checkpoint, or the forms of an engine's own files."""
+    run, engine = job.run, job.engine
+    if engine.stored_by:
+        options = dict(run.serving_options)
+        own = options.get(engine.stored_by)
+        yield "weights not quantised" if own is None else f"weights {own}", {}
+        for form in engine.compared_forms:
+            changed = options | {engine.stored_by: form}
+            if form != own:
+                yield f"weights {form}", {"serving_options": tuple(sorted(changed.items()))}
+        return
     for quant in dict.fromkeys((*STORAGES, run.quant or "none")):
         yield f"weights {quant}" if quant != "none" else "weights not quantised", {"quant": quant}
 

@@ -584,6 +584,7 @@ ENGINE = Engine(
     takes_unequal=True,
     fills_stages=False,
     stored_as=STORED_AS,
+    compared_forms=("Q8_0", "Q4_K_M"),
     options=(
         Option(
             name="file_type",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from whichlora.memory.training import PARTS
 from whichlora.predict.explain import Alternative, Explanation
 from whichlora.predict.ledger_lines import Line
-from whichlora.predict.words import VERDICTS, headline
+from whichlora.predict.words import VERDICTS, headline, not_started
 from whichlora.spec.results import Prediction
 from whichlora.terminal.several_gpus import kinds_sheet, messages_sheet, spread_lines
 from whichlora.terminal.sheet import WIDE, Document, Sheet, show
@@ -23,6 +23,8 @@ def print_explanation(explanation: Explanation) -> None:
     """Everything about one prediction, as wide as the terminal allows."""
     console = open_console()
     say(console, headline(explanation.prediction))
+    for line in not_started(explanation.prediction):
+        say(console, line)
     console.print()
     wide = console.width >= WIDE
     for sheet in (ledger_sheet(explanation, wide=wide), *_other_sheets(explanation)):
@@ -36,7 +38,7 @@ def explanation_document(explanation: Explanation) -> Document:
     return Document(
         title=headline(explanation.prediction),
         sheets=(_spread_out_ledger(explanation), *_other_sheets(explanation)),
-        lines=tuple(_closing(explanation)),
+        lines=(*not_started(explanation.prediction), *_closing(explanation)),
     )
 
 
