@@ -53,7 +53,13 @@ from whichlora.serving.llama_cpp_memory import (
     token_widths,
     uses_flash,
 )
-from whichlora.serving.llama_cpp_rates import block_rates, plain_rates, split_block_rates
+from whichlora.serving.llama_cpp_rates import (
+    LEAST_INTEGER_PRODUCTS,
+    block_rates,
+    has_block_rates,
+    plain_rates,
+    split_block_rates,
+)
 from whichlora.serving.llama_cpp_split import Placement
 from whichlora.serving.other_flags import DRAFT, IMAGES, NO_NUMBER, OF_A_SERVER
 from whichlora.serving.rank import check_model, positions_note
@@ -314,6 +320,13 @@ def _untimed(served: Served, placed: Placement) -> str:
         )
     if reason := architecture_of(served.model).untimed:
         return reason
+    cards = cards_of(served).values()
+    if file_type(served) not in UNQUANTISED and not all(map(has_block_rates, cards)):
+        return (
+            f"{served.gpu.key} has no products of 8-bit integers, by which weights in blocks are "
+            f"multiplied from compute capability {LEAST_INTEGER_PRODUCTS} on, and rates without "
+            "them are not known; use file_type F16"
+        )
     if not _is_whole(served, placed):
         return f"the host computes a part of each step: {rates}; use a smaller file_type or context"
     return ""

@@ -41,6 +41,11 @@ BLOCK_RATES = {
     "12.0": BlockRates(kernel_s=2.4e-6, products=1.82),
     "12.1": BlockRates(kernel_s=3.1e-6, products=1.59, deviation=0.25),
 }
+# The least compute capability with a product of 8-bit integers in hardware. A P100 computes it one
+# by one: two published speeds of it (65 tokens/s of Ministral 3B in Q4_K_M and of gpt-oss-20b,
+# pavlokhmel.com, 2026-06) are 2.6 and 3 times slower than the means of other cards say.
+# Source: llama.cpp 0c1e570 ggml/src/ggml-cuda/common.cuh GGML_CUDA_CC_DP4A.
+LEAST_INTEGER_PRODUCTS = 6.1
 _BLOCKS_ELSEWHERE = BlockRates(kernel_s=5.1e-6, products=2.07, deviation=0.25)  # geometric means
 # Of 16-bit files, and of several GPUs: only releases of 2024 were measured.
 PLAIN_DEVIATION = SPLIT_DEVIATION = 0.25
@@ -48,6 +53,11 @@ PLAIN_DEVIATION = SPLIT_DEVIATION = 0.25
 # estimate.
 EXPERT_KERNELS_S, EXPERTS_PRODUCTS = 20e-6, 0.39
 FEW_ROWS = 8  # ggml/src/ggml-cuda/mmvq.cuh MMVQ_MAX_BATCH_SIZE
+
+
+def has_block_rates(gpu: GpuSpec) -> bool:
+    """Whether products with weights in blocks are known on `gpu`, or like those of other cards."""
+    return float(gpu.compute_capability or LEAST_INTEGER_PRODUCTS) >= LEAST_INTEGER_PRODUCTS
 
 
 def block_rates(gpu: GpuSpec, dtype: str) -> KernelRates:
