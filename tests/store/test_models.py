@@ -51,6 +51,11 @@ def test_the_index_says_what_the_files_say() -> None:
     assert set(INDEX["names"]) == names
 
 
+def test_no_file_says_what_is_loaded_of_its_towers() -> None:
+    """A run decides that, and its notes say so: an engine may leave a tower on the disk."""
+    assert not any("multimodal model (" in entry["note"] for entry in entries().values())
+
+
 def test_no_file_claims_a_revision_that_nobody_recorded() -> None:
     assert not any("revision" in entry for entry in entries().values())
 
