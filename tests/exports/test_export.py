@@ -795,7 +795,10 @@ def on_eight(to: str, folder: Path, method: str = "full") -> Any:
 
 @pytest.mark.parametrize(
     ("to", "taken"),
-    [("transformers", "device-map"), ("trl", "zero3, offload optimizer+params")],
+    [
+        ("transformers", "device-map is the only one of 6 that surely fits"),
+        ("trl", "fsdp, offload optimizer+params is the fastest of 2 that fit"),
+    ],
 )
 def test_auto_is_the_best_strategy_that_the_tool_can_write(
     to: str, taken: str, tmp_path: Path
@@ -803,8 +806,7 @@ def test_auto_is_the_best_strategy_that_the_tool_can_write(
     done = on_eight(to, tmp_path)
     assert done.exit_code == 0, done.output
     text = " ".join(done.output.split())
-    assert f"{taken} is the only one of" in text
-    assert f"that surely fits, of those that --to {to} can write" in text
+    assert f"{taken}, of those that --to {to} can write" in text
 
 
 def test_an_estimate_says_what_is_written_instead_of_the_fastest() -> None:

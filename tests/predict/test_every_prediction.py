@@ -33,6 +33,7 @@ from whichlora.spec.results import Prediction
 from whichlora.spec.run import Quant, RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
+from whichlora.symbolic.llama4 import check_experts
 from whichlora.timing import model as timing
 from whichlora.timing.model import FEATURES
 
@@ -40,11 +41,15 @@ RUNS = st.one_of(every_finetune_run(), every_inference_run())
 
 
 def resolved(run: RunConfig, gpu: GpuSpec) -> ResolvedRun | None:
-    """The job, or None where the model, the method or the device refuses the run."""
+    """The job, or None where the model, the method, the device or the ledger refuses the run."""
     try:
-        return resolve(load_model(run.model), run, gpu)
+        job = resolve(load_model(run.model), run, gpu)
+        for layer, _ in job.model.layers():
+            if layer.moe is not None:
+                check_experts(layer.moe, job.dtypes.quant)
     except ConfigError:
         return None
+    return job
 
 
 def predicted(job: ResolvedRun, run: RunConfig) -> Prediction:
