@@ -116,6 +116,8 @@ def one_sequence() -> Iterator[Compared]:
                 serving_options=_options(row),
                 prompt_len=prompt_len,
                 max_new_tokens=new_tokens,
+                # Qwen's files of AWQ and GPTQ say float16
+                precision="fp16" if row["quant"].startswith(("awq", "gptq")) else "bf16",
                 quant=row["quant"],  # type: ignore[arg-type]
                 libraries=((engine, version),),
             )

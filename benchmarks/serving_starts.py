@@ -114,6 +114,7 @@ def _predicted(row: Mapping[str, str]) -> ServingPrediction:
         serving=row["engine"],
         serving_options=tuple(sorted((name, _value(text)) for name, text in settings)),
         context=int(row["context"]),
+        precision="auto",
         quant=row["quant"],  # type: ignore[arg-type]
         libraries=((row["engine"], row["version"]), ("flashinfer", row["flashinfer"] or "0")),
     )

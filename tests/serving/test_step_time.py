@@ -136,7 +136,7 @@ def test_the_first_kernel_of_stored_experts_is_launched_for_each(tokens: int, ro
 def test_the_blocks_of_the_first_awq_kernel_pass_their_tiles_in_rounds() -> None:
     """864 blocks at once; queries, output and down one round, gate and up (2,368 blocks) three."""
     tiles = 14 + 14 + 74 + 3 * 14
-    older = timer(libraries=(("vllm", "0.4.2"),), quant="awq-int4")
+    older = timer(libraries=(("vllm", "0.4.2"),), quant="awq-int4", precision="fp16")
     codes = [product for product in older.products if product.is_unpacked]
     assert sum(each.count for each in codes) == 4 * 28
     work = sum(

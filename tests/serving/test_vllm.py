@@ -660,7 +660,8 @@ def test_a_volta_is_refused_where_kernels_leave_it_out(
     version: str, quant: Quant | None, message: str
 ) -> None:
     volta = find_gpu("v100-sxm2-16gb")
-    run = replace(RUN, model="Qwen/Qwen2.5-1.5B", quant=quant, libraries=(("vllm", version),))
+    run = replace(RUN, model="Qwen/Qwen2.5-1.5B", quant=quant, precision="fp16")
+    run = replace(run, libraries=(("vllm", version),))
     with pytest.raises(ConfigError) as error:
         served(run, volta)
     assert str(error.value) == message
@@ -872,7 +873,7 @@ def test_the_forward_has_experts_once() -> None:
 def test_the_host_pays_for_products_of_codes_in_eager_steps_alone(
     version: str, quant: Quant, of_codes_s: float
 ) -> None:
-    run = replace(RUN, quant=quant, libraries=(("vllm", version),))
+    run = replace(RUN, quant=quant, libraries=(("vllm", version),), precision="fp16")
     assert stepping(served(run, enforce_eager=True)).code_launch_s == of_codes_s
     assert stepping(served(run)).code_launch_s == 0.0
 

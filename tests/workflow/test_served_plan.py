@@ -28,7 +28,7 @@ from whichlora.workflow.answer import Answer
 from whichlora.workflow.run import run_plan
 
 LLAMA, QWEN = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-14B"
-SMALL = "Qwen/Qwen2.5-0.5B"
+SMALL, GEMMA = "Qwen/Qwen2.5-0.5B", "google/gemma-2-2b"
 
 
 def answered(folder: Path, **keys: Any) -> Answer:
@@ -88,6 +88,16 @@ def test_the_answer_is_what_an_estimate_of_the_same_engine_says(plain: Answer) -
     (estimated,) = estimates.estimate([plain.serving.run], ["rtx-3090-24gb"])
     assert estimated.serving == engine_of(plain)
     assert engine_of(plain).max_running >= 4
+
+
+def test_a_plan_leaves_out_what_the_engine_does_not_serve_in_the_dtype_of_the_card(
+    tmp_path: Path,
+) -> None:
+    """vLLM refuses Gemma 2 in float16, and a T4 has no bf16."""
+    models = {"models": [GEMMA, SMALL], "methods": ["lora"]}
+    answer = answered(tmp_path, gpu="t4-16gb", **models)
+    assert answer.kept == (SMALL,)
+    assert any(GEMMA.partition("/")[2] in x and "in float16" in x for x in explanation(answer))
 
 
 LARGE = "meta-llama/Llama-3.1-70B"  # weights of 131 GiB

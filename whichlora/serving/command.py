@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from whichlora.serving.base import Served
+from whichlora.serving.product_dtypes import dtype_of
 
 
 def shell_command(
@@ -19,7 +20,7 @@ def shell_command(
         renamed: words in place of an option, where its flag is not its name; {} is its value.
     """
     words = [start, shlex.quote(served.weights or served.model.name)]
-    words += [context, str(served.context), "--dtype", _dtype(served)]
+    words += [context, str(served.context), "--dtype", dtype_of(served)]
     for name, value in served.run.serving_options:
         flag = "--" + name.replace("_", "-")
         if value is True:
@@ -29,10 +30,3 @@ def shell_command(
         elif value is not False:
             words += [flag, shlex.quote(f"{value:g}" if isinstance(value, float) else str(value))]
     return " ".join((*words, *flags))
-
-
-def _dtype(served: Served) -> str:
-    """Of the products, as engines and frameworks spell it."""
-    if served.dtypes.compute_bytes == 4:
-        return "float32"
-    return "float16" if served.run.precision.startswith("fp16") else "bfloat16"

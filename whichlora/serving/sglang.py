@@ -31,6 +31,12 @@ from whichlora.serving.other_flags import (
     REDUNDANT_EXPERTS,
     REPLICAS,
 )
+from whichlora.serving.product_dtypes import (
+    FLOAT16,
+    NARROW,
+    check_card_dtype,
+    check_quant_dtype,
+)
 from whichlora.serving.profile_pass import layer_entry
 from whichlora.serving.rank import (
     between_latents,
@@ -87,6 +93,15 @@ RESERVED_TOKENS = 4096
 GRAPH_FLAGS_SINCE = "0.5.16"  # whose help has a flag for graphs of each phase
 DRAFTS = "speculative_algorithm"
 DRAFTED_REQUESTS = 48  # that run at once beside drafts; srt/arg_groups/speculative_hook.py:1090
+
+# Whatever is asked for, cards without bf16 compute in float16. Source: SGLang 0.5.23
+# srt/model_executor/model_runner_components/load_model_utils.py:80, 0.4.6 model_runner.py.
+WITHOUT_BF16 = (FLOAT16,)
+# Dtypes of products with quantised weights. Source: `get_supported_act_dtypes` of SGLang 0.5.23
+# srt/layers/quantization/awq/awq.py, gptq/gptq.py, fp8.py and mxfp4.py, 0.4.6 gptq.py.
+QUANT_DTYPES = dict.fromkeys(
+    ("awq-int4", "gptq-int4", "gptq-int8", "fp8", "mxfp4"), (("0", NARROW),)
+)
 
 RECURRENT_STATES = Fact(
     part="kv_cache",
@@ -367,6 +382,8 @@ def check(served: Served) -> None:
     """
     check_model(served, keeps_states=not served.libraries.older("sglang", "0.5.3"))
     check_known(served, "sglang")
+    check_card_dtype(served, WITHOUT_BF16)
+    check_quant_dtype(served, QUANT_DTYPES)
     if served.run.quant in BNB_QUANTS:
         raise ConfigError(
             f"serving: sglang's bitsandbytes weights are not predicted, got quant "

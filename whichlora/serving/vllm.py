@@ -30,6 +30,15 @@ from whichlora.serving.other_flags import (
     OF_A_SERVER,
     REPLICAS,
 )
+from whichlora.serving.product_dtypes import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    NARROW,
+    check_card_dtype,
+    check_model_dtype,
+    check_quant_dtype,
+)
 from whichlora.serving.rank import (
     check_model,
     check_ranks,
@@ -120,6 +129,22 @@ CARD_SINCE, BEFORE_CARD = ("0.20", 7.5), "0.19.0"
 # earlier one has kernels for; the first with kernels for 12.0.
 BLACKWELL_SINCE, FIRST_BLACKWELL = ("0.9", 10.0), "0.9.2"
 NEWER_CARDS_ONLY = ("awq-int4", "fp8", "w4a16", "mxfp4")  # quantised weights, of every release
+# Model types that are refused in float16, since when. Source: `_FLOAT16_NOT_SUPPORTED_MODELS`,
+# vLLM 0.9.1 config.py, 0.10.2 config/__init__.py, 0.33.0 config/model.py:2398; none in 0.9.0.
+FLOAT16_REFUSED = {"gemma2": "0.9.1", "gemma3": "0.9.1", "gemma3_text": "0.10.2", "glm4": "0.9.1"}
+# Dtypes of a card without bf16. Source: `check_if_supports_dtype`, vLLM 0.33.0
+# platforms/cuda.py:652, 0.11.0 :511; `_check_if_gpu_supports_dtype`, 0.3.3 worker/worker.py:302.
+WITHOUT_BF16 = (FLOAT16, FLOAT32)
+# Dtypes of products with quantised weights, since when. Marlin's kernels brought bf16. Source:
+# `get_supported_act_dtypes` of vLLM 0.4.2 to 0.33.0 quantization/gptq_marlin.py (0.33.0:
+# auto_gptq.py), awq_marlin.py (auto_awq.py), fp8.py and mxfp4.py.
+QUANT_DTYPES = {
+    "awq-int4": (("0", (FLOAT16,)), ("0.5.3", NARROW)),
+    "gptq-int4": (("0", (FLOAT16,)), ("0.4.3", NARROW)),
+    "gptq-int8": (("0", (FLOAT16,)), ("0.4.3", NARROW)),
+    "fp8": (("0", NARROW),),
+    "mxfp4": (("0", (BFLOAT16,)),),
+}
 BLOCK_STEP = 16  # tokens, of which a block of the V1 engine is a multiple
 # AWQ's first kernel, before Marlin reads its codes, too. Kind: exact, but for the blocks resident,
 # an estimate of 128 registers a thread, and `tile_s`: fitted, to Qwen2 1.5B and 7B under 0.4.2 with
@@ -224,6 +249,9 @@ def check(served: Served) -> None:
     _check_card(served)
     check_model(served, keeps_states=not served.libraries.older("vllm", STATES_SINCE))
     check_known(served, "vllm")
+    check_card_dtype(served, WITHOUT_BF16)
+    check_model_dtype(served, FLOAT16_REFUSED)
+    check_quant_dtype(served, QUANT_DTYPES)
     check_sparse(served)
     _check_drafts(served)
     if served.model.unloaded_params and served.libraries.older("vllm", TEXT_ALONE):

@@ -1,0 +1,98 @@
+"""Dtypes in which an engine multiplies, by how weights are stored: what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from whichlora.errors import ConfigError
+from whichlora.serving.base import Served
+from whichlora.spec.words import alternatives
+
+FLOAT16, BFLOAT16, FLOAT32 = "float16", "bfloat16", "float32"
+NARROW = (BFLOAT16, FLOAT16)
+BF16_CAPABILITY = 8.0
+_PRECISIONS = {BFLOAT16: "bf16", FLOAT16: "fp16", FLOAT32: "fp32"}
+
+
+def dtype_of(served: Served) -> str:
+    """Of the products, as engines and frameworks spell it."""
+    if served.dtypes.compute_bytes == 4:
+        return FLOAT32
+    return FLOAT16 if served.run.precision.startswith("fp16") else BFLOAT16
+
+
+def has_bf16(served: Served) -> bool:
+    """Whether its GPU multiplies in bf16; one whose capability is not known does."""
+    return float(served.gpu.compute_capability or BF16_CAPABILITY) >= BF16_CAPABILITY
+
+
+def check_card_dtype(served: Served, without_bf16: tuple[str, ...]) -> None:
+    """Refuse a dtype that an engine does not serve in on a GPU that lacks bf16.
+
+    Args:
+        without_bf16: the dtypes that it does there.
+
+    Raises:
+        ConfigError: one line.
+    """
+    dtype = dtype_of(served)
+    if has_bf16(served) or dtype in without_bf16:
+        return
+    precisions = alternatives([_PRECISIONS[each] for each in without_bf16])
+    raise ConfigError(
+        f"precision: {served.run.serving} does not serve in {dtype} on {served.gpu.key}, which has "
+        f"no bf16; give precision {precisions}"
+    )
+
+
+def check_quant_dtype(
+    served: Served, dtypes: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]]
+) -> None:
+    """Refuse a dtype that the kernels of quantised weights do not multiply in.
+
+    Args:
+        dtypes: by `quant`, the releases from which on a tuple of dtypes is accepted, oldest first.
+
+    Raises:
+        ConfigError: one line.
+    """
+    engine, quant, dtype = served.run.serving, str(served.run.quant), dtype_of(served)
+    if quant not in dtypes:
+        return
+    accepted = next(
+        dtypes_then
+        for since, dtypes_then in reversed(dtypes[quant])
+        if not served.libraries.older(engine, since)
+    )
+    if dtype not in accepted:
+        precisions = alternatives([_PRECISIONS[each] for each in accepted])
+        raise ConfigError(
+            f"precision: {engine} {getattr(served.libraries, engine)} multiplies {quant} in "
+            f"{alternatives(accepted)}, got {dtype}; give precision {precisions}, or another quant"
+        )
+
+
+def check_model_dtype(served: Served, float16_refused: Mapping[str, str]) -> None:
+    """Refuse float16 for a model that an engine does not serve in it.
+
+    Args:
+        float16_refused: by `model_type`, the first release that does so.
+
+    Raises:
+        ConfigError: one line.
+    """
+    engine, model = served.run.serving, served.model
+    since = float16_refused.get(model.model_type)
+    if since is None or dtype_of(served) != FLOAT16 or served.libraries.older(engine, since):
+        return
+    release = f"{engine} {getattr(served.libraries, engine)}"
+    if has_bf16(served):
+        raise ConfigError(
+            f"precision: {release} does not serve {model.model_type} in {FLOAT16}; give precision "
+            "bf16"
+        )
+    raise ConfigError(
+        f"precision: {release} does not serve {model.model_type} in {FLOAT16}, and "
+        f"{served.gpu.key} has no bf16; give precision fp32 and quant none, or a GPU of compute "
+        f"capability {BF16_CAPABILITY} or newer"
+    )
