@@ -651,8 +651,8 @@ def test_what_it_cannot_serve_is_refused_in_one_line(
         (
             "0.8.5",
             "awq-int4",
-            "quant: vllm's awq-int4 does not run on v100-sxm2-16gb: it needs compute capability "
-            "7.5 or newer; use gptq-int4, or weights that are not quantised",
+            "quant: vllm 0.8.5 has no kernels for awq-int4 on v100-sxm2-16gb: it needs compute "
+            "capability 7.5 or newer; use gptq-int4, or weights that are not quantised",
         ),
     ],
 )

@@ -38,6 +38,7 @@ from whichlora.serving.product_dtypes import (
     check_quant_dtype,
 )
 from whichlora.serving.profile_pass import layer_entry
+from whichlora.serving.quant_cards import check_quant_card
 from whichlora.serving.rank import (
     between_latents,
     check_model,
@@ -94,6 +95,15 @@ GRAPH_FLAGS_SINCE = "0.5.16"  # whose help has a flag for graphs of each phase
 DRAFTS = "speculative_algorithm"
 DRAFTED_REQUESTS = 48  # that run at once beside drafts; srt/arg_groups/speculative_hook.py:1090
 
+# The oldest cards that have kernels for quantised weights. Source: `get_min_capability` of SGLang
+# 0.4.6 to 0.5.23 srt/layers/quantization/awq.py, fp8.py, mxfp4.py and of
+# compressed_tensors/schemes/compressed_tensors_wNa16.py.
+QUANT_CARDS = {
+    "awq-int4": (("0", 7.5),),
+    "fp8": (("0", 8.0),),
+    "w4a16": (("0", 8.0),),
+    "mxfp4": (("0", 8.0),),
+}
 # Whatever is asked for, cards without bf16 compute in float16. Source: SGLang 0.5.23
 # srt/model_executor/model_runner_components/load_model_utils.py:80, 0.4.6 model_runner.py.
 WITHOUT_BF16 = (FLOAT16,)
@@ -382,6 +392,7 @@ def check(served: Served) -> None:
     """
     check_model(served, keeps_states=not served.libraries.older("sglang", "0.5.3"))
     check_known(served, "sglang")
+    check_quant_card(served, QUANT_CARDS)
     check_card_dtype(served, WITHOUT_BF16)
     check_quant_dtype(served, QUANT_DTYPES)
     if served.run.quant in BNB_QUANTS:

@@ -39,6 +39,7 @@ from whichlora.serving.product_dtypes import (
     check_model_dtype,
     check_quant_dtype,
 )
+from whichlora.serving.quant_cards import check_quant_card
 from whichlora.serving.rank import (
     check_model,
     check_ranks,
@@ -128,7 +129,15 @@ CARD_SINCE, BEFORE_CARD = ("0.20", 7.5), "0.19.0"
 # The release whose wheels are the first for CUDA 12.8 and PyTorch 2.7, and the oldest cards that no
 # earlier one has kernels for; the first with kernels for 12.0.
 BLACKWELL_SINCE, FIRST_BLACKWELL = ("0.9", 10.0), "0.9.2"
-NEWER_CARDS_ONLY = ("awq-int4", "fp8", "w4a16", "mxfp4")  # quantised weights, of every release
+# The oldest cards that have kernels for quantised weights, since when. Source: `get_min_capability`
+# of vLLM 0.5.0 to 0.33.0 quantization/awq.py (0.33.0: auto_awq.py), fp8.py and mxfp4.py, and of
+# compressed_tensors/schemes/compressed_tensors_wNa16.py.
+QUANT_CARDS = {
+    "awq-int4": (("0", 7.5),),
+    "fp8": (("0", 8.9), ("0.5.1", 8.0), ("0.14", 7.5)),
+    "w4a16": (("0", 8.0), ("0.12", 7.5)),
+    "mxfp4": (("0", 8.0),),
+}
 # Model types that are refused in float16, since when. Source: `_FLOAT16_NOT_SUPPORTED_MODELS`,
 # vLLM 0.9.1 config.py, 0.10.2 config/__init__.py, 0.33.0 config/model.py:2398; none in 0.9.0.
 FLOAT16_REFUSED = {"gemma2": "0.9.1", "gemma3": "0.9.1", "gemma3_text": "0.10.2", "glm4": "0.9.1"}
@@ -247,6 +256,7 @@ def check(served: Served) -> None:
     """
     run = served.run
     _check_card(served)
+    check_quant_card(served, QUANT_CARDS)
     check_model(served, keeps_states=not served.libraries.older("vllm", STATES_SINCE))
     check_known(served, "vllm")
     check_card_dtype(served, WITHOUT_BF16)
@@ -301,15 +311,14 @@ def _check_experts(served: Served) -> None:
 
 
 def _check_card(served: Served) -> None:
-    """Refuse a Volta that a release or its kernels leave out, and a Blackwell under an older one.
+    """Refuse a Volta that a release leaves out, and a Blackwell under an older one.
 
     Wheels before 0.9 are for CUDA 12.4 or 12.1 and PyTorch 2.6 or older, without kernels for 10.0
     and 12.0. Those of 0.9.0 and 0.9.1 have none for 12.0 of their own, and PTX for 10.0, which the
     driver compiles: they are not refused.
 
     Source: vLLM 0.8.5, 0.9.0 and 0.9.2 setup.py MAIN_CUDA_VERSION, requirements/cuda.txt and
-    docker/Dockerfile `torch_cuda_arch_list`; 0.33.0 `get_min_capability` of quantization/awq.py and
-    fp8.py, and of compressed-tensors' schemes; github.com/vllm-project/vllm/pull/39878, whose
+    docker/Dockerfile `torch_cuda_arch_list`; github.com/vllm-project/vllm/pull/39878, whose
     wheels are for CUDA 13 and PyTorch 2.11: neither has kernels for 7.0.
     """
     since, least = BLACKWELL_SINCE
@@ -321,18 +330,13 @@ def _check_card(served: Served) -> None:
         )
     if capability(served) >= CARD_SINCE[1]:
         return
-    quant, (since, least) = served.run.quant, CARD_SINCE
-    has_kernels = quant not in NEWER_CARDS_ONLY
+    since, least = CARD_SINCE
     if not served.libraries.older("vllm", since):
+        has_kernels = served.run.quant not in QUANT_CARDS
         instead = f"give libraries vllm={BEFORE_CARD}, or " if has_kernels else ""
         raise ConfigError(
             f"serving: vllm {served.libraries.vllm} does not run on {served.gpu.key}: since "
             f"{since} it needs compute capability {least} or newer; {instead}leave serving out"
-        )
-    if not has_kernels:
-        raise ConfigError(
-            f"quant: vllm's {quant} does not run on {served.gpu.key}: it needs compute capability "
-            f"{least} or newer; use gptq-int4, or weights that are not quantised"
         )
 
 

@@ -1,0 +1,72 @@
+"""Cards that have kernels for quantised weights, by release."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from whichlora.errors import ConfigError
+from whichlora.predict.resolve import resolve
+from whichlora.spec.run import Quant, RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
+
+RUN = RunConfig(model="Qwen/Qwen2.5-1.5B", phase="inference", context=2048, precision="auto")
+
+
+def check(engine: str, release: str, quant: Quant | None, gpu: str) -> str:
+    """Why it is refused; empty where it is not."""
+    model = "openai/gpt-oss-20b" if quant == "mxfp4" else RUN.model
+    run = replace(RUN, model=model, serving=engine, quant=quant, libraries=((engine, release),))
+    try:
+        resolve(load_model(model), run, find_gpu(gpu))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("engine", "release", "quant", "needed", "newer"),
+    [
+        ("vllm", "0.33.0", "mxfp4", "8.0", ""),
+        ("vllm", "0.10.1", "mxfp4", "8.0", ""),
+        ("vllm", "0.13.0", "fp8", "8.0", "0.14"),
+        ("vllm", "0.11.2", "w4a16", "8.0", "0.12"),
+        ("sglang", "0.5.23", "mxfp4", "8.0", ""),
+        ("sglang", "0.5.23", "fp8", "8.0", ""),
+        ("sglang", "0.4.6", "w4a16", "8.0", ""),
+    ],
+)
+def test_a_turing_is_refused_where_kernels_need_a_newer_card(
+    engine: str, release: str, quant: Quant, needed: str, newer: str
+) -> None:
+    instead = f"give libraries {engine}={newer} or newer, or " if newer else ""
+    assert check(engine, release, quant, "t4-16gb") == (
+        f"quant: {engine} {release} has no kernels for {quant} on t4-16gb: it needs compute "
+        f"capability {needed} or newer; {instead}use gptq-int4, or weights that are not quantised"
+    )
+    assert not check(engine, release, quant, "a100-sxm-80gb")
+
+
+@pytest.mark.parametrize(
+    ("engine", "release", "quant", "gpu"),
+    [
+        ("vllm", "0.14.0", "fp8", "t4-16gb"),
+        ("vllm", "0.12.0", "w4a16", "t4-16gb"),
+        ("vllm", "0.33.0", "awq-int4", "t4-16gb"),
+        ("vllm", "0.33.0", "gptq-int4", "t4-16gb"),
+        ("vllm", "0.5.1", "fp8", "a100-sxm-80gb"),
+        ("sglang", "0.5.23", "awq-int4", "t4-16gb"),
+        ("sglang", "0.5.23", None, "t4-16gb"),
+    ],
+)
+def test_cards_that_have_kernels_are_not_refused(
+    engine: str, release: str, quant: Quant | None, gpu: str
+) -> None:
+    assert not check(engine, release, quant, gpu)
+
+
+def test_the_first_fp8_kernels_are_those_of_ada() -> None:
+    assert "needs compute capability 8.9" in check("vllm", "0.5.0", "fp8", "a100-sxm-80gb")
+    assert not check("vllm", "0.5.0", "fp8", "l4-24gb")
