@@ -8,6 +8,7 @@ import pytest
 from devices import A100
 
 from whichlora.calibration.load import load_calibration
+from whichlora.errors import ConfigError
 from whichlora.predict.predict import predict
 from whichlora.spec.options import OptionValue
 from whichlora.spec.run import RunConfig
@@ -65,6 +66,73 @@ def test_vllm_serves_the_texts_of_a_model_that_sees_without_its_tower() -> None:
     ]
     weights = [text.memory.breakdown["weights"] for text in texts]
     assert weights[0] == pytest.approx(weights[1], rel=1e-4)  # positions differ
+
+
+@pytest.mark.parametrize(
+    ("version", "start"),
+    [
+        ("0.3.3", "python -m vllm.entrypoints.openai.api_server --model"),
+        ("0.5.1", "python -m vllm.entrypoints.openai.api_server --model"),
+        ("0.5.2", "vllm serve"),
+    ],
+)
+def test_releases_before_its_command_have_a_module_to_run(version: str, start: str) -> None:
+    model = "Qwen/Qwen1.5-7B"
+    run = replace(RUN, model=model, libraries=(("vllm", version),))
+    assert command(run).startswith(f"{start} {model} --max-model-len 8192 --dtype bfloat16")
+
+
+def test_older_releases_have_other_flags() -> None:
+    loads = replace(RUN, model="Qwen/Qwen2.5-0.5B", quant="nf4", libraries=(("vllm", "0.7.3"),))
+    assert command(loads).endswith("--quantization bitsandbytes --load-format bitsandbytes")
+    keeps = replace(RUN, model="Qwen/Qwen2.5-0.5B", libraries=(("vllm", "0.7.3"),))
+    assert "prefix" not in command(keeps, enable_prefix_caching=False)  # its default
+    experts = {"enable_expert_parallel": True, "num_redundant_experts": 2}
+    run = replace(RUN, model="Qwen/Qwen3-30B-A3B", libraries=(("vllm", "0.10.1"),))
+    ranks = {"tensor_parallel_size": 2}
+    assert "--enable-eplb --num-redundant-experts 2" in command(run, **experts, **ranks)
+    run = replace(RUN, model="Qwen/Qwen3-30B-A3B", serving="sglang")
+    older = replace(run, libraries=(("sglang", "0.5.21"),))
+    groups = {"tp_size": 2, "attn_dp_size": 2}
+    assert "--dp-size 2 --enable-dp-attention" in command(older, **groups)
+    assert "--attn-dp-size 2" in command(run, **groups)
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "option", "value", "since"),
+    [
+        ("vllm", "0.7.3", "enable_expert_parallel", True, "0.8"),
+        ("vllm", "0.8.2", "data_parallel_size", 2, "0.8.3"),
+        ("vllm", "0.9.1", "num_redundant_experts", 2, "0.9.2"),
+        ("vllm", "0.8.1", "speculative_config", "{}", "0.8.2"),
+        ("vllm", "0.5.0", "pipeline_parallel_size", 2, "0.5.1"),
+        ("sglang", "0.4.5", "pp_size", 2, "0.4.6"),
+        ("sglang", "0.4.3", "page_size", 16, "0.4.4"),
+    ],
+)
+def test_a_flag_that_a_release_lacks_is_refused(
+    engine: str, version: str, option: str, value: OptionValue, since: str
+) -> None:
+    model = "mistralai/Mixtral-8x7B-v0.1"
+    run = replace(RUN, model=model, serving=engine, libraries=((engine, version),))
+    with pytest.raises(ConfigError) as error:
+        command(run, **{option: value})
+    assert str(error.value) == (
+        f"{option}: {engine} {version} has no such option, {since} or newer has; leave it out, or "
+        f"give libraries {engine}={since}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "value", "since"),
+    [("0.10.2", "bfloat16", "0.11"), ("0.4.2", "fp8_e4m3", "0.4.3"), ("0.3.3", "fp8", "0.4.1")],
+)
+def test_a_value_that_a_release_lacks_is_refused(version: str, value: str, since: str) -> None:
+    run = replace(RUN, model="mistralai/Mistral-7B-v0.1", libraries=(("vllm", version),))
+    with pytest.raises(ConfigError, match=f"vllm {version} has no {value}, {since} or newer has"):
+        command(run, kv_cache_dtype=value)
+    later = replace(run, libraries=(("vllm", f"{since}.0"),))
+    assert f"--kv-cache-dtype {value}" in command(later, kv_cache_dtype=value)
 
 
 def test_sglang_has_other_flags() -> None:

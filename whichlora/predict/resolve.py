@@ -487,6 +487,7 @@ def _check_serving(job: ResolvedRun) -> None:
             f"serving: {engine.name} serves adapters of linear layers, not what {job.method.name} "
             f"trains; use {instead}"
         )
+    engine.check_flags(job.served)
     engine.check(job.served)
 
 

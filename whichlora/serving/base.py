@@ -500,6 +500,29 @@ class Engine:
             return f"is the setting {own}"
         return self.refused.get(flag, "")
 
+    def check_flags(self, served: Served) -> None:
+        """Refuse options, and values of them, that the release has no flag for.
+
+        Raises:
+            ConfigError: one line.
+        """
+        release = f"{self.name} {getattr(served.libraries, self.library, '')}"
+        for option in self.options:
+            value = served.options[option.name]
+            if not served.is_asked(option.name) or value is False:
+                continue
+            if option.since and served.libraries.older(self.library, option.since):
+                raise ConfigError(
+                    f"{option.name}: {release} has no such option, {option.since} or newer has; "
+                    f"leave it out, or give libraries {self.library}={option.since}"
+                )
+            since = option.choices_since.get(str(value), "")
+            if since and served.libraries.older(self.library, since):
+                raise ConfigError(
+                    f"{option.name}: {release} has no {value}, {since} or newer has; give another "
+                    f"value, or libraries {self.library}={since}"
+                )
+
     def filled(self, run: RunConfig) -> dict[str, OptionValue | None]:
         """Every option's value.
 

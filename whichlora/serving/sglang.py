@@ -91,6 +91,7 @@ HOST_S, SEQUENCE_S = 0.4e-3, 5e-6
 # Kind: exact. Source: srt/environ.py:650 SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION.
 RESERVED_TOKENS = 4096
 
+COPIES_SINCE = "0.5.22"  # whose help has a flag for groups; srt/arg_groups/fields/parallel.py
 GRAPH_FLAGS_SINCE = "0.5.16"  # whose help has a flag for graphs of each phase
 DRAFTS = "speculative_algorithm"
 DRAFTED_REQUESTS = 48  # that run at once beside drafts; srt/arg_groups/speculative_hook.py:1090
@@ -461,11 +462,15 @@ def command(served: Served) -> str:
     graphs = "--disable-prefill-cuda-graph --disable-decode-cuda-graph"
     if served.libraries.older("sglang", GRAPH_FLAGS_SINCE):
         graphs = "--disable-cuda-graph"
+    groups = "--attn-dp-size {}"
+    if served.libraries.older("sglang", COPIES_SINCE):
+        groups = "--dp-size {} --enable-dp-attention"
     return shell_command(
         served,
         "python -m sglang.launch_server --model-path",
         context="--context-length",
         disable_cuda_graph=graphs,
+        attn_dp_size=groups,
     )
 
 
@@ -525,7 +530,7 @@ ENGINE = Engine(
             least=-1,
         ),
         Option(name="max_running_requests", summary="sequences that run at once", default=None),
-        Option(name="page_size", summary="tokens of a page", default=1),
+        Option(name="page_size", summary="tokens of a page", default=1, since="0.4.4"),
         Option(
             name="kv_cache_dtype",
             summary="of keys and values: as the model's, or in 8 bits",
@@ -543,12 +548,14 @@ ENGINE = Engine(
             summary="stages that have some of the layers each",
             default=1,
             other_names=("pp", "pipeline_parallel_size"),
+            since="0.4.6",
         ),
         Option(
             name=WHOLE_EXPERTS,
             summary="GPUs among which experts are divided whole",
             default=1,
             other_names=("ep", "expert_parallel_size"),
+            since="0.4",
         ),
         Option(
             name=COPIES,
@@ -561,11 +568,14 @@ ENGINE = Engine(
             default=1,
             other_names=("dp", "data_parallel_size"),
         ),
-        Option(name=DIVIDES_COPIES, summary=f"{OLDER_COPIES} is {COPIES}", default=False),
+        Option(
+            name=DIVIDES_COPIES, summary=f"{OLDER_COPIES} is {COPIES}", default=False, since="0.3.6"
+        ),
         Option(
             name=SLIDING_SHARE,
             summary="tokens of sliding layers over those of the others",
             default=0.8,
+            since="0.4.9",
             is_share=True,
         ),
         Option(
@@ -573,13 +583,20 @@ ENGINE = Engine(
             summary="memory of recurrent states over that of keys and values",
             default=0.9,
             kind=float,
+            since="0.5.3",
         ),
-        Option(name="max_mamba_cache_size", summary="recurrent states that it keeps", default=None),
+        Option(
+            name="max_mamba_cache_size",
+            summary="recurrent states that it keeps",
+            default=None,
+            since="0.5.2",
+        ),
         Option(
             name="mamba_ssm_dtype",
             summary="of recurrent states; else the config's, or float32",
             default=None,
             kind=str,
+            since="0.5.2",
             choices=("float32", "bfloat16", "float16"),
         ),
         Option(

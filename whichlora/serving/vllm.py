@@ -75,10 +75,9 @@ from whichlora.serving.vllm_settings import (
     older_chunk,
     stage_layers,
 )
+from whichlora.serving.vllm_sparse import PACKED, latent_share
+from whichlora.serving.vllm_sparse import SINCE as SPARSE_SINCE
 from whichlora.serving.vllm_sparse import check as check_sparse
-from whichlora.serving.vllm_sparse import (
-    latent_share,
-)
 from whichlora.serving.widths import check_widths
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
@@ -177,6 +176,10 @@ FRONT_S = 6e-3
 # that could split keys and does not split them, src/flash_fwd_launch_template.h
 # `run_mha_fwd_splitkv_dispatch`.
 CHUNK_QUERY_TILE = 64
+# The first release with `vllm serve`, and what starts the server of earlier ones; the first that
+# finds the loader of bitsandbytes by itself. Source: setup.py; `create_model_config`.
+SERVE_SINCE, OLDER_SERVER = "0.5.2", "python -m vllm.entrypoints.openai.api_server --model"
+LOADER_SINCE, REDUNDANT_FLAG = "0.8.2", "eplb-config.num_redundant_experts"
 TEXT_ALONE = "0.10.1"  # the first release that leaves towers on the disk; pull/22299
 
 
@@ -404,19 +407,20 @@ def _check_adapters(served: Served) -> None:
 
 
 def command(served: Served) -> str:
-    """Source: vLLM 0.33.0 engine/arg_utils.py:977-1000, :1389, :1610.
+    """Source: vLLM 0.33.0 engine/arg_utils.py:977-1000, :1389, :1610; that of older releases.
 
     Without its flag a model that sees is started with the largest images and videos, which leave
     far less for keys and values: 5.3 GiB instead of 25.1 (github.com/vllm-project/vllm/pull/25631).
     """
-    quant, flags = served.run.quant, list[str]()
+    quant, flags, older = served.run.quant, list[str](), served.libraries.older
     if quant in LOADED_AS_NF4:
         flags.append("--quantization bitsandbytes")
+        flags += ["--load-format bitsandbytes"] if older("vllm", LOADER_SINCE) else []
     elif quant in BNB_QUANTS:  # files of which kind, only the directory says
         return ""
     if served.model.unloaded_params:
         flags.append(_without_tower(served))
-    if served.options["enable_prefix_caching"] is False:
+    if served.options["enable_prefix_caching"] is False and not older("vllm", "0.8"):
         flags.append("--no-enable-prefix-caching")
     if served.targets:
         if not served.options["enable_lora"]:
@@ -424,13 +428,19 @@ def command(served: Served) -> str:
         if not served.is_asked("max_lora_rank"):
             flags.append(f"--max-lora-rank {lora_slots(served)[1]}")
         flags.append(f"--lora-modules adapter={shlex.quote(served.adapter)}")
+    redundant = "num-redundant-experts" if older("vllm", "0.10.2") else REDUNDANT_FLAG
     return shell_command(
         served,
-        "vllm serve",
+        _server(served),
         context="--max-model-len",
         flags=tuple(flags),
-        num_redundant_experts="--enable-eplb --eplb-config.num_redundant_experts {}",
+        num_redundant_experts=f"--enable-eplb --{redundant} {{}}",
     )
+
+
+def _server(served: Served) -> str:
+    """What starts the server, before the name of the model."""
+    return OLDER_SERVER if served.libraries.older("vllm", SERVE_SINCE) else "vllm serve"
 
 
 def _without_tower(served: Served) -> str:
@@ -446,7 +456,7 @@ def _without_tower(served: Served) -> str:
 def notes(served: Served, start: Start) -> tuple[str, ...]:
     """What a user must know."""
     lines = [
-        f"vllm {served.libraries.vllm} as `vllm serve` starts it: max_num_batched_tokens "
+        f"vllm {served.libraries.vllm} as `{_server(served)}` starts it: max_num_batched_tokens "
         f"{max_num_batched_tokens(served)}, max_num_seqs {max_num_seqs(served)}"
     ]
     if (ranks := served.count(RANKS) or 1) > 1:
@@ -497,46 +507,59 @@ ENGINE = Engine(
             summary="of keys and values: as the model's, or in 8 bits",
             default="auto",
             choices=("auto", "bfloat16", *FP8_CACHES),
+            since="0.3",
+            choices_since={
+                "fp8": "0.4.1",
+                "fp8_e4m3": "0.4.3",
+                "bfloat16": "0.11",
+                PACKED: SPARSE_SINCE,
+            },
         ),
         Option(
             name="enable_prefix_caching",
             summary="blocks of a common prefix are kept once",
             default=None,
             kind=bool,
+            since="0.4",
         ),
-        Option(name="enable_lora", summary="slots for adapters", default=False),
-        Option(name="max_loras", summary="adapters in one batch", default=1),
-        Option(name="max_lora_rank", summary="rank of a slot", default=16),
+        Option(name="enable_lora", summary="slots for adapters", default=False, since="0.3"),
+        Option(name="max_loras", summary="adapters in one batch", default=1, since="0.3"),
+        Option(name="max_lora_rank", summary="rank of a slot", default=16, since="0.3"),
         Option(name=RANKS, summary="GPUs that share a matrix", default=1, other_names=("tp",)),
         Option(
             name=STAGES,
             summary="stages that have some of the layers each",
             default=1,
             other_names=("pp",),
+            since="0.5.1",
         ),
         Option(
             name=COPIES,
             summary="engines with sequences of their own that share experts",
             default=1,
             other_names=("dp",),
+            since="0.8.3",
         ),
         Option(
             name=WHOLE_EXPERTS,
             summary="experts are divided whole, not each by its width",
             default=False,
             other_names=("ep",),
+            since="0.8",
         ),
         Option(
             name=REDUNDANT,
             summary="experts held twice, of --eplb-config",
             default=0,
             kind=int,
+            since="0.9.2",
         ),
         Option(
             name=DRAFTS,
             summary='drafts by a layer of the model: {"method": "mtp", ...}',
             default=None,
             kind=str,
+            since="0.8.2",
         ),
         Option(name="enforce_eager", summary="no CUDA graphs", default=False),
     ),

@@ -24,6 +24,8 @@ class Option:
         choices: accepted values of a text; several may be given where `default` is a tuple.
         least: of a whole number.
         is_share: a number above 0, at most 1.
+        since: the first release of the member's library that has it; empty where all do.
+        choices_since: the same of a value.
         other_names: by which another tool that runs the library calls it.
         explain: why a word is none of `choices`; empty where there is nothing to say.
         stands_for: by a value that is none of its type, in lower case, what the library means by
@@ -37,6 +39,8 @@ class Option:
     kind: type[bool] | type[str] | type[float] | None = None
     least: int = 1
     is_share: bool = False
+    since: str = ""
+    choices_since: Mapping[str, str] = field(default_factory=dict, hash=False)
     other_names: tuple[str, ...] = ()
     explain: Callable[[str], str] | None = None
     stands_for: Mapping[OptionValue, OptionValue | None] = field(default_factory=dict, hash=False)
