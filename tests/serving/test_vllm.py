@@ -610,6 +610,12 @@ def test_why_it_does_not_start_is_one_line(memory_gib: int, share: float, fault:
             "max_num_batched_tokens: 128 is less than max_num_seqs 1024; give 1024 or more",
         ),
         (
+            {"libraries": (("vllm", "0.6.3"),)},
+            {"max_num_batched_tokens": 4096},
+            "max_num_batched_tokens: 4096 is less than the context 8192, which vllm 0.6.3 reads in "
+            "one step; give 8192 or more, or libraries vllm=0.8 or newer",
+        ),
+        (
             {},
             {"enable_lora": True, "max_lora_rank": 48},
             "max_lora_rank: vllm has no slots of rank 48; give 1, 8, 16, 32, 64, 128, 256, 320 or "
@@ -799,6 +805,17 @@ def test_defaults_of_a_card_are_those_of_the_release(
 def test_no_more_sequences_run_than_the_tokens_of_a_step_that_are_asked_for() -> None:
     assert max_num_seqs(served(max_num_batched_tokens=128)) == 128
     assert max_num_seqs(served(max_num_batched_tokens=512)) == 256
+
+
+@pytest.mark.parametrize(
+    ("version", "context"),
+    [("0.6.3", 4096), ("0.6.3", 40_000), ("0.8.0", 8192), ("0.33.0", 8192)],
+)
+def test_steps_of_fewer_tokens_than_the_context_are_accepted_where_prompts_are_cut(
+    version: str, context: int
+) -> None:
+    run = replace(RUN, context=context, libraries=(("vllm", version),))
+    assert max_num_batched_tokens(served(run, max_num_batched_tokens=4096)) == 4096
 
 
 def test_a_long_context_is_profiled_in_chunks_before_0_8() -> None:

@@ -346,7 +346,9 @@ def _check_card(served: Served) -> None:
 def _check_values(served: Served) -> None:
     """Refuse numbers that vLLM does not start with.
 
-    Source: vLLM 0.33.0 config/scheduler.py `verify_max_model_len`, config/lora.py `MaxLoRARanks`;
+    Before 0.8 a prompt that is not cut into chunks has to fit a step.
+    Source: vLLM 0.33.0 config/scheduler.py `verify_max_model_len`, 0.2.7 to 0.7.3 config.py
+    `SchedulerConfig._verify_args`; config/lora.py `MaxLoRARanks`;
     `FlashAttentionBackend.get_kv_cache_shape` ("a multiple of 16") since its V1 engine.
     """
     tokens, running = max_num_batched_tokens(served), max_num_seqs(served)
@@ -354,6 +356,13 @@ def _check_values(served: Served) -> None:
         raise ConfigError(
             f"max_num_batched_tokens: {tokens} is less than max_num_seqs {running}; give {running} "
             f"or more, or max_num_seqs {tokens} or less"
+        )
+    is_whole = served.libraries.older("vllm", "0.8") and older_chunk(served) is None
+    if is_whole and tokens < served.context:
+        raise ConfigError(
+            f"max_num_batched_tokens: {tokens} is less than the context {served.context}, which "
+            f"vllm {served.libraries.vllm} reads in one step; give {served.context} or more, or "
+            "libraries vllm=0.8 or newer"
         )
     rank, size = served.count("max_lora_rank"), block_size_of(served)
     if served.is_asked("max_lora_rank") and rank not in LORA_RANKS:
