@@ -133,10 +133,62 @@ def test_gpus_are_shared_out_beside_a_short_name_of_the_stages() -> None:
     assert dict(own) == {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama-cpp"])
-def test_what_becomes_of_a_context_beyond_the_positions_is_told(engine: str) -> None:
-    run = replace(RUN, serving=engine, context=8193)
-    assert any("is beyond the 8192 positions of" in note for note in predicted(run).notes)
+def context_answer(
+    engine: str, model: str, context: int, version: str = ""
+) -> tuple[bool, str, str]:
+    """Whether it starts, why it does not, and what a note says of the positions."""
+    libraries = ((engine, version),) if version else ()
+    run = replace(RUN, model=model, serving=engine, context=context, libraries=libraries)
+    answer = predicted(run)
+    assert answer.serving
+    told = [note for note in answer.notes if "a context of" in note]
+    return answer.serving.starts, answer.serving.reason, "".join(told)
+
+
+@pytest.mark.parametrize(
+    ("engine", "way_out"),
+    [
+        ("vllm", "rope scaling in --hf-overrides, or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"),
+        ("sglang", "set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"),
+    ],
+)
+def test_a_context_beyond_the_positions_does_not_start(engine: str, way_out: str) -> None:
+    starts, reason, told = context_answer(engine, RUN.model, 8193)
+    assert (starts, told) == (False, "")
+    assert reason == (
+        f"a context of 8193 tokens is beyond the 8192 positions of {RUN.model}; give 8192 or less, "
+        f"or {way_out}"
+    )
+    assert context_answer(engine, RUN.model, 8192) == (True, "", "")
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "context", "version", "told"),
+    [
+        ("llama-cpp", RUN.model, 8193, "", "8192 positions"),
+        ("sglang", RUN.model, 8193, "0.4.6", "sglang warns"),
+        ("sglang", RUN.model, 8193, "0.3.3", "sglang warns"),
+        # a rotation that is scaled beyond the positions of its config
+        ("vllm", "deepseek-ai/deepseek-coder-1.3b-base", 65536, "", ""),
+        ("sglang", "deepseek-ai/deepseek-coder-1.3b-base", 65536, "", ""),
+        # another model's config, whose positions need not be those of the name
+        ("vllm", "HuggingFaceTB/SmolLM2-135M-Instruct", 8193, "", "vllm may not start"),
+    ],
+)
+def test_a_longer_context_that_may_start_is_told(
+    engine: str, model: str, context: int, version: str, told: str
+) -> None:
+    starts, _, note = context_answer(engine, model, context, version)
+    assert starts
+    assert told in note
+    assert bool(told) == bool(note)
+
+
+def test_positions_that_are_scaled_are_not_scaled_again() -> None:
+    model = "google/gemma-3-4b-pt"  # a linear factor of 8, which its positions have
+    assert not context_answer("vllm", model, 131073)[0]
+    assert context_answer("sglang", model, 131073)[0]
+    assert not context_answer("vllm", "meta-llama/Llama-3.2-1B", 131073)[0]
 
 
 @pytest.mark.parametrize(

@@ -688,11 +688,12 @@ def test_that_a_tower_is_left_out_is_told() -> None:
     assert any("--language-model-only: without it" in note for note in notes(asked, start(asked)))
 
 
-@pytest.mark.parametrize(("context", "is_told"), [(131072, False), (131073, True)])
-def test_a_context_beyond_the_positions_is_told(context: int, is_told: bool) -> None:
-    asked = served(replace(RUN, context=context))
-    told = any("beyond the 131072 positions" in note for note in notes(asked, start(asked)))
-    assert told == is_told
+def test_a_context_beyond_the_positions_leaves_the_pool_as_it_is() -> None:
+    taken = started(replace(RUN, context=131_073))
+    assert not taken.fault_at(131_072)
+    assert "beyond the 131072 positions" in taken.fault_at(131_073)
+    assert taken.max_running(131_073) == 0
+    assert taken.entries_at(131_073) == taken.entries_at(131_072)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])

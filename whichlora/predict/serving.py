@@ -49,7 +49,8 @@ def serving_prediction(
     # llama.cpp allocates what sequences take, and its pool is what would fit
     margin = 0 if start.pool_fact is None else round(POOL_ERROR * job.gpu.memory_bytes)
     is_near = abs(pool.spare_bytes(served.context)) < margin
-    is_close = start.needs_context and not start.fault and is_near
+    refuses = start.fault or start.is_beyond(served.context)
+    is_close = start.needs_context and not refuses and is_near
     return ServingPrediction(
         engine=job.engine.name,
         version=getattr(served.libraries, job.engine.library, ""),

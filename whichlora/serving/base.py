@@ -172,6 +172,8 @@ class Start:
         max_num_seqs: sequences of a context that run at once, however many the pool holds.
         outside_bytes: what it takes beyond its budget, the context of its process left out.
         fault: why it does not start; empty where it does.
+        longest_context: of a sequence that it accepts of the model, where it refuses to start for
+            longer ones; beyond: what lies beyond it, and the way out.
         untimed: why the steps of what has started are not predicted; empty where they are.
         counts_process: whether the budget has the context of its process, too.
         needs_context: whether it does not start, either, where the pool lacks room for one
@@ -192,6 +194,8 @@ class Start:
     max_num_seqs: Callable[[int], int]
     outside_bytes: int = 0
     fault: str = ""
+    longest_context: int | None = None
+    beyond: str = ""
     untimed: str = ""
     counts_process: bool = False
     needs_context: bool = False
@@ -231,11 +235,25 @@ class Start:
         if self.fault:
             longest = 0 if self.at_context is None else self.max_context(context)
             return f"{self.fault}; a context up to {longest} starts" if longest else self.fault
+
+        if self.fault:
+            return self.fault
+        if self.is_beyond(context):
+            return f"a context of {context} tokens is beyond {self.beyond}"
+        if not self._lacks_room(context):
+            return ""
         return (
             f"one sequence of {context} tokens takes {format_bytes(pool.sequence_bytes(context))} "
             f"of keys and values, and the pool has {format_bytes(pool.num_bytes)}; the longest "
             f"context is {self.max_context(context)}"
         )
+
+    def is_beyond(self, context: int) -> bool:
+        """Whether it accepts no sequence of `context` tokens, whatever the pool is."""
+        return self.longest_context is not None and context > self.longest_context
+
+    def _lacks_room(self, context: int) -> bool:
+        return self.needs_context and self.pool.blocks_of(context) > self.pool.num_blocks
 
     def entries_at(self, context: int) -> tuple[Entry, ...]:
         """All that it holds; of a pool that is too small, what it would need at least."""
@@ -243,7 +261,7 @@ class Start:
             return self.entries
         pool = self.pool
         held = pool.num_blocks * pool.block_bytes
-        if self.fault_at(context):
+        if self.fault or self._lacks_room(context):
             held = pool.sequence_bytes(context) if self.needs_context else pool.block_bytes
         return (*self.entries, Entry(self.pool_fact, held))
 

@@ -26,6 +26,9 @@ DIVIDED = (
     *("one_by_one", "one_by_one_shared", "one_after_other", "borrowed"),
 )
 # Of a recurrent layer, the matrices that are divided by rows; the others are by columns.
+# Kinds of rotation whose positions in a config are scaled already. Source: vLLM 0.33.0
+# config/model.py:2603.
+SCALED_POSITIONS = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 STATE_ROWS = ("out_proj", "x_proj")
 
 ROTARY_TABLES = Fact(
@@ -319,6 +322,36 @@ def check_model(served: Served, *, keeps_states: bool = False) -> None:
             f"serving: {name}'s pool is not predicted for the cross attention of {model.name}; "
             "leave serving out"
         )
+
+
+def longest_context(served: Served, *, scaled: tuple[str, ...] = ()) -> int | None:
+    """The most tokens that an engine derives from the config; None where that is another model's.
+
+    A factor of a rotation counts where its positions are not scaled already.
+    Kind: exact; upper bound for kinds of rotation that an engine does not know.
+    Source: vLLM 0.33.0 config/model.py:2545 `_get_and_verify_max_len`; SGLang 0.5.23
+    srt/utils/hf_transformers/common.py:677 `get_context_length`.
+
+    Args:
+        scaled: model types whose positions are scaled, whatever their rotation says.
+    """
+    model = served.model
+    if model.max_position_embeddings is None or model.shapes_of:
+        return None
+    config = model.config
+    text = config.get("text_config") or config
+    rotation = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kind = rotation.get("rope_type", rotation.get("type"))
+    is_scaled = kind in SCALED_POSITIONS or "original_max_position_embeddings" in rotation
+    factor = 1.0 if is_scaled or model.model_type in scaled else rotation.get("factor") or 1.0
+    derived = int(factor * model.max_position_embeddings)
+    return max(derived, config.get("model_max_length") or 0)
+
+
+def beyond_positions(served: Served, way_out: str, *, scaled: tuple[str, ...] = ()) -> str:
+    """What lies beyond the positions of a model, and `way_out`, for `Start.beyond`."""
+    limit = longest_context(served, scaled=scaled)
+    return f"the {limit} positions of {served.model.name}; give {limit} or less, or {way_out}"
 
 
 def positions_note(served: Served, consequence: str) -> list[str]:

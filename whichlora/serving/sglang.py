@@ -41,10 +41,12 @@ from whichlora.serving.profile_pass import layer_entry
 from whichlora.serving.quant_cards import check_quant_card
 from whichlora.serving.rank import (
     between_latents,
+    beyond_positions,
     check_model,
     check_ranks,
     held_entries,
     oversized,
+    longest_context,
     positions_note,
     rank_model,
     weights_of,
@@ -93,6 +95,7 @@ RESERVED_TOKENS = 4096
 
 COPIES_SINCE = "0.5.22"  # whose help has a flag for groups; srt/arg_groups/fields/parallel.py
 GRAPH_FLAGS_SINCE = "0.5.16"  # whose help has a flag for graphs of each phase
+LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
 DRAFTS = "speculative_algorithm"
 DRAFTED_REQUESTS = 48  # that run at once beside drafts; srt/arg_groups/speculative_hook.py:1090
 
@@ -264,10 +267,22 @@ def start(served: Served) -> Start:
             else _max_running_requests(served, tokens, context)
         ),
         fault=fault,
+        longest_context=None if _takes_longer(served) else longest_context(served),
+        beyond=beyond_positions(served, f"set {LONGER}"),
         copies=copies(served),
         untimed=_untimed(served),
         stage=fullest + 1 if len(ranks) > 1 else 0,
     )
+
+
+def _takes_longer(served: Served) -> bool:
+    """Whether a context beyond the positions of a model starts with a warning.
+
+    Source: SGLang srt/configs/model_config.py, 0.3.4 to 0.5.23: `LONGER` was true by default from
+    0.4.4 to 0.5.0.
+    """
+    older = served.libraries.older
+    return older("sglang", "0.3.4") or (older("sglang", "0.5.1") and not older("sglang", "0.4.4"))
 
 
 def _untimed(served: Served) -> str:
@@ -494,9 +509,9 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
             f"a layer over {tokens} tokens takes {format_bytes(needed)}, more than that: it can "
             "run out of memory; give a smaller mem_fraction_static"
         )
-    lines += positions_note(
-        served, "sglang does not start without SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
-    )
+    if start.longest_context is None:
+        warns = f"sglang may not start without {LONGER}"
+        lines += positions_note(served, "sglang warns" if _takes_longer(served) else warns)
     lines += stage_notes(start, stage_layers(served), STAGES)
     lines += [NOTE] if served.options[DRAFTS] else []
     lines += known_note(served, "sglang")

@@ -56,6 +56,7 @@ from whichlora.serving.vllm_settings import (
     DRAFTS,
     FP8_CACHES,
     LOADED_AS_NF4,
+    LONGER,
     LORA_RANKS,
     MOST_CAPTURED_TOKENS,
     RANKS,
@@ -486,11 +487,8 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
             f"started with {_without_tower(served)}: without it vllm loads the tower, keeps room "
             "for the largest image and video, and has a far smaller pool"
         )
-    lines += positions_note(
-        served,
-        "vllm does not start without rope scaling in --hf-overrides, or "
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1",
-    )
+    if start.longest_context is None:
+        lines += positions_note(served, f"vllm may not start without {LONGER}")
     lines += stage_notes(start, stage_layers(served), STAGES)
     lines += known_note(served, "vllm")
     return tuple(lines)

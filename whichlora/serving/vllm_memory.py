@@ -26,8 +26,10 @@ from whichlora.serving.profile_pass import (
 )
 from whichlora.serving.rank import (
     LORA_SLOTS,
+    beyond_positions,
     held_entries,
     oversized,
+    longest_context,
     rank_model,
     slot_bytes,
     weights_of,
@@ -56,8 +58,10 @@ from whichlora.serving.vllm_settings import (
     COPIES,
     DRAFTS,
     LOADED_AS_NF4,
+    LONGER,
     MOST_CAPTURED_TOKENS,
     RANKS,
+    SCALED_MODELS,
     STAGES,
     block_size_of,
     cache_bytes,
@@ -197,6 +201,9 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
         + _connected_bytes(served)
         + (0 if reserves_graphs else graphs.num_bytes),
         fault=_fault(served, pool, budget, weights_of(entries)),
+        fault=_fault(served, pool, budget),
+        longest_context=longest_context(served, scaled=SCALED_MODELS),
+        beyond=beyond_positions(served, LONGER, scaled=SCALED_MODELS),
         counts_process=_counts_context(served),
         needs_context=True,
         copies=served.count(COPIES) or 1,

@@ -18,6 +18,10 @@ OLDER_UTILIZATION = 0.90  # of releases before 0.20; config/cache.py
 LOADED_AS_NF4 = ("nf4", "nf4-dq")  # by bitsandbytes, of files of 16 bit
 MOST_CAPTURED_TOKENS = 512  # config/vllm.py:2464; 1024 on compute capability 10
 LONG_CONTEXT = 32 * 1024  # beyond which the first engine reads prompts in chunks
+# Model types whose positions are scaled, whatever their rotation says, and what accepts contexts
+# beyond. Source: config/model.py:2592, :2672.
+SCALED_MODELS = ("gemma3", "gemma3_text")
+LONGER = "rope scaling in --hf-overrides, or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", PACKED)  # config/cache.py CacheDType
 CAPPED_SINCE = "0.9"  # before which the default of max_num_seqs is above max_num_batched_tokens
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks

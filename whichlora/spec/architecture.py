@@ -1143,6 +1143,8 @@ class ModelSpec:
         buffer_bytes: what modules keep beside parameters (a causal mask per attention).
         max_position_embeddings: of two stacks, positions that both have; max_prompt_positions:
             those of an encoder that has more (LED).
+        shapes_of: the model whose config this is, where it is another's; it may state more
+            positions, or fewer.
         embedding_dropouts, final_dropouts: widths of the tensors that training drops values of
             before the first and after the last layer.
         notes: what a reader must know: text tower only, approximated blocks, and so on.
@@ -1194,6 +1196,7 @@ class ModelSpec:
     final_dropouts: tuple[int, ...] = ()
     max_position_embeddings: int | None = None
     max_prompt_positions: int | None = None
+    shapes_of: str = ""
     dtype: str = "bfloat16"
     notes: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -81,11 +81,12 @@ def _spec(path: Path, known_as: str, hub_id: str) -> ModelSpec:
     except ConfigError as error:
         raise DataFileError(f"{path}: config: {error}") from error
     notes = spec.notes
-    if known_as != hub_id:
+    is_other = known_as != hub_id
+    if is_other:
         notes += (f"shapes of {hub_id}; context length and dtype may differ",)
     if values.get("note"):
         notes += (str(values["note"]),)
-    return replace(spec, notes=notes)
+    return replace(spec, notes=notes, shapes_of=hub_id if is_other else "")
 
 
 def is_gated(name: str) -> bool:
