@@ -145,7 +145,7 @@ def test_groups_of_layers_are_dealt_out_to_the_stages(stages: int) -> None:
     ("engine", "model", "options", "fault"),
     [
         ("vllm", LLAMA, {"pipeline_parallel_size": 33}, "32 layers, too few for 33 stages"),
-        ("vllm", "google/gemma-3-4b-pt", {"pipeline_parallel_size": 2}, "more than its text"),
+        ("sglang", "google/gemma-3-4b-pt", {"pp_size": 2}, "more than its text"),
         ("vllm", LLAMA, {"tensor_parallel_size": 3}, "or tensor_parallel_size 1 with pipeline_p"),
         ("sglang", LLAMA, {"tp_size": 3, "pp_size": 2}, "tp_size 1 with pp_size 6"),
     ],

@@ -675,17 +675,34 @@ def test_a_volta_is_refused_where_kernels_leave_it_out(
     assert served(replace(run, libraries=()), find_gpu("t4-16gb"))
 
 
-def test_a_release_that_always_loads_the_tower_is_refused() -> None:
-    run = replace(RUN, model="Qwen/Qwen2.5-VL-7B-Instruct", libraries=(("vllm", "0.8.3"),))
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-VL-7B-Instruct", "google/gemma-3-4b-pt"])
+def test_a_release_that_always_loads_the_tower_is_refused(model: str) -> None:
+    run = replace(RUN, model=model, libraries=(("vllm", "0.8.3"),))
     with pytest.raises(
         ConfigError, match=r"vllm 0\.8\.3 loads what .*; give libraries vllm=0\.10\.1"
     ):
         served(run)
 
 
-def test_that_a_tower_is_left_out_is_told() -> None:
-    asked = served(replace(RUN, model="Qwen/Qwen2.5-VL-7B-Instruct"))
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-VL-7B-Instruct", "google/gemma-3-4b-pt"])
+def test_that_a_tower_is_left_out_is_told(model: str) -> None:
+    asked = served(replace(RUN, model=model))
     assert any("--language-model-only: without it" in note for note in notes(asked, start(asked)))
+
+
+@pytest.mark.parametrize(
+    ("model", "text_params"),
+    [  # one of each family of towers, whatever its blocks call their inputs
+        ("google/gemma-3-4b-pt", 3_880_263_168),
+        ("google/gemma-4-31B", 30_697_345_280),
+        ("HuggingFaceTB/SmolVLM-500M-Instruct", 409_252_800),
+        ("llava-hf/llava-1.5-7b-hf", 6_738_939_904),
+        ("Qwen/Qwen2-VL-2B-Instruct", 1_543_714_304),
+        ("Qwen/Qwen3-VL-4B-Instruct", 4_022_468_096),
+    ],
+)
+def test_a_tower_is_left_on_the_disk(model: str, text_params: int) -> None:
+    assert served(replace(RUN, model=model)).model.loaded_params == text_params
 
 
 def test_a_context_beyond_the_positions_leaves_the_pool_as_it_is() -> None:

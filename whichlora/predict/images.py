@@ -42,7 +42,9 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
     if tower is not None:
         _check_medium(model, tower, run)
     if not (run.images or run.audios):
-        has_tower = any(linear.reads == "tower" for linear in model.idle_linears)
+        in_tower = any(linear.reads == "tower" for linear in model.idle_linears)
+        # families that describe no blocks name its inputs so; SigLIP's blocks name their own
+        has_tower = in_tower or (tower is not None and bool(model.idle_linears))
         if run.phase == "inference" and has_tower and not get_engine(run.serving).loads_towers:
             return _text_alone(model)
         return replace(model, tower=None) if tower is not None else model

@@ -211,9 +211,10 @@ class Start:
         A release that reads long contexts in chunks may start for them where it does not for
         shorter ones, whose prompts it reads whole: the chunks' pool is asked first.
         """
+        high = min(most or MOST_COUNT, self.longest_context or MOST_COUNT)
         if self.at_context is None:
-            return self.pool.max_context(most)
-        at_context, high = self.at_context, most or MOST_COUNT
+            return self.pool.max_context(high)
+        at_context = self.at_context
 
         def holds(context: int) -> bool:
             return not at_context(context).lacks(context)
@@ -223,21 +224,14 @@ class Start:
 
     def lacks(self, context: int) -> bool:
         """Whether it does not start for sequences of `context` tokens."""
-        return bool(self.fault) or (
-            self.needs_context and self.pool.blocks_of(context) > self.pool.num_blocks
-        )
+        return bool(self.fault) or self.is_beyond(context) or self._lacks_room(context)
 
     def fault_at(self, context: int) -> str:
         """Why it does not start for sequences of `context` tokens; empty where it does."""
         pool = self.pool
-        if not self.lacks(context):
-            return ""
         if self.fault:
             longest = 0 if self.at_context is None else self.max_context(context)
             return f"{self.fault}; a context up to {longest} starts" if longest else self.fault
-
-        if self.fault:
-            return self.fault
         if self.is_beyond(context):
             return f"a context of {context} tokens is beyond {self.beyond}"
         if not self._lacks_room(context):

@@ -201,7 +201,6 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
         + _connected_bytes(served)
         + (0 if reserves_graphs else graphs.num_bytes),
         fault=_fault(served, pool, budget, weights_of(entries)),
-        fault=_fault(served, pool, budget),
         longest_context=longest_context(served, scaled=SCALED_MODELS),
         beyond=beyond_positions(served, LONGER, scaled=SCALED_MODELS),
         counts_process=_counts_context(served),
