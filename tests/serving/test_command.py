@@ -12,6 +12,7 @@ from whichlora.errors import ConfigError
 from whichlora.predict.predict import predict
 from whichlora.spec.options import OptionValue
 from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 
 QWEN = "Qwen/Qwen3-0.6B"
@@ -133,6 +134,50 @@ def test_a_value_that_a_release_lacks_is_refused(version: str, value: str, since
         command(run, kv_cache_dtype=value)
     later = replace(run, libraries=(("vllm", f"{since}.0"),))
     assert f"--kv-cache-dtype {value}" in command(later, kv_cache_dtype=value)
+
+
+def on_16(engine: str, version: str = "", **options: OptionValue) -> tuple[str, str]:
+    """The command on 16 H100, and what the notes say of their machines."""
+    h100, model = find_gpu("h100-sxm-80gb"), "meta-llama/Llama-3.1-405B"
+    run = replace(
+        RUN,
+        model=model,
+        serving=engine,
+        serving_options=tuple(sorted(options.items())),
+        libraries=((engine, version),) if version else (),
+    )
+    answer = predict(load_model(model), run, h100, load_calibration(h100))
+    assert answer.serving
+    told = [note for note in answer.notes if "HEAD_NODE" in note]
+    return answer.serving.command, "".join(told)
+
+
+def test_a_release_of_vllm_that_spans_machines_is_told_which_one_it_is_on() -> None:
+    head = "--nnodes 2 --node-rank 0 --master-addr HEAD_NODE"
+    ranks, told = on_16("vllm", tensor_parallel_size=16)
+    assert ranks.endswith(f"--tensor-parallel-size 16 {head}")
+    assert told.endswith("the others run the same with --node-rank 1 and --headless")
+    stages, _ = on_16("vllm", tensor_parallel_size=8, pipeline_parallel_size=2)
+    assert stages.endswith(head)
+    assert on_16("vllm", "0.11.1", tensor_parallel_size=16)[0].endswith(head)
+
+
+def test_an_older_vllm_spans_machines_by_ray() -> None:
+    ranks, told = on_16("vllm", "0.11.0", tensor_parallel_size=16)
+    assert ranks.endswith("--tensor-parallel-size 16")
+    assert "`ray start --address=HEAD_NODE:6379` on the others" in told
+
+
+def test_sglang_spans_machines() -> None:
+    ranks, told = on_16("sglang", tp_size=16)
+    assert ranks.endswith("--tp-size 16 --nnodes 2 --node-rank 0 --dist-init-addr HEAD_NODE:5000")
+    assert told.endswith("the others run the same with --node-rank 1")
+
+
+def test_one_machine_has_no_other() -> None:
+    alone = {"tensor_parallel_size": 8, "gpu_memory_utilization": 0.98}
+    assert on_16("vllm", **alone) == on_16("vllm", "0.33.0", **alone)
+    assert "HEAD_NODE" not in "".join(on_16("vllm", **alone))
 
 
 def test_sglang_has_other_flags() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from whichlora.memory import allocator
 from whichlora.memory.training import Ledger
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.resolve import ResolvedRun
-from whichlora.predict.serving_links import nodes_note, unlinked
+from whichlora.predict.serving_links import nodes_note, num_nodes, unlinked
 from whichlora.predict.serving_time import serving_time
-from whichlora.serving.base import Start
+from whichlora.serving.base import Served, Start
 from whichlora.serving.step_time import Service
 from whichlora.spec.checkpoint import lacking_storage
 from whichlora.spec.results import ServingPrediction
@@ -68,7 +70,7 @@ def serving_prediction(
         concurrency=run.batch_size,
         max_running=start.max_running(served.context, served.shared_tokens),
         left_bytes=job.gpu.memory_bytes - taken_bytes(job, start),
-        command="" if fault else job.engine.command(served),
+        command="" if fault else job.engine.command(_on_nodes(job, calibration)),
         lacking_storage=lacking_storage(job.model.config, run.quant or "none"),
         refuses="" if fault else served.refused_requests,
         time=None if fault else serving_time(job, served, service, calibration),
@@ -116,7 +118,13 @@ def serving_notes(
         )
     if answer.time is not None and start.untimed:
         lines.append("times by what the engine's logs on this device state of the same file")
-    return (*lines, *job.engine.notes(job.served, start))
+    return (*lines, *job.engine.notes(_on_nodes(job, calibration), start))
+
+
+def _on_nodes(job: ResolvedRun, calibration: Calibration) -> Served:
+    """What is served, on the machines that have its GPUs."""
+    nodes = num_nodes(job.engine.num_gpus(job.run), job.gpu, calibration.machines)
+    return replace(job.served, nodes=nodes)
 
 
 def _untimed(job: ResolvedRun, start: Start, calibration: Calibration) -> str:

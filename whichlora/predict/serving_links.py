@@ -121,6 +121,11 @@ def nodes_note(gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> str
     return f"{note}; they are joined by {links.network.name}"
 
 
+def num_nodes(gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> int:
+    """Machines that `gpus` of an engine are on."""
+    return _placed(gpus, gpu, machines)[0].nodes
+
+
 def unlinked(gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> str:
     """Why nothing is known of what `gpus` of an engine send each other."""
     usual = usual_links(gpu, machines)

@@ -36,6 +36,7 @@ class Served:
         targets: names of the matrices whose adapters are not merged, if any.
         options: the engine's own, defaults filled in.
         libraries: their versions, the engine's among them.
+        nodes: machines that its GPUs are on, equally many on each.
         weights, adapter: where its command finds them; without `weights`, under the model's name.
     """
 
@@ -47,6 +48,7 @@ class Served:
     targets: tuple[str, ...]
     options: Mapping[str, OptionValue | None]
     libraries: Libraries
+    nodes: int = 1
     weights: str = ""
     adapter: str = "ADAPTER"
 

@@ -7,6 +7,8 @@ import shlex
 from whichlora.serving.base import Served
 from whichlora.serving.product_dtypes import dtype_of
 
+HEAD_NODE = "HEAD_NODE"  # stands for the address of the first machine
+
 
 def shell_command(
     served: Served, start: str, *, context: str, flags: tuple[str, ...] = (), **renamed: str
@@ -30,3 +32,17 @@ def shell_command(
         elif value is not False:
             words += [flag, shlex.quote(f"{value:g}" if isinstance(value, float) else str(value))]
     return " ".join((*words, *flags))
+
+
+def nodes_note(served: Served, others: str, rank: str) -> str:
+    """What the command of the first of several machines is on the others.
+
+    Args:
+        others: what is added to it there.
+        rank: the flag of a machine's number.
+    """
+    numbers = "1" if served.nodes == 2 else f"1 to {served.nodes - 1}"
+    return (
+        f"the command is that of the first of {served.nodes} machines, and {HEAD_NODE} stands for "
+        f"its address; the others run the same with {rank} {numbers}{others and f' and {others}'}"
+    )

@@ -15,7 +15,7 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import CachedLayers, cached_layers
-from whichlora.serving.command import shell_command
+from whichlora.serving.command import HEAD_NODE, nodes_note, shell_command
 from whichlora.serving.drafts import NOTE, UNTIMED, check_drafts, joint_entry, with_draft_layers
 from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS, TOKENIZED_S
@@ -480,10 +480,14 @@ def command(served: Served) -> str:
     groups = "--attn-dp-size {}"
     if served.libraries.older("sglang", COPIES_SINCE):
         groups = "--dp-size {} --enable-dp-attention"
+    flags: tuple[str, ...] = ()
+    if served.nodes > 1:
+        flags = (f"--nnodes {served.nodes} --node-rank 0 --dist-init-addr {HEAD_NODE}:5000",)
     return shell_command(
         served,
         "python -m sglang.launch_server --model-path",
         context="--context-length",
+        flags=flags,
         disable_cuda_graph=graphs,
         attn_dp_size=groups,
     )
@@ -513,6 +517,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
         warns = f"sglang may not start without {LONGER}"
         lines += positions_note(served, "sglang warns" if _takes_longer(served) else warns)
     lines += stage_notes(start, stage_layers(served), STAGES)
+    lines += [nodes_note(served, "", "--node-rank")] if served.nodes > 1 else []
     lines += [NOTE] if served.options[DRAFTS] else []
     lines += known_note(served, "sglang")
     if start.copies == 1 and (ranks := served.count(RANKS) or 1) > 1:

@@ -10,7 +10,7 @@ import shlex
 
 from whichlora.errors import ConfigError
 from whichlora.serving.base import Engine, Served, Start, Stepping
-from whichlora.serving.command import shell_command
+from whichlora.serving.command import HEAD_NODE, nodes_note, shell_command
 from whichlora.serving.drafts import NOTE, check_drafts
 from whichlora.serving.expert_ranks import check_experts
 from whichlora.serving.kernel_rates import (
@@ -181,6 +181,7 @@ CHUNK_QUERY_TILE = 64
 # finds the loader of bitsandbytes by itself. Source: setup.py; `create_model_config`.
 SERVE_SINCE, OLDER_SERVER = "0.5.2", "python -m vllm.entrypoints.openai.api_server --model"
 LOADER_SINCE, REDUNDANT_FLAG = "0.8.2", "eplb-config.num_redundant_experts"
+NODES_SINCE = "0.11.1"  # the first release whose own processes span machines
 TEXT_ALONE = "0.10.1"  # the first release that leaves towers on the disk; pull/22299
 
 
@@ -438,6 +439,8 @@ def command(served: Served) -> str:
         if not served.is_asked("max_lora_rank"):
             flags.append(f"--max-lora-rank {lora_slots(served)[1]}")
         flags.append(f"--lora-modules adapter={shlex.quote(served.adapter)}")
+    if served.nodes > 1 and not older("vllm", NODES_SINCE):
+        flags.append(f"--nnodes {served.nodes} --node-rank 0 --master-addr {HEAD_NODE}")
     redundant = "num-redundant-experts" if older("vllm", "0.10.2") else REDUNDANT_FLAG
     return shell_command(
         served,
@@ -476,6 +479,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
             f"{COPIES} {start.copies}: each engine has its own pool and up to "
             f"{max_num_seqs(served)} sequences; sequences and tokens are of all"
         )
+    lines += _nodes_notes(served)
     lines += [NOTE] if served.options[DRAFTS] else []
     if multiplies_by_triton(served):
         lines.append(
@@ -492,6 +496,24 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     lines += stage_notes(start, stage_layers(served), STAGES)
     lines += known_note(served, "vllm")
     return tuple(lines)
+
+
+def _nodes_notes(served: Served) -> list[str]:
+    """What several machines are started with.
+
+    Before, Ray is taken where the ranks are more than the GPUs of a machine.
+    Source: vLLM 0.11.1 to 0.33.0 config/parallel.py, entrypoints/cli/serve.py `run_headless`.
+    """
+    if served.nodes == 1:
+        return []
+    if not served.libraries.older("vllm", NODES_SINCE):
+        return [nodes_note(served, "--headless", "--node-rank")]
+    if (served.count(COPIES) or 1) > 1:
+        return [f"the command is that of one machine: {COPIES} over several has flags of its own"]
+    return [
+        f"{served.nodes} machines are joined by Ray first: `ray start --head --port=6379` on one, "
+        f"`ray start --address={HEAD_NODE}:6379` on the others; {HEAD_NODE} stands for its address"
+    ]
 
 
 ENGINE = Engine(
