@@ -49,6 +49,7 @@ from whichlora.serving.stages import (
     check_stages,
     stage_notes,
 )
+from whichlora.serving.vllm_caches import check as check_cache
 from whichlora.serving.vllm_log import LOG
 from whichlora.serving.vllm_memory import load_of_start, start
 from whichlora.serving.vllm_settings import (
@@ -268,6 +269,7 @@ def check(served: Served) -> None:
     check_model_dtype(served, FLOAT16_REFUSED)
     check_quant_dtype(served, QUANT_DTYPES)
     check_sparse(served)
+    check_cache(served)
     _check_drafts(served)
     if served.model.unloaded_params and served.libraries.older("vllm", TEXT_ALONE):
         raise ConfigError(

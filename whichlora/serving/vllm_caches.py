@@ -1,0 +1,61 @@
+"""Caches of keys and values in 8 bits under vLLM: which cards have attention that reads them."""
+
+from __future__ import annotations
+
+from whichlora.errors import ConfigError
+from whichlora.serving.base import Served
+from whichlora.serving.product_dtypes import BF16_CAPABILITY
+from whichlora.serving.rank import has_latents
+from whichlora.serving.vllm_settings import FP8_CACHES, capability
+from whichlora.spec.architecture import Attention
+
+SECOND_ENGINE_ALONE = "0.11"  # before, kernels of the first one widen 8 bits on every card
+FP8_CAPABILITY = 8.9  # of Triton's kernels, whose type fp8e4nv older cards lack
+# FlashInfer's oldest card, since it is chosen by itself, and heads that it has kernels for.
+FLASHINFER_CARDS = (("0.11.1", 7.5), ("0.24", 8.0))
+FLASHINFER_HEADS, LARGER_HEAD = (64, 128, 256), ("0.22", 512)
+
+
+def check(served: Served) -> None:
+    """Refuse a cache whose dtype no attention of the release reads on the GPU.
+
+    FlashAttention reads 8 bits on compute capability 9.0 and 10, Triton's kernels from 8.9 on;
+    below, FlashInfer does, without sinks and latents. FlexAttention never does. Sparse attention
+    has layouts of its own (`vllm_sparse`).
+    Source: vLLM 0.11.0 platforms/cuda.py:360; 0.11.1 to 0.33.0 `supports_compute_capability` and
+    `get_supported_head_sizes` of v1/attention/backends/flashinfer.py, fa_utils.py
+    `flash_attn_supports_kv_cache_dtype`; 0.24.0 triton_attn.py:472, 0.33.0 :514, mla/triton_mla.py:
+    203. Before 0.24 Triton's compiler refuses what later releases do.
+
+    Raises:
+        ConfigError: one line.
+    """
+    asked = str(served.options["kv_cache_dtype"])
+    if asked == "auto" or served.model.chooses_keys:
+        return
+    if asked in FP8_CACHES and served.libraries.older("vllm", SECOND_ENGINE_ALONE):
+        return
+    needed = BF16_CAPABILITY if asked == "bfloat16" else _fp8_capability(served)
+    if capability(served) >= needed:
+        return
+    raise ConfigError(
+        f"kv_cache_dtype: vllm {served.libraries.vllm} has no attention that reads {asked} on "
+        f"{served.gpu.key} for {served.model.name}: it needs compute capability {needed} or newer; "
+        "give auto"
+    )
+
+
+def _fp8_capability(served: Served) -> float:
+    """The oldest card with attention of the model over 8 bits: FlashInfer's, or Triton's."""
+    older = served.libraries.older
+    cards = [card for since, card in FLASHINFER_CARDS if not older("vllm", since)]
+    since, larger = LARGER_HEAD
+    heads = FLASHINFER_HEADS if older("vllm", since) else (*FLASHINFER_HEADS, larger)
+    attentions = [each for layer, _ in served.model.layers() for each in layer.attentions]
+    fits = all(_fits(each, heads) for each in attentions if each.kind == "softmax")
+    return cards[-1] if cards and fits else FP8_CAPABILITY
+
+
+def _fits(attention: Attention, heads: tuple[int, ...]) -> bool:
+    has_sinks = attention.eager == "sinks"
+    return attention.head_dim in heads and not has_sinks and not has_latents(attention)
