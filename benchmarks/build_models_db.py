@@ -1,7 +1,8 @@
 """Write `models_db/` from a folder of verified configs: `build_models_db.py SOURCE [TARGET]`.
 
 SOURCE holds one `config.json` per architecture and an `INDEX.csv` that says where each came
-from and what parameter count was published for it. Running it twice writes the same bytes.
+from and what parameter count was published for it. Running it twice writes the same bytes. What
+TARGET says of aliases with other positions stays (`POSITIONS`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,19 @@ def entry(row: dict[str, str], source: Path) -> dict[str, Any]:
     }
 
 
+POSITIONS = ("positions", "positions_from")
+
+
+def with_positions(value: dict[str, Any], path: Path) -> dict[str, Any]:
+    """`value` with what the file at `path` says of aliases that have other positions."""
+    if not path.is_file():
+        return value
+    there = json.loads(path.read_text(encoding="utf-8"))
+    own = {key: there[key] for key in POSITIONS if key in there}
+    config = value.pop("config", None)
+    return value | own | ({} if config is None else {"config": config})
+
+
 def main() -> None:
     if len(sys.argv) not in (2, 3):
         raise SystemExit(__doc__)
@@ -47,8 +61,9 @@ def main() -> None:
         }
     target.mkdir(exist_ok=True)
     for stem, value in {**entries, "index": index_of(entries)}.items():
-        text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-        (target / f"{stem}.json").write_text(text, encoding="utf-8")
+        path = target / f"{stem}.json"
+        text = json.dumps(with_positions(value, path), indent=1, ensure_ascii=False) + "\n"
+        path.write_text(text, encoding="utf-8")
     print(f"{len(entries)} models written to {target}", file=sys.stderr)
 
 

@@ -24,7 +24,7 @@ import csv
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -76,10 +76,16 @@ class Compared:
         return self.predicted / self.measured - 1
 
 
+YARN_FACTOR = 4  # of Qwen's model cards, for sequences beyond 32,768 tokens
+
+
 def _time(run: RunConfig, gpu_name: str) -> ServingTime | None:
-    gpu = find_target(gpu_name)
+    gpu, model = find_target(gpu_name), load_model(run.model)
     calibration = load_calibration(gpu)
-    answer = predict(load_model(run.model), run, gpu, calibration).serving
+    positions = model.max_position_embeddings
+    if positions is not None and run.longest_sequence > positions:  # their rotation was scaled
+        model = replace(model, max_position_embeddings=YARN_FACTOR * positions)
+    answer = predict(model, run, gpu, calibration).serving
     return None if answer is None else answer.time
 
 

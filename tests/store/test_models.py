@@ -346,6 +346,41 @@ def test_a_typing_error_has_the_model_it_meant_first(typed: str, nearest: str) -
     assert len(near) == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [
+        ("Qwen/Qwen2.5-7B", 131072),
+        ("Qwen/Qwen2.5-7B-Instruct", 32768),
+        ("qwen/qwen2.5-72b-instruct", 32768),
+        ("Qwen/Qwen2-57B-A14B-Instruct", 32768),
+        ("Qwen/Qwen2.5-Math-7B", 4096),
+    ],
+)
+def test_an_alias_has_its_own_positions_where_they_are_known(name: str, positions: int) -> None:
+    model = find_model(name)
+    assert model is not None
+    assert model.max_position_embeddings == positions
+    assert not model.shapes_of
+    assert all("context length" not in note for note in model.notes)
+
+
+def test_an_alias_of_unknown_positions_says_whose_it_has() -> None:
+    model = find_model("meta-llama/Llama-3.1-8B-Instruct")
+    assert model is not None
+    assert model.shapes_of == "meta-llama/Llama-3.1-8B"
+    copy = find_copy("Qwen/Qwen2.5-7B-Instruct-AWQ")
+    assert copy is not None
+    assert copy.max_position_embeddings == 32768
+
+
+def test_positions_are_of_aliases_and_have_a_source() -> None:
+    for path in data_folder("models_db").glob("*--*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        positions = record.get("positions", {})
+        assert set(positions) <= set(record["aliases"])
+        assert bool(positions) == bool(record.get("positions_from"))
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A database of two models that share a short name."""

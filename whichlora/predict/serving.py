@@ -17,7 +17,7 @@ from whichlora.spec.results import ServingPrediction
 from whichlora.units import format_bytes
 
 MOMENT = "serving"
-# Of the GPU's memory, what a pool is off by at most in 90 % of 116 published starts; 0.14 % in the
+# Of the GPU's memory, what a pool is off by at most in 90 % of 116 published starts; 0.13 % in the
 # median. Kind: measured, `docs/accuracy/serving.md`.
 POOL_ERROR = 0.014
 

@@ -70,23 +70,31 @@ def find_model(name: str) -> ModelSpec | None:
 
 @cache
 def _spec(path: Path, known_as: str, hub_id: str) -> ModelSpec:
-    """The architecture that `path` has, read once, as the index is."""
+    """The architecture that `path` has, read once, as the index is.
+
+    An alias may have other positions, which the file states (`positions`).
+    """
     values = read_object(path)
     check_schema_version(values, SCHEMA_VERSION, str(path))
     config = values.get("config")
     if not isinstance(config, dict):
         raise DataFileError(f"{path}: config: must be an object, got {type(config).__name__}")
+    positions = values.get("positions", {}).get(known_as)
+    if positions is not None:
+        config = {**config, "max_position_embeddings": positions}
     try:
         spec = families.build(config, name=known_as)
     except ConfigError as error:
         raise DataFileError(f"{path}: config: {error}") from error
     notes = spec.notes
     is_other = known_as != hub_id
-    if is_other:
+    if is_other and positions is None:
         notes += (f"shapes of {hub_id}; context length and dtype may differ",)
+    elif is_other:
+        notes += (f"shapes of {hub_id}, with its own {positions} positions; dtype may differ",)
     if values.get("note"):
         notes += (str(values["note"]),)
-    return replace(spec, notes=notes, shapes_of=hub_id if is_other else "")
+    return replace(spec, notes=notes, shapes_of=hub_id if is_other and positions is None else "")
 
 
 def is_gated(name: str) -> bool:
