@@ -6,7 +6,7 @@
 
 The same with 0.4.2. That release's own `Qwen2ForCausalLM` of 28 narrow layers reads one token, with
 kernels in C++ that do nothing, so that its Python and torch's dispatcher are left. Needs a C++
-compiler and no GPU. `whichlora.serving.vllm` has the figures: `EAGER_LAUNCH_S`, `SCRIPTED_TYPE_S`.
+compiler and no GPU. `whichlora.serving` has the figures: `EAGER_LAUNCH_S`, `SCRIPTED_TYPE_S`.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from whichlora.serving.sglang_share import (
 )
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.units import GiB
 
@@ -205,3 +206,19 @@ def test_states_of_recurrent_layers_have_a_pool_of_their_own() -> None:
     (kept,) = (entry.num_bytes for entry in few.entries if "states" in entry.fact.what)
     assert kept == (64 + 1) * layers * 2 * (recurrent + convolved)
     assert few.max_num_seqs(8192) == 64
+
+
+def test_steps_without_graphs_wait_for_the_host_as_those_of_vllm_do() -> None:
+    """Llama-3.1-8B on an H100, whose kernels take less than their launches from Python."""
+    h100, model = find_gpu("h100-sxm-80gb"), "meta-llama/Llama-3.1-8B"
+    run = RunConfig(model=model, phase="inference", context=2048)
+    tpot_s = {}
+    for engine, option in (("sglang", "disable_cuda_graph"), ("vllm", "enforce_eager")):
+        for is_eager in (True, False):
+            asked = replace(run, serving=engine, serving_options=((option, is_eager),))
+            answer = predict(load_model(model), asked, h100, load_calibration(h100)).serving
+            assert answer
+            assert answer.time
+            tpot_s[engine, is_eager] = answer.time.tpot_s
+    assert tpot_s["sglang", True] > 1.8 * tpot_s["sglang", False]
+    assert tpot_s["sglang", True] == pytest.approx(tpot_s["vllm", True], rel=0.1)

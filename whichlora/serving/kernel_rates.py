@@ -233,6 +233,12 @@ EXPERTS_DEVIATION = 0.16
 # possible tokens on a cloud's CPU (`benchmarks/tokenizing.py`); of tokens drawn at random, as
 # benchmarks of engines send them, 3.2 µs.
 TOKENIZED_S = 1.6e-6
+# What a kernel costs the host of an engine whose code is eager, which calls more Python around each
+# than transformers does. Kind: estimate of vLLM's, relative to what is fitted to its 0.4.2: 28
+# layers of Qwen2 whose kernels do nothing take one core 3.4 ms there, whose operators are pybind's,
+# and 5.8 in 0.6.2, where torch's dispatcher calls them; a launch comes to each of 280
+# (`vllm.SECOND_LAUNCH_S`). `benchmarks/eager_host.py`. SGLang's are called the same way: estimate.
+EAGER_LAUNCH_S = 40e-6
 POINTWISE_READS = 0.8  # of the bandwidth, as the prior of `timing.model`
 MOST_PRODUCTS = 0.92  # of a peak, what products reach that power does not limit
 

@@ -18,7 +18,7 @@ from whichlora.serving.block_groups import CachedLayers, cached_layers
 from whichlora.serving.command import HEAD_NODE, nodes_note, shell_command
 from whichlora.serving.drafts import NOTE, UNTIMED, check_drafts, joint_entry, with_draft_layers
 from whichlora.serving.expert_ranks import ExpertRanks, check_experts
-from whichlora.serving.kernel_rates import FIRST_MARLIN_ROWS, TOKENIZED_S
+from whichlora.serving.kernel_rates import EAGER_LAUNCH_S, FIRST_MARLIN_ROWS, TOKENIZED_S
 from whichlora.serving.known_models import check_known, known_note
 from whichlora.serving.other_flags import (
     ALL_TO_ALL,
@@ -375,9 +375,9 @@ def _max_running_requests(served: Served, tokens: int, context: int) -> int:
 def stepping(served: Served) -> Stepping:
     """Prompts first, in chunks and alone; the host prepares a step while the GPU does the last one.
 
-    Kind: exact; `HOST_S` is an estimate. Source: SGLang 0.5.23 srt/managers/scheduler.py
-    `get_next_batch_to_run`, `event_loop_overlap`; 0.4.6 layers/quantization/gptq.py, which takes
-    vLLM's kernel for experts.
+    Kind: exact; `HOST_S` and `EAGER_LAUNCH_S` are estimates, the latter of vLLM's host. Source:
+    SGLang 0.5.23 srt/managers/scheduler.py `get_next_batch_to_run`, `event_loop_overlap`; 0.4.6
+    layers/quantization/gptq.py, which takes vLLM's kernel for experts.
     """
     is_eager = bool(served.options["disable_cuda_graph"])
     return Stepping(
@@ -389,7 +389,7 @@ def stepping(served: Served) -> Stepping:
         max_step_tokens=prompt_tokens(served),
         mixes=False,
         captured_tokens=0 if is_eager else decode_graphs(served),
-        launch_s=LAUNCH_S,
+        launch_s=EAGER_LAUNCH_S if is_eager else LAUNCH_S,
         indexer_kernels=indexer_kernels(served),
         cache_bytes=_cache_bytes(served) * latent_share(served),
         state_bytes=partial(_kind_bytes, served),

@@ -14,6 +14,7 @@ from whichlora.serving.command import HEAD_NODE, nodes_note, shell_command
 from whichlora.serving.drafts import NOTE, check_drafts
 from whichlora.serving.expert_ranks import check_experts
 from whichlora.serving.kernel_rates import (
+    EAGER_LAUNCH_S,
     FIRST_MARLIN_ROWS,
     TOKENIZED_S,
     UNPACKING_PRODUCTS,
@@ -101,12 +102,9 @@ SCHEDULED_RANKS_S = 3.75e-3
 # What a kernel of a step that is too large for a graph costs the host, whose code is compiled.
 # Kind: estimate: half of a launch from Python.
 COMPILED_LAUNCH_S = LAUNCH_S / 2
-# The same of its eager code, which calls more Python around each kernel than transformers does.
-# Kind: fitted before 0.5, to Qwen2 0.5B and 1.5B past the longest captured sequence of 0.4.2,
-# beside `COPIED_TOKEN_S`. Later relative to it: 28 layers of Qwen2 whose kernels do nothing take
-# one core 3.4 ms in 0.4.2, whose operators are pybind's, and 5.8 in 0.6.2, where torch's dispatcher
-# calls them; a launch comes to each of 280 (`SECOND_LAUNCH_S`). `benchmarks/eager_host.py`.
-FIRST_EAGER_LAUNCH_S, EAGER_LAUNCH_S = 27e-6, 40e-6
+# The same of its eager code before 0.5, whose operators are pybind's. Kind: fitted, to Qwen2 0.5B
+# and 1.5B past the longest captured sequence of 0.4.2, beside `COPIED_TOKEN_S`.
+FIRST_EAGER_LAUNCH_S = 27e-6
 # What a product of stored codes costs that host beyond `F.linear`. From 0.5.4 to 0.6.3 its type is
 # a script object, for which torch's dispatcher walks all arguments in Python: those layers take
 # 10 ms with GPTQ's codes, 38 us more for each of 112 products. With a number in its place, as since
