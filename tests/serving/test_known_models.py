@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from devices import A100
 
 from whichlora.errors import ConfigError
 from whichlora.predict.resolve import resolve
-from whichlora.serving import get_engine
+from whichlora.serving import get_engine, sglang, vllm
 from whichlora.serving.base import Served
 from whichlora.serving.known_models import (
     FOLDER,
@@ -19,6 +21,7 @@ from whichlora.serving.known_models import (
     check_known,
     known_models,
     known_note,
+    release_note,
 )
 from whichlora.spec.run import RunConfig
 from whichlora.spec.versions import Libraries
@@ -27,6 +30,7 @@ from whichlora.store.hub import load_model
 from whichlora.store.models import list_models
 
 ENGINES = ("vllm", "sglang")
+FIRST_STARTS = {"vllm": vllm.FIRST_START, "sglang": sglang.FIRST_START}
 RUN = RunConfig(model="Qwen/Qwen3-8B", phase="inference", serving="vllm", context=2048)
 
 
@@ -200,3 +204,33 @@ def test_of_the_database_the_newest_release_knows_all_but_these(
         if not known.knows(libraries, model)
         for name in architectures_of(model)
     } == unknown
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "told"),
+    [
+        ("vllm", "99", "vllm 99 is newer than 0.33.0, the last that was read: predicted as that"),
+        ("sglang", "99", "sglang 99 is newer than 0.5.23, the last that was read: predicted as"),
+        ("vllm", "0.2.0", "vllm 0.2.0 is older than 0.2.4, the first with a start to compare"),
+        ("sglang", "0.1.16", "sglang 0.1.16 is older than 0.1.17, the first with a start to"),
+        ("vllm", "0.33.0", ""),
+        ("vllm", "0.2.4", ""),
+        ("sglang", "0.5.23", ""),
+    ],
+)
+def test_a_release_beyond_those_that_were_read_is_told(
+    engine: str, version: str, told: str
+) -> None:
+    asked = served("meta-llama/Llama-2-7b-hf", engine, version)
+    notes = release_note(asked, engine, first_start=FIRST_STARTS[engine])
+    assert [note.startswith(told) for note in notes] == [True] * bool(told)
+
+
+def test_the_first_start_is_that_of_the_published_ones() -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "serving_starts.csv"
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for engine, first in FIRST_STARTS.items():
+        read = [Libraries.of([(engine, row["version"])]) for row in rows if row["engine"] == engine]
+        assert not any(libraries.older(engine, first) for libraries in read)
+        assert any(not libraries.newer(engine, first) for libraries in read)

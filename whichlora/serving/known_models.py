@@ -154,3 +154,18 @@ def known_note(served: Served, engine: str) -> list[str]:
         f"{architectures_of(model)[0]}{later}: it starts if the installed transformers has one "
         "that its Transformers backend takes, and is predicted as with its own"
     ]
+
+
+def release_note(served: Served, engine: str, *, first_start: str) -> list[str]:
+    """What a user must know of a release beyond those that were read, or that started.
+
+    Args:
+        first_start: the oldest release whose published starts the pool is compared with.
+    """
+    known, libraries = known_models(engine), served.libraries
+    release, newest = f"{engine} {getattr(libraries, engine)}", known.releases[-1]
+    if libraries.newer(engine, newest):
+        return [f"{release} is newer than {newest}, the last that was read: predicted as that one"]
+    if libraries.older(engine, first_start):
+        return [f"{release} is older than {first_start}, the first with a start to compare with"]
+    return []

@@ -19,7 +19,7 @@ from whichlora.serving.command import HEAD_NODE, nodes_note, shell_command
 from whichlora.serving.drafts import NOTE, UNTIMED, check_drafts, joint_entry, with_draft_layers
 from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.kernel_rates import EAGER_LAUNCH_S, FIRST_MARLIN_ROWS, TOKENIZED_S
-from whichlora.serving.known_models import check_known, known_note
+from whichlora.serving.known_models import check_known, known_note, release_note
 from whichlora.serving.other_flags import (
     ALL_TO_ALL,
     CAPTURED_SIZES,
@@ -93,6 +93,7 @@ HOST_S, SEQUENCE_S = 0.4e-3, 5e-6
 # Kind: exact. Source: srt/environ.py:650 SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION.
 RESERVED_TOKENS = 4096
 
+FIRST_START = "0.1.17"  # of `benchmarks/serving_starts.csv`
 COPIES_SINCE = "0.5.22"  # whose help has a flag for groups; srt/arg_groups/fields/parallel.py
 GRAPH_FLAGS_SINCE = "0.5.16"  # whose help has a flag for graphs of each phase
 LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
@@ -520,6 +521,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     lines += [nodes_note(served, "", "--node-rank")] if served.nodes > 1 else []
     lines += [NOTE] if served.options[DRAFTS] else []
     lines += known_note(served, "sglang")
+    lines += release_note(served, "sglang", first_start=FIRST_START)
     if start.copies == 1 and (ranks := served.count(RANKS) or 1) > 1:
         lines.append(f"{RANKS} {ranks}: bytes are of each GPU")
     if start.copies > 1:

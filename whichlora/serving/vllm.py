@@ -20,7 +20,7 @@ from whichlora.serving.kernel_rates import (
     UNPACKING_PRODUCTS,
     CodeBlocks,
 )
-from whichlora.serving.known_models import check_known, known_note
+from whichlora.serving.known_models import check_known, known_note, release_note
 from whichlora.serving.other_flags import (
     ALL_TO_ALL,
     CAPTURED_SIZES,
@@ -180,6 +180,7 @@ CHUNK_QUERY_TILE = 64
 # finds the loader of bitsandbytes by itself. Source: setup.py; `create_model_config`.
 SERVE_SINCE, OLDER_SERVER = "0.5.2", "python -m vllm.entrypoints.openai.api_server --model"
 LOADER_SINCE, REDUNDANT_FLAG = "0.8.2", "eplb-config.num_redundant_experts"
+FIRST_START = "0.2.4"  # of `benchmarks/serving_starts.csv`
 NODES_SINCE = "0.11.1"  # the first release whose own processes span machines
 TEXT_ALONE = "0.10.1"  # the first release that leaves towers on the disk; pull/22299
 
@@ -503,6 +504,7 @@ def _nodes_notes(served: Served) -> list[str]:
 
     Before, Ray is taken where the ranks are more than the GPUs of a machine.
     Source: vLLM 0.11.1 to 0.33.0 config/parallel.py, entrypoints/cli/serve.py `run_headless`.
+    lines += release_note(served, "vllm", first_start=FIRST_START)
     """
     if served.nodes == 1:
         return []
