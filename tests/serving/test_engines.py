@@ -184,6 +184,13 @@ def test_a_longer_context_that_may_start_is_told(
     assert bool(told) == bool(note)
 
 
+def test_the_release_of_another_engine_is_told_to_change_nothing() -> None:
+    stated = (("sglang", "0.4.6"), ("vllm", "0.9.2"), ("torch", "2.7.0"))
+    told = [note for note in predicted(replace(RUN, libraries=stated)).notes if "changes" in note]
+    assert told == ["libraries sglang=0.4.6 changes nothing under serving vllm"]
+    assert predicted(RUN).serving
+
+
 def test_positions_that_are_scaled_are_not_scaled_again() -> None:
     model = "google/gemma-3-4b-pt"  # a linear factor of 8, which its positions have
     assert not context_answer("vllm", model, 131073)[0]

@@ -588,6 +588,12 @@ def test_why_it_does_not_start_is_one_line(memory_gib: int, share: float, fault:
             "max_lora_rank: 16 is less than the adapter's rank 64; give 64 or more",
         ),
         (
+            {"method": "lora", "serve": "as-trained"},
+            {"enable_lora": False},
+            "enable_lora: false has no slot for the adapter of serve as-trained; leave it out, or "
+            "use serve merged",
+        ),
+        (
             {"method": "lora", "serve": "as-trained", "r": 1024},
             {},
             "r: vllm serves adapters up to rank 512, got 1024",
@@ -711,6 +717,17 @@ def test_a_context_beyond_the_positions_leaves_the_pool_as_it_is() -> None:
     assert "beyond the 131072 positions" in taken.fault_at(131_073)
     assert taken.max_running(131_073) == 0
     assert taken.entries_at(131_073) == taken.entries_at(131_072)
+
+
+def test_slots_without_adapters_are_told() -> None:
+    def told(run: RunConfig = RUN, **options: object) -> list[str]:
+        asked = served(run, **options)
+        return [note for note in notes(asked, start(asked)) if "no slots for adapters" in note]
+
+    assert told(max_loras=4) == ["max_loras: without enable_lora there are no slots for adapters"]
+    assert not told()
+    assert not told(max_loras=4, enable_lora=True)
+    assert not told(replace(RUN, method="lora", serve="as-trained"), max_loras=4)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])

@@ -10,6 +10,7 @@ from whichlora.predict.coefficients import Calibration
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.predict.serving_links import nodes_note, num_nodes, unlinked
 from whichlora.predict.serving_time import serving_time
+from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Served, Start
 from whichlora.serving.step_time import Service
 from whichlora.spec.checkpoint import lacking_storage
@@ -87,6 +88,7 @@ def serving_notes(
     """What a user must know of the answer, then the engine's own notes."""
     lines = []
     run, machines = job.run, calibration.machines
+    lines += _idle_libraries(job)
     if note := nodes_note(job.engine.num_gpus(run), job.gpu, machines):
         lines.append(note)
     if answer.refuses:
@@ -119,6 +121,17 @@ def serving_notes(
     if answer.time is not None and start.untimed:
         lines.append("times by what the engine's logs on this device state of the same file")
     return (*lines, *job.engine.notes(_on_nodes(job, calibration), start))
+
+
+def _idle_libraries(job: ResolvedRun) -> list[str]:
+    """Releases that are stated of engines that do not serve."""
+    own = job.engine.library
+    engines = {get_engine(name).library for name in list_engines()} - {own, ""}
+    return [
+        f"libraries {library}={version} changes nothing under serving {job.engine.name}"
+        for library, version in job.run.libraries
+        if library in engines
+    ]
 
 
 def _on_nodes(job: ResolvedRun, calibration: Calibration) -> Served:

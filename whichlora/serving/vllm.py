@@ -409,6 +409,11 @@ def _check_adapters(served: Served) -> None:
     for is_wrong, what in faults:
         if is_wrong:
             raise ConfigError(f"serving: vllm cannot serve {what}; use serve merged")
+    if served.is_asked("enable_lora") and not served.options["enable_lora"]:
+        raise ConfigError(
+            "enable_lora: false has no slot for the adapter of serve as-trained; leave it out, or "
+            "use serve merged"
+        )
     rank = served.count("max_lora_rank") or 0
     if served.is_asked("max_lora_rank") and rank < run.r:
         raise ConfigError(
@@ -480,6 +485,9 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
             f"{COPIES} {start.copies}: each engine has its own pool and up to "
             f"{max_num_seqs(served)} sequences; sequences and tokens are of all"
         )
+    slots = [each for each in ("max_loras", "max_lora_rank") if served.is_asked(each)]
+    if slots and not lora_slots(served)[0]:
+        lines.append(f"{' and '.join(slots)}: without enable_lora there are no slots for adapters")
     lines += _nodes_notes(served)
     lines += [NOTE] if served.options[DRAFTS] else []
     if multiplies_by_triton(served):
@@ -496,6 +504,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
         lines += positions_note(served, f"vllm may not start without {LONGER}")
     lines += stage_notes(start, stage_layers(served), STAGES)
     lines += known_note(served, "vllm")
+    lines += release_note(served, "vllm", first_start=FIRST_START)
     return tuple(lines)
 
 
@@ -504,7 +513,6 @@ def _nodes_notes(served: Served) -> list[str]:
 
     Before, Ray is taken where the ranks are more than the GPUs of a machine.
     Source: vLLM 0.11.1 to 0.33.0 config/parallel.py, entrypoints/cli/serve.py `run_headless`.
-    lines += release_note(served, "vllm", first_start=FIRST_START)
     """
     if served.nodes == 1:
         return []
