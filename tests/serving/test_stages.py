@@ -106,7 +106,7 @@ def test_a_start_fails_where_any_stage_fails() -> None:
     assert vllm_memory.start(asked).fault == ""
     small = replace(A100, memory_bytes=60 * GiB)
     fault = vllm_memory.start(replace(asked, gpu=small)).fault
-    assert fault.startswith("stage 2 of pipeline_parallel_size 2: gpu_memory_utilization")
+    assert fault.startswith("stage 2 of pipeline_parallel_size 2: weights alone take 65.74 GiB")
 
 
 def test_a_published_first_stage_has_the_memory_that_its_log_states() -> None:
