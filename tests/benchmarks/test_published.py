@@ -28,6 +28,7 @@ from whichlora.timing import model
 CELLS = {
     "autoawq_readme": (0, 48),
     "axolotl_examples": (0, 20),
+    "bitsandbytes_readme": (118, 0),
     "chatglm2_readme": (0, 6),
     "chatglm_finetuning_readme": (0, 4),
     "fitcheck_t4": (419, 0),
@@ -167,7 +168,9 @@ def test_the_shipped_records_are_those_that_the_rows_make() -> None:
     found, _ = records.records()
     assert {gpu: len(some) for gpu, some in found.items()} == {
         "a100-sxm-80gb": 640,
-        "t4-16gb": 67,
+        "h100-sxm-80gb": 48,
+        "rtx-4090-24gb": 45,
+        "t4-16gb": 94,
     }
     for gpu, some in found.items():
         path = data_folder("calibration") / gpu / "measurements" / "published.jsonl"

@@ -82,7 +82,7 @@ def test_inputs_of_8_bit_matrices_live_until_the_first_layer_has_gone_backward()
 
 def test_an_input_that_an_8_bit_matrix_holds_is_no_second_checkpoint() -> None:
     # BERT's queries read the layer's input itself, so that it is both held and checkpointed
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4}
     found = ledger_of({"model_type": "bert", **sizes}, quant="int8")
     names = [
         one.what
@@ -427,6 +427,7 @@ def test_albert_copies_a_shared_weight_once_for_autocast() -> None:
 @pytest.mark.parametrize(("quant", "narrow"), [("nf4", True), ("int8", False)])
 def test_dora_takes_the_bias_of_a_4_bit_matrix_off_in_16_bit(quant: str, narrow: bool) -> None:
     config = {"model_type": "distilbert", "dim": 512, "hidden_dim": 2048, "n_layers": 4}
+    config["n_heads"] = 8
     found = ledger_of(config, method="dora", quant=quant, gradient_checkpointing=False)
     saved = next(one for one in found.moments["loss_backward"] if one.fact is layer_passes.SAVED)
     operands = {

@@ -16,10 +16,10 @@ def test_a_name_is_said_to_be_taken_as_an_accelerator(capsys: pytest.CaptureFixt
 
 
 def test_an_engine_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    served = {"phase": "inference", "serving": "vllm", "context": 65_536}
+    served = {"phase": "inference", "serving": "vllm", "context": 40_000}
     print_placements(where("Qwen/Qwen3-32B", ["h800-sxm", "h200-sxm"], **served))
     printed = " ".join(capsys.readouterr().out.split())
-    assert "vllm does not start on h800-sxm-80gb: one sequence of 65536 tokens takes" in printed
+    assert "vllm does not start on h800-sxm-80gb: one sequence of 40000 tokens takes" in printed
     assert "vllm does not start on h200" not in printed
 
 

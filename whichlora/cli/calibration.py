@@ -64,7 +64,7 @@ def calibrate(
       whichlora calibrate --links --gpu rtx-3090-24gb
       whichlora calibrate --gpu l40s --from-log vllm.log
     """
-    options = {"gpu": ",".join(gpu) or None, "calibration_dir": calibration_dir}
+    options = {"gpu": list(gpu), "calibration_dir": calibration_dir}
     ctx.default_map = dict.fromkeys(calibrate.commands, options)
     if launch_us is not None:
         if len(gpu) != 1:

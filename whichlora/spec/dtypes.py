@@ -207,7 +207,6 @@ def resolve_dtypes(
     by_trl = (cast_by_autocast or wide_result) and _trl_narrows(run, narrows_adapters)
     fp32_adapters = not narrow and not by_trl and (widens_input or cast_by_autocast)
     wide = mode in ("Q", "F")
-    drops = training and run.lora_dropout > 0 and not run.trainer_option("disable_dropout")
     return Dtypes(
         mode=mode,
         quant=quant,
@@ -229,7 +228,7 @@ def resolve_dtypes(
         shared_inputs=mode in ("P", "F") and not narrow_adapters,
         input_bytes=4 if mode in ("C", "F") and not narrow_adapters else 2,
         lora_dropout=run.lora_dropout if training else 0.0,
-        adapters_drop=drops,
+        adapters_drop=_drops(run),
         # PEFT widens the input to the adapter's dtype before it drops; autocast narrows it after.
         dropped_bytes=4 if widens_input else half,
         training=training,
@@ -247,6 +246,12 @@ def resolve_dtypes(
         loads_at_once=quant in BNB_QUANTS,
         finds_outliers=run.llm_int8_threshold > 0,
     )
+
+
+def _drops(run: RunConfig) -> bool:
+    """Whether the adapters drop values of their inputs."""
+    asked = run.phase == "finetune" and run.lora_dropout > 0
+    return asked and not run.trainer_option("disable_dropout")
 
 
 def _trl_narrows(run: RunConfig, narrows_adapters: bool) -> bool:
