@@ -192,6 +192,12 @@ def test_a_small_model_gains_nothing_from_few_bits() -> None:
     assert speeds["none"] > speeds["gptq-int8"]
 
 
+@pytest.mark.parametrize(("version", "ms"), [("0.13.0", 0.805), ("0.14.0", 0.0)])
+def test_a_step_that_is_planned_ahead_hides_its_host(version: str, ms: float) -> None:
+    engine = timer(libraries=(("vllm", version),)).parts(ALONE)["engine"]
+    assert engine == pytest.approx(1e-3 * ms)
+
+
 def test_without_graphs_the_host_decides() -> None:
     eager = timer(quant="gptq-int4", serving_options=(("enforce_eager", True),))
     graphs = timer(quant="gptq-int4")

@@ -211,14 +211,15 @@ class StepTimer:
                 attention += pairs * same.pair_s / self._filled(same.num_heads, prompt_tokens)
                 attention += prompt_tokens * same.prompt_s
         products, elementwise = products + head, moved + moved_logits
-        stepping, waits = self.stepping, 0.0
-        host = stepping.copied_token_s * cached_tokens
+        stepping = self.stepping
+        planning = stepping.step_s + stepping.sequence_s * sampled
+        beside = stepping.copied_token_s * cached_tokens
         if tokens > stepping.captured_tokens:
-            host += self.launches_s
-        if host:
-            busy = products + attention + elementwise + kernels + communication
-            waits = max(0.0, host - busy)
-        engine = stepping.step_s + stepping.sequence_s * sampled + waits
+            beside += self.launches_s
+        if stepping.plans_ahead:  # while the step before it runs
+            planning, beside = 0.0, planning + beside
+        busy = products + attention + elementwise + kernels + communication
+        engine = planning + max(0.0, beside - busy)
         return products, attention, elementwise, kernels, communication, engine
 
     def _filled(self, num_heads: int, prompt_tokens: int) -> float:
