@@ -825,3 +825,20 @@ def test_a_rented_machine_gets_the_token_of_a_gated_model() -> None:
     assert gated.command == "sky launch --secret HF_TOKEN sky.yaml"
     assert any("is gated: accept its terms on the hub" in note for note in gated.notes)
     assert "secrets" not in FORMATS["skypilot"](recipe()).files["sky.yaml"]
+
+
+@pytest.mark.parametrize(("to", "taken"), [("axolotl", "device-map"), ("llamafactory", "zero3")])
+def test_a_tool_that_loads_all_weights_on_each_gpu_needs_room_for_them(
+    to: str, taken: str, tmp_path: Path
+) -> None:
+    asked = (
+        *("export", "meta-llama/Llama-3.1-70B", "--gpu", "2x3090", "--method", "qlora"),
+        *("--to", to, "--output", str(tmp_path)),
+    )
+    done = whichlora(*asked)
+    text = " ".join(done.output.split())
+    assert f"{taken} needs least memory of" in text
+    assert "none surely fits" in text
+    named = whichlora(*asked, "--parallel", "fsdp", "--offload", "optimizer,params")
+    assert named.exit_code != 0
+    assert "fsdp loads all weights on each GPU before they are sharded, " in named.output

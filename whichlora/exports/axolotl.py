@@ -184,6 +184,7 @@ def export(recipe: Recipe) -> Export:
         run=run,
         notes=notes,
         made_of=made_of(recipe),
+        loads_on_gpu=spread.loads_on_gpu,
     )
 
 

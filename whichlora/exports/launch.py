@@ -77,11 +77,13 @@ class Spreading:
         model: of `from_pretrained`.
         files: DeepSpeed's, if it has one.
         notes: what a user must know of the tool.
+        loads_on_gpu: each process loads all weights on its GPU, before they are sharded.
     """
 
     training: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    loads_on_gpu: bool = False
 
     @property
     def files(self) -> dict[str, str]:
@@ -120,12 +122,10 @@ def spreading(
         if model.get(name) == value:
             del model[name]
     notes: tuple[str, ...] = ()
-    if loads_on_gpu and model.get("device_map") == ON_HOST:
+    loads_on_gpu = loads_on_gpu and model.get("device_map") == ON_HOST
+    if loads_on_gpu:
         del model["device_map"]
-        notes = (
-            f"--to {tool}: it loads all weights on each GPU before they are sharded; where they "
-            "don't fit, use --to transformers or trl",
-        )
+        notes = (f"--to {tool}: it loads all weights on each GPU before they are sharded",)
     for name in (*training, *model):
         inner = training[name] if name == "fsdp_config" else {}
         for key in [f"{name}.{part}" for part in inner] or [name]:
@@ -134,7 +134,7 @@ def spreading(
                     f"--to {tool}: parallel {layout.config.strategy} sets {key}, which {tool} "
                     "can't write; use --to transformers"
                 )
-    return Spreading(training=training, model=model, notes=notes)
+    return Spreading(training=training, model=model, notes=notes, loads_on_gpu=loads_on_gpu)
 
 
 def launch_line(

@@ -199,6 +199,7 @@ class Export:
         run: the run as the tool performs it, to be predicted again.
         notes: settings of the recipe that the tool lacks, or that are not modelled under it.
         made_of: file of rows → the file that `simpler_row` converts to it.
+        loads_on_gpu: each process loads all weights on its GPU before they are sharded.
     """
 
     files: Mapping[str, str]
@@ -206,6 +207,7 @@ class Export:
     run: RunConfig
     notes: tuple[str, ...] = ()
     made_of: Mapping[str, str] = field(default_factory=dict)
+    loads_on_gpu: bool = False
 
 
 def require_plain(

@@ -20,6 +20,7 @@ from whichlora.predict.parallel_choice import best_first, choice_notes
 from whichlora.predict.predict import JudgedRun
 from whichlora.predict.resolve import resolve
 from whichlora.spec.data_format import AUDIO_ROWS, IMAGE_ROWS, KINDS, TRANSCRIPTS, DataFormat
+from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
@@ -28,6 +29,7 @@ from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import read_object, write_bytes
 from whichlora.tasks import rows_of
+from whichlora.units import format_bytes
 from whichlora.workflow import estimates
 
 RECIPE_FILE = "recipe.json"
@@ -117,12 +119,32 @@ def recipe_for(
 
     def judged(each: RunConfig) -> JudgedRun:
         made = FORMATS[to](make_recipe(each, gpu, **job))
-        return predictor.judge(model, made.run, device, calibration)
+        judged = predictor.judge(model, made.run, device, calibration)
+        _check_loading(to, made, judged.counted.host.loading_bytes, device)
+        return judged
 
     spreadings = best_first(run, judged)
     run = replace(run, parallel=spreadings[0].config)
     why = f"{choice_notes(spreadings)[0]}, of those that --to {to} can write"
     return make_recipe(run, gpu, **job), (why,)
+
+
+def _check_loading(to: str, made: Export, loading_bytes: int, gpu: GpuSpec) -> None:
+    """Whether each GPU holds the weights that the tool loads there before they are sharded.
+
+    Args:
+        loading_bytes: of all processes of a node, on the host where another tool loads them.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    each = loading_bytes // made.run.parallel.gpus_per_node
+    if made.loads_on_gpu and each > gpu.memory_bytes:
+        raise ConfigError(
+            f"--to {to}: {made.run.parallel.strategy} loads all weights on each GPU before they "
+            f"are sharded, {format_bytes(each)} on {format_bytes(gpu.memory_bytes)}; use --to "
+            "transformers or trl"
+        )
 
 
 def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
@@ -196,6 +218,9 @@ def write_export(
     if predictions.refused:
         raise ConfigError(predictions.refused[0].reason)
     before, after = predictions
+    if after.several_gpus is not None:
+        gpu = find_gpu(recipe.gpu, least_memory=True)
+        _check_loading(to, made, after.several_gpus.loading_host_bytes, gpu)
     texts = dict(made.files)
     for name, source in made.made_of.items():
         texts[name] = _simpler((data or folder) / source)
