@@ -510,6 +510,14 @@ def test_trl_under_accelerate_with_deepspeed(tmp_path: Path) -> None:
     assert (prediction.run.parallel.strategy, prediction.run.parallel.gpus) == ("zero3", 8)
 
 
+def test_axolotl_s_loss_in_parts_is_none_of_a_preference_trainer(tmp_path: Path) -> None:
+    text = AXOLOTL_LORA_8B + f"plugins: [{CUT}]\nrl: dpo\n"
+    read = imported(tmp_path, lora_yml=text)
+    assert read.settings["trainer"] == "dpo"
+    assert any("assumed: this trainer's own loss" in line for line in read.assumed)
+    assert not any("Liger's loss" in line for line in read.assumed)
+
+
 @pytest.mark.parametrize(
     ("lines", "trainer", "options"),
     [

@@ -245,18 +245,21 @@ def _loads_plugin(keys: Keys, plugin: str, key: str = "") -> bool:
     return False
 
 
-def _loss_in_parts(keys: Keys) -> dict[str, str]:
+def _loss_in_parts(keys: Keys, instead: str) -> dict[str, str]:
     """The loss head where whole logits are never held; empty where nothing asks for it.
 
     Source: Axolotl 0.18 `integrations/cut_cross_entropy/args.py`, `CutCrossEntropyArgs`: the
     plugin turns its loss on by itself.
+
+    Args:
+        instead: what is predicted in its place.
     """
     loads = _loads_plugin(keys, _CUT_PLUGIN, _CUT if keys.flag(_CUT) else "")
     if loads and _CUT not in keys:
-        keys.assume("plugins", f"{_CUT_PLUGIN} is not predicted; assumed: Liger's loss")
+        keys.assume("plugins", f"{_CUT_PLUGIN} is not predicted; assumed: {instead}")
     elif (loads and keys.flag(_CUT)) or keys.flag(_CHUNKED):
         name = _CUT if loads and keys.flag(_CUT) else _CHUNKED
-        keys.assume(name, "is not predicted; assumed: Liger's loss")
+        keys.assume(name, f"is not predicted; assumed: {instead}")
     else:
         return {}
     return {"loss_head": "liger"}
@@ -292,12 +295,13 @@ def _trainer(keys: Keys) -> dict[str, Any]:
     rl = _rl(keys)
     if keys.flag("process_reward_model"):
         keys.refuse("trainer", "process_reward_model", "rewards of each step are not predicted")
-    kernels, loss = _liger(keys), _loss_in_parts(keys)
+    kernels = _liger(keys)
     if rl or keys.flag("reward_model"):
         if kernels:
             keys.assume("liger_*", "are not predicted in this trainer; assumed: the model's code")
+        _loss_in_parts(keys, "this trainer's own loss")
         return _preferences(keys, rl)
-    return {"loss_head": "hf", **kernels, **loss}
+    return {"loss_head": "hf", **kernels, **_loss_in_parts(keys, "Liger's loss")}
 
 
 def _preferences(keys: Keys, rl: str) -> dict[str, Any]:
