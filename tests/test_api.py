@@ -409,3 +409,12 @@ def test_a_rank_above_that_of_every_matrix_is_said_to_be_one() -> None:
     assert any("has a rank above 896" in note for note in prediction.notes)
     (prediction,) = estimate("Qwen/Qwen2.5-0.5B", "h100-sxm-80gb", r=896, seq_len=64)
     assert not any("has a rank above" in note for note in prediction.notes)
+
+
+def test_recommend_takes_a_length_as_people_write_it() -> None:
+    asked: dict[str, Any] = {"gpu": "4090", "models": ["Qwen/Qwen2.5-0.5B"]}
+    winner = whichlora.recommend(**asked, seq_len="4k").winner
+    assert winner is not None
+    assert winner.run.seq_len == 4096
+    with pytest.raises(ConfigError, match="seq_len: 'long' is no number of tokens"):
+        whichlora.recommend(**asked, seq_len="long")

@@ -330,7 +330,7 @@ class _Question(TypedDict, total=False):
     gpu: str
     gpus: int
     models: Sequence[str]
-    seq_len: int
+    seq_len: int | str
     data: str
     samples: int
     attn: str
@@ -425,6 +425,8 @@ def _recommended(
     asked["models"] = tuple(_models(asked.get("models", ())))
     if "data" in asked:
         asked["data"] = _data(asked["data"])
+    if "seq_len" in asked:
+        asked["seq_len"] = _tokens("seq_len", asked["seq_len"])
     recommendation = answered(Question(**asked), progress=progress, calibration_dir=folder)
     if save is not None:
         save_plan(recommendation, save)
