@@ -518,3 +518,28 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     made = tmp_path / "made"
     imported(tmp_path, f"open({str(made)!r}, 'w')\n{CLASSIFIER}")
     assert not made.exists()
+
+
+def test_dict_with_keywords_is_read_like_a_literal(tmp_path: Path) -> None:
+    text = f"""trainer = SFTTrainer(
+    model="{MODEL}",
+    args=SFTConfig(
+        "x", model_init_kwargs=dict(torch_dtype="auto", attn_implementation="flash_attention_2")
+    ),
+)
+"""
+    read = imported(tmp_path, text)
+    assert read.settings["attn"] == "flash_attention_2"
+    assert not any("is computed" in line for line in read.assumed)
+
+
+def test_the_threshold_of_int8_is_read(tmp_path: Path) -> None:
+    text = f"""bnb = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+model = AutoModelForCausalLM.from_pretrained("{MODEL}", quantization_config=bnb)
+Trainer(model=model, args=TrainingArguments("x"))
+"""
+    read = imported(tmp_path, text)
+    assert read.settings["llm_int8_threshold"] == 0.0
+    assert not any("llm_int8" in name for name in read.without_effect)
+    four = imported(tmp_path, text.replace("load_in_8bit", "load_in_4bit"))
+    assert "llm_int8_threshold" not in four.settings

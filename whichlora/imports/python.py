@@ -45,12 +45,14 @@ IDLE = (
 )
 _LAYER = re.compile(r"[\w.-]+")
 _WIDE = "float32"
+_THRESHOLD = "BitsAndBytesConfig.llm_int8_threshold"
 _KBIT = "prepare_model_for_kbit_training"
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     trainer = called_trainer(keys)
     quant = _quant(keys)
+    outliers = keys.of_run({_THRESHOLD: "llm_int8_threshold"}) if quant == "int8" else {}
     adapter = adapter_settings(keys, "LoraConfig", quant, r=8, lora_alpha=8, targets=PEFT_DEFAULT)
     if adapter is None:
         adapter = other_adapter(keys, quant)
@@ -61,7 +63,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     )
     if quant in FOUR_BIT_BNB and settings["precision"] not in FP32_PRECISIONS:
         _note_compute_dtype(keys)
-    return settings | steps_of(keys, trainer)
+    return settings | outliers | steps_of(keys, trainer)
 
 
 def _note_compute_dtype(keys: Keys) -> None:

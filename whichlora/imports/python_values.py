@@ -12,7 +12,7 @@ import contextlib
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 TRAINING = "TrainingArguments"
 _HAS_BF16 = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
@@ -86,6 +86,8 @@ class Values:
             return [self.read(each) for each in node.elts]
         if isinstance(node, ast.Dict):
             return self._mapping(node)
+        if _is_dict_call(node):
+            return {str(each.arg): self.read(each.value) for each in node.keywords}
         if isinstance(node, ast.Attribute):
             return self._attribute(node)
         if isinstance(node, ast.Call) and last_name(node.func) in _HAS_BF16:
@@ -269,6 +271,17 @@ def _note_argument(node: ast.Call, values: Values) -> None:
 
 def _option(node: ast.Call, name: str) -> ast.expr | None:
     return next((each.value for each in node.keywords if each.arg == name), None)
+
+
+def _is_dict_call(node: ast.expr) -> TypeGuard[ast.Call]:
+    """Whether it is `dict(name=value)`, which says as much as a literal."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "dict"
+        and not node.args
+        and all(each.arg is not None for each in node.keywords)
+    )
 
 
 def last_name(node: ast.expr) -> str:
