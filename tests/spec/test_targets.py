@@ -74,6 +74,25 @@ def test_a_module_that_is_not_around_a_matrix_has_no_match(name: str) -> None:
         resolve_targets(model(), (name,))
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", "attn.q_proj", "self_attn.q_proj"),
+        ("meta-llama/Meta-Llama-3-8B", "mamba.q_proj", "self_attn.q_proj"),
+        ("meta-llama/Meta-Llama-3-8B", "ffn.up_proj", "mlp.up_proj"),
+        ("EleutherAI/pythia-160m", "self_attn.query_key_value", "attention.query_key_value"),
+        ("openai-community/gpt2", "self_attn.c_attn", "attn.c_attn"),
+        ("google-bert/bert-base-uncased", "attention.query", "attention.self.query"),
+    ],
+)
+def test_a_module_of_another_type_of_model_has_no_match(name: str, wrong: str, right: str) -> None:
+    spec = model(name)
+    assert resolve_targets(spec, (right,)) == (right.rpartition(".")[2],)
+    assert unmatched_targets(spec, (wrong, right)) == (wrong,)
+    with pytest.raises(ConfigError, match="is no linear layer"):
+        resolve_targets(spec, (wrong,))
+
+
 def test_a_module_that_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="whether foo is around q_proj is not known; give 'q_pr"):
         resolve_targets(model(), ("foo.q_proj", "v_proj"))

@@ -138,6 +138,29 @@ _MLP_MODULES = frozenset(
     | {"mlp.shared_expert", "mlp.shared_experts"}
 )
 
+# Of them, those that models of a type have; of types that are not here any is taken.
+# Source: transformers 5.23 `models/*/modeling_*.py`.
+_LLAMA = ("self_attn", "mlp")
+_BERT = ("self", "attention.self")
+_SHARED_EXPERT = ("shared_expert", "mlp.shared_expert")
+_SHARED_EXPERTS = ("shared_experts", "mlp.shared_experts")
+_MODULES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama", "mistral", "ministral3", "mixtral", "minimax_m2"), _LLAMA),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "cohere", "cohere2"), _LLAMA),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "phi", "phi3", "phimoe"), _LLAMA),
+    **dict.fromkeys(("glm", "glm4", "granite", "granitemoe", "gpt_oss", "internlm3"), _LLAMA),
+    **dict.fromkeys(("olmo", "olmo2", "olmo3", "olmoe", "nemotron", "seed_oss"), _LLAMA),
+    **dict.fromkeys(("smollm3", "stablelm", "starcoder2"), _LLAMA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), (*_LLAMA, *_SHARED_EXPERTS)),
+    "qwen2_moe": (*_LLAMA, *_SHARED_EXPERT),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "deberta-v2"), _BERT),
+    **dict.fromkeys(("gpt2", "gptj", "gpt_bigcode", "modernbert"), ("attn", "mlp")),
+    **dict.fromkeys(("bloom", "falcon"), ("self_attention", "mlp")),
+    "gpt_neox": ("attention", "mlp"),
+    "mpt": ("attn", "ffn"),
+    "distilbert": ("attention", "ffn"),
+}
+
 
 def _named(model: ModelSpec, target: str, candidates: Mapping[str, Linear]) -> Linear | None:
     """The matrices called `target`, or which end so after a dot.
@@ -163,6 +186,7 @@ def _named(model: ModelSpec, target: str, candidates: Mapping[str, Linear]) -> L
             "for every layer"
         )
     around = _ATTENTION_MODULES if leaf in _of_attention(model) else _MLP_MODULES
+    around = around & frozenset(_MODULES.get(model.model_type, around))
     if parent not in around:
         if parent in _ATTENTION_MODULES | _MLP_MODULES:
             return None
