@@ -194,6 +194,9 @@ def _fsdp(
     reshards: bool | str = {"TRUE": True, "FALSE": False}.get(words, words)
     if plain.get("activation_checkpointing") in (True, "true", "True"):
         keys.assume(key, "activation_checkpointing; assumed: the model checkpoints its layers")
+    if str(plain.get("cpu_ram_efficient_loading")).lower() in _ON:
+        text = "cpu_ram_efficient_loading is not predicted; assumed: each process loads all weights"
+        keys.assume(key, text)
     offloads = any(
         str(plain.get(name)).lower() in _ON for name in ("offload_params", "cpu_offload")
     )
