@@ -25,10 +25,10 @@ DIVIDED = (
     *("plain", "gated", "scaled", "scaled_keys"),
     *("one_by_one", "one_by_one_shared", "one_after_other", "borrowed"),
 )
-# Of a recurrent layer, the matrices that are divided by rows; the others are by columns.
 # Kinds of rotation whose positions in a config are scaled already. Source: vLLM 0.33.0
 # config/model.py:2603.
 SCALED_POSITIONS = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+# Of a recurrent layer, the matrices that are divided by rows; the others are by columns.
 STATE_ROWS = ("out_proj", "x_proj")
 
 ROTARY_TABLES = Fact(
@@ -324,7 +324,9 @@ def check_model(served: Served, *, keeps_states: bool = False) -> None:
         )
 
 
-def longest_context(served: Served, *, scaled: tuple[str, ...] = ()) -> int | None:
+def longest_context(
+    served: Served, *, scaled: tuple[str, ...] = (), scales_yarn: bool = False
+) -> int | None:
     """The most tokens that an engine derives from the config; None where that is another model's.
 
     A factor of a rotation counts where its positions are not scaled already.
@@ -334,6 +336,8 @@ def longest_context(served: Served, *, scaled: tuple[str, ...] = ()) -> int | No
 
     Args:
         scaled: model types whose positions are scaled, whatever their rotation says.
+        scales_yarn: whether the positions of YaRN are its original ones times its factor, whatever
+            the config states.
     """
     model = served.model
     if model.max_position_embeddings is None or model.shapes_of:
@@ -342,15 +346,18 @@ def longest_context(served: Served, *, scaled: tuple[str, ...] = ()) -> int | No
     text = config.get("text_config") or config
     rotation = text.get("rope_scaling") or text.get("rope_parameters") or {}
     kind = rotation.get("rope_type", rotation.get("type"))
-    is_scaled = kind in SCALED_POSITIONS or "original_max_position_embeddings" in rotation
-    factor = 1.0 if is_scaled or model.model_type in scaled else rotation.get("factor") or 1.0
-    derived = int(factor * model.max_position_embeddings)
+    original = rotation.get("original_max_position_embeddings")
+    positions, factor = model.max_position_embeddings, rotation.get("factor") or 1.0
+    if scales_yarn and kind == "yarn" and original:
+        positions = original
+    elif kind in SCALED_POSITIONS or original is not None or model.model_type in scaled:
+        factor = 1.0
+    derived = int(factor * positions)
     return max(derived, config.get("model_max_length") or 0)
 
 
-def beyond_positions(served: Served, way_out: str, *, scaled: tuple[str, ...] = ()) -> str:
+def beyond_positions(served: Served, way_out: str, limit: int | None) -> str:
     """What lies beyond the positions of a model, and `way_out`, for `Start.beyond`."""
-    limit = longest_context(served, scaled=scaled)
     return f"the {limit} positions of {served.model.name}; give {limit} or less, or {way_out}"
 
 

@@ -269,7 +269,7 @@ def start(served: Served) -> Start:
         ),
         fault=fault,
         longest_context=None if _takes_longer(served) else longest_context(served),
-        beyond=beyond_positions(served, f"set {LONGER}"),
+        beyond=beyond_positions(served, f"set {LONGER}", longest_context(served)),
         copies=copies(served),
         untimed=_untimed(served),
         stage=fullest + 1 if len(ranks) > 1 else 0,

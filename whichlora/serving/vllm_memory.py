@@ -63,6 +63,7 @@ from whichlora.serving.vllm_settings import (
     RANKS,
     SCALED_MODELS,
     STAGES,
+    STATED_YARN_SINCE,
     block_size_of,
     cache_bytes,
     capability,
@@ -191,6 +192,8 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
         shared_of=cut.shared_of if keeps_prefixes(served) else lambda tokens: 0,
     )
     most = max_num_seqs(served)
+    scales_yarn = served.libraries.older("vllm", STATED_YARN_SINCE)
+    longest = longest_context(served, scaled=SCALED_MODELS, scales_yarn=scales_yarn)
     return Start(
         entries=tuple(entries),
         budget_bytes=budget,
@@ -201,8 +204,8 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
         + _connected_bytes(served)
         + (0 if reserves_graphs else graphs.num_bytes),
         fault=_fault(served, pool, budget, weights_of(entries)),
-        longest_context=longest_context(served, scaled=SCALED_MODELS),
-        beyond=beyond_positions(served, LONGER, scaled=SCALED_MODELS),
+        longest_context=longest,
+        beyond=beyond_positions(served, LONGER, longest),
         counts_process=_counts_context(served),
         needs_context=True,
         copies=served.count(COPIES) or 1,

@@ -21,6 +21,9 @@ LONG_CONTEXT = 32 * 1024  # beyond which the first engine reads prompts in chunk
 # Model types whose positions are scaled, whatever their rotation says, and what accepts contexts
 # beyond. Source: config/model.py:2592, :2672.
 SCALED_MODELS = ("gemma3", "gemma3_text")
+# The first release that takes the positions of a config with YaRN as they are stated; earlier ones
+# multiply those it was trained with. Source: 0.29.0 config/model.py:2457, 0.30.0 :2475.
+STATED_YARN_SINCE = "0.30"
 LONGER = "rope scaling in --hf-overrides, or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", PACKED)  # config/cache.py CacheDType
 CAPPED_SINCE = "0.9"  # before which the default of max_num_seqs is above max_num_batched_tokens
