@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 from devices import A100
 
+from whichlora.calibration.load import load_calibration
 from whichlora.families import build
+from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving import get_engine
 from whichlora.serving.base import Start
@@ -48,3 +50,17 @@ def test_positions_of_yarn_are_those_that_a_release_derives(
     assert start.longest_context == longest
     assert not start.is_beyond(longest)
     assert f"beyond the {longest} positions" in start.fault_at(longest + 1)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_longest_context_told_is_the_one_that_starts_of_a_linear_factor(engine: str) -> None:
+    run = replace(RUN, model="deepseek-ai/deepseek-coder-6.7b-base", serving=engine)
+    model = load_model(run.model)
+    assert model.max_position_embeddings == 16384
+    serving = predict(model, run, A100, load_calibration(A100)).serving
+    assert serving is not None
+    assert serving.max_context == 65536
+    asked = replace(run, context=serving.max_context)
+    answer = predict(model, asked, A100, load_calibration(A100)).serving
+    assert answer is not None
+    assert answer.starts

@@ -67,7 +67,7 @@ def serving_prediction(
         num_blocks=pool.num_blocks,
         block_bytes=pool.block_bytes,
         max_concurrency=start.copies * pool.max_concurrency(served.context),
-        max_context=start.max_context(job.model.max_position_embeddings),
+        max_context=start.max_context(start.longest_context or job.model.max_position_embeddings),
         concurrency=run.batch_size,
         max_running=start.max_running(served.context, served.shared_tokens),
         left_bytes=job.gpu.memory_bytes - taken_bytes(job, start),
