@@ -15,9 +15,9 @@ from whichlora.store.hub import load_model
 RUN = RunConfig(model="Qwen/Qwen2.5-1.5B", phase="inference", context=2048, precision="auto")
 
 
-def check(engine: str, release: str, quant: Quant | None, gpu: str) -> str:
+def check(engine: str, release: str, quant: Quant | None, gpu: str, model: str = "") -> str:
     """Why it is refused; empty where it is not."""
-    model = "openai/gpt-oss-20b" if quant == "mxfp4" else RUN.model
+    model = model or ("openai/gpt-oss-20b" if quant == "mxfp4" else RUN.model)
     run = replace(RUN, model=model, serving=engine, quant=quant, libraries=((engine, release),))
     try:
         resolve(load_model(model), run, find_gpu(gpu))
@@ -42,9 +42,13 @@ def test_a_turing_is_refused_where_kernels_need_a_newer_card(
     engine: str, release: str, quant: Quant, needed: str, newer: str
 ) -> None:
     instead = f"give libraries {engine}={newer} or newer, or " if newer else ""
+    rest = "use gptq-int4, or weights that are not quantised"
+    if quant == "mxfp4":
+        rest = "openai/gpt-oss-20b is stored so: name a 16-bit copy of the model, such as one that "
+        rest += "ends in -BF16"
     assert check(engine, release, quant, "t4-16gb") == (
         f"quant: {engine} {release} has no kernels for {quant} on t4-16gb: it needs compute "
-        f"capability {needed} or newer; {instead}use gptq-int4, or weights that are not quantised"
+        f"capability {needed} or newer; {instead}{rest}"
     )
     assert not check(engine, release, quant, "a100-sxm-80gb")
 
@@ -70,3 +74,21 @@ def test_cards_that_have_kernels_are_not_refused(
 def test_the_first_fp8_kernels_are_those_of_ada() -> None:
     assert "needs compute capability 8.9" in check("vllm", "0.5.0", "fp8", "a100-sxm-80gb")
     assert not check("vllm", "0.5.0", "fp8", "l4-24gb")
+
+
+@pytest.mark.parametrize("quant", ["none", "gptq-int4", None])
+@pytest.mark.parametrize(
+    ("engine", "release", "gpu"),
+    [
+        ("vllm", "0.33.0", "t4-16gb"),
+        ("sglang", "0.5.23", "t4-16gb"),
+        ("vllm", "0.19.0", "v100-sxm2-16gb"),
+    ],
+)
+def test_a_checkpoint_in_mxfp4_is_loaded_so_whatever_is_asked_for(
+    engine: str, release: str, gpu: str, quant: Quant | None
+) -> None:
+    told = check(engine, release, quant, gpu, "openai/gpt-oss-20b")
+    assert "has no kernels for mxfp4" in told
+    assert "gptq" not in told
+    assert not check(engine, release, quant, gpu, "Qwen/Qwen2.5-1.5B")

@@ -6,10 +6,14 @@ from collections.abc import Mapping
 
 from whichlora.errors import ConfigError
 from whichlora.serving.base import Served
+from whichlora.spec.checkpoint import stored_quant
 
 
 def check_quant_card(served: Served, cards: Mapping[str, tuple[tuple[str, float], ...]]) -> None:
     """Refuse quantised weights that an engine has no kernels for on the GPU.
+
+    A checkpoint in mxfp4 is loaded so, whatever is asked for. A merged copy of it is 16 bit, and is
+    asked for by the name of such a copy.
 
     Args:
         cards: by `quant`, the releases from which on a compute capability is enough, oldest first.
@@ -18,6 +22,9 @@ def check_quant_card(served: Served, cards: Mapping[str, tuple[tuple[str, float]
         ConfigError: one line.
     """
     engine, quant, gpu = served.run.serving, str(served.run.quant), served.gpu
+    is_packed = stored_quant(served.model.config) == "mxfp4"
+    if is_packed:
+        quant = "mxfp4"
     if quant not in cards or gpu.compute_capability is None:
         return
     had = float(gpu.compute_capability)
@@ -27,8 +34,13 @@ def check_quant_card(served: Served, cards: Mapping[str, tuple[tuple[str, float]
         return
     later = [since for since, least in cards[quant] if is_before(engine, since) and had >= least]
     newer = f"give libraries {engine}={later[0]} or newer, or " if later else ""
+    instead = "use gptq-int4, or weights that are not quantised"
+    if is_packed:
+        instead = (
+            f"{served.model.name} is stored so: name a 16-bit copy of the model, such as one that "
+            "ends in -BF16"
+        )
     raise ConfigError(
         f"quant: {engine} {getattr(served.libraries, engine)} has no kernels for {quant} on "
-        f"{gpu.key}: it needs compute capability {needed} or newer; {newer}use gptq-int4, or "
-        "weights that are not quantised"
+        f"{gpu.key}: it needs compute capability {needed} or newer; {newer}{instead}"
     )
