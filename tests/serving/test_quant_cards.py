@@ -8,7 +8,8 @@ import pytest
 
 from whichlora.errors import ConfigError
 from whichlora.predict.resolve import resolve
-from whichlora.spec.run import Quant, RunConfig
+from whichlora.serving.vllm_memory import start
+from whichlora.spec.run import Precision, Quant, RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 
@@ -92,3 +93,22 @@ def test_a_checkpoint_in_mxfp4_is_loaded_so_whatever_is_asked_for(
     assert "has no kernels for mxfp4" in told
     assert "gptq" not in told
     assert not check(engine, release, quant, gpu, "Qwen/Qwen2.5-1.5B")
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "gpu", "offered"),
+    [
+        ("google/gemma-3-12b-it", "fp32", "t4-16gb", "give more GPUs"),
+        ("Qwen/Qwen2.5-14B", "fp16", "t4-16gb", "give quant awq-int4 or gptq-int4, more GPUs"),
+        ("Qwen/Qwen2.5-14B", "fp16", "v100-sxm2-16gb", "give quant gptq-int4, more GPUs"),
+        ("openai/gpt-oss-120b", "bf16", "l4-24gb", "give more GPUs"),
+    ],
+)
+def test_a_model_too_large_is_offered_only_what_would_serve_it(
+    model: str, precision: Precision, gpu: str, offered: str
+) -> None:
+    release = "0.19.0" if gpu.startswith("v100") else "0.33.0"
+    run = replace(RUN, model=model, precision=precision, quant="none", serving="vllm")
+    run = replace(run, libraries=(("vllm", release),))
+    found = start(resolve(load_model(model), run, find_gpu(gpu)).served)
+    assert offered in found.fault

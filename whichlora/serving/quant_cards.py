@@ -8,6 +8,21 @@ from whichlora.errors import ConfigError
 from whichlora.serving.base import Served
 from whichlora.spec.checkpoint import stored_quant
 
+# The oldest cards that have AWQ's kernels, in every release of vLLM and SGLang.
+AWQ_CAPABILITY = 7.5
+
+
+def offered_quants(served: Served) -> tuple[str, ...]:
+    """Storage in 4 bits that would serve the model in less memory; () where none is to be had.
+
+    Kernels of AWQ and GPTQ multiply in 16 bit alone; a checkpoint in mxfp4 is loaded so.
+    """
+    in_mxfp4 = stored_quant(served.model.config) == "mxfp4"
+    if served.dtypes.quant != "none" or served.dtypes.compute_bytes == 4 or in_mxfp4:
+        return ()
+    has_awq = float(served.gpu.compute_capability or AWQ_CAPABILITY) >= AWQ_CAPABILITY
+    return ("awq-int4", "gptq-int4") if has_awq else ("gptq-int4",)
+
 
 def check_quant_card(served: Served, cards: Mapping[str, tuple[tuple[str, float], ...]]) -> None:
     """Refuse quantised weights that an engine has no kernels for on the GPU.

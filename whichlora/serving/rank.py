@@ -13,9 +13,11 @@ from whichlora.parallel.division import COLUMNS, ROWS, divided_model
 from whichlora.serving.base import Served
 from whichlora.serving.expert_ranks import ExpertRanks
 from whichlora.serving.indexers import attended_elements, with_wide_indexers
+from whichlora.serving.quant_cards import offered_quants
 from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
+from whichlora.spec.words import alternatives
 from whichlora.units import format_bytes
 
 KEYS_AND_VALUES = ("k_proj", "v_proj")
@@ -384,7 +386,8 @@ def oversized(served: Served, weights_bytes: int, free_bytes: int) -> str:
     """That weights alone are more than `free_bytes` of a GPU, and what helps; empty where not."""
     if weights_bytes <= free_bytes:
         return ""
-    instead = "" if served.dtypes.quant != "none" else "quant awq-int4 or gptq-int4, "
+    quants = offered_quants(served)
+    instead = f"quant {alternatives(quants)}, " if quants else ""
     return (
         f"weights alone take {format_bytes(weights_bytes)}, and {format_bytes(free_bytes)} of the "
         f"GPU are free; give {instead}more GPUs, or a smaller model"

@@ -38,7 +38,7 @@ from whichlora.serving.product_dtypes import (
     check_quant_dtype,
 )
 from whichlora.serving.profile_pass import layer_entry
-from whichlora.serving.quant_cards import check_quant_card
+from whichlora.serving.quant_cards import AWQ_CAPABILITY, check_quant_card
 from whichlora.serving.rank import (
     between_latents,
     beyond_positions,
@@ -104,7 +104,7 @@ DRAFTED_REQUESTS = 48  # that run at once beside drafts; srt/arg_groups/speculat
 # 0.4.6 to 0.5.23 srt/layers/quantization/awq.py, fp8.py, mxfp4.py and of
 # compressed_tensors/schemes/compressed_tensors_wNa16.py.
 QUANT_CARDS = {
-    "awq-int4": (("0", 7.5),),
+    "awq-int4": (("0", AWQ_CAPABILITY),),
     "fp8": (("0", 8.0),),
     "w4a16": (("0", 8.0),),
     "mxfp4": (("0", 8.0),),

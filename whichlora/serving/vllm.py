@@ -40,7 +40,7 @@ from whichlora.serving.product_dtypes import (
     check_model_dtype,
     check_quant_dtype,
 )
-from whichlora.serving.quant_cards import check_quant_card
+from whichlora.serving.quant_cards import AWQ_CAPABILITY, check_quant_card
 from whichlora.serving.rank import (
     check_model,
     check_ranks,
@@ -132,7 +132,7 @@ BLACKWELL_SINCE, FIRST_BLACKWELL = ("0.9", 10.0), "0.9.2"
 # of vLLM 0.5.0 to 0.33.0 quantization/awq.py (0.33.0: auto_awq.py), fp8.py and mxfp4.py, and of
 # compressed_tensors/schemes/compressed_tensors_wNa16.py.
 QUANT_CARDS = {
-    "awq-int4": (("0", 7.5),),
+    "awq-int4": (("0", AWQ_CAPABILITY),),
     "fp8": (("0", 8.9), ("0.5.1", 8.0), ("0.14", 7.5)),
     "w4a16": (("0", 8.0), ("0.12", 7.5)),
     "mxfp4": (("0", 8.0),),
