@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from whichlora.errors import ConfigError
-from whichlora.predict.resolve import resolve
+from whichlora.families import build
+from whichlora.predict.resolve import resolve, with_precision
 from whichlora.serving.base import Served
-from whichlora.spec.run import Quant, RunConfig
+from whichlora.spec.run import Precision, Quant, RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 
@@ -116,3 +117,19 @@ def test_vllm_multiplies_mxfp4_in_bf16_alone() -> None:
         served(run, "h100-sxm-80gb")
     assert served(replace(run, precision="bf16"), "h100-sxm-80gb")
     assert served(replace(run, serving="sglang"), "h100-sxm-80gb")
+
+
+def test_a_run_without_precision_takes_the_one_that_a_release_multiplies_in() -> None:
+    config = dict(load_model("meta-llama/Llama-2-7b-hf").config)
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    model = build(config, name="local/awq")
+
+    def precision(asked: Precision, release: str) -> str:
+        run = replace(RUN, model=model.name, precision=asked, libraries=(("vllm", release),))
+        gpu = find_gpu("a100-sxm-80gb")
+        return resolve(model, with_precision(run, gpu), gpu).run.precision
+
+    assert precision("auto", "0.4.2") == "fp16"
+    assert precision("auto", "0.5.3") == "bf16"
+    with pytest.raises(ConfigError, match="got bfloat16; give precision fp16"):
+        precision("bf16", "0.4.2")

@@ -321,7 +321,8 @@ def _filled(model: ModelSpec, run: RunConfig, gpu: GpuSpec, method: Method) -> R
     if run.serving_options:
         named = by_own_names(get_engine(run.serving).options, run.serving_options)
         run = replace(run, serving_options=named)
-    run = with_lengths(model, with_precision(with_checkpointing(model, run), gpu))
+    run = with_precision(with_checkpointing(model, run), gpu, is_stored=True)
+    run = with_lengths(model, run)
     training = run.phase == "finetune"
     if training and method.trains_base and run.quant != "none":
         quantised = [
@@ -562,11 +563,30 @@ def has_bf16(gpu: GpuSpec) -> bool:
     return since is None or float(gpu.compute_capability or ASSUMED_CAPABILITY) >= since
 
 
-def with_precision(run: RunConfig, gpu: GpuSpec) -> RunConfig:
-    """`run` in fp16 where it names no precision and the GPU has no bf16, else in bf16."""
+def with_precision(run: RunConfig, gpu: GpuSpec, *, is_stored: bool = False) -> RunConfig:
+    """`run` in fp16 where it names no precision and the GPU has no bf16, else in bf16.
+
+    An engine's release may multiply weights of some forms in fp16 alone: then it is fp16 of these,
+    as engines take the dtype of a checkpoint, and is open until the form is known.
+
+    Args:
+        is_stored: whether `run` has the form of the checkpoint already.
+    """
     if run.precision != "auto":
         return run
-    return replace(run, precision="bf16" if has_bf16(gpu) else "fp16")
+    if not has_bf16(gpu):
+        return replace(run, precision="fp16")
+    if run.phase == "inference":
+        engine = get_engine(run.serving)
+        older = engine.libraries(run).older
+        narrow = [
+            quant for quant, since in engine.float16_alone.items() if older(engine.library, since)
+        ]
+        if narrow and not is_stored:
+            return run
+        if run.quant in narrow:
+            return replace(run, precision="fp16")
+    return replace(run, precision="bf16")
 
 
 def with_checkpointing(model: ModelSpec, run: RunConfig) -> RunConfig:

@@ -436,6 +436,7 @@ class Engine:
             one start alike.
         reads_checkpoints: it loads the files of the hub as they are stored.
         stored_forms: of `ENGINE_QUANTS`, those in which it serves weights.
+        float16_alone: of `quant`, whose products are float16 alone before a release, that release.
         loads_towers: whether it loads what sees to serve texts alone.
         stepping: how it steps, where `Start.untimed` does not say why not; None where its times are
             not predicted.
@@ -473,6 +474,7 @@ class Engine:
     reads_checkpoints: bool = True
     stored_forms: frozenset[str] = frozenset()
     loads_towers: bool = True
+    float16_alone: Mapping[str, str] = field(default_factory=dict)
     stepping: Callable[[Served], Stepping] | None = None
     logged_timer: Callable[[Served, Sequence[LoggedTimes]], CpuTimer | None] | None = None
     check: Callable[[Served], None] = _accepts

@@ -610,6 +610,9 @@ ENGINE = Engine(
     load_of_start=load_of_start,
     stored_forms=ENGINE_QUANTS,
     loads_towers=False,
+    float16_alone={
+        quant: forms[1][0] for quant, forms in QUANT_DTYPES.items() if forms[0][1] == (FLOAT16,)
+    },
     stepping=stepping,
     check=check,
     command=command,
