@@ -390,8 +390,8 @@ Not explained:
   3.4 with OpenAI's 200,000 tokens), and is counted in these comparisons.
 - DeepSeek-V3 on four B300: prompts of 8,192 tokens take four times as long as on four B200.
 - MiniMax and Kimi under vLLM took what we said while the host's 0.8 ms came on top of each step.
-  Since 0.14 these pass meanwhile, as gpt-oss shows (25, 12 and 10 % in the median before, 9, 5 and 4
-  now). So a step of these two takes 0.4 to 0.8 ms that we do not count, about 10 µs a layer.
+  Since 0.14 these pass meanwhile, as gpt-oss shows (25, 12 and 10 % in the median before, 9, 5
+  and 4 now). So a step of these two takes 0.4 to 0.8 ms that we do not count, about 10 µs a layer.
 - MiniMax on H200 is 21 % slower than we say: its script turns DeepGEMM off and captures pieces of
   a step alone. Qwen3.5 in 16 bit on B200 is 21 % slower, its release is not stated.
 - Of 256 and 512 clients MiniMax takes 15 to 23 % longer for a token, and answers sooner: its engine
