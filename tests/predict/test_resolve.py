@@ -9,7 +9,7 @@ import pytest
 from devices import A100, CPU
 
 from whichlora.errors import ConfigError
-from whichlora.predict.resolve import ResolvedRun, has_bf16, resolve, with_precision
+from whichlora.predict.resolve import ResolvedRun, resolve, with_precision
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -125,7 +125,7 @@ def test_a_run_without_a_precision_takes_the_16_bit_that_the_device_has(
     gpu: str, precision: str
 ) -> None:
     device = find_gpu(gpu)
-    assert has_bf16(device) == (precision == "bf16")
+    assert device.has_bf16 == (precision == "bf16")
     assert with_precision(RunConfig(model="any", precision="auto"), device).precision == precision
     assert with_precision(RunConfig(model="any", precision="fp32"), device).precision == "fp32"
 

@@ -14,6 +14,7 @@ from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.serving.base import Start
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.numeric import last_between
 from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import MOST_COUNT, RunConfig
@@ -239,11 +240,4 @@ def last_that(holds: Callable[[int], bool], most: int) -> int:
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if holds(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    return last_between(holds, low, min(high - 1, most))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from whichlora.memory.layer_passes import offloaded_bytes
-from whichlora.predict.resolve import ResolvedRun, has_bf16
+from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.architecture import Attention
 from whichlora.spec.checkpoint import is_gguf, stored_quant
 from whichlora.spec.dtypes import is_quantised
@@ -52,7 +52,7 @@ def _on_gpu(job: ResolvedRun) -> Iterator[str]:
         )
     if run.phase == "inference" and not job.engine.runs_torch:
         return
-    if run.precision == "fp16" and not has_bf16(gpu):
+    if run.precision == "fp16" and not gpu.has_bf16:
         yield f"precision fp16: {gpu.key} has no bf16"
     if gpu.kind == "cuda" and gpu.compute_capability is not None:
         capability = float(gpu.compute_capability)

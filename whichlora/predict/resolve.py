@@ -557,12 +557,6 @@ def _layout(config: ParallelConfig, phase: str) -> Layout | None:
     return layout
 
 
-def has_bf16(gpu: GpuSpec) -> bool:
-    """Whether `gpu` multiplies in bf16: all do but NVIDIA's before compute capability 8.0."""
-    since = gpu.backend.has_bf16_since
-    return since is None or float(gpu.compute_capability or ASSUMED_CAPABILITY) >= since
-
-
 def with_precision(run: RunConfig, gpu: GpuSpec, *, is_stored: bool = False) -> RunConfig:
     """`run` in fp16 where it names no precision and the GPU has no bf16, else in bf16.
 
@@ -574,7 +568,7 @@ def with_precision(run: RunConfig, gpu: GpuSpec, *, is_stored: bool = False) -> 
     """
     if run.precision != "auto":
         return run
-    if not has_bf16(gpu):
+    if not gpu.has_bf16:
         return replace(run, precision="fp16")
     if run.phase == "inference":
         engine = get_engine(run.serving)

@@ -11,7 +11,7 @@ from whichlora.parallel import get_strategy
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.parallel_choice import best_spread
 from whichlora.predict.rank_time import links_of
-from whichlora.predict.resolve import has_bf16, with_precision
+from whichlora.predict.resolve import with_precision
 from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Engine
 from whichlora.spec.gpu import GpuSpec
@@ -61,7 +61,7 @@ def over_cards(run: RunConfig, name: str, cards: Sequence[Card]) -> RunConfig:
         config = ParallelConfig(strategy=AUTO, gpus=count)
     if config.gpus != count:
         raise ConfigError(f"gpus: {name} are {count} cards, got {config.gpus}; leave gpus out")
-    least = next((card for card in cards if not has_bf16(card.gpu)), cards[0])
+    least = next((card for card in cards if not card.gpu.has_bf16), cards[0])
     return with_precision(replace(run, parallel=config), least.gpu)
 
 

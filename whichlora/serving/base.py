@@ -18,7 +18,7 @@ from whichlora.serving.log import EngineLog
 from whichlora.spec.architecture import Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.numeric import Count, Real, floor_div, largest, where
+from whichlora.spec.numeric import Count, Real, floor_div, largest, last_between, where
 from whichlora.spec.options import Option, OptionValue, filled, known
 from whichlora.spec.run import MOST_COUNT, RunConfig
 from whichlora.spec.versions import Libraries
@@ -147,20 +147,9 @@ class Pool:
 
     def max_context(self, most: int | None) -> int:
         """Tokens of the longest sequence that fits, at most `most`; 0 where none does."""
-        return _last(
+        return last_between(
             lambda tokens: self.blocks_of(tokens) <= self.num_blocks, 0, most or MOST_COUNT
         )
-
-
-def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The last number up to `high` that `holds`, as `low` does and those below it do."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        if holds(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +211,7 @@ class Start:
             return not at_context(context).lacks(context)
 
         chunked = at_context(high).pool.max_context(high)
-        return _last(holds, chunked if chunked and holds(chunked) else 0, high)
+        return last_between(holds, chunked if chunked and holds(chunked) else 0, high)
 
     def lacks(self, context: int) -> bool:
         """Whether it does not start for sequences of `context` tokens."""

@@ -21,11 +21,6 @@ def dtype_of(served: Served) -> str:
     return FLOAT16 if served.run.precision.startswith("fp16") else BFLOAT16
 
 
-def has_bf16(served: Served) -> bool:
-    """Whether its GPU multiplies in bf16; one whose capability is not known does."""
-    return float(served.gpu.compute_capability or BF16_CAPABILITY) >= BF16_CAPABILITY
-
-
 def check_card_dtype(served: Served, without_bf16: tuple[str, ...]) -> None:
     """Refuse a dtype that an engine does not serve in on a GPU that lacks bf16.
 
@@ -36,7 +31,7 @@ def check_card_dtype(served: Served, without_bf16: tuple[str, ...]) -> None:
         ConfigError: one line.
     """
     dtype = dtype_of(served)
-    if has_bf16(served) or dtype in without_bf16:
+    if served.gpu.has_bf16 or dtype in without_bf16:
         return
     precisions = alternatives([_PRECISIONS[each] for each in without_bf16])
     raise ConfigError(
@@ -86,7 +81,7 @@ def check_model_dtype(served: Served, float16_refused: Mapping[str, str]) -> Non
     if since is None or dtype_of(served) != FLOAT16 or served.libraries.older(engine, since):
         return
     release = f"{engine} {getattr(served.libraries, engine)}"
-    if has_bf16(served):
+    if served.gpu.has_bf16:
         raise ConfigError(
             f"precision: {release} does not serve {model.model_type} in {FLOAT16}; give precision "
             "bf16"

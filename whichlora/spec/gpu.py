@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from whichlora.spec.backends import Backend, backend_of
+from whichlora.spec.backends.cuda import ASSUMED_CAPABILITY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,12 @@ class GpuSpec:
     def backend(self) -> Backend:
         """What torch, and the libraries on it, have for devices of its kind."""
         return backend_of(self.kind)
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it multiplies in bf16: all do but NVIDIA's before compute capability 8.0."""
+        since = self.backend.has_bf16_since
+        return since is None or float(self.compute_capability or ASSUMED_CAPABILITY) >= since
 
     @property
     def called(self) -> str:

@@ -7,7 +7,7 @@ imported only once an array shows up, so that explaining one run starts fast.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
 Count: TypeAlias = Any
@@ -180,6 +180,17 @@ def divides(divisor: Any, value: Any) -> Any:
 def round_up(value: Any, multiple: int) -> Any:
     """`value` rounded up to a multiple of `multiple`."""
     return ceil_div(value, multiple) * multiple
+
+
+def last_between(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The last number up to `high` that `holds`, as `low` does and those below it do."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def next_power_of_2(value: Any) -> Any:

@@ -328,7 +328,6 @@ def changes_nothing(library: str) -> bool:
 
 
 @cache
-@cache
 def _numbers(version: str) -> tuple[int, ...]:
     """Of its release: 0.6.4.post1, 0.6.4rc1 and v0.6.4+cu121 are 0.6.4."""
     match = _VERSION.fullmatch(version)

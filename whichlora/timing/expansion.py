@@ -110,6 +110,19 @@ def expansion_ops(dtypes: Dtypes) -> int:
     return GATHERED_OPS if dtypes.libraries.gathers_gptq_scales else OPERATOR_OPS
 
 
+def is_fused(linear: Linear, rows: Count, most_fused: int) -> Count:
+    """1 where the kernel of a product unpacks inside, 0 where the weight is written out first.
+
+    Experts in one parameter are expanded together, whoever is chosen.
+
+    Args:
+        most_fused: rows up to which a kernel does.
+
+    Kind: exact of the rows that each matrix gets in the mean. Source: `fused_rows`.
+    """
+    return (rows * linear.active / visited_matrices(linear, rows) <= most_fused) * linear.is_module
+
+
 def visited_matrices(linear: Linear, tokens: Count) -> Count:
     """How many matrices of that name a batch of `tokens` reads: one no token chose stays unread.
 
@@ -142,11 +155,8 @@ def forward_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> tuple[Real, Real
     for linear in layer.linears:
         if not is_quantised(linear, dtypes):
             continue
-        visited = visited_matrices(linear, rows)
-        # experts in one parameter are expanded together, whoever is chosen
-        fused = (rows * linear.active / visited <= most_fused) * linear.is_module
-        if not linear.is_module:
-            visited = linear.count + 0 * rows
+        fused = is_fused(linear, rows, most_fused)
+        visited = visited_matrices(linear, rows) if linear.is_module else linear.count + 0 * rows
         stored = _stored_bytes(linear, dtypes)
         unfused = visited * (1 - fused)
         tiles = ceil_div(rows * linear.active / visited, tile_rows) if tile_rows else 1

@@ -8,7 +8,7 @@ from whichlora.spec.architecture import Layer, Linear
 from whichlora.spec.dtypes import Dtypes, expands_by_operators, fused_rows, is_quantised
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import FOUR_BIT_BNB
-from whichlora.timing.expansion import expansion_ops, visited_matrices
+from whichlora.timing.expansion import expansion_ops, is_fused, visited_matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def forward_launches(layer: Layer, dtypes: Dtypes, rows: Count) -> QuantLaunches
         if not is_quantised(linear, dtypes):
             continue
         visited = _products(linear, rows)
-        expanded = 1 - (rows * linear.active / visited <= most_fused) * linear.is_module
+        expanded = 1 - is_fused(linear, rows, most_fused)
         if by_operators:
             total += QuantLaunches(kernels=expansion_ops(dtypes)).times(visited)
         elif dtypes.quant in FOUR_BIT_BNB:
