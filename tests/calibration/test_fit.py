@@ -187,8 +187,8 @@ def test_the_fit_explains_the_next_prediction() -> None:
     found = fit(records, GPU, model_of)
     basis = predict(load_model(MODELS[0]), runs()[0], GPU, found).basis
     assert basis.startswith(
-        "memory by the config, corrected by 5 runs; times fitted to 5 measured in 5 "
-        f"recorded runs on {GPU.key}; finetune "
+        "memory by the config, corrected by 5 runs; times fitted to 5 of 5 runs "
+        f"on {GPU.key}; finetune "
     )
     assert basis.endswith("% off on 5 left out")
 
@@ -197,7 +197,7 @@ def test_a_stage_without_runs_says_whose_speed_it_has() -> None:
     found = fit([measured(run, slower(3.0)) for run in runs()[:5]], GPU, model_of)
     run = RunConfig(model=MODELS[0], phase="inference")
     basis = predict(load_model(MODELS[0]), run, GPU, found).basis
-    assert "times fitted to 0 measured in 5 recorded runs" in basis
+    assert "times fitted to 0 of 5 runs" in basis
     assert "the speed is from 5 runs of other phases" in basis
 
 
@@ -213,7 +213,7 @@ def test_a_fit_that_is_worse_on_left_out_runs_gives_way_to_the_datasheet() -> No
     assert found.time["finetune"].noise > cold.time["finetune"].noise
     assert found.time["finetune"].num_runs == 0
     basis = predict(load_model(MODELS[0]), runs()[0], GPU, found).basis
-    assert "times fitted to 0 measured in " in basis
+    assert "times fitted to 0 of " in basis
     assert "finetune by the datasheet, which is better on runs left out of a fit" in basis
     assert Calibration.from_dict(found.to_dict(), source="coefficients.json") == found
 

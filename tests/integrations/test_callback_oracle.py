@@ -101,10 +101,7 @@ def test_a_recorded_run_is_an_ordinary_record_that_the_next_prediction_rests_on(
     refit(gpu, folder)
     again = oracle.train(PLAIN, calibration_dir=folder).callback.forecast
     assert again is not None
-    assert (
-        "corrected by 1 runs; times fitted to 1 measured in 1 recorded runs"
-        in again.prediction.basis
-    )
+    assert "corrected by 1 run; times fitted to 1 of 1 run on" in again.prediction.basis
 
 
 def test_nothing_is_recorded_unless_asked(tmp_path: Path) -> None:

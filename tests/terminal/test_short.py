@@ -56,9 +56,9 @@ def printed(
 @pytest.mark.parametrize(
     ("fit", "unsure", "miss", "said"),
     [
-        (1, 0, 0, "1 more model likely meets every limit: --all"),
-        (2, 1, 0, "2 more models likely meet every limit, 1 more may fit: --all"),
-        (0, 2, 1, "2 more may fit, 1 more misses a limit: --all"),
+        (1, 0, 0, "1 more likely meets every limit: --all"),
+        (2, 1, 0, "2 more likely meet every limit, 1 may fit: --all"),
+        (0, 2, 1, "2 more may fit, 1 misses a limit: --all"),
         (0, 0, 2, "2 more miss a limit: --all"),
     ],
 )

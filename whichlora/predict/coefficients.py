@@ -226,16 +226,16 @@ class Calibration:
         other_runs = sum(model.num_runs for name, model in self.time.items() if name not in phases)
         memory = "memory by the config"
         if memory_runs:
-            memory += f", corrected by {memory_runs} runs"
+            memory += f", corrected by {_runs(memory_runs)}"
         if not phases:
             return memory
         if not (memory_runs or time_runs or self.asked_engine or other_runs):
             return f"{memory}, times by the datasheet (no run on this device yet)"
-        runs = f"{time_runs} measured in {self.num_records} recorded runs on {self.gpu}"
-        older = f", {self.num_older} with other versions" if self.num_older else ""
+        runs = f"{time_runs} of {_runs(self.num_records)} on {self.gpu}"
+        older = f" ({self.num_older} with other versions)" if self.num_older else ""
         learned = ""
         if not time_runs and other_runs and not self.asked_engine:
-            learned = f"; the speed is from {other_runs} runs of other phases"
+            learned = f"; the speed is from {_runs(other_runs)} of other phases"
         if self.asked_engine and "decode" in phases:
             learned += (
                 f"; its times are not of {self.asked_engine}: arithmetic and bandwidth are from "
@@ -384,3 +384,7 @@ def prior_calibration(gpu: GpuSpec) -> Calibration:
         memory=prior_memory_model(gpu),
         time={phase: prior_model(gpu, phase) for phase in TIME_PHASES},
     )
+
+
+def _runs(count: int) -> str:
+    return "1 run" if count == 1 else f"{count} runs"

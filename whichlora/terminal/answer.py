@@ -251,7 +251,7 @@ def _tightest(checks: Sequence[Check], brief: bool) -> list[Check]:
 def _whole(answer: Answer) -> str:
     """What a total is of; of assumed data its tokens, which the user may scale."""
     if answer.plan.dataset.kind != "counts":
-        return "the fine-tuning"
+        return "training"
     num_tokens = answer.dataset["tokens_per_epoch"] * answer.plan.epochs
     return f"{format_count(num_tokens)} tokens"
 

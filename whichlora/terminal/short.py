@@ -130,18 +130,7 @@ def _print_models(console: Console, answer: Answer) -> None:
     if not models:
         return
     sheet = _models_sheet(answer, models)
-    least = least_chance(answer.plan)
-    likely = sum(accepted(candidate, least) for candidate in models[MAX_MODELS:])
-    unsure = len(models[MAX_MODELS:]) - likely
-    meets = "model likely meets" if likely == 1 else "models likely meet"
-    more = [f"{likely} more {meets} every limit"] * (likely > 0)
-    more += [f"{unsure} more may fit"] * (unsure > 0)
-    looked_at = {candidate.run.model for candidate in (*answer.inference, *answer.finetune)}
-    fallen = len(looked_at) - len(models)
-    more += [f"{fallen} more {'misses' if fallen == 1 else 'miss'} a limit"] * (fallen > 0)
-    refused = {refusal.model for refusal in answer.refused}
-    later = len(set(answer.plan.models) - looked_at - refused)
-    more += [f"{later} that rank below were not looked at"] * (later > 0)
+    more = _not_shown(answer, models)
     print_table(
         console,
         sheet.columns,
@@ -152,6 +141,27 @@ def _print_models(console: Console, answer: Answer) -> None:
         title=sheet.title,
         caption=f"{', '.join(more)}: --all" if more else "",
     )
+
+
+def _not_shown(answer: Answer, models: Sequence[Candidate]) -> list[str]:
+    """How many models the table leaves out, by what became of them."""
+    least = least_chance(answer.plan)
+    likely = sum(accepted(candidate, least) for candidate in models[MAX_MODELS:])
+    unsure = len(models[MAX_MODELS:]) - likely
+    looked_at = {candidate.run.model for candidate in (*answer.inference, *answer.finetune)}
+    refused = {refusal.model for refusal in answer.refused}
+    counts = (
+        (likely, "likely meets every limit", "likely meet every limit"),
+        (unsure, "may fit", "may fit"),
+        (len(looked_at) - len(models), "misses a limit", "miss a limit"),
+        (
+            len(set(answer.plan.models) - looked_at - refused),
+            "that ranks below was not looked at",
+            "that rank below were not looked at",
+        ),
+    )
+    said = [(count, one if count == 1 else many) for count, one, many in counts if count > 0]
+    return [f"{count}{' more' * (i == 0)} {fate}" for i, (count, fate) in enumerate(said)]
 
 
 def _blocks(lines: list[str]) -> list[list[str]]:
