@@ -148,7 +148,7 @@ def test_without_measurements_the_priors_stand_alone() -> None:
     assert found.memory == start.memory
     assert found.num_records == 0
     assert "no run on this device yet" in found.basis(
-        memory_runs=0, time_runs=0, phases=("finetune",)
+        memory_runs=0, time_runs=0, passes={"finetune": {}}
     )
 
 
@@ -190,7 +190,24 @@ def test_the_fit_explains_the_next_prediction() -> None:
         "memory by the config, corrected by 5 runs; times fitted to 5 of 5 runs "
         f"on {GPU.key}; finetune "
     )
-    assert basis.endswith("% off on 5 left out")
+    assert basis.endswith("% off on 2 left out")  # the others wait for the device
+
+
+def test_an_answer_states_the_error_of_runs_that_the_same_decides() -> None:
+    """Short runs wait for a host that nobody knows; that says nothing of long ones."""
+    truth = true_calibration(launch=3.0)
+    records = [measured(run, truth, noise=lambda: 1.0) for run in runs()]
+    found = fit(records, GPU, model_of)
+    by_regime = found.held_out_by_regime["finetune"]
+    assert sum(error.num_runs for error in by_regime.values()) == len(records)
+    short = RunConfig(model=MODELS[0], batch_size=1, seq_len=16)
+    for run in (short, replace(short, batch_size=64, seq_len=2048)):
+        prediction = predict(load_model(MODELS[0]), run, GPU, found)
+        by_host = prediction.time.breakdown["launch"] > 0
+        error = by_regime["host" if by_host else "device"]
+        cause = "the host" if by_host else "the device"
+        said = f"bound by {cause} {error.median:.0%} off on {error.num_runs} left out"
+        assert prediction.basis.endswith(said)
 
 
 def test_a_stage_without_runs_says_whose_speed_it_has() -> None:
@@ -439,7 +456,7 @@ def test_runs_on_other_versions_teach_the_device() -> None:
     cold = prior_calibration(GPU)
     assert error_of(found, truth, run) < error_of(cold, truth, run) / 4
     assert "48 with other versions" in found.basis(
-        memory_runs=0, time_runs=48, phases=("finetune",)
+        memory_runs=0, time_runs=48, passes={"finetune": {}}
     )
 
 

@@ -31,7 +31,7 @@ def test_a_stated_launch_is_what_decoding_takes(tmp_path: Path) -> None:
     known = load_calibration(L4, tmp_path)
     # the prior of 21 counts a twentieth beside a value that is known to 6 %
     assert decode_s(known) == pytest.approx(2 * decode_s(unknown), rel=0.12)
-    assert known.basis(memory_runs=0, time_runs=0, phases=("decode",)).endswith(
+    assert known.basis(memory_runs=0, time_runs=0, passes={"decode": {}}).endswith(
         "; a launch takes 42 µs on this host"
     )
     before, after = (predict(MODEL, RUN, L4, calibration).time for calibration in (unknown, known))

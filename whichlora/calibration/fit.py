@@ -44,7 +44,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Measurement
 from whichlora.spec.run import RunConfig
 from whichlora.store.measurements import is_of_log
-from whichlora.timing.model import TimeModel, seconds
+from whichlora.timing.model import REGIMES, TimeModel, regime_of, seconds
 
 FindModel = Callable[[Measurement], ModelSpec]
 
@@ -60,6 +60,12 @@ def _summary(errors: Array) -> HeldOut:
     sizes = sorted(abs(math.expm1(error)) for error in errors.tolist())
     typical = math.expm1(sum(map(abs, errors.tolist())) / len(sizes))
     return HeldOut(num_runs=len(sizes), median=median(sizes), worst=sizes[-1], typical=typical)
+
+
+def _by_regime(model: TimeModel, samples: Sequence[Sample], errors: Array) -> dict[str, HeldOut]:
+    """Log errors of the judged of `samples`, by what decides their times."""
+    regimes = np.array([regime_of(model, samples[i].features) for i in judged(samples)])
+    return {name: _summary(errors[regimes == name]) for name in REGIMES if name in regimes}
 
 
 def _is_worse(errors: Array, alone: Array, noise: float) -> bool:
@@ -250,6 +256,7 @@ def fit(
     start = prior_calibration(gpu)
     by_phase, num_params, left_out = _gather(measurements, gpu, find_model, start, elsewhere)
     summaries: dict[str, HeldOut] = {}
+    by_regime: dict[str, dict[str, HeldOut]] = {}
     cold: dict[str, HeldOut] = {}
     outliers: list[Outlier] = []
     time: dict[str, TimeModel] = {}
@@ -263,6 +270,7 @@ def fit(
         if held_out and len(alone) >= 3:
             model, errors = sharpened(model, by_phase, gpu, phase)
             summaries[phase] = _summary(errors)
+            by_regime[phase] = _by_regime(model, samples, errors)
             if _is_worse(errors, alone, before.noise):
                 by_datasheet.append(phase)
                 model = replace(before, noise=held_out_noise(alone, before.noise))
@@ -287,6 +295,7 @@ def fit(
         time=time,
         num_records=sum(not is_of_log(measurement.id) for measurement in measurements),
         held_out=summaries,
+        held_out_by_regime=by_regime,
         cold=cold,
         ranges={
             phase: _ranges(samples, num_params) for phase, samples in by_phase.items() if samples

@@ -14,6 +14,7 @@ from whichlora.memory.training import PARTS
 from whichlora.serving.base import LoggedTimes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.links import LinkSpec
+from whichlora.spec.numeric import Real
 from whichlora.spec.run import TRANSFORMERS
 from whichlora.timing.model import (
     DEVICE_RATES,
@@ -23,6 +24,7 @@ from whichlora.timing.model import (
     TimeModel,
     of_another_engine,
     prior_model,
+    regime_of_parts,
     with_launch,
 )
 
@@ -54,6 +56,7 @@ PRIOR_MEMORY_NOISE = 0.015
 _MOST_FACTOR = 1e6
 _MOST_NOISE = 10.0  # of a log: a factor of 20,000
 _MOST_RUNS = 10**9
+_BOUND_BY = {"host": "the host", "unpacking": "unpacking weights", "device": "the device"}
 _NOT_STORED = (
     "asked_engine",
     "fallback",
@@ -139,6 +142,7 @@ class Calibration:
         gpu: device key.
         num_records: measurements behind it, failures included.
         held_out: leave-out errors by "memory" and the time phases.
+        held_out_by_regime: those of times by what decides them (`timing.model.REGIMES`).
         cold: errors of the priors alone on the same runs: what the calibration is worth.
         ranges: least and greatest of each setting among the runs of a phase; a prediction
             outside is an extrapolation.
@@ -165,6 +169,7 @@ class Calibration:
     time: Mapping[str, TimeModel]
     num_records: int = 0
     held_out: Mapping[str, HeldOut] = field(default_factory=dict)
+    held_out_by_regime: Mapping[str, Mapping[str, HeldOut]] = field(default_factory=dict)
     cold: Mapping[str, HeldOut] = field(default_factory=dict)
     ranges: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     outliers: tuple[Outlier, ...] = ()
@@ -211,23 +216,27 @@ class Calibration:
         }
         return replace(self, time=times, launch_s=launch_s)
 
-    def basis(self, *, memory_runs: int, time_runs: int, phases: Sequence[str] = ()) -> str:
+    def basis(
+        self, *, memory_runs: int, time_runs: int, passes: Mapping[str, Mapping[str, Real]]
+    ) -> str:
         """One line that names the runs behind a prediction.
 
         Args:
-            phases: whose coefficients its time is made of.
+            passes: seconds by feature of each phase that its time is made of.
         """
-        known = self._known_of_runs(memory_runs, time_runs, phases)
-        if self.launch_s is None or not phases:
+        known = self._known_of_runs(memory_runs, time_runs, passes)
+        if self.launch_s is None or not passes:
             return known
         return f"{known}; a launch takes {1e6 * self.launch_s:.3g} µs on this host"
 
-    def _known_of_runs(self, memory_runs: int, time_runs: int, phases: Sequence[str]) -> str:
-        other_runs = sum(model.num_runs for name, model in self.time.items() if name not in phases)
+    def _known_of_runs(
+        self, memory_runs: int, time_runs: int, passes: Mapping[str, Mapping[str, Real]]
+    ) -> str:
+        other_runs = sum(model.num_runs for name, model in self.time.items() if name not in passes)
         memory = "memory by the config"
         if memory_runs:
             memory += f", corrected by {_runs(memory_runs)}"
-        if not phases:
+        if not passes:
             return memory
         if not (memory_runs or time_runs or self.asked_engine or other_runs):
             return f"{memory}, times by the datasheet (no run on this device yet)"
@@ -236,19 +245,29 @@ class Calibration:
         learned = ""
         if not time_runs and other_runs and not self.asked_engine:
             learned = f"; the speed is from {_runs(other_runs)} of other phases"
-        if self.asked_engine and "decode" in phases:
+        if self.asked_engine and "decode" in passes:
             learned += (
                 f"; its times are not of {self.asked_engine}: arithmetic and bandwidth are from "
                 f"{self.engine} on this device, all else from priors"
             )
-            phases = ()
-        for phase in phases:
-            if phase in self.by_datasheet:
-                learned += f"; {phase} by the datasheet, which is better on runs left out of a fit"
-            elif phase in self.held_out:
-                error = self.held_out[phase]
-                learned += f"; {phase} {error.median:.0%} off on {error.num_runs} left out"
+        else:
+            learned += "".join(self._left_out_error(phase, passes[phase]) for phase in passes)
         return f"{memory}; times fitted to {runs}{older}{learned}"
+
+    def _left_out_error(self, phase: str, parts: Mapping[str, Real]) -> str:
+        """How far times that the same decides were off in runs which the fit did not see."""
+        if phase in self.by_datasheet:
+            return f"; {phase} by the datasheet, which is better on runs left out of a fit"
+        if not parts:  # of a time that is not known
+            return ""
+        regime = regime_of_parts(self.time[phase], parts)
+        error = self.held_out_by_regime.get(phase, {}).get(regime)
+        if error is None:
+            return ""
+        return (
+            f"; {phase} bound by {_BOUND_BY[regime]} {error.median:.0%} off on "
+            f"{error.num_runs} left out"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The content of `coefficients.json`, without its schema version."""
@@ -292,6 +311,10 @@ class Calibration:
                 },
                 num_records=int(payload["num_records"]),
                 held_out=_errors(payload.get("held_out", {})),
+                held_out_by_regime={
+                    str(phase): _errors(by_regime)
+                    for phase, by_regime in payload.get("held_out_by_regime", {}).items()
+                },
                 cold=_errors(payload.get("cold", {})),
                 ranges={
                     phase: {name: (float(low), float(high)) for name, (low, high) in bounds.items()}

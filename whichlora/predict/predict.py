@@ -801,7 +801,7 @@ def finished(judged: JudgedRun, *, by_rank: bool = True) -> Prediction:
     """All that is said of a run that has been judged; args as of `predict_counted`."""
     counted, calibration, traced = judged.counted, judged.calibration, judged.traced
     job, gpu, timed = counted.job, counted.job.gpu, judged.timed
-    phases = () if timed is None else tuple(timed.pass_s)
+    passes = {} if timed is None else timed.pass_parts
     num_params = job.model.num_params
     trained = num_trained(job) if job.run.phase == "finetune" else 0
     if traced is not None:
@@ -819,8 +819,8 @@ def finished(judged: JudgedRun, *, by_rank: bool = True) -> Prediction:
         basis=(f"memory traced on the real code, {traced.note}; " if traced else "")
         + calibration.basis(
             memory_runs=calibration.memory.num_runs,
-            time_runs=calibration.time[phases[-1]].num_runs if phases else 0,
-            phases=phases,
+            time_runs=calibration.time[[*passes][-1]].num_runs if passes else 0,
+            passes=passes,
         )
         + ("" if gpu.is_timed else MEMORY_ONLY),
         notes=_notes(judged),

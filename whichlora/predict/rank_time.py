@@ -213,7 +213,7 @@ def judge_ranks(counted: RanksWork, model: TimeModel, links: LinkSpec | None) ->
         unknown = TimeJudgement(
             passes=(),
             pass_s={"finetune": math.nan},
-            pass_parts={},
+            pass_parts={"finetune": {}},
             total_s=math.nan,
             log_deviation=math.nan,
         )

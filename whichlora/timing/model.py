@@ -508,10 +508,14 @@ def regime_of(model: TimeModel, features: Mapping[str, float]) -> str:
 
     Kind: exact. Source: `deciding`.
     """
-    decided = deciding(model, features)
-    if model.overlaps and decided["launch"] > 0:
+    return regime_of_parts(model, deciding(model, features))
+
+
+def regime_of_parts(model: TimeModel, parts: Mapping[str, Real]) -> str:
+    """The same of a pass whose breakdown is `parts`, in which the side that waits counts zero."""
+    if model.overlaps and parts.get("launch", 0.0) > 0:
         return "host"
-    return "unpacking" if decided["dequant"] > 0 else "device"
+    return "unpacking" if parts.get("dequant", 0.0) > 0 else "device"
 
 
 def log_deviation(model: TimeModel, features: Mapping[str, Real], total: Real) -> Real:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from whichlora.calibration.load import refit
@@ -85,7 +85,7 @@ def conclude(
         basis=session.calibration.basis(
             memory_runs=session.calibration.memory.num_runs,
             time_runs=session.calibration.time["finetune"].num_runs,
-            phases=("finetune",) if session.gpu.is_timed else (),
+            passes=_passes(session, shown),
         )
         + ("" if session.gpu.is_timed else MEMORY_ONLY),
         inference=inference,
@@ -127,6 +127,13 @@ def _compared(session: Session) -> list[Compared]:
         )
         for measurement, profiled, before in session.compared
     ]
+
+
+def _passes(session: Session, shown: Candidate | None) -> dict[str, Mapping[str, float]]:
+    """What the time of the answer is made of, by phase."""
+    if not session.gpu.is_timed:
+        return {}
+    return {"finetune": {} if shown is None else shown.prediction.time.breakdown}
 
 
 def _cost(session: Session, best: Candidate | None) -> RunningCost | None:
