@@ -137,8 +137,8 @@ def test_transformers_classes_with_experts_images_or_states_come_later_or_never(
         for name in ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "google/gemma-3-4b-pt")
     }
     assert list(since.values()) == ["0.7.2", "0.11.1", "0.10.0"]
-    assert vllm.backend_since(load_model("Qwen/Qwen3-Next-80B-A3B-Instruct")) == ""
-    assert vllm.backend_since(load_model("EleutherAI/gpt-neo-1.3B")) == ""
+    assert vllm.backend_since(load_model("Qwen/Qwen3-Next-80B-A3B-Instruct")) is None
+    assert vllm.backend_since(load_model("EleutherAI/gpt-neo-1.3B")) is None
 
 
 @pytest.mark.parametrize(("engine", "version"), [("vllm", "0.34.0"), ("sglang", "0.1.5")])

@@ -63,6 +63,22 @@ def test_experts_that_are_modules_are_quantised() -> None:
     assert old < peak(model=MIXTRAL, method="qlora") / 2
 
 
+@pytest.mark.parametrize(
+    ("release", "value"), [("0.1", 1), ("0.8.9", 1), ("0.9", 2), ("0.10rc1", 3), ("1", 3)]
+)
+def test_the_value_of_a_release_is_that_of_the_last_change_before_it(
+    release: str, value: int
+) -> None:
+    values = (("0", 1), ("0.9", 2), ("0.10", 3))
+    assert Libraries(vllm=release).value_of("vllm", values) == value
+
+
+def test_a_library_never_reaches_a_release_that_is_not_there() -> None:
+    assert Libraries(vllm="0.9.0").reaches("vllm", "0.9")
+    assert not Libraries(vllm="0.8.5").reaches("vllm", "0.9")
+    assert not Libraries().reaches("vllm", None)
+
+
 def test_a_hundred_and_ten_is_newer_than_nine() -> None:
     assert not Libraries(transformers="4.110").older("transformers", "4.9")
 

@@ -16,9 +16,9 @@ from whichlora.spec.versions import changes_nothing
 from whichlora.symbolic.kernels import attention_kernel, runs_efficient
 from whichlora.units import format_bytes
 
-# Compute capability below which PyTorch's wheels for CUDA 12.8 and later have no kernels, since
-# which version. Source: release notes of 2.8; github.com/pytorch/pytorch, issue 172352.
-_DROPPED = ((7.0, "2.8"), (7.5, "2.11"))
+# The oldest compute capability that PyTorch's wheels for CUDA 12.8 and later have kernels for.
+# Source: release notes of 2.8; github.com/pytorch/pytorch, issue 172352.
+_LEAST_CAPABILITY = (("0", 0.0), ("2.8", 7.0), ("2.11", 7.5))
 UNVERIFIED = "datasheet facts"  # how the note on facts that nobody confirmed begins
 HOST_BOUND = "bound by the host"  # how the one on the side that waits does
 
@@ -55,9 +55,8 @@ def _on_gpu(job: ResolvedRun) -> Iterator[str]:
     if run.precision == "fp16" and not gpu.has_bf16:
         yield f"precision fp16: {gpu.key} has no bf16"
     if gpu.kind == "cuda" and gpu.compute_capability is not None:
-        capability = float(gpu.compute_capability)
-        since = next((torch for least, torch in _DROPPED if capability < least), None)
-        if since is not None and not run.versions.older("torch", since):
+        least = run.versions.value_of("torch", _LEAST_CAPABILITY)
+        if float(gpu.compute_capability) < least:
             yield (
                 f"PyTorch has kernels for compute capability {gpu.compute_capability} in its "
                 "CUDA 12.6 wheels only"

@@ -783,7 +783,7 @@ def _check_device(run: RunConfig, gpu: GpuSpec) -> None:
             f"precision: {run.precision} has no known rate on {gpu.key}; use one of {rated}"
         )
     since = backend.expandable_since
-    if run.expandable_segments and (since is None or run.versions.older("torch", since)):
+    if run.expandable_segments and not run.versions.reaches("torch", since):
         of_torch = f"torch's allocator of {backend.kind} has them since {since}"
         raise ConfigError(
             "expandable_segments: "

@@ -54,9 +54,8 @@ class KnownModels:
 
     def _has(self, libraries: Libraries, name: str) -> bool:
         first, last = self.first.get(name), self.last.get(name)
-        if first is None or libraries.older(self.engine, first):
-            return False
-        return last is None or not libraries.newer(self.engine, last)
+        is_known = libraries.reaches(self.engine, first)
+        return is_known and (last is None or not libraries.newer(self.engine, last))
 
     def may_run_otherwise(self, libraries: Libraries, model: ModelSpec) -> bool:
         """Whether the release may run the class that transformers has for `model`.
@@ -67,18 +66,18 @@ class KnownModels:
         srt/model_loader/utils.py `resolve_transformers_arch`.
         """
         since = self.backend_since(model)
-        return bool(since) and not libraries.older(self.engine, since)
+        return libraries.reaches(self.engine, since)
 
-    def backend_since(self, model: ModelSpec) -> str:
-        """The first release whose Transformers backend may take `model`; empty where none does."""
+    def backend_since(self, model: ModelSpec) -> str | None:
+        """The first release whose Transformers backend may take `model`; None where none does."""
         kinds = {attention.kind for layer, _ in model.layers() for attention in layer.attentions}
         takes_none = any(name.lower() in self.not_for_backend for name in architectures_of(model))
         if kinds != {"softmax"} or takes_none:
-            return ""
+            return None
         is_of_images = bool(model.unloaded_params) or "text_config" in model.config
         asked = ["dense", *["experts"] * model.has_experts, *["images"] * is_of_images]
         if any(kind not in self.backend for kind in asked):
-            return ""
+            return None
         return max((self.backend[kind] for kind in asked), key=self.releases.index)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from whichlora.errors import ConfigError
 from whichlora.serving.base import Served
+from whichlora.spec.versions import ByRelease
 from whichlora.spec.words import alternatives
 
 FLOAT16, BFLOAT16, FLOAT32 = "float16", "bfloat16", "float32"
@@ -40,13 +41,11 @@ def check_card_dtype(served: Served, without_bf16: tuple[str, ...]) -> None:
     )
 
 
-def check_quant_dtype(
-    served: Served, dtypes: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]]
-) -> None:
+def check_quant_dtype(served: Served, dtypes: Mapping[str, ByRelease[tuple[str, ...]]]) -> None:
     """Refuse a dtype that the kernels of quantised weights do not multiply in.
 
     Args:
-        dtypes: by `quant`, the releases from which on a tuple of dtypes is accepted, oldest first.
+        dtypes: by `quant`, those that are accepted.
 
     Raises:
         ConfigError: one line.
@@ -54,11 +53,7 @@ def check_quant_dtype(
     engine, quant, dtype = served.run.serving, str(served.run.quant), dtype_of(served)
     if quant not in dtypes:
         return
-    accepted = next(
-        dtypes_then
-        for since, dtypes_then in reversed(dtypes[quant])
-        if not served.libraries.older(engine, since)
-    )
+    accepted = served.libraries.value_of(engine, dtypes[quant])
     if dtype not in accepted:
         precisions = alternatives([_PRECISIONS[each] for each in accepted])
         raise ConfigError(
@@ -78,7 +73,7 @@ def check_model_dtype(served: Served, float16_refused: Mapping[str, str]) -> Non
     """
     engine, model = served.run.serving, served.model
     since = float16_refused.get(model.model_type)
-    if since is None or dtype_of(served) != FLOAT16 or served.libraries.older(engine, since):
+    if dtype_of(served) != FLOAT16 or not served.libraries.reaches(engine, since):
         return
     release = f"{engine} {getattr(served.libraries, engine)}"
     if served.gpu.has_bf16:

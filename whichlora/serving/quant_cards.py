@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from whichlora.errors import ConfigError
 from whichlora.serving.base import Served
 from whichlora.spec.checkpoint import stored_quant
+from whichlora.spec.versions import ByRelease
 
 # The oldest cards that have AWQ's kernels, in every release of vLLM and SGLang.
 AWQ_CAPABILITY = 7.5
@@ -24,14 +25,14 @@ def offered_quants(served: Served) -> tuple[str, ...]:
     return ("awq-int4", "gptq-int4") if has_awq else ("gptq-int4",)
 
 
-def check_quant_card(served: Served, cards: Mapping[str, tuple[tuple[str, float], ...]]) -> None:
+def check_quant_card(served: Served, cards: Mapping[str, ByRelease[float]]) -> None:
     """Refuse quantised weights that an engine has no kernels for on the GPU.
 
     A checkpoint in mxfp4 is loaded so, whatever is asked for. A merged copy of it is 16 bit, and is
     asked for by the name of such a copy.
 
     Args:
-        cards: by `quant`, the releases from which on a compute capability is enough, oldest first.
+        cards: by `quant`, the compute capability that is enough.
 
     Raises:
         ConfigError: one line.
@@ -43,12 +44,12 @@ def check_quant_card(served: Served, cards: Mapping[str, tuple[tuple[str, float]
     if quant not in cards or gpu.compute_capability is None:
         return
     had = float(gpu.compute_capability)
-    is_before = served.libraries.older
-    needed = [least for since, least in cards[quant] if not is_before(engine, since)][-1]
+    needed = served.libraries.value_of(engine, cards[quant])
     if had >= needed:
         return
-    later = [since for since, least in cards[quant] if is_before(engine, since) and had >= least]
-    newer = f"give libraries {engine}={later[0]} or newer, or " if later else ""
+    enough = [since for since, least in cards[quant] if had >= least]
+    later = next((since for since in enough if served.libraries.older(engine, since)), None)
+    newer = f"give libraries {engine}={later} or newer, or " if later else ""
     instead = "use gptq-int4, or weights that are not quantised"
     if is_packed:
         instead = (

@@ -22,16 +22,14 @@ MANY_GRAPHED = 300  # sequences of a graph, above which groups have more; memory
 
 
 class Cards(NamedTuple):
-    """What a card's memory decides, before a release.
+    """What a card's memory decides.
 
     Attributes:
-        before: first release that decides otherwise; none of the newest
         below: GiB that part the cards
         chunks: tokens of a prompt in one step, of the smallest cards first
         graphs: largest batch of a decode graph, on fewer than four ranks and on more
     """
 
-    before: str
     below: tuple[float, ...]
     chunks: tuple[int, ...]
     graphs: tuple[tuple[int, int], ...]
@@ -42,23 +40,25 @@ class Cards(NamedTuple):
 _SIZES = (20, 35, 60, 90, 160)
 _LARGE_CHUNKS, _LARGE_GRAPHS = (4096, 8192, 8192, 16384), ((256, 512), (256, 512), (512, 512))
 _CARDS = (
-    Cards("0.4.8", (25_000 / 1024, 80), (2048, 8192, 8192), ((8, 80), (160, 160), (256, 256))),
-    Cards(
+    ("0", Cards((25_000 / 1024, 80), (2048, 8192, 8192), ((8, 80), (160, 160), (256, 256)))),
+    (
+        "0.4.8",
+        Cards(
+            (35, 90, 160), (2048, 8192, 8192, 16384), ((8, 80), (160, 160), (256, 256), (512, 512))
+        ),
+    ),
+    (
         "0.5.3",
-        (35, 90, 160),
-        (2048, 8192, 8192, 16384),
-        ((8, 80), (160, 160), (256, 256), (512, 512)),
+        Cards(_SIZES, (2048, 2048, *_LARGE_CHUNKS), ((8, 8), (16, 80), (32, 160), *_LARGE_GRAPHS)),
     ),
-    Cards(
-        "0.5.5", _SIZES, (2048, 2048, *_LARGE_CHUNKS), ((8, 8), (16, 80), (32, 160), *_LARGE_GRAPHS)
+    (
+        "0.5.5",
+        Cards(_SIZES, (2048, 2048, *_LARGE_CHUNKS), ((8, 8), (24, 80), (32, 160), *_LARGE_GRAPHS)),
     ),
-    Cards(
+    (
         "0.5.20",
-        _SIZES,
-        (2048, 2048, *_LARGE_CHUNKS),
-        ((8, 8), (24, 80), (32, 160), *_LARGE_GRAPHS),
+        Cards(_SIZES, (2048, 4096, *_LARGE_CHUNKS), ((8, 8), (48, 160), (32, 160), *_LARGE_GRAPHS)),
     ),
-    Cards("", _SIZES, (2048, 4096, *_LARGE_CHUNKS), ((8, 8), (48, 160), (32, 160), *_LARGE_GRAPHS)),
 )
 
 # Of each GPU that works on a model, so much less than of one. Source: 0.4.7 srt/server_args.py:254.
@@ -104,7 +104,7 @@ def decode_graphs(served: Served) -> int:
 
 def _card(served: Served) -> tuple[Cards, int]:
     """The rule of the release, and which of its cards this is."""
-    rule = next(each for each in _CARDS if not each.before or _is_before(served, each.before))
+    rule = served.libraries.value_of("sglang", _CARDS)
     return rule, bisect_left(rule.below, served.gpu.memory_bytes / GiB + 1e-9)
 
 

@@ -90,10 +90,10 @@ from whichlora.timing.model import LAUNCH_S
 from whichlora.timing.work import VLLM_CAPTURED_TOKENS
 
 DRAFT_METHODS = ("mtp", "deepseek_mtp")
-# What the host does between two steps, before a release. Kind: fitted, to published speeds of one
+# What the host does between two steps. Kind: fitted, to published speeds of one
 # sequence on an A100 (Qwen2 under 0.4.2, Qwen2.5 under 0.6.3), and to four sequences of a 70B on
 # two to eight H100 and H200 (0.11). What it does for each sequence: estimate.
-HOST_S = (("0.6", 2.0e-3), ("0.8", 1.3e-3), ("", 0.8e-3))
+HOST_S = (("0", 2.0e-3), ("0.6", 1.3e-3), ("0.8", 0.8e-3))
 OLDER_SEQUENCE_S, SEQUENCE_S = 20e-6, 5e-6
 # Before 0.4.3 Ray schedules a task on every other rank for each step. Kind: measured, by a
 # contributor: 2,000 tokens of Llama-2-7B on two A100 took 24.2 s, and 16.7 s without Ray and with
@@ -111,6 +111,7 @@ FIRST_EAGER_LAUNCH_S = 27e-6
 # 0.6.4, it is 9. Kind: measured, and scaled as `EAGER_LAUNCH_S`. Source: vLLM 0.6.2 _core_ext.py
 # `ScalarType`, 0.6.4 scalar_type.py; torch 2.4 _ops.py `_must_dispatch_in_python`.
 SCRIPTED_TYPE_S, WRAPPED_PRODUCT_S = 60e-6, 15e-6
+CODE_PRODUCT_S = (("0", 0.0), ("0.5.4", SCRIPTED_TYPE_S), ("0.6.4", WRAPPED_PRODUCT_S))
 # Before 0.5 its host makes lists and tensors of all tokens of the running sequences in every step,
 # with or without penalties: 40 ns are `torch.tensor` of a list. Kind: measured, that code of 0.4.2
 # under torch 2.3.0 on one core of an AMD EPYC. Source: vLLM 0.4.2 model_executor/
@@ -201,11 +202,7 @@ def stepping(served: Served) -> Stepping:
     beyond = served.context > VLLM_CAPTURED_TOKENS and served.libraries.graphs_end_early
     is_eager = bool(served.options["enforce_eager"]) or beyond
     is_first_awq = served.run.quant == "awq-int4" and served.libraries.older("vllm", "0.5.4")
-    step_s = next(
-        seconds
-        for version, seconds in HOST_S
-        if not version or served.libraries.older("vllm", version)
-    )
+    step_s = served.libraries.value_of("vllm", HOST_S)
     ranks, layers = served.count(RANKS) or 1, stage_layers(served)
     if ranks > 1 and served.libraries.older("vllm", "0.4.3"):
         step_s += SCHEDULED_RANKS_S
@@ -245,9 +242,7 @@ def _code_launch_s(served: Served, *, is_eager: bool, is_first_awq: bool) -> flo
     """What a product of codes costs the host beyond one of 16 bit, beside its launch."""
     if is_first_awq:
         return SECOND_LAUNCH_S
-    if not is_eager or served.libraries.older("vllm", "0.5.4"):
-        return 0.0
-    return SCRIPTED_TYPE_S if served.libraries.older("vllm", "0.6.4") else WRAPPED_PRODUCT_S
+    return served.libraries.value_of("vllm", CODE_PRODUCT_S) if is_eager else 0.0
 
 
 # --- what it refuses --------------------------------------------------------------------------

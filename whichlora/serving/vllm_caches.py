@@ -11,9 +11,9 @@ from whichlora.spec.architecture import Attention
 
 SECOND_ENGINE_ALONE = "0.11"  # before, kernels of the first one widen 8 bits on every card
 FP8_CAPABILITY = 8.9  # of Triton's kernels, whose type fp8e4nv older cards lack
-# FlashInfer's oldest card, since it is chosen by itself, and heads that it has kernels for.
-FLASHINFER_CARDS = (("0.11.1", 7.5), ("0.24", 8.0))
-FLASHINFER_HEADS, LARGER_HEAD = (64, 128, 256), ("0.22", 512)
+# The oldest card of heads that FlashInfer has kernels for: its own, since it is chosen by itself.
+FLASHINFER_CARDS = (("0", FP8_CAPABILITY), ("0.11.1", 7.5), ("0.24", 8.0))
+FLASHINFER_HEADS = (("0", (64, 128, 256)), ("0.22", (64, 128, 256, 512)))
 
 
 def check(served: Served) -> None:
@@ -47,13 +47,10 @@ def check(served: Served) -> None:
 
 def _fp8_capability(served: Served) -> float:
     """The oldest card with attention of the model over 8 bits: FlashInfer's, or Triton's."""
-    older = served.libraries.older
-    cards = [card for since, card in FLASHINFER_CARDS if not older("vllm", since)]
-    since, larger = LARGER_HEAD
-    heads = FLASHINFER_HEADS if older("vllm", since) else (*FLASHINFER_HEADS, larger)
+    heads = served.libraries.value_of("vllm", FLASHINFER_HEADS)
     attentions = [each for layer, _ in served.model.layers() for each in layer.attentions]
     fits = all(_fits(each, heads) for each in attentions if each.kind == "softmax")
-    return cards[-1] if cards and fits else FP8_CAPABILITY
+    return served.libraries.value_of("vllm", FLASHINFER_CARDS) if fits else FP8_CAPABILITY
 
 
 def _fits(attention: Attention, heads: tuple[int, ...]) -> bool:

@@ -97,15 +97,15 @@ TABLES_WITH_SLOTS = {
     **dict.fromkeys(("qwen3", "qwen3_moe"), "0.20"),
     **dict.fromkeys(("cohere", "cohere2"), "0.28"),
 }
-# Bytes per logit in its profile, before a release. Source: `_dummy_sampler_run` of
+# Bytes per logit in its profile. Source: `_dummy_sampler_run` of
 # v1/worker/gpu/model_runner.py, and sample/sampler.py:157 (0.24.0), :159 (0.27.1), :218 (0.29.0);
 # 0.26.0 changes logits in place.
 NEWER_LOGIT_BYTES = (
-    ("0.26", WIDENED_LOGIT_BYTES),
-    ("0.27", PLAIN_LOGIT_BYTES),
-    ("0.28", WIDENED_LOGIT_BYTES),
-    ("0.33", PLAIN_LOGIT_BYTES),
-    ("", MASKED_LOGIT_BYTES),
+    ("0", WIDENED_LOGIT_BYTES),
+    ("0.26", PLAIN_LOGIT_BYTES),
+    ("0.27", WIDENED_LOGIT_BYTES),
+    ("0.28", PLAIN_LOGIT_BYTES),
+    ("0.33", MASKED_LOGIT_BYTES),
 )
 # Kernels that a first forward loads, and what libraries allocate by themselves. Kind: estimate.
 # Source: nine published logs that state `non_torch_memory` of one GPU, 0.02 to 0.12 GiB; median.
@@ -277,8 +277,7 @@ def _stored(served: Served) -> Dtypes:
 
 def _has_table_slots(served: Served) -> bool:
     """Whether embeddings and head have slots for adapters."""
-    since = TABLES_WITH_SLOTS.get(served.model.model_type)
-    return since is not None and not served.libraries.older("vllm", since)
+    return served.libraries.reaches("vllm", TABLES_WITH_SLOTS.get(served.model.model_type))
 
 
 def _counts_context(served: Served) -> bool:
@@ -412,7 +411,7 @@ def experts_are_kept(served: Served) -> bool:
     `_get_priority_backends` of each storage.
     """
     since = KEPT_EXPERTS_SINCE.get(served.run.quant or "none")
-    if since is None or served.libraries.older("vllm", since) or multiplies_by_triton(served):
+    if not served.libraries.reaches("vllm", since) or multiplies_by_triton(served):
         return False
     is_older = served.libraries.older("vllm", "0.17")
     return is_older or capability(served) < 10.0
@@ -426,11 +425,7 @@ def _logit_bytes(served: Served) -> int:
     """
     libraries = served.libraries
     if has_newer_runner(served):
-        return next(
-            num_bytes
-            for version, num_bytes in NEWER_LOGIT_BYTES
-            if not version or libraries.older("vllm", version)
-        )
+        return libraries.value_of("vllm", NEWER_LOGIT_BYTES)
     # FlashInfer's sampler masks, too, where it is installed
     sorts = libraries.older("vllm", "0.17") and libraries.older("flashinfer", "0.0.1")
     return SORTED_LOGIT_BYTES if sorts else MASKED_LOGIT_BYTES

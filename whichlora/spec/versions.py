@@ -6,11 +6,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Self
+from typing import Self, TypeAlias, TypeVar
 
 from whichlora.errors import ConfigError
 from whichlora.spec.backends import backend_of
 from whichlora.spec.words import unknown
+
+Value = TypeVar("Value")
+# A value beside the first release that has it, oldest first; "0": all before the next one.
+ByRelease: TypeAlias = tuple[tuple[str, Value], ...]
 
 # Rows up to which bitsandbytes 0.50 multiplies with stored 4-bit weights, by compute capability:
 # of a weight of [14336, 4096] on the GPU with the most multiprocessors. Of older ones, and of
@@ -97,6 +101,14 @@ class Libraries:
     def newer(self, library: str, version: str) -> bool:
         """Whether `library` is newer than `version`."""
         return _numbers(getattr(self, library)) > _numbers(version)
+
+    def reaches(self, library: str, version: str | None) -> bool:
+        """Whether `library` is `version` or newer; never, where no version is given."""
+        return version is not None and not self.older(library, version)
+
+    def value_of(self, library: str, values: ByRelease[Value]) -> Value:
+        """The value that holds: of the last release in `values` that `library` reaches."""
+        return next(value for since, value in reversed(values) if self.reaches(library, since))
 
     @property
     def zeroes_gradients(self) -> bool:

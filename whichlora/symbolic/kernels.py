@@ -40,7 +40,7 @@ def repeats_keys(
     if libraries.repeats_keys:
         return True
     since = dtypes.backend.takes_groups_since
-    if since is not None and not libraries.older("torch", since):
+    if libraries.reaches("torch", since):
         return False
     if decoding and libraries.packs_queries:
         return False
