@@ -22,6 +22,7 @@ from whichlora.spec import members
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.units import GiB
 from whichlora.workflow.combinations import combinations, only_runs, shared_by_engine
@@ -52,6 +53,17 @@ def test_an_engine_of_another_package_answers_under_its_own_name(
     assert named
     assert renamed
     assert replace(renamed, engine="vllm") == named
+
+
+def test_releases_of_an_engine_of_another_package_are_those_of_its_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(OUTSIDE)
+    monkeypatch.setattr(members, "entry_points", importlib.metadata.entry_points)
+    run = replace(RUN, serving="outside-engine", quant="fp8", libraries=(("vllm", "0.13.0"),))
+    refusal = "outside-engine 0.13.0 has no kernels for fp8 .* give libraries vllm=0.14 or newer"
+    with pytest.raises(ConfigError, match=refusal):
+        predicted(run, find_gpu("t4-16gb"))
 
 
 @pytest.mark.parametrize("name", ["Ollama", "llama.cpp", "llamacpp"])

@@ -86,8 +86,8 @@ def test_a_release_that_knows_a_model_says_nothing_of_it(
     model: str, engine: str, version: str
 ) -> None:
     asked = served(model, engine, version)
-    check_known(asked, engine)
-    assert known_note(asked, engine) == []
+    check_known(asked)
+    assert known_note(asked) == []
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_class_of_transformers_may_do_and_is_told(
 ) -> None:
     asked = served(model, engine, version)
     (name,) = architectures_of(asked.model)
-    (note,) = known_note(asked, engine)
+    (note,) = known_note(asked)
     assert f"no class of its own for {name}{later}: it starts if" in note
     its = get_engine(engine)
     assert its.start is not None
@@ -143,7 +143,7 @@ def test_transformers_classes_with_experts_images_or_states_come_later_or_never(
 
 @pytest.mark.parametrize(("engine", "version"), [("vllm", "0.34.0"), ("sglang", "0.1.5")])
 def test_of_a_release_that_was_not_read_nothing_is_refused(engine: str, version: str) -> None:
-    check_known(served("EleutherAI/gpt-neo-1.3B", engine, version), engine)
+    check_known(served("EleutherAI/gpt-neo-1.3B", engine, version))
 
 
 @pytest.mark.parametrize(("gpu", "version"), [("rtx-5090-32gb", "0.8.5"), ("b200-180gb", "0.8.4")])
@@ -222,7 +222,7 @@ def test_a_release_beyond_those_that_were_read_is_told(
     engine: str, version: str, told: str
 ) -> None:
     asked = served("meta-llama/Llama-2-7b-hf", engine, version)
-    notes = release_note(asked, engine, first_start=FIRST_STARTS[engine])
+    notes = release_note(asked, first_start=FIRST_STARTS[engine])
     assert [note.startswith(told) for note in notes] == [True] * bool(told)
 
 

@@ -45,10 +45,9 @@ def serve_script(job: ResolvedRun, method: str, *, form: str, concurrency: int) 
     """
     run, served = job.run, job.served
     quant = run.quant or "none"
-    version = getattr(served.libraries, job.engine.library, "")
     text = _HEAD.format(
         model=job.model.name,
-        engine=f"{job.engine.name} {version}".rstrip(),
+        engine=served.release,
         form=form,
         concurrency=concurrency,
         context=served.context,

@@ -110,6 +110,7 @@ class ResolvedRun:
             targets=self.targets,
             options=self.engine.filled(self.run),
             libraries=self.engine.libraries(self.run),
+            engine=self.engine,
         )
 
     @property

@@ -56,7 +56,7 @@ def serving_prediction(
     is_close = start.needs_context and not refuses and is_near
     return ServingPrediction(
         engine=job.engine.name,
-        version=getattr(served.libraries, job.engine.library, ""),
+        version=served.version,
         starts=not fault,
         reason=f"{fault}; {_unsure(margin)}" if fault and is_close else fault,
         context=served.context,

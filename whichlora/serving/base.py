@@ -22,6 +22,7 @@ from whichlora.spec.numeric import Count, Real, floor_div, largest, last_between
 from whichlora.spec.options import Option, OptionValue, filled, known
 from whichlora.spec.run import MOST_COUNT, RunConfig
 from whichlora.spec.versions import Libraries
+from whichlora.spec.words import release_of
 from whichlora.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Served:
     """A model in the form in which an engine is asked to serve it.
 
     Args:
+        engine: who is asked.
         targets: names of the matrices whose adapters are not merged, if any.
         options: the engine's own, defaults filled in.
         libraries: their versions, the engine's among them.
@@ -48,9 +50,20 @@ class Served:
     targets: tuple[str, ...]
     options: Mapping[str, OptionValue | None]
     libraries: Libraries
+    engine: Engine
     nodes: int = 1
     weights: str = ""
     adapter: str = "ADAPTER"
+
+    @property
+    def version(self) -> str:
+        """Of the engine; empty where its releases are not told apart."""
+        return getattr(self.libraries, self.engine.library, "")
+
+    @property
+    def release(self) -> str:
+        """The engine with its version, as messages name it: vllm 0.33.0."""
+        return release_of(self.engine.name, self.version)
 
     @property
     def context(self) -> int:
@@ -511,21 +524,20 @@ class Engine:
         Raises:
             ConfigError: one line.
         """
-        release = f"{self.name} {getattr(served.libraries, self.library, '')}"
         for option in self.options:
             value = served.options[option.name]
             if not served.is_asked(option.name) or value is False:
                 continue
             if option.since and served.libraries.older(self.library, option.since):
                 raise ConfigError(
-                    f"{option.name}: {release} has no such option, {option.since} or newer has; "
-                    f"leave it out, or give libraries {self.library}={option.since}"
+                    f"{option.name}: {served.release} has no such option, {option.since} or newer "
+                    f"has; leave it out, or give libraries {self.library}={option.since}"
                 )
             since = option.choices_since.get(str(value), "")
             if since and served.libraries.older(self.library, since):
                 raise ConfigError(
-                    f"{option.name}: {release} has no {value}, {since} or newer has; give another "
-                    f"value, or libraries {self.library}={since}"
+                    f"{option.name}: {served.release} has no {value}, {since} or newer has; give "
+                    f"another value, or libraries {self.library}={since}"
                 )
 
     def filled(self, run: RunConfig) -> dict[str, OptionValue | None]:

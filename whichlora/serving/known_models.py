@@ -103,36 +103,36 @@ def known_models(engine: str) -> KnownModels:
     )
 
 
-def check_known(served: Served, engine: str) -> None:
-    """Refuse a model that the release of `engine` has no class for.
+def check_known(served: Served) -> None:
+    """Refuse a model that the release has no class for.
 
     Nothing is refused of a release that was not read, nor where a class of transformers may do.
 
     Raises:
         ConfigError: one line.
     """
-    known, libraries, model = known_models(engine), served.libraries, served.model
+    libraries, model, library = served.libraries, served.model, served.engine.library
+    known = known_models(library)
     if not known.is_read(libraries) or known.knows(libraries, model):
         return
     if known.may_run_otherwise(libraries, model):
         return
-    name = architectures_of(model)[0]
-    release = f"{engine} {getattr(libraries, engine)}"
+    name, release = architectures_of(model)[0], served.release
     first, last = known.first.get(name.lower()), known.last.get(name.lower())
     since = known.backend_since(model)
-    if last is not None and libraries.newer(engine, last):
+    if last is not None and libraries.newer(library, last):
         raise ConfigError(
-            f"serving: {release} does not know {name} any more; give libraries {engine}={last} "
+            f"serving: {release} does not know {name} any more; give libraries {library}={last} "
             "or leave serving out"
         )
     if first is not None:
         raise ConfigError(
-            f"serving: {release} does not know {name}, {engine} {first} or newer does; give "
-            f"libraries {engine}={first}, or leave serving out"
+            f"serving: {release} does not know {name}, {library} {first} or newer does; give "
+            f"libraries {library}={first}, or leave serving out"
         )
     if since:
         raise ConfigError(
-            f"serving: {release} does not know {name}; give libraries {engine}={since} or newer, "
+            f"serving: {release} does not know {name}; give libraries {library}={since} or newer, "
             "which may run the class of transformers, or leave serving out"
         )
     raise ConfigError(
@@ -141,30 +141,31 @@ def check_known(served: Served, engine: str) -> None:
     )
 
 
-def known_note(served: Served, engine: str) -> list[str]:
+def known_note(served: Served) -> list[str]:
     """What a user must know of a model that the release has no class of its own for."""
-    known, libraries, model = known_models(engine), served.libraries, served.model
+    libraries, model, library = served.libraries, served.model, served.engine.library
+    known = known_models(library)
     if not known.is_read(libraries) or known.knows(libraries, model):
         return []
     first = known.first.get(architectures_of(model)[0].lower())
-    later = f", {engine} {first} does" if first and libraries.older(engine, first) else ""
+    later = f", {library} {first} does" if first and libraries.older(library, first) else ""
     return [
-        f"{engine} {getattr(libraries, engine)} has no class of its own for "
+        f"{served.release} has no class of its own for "
         f"{architectures_of(model)[0]}{later}: it starts if the installed transformers has one "
         "that its Transformers backend takes, and is predicted as with its own"
     ]
 
 
-def release_note(served: Served, engine: str, *, first_start: str) -> list[str]:
+def release_note(served: Served, *, first_start: str) -> list[str]:
     """What a user must know of a release beyond those that were read, or that started.
 
     Args:
         first_start: the oldest release whose published starts the pool is compared with.
     """
-    known, libraries = known_models(engine), served.libraries
-    release, newest = f"{engine} {getattr(libraries, engine)}", known.releases[-1]
-    if libraries.newer(engine, newest):
+    libraries, library, release = served.libraries, served.engine.library, served.release
+    newest = known_models(library).releases[-1]
+    if libraries.newer(library, newest):
         return [f"{release} is newer than {newest}, the last that was read: predicted as that one"]
-    if libraries.older(engine, first_start):
+    if libraries.older(library, first_start):
         return [f"{release} is older than {first_start}, the first with a start to compare with"]
     return []

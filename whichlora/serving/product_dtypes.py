@@ -50,14 +50,14 @@ def check_quant_dtype(served: Served, dtypes: Mapping[str, ByRelease[tuple[str, 
     Raises:
         ConfigError: one line.
     """
-    engine, quant, dtype = served.run.serving, str(served.run.quant), dtype_of(served)
+    quant, dtype = str(served.run.quant), dtype_of(served)
     if quant not in dtypes:
         return
-    accepted = served.libraries.value_of(engine, dtypes[quant])
+    accepted = served.libraries.value_of(served.engine.library, dtypes[quant])
     if dtype not in accepted:
         precisions = alternatives([_PRECISIONS[each] for each in accepted])
         raise ConfigError(
-            f"precision: {engine} {getattr(served.libraries, engine)} multiplies {quant} in "
+            f"precision: {served.release} multiplies {quant} in "
             f"{alternatives(accepted)}, got {dtype}; give precision {precisions}, or another quant"
         )
 
@@ -71,18 +71,17 @@ def check_model_dtype(served: Served, float16_refused: Mapping[str, str]) -> Non
     Raises:
         ConfigError: one line.
     """
-    engine, model = served.run.serving, served.model
+    model, library = served.model, served.engine.library
     since = float16_refused.get(model.model_type)
-    if dtype_of(served) != FLOAT16 or not served.libraries.reaches(engine, since):
+    if dtype_of(served) != FLOAT16 or not served.libraries.reaches(library, since):
         return
-    release = f"{engine} {getattr(served.libraries, engine)}"
     if served.gpu.has_bf16:
         raise ConfigError(
-            f"precision: {release} does not serve {model.model_type} in {FLOAT16}; give precision "
-            "bf16"
+            f"precision: {served.release} does not serve {model.model_type} in {FLOAT16}; give "
+            "precision bf16"
         )
     raise ConfigError(
-        f"precision: {release} does not serve {model.model_type} in {FLOAT16}, and "
+        f"precision: {served.release} does not serve {model.model_type} in {FLOAT16}, and "
         f"{served.gpu.key} has no bf16; give precision fp32 and quant none, or a GPU of compute "
         f"capability {BF16_CAPABILITY} or newer"
     )

@@ -37,19 +37,19 @@ def check_quant_card(served: Served, cards: Mapping[str, ByRelease[float]]) -> N
     Raises:
         ConfigError: one line.
     """
-    engine, quant, gpu = served.run.serving, str(served.run.quant), served.gpu
+    library, quant, gpu = served.engine.library, str(served.run.quant), served.gpu
     is_packed = stored_quant(served.model.config) == "mxfp4"
     if is_packed:
         quant = "mxfp4"
     if quant not in cards or gpu.compute_capability is None:
         return
     had = float(gpu.compute_capability)
-    needed = served.libraries.value_of(engine, cards[quant])
+    needed = served.libraries.value_of(library, cards[quant])
     if had >= needed:
         return
     enough = [since for since, least in cards[quant] if had >= least]
-    later = next((since for since in enough if served.libraries.older(engine, since)), None)
-    newer = f"give libraries {engine}={later} or newer, or " if later else ""
+    later = next((since for since in enough if served.libraries.older(library, since)), None)
+    newer = f"give libraries {library}={later} or newer, or " if later else ""
     instead = "use gptq-int4, or weights that are not quantised"
     if is_packed:
         instead = (
@@ -57,6 +57,6 @@ def check_quant_card(served: Served, cards: Mapping[str, ByRelease[float]]) -> N
             "ends in -BF16"
         )
     raise ConfigError(
-        f"quant: {engine} {getattr(served.libraries, engine)} has no kernels for {quant} on "
+        f"quant: {served.release} has no kernels for {quant} on "
         f"{gpu.key}: it needs compute capability {needed} or newer; {newer}{instead}"
     )

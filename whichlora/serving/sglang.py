@@ -408,7 +408,7 @@ def check(served: Served) -> None:
         ConfigError: one line.
     """
     check_model(served, keeps_states=not served.libraries.older("sglang", "0.5.3"))
-    check_known(served, "sglang")
+    check_known(served)
     check_quant_card(served, QUANT_CARDS)
     check_card_dtype(served, WITHOUT_BF16)
     check_quant_dtype(served, QUANT_DTYPES)
@@ -502,7 +502,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     tokens = chunk or prompt_tokens(served)
     needed = layer_entry(rank, tokens=tokens, element_bytes=served.dtypes.compute_bytes).num_bytes
     lines = [
-        f"sglang {served.libraries.sglang}: mem_fraction_static {mem_fraction_static(served):g}, "
+        f"{served.release}: mem_fraction_static {mem_fraction_static(served):g}, "
         f"chunked_prefill_size {chunk or -1}; activations and graphs have {format_bytes(free)} "
         "beside it"
     ]
@@ -520,8 +520,8 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     lines += stage_notes(start, stage_layers(served), STAGES)
     lines += [nodes_note(served, "", "--node-rank")] if served.nodes > 1 else []
     lines += [NOTE] if served.options[DRAFTS] else []
-    lines += known_note(served, "sglang")
-    lines += release_note(served, "sglang", first_start=FIRST_START)
+    lines += known_note(served)
+    lines += release_note(served, first_start=FIRST_START)
     if start.copies == 1 and (ranks := served.count(RANKS) or 1) > 1:
         lines.append(f"{RANKS} {ranks}: bytes are of each GPU")
     if start.copies > 1:

@@ -258,7 +258,7 @@ def check(served: Served) -> None:
     _check_card(served)
     check_quant_card(served, QUANT_CARDS)
     check_model(served, keeps_states=not served.libraries.older("vllm", STATES_SINCE))
-    check_known(served, "vllm")
+    check_known(served)
     check_card_dtype(served, WITHOUT_BF16)
     check_model_dtype(served, FLOAT16_REFUSED)
     check_quant_dtype(served, QUANT_DTYPES)
@@ -267,13 +267,13 @@ def check(served: Served) -> None:
     _check_drafts(served)
     if served.model.unloaded_params and served.libraries.older("vllm", TEXT_ALONE):
         raise ConfigError(
-            f"serving: vllm {served.libraries.vllm} loads what {served.model.name} sees with and "
+            f"serving: {served.release} loads what {served.model.name} sees with and "
             f"keeps room for its largest image, which is not predicted; give libraries "
             f"vllm={TEXT_ALONE} or a later release, which can serve its texts alone"
         )
     if run.quant in BNB_QUANTS and not served.libraries.older("vllm", "0.28"):
         raise ConfigError(
-            f"serving: vllm {served.libraries.vllm} reads no bitsandbytes weights, got quant "
+            f"serving: {served.release} reads no bitsandbytes weights, got quant "
             f"{run.quant}; use awq-int4 or gptq-int4 of merged weights, or libraries vllm=0.27.1"
         )
     _check_values(served)
@@ -325,7 +325,7 @@ def _check_card(served: Served) -> None:
     since, least = BLACKWELL_SINCE
     if capability(served) >= least and served.libraries.older("vllm", since):
         raise ConfigError(
-            f"serving: vllm {served.libraries.vllm} does not run on {served.gpu.key}: wheels "
+            f"serving: {served.release} does not run on {served.gpu.key}: wheels "
             f"before {since} have no kernels for compute capability {least} or newer; give "
             f"libraries vllm={FIRST_BLACKWELL} or newer, or leave serving out"
         )
@@ -336,7 +336,7 @@ def _check_card(served: Served) -> None:
         has_kernels = served.run.quant not in QUANT_CARDS
         instead = f"give libraries vllm={BEFORE_CARD}, or " if has_kernels else ""
         raise ConfigError(
-            f"serving: vllm {served.libraries.vllm} does not run on {served.gpu.key}: since "
+            f"serving: {served.release} does not run on {served.gpu.key}: since "
             f"{since} it needs compute capability {least} or newer; {instead}leave serving out"
         )
 
@@ -359,7 +359,7 @@ def _check_values(served: Served) -> None:
     if is_whole and tokens < served.context:
         raise ConfigError(
             f"max_num_batched_tokens: {tokens} is less than the context {served.context}, which "
-            f"vllm {served.libraries.vllm} reads in one step; give {served.context} or more, or "
+            f"{served.release} reads in one step; give {served.context} or more, or "
             "libraries vllm=0.8 or newer"
         )
     rank, size = served.count("max_lora_rank"), block_size_of(served)
@@ -470,7 +470,7 @@ def _without_tower(served: Served) -> str:
 def notes(served: Served, start: Start) -> tuple[str, ...]:
     """What a user must know."""
     lines = [
-        f"vllm {served.libraries.vllm} as `{_server(served)}` starts it: max_num_batched_tokens "
+        f"{served.release} as `{_server(served)}` starts it: max_num_batched_tokens "
         f"{max_num_batched_tokens(served)}, max_num_seqs {max_num_seqs(served)}"
     ]
     if (ranks := served.count(RANKS) or 1) > 1:
@@ -498,8 +498,8 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
     if start.longest_context is None:
         lines += positions_note(served, f"vllm may not start without {LONGER}")
     lines += stage_notes(start, stage_layers(served), STAGES)
-    lines += known_note(served, "vllm")
-    lines += release_note(served, "vllm", first_start=FIRST_START)
+    lines += known_note(served)
+    lines += release_note(served, first_start=FIRST_START)
     return tuple(lines)
 
 

@@ -39,7 +39,7 @@ def check(served: Served) -> None:
     if capability(served) >= needed:
         return
     raise ConfigError(
-        f"kv_cache_dtype: vllm {served.libraries.vllm} has no attention that reads {asked} on "
+        f"kv_cache_dtype: {served.release} has no attention that reads {asked} on "
         f"{served.gpu.key} for {served.model.name}: it needs compute capability {needed} or newer; "
         "give auto"
     )

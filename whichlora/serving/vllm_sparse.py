@@ -102,7 +102,7 @@ def check(served: Served) -> None:
     name = served.model.name
     if served.libraries.older("vllm", SINCE):
         raise ConfigError(
-            f"serving: vllm {served.libraries.vllm} is not predicted for the sparse attention of "
+            f"serving: {served.release} is not predicted for the sparse attention of "
             f"{name}; leave libraries out, or give vllm={SINCE} or a later release"
         )
     if capability(served.gpu) not in CAPABILITIES:

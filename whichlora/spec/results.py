@@ -14,6 +14,7 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import is_number
 from whichlora.spec.rendering import Rendered
 from whichlora.spec.run import RunConfig
+from whichlora.spec.words import release_of
 from whichlora.units import format_bytes
 
 SCHEMA_VERSION = 1
@@ -311,6 +312,11 @@ class ServingPrediction:
     lacking_storage: str = ""
     refuses: str = ""
     time: ServingTime | None = None
+
+    @property
+    def release(self) -> str:
+        """The engine with its version."""
+        return release_of(self.engine, self.version)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON: the waits beside the pool, null where they are not predicted."""

@@ -1,4 +1,4 @@
-"""A word that is none of those accepted: what is said of it, and what was probably meant."""
+"""Words of messages: a word that is not known, alternatives, and a release."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def alternatives(words: Iterable[object]) -> str:
     """One or more words as a sentence has them: 2, 4 or 8."""
     *first, last = map(str, words)
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def release_of(engine: str, version: str) -> str:
+    """An engine with its version, where it has one: vllm 0.33.0."""
+    return f"{engine} {version}".rstrip()
 
 
 def meant(value: str, accepted: Iterable[str]) -> str:

@@ -261,7 +261,7 @@ def _by_engine(served: Candidate | None) -> str:
     serving = None if served is None else served.prediction.serving
     if served is None or serving is None:
         return ""
-    engine = f"{serving.engine} {serving.version}".rstrip() + on_serving_gpus(served.run)
+    engine = serving.release + on_serving_gpus(served.run)
     return (
         f" by {engine}: room for {serving.max_running} sequences of "
         f"{serving.context:,} tokens, pool {format_bytes(serving.kv_pool_bytes)} "

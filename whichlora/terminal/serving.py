@@ -167,7 +167,7 @@ def _print_waits(console: Console, time: ServingTime) -> None:
 
 
 def _print_pool(console: Console, serving: ServingPrediction) -> None:
-    table = new_table(f"{serving.engine} {serving.version}", "", right=("",))
+    table = new_table(serving.release, "", right=("",))
     for what, value in (
         ("pool for keys and values", format_bytes(serving.kv_pool_bytes)),
         (
