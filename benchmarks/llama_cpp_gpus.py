@@ -20,6 +20,7 @@ import numpy as np
 from markdown_tables import markdown_table, summary, write_page
 
 from whichlora.predict.resolve import resolve
+from whichlora.serving.base import Served
 from whichlora.serving.kernel_rates import KernelRates
 from whichlora.serving.llama_cpp import stepping
 from whichlora.serving.llama_cpp_rates import BLOCK_RATES
@@ -58,7 +59,6 @@ class Speed:
         return self.tokens / self.tokens_per_s
 
     def timer(self) -> StepTimer:
-        """Of a GPU that holds all layers."""
         return _timer(self.model, self.file_type, self.tokens, self.gpu)
 
     def predicted_s(self, timer: StepTimer) -> float:
@@ -82,18 +82,27 @@ class Speed:
         return seconds
 
 
-@cache
-def _timer(model: str, file_type: str, tokens: int, gpu: str) -> StepTimer:
+def benchmarked(model: str, file_type: str, tokens: int, gpu: str, gpus: int = 1) -> Served:
+    """What `llama-bench` runs, on so many equal GPUs."""
     run = RunConfig(
         model=model,
         phase="inference",
         serving="llama-cpp",
-        serving_options=(("file_type", file_type), ("fit", False)),
+        serving_options=(("devices", gpus), ("file_type", file_type), ("fit", False)),
         prompt_len=tokens,
         max_new_tokens=1,
     )
-    served = resolve(load_model(model), run, find_target(gpu)).served
+    return resolve(load_model(model), run, find_target(gpu)).served
+
+
+def timer_of(served: Served) -> StepTimer:
+    """Of a GPU that holds all layers."""
     return step_timer(served, stepping=stepping(served), reduction_s=own_all_reduce(0.0, 1))
+
+
+@cache
+def _timer(model: str, file_type: str, tokens: int, gpu: str) -> StepTimer:
+    return timer_of(benchmarked(model, file_type, tokens, gpu))
 
 
 def speeds(records: Path = RECORDS) -> list[Speed]:

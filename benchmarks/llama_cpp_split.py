@@ -28,7 +28,6 @@ from llama_cpp_runs import Case, compiled_device, environment, file_of, part_of,
 from markdown_tables import markdown_table, summary
 
 from whichlora.calibration.load import load_calibration
-from whichlora.predict.resolve import resolve
 from whichlora.predict.serving_links import sends_s
 from whichlora.serving.base import Served
 from whichlora.serving.llama_cpp import stepping
@@ -40,10 +39,8 @@ from whichlora.serving.llama_cpp_memory import (
     taken_by,
 )
 from whichlora.serving.pipeline_time import PipelineTimer, pipeline_timer
-from whichlora.serving.step_time import Step, StepTimer, own_all_reduce, step_timer
+from whichlora.serving.step_time import Step, StepTimer, own_all_reduce
 from whichlora.spec.options import OptionValue
-from whichlora.spec.run import RunConfig
-from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
 from whichlora.units import MiB
 
@@ -284,22 +281,13 @@ def _seconds(speed: Speed) -> float:
 
 @cache
 def _timer(key: str, model: str, file_type: str, gpus: int) -> StepTimer | PipelineTimer:
-    run = RunConfig(
-        model=model,
-        phase="inference",
-        serving="llama-cpp",
-        serving_options=(("devices", gpus), ("file_type", file_type), ("fit", False)),
-        prompt_len=512,
-        max_new_tokens=1,
-    )
-    gpu = find_target(key)
-    asked = resolve(load_model(model), run, gpu).served
-    steps, machines = stepping(asked), load_calibration(gpu).machines
-    alone = own_all_reduce(0.0, 1)
+    asked = llama_cpp_gpus.benchmarked(model, file_type, 512, key, gpus)
     if gpus == 1:
-        return step_timer(asked, stepping=steps, reduction_s=alone)
-    sending = sends_s(1, steps.num_stages, gpu, machines)
+        return llama_cpp_gpus.timer_of(asked)
+    steps, machines = stepping(asked), load_calibration(asked.gpu).machines
+    sending = sends_s(1, steps.num_stages, asked.gpu, machines)
     assert sending is not None
+    alone = own_all_reduce(0.0, 1)
     return pipeline_timer(asked, stepping=steps, reduction_s=alone, sends_s=sending)
 
 

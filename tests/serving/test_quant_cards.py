@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from refusals import refusal
 
-from whichlora.errors import ConfigError
 from whichlora.predict.resolve import resolve
 from whichlora.serving.vllm_memory import start
 from whichlora.spec.run import Precision, Quant, RunConfig
@@ -16,15 +16,10 @@ from whichlora.store.hub import load_model
 RUN = RunConfig(model="Qwen/Qwen2.5-1.5B", phase="inference", context=2048, precision="auto")
 
 
-def check(engine: str, release: str, quant: Quant | None, gpu: str, model: str = "") -> str:
-    """Why it is refused; empty where it is not."""
+def quant_refusal(engine: str, release: str, quant: Quant | None, gpu: str, model: str = "") -> str:
     model = model or ("openai/gpt-oss-20b" if quant == "mxfp4" else RUN.model)
-    run = replace(RUN, model=model, serving=engine, quant=quant, libraries=((engine, release),))
-    try:
-        resolve(load_model(model), run, find_gpu(gpu))
-    except ConfigError as error:
-        return str(error)
-    return ""
+    libraries = ((engine, release),)
+    return refusal(replace(RUN, model=model, serving=engine, quant=quant, libraries=libraries), gpu)
 
 
 @pytest.mark.parametrize(
@@ -47,11 +42,11 @@ def test_a_turing_is_refused_where_kernels_need_a_newer_card(
     if quant == "mxfp4":
         rest = "openai/gpt-oss-20b is stored so: name a 16-bit copy of the model, such as one that "
         rest += "ends in -BF16"
-    assert check(engine, release, quant, "t4-16gb") == (
+    assert quant_refusal(engine, release, quant, "t4-16gb") == (
         f"quant: {engine} {release} has no kernels for {quant} on t4-16gb: it needs compute "
         f"capability {needed} or newer; {instead}{rest}"
     )
-    assert not check(engine, release, quant, "a100-sxm-80gb")
+    assert not quant_refusal(engine, release, quant, "a100-sxm-80gb")
 
 
 @pytest.mark.parametrize(
@@ -69,12 +64,12 @@ def test_a_turing_is_refused_where_kernels_need_a_newer_card(
 def test_cards_that_have_kernels_are_not_refused(
     engine: str, release: str, quant: Quant | None, gpu: str
 ) -> None:
-    assert not check(engine, release, quant, gpu)
+    assert not quant_refusal(engine, release, quant, gpu)
 
 
 def test_the_first_fp8_kernels_are_those_of_ada() -> None:
-    assert "needs compute capability 8.9" in check("vllm", "0.5.0", "fp8", "a100-sxm-80gb")
-    assert not check("vllm", "0.5.0", "fp8", "l4-24gb")
+    assert "needs compute capability 8.9" in quant_refusal("vllm", "0.5.0", "fp8", "a100-sxm-80gb")
+    assert not quant_refusal("vllm", "0.5.0", "fp8", "l4-24gb")
 
 
 @pytest.mark.parametrize("quant", ["none", "gptq-int4", None])
@@ -89,10 +84,10 @@ def test_the_first_fp8_kernels_are_those_of_ada() -> None:
 def test_a_checkpoint_in_mxfp4_is_loaded_so_whatever_is_asked_for(
     engine: str, release: str, gpu: str, quant: Quant | None
 ) -> None:
-    told = check(engine, release, quant, gpu, "openai/gpt-oss-20b")
+    told = quant_refusal(engine, release, quant, gpu, "openai/gpt-oss-20b")
     assert "has no kernels for mxfp4" in told
     assert "gptq" not in told
-    assert not check(engine, release, quant, gpu, "Qwen/Qwen2.5-1.5B")
+    assert not quant_refusal(engine, release, quant, gpu, "Qwen/Qwen2.5-1.5B")
 
 
 @pytest.mark.parametrize(

@@ -5,27 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from refusals import refusal
 
-from whichlora.errors import ConfigError
-from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
-from whichlora.store.gpus import find_gpu
-from whichlora.store.hub import load_model
 
 RUN = RunConfig(model="", phase="inference", serving="vllm", context=2048, precision="auto")
 QWEN, PHI = "Qwen/Qwen2.5-1.5B", "microsoft/Phi-3-mini-4k-instruct"  # heads of 128 and of 96
 SINKS, LATENTS = "openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V2-Lite"
 
 
-def refusal(model: str, gpu: str, release: str, dtype: str = "fp8") -> str:
-    """Why the cache is refused; empty where it is not."""
-    run = replace(RUN, model=model, libraries=(("vllm", release),))
-    run = replace(run, serving_options=(("kv_cache_dtype", dtype),))
-    try:
-        resolve(load_model(model), run, find_gpu(gpu))
-    except ConfigError as error:
-        return str(error)
-    return ""
+def cache_refusal(model: str, gpu: str, release: str, dtype: str = "fp8") -> str:
+    options, libraries = (("kv_cache_dtype", dtype),), (("vllm", release),)
+    return refusal(replace(RUN, model=model, libraries=libraries, serving_options=options), gpu)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +34,7 @@ def refusal(model: str, gpu: str, release: str, dtype: str = "fp8") -> str:
 def test_a_cache_that_no_attention_reads_on_the_card_is_refused(
     model: str, gpu: str, release: str, needed: float
 ) -> None:
-    assert refusal(model, gpu, release) == (
+    assert cache_refusal(model, gpu, release) == (
         f"kv_cache_dtype: vllm {release} has no attention that reads fp8 on {gpu} for {model}: it "
         f"needs compute capability {needed} or newer; give auto"
     )
@@ -62,10 +53,10 @@ def test_a_cache_that_no_attention_reads_on_the_card_is_refused(
     ],
 )
 def test_a_cache_that_some_attention_reads_is_accepted(model: str, gpu: str, release: str) -> None:
-    assert not refusal(model, gpu, release)
-    assert not refusal(model, gpu, release, "auto")
+    assert not cache_refusal(model, gpu, release)
+    assert not cache_refusal(model, gpu, release, "auto")
 
 
 def test_a_turing_has_no_cache_in_bf16() -> None:
-    assert "reads bfloat16 on t4-16gb" in refusal(QWEN, "t4-16gb", "0.33.0", "bfloat16")
-    assert not refusal(QWEN, "a100-sxm-80gb", "0.33.0", "bfloat16")
+    assert "reads bfloat16 on t4-16gb" in cache_refusal(QWEN, "t4-16gb", "0.33.0", "bfloat16")
+    assert not cache_refusal(QWEN, "a100-sxm-80gb", "0.33.0", "bfloat16")
