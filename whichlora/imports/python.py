@@ -8,7 +8,7 @@ from typing import Any
 
 from whichlora.imports.base import Keys, Launch, Tool, method_settings
 from whichlora.imports.peft_configs import other_adapter
-from whichlora.imports.python_calls import BI_ENCODER
+from whichlora.imports.python_calls import BI_ENCODER, is_trainer
 from whichlora.imports.trainer import (
     KERNELS,
     UNMODELLED,
@@ -222,7 +222,7 @@ def _precision(
 ) -> dict[str, Any]:
     names = ("from_pretrained.dtype", "from_pretrained.torch_dtype")
     loads = keys.word("from_pretrained")
-    by_trl = loads.endswith("Trainer")  # `create_model_from_path` of TRL, since 0.27
+    by_trl = is_trainer(loads)  # `create_model_from_path` of TRL, since 0.27
     wide = by_trl or loads == BI_ENCODER or "Classification" in loads
     usual = "float32" if wide else "bfloat16"
     read = [name for name in names if not keys.is_unread(name)]

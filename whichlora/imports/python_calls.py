@@ -22,11 +22,13 @@ from whichlora.imports.python_values import (
     unreached,
     values_of,
 )
+from whichlora.trainers import list_trainers
 
 IMPORT = "import "  # before the name of a library
 LOADS = "from_pretrained"  # whose value is the class, or the trainer, that loads the model
 _NO_MODELS = ("Tokenizer", "Processor", "Config", "Peft", "FeatureExtractor", "GenerationConfig")
-_TRL_CONFIGS = ("SFT", "DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO", "Reward", "PPO", "GKD", "BCO")
+# Arguments of TRL's trainers that are not predicted; the others declare theirs.
+_OTHER_ARGUMENTS = frozenset({"RLOOConfig", "PPOConfig", "GKDConfig", "BCOConfig"})
 _QUANTISES = "BitsAndBytesConfig"
 _LENGTHS = ("seq_len", "seq_length", "max_len", "max_length", "max_seq_len", "max_seq_length")
 _OWN_PARSER = "HfArgumentParser"  # which reads training arguments of a command, too
@@ -157,9 +159,9 @@ def settings_in(
                 values[name], lines[name] = value, line
 
     calls, named = _calls_in(path, text, options)
-    others = config_classes()
+    adapters, arguments = config_classes(), _argument_classes()
     for call in calls:
-        note(call.line, _handed_over(call, others))
+        note(call.line, _handed_over(call, adapters, arguments))
         if "truncation" in call.options:
             name, earlier = "tokenizer.max_length", values.get("tokenizer.max_length")
             length = call.options.get("max_length", earlier)
@@ -176,7 +178,7 @@ def settings_in(
         note(load.line, {LOADS: load.owner})
         first = {"model": load.arguments[0]} if load.arguments else {}
         note(load.line, _prefixed(LOADS, {**first, **load.options}))
-    if str(values.get(LOADS)).endswith("Trainer"):
+    if is_trainer(str(values.get(LOADS))):
         line, own = lines.get(_INIT, 1), values.pop(_INIT, {})
         own = own if isinstance(own, dict) else {"dtype": own} if own is not None else {}
         note(line, _prefixed(LOADS, own))
@@ -194,15 +196,16 @@ def settings_in(
     return values, lines
 
 
-def _handed_over(call: Call, others: Container[str]) -> dict[str, Any]:
+def _handed_over(call: Call, adapters: Container[str], arguments: Container[str]) -> dict[str, Any]:
     """What a call hands to a library that trains; empty where it is of another kind.
 
     Args:
-        others: configs of PEFT but for LoRA's.
+        adapters: configs of PEFT but for LoRA's.
+        arguments: classes of training arguments.
     """
-    if call.name.endswith(TRAINING) or _is_trl_config(call.name):
+    if call.name.endswith(TRAINING) or call.name in arguments:
         return dict(call.options)
-    if call.name.endswith("Trainer") and call.options:
+    if is_trainer(call.name) and call.options:
         of_old_trl = _some(call.options, "max_seq_length", "packing")  # before 0.13
         return {"Trainer": call.name, **_loaded_by(call), **of_old_trl}
     if call.name == BI_ENCODER and call.arguments:
@@ -211,7 +214,7 @@ def _handed_over(call: Call, others: Container[str]) -> dict[str, Any]:
         return {LOADS: call.name, **_prefixed(LOADS, {"model": call.arguments[0], **own})}
     if call.name == _QUANTISES:
         return _prefixed(call.name, call.options)
-    if call.name == LORA or call.name in others:
+    if call.name == LORA or call.name in adapters:
         return {call.name: True, **_prefixed(call.name, call.options)}
     if call.name == "get_peft_model":
         return {call.name: call.owner or True, **_prefixed(call.name, call.options)}
@@ -226,8 +229,15 @@ def _loaded_by(trainer: Call) -> dict[str, Any]:
     return {LOADS: trainer.name, f"{LOADS}.model": given} if isinstance(given, str) else {}
 
 
-def _is_trl_config(name: str) -> bool:
-    return name.endswith("Config") and name.removesuffix("Config") in _TRL_CONFIGS
+def is_trainer(name: str) -> bool:
+    """Whether a class trains: one of a library, or one that a script derives from it."""
+    return name.endswith("Trainer")
+
+
+def _argument_classes() -> frozenset[str]:
+    """Classes of training arguments, but for those that a script derives."""
+    declared = (trainer.config_class for trainer in list_trainers().values())
+    return _OTHER_ARGUMENTS | {name.rpartition(".")[2] for name in declared if name}
 
 
 def _prefixed(prefix: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,6 +68,7 @@ TRAINER = replace(
     rows="pairs",
     rows_per_example=2,
     forwards=_forwards,
+    loss_of=sft.own_loss,
     outputs_held=drops_outputs,
     logits_loss=_logits_loss,
     check=_check,

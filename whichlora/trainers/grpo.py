@@ -154,6 +154,7 @@ TRAINER = replace(
     ),
     rows="prompts",
     forwards=_forwards,
+    loss_of=sft.own_loss,
     rollout=_rollout,
     repeats=_repeats,
     scored_tokens=lambda run: _number(run, _LENGTH),

@@ -57,6 +57,7 @@ TRAINER = replace(
     options=(trl.BETA, _LOSS, trl.PRECOMPUTE, trl.DISABLE_DROPOUT),
     rows="labelled",
     forwards=_forwards,
+    loss_of=sft.own_loss,
     outputs_held=drops_outputs,
     logits_loss=_logits_loss,
     check=_check,

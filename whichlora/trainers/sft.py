@@ -11,27 +11,27 @@ from whichlora.errors import ConfigError
 from whichlora.spec.run import USUAL_HEAD, LossHead, RunConfig
 from whichlora.trainers import liger, transformers, trl
 
-NAME = "sft"  # others of TRL's trainers are derived from this one
 
-
-def _loss_of(run: RunConfig, model_type: str) -> LossHead:
-    """Its own: `SFTTrainer.__init__` turns Liger's off, and refuses it where it is asked for.
-
-    Before 1.15 the model's or Liger's; from 1.7 on it computed its own in chunks.
-    """
-    if run.trainer == NAME and not run.versions.sft_fuses_head:
-        found = liger.loss_of(replace(run, loss_head=USUAL_HEAD), model_type)
-        if found == USUAL_HEAD and run.versions.sft_chunks_loss:
-            raise ConfigError(
-                f"libraries: SFTTrainer of TRL {run.versions.trl} computes the loss in chunks, "
-                "which is not predicted; use TRL 1.15 or later, or before 1.7, or Liger's loss"
-            )
-        return found
+def own_loss(run: RunConfig, model_type: str) -> LossHead:
+    """TRL's: `SFTTrainer.__init__` turns Liger's off, and refuses it where it is asked for."""
     if liger.kernel_config(run).get("fused_linear_cross_entropy"):
         raise ConfigError(
             "liger_kernel_config: SFTTrainer has its own loss; leave fused_linear_cross_entropy out"
         )
     return run.loss_head
+
+
+def _loss_of(run: RunConfig, model_type: str) -> LossHead:
+    """TRL's, but before 1.15 the model's or Liger's; from 1.7 on it computed its own in chunks."""
+    if run.versions.sft_fuses_head:
+        return own_loss(run, model_type)
+    head = liger.loss_of(replace(run, loss_head=USUAL_HEAD), model_type)
+    if head == USUAL_HEAD and run.versions.sft_chunks_loss:
+        raise ConfigError(
+            f"libraries: SFTTrainer of TRL {run.versions.trl} computes the loss in chunks, "
+            "which is not predicted; use TRL 1.15 or later, or before 1.7, or Liger's loss"
+        )
+    return head
 
 
 def _notes_of(run: RunConfig, model_type: str) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def _notes_of(run: RunConfig, model_type: str) -> tuple[str, ...]:
 
 TRAINER = replace(
     transformers.TRAINER,
-    name=NAME,
+    name="sft",
     summary="TRL's SFTTrainer, without logits",
     steps="whichlora.profiler.trl:measure_trl",
     library_class="trl.SFTTrainer",
