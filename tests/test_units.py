@@ -123,5 +123,7 @@ def test_thousands_of_tokens_are_1024(text: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "k", "4kk", "4.5k", "4m"])
 def test_what_is_no_number_of_tokens(text: str) -> None:
-    with pytest.raises(ValueError, match="invalid literal"):
-        parse_tokens(text)
+    with pytest.raises(
+        ConfigError, match=r"^seq_len: .* is no number of tokens; give such as 4096"
+    ):
+        parse_tokens(text, setting="seq_len")

@@ -703,12 +703,7 @@ def _tokens(name: str, value: Any) -> Any:
     """
     if not isinstance(value, str) or value == "max":
         return value
-    try:
-        return parse_tokens(value)
-    except ValueError:
-        raise ConfigError(
-            f"{name}: {value!r} is no number of tokens; give such as 4096 or '4k'"
-        ) from None
+    return parse_tokens(value, setting=name)
 
 
 def _data(data: Any) -> str | None:

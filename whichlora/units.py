@@ -24,6 +24,7 @@ _BYTE_UNITS = {
     "GIB": GiB,
     "TIB": 1024**4,
 }
+LENGTHS = "4096 or 4k"  # as `parse_tokens` reads them
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -45,14 +46,19 @@ def parse_bytes(text: str, *, setting: str = "size") -> int:
     return int(size)
 
 
-def parse_tokens(text: str) -> int:
+def parse_tokens(text: str, *, setting: str = "length") -> int:
     """A number of tokens: "4096", or "8k" for 8 x 1024, as people call lengths.
 
     Raises:
-        ValueError: no such number.
+        ConfigError: no such number.
     """
     word = text.strip().lower()
-    return int(word[:-1]) * 1024 if word.endswith("k") else int(word)
+    try:
+        return int(word[:-1]) * 1024 if word.endswith("k") else int(word)
+    except ValueError:
+        raise ConfigError(
+            f"{setting}: {text.strip()[:40]!r} is no number of tokens; give such as {LENGTHS}"
+        ) from None
 
 
 def format_bytes(num_bytes: float) -> str:

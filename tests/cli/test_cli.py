@@ -461,7 +461,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--seq-len", "4,096"), "--seq-len: '4,096' is a list, of which '096' is no number; write"),
     (("--r", "0"), "--r: '0' is not a whole number from 1"),
     (("--prompt-len", "0", "--phase", "inference"), "--prompt-len: '0' is not"),
-    (("--max-new-tokens", "x", "--phase", "inference"), "--max-new-tokens: 'x' is not"),
+    (("--max-new-tokens", "x", "--phase", "inference"), "--max-new-tokens: 'x' is no number"),
     (("--gradient-accumulation-steps", "0"), "--gradient-accumulation-steps: '0' is not"),
     (("--lora-dropout", "1.5"), "--lora-dropout: '1.5' is not a number from 0 to below 1"),
     (("--lora-dropout", "nan"), "--lora-dropout: 'nan' is not"),

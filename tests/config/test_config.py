@@ -363,9 +363,13 @@ def test_a_type_may_state_how_many(folder: Path) -> None:
     assert config.gpus == 2
     assert load("dataset: org/rows\ngpu: [2x3090, 2x4090]\n").gpus == ("3090", "4090")
     twice = fault("dataset: org/rows\ngpu: 2x3090\ngpus: 4\n")
-    assert "gpu: states how many, and so does gpus" in twice
+    assert twice == "config.yaml:2:1: gpu: 2x3090 states how many; leave gpus out"
     several = fault("dataset: org/rows\ngpu: [2x3090, 4x4090]\n")
-    assert "gpu: states several numbers of GPUs" in several
+    assert several == (
+        "config.yaml:2:1: gpu: 2x3090, 4x4090 state several numbers of GPUs; give all types the "
+        "same, or ask estimate"
+    )
+    assert "gpu: is an empty list" in fault("dataset: org/rows\ngpu: []\n")
 
 
 def test_a_setting_of_the_top_in_a_section_is_told_where_it_stands(folder: Path) -> None:
@@ -375,6 +379,16 @@ def test_a_setting_of_the_top_in_a_section_is_told_where_it_stands(folder: Path)
 
 def test_a_length_is_written_as_on_the_command_line(folder: Path) -> None:
     assert load("dataset: org/data\nsequence_length: 4k\n").finetune.seq_len == 4096
-    assert "sequence_length: is not a whole number" in fault(
-        "dataset: org/data\nsequence_length: 4q\n"
-    )
+    told = fault("dataset: org/data\nsequence_length: 4q\n")
+    assert "sequence_length: is no number of tokens (got '4q')" in told
+    assert "such as 4096 or 4k" in told
+
+
+def test_lengths_of_an_inference_are_written_so_too(folder: Path) -> None:
+    lengths = "{prefill_length: [2k, 4k], tokens_to_generate: 1k, context: 5k}"
+    plan = load(f"dataset: org/data\nserving: vllm\nstage1_profile: {lengths}\n")
+    assert plan.prompt_lens == (2048, 4096)
+    assert plan.inference.max_new_tokens == 1024
+    short = lengths.replace("5k", "4k")
+    told = fault(f"dataset: org/data\nserving: vllm\nstage1_profile: {short}\n")
+    assert "is less than a prompt of 4096 tokens and its 1024 new ones" in told

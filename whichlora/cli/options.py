@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -42,9 +42,8 @@ class Tokens(Count):
     name = "number of tokens"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        with contextlib.suppress(ValueError):
-            value = parse_tokens(str(value))
-        return super().convert(value, param, ctx)
+        setting = "length" if param is None else param.opts[0]
+        return super().convert(parse_tokens(str(value), setting=setting), param, ctx)
 
 
 class Number(click.FloatRange):
@@ -154,14 +153,17 @@ def counts(
     least: int = 1,
     most: int = _MAX_COUNT,
     also: str = "",
-    parse: Callable[[str], int] = int,
+    of_tokens: bool = False,
 ) -> Callable[..., list[int]]:
     """A click callback: comma list of whole numbers from `least` to `most`.
 
     Args:
         also: what else is accepted, as the end of a refusal.
-        parse: a word of the list; raises ValueError where it is no number.
+        of_tokens: whether 4k is such a number, too.
     """
+    parse: Callable[[str], int] = int
+    if of_tokens:
+        parse = partial(parse_tokens, setting=f"--{setting}")
 
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
         numbers = []
@@ -188,7 +190,7 @@ def counts(
 
 def tokens_if_any(setting: str) -> Callable[..., list[int] | None]:
     """A click callback: comma list of numbers of tokens; None where nobody gave any."""
-    listed = counts(setting, parse=parse_tokens)
+    listed = counts(setting, of_tokens=True)
 
     def split(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
         return None if value is None else listed(ctx, param, value)
@@ -196,11 +198,9 @@ def tokens_if_any(setting: str) -> Callable[..., list[int] | None]:
     return split
 
 
-def counts_or_max(
-    setting: str, parse: Callable[[str], int] = int
-) -> Callable[..., list[int] | str]:
-    """A click callback: comma list of whole numbers, or "max" alone; `parse` as of `counts`."""
-    listed = counts(setting, also=f", or {MAX}", parse=parse)
+def counts_or_max(setting: str, *, of_tokens: bool = False) -> Callable[..., list[int] | str]:
+    """A click callback: comma list of whole numbers, or "max" alone; else as `counts`."""
+    listed = counts(setting, also=f", or {MAX}", of_tokens=of_tokens)
 
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[int] | str:
         words = [word.strip() for word in value.split(",")]

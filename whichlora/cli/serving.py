@@ -11,7 +11,6 @@ import click
 from whichlora.cli.completion import with_completion
 from whichlora.cli.options import Number, counts_or_max, named_values, words
 from whichlora.spec.run import TRANSFORMERS
-from whichlora.units import parse_tokens
 
 
 @functools.cache
@@ -46,7 +45,7 @@ def serving_options() -> tuple[click.Option, ...]:
         ),
         click.Option(
             ["--context"],
-            callback=_where_given("context", parse_tokens),
+            callback=_where_given("context", of_tokens=True),
             help="Most tokens of a prompt and its answer; max for as many as the engine can take; "
             "default: --prompt-len and --max-new-tokens.",
         ),
@@ -71,9 +70,9 @@ def _listed_values(ctx: click.Context, param: click.Parameter, value: Any) -> li
     return [named_values(ctx, param, value)]
 
 
-def _where_given(setting: str, parse: Callable[[str], int] = int) -> Callable[..., Any]:
+def _where_given(setting: str, *, of_tokens: bool = False) -> Callable[..., Any]:
     """A click callback: `counts_or_max`, or None where the option is not given."""
-    split = counts_or_max(setting, parse)
+    split = counts_or_max(setting, of_tokens=of_tokens)
 
     def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
         return [None] if value is None else split(ctx, param, value)

@@ -30,7 +30,6 @@ from whichlora.spec import run as specs
 from whichlora.spec.run import RunConfig
 from whichlora.tasks import BUILT_IN as TASKS
 from whichlora.trainers import BUILT_IN as TRAINERS
-from whichlora.units import parse_tokens
 
 if TYPE_CHECKING:
     from whichlora.predict.largest import Size
@@ -52,7 +51,7 @@ _SETTINGS = (
         "seq-len",
         "2048",
         "Tokens per sequence, padding included, such as 4096 or 4k; max for the most that fit.",
-        counts_or_max("seq-len", parse_tokens),
+        counts_or_max("seq-len", of_tokens=True),
     ),
     click.option(
         "--target-len",
@@ -176,13 +175,13 @@ _SETTINGS = (
         "except with the trl-fused loss.",
     ),
     list_option(
-        "prompt-len", "512", "Prompt tokens (inference).", counts("prompt-len", parse=parse_tokens)
+        "prompt-len", "512", "Prompt tokens (inference).", counts("prompt-len", of_tokens=True)
     ),
     list_option(
         "max-new-tokens",
         "128",
         "Generated tokens (inference).",
-        counts("max-new-tokens", parse=parse_tokens),
+        counts("max-new-tokens", of_tokens=True),
     ),
     click.option(
         "--serve",

@@ -6,6 +6,7 @@ values. They skip values of the wrong type, which the schema reports.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import math
@@ -27,11 +28,12 @@ from whichlora.spec.parallel import AUTO, ONE_DEVICE, ParallelConfig
 from whichlora.spec.plan import DATA_FILE_SUFFIXES, DatasetConfig, DatasetKind
 from whichlora.spec.run import TRANSFORMERS, USUAL_TRAINER
 from whichlora.store.costs import find_grid, near_countries, read_prices
-from whichlora.store.gpus import find_gpu, list_gpus, number_of
+from whichlora.store.gpus import find_gpu, list_gpus, one_number
 from whichlora.store.models import resolve_name
 from whichlora.store.quality import read_scores
 from whichlora.tasks import list_tasks
 from whichlora.trainers import Trainer, list_trainers
+from whichlora.units import parse_tokens
 
 Data = Mapping[Any, Any]
 
@@ -340,10 +342,10 @@ def _check_serving(data: Data) -> Iterator[Problem]:
     if "kv_cache" in data:
         fault = f"is a cache of transformers, and {engine.name} has its own"
         yield Problem(loc=("kv_cache",), fault=fault, accepted="serving_options, or no such line")
-    context, lengths = stage1.get("context"), Stage1()
-    prompt = _numbers(stage1.get("prefill_length", list(lengths.prefill_length)))
-    answer = _numbers(stage1.get("tokens_to_generate", list(lengths.tokens_to_generate)))
-    if type(context) is int and prompt and answer and max(prompt) + max(answer) > context:
+    context, defaults = _lengths(stage1.get("context")), Stage1()
+    prompt = _lengths(stage1.get("prefill_length", list(defaults.prefill_length)))
+    answer = _lengths(stage1.get("tokens_to_generate", list(defaults.tokens_to_generate)))
+    if context and prompt and answer and max(prompt) + max(answer) > context[0]:
         fault = f"is less than a prompt of {max(prompt)} tokens and its {max(answer)} new ones"
         accepted = "their sum or more, or a smaller prefill_length or tokens_to_generate"
         yield Problem(loc=("stage1_profile", "context"), fault=fault, accepted=accepted)
@@ -373,21 +375,15 @@ def take_number_of_gpus(data: dict[Any, Any]) -> Iterator[Problem]:
     """Move the number that `gpu` of `data` states, as in 2x3090, to `gpus`; faults, if any."""
     named = data.get("gpu")
     names = named if isinstance(named, list) else [named]
-    if not all(isinstance(name, str | int) for name in names):
+    if not names or not all(isinstance(name, str | int) for name in names):
         return
-    stated = [number_of(str(name)) for name in names]
-    numbers = {number for number, _ in stated}
-    if numbers == {None}:
+    try:
+        number, types = one_number([str(name) for name in names], stated="gpus" in data)
+    except ConfigError as error:
+        yield Problem(loc=("gpu",), fault=str(error).partition(": ")[2], show_value=False)
         return
-    if len(numbers) > 1:
-        fault, accepted = "states several numbers of GPUs", "types alone, and gpus: [1, 2]"
-        yield Problem(loc=("gpu",), fault=fault, accepted=accepted)
-        return
-    if "gpus" in data:
-        fault, accepted = "states how many, and so does gpus", "the type alone, or no gpus"
-        yield Problem(loc=("gpu",), fault=fault, accepted=accepted)
-    data["gpu"] = [name for _, name in stated]
-    data.setdefault("gpus", stated[0][0])
+    if number is not None:
+        data |= {"gpu": types, "gpus": number}
 
 
 def options_of(strategy: str) -> set[str]:
@@ -449,6 +445,15 @@ def _check_spread(data: Data) -> Iterator[Problem]:
                 fault=f"is no option of parallel {', '.join(names)}",
                 accepted=", ".join(sorted(accepted)) or "none",
             )
+
+
+def _lengths(value: Any) -> list[int]:
+    """Numbers of tokens, also as texts such as 4k; what is none has a message of its own."""
+    numbers = list[Any]()
+    for length in value if isinstance(value, list) else [value]:
+        with contextlib.suppress(ConfigError):
+            numbers.append(parse_tokens(length) if isinstance(length, str) else length)
+    return _numbers(numbers)
 
 
 def _numbers(value: Any) -> list[int]:

@@ -13,6 +13,7 @@ from whichlora.config.schema import json_schema
 from whichlora.spec.numeric import is_number
 from whichlora.spec.words import alternatives
 from whichlora.store.quantised_names import PLAIN_GGUF_TYPES, gguf_type_named
+from whichlora.units import LENGTHS
 
 _FAULTS = {
     "missing": "is required",
@@ -102,6 +103,8 @@ def problems_of(error: ValidationError) -> Iterator[Problem]:
         else:
             fault = _FAULTS.get(kind, details["msg"])
             accepted = _phrase(_subschema(loc))
+            if kind == "tokens":
+                accepted += f", such as {LENGTHS}"
             hint = _meant_value(details["input"], _subschema(loc))
             if loc[0] == "gpus":
                 hint = "gpu, which takes types"

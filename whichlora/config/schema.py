@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -82,11 +81,13 @@ class _OneOrMany:
 
 
 def _tokens(value: Any) -> Any:
-    """A length such as 4k in tokens; whatever else stays as it is, for its own message."""
-    if isinstance(value, str) and value.strip().lower().endswith("k"):
-        with contextlib.suppress(ValueError):
-            return parse_tokens(value)
-    return value
+    """A text such as 4k in tokens; whatever else stays as it is, for its own message."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_tokens(value)
+    except ConfigError as error:
+        raise PydanticCustomError("tokens", "is no number of tokens") from error
 
 
 def _parse_size(value: Any) -> int:
@@ -126,9 +127,11 @@ def _seen(name: str) -> str:
     return name
 
 
-_Length = BeforeValidator(_tokens)
 Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1), _OneOrMany()]
+_Length = BeforeValidator(_tokens)
+Length = Annotated[Count, _Length]
+Lengths = Annotated[tuple[Length, ...], Field(min_length=1), _OneOrMany()]
 GpuCounts = Annotated[
     tuple[Annotated[int, Field(ge=1, le=MOST_GPUS)], ...], Field(min_length=1), _OneOrMany()
 ]
@@ -193,9 +196,9 @@ class Stage1(_Section):
     """A list parallel to the models, or a mapping from model to tokenizer."""
     batch_size: Counts = (1, 2, 4, 8, 16)
     """Sequences generated at once."""
-    prefill_length: Counts = (_RUN.prompt_len,)
+    prefill_length: Lengths = (_RUN.prompt_len,)
     """Tokens of the prompt."""
-    tokens_to_generate: Counts = (_RUN.max_new_tokens,)
+    tokens_to_generate: Lengths = (_RUN.max_new_tokens,)
     """New tokens per sequence."""
     num_runs: Count | None = None
     """Measured generations per profiled candidate; without it, `num_batches`."""
@@ -209,7 +212,7 @@ class Stage1(_Section):
     """The same limit with a unit; 24GiB and 24GB are different amounts."""
     concurrency: Count | None = None
     """Limit of a serving engine: sequences that run at once, in place of batch_size."""
-    context: Count | None = None
+    context: Length | None = None
     """Limit of a serving engine: tokens of a prompt and its answer; without it, those asked for."""
     shared_prompt_fraction: Annotated[float, Field(ge=0, le=1)] = _RUN.shared_prompt_fraction
     """Share of the prompt that all sequences begin with, such as a system prompt."""
@@ -382,7 +385,7 @@ class PlanFile(_Section):
     """How training batches are made: padded to their longest, of similar lengths, or packed."""
     sequence_length: Annotated[int, Field(ge=2, le=MOST_COUNT), _Length] = _RUN.seq_len
     """Longest training sequence in tokens; longer ones are truncated."""
-    target_length: Annotated[int, Field(ge=1, le=MOST_COUNT), _Length] | None = _RUN.target_len
+    target_length: Length | None = _RUN.target_len
     """Of an encoder-decoder, tokens that the decoder learns to write; sequence_length are those
     that the encoder reads. Without it, as many."""
     methods: Names = tuple(name for name in COMPARED if not BUILT_IN[name].trains_base)

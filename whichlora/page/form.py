@@ -15,7 +15,7 @@ from whichlora.parallel import list_strategies
 from whichlora.serving import list_engines
 from whichlora.spec import run as specs
 from whichlora.spec.parallel import AUTO
-from whichlora.store.gpus import number_of
+from whichlora.store.gpus import one_number
 from whichlora.trainers import list_trainers
 from whichlora.workflow import combinations
 from whichlora.workflow.whole_training import NO_FILES, Data, FromFiles
@@ -221,11 +221,9 @@ def with_number(question: Question) -> dict[str, str]:
     names = cards(question)
     if len(names) != 1:
         return {**question, "gpu": ",".join(names)}
-    number, name = number_of(names[0])
+    number, (name,) = one_number(names, stated=question.get("gpus", "1") not in ("1", ""))
     if number is None:
         return dict(question)
-    if question.get("gpus", "1") not in ("1", ""):
-        raise ConfigError(f"gpu: {names[0]} states how many; leave gpus out")
     return {**question, "gpu": name, "gpus": str(number)}
 
 

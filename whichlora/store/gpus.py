@@ -164,6 +164,39 @@ def number_of(name: str) -> tuple[int | None, str]:
     return (int(counted["number"]), counted["name"]) if counted else (None, name)
 
 
+def types_by_number(names: Iterable[str], *, stated: bool) -> dict[int | None, list[str]]:
+    """Types of GPU by the number of equal cards that `names` state; None of those that do not.
+
+    Args:
+        stated: whether another setting states the number.
+
+    Raises:
+        ConfigError: both do.
+    """
+    types: dict[int | None, list[str]] = {}
+    for name in names:
+        number, gpu = number_of(name)
+        if number is not None and stated:
+            raise ConfigError(f"gpu: {name} states how many; leave gpus out")
+        types.setdefault(number, []).append(gpu)
+    return types
+
+
+def one_number(names: Sequence[str], *, stated: bool) -> tuple[int | None, list[str]]:
+    """The one number of equal cards that `names` state, if any, and their types.
+
+    Raises:
+        ConfigError: as `types_by_number`, or they state several.
+    """
+    if len({number_of(name)[0] for name in names}) > 1:
+        raise ConfigError(
+            f"gpu: {', '.join(names)} state several numbers of GPUs; give all types the same, or "
+            "ask estimate"
+        )
+    ((number, types),) = types_by_number(names, stated=stated).items()
+    return number, types
+
+
 def number_in(name: str) -> int | None:
     """How many cards `name` states, equal or not: "2x3090", "3090+2x4090"; None where it does not.
 

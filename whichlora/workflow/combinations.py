@@ -16,7 +16,7 @@ from whichlora.spec.options import by_own_names
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requested
 from whichlora.spec.results import Refused
 from whichlora.spec.run import TRANSFORMERS, RunConfig, usual_alpha
-from whichlora.store.gpus import number_in, number_of
+from whichlora.store.gpus import number_in, one_number, types_by_number
 from whichlora.store.quantised_names import PLAIN_GGUF_TYPES, gguf_type_named
 from whichlora.tasks import with_task
 from whichlora.trainers import get_trainer
@@ -211,7 +211,7 @@ def with_cards(
     Raises:
         ConfigError: an unknown accelerator.
     """
-    if len(targets) != 1 or "+" not in targets[0] or any(settings.get("gpus") or ()):
+    if len(targets) != 1 or "+" not in targets[0] or _states_number(settings):
         return settings
     return {**settings, "gpus": [number_in(targets[0])]}
 
@@ -224,13 +224,12 @@ def by_number(
     Raises:
         ConfigError: the settings state a number, too.
     """
-    types: dict[int | None, list[str]] = {}
-    for number, name in map(number_of, targets):
-        types.setdefault(number, []).append(name)
-    for number, names in types.items():
-        if number is not None and any(settings.get("gpus") or ()):
-            raise ConfigError(f"gpu: {number}x{names[0]} states how many; leave gpus out")
-        yield settings if number is None else {**settings, "gpus": [number]}, names
+    for number, types in types_by_number(targets, stated=_states_number(settings)).items():
+        yield settings if number is None else {**settings, "gpus": [number]}, types
+
+
+def _states_number(settings: Mapping[str, Sequence[Any]]) -> bool:
+    return any(settings.get("gpus") or ())
 
 
 def of_one_target(
@@ -253,13 +252,9 @@ def of_one_number(
     Raises:
         ConfigError: as `by_number`, or they state several.
     """
-    if len({number for number, _ in map(number_of, targets)}) > 1:
-        raise ConfigError(
-            f"gpu: {', '.join(targets)} state several numbers of GPUs; give all types the same, or "
-            "ask estimate"
-        )
-    ((settings, types),) = by_number(settings, targets)
-    return {name: list(values) for name, values in settings.items()}, types
+    number, types = one_number(targets, stated=_states_number(settings))
+    listed = {name: list(values) for name, values in settings.items()}
+    return listed if number is None else {**listed, "gpus": [number]}, types
 
 
 def stored_by_engine(settings: Mapping[str, Any], phase: str) -> Mapping[str, Any]:

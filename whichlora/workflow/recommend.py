@@ -29,7 +29,7 @@ from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.results import Prediction
 from whichlora.spec.run import MOST_COUNT, MOST_RATIO, TRANSFORMERS, RunConfig
 from whichlora.store.costs import find_grid, load_rates
-from whichlora.store.gpus import find_target, list_gpus, number_of
+from whichlora.store.gpus import find_target, list_gpus, one_number
 from whichlora.store.models import find_model, list_models
 from whichlora.workflow import estimates
 from whichlora.workflow.answer import Answer
@@ -98,12 +98,10 @@ class Question:
                 f"gpu: recommend takes one type, got {self.gpu}; 'whichlora where' compares types, "
                 "and so does a plan for 'whichlora run'"
             )
-        stated, gpu = number_of(self.gpu or "")
-        if stated is not None:
-            if self.gpus != 1:
-                raise ConfigError(f"gpu: {self.gpu} states how many; leave gpus out")
+        num_cards, (gpu,) = one_number([self.gpu or ""], stated=self.gpus != 1)
+        if num_cards is not None:
             object.__setattr__(self, "gpu", gpu)
-            object.__setattr__(self, "gpus", stated)
+            object.__setattr__(self, "gpus", num_cards)
         for name, least, most in (
             ("gpus", 1, MOST_GPUS),
             ("seq_len", 2, MOST_COUNT),
