@@ -189,15 +189,15 @@ def estimate(
         else:
             gpu = _old_spelling(gpu, gpus)  # type: ignore[arg-type]
     types = _types(gpu)
-    grid, said = _with_files(_grid(models, asked), from_file, stated=asked, types=types)
+    grid, files = _with_files(_grid(models, asked), from_file, stated=asked, types=types)
     return estimates.estimate_grid(
         grid,
         types,
         calibration_dir=_path(calibration_dir),
         engine=engine,
-        notes=said.notes,
+        notes=files.notes,
         rates=load_rates(_path(prices), country),
-        data=Data.asked(_data(data), _plain(samples), _plain(epochs), said),
+        data=Data.asked(_data(data), _plain(samples), _plain(epochs), files),
     )
 
 
@@ -224,10 +224,12 @@ def explain(
         ConfigError: an unknown name, settings that exclude each other, several runs or GPUs.
     """
     name = _one_type("explain", gpu)
-    grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings, types=[name])
+    grid, files = _with_files(
+        _grid(model or (), settings), from_file, stated=settings, types=[name]
+    )
     grid, name = combinations.of_one_target(grid, name)
     run = _one_run("explain", grid)
-    return estimates.explain(run, name, calibration_dir=_path(calibration_dir), notes=said.notes)
+    return estimates.explain(run, name, calibration_dir=_path(calibration_dir), notes=files.notes)
 
 
 def life(
@@ -261,7 +263,9 @@ def life(
             run whose life is not known.
     """
     name = _one_type("life", gpu)
-    grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings, types=[name])
+    grid, files = _with_files(
+        _grid(model or (), settings), from_file, stated=settings, types=[name]
+    )
     grid, name = combinations.of_one_target(grid, name)
     run = _one_run("life", grid)
     stages = LifeConfig(
@@ -271,7 +275,7 @@ def life(
         keeping=Keeping(save_total_limit=_plain(save_total_limit)),
     )
     folder = _path(calibration_dir)
-    return estimates.life(run, name, stages, calibration_dir=folder, notes=said.notes)
+    return estimates.life(run, name, stages, calibration_dir=folder, notes=files.notes)
 
 
 def where(
@@ -297,14 +301,14 @@ def where(
     Raises:
         ConfigError: an unknown name, several runs, or settings that no accelerator can run.
     """
-    grid, said = _with_files(_grid(model or (), settings), from_file, stated=settings)
+    grid, files = _with_files(_grid(model or (), settings), from_file, stated=settings)
     grid, types = combinations.of_one_number(grid, _types(gpu))
     run = _one_run("where", grid)
     return estimates.where(
         run,
         types,
         calibration_dir=_path(calibration_dir),
-        notes=said.notes,
+        notes=files.notes,
         rates=load_rates(_path(prices), country),
     )
 

@@ -50,8 +50,8 @@ class _Server(MCPServer):
         accepted = {tool.name: tool.input_schema["properties"] for tool in await self.list_tools()}
         for argument in arguments if name in accepted else ():
             if argument not in accepted[name]:
-                known = ", ".join(accepted[name])
-                raise ToolError(f"{argument}: is not an argument; accepted are {known}")
+                names = ", ".join(accepted[name])
+                raise ToolError(f"{argument}: is not an argument; accepted are {names}")
         try:
             return await super().call_tool(name, arguments, context)
         except UnexpectedToolError:  # our bug: the traceback is on stderr
@@ -87,9 +87,9 @@ def _one_line(tool: Tool) -> Tool:
 
     @wraps(tool)
     def told(**arguments: Any) -> str:
-        given = {name: value for name, value in arguments.items() if value is not None}
+        stated = {name: value for name, value in arguments.items() if value is not None}
         try:
-            return tool(**given)
+            return tool(**stated)
         except WhichLoraError as error:
             raise ToolError(str(error)) from None
 
@@ -104,8 +104,8 @@ def _one_line(tool: Tool) -> Tool:
 
 def _parameter(field: Field) -> inspect.Parameter:
     """An optional, typed argument for a field of the page."""
-    known = tuple(word for word, _ in field.choices if word)
-    kind = Literal[known] if field.kind == "choice" else _TYPES[field.kind]
+    choices = tuple(word for word, _ in field.choices if word)
+    kind = Literal[choices] if field.kind == "choice" else _TYPES[field.kind]
     default = f"; default {field.default}" if field.default else ""
     return inspect.Parameter(
         field.name,

@@ -111,7 +111,7 @@ def regress(
                 noise=float(regressor.noise_[number]),
                 num_runs=start.num_runs + len(of_phase),
                 interval_scale=scale,
-                regime_scales={name: of * scale for name, of in start.regime_scales.items()},
+                regime_scales={name: each * scale for name, each in start.regime_scales.items()},
             )
     return updated
 
@@ -231,10 +231,10 @@ def sharpened(
         model = replace(model, noise=held_out_noise(errors, prior_model(gpu, phase).noise))
     if len(errors) >= ENOUGH_HELD_OUT:
         scores = np.abs(errors) / np.hypot(deviations, model.noise)
-        found = [samples[phase][i] for i in judged(samples[phase])]
-        regimes = [timing.regime_of(model, sample.features) for sample in found]
+        held_out = [samples[phase][i] for i in judged(samples[phase])]
+        regimes = [timing.regime_of(model, sample.features) for sample in held_out]
         if are_older:
-            stacks = [sample.stack for sample in found]
+            stacks = [sample.stack for sample in held_out]
             scale, by_regime = scales_of_groups(scores, stacks, regimes, TIME_CONFIDENCE)
         else:
             scale, by_regime = scales_of_runs(scores, regimes, TIME_CONFIDENCE)

@@ -34,13 +34,13 @@ def scales_of_runs(scores: Array, regimes: Sequence[str], confidence: float) -> 
     Args:
         regimes: of each score, of which there are `ENOUGH_HELD_OUT` at least.
     """
-    found = {}
+    by_regime = {}
     names = np.array(regimes)
     for name in sorted(set(regimes)):
-        own = scores[names == name]
-        if len(own) >= ENOUGH_HELD_OUT:
-            found[name] = _conformal(own, confidence)
-    return _conformal(scores, confidence), found
+        of_regime = scores[names == name]
+        if len(of_regime) >= ENOUGH_HELD_OUT:
+            by_regime[name] = _conformal(of_regime, confidence)
+    return _conformal(scores, confidence), by_regime
 
 
 def scales_of_groups(
@@ -61,11 +61,11 @@ def scales_of_groups(
     """
     pooled, scale = _of_groups(scores, groups, 1.0, confidence)
     names, labels = np.array(regimes), np.array(groups)
-    found = {}
+    by_regime = {}
     for name in sorted(set(regimes)):
         is_own = names == name
-        _, found[name] = _of_groups(scores[is_own], labels[is_own].tolist(), pooled, confidence)
-    return scale, found
+        _, by_regime[name] = _of_groups(scores[is_own], labels[is_own].tolist(), pooled, confidence)
+    return scale, by_regime
 
 
 def _conformal(scores: Array, confidence: float) -> float:

@@ -158,11 +158,11 @@ def report(gpu: list[str], calibration_dir: Path | None, as_json: bool) -> None:
     from whichlora import terminal
     from whichlora.workflow.accuracy import accuracies
 
-    found = accuracies(gpu, calibration_dir)
+    of_gpus = accuracies(gpu, calibration_dir)
     if as_json:
-        print_json({"accuracies": [each.to_dict() for each in found]})
+        print_json({"accuracies": [each.to_dict() for each in of_gpus]})
         return
-    click.echo(terminal.as_markdown(terminal.accuracy_document(found)), nl=False)
+    click.echo(terminal.as_markdown(terminal.accuracy_document(of_gpus)), nl=False)
 
 
 @calibrate.command("import")

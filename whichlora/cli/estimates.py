@@ -118,7 +118,7 @@ def estimate(
 
     check_form(as_json, as_markdown)
     settings = run_settings(models, options)
-    settings, said = with_from_files(ctx, settings, from_files, gpu)
+    settings, files = with_from_files(ctx, settings, from_files, gpu)
     maximise = maximised(settings)
     predictions = estimates.estimate_grid(
         settings,
@@ -127,9 +127,9 @@ def estimate(
         engine=engine,
         trace_layers=trace_layers,
         maximise=maximise,
-        notes=said.notes,
+        notes=files.notes,
         rates=rates_of(prices, country),
-        data=Data.asked(data, samples, epochs, said),
+        data=Data.asked(data, samples, epochs, files),
     )
     if as_json:
         print_json(estimates.document(predictions))
@@ -225,7 +225,7 @@ def explain(
 
     check_form(as_json, as_markdown)
     settings = plain_settings([model] if model else [], options, command="explain")
-    settings, said = with_from_files(ctx, settings, from_files, [gpu])
+    settings, files = with_from_files(ctx, settings, from_files, [gpu])
     settings, gpu = combinations.of_one_target(settings, gpu)
     run = only_run(settings, command="explain")
     life = LifeConfig(
@@ -239,10 +239,10 @@ def explain(
             "--eval-rows, --eval-accumulation-steps, --save-total-limit, --merge-on: need --life"
         )
     if whole_life:
-        lived = estimates.life(run, gpu, life, calibration_dir=calibration_dir, notes=said.notes)
+        lived = estimates.life(run, gpu, life, calibration_dir=calibration_dir, notes=files.notes)
         _print_life(lived, as_json=as_json, as_markdown=as_markdown)
         return
-    explanation = estimates.explain(run, gpu, calibration_dir=calibration_dir, notes=said.notes)
+    explanation = estimates.explain(run, gpu, calibration_dir=calibration_dir, notes=files.notes)
     rules = advice(explanation.prediction.run, explanation.prediction.num_trainable_params)
     if as_json:
         advised = {"advice": [asdict(rule) for rule in rules]} if with_advice else {}
@@ -305,12 +305,12 @@ def where(
 
     check_form(as_json, as_markdown)
     settings = plain_settings([model] if model else [], options, command="where")
-    settings, said = with_from_files(ctx, settings, from_files, gpu)
+    settings, files = with_from_files(ctx, settings, from_files, gpu)
     settings, gpu = combinations.of_one_number(settings, gpu)
     run = only_run(settings, command="where")
     rates = rates_of(prices, country)
     placements = estimates.where(
-        run, gpu, calibration_dir=calibration_dir, notes=said.notes, rates=rates
+        run, gpu, calibration_dir=calibration_dir, notes=files.notes, rates=rates
     )
     if as_json:
         print_json({"placements": [placement.to_dict() for placement in placements]})

@@ -419,8 +419,8 @@ def with_from_files(
     stated = {name for name in settings if ctx.get_parameter_source(name) is on_command_line}
     if settings["model"]:
         stated.add("model")
-    settings, said = with_files(files, settings, stated, targets)
-    return settings, _with_engine_notes(settings, said)
+    settings, imported = with_files(files, settings, stated, targets)
+    return settings, _with_engine_notes(settings, imported)
 
 
 def _with_engine_notes(settings: Mapping[str, list[Any]], said: FromFiles) -> FromFiles:

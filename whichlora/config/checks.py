@@ -307,11 +307,11 @@ def _check_serving(data: Data) -> Iterator[Problem]:
         return
     told = [flag for flag in _section(data, "serving_options") if engine.fault_of(str(flag))]
     for flag in told:
-        own = engine.elsewhere.get(flag, "")
+        instead = engine.elsewhere.get(flag, "")
         yield Problem(
             loc=("serving_options", flag),
             fault=engine.fault_of(flag),
-            accepted="stage1_profile.context" if own == "context" else own,
+            accepted="stage1_profile.context" if instead == "context" else instead,
             show_value=False,
         )
     owner = f"serving {engine.name}"

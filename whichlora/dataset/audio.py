@@ -49,10 +49,10 @@ class PlayedClips(BaseDataset):
 
     def to_example(self, row: Row) -> Example:
         example = self.rows.to_example(row)
-        said = [{"type": "text", "text": example["text"]}]
+        answer = [{"type": "text", "text": example["text"]}]
         return {
             "prompt": [{"role": "user", "content": [{"type": "audio"}]}],
-            "completion": [{"role": "assistant", "content": said}],
+            "completion": [{"role": "assistant", "content": answer}],
             AUDIOS: [example[AUDIO]],
         }
 
@@ -74,10 +74,10 @@ def found_in(folder: Path, example: Example) -> Example:
         file_seconds(path)
         return path
 
-    found = {AUDIO: absolute(example[AUDIO])} if AUDIO in example else {}
+    clips = {AUDIO: absolute(example[AUDIO])} if AUDIO in example else {}
     if AUDIOS in example:
-        found[AUDIOS] = list(map(absolute, example[AUDIOS]))
-    return {**example, **found}
+        clips[AUDIOS] = list(map(absolute, example[AUDIOS]))
+    return {**example, **clips}
 
 
 def seconds_of(example: Example) -> float:

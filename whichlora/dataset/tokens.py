@@ -283,14 +283,14 @@ def _leave_out(
     """
     num_left_out = 0
     for split, rows in whole.items():
-        kept = [
+        remaining = [
             (row, numbers)
             for row, numbers in zip(rows, counts[split], strict=True)
             if reader.is_kept(encode, row, numbers)
         ]
-        num_left_out += len(rows) - len(kept)
-        whole[split] = [row for row, _ in kept]
-        counts[split] = [numbers for _, numbers in kept]
+        num_left_out += len(rows) - len(remaining)
+        whole[split] = [row for row, _ in remaining]
+        counts[split] = [numbers for _, numbers in remaining]
     if num_left_out and not whole["train"]:
         raise ConfigError(f"dataset: {reader.none_left.format(reader.max_length)}")
     return num_left_out

@@ -441,8 +441,8 @@ def _modernbert_labels(c: Fields, model: ModelSpec) -> LabelHeads:
             copied=copied,
         )
         averages = head.pools == "before" and c.text("classifier_pooling") == "mean"
-        own = replace(head, projection=out, transform=every, copied=copied, averages=averages)
-        heads.append((task, own))
+        labels = replace(head, projection=out, transform=every, copied=copied, averages=averages)
+        heads.append((task, labels))
     return tuple(heads)
 
 

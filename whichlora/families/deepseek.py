@@ -324,11 +324,11 @@ def _glm_moe_dsa(c: Fields) -> ModelSpec:
         )
     first = _sparse_attention(c, interleaved=True, hands_on=True)
     assert first.sparse is not None
-    own = replace(first, sparse=replace(first.sparse, follows=True))
-    taking = _taking(own)
+    following = replace(first, sparse=replace(first.sparse, follows=True))
+    taking = _taking(following)
 
     def attention(number: int) -> Attention:
-        return taking if shares[number] else own if number else first
+        return taking if shares[number] else following if number else first
 
     return _model(c, deepseek_feed_forward(c), attention=attention)
 

@@ -51,13 +51,13 @@ def import_files(paths: Sequence[Path], *, gpus: int | None = None, trainer: str
 
 def _subcommands() -> dict[str, set[str]]:
     """Of tools with a command of their own, such as "trl sft"."""
-    found: dict[str, set[str]] = {}
+    subcommands: dict[str, set[str]] = {}
     for tool in list_tools().values():
         for program in tool.programs:
             name, space, subcommand = program.partition(" ")
             if space:
-                found.setdefault(name, set()).add(subcommand)
-    return found
+                subcommands.setdefault(name, set()).add(subcommand)
+    return subcommands
 
 
 @dataclass
@@ -126,9 +126,9 @@ class _Files:
         self, main: Source, tool: Tool, launcher: Mapping[str, Any], values: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         """The content of accelerate's file: given, named, or one that comes with the tool."""
-        given = self._only("accelerate")
-        if given is not None:
-            return given.values
+        source = self._only("accelerate")
+        if source is not None:
+            return source.values
         for key, name in (
             ("config_file", launcher.get("config_file")),
             (_ACCELERATE, values.get(_ACCELERATE)),
@@ -178,16 +178,16 @@ class _Files:
             gpus, nodes = _gpus_and_nodes(main, command, config)
 
         def read_file(where: str, name: str) -> Mapping[str, Any]:
-            if given is not None:
-                return given.values
+            if source is not None:
+                return source.values
             path = find_file(where, name, beside=main.path.parent)
             return read_source(path, _subcommands()).values
 
-        given = self._only("deepspeed")
-        if given is not None and "deepspeed" not in values and "deepspeed_config" not in config:
+        source = self._only("deepspeed")
+        if source is not None and "deepspeed" not in values and "deepspeed_config" not in config:
             config |= {
                 "distributed_type": "DEEPSPEED",
-                "deepspeed_config": {"deepspeed_config_file": str(given.path)},
+                "deepspeed_config": {"deepspeed_config_file": str(source.path)},
             }
         return Launch(
             gpus=gpus,

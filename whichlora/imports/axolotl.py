@@ -116,9 +116,9 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
 
 
 def _checkpointing(keys: Keys, launch: Launch) -> dict[str, Any]:
-    asked = keys.raw("gradient_checkpointing")
-    if isinstance(asked, str) and asked.startswith(("offload", "unsloth")):
-        keys.assume("gradient_checkpointing", f"{asked[:20]}; assumed: inputs stay on the GPU")
+    mode = keys.raw("gradient_checkpointing")
+    if isinstance(mode, str) and mode.startswith(("offload", "unsloth")):
+        keys.assume("gradient_checkpointing", f"{mode[:20]}; assumed: inputs stay on the GPU")
         return {"gradient_checkpointing": True, "use_reentrant": True}
     settings = checkpointing(keys, launch, default=False)
     if settings["gradient_checkpointing"] and not keys.mapping("gradient_checkpointing_kwargs"):
@@ -153,22 +153,22 @@ def _quant(keys: Keys, adapter: str) -> str:
     `loaders/model.py`, `_set_quantization_config`.
     """
     stored = {name: quantisation(name) for name in sorted(QUANTS)}
-    asked = keys.like(stored, quantisation("none")) or "int8"  # both: 8 bit, but of qlora
+    quant = keys.like(stored, quantisation("none")) or "int8"  # both: 8 bit, but of qlora
     if keys.flag("gptq"):  # the checkpoint's own form
-        asked = "gptq-int4"
-    if adapter == "qlora" and asked != _FOUR_BIT:
-        says, instead = _NO_QLORA[asked]
+        quant = "gptq-int4"
+    if adapter == "qlora" and quant != _FOUR_BIT:
+        says, instead = _NO_QLORA[quant]
         text = f"'qlora' is refused by Axolotl ({says!r}); write load_in_4bit: true{instead}"
         keys.refuse("quant", "adapter", text)
         return _FOUR_BIT
-    if not adapter and asked in BNB_QUANTS:
-        name = "load_in_4bit" if asked == _FOUR_BIT else "load_in_8bit"
+    if not adapter and quant in BNB_QUANTS:
+        name = "load_in_4bit" if quant == _FOUR_BIT else "load_in_8bit"
         text = "without an adapter is refused by Axolotl; write adapter: qlora or lora, or false"
         keys.refuse("quant", name, text)
-    elif adapter == "lora" and asked == _FOUR_BIT:
+    elif adapter == "lora" and quant == _FOUR_BIT:
         keys.assume("load_in_4bit", "of adapter: lora Axolotl quantises nothing; assumed: 16 bit")
         return "none"
-    return asked
+    return quant
 
 
 def _adapter(keys: Keys) -> dict[str, Any]:
@@ -285,9 +285,9 @@ def _liger(keys: Keys) -> dict[str, Any]:
 
 def _rl(keys: Keys) -> str:
     """How it learns preferences; older files have a switch in place of a name."""
-    asked = keys.raw("rl")
-    if isinstance(asked, bool):
-        return "true" if asked else ""
+    kind = keys.raw("rl")
+    if isinstance(kind, bool):
+        return "true" if kind else ""
     return keys.word("rl")
 
 

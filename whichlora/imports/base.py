@@ -267,7 +267,7 @@ class Keys:
             written: value → its keys.
             defaults: of the tool, of every key that `written` has.
         """
-        asked = {
+        stated = {
             key: self.flag(key, default)
             if isinstance(default, bool)
             else self.count(key, default)
@@ -276,7 +276,7 @@ class Keys:
             for key, default in defaults.items()
         }
         for value, keys in written.items():
-            if {**defaults, **keys} == asked:
+            if {**defaults, **keys} == stated:
                 return value
         return None
 
@@ -360,13 +360,13 @@ class Tool:
                     keys.assume(name, f"is not predicted; assumed: {assumed}")
                 else:
                     keys.used.pop(name, None)
-        other = [name for name in names if name not in keys.used]
-        idle = [name for name in other if self._has_no_effect(name)]
+        unused = [name for name in names if name not in keys.used]
+        idle = [name for name in unused if self._has_no_effect(name)]
         return Imported(
             path=path,
             tool=self.name,
             settings=settings,
-            unknown=tuple(sorted({*other, *keys.unknown} - set(idle))),
+            unknown=tuple(sorted({*unused, *keys.unknown} - set(idle))),
             without_effect=tuple(sorted(idle)),
             assumed=tuple(keys.assumed),
             refused=keys.refused,

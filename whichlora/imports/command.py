@@ -108,14 +108,14 @@ def _commands(path: Path, text: str, tools: Subcommands) -> Iterator[Command]:
                 words = words[next(starts, len(words)) :]
         assigned: dict[str, str] = {}
         exports = words[:1] == ["export"]
-        rest = words[exports:]
-        while rest and (match := _ASSIGNED.fullmatch(rest[0])):
+        remaining = words[exports:]
+        while remaining and (match := _ASSIGNED.fullmatch(remaining[0])):
             earlier = {**variables, **assigned}.get(match[1], "") if match[2] else ""
             assigned[match[1]] = f"{earlier}{match[3]}"
-            rest = rest[1:]
-        if exports or not rest:
+            remaining = remaining[1:]
+        if exports or not remaining:
             variables |= assigned
-        elif command := _command(rest, variables | assigned, tools):
+        elif command := _command(remaining, variables | assigned, tools):
             yield command
 
 
@@ -237,8 +237,8 @@ def _command(
             return None
         options, script, arguments = split
         program = PurePosixPath(script).stem if script.endswith(_SCRIPT) else script
-    own, _, passed_on = _divided(arguments)
-    flags, files = _options(own)
+    arguments_here, _, passed_on = _divided(arguments)
+    flags, files = _options(arguments_here)
     launched, _ = _options([*options, *passed_on])
     return Command(
         program=program,

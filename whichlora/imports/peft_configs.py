@@ -27,12 +27,12 @@ class _Config:
 
 def config_classes() -> dict[str, list[Method]]:
     """The methods of each config class but LoRA's, by its name."""
-    found: dict[str, list[Method]] = {}
+    by_class: dict[str, list[Method]] = {}
     for method in list_methods().values():
         name = method.peft_class.rpartition(".")[2]
         if name and name != LORA:
-            found.setdefault(name, []).append(method)
-    return found
+            by_class.setdefault(name, []).append(method)
+    return by_class
 
 
 def other_adapter(keys: Keys, quant: str) -> dict[str, Any] | None:
@@ -68,12 +68,12 @@ def _settings(keys: Keys, name: str, methods: list[Method], quant: str) -> dict[
         (each for each in read if (each[0].base_quant in FOUR_BIT_BNB) == (quant in FOUR_BIT_BNB)),
         read[0],
     )
-    found: dict[str, Any] = {"method": method.name}
+    choice: dict[str, Any] = {"method": method.name}
     if quant != method.base_quant:
-        found["quant"] = quant
+        choice["quant"] = quant
     if "target_modules" not in method.ignores:
         if not targets:
             text = "is missing, and PEFT's own depends on the method"
             keys.refuse("target_modules", f"{name}.target_modules", text)
-        found["target_modules"] = targets or (ALL_LINEAR,)
-    return found | dict(settings)
+        choice["target_modules"] = targets or (ALL_LINEAR,)
+    return choice | dict(settings)

@@ -119,8 +119,8 @@ def script_settings(
 def model_name(keys: Keys) -> str:
     """Empty where the script computes it."""
     names = [f"from_pretrained.{name}" for name in _NAMES]
-    known = [name for name in names if name in keys and not keys.is_unread(name)]
-    return keys.word(known[0]) if known else ""
+    readable = [name for name in names if name in keys and not keys.is_unread(name)]
+    return keys.word(readable[0]) if readable else ""
 
 
 def _spreads(keys: Keys) -> bool:

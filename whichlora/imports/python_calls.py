@@ -179,9 +179,9 @@ def settings_in(
         first = {"model": load.arguments[0]} if load.arguments else {}
         note(load.line, _prefixed(LOADS, {**first, **load.options}))
     if is_trainer(str(values.get(LOADS))):
-        line, own = lines.get(_INIT, 1), values.pop(_INIT, {})
-        own = own if isinstance(own, dict) else {"dtype": own} if own is not None else {}
-        note(line, _prefixed(LOADS, own))
+        line, init = lines.get(_INIT, 1), values.pop(_INIT, {})
+        init = init if isinstance(init, dict) else {"dtype": init} if init is not None else {}
+        note(line, _prefixed(LOADS, init))
     if values.get(LOADS) == BI_ENCODER:
         for call in calls:
             if call.name.endswith("Loss"):
@@ -210,8 +210,8 @@ def _handed_over(call: Call, adapters: Container[str], arguments: Container[str]
         return {"Trainer": call.name, **_loaded_by(call), **of_old_trl}
     if call.name == BI_ENCODER and call.arguments:
         options = call.options.get("model_kwargs", {})
-        own = options if isinstance(options, dict) else {}
-        return {LOADS: call.name, **_prefixed(LOADS, {"model": call.arguments[0], **own})}
+        model_options = options if isinstance(options, dict) else {}
+        return {LOADS: call.name, **_prefixed(LOADS, {"model": call.arguments[0], **model_options})}
     if call.name == _QUANTISES:
         return _prefixed(call.name, call.options)
     if call.name == LORA or call.name in adapters:
@@ -225,8 +225,8 @@ def _handed_over(call: Call, adapters: Container[str], arguments: Container[str]
 
 def _loaded_by(trainer: Call) -> dict[str, Any]:
     """What loads the model where its name is what the trainer is given, as TRL's takes it."""
-    given = trainer.options.get("model", next(iter(trainer.arguments), None))
-    return {LOADS: trainer.name, f"{LOADS}.model": given} if isinstance(given, str) else {}
+    model = trainer.options.get("model", next(iter(trainer.arguments), None))
+    return {LOADS: trainer.name, f"{LOADS}.model": model} if isinstance(model, str) else {}
 
 
 def is_trainer(name: str) -> bool:

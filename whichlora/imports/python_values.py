@@ -165,10 +165,10 @@ class Values:
 
 def values_of(tree: ast.Module, options: Mapping[str, Any]) -> Values:
     """What the names of a script stand for, which is given `options`."""
-    given = {name: _of_option(value) for name, value in options.items()}
-    values = Values(arguments=dict(given))
+    arguments = {name: _of_option(value) for name, value in options.items()}
+    values = Values(arguments=dict(arguments))
     _note_names(tree, values)
-    _note_parameters(tree, values, given)
+    _note_parameters(tree, values, arguments)
     return values
 
 
@@ -214,9 +214,9 @@ def _note_parameters(tree: ast.Module, values: Values, options: Mapping[str, Any
             if parameters is None:
                 continue
             names = [each.arg for each in (*parameters.posonlyargs, *parameters.args)]
-            given = [*zip(names, node.args, strict=False)]
-            given += [(each.arg, each.value) for each in node.keywords if each.arg is not None]
-            for name, value in given:
+            passed = [*zip(names, node.args, strict=False)]
+            passed += [(each.arg, each.value) for each in node.keywords if each.arg is not None]
+            for name, value in passed:
                 values.note(name, value)
     for parameters in functions.values():
         optional = parameters.args[len(parameters.args) - len(parameters.defaults) :]

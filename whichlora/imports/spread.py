@@ -165,8 +165,8 @@ def _of_plugin(config: Mapping[str, Any]) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": config.get("zero_stage", 2)}
     if isinstance(zero["stage"], str) and zero["stage"].isdecimal():
         zero["stage"] = int(zero["stage"])
-    for what in ("offload_optimizer", "offload_param"):
-        zero[what] = {"device": config.get(f"{what}_device", "none")}
+    for offload in ("offload_optimizer", "offload_param"):
+        zero[offload] = {"device": config.get(f"{offload}_device", "none")}
     return {"zero_optimization": zero}
 
 

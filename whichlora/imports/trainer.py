@@ -87,13 +87,13 @@ def _note_evaluation(keys: Keys, batch_size: int) -> None:
 def checkpointing(keys: Keys, launch: Launch, *, default: bool) -> dict[str, Any]:
     """Whether and how; transformers 5 has two names for both keys."""
     options: Mapping[str, Any] = {}
-    asked = default
+    is_on = default
     for prefix in ("gradient", "activation"):
-        asked = keys.flag(f"{prefix}_checkpointing", asked)
+        is_on = keys.flag(f"{prefix}_checkpointing", is_on)
         options = keys.mapping(f"{prefix}_checkpointing_kwargs") or options
     if checkpoints_in_fsdp(keys, launch):
         return {"gradient_checkpointing": True, "use_reentrant": False}
-    settings: dict[str, Any] = {"gradient_checkpointing": asked}
+    settings: dict[str, Any] = {"gradient_checkpointing": is_on}
     if isinstance(options.get("use_reentrant"), bool):
         settings["use_reentrant"] = options["use_reentrant"]
     return settings
@@ -145,13 +145,13 @@ def dtype(keys: Keys, *names: str, default: str) -> str:
     """The dtype in which weights are loaded; "auto", that of the checkpoint, is taken as 16 bit."""
     for name in names:
         if name in keys:
-            asked = keys.word(name).removeprefix("torch.")
-            if asked.lower() in ("auto", "none"):
+            word = keys.word(name).removeprefix("torch.")
+            if word.lower() in ("auto", "none"):
                 keys.assume(name, "auto; assumed: a checkpoint in bfloat16")
                 return "bfloat16"
-            if asked not in ("float32", "float16", "bfloat16"):
+            if word not in ("float32", "float16", "bfloat16"):
                 raise keys.fault(name, "is not float32, float16, bfloat16 or auto")
-            return asked
+            return word
     return default
 
 

@@ -112,9 +112,9 @@ def _trainer(keys: Keys, launch: Launch) -> dict[str, Any]:
         keys.assume(launch.program, f"taken as TRL's {name or _SFT} unless --trainer is given")
     liger = liger_options(keys)
     if name not in _TRAINERS or name == _SFT:
-        said = launch.program or launch.trainer
-        for other in sorted(each for each in _OF_OTHERS if each in keys and not said)[:1]:
-            keys.assume(other, "is no key of trl sft, which is assumed unless --trainer is given")
+        named = launch.program or launch.trainer
+        for key in sorted(each for each in _OF_OTHERS if each in keys and not named)[:1]:
+            keys.assume(key, "is no key of trl sft, which is assumed unless --trainer is given")
         return {**FIXED, **liger}
     if liger:
         keys.assume("use_liger_kernel", "of its kernels none is predicted in this trainer")

@@ -69,11 +69,11 @@ def _quant(keys: Keys) -> str:
     names = ("load_in_4bit", "load_in_8bit", "load_in_16bit", "load_in_fp8", "full_finetuning")
     if any(keys.refuse_unread("quant", f"{_LOADS}.{name}") for name in names):
         return "none"
-    asked = [name for name in names[1:] if keys.flag(f"{_LOADS}.{name}")]
-    in_four = keys.flag(f"{_LOADS}.load_in_4bit", not asked)
-    if "load_in_8bit" in asked:
+    flags = [name for name in names[1:] if keys.flag(f"{_LOADS}.{name}")]
+    in_four = keys.flag(f"{_LOADS}.load_in_4bit", not flags)
+    if "load_in_8bit" in flags:
         return "int8"
-    return "nf4-dq" if in_four and "full_finetuning" not in asked else "none"
+    return "nf4-dq" if in_four and "full_finetuning" not in flags else "none"
 
 
 def _answers_at_once(keys: Keys, settings: Mapping[str, Any]) -> dict[str, int]:

@@ -354,12 +354,12 @@ class WhichLoRACallback(TrainerCallback):  # type: ignore[misc]
 
     def _progress(self, forecast: Forecast) -> str:
         timed = [step for step in self._steps if step.timed]
-        known = forecast.prediction.time.is_known
+        is_known = forecast.prediction.time.is_known
         parts = [f"step {len(self._steps)} of {forecast.num_steps}"]
-        if timed and not known:
+        if timed and not is_known:
             seconds_each = sum(step.seconds for step in timed) / len(timed)
             parts.append(f"{format_seconds(seconds_each)} a step")
-        if timed and known:
+        if timed and is_known:
             actual = sum(step.seconds for step in timed)
             predicted = sum(forecast.step_s(step.width) for step in timed)
             parts.append(

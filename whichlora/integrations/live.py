@@ -359,7 +359,7 @@ def read_trainer(args: Any) -> Trainer:
         if (package, name) in by_arguments:
             return by_arguments[package, name]
         if package == "trl" and not name.startswith("_"):
-            known = ", ".join(config for of, config in by_arguments if of == package)
+            known = ", ".join(config for owner, config in by_arguments if owner == package)
             raise ConfigError(f"{name}: its trainer is not modelled; those of {known} are")
     raise ConfigError(f"{kinds[0][1]}: its trainer is not modelled; use TrainingArguments")
 
@@ -395,8 +395,8 @@ def _read_loss_head(args: Any, trainer: Trainer) -> LossHead:
     for name in _OF_LOSSES if trainer.makes_adapters else ():
         if getattr(args, name, False) and not (has_kernels and name == liger.USE.name):
             raise ConfigError(f"{name}={getattr(args, name)!r} of {trainer.name} is not modelled")
-    known = any(option.name == "loss_type" for option in trainer.options)
-    if trainer.rows == "texts" and not known and getattr(args, "loss_type", "nll") != "nll":
+    has_type = any(option.name == "loss_type" for option in trainer.options)
+    if trainer.rows == "texts" and not has_type and getattr(args, "loss_type", "nll") != "nll":
         raise ConfigError("SFTConfig: only loss_type='nll' is modelled")
     return USUAL_HEAD
 

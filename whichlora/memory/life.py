@@ -142,8 +142,8 @@ def stored_dtypes(model: ModelSpec, dtypes: Dtypes) -> Dtypes:
     """`dtypes` of the weights as the checkpoint has them; bitsandbytes quantises while loading."""
     config = model.config
     inner = config.get("text_config")
-    known = {**(inner if isinstance(inner, dict) else {}), **config}
-    name = str(known.get("dtype") or known.get("torch_dtype") or "float32")
+    settings = {**(inner if isinstance(inner, dict) else {}), **config}
+    name = str(settings.get("dtype") or settings.get("torch_dtype") or "float32")
     width = FP32 if name == "float32" else 2
     is_stored = dtypes.quant not in BNB_QUANTS or "quantization_config" in config
     quant = dtypes.quant if is_stored else "none"

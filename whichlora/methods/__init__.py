@@ -199,8 +199,8 @@ def _stated(method: Method, run: RunConfig) -> tuple[tuple[str, OptionValue], ..
         for option in method.options
         if option.name in asked
     )
-    own = ((o.name, value) for o, value in values if value is not None and value != o.default)
-    return tuple(sorted(own))
+    changed = ((o.name, value) for o, value in values if value is not None and value != o.default)
+    return tuple(sorted(changed))
 
 
 def with_method(run: RunConfig, name: str) -> RunConfig:

@@ -112,14 +112,14 @@ def with_options(run: RunConfig) -> dict[str, Any]:
 
 
 def peft_config(run: RunConfig) -> dict[str, Any]:
-    own = {
+    config = {
         "init_r": run.r,
         _TARGET.name: _target_r(run),
         "lora_alpha": run.lora_alpha,
         "lora_dropout": run.lora_dropout,
         _TOTAL.name: _TOTAL.of(run.method_options),
     }
-    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
+    return config | stated_options(run, _OPTIONS) | adapted_modules(run)
 
 
 def read_peft(config: Any) -> Mapping[str, Any]:

@@ -146,9 +146,9 @@ def after_attention(
         what="prompts: scores",
     )
     wide = ops.cast(ops.scale(scores), 4)
-    found = ops.cast(ops.softmax(wide, size=4), turned.size)
+    weights = ops.cast(ops.softmax(wide, size=4), turned.size)
     gate = tape.weight(ops.constant(1), size, trained=True)
-    gated = ops.multiply_rows(found, gate)
+    gated = ops.multiply_rows(weights, gate)
     read = [ops.autocast(each) for each in (gated, values)]
     mixed = tape.op(read, ops.rows.of(width), read[0].size, saves=read, what="prompts: values")
     update = ops.base(o_linear, ops.copy(mixed))
@@ -171,12 +171,15 @@ def work(linear: Linear, dtypes: Dtypes, r: Count, *, length: int = 10) -> Adapt
     """
     width, hidden = linear.in_features, linear.out_features
     again = 2 * 2 * width * hidden
-    found = 2 * 2 * length * width
+    attended = 2 * 2 * length * width
     params = length * hidden + 1
     return AdapterWork(
         wide=False,
         **counted(
-            linear, params + 0 * r, forward_flops=again + found, backward_flops=again + 2 * found
+            linear,
+            params + 0 * r,
+            forward_flops=again + attended,
+            backward_flops=again + 2 * attended,
         ),
     )
 

@@ -66,21 +66,21 @@ def adapter_shapes(
 ) -> tuple[tuple[Count, Count], ...]:
     """A and B of the weight; of a bias C, D and E. Kind: exact."""
     wide, tall = linear.in_features, linear.out_features
-    one = 1 + 0 * r
+    scalar = 1 + 0 * r
     kinds = kinds.of(linear)
     of_weight: dict[str, tuple[tuple[Count, Count], ...]] = {
         "lora": ((tall, r), (r, wide)),
-        "vector": ((one, tall),),
-        "constant": ((one, 1),),
+        "vector": ((scalar, tall),),
+        "constant": ((scalar, 1),),
     }
     of_coupling: dict[str, tuple[tuple[Count, Count], ...]] = {
         "lora": ((wide, r), (r, 1)),
-        "vector": ((one, wide),),
+        "vector": ((scalar, wide),),
         "none": (),
     }
     of_bias: dict[str, tuple[tuple[Count, Count], ...]] = {
-        "vector": ((one, tall),),
-        "constant": ((one, 1),),
+        "vector": ((scalar, tall),),
+        "constant": ((scalar, 1),),
         "none": (),
     }
     return (*2 * of_weight[kinds.weight], *of_coupling[kinds.coupling], *2 * of_bias[kinds.bias])
@@ -105,9 +105,9 @@ def frozen_tensors(
     """Zeros in place of what is not trained. Source: `GloraEmptyPath`."""
     tensors = []
     for linear, count in linears:
-        own = kinds.of(linear)
-        width = linear.in_features * (own.coupling == "none")
-        width += 2 * linear.out_features * (own.bias == "none")
+        kind = kinds.of(linear)
+        width = linear.in_features * (kind.coupling == "none")
+        width += 2 * linear.out_features * (kind.bias == "none")
         if width:
             tensors.append(
                 FrozenTensor(
@@ -128,13 +128,13 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, kinds: _Kinds = _USUAL
     Source: peft 0.21.2 `GloraLinear.forward`.
     """
     tape, size, what = ops.tape, ops.dtypes.base_bytes, linear.name
-    own = kinds.of(linear)
+    kind = kinds.of(linear)
     rows, elements = ops.rows.of(linear.out_features), linear.in_features * linear.out_features
     base = ops.base(linear, x)
     dense = ops.constant(elements)
     stored = tape.weight(dense, size)
-    scale, shift = (_of_weight(ops, linear, own.weight) for _ in range(2))
-    if own.weight == "lora":
+    scale, shift = (_of_weight(ops, linear, kind.weight) for _ in range(2))
+    if kind.weight == "lora":
         scaled = ops.multiply(stored, scale)
     else:  # the gradient of what is repeated is summed up
         scaled = tape.op(
@@ -142,7 +142,7 @@ def forward(ops: OpEmitter, linear: Linear, x: Tensor, *, kinds: _Kinds = _USUAL
         )
     changed = ops.add(stored, scaled)
     weight = ops.add(changed, shift)
-    bias = _bias(ops, linear, own)
+    bias = _bias(ops, linear, kind)
     narrow = ops.autocast(x, f"{what}: own copy of the input")
     used = ops.autocast(weight, f"{what}: changed weight, cast")
     adapted = tape.op(
@@ -203,11 +203,11 @@ def _bias(ops: OpEmitter, linear: Linear, kinds: _Kinds) -> list[Tensor]:
 def work(linear: Linear, dtypes: Dtypes, r: Count, *, kinds: _Kinds = _USUAL) -> AdapterWork:
     """A second dense product, and its weight built in every forward and gone back through."""
     num_weights = linear.in_features * linear.out_features
-    own = kinds.of(linear)
+    kind = kinds.of(linear)
     params: Count = 0 * r
     for height, width in adapter_shapes(linear, r, kinds=kinds):
         params = params + height * width
-    low_rank = own.weight == "lora"
+    low_rank = kind.weight == "lora"
     built = 4 * r * num_weights * low_rank
     return AdapterWork(
         wide=False,

@@ -85,13 +85,13 @@ def _orthogonal(ops: OpEmitter, stored: Tensor, linear: Linear, r: int) -> Tenso
     """Vectors that are made orthogonal one by one, and one product of all of them."""
     tape, what = ops.tape, f"{linear.name}: reflections"
     width = linear.in_features
-    column, one = ops.constant(width), ops.constant(1)
+    column, scalar = ops.constant(width), ops.constant(1)
     done: list[Tensor] = []
     for vector in tape.parts(stored, (column,) * r):
-        for other in done:
-            share = product(ops, other, vector, one, what)
-            vector = _difference(ops, vector, ops.multiply_rows(other, share))
-        done.append(_normalised(ops, vector, one))
+        for earlier in done:
+            share = product(ops, earlier, vector, scalar, what)
+            vector = _difference(ops, vector, ops.multiply_rows(earlier, share))
+        done.append(_normalised(ops, vector, scalar))
     vectors = tape.op(done, stored.elements, stored.size)
     identity = tape.op([], ops.constant(width * width), stored.size)
     outer = product(ops, ops.scale(vectors), vectors, identity.elements, what)

@@ -137,11 +137,11 @@ def work(
     linear: Linear, dtypes: Dtypes, r: Count, *, stride: int = 1, experts: int = 2
 ) -> AdapterWork:
     """LoRA's products and the router's, and one that mixes B in each forward."""
-    own = r * experts + (r * linear.in_features if stride == 1 else 0 * r)
+    params = r * experts + (r * linear.in_features if stride == 1 else 0 * r)
     per_token = 2 * r * (linear.in_features + linear.out_features + experts)
     mixed = r * linear.out_features
     return AdapterWork(
-        **counted(linear, own, forward_flops=per_token, backward_flops=2 * per_token),
+        **counted(linear, params, forward_flops=per_token, backward_flops=2 * per_token),
         weight_flops=2 * experts * mixed,
         backward_weight_flops=4 * experts * mixed,
     )

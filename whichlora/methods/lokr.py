@@ -170,8 +170,8 @@ def with_options(run: RunConfig) -> dict[str, Any]:
 
 
 def peft_config(run: RunConfig) -> dict[str, Any]:
-    own = {"r": run.r, "alpha": run.lora_alpha}
-    return own | stated_options(run, _OPTIONS) | adapted_modules(run)
+    config = {"r": run.r, "alpha": run.lora_alpha}
+    return config | stated_options(run, _OPTIONS) | adapted_modules(run)
 
 
 def read_peft(config: Any) -> Mapping[str, Any]:

@@ -164,11 +164,11 @@ def refuses(
 
 
 def peft_config(run: RunConfig) -> dict[str, Any]:
-    own: dict[str, Any] = {"r": run.r, "miss_dropout": run.lora_dropout}
+    config: dict[str, Any] = {"r": run.r, "miss_dropout": run.lora_dropout}
     kind = _kind(run)
     if kind != _KIND.default:
-        own["init_weights"] = False if kind == "false" else kind
-    return own | stated_options(run, (_MINI,)) | adapted_modules(run)
+        config["init_weights"] = False if kind == "false" else kind
+    return config | stated_options(run, (_MINI,)) | adapted_modules(run)
 
 
 def read_peft(config: Any) -> Mapping[str, Any]:

@@ -83,7 +83,7 @@ def shares(step: TrainingStep, gpus: int) -> tuple[Share, ...]:
             f"{step.gpu.key}, and would leave layers to the host; use more GPUs, or quant nf4"
         )
     of_layers = [places[f"layer {number}"] for number in range(model.num_hidden_layers)]
-    found = []
+    holding = []
     for gpu in range(gpus):
         numbers = [number for number, place in enumerate(of_layers) if place == gpu]
         begin = numbers[0] if numbers else model.num_hidden_layers
@@ -95,8 +95,8 @@ def shares(step: TrainingStep, gpus: int) -> tuple[Share, ...]:
             scores=places["head"] == gpu,
         )
         if numbers or share.embeds or share.ends or share.scores:
-            found.append(share)
-    return tuple(found)
+            holding.append(share)
+    return tuple(holding)
 
 
 def _split(rank: RankKind, spread: Spread) -> tuple[RankKind, ...]:

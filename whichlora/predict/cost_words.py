@@ -21,8 +21,8 @@ def format_money(amount: float | None, currency: str = "USD") -> str:
 def price_in_words(offer: Offer, num_gpus: int) -> str:
     """The price of an hour with its place and age."""
     hour = format_money(offer.per_hour(num_gpus), offer.currency)
-    of = f" for {num_gpus} GPUs" if num_gpus > 1 else ""
-    return f"{hour} an hour{of} ({offer.in_words})"
+    of_gpus = f" for {num_gpus} GPUs" if num_gpus > 1 else ""
+    return f"{hour} an hour{of_gpus} ({offer.in_words})"
 
 
 def cost_of(

@@ -111,8 +111,8 @@ def _beside_tower(notes: tuple[str, ...]) -> tuple[str, ...]:
 def _text_alone(model: ModelSpec) -> ModelSpec:
     """`model` without its tower, which an engine leaves out that serves texts alone."""
     hears = model.tower is not None and model.tower.hears
-    of = "audio encoder" if hears else "vision tower"
-    note = f"{TEXT_TOWER} alone, without the {model.idle_params:,} parameters of the {of}"
+    tower = "audio encoder" if hears else "vision tower"
+    note = f"{TEXT_TOWER} alone, without the {model.idle_params:,} parameters of the {tower}"
     return replace(
         model,
         tower=None,

@@ -210,10 +210,10 @@ def _stored(job: ResolvedRun) -> str:
 def _converted_in_words(job: ResolvedRun, quant: str) -> str:
     """What becomes of a checkpoint under an engine that has files of its own; empty if kept."""
     engine, file_type = job.engine, job.served.options.get(job.engine.stored_by)
-    kept = engine.stored_as.get(quant, "")
-    if kept and file_type == kept:
+    own_type = engine.stored_as.get(quant, "")
+    if own_type and file_type == own_type:
         return ""
-    instead = f"; {engine.stored_by} {kept} keeps it" if kept else ""
+    instead = f"; {engine.stored_by} {own_type} keeps it" if own_type else ""
     return f"the checkpoint is stored as {quant}, and is converted for {engine.name}{instead}"
 
 

@@ -366,11 +366,11 @@ def over_nodes(
     if config.gpus == 1 or config.nodes > 1:  # no links are asked for
         return config, ""
     name = config.interconnect.strip()
-    known = [machines[name]] if name in machines else []
+    candidates = [machines[name]] if name in machines else []
     if name == AUTO_INTERCONNECT:
-        known = usual_links(gpu, machines)
-    most = max((links.gpus_per_node for links in known), default=config.gpus)
-    joined = next((links for links in known if links.network is not None), None)
+        candidates = usual_links(gpu, machines)
+    most = max((links.gpus_per_node for links in candidates), default=config.gpus)
+    joined = next((links for links in candidates if links.network is not None), None)
     if config.gpus <= most or joined is None:
         return config, ""
     numbers = range(-(-config.gpus // joined.gpus_per_node), config.gpus)
@@ -414,9 +414,9 @@ def links_of(
         links = machines[name]
     else:
         close = difflib.get_close_matches(name, machines, n=3, cutoff=0.3) or sorted(machines)[:3]
-        known = f", or a machine such as {', '.join(close)}" if close else ""
+        nearest = f", or a machine such as {', '.join(close)}" if close else ""
         raise ConfigError(
-            f"interconnect: {name!r} is not known; give a bandwidth such as 25GB/s{known}"
+            f"interconnect: {name!r} is not known; give a bandwidth such as 25GB/s{nearest}"
         )
     if config.gpus_per_node > links.gpus_per_node:
         return None, (

@@ -125,8 +125,8 @@ def serving_notes(
 
 def _idle_libraries(job: ResolvedRun) -> list[str]:
     """Releases that are stated of engines that do not serve."""
-    own = job.engine.library
-    engines = {get_engine(name).library for name in list_engines()} - {own, ""}
+    library_in_use = job.engine.library
+    engines = {get_engine(name).library for name in list_engines()} - {library_in_use, ""}
     return [
         f"libraries {library}={version} changes nothing under serving {job.engine.name}"
         for library, version in job.run.libraries

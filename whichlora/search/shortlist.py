@@ -319,7 +319,7 @@ class _Shortlist:
         may_win = dict.fromkeys(run.model for run in best)
         of_counts = [run for model in may_win for run in self._fastest(model)]
         others = [self._surely(model) for model in self._extremes if model not in may_win]
-        meeting = [min(found, key=lambda on: on.least_cost).fastest for found in others if found]
+        meeting = [min(each, key=lambda on: on.least_cost).fastest for each in others if each]
         extremes = [run for extreme in self._extremes.values() for run in extreme.runs()]
         return [*extremes, *best, *of_counts, *meeting]
 

@@ -39,8 +39,8 @@ def own_name(name: str) -> str:
 def other_name_note(name: str) -> str:
     """What a user must know who calls an engine `name`; empty where that is nothing."""
     engine = _also_called(name)
-    said = engine.also_called[name.lower()] if engine else ""
-    return f"{name}: served as {engine.name}; {said}" if engine and said else ""
+    note = engine.also_called[name.lower()] if engine else ""
+    return f"{name}: served as {engine.name}; {note}" if engine and note else ""
 
 
 def _also_called(name: str) -> Engine | None:

@@ -155,8 +155,8 @@ class Pool:
     def num_sequences(self, context: Count, shared_tokens: int = 0) -> Count:
         """Whole sequences of `context` tokens that it holds; their common prefix is there once."""
         needed = self.blocks_of(context)
-        own = largest(1, needed - self.shared_of(shared_tokens))
-        return where(needed > self.num_blocks, 0, floor_div(self.num_blocks - needed, own) + 1)
+        unshared = largest(1, needed - self.shared_of(shared_tokens))
+        return where(needed > self.num_blocks, 0, floor_div(self.num_blocks - needed, unshared) + 1)
 
     def max_context(self, most: int | None) -> int:
         """Tokens of the longest sequence that fits, at most `most`; 0 where none does."""
@@ -514,8 +514,8 @@ class Engine:
 
     def fault_of(self, flag: str) -> str:
         """Why a flag of the engine is none of `options`; empty where nobody said why."""
-        if own := self.elsewhere.get(flag):
-            return f"is the setting {own}"
+        if setting := self.elsewhere.get(flag):
+            return f"is the setting {setting}"
         return self.refused.get(flag, "")
 
     def check_flags(self, served: Served) -> None:

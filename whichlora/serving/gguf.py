@@ -77,10 +77,10 @@ def dynamic_mix(word: str) -> str:
     Kind: estimate: the nearest type has as many bits.
     Source: docs.unsloth.ai/basics/unsloth-dynamic-v2.0-ggufs: types differ by layer and model.
     """
-    found = re.fullmatch(r"ud-(i?q\d)_?\w*", word.lower())
-    if found is None:
+    match = re.fullmatch(r"ud-(i?q\d)_?\w*", word.lower())
+    if match is None:
         return ""
-    bits = found[1].upper()
+    bits = match[1].upper()
     nearest = next((each for each in (f"{bits}_K_M", f"{bits}_XS") if each in FILE_TYPES), "")
     nearest = nearest or next((each for each in FILE_TYPES if bits[-2:] in each), "Q2_K")
     return (
@@ -280,20 +280,20 @@ def tensors(model: ModelSpec, file_type: str, architecture: Architecture) -> lis
     table = "Q8_0" if file_type == "MXFP4_MOE" else FILE_TYPES[file_type]
     if quantised and tied:
         table = _head_type(file_type, width, architecture.head_type)
-    found = [_stored("token_embd", width, model.embeddings[0].rows, table)]
+    in_file = [_stored("token_embd", width, model.embeddings[0].rows, table)]
     if head is not None and not tied:
         of_head = (
             _head_type(file_type, width, architecture.head_type)
             if quantised
             else FILE_TYPES[file_type]
         )
-        found.append(_stored("output", head.in_features, head.out_features, of_head))
+        in_file.append(_stored("output", head.in_features, head.out_features, of_head))
         if head.bias:
-            found.append(vector("output", head.out_features, suffix=".bias"))
+            in_file.append(vector("output", head.out_features, suffix=".bias"))
     for norm in (*model.embedding_norms, *model.final_norms):
-        found += _of_norm(architecture.output_norm, norm)
-    found += _typed(model, file_type, architecture)
-    return found
+        in_file += _of_norm(architecture.output_norm, norm)
+    in_file += _typed(model, file_type, architecture)
+    return in_file
 
 
 def _typed(model: ModelSpec, file_type: str, architecture: Architecture) -> Iterator[Tensor]:

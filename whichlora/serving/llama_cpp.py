@@ -199,9 +199,9 @@ def _common_pool(fullest: Load, loads: Sequence[Load]) -> Pool:
 
     def blocks_of(context: int) -> int:
         needed: int = pool.blocks_of(context)
-        for other in others:
-            share = other.blocks_of(context) * pool.num_blocks
-            needed = max(needed, ceil_div(share, other.num_blocks))
+        for pool_beside in others:
+            share = pool_beside.blocks_of(context) * pool.num_blocks
+            needed = max(needed, ceil_div(share, pool_beside.num_blocks))
         return needed
 
     return replace(pool, blocks_of=blocks_of)
@@ -245,8 +245,8 @@ def _weight_bytes(model: ModelSpec, stored: str) -> Callable[[Linear | None], fl
         if linear is None:
             name = "token_embd" if model.head_tied else "output"
             return float(sum(tensor.num_bytes for tensor in file if tensor.name == name))
-        found = [tensor for tensor in file if _is_same(tensor.linear, linear)]
-        return sum(tensor.num_bytes for tensor in found) / len({tensor.layer for tensor in found})
+        equal = [tensor for tensor in file if _is_same(tensor.linear, linear)]
+        return sum(tensor.num_bytes for tensor in equal) / len({tensor.layer for tensor in equal})
 
     return of
 

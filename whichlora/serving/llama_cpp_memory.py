@@ -128,7 +128,7 @@ def _cell_bytes(
     model: ModelSpec, keys: str, values: str
 ) -> tuple[tuple[int | None, int, int], ...]:
     """Of every layer its window, and the bytes of one token and of one sequence."""
-    architecture, found = architecture_of(model), []
+    architecture, cells = architecture_of(model), []
     for layer in layers_in_order(model):
         window = None
         token = state = 0
@@ -137,8 +137,8 @@ def _cell_bytes(
             k_width, v_width = architecture.cached(attention)
             token += row_bytes(k_width, keys) + row_bytes(v_width, values)
             state += FP32 * architecture.state(attention)
-        found.append((window, token, state))
-    return tuple(found)
+        cells.append((window, token, state))
+    return tuple(cells)
 
 
 @lru_cache(maxsize=256)

@@ -224,8 +224,8 @@ class _Server:
             return self._read_chunks(first, room, decoding, chunks)
         tokens, pairs, finished = 0, 0.0, []
         for request in self.reading:
-            left = request.prompt - request.read
-            fits = left if self.rules.whole_prompts else min(left, room - tokens)
+            unread = request.prompt - request.read
+            fits = unread if self.rules.whole_prompts else min(unread, room - tokens)
             if fits <= 0 or (tokens and tokens + fits > room):
                 break
             pairs += fits * (request.read + (fits + 1) / 2)
@@ -324,10 +324,10 @@ class _Server:
             self.decoding.remove(entry)
             heapq.heapify(self.decoding)
             request = entry[2]
-            left = request.ends_at - self.num_steps
+            steps_left = request.ends_at - self.num_steps
             self._leave(request)
-            made = request.output - left
-            request.prompt, request.output = request.prompt + made, left
+            made = request.output - steps_left
+            request.prompt, request.output = request.prompt + made, steps_left
             request.made += made
             request.taken = self.taken_tokens
             self.waiting.appendleft(request)

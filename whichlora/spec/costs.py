@@ -150,15 +150,15 @@ class RunningCost:
 
     def to_dict(self, seconds: float | None = None) -> dict[str, Any]:
         """The JSON shape: of `seconds`, or without them of a million tokens."""
-        of = self.s_per_million if seconds is None else seconds
+        total_s = self.s_per_million if seconds is None else seconds
         return {
             "of": "million tokens" if seconds is None else "whole run",
-            "seconds": None if math.isnan(of) else of,
-            "money": self.money(of),
+            "seconds": None if math.isnan(total_s) else total_s,
+            "money": self.money(total_s),
             "offer": None if self.offer is None else asdict(self.offer),
             "spot": None if self.spot is None else asdict(self.spot),
             "power_w": self.power_w,
-            "kwh": self.kwh(of),
-            "co2_kg": self.co2_kg(of),
+            "kwh": self.kwh(total_s),
+            "co2_kg": self.co2_kg(total_s),
             "grid": None if self.grid is None else asdict(self.grid),
         }

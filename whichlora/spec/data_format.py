@@ -282,8 +282,8 @@ def _check_transcript(row: Mapping[str, Any]) -> None:
 
 def negatives_of(names: Iterable[str]) -> list[str]:
     """Those of `names` that are of texts which do not belong to an anchor, by their number."""
-    found = {name: match for name in names if (match := _NEGATIVE.fullmatch(name))}
-    return sorted(found, key=lambda name: int(found[name]["number"] or 0))
+    matches = {name: match for name in names if (match := _NEGATIVE.fullmatch(name))}
+    return sorted(matches, key=lambda name: int(matches[name]["number"] or 0))
 
 
 def is_class(value: Any) -> bool:

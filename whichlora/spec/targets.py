@@ -92,11 +92,11 @@ def unmatched_targets(
     Source: peft 0.21.2 `BaseTuner.inject_adapter`, which stops where no name has a match.
     """
     candidates = _candidates(model, modules_only=modules_only)
-    known = (ALL_LINEAR, ATTENTION, DEFAULT_TARGETS)
+    keywords = (ALL_LINEAR, ATTENTION, DEFAULT_TARGETS)
     return tuple(
         target
         for target in target_modules
-        if target not in known and _named(model, target, candidates) is None
+        if target not in keywords and _named(model, target, candidates) is None
     )
 
 
@@ -175,11 +175,11 @@ def _named(model: ModelSpec, target: str, candidates: Mapping[str, Linear]) -> L
     of_parts = {part: each for each in candidates.values() for part in each.asked_as}
     if leaf in of_parts:
         return of_parts[leaf]
-    found = candidates.get(leaf)
-    if found is None or found.asked_as:
+    candidate = candidates.get(leaf)
+    if candidate is None or candidate.asked_as:
         return None
     if not parent:
-        return found
+        return candidate
     if any(name.isdecimal() for name in parent.split(".")):
         raise ConfigError(
             f"target_modules: {target!r} is of one layer, which is not predicted; give {leaf!r}, "
@@ -202,7 +202,7 @@ def _named(model: ModelSpec, target: str, candidates: Mapping[str, Linear]) -> L
             f"target_modules: {target!r} is a part of the layers called {leaf!r}, which is not "
             f"predicted; give {leaf!r}, for all of them"
         )
-    return found
+    return candidate
 
 
 def _check_parts(target: str, linear: Linear, target_modules: tuple[str, ...]) -> None:

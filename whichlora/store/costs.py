@@ -115,9 +115,9 @@ def find_grid(name: str) -> Grid:
     Raises:
         ConfigError: no such country, with the nearest names.
     """
-    asked = name.strip().casefold()
+    wanted = name.strip().casefold()
     for iso2, grid in _grids():
-        if asked in (iso2.casefold(), grid.code.casefold(), grid.country.casefold()):
+        if wanted in (iso2.casefold(), grid.code.casefold(), grid.country.casefold()):
             return grid
     near = near_countries(name)
     hint = f"did you mean {', '.join(near)}" if near else "give its name, such as France"
@@ -127,5 +127,5 @@ def find_grid(name: str) -> Grid:
 def near_countries(name: str) -> list[str]:
     """Countries whose names are spelled like `name`, the most similar first."""
     names = {grid.country.casefold(): grid.country for _, grid in _grids()}
-    found = difflib.get_close_matches(name.strip().casefold(), names, n=3, cutoff=0.5)
-    return [names[each] for each in found]
+    nearest = difflib.get_close_matches(name.strip().casefold(), names, n=3, cutoff=0.5)
+    return [names[each] for each in nearest]

@@ -196,11 +196,11 @@ def find_copy(name: str) -> ModelSpec | None:
 
 
 def _find_upload(name: str) -> ModelSpec | None:
-    organisation, _, rest = name.partition("/")
+    organisation, _, upload = name.partition("/")
     base = None
     if organisation in _UPLOADERS:
         with contextlib.suppress(ConfigError):
-            base = _match(rest)
+            base = _match(upload)
     model = find_model(base) if base else None
     if model is None:
         return None
@@ -271,8 +271,8 @@ def _index() -> Mapping[str, Any]:
 
 def _sources() -> tuple[Path, Path | None, int]:
     """The packaged folder, the user's own, and when a file changed last in that one (ns)."""
-    own = user_models_folder()
-    return (_folder(), own, own.stat().st_mtime_ns) if own.is_dir() else (_folder(), None, 0)
+    users = user_models_folder()
+    return (_folder(), users, users.stat().st_mtime_ns) if users.is_dir() else (_folder(), None, 0)
 
 
 @cache

@@ -28,18 +28,18 @@ def read_table(
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise DataFileError(f"{path}: can't be read ({reason}); check the file") from None
     reader = csv.DictReader(text.splitlines(), restkey="")
-    found = tuple(name.strip() for name in reader.fieldnames or ())
-    if missing := [name for name in needed if name not in found]:
+    header = tuple(name.strip() for name in reader.fieldnames or ())
+    if missing := [name for name in needed if name not in header]:
         raise DataFileError(f"{path}: has no column {missing[0]}; needed are {', '.join(needed)}")
-    if unknown := [name for name in found if name not in columns]:
+    if unknown := [name for name in header if name not in columns]:
         raise DataFileError(
             f"{path}: column {unknown[0]!r} is not known; accepted are {', '.join(columns)}"
         )
-    reader.fieldnames = list(found)
+    reader.fieldnames = list(header)
     for row in reader:
         where = f"{path}:{reader.line_num}"
         if "" in row:
-            raise DataFileError(f"{where}: has more cells than the {len(found)} columns; mend it")
+            raise DataFileError(f"{where}: has more cells than the {len(header)} columns; mend it")
         cells = {name: (value or "").strip() for name, value in row.items()}
         for name in needed:
             if not cells[name]:

@@ -153,15 +153,15 @@ def _with_layer_input(code: OpEmitter, layer: Layer, altup: AltUp, states: Tenso
 
 def _magnitude(code: OpEmitter, x: Tensor, *, clamps: bool = False) -> Tensor:
     """The root of the mean square of each token's `x`; autocast takes the power in fp32."""
-    tape, dtypes, one = code.tape, code.dtypes, per_token(1)
+    tape, dtypes, scalar = code.tape, code.dtypes, per_token(1)
     widened = dtypes.under_autocast and dtypes.backend.widens_norms
     wide = code.cast(x, 4) if widened else x
     factors = (wide.form, wide.form)
     squared = tape.op([wide], x.elements, wide.size, saves=[wide], inner_backward=factors)
-    mean = tape.op([squared], one, wide.size)
+    mean = tape.op([squared], scalar, wide.size)
     if clamps:
         mean = code.clamp(mean)
-    return tape.op([mean], one, wide.size, saves_result=True, what="magnitude")
+    return tape.op([mean], scalar, wide.size, saves_result=True, what="magnitude")
 
 
 def _divide_rows(code: OpEmitter, x: Tensor, row: Tensor) -> Tensor:

@@ -133,19 +133,19 @@ def _states(
     Source: torch 2.13 `select_backward`.
     """
     num = attention.recurrent_elements
-    one, every = per_sequence(num), decays.elements
+    single, every = per_sequence(num), decays.elements
     # the first state is zeros in the dtype of the values, and the last has no next one
-    states = plus(scaled(minus(every, one), 4), scaled(one, size))
+    states = plus(scaled(minus(every, single), 4), scaled(single, size))
     product = code.dtypes.compute_bytes if code.dtypes.under_autocast else size
     # a product in fp32 reads the states themselves, the last among them
-    narrow = scaled(every, product) if product < 4 else scaled(one, 4)
+    narrow = scaled(every, product) if product < 4 else scaled(single, 4)
     return code.tape.op(
         [decays, added, queries],
         per_token(attention.out_width),
         product,
         saves=[decays, queries],
         keeps=[states, narrow],
-        inner=scaled(one, 3 * 4),
+        inner=scaled(single, 3 * 4),
         inner_backward=scaled(every, 4),
         in_turn=True,
         what="scan: states",

@@ -125,13 +125,13 @@ def _above_cutoff(code: OpEmitter, x: Tensor) -> Tensor:
     Source: transformers 5.23 `Gemma3nTextMLP._gaussian_topk`; torch 2.13 `std_backward`, whose
     `var_backward` makes `self - mean`, and two products with it.
     """
-    tape, one = code.tape, per_token(1)
-    mean = tape.op([x], one, x.size)
+    tape, scalar = code.tape, per_token(1)
+    mean = tape.op([x], scalar, x.size)
     # the difference, scaled; their product is the gradient
     deviation = tape.op(
-        [x], one, x.size, saves=[x], saves_result=True, inner_backward=x.form, what="deviation"
+        [x], scalar, x.size, saves=[x], saves_result=True, inner_backward=x.form, what="deviation"
     )
-    cutoff = tape.op([mean, code.scale(deviation)], one, x.size)
+    cutoff = tape.op([mean, code.scale(deviation)], scalar, x.size)
     negative = x.form if cutoff.needs_grad else NOTHING  # before it is summed up
     above = tape.op([x, cutoff], x.elements, x.size, passes=True, inner_backward=negative)
     result = tape.op([above], x.elements, x.size, saves_result=True, what="above the cutoff")

@@ -147,7 +147,7 @@ def _table(rows: Sequence[GuideRow]) -> tuple[tuple[str, ...], list[tuple[str, .
     spread = is_spread(rows)
     columns = (*_COLUMNS[:2], *(("GPUs", "strategy") if spread else ()), *_COLUMNS[2:])
     predictions = [row.prediction for row in rows]
-    names = variants([one.run for one in predictions], [one.gpu for one in predictions])
+    names = variants([each.run for each in predictions], [each.gpu for each in predictions])
     cells = [_cells(row, name, spread=spread) for row, name in zip(rows, names, strict=True)]
     return columns, cells
 

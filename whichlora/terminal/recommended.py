@@ -91,8 +91,8 @@ def _models_sheet(recommendation: Recommendation) -> Sheet:
         for candidate in best_of_each_model(answer)[:MAX_MODELS]
     ]
     heads = ("model", "variant", *numbers, "verdict")
-    known = [i for i in range(len(heads)) if any(row[i] != "-" for row in rows)]
-    shown = tuple(heads[i] for i in known)
+    shown_places = [i for i in range(len(heads)) if any(row[i] != "-" for row in rows)]
+    shown = tuple(heads[i] for i in shown_places)
     gpus = recommendation.plan.get("gpus", 1)
     return Sheet(
         title=f"the {_FIRST.get(answer.plan.objective.prefer, 'largest')} models that train on "
@@ -100,7 +100,7 @@ def _models_sheet(recommendation: Recommendation) -> Sheet:
         + answer.gpu.key,
         columns=shown,
         right=tuple(head for head in numbers if head in shown),
-        rows=[tuple(row[i] for i in known) for row in rows],
+        rows=[tuple(row[i] for i in shown_places) for row in rows],
     )
 
 
@@ -113,9 +113,9 @@ def _named_without_row(recommendation: Recommendation) -> Iterator[str]:
     if answer.winner is None:
         return
     shown = [candidate.run.model for candidate in best_of_each_model(answer)][:MAX_MODELS]
-    said = "\n".join(reason_lines(answer))
+    told = "\n".join(reason_lines(answer))
     missing = [
-        name for name in answer.plan.models if name not in shown and f"{name} left out" not in said
+        name for name in answer.plan.models if name not in shown and f"{name} left out" not in told
     ]
     for name in missing[:MAX_MODELS]:
         yield f"left out: {name}: {_why_left_out(answer, name)}"

@@ -124,7 +124,7 @@ def messages_sheet(messages: Sequence[MessagePrediction]) -> Sheet:
     numbers = ("times", "bytes", "time")
     rows = [
         (
-            what,
+            name,
             collective.replace("_", "-"),
             f"{size}",
             f"{sum(message.count for message in equal)}",
@@ -132,7 +132,7 @@ def messages_sheet(messages: Sequence[MessagePrediction]) -> Sheet:
             format_seconds(sum(message.seconds for message in equal)),
             hidden_by,
         )
-        for (what, collective, size, hidden_by), equal in alike.items()
+        for (name, collective, size, hidden_by), equal in alike.items()
     ]
     return Sheet(
         title="what a rank sends in an optimizer step; bytes of the whole tensor",

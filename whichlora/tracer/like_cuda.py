@@ -254,25 +254,25 @@ def _of_peft() -> tuple[Patch, ...]:
     picks the places that lie inside, which are all. Uni-LoRA counts equal indices. PSOFT reads
     none, but multiplies 16-bit inputs in fp32 on a CPU.
     """
-    found: list[Patch] = []
+    patches: list[Patch] = []
     if find_spec("peft.tuners.boft"):
         module = import_module("peft.tuners.boft.layer")
-        found += [
+        patches += [
             (module.BOFTLayer, "perm2mat", lambda _, order: torch.zeros(len(order), len(order))),
             (module, "get_fbd_cuda", lambda: None),
         ]
     if find_spec("peft.tuners.psoft"):
-        found.append((import_module("peft.tuners.psoft.layer").OrthLayer, "forward", _rotated))
+        patches.append((import_module("peft.tuners.psoft.layer").OrthLayer, "forward", _rotated))
     if find_spec("peft.tuners.waveft"):
         layer = import_module("peft.tuners.waveft.layer").WaveFTLayer
         whole = {"indices": "padded_indices.clone()", "spectrum": "spectrum.clone()"}
         replaced = {f"valid_{what}": value for what, value in whole.items()}
-        found.append(_without_values(layer, "get_delta_weight", **replaced))
+        patches.append(_without_values(layer, "get_delta_weight", **replaced))
     if find_spec("peft.tuners.unilora"):
         model = import_module("peft.tuners.unilora.model").UniLoraModel
         replaced = {"counts": "torch.ones(config.theta_d_length)", "used_indices": "slice(None)"}
-        found.append(_without_values(model, "_assign_unilora_indices_and_scales", **replaced))
-    return tuple(found)
+        patches.append(_without_values(model, "_assign_unilora_indices_and_scales", **replaced))
+    return tuple(patches)
 
 
 def _of_towers() -> list[Patch]:

@@ -38,8 +38,8 @@ def with_fused_head() -> Iterator[None]:
             # cuBLAS adds to the fp32 sum; a CPU widens both factors first
             (kernels, "_addmm_fp32", lambda *_: None),
         ):
-            found = import_module(module) if isinstance(module, str) else module
-            stack.enter_context(mock.patch.object(found, name, value, create=True))
+            target = import_module(module) if isinstance(module, str) else module
+            stack.enter_context(mock.patch.object(target, name, value, create=True))
         yield
 
 
@@ -65,9 +65,9 @@ def with_liger() -> Iterator[None]:
     loss = import_module("liger_kernel.ops.fused_linear_cross_entropy")
     with ExitStack() as stack:
         for module, kernels in _LIGER.items():
-            found = import_module(f"liger_kernel.ops.{module}")
+            patched = import_module(f"liger_kernel.ops.{module}")
             for name in kernels:
-                stack.enter_context(mock.patch.object(found, name, _InPlace()))
+                stack.enter_context(mock.patch.object(patched, name, _InPlace()))
         # on a CPU the product makes a tensor for each chunk; CUDA's writes into one
         stack.enter_context(mock.patch.object(loss, "_can_use_mm_out", _writes_products))
         stack.enter_context(mock.patch.object(loss, "torch", _OnCuda("torch")))

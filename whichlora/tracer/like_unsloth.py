@@ -106,8 +106,8 @@ def _functions(expand: _Expansion) -> ModuleType:
     Raises:
         MeasurementError: Unsloth is not installed.
     """
-    found = PathFinder.find_spec("unsloth")
-    if found is None or found.origin is None:
+    package = PathFinder.find_spec("unsloth")
+    if package is None or package.origin is None:
         raise MeasurementError("trainer: unsloth is not installed; pip install unsloth")
     utils = _module("utils", {
         "_has_active_dora_adapter": lambda *_: False,
@@ -138,7 +138,7 @@ def _functions(expand: _Expansion) -> ModuleType:
         "unsloth_zoo": _module("unsloth_zoo", {"__path__": []}),
         "unsloth_zoo.utils": _module("unsloth_zoo.utils", {"Version": Version}),
     }  # fmt: skip
-    path = Path(found.origin).parent / "kernels" / "fast_lora.py"
+    path = Path(package.origin).parent / "kernels" / "fast_lora.py"
     spec = spec_from_file_location(f"{_PACKAGE}.fast_lora", path)
     assert spec is not None
     assert spec.loader is not None
@@ -288,19 +288,19 @@ class _Checkpoint(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, function: Any, owner: _Checkpoints, stays: bool, *args: Any) -> Any:
         ctx.function, ctx.owner, ctx.stays, ctx.rest = function, owner, stays, args[1:]
         ctx.autocast = torch.is_autocast_enabled("cpu")
-        kept = args[0]
+        stored = args[0]
         if not stays:
             like_cuda._host_tensors = True
-            kept = torch.empty_like(args[0].detach())
+            stored = torch.empty_like(args[0].detach())
             like_cuda._host_tensors = False
-        ctx.save_for_backward(kept)
+        ctx.save_for_backward(stored)
         with torch.no_grad():
             return function(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (kept,) = ctx.saved_tensors
-        x = (kept if ctx.stays else ctx.owner.buffers[0]).detach().requires_grad_()
+        (stored,) = ctx.saved_tensors
+        x = (stored if ctx.stays else ctx.owner.buffers[0]).detach().requires_grad_()
         with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=ctx.autocast):
             outputs = ctx.function(x, *ctx.rest)
         torch.autograd.backward([outputs], list(grads))

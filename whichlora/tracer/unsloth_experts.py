@@ -122,10 +122,10 @@ def _functions() -> ModuleType:
     Raises:
         MeasurementError: unsloth_zoo is not installed.
     """
-    found = PathFinder.find_spec("unsloth_zoo")
-    if found is None or found.origin is None:
+    package = PathFinder.find_spec("unsloth_zoo")
+    if package is None or package.origin is None:
         raise MeasurementError("trainer: unsloth_zoo is not installed; pip install unsloth_zoo")
-    root = Path(found.origin).parent
+    root = Path(package.origin).parent
     packages = {}
     for name, folder in (
         ("unsloth_zoo", root),

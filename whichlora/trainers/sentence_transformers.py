@@ -81,13 +81,13 @@ def _check(run: RunConfig) -> None:
 
 def _notes(run: RunConfig) -> tuple[str, ...]:
     texts = _columns(run).texts
-    said = [
+    sentences = [
         f"batch_size counts examples of {texts} texts, of seq_len tokens at most each",
         "every text is counted as long as the longest; each column is padded on its own",
     ]
     if run.gradient_accumulation_steps > 1:
-        said.append("negatives are those of a micro-batch: accumulation adds none")
-    return tuple(said)
+        sentences.append("negatives are those of a micro-batch: accumulation adds none")
+    return tuple(sentences)
 
 
 TRAINER = replace(

@@ -65,15 +65,15 @@ def contribute(
     impossible = judge()
     records: dict[str, list[Measurement]] = {}
     left_out: Counter[str] = Counter()
-    known = 0
+    num_shipped = 0
     for gpu in chosen_gpus(gpus, calibration_dir):
         unread: dict[str, str] = {}
         shipped = record_ids(roots[1:], gpu.key)
-        own = read_measurements(roots[:1], gpu.key, leave_out=unread.__setitem__)
+        measured = read_measurements(roots[:1], gpu.key, leave_out=unread.__setitem__)
         left_out["can't be read"] += len(unread)
-        for record in own:
+        for record in measured:
             if record.id in shipped:
-                known += 1
+                num_shipped += 1
                 continue
             try:
                 public = _public(record, gpu, impossible(record))
@@ -84,7 +84,7 @@ def contribute(
                 left_out["this release can't predict it"] += 1
                 continue
             if public.id in shipped:
-                known += 1
+                num_shipped += 1
             else:
                 records.setdefault(gpu.key, []).append(public)
     rows = [
@@ -93,14 +93,14 @@ def contribute(
         for row in _beside_predictions(of_gpu, folder, key, calibration_dir)
     ]
     contribution = Contribution(
-        folder=folder, records=records, rows=rows, left_out=+left_out, known=known
+        folder=folder, records=records, rows=rows, left_out=+left_out, known=num_shipped
     )
-    if not (records or contribution.left_out or known):
+    if not (records or contribution.left_out or num_shipped):
         raise CalibrationError(f"no run was recorded yet in {roots[0]}; nothing to contribute")
     if not records:
         reasons = ", ".join(f"{why} ({count})" for why, count in contribution.left_out.items())
         raise CalibrationError(
-            f"{roots[0]}: no record to contribute: {known} are in the shipped database"
+            f"{roots[0]}: no record to contribute: {num_shipped} are in the shipped database"
             + (f"; left out: {reasons}" if reasons else "")
         )
     for key, of_gpu in records.items():

@@ -156,10 +156,10 @@ def _run(engine: Engine, reading: LogReading, path: Path, model: str | None) -> 
     """The run that the log is of; settings at the engine's defaults are left out."""
     stated = _stated(engine, reading)
     named = model or stated.get("model", "")
-    known = find_model(named) or (find_copy(named) if named else None)
-    if known is None and model is not None:
-        known = load_model(model)
-    if known is None:
+    spec = find_model(named) or (find_copy(named) if named else None)
+    if spec is None and model is not None:
+        spec = load_model(model)
+    if spec is None:
         name = stated.get("model", "")
         fault = f"model {name!r} of the log is not in the database" if name else "names no model"
         if not name and (names := _differing(engine, reading)):
@@ -185,7 +185,7 @@ def _run(engine: Engine, reading: LogReading, path: Path, model: str | None) -> 
     dtype = stated.get("dtype", "").removeprefix("torch.")
     version = ((engine.library, reading.version),) if reading.version else ()
     return RunConfig(
-        model=known.name,
+        model=spec.name,
         phase="inference",
         precision=PRECISIONS.get(dtype, "bf16"),  # type: ignore[arg-type]
         quant=QUANTISED.get(quantization, "none"),  # type: ignore[arg-type]

@@ -181,13 +181,13 @@ def estimate_grid(
     Raises:
         ConfigError: as `estimate`, or settings that exclude each other.
     """
-    found = [
+    of_numbers = [
         estimate(combinations(with_cards(grid, types)), types, **options)
         for grid, types in by_number(settings, gpus)
     ]
     return Answers(
-        (prediction for answers in found for prediction in answers),
-        (refused for answers in found for refused in answers.refused),
+        (prediction for answers in of_numbers for prediction in answers),
+        (refused for answers in of_numbers for refused in answers.refused),
     )
 
 

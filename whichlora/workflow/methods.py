@@ -70,7 +70,7 @@ def method_rows(
     base = predict(spec, replace(plain, method=_LORA), device, calibration)
     rows = []
     for name, method in list_methods().items():
-        known = MethodRow(
+        unfilled = MethodRow(
             name=name,
             summary=method.summary,
             options=tuple(option.name for option in method.options),
@@ -79,9 +79,9 @@ def method_rows(
         try:
             prediction = predict(spec, replace(plain, method=name), device, calibration)
         except ConfigError as error:
-            rows.append(replace(known, refusal=str(error)))
+            rows.append(replace(unfilled, refusal=str(error)))
             continue
-        rows.append(_filled(known, prediction, base, spec, device))
+        rows.append(_filled(unfilled, prediction, base, spec, device))
     return rows
 
 

@@ -341,10 +341,10 @@ def _looked_at(question: Question, number: int) -> str:
         return ""
     if _models_that_read(question):
         return f"looked at: the {number} known models that read such rows"
-    known = len(list_models())
+    num_known = len(list_models())
     return (
-        f"looked at: {number} widely used models of {known} known, not all; --models names others "
-        "('whichlora models' lists them)"
+        f"looked at: {number} widely used models of {num_known} known, not all; --models names "
+        "others ('whichlora models' lists them)"
     )
 
 
@@ -359,8 +359,8 @@ def _models_that_read(question: Question) -> tuple[str, ...]:
     rows = first_format(os.path.abspath(os.path.expanduser(question.data)))
     if rows is None or not rows.has_processor:
         return ()
-    found = (find_model(one.hub_id) for one in list_models())
-    towers = {one.name: one.tower for one in found if one is not None}
+    specs = (find_model(model.hub_id) for model in list_models())
+    towers = {model.name: model.tower for model in specs if model is not None}
     if rows == TRANSCRIPTS:
         return tuple(name for name, tower in towers.items() if tower and tower.hears)
     return tuple(name for name, tower in towers.items() if read_by(tower) == rows.media)

@@ -54,11 +54,11 @@ def _check_classes(run: RunConfig, dataset: BaseDataset) -> None:
     named = None if task is None else task.config(run).get("num_labels")
     if named in (None, 1) or isinstance(dataset, CountedDataset):
         return
-    found = num_classes(dataset)
-    if found > named:
+    num_found = num_classes(dataset)
+    if num_found > named:
         raise ConfigError(
-            f"task_options: the rows have {found} classes, and num_labels is {named}; "
-            f"give {{num_labels: {found}}}"
+            f"task_options: the rows have {num_found} classes, and num_labels is {named}; "
+            f"give {{num_labels: {num_found}}}"
         )
 
 

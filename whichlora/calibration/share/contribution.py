@@ -114,19 +114,19 @@ def _is_busy(record: Measurement) -> bool:
 
 
 def _environment(environment: Mapping[str, Any], gpu: GpuSpec) -> dict[str, Any]:
-    kept: dict[str, Any] = {"device": gpu.name}
-    kept |= {name: environment[name] for name in NUMBERS if is_number(environment.get(name))}
-    kept |= _versions({name: environment.get(name) for name in VERSIONS})
+    public: dict[str, Any] = {"device": gpu.name}
+    public |= {name: environment[name] for name in NUMBERS if is_number(environment.get(name))}
+    public |= _versions({name: environment.get(name) for name in VERSIONS})
     libraries = environment.get("libraries", environment.get("versions"))
     if isinstance(libraries, Mapping):
-        kept["libraries"] = _versions({name: libraries.get(name) for name in LIBRARIES})
-    return kept
+        public["libraries"] = _versions({name: libraries.get(name) for name in LIBRARIES})
+    return public
 
 
 def _versions(named: Mapping[str, Any]) -> dict[str, str]:
     """The public part of those that are versions: of 2.13.0+acme only 2.13.0."""
-    found = {name: _VERSION.match(str(version)) for name, version in named.items()}
-    return {name: match[0] for name, match in found.items() if match}
+    matches = {name: _VERSION.match(str(version)) for name, version in named.items()}
+    return {name: match[0] for name, match in matches.items() if match}
 
 
 def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -80,8 +80,8 @@ def _faults_of_log(job: ResolvedRun, measurement: Measurement) -> Iterator[str]:
             yield f"{name}: {shown} is below 0, with which {job.engine.name} does not start"
         gpus = _MOST_GPUS if line and line.adds_up else 1
         if of_bytes and value > gpus * _MEMORY_SLACK * has and job.gpu.kind != "cpu":
-            of = f"{job.gpu.key} has" if gpus == 1 else f"{gpus} of {job.gpu.key} have"
-            yield f"{name}: {shown} is more than {of}, {format_bytes(gpus * has)}"
+            cards = f"{job.gpu.key} has" if gpus == 1 else f"{gpus} of {job.gpu.key} have"
+            yield f"{name}: {shown} is more than {cards}, {format_bytes(gpus * has)}"
 
 
 def _has_quantised_experts(job: ResolvedRun) -> bool:

@@ -55,9 +55,9 @@ def known_architecture(model: ModelSpec) -> Architecture | None:
 
 def architecture_of(model: ModelSpec) -> Architecture:
     """So of a model that an engine has accepted."""
-    found = known_architecture(model)
-    assert found is not None
-    return found
+    architecture = known_architecture(model)
+    assert architecture is not None
+    return architecture
 
 
 __all__ = ["ARCHITECTURES", "MODEL_TYPES", "Architecture", "architecture_of", "known_architecture"]
