@@ -17,6 +17,7 @@ from whichlora.methods.base import (
     Method,
     given,
     no_shapes,
+    rank_fault,
 )
 from whichlora.methods.operators import counted, frozen_product, parameter, product
 from whichlora.methods.peft_fields import PeftFields
@@ -145,12 +146,9 @@ def refuses(linear: Linear, quant: str, *, r: int = 1) -> str:
     """Source: peft 0.21.2 `AdamssModel._create_new_module`, `AdamssLayer.update_layer`."""
     if linear.transposed:
         return "PEFT's AdaMSS takes nn.Linear alone, and no Conv1D; use method lora"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"PEFT decomposes the stored weight, which is none in {quant}; use quant none"
-    smaller = min(linear.in_features, linear.out_features)
-    if r > smaller:
-        return f"r must not be above {smaller}, got {r}"
-    return ""
+    return rank_fault(linear, r)
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:

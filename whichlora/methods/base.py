@@ -141,6 +141,12 @@ def no_shapes(linear: Linear, r: Count) -> tuple[tuple[Count, Count], ...]:
     return ()
 
 
+def rank_fault(linear: Linear, r: int) -> str:
+    """Why a decomposition of a weight refuses the rank `r`; empty where it has as many."""
+    smaller = min(linear.in_features, linear.out_features)
+    return f"r must not be above {smaller}, got {r}" if r > smaller else ""
+
+
 def _as_wide_as_adapters(linear: Linear, dtypes: Dtypes) -> Iterator[int]:
     return repeat(dtypes.adapter_bytes)
 

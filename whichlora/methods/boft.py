@@ -134,7 +134,7 @@ def refuses(linear: Linear, quant: str, *, block: int = 4) -> str:
     """Source: peft 0.21.2 `BOFTModel._create_new_module`, `BOFTLayer.update_layer`."""
     if linear.transposed:
         return "PEFT's BOFT takes nn.Linear, and no Conv1D; use method lora"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"its rotations are predicted on weights that are not quantised, not {quant}"
     if linear.in_features % block:
         return f"boft_block_size must divide {linear.in_features}, got {block}; use one that does"

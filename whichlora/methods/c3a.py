@@ -90,7 +90,7 @@ def refuses(linear: Linear, quant: str, *, block: int = 256) -> str:
     """Source: peft 0.21.2 `C3ALayer.update_layer`, `C3AModel._create_new_module`."""
     if linear.transposed:
         return "PEFT's C3A takes nn.Linear alone, and no Conv1D; use method lora"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"its kernel is predicted beside weights that are not quantised, not {quant}"
     for width in (linear.in_features, linear.out_features):
         if width % block:

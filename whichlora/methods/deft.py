@@ -107,7 +107,7 @@ def work(
 
 def refuses(linear: Linear, quant: str, *, r: int = 1) -> str:
     """Source: peft 0.21.2 `DeftLayer.update_layer`, `reset_deft_parameters`."""
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"PEFT starts R from the stored weight, which is none in {quant}; use quant none"
     if r > linear.out_features:
         return f"r must not be above out_features, {linear.out_features}, got {r}"

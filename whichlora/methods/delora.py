@@ -76,7 +76,7 @@ def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `DeloraModel._create_new_module`, `reset_delora_parameters`."""
     if linear.transposed:
         return "PEFT's DeLoRA takes nn.Linear, and no Conv1D; use method lora"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"PEFT takes the norms of the stored weight, which is none in {quant}"
     return ""
 

@@ -202,7 +202,7 @@ def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `FrodLayer._calculate_frod_u_and_lambda`."""
     if linear.transposed:
         return "its factors of a Conv1D are not predicted; use method lora"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"PEFT decomposes the stored weight, which is none in {quant}; use quant none"
     return ""
 

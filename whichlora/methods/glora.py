@@ -219,7 +219,7 @@ def work(linear: Linear, dtypes: Dtypes, r: Count, *, kinds: _Kinds = _USUAL) ->
 
 def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `GloraModel._create_new_module`."""
-    if linear.transposed or linear.is_subclass or (quant != "none" and linear.quantisable):
+    if linear.transposed or linear.is_subclass or linear.is_stored_in(quant):
         return "PEFT's GLoRA takes plain nn.Linear alone, not Conv1D or quantised; use method lora"
     return ""
 

@@ -61,7 +61,7 @@ def refuses(linear: Linear, quant: str, *, rank: int = 16, blocks: int = 2) -> s
             return f"gralora_k must divide {width}, got {blocks}"
     if rank % blocks:
         return f"gralora_k must divide r, {rank}, got {blocks}"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"its update is predicted beside weights that are not quantised, not {quant}"
     return ""
 

@@ -69,7 +69,7 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
 
 
 def refuses(linear: Linear, quant: str) -> str:
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"its expanded copies of weights in {quant} are not predicted; use quant none"
     return ""
 

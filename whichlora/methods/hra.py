@@ -136,7 +136,7 @@ def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `HRAModel._create_new_module`, `HRALinear.forward`."""
     if linear.transposed:
         return "PEFT's HRA takes nn.Linear, and no Conv1D; use method lora"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"PEFT's HRA multiplies the stored weight, which is none in {quant}; use quant none"
     return ""
 

@@ -55,7 +55,7 @@ def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `KasaLinearVariant.init`; `lora.bnb` has no such variant."""
     if linear.transposed:
         return "PEFT's KaSA takes nn.Linear alone, and no Conv1D; use method lora"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"PEFT's KaSA is for weights that are not quantised, not {quant}; use method qlora"
     if not linear.is_module:
         return "PEFT's KaSA is for linear layers, and for no experts in one parameter"

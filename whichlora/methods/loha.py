@@ -91,7 +91,7 @@ def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `LycorisTuner._create_new_module`, `LoHaLayer.update_layer`."""
     if linear.transposed:
         return "PEFT's LyCORIS methods take nn.Linear, and no Conv1D; use method lora"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         kind = "packed codes" if quant in FOUR_BIT_BNB else f"weights in {quant}"
         return f"PEFT gives its update the shape of the stored weight, which is none of {kind}"
     return ""

@@ -229,7 +229,7 @@ def _decomposed_bytes(start: str, linear: Linear, dtypes: Dtypes) -> int:
 
 def start_refusal(start: str, linear: Linear, quant: str) -> str:
     """Why `start` can't be made of a matrix. Source: peft 0.21.2 `LoraLayer.update_layer`."""
-    quantised = quant != "none" and linear.quantisable
+    quantised = linear.is_stored_in(quant)
     if quantised and start.startswith(_WIDE_ALONE):
         return f"init_lora_weights {start} needs weights in 16 or 32 bits, not {quant}"
     if start == "olora" and linear.transposed and linear.in_features != linear.out_features:

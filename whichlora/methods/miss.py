@@ -158,7 +158,7 @@ def refuses(
         return f"init_weights bat needs widths that r divides, got {r}; use another r"
     if linear.out_features % mini_r:
         return f"mini_r must divide out_features, {linear.out_features}, got {mini_r}"
-    if divides and quant != "none" and linear.quantisable:
+    if divides and linear.is_stored_in(quant):
         return f"its expanded copies of {quant} weights are not predicted; use quant none"
     return ""
 

@@ -184,7 +184,7 @@ def refuses(linear: Linear, quant: str, *, effective: float | None = None) -> st
     """Source: peft 0.21.2 `osf.layer.dispatch_default`, `decompose_weight_matrix`."""
     if linear.transposed:
         return "PEFT's OSF passes over Conv1D, so that nothing is trained; use method lora"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"PEFT decomposes the stored weight, which is none in {quant}; use quant none"
     if not _trained(linear, effective):
         return (

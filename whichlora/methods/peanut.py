@@ -125,7 +125,7 @@ def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `PeanutModel._create_new_module`, `_compute_delta_weight`."""
     if linear.transposed:
         return "PEFT's PEANuT takes nn.Linear alone, and no Conv1D; use method lora"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"its network reads the stored weight, which is none in {quant}; use quant none"
     return ""
 

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import LORA_SETTINGS, AdapterWork, FrozenTensor, Method, no_shapes
+from whichlora.methods.base import (
+    LORA_SETTINGS,
+    AdapterWork,
+    FrozenTensor,
+    Method,
+    no_shapes,
+    rank_fault,
+)
 from whichlora.methods.operators import (
     counted,
     decomposed_bytes,
@@ -199,12 +206,9 @@ def refuses(linear: Linear, quant: str, *, r: int = 1) -> str:
     """Source: peft 0.21.2 `PsoftLayer.update_layer`, `psoft.layer.dispatch_default`."""
     if linear.transposed:
         return "PEFT's PSOFT takes nn.Linear alone, and no Conv1D; use method lora"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"PEFT decomposes weights of 16 or 32 bits, not {quant}; use quant none"
-    smaller = min(linear.in_features, linear.out_features)
-    if r > smaller:
-        return f"r must not be above {smaller}, got {r}"
-    return ""
+    return rank_fault(linear, r)
 
 
 def with_options(run: RunConfig) -> dict[str, Any]:

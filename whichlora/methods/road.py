@@ -89,7 +89,7 @@ def refuses(linear: Linear, quant: str, *, group: int = 64) -> str:
     """Source: peft 0.21.2 `RoadLayer.update_layer`, `dispatch_default`."""
     if linear.transposed:
         return "PEFT's RoAD takes nn.Linear, and no Conv1D; use method lora"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"its layers are predicted on weights that are not quantised, not {quant}"
     if linear.out_features % group:
         return f"group_size must divide out_features, {linear.out_features}, got {group}"

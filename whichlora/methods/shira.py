@@ -87,7 +87,7 @@ def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `ShiraModel._create_new_module`; `ShiraLayer.update_layer`."""
     if linear.transposed:
         return "PEFT's SHiRA takes nn.Linear, and no Conv1D; use method lora"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         kind = "4-bit" if quant in FOUR_BIT_BNB else quant
         return f"its copies of {kind} weights are not predicted; use quant none"
     return ""

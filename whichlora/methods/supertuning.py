@@ -148,7 +148,7 @@ def refuses(linear: Linear, quant: str, *, sparsity: float = 0.99) -> str:
     """Source: peft 0.21.2 `SupertuningModel._create_new_module`, `update_layer`."""
     if linear.transposed:
         return "PEFT's Super-Tuning takes nn.Linear alone, and no Conv1D; use method lora"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"PEFT adds to the stored weight, which is none in {quant}; use quant none"
     if not 0 <= sparsity < 1 or not _chosen(linear, sparsity):
         return f"sparsity must be from 0 on and leave an element to train, got {sparsity}"

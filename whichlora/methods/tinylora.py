@@ -183,7 +183,7 @@ def refuses(linear: Linear, quant: str, *, tying: float = 0.0) -> str:
     """Source: peft 0.21.2 `TinyLoraLayer._init_svd`, which reads the weight as it is stored."""
     if not 0 <= tying <= 1:
         return f"weight_tying is from 0 to 1, got {tying:g}"
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"its singular vectors are those of weights that are not quantised, not {quant}"
     return ""
 

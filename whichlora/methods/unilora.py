@@ -102,7 +102,7 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
 
 def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `UniLoraLayer.update_scaling`: factors take the base's dtype."""
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"its factors take the dtype of the weight, which {quant} makes whole numbers"
     return ""
 

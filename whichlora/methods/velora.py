@@ -129,7 +129,7 @@ def work(linear: Linear, dtypes: Dtypes, r: Count) -> AdapterWork:
 
 def refuses(linear: Linear, quant: str) -> str:
     """Source: peft 0.21.2 `lora.bnb.Linear4bit.resolve_lora_variant`."""
-    if quant != "none" and linear.quantisable:
+    if linear.is_stored_in(quant):
         return f"PEFT's VeLoRA is for weights that are not quantised, not {quant}; use method qlora"
     if not linear.is_module:
         return "PEFT's VeLoRA is for linear layers, and for no experts in one parameter"

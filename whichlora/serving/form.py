@@ -8,20 +8,10 @@ from typing import TypeAlias
 
 from whichlora.methods import get_method, with_defaults
 from whichlora.serving import get_engine
-from whichlora.spec.run import FP32_PRECISIONS, Quant, RunConfig, Serve
+from whichlora.spec.run import ADAPTER_SETTINGS, FP32_PRECISIONS, Quant, RunConfig, Serve
 
 ServeAs: TypeAlias = Serve | Quant
 
-# What an unmerged adapter's bytes and work depend on, beside the storage of its base.
-_OF_ADAPTER = (
-    "method",
-    "method_options",
-    "r",
-    "target_modules",
-    "modules_to_save",
-    "adapter_dtype",
-    "quant",
-)
 # What the candidates of one form differ in.
 _SHAPE = ("batch_size", "seq_len", "prompt_len", "max_new_tokens", "attn")
 
@@ -36,7 +26,7 @@ def serving_run(inference: RunConfig, trained: RunConfig, serve: ServeAs | None)
     method = get_method(trained.method)
     chosen = serve or method.serve
     if chosen == "as-trained" and not method.trains_base:
-        adapter = {name: getattr(trained, name) for name in _OF_ADAPTER}
+        adapter = {name: getattr(trained, name) for name in (*ADAPTER_SETTINGS, "quant")}
         return replace(inference, model=trained.model, serve="as-trained", **adapter)
     quant = inference.quant
     if chosen != "as-trained" and chosen != "merged":

@@ -130,6 +130,10 @@ class Linear:
             return 0
         return int(self.is_module) if self.adapter_rank is None else self.adapter_rank
 
+    def is_stored_in(self, quant: str) -> bool:
+        """Whether a base in `quant` has codes of it, and not the weight itself."""
+        return quant != "none" and self.quantisable
+
     @property
     def num_weights(self) -> int:
         """Elements of the matrices, biases left out."""

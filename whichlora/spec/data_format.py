@@ -225,9 +225,14 @@ class DataFormat:
         )
 
 
+def _check_texts(row: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if not isinstance(row[name], str):
+            raise ConfigError(f"{name} must be text, got {type(row[name]).__name__}")
+
+
 def _check_class(row: Mapping[str, Any]) -> None:
-    if not isinstance(row["text"], str):
-        raise ConfigError(f"text must be text, got {type(row['text']).__name__}")
+    _check_texts(row, "text")
     if not is_class(row["label"]):
         raise ConfigError(f"label must be a name or a whole number from 0, got {row['label']!r}")
 
@@ -243,9 +248,7 @@ def _check_tags(row: Mapping[str, Any]) -> None:
 
 
 def _check_span(row: Mapping[str, Any]) -> None:
-    for name in ("question", "context"):
-        if not isinstance(row[name], str):
-            raise ConfigError(f"{name} must be text, got {type(row[name]).__name__}")
+    _check_texts(row, "question", "context")
     answers = row["answers"]
     keys = ("text", "answer_start")
     if not isinstance(answers, Mapping) or not all(isinstance(answers.get(k), list) for k in keys):
@@ -256,23 +259,18 @@ def _check_span(row: Mapping[str, Any]) -> None:
 
 
 def _check_score(row: Mapping[str, Any]) -> None:
-    for name in ("query", "document"):
-        if not isinstance(row[name], str):
-            raise ConfigError(f"{name} must be text, got {type(row[name]).__name__}")
+    _check_texts(row, "query", "document")
     score = row["score"]
     if not is_number(score) or not 0 <= score <= 1:
         raise ConfigError(f"score must be a number from 0 to 1, got {score!r}")
 
 
 def _check_anchor(row: Mapping[str, Any]) -> None:
-    for name, value in row.items():
-        if not isinstance(value, str):
-            raise ConfigError(f"{name} must be text, got {type(value).__name__}")
+    _check_texts(row, *row)
 
 
 def _check_transcript(row: Mapping[str, Any]) -> None:
-    if not isinstance(row["text"], str):
-        raise ConfigError(f"text must be text, got {type(row['text']).__name__}")
+    _check_texts(row, "text")
     clip = row[AUDIO]
     if not (isinstance(clip, str) or (isinstance(clip, Mapping) and {ARRAY, RATE} <= set(clip))):
         raise ConfigError(

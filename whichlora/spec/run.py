@@ -60,6 +60,15 @@ CacheBackend = Literal["quanto", "hqq", "fp8"]
 
 AUTOCAST_PRECISIONS: frozenset[str] = frozenset({"bf16", "fp16"})
 FP32_PRECISIONS: frozenset[str] = frozenset({"tf32", "fp32"})  # of the tensors, not the products
+# What an unmerged adapter's bytes and work depend on, beside the base that it is served with.
+ADAPTER_SETTINGS = (
+    "method",
+    "method_options",
+    "r",
+    "target_modules",
+    "modules_to_save",
+    "adapter_dtype",
+)
 FOUR_BIT_BNB: frozenset[str] = frozenset({"nf4", "nf4-dq", "fp4"})
 BNB_QUANTS: frozenset[str] = FOUR_BIT_BNB | {"int8"}
 CHECKPOINT_QUANTS: frozenset[str] = frozenset({"gptq-int4", "gptq-int8", "awq-int4"})  # written so

@@ -15,7 +15,7 @@ from whichlora.serving.base import Engine
 from whichlora.spec.options import by_own_names
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requested
 from whichlora.spec.results import Refused
-from whichlora.spec.run import TRANSFORMERS, RunConfig, usual_alpha
+from whichlora.spec.run import ADAPTER_SETTINGS, TRANSFORMERS, RunConfig, usual_alpha
 from whichlora.store.gpus import number_in, one_number, types_by_number
 from whichlora.store.quantised_names import PLAIN_GGUF_TYPES, gguf_type_named
 from whichlora.tasks import with_task
@@ -55,15 +55,7 @@ _FINETUNE_ONLY = (
     "freeze_vision_tower",
 )
 # Those of them that a generation with an unmerged adapter reads.
-_OF_ADAPTER = (
-    "method",
-    "method_options",
-    "r",
-    "target_modules",
-    "modules_to_save",
-    "adapter_dtype",
-    "freeze_vision_tower",
-)
+_OF_ADAPTER = (*ADAPTER_SETTINGS, "freeze_vision_tower")
 _QUANTISED_ONLY = ("cache_backend", "cache_nbits", "cache_group_size", "cache_residual_length")
 _INFERENCE_ONLY = (
     "prompt_len",
