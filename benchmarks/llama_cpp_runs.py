@@ -21,8 +21,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from whichlora.serving.llama_cpp_memory import (
     slots,
     taken,
 )
+from whichlora.serving.llama_cpp_split import Placement
 from whichlora.spec.options import OptionValue
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
@@ -50,6 +52,7 @@ from whichlora.units import MiB
 
 RECORDS = Path(__file__).parent / "llama_cpp_runs.csv"
 DEVICE = Path(__file__).parent / "llama_cpp_device.cpp"
+CHECKS = ("plan", "mix", "fit")
 COLUMNS = ("check", "model", "device", "settings", "what", "bytes")
 GPU = "rtx-4090-24gb"
 WHOLE, TOTAL = 1 << 20, 24564  # MiB that a device says are free: without end, or of a card
@@ -346,11 +349,12 @@ class Compared:
         return self.ours / self.published - 1 if self.published else None
 
 
-def compared() -> Iterator[Compared]:
+def compared(checks: Container[str] = CHECKS) -> Iterator[Compared]:
     """Every record that we predict."""
     with RECORDS.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            yield Compared(row=row, ours=_CHECKS[row["check"]](row))
+            if row["check"] in checks:
+                yield Compared(row=row, ours=_CHECKS[row["check"]](row))
 
 
 def part_of(found: Taken, what: str) -> int:
@@ -365,10 +369,15 @@ def part_of(found: Taken, what: str) -> int:
 
 
 def _plan(row: Mapping[str, str]) -> float:
-    asked = served(row["model"], row["device"], json.loads(row["settings"]))
+    return part_of(_taken(row["model"], row["device"], row["settings"]), row["what"])
+
+
+@cache
+def _taken(name: str, device: str, settings: str) -> Taken:
+    """Of one start, of which there is a record for each part."""
+    asked = served(name, device, json.loads(settings))
     placed = asked_placement(asked, free_bytes(asked))
-    found = taken(asked, placed, asked.context, slots(asked))
-    return part_of(found, row["what"])
+    return taken(asked, placed, asked.context, slots(asked))
 
 
 def _mix(row: Mapping[str, str]) -> float:
@@ -377,10 +386,14 @@ def _mix(row: Mapping[str, str]) -> float:
     return sum(tensor.num_bytes for tensor in file) / MiB
 
 
-def _fit(row: Mapping[str, str]) -> float:
+@cache
+def _fitted(name: str, free_mib: int) -> Placement:
     one_token = {"context": 8192, "file_type": "Q4_K_M", "batch_size": 1, "ubatch_size": 1}
-    asked = served(row["model"], "cuda", one_token)
-    placed = fitted_placement(asked, [int(row["device"].split()[0]) * MiB])
+    return fitted_placement(served(name, "cuda", one_token), [free_mib * MiB])
+
+
+def _fit(row: Mapping[str, str]) -> float:
+    placed = _fitted(row["model"], int(row["device"].split()[0]))
     if row["what"] == "layers":
         return placed.layers
     # a pattern for the output matrix, too, which matches nothing

@@ -117,11 +117,14 @@ class Graph:
         copied: set[tuple[int, int]] = set()
         places = [node.place for node in nodes]
         current, num_inputs, begin = None, 0, 0
-        for index, node in enumerate(nodes):
-            if not node.sources:
+        for index, (num_bytes, sources, over, at, _) in enumerate(nodes):
+            if not sources:
                 continue
-            at, sources, over = node.place, node.sources, node.over
             foreign = [each for each in sources if places[each] != at]
+            if not foreign and at == current:  # as most are
+                if at == place:
+                    events.append(_Event(index, num_bytes, sources, over))
+                continue
             ends_part = num_inputs and any(nodes[each].is_weight for each in foreign)
             if at != current or ends_part:
                 current, num_inputs, begin = at, 0, len(events)
@@ -140,7 +143,7 @@ class Graph:
             if foreign:
                 sources = tuple(-1 - each if each in foreign else each for each in sources)
                 over = tuple(-1 - each if each in foreign else each for each in over)
-            events.append(_Event(index, node.num_bytes, sources, over))
+            events.append(_Event(index, num_bytes, sources, over))
         return events
 
 

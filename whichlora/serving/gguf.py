@@ -150,6 +150,19 @@ class Tensor:
         elements, block_bytes = BLOCKS[self.type]
         return self.num_rows * self.row // elements * block_bytes
 
+    def of_layer(self, layer: int, stored: str) -> Tensor:
+        """The same tensor of a layer, in a type: `replace`, a third of whose time it takes."""
+        return Tensor(
+            name=self.name,
+            row=self.row,
+            num_rows=self.num_rows,
+            layer=layer,
+            count=self.count,
+            type=stored,
+            suffix=self.suffix,
+            linear=self.linear,
+        )
+
     @property
     def is_expert(self) -> bool:
         """Whether llama.cpp counts it among the experts that may stay on the host."""
@@ -302,26 +315,30 @@ def _typed(model: ModelSpec, file_type: str, architecture: Architecture) -> Iter
     Values are counted among those that there are; what is fed, too, where there are no experts.
     """
     mixed = _mixed(model, architecture)
+    layers = layers_in_order(model)
+    # equal layers are one object, whose tensors differ in the number of the layer alone
+    different = {id(layer): layer for layer in layers}
+    of_layer = {
+        key: tuple(architecture.tensors(layer, architecture)) for key, layer in different.items()
+    }
     untyped = [
-        replace(tensor, layer=index)
-        for index, layer in enumerate(layers_in_order(model))
-        for tensor in architecture.tensors(layer, architecture)
+        (index, tensor) for index, each in enumerate(layers) for tensor in of_layer[id(each)]
     ]
-    num_values = sum(tensor.name in VALUES and not tensor.type for tensor in untyped)
+    num_values = sum(tensor.name in VALUES and not tensor.type for _, tensor in untyped)
     of_values = replace(mixed, num_layers=num_values)
     seen: dict[str, int] = {}
-    for tensor in untyped:
+    for layer_index, tensor in untyped:
         if tensor.type:
-            yield tensor
+            yield tensor.of_layer(layer_index, tensor.type)
             continue
         chosen = FILE_TYPES[file_type]
         if file_type not in UNQUANTISED:
             is_value, kind = tensor.name in VALUES, _kind(tensor.name)
             number = seen.get("values" if is_value else kind, 0)
             seen["values" if is_value else kind] = number + 1
-            index = number if is_value or mixed.num_experts <= 1 else tensor.layer or 0
+            index = number if is_value or mixed.num_experts <= 1 else layer_index
             chosen = _mixed_type(tensor, index, file_type, of_values if is_value else mixed)
-        yield replace(tensor, type=_whole_blocks(chosen, tensor.row))
+        yield tensor.of_layer(layer_index, _whole_blocks(chosen, tensor.row))
 
 
 def _stored(name: str, row: int, num_rows: int, chosen: str) -> Tensor:
