@@ -192,19 +192,23 @@ class Compared:
         return str(self.ours) == self.row["value"]
 
 
-def compared(checks: Container[str] = CHECKS) -> Iterator[Compared]:
-    """Every record beside what we predict."""
+def compared(checks: Container[str] = CHECKS, model: str | None = None) -> Iterator[Compared]:
+    """Every record beside what we predict, or those of a model."""
     with RECORDS.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            if row["check"] not in checks:
+            if row["check"] not in checks or model not in (None, row["model"]):
                 continue
             yield Compared(row=row, ours=_layers(row) if row["check"] == "fit" else _bytes(row))
 
 
 def asked_of(row: Mapping[str, str]) -> Served:
     """What we are asked for, on as many GPUs."""
-    settings = {**json.loads(row["settings"]), "devices": len(row["free_mib"].split(","))}
-    return served(row["model"], "cuda", settings)
+    return _asked(row["model"], row["settings"], len(row["free_mib"].split(",")))
+
+
+@cache
+def _asked(name: str, settings: str, devices: int) -> Served:
+    return served(name, "cuda", {**json.loads(settings), "devices": devices})
 
 
 def _free(row: Mapping[str, str]) -> list[int]:

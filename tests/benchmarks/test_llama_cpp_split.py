@@ -20,10 +20,13 @@ def test_each_device_holds_what_llama_cpp_plans() -> None:
     assert max(allocated) < 1e-3
 
 
-def test_fit_leaves_the_same_matrices_on_each_device() -> None:
-    fits = list(llama_cpp_split.compared("fit"))
-    assert len(fits) > 100
-    assert sum(not each.is_equal for each in fits) <= 1
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("model", llama_cpp_split.MODELS)
+def test_fit_leaves_the_same_matrices_on_each_device(model: str) -> None:
+    fits = list(llama_cpp_split.compared(("fit",), model))
+    assert len(fits) == 9
+    differ = [each.row["free_mib"] for each in fits if not each.is_equal]
+    assert differ == (["5000,3000,2000,2000"] if "Qwen3-Next" in model else [])
 
 
 def test_several_gpus_are_as_much_faster_as_published() -> None:
