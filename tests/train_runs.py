@@ -24,6 +24,7 @@ FORK_SERVER.set_forkserver_preload(
         "transformers.data.data_collator",
         "transformers.models.auto.modeling_auto",
         "transformers.models.llama.modeling_llama",
+        "trl.trainer.sft_trainer",  # where it is installed
     ]
 )
 # What torchrun tells each process, and libraries read.
@@ -37,14 +38,28 @@ RANK_VARIABLES = (
 )
 
 
-def run_script(path: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """`python path args`, without the seconds that importing the libraries takes."""
-    log = path.with_suffix(".log")
-    process = start_script(path, *args, log=log)
+def run_script(
+    path: Path, *args: str, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`python path args`, without the seconds that importing the libraries takes.
+
+    Args:
+        folder: where it runs; None for that of this process.
+    """
+    return _run(str(path), *args, log=path.with_suffix(".log"), folder=folder or Path.cwd())
+
+
+def run_module(name: str, *args: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """So `python -m name args` in a folder."""
+    return _run(name, *args, log=folder / f"{name}.log", folder=folder)
+
+
+def _run(program: str, *args: str, log: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [program, *args]
+    process = FORK_SERVER.Process(target=_run_main, args=(command, log, dict(os.environ), folder))
+    process.start()
     wait_for(process, timeout_s=300)
-    return subprocess.CompletedProcess(
-        [str(path), *args], process.exitcode or 0, stderr=log.read_text()
-    )
+    return subprocess.CompletedProcess(command, process.exitcode or 0, stderr=log.read_text())
 
 
 def run_ranks(
@@ -86,7 +101,9 @@ def start_script(
         environment: variables beside those of this process.
     """
     variables = {**os.environ, **(environment or {})}
-    process = FORK_SERVER.Process(target=_run_main, args=([str(path), *args], log, variables))
+    process = FORK_SERVER.Process(
+        target=_run_main, args=([str(path), *args], log, variables, Path.cwd())
+    )
     process.start()
     return process
 
@@ -98,8 +115,8 @@ def wait_for(process: BaseProcess, *, timeout_s: float) -> None:
         raise subprocess.TimeoutExpired(process.name, timeout_s)
 
 
-def _run_main(command: list[str], log: Path, variables: dict[str, str]) -> None:
-    """The script as `__main__`, with its arguments and its output in `log`."""
+def _run_main(command: list[str], log: Path, variables: dict[str, str], folder: Path) -> None:
+    """The script or the module as `__main__`, with its arguments and its output in `log`."""
     gc.freeze()  # what the server imported
     with log.open("wb") as file:
         for descriptor in (1, 2):
@@ -107,5 +124,11 @@ def _run_main(command: list[str], log: Path, variables: dict[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     os.environ.clear()
     os.environ.update(variables)
+    os.chdir(folder)
     sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
+    program = Path(command[0])
+    sys.path.insert(0, str(program.resolve().parent if program.suffix == ".py" else folder))
+    if program.suffix == ".py":
+        runpy.run_path(command[0], run_name="__main__")
+    else:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)

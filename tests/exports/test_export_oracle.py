@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
+from train_runs import run_module, run_script
 from written_job import script_of
 
 from whichlora.errors import ConfigError
@@ -324,23 +325,28 @@ def test_the_trl_export_trains_on_a_cpu(method: str, strategy: str | None, tmp_p
     path = written("trl", winner, tmp_path)
     rows = [json.dumps({"text": "word " * (number + 4)}) for number in range(8)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
-    program = [str(Path(sys.executable).with_name("trl")), "sft", "--config", path.name]
+    settings = ("--config", path.name, "--use_cpu", "true")
+    program = [str(Path(sys.executable).with_name("trl")), "sft"]
     if strategy:
         *launcher, _, _ = FORMATS["trl"](winner).command.replace("-m trl.scripts.sft ", "").split()
         script = str(Path(find_spec("trl").origin).parent / "scripts" / "sft.py")  # type: ignore
         on_cpu = Path(__file__).parents[1] / "spread_on_cpu.py"
-        program = [sys.executable, *launcher[1:], str(on_cpu), script, "--config", path.name]
-    done = subprocess.run(
-        [*program, "--use_cpu", "true"],
-        cwd=tmp_path,
-        env=dict(os.environ) | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+        program = [sys.executable, *launcher[1:], str(on_cpu), script]
+    if method == "qlora":  # the program itself starts lora and the strategies
+        done = run_module("trl.scripts.sft", *settings, folder=tmp_path)
+    else:
+        done = subprocess.run(
+            [*program, *settings],
+            cwd=tmp_path,
+            env=dict(os.environ) | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
     assert done.returncode == 0, done.stderr[-3000:]
-    spread = {None: None, "ddp": "MULTI_CPU", "fsdp": "FSDP"}[strategy]
-    assert done.stdout.count(f"distributed_type: {spread}") == (2 if strategy else 0)
+    if strategy:
+        spread = {"ddp": "MULTI_CPU", "fsdp": "FSDP"}[strategy]
+        assert done.stdout.count(f"distributed_type: {spread}") == 2
     steps = json.loads(
         next((tmp_path / "output-trl").glob("checkpoint-*/trainer_state.json")).read_text()
     )["max_steps"]
@@ -428,7 +434,7 @@ def test_the_job_has_the_labels_and_the_losses_of_trl(
     job.write_text(source.replace("logging_steps=10", "logging_steps=1"))
     rows = rows_of(kind)
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = subprocess.run([sys.executable, str(job)], capture_output=True, text=True, timeout=300)
+    done = run_script(job)
     assert done.returncode == 0, done.stderr[-3000:]
     (state,) = (tmp_path / "output").glob("checkpoint-*/trainer_state.json")
     history = json.loads(state.read_text())["log_history"]
@@ -599,14 +605,7 @@ def test_the_script_for_unsloth_trains_on_the_ids_and_labels_of_the_job(
     columns = "{name: row[name] for name in ('input_ids', 'labels')}"
     seen = ", ".join(f"[{columns} for row in trainer.{split}_dataset]" for split in SPLITS)
     path.write_text(f"{source}\n(HERE / 'seen.json').write_text(json.dumps([{seen}]))\n")
-    done = subprocess.run(
-        [sys.executable, path.name],
-        cwd=tmp_path,
-        env=dict(os.environ) | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    done = run_script(path, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "seen.json").read_text()) == [encoded, encoded]
     assert (tmp_path / "output-unsloth" / "adapter_config.json").is_file()

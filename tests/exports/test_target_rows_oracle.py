@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import written_job
+from train_runs import run_script
 from written_job import script_of
 
 from whichlora.spec.data_format import CHAT_PAIRS, CHAT_ROWS, TEXT_PAIRS, DataFormat
@@ -118,9 +117,7 @@ def test_a_conversation_that_ends_with_a_question_is_refused(checkpoint: Path) -
 )
 def test_a_job_learns_the_targets(checkpoint: Path, settings: dict[str, Any]) -> None:
     path = write_job(checkpoint, epochs=12, **settings)
-    done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_script(path)
     assert done.returncode == 0, done.stderr[-3000:]
     output = path.parent / "output"
     states = sorted(output.glob("checkpoint-*/trainer_state.json"))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from pkgutil import resolve_name
 from datasets import Dataset
 from oracle_tokenizer import byte_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from train_runs import run_script
+from train_runs import run_module, run_script
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -231,14 +228,8 @@ def test_the_command_of_trl_trains_what_the_export_says(name: str, tmp_path: Pat
     made = write_export(make_recipe(run, "cpu", epochs=1.0), "trl", tmp_path)
     assert made.export.command == f"trl {name} --config trl.yaml"
     assert made.after.run == made.before.run  # predicted as it runs
-    done = subprocess.run(
-        [sys.executable, "-m", f"trl.scripts.{name}", "--config", "trl.yaml", "--use_cpu", "true"],
-        cwd=tmp_path,
-        env=dict(os.environ) | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    settings = ("--config", "trl.yaml", "--use_cpu", "true")
+    done = run_module(f"trl.scripts.{name}", *settings, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     output = tmp_path / "output-trl"
     state = json.loads(next(output.glob("checkpoint-*/trainer_state.json")).read_text())
