@@ -32,6 +32,7 @@ def _thawed() -> Iterator[None]:
     yield
     gc.unfreeze()
     gc.collect()
+    gc.freeze()  # the libraries, which every measurement else collects among
 
 
 def request(**settings: Any) -> dict[str, Any]:

@@ -83,6 +83,8 @@ def _rank(device: str, folder: Path) -> None:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     told = _Rank(device, number, dist.get_world_size()).measured()
     if number == 0:
+        name = "cuda:0" if device == "cuda" else "cpu"
+        told["environment"] = environment(name) | {"host": platform.node()}
         (folder / "0.json").write_text(json.dumps(told), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
@@ -113,7 +115,6 @@ class _Rank:
                 dist.barrier()
         copied = self._copied_bytes_per_s()
         thread, node = self._update_bytes_per_s()
-        name = "cuda:0" if self.device == "cuda" else "cpu"
         return {
             "sizes_bytes": list(self.sizes),
             "microseconds": times,
@@ -122,7 +123,6 @@ class _Rank:
             "host_thread_bytes_per_s": thread,
             "host_update_bytes_per_s": node,
             "relative_deviation": max(0.05, round(statistics.median(self.spreads), 3)),
-            "environment": environment(name) | {"host": platform.node()},
         }
 
     # --- collectives ----------------------------------------------------------------------------
