@@ -45,7 +45,7 @@ CALLS = (
     f"estimate({MODEL!r}, 'a100-sxm-80gb')",
     f"estimate({MODEL!r}, 'rtx-4090-24gb', phase='inference')",
     f"explain({MODEL!r}, 'a100-sxm-80gb')",
-    f"where({MODEL!r}, method='qlora')",
+    f"where({MODEL!r}, ['l4', 't4'], method='qlora')",
 )
 
 
@@ -197,10 +197,16 @@ def test_an_explanation_is_that_of_the_command_and_its_frame_adds_up() -> None:
     assert {"part", "what", "kind", "source", "why"} <= set(frame.columns)
 
 
+# tests/cli asks for the whole catalog
+SOME_CARDS = ["h100-sxm-80gb", "rtx-a2000-6gb", "a10-24gb", "t4-16gb", "p4-8gb", "v100-sxm2-32gb"]
+
+
 def test_where_a_run_fits_starts_with_the_smallest_card() -> None:
-    found = where("Qwen/Qwen2.5-7B", method="qlora", seq_len=128)
+    found = where("Qwen/Qwen2.5-7B", SOME_CARDS, method="qlora", seq_len=128)
+    assert len(found) == len(SOME_CARDS)
     fits = [one for one in found if one.prediction and one.prediction.verdict == "fits"]
     assert found[: len(fits)] == fits
+    assert 1 < len(fits) < len(found)
     sizes = [one.gpu.memory_bytes for one in fits]
     assert sizes == sorted(sizes)
     frame = to_frame(found)
@@ -209,7 +215,7 @@ def test_where_a_run_fits_starts_with_the_smallest_card() -> None:
 
 
 def test_a_card_that_refuses_a_run_has_a_row_with_the_reason() -> None:
-    frame = to_frame(where(MODEL, attn="flash_attention_2", seq_len=128))
+    frame = to_frame(where(MODEL, SOME_CARDS, attn="flash_attention_2", seq_len=128))
     refused = frame[frame["refusal"] != ""]
     assert refused["refusal"].str.contains("flash_attention_2").all()
     assert "t4-16gb" in set(refused["gpu"])

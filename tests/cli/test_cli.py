@@ -297,14 +297,16 @@ def test_where_lists_every_accelerator_the_smallest_that_fits_first() -> None:
 
 
 def test_where_says_which_cards_lack_units_and_what_has_some() -> None:
-    notes = [one for one in whichlora("where", MODEL).stdout.splitlines() if one[:5] == "note:"]
+    table = whichlora("where", MODEL, "--gpu", "t4,v100-sxm2-32gb,rtx-4090,l4").stdout
+    notes = [one for one in table.splitlines() if one[:5] == "note:"]
     (slow,) = [one for one in notes if "t4-16gb" in one and "bf16" in one]
     assert slow.startswith("note: precision fp16: it has no bf16 (")
     assert "rtx-4090-24gb" not in slow
 
 
 def test_where_nothing_fits_the_exit_code_says_so() -> None:
-    result = whichlora("where", LLAMA, "--method", "full", "--batch-size", "512")
+    run = ("--method", "full", "--batch-size", "512")
+    result = whichlora("where", LLAMA, *run, "--gpu", "b200,h100,rtx-4090,t4")
     assert result.exit_code == 1
     assert " yes " not in result.stdout
 
