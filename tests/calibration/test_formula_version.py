@@ -20,10 +20,34 @@ GPU = find_gpu("a10-24gb")  # without records of its own
 
 
 def test_the_digest_changes_with_a_formula_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = formulas.formulas_digest.__wrapped__()
-    assert formulas.formulas_digest.__wrapped__() == before
+    before = formulas.answers_digest()
+    assert formulas.answers_digest() == before
     monkeypatch.setattr(work, "OUTSIDE_OPS", work.OUTSIDE_OPS + 1)
-    assert formulas.formulas_digest.__wrapped__() != before
+    assert formulas.answers_digest() != before
+
+
+def test_the_digest_is_kept_until_a_source_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = formulas.formulas_digest.__wrapped__
+    asked: list[str] = []
+
+    def answered() -> str:
+        asked.append("")
+        return 16 * "a"
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(formulas, "answers_digest", answered)
+    assert (digest(), digest(), len(asked)) == (16 * "a", 16 * "a", 1)
+    kept = tmp_path / "whichlora" / "formulas.json"
+    for broken in ('{"sources": 3', json.dumps(json.loads(kept.read_text()) | {"digest": "a\n"})):
+        kept.write_text(broken)
+        assert digest() == 16 * "a"
+    assert len(asked) == 3
+    monkeypatch.setattr(formulas, "_sources", lambda: "others")
+    assert (digest(), len(asked)) == (16 * "a", 4)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # a file, where no folder can be
+    assert (digest(), len(asked)) == (16 * "a", 5)
 
 
 def test_coefficients_of_other_formulas_are_fitted_anew(tmp_path: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 
+import whichlora
 from whichlora import families
+from whichlora.errors import DataFileError
 from whichlora.predict.parts import part_bytes
 from whichlora.predict.predict import (
     forward_features,
@@ -18,7 +23,10 @@ from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Real
 from whichlora.spec.run import RunConfig
+from whichlora.store.jsonfiles import read_object, write_object
+from whichlora.store.paths import cache_folder
 
+_DIGEST = re.compile("[0-9a-f]{16}")
 _DIGITS = 6  # that no compiler's rounding reaches
 _SIZES = {
     "hidden_size": 1024,
@@ -58,8 +66,35 @@ _RUNS = (
 
 @cache
 def formulas_digest() -> str:
-    """Names what the formulas make of a few runs of several families; changes when they do."""
+    """Names what the formulas make of a few runs of several families; changes when they do.
+
+    What it was is kept in the user's cache until a source file of this package changes: to ask
+    the formulas takes as long as an estimate.
+    """
+    path, sources = cache_folder() / "formulas.json", _sources()
+    with contextlib.suppress(OSError, DataFileError):
+        known = read_object(path)
+        if known.get("sources") == sources and _DIGEST.fullmatch(str(known.get("digest"))):
+            return str(known["digest"])
+    digest = answers_digest()
+    with contextlib.suppress(OSError, DataFileError):
+        write_object(path, {"sources": sources, "digest": digest})
+    return digest
+
+
+def answers_digest() -> str:
+    """The digest as the formulas in memory have it."""
     return hashlib.sha256("\n".join(_answers()).encode()).hexdigest()[:16]
+
+
+def _sources() -> str:
+    """Names the state of this package's source files: their paths, sizes and times."""
+    package = Path(whichlora.__file__).parent
+    states = [
+        f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}"
+        for path in sorted(package.rglob("*.py"))
+    ]
+    return hashlib.sha256("\n".join(states).encode()).hexdigest()
 
 
 def _answers() -> Iterator[str]:
