@@ -30,6 +30,7 @@ from whichlora.spec.run import (
     BaseDtype,
     Bias,
     CacheBackend,
+    ComputeDtype,
     Engine,
     KvCache,
     LossHead,
@@ -98,6 +99,7 @@ class _RunSettings(TypedDict, total=False):
     quant: Quant | Sequence[Quant | None] | None
     quant_group_size: int | Sequence[int]
     prepare_kbit: bool | None
+    compute_dtype: ComputeDtype | Sequence[ComputeDtype]
     llm_int8_threshold: float
     quantize_moe_experts: bool | Sequence[bool]
     expandable_segments: bool | Sequence[bool]

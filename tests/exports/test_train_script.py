@@ -145,6 +145,11 @@ def test_every_script_compiles_and_has_no_unused_or_missing_name(tmp_path: Path)
     [
         ({"method": "full"}, ["torch.bfloat16"], ["peft", "BitsAndBytes"]),
         ({"method": "full", "precision": "fp16"}, ["torch.float32", "fp16=True"], ["bf16=True"]),
+        (
+            {"method": "qlora", "compute_dtype": "float32"},
+            ["bnb_4bit_compute_dtype=torch.float32", "dtype=torch.bfloat16"],
+            ["bnb_4bit_compute_dtype=torch.bfloat16"],
+        ),
         ({"base_dtype": "float32"}, ["torch.float32", "bf16=True"], ["bfloat16"]),
         ({"precision": "bf16-no-autocast"}, ["torch.bfloat16"], ["bf16=True"]),
         ({"precision": "bf16-pure"}, ["autocast_adapter_dtype=False"], ["bf16=True"]),

@@ -143,26 +143,36 @@ def test_a_script_of_trl_and_its_own_arguments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compute", "said"),
+    ("compute", "dtype", "said"),
     [
-        ("bnb_4bit_compute_dtype=torch.float16", ""),
-        ('bnb_4bit_compute_dtype="bfloat16"', ""),
-        ("", "is missing, which is float32: fp32 products, several times slower"),
-        ("bnb_4bit_compute_dtype=torch.float32", "is float32: fp32 products"),
-        ("bnb_4bit_compute_dtype=chosen(x)", "is computed; assumed: 16 bit"),
+        ("bnb_4bit_compute_dtype=torch.float16", None, ""),
+        ('bnb_4bit_compute_dtype="bfloat16"', "bfloat16", ""),
+        ("", "float32", "is missing, which is float32"),
+        ("bnb_4bit_compute_dtype=None", "float32", "is missing"),
+        ("bnb_4bit_compute_dtype=torch.float32", "float32", ""),
+        ("bnb_4bit_compute_dtype=chosen(x)", None, "is computed; assumed: that of the precision"),
     ],
 )
-def test_products_in_the_dtype_that_nobody_names_are_slow(
-    compute: str, said: str, tmp_path: Path
+def test_the_dtype_of_4_bit_products_is_read_of_a_script(
+    compute: str, dtype: str | None, said: str, tmp_path: Path
 ) -> None:
     text = QLORA.replace("bnb_4bit_compute_dtype=torch.float16", compute)
     read = imported(tmp_path, text)
     name = "BitsAndBytesConfig.bnb_4bit_compute_dtype"
+    assert read.settings["precision"] == "fp16"
+    assert read.settings.get("compute_dtype") == dtype
     notes = [note for note in read.assumed if note.startswith(f"{name}: ")]
     assert [said in note for note in notes] == [True] * bool(said)
     assert name not in read.without_effect + read.unknown
-    wide = imported(tmp_path, text.replace("fp16=True", "fp16=False, bf16=False"))
-    assert (said == "") <= (not any(name in note for note in wide.assumed))
+
+
+def test_another_dtype_than_float32_in_a_run_of_fp32_is_told(tmp_path: Path) -> None:
+    text = QLORA.replace("fp16=True", "fp16=False, bf16=False")
+    text = text.replace("quantization_config=bnb", "quantization_config=bnb, dtype=torch.float32")
+    read = imported(tmp_path, text)
+    assert read.settings["precision"] == "fp32"
+    assert "compute_dtype" not in read.settings
+    assert any("is float16 in a run of fp32, which is not predicted" in t for t in read.assumed)
 
 
 def test_a_command_sets_the_arguments_of_its_script(tmp_path: Path) -> None:

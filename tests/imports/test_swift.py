@@ -50,6 +50,14 @@ def test_defaults_are_those_of_swift(tmp_path: Path) -> None:
             "--quant_method bnb --quant_bits 4 --bnb_4bit_use_double_quant false",
             {"method": "qlora", "quant": "nf4"},
         ),
+        (
+            "--quant_method bnb --quant_bits 4 --bnb_4bit_compute_dtype float16",
+            {"compute_dtype": "float16", "precision": "bf16"},
+        ),
+        (
+            "--quant_method bnb --quant_bits 4 --torch_dtype float16",
+            {"compute_dtype": "float32", "precision": "fp16"},
+        ),
         ("--quant_method bnb --quant_bits 8", {"method": "lora", "quant": "int8"}),
         ("--lora_dtype bfloat16", {"adapter_dtype": "bfloat16"}),
         ("--torch_dtype float16", {"precision": "fp16"}),

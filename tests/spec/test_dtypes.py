@@ -88,6 +88,49 @@ def test_fp32_weights_go_with_autocast_alone(settings: dict[str, Any], complaint
         dtypes(**settings, base_dtype="float32")
 
 
+@pytest.mark.parametrize(
+    ("precision", "asked", "computed", "multiplied", "recasts"),
+    [
+        ("bf16", "auto", 2, 2, False),
+        ("bf16", "bfloat16", 2, 2, False),
+        ("bf16", "float16", 2, 2, True),
+        ("bf16", "float32", 4, 2, False),
+        ("bf16-no-autocast", "float32", 4, 4, False),
+        ("fp16", "bfloat16", 2, 2, True),
+        ("fp32", "float32", 4, 4, False),
+    ],
+)
+def test_4_bit_weights_are_expanded_to_the_compute_dtype(
+    precision: str, asked: str, computed: int, multiplied: int, recasts: bool
+) -> None:
+    resolved = dtypes(precision=precision, compute_dtype=asked, method="qlora")
+    assert resolved.four_bit_bytes == computed
+    assert resolved.four_bit_product_bytes == multiplied
+    assert resolved.recasts_four_bit == recasts
+    plain = dtypes(precision=precision, compute_dtype=asked, method="lora")
+    assert plain == dtypes(precision=precision, method="lora")
+
+
+def test_older_bitsandbytes_computes_in_the_dtype_of_its_input() -> None:
+    for precision, version, computed in [
+        ("bf16", "0.46.1", 2),
+        ("bf16", "0.47.0", 4),
+        ("fp16", "0.46.1", 4),
+    ]:
+        resolved = dtypes(
+            precision=precision,
+            compute_dtype="float32",
+            method="qlora",
+            libraries=(("bitsandbytes", version),),
+        )
+        assert resolved.four_bit_bytes == computed
+
+
+def test_a_narrow_compute_dtype_of_a_run_of_fp32_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compute_dtype: bfloat16 products of a fp32 run"):
+        dtypes(precision="fp32", compute_dtype="bfloat16", method="qlora")
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_bf16_adapters_need_a_bf16_base(precision: str) -> None:
     with pytest.raises(ConfigError, match=f"adapter_dtype: .*got {precision}; use"):

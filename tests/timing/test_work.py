@@ -1086,6 +1086,43 @@ def test_autocast_narrows_every_matrix_of_an_fp32_base_once_a_forward(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
+def test_fp32_products_with_4_bit_weights_are_those_of_every_pass(checkpointing: bool) -> None:
+    usual = {"method": "qlora", "prepare_kbit": False, "gradient_checkpointing": checkpointing}
+    sizes = {"batch_size": 3, "seq_len": 48}
+    plain = training(tiny_job(precision="bf16-pure", **usual), **sizes)
+    wide = training(tiny_job(precision="bf16-pure", compute_dtype="float32", **usual), **sizes)
+    passes = 2 + checkpointing
+    of_layers = 2 * passes * 3 * 48 * 6 * LAYER_WEIGHTS
+    assert (plain.wide_product_flops, wide.wide_product_flops) == (0, of_layers)
+    assert wide.product_flops == plain.product_flops - of_layers
+    # expanded to 4 bytes in place of 2, and in the backward from 2 to 4
+    moved = wide.elementwise_bytes - plain.elementwise_bytes
+    assert moved > 6 * LAYER_WEIGHTS * (2 * (1 + checkpointing) + 6)
+
+
+def test_autocast_multiplies_in_16_bit_whatever_4_bit_weights_compute_in() -> None:
+    usual = {"method": "qlora", "precision": "bf16", "prepare_kbit": False}
+    sizes = {"batch_size": 3, "seq_len": 48}
+    plain = training(tiny_job(**usual), **sizes)
+    wide = training(tiny_job(compute_dtype="float32", **usual), **sizes)
+    assert (wide.product_flops, wide.wide_product_flops) == (plain.product_flops, 0)
+    # each weight 2 bytes wider, then read in 4 and written in 2
+    moved = wide.elementwise_bytes - plain.elementwise_bytes
+    assert moved > 6 * LAYER_WEIGHTS * (2 + 4 + 2)
+
+
+def test_a_prompt_has_fp32_products_where_they_are_asked_for() -> None:
+    usual = {"phase": "inference", "quant": "nf4", "precision": "bf16"}
+    job = tiny_job(compute_dtype="float32", **usual)
+    for decoding in (False, True):
+        counted = work.inference_work(
+            job.model, job.run, job.dtypes, batch_size=2, context=32, decoding=decoding
+        )
+        rows = 2 if decoding else 64
+        assert counted.wide_product_flops == 2 * rows * 6 * LAYER_WEIGHTS
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_evaluation_unpacks_what_one_forward_does(checkpointing: bool) -> None:
     job = tiny_job(method="qlora", r=8, gradient_checkpointing=checkpointing)
     counted = work.evaluation_work(

@@ -122,6 +122,7 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "bias": _words(specs.Bias),
     "base_dtype": _words(specs.BaseDtype),
     "adapter_dtype": _words(specs.AdapterDtype),
+    "compute_dtype": _words(specs.ComputeDtype),
     "optimizer": _words(specs.Optimizer),
     "attn": _words(specs.AttentionKernel),
     "padding": _words(specs.Padding),

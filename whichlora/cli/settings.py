@@ -99,6 +99,12 @@ _SETTINGS = (
         "Dtype of the adapters; auto: float32, but for bf16-pure and fp16-pure",
         specs.AdapterDtype,
     ),
+    choices(
+        "compute-dtype",
+        "auto",
+        "Dtype of products with 4-bit weights; auto: what the precision says",
+        specs.ComputeDtype,
+    ),
     choices("bias", "none", "Biases of the base trained beside the adapters", specs.Bias),
     click.option("--use-rslora", is_flag=True, help="Scale adapters by the root of the rank."),
     click.option(

@@ -245,6 +245,7 @@ def _shared(settings: PlanFile, model: str) -> dict[str, Any]:
         "attn": settings.attn[0],
         "quant": settings.quant,
         "quant_group_size": settings.quant_group_size,
+        "compute_dtype": settings.compute_dtype,
         "expandable_segments": settings.expandable_segments,
         "images": settings.images,
         "image_size": image_sides(settings.image_size),

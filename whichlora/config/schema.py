@@ -39,6 +39,7 @@ from whichlora.spec.run import (
     BaseDtype,
     Bias,
     CacheBackend,
+    ComputeDtype,
     KvCache,
     LossHead,
     Optimizer,
@@ -402,6 +403,8 @@ class PlanFile(_Section):
     """Dtype of the base weights: what the precision implies, or fp32 under 16-bit autocast."""
     adapter_dtype: AdapterDtype = _RUN.adapter_dtype
     """Dtype of the adapters: float32 as PEFT makes them, or the bfloat16 of the base."""
+    compute_dtype: ComputeDtype = _RUN.compute_dtype
+    """Dtype of products with 4-bit weights: what the precision implies, or the one named."""
     bias: Bias = _RUN.bias
     """Biases of the base that are trained beside the adapters, as PEFT names them."""
     use_rslora: bool = _RUN.use_rslora

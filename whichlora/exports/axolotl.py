@@ -50,7 +50,14 @@ ADAPTER: Mapping[str, str] = {
     "lora_alpha": "lora_alpha",
     "lora_dropout": "lora_dropout",
 }
-_UNKNOWN = ("bias", "adapter_dtype", "base_dtype", "expandable_segments", "llm_int8_threshold")
+_UNKNOWN = (
+    "bias",
+    "adapter_dtype",
+    "base_dtype",
+    "expandable_segments",
+    "compute_dtype",
+    "llm_int8_threshold",
+)
 # Its only 4-bit storage is NF4 with double quantisation.
 QUANTS = frozenset({"none", "int8", "nf4-dq"})
 # What spreads a run over several GPUs. Source: Axolotl 0.19, `utils/schemas/fsdp.py`.

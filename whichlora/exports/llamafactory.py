@@ -51,6 +51,7 @@ _UNKNOWN: tuple[str, ...] = (
     "bias",
     "adapter_dtype",
     "expandable_segments",
+    "compute_dtype",
     "llm_int8_threshold",
     "quantize_moe_experts",
 )

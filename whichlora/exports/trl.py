@@ -56,6 +56,7 @@ _UNKNOWN = (
     "adapter_dtype",
     "loraplus_lr_ratio",
     "expandable_segments",
+    "compute_dtype",
     "llm_int8_threshold",
     "quantize_moe_experts",
 )

@@ -45,6 +45,7 @@ _UNKNOWN = (
     "base_dtype",
     "loraplus_lr_ratio",
     "expandable_segments",
+    "compute_dtype",
     "llm_int8_threshold",
     "quantize_moe_experts",
 )

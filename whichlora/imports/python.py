@@ -16,6 +16,7 @@ from whichlora.imports.trainer import (
     attention,
     autocast,
     beside_quantised,
+    compute_dtype,
     dtype,
     liger_options,
     precision,
@@ -23,7 +24,7 @@ from whichlora.imports.trainer import (
 )
 from whichlora.imports.trl import COMPLETION, FULL_ROWS, PEFT_DEFAULT, PROMPT, completed
 from whichlora.methods import list_methods
-from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, FP32_PRECISIONS
+from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
 from whichlora.trainers import Trainer, liger, list_trainers
 
 _LENGTH = 2048  # assumed where a script names none
@@ -47,6 +48,7 @@ _LAYER = re.compile(r"[\w.-]+")
 _WIDE = "float32"
 _THRESHOLD = "BitsAndBytesConfig.llm_int8_threshold"
 _KBIT = "prepare_model_for_kbit_training"
+_COMPUTES = "BitsAndBytesConfig.bnb_4bit_compute_dtype"
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
@@ -61,24 +63,9 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings = script_settings(
         keys, launch, quant, adapter, is_trl=trainer.library_class.startswith("trl.")
     )
-    if quant in FOUR_BIT_BNB and settings["precision"] not in FP32_PRECISIONS:
-        _note_compute_dtype(keys)
+    if quant in FOUR_BIT_BNB:
+        settings |= compute_dtype(keys, _COMPUTES, settings["precision"], default=_WIDE)
     return settings | outliers | steps_of(keys, trainer)
-
-
-def _note_compute_dtype(keys: Keys) -> None:
-    """Say that products with 4-bit weights are in fp32, as they are where nobody names a dtype.
-
-    Source: transformers 5.23 `BitsAndBytesConfig`; bitsandbytes 0.50.2 `Linear4bit.forward`,
-    whose operator autocast does not reach.
-    """
-    name = "BitsAndBytesConfig.bnb_4bit_compute_dtype"
-    if keys.is_unread(name):
-        keys.assume(name, "is computed; assumed: 16 bit")
-    elif keys.word(name, _WIDE).removeprefix("torch.") == _WIDE:
-        is_said = "is float32" if name in keys else "is missing, which is float32"
-        text = "fp32 products, several times slower, with weights expanded to fp32"
-        keys.assume(name, f"{is_said}: {text}; assumed: bfloat16, or fp16 with fp16")
 
 
 def script_settings(

@@ -16,6 +16,7 @@ from whichlora.imports.trainer import (
     WITHOUT_EFFECT,
     attention,
     autocast,
+    compute_dtype,
     dtype,
     liger_options,
     precision,
@@ -39,6 +40,7 @@ _KERNELS = {
 # `rlhf_type` → our trainer of the TRL class that its trainer extends
 _PREFERENCES = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "cpo": "cpo", "grpo": "grpo"}
 _OPTIMIZERS = ("default", "lorap", "multimodal")  # of the Trainer, in groups
+_COMPUTES = "bnb_4bit_compute_dtype"
 _NOT_PREDICTED = "is not predicted"
 _DIVIDES = ("sequence_parallel_size", "zero_hpz_partition_size", "deepspeed_autotp_size")
 # swift/config/zero*.json, fsdp2.json
@@ -78,6 +80,9 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     quant = _quant(keys)
     settings |= _adapter(keys, quant)
     settings |= _precision(keys, launch)
+    if quant in FOUR_BIT_BNB:
+        narrow = "bfloat16" if settings["precision"].startswith("bf16") else "float32"
+        settings |= compute_dtype(keys, _COMPUTES, settings["precision"], default=narrow)
     settings["attn"] = attention(keys, "attn_impl", _KERNELS, default="sdpa")
     settings |= {"loss_head": "hf", "prepare_kbit": False}
     settings |= liger_options(keys)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from whichlora.exports.recipe import BATCH
 from whichlora.exports.trl import ADAPTER
 from whichlora.imports.base import Keys, Launch, Tool, full_method, optimizer
 from whichlora.imports.spread import checkpoints_in_fsdp, spread_settings
+from whichlora.spec.run import FP32_PRECISIONS, ComputeDtype
 from whichlora.trainers import liger
 
 _EVALUATES = ("eval_strategy", "evaluation_strategy")
@@ -161,6 +162,36 @@ def beside_quantised(keys: Keys, name: str, weights: str, quant: str, mixed: str
         return weights
     keys.assume(name, "is float32, in which a quantised base computes; assumed: 16 bit")
     return "bfloat16"
+
+
+_NARROW = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def compute_dtype(keys: Keys, name: str, precision: str, *, default: str) -> dict[str, Any]:
+    """The dtype of products with 4-bit weights, where it is not that of the precision.
+
+    Args:
+        default: where `name` is missing.
+
+    Source: transformers 5.23 `BitsAndBytesConfig`, bitsandbytes 0.50.2 `Linear4bit.forward`.
+    """
+    if keys.is_unread(name):
+        keys.assume(name, "is computed; assumed: that of the precision")
+        return {}
+    asked = keys.word(name, default).removeprefix("torch.")
+    asked = default if asked == "None" else asked
+    if asked not in get_args(ComputeDtype):
+        raise keys.fault(name, "is not float32, float16 or bfloat16")
+    if precision in FP32_PRECISIONS:
+        if asked != "float32":
+            text = f"is {asked} in a run of fp32, which is not predicted; assumed: float32"
+            keys.assume(name, text)
+        return {}
+    if asked == _NARROW[precision[:4]]:
+        return {}
+    if name not in keys:
+        keys.assume(name, f"is missing, which is {asked}")
+    return {"compute_dtype": asked}
 
 
 def note_adapters(keys: Keys, *, read: bool) -> None:

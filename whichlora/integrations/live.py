@@ -75,7 +75,7 @@ def read_job(
     trainer = read_trainer(args)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     spec = _read_model(base, trainer)
-    quant, quant_dtype = _read_quant(base)
+    quant, computes, loaded = _read_quant(base)
     method, adapters = _read_adapters(model, spec, quant, trainer)
     autocast = _read_autocast(args)
     adapter_dtype: AdapterDtype = "auto"
@@ -86,7 +86,8 @@ def read_job(
         batch_size=batch_size,
         seq_len=seq_len,
         padding="padded" if padded else "none",
-        precision=_read_precision(model, method, args, autocast, quant_dtype),
+        precision=_read_precision(model, method, args, autocast, loaded or computes),
+        compute_dtype=computes or "auto",
         base_dtype=_read_base_dtype(base, method, autocast, quant),
         adapter_dtype=adapter_dtype,
         quant=quant,
@@ -218,9 +219,9 @@ def _is_quantised(parameter: Any) -> bool:
     return type(parameter).__name__ in ("Params4bit", "Int8Params")
 
 
-def _read_quant(base: Any) -> tuple[Any, str | None]:
-    """How the base weights are stored, and the dtype that 4-bit layers compute in."""
-    kinds: set[tuple[str, str | None]] = set()
+def _read_quant(base: Any) -> tuple[Any, Any, str | None]:
+    """How the base weights are stored, the dtype that 4-bit layers compute in, and what it was."""
+    kinds: set[tuple[str, str | None, str | None]] = set()
     for module in base.modules():
         weight: Any = module._parameters.get("weight")  # its own: PEFT's layers show the base's
         if type(weight).__name__ == "Params4bit":
@@ -228,20 +229,21 @@ def _read_quant(base: Any) -> tuple[Any, str | None]:
             state = weight.quant_state
             nested = state.nested if state is not None else weight.compress_statistics
             dtype = _name(module.compute_dtype) if module.compute_dtype is not None else None
-            kinds.add((f"{weight.quant_type}{'-dq' if nested else ''}", dtype))
+            loaded = None if state is None else _name(state.dtype)
+            kinds.add((f"{weight.quant_type}{'-dq' if nested else ''}", dtype, loaded))
         elif type(weight).__name__ == "Int8Params":
-            kinds.add(("int8", None))
+            kinds.add(("int8", None, None))
     if not kinds:
         method = getattr(base, "quantization_method", None)
         if method is not None:
             raise ConfigError(f"weights quantised by {getattr(method, 'value', method)}")
-        return "none", None
-    if len({quant for quant, _ in kinds}) > 1:
+        return "none", None, None
+    if len({quant for quant, *_ in kinds}) > 1:
         raise ConfigError(f"weights are stored in several ways: {sorted(kinds)}")
-    (quant, dtype), *_ = sorted(kinds, key=str)
+    (quant, computes, loaded), *_ = sorted(kinds, key=str)
     if quant == "fp4-dq":
         raise ConfigError("fp4 with double quantisation is not modelled; nf4 with it is")
-    return quant, dtype
+    return quant, computes, loaded
 
 
 def _read_adapters(
@@ -428,7 +430,7 @@ def _read_precision(
     model: Any, method: Method, args: Any, autocast: str, quant_dtype: str | None
 ) -> Precision:
     weights = _dtype(_stored(model, method), "base weights")
-    if quant_dtype is not None:  # norms may have been widened; the products are in this dtype
+    if quant_dtype is not None:  # norms may have been widened; the matrices had this dtype
         weights = quant_dtype
     if autocast == "bf16":
         return "bf16"

@@ -500,7 +500,7 @@ def _stored(linear: Linear, dtypes: Dtypes) -> Iterator[tuple[int, int]]:
     matrices, rows, elements = quantised_matrices(linear)
     for _ in range(matrices):
         if is_quantised(linear, dtypes):
-            wide = dtypes.four_bit_bytes * elements * (dtypes.quant in FOUR_BIT_BNB)
+            wide = dtypes.half_bytes * elements * (dtypes.quant in FOUR_BIT_BNB)
             for part in quantised_parts(
                 elements,
                 dtypes.quant,

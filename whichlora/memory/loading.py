@@ -26,7 +26,7 @@ UNQUANTISED_MATRIX = Fact(
     part="temporary",
     what="the matrix that is being quantised, in 16 bit",
     shape="[out_features, in_features]",
-    dtype="four_bit_bytes",
+    dtype="half_bytes",
     why="it is copied to the device before it is quantised there, one after the other",
     source="transformers Bnb4bitQuantize.convert; bitsandbytes Params4bit._quantize",
     kind="upper bound",
@@ -36,7 +36,7 @@ NARROW_TABLE = Fact(
     part="temporary",
     what="16-bit table that is being widened",
     shape="[vocab_size, hidden_size]",
-    dtype="four_bit_bytes",
+    dtype="half_bytes",
     why="preparing a quantised base for training makes an fp32 copy before the 16-bit one goes",
     source="peft 0.21 prepare_model_for_kbit_training",
     kind="upper bound",
@@ -101,7 +101,7 @@ def unquantised_matrix_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
         for linear in layer.linears
         if is_quantised(linear, dtypes)
     )
-    return max(sizes, default=0) * dtypes.four_bit_bytes
+    return max(sizes, default=0) * dtypes.half_bytes
 
 
 def table_sizes(model: ModelSpec) -> list[int]:
@@ -119,10 +119,10 @@ def narrow_table_bytes(model: ModelSpec, dtypes: Dtypes, *, prepare_kbit: bool) 
     Kind: upper bound, exact where the largest table comes last. Source: peft 0.21.2
     `prepare_model_for_kbit_training`, which widens one parameter after the other.
     """
-    widens = prepare_kbit and dtypes.embedding_bytes > dtypes.four_bit_bytes
+    widens = prepare_kbit and dtypes.embedding_bytes > dtypes.half_bytes
     if dtypes.quant not in BNB_QUANTS or not widens:
         return 0
-    return max(table_sizes(model)) * dtypes.four_bit_bytes
+    return max(table_sizes(model)) * dtypes.half_bytes
 
 
 def loading_temporaries(model: ModelSpec, dtypes: Dtypes) -> dict[Fact, int]:

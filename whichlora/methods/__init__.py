@@ -64,7 +64,13 @@ from whichlora.methods.base import Method
 from whichlora.spec.dtypes import has_master_weights
 from whichlora.spec.members import Members
 from whichlora.spec.options import OptionValue, known
-from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, RunConfig
+from whichlora.spec.run import (
+    BNB_QUANTS,
+    FOUR_BIT_BNB,
+    FP32_PRECISIONS,
+    ComputeDtype,
+    RunConfig,
+)
 from whichlora.tasks import with_task
 from whichlora.trainers import get_trainer, with_trainer
 
@@ -164,8 +170,20 @@ def with_defaults(run: RunConfig) -> RunConfig:
     if use_reentrant is None:
         use_reentrant = run.versions.checkpoints_reentrant
     return replace(
-        run, quant=quant, serve=serve, prepare_kbit=prepare_kbit, use_reentrant=use_reentrant
+        run,
+        quant=quant,
+        serve=serve,
+        prepare_kbit=prepare_kbit,
+        use_reentrant=use_reentrant,
+        compute_dtype=_compute_dtype(run, quant),
     )
+
+
+def _compute_dtype(run: RunConfig, quant: str) -> ComputeDtype:
+    """What 4-bit products compute in; "auto" where there are none, or the run computes so, too."""
+    of_precision = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32"}
+    is_usual = run.compute_dtype == of_precision.get(run.product_dtype)
+    return "auto" if quant not in FOUR_BIT_BNB or is_usual else run.compute_dtype
 
 
 def _with_optimizer(method: Method, run: RunConfig) -> RunConfig:

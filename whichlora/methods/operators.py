@@ -100,7 +100,7 @@ def dense_weight(ops: OpEmitter, linear: Linear) -> Tensor:
     if not is_quantised(linear, dtypes):
         return ops.tape.weight(elements, dtypes.base_bytes)
     four_bit = dtypes.quant in FOUR_BIT_BNB
-    size = dtypes.four_bit_bytes if four_bit else dtypes.compute_bytes
+    size = dtypes.half_bytes if four_bit else dtypes.compute_bytes
     return ops.tape.op([], elements, size, multiplies=True)
 
 

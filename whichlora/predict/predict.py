@@ -80,6 +80,7 @@ from whichlora.spec.run import RunConfig
 from whichlora.timing import model as timing
 from whichlora.timing import work
 from whichlora.timing.tower_work import tower_forward_work
+from whichlora.units import format_seconds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -841,8 +842,32 @@ def _notes(judged: JudgedRun) -> tuple[str, ...]:
         *of_engine,
         *notes_on(job),
         *(host_notes(job, timed.pass_parts) if timed and judged.time.is_known else ()),
+        *(_compute_dtype_note(judged) if timed and judged.time.is_known else ()),
         *(job.layout.notes(training_step(job)) if job.layout else ()),
         *(_link_notes(job, counted.ranks, judged.calibration) if counted.ranks and timed else ()),
+    )
+
+
+_SLOWER = 1.01  # of a time, from where on a note says so
+
+
+def _compute_dtype_note(judged: JudgedRun) -> Iterator[str]:
+    """What another dtype than the run's takes longer for products with 4-bit weights."""
+    job, timed = judged.counted.job, judged.timed
+    if timed is None or not job.dtypes.computes_four_bit_apart:
+        return
+    usual = replace(job.dtypes, four_bit_bytes=job.dtypes.half_bytes, recasts_four_bit=False)
+    as_usual = replace(job, dtypes=usual, run=replace(job.run, compute_dtype="auto"))
+    other = float(judged_time(as_usual, judged.calibration).total_s)
+    stated = float(judged_time(job, judged.calibration).total_s)
+    if stated < _SLOWER * other:
+        return
+    pass_name = "a step" if job.run.phase == "finetune" else "an answer"
+    narrow = "float16" if job.dtypes.half == "fp16" else "bfloat16"
+    yield (
+        f"compute_dtype {job.run.compute_dtype}: {pass_name} takes {format_seconds(stated)}, with "
+        f"bnb_4bit_compute_dtype=torch.{narrow} {format_seconds(other)} "
+        f"({stated / other:.3g} times as fast)"
     )
 
 

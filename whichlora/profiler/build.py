@@ -252,7 +252,7 @@ def _quantizer(
             load_in_4bit=True,
             bnb_4bit_quant_type=quant.removesuffix("-dq"),
             bnb_4bit_use_double_quant=quant.endswith("-dq"),
-            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_compute_dtype=_compute_dtype(run, dtype),
             bnb_4bit_quant_storage=quant_storage,
             **skipped,
         )
@@ -266,6 +266,11 @@ def _quantizer(
             "weights; profile nf4, nf4-dq, fp4 or int8 instead"
         )
     return AutoHfQuantizer.from_config(config)
+
+
+def _compute_dtype(run: RunConfig, dtype: torch.dtype) -> torch.dtype:
+    asked = run.compute_dtype
+    return dtype if asked == "auto" else getattr(torch, asked)
 
 
 def _materialise(model: Any, dtype: torch.dtype, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from whichlora.spec.run import ADAPTER_SETTINGS, FP32_PRECISIONS, Quant, RunConf
 
 ServeAs: TypeAlias = Serve | Quant
 
+_OF_BASE = ("quant", "compute_dtype")  # under an unmerged adapter
 # What the candidates of one form differ in.
 _SHAPE = ("batch_size", "seq_len", "prompt_len", "max_new_tokens", "attn")
 
@@ -26,7 +27,7 @@ def serving_run(inference: RunConfig, trained: RunConfig, serve: ServeAs | None)
     method = get_method(trained.method)
     chosen = serve or method.serve
     if chosen == "as-trained" and not method.trains_base:
-        adapter = {name: getattr(trained, name) for name in (*ADAPTER_SETTINGS, "quant")}
+        adapter = {name: getattr(trained, name) for name in (*ADAPTER_SETTINGS, *_OF_BASE)}
         return replace(inference, model=trained.model, serve="as-trained", **adapter)
     quant = inference.quant
     if chosen != "as-trained" and chosen != "merged":

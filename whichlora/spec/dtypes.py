@@ -14,7 +14,7 @@ F  everything fp32
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from whichlora.spec.architecture import Linear
 from whichlora.spec.backends import Backend, backend_of
@@ -47,7 +47,9 @@ class Dtypes:
         embedding_bytes: embeddings and head.
         stream_bytes: the residual stream.
         compute_bytes: matrix products and attention.
-        four_bit_bytes: products with 4-bit weights, and those weights expanded.
+        half_bytes: what the precision names: 4 in fp32 and tf32, else 2. Weights are loaded so.
+        four_bit_bytes: what 4-bit matrices cast their input to, and expand their weights to.
+        recasts_four_bit: that is the other dtype of 16 bit than the run's.
         mlp_bytes: what the MLP's projections return.
         linear_out_bytes: what a frozen base projection returns.
         loss_bytes: a loss that does not widen its logits by itself.
@@ -91,6 +93,7 @@ class Dtypes:
     embedding_bytes: int
     stream_bytes: int
     compute_bytes: int
+    half_bytes: int
     four_bit_bytes: int
     mlp_bytes: int
     linear_out_bytes: int
@@ -125,6 +128,7 @@ class Dtypes:
     linears_keep_inputs: bool = False
     loads_at_once: bool = False
     finds_outliers: bool = True
+    recasts_four_bit: bool = False
     kernels: FusedKernels = NO_KERNELS
 
     @property
@@ -140,7 +144,7 @@ class Dtypes:
     @property
     def widens_products(self) -> bool:
         """Whether products but those with quantised weights are in fp32 in a run of 16 bit."""
-        return self.compute_bytes > self.four_bit_bytes
+        return self.compute_bytes > self.half_bytes
 
     @property
     def widens_adapters(self) -> bool:
@@ -148,7 +152,32 @@ class Dtypes:
 
         Source: peft 0.21.2 `BaseTuner._cast_adapter_dtype`, `BaseTunerLayer._cast_input_dtype`.
         """
-        return self.adapter_product_bytes > self.four_bit_bytes
+        return self.adapter_product_bytes > self.half_bytes
+
+    @property
+    def autocasts_four_bit(self) -> bool:
+        """Whether autocast casts a 4-bit matrix's input and weight again, inside its operator.
+
+        The product is then in the run's 16 bits, whatever its compute dtype.
+        Kind: exact, run. Source: bitsandbytes 0.50.2 `_dequant_linear_fallback`, whose `F.linear`
+        autocast reaches (`tests/memory/test_compute_dtype_oracle.py`).
+        """
+        return self.under_autocast and self.computes_four_bit_apart
+
+    @property
+    def computes_four_bit_apart(self) -> bool:
+        """Whether 4-bit matrices cast their input to a dtype that the rest does not compute in."""
+        return self.four_bit_bytes > self.half_bytes or self.recasts_four_bit
+
+    @property
+    def widens_four_bit(self) -> bool:
+        """Whether products with 4-bit weights are in fp32 in a run of 16 bit."""
+        return self.four_bit_bytes > self.half_bytes and not self.under_autocast
+
+    @property
+    def four_bit_product_bytes(self) -> int:
+        """One element of what a product with a 4-bit weight reads and writes."""
+        return self.half_bytes if self.autocasts_four_bit else self.four_bit_bytes
 
     @property
     def uses_sdpa(self) -> bool:
@@ -215,7 +244,7 @@ def resolve_dtypes(
         embedding_bytes=half if prepared and run.versions.trl_narrows_embeddings else stored,
         stream_bytes=4 if wide else 2,
         compute_bytes=4 if mode == "F" else 2,
-        four_bit_bytes=half,  # bnb_4bit_compute_dtype, whatever the preparation made of the rest
+        **_four_bit_compute(run, quant, half),  # whatever the preparation made of the rest
         mlp_bytes=4 if wide and not wide_base else 2,
         linear_out_bytes=4 if wide and not wide_base else 2,
         loss_bytes=4 if autocast or mode == "F" else half,  # autocast widens cross entropy
@@ -246,6 +275,22 @@ def resolve_dtypes(
         loads_at_once=quant in BNB_QUANTS,
         finds_outliers=run.llm_int8_threshold > 0,
     )
+
+
+def _four_bit_compute(run: RunConfig, quant: str, half: int) -> dict[str, Any]:
+    """Fields of what 4-bit products compute in, beside `half`.
+
+    Kind: exact. Source: bitsandbytes 0.50.2 `Linear4bit.__init__`, `forward`; serving engines have
+    kernels of their own.
+    """
+    asked = run.compute_dtype
+    own = "float16" if run.precision.startswith("fp16") else "bfloat16"
+    follows = own == "bfloat16" and run.versions.linear4bit_follows_input
+    if quant not in FOUR_BIT_BNB or run.engine != TRANSFORMERS or asked == "auto" or follows:
+        return {"half_bytes": half, "four_bit_bytes": half}
+    size = 4 if asked == "float32" else half
+    recasts = asked not in ("float32", own)
+    return {"half_bytes": half, "four_bit_bytes": size, "recasts_four_bit": recasts}
 
 
 def _drops(run: RunConfig) -> bool:

@@ -51,6 +51,7 @@ Quant = Literal[
 Bias = Literal["none", "all", "lora_only"]
 BaseDtype = Literal["auto", "float32"]
 AdapterDtype = Literal["auto", "float32", "bfloat16"]
+ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Engine = Literal["auto", "ledger", "trace"]
 Serve = Literal["as-trained", "merged"]
 TRANSFORMERS = "transformers"  # the engine that profiles run
@@ -160,6 +161,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "bias": get_args(Bias),
     "base_dtype": get_args(BaseDtype),
     "adapter_dtype": get_args(AdapterDtype),
+    "compute_dtype": get_args(ComputeDtype),
 }
 
 
@@ -231,6 +233,8 @@ class RunConfig:
         use_rslora: scale adapters by the root of the rank; the bytes and the time are LoRA's.
         loraplus_lr_ratio: learning rate of B over that of A (LoRA+); so are they.
         quant_group_size: weights that share a scale in a GPTQ or AWQ checkpoint.
+        compute_dtype: of products with 4-bit weights, `bnb_4bit_compute_dtype`; auto: what the
+            precision implies.
         llm_int8_threshold: from where on bitsandbytes multiplies an input in 16 bit; 0: none.
         quantize_moe_experts: experts in one parameter are stored in 4 bit, too, and expanded a
             layer at a time, as Axolotl does.
@@ -300,6 +304,7 @@ class RunConfig:
     loraplus_lr_ratio: float = 1.0
     quant_group_size: int = 128
     expandable_segments: bool = False
+    compute_dtype: ComputeDtype = "auto"
     llm_int8_threshold: float = INT8_THRESHOLD
     quantize_moe_experts: bool = False
     method_options: tuple[tuple[str, OptionValue], ...] = ()
@@ -322,10 +327,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self._check_names()
-        for setting, accepted in _CHOICES.items():
-            value = getattr(self, setting)
-            if value is not None or setting not in ("quant", "serve"):
-                _choice(setting, value, accepted)
+        self._check_choices()
         self._check_cache()
         # what "auto" becomes is checked again
         if self.base_dtype == "float32" and self.precision not in {"auto", *AUTOCAST_PRECISIONS}:
@@ -428,6 +430,18 @@ class RunConfig:
         for name in ("seq_len", "target_len", "prompt_len", "max_new_tokens", "context"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+
+    def _check_choices(self) -> None:
+        for setting, accepted in _CHOICES.items():
+            value = getattr(self, setting)
+            if value is not None or setting not in ("quant", "serve"):
+                _choice(setting, value, accepted)
+        is_narrow = self.compute_dtype in ("bfloat16", "float16")
+        if is_narrow and self.precision in FP32_PRECISIONS:
+            raise ConfigError(
+                f"compute_dtype: {self.compute_dtype} products of a {self.precision} run are not "
+                "predicted; use a precision of 16 bit, or compute_dtype auto"
+            )
 
     def _check_cache(self) -> None:
         if self.cache_nbits not in CACHE_NBITS:
@@ -563,6 +577,8 @@ class RunConfig:
             del values["audios"], values["audio_seconds"]
         if not self.freeze_vision_tower:
             del values["freeze_vision_tower"]
+        if self.compute_dtype == "auto":
+            del values["compute_dtype"]
         if self.target_len is None:
             del values["target_len"]
         if self.parallel != ONE_GPU:

@@ -139,6 +139,14 @@ class Libraries:
         """A 4-bit linear holds its input outside of autograd, so checkpointing frees none. Read."""
         return self.older("bitsandbytes", "0.43.2")
 
+    @property
+    def linear4bit_follows_input(self) -> bool:
+        """A 4-bit linear computes in the bf16 or fp32 of its first input, whatever it was told.
+
+        Read: `Linear4bit.__init__` of 0.46 and 0.47, `compute_type_is_set`.
+        """
+        return self.older("bitsandbytes", "0.47")
+
     def fused_4bit_rows(self, device_kind: str, compute_capability: str | None, dtype: str) -> int:
         """Rows up to which bitsandbytes multiplies with a 4-bit weight as it is stored.
 

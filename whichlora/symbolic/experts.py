@@ -90,7 +90,7 @@ def _expanded(code: OpEmitter, linear: Linear) -> Tensor:
     return code.tape.op(
         [],
         constant(linear.num_weights),
-        code.dtypes.four_bit_bytes,
+        code.dtypes.half_bytes,
         inner=[constant(scales), constant(scales)],
         multiplies=True,
         what=f"{linear.name}: expanded experts",

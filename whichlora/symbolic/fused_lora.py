@@ -122,4 +122,4 @@ def _expanded(code: OpEmitter, linears: Sequence[Linear]) -> LinearForm:
     Kind: exact. Source: `fast_dequantize` without its global buffer.
     """
     sizes = [linear.num_weights for linear in linears if is_quantised(linear, code.dtypes)]
-    return constant(max(sizes, default=0) * code.dtypes.four_bit_bytes)
+    return constant(max(sizes, default=0) * code.dtypes.half_bytes)

@@ -111,4 +111,4 @@ def _expanded(code: OpEmitter, linear: Linear) -> LinearForm:
     """
     if not is_quantised(linear, code.dtypes):
         return NOTHING
-    return constant(linear.num_weights * code.dtypes.four_bit_bytes)
+    return constant(linear.num_weights * code.dtypes.half_bytes)

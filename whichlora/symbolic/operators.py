@@ -20,6 +20,7 @@ from whichlora.symbolic.autograd import (
     Assigned,
     LinearForm,
     Tape,
+    Temporaries,
     Tensor,
     constant,
     per_group,
@@ -391,26 +392,7 @@ class OpEmitter:
         elements = self.rows.of(linear.active * linear.out_features)
         weights = constant(linear.num_weights // linear.count)
         if is_quantised(linear, dtypes) and dtypes.quant in FOUR_BIT_BNB:
-            narrow = self.cast(x, dtypes.four_bit_bytes)
-            dense = scaled(weights, dtypes.four_bit_bytes)
-            # expanded for many rows, and its scales to fp32, without their offset and with it
-            scales = weights.constant // BNB_BLOCK * 4 if dtypes.quant == "nf4-dq" else 0
-            fused = fused_rows(dtypes)
-            expanded = (scales, scales, dense.constant)
-            out = tape.op(
-                [narrow],
-                elements,
-                narrow.size,
-                saves=[narrow] if dtypes.libraries.linear4bit_keeps_input else [],
-                inner=[self.rows.where_many(size, fused) for size in expanded],
-                inner_backward=dense,
-                hidden=True,
-                multiplies=True,
-                what=f"{linear.name}: result",
-            )
-            out = self.cast(out, x.size, f"{linear.name}: result")
-            tape.hold(x)
-            return out
+            return self._four_bit_product(linear, x, elements, weights)
         if is_quantised(linear, dtypes) and dtypes.quant == "int8":
             # rows are quantised from fp16; the layer's own attribute keeps what it was given
             x = self.copy(x) if x.strided or x.cut else x
@@ -452,6 +434,67 @@ class OpEmitter:
         )
         tape.hold(x)
         return out
+
+    def _four_bit_product(
+        self, linear: Linear, x: Tensor, elements: LinearForm, weights: LinearForm
+    ) -> Tensor:
+        """A product with a 4-bit weight, in the compute dtype or, under autocast, in 16 bit.
+
+        Source: bitsandbytes 0.50.2 `Linear4bit.forward`, `MatMul4Bit`; `_dequant_linear_fallback`,
+        whose `F.linear` casts input and weight once more where autocast is on.
+        """
+        tape, dtypes = self.tape, self.dtypes
+        given = self._in_compute_dtype(x)
+        read, casts = given, dtypes.autocasts_four_bit
+        dense = scaled(weights, dtypes.four_bit_bytes)
+        narrowed = scaled(weights, dtypes.half_bytes) if casts else NOTHING
+        if casts:
+            read = self._recast(given, dtypes.half_bytes)
+        # expanded for many rows, and its scales to fp32, without their offset and with it
+        scales = weights.constant // BNB_BLOCK * 4 if dtypes.quant == "nf4-dq" else 0
+        fused = fused_rows(dtypes)
+        expanded = (scales, scales, dense.constant, narrowed.constant)
+        out = tape.op(
+            [read],
+            elements,
+            read.size,
+            saves=[given] if dtypes.libraries.linear4bit_keeps_input else [],
+            inner=[self.rows.where_many(size, fused) for size in expanded],
+            inner_backward=self._expanded_backward(weights),
+            hidden=True,
+            multiplies=True,
+            what=f"{linear.name}: result",
+        )
+        if dtypes.computes_four_bit_apart:
+            tape.hold(given)  # the variable `x` of the layer's forward
+        recasts = dtypes.recasts_four_bit and not casts and out.size == x.size
+        label = f"{linear.name}: result"
+        out = self._recast(out, x.size, label) if recasts else self.cast(out, x.size, label)
+        tape.hold(x)
+        return out
+
+    def _in_compute_dtype(self, x: Tensor) -> Tensor:
+        size = self.dtypes.four_bit_bytes
+        return self._recast(x, size) if self.dtypes.recasts_four_bit else self.cast(x, size)
+
+    def _recast(self, x: Tensor, size: int, what: str = "copy, cast") -> Tensor:
+        """`x` in another dtype, which may be as wide."""
+        if x.size != size:
+            return self.cast(x, size, what)
+        result = self.tape.op([x], x.elements, size, joined=x.joined, what=what)
+        return replace(result, strided=x.strided)
+
+    def _expanded_backward(self, weights: LinearForm) -> Temporaries:
+        """A 4-bit weight in the dtype that was loaded, and then in that of the product.
+
+        Source: bitsandbytes 0.50.2 `MatMul4Bit.backward`: `dequantize_4bit(...).to(...)`.
+        """
+        dtypes = self.dtypes
+        dense = scaled(weights, dtypes.four_bit_product_bytes)
+        if dtypes.autocasts_four_bit or not (dtypes.widens_four_bit or dtypes.recasts_four_bit):
+            return dense
+        loaded = scaled(weights, dtypes.half_bytes)
+        return [Assigned("expanded", loaded), Assigned("expanded", dense)]
 
     def _expanded(self, linear: Linear, weights: LinearForm) -> LinearForm:
         """What GPTQ's and AWQ's kernels write of a matrix in 16 bit, beside the product.

@@ -58,9 +58,9 @@ def multiplies_stored(dtypes: Dtypes) -> bool:
     return dtypes.quant == "int8" and not (dtypes.training and dtypes.backend.expands_int8_to_train)
 
 
-def _expanded_bytes(linear: Linear, dtypes: Dtypes) -> int:
-    """One matrix in the dtype of its product."""
-    narrow = dtypes.four_bit_bytes if dtypes.quant in FOUR_BIT_BNB else 2
+def _read_bytes(linear: Linear, dtypes: Dtypes) -> int:
+    """One matrix in the dtype of its product, which reads it."""
+    narrow = dtypes.four_bit_product_bytes if dtypes.quant in FOUR_BIT_BNB else 2
     return linear.in_features * linear.out_features * narrow
 
 
@@ -77,7 +77,8 @@ def expansion_bytes(linear: Linear, dtypes: Dtypes) -> Real:
     `MatMul8bitLt.backward` copies to 16 bit and scales the copy in place.
     """
     num_weights = linear.in_features * linear.out_features
-    stored, written = _stored_bytes(linear, dtypes), _expanded_bytes(linear, dtypes)
+    written = num_weights * (dtypes.half_bytes if dtypes.quant in FOUR_BIT_BNB else 2)
+    stored = _stored_bytes(linear, dtypes)
     if dtypes.quant == "int8":
         return stored + written + 2 * written
     if expands_by_operators(dtypes):
@@ -88,6 +89,30 @@ def expansion_bytes(linear: Linear, dtypes: Dtypes) -> Real:
         return stored + written
     nested = NESTED_SCALE_BYTES * num_weights / BNB_BLOCK if dtypes.quant == "nf4-dq" else 0
     return stored + written + nested
+
+
+def recast_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> tuple[Real, Real]:
+    """What a forward over `rows` and a backward move of 4-bit weights that they compute apart.
+
+    A forward expands a weight to the compute dtype, from which autocast casts it inside the
+    operator. A backward expands it to the dtype that was loaded, and casts it to the product's.
+
+    Kind: exact per matrix, but for what fused kernels leave out.
+    Source: bitsandbytes 0.50.2 `_dequant_linear_fallback`, `MatMul4Bit.backward`.
+    """
+    forward = backward = 0.0 * rows
+    if not dtypes.computes_four_bit_apart:
+        return forward, backward
+    half, computed, autocast = dtypes.half_bytes, dtypes.four_bit_bytes, dtypes.under_autocast
+    for linear in layer.linears:
+        if not is_quantised(linear, dtypes) or not linear.is_module:
+            continue
+        weights_read = visited_matrices(linear, rows) * linear.in_features * linear.out_features
+        expanded = 1 - is_fused(linear, rows, fused_rows(dtypes))
+        written = computed - half + autocast * (computed + half)
+        forward = forward + expanded * weights_read * written
+        backward = backward + (not autocast) * weights_read * (half + computed)
+    return forward, backward
 
 
 def unpacking_time(dtypes: Dtypes, chip: Chip) -> float:
@@ -162,7 +187,7 @@ def forward_bytes(layer: Layer, dtypes: Dtypes, rows: Count) -> tuple[Real, Real
         tiles = ceil_div(rows * linear.active / visited, tile_rows) if tile_rows else 1
         moved = moved + visited * fused * tiles * stored
         moved = moved + unfused * expansion_bytes(linear, dtypes)
-        more_read = more_read + unfused * (_expanded_bytes(linear, dtypes) - stored)
+        more_read = more_read + unfused * (_read_bytes(linear, dtypes) - stored)
     return moved, more_read
 
 
@@ -181,6 +206,6 @@ def backward_bytes(layer: Layer, dtypes: Dtypes) -> tuple[Real, Real]:
             expanded = 0.0 if is_kept else expansion_bytes(linear, dtypes)
             moved += linear.count * expanded
             more_read += linear.count * (
-                _expanded_bytes(linear, dtypes) - _stored_bytes(linear, dtypes)
+                _read_bytes(linear, dtypes) - _stored_bytes(linear, dtypes)
             )
     return moved, more_read

@@ -69,6 +69,8 @@ def forward_launches(layer: Layer, dtypes: Dtypes, rows: Count) -> QuantLaunches
             total += QuantLaunches(kernels=expansion_ops(dtypes)).times(visited)
         elif dtypes.quant in FOUR_BIT_BNB:
             total += _four_bit(dtypes, expanded).times(visited)
+            if dtypes.autocasts_four_bit:  # the weight, inside the operator
+                total += QuantLaunches(kernels=1).times(visited * expanded)
         else:
             total += _others(dtypes).times(visited)
     return total
@@ -89,7 +91,8 @@ def backward_launches(layer: Layer, dtypes: Dtypes, rows: Count) -> QuantLaunche
     for linear in layer.linears:
         number = number + _products(linear, rows) * is_quantised(linear, dtypes)
     if dtypes.quant in FOUR_BIT_BNB:
-        return _four_bit(dtypes, 1).times(number)
+        casts = dtypes.computes_four_bit_apart and not dtypes.under_autocast
+        return (_four_bit(dtypes, 1) + QuantLaunches(kernels=int(casts))).times(number)
     if dtypes.quant == "int8":
         return _INT8_BACKWARD.times(number)
     return QuantLaunches() if expands_by_operators(dtypes) else _others(dtypes).times(number)

@@ -38,6 +38,7 @@ from whichlora.timing.expansion import (
     backward_bytes,
     expansion_bytes,
     forward_bytes,
+    recast_bytes,
     unpacking_time,
     visited_matrices,
 )
@@ -194,12 +195,13 @@ def wide_weights(layer: Layer, dtypes: Dtypes) -> int:
 
     Kind: exact. Source: transformers 5.23 and peft 0.21.2, `docs/memory.md` (MODES).
     """
-    if not dtypes.widens_products:
+    of_others, of_four_bit = dtypes.widens_products, dtypes.widens_four_bit
+    if not (of_others or of_four_bit):
         return 0
     return sum(
         linear.active * linear.in_features * linear.out_features
         for linear in layer.linears
-        if not is_quantised(linear, dtypes)
+        if (of_four_bit if is_quantised(linear, dtypes) else of_others)
     )
 
 
@@ -576,6 +578,7 @@ def trained_layers(
     )
     unpacked, expanded_read = forward_bytes(layer, dtypes, tokens)
     expanded_back, read_back = backward_bytes(layer, dtypes)
+    recast, recast_back = recast_bytes(layer, dtypes, tokens)
     dequant = count * (unpacked * (1 + recompute) + expanded_back)
     weight_read = weight_read + count * (expanded_read * (1 + recompute) + read_back)
     of_quants = forward_launches(layer, dtypes, tokens)
@@ -595,7 +598,8 @@ def trained_layers(
         weight_read_bytes=weight_read,
         attention_flops=scanned * (3 + recompute),
         elementwise_bytes=count
-        * (between.forward.moved + between.repeated.moved + between.backward.moved),
+        * (between.forward.moved + between.repeated.moved + between.backward.moved)
+        + count * (recast * (1 + recompute) + recast_back),
         dequant_bytes=dequant,
         launches=count * (in_forward + again),
         recorded_launches=count * (in_forward * first_is_recorded + again),
@@ -902,7 +906,7 @@ def _work_of_update(update: Update, *, like: Count) -> Work:
 
 
 def _widens_head(dtypes: Dtypes) -> bool:
-    return dtypes.widens_products and dtypes.head_bytes > dtypes.four_bit_bytes
+    return dtypes.widens_products and dtypes.head_bytes > dtypes.half_bytes
 
 
 def _forward_loss_passes(run: RunConfig, dtypes: Dtypes, logits_loss: LogitsLoss | None) -> int:
@@ -1266,7 +1270,6 @@ def served_layers(
         decoding=decoding,
         chip=chip,
     )
-    adapters = _adapter_works(layer, dtypes, method, targets, r)
     between = traffic.served_layer(
         group.layer,
         model,
@@ -1288,7 +1291,7 @@ def served_layers(
         idle_flops=count * _served_idle_flops(layer, rows, chip.num_multiprocessors),
         weight_read_bytes=weight_read,
         attention_flops=attention_flops,
-        elementwise_bytes=count * between.moved,
+        elementwise_bytes=count * (between.moved + recast_bytes(layer, dtypes, rows)[0]),
         dequant_bytes=dequant,
         launches=count * (kernels + of_quants.kernels),
         autograd_launches=count * grouped_ops(layer, dtypes, rows),  # which C++ launches, too
@@ -1296,9 +1299,17 @@ def served_layers(
     )
     of_adapters = (
         _served_adapter(linear, adapter, count, method, dtypes, rows=rows, r=r)
-        for linear, adapter in adapters
+        for linear, adapter in _adapter_works(layer, dtypes, method, targets, r)
     )
-    return _unpacked(Work.total((layers, attended.times(count), *of_adapters)), dtypes, chip)
+    works = (layers, attended.times(count), _widened(layer, dtypes, count * rows, of_encoder))
+    return _unpacked(Work.total((*works, *of_adapters)), dtypes, chip)
+
+
+def _widened(layer: Layer, dtypes: Dtypes, rows: Count, of_encoder: int) -> Work:
+    """Products with 4-bit weights that are in fp32 in a run of 16 bit, but of an encoder's."""
+    weights_read = max(0, wide_weights(layer, dtypes) - of_encoder) * dtypes.widens_four_bit
+    flops = 2 * rows * weights_read
+    return Work(product_flops=-flops, wide_product_flops=flops)
 
 
 def inference_work(

@@ -39,7 +39,13 @@ from whichlora.profiler.build import (
 from whichlora.profiler.inference import measure_inference
 from whichlora.profiler.meter import Meter
 from whichlora.spec.dtypes import has_master_weights
-from whichlora.spec.run import BNB_QUANTS, FP32_PRECISIONS, Precision, RunConfig
+from whichlora.spec.run import (
+    AUTOCAST_PRECISIONS,
+    BNB_QUANTS,
+    FP32_PRECISIONS,
+    Precision,
+    RunConfig,
+)
 from whichlora.spec.versions import Libraries
 from whichlora.tracer.extrapolate import (
     DEPTH_KEYS,
@@ -127,7 +133,8 @@ def trace(
         layers = _layers(model)
         if num_layers is not None and not layers:
             raise DoesNotRepeatError("the model has no list of them")
-        product = "fp32" if run.precision in FP32_PRECISIONS else device.half
+        is_wide = run.precision in FP32_PRECISIONS or run.compute_dtype == "float32"
+        product = "fp32" if is_wide else device.half
         fused_rows = Libraries().fused_4bit_rows(device_kind, compute_capability, product)
         recorder = Recorder(layers, run, fused_rows=fused_rows)
         recorder.note_loaded(model)
@@ -168,6 +175,12 @@ def _check_traceable(run: RunConfig) -> None:
         raise ConfigError(
             "attn: flash_attention_2 of padded batches can't be traced, it counts their tokens; "
             "use engine ledger, or padding none"
+        )
+    by_autocast = run.phase == "finetune" and run.precision in AUTOCAST_PRECISIONS
+    if run.compute_dtype != "auto" and (by_autocast or run.compute_dtype != "float32"):
+        raise ConfigError(
+            f"compute_dtype: {run.compute_dtype} can't be traced here, its casts are inside an "
+            "operator of bitsandbytes or of equal bytes; use engine ledger"
         )
     if run.cache_format is not None and run.cache_format.backend != "fp8":
         raise ConfigError(

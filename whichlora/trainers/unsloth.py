@@ -104,6 +104,7 @@ def _check(run: RunConfig) -> None:
         (run.attn == "eager", "attn", run.attn, "sdpa"),
         (bool(run.prepare_kbit), "prepare_kbit", "true", "false"),
         (run.base_dtype != "auto", "base_dtype", run.base_dtype, "auto"),
+        (run.compute_dtype != "auto", "compute_dtype", run.compute_dtype, "auto"),
         (run.bias != "none", "bias", run.bias, "none"),
         (run.quantize_moe_experts, "quantize_moe_experts", "true", "false: it always does"),
         (bool(run.modules_to_save), "modules_to_save", "set", "none of them"),

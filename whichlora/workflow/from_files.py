@@ -18,7 +18,7 @@ from whichlora.workflow.whole_training import FromFiles
 # Settings of the files that go with another one, and fall where the user gives that one.
 _WITH = {
     "method": ("method_options",),
-    "precision": ("base_dtype", "adapter_dtype"),
+    "precision": ("base_dtype", "adapter_dtype", "compute_dtype"),
     "trainer": ("trainer_options", "loss_head"),
     "global_batch_size": ("gradient_accumulation_steps",),
 }

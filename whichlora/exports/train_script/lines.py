@@ -167,7 +167,7 @@ def _loading_options(run: RunConfig, *, expanded: bool) -> dict[str, Any]:
             load_in_4bit=True,
             bnb_4bit_quant_type=quant.removesuffix("-dq"),
             bnb_4bit_use_double_quant=quant.endswith("-dq"),
-            bnb_4bit_compute_dtype=options["dtype"],
+            bnb_4bit_compute_dtype=_compute_dtype(run, options["dtype"]),
             **stored,
             **skipped,
         )
@@ -178,6 +178,11 @@ def _loading_options(run: RunConfig, *, expanded: bool) -> dict[str, Any]:
     elif expanded:
         options["quantization_config"] = call("Mxfp4Config", dequantize=True)
     return options
+
+
+def _compute_dtype(run: RunConfig, usual: Code) -> Code:
+    """`bnb_4bit_compute_dtype`, without which products are in float32."""
+    return usual if run.compute_dtype == "auto" else Code(f"torch.{run.compute_dtype}")
 
 
 def embedder_lines(
