@@ -206,3 +206,34 @@ def test_a_life_fails_where_a_stage_holds_more_than_the_stated_host() -> None:
     needed = lived(2**40).largest_on_host.host_bytes
     assert lived(needed).verdict == "fits"
     assert lived(needed - 1).verdict == "fails"
+
+
+OLDER = (("transformers", "4.57.1"),)
+
+
+def loading_of(method: str, *, version: str = "1", once: bool, libraries: Any = OLDER) -> int:
+    options = (("cpu_ram_efficient_loading", once), ("fsdp_version", version))
+    parallel = config_of("fsdp", gpus=8, options=options)
+    settings = {"method": method, "precision": "bf16", "libraries": libraries}
+    run = RunConfig(model=BIG.name, seq_len=512, parallel=parallel, **settings)
+    several = predict(BIG, run, A100, prior_calibration(A100)).several_gpus
+    assert several is not None
+    return several.loading_host_bytes
+
+
+def test_one_process_of_a_node_loads_alone_before_transformers_5() -> None:
+    for version in ("1", "2"):
+        all_load = loading_of("qlora", version=version, once=False)
+        assert loading_of("qlora", version=version, once=True) == all_load / 8
+        # version 2 widens what is trained, of empty weights too
+        of_full = [loading_of("full", version=version, once=once) for once in (False, True)]
+        assert of_full[0] == of_full[1]
+        assert (of_full[0] > 0) == (version == "2")
+
+
+def test_every_process_loads_from_transformers_5_on_and_a_note_says_so() -> None:
+    both = [loading_of("qlora", once=once, libraries=()) for once in (False, True)]
+    assert both[0] == both[1]
+    options = (("cpu_ram_efficient_loading", True),)
+    notes = on_two("lora", "fsdp", options=options).notes
+    assert any("cpu_ram_efficient_loading has no effect" in note for note in notes)

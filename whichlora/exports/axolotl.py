@@ -61,7 +61,13 @@ _UNKNOWN = (
 # Its only 4-bit storage is NF4 with double quantisation.
 QUANTS = frozenset({"none", "int8", "nf4-dq"})
 # What spreads a run over several GPUs. Source: Axolotl 0.19, `utils/schemas/fsdp.py`.
-_FSDP = ("version", "auto_wrap_policy", "reshard_after_forward", "cpu_offload")
+_FSDP = (
+    "version",
+    "auto_wrap_policy",
+    "reshard_after_forward",
+    "cpu_offload",
+    "cpu_ram_efficient_loading",
+)
 _BACKEND = "ddp_backend"  # which accelerate sets where FSDP offloads (`setup_fsdp_envs`)
 _SPREADS = frozenset(
     {"fsdp", *(f"fsdp_config.{key}" for key in _FSDP), "deepspeed", "device_map", _BACKEND}

@@ -61,6 +61,7 @@ QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 _BACKEND = "ddp_backend"  # which accelerate sets where its file offloads
 _FSDP = (
     *("version", "auto_wrap_policy", "reshard_after_forward", "backward_prefetch", "cpu_offload"),
+    "cpu_ram_efficient_loading",
 )
 _DIVIDE = frozenset({"fsdp", "deepspeed"})
 _SPREADS = frozenset(

@@ -82,6 +82,7 @@ QUANTS = frozenset({"none", "int8"}) | FOUR_BIT_BNB
 # What spreads a run over several GPUs: those of TrainingArguments, which SFTConfig extends.
 _FSDP = (
     *("version", "auto_wrap_policy", "reshard_after_forward", "backward_prefetch", "cpu_offload"),
+    "cpu_ram_efficient_loading",
 )
 _SPREADS = frozenset(
     {"fsdp", *(f"fsdp_config.{key}" for key in _FSDP), "deepspeed", "accelerator_config"}

@@ -194,12 +194,7 @@ def _fsdp(
     reshards: bool | str = {"TRUE": True, "FALSE": False}.get(words, words)
     if plain.get("activation_checkpointing") in (True, "true", "True"):
         keys.assume(key, "activation_checkpointing; assumed: the model checkpoints its layers")
-    if str(plain.get("cpu_ram_efficient_loading")).lower() in _ON:
-        text = "cpu_ram_efficient_loading is not predicted; assumed: each process loads all weights"
-        keys.assume(key, text)
-    offloads = any(
-        str(plain.get(name)).lower() in _ON for name in ("offload_params", "cpu_offload")
-    )
+    offloads = any(_is_on(plain.get(name)) for name in ("offload_params", "cpu_offload"))
     policy = str(plain.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP"))
     return {
         "distributed_type": "FSDP",
@@ -211,9 +206,14 @@ def _fsdp(
             "cpu_offload": offloads or "offload" in legacy,
             "activation_checkpointing": False,
             "backward_prefetch": plain.get("backward_prefetch"),
+            "cpu_ram_efficient_loading": _is_on(plain.get("cpu_ram_efficient_loading")),
             "wraps": _WRAPS.get(policy, policy),
         },
     }
+
+
+def _is_on(value: Any) -> bool:
+    return str(value).lower() in _ON
 
 
 def _fsdp_config(keys: Keys, launch: Launch) -> Mapping[str, Any]:

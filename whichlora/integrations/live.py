@@ -165,6 +165,7 @@ def _read_accelerator(args: Any) -> dict[str, Any]:
             "cpu_offload": _offloads(plugin.cpu_offload),
             "activation_checkpointing": bool(plugin.activation_checkpointing),
             "backward_prefetch": getattr(plugin.backward_prefetch, "name", None),
+            "cpu_ram_efficient_loading": bool(plugin.cpu_ram_efficient_loading),
             "wraps": getattr(policy, "__name__", str(policy)),
         }
     return read

@@ -181,14 +181,17 @@ def _loads_unknown(step: TrainingStep, spread: Spread) -> Count | None:
     return None
 
 
+def _load_as_the_first(step: TrainingStep, spread: Spread) -> Count | None:
+    return None
+
+
 def loads_on_host(step: TrainingStep, spread: Spread) -> Count:
     """Weights that each process casts in host memory, before the Trainer moves them.
 
     Weights that keep the dtype of the checkpoint are pages of the mapped file, which all processes
     share and the kernel may drop.
     Kind: exact, of tensors; LoRA without quantisation mostly needs nothing. Source: transformers
-    5.23 `core_model_loading._materialize_copy`, `is_fsdp_enabled`: rank 0 alone loads only where
-    `cpu_ram_efficient_loading` is set, which is off in `TrainingArguments`.
+    5.23 `core_model_loading._materialize_copy`.
     """
     dtypes = step.dtypes
     stored = stored_dtypes(step.model, dtypes)
@@ -246,6 +249,8 @@ class Strategy:
         on_host: what it keeps in pinned host memory, by entry.
         loading: what each process holds of its own in host memory until its GPU has the weights;
             0 where tensors go there from the mapped file, None where nothing is said of it.
+        loading_of_others: the same of the other processes of a node; None where they load as the
+            first one does.
         saving: what is copied or gathered for a checkpoint of the Trainer.
         training_arguments: what `transformers.TrainingArguments` takes to turn it on; "deepspeed"
             holds the content of its JSON file. It refuses what the Trainer has no key for.
@@ -280,6 +285,7 @@ class Strategy:
     host_update: Callable[[RankKind, Spread], HostUpdate | None] = _updates_on_device
     on_host: Callable[[RankKind, Spread], tuple[Entry, ...]] = _nothing_on_host
     loading: Callable[[TrainingStep, Spread], Count | None] = _loads_unknown
+    loading_of_others: Callable[[TrainingStep, Spread], Count | None] = _load_as_the_first
     saving: Callable[[RankKind, Spread], Saving | None] = _saves_what_it_holds
     training_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _not_in_the_trainer
     model_arguments: Callable[[RunConfig, Spread], Mapping[str, Any]] = _no_settings

@@ -102,6 +102,30 @@ def _loads_on_gpu(run: RunConfig, spread: Spread) -> bool:
     return run.quant in FOUR_BIT_BNB and quant_storage(run, spread) == "uint8"
 
 
+def _loads_once(step: TrainingStep, spread: Spread) -> bool:
+    """Whether the first process of a node loads alone, and others have empty weights."""
+    asked = bool(spread.options["cpu_ram_efficient_loading"])
+    return asked and step.run.versions.fsdp_loads_once
+
+
+def _loading_of_others(step: TrainingStep, spread: Spread) -> Count | None:
+    """The same of every other process; None where it loads as the first.
+
+    Empty weights take no memory until version 2 widens those that are trained.
+
+    Kind: exact, of tensors. Source: transformers 4.57 `load_state_dict`,
+    `_move_missing_keys_from_meta_to_cpu`; accelerate 1.15 `fsdp2_prepare_model`.
+    """
+    if not _loads_once(step, spread):
+        return None
+    return 4 * step.num_trained if _widens_trained(step, spread) else 0
+
+
+def _widens_trained(step: TrainingStep, spread: Spread) -> bool:
+    of_version = spread.options["fsdp_version"] == "2" and step.dtypes.quant not in FOUR_BIT_BNB
+    return of_version and mixed_precision(step, spread) != "no"
+
+
 def _loading(step: TrainingStep, spread: Spread) -> Count:
     """What each process has on the host until `fully_shard` takes it, module by module.
 
@@ -113,7 +137,7 @@ def _loading(step: TrainingStep, spread: Spread) -> Count:
     """
     if step.dtypes.quant not in FOUR_BIT_BNB:
         loaded = loads_on_host(step, spread)
-        widens = spread.options["fsdp_version"] == "2" and mixed_precision(step, spread) != "no"
+        widens = _widens_trained(step, spread)
         return largest(loaded, 4 * step.num_trained) if widens else loaded
     if _loads_on_gpu(step.run, spread):
         return 0
@@ -367,6 +391,11 @@ def _notes(step: TrainingStep, spread: Spread) -> tuple[str, ...]:
     notes = _notes_on_four_bit(step, spread) if step.dtypes.quant in FOUR_BIT_BNB else ()
     if spread.options["offload"]:
         notes += (update_note(spread),)
+    if spread.options["cpu_ram_efficient_loading"] and not _loads_once(step, spread):
+        notes += (
+            "fsdp: cpu_ram_efficient_loading has no effect on weights from transformers 5.0 on, "
+            "where every process loads all of them",
+        )
     return notes
 
 
@@ -415,6 +444,8 @@ def _training_arguments(run: RunConfig, spread: Spread) -> dict[str, Any]:
         shards = "full_shard" if options["reshard_after_forward"] else "shard_grad_op"
         prefetch = options["backward_prefetch"]
         config |= {"reshard_after_forward": shards, "backward_prefetch": prefetch}
+    if options["cpu_ram_efficient_loading"]:
+        config["cpu_ram_efficient_loading"] = True
     arguments: dict[str, Any] = {"fsdp": True, "fsdp_config": config}
     if options["offload"]:
         config["cpu_offload"] = True
@@ -453,6 +484,10 @@ def _accelerate(run: RunConfig, spread: Spread) -> dict[str, Any]:
         }
     if options["offload"]:
         config["fsdp_offload_params"] = True
+    if options["cpu_ram_efficient_loading"]:
+        config["fsdp_cpu_ram_efficient_loading"] = True
+        if version == 1:
+            config["fsdp_sync_module_states"] = True
     return {"distributed_type": "FSDP", "fsdp_config": config}
 
 
@@ -470,6 +505,8 @@ def _read_accelerator(accelerator: Mapping[str, Any]) -> dict[str, OptionValue] 
         "sync_each_batch": bool(accelerator["sync_each_batch"]),
         "offload": OFFLOADED if plugin["cpu_offload"] else (),
     }
+    if plugin.get("cpu_ram_efficient_loading"):
+        read["cpu_ram_efficient_loading"] = True
     if plugin["shards"] not in (True, False, "FULL_SHARD", "SHARD_GRAD_OP"):
         raise ConfigError(f"fsdp: {plugin['shards']} is not modelled")
     if read["fsdp_version"] == "1":
@@ -524,6 +561,11 @@ STRATEGY = Strategy(
         OFFLOAD,
         OMP_NUM_THREADS,
         Option(
+            name="cpu_ram_efficient_loading",
+            summary="the first process of a node loads alone (transformers before 5.0)",
+            default=False,
+        ),
+        Option(
             name="bnb_4bit_quant_storage",
             summary="dtype that stores 4-bit weights; uint8 is not sharded; default: as gathered",
             default=None,
@@ -545,6 +587,7 @@ STRATEGY = Strategy(
     accelerate=_accelerate,
     read_accelerator=_read_accelerator,
     loading=_loading,
+    loading_of_others=_loading_of_others,
     saving=saving,
     notes=_notes,
 )

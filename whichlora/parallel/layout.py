@@ -241,6 +241,12 @@ class Layout:
         of_strategies = (strategy.loading(step, spread) for strategy, spread in self.strategies)
         return int(next((each for each in of_strategies if each is not None), 0))
 
+    def loading_of_others(self, step: TrainingStep) -> int:
+        """So of every process of a node but its first."""
+        of_strategies = (each.loading_of_others(step, spread) for each, spread in self.strategies)
+        said = next((each for each in of_strategies if each is not None), None)
+        return self.loading(step) if said is None else int(said)
+
     def saving(self, kind: RankKind) -> Saving | None:
         """What a checkpoint copies or gathers, of the strategy that divides most; None: nothing."""
         of_strategies = [strategy.saving(kind, spread) for strategy, spread in self.strategies]

@@ -68,12 +68,12 @@ def host_use(layout: Layout, step: TrainingStep, kinds: Sequence[RankKind]) -> H
 def loading_bytes(layout: Layout, step: TrainingStep) -> int:
     """Host memory that all processes of a node take at once while they load the weights.
 
-    Kind: exact, of tensors. Source: `Strategy.loading`.
+    Kind: exact, of tensors. Source: `Strategy.loading`, `Strategy.loading_of_others`.
     """
     if step.gpu.backend.shares_host_memory:  # its device is the host, which is judged already
         return 0
     processes = 1 if layout.launcher == "python" else layout.config.gpus_per_node
-    return processes * layout.loading(step)
+    return layout.loading(step) + (processes - 1) * layout.loading_of_others(step)
 
 
 def saving_of(layout: Layout, kind: RankKind) -> SavingPrediction | None:

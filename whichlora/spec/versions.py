@@ -329,6 +329,15 @@ class Libraries:
         return self.older("transformers", "5")
 
     @property
+    def fsdp_loads_once(self) -> bool:
+        """One process of a node loads the weights where `cpu_ram_efficient_loading` is set.
+
+        Read: `is_local_dist_rank_0` of 4.57 `load_state_dict`, which 5.0 asks for buffers alone.
+        Run: a second process of 5.23 has all weights (`tests/parallel/test_loading_oracle.py`).
+        """
+        return self.older("transformers", "5")
+
+    @property
     def quantises_subclasses(self) -> bool:
         """Classes derived from `nn.Linear` are quantised, as Falcon's.
 
