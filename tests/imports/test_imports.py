@@ -243,10 +243,18 @@ def test_a_card_may_state_how_many_gpus_a_file_runs_on(tmp_path: Path) -> None:
     assert explained.prediction.run == told.run
 
 
-def test_a_pattern_of_target_modules_is_refused(tmp_path: Path) -> None:
-    text = AXOLOTL_QLORA.replace("[gate_proj, q_proj]", r"'layers.\d+.(up|down)_proj$'")
+def test_a_pattern_of_target_modules_is_read(tmp_path: Path) -> None:
+    pattern = r".*layers\.\d+\.mlp\.(up|down)_proj$"
+    text = AXOLOTL_QLORA.replace("[gate_proj, q_proj]", f"'{pattern}'")
+    assert imported(tmp_path, qlora_yml=text).settings["target_modules"] == (f"re:{pattern}",)
+    (prediction,) = estimate(gpu=GPU, from_file=tmp_path / "qlora.yml")
+    assert prediction.run.target_modules == ("down_proj", "up_proj")
+
+
+def test_a_list_of_patterns_is_refused(tmp_path: Path) -> None:
+    text = AXOLOTL_QLORA.replace("[gate_proj, q_proj]", r"['.*q_proj', v_proj]")
     read = imported(tmp_path, qlora_yml=text)
-    assert "a pattern of names is not read; pass --target-modules" in read.refused["target_modules"]
+    assert "a list of patterns: PEFT takes one text" in read.refused["target_modules"]
 
 
 def test_axolotl_plugins(tmp_path: Path) -> None:

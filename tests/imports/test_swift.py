@@ -66,6 +66,7 @@ def test_defaults_are_those_of_swift(tmp_path: Path) -> None:
         ("--per_device_train_batch_size 4", {"gradient_accumulation_steps": 4}),
         ("--task_type seq_cls --num_labels 3", {"task": "sequence-classification"}),
         ("--target_modules q_proj v_proj", {"target_modules": ("q_proj", "v_proj")}),
+        ("--target_regex .*q_proj", {"target_modules": ("re:.*q_proj",)}),
         ("--lorap_lr_ratio 16", {"loraplus_lr_ratio": 16.0}),
     ],
 )
@@ -138,7 +139,6 @@ def test_written_answers_come_after_the_prompt(tmp_path: Path) -> None:
         ("--quant_method hqq --quant_bits 4", "quant"),
         ("--task_type embedding", "task"),
         ("--sequence_parallel_size 4", "parallel"),
-        ("--target_regex .*q_proj", "target_modules"),
     ],
 )
 def test_what_is_not_predicted_is_refused_by_name(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from whichlora.errors import ConfigError
@@ -93,9 +95,46 @@ def test_a_module_of_another_type_of_model_has_no_match(name: str, wrong: str, r
         resolve_targets(spec, (wrong,))
 
 
-def test_a_module_that_is_not_known_is_refused() -> None:
+def test_a_module_that_is_not_known_is_refused_of_types_whose_paths_are_not() -> None:
+    unknown = replace(model(), model_type="new_type")
     with pytest.raises(ConfigError, match="whether foo is around q_proj is not known; give 'q_pr"):
-        resolve_targets(model(), ("foo.q_proj", "v_proj"))
+        resolve_targets(unknown, ("foo.q_proj", "v_proj"))
+    assert resolve_targets(model(), ("foo.q_proj", "v_proj")) == ("v_proj",)
+    with pytest.raises(ConfigError, match="names of a new_type are not known"):
+        resolve_targets(unknown, (r"re:.*q_proj",))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        (r".*\.(q_proj|v_proj)", ("q_proj", "v_proj")),
+        (r"model\.layers\.\d+\.mlp\..*", ("down_proj", "gate_proj", "up_proj")),
+        (r"(?!.*vision).*self_attn\.(q|k|v|o)_proj$", ("k_proj", "o_proj", "q_proj", "v_proj")),
+    ],
+)
+def test_a_pattern_is_of_whole_names(pattern: str, names: tuple[str, ...]) -> None:
+    assert resolve_targets(model(), (f"re:{pattern}",)) == names
+    assert unmatched_targets(model(), (f"re:{pattern}",)) == ()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "complaint"),
+    [
+        (r".*\.layers\.[01]\..*q_proj", r"is a part of the layers called 'q_proj'"),
+        (r".*", "asks for an adapter of 'lm_head', which is not predicted"),
+        (r"q_proj", "is no linear layer"),  # of a whole name
+        (r"(.*)*q_proj", "a pattern that repeats a group"),
+        (r".*(q_proj", "is no pattern"),
+    ],
+)
+def test_what_a_pattern_can_not_mean_is_refused(pattern: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        resolve_targets(model(), (f"re:{pattern}",))
+
+
+def test_the_head_of_an_encoder_is_not_passed_over() -> None:
+    with pytest.raises(ConfigError, match="an adapter of 'decoder' is not predicted"):
+        resolve_targets(model("google-bert/bert-base-uncased"), ("query", "decoder"))
 
 
 def test_modules_of_recurrent_layers_are_around_their_matrices() -> None:

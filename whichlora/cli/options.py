@@ -126,6 +126,8 @@ def words(setting: str, accepted: tuple[str, ...] | None = None) -> Callable[...
 
     def split(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
         names = [word.strip() for word in value.split(",")]
+        if setting == "target-modules" and value.startswith("re:"):
+            return [value]  # a pattern, which may have commas
         for word in names:
             if not word:
                 shown = setting if setting == "model" else f"--{setting}"  # an argument

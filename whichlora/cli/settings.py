@@ -73,8 +73,8 @@ _SETTINGS = (
         "--target-modules",
         default=specs.ALL_LINEAR,
         show_default=True,
-        help="Layers that get an adapter: names with commas, all-linear, attention, or default, "
-        "which are PEFT's own.",
+        help="Layers that get an adapter: names with commas, all-linear, attention, default, "
+        "which are PEFT's own, or re: and a pattern of whole names.",
         callback=words("target-modules"),
     ),
     click.option(

@@ -14,10 +14,11 @@ from whichlora.imports.python_values import Unread
 from whichlora.methods import list_methods
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, OPTIMIZER_NAMES, RunConfig
+from whichlora.spec.targets import PATTERN
 
 _SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _COMPUTED = "is computed, which is not read"
-_PATTERN = set("*+?()[]{}|^$\\")
+_NAMES = re.compile(r"[\w.,\s-]*")
 _PLAIN = RunConfig(model="")
 
 
@@ -418,13 +419,22 @@ def targets(keys: Keys, name: str, *, default: tuple[str, ...]) -> tuple[str, ..
     Args:
         default: what PEFT takes where there are none.
     """
-    names = keys.names(name)
+    names = names_or_pattern(keys, name)
     if not names:
         keys.assume(name, f"is missing; assumed: {', '.join(default)}, as PEFT has it")
         return default
-    if any(set(each) & _PATTERN for each in names):
-        keys.refuse("target_modules", name, "a pattern of names is not read")
     return (ALL_LINEAR,) if names == ("all_linear",) else names
+
+
+def names_or_pattern(keys: Keys, name: str) -> tuple[str, ...]:
+    """A list of names, or one text: a name, or a pattern as PEFT takes it."""
+    text = keys.raw(name)
+    if isinstance(text, str) and not _NAMES.fullmatch(text):
+        return (PATTERN + text,)
+    names = keys.names(name)
+    if any(not _NAMES.fullmatch(each) for each in names):
+        keys.refuse("target_modules", name, "a list of patterns: PEFT takes one text of them")
+    return names
 
 
 def optimizer(keys: Keys, name: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.imports.base import Keys
+from whichlora.imports.base import Keys, names_or_pattern
 from whichlora.methods import list_methods
 from whichlora.methods.base import Method
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB
@@ -52,7 +52,7 @@ def _settings(keys: Keys, name: str, methods: list[Method], quant: str) -> dict[
     if any(keys.refuse_unread("method", f"{name}.{field}") for field in keys.under(name)):
         return {"method": methods[0].name, "target_modules": (ALL_LINEAR,)}
     values = {field: keys.raw(f"{name}.{field}") for field in keys.under(name)}
-    targets = keys.names(f"{name}.target_modules")
+    targets = names_or_pattern(keys, f"{name}.target_modules")
     read = []
     for method in methods:
         config = type(name, (_Config,), {})(

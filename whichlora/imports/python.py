@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from whichlora.imports.base import Keys, Launch, Tool, method_settings
+from whichlora.imports.base import Keys, Launch, Tool, method_settings, names_or_pattern
 from whichlora.imports.peft_configs import other_adapter
 from whichlora.imports.python_calls import BI_ENCODER, is_trainer
 from whichlora.imports.trainer import (
@@ -44,7 +43,6 @@ IDLE = (
     *("length", "max_seq_length", "completion_only_loss", "assistant_only_loss", "use_cpu"),
     *("chat_template_path", "eos_token", "pad_token", "shuffle_dataset"),
 )
-_LAYER = re.compile(r"[\w.-]+")
 _WIDE = "float32"
 _THRESHOLD = "BitsAndBytesConfig.llm_int8_threshold"
 _KBIT = "prepare_model_for_kbit_training"
@@ -197,9 +195,7 @@ def adapter_settings(
     settings["use_rslora"] = keys.flag(f"{call}.use_rslora")
     settings["modules_to_save"] = keys.names(f"{call}.modules_to_save")
     chosen, switch = f"{call}.target_modules", f"{call}.use_dora"
-    named = () if keys.refuse_unread("target_modules", chosen) else keys.names(chosen)
-    if any(not _LAYER.fullmatch(name) for name in named):
-        keys.refuse("target_modules", chosen, "a pattern of names is not read")
+    named = () if keys.refuse_unread("target_modules", chosen) else names_or_pattern(keys, chosen)
     dora = not keys.refuse_unread("method", switch) and keys.flag(switch)
     return settings | method_settings(quant, adapts=True, use_dora=dora, targets=named or targets)
 

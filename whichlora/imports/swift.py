@@ -24,6 +24,7 @@ from whichlora.imports.trainer import (
 )
 from whichlora.imports.trl import FULL_ROWS
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB
+from whichlora.spec.targets import PATTERN
 from whichlora.trainers import get_trainer
 
 _LENGTH = 2048  # assumed where a command names none
@@ -185,10 +186,11 @@ def _adapter(keys: Keys, quant: str) -> dict[str, Any]:
         keys.refuse("modules_to_save", "modules_to_save", "name the modules that are trained whole")
     if keys.raw("lora_dtype") is not None:
         settings["adapter_dtype"] = dtype(keys, "lora_dtype", default="float32")
-    for name in ("target_regex", "target_parameters"):
-        if name in keys:
-            keys.refuse("target_modules", name, "a pattern of names is not read")
+    if "target_parameters" in keys:
+        keys.refuse("target_modules", "target_parameters", "parameters are not read")
     names = targets(keys, "target_modules", default=(ALL_LINEAR,)) if _names(keys) else ()
+    if "target_regex" in keys:
+        names = (PATTERN + keys.word("target_regex"),)
     dora = keys.flag("use_dora")
     return settings | method_settings(
         quant, adapts=True, use_dora=dora, targets=names or (ALL_LINEAR,)

@@ -45,6 +45,7 @@ from whichlora.spec.run import (
     RunConfig,
 )
 from whichlora.spec.targets import (
+    PATTERN,
     adapted_linears,
     asked_names,
     check_saved_modules,
@@ -243,6 +244,8 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
             targets = method.find_targets(model, run.target_modules)
         else:
             targets = resolve_targets(model, run.target_modules, modules_only=modules_only)
+            if any(target.startswith(PATTERN) for target in run.target_modules):
+                run = replace(run, target_modules=targets)  # which a library is told
         check_saved_modules(model, run.modules_to_save)
         _check_adapted(model, run, method, targets)
     dtypes = _dtypes_of(model, run, gpu, method, trainer)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 from whichlora.errors import ConfigError
 from whichlora.spec.architecture import Layer, Linear, ModelSpec
+from whichlora.spec.module_paths import LINEAR_PATHS
 from whichlora.spec.run import ALL_LINEAR, ATTENTION, DEFAULT_TARGETS
 
 # What PEFT adapts of each type of model where nobody names layers.
@@ -42,7 +45,8 @@ def resolve_targets(
 
     "all-linear" is every matrix that PEFT adapts, the output head left out; "attention" is the
     projections of the attention blocks; "default" is what PEFT adapts where nobody names any.
-    Names that no layer has are passed over beside others, as PEFT does (`unmatched_targets`).
+    Names that no layer has are passed over beside others, as PEFT does (`unmatched_targets`). A
+    pattern of whole names begins with "re:".
 
     Args:
         modules_only: bare parameters, such as those of experts, can get no adapter.
@@ -63,10 +67,12 @@ def resolve_targets(
             names |= candidates.keys()
         elif target == ATTENTION:
             names |= _of_attention(model)
+        elif target.startswith(PATTERN):
+            names |= _of_pattern(model, target.removeprefix(PATTERN), candidates)
         elif found := _named(model, target, candidates):
             _check_parts(target, found, target_modules)
             names.add(found.name)
-        elif target in _outside(model):
+        elif target in _outside(model) or _is_elsewhere(model, target, candidates):
             raise ConfigError(
                 f"target_modules: an adapter of {target!r} is not predicted; leave it out, or "
                 "train it as a whole with modules_to_save"
@@ -84,6 +90,12 @@ def resolve_targets(
     return tuple(sorted(names))
 
 
+def _is_elsewhere(model: ModelSpec, target: str, candidates: Mapping[str, Linear]) -> bool:
+    """Whether `target` is a linear module of that type of model, and none that is predicted."""
+    paths = (path for path in _paths(model.model_type) if f".{path}".endswith(f".{target}"))
+    return any(path.rpartition(".")[2] not in candidates for path in paths)
+
+
 def unmatched_targets(
     model: ModelSpec, target_modules: tuple[str, ...], *, modules_only: bool = False
 ) -> tuple[str, ...]:
@@ -96,7 +108,9 @@ def unmatched_targets(
     return tuple(
         target
         for target in target_modules
-        if target not in keywords and _named(model, target, candidates) is None
+        if target not in keywords
+        and not target.startswith(PATTERN)
+        and _named(model, target, candidates) is None
     )
 
 
@@ -128,7 +142,7 @@ def _of_attention(model: ModelSpec) -> set[str]:
     }
 
 
-# What is around a matrix in models of transformers.
+# What is around a matrix in models of transformers, of types that `LINEAR_PATHS` lacks.
 _ATTENTION_MODULES = frozenset(
     {"self_attn", "self_attention", "attention", "attn", "self", "attention.self", "linear_attn"}
     | {"encoder_attn", "crossattention", "mamba", "mixer"}
@@ -138,28 +152,75 @@ _MLP_MODULES = frozenset(
     | {"mlp.shared_expert", "mlp.shared_experts"}
 )
 
-# Of them, those that models of a type have; of types that are not here any is taken.
-# Source: transformers 5.23 `models/*/modeling_*.py`.
-_LLAMA = ("self_attn", "mlp")
-_BERT = ("self", "attention.self")
-_SHARED_EXPERT = ("shared_expert", "mlp.shared_expert")
-_SHARED_EXPERTS = ("shared_experts", "mlp.shared_experts")
-_MODULES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama", "mistral", "ministral3", "mixtral", "minimax_m2"), _LLAMA),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "cohere", "cohere2"), _LLAMA),
-    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "phi", "phi3", "phimoe"), _LLAMA),
-    **dict.fromkeys(("glm", "glm4", "granite", "granitemoe", "gpt_oss", "internlm3"), _LLAMA),
-    **dict.fromkeys(("olmo", "olmo2", "olmo3", "olmoe", "nemotron", "seed_oss"), _LLAMA),
-    **dict.fromkeys(("smollm3", "stablelm", "starcoder2"), _LLAMA),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), (*_LLAMA, *_SHARED_EXPERTS)),
-    "qwen2_moe": (*_LLAMA, *_SHARED_EXPERT),
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "deberta-v2"), _BERT),
-    **dict.fromkeys(("gpt2", "gptj", "gpt_bigcode", "modernbert"), ("attn", "mlp")),
-    **dict.fromkeys(("bloom", "falcon"), ("self_attention", "mlp")),
-    "gpt_neox": ("attention", "mlp"),
-    "mpt": ("attn", "ffn"),
-    "distilbert": ("attention", "ffn"),
-}
+PATTERN = "re:"  # how a target begins that PEFT is told as a text: a pattern of whole names
+_MOST_OF_A_PATTERN = 2000
+_REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")  # whose search may take forever
+_NUMBERS = ("0", "1", "2", "7", "10")  # of layers and experts, for which a pattern is asked
+
+
+@cache
+def _paths(model_type: str) -> tuple[str, ...]:
+    """Names of the linear modules of a type, numbers as "{}"; none of a type not known."""
+    paths = []
+    for line in LINEAR_PATHS.get(model_type, ()):
+        parent, _, leaves = line.partition(": ")
+        paths += [f"{parent}.{leaf}".lstrip(".") for leaf in leaves.split()]
+    return tuple(paths)
+
+
+def _numbered(path: str, num_layers: int) -> list[str]:
+    """`path` as the layers have it, of which a few stand for all."""
+    numbers = [number for number in _NUMBERS if int(number) < num_layers]
+    numbers += [str(num_layers - 1)] * (num_layers > 1)
+    if "{}" not in path:
+        return [path]
+    return [path.replace("{}", number, 1).replace("{}", "0") for number in dict.fromkeys(numbers)]
+
+
+def _of_pattern(model: ModelSpec, text: str, candidates: Mapping[str, Linear]) -> set[str]:
+    """Leaf names of the layers whose whole names match a pattern.
+
+    Source: peft 0.21.2 `match_target_against_key`: `re.fullmatch`.
+
+    Raises:
+        ConfigError: a pattern that can't be read, or that means a part of the layers of a name.
+    """
+    pattern = _compiled(text)
+    paths = _paths(model.model_type)
+    if not paths:
+        raise ConfigError(
+            f"target_modules: the names of a {model.model_type} are not known, which {text!r} is "
+            "asked for; name layers"
+        )
+    num_layers = max((group.count for group in model.groups), default=1)
+    places: dict[str, list[bool]] = {}
+    for path in paths:
+        matches = [bool(pattern.fullmatch(each)) for each in _numbered(path, num_layers)]
+        places.setdefault(path.rpartition(".")[2], []).extend(matches)
+    names = {leaf for leaf, matches in places.items() if any(matches)}
+    for leaf in sorted(names):
+        if not all(places[leaf]):
+            raise ConfigError(
+                f"target_modules: {text!r} is a part of the layers called {leaf!r}, which is not "
+                f"predicted; give {leaf!r}, for all of them"
+            )
+        if leaf not in candidates:
+            raise ConfigError(
+                f"target_modules: {text!r} asks for an adapter of {leaf!r}, which is not predicted"
+            )
+    return names
+
+
+def _compiled(text: str) -> re.Pattern[str]:
+    if len(text) > _MOST_OF_A_PATTERN or _REPEATED_GROUP.search(text):
+        raise ConfigError(
+            "target_modules: a pattern that repeats a group, or has more than "
+            f"{_MOST_OF_A_PATTERN} letters, is not read; name layers"
+        )
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ConfigError(f"target_modules: {text!r} is no pattern: {error}") from None
 
 
 def _named(model: ModelSpec, target: str, candidates: Mapping[str, Linear]) -> Linear | None:
@@ -185,8 +246,12 @@ def _named(model: ModelSpec, target: str, candidates: Mapping[str, Linear]) -> L
             f"target_modules: {target!r} is of one layer, which is not predicted; give {leaf!r}, "
             "for every layer"
         )
+    if paths := [path for path in _paths(model.model_type) if path.rpartition(".")[2] == leaf]:
+        ends = [f".{path}".endswith(f".{target}") for path in paths]
+        if any(ends) and not all(ends):
+            _refuse_part(target, leaf)
+        return candidate if all(ends) else None
     around = _ATTENTION_MODULES if leaf in _of_attention(model) else _MLP_MODULES
-    around = around & frozenset(_MODULES.get(model.model_type, around))
     if parent not in around:
         if parent in _ATTENTION_MODULES | _MLP_MODULES:
             return None
@@ -198,11 +263,15 @@ def _named(model: ModelSpec, target: str, candidates: Mapping[str, Linear]) -> L
         sum(linear.name == leaf for linear in layer.linears) for layer, _ in model.layers()
     ] + [sum(linear.name == leaf for linear in tower_linears(model)) * 2]
     if max(places) > 1:
-        raise ConfigError(
-            f"target_modules: {target!r} is a part of the layers called {leaf!r}, which is not "
-            f"predicted; give {leaf!r}, for all of them"
-        )
+        _refuse_part(target, leaf)
     return candidate
+
+
+def _refuse_part(target: str, leaf: str) -> None:
+    raise ConfigError(
+        f"target_modules: {target!r} is a part of the layers called {leaf!r}, which is not "
+        f"predicted; give {leaf!r}, for all of them"
+    )
 
 
 def _check_parts(target: str, linear: Linear, target_modules: tuple[str, ...]) -> None:
