@@ -24,7 +24,7 @@ from whichlora.serving.block_groups import CachedLayers, blocks, cached_layers
 from whichlora.serving.profile_pass import ATTENTION_PASS, EXPERTS_PASS, SAMPLER_PASS
 from whichlora.serving.rank import rank_model, rotary_bytes, slot_bytes
 from whichlora.serving.vllm import SCRIPTED_TYPE_S, WRAPPED_PRODUCT_S, notes, stepping
-from whichlora.serving.vllm_entries import WORKSPACE
+from whichlora.serving.vllm_entries import COMPILED, HOST, WORKSPACE
 from whichlora.serving.vllm_latents import absorbed_bytes
 from whichlora.serving.vllm_memory import (
     captured_sizes,
@@ -809,10 +809,12 @@ def test_each_runner_has_its_own_sampler(model: str, version: str, bits: int) ->
     assert held == 1024 * spec.vocab_size * bits // 8
 
 
-def test_a_gb10_has_the_defaults_of_a_small_card_since_033() -> None:
+def test_a_gb10_has_the_defaults_of_a_small_card() -> None:
+    """NVML tells no total of it: github.com/vllm-project/vllm/pull/57378, logs of 0.13 and 0.18."""
     spark = find_gpu("gb10-128gb")
-    run = replace(RUN, libraries=(("vllm", "0.32.0"),))
-    assert max_num_batched_tokens(served(run, spark)) == 8192
+    for version in ("0.13.0", "0.18.1", "0.32.0"):
+        asked = served(replace(RUN, libraries=(("vllm", version),)), spark)
+        assert (max_num_batched_tokens(asked), max_num_seqs(asked)) == (2048, 256)
     assert max_num_batched_tokens(served(gpu=spark)) == 2048
     assert max_num_batched_tokens(served(gpu=find_gpu("h100-sxm-80gb"))) == 8192
 
@@ -840,6 +842,11 @@ def test_defaults_of_a_card_are_those_of_the_release(
 def test_no_more_sequences_run_than_the_tokens_of_a_step_that_are_asked_for() -> None:
     assert max_num_seqs(served(max_num_batched_tokens=128)) == 128
     assert max_num_seqs(served(max_num_batched_tokens=512)) == 256
+
+
+def test_what_the_host_takes_of_a_shared_memory_counts() -> None:
+    assert HOST in {entry.fact for entry in started(gpu=find_gpu("gb10-128gb")).entries}
+    assert HOST not in {entry.fact for entry in started().entries}
 
 
 @pytest.mark.parametrize(

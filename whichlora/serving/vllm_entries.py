@@ -21,6 +21,24 @@ KERNELS = Fact(
     source="vLLM 0.33.0 utils/mem_utils.py:331 total_consumed; published logs",
     kind="estimate",
 )
+HOST = Fact(
+    part="temporary",
+    what="memory of the host's processes",
+    shape="-",
+    dtype="bytes",
+    why="processor and GPU share one memory, so that what the host takes meanwhile counts as used",
+    source="vLLM 0.13.0 utils/mem_utils.py:86 psutil.virtual_memory().available; published logs",
+    kind="estimate",
+)
+COMPILED = Fact(
+    part="temporary",
+    what="profile pass: what the compiler tries kernels with",
+    shape="-",
+    dtype="bytes",
+    why="the first forward compiles, and tensors of its trials count with the profile's",
+    source="vLLM 0.27.0 on an RTX 3090, with and without enforce_eager; published logs",
+    kind="estimate",
+)
 COMMUNICATOR = Fact(
     part="temporary",
     what="buffers of NCCL",

@@ -47,6 +47,7 @@ from whichlora.serving.vllm_entries import (
     COUNTS,
     EXPANDED,
     GRAPHS,
+    HOST,
     KEPT,
     KERNELS,
     KV_POOL,
@@ -69,6 +70,8 @@ from whichlora.serving.vllm_settings import (
     capability,
     expert_ranks,
     has_newer_runner,
+    has_states,
+    is_unified,
     keeps_prefixes,
     lora_slots,
     max_num_batched_tokens,
@@ -110,6 +113,14 @@ NEWER_LOGIT_BYTES = (
 # Kernels that a first forward loads, and what libraries allocate by themselves. Kind: estimate.
 # Source: nine published logs that state `non_torch_memory` of one GPU, 0.02 to 0.12 GiB; median.
 KERNELS_BYTES = 72 * MiB
+# What the host's processes take between both looks at a memory that they share. Kind: estimate.
+# Source: three published logs of a GB10, whose free memory is that of the system: 0.6 GiB
+# (Nemotron-3-Nano-4B, 0.13.0), 1.3 (Qwen3-30B-A3B, 0.13.0) and 2.1 (Qwen3-0.6B, 0.27.1); median.
+HOST_BYTES = 1300 * MiB
+# What the newer runner's profile has where it compiles. Kind: estimate. Source: logs that state
+# their parts: 1.01 GiB less than eager (Qwen2.5-3B, 0.27.0; no graphs are reserved there), and
+# beyond what is counted 0.3 (Qwen2.5-0.5B, 0.27.1) and 0.8 (Llama-3.1-8B, 0.31.0); median.
+COMPILED_BYTES = 800 * MiB
 # What the driver keeps of one captured graph. Kind: estimate. Source: published logs of 0.67 GiB
 # for 67 sizes of 33 pieces (0.10.2), 0.48 GiB for 51 sizes of 29 pieces (0.26).
 GRAPH_BYTES = 300 * KiB
@@ -350,6 +361,8 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
     entries = [Entry(LORA_SLOTS, slots)] if slots else []
     if not _counts_tensors(served):
         entries.append(Entry(KERNELS, KERNELS_BYTES))
+    if is_unified(served):
+        entries.append(Entry(HOST, HOST_BYTES))
     if ranks * stages > 1 and not _counts_tensors(served):
         buffers = communicator_bytes(stages, served.gpu) + communicator_bytes(ranks, served.gpu)
         buffers -= _connected_bytes(served)

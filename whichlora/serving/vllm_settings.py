@@ -26,6 +26,9 @@ SCALED_MODELS = ("gemma3", "gemma3_text")
 STATED_YARN_SINCE = "0.30"
 LONGER = "rope scaling in --hf-overrides, or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", PACKED)  # config/cache.py CacheDType
+# Compute capabilities of Jetson Orin and Thor and of GB10. Source: `shared_sysmem_device_mem_sms` of
+# vLLM 0.13.0 utils/mem_utils.py:86, 0.19.0 :105; since 0.20.0 `is_integrated_gpu` asks CUDA.
+UNIFIED = ("8.7", "11.0", "12.1")
 CAPPED_SINCE = "0.9"  # before which the default of max_num_seqs is above max_num_batched_tokens
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # config/lora.py, MaxLoRARanks
 # Model types that the newer model runner serves by default since 0.24; other dense models since
@@ -85,17 +88,23 @@ def max_num_batched_tokens(served: Served) -> int:
 
 
 def _is_large(served: Served) -> bool:
-    """Whether a GPU has the defaults of an H100; an A100 of any size has not, nor a GB10 any more.
+    """Whether a GPU has the defaults of an H100; an A100 of any size has not, nor a GB10.
 
-    Kind: exact. Source: vLLM 0.33.0 engine/arg_utils.py:2963-2987, 0.32.0 without `is_gb10`, 0.8.5
-    :1596 with an A100 of 80 GB, 0.8.4 :1669 for the names of H100 and H200 alone.
+    NVML tells no total of a memory that the processor shares, so that it counts as 0.
+    Kind: exact. Source: vLLM 0.33.0 engine/arg_utils.py:2958-2987, 0.8.5 :1596 with an A100 of
+    80 GB, 0.8.4 :1669 for the names of H100 and H200 alone; github.com/vllm-project/vllm/pull/57378
+    (a GB10 has 2,048 and 256), logs of 0.13.0 and 0.18.1.
     """
     gpu, libraries = served.gpu, served.libraries
     if libraries.older("vllm", "0.8.5"):
         return gpu.key.startswith(("h100", "h200"))
-    is_gb10 = gpu.compute_capability == "12.1" and not libraries.older("vllm", "0.33")
     is_a100 = "a100" in gpu.key and not libraries.older("vllm", "0.9")
-    return gpu.memory_bytes >= 70 * GiB and not is_a100 and not is_gb10
+    return gpu.memory_bytes >= 70 * GiB and not is_a100 and not is_unified(served)
+
+
+def is_unified(served: Served) -> bool:
+    """Whether the processor shares the GPU's memory. Kind: exact. Source: `UNIFIED`."""
+    return served.gpu.compute_capability in UNIFIED
 
 
 def older_chunk(served: Served) -> int | None:
@@ -123,7 +132,13 @@ def has_newer_runner(served: Served) -> bool:
     libraries, model = served.libraries, served.model
     if model.model_type in NEWER_RUNNER_FIRST:
         return not libraries.older("vllm", "0.24")
-    return not libraries.older("vllm", "0.29" if model.has_experts else "0.25")
+    is_late = model.has_experts or has_states(served)
+    return not libraries.older("vllm", "0.29" if is_late else "0.25")
+
+
+def has_states(served: Served) -> bool:
+    """Whether some layer has a state in place of keys and values."""
+    return any(not kind.token_elements for kind in cached_layers(served.model))
 
 
 def keeps_prefixes(served: Served) -> bool:
@@ -134,8 +149,7 @@ def keeps_prefixes(served: Served) -> bool:
     `is_prefix_caching_supported`.
     """
     stated = served.options["enable_prefix_caching"]
-    has_states = any(not kind.token_elements for kind in cached_layers(served.model))
-    since = STATES_KEPT_SINCE if has_states else "0.8"
+    since = STATES_KEPT_SINCE if has_states(served) else "0.8"
     return not served.libraries.older("vllm", since) if stated is None else bool(stated)
 
 
