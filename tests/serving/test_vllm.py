@@ -167,9 +167,42 @@ def test_older_releases_take_less_and_leave_graphs_outside() -> None:
     assert taken.budget_bytes == -(-9 * A100.memory_bytes // 10)
     assert taken.outside_bytes > 0
     assert started().outside_bytes == 0
-    assert started(enforce_eager=True).pool.num_bytes - started().pool.num_bytes == graph_bytes(
-        served(), load_model(LLAMA)
-    )
+    run = replace(RUN, model="Qwen/Qwen2.5-7B", libraries=(("vllm", "0.22.0"),))
+    eager, captured = started(run, enforce_eager=True), started(run)
+    graphs = graph_bytes(served(run), load_model(run.model))
+    assert eager.pool.num_bytes - captured.pool.num_bytes == graphs
+
+
+@pytest.mark.parametrize(("version", "reserves"), [("0.23.0", True), ("0.28.0", False)])
+def test_the_newer_runner_reserves_no_graphs_before_029(version: str, reserves: bool) -> None:
+    taken = started(replace(RUN, libraries=(("vllm", version),)))
+    assert (taken.outside_bytes == 0) is reserves
+    assert started().outside_bytes == 0
+
+
+def test_trials_of_the_compiler_count_where_the_newer_runner_compiles() -> None:
+    facts = {entry.fact for entry in started().entries}
+    assert COMPILED in facts
+    assert COMPILED not in {entry.fact for entry in started(enforce_eager=True).entries}
+    older = replace(RUN, libraries=(("vllm", "0.23.0"),))
+    assert COMPILED not in {entry.fact for entry in started(older).entries}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "logged_gib"),
+    [
+        ("Qwen/Qwen2.5-7B", {"max_num_seqs": 128, "max_cudagraph_capture_size": 256}, 0.37),
+        ("Qwen/Qwen2.5-7B", {}, 0.53),
+        ("Qwen/Qwen3.5-9B", {}, 0.78),
+    ],
+)
+def test_graphs_are_about_what_logs_estimate(
+    model: str, options: dict[str, int], logged_gib: float
+) -> None:
+    """Logs of 0.22.0, 0.24.0 and 0.19.0; 35 sizes, and 19 as a whole, in the first."""
+    run = replace(RUN, model=model, libraries=(("vllm", "0.22.0"),))
+    taken = graph_bytes(served(run, find_gpu("l40s-48gb"), **options), load_model(model))
+    assert taken == pytest.approx(logged_gib * GiB, rel=0.08)
 
 
 @pytest.mark.parametrize(("most", "step", "sizes"), [(512, 8, 67), (512, 16, 51), (16, 16, 5)])
@@ -240,7 +273,7 @@ def test_graphs_are_captured_with_adapters_and_without() -> None:
     asked, rank = served(), load_model(LLAMA)
     with_slots = served(enable_lora=True)
     one = graph_bytes(asked, rank)
-    shared = one - 33 * 51 * 300 * 1024
+    shared = one - 33 * 51 * 300 * 1024 - 35 * MiB  # whole steps of up to 256 sequences
     assert graph_bytes(with_slots, rank) == 2 * (one - shared) + shared
     older = replace(RUN, libraries=(("vllm", "0.11.0"),))
     assert graph_bytes(served(older, enable_lora=True), rank) == graph_bytes(served(older), rank)
@@ -819,6 +852,11 @@ def test_a_gb10_has_the_defaults_of_a_small_card() -> None:
     assert max_num_batched_tokens(served(gpu=find_gpu("h100-sxm-80gb"))) == 8192
 
 
+def test_what_the_host_takes_of_a_shared_memory_counts() -> None:
+    assert HOST in {entry.fact for entry in started(gpu=find_gpu("gb10-128gb")).entries}
+    assert HOST not in {entry.fact for entry in started().entries}
+
+
 @pytest.mark.parametrize(
     ("gpu", "version", "seqs", "tokens"),
     [
@@ -842,11 +880,6 @@ def test_defaults_of_a_card_are_those_of_the_release(
 def test_no_more_sequences_run_than_the_tokens_of_a_step_that_are_asked_for() -> None:
     assert max_num_seqs(served(max_num_batched_tokens=128)) == 128
     assert max_num_seqs(served(max_num_batched_tokens=512)) == 256
-
-
-def test_what_the_host_takes_of_a_shared_memory_counts() -> None:
-    assert HOST in {entry.fact for entry in started(gpu=find_gpu("gb10-128gb")).entries}
-    assert HOST not in {entry.fact for entry in started().entries}
 
 
 @pytest.mark.parametrize(

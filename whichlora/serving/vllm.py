@@ -54,6 +54,7 @@ from whichlora.serving.vllm_caches import check as check_cache
 from whichlora.serving.vllm_log import LOG
 from whichlora.serving.vllm_memory import load_of_start, start
 from whichlora.serving.vllm_settings import (
+    CAPTURED,
     COPIES,
     DRAFTS,
     FP8_CACHES,
@@ -596,6 +597,9 @@ ENGINE = Engine(
             since="0.8.2",
         ),
         Option(name="enforce_eager", summary="no CUDA graphs", default=False),
+        Option(
+            name=CAPTURED, summary="tokens of the largest CUDA graph", default=None, since="0.11.1"
+        ),
     ),
     shared_by=RANKS,
     staged_by=STAGES,

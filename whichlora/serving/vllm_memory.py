@@ -44,6 +44,7 @@ from whichlora.serving.stages import (
 )
 from whichlora.serving.vllm_entries import (
     COMMUNICATOR,
+    COMPILED,
     COUNTS,
     EXPANDED,
     GRAPHS,
@@ -56,6 +57,7 @@ from whichlora.serving.vllm_entries import (
 )
 from whichlora.serving.vllm_latents import ABSORBED, absorbed_bytes, as_cached
 from whichlora.serving.vllm_settings import (
+    CAPTURED,
     COPIES,
     DRAFTS,
     LOADED_AS_NF4,
@@ -124,6 +126,12 @@ COMPILED_BYTES = 800 * MiB
 # What the driver keeps of one captured graph. Kind: estimate. Source: published logs of 0.67 GiB
 # for 67 sizes of 33 pieces (0.10.2), 0.48 GiB for 51 sizes of 29 pieces (0.26).
 GRAPH_BYTES = 300 * KiB
+# Of a graph of a whole step; and of the first one, where layers have a state. Kind: exact for the
+# estimate that is reserved, whose least that is; estimate: logs of 0.36 GiB for one size of
+# Qwen3.6-35B-A3B (0.20.0), and of 0.78 for 51 of Qwen3.5-9B (0.19.0), of which 0.25 and 0.23 more.
+# Source: vLLM 0.20.0 v1/worker/gpu_model_runner.py:6010 `per_graph`.
+WHOLE_GRAPH_BYTES, STATES_GRAPH_BYTES = MiB, 250 * MiB
+WHOLE_GRAPHS_SINCE = "0.11"  # before which the default captures pieces alone
 # Since when experts share a workspace that is never freed. Source: the storage's method in
 # model_executor/layers of 0.13.0, 0.14.0, 0.20.0 and 0.25.0: whether it calls the modular kernel.
 KEPT_EXPERTS_SINCE: dict[str, str] = {
@@ -188,7 +196,7 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
     entries += _resident(served, stage)
     entries += _profiled(served, rank)
     graphs = Entry(GRAPHS, graph_bytes(served, rank))
-    reserves_graphs = not served.libraries.older("vllm", "0.20")
+    reserves_graphs = _reserves_graphs(served)
     entries += [graphs] if reserves_graphs else []
     budget = math.ceil(served.gpu.memory_bytes * utilization(served))
     missed = _missed_bytes(served, entries)
@@ -222,6 +230,17 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
         copies=served.count(COPIES) or 1,
         untimed=_untimed(served),
     )
+
+
+def _reserves_graphs(served: Served) -> bool:
+    """Whether graphs are estimated, and taken off before blocks are counted: since 0.20.
+
+    The newer runner estimates none before 0.29. Kind: exact.
+    Source: `VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS` of envs.py, off in 0.19.0 and on in 0.20.0;
+    `profile_cudagraph_memory` of v1/worker/gpu/model_runner.py, which returns 0 in 0.24.0 to 0.28.0.
+    """
+    since = "0.29" if has_newer_runner(served) else "0.20"
+    return not served.libraries.older("vllm", since)
 
 
 def _untimed(served: Served) -> str:
@@ -411,6 +430,8 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
         ]
     if served.dtypes.quant in FOUR_BIT_BNB:
         forward.append(Entry(EXPANDED, expanded_bytes(rank, element_bytes)))
+    if has_newer_runner(served) and not served.options["enforce_eager"]:
+        forward.append(Entry(COMPILED, COMPILED_BYTES))
     larger = max(forward, [*sampler], key=lambda part: sum(entry.num_bytes for entry in part))
     return [*larger, *kept, workspace]
 
@@ -460,19 +481,27 @@ def expanded_bytes(rank: ModelSpec, element_bytes: int) -> int:
 def graph_bytes(served: Served, rank: ModelSpec) -> int:
     """CUDA graphs: one for each piece between two attentions and each size of a batch.
 
-    They share a pool that holds one layer's forward over the largest batch.
+    They share a pool that holds one layer's forward over the largest batch. Steps of answers
+    alone have a graph as a whole, too.
     Kind: estimate. Source: vLLM 0.33.0 config/vllm.py:2452-2590; `GRAPH_BYTES`.
     """
     if served.options["enforce_eager"]:
         return 0
-    most = min(2 * max_num_seqs(served), MOST_CAPTURED_TOKENS, max_num_batched_tokens(served))
-    sizes = captured_sizes(most, step_beyond=8 if served.libraries.older("vllm", "0.15") else 16)
-    if lora_slots(served)[0] and not served.libraries.older("vllm", "0.15"):
+    libraries, running = served.libraries, max_num_seqs(served)
+    most = served.count(CAPTURED) or min(2 * running, MOST_CAPTURED_TOKENS)
+    most = min(most, max_num_batched_tokens(served))
+    step = 8 if libraries.older("vllm", "0.15") else 16
+    sizes = captured_sizes(most, step_beyond=step)
+    whole = captured_sizes(min(most, running), step_beyond=step)
+    if lora_slots(served)[0] and not libraries.older("vllm", "0.15"):
         sizes *= 2  # with adapters and without; v1/cudagraph_dispatcher.py:110 _get_lora_cases
+        whole *= 2
     pieces = rank.num_hidden_layers + 1
     layer = layer_entry(rank, tokens=most, element_bytes=served.dtypes.compute_bytes)
-    shared: int = layer.num_bytes
-    return shared + pieces * sizes * GRAPH_BYTES
+    shared: int = layer.num_bytes + has_states(served) * STATES_GRAPH_BYTES
+    if libraries.older("vllm", WHOLE_GRAPHS_SINCE):
+        whole = 0
+    return shared + pieces * sizes * GRAPH_BYTES + whole * WHOLE_GRAPH_BYTES
 
 
 def captured_sizes(most: int, *, step_beyond: int = 16) -> int:

@@ -11,6 +11,7 @@ from whichlora.units import GiB
 RANKS, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
 COPIES, WHOLE_EXPERTS = "data_parallel_size", "enable_expert_parallel"
 REDUNDANT, DRAFTS = "num_redundant_experts", "speculative_config"
+CAPTURED = "max_cudagraph_capture_size"
 # Layers with a state share the pool of the V1 engine. Prefixes are kept of them in 0.28.0, and are
 # not in 0.25.0. config/model.py.
 STATES_SINCE, STATES_KEPT_SINCE = "0.11", "0.28"
@@ -127,7 +128,7 @@ def has_newer_runner(served: Served) -> bool:
     """Whether the newer model runner is the default, which counts tokens of every sequence.
 
     Kind: exact, but for Qwen3, Llama and Mistral in 16 bit under 0.22 and 0.23.
-    Source: `NEWER_RUNNER_FIRST`.
+    Source: `NEWER_RUNNER_FIRST`; `is_hybrid` in that function of 0.25.1, and 0.27.1.
     """
     libraries, model = served.libraries, served.model
     if model.model_type in NEWER_RUNNER_FIRST:
