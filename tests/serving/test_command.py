@@ -52,21 +52,25 @@ def test_prefix_caching_is_turned_off_where_the_run_says_so() -> None:
     assert command(enable_prefix_caching=False).endswith(" --no-enable-prefix-caching")
 
 
-def test_an_older_vllm_leaves_a_tower_out_by_a_limit_on_images() -> None:
-    run = replace(RUN, model="Qwen/Qwen2.5-VL-7B-Instruct", libraries=(("vllm", "0.11.0"),))
-    assert command(run).endswith(""" --limit-mm-per-prompt '{"image": 0, "video": 0}'""")
-
-
-def test_vllm_serves_the_texts_of_a_model_that_sees_without_its_tower() -> None:
+def test_vllm_serves_the_texts_of_a_model_that_sees_without_its_tower_where_asked() -> None:
     sees, reads = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen2.5-7B"
-    assert command(replace(RUN, model=sees)).endswith(" --language-model-only")
-    assert "--language-model-only" not in command(replace(RUN, model=sees, serving="sglang"))
-    texts = [
-        predict(load_model(name), replace(RUN, model=name), A100, load_calibration(A100))
-        for name in (sees, reads)
+    texts_alone = replace(RUN, model=sees, serving_options=(("language_model_only", True),))
+    assert " --language-model-only" in command(replace(RUN, model=sees), language_model_only=True)
+    assert "--language-model-only" not in command(replace(RUN, model=sees))
+    weights = [
+        predict(load_model(run.model), run, A100, load_calibration(A100)).memory.breakdown[
+            "weights"
+        ]
+        for run in (texts_alone, replace(RUN, model=reads), replace(RUN, model=sees))
     ]
-    weights = [text.memory.breakdown["weights"] for text in texts]
     assert weights[0] == pytest.approx(weights[1], rel=1e-4)  # positions differ
+    assert weights[2] - weights[0] == 2 * 676_550_144
+
+
+def test_a_limit_of_no_images_is_in_the_command_as_it_was_asked() -> None:
+    limits = '{"image": 0, "video": 0}'
+    run = replace(RUN, model="Qwen/Qwen2.5-VL-7B-Instruct")
+    assert f"--limit-mm-per-prompt '{limits}'" in command(run, limit_mm_per_prompt=limits)
 
 
 @pytest.mark.parametrize(

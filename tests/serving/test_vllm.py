@@ -724,9 +724,12 @@ def test_a_release_that_always_loads_the_tower_is_refused(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen2.5-VL-7B-Instruct", "google/gemma-3-4b-pt"])
-def test_that_a_tower_is_left_out_is_told(model: str) -> None:
+def test_that_a_tower_is_loaded_is_told(model: str) -> None:
     asked = served(replace(RUN, model=model))
-    assert any("--language-model-only: without it" in note for note in notes(asked, start(asked)))
+    told = notes(asked, start(asked))
+    assert any("--language-model-only leaves it out" in note for note in told)
+    alone = served(replace(RUN, model=model), language_model_only=True)
+    assert any("started for texts alone" in note for note in notes(alone, start(alone)))
 
 
 @pytest.mark.parametrize(
@@ -741,7 +744,9 @@ def test_that_a_tower_is_left_out_is_told(model: str) -> None:
     ],
 )
 def test_a_tower_is_left_on_the_disk(model: str, text_params: int) -> None:
-    assert served(replace(RUN, model=model)).model.loaded_params == text_params
+    asked, spec = replace(RUN, model=model), load_model(model)
+    assert served(asked, language_model_only=True).model.loaded_params == text_params
+    assert served(asked).model.loaded_params == spec.num_params
 
 
 def test_a_context_beyond_the_positions_leaves_the_pool_as_it_is() -> None:

@@ -42,12 +42,7 @@ def with_images(model: ModelSpec, run: RunConfig, trainer: Trainer) -> ModelSpec
     if tower is not None:
         _check_medium(model, tower, run)
     if not (run.images or run.audios):
-        in_tower = any(linear.reads == "tower" for linear in model.idle_linears)
-        # families that describe no blocks name its inputs so; SigLIP's blocks name their own
-        has_tower = in_tower or (tower is not None and bool(model.idle_linears))
-        if run.phase == "inference" and has_tower and not get_engine(run.serving).loads_towers:
-            return _text_alone(model)
-        return replace(model, tower=None) if tower is not None else model
+        return _without_media(model, run)
     if tower is None:
         raise ConfigError(
             f"images: the tower of {model.name} ({model.model_type}) is not predicted; leave "
@@ -108,17 +103,55 @@ def _beside_tower(notes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(note for note in notes if not note.startswith(TEXT_TOWER))
 
 
+def _without_media(model: ModelSpec, run: RunConfig) -> ModelSpec:
+    """`model` whose rows have texts alone, with as much of its tower as is loaded then."""
+    tower = model.tower
+    in_tower = any(linear.reads == "tower" for linear in model.idle_linears)
+    # families that describe no blocks name its inputs so; SigLIP's blocks name their own
+    has_tower = in_tower or (tower is not None and bool(model.idle_linears))
+    if run.phase == "inference":
+        engine = get_engine(run.serving)
+        if engine.starts_tower is not None and (has_tower or model.unloaded_params):
+            starts = engine.starts_tower(run, model)
+            return _with_started_tower(model) if starts else _text_alone(model)
+        if has_tower and not engine.loads_towers:
+            return _text_alone(model)
+    return replace(model, tower=None) if tower is not None else model
+
+
+def _with_started_tower(model: ModelSpec) -> ModelSpec:
+    """`model` with the tower that an engine loads beside the text."""
+    tower, unloaded = model.tower, model.unloaded_params
+    beside = () if tower is None or not unloaded else (*tower.linears, *tower.idle)
+    held = model.idle_params + unloaded
+    hears = tower is not None and tower.hears
+    note = f"{TEXT_TOWER}, and {held:,} parameters of the {_called(hears)}, which is loaded, too"
+    return replace(
+        model,
+        tower=None,
+        started_tower=tower,
+        idle_params=held,
+        idle_linears=(*model.idle_linears, *beside),
+        unloaded_params=0,
+        notes=(*_beside_tower(model.notes), note),
+    )
+
+
+def _called(hears: bool) -> str:
+    return "audio encoder" if hears else "vision tower"
+
+
 def _text_alone(model: ModelSpec) -> ModelSpec:
     """`model` without its tower, which an engine leaves out that serves texts alone."""
     hears = model.tower is not None and model.tower.hears
-    tower = "audio encoder" if hears else "vision tower"
-    note = f"{TEXT_TOWER} alone, without the {model.idle_params:,} parameters of the {tower}"
+    left_out = model.idle_params + model.unloaded_params
+    note = f"{TEXT_TOWER} alone, without the {left_out:,} parameters of the {_called(hears)}"
     return replace(
         model,
         tower=None,
         idle_params=0,
         idle_linears=(),
-        unloaded_params=model.idle_params,
+        unloaded_params=left_out,
         notes=(*_beside_tower(model.notes), note),
     )
 

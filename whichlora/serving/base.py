@@ -439,7 +439,8 @@ class Engine:
         reads_checkpoints: it loads the files of the hub as they are stored.
         stored_forms: of `ENGINE_QUANTS`, those in which it serves weights.
         float16_alone: of `quant`, whose products are float16 alone before a release, that release.
-        loads_towers: whether it loads what sees to serve texts alone.
+        loads_towers: whether adapters of what sees are loaded with those of the text.
+        starts_tower: whether it loads what a model sees with, as a run asks it, to serve texts.
         stepping: how it steps, where `Start.untimed` does not say why not; None where its times are
             not predicted.
         logged_timer: of steps that `Start.untimed` says are not predicted, by logs of the same
@@ -476,6 +477,7 @@ class Engine:
     reads_checkpoints: bool = True
     stored_forms: frozenset[str] = frozenset()
     loads_towers: bool = True
+    starts_tower: Callable[[RunConfig, ModelSpec], bool] | None = None
     float16_alone: Mapping[str, str] = field(default_factory=dict)
     stepping: Callable[[Served], Stepping] | None = None
     logged_timer: Callable[[Served, Sequence[LoggedTimes]], CpuTimer | None] | None = None

@@ -9,7 +9,7 @@ DENSE_RANKS = "divides dense matrices in another way, which is not predicted; le
 REDUNDANT_EXPERTS = "holds experts twice, which is not predicted for this engine; leave it out"
 HOST_WEIGHTS = "keeps weights on the host, which is not predicted; give more gpus or another quant"
 DRAFT = "drafts tokens, which is not predicted; leave it out"
-IMAGES = "is of images, which are not predicted at serving: texts alone are"
+IMAGES = "sets how images are cut, which is not predicted; leave it out"
 CAPTURED_SIZES = "sets which sizes are captured, which is not predicted; leave it out"
 
 # Of several engines. None of them has a say in memory of the GPU or in a step.

@@ -17,6 +17,7 @@ from whichlora.serving.quant_cards import offered_quants
 from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
+from whichlora.spec.run import ENGINE_QUANTS
 from whichlora.spec.words import alternatives
 from whichlora.units import format_bytes
 
@@ -30,6 +31,7 @@ DIVIDED = (
 # Kinds of rotation whose positions in a config are scaled already. Source: vLLM 0.33.0
 # config/model.py:2603.
 SCALED_POSITIONS = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+WHOLE_TOWERS = ("gemma4", "gemma3n")  # each rank has all of it
 # Of a recurrent layer, the matrices that are divided by rows; the others are by columns.
 STATE_ROWS = ("out_proj", "x_proj")
 
@@ -66,6 +68,7 @@ def rank_model(model: ModelSpec, size: int, experts: ExpertRanks | None = None) 
     `FusedMoE` divides the width of every expert.
     """
     model = with_wide_indexers(with_routed_rows(model)).with_attentions(_with_own_values)
+    model = _with_divided_tower(model, size)
     routed = experts or ExpertRanks(width=size)
     if size == routed.width == routed.whole == routed.gathered == 1:
         return model
@@ -77,6 +80,29 @@ def rank_model(model: ModelSpec, size: int, experts: ExpertRanks | None = None) 
         rows = ceil_div(model.head.out_features, routed.gathered)
         model = replace(model, head=replace(model.head, out_features=rows))
     return divided_model(model.with_layers(of_rank), size)
+
+
+def _with_divided_tower(model: ModelSpec, size: int) -> ModelSpec:
+    """`model` whose tower's matrices are divided as the text's are, but those of transformers.
+
+    Kind: exact, but for biases of rows. Source: vLLM 0.33.0 models/qwen3_vl.py
+    `Qwen3_VisionBlock`, siglip.py, clip.py; gemma4_mm.py `AutoModel.from_config`; SGLang 0.5.23
+    srt/layers/attention/vision.py `VisionAttention`.
+    """
+    if size == 1 or model.model_type in WHOLE_TOWERS:
+        return model
+    linears = tuple(
+        replace(linear, out_features=ceil_div(linear.out_features, size))
+        for linear in model.idle_linears
+    )
+    saved = sum(each.num_params for each in model.idle_linears)
+    saved -= sum(each.num_params for each in linears)
+    return replace(
+        model,
+        idle_linears=linears,
+        idle_params=model.idle_params - saved,
+        other_params=model.other_params - saved,
+    )
 
 
 def _with_own_values(attention: Attention) -> Attention:
@@ -256,6 +282,8 @@ def held_entries(
 
     Kind: exact for whole models; under tensor parallelism a vocabulary is padded further.
     """
+    if served.run.quant in ENGINE_QUANTS:  # such files have the tower in 16 bit
+        rank = replace(rank, idle_linears=())
     entries = weight_entries(rank, dtypes or served.dtypes, like=0)
     return [*entries, Entry(ROTARY_TABLES, rotary_bytes(rank, rotary_element_bytes))]
 

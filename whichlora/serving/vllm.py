@@ -82,6 +82,15 @@ from whichlora.serving.vllm_settings import (
 from whichlora.serving.vllm_sparse import PACKED, latent_share
 from whichlora.serving.vllm_sparse import SINCE as SPARSE_SINCE
 from whichlora.serving.vllm_sparse import check as check_sparse
+from whichlora.serving.vllm_towers import (
+    LIMITS,
+    TEXT_OPTION,
+    UNPROFILED,
+    has_tower,
+    starts_tower,
+    tower_notes,
+)
+from whichlora.serving.vllm_towers import check as check_limits
 from whichlora.serving.widths import check_widths
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
@@ -266,12 +275,7 @@ def check(served: Served) -> None:
     check_sparse(served)
     check_cache(served)
     _check_drafts(served)
-    if served.model.unloaded_params and served.libraries.older("vllm", TEXT_ALONE):
-        raise ConfigError(
-            f"serving: {served.release} loads what {served.model.name} sees with and "
-            f"keeps room for its largest image, which is not predicted; give libraries "
-            f"vllm={TEXT_ALONE} or a later release, which can serve its texts alone"
-        )
+    _check_tower(served)
     if run.quant in BNB_QUANTS and not served.libraries.older("vllm", "0.28"):
         raise ConfigError(
             f"serving: {served.release} reads no bitsandbytes weights, got quant "
@@ -291,6 +295,24 @@ def check(served: Served) -> None:
         experts_of=expert_ranks,
         whole=(WHOLE_EXPERTS, True),
     )
+
+
+def _check_tower(served: Served) -> None:
+    """Refuse towers under old releases, and beside a pipeline."""
+    model, stages = served.model, served.count(STAGES) or 1
+    sees = has_tower(model) or bool(model.unloaded_params)
+    if sees and served.libraries.older("vllm", TEXT_ALONE):
+        raise ConfigError(
+            f"serving: {served.release} loads what {model.name} sees with and keeps "
+            f"room for its largest image, which is not predicted before {TEXT_ALONE}; give "
+            f"libraries vllm={TEXT_ALONE} or a later release"
+        )
+    if has_tower(model) and stages > 1:
+        raise ConfigError(
+            f"{STAGES}: not predicted for {model.name} with what it sees with; give "
+            f"{TEXT_OPTION}=true, or 1"
+        )
+    check_limits(served)
 
 
 def _check_experts(served: Served) -> None:
@@ -420,19 +442,13 @@ def _check_adapters(served: Served) -> None:
 
 
 def command(served: Served) -> str:
-    """Source: vLLM 0.33.0 engine/arg_utils.py:977-1000, :1389, :1610; that of older releases.
-
-    Without its flag a model that sees is started with the largest images and videos, which leave
-    far less for keys and values: 5.3 GiB instead of 25.1 (github.com/vllm-project/vllm/pull/25631).
-    """
+    """Source: vLLM 0.33.0 engine/arg_utils.py:977-1000, :1389, :1610; that of older releases."""
     quant, flags, older = served.run.quant, list[str](), served.libraries.older
     if quant in LOADED_AS_NF4:
         flags.append("--quantization bitsandbytes")
         flags += ["--load-format bitsandbytes"] if older("vllm", LOADER_SINCE) else []
     elif quant in BNB_QUANTS:  # files of which kind, only the directory says
         return ""
-    if served.model.unloaded_params:
-        flags.append(_without_tower(served))
     if served.options["enable_prefix_caching"] is False and not older("vllm", "0.8"):
         flags.append("--no-enable-prefix-caching")
     if served.targets:
@@ -458,16 +474,6 @@ def _server(served: Served) -> str:
     return OLDER_SERVER if served.libraries.older("vllm", SERVE_SINCE) else "vllm serve"
 
 
-def _without_tower(served: Served) -> str:
-    """The flag that leaves out what a model sees with.
-
-    Source: github.com/vllm-project/vllm/pull/22299 (0.10.1), pull/34120 (2026-02-09).
-    """
-    if served.libraries.older("vllm", "0.17"):
-        return """--limit-mm-per-prompt '{"image": 0, "video": 0}'"""
-    return "--language-model-only"
-
-
 def notes(served: Served, start: Start) -> tuple[str, ...]:
     """What a user must know."""
     lines = [
@@ -491,11 +497,7 @@ def notes(served: Served, start: Start) -> tuple[str, ...]:
             "experts in mxfp4 have Triton's kernels; without the package triton_kernels vllm takes "
             "Marlin's, whose layout is larger"
         )
-    if served.model.unloaded_params:
-        lines.append(
-            f"started with {_without_tower(served)}: without it vllm loads the tower, keeps room "
-            "for the largest image and video, and has a far smaller pool"
-        )
+    lines += tower_notes(served)
     if start.longest_context is None:
         lines += positions_note(served, f"vllm may not start without {LONGER}")
     lines += stage_notes(start, stage_layers(served), STAGES)
@@ -600,6 +602,22 @@ ENGINE = Engine(
         Option(
             name=CAPTURED, summary="tokens of the largest CUDA graph", default=None, since="0.11.1"
         ),
+        Option(
+            name=TEXT_OPTION, summary="leaves out what sees and hears", default=False, since="0.17"
+        ),
+        Option(
+            name=LIMITS,
+            summary='items of a prompt: {"image": 0, "video": 0} leaves the tower out',
+            default=None,
+            kind=str,
+            since="0.4.1",
+        ),
+        Option(
+            name=UNPROFILED,
+            summary="keeps no room for the largest image",
+            default=False,
+            since="0.11",
+        ),
     ),
     shared_by=RANKS,
     staged_by=STAGES,
@@ -609,6 +627,7 @@ ENGINE = Engine(
     load_of_start=load_of_start,
     stored_forms=ENGINE_QUANTS,
     loads_towers=False,
+    starts_tower=starts_tower,
     float16_alone={
         quant: forms[1][0] for quant, forms in QUANT_DTYPES.items() if forms[0][1] == (FLOAT16,)
     },
@@ -628,7 +647,7 @@ ENGINE = Engine(
     | dict.fromkeys(("distributed_executor_backend", "enable_auto_tool_choice"), NO_NUMBER)
     | dict.fromkeys(("all2all_backend",), ALL_TO_ALL)
     | dict.fromkeys(("speculative_model", "num_speculative_tokens"), DRAFT)
-    | dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "language_model_only"), IMAGES)
+    | {"mm_processor_kwargs": IMAGES}
     | dict.fromkeys(("compilation_config", "cudagraph_capture_sizes"), CAPTURED_SIZES)
     | {"enable_chunked_prefill": "cuts prompts into steps; give their max_num_batched_tokens"}
     | {"cpu_offload_gb": HOST_WEIGHTS},

@@ -87,6 +87,7 @@ from whichlora.serving.vllm_sparse import (
     SCORES_BYTES,
     buffer_entries,
 )
+from whichlora.serving.vllm_towers import tower_entries
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
@@ -237,7 +238,7 @@ def _reserves_graphs(served: Served) -> bool:
 
     The newer runner estimates none before 0.29. Kind: exact.
     Source: `VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS` of envs.py, off in 0.19.0 and on in 0.20.0;
-    `profile_cudagraph_memory` of v1/worker/gpu/model_runner.py, which returns 0 in 0.24.0 to 0.28.0.
+    `profile_cudagraph_memory` of v1/worker/gpu/model_runner.py, which returns 0 up to 0.28.0.
     """
     since = "0.29" if has_newer_runner(served) else "0.20"
     return not served.libraries.older("vllm", since)
@@ -432,8 +433,14 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
         forward.append(Entry(EXPANDED, expanded_bytes(rank, element_bytes)))
     if has_newer_runner(served) and not served.options["enforce_eager"]:
         forward.append(Entry(COMPILED, COMPILED_BYTES))
-    larger = max(forward, [*sampler], key=lambda part: sum(entry.num_bytes for entry in part))
-    return [*larger, *kept, workspace]
+    held, running, always = tower_entries(served)
+    larger = max(forward, [*sampler], key=_bytes_of)
+    larger = max([*larger, *held], running, key=_bytes_of)
+    return [*larger, *always, *kept, workspace]
+
+
+def _bytes_of(entries: list[Entry]) -> int:
+    return sum(entry.num_bytes for entry in entries)
 
 
 def experts_are_kept(served: Served) -> bool:

@@ -27,7 +27,7 @@ SCALED_MODELS = ("gemma3", "gemma3_text")
 STATED_YARN_SINCE = "0.30"
 LONGER = "rope scaling in --hf-overrides, or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", PACKED)  # config/cache.py CacheDType
-# Compute capabilities of Jetson Orin and Thor and of GB10. Source: `shared_sysmem_device_mem_sms` of
+# Compute capabilities of Jetson Orin and Thor and of GB10. Source: `shared_sysmem_device_mem_sms`,
 # vLLM 0.13.0 utils/mem_utils.py:86, 0.19.0 :105; since 0.20.0 `is_integrated_gpu` asks CUDA.
 UNIFIED = ("8.7", "11.0", "12.1")
 CAPPED_SINCE = "0.9"  # before which the default of max_num_seqs is above max_num_batched_tokens

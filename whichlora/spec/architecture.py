@@ -1144,6 +1144,7 @@ class ModelSpec:
         for_images: the model as rows with images pass it, where it has other layers then.
         unloaded_params: those among them that `AutoModelForCausalLM` leaves on the disk.
         tower: what turns images into vectors, where the family describes its blocks.
+        started_tower: so it does for an engine that starts with it, whose requests are texts.
         buffer_bytes: what modules keep beside parameters (a causal mask per attention).
         max_position_embeddings: of two stacks, positions that both have; max_prompt_positions:
             those of an encoder that has more (LED).
@@ -1195,6 +1196,7 @@ class ModelSpec:
     for_images: ModelSpec | None = None
     unloaded_params: int = 0
     tower: Tower | None = None
+    started_tower: Tower | None = None
     buffer_bytes: int = 0
     embedding_dropouts: tuple[int, ...] = ()
     final_dropouts: tuple[int, ...] = ()

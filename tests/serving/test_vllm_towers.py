@@ -1,0 +1,155 @@
+"""What vLLM takes for images beside the text, against what its logs state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from whichlora.errors import ConfigError
+from whichlora.predict.resolve import resolve
+from whichlora.serving.base import Served
+from whichlora.serving.vllm_memory import start
+from whichlora.serving.vllm_towers import (
+    TOWER_INPUTS,
+    TOWER_PASS,
+    block_width,
+    profiled,
+    tower_entries,
+)
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import RunConfig
+from whichlora.store.gpus import find_gpu
+from whichlora.store.hub import load_model
+from whichlora.units import GiB
+
+QWEN = "Qwen/Qwen3.5-9B"
+
+
+def served(
+    model: str, version: str = "0.19.0", context: int = 8192, gpu: str = "", **options: object
+) -> Served:
+    card: GpuSpec = find_gpu(gpu or "l40s-48gb")
+    run = RunConfig(
+        model=model,
+        phase="inference",
+        serving="vllm",
+        context=context,
+        libraries=(("vllm", version),),
+        serving_options=tuple(sorted(options.items())),  # type: ignore[arg-type]
+    )
+    return resolve(load_model(model), run, card).served
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "context", "tokens", "count", "medium", "of_each"),
+    [
+        (QWEN, "0.18.1", 262_144, 2048, 1, "image", 16_384),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "0.23.0", 128_000, 2048, 1, "video", 114_688),
+        ("google/gemma-4-E4B", "0.22.1", 32_768, 2048, 1, "video", 2496),
+        ("google/gemma-4-31B", "0.26.0", 16_384, 8192, 3, "video", 2496),
+        ("llava-hf/llava-v1.6-mistral-7b-hf", "0.10.2", 4096, 16_384, 5, "image", 2928),
+    ],
+)
+def test_the_budget_of_the_encoder_is_that_of_published_logs(
+    model: str, version: str, context: int, tokens: int, count: int, medium: str, of_each: int
+) -> None:
+    """Lines "Encoder cache will be initialized with a budget of …" of these releases."""
+    gpu = "b200-180gb" if "31B" in model else "h100-sxm-80gb"
+    found = profiled(served(model, version, context, gpu, max_num_batched_tokens=tokens))
+    assert found is not None
+    item = found[1]
+    assert (found[0], item.medium, item.tokens) == (count, medium, of_each)
+
+
+def test_a_qwen_video_is_as_long_as_the_context() -> None:
+    found = profiled(served("Qwen/Qwen2.5-VL-7B-Instruct", context=32_768))
+    assert found is not None
+    assert found[1].tokens == 2 * 16_384
+
+
+def test_a_limit_of_no_video_leaves_the_largest_image() -> None:
+    asked = served(
+        "Qwen/Qwen2.5-VL-7B-Instruct", context=65_536, limit_mm_per_prompt='{"video": 0}'
+    )
+    found = profiled(asked)
+    assert found is not None
+    assert (found[1].medium, found[1].tokens) == ("image", 16_384)
+
+
+def test_the_tower_of_qwen35_is_counted_as_published() -> None:
+    """0.19.0 on an L40S: weights of 17.66 GiB, and a pool of 20.27."""
+    card = replace(find_gpu("l40s-48gb"), memory_bytes=round(44.4 * GiB))
+    options = (("enable_prefix_caching", False), ("max_num_batched_tokens", 8192))
+    run = RunConfig(
+        model=QWEN,
+        phase="inference",
+        serving="vllm",
+        context=262_144,
+        libraries=(("vllm", "0.19.0"),),
+        serving_options=options,
+    )
+    taken = start(resolve(load_model(QWEN), run, card).served)
+    weights = sum(entry.num_bytes for entry in taken.entries if entry.part == "weights")
+    assert weights == pytest.approx(17.66 * GiB, rel=0.01)
+    assert taken.pool.num_bytes == pytest.approx(20.27 * GiB, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (QWEN, {"language_model_only": True}),
+        (QWEN, {"limit_mm_per_prompt": '{"image": 0, "video": 0}'}),
+        ("google/gemma-3-4b-pt", {"limit_mm_per_prompt": '{"image": 0}'}),
+    ],
+)
+def test_a_model_that_is_asked_for_texts_alone_has_no_tower(
+    model: str, options: dict[str, object]
+) -> None:
+    asked = served(model, **options)
+    assert asked.model.started_tower is None
+    assert asked.model.unloaded_params
+    assert tower_entries(asked) == ([], [], [])
+
+
+def test_a_tower_that_is_not_profiled_is_loaded() -> None:
+    asked = served(QWEN, skip_mm_profiling=True)
+    held, running, always = tower_entries(asked)
+    assert not held
+    assert not running
+    assert [entry.fact for entry in always] == [TOWER_INPUTS]
+    assert asked.model.started_tower is not None
+
+
+def test_ranks_share_the_matrices_of_a_tower() -> None:
+    whole, half = (
+        sum(
+            entry.num_bytes
+            for entry in start(served(QWEN, tensor_parallel_size=ranks)).entries
+            if entry.fact.what == "other weights"
+        )
+        for ranks in (1, 2)
+    )
+    assert half == pytest.approx(whole / 2, rel=0.02)
+
+
+def test_a_tower_beside_a_pipeline_is_refused() -> None:
+    with pytest.raises(ConfigError, match="language_model_only=true"):
+        served(QWEN, pipeline_parallel_size=2)
+    assert served(QWEN, pipeline_parallel_size=2, language_model_only=True)
+
+
+def test_limits_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="limit_mm_per_prompt: 'none' is not read"):
+        served(QWEN, limit_mm_per_prompt="none")
+
+
+def test_blocks_of_a_gated_tower_hold_more_than_plain_ones() -> None:
+    """Qwen2.5-VL: two states, and four of its MLP's width; Qwen3.5: two, and positions beside."""
+    gated = load_model("Qwen/Qwen2.5-VL-7B-Instruct").tower
+    plain = load_model(QWEN).tower
+    assert gated is not None
+    assert plain is not None
+    assert block_width(gated) == 2 * 1280 + 4 * 3420
+    assert block_width(plain) == 2 * 1152 + 2 * 4304 + 1152
+    assert TOWER_PASS.kind == "estimate"
