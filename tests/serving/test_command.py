@@ -50,6 +50,7 @@ def test_vllm_quantises_16_bit_files_as_it_loads_them() -> None:
 
 def test_prefix_caching_is_turned_off_where_the_run_says_so() -> None:
     assert command(enable_prefix_caching=False).endswith(" --no-enable-prefix-caching")
+    assert command(async_scheduling=False).endswith(" --no-async-scheduling")
 
 
 def test_vllm_serves_the_texts_of_a_model_that_sees_without_its_tower_where_asked() -> None:

@@ -105,7 +105,7 @@ def test_a_flag_that_is_a_setting_of_the_run_names_it(
 @pytest.mark.parametrize(
     ("engine", "flag", "said"),
     [
-        ("vllm", "trust_remote_code", "changes nothing that is predicted; leave it out"),
+        ("sglang", "trust_remote_code", "changes nothing that is predicted; leave it out"),
         ("vllm", "all2all_backend", "sets how states are exchanged"),
         ("vllm", "cpu_offload_gb", "keeps weights on the host"),
         ("vllm", "enable_chunked_prefill", "give their max_num_batched_tokens"),
@@ -120,11 +120,25 @@ def test_a_flag_that_is_no_option_says_why(engine: str, flag: str, said: str) ->
         predicted(run)
 
 
+def test_flags_of_a_server_are_taken_and_told() -> None:
+    flags = (("swap_space", 4), ("enable_auto_tool_choice", True), ("moe_backend", "triton"))
+    plain, asked = predicted(replace(RUN, serving="vllm")), replace(RUN, serving="vllm")
+    answer = predicted(replace(asked, serving_options=flags))
+    assert answer.serving is not None
+    assert plain.serving is not None
+    assert answer.serving.kv_pool_bytes == plain.serving.kv_pool_bytes
+    assert "enable_auto_tool_choice, swap_space: no say in what is predicted" in answer.notes
+    assert "moe_backend: times are those of the default kernels" in answer.notes
+    for flag in (" --swap-space 4", " --enable-auto-tool-choice", " --moe-backend triton"):
+        assert flag in answer.serving.command
+
+
 def test_no_option_is_refused_by_its_name() -> None:
     for engine in map(get_engine, ("vllm", "sglang", "llama-cpp")):
         names = {name for each in engine.options for name in (each.name, *each.other_names)}
         assert not names & set(engine.refused), engine.name
         assert not set(engine.elsewhere) & set(engine.refused), engine.name
+        assert not set(engine.ignored) & {*names, *engine.refused, *engine.elsewhere}, engine.name
 
 
 @pytest.mark.parametrize(

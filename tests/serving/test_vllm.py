@@ -857,6 +857,27 @@ def test_a_gb10_has_the_defaults_of_a_small_card() -> None:
     assert max_num_batched_tokens(served(gpu=find_gpu("h100-sxm-80gb"))) == 8192
 
 
+def test_a_pool_can_be_asked_for_in_bytes_or_in_blocks() -> None:
+    assert started(kv_cache_memory_bytes=8 * GiB).pool.num_bytes == 8 * GiB
+    assert started(num_gpu_blocks_override=512).pool.num_blocks == 512
+    fault = started(kv_cache_memory_bytes=100 * GiB).fault
+    assert fault.startswith("a pool of 100.0 GiB and all else is 11")
+
+
+def test_throughput_doubles_what_is_read_and_run_at_once() -> None:
+    asked = served(performance_mode="throughput")
+    assert (max_num_batched_tokens(asked), max_num_seqs(asked)) == (4096, 512)
+    fine = served(performance_mode="interactivity")
+    rank = load_model(LLAMA)
+    sizes = 32 - captured_sizes(32)
+    assert graph_bytes(fine, rank) - graph_bytes(served(), rank) == 33 * sizes * 300 * 1024
+
+
+def test_steps_are_planned_ahead_unless_asked_otherwise() -> None:
+    assert stepping(served()).plans_ahead
+    assert not stepping(served(async_scheduling=False)).plans_ahead
+
+
 def test_what_the_host_takes_of_a_shared_memory_counts() -> None:
     assert HOST in {entry.fact for entry in started(gpu=find_gpu("gb10-128gb")).entries}
     assert HOST not in {entry.fact for entry in started().entries}

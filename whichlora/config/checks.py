@@ -315,7 +315,8 @@ def _check_serving(data: Data) -> Iterator[Problem]:
             show_value=False,
         )
     owner = f"serving {engine.name}"
-    yield from _check_options(data, "serving_options", owner, engine.options, but=told)
+    but = [*told, *engine.ignored]
+    yield from _check_options(data, "serving_options", owner, engine.options, but=but)
     if "serving_version" in data and not engine.library:
         fault = f"is the release of an engine, and serving {engine.name} has none"
         yield Problem(loc=("serving_version",), fault=fault, accepted="no such line")

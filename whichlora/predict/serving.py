@@ -120,6 +120,7 @@ def serving_notes(
         )
     if answer.time is not None and start.untimed:
         lines.append("times by what the engine's logs on this device state of the same file")
+    lines += job.engine.ignored_notes(job.run)
     return (*lines, *job.engine.notes(_on_nodes(job, calibration), start))
 
 

@@ -453,6 +453,7 @@ class Engine:
         log: how what it prints is read.
         elsewhere: settings of a run, by the names that are no options here.
         refused: why a flag of the engine is no option here.
+        ignored: flags that stand in its command as they are given, and what is said of them.
     """
 
     name: str
@@ -488,6 +489,7 @@ class Engine:
     log: EngineLog | None = None
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    ignored: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def divided_by(self) -> str:
@@ -520,6 +522,14 @@ class Engine:
             return f"is the setting {setting}"
         return self.refused.get(flag, "")
 
+    def ignored_notes(self, run: RunConfig) -> list[str]:
+        """What is said of flags of `run` that nothing here depends on."""
+        told: dict[str, list[str]] = {}
+        for name, _ in run.serving_options:
+            if name in self.ignored:
+                told.setdefault(self.ignored[name], []).append(name)
+        return [f"{', '.join(names)}: {said}" for said, names in told.items()]
+
     def check_flags(self, served: Served) -> None:
         """Refuse options, and values of them, that the release has no flag for.
 
@@ -548,7 +558,7 @@ class Engine:
         Raises:
             ConfigError: `run` has an option that is not this engine's, or a value is not accepted.
         """
-        asked = dict(run.serving_options)
+        asked = {name: value for name, value in run.serving_options if name not in self.ignored}
         for name in asked:
             if fault := self.fault_of(name):
                 instead = f"; give --{self.elsewhere[name]}" if name in self.elsewhere else ""

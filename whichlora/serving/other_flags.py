@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+NO_SAY = "no say in what is predicted"
+KERNEL_CHOICE = "times are those of the default kernels"
 NO_NUMBER = "changes nothing that is predicted; leave it out"
 REPLICAS = "makes engines of their own: give the GPUs of one, and its share of concurrency"
 ALL_TO_ALL = "sets how states are exchanged; the default is predicted, which gathers; leave it out"
@@ -30,4 +32,34 @@ OF_A_SERVER = dict.fromkeys(
         "log_level",
     ),
     NO_NUMBER,
+)
+
+# Further ones of `vllm serve --help`, 0.10 to 0.33, of a server, its logs and its files.
+OF_VLLM = dict.fromkeys(
+    (
+        *("allow_credentials", "allowed_headers", "allowed_methods", "allowed_origins"),
+        *("allowed_local_media_path", "allowed_media_domains", "api_server_count"),
+        *("calculate_kv_scales", "chat_template_content_format", "code_revision"),
+        *("config_format", "default_chat_template_kwargs", "disable_access_log_for_endpoints"),
+        *("disable_fastapi_docs", "disable_frontend_multiprocessing", "disable_log_requests"),
+        *("disable_log_stats", "disable_uvicorn_access_log", "distributed_executor_backend"),
+        *("enable_auto_tool_choice", "enable_force_include_usage", "enable_log_outputs"),
+        *("enable_log_requests", "enable_prompt_tokens_details", "enable_request_id_headers"),
+        *("enable_server_load_tracking", "generation_config", "guided_decoding_backend"),
+        *("hf_token", "ignore_patterns", "load_format", "logprobs_mode", "max_log_len"),
+        *("max_logprobs", "media_io_kwargs", "middleware", "mm_processor_cache_gb"),
+        *("mm_processor_cache_type", "otlp_traces_endpoint", "override_generation_config"),
+        *("prefix_caching_hash_algo", "response_role", "return_tokens_as_token_ids", "revision"),
+        *("root_path", "safetensors_load_strategy", "show_hidden_metrics_for_version"),
+        *("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "structured_outputs_config"),
+        *("swap_space", "tokenizer_revision", "tool_parser_plugin", "uvicorn_log_level"),
+    ),
+    NO_SAY,
+)
+KERNELS_OF_VLLM = dict.fromkeys(
+    (
+        *("attention_backend", "disable_custom_all_reduce", "linear_backend"),
+        *("mm_encoder_attn_backend", "moe_backend"),
+    ),
+    KERNEL_CHOICE,
 )

@@ -27,8 +27,10 @@ from whichlora.serving.other_flags import (
     DRAFT,
     HOST_WEIGHTS,
     IMAGES,
-    NO_NUMBER,
+    KERNELS_OF_VLLM,
+    NO_SAY,
     OF_A_SERVER,
+    OF_VLLM,
     REPLICAS,
 )
 from whichlora.serving.product_dtypes import (
@@ -54,6 +56,7 @@ from whichlora.serving.vllm_caches import check as check_cache
 from whichlora.serving.vllm_log import LOG
 from whichlora.serving.vllm_memory import load_of_start, start
 from whichlora.serving.vllm_settings import (
+    AHEAD,
     CAPTURED,
     COPIES,
     DRAFTS,
@@ -61,7 +64,10 @@ from whichlora.serving.vllm_settings import (
     LOADED_AS_NF4,
     LONGER,
     LORA_RANKS,
+    MODE,
     MOST_CAPTURED_TOKENS,
+    POOL_BLOCKS,
+    POOL_BYTES,
     RANKS,
     REDUNDANT,
     STAGES,
@@ -77,6 +83,7 @@ from whichlora.serving.vllm_settings import (
     max_num_seqs,
     multiplies_by_triton,
     older_chunk,
+    plans_ahead,
     stage_layers,
 )
 from whichlora.serving.vllm_sparse import PACKED, latent_share
@@ -240,7 +247,7 @@ def stepping(served: Served) -> Stepping:
         caches_prompts=keeps_prefixes(served),
         front_s=FRONT_S,
         tokenized_s=TOKENIZED_S,
-        plans_ahead=not served.libraries.older("vllm", "0.14") and len(layers) == 1,
+        plans_ahead=plans_ahead(served) and len(layers) == 1,
     )
 
 
@@ -449,8 +456,10 @@ def command(served: Served) -> str:
         flags += ["--load-format bitsandbytes"] if older("vllm", LOADER_SINCE) else []
     elif quant in BNB_QUANTS:  # files of which kind, only the directory says
         return ""
-    if served.options["enable_prefix_caching"] is False and not older("vllm", "0.8"):
-        flags.append("--no-enable-prefix-caching")
+    denied = {name for name, value in served.run.serving_options if value is False}
+    denied &= {"enable_prefix_caching", AHEAD, *ENGINE.ignored}
+    if not older("vllm", "0.8"):
+        flags += [f"--no-{name.replace('_', '-')}" for name in sorted(denied)]
     if served.targets:
         if not served.options["enable_lora"]:
             flags.append("--enable-lora")
@@ -603,6 +612,27 @@ ENGINE = Engine(
             name=CAPTURED, summary="tokens of the largest CUDA graph", default=None, since="0.11.1"
         ),
         Option(
+            name=POOL_BYTES,
+            summary="bytes of the pool, in place of a share of the GPU",
+            default=None,
+            since="0.10.2",
+        ),
+        Option(name=POOL_BLOCKS, summary="blocks of the pool, whatever is free", default=None),
+        Option(
+            name=MODE,
+            summary="throughput doubles what runs at once, interactivity has more graphs",
+            default="balanced",
+            choices=("balanced", "interactivity", "throughput"),
+            since="0.17",
+        ),
+        Option(
+            name=AHEAD,
+            summary="a step is planned while another runs",
+            default=None,
+            kind=bool,
+            since="0.10",
+        ),
+        Option(
             name=TEXT_OPTION, summary="leaves out what sees and hears", default=False, since="0.17"
         ),
         Option(
@@ -642,10 +672,8 @@ ENGINE = Engine(
         "quantization": "quant",
         "q": "quant",
     },
-    refused=OF_A_SERVER
-    | dict.fromkeys(("swap_space", "disable_log_requests", "disable_log_stats"), NO_NUMBER)
-    | dict.fromkeys(("distributed_executor_backend", "enable_auto_tool_choice"), NO_NUMBER)
-    | dict.fromkeys(("all2all_backend",), ALL_TO_ALL)
+    ignored=dict.fromkeys(OF_A_SERVER, NO_SAY) | OF_VLLM | KERNELS_OF_VLLM,
+    refused={"all2all_backend": ALL_TO_ALL}
     | dict.fromkeys(("speculative_model", "num_speculative_tokens"), DRAFT)
     | {"mm_processor_kwargs": IMAGES}
     | dict.fromkeys(("compilation_config", "cudagraph_capture_sizes"), CAPTURED_SIZES)

@@ -62,7 +62,10 @@ from whichlora.serving.vllm_settings import (
     DRAFTS,
     LOADED_AS_NF4,
     LONGER,
+    MODE,
     MOST_CAPTURED_TOKENS,
+    POOL_BLOCKS,
+    POOL_BYTES,
     RANKS,
     SCALED_MODELS,
     STAGES,
@@ -79,6 +82,7 @@ from whichlora.serving.vllm_settings import (
     max_num_batched_tokens,
     max_num_seqs,
     multiplies_by_triton,
+    plans_ahead,
     stage_layers,
     utilization,
 )
@@ -205,6 +209,8 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
     if _counts_context(served):
         taken += allocator.idle_context_bytes(served.gpu)
     cut = pool_blocks(served, rank)
+    stated = _stated_pool(served, cut)
+    budget = taken + stated if stated else budget
     pool = Pool(
         num_bytes=budget - taken,
         block_bytes=cut.block_bytes,
@@ -231,6 +237,18 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
         copies=served.count(COPIES) or 1,
         untimed=_untimed(served),
     )
+
+
+def _stated_pool(served: Served, cut: Blocks) -> int:
+    """Bytes of a pool that is asked for as such; 0 where it is what is left.
+
+    Kind: exact. Source: vLLM 0.33.0 v1/worker/gpu_worker.py:656, v1/core/kv_cache_utils.py
+    `may_override_num_blocks`.
+    """
+    blocks = served.count(POOL_BLOCKS)
+    if blocks is not None:
+        return blocks * cut.block_bytes
+    return served.count(POOL_BYTES) or 0
 
 
 def _reserves_graphs(served: Served) -> bool:
@@ -499,6 +517,9 @@ def graph_bytes(served: Served, rank: ModelSpec) -> int:
     most = min(most, max_num_batched_tokens(served))
     step = 8 if libraries.older("vllm", "0.15") else 16
     sizes = captured_sizes(most, step_beyond=step)
+    if served.options[MODE] == "interactivity":  # each size up to 32; config/vllm.py:2573
+        fine = min(most, 32)
+        sizes += fine - captured_sizes(fine)
     whole = captured_sizes(min(most, running), step_beyond=step)
     if lora_slots(served)[0] and not libraries.older("vllm", "0.15"):
         sizes *= 2  # with adapters and without; v1/cudagraph_dispatcher.py:110 _get_lora_cases
@@ -527,8 +548,7 @@ def pool_blocks(served: Served, rank: ModelSpec) -> Blocks:
     # asynchronous scheduling, the default since 0.14, has one step more in flight than there are
     # stages; the older runner has it without a pipeline only. config/vllm.py:588
     stages = served.count(STAGES) or 1
-    is_ahead = not served.libraries.older("vllm", "0.14")
-    steps = stages + (is_ahead and (stages == 1 or has_newer_runner(served)))
+    steps = stages + (plans_ahead(served) and (stages == 1 or has_newer_runner(served)))
     whole = cached_layers(as_cached(served, _rank_of(served, served.model)))
     return blocks(
         whole,
@@ -552,6 +572,8 @@ def _fault(served: Served, pool: Pool, budget: int, weights_bytes: int) -> str:
     if fault := oversized(served, weights_bytes, free):
         return fault
     asked = f"gpu_memory_utilization {share:g} of {format_bytes(total)} is {format_bytes(budget)}"
+    if served.count(POOL_BYTES) or served.count(POOL_BLOCKS):
+        asked = f"a pool of {format_bytes(pool.num_bytes)} and all else is {format_bytes(budget)}"
     if free < budget:
         return f"{asked}, more than the {format_bytes(free)} that are free; give a smaller one"
     if pool.num_bytes < pool.block_bytes:

@@ -11,7 +11,8 @@ from whichlora.units import GiB
 RANKS, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
 COPIES, WHOLE_EXPERTS = "data_parallel_size", "enable_expert_parallel"
 REDUNDANT, DRAFTS = "num_redundant_experts", "speculative_config"
-CAPTURED = "max_cudagraph_capture_size"
+CAPTURED, MODE, AHEAD = "max_cudagraph_capture_size", "performance_mode", "async_scheduling"
+POOL_BYTES, POOL_BLOCKS = "kv_cache_memory_bytes", "num_gpu_blocks_override"
 # Layers with a state share the pool of the V1 engine. Prefixes are kept of them in 0.28.0, and are
 # not in 0.25.0. config/model.py.
 STATES_SINCE, STATES_KEPT_SINCE = "0.11", "0.28"
@@ -66,7 +67,7 @@ def max_num_seqs(served: Served) -> int:
     is_large = _is_large(served)
     if libraries.older("vllm", "0.8.4"):
         is_large |= capability(served) >= 8.0
-    usual = 1024 if is_large else 256
+    usual = (1024 if is_large else 256) * _mode_factor(served)
     if libraries.older("vllm", CAPPED_SINCE):
         return usual
     return min(usual, served.count("max_num_batched_tokens") or usual)
@@ -83,9 +84,24 @@ def max_num_batched_tokens(served: Served) -> int:
         return stated
     if served.libraries.older("vllm", "0.8"):
         return older_chunk(served) or max(2048, served.context)
+    factor = _mode_factor(served)
     if served.gpu.memory_bytes >= 160 * GiB and not served.libraries.older("vllm", "0.28"):
-        return 16384
-    return 8192 if _is_large(served) else 2048
+        return factor * 16384
+    return factor * (8192 if _is_large(served) else 2048)
+
+
+def _mode_factor(served: Served) -> int:
+    """What `performance_mode` multiplies both defaults by.
+
+    Kind: exact. Source: vLLM 0.33.0 engine/arg_utils.py:3184, 0.17.0.
+    """
+    return 2 if served.options[MODE] == "throughput" else 1
+
+
+def plans_ahead(served: Served) -> bool:
+    """Whether a step is planned while another runs: the default since 0.14."""
+    stated = served.options[AHEAD]
+    return not served.libraries.older("vllm", "0.14") if stated is None else bool(stated)
 
 
 def _is_large(served: Served) -> bool:
