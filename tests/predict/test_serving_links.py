@@ -1,8 +1,11 @@
 """GPUs of a serving engine: one node or several, and what they send each other."""
 
+from dataclasses import replace
+
 import pytest
 
 from whichlora.calibration.load import load_calibration
+from whichlora.errors import ConfigError
 from whichlora.predict.predict import predict
 from whichlora.predict.serving_links import nodes_note, reduction_s, sends_s, unlinked
 from whichlora.spec.run import RunConfig
@@ -71,3 +74,29 @@ def test_stages_send_their_share_over_the_links_that_are_between_them() -> None:
     alone = sends_s(2, 1, RTX_4090, MACHINES)
     assert alone is not None
     assert alone(MiB) == 0
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(2, 2), (4, 1)])
+def test_gpus_can_be_on_more_machines_than_they_need(nodes: int, each: int) -> None:
+    run = RunConfig(
+        model="meta-llama/Llama-3.1-8B",
+        phase="inference",
+        serving="vllm",
+        context=4096,
+        serving_options=(("tensor_parallel_size", 4),),
+    )
+    spread = replace(run, serving_options=(("nnodes", nodes), *run.serving_options))
+    calibration, model = load_calibration(H100), load_model(run.model)
+    answers = [predict(model, asked, H100, calibration) for asked in (run, spread)]
+    usual, slow = (answer.serving for answer in answers)
+    assert usual is not None
+    assert slow is not None
+    assert usual.kv_pool_bytes == slow.kv_pool_bytes
+    assert usual.time is not None
+    assert slow.time is not None
+    assert slow.time.tpot_s > usual.time.tpot_s
+    assert any(f"{nodes} nodes of {each}" in note for note in answers[1].notes)
+    assert f"--nnodes {nodes} --node-rank 0" in slow.command
+    wrong = replace(run, serving_options=(("nnodes", 3), *run.serving_options))
+    with pytest.raises(ConfigError, match="nnodes: 4 GPUs are not equally many on 3 machines"):
+        predict(model, wrong, H100, calibration)

@@ -493,6 +493,7 @@ def _check_serving(job: ResolvedRun) -> None:
             f"trains; use {instead}"
         )
     engine.check_flags(job.served)
+    engine.check_nodes(run)
     engine.check(job.served)
 
 

@@ -8,7 +8,7 @@ from whichlora.memory import allocator
 from whichlora.memory.training import Ledger
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.resolve import ResolvedRun
-from whichlora.predict.serving_links import nodes_note, num_nodes, unlinked
+from whichlora.predict.serving_links import machines_of, nodes_note, num_nodes, unlinked
 from whichlora.predict.serving_time import serving_time
 from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Served, Start
@@ -87,9 +87,10 @@ def serving_notes(
 ) -> tuple[str, ...]:
     """What a user must know of the answer, then the engine's own notes."""
     lines = []
-    run, machines = job.run, calibration.machines
+    run, machines = job.run, machines_of(job, calibration.machines)
     lines += _idle_libraries(job)
-    if note := nodes_note(job.engine.num_gpus(run), job.gpu, machines):
+    stated = job.engine.stated_nodes(run) is not None
+    if note := nodes_note(job.engine.num_gpus(run), job.gpu, machines, stated=stated):
         lines.append(note)
     if answer.refuses:
         lines.append(answer.refuses)
@@ -137,7 +138,9 @@ def _idle_libraries(job: ResolvedRun) -> list[str]:
 
 def _on_nodes(job: ResolvedRun, calibration: Calibration) -> Served:
     """What is served, on the machines that have its GPUs."""
-    nodes = num_nodes(job.engine.num_gpus(job.run), job.gpu, calibration.machines)
+    nodes = job.engine.stated_nodes(job.run)
+    if nodes is None:
+        nodes = num_nodes(job.engine.num_gpus(job.run), job.gpu, calibration.machines)
     return replace(job.served, nodes=nodes)
 
 
@@ -148,4 +151,5 @@ def _untimed(job: ResolvedRun, start: Start, calibration: Calibration) -> str:
         return f"the rates of {job.gpu.key} are not known"
     if start.untimed:
         return start.untimed
-    return unlinked(job.engine.num_gpus(job.run), job.gpu, calibration.machines)
+    machines = machines_of(job, calibration.machines)
+    return unlinked(job.engine.num_gpus(job.run), job.gpu, machines)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from whichlora.predict.rank_time import links_of, over_nodes, usual_links
+from whichlora.predict.resolve import ResolvedRun
 from whichlora.serving.step_time import own_all_reduce
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.links import LinkSpec
@@ -19,6 +21,18 @@ _LARGE_BYTES = 128 * MiB  # of an all-reduce that has the full bandwidth
 # runs. Source: vLLM 0.33.0 distributed/device_communicators/custom_all_reduce.py; measured PCIe
 # machines of `calibration/links` have 10 to 25 GB/s.
 _JOINED_BYTES_PER_S = 50e9
+
+
+def machines_of(job: ResolvedRun, machines: Mapping[str, LinkSpec]) -> Mapping[str, LinkSpec]:
+    """`machines` with as many GPUs each as those of `job` have, where it states how many these are.
+
+    Between them it is the network of a machine that is known.
+    """
+    nodes = job.engine.stated_nodes(job.run)
+    if nodes is None:
+        return machines
+    each = job.engine.num_gpus(job.run) // nodes
+    return {name: replace(links, gpus_per_node=each) for name, links in machines.items()}
 
 
 def reduction_s(
@@ -113,11 +127,18 @@ def sends_s(
     return None if math.isnan(seconds(1.0)) else seconds
 
 
-def nodes_note(gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> str:
-    """How `gpus` of an engine are placed; empty where one node has them."""
+def nodes_note(
+    gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec], *, stated: bool = False
+) -> str:
+    """How `gpus` of an engine are placed; empty where one node has them.
+
+    Args:
+        stated: whether the run says how many machines there are.
+    """
     _, links, note = _placed(gpus, gpu, machines)
     if not note or links is None or links.network is None:
         return ""
+    note = note.partition(", since")[0] if stated else note
     return f"{note}; they are joined by {links.network.name}"
 
 
@@ -141,6 +162,12 @@ def _placed(
     gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]
 ) -> tuple[ParallelConfig, LinkSpec | None, str]:
     """The GPUs of an engine over the fewest nodes, their links, and a note of several nodes."""
-    config, note = over_nodes(ParallelConfig(strategy="tp", gpus=gpus), gpu, machines, hint="")
+    asked = ParallelConfig(strategy="tp", gpus=gpus)
+    usual = usual_links(gpu, machines)
+    if gpus > 1 and usual and all(links.gpus_per_node == 1 for links in usual):
+        asked = replace(asked, nodes=gpus)
+    config, note = over_nodes(asked, gpu, machines, hint="")
+    if asked.nodes > 1:
+        note = f"{gpus} GPUs: taken as {gpus} nodes of 1"
     links, _ = links_of(config, gpu, machines)
     return config, links, note

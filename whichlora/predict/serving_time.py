@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import TIME_CONFIDENCE, time_interval
 from whichlora.predict.resolve import ResolvedRun
-from whichlora.predict.serving_links import exchange_s, reduction_s, sends_s
+from whichlora.predict.serving_links import exchange_s, machines_of, reduction_s, sends_s
 from whichlora.serving import get_engine
 from whichlora.serving.base import Served
 from whichlora.serving.cpu_timer import CpuTimer
@@ -76,13 +76,11 @@ def _timer(
     stepping = job.engine.stepping(served)
     if stepping not in service.timers:
         ranks, stages = stepping.ranks, stepping.num_stages
-        reducing = reduction_s(ranks, job.gpu, calibration.machines)
-        sending = sends_s(ranks, stages, job.gpu, calibration.machines)
+        machines = machines_of(job, calibration.machines)
+        reducing = reduction_s(ranks, job.gpu, machines)
+        sending = sends_s(ranks, stages, job.gpu, machines)
         exchanging = exchange_s(
-            stepping.copies,
-            job.gpu,
-            calibration.machines,
-            gathered_share=stepping.gathered_share,
+            stepping.copies, job.gpu, machines, gathered_share=stepping.gathered_share
         )
         if reducing is None or sending is None or exchanging is None:
             return None

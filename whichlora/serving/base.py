@@ -428,6 +428,7 @@ class Engine:
             predicted; `staged_by` for the number of stages that each have some of the layers.
         copied_by: its option for the number of engines that share experts alone, each with GPUs of
             its own beside those of `shared_by`.
+        spread_by: its option for the number of machines, equally many GPUs on each.
         takes_unequal: whether the GPUs of a pipeline may be of several types.
         fills_stages: whether a pipeline has a batch at every stage; else one batch passes them.
         least_capability: the oldest compute capability that it has kernels for.
@@ -469,6 +470,7 @@ class Engine:
     shared_by: str = ""
     staged_by: str = ""
     copied_by: str = ""
+    spread_by: str = ""
     takes_unequal: bool = False
     fills_stages: bool = True
     least_capability: float = 0.0
@@ -507,6 +509,24 @@ class Engine:
     def num_stages(self, run: RunConfig) -> int:
         """Stages of the pipeline of `run`; 1 where there is none."""
         return self._number(run, self.staged_by)
+
+    def stated_nodes(self, run: RunConfig) -> int | None:
+        """Machines of `run`; None where it states none: as few as have its GPUs."""
+        nodes = dict(run.serving_options).get(self.spread_by)
+        return nodes if isinstance(nodes, int) else None
+
+    def check_nodes(self, run: RunConfig) -> None:
+        """Refuse machines that cannot have equally many of the GPUs.
+
+        Raises:
+            ConfigError: one line.
+        """
+        nodes, gpus = self.stated_nodes(run), self.num_gpus(run)
+        if nodes is not None and gpus % nodes:
+            raise ConfigError(
+                f"{self.spread_by}: {gpus} GPUs are not equally many on {nodes} machines; give a "
+                "divisor, or more gpus"
+            )
 
     def _number(self, run: RunConfig, option: str) -> int:
         asked = dict(run.serving_options).get(option, 1)

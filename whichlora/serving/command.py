@@ -10,6 +10,9 @@ from whichlora.serving.product_dtypes import dtype_of
 HEAD_NODE = "HEAD_NODE"  # stands for the address of the first machine
 
 
+NODES = "nnodes"  # the option of both engines; its flag stands among those of the first machine
+
+
 def shell_command(
     served: Served, start: str, *, context: str, flags: tuple[str, ...] = (), **renamed: str
 ) -> str:
@@ -25,6 +28,8 @@ def shell_command(
     words += [context, str(served.context), "--dtype", dtype_of(served)]
     for name, value in served.run.serving_options:
         flag = "--" + name.replace("_", "-")
+        if name == NODES:
+            continue
         if value is True:
             words.append(renamed.get(name, flag))
         elif name in renamed:

@@ -15,7 +15,7 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.parallel.communicators import communicator_bytes
 from whichlora.serving.base import Engine, Pool, Served, Start, Stepping
 from whichlora.serving.block_groups import CachedLayers, cached_layers
-from whichlora.serving.command import HEAD_NODE, nodes_note, shell_command
+from whichlora.serving.command import HEAD_NODE, NODES, nodes_note, shell_command
 from whichlora.serving.drafts import NOTE, UNTIMED, check_drafts, joint_entry, with_draft_layers
 from whichlora.serving.expert_ranks import ExpertRanks, check_experts
 from whichlora.serving.kernel_rates import EAGER_LAUNCH_S, FIRST_MARLIN_ROWS, TOKENIZED_S
@@ -630,7 +630,11 @@ ENGINE = Engine(
         ),
         Option(name="disable_radix_cache", summary="no prefix is kept", default=False),
         Option(name="disable_cuda_graph", summary="no CUDA graphs", default=False),
+        Option(
+            name=NODES, summary="machines, equally many GPUs on each; else the fewest", default=None
+        ),
     ),
+    spread_by=NODES,
     shared_by=RANKS,
     staged_by=STAGES,
     least_capability=7.5,  # srt/model_executor/model_runner_components/load_model_utils.py:91

@@ -10,7 +10,7 @@ import shlex
 
 from whichlora.errors import ConfigError
 from whichlora.serving.base import Engine, Served, Start, Stepping
-from whichlora.serving.command import HEAD_NODE, nodes_note, shell_command
+from whichlora.serving.command import HEAD_NODE, NODES, nodes_note, shell_command
 from whichlora.serving.drafts import NOTE, check_drafts
 from whichlora.serving.expert_ranks import check_experts
 from whichlora.serving.kernel_rates import (
@@ -580,6 +580,9 @@ ENGINE = Engine(
             since="0.5.1",
         ),
         Option(
+            name=NODES, summary="machines, equally many GPUs on each; else the fewest", default=None
+        ),
+        Option(
             name=COPIES,
             summary="engines with sequences of their own that share experts",
             default=1,
@@ -652,6 +655,7 @@ ENGINE = Engine(
     shared_by=RANKS,
     staged_by=STAGES,
     copied_by=COPIES,
+    spread_by=NODES,
     least_capability=7.0,  # as `kv_cache: vllm`; vLLM's installation page
     start=start,
     load_of_start=load_of_start,

@@ -300,8 +300,10 @@ def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
             f"parallel: {engine.name} {told}; leave parallel out, or give such a serving option"
         )
     nodes = settings.get("nodes")
-    if nodes not in (None, 1):
+    if nodes not in (None, 1) and not engine.spread_by:
         raise ConfigError(f"nodes: {engine.name} is predicted on one machine, got {nodes}; give 1")
+    if nodes is not None and engine.spread_by:
+        options.setdefault(engine.spread_by, nodes)
     if settings.get("interconnect") is not None:
         raise ConfigError(
             f"interconnect: {engine.name} is predicted with the usual links; leave it out"
