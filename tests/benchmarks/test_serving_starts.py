@@ -9,7 +9,7 @@ import serving_starts
 
 def test_starts_and_concurrencies_are_as_published() -> None:
     found = list(serving_starts.compared())
-    assert len(found) == 123
+    assert len(found) == 143
     assert all(each.is_right for each in found if each.is_right is not None)
     left_open = [each for each in found if each.is_right is None]
     assert len(left_open) == 5  # two of them have the longest context that fits
