@@ -878,6 +878,12 @@ def test_steps_are_planned_ahead_unless_asked_otherwise() -> None:
     assert not stepping(served(async_scheduling=False)).plans_ahead
 
 
+def test_a_thor_has_the_defaults_of_a_small_card() -> None:
+    """A log of 0.10.2 has 2,048 tokens, though the card has 122.82 GiB."""
+    asked = served(replace(RUN, libraries=(("vllm", "0.10.2"),)), find_gpu("thor"))
+    assert (max_num_batched_tokens(asked), max_num_seqs(asked)) == (2048, 256)
+
+
 def test_what_the_host_takes_of_a_shared_memory_counts() -> None:
     assert HOST in {entry.fact for entry in started(gpu=find_gpu("gb10-128gb")).entries}
     assert HOST not in {entry.fact for entry in started().entries}
