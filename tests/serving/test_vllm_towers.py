@@ -18,7 +18,7 @@ from whichlora.serving.vllm_towers import (
     tower_entries,
 )
 from whichlora.spec.gpu import GpuSpec
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import Quant, RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.units import GiB
@@ -131,6 +131,17 @@ def test_ranks_share_the_matrices_of_a_tower() -> None:
         for ranks in (1, 2)
     )
     assert half == pytest.approx(whole / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("quant", ["fp8", "awq-int4", "gptq-int4"])
+def test_quantised_files_have_the_tower_in_16_bit(quant: Quant) -> None:
+    def other(quant: Quant) -> int:
+        run = RunConfig(model=QWEN, phase="inference", serving="vllm", context=8192, quant=quant)
+        asked = resolve(load_model(QWEN), run, find_gpu("l40s-48gb")).served
+        entries = start(asked).entries
+        return sum(entry.num_bytes for entry in entries if entry.fact.what == "other weights")
+
+    assert other(quant) == other("none")
 
 
 def test_a_tower_beside_a_pipeline_is_refused() -> None:

@@ -17,7 +17,7 @@ from whichlora.serving.quant_cards import offered_quants
 from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import ceil_div
-from whichlora.spec.run import ENGINE_QUANTS
+from whichlora.spec.run import BNB_QUANTS
 from whichlora.spec.words import alternatives
 from whichlora.units import format_bytes
 
@@ -282,7 +282,7 @@ def held_entries(
 
     Kind: exact for whole models; under tensor parallelism a vocabulary is padded further.
     """
-    if served.run.quant in ENGINE_QUANTS:  # such files have the tower in 16 bit
+    if served.run.quant not in BNB_QUANTS:  # quantised files have the tower in 16 bit
         rank = replace(rank, idle_linears=())
     entries = weight_entries(rank, dtypes or served.dtypes, like=0)
     return [*entries, Entry(ROTARY_TABLES, rotary_bytes(rank, rotary_element_bytes))]
