@@ -82,7 +82,7 @@ MODELS = (
 SETTINGS: tuple[dict[str, OptionValue], ...] = (
     {"context": 8192},
     {"context": 2048, "concurrency": 8, "ubatch_size": 1024},
-    {"context": 8192, "concurrency": 4, "kv_unified": True},
+    {"context": 32768, "concurrency": 4, "kv_unified": True},
     {"context": 32768, "cache_type_k": "q8_0", "cache_type_v": "q8_0", "file_type": "Q4_K_M"},
     {"context": 4096, "flash_attn": "off", "file_type": "Q8_0"},
     {"context": 16384, "ubatch_size": 128, "cache_type_k": "bf16", "file_type": "Q6_K"},
@@ -269,7 +269,8 @@ def probe(asked: dict[str, Any]) -> None:
     model = library.llama_model_load_from_file(asked["file"].encode(), loading)
     context = library.llama_context_default_params()
     count = asked.get("concurrency", 1)
-    context.n_ctx, context.n_seq_max = asked["context"] * count, count
+    caches = 1 if asked.get("kv_unified") else count
+    context.n_ctx, context.n_seq_max = asked["context"] * caches, count
     context.n_outputs_max = count
     context.n_ubatch = asked.get("ubatch_size", 512)
     types = {"f16": 1, "q8_0": 8, "bf16": 30, "q4_0": 2}

@@ -70,7 +70,7 @@ PLANS: tuple[tuple[str, dict[str, OptionValue]], ...] = (
         "24000,24000",
         {"context": 32768, "tensor_split": "3,1", "cache_type_k": "q8_0", "cache_type_v": "q8_0"},
     ),
-    ("24000,24000,24000,24000", {"context": 8192, "concurrency": 4, "kv_unified": True}),
+    ("24000,24000,24000,24000", {"context": 32768, "concurrency": 4, "kv_unified": True}),
     ("24000,24000", {"context": 8192, "n_gpu_layers": 17, "file_type": "Q4_K_M"}),
     ("24000,24000,24000", {"context": 8192, "n_gpu_layers": 20, "tensor_split": "1,2,1"}),
     ("24000,24000", {"context": 4096, "tensor_split": "0,1", "file_type": "Q8_0"}),

@@ -41,7 +41,7 @@ from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
 from whichlora.terminal.explained import methods_sheet
-from whichlora.units import GiB
+from whichlora.units import GiB, MiB
 from whichlora.workflow import estimates
 from whichlora.workflow.combinations import grid
 
@@ -85,8 +85,26 @@ def test_sliding_layers_keep_their_window_and_a_micro_batch() -> None:
     run = replace(RUN, model=GEMMA, batch_size=2)
     assert dict(cells_kept(served(run), 8192, 2).cells) == {None: 8192, 1024: 1536}
     shared = served(run, kv_unified=True)
-    assert dict(cells_kept(shared, 8192, 2).cells) == {None: 16384, 1024: 2560}
+    assert dict(cells_kept(shared, 8192, 2).cells) == {None: 8192, 1024: 2560}
     assert set(dict(cells_kept(served(run, swa_full=True), 8192, 2).cells).values()) == {8192}
+
+
+def test_slots_that_share_a_cache_may_each_have_all_of_it() -> None:
+    """`-c 262144 -np 2 -kvu` with a cache in q8_0: 4352 MiB published, of 8 layers and 2 slots."""
+    run = replace(RUN, model="Qwen/Qwen3.5-9B", context=262144)
+    blocks = {"cache_type_k": "q8_0", "cache_type_v": "q8_0", "file_type": "Q4_K_M"}
+    shared = served(run, card(12.5), parallel=2, kv_unified=True, fit=False, **blocks)
+    of_states = sum(cache_bytes(shared, cells_kept(shared, 0, 2)))
+    assert sum(cache_bytes(shared, cells_kept(shared, 262144, 2))) - of_states == 4352 * MiB
+    started = start(shared)
+    assert not started.fault
+    assert started.max_running(262144) == 1
+    assert started.max_running(65536) == 2  # as many as there are slots
+    assert "-c 262144 -np 2 " in command(shared)
+    apart = start(served(run, card(12.5), parallel=2, fit=False, **blocks))
+    assert "the cache of 2 x 262144 tokens" in apart.fault
+    small = start(served(run, card(8), parallel=2, kv_unified=True, fit=False, **blocks))
+    assert "the cache of 262144 tokens" in small.fault
 
 
 def test_a_micro_batch_is_no_larger_than_the_batch_or_the_cache() -> None:

@@ -223,7 +223,12 @@ def test_times_of_llama_cpp_are_of_one_request_however_many_slots_there_are(tmp_
         # slots that share one cache, each of which may have all of it
         (
             "n_seq_max = 4\nllama_context: n_ctx = 8192\nllama_context: n_ctx_seq = 8192\n"
-            "llama_context: kv_unified = true", 2048, 4, 1024,
+            "llama_context: kv_unified = true", 8192, 4, 1024,
+        ),
+        # of 2025, which state the share of each, too
+        (
+            "n_seq_max = 4\nllama_context: n_ctx = 8192\nllama_context: n_ctx_per_seq = 2048\n"
+            "llama_context: kv_unified = true", 8192, 4, 1024,
         ),
         ("n_ctx      = 8192", 8192, 1, 1024),  # of 2024
         ("n_ctx      = 8192\nINFO initializing slots, n_slots = 2", 4096, 2, 1024),

@@ -189,6 +189,9 @@ def largest_served(
         return not start.fault and (start.held == least.held or not keeps)
 
     limit = positions if is_length else least.max_num_seqs(serving.context)
+    ends = "the model has no more positions" if is_length else "the engine has no more slots"
+    if least.shared_cells is not None and not is_length:
+        limit, ends = least.shared_cells // serving.context, "the slots share one cache of so many"
     most = last_that(holds, limit or MAX_SIZE)
     if not most:
         return most, nothing
@@ -198,8 +201,7 @@ def largest_served(
     held = start_of(with_size(run, setting, max(1, most))).held
     having = f" with {held}" if held else ""
     if most == limit:
-        whose = "the model has no more positions" if is_length else "the engine has no more slots"
-        return most, f"{what} starts{having}; {whose}"
+        return most, f"{what} starts{having}; {ends}"
     if held and keeps:
         return most, f"{what} is the {kind}{having}; beyond it more of the model lies on the host"
     return most, f"{what} is the {kind} that starts{having}"

@@ -25,7 +25,7 @@ from whichlora.serving.scheduler import (
 )
 from whichlora.serving.step_time import Service, Step, StepTimer, step_timer
 from whichlora.spec.results import ServingTime
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import MOST_COUNT, RunConfig
 
 Timer = StepTimer | PipelineTimer | CpuTimer
 
@@ -124,7 +124,7 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
     stages, is_open = stepping.num_stages, run.request_rate is not None
     clients = -(-run.batch_size // stepping.copies)
     length = run.prompt_len + run.max_new_tokens
-    pool_tokens = start.pool.num_tokens(length)
+    pool_tokens = min(start.pool.num_tokens(length), start.shared_cells or MOST_COUNT)
     held = pool_tokens // length  # a batch has one of them at least
     batches = max(1, min(stages, held, stages if is_open else clients))
     if not get_engine(run.serving).fills_stages:

@@ -174,6 +174,8 @@ class Start:
         budget_bytes: what it allows itself of the GPU.
         pool_fact: of the bytes of its pool; None where `entries` has what sequences take.
         max_num_seqs: sequences of a context that run at once, however many the pool holds.
+        shared_cells: tokens of the one cache that all of them have, however many the pool holds;
+            None where each has its own.
         outside_bytes: what it takes beyond its budget, the context of its process left out.
         fault: why it does not start; empty where it does.
         longest_context: of a sequence that it accepts of the model, where it refuses to start for
@@ -196,6 +198,7 @@ class Start:
     pool: Pool
     pool_fact: Fact | None = None
     max_num_seqs: Callable[[int], int]
+    shared_cells: int | None = None
     outside_bytes: int = 0
     fault: str = ""
     longest_context: int | None = None
@@ -268,6 +271,8 @@ class Start:
         if self.fault_at(context):
             return 0
         held: int = self.pool.num_sequences(context, shared_tokens)
+        if self.shared_cells is not None:
+            held = min(held, self.shared_cells // context)
         return self.copies * min(self.max_num_seqs(context), held)
 
 

@@ -47,6 +47,7 @@ from whichlora.serving.llama_cpp_memory import (
     padded,
     placement,
     proportions,
+    shares_cache,
     slots,
     taken,
     token_bytes,
@@ -117,6 +118,7 @@ def start(served: Served) -> Start:
         budget_bytes=needed.device,
         pool=pool,
         max_num_seqs=lambda context: served.count("parallel") or MOST_SLOTS,
+        shared_cells=padded(served.context) if shares_cache(served) else None,
         fault=fault,
         untimed=_untimed(served, placed),
         stage=fullest.number + 1 if (served.count(DEVICES) or 1) > 1 else 0,
@@ -207,6 +209,11 @@ def _common_pool(fullest: Load, loads: Sequence[Load]) -> Pool:
     return replace(pool, blocks_of=blocks_of)
 
 
+def _cells_in_words(served: Served) -> str:
+    cells = str(padded(served.context))
+    return cells if shares_cache(served) else f"{slots(served)} x {cells}"
+
+
 def _fault(served: Served, load: Load, pool: Pool) -> str:
     needed = load.taken
     several = num_devices(served) > 1
@@ -214,7 +221,7 @@ def _fault(served: Served, load: Load, pool: Pool) -> str:
     free = format_bytes(needed.device + load.left_bytes)
     wants = (
         f"weights take {format_bytes(needed.layers + needed.output)}, the cache of "
-        f"{slots(served)} x {padded(served.context)} tokens {format_bytes(needed.cache)} and "
+        f"{_cells_in_words(served)} tokens {format_bytes(needed.cache)} and "
         f"computing {format_bytes(needed.compute)}, and {free} are free{where}"
     )
     if served.gpu.kind == "cpu":
@@ -498,7 +505,8 @@ def command(served: Served) -> str:
     num_slots = slots(served)
     flag, file = _file_words(served)
     words = ["llama-server", flag, shlex.quote(file)]
-    words += ["-c", str(served.context * num_slots), "-np", str(num_slots)]
+    caches = 1 if shares_cache(served) else num_slots
+    words += ["-c", str(served.context * caches), "-np", str(num_slots)]
     for option, value in served.run.serving_options:
         if option in ("file_type", "parallel"):
             continue
@@ -697,7 +705,7 @@ ENGINE = Engine(
         ),
         Option(
             name="kv_unified",
-            summary="slots share one cache (-kvu)",
+            summary="slots share one cache of --context tokens, of which each may have all (-kvu)",
             default=False,
             other_names=("kvu",),
         ),

@@ -21,7 +21,7 @@ _DECODED = r"(?<!prompt )\beval time = +[\d.]+ ms / +"
 # Source: llama.cpp 0c1e570 src/llama-model.cpp:1924-1930, llama-kv-cache.cpp:291-301,
 # llama-context.cpp:308-320, :740, llama-model-loader.cpp:1805; tools/server/server-task.cpp:1574,
 # server-context.cpp:613; llama-context.cpp:4434. Before n_ctx_seq there was n_ctx_per_seq, and
-# before that only n_ctx, of all slots. Slots that share one cache state all of it as n_ctx_seq.
+# before that only n_ctx, of all slots. Slots that share one cache may each have all of n_ctx.
 LOG = EngineLog(
     lines=(
         LogLine(
@@ -84,6 +84,7 @@ LOG = EngineLog(
         LogText(setting="cache_type_v", pattern=r"\bV \((\w+)\): +[\d.]+ MiB"),
     ),
     shares={"context_tokens": ("all_context_tokens", "num_slots")},
+    shared_where=("kv_unified", "True"),
     one_by_one=True,
     names={"model": "model"},
     refusals=(r"error loading model", r"failed to (?:create|initialize) .*context"),

@@ -74,11 +74,12 @@ class Cache:
 def cells_kept(served: Served, context: int, num_slots: int) -> Cache:
     """How many tokens each layer keeps.
 
-    Kind: exact. Source: llama.cpp 0c1e570 src/llama-context.cpp:293-311;
+    Slots that share one cache may each have all of it: n_ctx_seq is n_ctx then, else its share.
+    Kind: exact. Source: llama.cpp 0c1e570 src/llama-context.cpp:290-311;
     `llama_kv_cache_iswa`, src/llama-kv-cache-iswa.cpp:68.
     """
-    unified = bool(served.options["kv_unified"])
-    whole = padded(context * num_slots if unified else context)
+    unified = shares_cache(served)
+    whole = padded(context)
     cells: dict[int | None, int] = {None: whole}
     total = whole if unified else whole * num_slots
     tokens = micro_batch(served, total)
@@ -87,6 +88,14 @@ def cells_kept(served: Served, context: int, num_slots: int) -> Cache:
         full = bool(served.options["swa_full"])
         cells[window] = whole if full else padded(min(whole, kept))
     return Cache(cells=tuple(cells.items()), streams=1 if unified else num_slots)
+
+
+def shares_cache(served: Served) -> bool:
+    """Whether its slots have one cache between them: the server's default without `-np`.
+
+    Source: llama.cpp 0c1e570 tools/server/server.cpp:152, which then has 4 slots.
+    """
+    return bool(served.options["kv_unified"])
 
 
 def padded(cells: int) -> int:

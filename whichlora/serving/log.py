@@ -85,6 +85,7 @@ class EngineLog:
         means: what the mean of one is called.
         shares: by number, what it is an equal share of, and of how many. What it is a share of is
             not recorded, and goes before a line that states the share.
+        shared_where: a setting, and its value, with which each has all of it.
         one_by_one: whether its times are of requests one after the other, where no line says how
             many run.
     """
@@ -98,6 +99,7 @@ class EngineLog:
     histograms: Mapping[str, str] = field(default_factory=dict)
     means: Mapping[str, str] = field(default_factory=dict)
     shares: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    shared_where: tuple[str, str] | None = None
     one_by_one: bool = False
 
 
@@ -175,9 +177,10 @@ def read_log(log: EngineLog, lines: Iterable[str]) -> LogReading:
         values |= samples.get(name, _Histogram()).quantiles(called)
     for name, called in log.means.items():
         values |= samples.get(name, _Histogram()).mean(called)
+    is_shared = log.shared_where is not None and log.shared_where in settings.items()
     for name, (whole, count) in log.shares.items():
         if (of_all := values.pop(whole, None)) and (count in values or name not in values):
-            values[name] = of_all // max(1.0, values.get(count, 1.0))
+            values[name] = of_all // max(1.0, 1.0 if is_shared else values.get(count, 1.0))
     return LogReading(
         values=values,
         settings=settings,
