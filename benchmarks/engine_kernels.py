@@ -42,6 +42,7 @@ GPUS = {
 LEAST_WEIGHTS = 4_000_000  # of a matrix, so that its reads matter
 FEW_ROWS = 64  # of a product that reads decide: those of decoding steps
 CODE_BYTES = 0.53  # with their scales
+FP4_BYTES = 0.5625  # with a byte for each 16
 CHOICES = "power_law_1.01"  # of the table's distributions of tokens over experts
 HEAD_DIM = 128
 HEADER = (
@@ -129,6 +130,33 @@ def narrow(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str
         "products in 8 bits", str(len(frame)), _us(c[0]), f"{1 / c[1]:.2f}", f"{1 / c[2]:.2f}", "",
         f"{1e12 * c[3]:.1f} ps", "", _percent(median), _percent(p90),
     )  # fmt: skip
+
+
+def fp4(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
+    """Of 4-bit floats (NVFP4) on both sides; shares are of four times the peak."""
+    frame = table(clone, system, "gemm", "gemm")
+    frame = frame[(frame.gemm_dtype == "nvfp4") & (frame.n * frame.k >= LEAST_WEIGHTS)]
+    if frame.empty:
+        return ()
+    m, n, k = (frame[name].to_numpy(float) for name in ("m", "n", "k"))
+    flops, moved = 2 * m * n * k, FP4_BYTES * (n * k + m * k) + 2 * m * n
+
+    def seconds(c: Array) -> Array:
+        work = np.maximum(c[1] * moved / bandwidth, c[2] * flops / (4 * peak))
+        return c[0] + work + c[3] * m * k
+
+    first = [8e-6, 1.2, 1.5, 3e-12]
+    c, median, p90 = _fitted(seconds, 1e-3 * frame.latency.to_numpy(float), first)
+    return (
+        "products in NVFP4", str(len(frame)), _us(c[0]), f"{1 / c[1]:.2f}", f"{1 / c[2]:.2f}", "",
+        f"{1e12 * c[3]:.1f} ps", "", _percent(median), _percent(p90),
+    )  # fmt: skip
+
+
+def fp4_experts(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
+    """Of the same; shares are of four times the peak."""
+    frame = _of_form(table(clone, system, "moe", "moe"), "nvfp4")
+    return _of_experts(frame, "experts in NVFP4", FP4_BYTES, 4 * peak, bandwidth)
 
 
 def experts(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
@@ -246,10 +274,15 @@ def prompts(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[st
     )  # fmt: skip
 
 
+FITS = (
+    products, narrow, fp4, experts, narrow_experts, fp4_experts, code_experts, decoding, prompts,
+)  # fmt: skip
+
+
 def rows(clone: Path) -> Iterator[tuple[str, ...]]:
     for system, key in GPUS.items():
         gpu = find_target(key)
-        for fit in (products, narrow, experts, narrow_experts, code_experts, decoding, prompts):
+        for fit in FITS:
             cells = fit(clone, system, gpu.peak_flops_per_s["bf16"], gpu.bandwidth_bytes_per_s)
             if cells:
                 yield (key, *cells)
@@ -270,8 +303,9 @@ def main() -> None:
     asked = parser.parse_args()
     text = (
         "Tables of [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator) (Apache-2.0): "
-        "vLLM's operators, 16 bit and products of 8-bit floats, the newest release of each GPU. "
-        "Shares are of the datasheet; an input is one number that is narrowed to 8 bits. Experts "
+        "vLLM's operators, 16 bit and products of 8-bit and 4-bit floats (NVFP4), the newest "
+        "release of each GPU. "
+        "Shares are of the datasheet; an input is one number that is narrowed. Experts "
         "are all kernels of a layer after routing; activations are what passes between their "
         "products. `kernel_rates` states these by multiprocessor, as H100 and H200 agree so, and "
         "what Marlin unpacks (4 bits), too. Of products in 16 bit, their own time, the bandwidth "

@@ -57,6 +57,10 @@ def test_a_turing_is_refused_where_kernels_need_a_newer_card(
         ("vllm", "0.33.0", "awq-int4", "t4-16gb"),
         ("vllm", "0.33.0", "gptq-int4", "t4-16gb"),
         ("vllm", "0.5.1", "fp8", "a100-sxm-80gb"),
+        ("vllm", "0.16.0", "nvfp4", "t4-16gb"),
+        ("vllm", "0.9.0", "nvfp4", "h100-sxm-80gb"),
+        ("sglang", "0.5.13", "nvfp4", "h100-sxm-80gb"),
+        ("sglang", "0.5.9", "nvfp4", "b200-180gb"),
         ("sglang", "0.5.23", "awq-int4", "t4-16gb"),
         ("sglang", "0.5.23", None, "t4-16gb"),
     ],
@@ -65,6 +69,31 @@ def test_cards_that_have_kernels_are_not_refused(
     engine: str, release: str, quant: Quant | None, gpu: str
 ) -> None:
     assert not quant_refusal(engine, release, quant, gpu)
+
+
+@pytest.mark.parametrize(
+    ("engine", "release", "quant", "gpu", "message"),
+    [
+        ("vllm", "0.8.5", "nvfp4", "h100-sxm-80gb", "capability 10.0 or newer; give libraries"),
+        ("vllm", "0.7.3", "nvfp4", "h100-sxm-80gb", "0.7.3 does not read nvfp4, 0.8 or newer does"),
+        ("vllm", "0.19.0", "mxfp8", "h100-sxm-80gb", "vllm=0.20 or newer"),
+        ("sglang", "0.5.11", "nvfp4", "h100-sxm-80gb", "sglang=0.5.13 or newer"),
+        ("sglang", "0.5.21", "nvfp4a16", "h100-sxm-80gb", "0.5.21 does not read nvfp4a16, 0.5.23"),
+    ],
+)
+def test_floats_of_4_bits_have_releases_and_cards(
+    engine: str, release: str, quant: Quant, gpu: str, message: str
+) -> None:
+    assert message in quant_refusal(engine, release, quant, gpu, model="Qwen/Qwen2.5-7B")
+
+
+def test_sglang_has_no_fallback_for_those_of_llm_compressor() -> None:
+    model = "RedHatAI/Qwen3-32B-NVFP4"
+    assert "capability 10.0" in quant_refusal(
+        "sglang", "0.5.23", None, "h100-sxm-80gb", model=model
+    )
+    assert not quant_refusal("sglang", "0.5.23", None, "b200-180gb", model=model)
+    assert not quant_refusal("vllm", "0.33.0", None, "h100-sxm-80gb", model=model)
 
 
 def test_the_first_fp8_kernels_are_those_of_ada() -> None:

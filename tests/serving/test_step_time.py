@@ -163,6 +163,33 @@ def test_storages_are_in_the_order_of_their_bytes() -> None:
     assert timer(quant="awq-int4").seconds(ALONE) > steps[0]
 
 
+def test_units_multiply_4_bit_floats_and_other_cards_unpack_them() -> None:
+    """9 PFLOP/s of a B200, 1.68 of an RTX 5090 by its datasheet; an H100 computes in 16 bit."""
+    prompt = Step(0, 0, 1, 8192, 8192**2 / 2)
+
+    def products_s(gpu: str, quant: str) -> float:
+        return timer(gpu, model="Qwen/Qwen3-32B", quant=quant).parts(prompt)["products"]
+
+    for gpu, faster in (("b200", 2.3), ("rtx-5090", 5.0)):
+        assert products_s(gpu, "none") > faster * products_s(gpu, "nvfp4")
+        assert products_s(gpu, "nvfp4a16") > products_s(gpu, "none")
+    assert products_s("h100-sxm-80gb", "nvfp4") > products_s("h100-sxm-80gb", "none")
+    one = {
+        quant: timer("b200", model="Qwen/Qwen3-32B", quant=quant).parts(ALONE)["products"]
+        for quant in ("none", "nvfp4", "mxfp8")
+    }
+    assert one["nvfp4"] < one["mxfp8"] < one["none"]
+
+
+def test_experts_in_4_bit_floats_have_kernels_of_their_own() -> None:
+    prompt = Step(0, 0, 1, 8192, 8192**2 / 2)
+    wide, narrow = (
+        timer("b200", model="Qwen/Qwen3-30B-A3B", quant=quant).parts(prompt)["products"]
+        for quant in ("none", "nvfp4")
+    )
+    assert narrow < wide / 2
+
+
 def test_inputs_of_8_bit_products_are_narrowed_one_by_one() -> None:
     """3.3 ps for each; queries, the output, gate and up read 3,584, down 18,944, in 28 layers."""
     eight = timer("h100-sxm-80gb", quant="fp8")

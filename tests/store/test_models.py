@@ -261,6 +261,10 @@ def test_a_name_of_many_models_lists_eight(monkeypatch: pytest.MonkeyPatch) -> N
         ("Llama-3.1-8B-bnb-8bit", "meta-llama/Llama-3.1-8B", "bitsandbytes"),
         ("Qwen/Qwen3-32B-FP8", "Qwen/Qwen3-32B", "fp8"),
         ("RedHatAI/Qwen3-32B-quantized.w4a16", "Qwen/Qwen3-32B", "compressed-tensors"),
+        ("RedHatAI/Qwen3-32B-NVFP4", "Qwen/Qwen3-32B", "compressed-tensors"),
+        ("RedHatAI/Qwen3-32B-NVFP4A16", "Qwen/Qwen3-32B", "compressed-tensors"),
+        ("nvidia/Qwen3-32B-FP4", "Qwen/Qwen3-32B", "modelopt"),
+        ("Qwen3-32B-MXFP8", "Qwen/Qwen3-32B", "modelopt"),
         ("RedHatAI/Qwen3-32B-W4A16-G128", "Qwen/Qwen3-32B", "compressed-tensors"),
         ("llama3.1:8b-instruct-q4_K_M", "meta-llama/Llama-3.1-8B-Instruct", "gguf Q4_K_M"),
         (

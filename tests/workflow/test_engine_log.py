@@ -376,7 +376,8 @@ def test_a_folder_of_another_machine_is_named_by_the_user(tmp_path: Path) -> Non
 
 
 def test_quantised_weights_of_a_log_are_ours(tmp_path: Path) -> None:
-    for theirs, ours in (("fp8", "fp8"), ("awq_marlin", "awq-int4"), ("bitsandbytes", "nf4")):
+    named = {"fp8": "fp8", "awq_marlin": "awq-int4", "bitsandbytes": "nf4", "modelopt_fp4": "nvfp4"}
+    for theirs, ours in named.items():
         log = QWEN.replace("quantization=None", f"quantization={theirs}")
         assert record(tmp_path, log).record.run.quant == ours
 

@@ -9,6 +9,7 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.mxfp4 import packed_parts
 from whichlora.spec.architecture import Linear, ModelSpec
 from whichlora.spec.dtypes import BNB_BLOCK, Dtypes, is_quantised
+from whichlora.spec.float_blocks import FLOAT_BLOCKS
 from whichlora.spec.numeric import Count, ceil_div
 from whichlora.spec.run import CHECKPOINT_QUANTS, FOUR_BIT_BNB
 
@@ -71,6 +72,8 @@ def quantised_parts(
         return packed, 2 * groups  # fp16 scale
     if quant == "mxfp4":
         return packed_parts(num_weights)
+    if quant in FLOAT_BLOCKS:
+        return FLOAT_BLOCKS[quant].parts(num_weights)
     raise ConfigError(f"quant: {quant!r} has no storage formula")
 
 

@@ -29,6 +29,7 @@ from whichlora.spec.checkpoint import (
     with_unpacked,
 )
 from whichlora.spec.dtypes import Dtypes, is_quantised, resolve_dtypes
+from whichlora.spec.float_blocks import FLOAT_BLOCKS
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.kernels import NO_KERNELS
 from whichlora.spec.numeric import Count, is_plain
@@ -41,6 +42,7 @@ from whichlora.spec.run import (
     ENGINE_QUANTS,
     FOUR_BIT_BNB,
     FP32_PRECISIONS,
+    PACKED_QUANTS,
     TRANSFORMERS,
     RunConfig,
 )
@@ -233,7 +235,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
                 f"quant: {run.quant} is how {' or '.join(readers)} serve weights; give serving one "
                 "of them, or quant none"
             )
-    if run.quant == "w4a16":
+    if run.quant in PACKED_QUANTS:
         model = with_unpacked(model)
     if not training and run.cache_format is not None:
         check_quantisable(model, run.cache_format)
@@ -693,6 +695,12 @@ def _engines_that_serve(quant: str) -> list[str]:
     return [name for name, engine in list_engines().items() if quant in engine.stored_forms]
 
 
+def _packed_in_words(quant: str) -> str:
+    if quant in FLOAT_BLOCKS:
+        return f"{FLOAT_BLOCKS[quant].bits}-bit floats ({quant})"
+    return f"4-bit integers ({quant})"
+
+
 def _check_storage(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
     """Refuse what transformers refuses beside, or without, experts in mxfp4."""
     quant = run.quant or "none"
@@ -708,9 +716,9 @@ def _check_storage(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
             "serving llama-cpp, or the model it was made from with method qlora"
         )
     stored = stored_quant(model.config)
-    if stored == "w4a16" and quant != stored:
+    if stored in PACKED_QUANTS and quant != stored:
         raise ConfigError(
-            f"quant: {model.name} is stored in 4-bit integers (w4a16), which "
+            f"quant: {model.name} is stored in {_packed_in_words(stored)}, which "
             f"{' and '.join(_engines_that_serve(stored))} serve and nothing here trains or "
             f"expands, got {quant}; name the 16-bit model it was made from"
         )

@@ -43,6 +43,26 @@ _NARROW_EXPERTS = ExpertRates(own_s=22e-6, reads=0.92, products=0.40, activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NarrowedRates:
+    """Of products whose inputs a kernel of its own narrows to what weights are stored in.
+
+    Args:
+        own_s: of that kernel, beside the product's.
+        input_s: of each number of a long prompt.
+        products: of the share of its peak that a product in 16 bit reaches.
+    """
+
+    own_s: float
+    input_s: float
+    products: float
+
+
+# The geometric means of B200 and RTX PRO 6000.
+_FP4 = NarrowedRates(own_s=6e-6, input_s=1e-12, products=0.81)
+_FP4_EXPERTS = ExpertRates(own_s=33e-6, reads=0.92, products=0.80, activations=8e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRates:
     """Seconds of a kernel in a CUDA graph beside its work, and shares of the datasheet's rates.
 
@@ -58,7 +78,8 @@ class KernelRates:
             of few keys do not fill a multiprocessor.
         pointwise_s: of a kernel without products.
         experts: in 16 bit; `narrow_experts` in 8-bit floats; `code_experts` of stored codes,
-            which are unpacked to 16 bit.
+            which are unpacked to 16 bit; `fp4_experts` in 4-bit floats.
+        fp4: products in 4-bit floats, of cards with units for them.
         overlaps: whether a product reads weights while it computes; else one follows the other.
         few_rows: up to which a product has a kernel without matrix units; `few_products` of the
             fp32 peak. The arithmetic of the first row hides behind the reads.
@@ -77,6 +98,8 @@ class KernelRates:
     experts: ExpertRates
     code_experts: ExpertRates
     narrow_experts: ExpertRates = _NARROW_EXPERTS
+    fp4: NarrowedRates = _FP4
+    fp4_experts: ExpertRates = _FP4_EXPERTS
     pointwise_s: float = 2.5e-6
     overlaps: bool = True
     few_rows: int = 0
@@ -174,6 +197,8 @@ _BY_CAPABILITY = {
             own_s=44e-6, reads=0.90, products=0.16, activations=5.9e9, most_reads=_UNPACKED
         ),
         narrow_experts=ExpertRates(own_s=33e-6, reads=0.88, products=0.26, activations=14e9),
+        fp4=NarrowedRates(own_s=3.9e-6, input_s=0.5e-12, products=0.70),
+        fp4_experts=ExpertRates(own_s=20e-6, reads=0.86, products=0.72, activations=17e9),
     ),
     "12.0": KernelRates(
         product_s=1.0e-6,
@@ -190,6 +215,8 @@ _BY_CAPABILITY = {
             own_s=20e-6, reads=1.0, products=0.87, activations=5.9e9, most_reads=_UNPACKED
         ),
         narrow_experts=ExpertRates(own_s=31e-6, reads=1.0, products=0.41, activations=8e9),
+        fp4=NarrowedRates(own_s=9.6e-6, input_s=1.9e-12, products=0.94),
+        fp4_experts=ExpertRates(own_s=54e-6, reads=0.99, products=0.89, activations=4e9),
     ),
 }
 _ELSEWHERE = KernelRates(
@@ -208,12 +235,10 @@ _ELSEWHERE = KernelRates(
     ),
     deviation=0.25,
 )  # the geometric means of those above
-# An 8-bit product narrows its inputs in a kernel of its own, which takes so much for each number of
-# a long prompt, and reaches less of a peak twice as high. Kind: fitted, to the same tables of five
-# GPUs (3 µs, 0.74 to 1.10 of the share of 16 bit, 2.5 to 5.1 ps: geometric means).
-NARROWING_S = 3e-6
-NARROWED_INPUT_S = 3.3e-12
-NARROW_PRODUCTS = 0.89  # of the share of 16 bit
+# An 8-bit product narrows its inputs in a kernel of its own, and reaches less of a peak twice as
+# high. Kind: fitted, to the same tables of five GPUs (3 µs, 0.74 to 1.10 of the share of 16 bit,
+# 2.5 to 5.1 ps: geometric means).
+NARROWED = NarrowedRates(own_s=3e-6, input_s=3.3e-12, products=0.89)
 # One of stored codes (Marlin) has a longer prologue, and unpacks weights for every tile. AWQ's
 # zeros are subtracted. Kind: fitted, to published vLLM speeds of Qwen2 and Qwen2.5: 24 layers of
 # four products took 0.5 to 0.7 ms more than in 16 bit (0.5B), prompts of 14,336 and 30,720 tokens
@@ -254,6 +279,7 @@ def kernel_rates(gpu: GpuSpec) -> KernelRates:
         experts=_sustained(rates.experts, more),
         narrow_experts=_sustained(rates.narrow_experts, more),
         code_experts=_sustained(rates.code_experts, more),
+        fp4_experts=_sustained(rates.fp4_experts, more),
     )
 
 

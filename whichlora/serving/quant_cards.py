@@ -44,6 +44,12 @@ def check_quant_card(served: Served, cards: Mapping[str, ByRelease[float]]) -> N
     if quant not in cards or gpu.compute_capability is None:
         return
     had = float(gpu.compute_capability)
+    first = cards[quant][0][0]
+    if served.libraries.older(library, first):
+        raise ConfigError(
+            f"quant: {library} {getattr(served.libraries, library)} does not read {quant}, {first} "
+            f"or newer does; give libraries {library}={first}, or another quant"
+        )
     needed = served.libraries.value_of(library, cards[quant])
     if had >= needed:
         return

@@ -77,6 +77,7 @@ from whichlora.serving.sglang_sparse import check as check_sparse
 from whichlora.serving.stages import check_stages, stage_notes, stages_of
 from whichlora.serving.widths import check_widths
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.checkpoint import is_compressed, names_fp8_cache, stored_quant
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS
@@ -101,21 +102,27 @@ DRAFTS = "speculative_algorithm"
 DRAFTED_REQUESTS = 48  # that run at once beside drafts; srt/arg_groups/speculative_hook.py:1090
 
 # The oldest cards that have kernels for quantised weights. Source: `get_min_capability` of SGLang
-# 0.4.6 to 0.5.23 srt/layers/quantization/awq.py, fp8.py, mxfp4.py and of
-# compressed_tensors/schemes/compressed_tensors_wNa16.py.
+# 0.4.6 to 0.5.23 srt/layers/quantization/awq.py, fp8.py, mxfp4.py, modelopt_quant.py and of
+# compressed_tensors/schemes/compressed_tensors_wNa16.py, compressed_tensors_w4a16_nvfp4.py.
 QUANT_CARDS = {
     "awq-int4": (("0", AWQ_CAPABILITY),),
     "fp8": (("0", 8.0),),
     "w4a16": (("0", 8.0),),
     "mxfp4": (("0", 8.0),),
+    "nvfp4": (("0.4.6", 10.0), ("0.5.13", 8.0)),
+    "nvfp4a16": (("0.5.23", 8.0),),
+    "mxfp8": (("0.5.13", 10.0),),
 }
+# Those that llm-compressor wrote have no fallback. Source: compressed_tensors_w4a4_nvfp4.py, first
+# read in 0.5.7.
+COMPRESSED_CARDS = {"nvfp4": (("0.5.7", 10.0),)}
 # Whatever is asked for, cards without bf16 compute in float16. Source: SGLang 0.5.23
 # srt/model_executor/model_runner_components/load_model_utils.py:80, 0.4.6 model_runner.py.
 WITHOUT_BF16 = (FLOAT16,)
 # Dtypes of products with quantised weights. Source: `get_supported_act_dtypes` of SGLang 0.5.23
 # srt/layers/quantization/awq/awq.py, gptq/gptq.py, fp8.py and mxfp4.py, 0.4.6 gptq.py.
 QUANT_DTYPES = dict.fromkeys(
-    ("awq-int4", "gptq-int4", "gptq-int8", "fp8", "mxfp4"), (("0", NARROW),)
+    ("awq-int4", "gptq-int4", "gptq-int8", "fp8", "mxfp4", "nvfp4", "nvfp4a16"), (("0", NARROW),)
 )
 
 RECURRENT_STATES = Fact(
@@ -164,9 +171,20 @@ def token_bytes(served: Served, rank: ModelSpec) -> int:
     )
 
 
+def _names_fp8_cache(served: Served) -> bool:
+    config = served.model.config
+    is_read = served.run.quant == stored_quant(config) and not is_compressed(config)
+    return is_read and names_fp8_cache(config) and not served.libraries.older("sglang", "0.5.3")
+
+
 def _cache_bytes(served: Served) -> int:
-    """Of one element of keys and values."""
-    is_fp8 = served.options["kv_cache_dtype"] in FP8
+    """Of one element of keys and values: "auto" is what ModelOpt's checkpoints name.
+
+    Source: SGLang 0.5.3 srt/model_executor/model_runner.py:1399, 0.5.23
+    srt/mem_cache/kv_cache_dtype.py:51.
+    """
+    asked = served.options["kv_cache_dtype"]
+    is_fp8 = asked in FP8 or (asked == "auto" and _names_fp8_cache(served))
     if served.model.chooses_keys:
         is_fp8 = is_narrow(served)
     return 1 if is_fp8 else served.dtypes.compute_bytes
@@ -409,7 +427,8 @@ def check(served: Served) -> None:
     """
     check_model(served, keeps_states=not served.libraries.older("sglang", "0.5.3"))
     check_known(served)
-    check_quant_card(served, QUANT_CARDS)
+    of_compressed = COMPRESSED_CARDS if is_compressed(served.model.config) else {}
+    check_quant_card(served, QUANT_CARDS | of_compressed)
     check_card_dtype(served, WITHOUT_BF16)
     check_quant_dtype(served, QUANT_DTYPES)
     if served.run.quant in BNB_QUANTS:

@@ -24,9 +24,7 @@ from whichlora.serving.indexers import (
 from whichlora.serving.kernel_rates import (
     EXPERTS_DEVIATION,
     MOST_ACTIVATIONS,
-    NARROW_PRODUCTS,
-    NARROWED_INPUT_S,
-    NARROWING_S,
+    NARROWED,
     POINTWISE_READS,
     UNPACKING_S,
     ZEROED_READS,
@@ -37,6 +35,7 @@ from whichlora.serving.kernel_rates import (
 from whichlora.serving.rank import has_latents, latent_width, rank_model
 from whichlora.spec.architecture import Attention, Layer, Linear, ModelSpec, Moe
 from whichlora.spec.dtypes import is_quantised
+from whichlora.spec.float_blocks import FLOAT_BLOCKS
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.targets import adapted
 from whichlora.timing.model import product_rate, tiled_multiprocessors
@@ -46,7 +45,9 @@ if TYPE_CHECKING:
     from whichlora.serving.pipeline_time import PipelineTimer
 
 # Compute capability of the first units that multiply what is stored so.
-NARROW_UNITS = {"fp8": 8.9, "mxfp4": 10.0}
+NARROW_UNITS = {"fp8": 8.9, "mxfp4": 10.0} | {
+    name: blocks.units for name, blocks in FLOAT_BLOCKS.items() if blocks.units is not None
+}
 PARTS = ("products", "attention", "elementwise", "kernels", "communication", "engine")
 # Bytes per logit while a token is chosen: 16 bit, widened, and read again as probabilities.
 SAMPLED_LOGIT_BYTES = 12
@@ -519,9 +520,11 @@ def _product_of(
             if stepping.code_blocks is not None:  # it and what adds up its splits
                 kernel_s = 2 * rates.pointwise_s
             reads *= ZEROED_READS if served.dtypes.quant == "awq-int4" else 1.0
-        else:  # whose peak is twice that of 16 bit
-            kernel_s, rate = kernel_s + NARROWING_S, 2 * NARROW_PRODUCTS * rate
-            row_s = NARROWED_INPUT_S * first.in_features
+        else:
+            narrowed = rates.fp4 if _is_fp4(served) else NARROWED
+            peak = rates.products * _narrow_peak(served)
+            kernel_s, rate = kernel_s + narrowed.own_s, narrowed.products * peak
+            row_s = narrowed.input_s * first.in_features
     stored = stepping.weight_bytes
     return _Product(
         count=count,
@@ -555,8 +558,9 @@ def _of_experts(
     experts, peak = rates.experts, product_rate(served.gpu, compute_dtype(served))
     if product.is_unpacked:
         experts = rates.code_experts
-    elif is_quantised(linear, served.dtypes):  # in 8 bits, whose peak is twice that of 16
-        experts, peak = rates.narrow_experts, 2 * peak
+    elif is_quantised(linear, served.dtypes):
+        experts = rates.fp4_experts if _is_fp4(served) else rates.narrow_experts
+        peak = _narrow_peak(served)
     bandwidth = served.gpu.bandwidth_bytes_per_s
     multiprocessors = served.gpu.num_multiprocessors or math.inf
     activations = min(MOST_ACTIVATIONS * bandwidth, multiprocessors * experts.activations)
@@ -586,8 +590,27 @@ def _activation_bytes(moe: Moe, served: Served) -> float:
     )
 
 
+def _is_fp4(served: Served) -> bool:
+    """Whether products are of 4-bit floats on both sides, where the GPU has units for them."""
+    blocks = FLOAT_BLOCKS.get(served.dtypes.quant)
+    return blocks is not None and blocks.bits == 4
+
+
+def _narrow_peak(served: Served) -> float:
+    """FLOP/s of products in what is stored, inputs narrowed; twice that of 16 bit for 8 bits.
+
+    Kind: exact where the datasheet states `fp4`. Source: NVIDIA's datasheets, whose dense figures
+    of data-centre cards double with each half of the bits; consumer cards multiply 16 and 8 bit at
+    half the rate where they add up in fp32, and 4 bit at the whole one.
+    """
+    rate = product_rate(served.gpu, compute_dtype(served))
+    if not _is_fp4(served):
+        return 2 * rate
+    return served.gpu.peak_flops_per_s.get("fp4", FLOAT_BLOCKS[served.dtypes.quant].rate * rate)
+
+
 def _has_units(quant: str, gpu: GpuSpec) -> bool:
-    """Whether `gpu` multiplies what is stored, its inputs narrowed to 8-bit floats."""
+    """Whether `gpu` multiplies what is stored, its inputs narrowed to the same, or to 8 bits."""
     return float(gpu.compute_capability or 0) >= NARROW_UNITS.get(quant, math.inf)
 
 

@@ -147,13 +147,18 @@ CARD_SINCE, BEFORE_CARD = ("0.20", 7.5), "0.19.0"
 # earlier one has kernels for; the first with kernels for 12.0.
 BLACKWELL_SINCE, FIRST_BLACKWELL = ("0.9", 10.0), "0.9.2"
 # The oldest cards that have kernels for quantised weights, since when. Source: `get_min_capability`
-# of vLLM 0.5.0 to 0.33.0 quantization/awq.py (0.33.0: auto_awq.py), fp8.py and mxfp4.py, and of
-# compressed_tensors/schemes/compressed_tensors_wNa16.py.
+# of vLLM 0.5.0 to 0.33.0 quantization/awq.py (0.33.0: auto_awq.py), fp8.py, mxfp4.py and of
+# modelopt.py (0.8.0, 0.9.0, 0.16.0), and of compressed_tensors/schemes/compressed_tensors_wNa16.py,
+# compressed_tensors_w4a4_nvfp4.py, compressed_tensors_w8a8_mxfp8.py (0.20.0). Below 10.0 Marlin's
+# kernels unpack nvfp4.
 QUANT_CARDS = {
     "awq-int4": (("0", AWQ_CAPABILITY),),
     "fp8": (("0", 8.9), ("0.5.1", 8.0), ("0.14", 7.5)),
     "w4a16": (("0", 8.0), ("0.12", 7.5)),
     "mxfp4": (("0", 8.0),),
+    "nvfp4": (("0.8", 10.0), ("0.9", 8.0), ("0.16", 7.5)),
+    "nvfp4a16": (("0.9", 8.0), ("0.16", 7.5)),
+    "mxfp8": (("0.16", 10.0), ("0.20", 8.0)),
 }
 # Model types that are refused in float16, since when. Source: `_FLOAT16_NOT_SUPPORTED_MODELS`,
 # vLLM 0.9.1 config.py, 0.10.2 config/__init__.py, 0.33.0 config/model.py:2398; none in 0.9.0.
@@ -163,13 +168,16 @@ FLOAT16_REFUSED = {"gemma2": "0.9.1", "gemma3": "0.9.1", "gemma3_text": "0.10.2"
 WITHOUT_BF16 = (FLOAT16, FLOAT32)
 # Dtypes of products with quantised weights, since when. Marlin's kernels brought bf16. Source:
 # `get_supported_act_dtypes` of vLLM 0.4.2 to 0.33.0 quantization/gptq_marlin.py (0.33.0:
-# auto_gptq.py), awq_marlin.py (auto_awq.py), fp8.py and mxfp4.py.
+# auto_gptq.py), awq_marlin.py (auto_awq.py), fp8.py, mxfp4.py and modelopt.py.
 QUANT_DTYPES = {
     "awq-int4": (("0", (FLOAT16,)), ("0.5.3", NARROW)),
     "gptq-int4": (("0", (FLOAT16,)), ("0.4.3", NARROW)),
     "gptq-int8": (("0", (FLOAT16,)), ("0.4.3", NARROW)),
     "fp8": (("0", NARROW),),
     "mxfp4": (("0", (BFLOAT16,)),),
+    "nvfp4": (("0", NARROW),),
+    "nvfp4a16": (("0", NARROW),),
+    "mxfp8": (("0", (BFLOAT16,)),),
 }
 BLOCK_STEP = 16  # tokens, of which a block of the V1 engine is a multiple
 # AWQ's first kernel, before Marlin reads its codes, too. Kind: exact, but for the blocks resident,

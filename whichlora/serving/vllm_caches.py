@@ -7,6 +7,7 @@ from whichlora.serving.base import Served
 from whichlora.serving.product_dtypes import BF16_CAPABILITY
 from whichlora.serving.rank import has_latents
 from whichlora.serving.vllm_settings import FP8_CACHES, capability
+from whichlora.serving.vllm_sparse import cache_dtype
 from whichlora.spec.architecture import Attention
 
 SECOND_ENGINE_ALONE = "0.11"  # before, kernels of the first one widen 8 bits on every card
@@ -31,6 +32,7 @@ def check(served: Served) -> None:
         ConfigError: one line.
     """
     asked = str(served.options["kv_cache_dtype"])
+    asked = cache_dtype(served) if asked == "auto" else asked
     if asked == "auto" or served.model.chooses_keys:
         return
     if asked in FP8_CACHES and served.libraries.older("vllm", SECOND_ENGINE_ALONE):
@@ -41,7 +43,7 @@ def check(served: Served) -> None:
     raise ConfigError(
         f"kv_cache_dtype: {served.release} has no attention that reads {asked} on "
         f"{served.gpu.key} for {served.model.name}: it needs compute capability {needed} or newer; "
-        "give auto"
+        f"give {'bfloat16' if served.options['kv_cache_dtype'] == 'auto' else 'auto'}"
     )
 
 

@@ -140,8 +140,8 @@ WHOLE_GRAPHS_SINCE = "0.11"  # before which the default captures pieces alone
 # Since when experts share a workspace that is never freed. Source: the storage's method in
 # model_executor/layers of 0.13.0, 0.14.0, 0.20.0 and 0.25.0: whether it calls the modular kernel.
 KEPT_EXPERTS_SINCE: dict[str, str] = {
-    **dict.fromkeys(("none", "fp8"), "0.14"),
-    **dict.fromkeys(("gptq-int4", "gptq-int8", "mxfp4"), "0.20"),
+    **dict.fromkeys(("none", "fp8", "nvfp4", "nvfp4a16"), "0.14"),
+    **dict.fromkeys(("gptq-int4", "gptq-int8", "mxfp4", "mxfp8"), "0.20"),
     **dict.fromkeys(("awq-int4", "w4a16"), "0.25"),
 }
 EXPONENT_TILE = 256  # outputs, of 8 warps; triton_kernels HopperMXScaleLayout.swizzle_data

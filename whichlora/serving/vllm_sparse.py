@@ -8,6 +8,7 @@ from whichlora.serving.base import Served
 from whichlora.serving.indexers import attended_elements, capability
 from whichlora.serving.vllm_entries import WORKSPACE
 from whichlora.spec.architecture import Attention, ModelSpec
+from whichlora.spec.checkpoint import is_compressed, names_fp8_cache, stored_quant
 from whichlora.spec.numeric import ceil_div
 from whichlora.units import MiB
 
@@ -55,17 +56,29 @@ SCORES = Fact(
 )
 
 
+def _names_fp8(served: Served) -> bool:
+    """Whether the files name a cache in 8 bits, and the release listens.
+
+    Source: vLLM 0.14.0 utils/torch_utils.py `get_kv_cache_quant_algo_string`, of ModelOpt's; 0.15.0
+    attention/layer.py:236, of llm-compressor's.
+    """
+    config = served.model.config
+    since = "0.15" if is_compressed(config) else "0.14"
+    is_read = served.run.quant == stored_quant(config) and not served.libraries.older("vllm", since)
+    return is_read and names_fp8_cache(config)
+
+
 def cache_dtype(served: Served) -> str:
-    """How latents are cached: "auto" is the dtype of the model.
+    """How keys, values or latents are cached: "auto" is the dtype of the model, or of the files.
 
     Kind: exact. Source: vLLM 0.33.0 platforms/cuda.py:83 `_get_backend_priorities`,
     layers/attention/mla_attention.py:357 `_canonicalize_sparse_mla_kv_cache_dtype`;
-    `NARROW_BY_DEFAULT`.
+    `NARROW_BY_DEFAULT`, `_names_fp8`.
     """
     stated = str(served.options["kv_cache_dtype"])
     asked = "auto" if stated == "bfloat16" else stated
     if not served.model.chooses_keys:
-        return asked
+        return "fp8" if stated == "auto" and _names_fp8(served) else asked
     major = capability(served.gpu)
     if stated == "auto" and major == 10 and served.model.model_type in NARROW_BY_DEFAULT:
         return "fp8_e4m3"

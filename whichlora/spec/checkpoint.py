@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from whichlora.spec.architecture import Layer, Linear, Mlp, ModelSpec
+from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec
+from whichlora.spec.float_blocks import (
+    FLOAT_BLOCKS,
+    caches_fp8,
+    named_by_group,
+    named_by_modelopt,
+)
 from whichlora.spec.run import BNB_QUANTS, CHECKPOINT_QUANTS, Quant
 
 LOADED_AS_STORED: frozenset[str] = BNB_QUANTS | CHECKPOINT_QUANTS
@@ -49,6 +56,8 @@ def stored_quant(config: Mapping[str, Any]) -> Quant | None:
             return "fp8"
         case {"quant_method": "compressed-tensors", "config_groups": {**groups}}:
             return _compressed(groups)
+        case {"quant_method": str(method), **stored} if method.startswith("modelopt"):
+            return named_by_modelopt(stored) or None  # type: ignore[return-value]
     return None
 
 
@@ -59,6 +68,11 @@ def is_loaded_as_stored(config: Mapping[str, Any]) -> bool:
 
 def _compressed(groups: Mapping[Any, Any]) -> Quant | None:
     """The storage of compressed-tensors whose groups are all alike; None for one not modelled."""
+    blocks = {named_by_group(group) for group in groups.values()}
+    if len(blocks) == 1 and "" not in blocks:
+        return blocks.pop()  # type: ignore[return-value]
+    if blocks - {""}:
+        return None
     if groups and all(map(_is_fp8, groups.values())):
         return "fp8"
     return "w4a16" if groups and all(map(_is_int4, groups.values())) else None
@@ -103,14 +117,32 @@ def scaled_together(config: Mapping[str, Any], quant: str, group: int) -> int:
         group: of integers, where the config does not say it.
     """
     stored = _stored(config)
-    names = ("modules_to_not_convert", "ignored_layers", "ignore")
-    left = [str(each) for name in names for each in stored.get(name) or ()]
-    if not all(_BESIDE_MLPS.search(each) for each in left):
+    if not all(_BESIDE_MLPS.search(each) for each in left_out(stored)):
         return 1
     sizes = [stored.get("group_size", group)] if quant in (*CHECKPOINT_QUANTS, "w4a16") else []
+    if quant in FLOAT_BLOCKS:
+        sizes = [FLOAT_BLOCKS[quant].block]
     if quant == stored_quant(config) == "fp8":
         sizes = stored.get("weight_block_size") or []
     return math.lcm(*(size for size in sizes if isinstance(size, int) and size > 0))
+
+
+def left_out(stored: Mapping[str, Any]) -> list[str]:
+    """Names and patterns of modules that files leave in 16 bit."""
+    names = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+    inner = stored.get("quantization")
+    places = [stored, inner if isinstance(inner, Mapping) else {}]
+    return [str(each) for place in places for name in names for each in place.get(name) or ()]
+
+
+def names_fp8_cache(config: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint says that keys and values are cached in 8-bit floats."""
+    return caches_fp8(_stored(config))
+
+
+def is_compressed(config: Mapping[str, Any]) -> bool:
+    """Whether llm-compressor wrote the checkpoint, rather than ModelOpt."""
+    return _stored(config).get("quant_method") == "compressed-tensors"
 
 
 def is_gguf(config: Mapping[str, Any]) -> bool:
@@ -134,45 +166,72 @@ def lacking_storage(config: Mapping[str, Any], quant: str) -> str:
     return quant if is_made_before(quant) and stored_quant(config) != quant else ""
 
 
+# What modules of models are called that have a layer's matrices, and their layers.
+_MIXERS = {
+    "softmax": ("self_attn", "mixer", "attention"),
+    "linear": ("linear_attn",),
+    "conv": ("conv",),
+}
+_STATE_SPACES = ("mixer", "mamba")
+_MLPS = ("mlp", "mixer", "feed_forward", "block_sparse_moe")
+_LAYERS = ("model", "model.language_model", "language_model.model", "backbone")
+
+
 def with_unpacked(model: ModelSpec) -> ModelSpec:
-    """`model` whose matrices know which of them a checkpoint in w4a16 leaves in 16 bit.
+    """`model` whose matrices know which of them a packed checkpoint leaves in 16 bit.
 
-    These are its routers, and what its list `ignore` names: by name, or by a pattern.
+    These are its routers, and what its list of exceptions names: by name, or by a pattern.
     Kind: exact where layers of one kind are alike. Source: compressed-tensors 0.17
-    `utils/match.py`; vLLM 0.33.0 quantization/compressed_tensors/utils.py `should_ignore_layer`.
+    `utils/match.py`; vLLM 0.33.0 quantization/compressed_tensors/utils.py `should_ignore_layer`,
+    modelopt.py `is_layer_excluded`.
     """
-    ignored = [str(each) for each in _stored(model.config).get("ignore") or ()]
-    numbers = range(model.num_hidden_layers)
+    ignored = left_out(_stored(model.config))
+    exact = {each for each in ignored if each[:3] != "re:" and "*" not in each}
+    patterns = [
+        re.compile(each[3:] if each[:3] == "re:" else fnmatch.translate(each))
+        for each in dict.fromkeys(ignored)
+        if each not in exact
+    ]
+    places = [
+        f"{layers}.layers.{number}."
+        for layers in _LAYERS
+        for number in range(model.num_hidden_layers)
+    ]
 
-    def is_left(*paths: str) -> bool:
-        names = {f"model.layers.{number}.{path}" for path in paths for number in numbers}
-        return any(
-            any(re.match(each[3:], name) for name in names) if each[:3] == "re:" else each in names
-            for each in ignored
-        )
+    def is_left(path: str) -> bool:
+        parts = path.split(".")
+        parents = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+        if any(f"{place}{parent}" in exact for place in places for parent in parents):
+            return True
+        return any(pattern.match(place + path) for pattern in patterns for place in places)
 
-    def marked(linears: tuple[Linear, ...], *modules: str) -> tuple[Linear, ...]:
+    def marked(linears: tuple[Linear, ...], modules: Iterable[str]) -> tuple[Linear, ...]:
         return tuple(
             replace(linear, quantisable=False)
-            if is_left(*(f"{module}.{name}" for module in modules for name in _parts(linear.name)))
+            if any(is_left(f"{each}.{name}") for each in modules for name in _parts(linear.name))
             else linear
             for linear in linears
         )
 
-    def of_mlp(mlp: Mlp, *modules: str) -> Mlp:
-        return replace(mlp, linears=marked(mlp.linears, *modules))
+    def of_mlp(mlp: Mlp, modules: Iterable[str]) -> Mlp:
+        return replace(mlp, linears=marked(mlp.linears, tuple(modules)))
+
+    def of_attention(attention: Attention) -> Attention:
+        modules = _MIXERS.get(attention.kind, _STATE_SPACES)
+        return replace(attention, linears=marked(attention.linears, modules))
 
     def of_layer(layer: Layer) -> Layer:
-        attentions = tuple(
-            replace(each, linears=marked(each.linears, "self_attn")) for each in layer.attentions
-        )
+        attentions = tuple(map(of_attention, layer.attentions))
         mlp, moe = layer.mlp, layer.moe
         if moe is not None:
-            shared = moe.shared and of_mlp(moe.shared, "mlp.shared_experts", "mlp.shared_expert")
+            beside = ("shared_experts", "shared_expert")
+            shared = moe.shared and of_mlp(
+                moe.shared, (f"{each}.{name}" for each in _MLPS for name in beside)
+            )
             router = replace(moe.router, quantisable=False)
-            expert = of_mlp(moe.expert, "mlp.experts.0")
+            expert = of_mlp(moe.expert, (f"{each}.experts.0" for each in _MLPS))
             moe = replace(moe, router=router, shared=shared, expert=expert)
-        return replace(layer, attentions=attentions, mlp=mlp and of_mlp(mlp, "mlp"), moe=moe)
+        return replace(layer, attentions=attentions, mlp=mlp and of_mlp(mlp, _MLPS), moe=moe)
 
     return model.with_layers(of_layer)
 

@@ -22,6 +22,7 @@ from whichlora.spec.kernels import NO_KERNELS, FusedKernels
 from whichlora.spec.run import (
     AUTOCAST_PRECISIONS,
     BNB_QUANTS,
+    ENGINE_QUANTS,
     FOUR_BIT_BNB,
     FP32_PRECISIONS,
     MOST_COUNT,
@@ -361,7 +362,7 @@ def is_quantised(linear: Linear, dtypes: Dtypes) -> bool:
     calls for each of them; transformers 5.23 `Mxfp4GptOssExperts`, which packs nothing else.
     """
     if dtypes.quant == "mxfp4" or not linear.is_module:
-        packs = dtypes.quantises_experts or dtypes.quant in ("mxfp4", "fp8", "w4a16")
+        packs = dtypes.quantises_experts or dtypes.quant in {"mxfp4", *ENGINE_QUANTS}
         return packs and not linear.is_module and linear.count > 1 and linear.quantisable
     if linear.is_subclass and not dtypes.libraries.quantises_subclasses:
         return False

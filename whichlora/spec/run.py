@@ -46,7 +46,7 @@ LossHead = Literal["hf", "trl-fused", "liger", "unsloth", "unsloth-fused", "raw"
 USUAL_HEAD: LossHead = "hf"  # of a run that names none
 Quant = Literal[
     "none", "nf4", "nf4-dq", "fp4", "int8", "gptq-int4", "gptq-int8", "awq-int4", "mxfp4", "fp8",
-    "w4a16",
+    "w4a16", "nvfp4", "nvfp4a16", "mxfp8",
 ]  # fmt: skip
 Bias = Literal["none", "all", "lora_only"]
 BaseDtype = Literal["auto", "float32"]
@@ -73,7 +73,9 @@ ADAPTER_SETTINGS = (
 FOUR_BIT_BNB: frozenset[str] = frozenset({"nf4", "nf4-dq", "fp4"})
 BNB_QUANTS: frozenset[str] = FOUR_BIT_BNB | {"int8"}
 CHECKPOINT_QUANTS: frozenset[str] = frozenset({"gptq-int4", "gptq-int8", "awq-int4"})  # written so
-ENGINE_QUANTS: frozenset[str] = frozenset({"fp8", "w4a16"})  # engines read them, nothing trains
+# Files of these are served by engines, and nothing trains or expands them: `spec.float_blocks`.
+PACKED_QUANTS: frozenset[str] = frozenset({"w4a16", "nvfp4", "nvfp4a16", "mxfp8"})
+ENGINE_QUANTS: frozenset[str] = PACKED_QUANTS | {"fp8"}  # engines read them, nothing trains
 CACHE_NBITS = (4, 2)  # what quanto and HQQ both have
 CACHE_GROUP_STEP = 8  # whole bytes of codes, whatever they are packed along
 # The bounds of settings, in whatever they are read from: far beyond any run, and small enough that

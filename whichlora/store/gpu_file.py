@@ -15,7 +15,7 @@ from whichlora.store.jsonfiles import check_fields, check_schema_version, is_slu
 
 SCHEMA_VERSION = 1
 KINDS = tuple(BACKENDS)
-DTYPES = ("bf16", "fp16", "tf32", "fp32", "int8")
+DTYPES = ("bf16", "fp16", "tf32", "fp32", "int8", "fp4")
 _RATES = (1e6, 1e21)  # per second: a slipped unit is outside, every device since the 1980s inside
 _RATE = f"a number from {_RATES[0]:g} to {_RATES[1]:g}"
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,10 @@ from whichlora.store.models import find_copy, find_model, near_matches, refuse_c
 from whichlora.store.online import why_offline
 
 _FILE = "config.json"
+# Of ModelOpt, whose older exports say nothing of it in `config.json`. Source: vLLM 0.33.0
+# quantization/modelopt.py `get_config_filenames`.
+_QUANT_FILE = "hf_quant_config.json"
+_OF_MODELOPT = re.compile(r"nvfp4|fp4|mxfp8|fp8", re.IGNORECASE)
 _PAGE = "https://huggingface.co/"
 
 
@@ -89,7 +96,8 @@ def _local_config(name: str) -> dict[str, Any] | None:
     if not os.path.isdir(path):
         return None
     if (path / "config.json").is_file():
-        return read_object(path / "config.json")
+        config, beside = read_object(path / "config.json"), path / _QUANT_FILE
+        return with_quant_file(config, read_object(beside)) if beside.is_file() else config
     if (path / "adapter_config.json").is_file():
         base = read_object(path / "adapter_config.json").get("base_model_name_or_path")
         raise ConfigError(f"{name}: is an adapter, not a model; give its base model, {base!r}")
@@ -138,7 +146,20 @@ def _hub_config(name: str, *, offline: bool) -> dict[str, Any]:
         ) from None
     except (RepositoryNotFoundError, HFValidationError):
         raise _unknown(name, "nor a public repository on the hub") from None
-    return read_object(Path(path))
+    config = read_object(Path(path))
+    if "quantization_config" in config or not _OF_MODELOPT.search(name):
+        return config
+    with contextlib.suppress(EntryNotFoundError, LocalEntryNotFoundError):
+        beside = hf_hub_download(name, _QUANT_FILE, local_files_only=away is not None)
+        return with_quant_file(config, read_object(Path(beside)))
+    return config
+
+
+def with_quant_file(config: dict[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with what ModelOpt's file beside it states, where it states none itself."""
+    if "quantization_config" in config:
+        return config
+    return {**config, "quantization_config": {**stated, "quant_method": "modelopt"}}
 
 
 def _unknown(name: str, reason: str) -> ConfigError:

@@ -153,8 +153,9 @@ def refuse_copy(name: str) -> str:
     if form is None or (base and form.config):
         return ""
     return (
-        f"model: {name!r} is a quantised copy ({form.label}), not a base to train; "
-        f"give {base or 'the model it was made from'} with {form.instead}"
+        f"model: {name!r} is a quantised copy ({form.label}), which is not predicted by its name; "
+        f"give {base or 'a path of its config.json, or the model it was made from'} with "
+        f"{form.instead}"
     )
 
 

@@ -85,6 +85,39 @@ def _fp8(marks: Sequence[str]) -> StoredForm:
     return StoredForm("FP8", "quant fp8, as vllm and sglang serve it", config)
 
 
+def _nvfp4(marks: Sequence[str]) -> StoredForm:
+    """Source: the copies of NVIDIA, whose ModelOpt narrows inputs, too, and of RedHatAI.
+
+    Those of llm-compressor leave linear attention in 16 bit, as its examples do.
+    """
+    label = "NVFP4A16" if {"nvfp4a16", "a16"} & {*marks} else "NVFP4"
+    floats = {"type": "float", "num_bits": 4, "group_size": 16}
+    is_own = "nvidia" in marks
+    config = {
+        "quant_method": "modelopt" if is_own else "compressed-tensors",
+        "quant_algo": "NVFP4",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": floats,
+                **({"input_activations": floats} if label == "NVFP4" else {}),
+            }
+        },
+        "ignore": ["lm_head"] if is_own else ["lm_head", "re:.*linear_attn.*"],
+    }
+    return StoredForm(label, f"quant {label.lower()}, as vllm and sglang serve it", config)
+
+
+def _fp4(marks: Sequence[str]) -> StoredForm:
+    """NVIDIA's copies that say no more than FP4 are NVFP4."""
+    return _nvfp4(marks) if "nvidia" in marks else _bitsandbytes(marks)
+
+
+def _mxfp8(marks: Sequence[str]) -> StoredForm:
+    config = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}
+    return StoredForm("MXFP8", "quant mxfp8, as vllm and sglang serve it", config)
+
+
 def _group(marks: Sequence[str]) -> dict[str, int]:
     sizes = [int(mark.strip("g")) for mark in marks if _GROUP.fullmatch(mark)]
     return {"group_size": sizes[0]} if sizes else {}
@@ -98,10 +131,16 @@ _QUANTISED: tuple[tuple[re.Pattern[str], Callable[[Sequence[str]], StoredForm]],
     (re.compile(r"fp8"), _fp8),
     (re.compile(rf"gguf|ggml|{_GGUF_TYPE.pattern}"), _gguf),
     (
-        re.compile(r"exl[23]|mlx|hqq|aqlm|eetq|nvfp4"),
-        lambda marks: StoredForm(marks[0].upper(), "method qlora for 4 bits"),
+        re.compile(r"exl[23]|mlx|hqq|aqlm|eetq|mxfp4(a16)?"),
+        lambda marks: StoredForm(
+            marks[0].upper(),
+            "method qlora for 4 bits, or where it is served a quant such as awq-int4 or nvfp4",
+        ),
     ),
-    (re.compile(r"bnb|[48]bit|nf4|fp4|int[48]"), _bitsandbytes),
+    (re.compile(r"nvfp4(a16)?"), _nvfp4),
+    (re.compile(r"mxfp8"), _mxfp8),
+    (re.compile(r"bnb|[48]bit|nf4|int[48]"), _bitsandbytes),
+    (re.compile(r"fp4"), _fp4),
 )
 # Words that only say more of such a copy.
 _OF_A_COPY = re.compile(

@@ -36,6 +36,9 @@ QUANTISED = {
     **dict.fromkeys(("gptq", "gptq_marlin"), "gptq-int4"),
     "bitsandbytes": "nf4",
     "fp8": "fp8",
+    "modelopt": "fp8",
+    "modelopt_fp4": "nvfp4",
+    "modelopt_mxfp8": "mxfp8",
 }
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 # What an answer calls a number that logs state, too.
