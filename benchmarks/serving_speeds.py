@@ -48,6 +48,7 @@ EXPERTS = HERE / "serving_experts.csv"
 DECODING = HERE / "serving_decoding.csv"
 CAPACITY = HERE / "serving_capacity.csv"
 MEAN_SHARE = 0.9  # of the length named: lengths are uniform from 0.8 of it
+SPREAD = 0.1 / MEAN_SHARE  # around that mean
 # These clients send tokens drawn at random, whose text takes the server 3.2 us a token
 # (`tokenizing.py`); what is predicted has 1.6, of text that people write.
 RANDOM_TOKEN_S = 1.6e-6
@@ -247,6 +248,7 @@ def _waits(
         batch_size=int(row["concurrency"]),
         prompt_len=prompt_len,
         max_new_tokens=new_tokens,
+        length_spread=SPREAD,
         context=int(row["isl"]) + int(row["osl"]) + 200,
         quant=row["quant"],  # type: ignore[arg-type]
         libraries=_release(row),

@@ -123,6 +123,7 @@ class _RunSettings(TypedDict, total=False):
     context: int | Sequence[int]
     shared_prompt_fraction: float
     request_rate: float | None
+    length_spread: float
     libraries: Mapping[str, str]
     nodes: int | Sequence[int]
     parallel: str | Sequence[str]

@@ -27,6 +27,7 @@ def runs(engine: str) -> list[RunConfig]:
         {"batch_size": 8, "prompt_len": 3000, "max_new_tokens": 20},
         {"batch_size": 8, "context": 30_000, "shared_prompt_fraction": 0.5},
         {"request_rate": 3.0},
+        {"length_spread": 0.3},
     ]
     options = [(), {"vllm": (("max_num_batched_tokens", 512),)}.get(engine, ())]
     return [

@@ -322,6 +322,31 @@ def test_a_card_that_nobody_measured_has_a_wider_interval() -> None:
     assert other.deviation > known.deviation
 
 
+def test_clients_with_equal_lengths_stay_in_step_and_wait_for_all_prompts() -> None:
+    """What `vllm bench serve` sends with its own defaults: `--random-range-ratio 0`."""
+    even, uneven = (
+        served(batch_size=16, prompt_len=4096, max_new_tokens=256, length_spread=spread).time
+        for spread in (0.0, 0.1)
+    )
+    assert even is not None
+    assert uneven is not None
+    assert even.ttft_s > 2 * uneven.ttft_s
+    assert (even.length_spread, uneven.length_spread) == (0.0, 0.1)
+    assert uneven == served(batch_size=16, prompt_len=4096, max_new_tokens=256).time
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"length_spread": 1.0}, "length_spread: must be from 0 to below 1, got 1.0"),
+        ({"length_spread": 0.0, "serving": "transformers"}, "length_spread: is of an engine"),
+    ],
+)
+def test_lengths_vary_under_an_engine_alone(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        served(**settings)
+
+
 def test_a_rate_is_of_an_engine_and_not_of_clients() -> None:
     with pytest.raises(ConfigError, match="request_rate: is of an engine that serves"):
         served(serving="transformers", request_rate=2.0)

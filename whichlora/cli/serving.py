@@ -10,7 +10,7 @@ import click
 
 from whichlora.cli.completion import with_completion
 from whichlora.cli.options import Number, counts_or_max, named_values, words
-from whichlora.spec.run import TRANSFORMERS
+from whichlora.spec.run import TRANSFORMERS, USUAL_SPREAD
 
 
 @functools.cache
@@ -55,6 +55,14 @@ def serving_options() -> tuple[click.Option, ...]:
             callback=lambda ctx, param, value: [value],
             help="Requests a second that arrive by chance at an engine; default: --concurrency of "
             "them under way at any time.",
+        ),
+        click.Option(
+            ["--length-spread"],
+            type=Number(0, 1, max_open=True),
+            default=USUAL_SPREAD,
+            callback=lambda ctx, param, value: [value],
+            help="Share by which an engine's prompts and answers vary in length; 0: all alike, as "
+            f"vllm bench serve sends them; default: {USUAL_SPREAD}.",
         ),
         click.Option(
             ["--shared-prompt-fraction"],

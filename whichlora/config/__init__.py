@@ -283,6 +283,7 @@ def _inference(settings: PlanFile, model: str) -> RunConfig:
         serving_options=by_own_names(engine.options, (settings.serving_options or {}).items()),
         context=stage.context,
         shared_prompt_fraction=stage.shared_prompt_fraction,
+        length_spread=stage.length_spread,
         libraries=() if version is None else ((engine.library, version),),
     )
 

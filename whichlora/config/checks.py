@@ -49,7 +49,7 @@ _SPELLINGS = (
     ("tpot_ms", "tpot"),
 )
 _OF_ENGINES = (
-    *("concurrency", "context", "shared_prompt_fraction"),
+    *("concurrency", "context", "shared_prompt_fraction", "length_spread"),
     *("ttft_ms", "ttft", "tpot_ms", "tpot", "requests_per_s"),
 )
 _COUNTS = ("tokens", "samples", "mean_tokens", "p95_tokens", "max_tokens")

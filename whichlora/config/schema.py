@@ -217,6 +217,8 @@ class Stage1(_Section):
     """Limit of a serving engine: tokens of a prompt and its answer; without it, those asked for."""
     shared_prompt_fraction: Annotated[float, Field(ge=0, le=1)] = _RUN.shared_prompt_fraction
     """Share of the prompt that all sequences begin with, such as a system prompt."""
+    length_spread: Annotated[float, Field(ge=0, lt=1)] = _RUN.length_spread
+    """Share by which prompts and answers of an engine's requests vary in length."""
     ttft_ms: Positive | None = None
     """Limit of a serving engine: time to the first token."""
     ttft: Duration | None = None

@@ -32,6 +32,7 @@ LOAD = (
     "context",
     "shared_prompt_fraction",
     "request_rate",
+    "length_spread",
 )
 
 

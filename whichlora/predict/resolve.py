@@ -44,6 +44,7 @@ from whichlora.spec.run import (
     FP32_PRECISIONS,
     PACKED_QUANTS,
     TRANSFORMERS,
+    USUAL_SPREAD,
     RunConfig,
 )
 from whichlora.spec.targets import (
@@ -454,6 +455,11 @@ def _check_serving(job: ResolvedRun) -> None:
     if run.request_rate is not None and not job.has_pool:
         raise ConfigError(
             "request_rate: is of an engine that serves; give phase inference and serving vllm, or "
+            "leave it out"
+        )
+    if run.length_spread != USUAL_SPREAD and not job.has_pool:
+        raise ConfigError(
+            "length_spread: is of an engine that serves; give phase inference and serving vllm, or "
             "leave it out"
         )
     if run.phase == "finetune":

@@ -136,6 +136,7 @@ def _asked(run: RunConfig, served: Served, service: Service, timer: Timer) -> _A
         new_tokens=run.max_new_tokens,
         cached_prompt=served.shared_tokens * stepping.caches_prompts,
         concurrency=share,
+        spread=run.length_spread,
         requests_per_s=None
         if run.request_rate is None
         else run.request_rate / batches / stepping.copies,
@@ -190,6 +191,7 @@ def _with_intervals(asked: _Asked) -> ServingTime:
         ttft_percentiles_s=_percentiles(waits.ttft_s),
         tpot_percentiles_s=_percentiles(waits.tpot_s),
         queue_grows=waits.queue_grows,
+        length_spread=load.spread,
         step_sequences=running,
         step_parts_s=timer.parts(middle),
         confidence=TIME_CONFIDENCE,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 from whichlora.serving.step_time import Step
+from whichlora.spec.run import USUAL_SPREAD
 
 PERCENTILES = (50, 90, 99)
 # Requests of each client, as many as `vllm bench serve` is usually asked for; fewer of many.
@@ -73,7 +74,7 @@ class Load:
     cached_prompt: int = 0
     concurrency: int = 1
     requests_per_s: float | None = None
-    spread: float = 0.1
+    spread: float = USUAL_SPREAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

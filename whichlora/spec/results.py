@@ -248,6 +248,7 @@ class ServingTime:
         output_tokens_per_s, requests_per_s: of the whole engine.
         ttft_percentiles_s, tpot_percentiles_s: by the percent of requests that wait no longer.
         queue_grows: more requests arrive than are answered, so that waits have no end.
+        length_spread: share by which prompts and answers vary in length.
         step_sequences: that decode at once, in the middle; `step_parts_s` is one step of them by
             kind of work.
     """
@@ -263,6 +264,7 @@ class ServingTime:
     ttft_percentiles_s: Mapping[int, float]
     tpot_percentiles_s: Mapping[int, float]
     queue_grows: bool
+    length_spread: float
     step_sequences: int
     step_parts_s: Mapping[str, float]
     confidence: float

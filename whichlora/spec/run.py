@@ -76,6 +76,7 @@ CHECKPOINT_QUANTS: frozenset[str] = frozenset({"gptq-int4", "gptq-int8", "awq-in
 # Files of these are served by engines, and nothing trains or expands them: `spec.float_blocks`.
 PACKED_QUANTS: frozenset[str] = frozenset({"w4a16", "nvfp4", "nvfp4a16", "mxfp8"})
 ENGINE_QUANTS: frozenset[str] = PACKED_QUANTS | {"fp8"}  # engines read them, nothing trains
+USUAL_SPREAD = 0.1  # of the lengths of an engine's requests
 CACHE_NBITS = (4, 2)  # what quanto and HQQ both have
 CACHE_GROUP_STEP = 8  # whole bytes of codes, whatever they are packed along
 # The bounds of settings, in whatever they are read from: far beyond any run, and small enough that
@@ -258,6 +259,8 @@ class RunConfig:
             prefixes keeps its keys and values once.
         request_rate: requests a second that arrive by chance; None where `batch_size` of them are
             under way at any time.
+        length_spread: of an engine's requests, the share by which prompts and answers are longer
+            or shorter, evenly by chance; 0 for all alike.
         images: of each row or prompt; the tokens that the language model reads of them are among
             `seq_len` and `prompt_len`.
         image_size: width and height of each in pixels, before anything resizes it.
@@ -320,6 +323,7 @@ class RunConfig:
     context: int | None = None
     shared_prompt_fraction: float = 0.0
     request_rate: float | None = None
+    length_spread: float = USUAL_SPREAD
     images: int = 0
     image_size: tuple[int, int] = DEFAULT_IMAGE_SIZE
     image_max_pixels: int | None = None
@@ -329,6 +333,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self._check_names()
+        self._check_load()
         self._check_choices()
         self._check_cache()
         # what "auto" becomes is checked again
@@ -385,18 +390,10 @@ class RunConfig:
         image_sides(self.image_size)
         if self.image_max_pixels is not None:
             _at_least("image_max_pixels", self.image_max_pixels, 1, "; 589824 is 768x768")
-        if not 0.0 <= self.shared_prompt_fraction <= 1.0:
-            raise ConfigError(
-                f"shared_prompt_fraction: must be from 0 to 1, got {self.shared_prompt_fraction}"
-            )
         if not 0.0 <= self.llm_int8_threshold <= MOST_COUNT:
             raise ConfigError(
                 f"llm_int8_threshold: must be from 0 to {MOST_COUNT}, got "
                 f"{self.llm_int8_threshold}; 6 is usual, 0 looks for no outliers"
-            )
-        if self.request_rate is not None and not 0.0 < self.request_rate <= MOST_COUNT:
-            raise ConfigError(
-                f"request_rate: must be above 0 and at most {MOST_COUNT}, got {self.request_rate}"
             )
         if not self.target_modules:
             raise ConfigError(
@@ -404,6 +401,21 @@ class RunConfig:
             )
         if self.libraries:
             Libraries.of(self.libraries)
+
+    def _check_load(self) -> None:
+        if not 0.0 <= self.shared_prompt_fraction <= 1.0:
+            raise ConfigError(
+                f"shared_prompt_fraction: must be from 0 to 1, got {self.shared_prompt_fraction}"
+            )
+        if self.request_rate is not None and not 0.0 < self.request_rate <= MOST_COUNT:
+            raise ConfigError(
+                f"request_rate: must be above 0 and at most {MOST_COUNT}, got {self.request_rate}"
+            )
+        if not 0.0 <= self.length_spread < 1.0:
+            raise ConfigError(
+                f"length_spread: must be from 0 to below 1, got {self.length_spread}; 0 is all "
+                "requests alike"
+            )
 
     def _check_names(self) -> None:
         """Names and switches, which come from files of others, too."""
@@ -569,6 +581,8 @@ class RunConfig:
             del values["shared_prompt_fraction"]
         if self.request_rate is None:
             del values["request_rate"]
+        if self.length_spread == USUAL_SPREAD:
+            del values["length_spread"]
         if not self.images:
             del values["images"], values["image_size"]
         else:

@@ -140,8 +140,12 @@ def rate_line(time: ServingTime) -> str:
     low, high = map(format_count, time.interval_output_tokens_per_s)
     return (
         f"{format_count(time.output_tokens_per_s)} tokens/s in all, between {low} and {high}; "
-        f"{time.requests_per_s:.3g} requests/s"
+        f"{time.requests_per_s:.3g} requests/s; {_lengths(time.length_spread)}"
     )
+
+
+def _lengths(spread: float) -> str:
+    return f"lengths vary by {spread:.0%}" if spread else "all lengths alike"
 
 
 def command_lines(prediction: Prediction) -> Iterator[str]:

@@ -68,6 +68,7 @@ _INFERENCE_ONLY = (
     "context",
     "shared_prompt_fraction",
     "request_rate",
+    "length_spread",
 )
 
 
