@@ -394,10 +394,29 @@ Not explained:
 - MiniMax and Kimi under vLLM took what we said while the host's 0.8 ms came on top of each step.
   Since 0.14 these pass meanwhile, as gpt-oss shows (25, 12 and 10 % in the median before, 9, 5
   and 4 now). So a step of these two takes 0.4 to 0.8 ms that we do not count, about 10 µs a layer.
-- MiniMax on H200 is 21 % slower than we say: its script turns DeepGEMM off and captures pieces of
+- MiniMax on H200 is 14 % slower than we say: its script turns DeepGEMM off and captures pieces of
   a step alone. Qwen3.5 in 16 bit on B200 is 21 % slower, its release is not stated.
 - Of 256 and 512 clients MiniMax takes 15 to 23 % longer for a token, and answers sooner: its engine
-  shares steps between prompts and answers in another way."""
+  shares steps between prompts and answers in another way.
+
+**Whole experts and routers**, counted later, from the engine's code and from other tables alone.
+Triton's kernels gate, narrow and add up the rows of all experts, also of those that other GPUs
+hold; FlashInfer's, which Hopper has for fp8 in blocks since 0.17, do not. MiniMax's routers are
+multiplied in fp32. Times per token of the 191 rows had 9.8 % before and 8.7 % now, of the 135 rows
+below 9.2 and 8.4, first waits 27 and 22 %, and 22 and 19 %. Ada multiplies fp8 in blocks by
+Triton's kernel without a tuned config: one user of Qwen3-30B-A3B on two L40S had 30 % too little,
+and has 17; of Qwen3-235B on eight 31 and 19 %.
+
+All clients of these pages have lengths of 0.8 to 1 of what is named (`--length-spread 0.11`).
+Another log, with equal lengths (MiniMax M2.5, eight H100, whole experts, 0.20.0, prompts of 10,240
+tokens), has first waits of 284, 582, 936, 1,032 and 969 ms for 2 to 32 clients, and times per token
+of 8.7 to 36.1; we say 263, 386, 736, 620 and 629, and 8.0 to 32.4. What is left is one client's
+prompt: 185 ms against 264.
+
+Not a fault of these formulas: two A100 over PCIe whose platform lacks peer-to-peer access, so that
+vLLM turns its own all-reduce off (its log says so) and NCCL goes through the host's memory. Each
+all-reduce of 10 to 200 tokens takes 30 to 60 µs more than over PCIe itself, 20 to 26 % of a token
+of Qwen2-7B and 8 % of a 72B. `whichlora calibrate --links` measures such links."""
 
 
 EXPERTS_AND_INDEXERS = """\

@@ -9,7 +9,7 @@ from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
-from whichlora.serving.kernel_rates import MOST_PRODUCTS, kernel_rates
+from whichlora.serving.kernel_rates import MOST_PRODUCTS, TRITON_BLOCKS, kernel_rates
 from whichlora.serving.step_time import PARTS, Step, StepTimer, own_all_reduce, step_timer
 from whichlora.serving.vllm import FIRST_AWQ
 from whichlora.spec.results import ServingPrediction
@@ -379,6 +379,78 @@ def test_a_layer_of_experts_takes_what_vllms_table_says(tokens: int, ms: float) 
     experts = [product for product in mixture.products if product.experts > 1]
     seconds = sum(sum(mixture._product(product, tokens)) for product in experts)
     assert seconds / 62 == pytest.approx(1e-3 * ms, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "model", "release", "layers", "tokens", "ms"),
+    [
+        # Triton's kernels gate, narrow and add up the rows of all experts
+        ("l40s", "Qwen/Qwen3-235B-A22B-FP8", "0.24.0", 94, 1024, 0.814),
+        ("l40s", "Qwen/Qwen3-235B-A22B-FP8", "0.24.0", 94, 8192, 4.497),
+        # FlashInfer's leave out those of other GPUs
+        ("h100-sxm-80gb", "MiniMaxAI/MiniMax-M2.5", "0.24.0", 62, 1024, 0.240),
+        ("h100-sxm-80gb", "MiniMaxAI/MiniMax-M2.5", "0.24.0", 62, 8192, 0.664),
+    ],
+)
+def test_whole_experts_take_what_vllms_table_says(
+    gpu: str, model: str, release: str, layers: int, tokens: int, ms: float
+) -> None:
+    """Of aiconfigurator's tables of vLLM 0.24, balanced, eight ranks."""
+    options = (("enable_expert_parallel", True), ("tensor_parallel_size", 8))
+    mixture = timer(
+        gpu, model, quant="fp8", serving_options=options, libraries=(("vllm", release),)
+    )
+    experts = [product for product in mixture.products if product.experts > 1]
+    seconds = sum(sum(mixture._product(product, tokens)) for product in experts)
+    assert seconds / layers == pytest.approx(1e-3 * ms, rel=0.2)
+
+
+def test_hopper_had_tritons_kernels_of_whole_experts_before_0_17() -> None:
+    options = (("enable_expert_parallel", True), ("tensor_parallel_size", 8))
+    prompt = Step(0, 0, 1, 8192, 8192**2 / 2)
+    older, newer = (
+        timer(
+            "h100-sxm-80gb",
+            "MiniMaxAI/MiniMax-M2.5",
+            quant="fp8",
+            serving_options=options,
+            libraries=(("vllm", release),),
+        ).parts(prompt)["products"]
+        for release in ("0.16.0", "0.17.0")
+    )
+    assert older > 1.2 * newer
+
+
+def test_a_router_with_fp32_weights_is_multiplied_without_matrix_units() -> None:
+    mixture = timer("h100-sxm-80gb", "MiniMaxAI/MiniMax-M2.5", quant="fp8")
+    router = next(each for each in mixture.products if each.shapes == ((3072, 256),))
+    assert router.rate < 67e12
+    assert router.num_bytes == 4 * 3072 * 256
+    usual = timer("h100-sxm-80gb", "Qwen/Qwen3-30B-A3B")
+    assert next(each for each in usual.products if each.shapes == ((2048, 128),)).rate > 500e12
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "ms"),
+    [(1, 65536, 1024, 0.544), (64, 65536, 2048, 0.647), (4096, 4096, 4096, 0.572)],
+)
+def test_tritons_product_in_blocks_takes_what_vllms_table_says(
+    rows: int, inputs: int, outputs: int, ms: float
+) -> None:
+    """Of aiconfigurator's table of vLLM 0.24 on an L40S, whose first rows wait for the host."""
+    seconds = TRITON_BLOCKS.seconds(rows, inputs, outputs, 142)
+    assert seconds == pytest.approx(1e-3 * ms, rel=0.12)
+
+
+def test_ada_multiplies_fp8_in_blocks_by_triton_until_marlin_does() -> None:
+    def products_s(gpu: str, model: str, release: str) -> float:
+        libraries = (("vllm", release),)
+        return timer(gpu, model, quant="fp8", libraries=libraries).parts(ALONE)["products"]
+
+    blocks, rows = "Qwen/Qwen3-32B-FP8", "Qwen/Qwen3-32B"
+    assert products_s("l40s", blocks, "0.20.0") > 1.05 * products_s("l40s", rows, "0.20.0")
+    for gpu, release in (("l40s", "0.33.0"), ("l20-48gb", "0.20.0"), ("h100-sxm-80gb", "0.20.0")):
+        assert products_s(gpu, blocks, release) == products_s(gpu, rows, release)
 
 
 def test_quantised_steps_of_0_6_2_wait_for_the_host_beyond_its_graphs() -> None:

@@ -13,7 +13,12 @@ from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.serving.rank import rank_model
 from whichlora.serving.vllm_latents import absorbed_bytes
 from whichlora.spec.architecture import ModelSpec
-from whichlora.spec.checkpoint import stored_group, stored_quant, with_unpacked
+from whichlora.spec.checkpoint import (
+    has_fp8_blocks,
+    stored_group,
+    stored_quant,
+    with_unpacked,
+)
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -144,3 +149,10 @@ def test_what_cannot_read_it_is_refused_in_one_line(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         served(load_model(name), **settings)
+
+
+def test_fp8_may_have_blocks_of_128() -> None:
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert has_fp8_blocks({"quantization_config": blocks})
+    assert not has_fp8_blocks({"quantization_config": {"quant_method": "fp8"}})
+    assert not has_fp8_blocks({})

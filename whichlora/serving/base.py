@@ -283,6 +283,8 @@ class Stepping:
     Args:
         ranks: GPUs that share every matrix.
         experts: how routed experts are divided; None: as every matrix.
+        elsewhere: of `ExpertRates.elsewhere`, what the kernels of this engine have.
+        wide_routers: whether what chooses experts is computed in fp32.
         gathered_share: of a state in the dtype of products, what ranks with own sequences send.
         stage_layers: of a pipeline, how many layers each stage has; empty where there is none.
         stage_cards: of `GpuSpec.beside`, the number of each stage's card, from 0; empty where all
@@ -302,6 +304,7 @@ class Stepping:
         copied_token_s: of its host, for each token of the running sequences, beside the GPU's work.
         code_products: of the rate of 16 bit, what large products of codes reach.
         code_blocks: of its own kernel for quantised weights, where that is not Marlin's.
+        narrow_blocks: of its own kernel for 8-bit floats that a GPU multiplies, beside experts.
         code_launch_s: of a second kernel of such a product, which no Python launches.
         expert_rows: of one kernel, where each expert's product of codes has kernels of its own,
             also without tokens; None where all experts share one.
@@ -335,6 +338,7 @@ class Stepping:
     copied_token_s: float = 0.0
     code_products: float = UNPACKING_PRODUCTS
     code_blocks: CodeBlocks | None = None
+    narrow_blocks: CodeBlocks | None = None
     code_launch_s: float = 0.0
     expert_rows: int | None = None
     rates: Callable[[GpuSpec, str], KernelRates] | None = None
@@ -345,6 +349,8 @@ class Stepping:
     stage_layers: tuple[int, ...] = ()
     stage_cards: tuple[int, ...] = ()
     state_bytes: Callable[[CachedLayers], int] | None = None
+    elsewhere: float = 1.0
+    wide_routers: bool = False
     reserved_tokens: int = 0
     keeps_blocks: bool = False
     caches_prompts: bool = True

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.run import MOST_COUNT
 from whichlora.timing.model import sustained_factor
 
 
@@ -25,6 +26,8 @@ class ExpertRates:
         activations: bytes a second of one multiprocessor, of what is written and read between
             products, up to `MOST_ACTIVATIONS`.
         most_reads: bytes of weights a second of one multiprocessor; None where memory decides.
+        elsewhere: of the time of such activations, what a row takes whose expert another GPU has:
+            kernels that gate, narrow and add up go over the rows of all experts.
     """
 
     own_s: float
@@ -32,9 +35,13 @@ class ExpertRates:
     products: float
     activations: float
     most_reads: float | None = None
+    elsewhere: float = 0.0
 
 
 MOST_ACTIVATIONS = 0.5  # of the bandwidth
+# What kernels that skip those rows leave of `ExpertRates.elsewhere`: of compute capability 9.0 in
+# fp8 blocks, 0.1 of 0.6. Kind: fitted, as `elsewhere`, to 4 to 16 ranks and 1,024 tokens or more.
+SKIPPED_ELSEWHERE = 1 / 6
 # Marlin unpacks so many bytes: 2.8, 2.9 and 3.4 TB/s of H100, H200 and B200, whose bandwidths are
 # 3.4, 4.8 and 8; elsewhere memory decides.
 _UNPACKED = 24e9
@@ -109,7 +116,7 @@ class KernelRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeBlocks:
-    """A kernel whose blocks unpack a share of the codes each, one tile after the other.
+    """A kernel whose blocks take a share of the weights each, one tile after the other.
 
     Args:
         rows, outputs: of one block.
@@ -134,6 +141,14 @@ class CodeBlocks:
         return rounds * math.ceil(inputs / (self.inputs * self.splits)) * self.tile_s
 
 
+# Triton's product of fp8 in blocks, without a tuned config of the card. Kind: exact, but for
+# `tile_s`: of aiconfigurator's table of an L40S, 1 to 64 rows of 51,200 and 65,536 inputs take 1.06
+# to 1.29 µs for each 128 of them, and 1,024 to 4,096 outputs alike. Source: vLLM 0.10.2
+# quantization/utils/fp8_utils.py:636, two stages of 64 x 128 x 128; 0.33.0 the same.
+TRITON_BLOCKS = CodeBlocks(
+    rows=64, outputs=128, splits=1, inputs=128, tile_s=1.15e-6, resident=1, expanded_rows=MOST_COUNT
+)
+
 _BY_CAPABILITY = {
     "8.0": KernelRates(
         product_s=5.4e-6,
@@ -145,9 +160,14 @@ _BY_CAPABILITY = {
         query_passes=23,
         prefill_attention_s=12.7e-6,
         attention=0.58,
-        experts=ExpertRates(own_s=39e-6, reads=0.81, products=0.42, activations=7e9),
+        experts=ExpertRates(own_s=39e-6, reads=0.81, products=0.42, activations=7e9, elsewhere=0.7),
         code_experts=ExpertRates(
-            own_s=40e-6, reads=0.81, products=0.55, activations=5.9e9, most_reads=_UNPACKED
+            own_s=40e-6,
+            reads=0.81,
+            products=0.55,
+            activations=5.9e9,
+            most_reads=_UNPACKED,
+            elsewhere=0.6,
         ),
     ),
     "8.9": KernelRates(
@@ -160,11 +180,18 @@ _BY_CAPABILITY = {
         query_passes=7,
         prefill_attention_s=8.3e-6,
         attention=0.53,
-        experts=ExpertRates(own_s=12e-6, reads=0.88, products=0.64, activations=8e9),
+        experts=ExpertRates(own_s=12e-6, reads=0.88, products=0.64, activations=8e9, elsewhere=1.0),
         code_experts=ExpertRates(
-            own_s=11e-6, reads=0.96, products=0.88, activations=5.9e9, most_reads=_UNPACKED
+            own_s=11e-6,
+            reads=0.96,
+            products=0.88,
+            activations=5.9e9,
+            most_reads=_UNPACKED,
+            elsewhere=0.75,
         ),
-        narrow_experts=ExpertRates(own_s=4.5e-6, reads=0.87, products=0.58, activations=8e9),
+        narrow_experts=ExpertRates(
+            own_s=4.5e-6, reads=0.87, products=0.58, activations=8e9, elsewhere=1.0
+        ),
     ),
     "9.0": KernelRates(
         product_s=4.0e-6,
@@ -176,11 +203,18 @@ _BY_CAPABILITY = {
         query_passes=36,
         prefill_attention_s=13.1e-6,
         attention=0.67,
-        experts=ExpertRates(own_s=42e-6, reads=0.99, products=0.75, activations=8e9),
+        experts=ExpertRates(own_s=42e-6, reads=0.99, products=0.75, activations=8e9, elsewhere=0.5),
         code_experts=ExpertRates(
-            own_s=35e-6, reads=0.92, products=0.34, activations=7e9, most_reads=_UNPACKED
+            own_s=35e-6,
+            reads=0.92,
+            products=0.34,
+            activations=7e9,
+            most_reads=_UNPACKED,
+            elsewhere=0.45,
         ),
-        narrow_experts=ExpertRates(own_s=47e-6, reads=0.94, products=0.42, activations=7.7e9),
+        narrow_experts=ExpertRates(
+            own_s=47e-6, reads=0.94, products=0.42, activations=7.7e9, elsewhere=0.6
+        ),
     ),
     "10.0": KernelRates(
         product_s=4.0e-6,
@@ -192,13 +226,24 @@ _BY_CAPABILITY = {
         query_passes=27,
         prefill_attention_s=12.0e-6,
         attention=0.62,
-        experts=ExpertRates(own_s=19e-6, reads=0.92, products=0.48, activations=23e9),
-        code_experts=ExpertRates(
-            own_s=44e-6, reads=0.90, products=0.16, activations=5.9e9, most_reads=_UNPACKED
+        experts=ExpertRates(
+            own_s=19e-6, reads=0.92, products=0.48, activations=23e9, elsewhere=0.1
         ),
-        narrow_experts=ExpertRates(own_s=33e-6, reads=0.88, products=0.26, activations=14e9),
+        code_experts=ExpertRates(
+            own_s=44e-6,
+            reads=0.90,
+            products=0.16,
+            activations=5.9e9,
+            most_reads=_UNPACKED,
+            elsewhere=0.5,
+        ),
+        narrow_experts=ExpertRates(
+            own_s=33e-6, reads=0.88, products=0.26, activations=14e9, elsewhere=0.45
+        ),
         fp4=NarrowedRates(own_s=3.9e-6, input_s=0.5e-12, products=0.70),
-        fp4_experts=ExpertRates(own_s=20e-6, reads=0.86, products=0.72, activations=17e9),
+        fp4_experts=ExpertRates(
+            own_s=20e-6, reads=0.86, products=0.72, activations=17e9, elsewhere=0.1
+        ),
     ),
     "12.0": KernelRates(
         product_s=1.0e-6,

@@ -402,6 +402,7 @@ def stepping(served: Served) -> Stepping:
     return Stepping(
         ranks=_attention_ranks(served),
         experts=expert_ranks(served),
+        elsewhere=0.0,  # srt/layers/moe/moe_runner/triton_utils/fused_moe.py:144 filter_expert
         caches_prompts=not served.options["disable_radix_cache"],
         step_s=HOST_S,
         sequence_s=SEQUENCE_S,

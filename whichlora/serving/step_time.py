@@ -290,7 +290,8 @@ class StepTimer:
         if blocks is not None and multiprocessors is not None and rows < blocks.expanded_rows:
             inputs, outputs = product.shapes[0][0], sum(shape[1] for shape in product.shapes)
             each = tokens * product.active / visited
-            work = visited * blocks.seconds(each, inputs, outputs, multiprocessors)
+            in_blocks = visited * blocks.seconds(each, inputs, outputs, multiprocessors)
+            work = in_blocks if product.is_unpacked else max(work, in_blocks)
         work += tokens * product.row_s
         kernel_s = product.kernel_s
         if product.expert_rows is not None:
@@ -354,6 +355,8 @@ def step_timer(
                 product = _of_experts(product, group[0], layer.moe, served, rates, stepping)
             elif group[0] in _gathering(layer):
                 product = replace(product, tokens=gathered)
+            elif stepping.wide_routers and layer.moe is not None and group[0] == layer.moe.router:
+                product = _widened(product, gpu, rates)
             products.append(product)
         products += list(_adapter_products(layer, count, served, rates))
         moved += count * _pointwise_bytes(layer, model, served.dtypes.compute_bytes)
@@ -512,12 +515,13 @@ def _product_of(
     first = group[0]
     kernel_s, reads = rates.product_s, rates.reads
     rate = rates.products * product_rate(served.gpu, compute_dtype(served))
-    is_unpacked, row_s = False, 0.0
+    is_unpacked, row_s, blocks = False, 0.0, None
     if is_quantised(first, served.dtypes):
         is_unpacked = not _has_units(served.dtypes.quant, served.gpu)
+        blocks = stepping.code_blocks if is_unpacked else stepping.narrow_blocks
         if is_unpacked:
             kernel_s, rate = kernel_s + UNPACKING_S, stepping.code_products * rate
-            if stepping.code_blocks is not None:  # it and what adds up its splits
+            if blocks is not None:  # it and what adds up its splits
                 kernel_s = 2 * rates.pointwise_s
             reads *= ZEROED_READS if served.dtypes.quant == "awq-int4" else 1.0
         else:
@@ -539,7 +543,7 @@ def _product_of(
         rate=rate,
         is_unpacked=is_unpacked,
         row_s=row_s,
-        code_blocks=stepping.code_blocks if is_unpacked else None,
+        code_blocks=blocks,
     )
 
 
@@ -568,6 +572,7 @@ def _of_experts(
     share = 1 / len(tuple(_joined(moe.expert.linears, stepping.joins)))
     ranks = stepping.experts or ExpertRanks()
     held = ranks.held(moe.num_experts) / (moe.num_experts + ranks.redundant)
+    moved = held + stepping.elsewhere * experts.elsewhere * (1 - held)
     return replace(
         product,
         active=held * product.active,
@@ -576,9 +581,16 @@ def _of_experts(
         kernel_s=share * experts.own_s,
         reads=reads,
         rate=experts.products * peak,
-        row_s=share * held * _activation_bytes(moe, served) / activations,
+        row_s=share * moved * _activation_bytes(moe, served) / activations,
         expert_rows=stepping.expert_rows if product.is_unpacked else None,
+        code_blocks=product.code_blocks if product.is_unpacked else None,
     )
+
+
+def _widened(product: _Product, gpu: GpuSpec, rates: KernelRates) -> _Product:
+    """`product` in fp32, without the units of tf32, which torch leaves off."""
+    rate = rates.products * product_rate(gpu, "fp32")
+    return replace(product, num_bytes=2 * product.num_bytes, rate=rate)
 
 
 def _activation_bytes(moe: Moe, served: Served) -> float:

@@ -16,7 +16,9 @@ from whichlora.serving.expert_ranks import check_experts
 from whichlora.serving.kernel_rates import (
     EAGER_LAUNCH_S,
     FIRST_MARLIN_ROWS,
+    SKIPPED_ELSEWHERE,
     TOKENIZED_S,
+    TRITON_BLOCKS,
     UNPACKING_PRODUCTS,
     CodeBlocks,
 )
@@ -99,6 +101,7 @@ from whichlora.serving.vllm_towers import (
 )
 from whichlora.serving.vllm_towers import check as check_limits
 from whichlora.serving.widths import check_widths
+from whichlora.spec.checkpoint import has_fp8_blocks
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS
@@ -179,6 +182,10 @@ QUANT_DTYPES = {
     "nvfp4a16": (("0", NARROW),),
     "mxfp8": (("0", (BFLOAT16,)),),
 }
+# Model types whose routers have fp32 weights, by which their inputs are widened. Source: vLLM
+# 0.20.0 models/minimax_m2.py:115, ernie45_moe.py, step3p5.py, minimax_text_01.py; 0.33.0 the same
+# for more than 32 tokens (router/gate_linear.py).
+WIDE_ROUTERS = ("minimax_m2", "minimax", "ernie4_5_moe", "step3p5")
 BLOCK_STEP = 16  # tokens, of which a block of the V1 engine is a multiple
 # AWQ's first kernel, before Marlin reads its codes, too. Kind: exact, but for the blocks resident,
 # an estimate of 128 registers a thread, and `tile_s`: fitted, to Qwen2 1.5B and 7B under 0.4.2 with
@@ -234,6 +241,8 @@ def stepping(served: Served) -> Stepping:
     return Stepping(
         ranks=ranks,
         experts=expert_ranks(served),
+        elsewhere=SKIPPED_ELSEWHERE if _skips_elsewhere(served) else 1.0,
+        wide_routers=served.model.model_type in WIDE_ROUTERS,
         gathered_share=1 / served.dtypes.compute_bytes if served.run.quant == "fp8" else 1.0,
         step_s=step_s,
         sequence_s=OLDER_SEQUENCE_S if is_older else SEQUENCE_S,
@@ -248,6 +257,7 @@ def stepping(served: Served) -> Stepping:
         copied_token_s=COPIED_TOKEN_S if served.libraries.older("vllm", "0.5") else 0.0,
         code_products=1.0 if served.libraries.older("vllm", "0.5") else UNPACKING_PRODUCTS,
         code_blocks=FIRST_AWQ if is_first_awq else None,
+        narrow_blocks=TRITON_BLOCKS if _multiplies_blocks_by_triton(served) else None,
         code_launch_s=_code_launch_s(served, is_eager=is_eager, is_first_awq=is_first_awq),
         expert_rows=FIRST_MARLIN_ROWS if served.libraries.older("vllm", "0.7") else None,
         stage_layers=layers if len(layers) > 1 else (),
@@ -257,6 +267,31 @@ def stepping(served: Served) -> Stepping:
         tokenized_s=TOKENIZED_S,
         plans_ahead=plans_ahead(served) and len(layers) == 1,
     )
+
+
+def _skips_elsewhere(served: Served) -> bool:
+    """Whether kernels of whole experts skip the rows of other GPUs' ones.
+
+    FlashInfer's CUTLASS kernels do, which Hopper has for fp8 in blocks; Triton's do not.
+    Kind: exact. Source: vLLM 0.17.0 and 0.20.0 fused_moe/oracle/fp8.py:85 `_get_priority_backends`,
+    0.16.0 without it; 0.33.0 fused_moe/experts/triton_moe.py:347, whose caches have all rows.
+    """
+    is_hopper = 9.0 <= capability(served) < 10.0
+    return is_hopper and served.run.quant == "fp8" and not served.libraries.older("vllm", "0.17")
+
+
+def _multiplies_blocks_by_triton(served: Served) -> bool:
+    """Whether fp8 in blocks has Triton's kernel, as configured for no card: on Ada.
+
+    CUTLASS and DeepGEMM need a Hopper. The L20 has configs of its own, and the L40S of four shapes
+    in 0.33.0, which multiplies by Marlin there.
+    Kind: exact for 0.10.2 to 0.25.0; between, and the first one with Marlin, are not read.
+    Source: vLLM 0.10.2 quantization/utils/fp8_utils.py `apply_w8a8_block_fp8_linear`,
+    `get_w8a8_block_fp8_configs`; 0.25.0 kernels/linear/scaled_mm/marlin.py:46, 0.33.0 :35.
+    """
+    is_ada = capability(served) == 8.9 and not served.gpu.key.startswith("l20-")
+    in_blocks = served.run.quant == "fp8" and has_fp8_blocks(served.model.config)
+    return is_ada and in_blocks and served.libraries.older("vllm", "0.33")
 
 
 def _eager_launch_s(served: Served) -> float:

@@ -135,6 +135,11 @@ def left_out(stored: Mapping[str, Any]) -> list[str]:
     return [str(each) for place in places for name in names for each in place.get(name) or ()]
 
 
+def has_fp8_blocks(config: Mapping[str, Any]) -> bool:
+    """Whether weights are 8-bit floats whose blocks of 128 x 128 share a scale."""
+    return stored_quant(config) == "fp8" and _stored(config).get("weight_block_size") == [128, 128]
+
+
 def names_fp8_cache(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint says that keys and values are cached in 8-bit floats."""
     return caches_fp8(_stored(config))
