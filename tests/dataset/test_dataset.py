@@ -882,7 +882,7 @@ def test_what_is_written_is_what_is_counted(tmp_path: Path) -> None:
     for split, file in files.items():
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         assert tuple(1 + len(row["text"].encode()) for row in rows) == lengths.lengths[split]
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "new").glob("[!.]*")) == [
         "train.jsonl",
         "validation.jsonl",
     ]
@@ -897,9 +897,17 @@ def test_a_written_folder_opens_as_the_same_dataset(tmp_path: Path) -> None:
 
 
 def test_an_empty_split_leaves_no_file_and_removes_an_old_one(tmp_path: Path) -> None:
-    (tmp_path / "validation.jsonl").write_text("old")
+    write_jsonl(open_dataset(load_plan(QUICKSTART).dataset), tmp_path)
+    assert (tmp_path / "validation.jsonl").is_file()
     assert list(write_jsonl(Rows("a"), tmp_path)) == ["train"]
-    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["train.jsonl"]
+
+
+def test_rows_of_the_user_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("mine")
+    with pytest.raises(DataFileError, match="no record of writing it; set another output_dir"):
+        write_jsonl(Rows("a"), tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -915,7 +923,7 @@ def test_a_failed_write_leaves_the_old_file_whole(tmp_path: Path) -> None:
     write_jsonl(Rows("old"), tmp_path)
     with pytest.raises(ConfigError, match="surrogate"):
         write_jsonl(Rows("new", "\ud83d"), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["train.jsonl"]
     assert (tmp_path / "train.jsonl").read_text() == '{"text": "old"}\n'
 
 

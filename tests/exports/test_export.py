@@ -80,6 +80,23 @@ def test_every_method_is_exported_and_predicted_again(to: str, method: str, tmp_
     }
 
 
+def test_files_of_the_user_are_kept_and_nothing_is_half_written(tmp_path: Path) -> None:
+    mine = tmp_path / "train.py"
+    mine.write_text("mine")
+    with pytest.raises(DataFileError, match=r"train\.py: exists.*give another --output"):
+        export.write_export(recipe(), "skypilot", tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+    mine.unlink()
+    first, *_ = export.write_export(recipe(), "axolotl", tmp_path).paths
+    changed = replace(RUN, batch_size=2)
+    export.write_export(recipe(changed), "axolotl", tmp_path)
+    assert "micro_batch_size: 2\n" in first.read_text()
+    first.write_text(first.read_text() + "# mine\n")
+    with pytest.raises(DataFileError, match=r"axolotl\.yaml: was edited since"):
+        export.write_export(recipe(), "axolotl", tmp_path)
+    assert first.read_text().endswith("# mine\n")
+
+
 def test_the_loss_head_of_trl_and_the_unprepared_base_are_predicted_again(tmp_path: Path) -> None:
     done = export.write_export(recipe(), "trl", tmp_path)
     assert done.changes == {"loss_head": ("hf", "trl-fused"), "prepare_kbit": (True, False)}

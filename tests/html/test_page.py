@@ -377,6 +377,19 @@ def test_the_command_says_where_the_report_is(
     assert output.stat().st_size > 1e6
 
 
+def test_training_data_does_not_become_a_report(tmp_path: Path) -> None:
+    folder = write_answer(tmp_path / "run", answer_values())
+    for name, fault in (
+        ("alpaca.jsonl", "ends with .jsonl; the report is .html"),
+        ("mine.html", "no record of writing it; give another --output"),
+    ):
+        mine = tmp_path / name
+        mine.write_text("mine")
+        with pytest.raises((ConfigError, DataFileError), match=fault):
+            write_report(folder, mine)
+        assert mine.read_text() == "mine"
+
+
 def test_an_answer_file_may_be_named_itself(tmp_path: Path) -> None:
     folder = write_answer(tmp_path / "run", answer_values())
     copied = tmp_path / "copied.json"

@@ -56,7 +56,7 @@ def test_the_command_writes_a_site_from_a_folder_or_a_package(
         assert done.exit_code == 0, done.output
         assert f"page: {target / 'index.html'}" in done.output
         assert "if Node.js is on the path" in done.output
-        names = {path.name for path in target.iterdir()}
+        names = {path.name for path in target.glob("[!.]*")}
         assert names == {
             "index.html", "page.css", "page.js", "theme.js", "worker.js", "whichlora.zip",
             *pyodide.FILES,

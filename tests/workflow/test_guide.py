@@ -148,6 +148,15 @@ def test_a_guide_of_inference_needs_an_engine() -> None:
     assert "a guide is of fine-tuning" in result.stderr
 
 
+def test_notes_of_the_user_do_not_become_a_guide(tmp_path: Path) -> None:
+    mine = tmp_path / "g.md"
+    mine.write_text("mine")
+    result = CliRunner().invoke(main, ["guide", *GRID, "--output", str(mine)])
+    assert result.exit_code == 2
+    assert f"{mine}: exists, and WhichLoRA has no record of writing it" in result.stderr
+    assert mine.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

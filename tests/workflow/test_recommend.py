@@ -46,7 +46,7 @@ def test_the_saved_plan_has_the_same_answer(
     assert "try it with: whichlora run plan.yaml" in result.output
     assert "profile: none" in (tmp_path / "plan.yaml").read_text()  # so that it measures nothing
     assert "profile: frontier in it measures, on a machine with the GPU" in result.output
-    assert list(tmp_path.iterdir()) == [tmp_path / "plan.yaml"]
+    assert list(tmp_path.glob("[!.]*")) == [tmp_path / "plan.yaml"]
     again = run_plan(Path("plan.yaml"), progress=Silent())
     assert again.winner is not None
     assert again.winner.run.model == LARGE
@@ -265,7 +265,17 @@ def test_python_takes_a_plan_or_keywords() -> None:
         recommended(gpu="4090", lengt=4)  # type: ignore[call-arg]
 
 
+def test_a_file_of_the_user_is_not_replaced_by_the_plan(tmp_path: Path) -> None:
+    mine = tmp_path / "own.yaml"
+    mine.write_text("mine")
+    result = said("--gpu", "4090", "--models", SMALL, "--save", str(mine))
+    assert result.exit_code == 2
+    assert f"{mine}: exists, and WhichLoRA has no record of writing it" in result.output
+    assert mine.read_text() == "mine"
+
+
 def test_a_plan_that_can_not_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "no").write_text("a file")
     result = said("--gpu", "4090", "--models", SMALL, "--save", str(tmp_path / "no" / "plan.yaml"))
     assert result.exit_code == 2
     assert "can't be written" in result.output

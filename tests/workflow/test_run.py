@@ -661,6 +661,33 @@ def test_a_later_answer_without_a_winner_says_that_the_job_is_of_an_earlier_one(
         read_recipe(tmp_path / "out")
 
 
+def test_an_edited_script_stops_the_next_run_before_its_search(
+    tmp_path: Path, fake_device: type[FakeProfiler]
+) -> None:
+    job = run_plan(write_config(tmp_path, profile="none"), progress=Silent()).files["job"]
+    edited = job.read_text() + "# mine\n"
+    job.write_text(edited)
+    with pytest.raises(DataFileError, match=r"train\.py: was edited.*set another output_dir"):
+        run_plan(write_config(tmp_path), progress=Silent())
+    assert job.read_text() == edited
+    assert fake_device.calls == []
+
+
+def test_a_rerun_keeps_nothing_of_an_earlier_answer_that_it_does_not_have(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none")
+    assert run_plan(path, progress=Silent()).files["data_train"].is_file()
+    out = tmp_path / "out"
+    counts = "dataset: {samples: 200, mean_tokens: 40}"
+    path.write_text(re.sub("dataset: .*", counts, path.read_text()))
+    progress = Silent()
+    assert run_plan(path, progress=progress).winner is not None
+    assert not (out / "train.jsonl").exists()
+    assert f"{out / 'train.jsonl'}: was of an earlier answer and is removed" in progress.said
+    (out / "train.jsonl").write_text("mine")  # as the script asks for
+    run_plan(path, progress=Silent())
+    assert (out / "train.jsonl").read_text() == "mine"
+
+
 @pytest.mark.parametrize("weights", ["random", "pretrained"])
 def test_rows_are_cut_to_the_positions_that_a_model_can_look_up(
     tmp_path: Path, weights: str

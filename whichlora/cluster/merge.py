@@ -18,7 +18,8 @@ from whichlora.search.gpu_choice import rank_across
 from whichlora.spec.plan import Plan
 from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.spec.run import RunConfig
-from whichlora.store.jsonfiles import write_object, write_text
+from whichlora.store import written
+from whichlora.store.jsonfiles import object_bytes, write_object
 from whichlora.terminal import candidate_row
 from whichlora.workflow.answer import Answer, Ending
 from whichlora.workflow.conclude import conclude, summary
@@ -99,7 +100,8 @@ def _conclude(plan: Plan, sweep: Sweep, judged: Judged) -> GroupAnswer:
         answer = replace(answer, files={**answer.files, "script": script})
     folder = session.plan.output_dir
     answer = replace(answer, files={**answer.files, "report": folder / "report.html"})
-    write_object(folder / "answer.json", answer.to_dict())
+    answer_bytes = object_bytes(answer.to_dict())
+    written.write_files({folder / "answer.json": answer_bytes}, instead=written.OTHER_FOLDER)
     write_report(folder, folder / "report.html")
     return GroupAnswer(
         judged=judged, answer=answer, open_candidates=len(open_candidates), script=script
@@ -134,7 +136,7 @@ def _write_training(plan: Plan, sweep: Sweep, judged: Judged, answer: Answer) ->
         python=sys.executable,
     )
     path = job.with_name("train.sbatch")
-    write_text(path, text)
+    written.write_files({path: text.encode()}, instead=written.OTHER_FOLDER)
     return path
 
 

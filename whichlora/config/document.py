@@ -8,7 +8,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from whichlora.errors import ConfigError, DataFileError
+from whichlora.errors import ConfigError
+from whichlora.store.written import write_files
 from whichlora.units import MiB
 
 MAX_BYTES = 2**20  # a config is a page of text; a data file given by mistake is not
@@ -212,7 +213,7 @@ def write_document(path: Path, data: Mapping[str, Any], *, comment: str) -> None
     """Write `data` as YAML below the line `comment`.
 
     Raises:
-        DataFileError: the file can't be written.
+        DataFileError: the file can't be written, or is one that WhichLoRA did not write.
     """
     from ruamel.yaml import YAML
 
@@ -220,12 +221,8 @@ def write_document(path: Path, data: Mapping[str, Any], *, comment: str) -> None
     text = StringIO()
     yaml.sort_base_mapping_type_on_output = False
     yaml.dump(dict(data), text)
-    try:
-        path.write_text(f"# {comment}\n{text.getvalue()}", encoding="utf-8")
-    except OSError as error:
-        raise DataFileError(
-            f"{path}: can't be written ({error.strerror}); give a file in a folder of yours"
-        ) from None
+    content = f"# {comment}\n{text.getvalue()}".encode()
+    write_files({path: content}, instead="name another file")
 
 
 def read_text(path: Path, *, most_bytes: int = MAX_BYTES) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from whichlora.dataset.base import BaseDataset, checked_splits, data_format, examples
 from whichlora.errors import DataFileError
+from whichlora.store.written import OTHER_FOLDER, record, remove_own, require_own
 
 
 def write_jsonl(dataset: BaseDataset, folder: Path) -> dict[str, Path]:
@@ -24,12 +25,14 @@ def write_jsonl(dataset: BaseDataset, folder: Path) -> dict[str, Path]:
         The files by split; a split without text has none.
 
     Raises:
-        DataFileError: a file can't be written.
+        DataFileError: a file can't be written, or one is there that WhichLoRA did not write.
     """
     expected = data_format(dataset)
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, Path] = {}
-    for split, rows in checked_splits(dataset).items():
+    splits = checked_splits(dataset)
+    require_own((folder / f"{split}.jsonl" for split in splits), instead=OTHER_FOLDER)
+    for split, rows in splits.items():
         file = folder / f"{split}.jsonl"
         partial = file.with_suffix(f".{os.getpid()}.tmp")
         try:
@@ -41,9 +44,10 @@ def write_jsonl(dataset: BaseDataset, folder: Path) -> dict[str, Path]:
                         num_examples += 1
             if num_examples:
                 partial.replace(file)
+                record([file])
                 files[split] = file
             else:
-                file.unlink(missing_ok=True)  # of an earlier run that had such a split
+                remove_own([file])  # of an earlier run that had such a split
         except OSError as error:
             raise DataFileError(
                 f"{file}: can't be written ({error.strerror}); check the folder and the disk"

@@ -9,11 +9,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from whichlora.errors import ConfigError
 from whichlora.html.figures import build_figures
 from whichlora.html.source import Estimate, Point, Source, read_source
 from whichlora.html.template import filled, script_json
 from whichlora.predict.words import VERDICTS
-from whichlora.store.jsonfiles import write_bytes
+from whichlora.store.written import OTHER_OUTPUT, write_files
 from whichlora.units import format_bytes, format_count, format_seconds
 
 COLUMNS = (
@@ -29,12 +30,17 @@ def write_report(place: Path, output: Path | None = None) -> Path:
     """Write the report of the run in directory `place`, there or at `output`.
 
     Raises:
-        DataFileError: no readable answer there, or the file can't be written.
+        ConfigError: `output` does not end with .html.
+        DataFileError: no readable answer there, the file can't be written, or is somebody else's.
     """
+    if output is not None and output.suffix != ".html":
+        raise ConfigError(
+            f"--output: {output} ends with {output.suffix or 'nothing'}; the report is .html"
+        )
     source = read_source(place)
     folder = place if place.is_dir() else place.parent
     path = output or folder / "report.html"
-    write_bytes(path, page(source).encode())
+    write_files({path: page(source).encode()}, instead=OTHER_OUTPUT)
     return path
 
 

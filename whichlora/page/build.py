@@ -20,9 +20,9 @@ from whichlora.page.pyodide import VERSION, pyodide_files
 from whichlora.page.questions import answer
 from whichlora.page.snapshot import node, snapshot
 from whichlora.store.gpus import list_gpus
-from whichlora.store.jsonfiles import write_bytes
 from whichlora.store.models import list_models
 from whichlora.store.paths import data_folder
+from whichlora.store.written import write_files
 
 FIRST = {"gpu": "rtx-4090-24gb"}  # what the page shows before anybody asks
 _ONE_RUN = {"gpu": "a100-sxm-80gb", "model": "meta-llama/Llama-3.1-8B"}  # a card with coefficients
@@ -70,14 +70,16 @@ def build(folder: Path, pyodide: Path | None = None) -> Site:
 
     Raises:
         ConfigError: Pyodide can't be downloaded, or is not the pinned release.
-        DataFileError: `pyodide` lacks a file, or the folder can't be written.
+        DataFileError: `pyodide` lacks a file, or the folder can't be written, or has a
+            file of that name that WhichLoRA did not write.
     """
     program = node()
     content = pyodide_files(pyodide) | site_files(has_snapshot=program is not None)
     if program is not None:
         content["snapshot.gz"] = snapshot(content, _WARM, program)
-    for name, data in content.items():
-        write_bytes(folder / name, data)
+    write_files(
+        {folder / name: data for name, data in content.items()}, instead="give another folder"
+    )
     return Site(
         folder=folder,
         num_bytes=sum(map(len, content.values())),

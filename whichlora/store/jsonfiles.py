@@ -140,9 +140,14 @@ def write_object(path: Path, values: Mapping[str, Any]) -> None:
     Raises:
         DataFileError: the disk refused; the old file is untouched.
     """
+    write_bytes(path, object_bytes(values))
+
+
+def object_bytes(values: Mapping[str, Any]) -> bytes:
+    """`values` as JSON for a file."""
     text = json.dumps(values, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
     # half a surrogate pair, which JSON may escape and UTF-8 can't hold, stays escaped
-    write_bytes(path, (text + "\n").encode(errors="backslashreplace"))
+    return (text + "\n").encode(errors="backslashreplace")
 
 
 def write_bytes(path: Path, data: bytes) -> None:

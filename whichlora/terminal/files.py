@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from whichlora.store.jsonfiles import write_text
+from whichlora.store.written import OTHER_FOLDER, write_files
 from whichlora.terminal.answer import answer_notes, besides_training, explanation
 from whichlora.terminal.life import stages_sheet
 from whichlora.terminal.rows import candidate_row, comparison_rows
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _write_text(path: Path, text: str) -> Path:
-    write_text(path, text)
+    write_files({path: text.encode()}, instead=OTHER_FOLDER)
     return path
 
 

@@ -12,7 +12,7 @@ from whichlora.errors import ConfigError
 from whichlora.predict.cost_words import cost_of, format_money, price_lines
 from whichlora.predict.words import VERDICTS
 from whichlora.spec.results import Refused
-from whichlora.store.jsonfiles import write_text
+from whichlora.store.written import OTHER_OUTPUT, write_files
 from whichlora.terminal.sheet import as_csv
 from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import refusals, shared_notes, variants
@@ -83,14 +83,15 @@ def write_guide(path: Path, rows: Sequence[GuideRow], refused: Sequence[Refused]
 
     Raises:
         ConfigError: another ending.
-        DataFileError: it can't be written.
+        DataFileError: it can't be written, or is a file of somebody else.
     """
     if path.suffix not in WRITERS:
         raise ConfigError(
             f"--output: {path} ends with {path.suffix or 'nothing'}; accepted are "
             f"{', '.join(WRITERS)}"
         )
-    write_text(path, WRITERS[path.suffix](rows, refused))
+    text = WRITERS[path.suffix](rows, refused)
+    write_files({path: text.encode()}, instead=OTHER_OUTPUT)
     return path
 
 

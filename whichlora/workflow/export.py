@@ -27,7 +27,8 @@ from whichlora.spec.run import RunConfig
 from whichlora.spec.words import unknown
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
-from whichlora.store.jsonfiles import read_object, write_bytes
+from whichlora.store.jsonfiles import read_object
+from whichlora.store.written import OTHER_OUTPUT, write_files
 from whichlora.tasks import rows_of
 from whichlora.units import format_bytes
 from whichlora.workflow import estimates
@@ -201,7 +202,8 @@ def write_export(
 
     Raises:
         ConfigError: no such tool, or something that it can't do.
-        DataFileError: a file can't be written, or rows that the tool needs can't be read.
+        DataFileError: a file can't be written, or is one that WhichLoRA did not write, or rows that
+            the tool needs can't be read.
     """
     if to not in FORMATS:
         raise ConfigError(unknown("--to", to, FORMATS))
@@ -227,8 +229,7 @@ def write_export(
     contents = {folder / name: text.encode() for name, text in texts.items()}
     for file in rows:
         contents[folder / file.name] = _read(file)
-    for path, content in contents.items():
-        write_bytes(path, content)
+    write_files(contents, instead=OTHER_OUTPUT)
     then, now = before.run.to_dict(), after.run.to_dict()
     return WrittenExport(
         to=to,

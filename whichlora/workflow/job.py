@@ -8,18 +8,50 @@ from pathlib import Path
 from typing import Any
 
 from whichlora.errors import ConfigError
+from whichlora.exports import DATA_FILE, transformers
+from whichlora.exports.launch import ACCELERATE_FILE
+from whichlora.exports.recipe import VALIDATION_FILE
+from whichlora.exports.train_script.lines import DEEPSPEED_FILE
 from whichlora.search.feasibility import Candidate
 from whichlora.serving.form import form_in_words
 from whichlora.spec.data_format import KINDS, DataFormat
+from whichlora.spec.plan import Plan
 from whichlora.spec.run import RunConfig
-from whichlora.store.jsonfiles import read_object, write_object, write_text
+from whichlora.store import written
+from whichlora.store.jsonfiles import object_bytes, read_object
 from whichlora.tasks import rows_of
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.session import Session
 
+SERVE_FILE = "serve.sh"
+_ANSWER = ("answer.json", "answer.md", "candidates.csv", "report.html")
+_DATA = (DATA_FILE, VALIDATION_FILE)
+_SPREAD = (ACCELERATE_FILE, DEEPSPEED_FILE)
+
+
+def require_own_files(plan: Plan) -> None:
+    """Refuse a plan before its search whose answer would replace a file of the user.
+
+    Raises:
+        DataFileError: it is not as WhichLoRA wrote it.
+    """
+    names = [*_ANSWER, transformers.FILE]
+    names += _DATA * (plan.dataset.kind != "counts")
+    names += _SPREAD * plan.is_spread
+    names += [SERVE_FILE] * (plan.inference.serving != "transformers")
+    paths = (plan.output_dir / name for name in names)
+    written.require_own(paths, instead=written.OTHER_FOLDER)
+
 
 def write_files(session: Session, answer: Answer) -> dict[str, Path]:
-    """The table as CSV, the comparison of predictions and measurements, and the job."""
+    """The table as CSV, the comparison of predictions and measurements, and the job.
+
+    What an earlier answer left beside the job, and this one does not have, is removed: the new
+    script would read old rows.
+
+    Raises:
+        DataFileError: a file can't be written, or is not as WhichLoRA wrote it.
+    """
     from whichlora import terminal
 
     folder = session.plan.output_dir
@@ -32,17 +64,26 @@ def write_files(session: Session, answer: Answer) -> dict[str, Path]:
         comparison = folder / "predicted_vs_measured.csv"
         files["comparison"] = terminal.write_comparison(comparison, answer)
         files["measurements"] = session.log.path
-    if answer.winner is not None:
-        files |= _write_job(session, answer.winner.run)
-        if "job" in files and answer.serving is not None:
-            files |= _write_serving(session, answer.winner.run, answer.serving)
-    elif (folder / "train.py").is_file():
-        session.progress.say(f"{folder / 'train.py'}: is of an earlier answer, not of this one")
+    of_job = [folder / name for name in (transformers.FILE, SERVE_FILE, *_SPREAD, *_DATA)]
+    if answer.winner is None:
+        for path in filter(written.is_own, of_job):
+            session.progress.say(f"{path}: is of an earlier answer, not of this one")
+        return files
+    job, beside = _write_job(session, answer.winner.run)
+    files |= job
+    if "job" in files and answer.serving is not None:
+        files |= _write_serving(session, answer.winner.run, answer.serving)
+    new = {*files.values(), *beside}
+    for path in written.remove_own(path for path in of_job if path not in new):
+        session.progress.say(f"{path}: was of an earlier answer and is removed")
     return files
 
 
-def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
-    """The training script of `best`, the recipe for other tools, and the data that both read."""
+def _write_job(session: Session, best: RunConfig) -> tuple[dict[str, Path], list[Path]]:
+    """The training script of `best`, the recipe for other tools, and the data that both read.
+
+    Also what the script has beside it.
+    """
     from whichlora.dataset import data_format, write_jsonl
     from whichlora.exports import FORMATS, Recipe
     from whichlora.workflow.export import RECIPE_FILE
@@ -78,19 +119,17 @@ def _write_job(session: Session, best: RunConfig) -> dict[str, Path]:
         keeping=plan.keeping,
         validation="validation" in data,
     )
-    write_object(folder / RECIPE_FILE, recipe.to_dict())
+    contents = {folder / RECIPE_FILE: object_bytes(recipe.to_dict())}
     job = {f"data_{split}": file for split, file in data.items()}
     try:
         script = FORMATS["transformers"](recipe)
     except ConfigError as refusal:  # such as a strategy that the Trainer has no key for
         session.progress.say(f"no train.py: {str(refusal).removeprefix('train.py: ')}")
-        return job
-    path = folder / "train.py"
-    for name, text in script.files.items():
-        file = folder / name
-        if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != text:
-            write_text(file, text)  # else checkpoints newer than the script are its own
-    return {"job": path} | job
+        written.write_files(contents, instead=written.OTHER_FOLDER)
+        return job, []
+    contents |= {folder / name: text.encode() for name, text in script.files.items()}
+    written.write_files(contents, instead=written.OTHER_FOLDER)
+    return {"job": folder / transformers.FILE} | job, list(contents)
 
 
 def _write_serving(session: Session, best: RunConfig, judged: Candidate) -> dict[str, Path]:
@@ -107,11 +146,11 @@ def _write_serving(session: Session, best: RunConfig, judged: Candidate) -> dict
         form=form_in_words(judged.run),
         concurrency=serving.max_running,
     )
-    path = session.plan.output_dir / "serve.sh"
+    path = session.plan.output_dir / SERVE_FILE
     if not text:
         session.progress.say(f"no serve.sh: {serving.engine} has no command for {best.method}")
         return {}
-    write_text(path, text)
+    written.write_files({path: text.encode()}, instead=written.OTHER_FOLDER)
     return {"serving": path}
 
 

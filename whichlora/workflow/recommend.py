@@ -370,7 +370,7 @@ def save_plan(recommendation: Recommendation, path: Path) -> None:
     """Write the plan for `whichlora run`.
 
     Raises:
-        DataFileError: the file can't be written.
+        DataFileError: the file can't be written, or is one that WhichLoRA did not write.
     """
     comment = "the plan of `whichlora recommend`; `profile: frontier` measures on this machine"
     write_document(path, recommendation.plan, comment=comment)

@@ -21,11 +21,12 @@ from whichlora.search.loop import SearchLoop
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.plan import Plan, Prefer
 from whichlora.spec.results import Measurement
-from whichlora.store.jsonfiles import write_object
+from whichlora.store import written
+from whichlora.store.jsonfiles import object_bytes
 from whichlora.store.locks import hold_folder
 from whichlora.workflow.answer import Answer, Ending, Search
 from whichlora.workflow.conclude import conclude, summary
-from whichlora.workflow.job import train, write_files
+from whichlora.workflow.job import require_own_files, train, write_files
 from whichlora.workflow.profiling import device_of, gpus_of, is_here, require_profiler
 from whichlora.workflow.session import Progress, Session
 from whichlora.workflow.spread_profiles import profile_best
@@ -61,6 +62,7 @@ def run_plan(
     if plan.profile != "none" or plan.train:
         require_profiler(plan.finetune)
     with hold_folder(plan.output_dir):
+        require_own_files(plan)
         if len(gpus) == 1:
             return _run(plan, gpus[0], progress, fresh=fresh, lengths={})
         return _run_on_each(plan, gpus, progress, fresh=fresh)
@@ -86,6 +88,7 @@ def _run_on_each(plan: Plan, gpus: Sequence[GpuSpec], progress: Progress, *, fre
             output_dir=plan.output_dir / gpu.key,
             profile=plan.profile if gpu.key in here else "none",
         )
+        require_own_files(gpu_plan)
         try:
             answers[gpu.key] = _run(gpu_plan, gpu, progress, fresh=fresh, lengths=lengths)
         except ConfigError as error:
@@ -149,7 +152,8 @@ def _run(
 
 
 def _write_answer(folder: Path, answer: Answer) -> Answer:
-    write_object(folder / "answer.json", answer.to_dict())
+    path = folder / "answer.json"
+    written.write_files({path: object_bytes(answer.to_dict())}, instead=written.OTHER_FOLDER)
     write_report(folder, answer.files["report"])
     return answer
 
