@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -45,9 +46,54 @@ def test_quantised_weights_are_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "serve.sh"
     path.write_text(script(replace(RUN, quant="awq-int4")))
     (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "tokenizer_config.json").write_text("{}")
     done = subprocess.run(["sh", str(path)], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == "merged/ is to be stored as awq-int4 in quantised/ first\n"
+    path.write_text(script(replace(RUN, quant="awq-int4"), "full"))
+    done = subprocess.run(["sh", str(path)], capture_output=True, text=True)
+    assert done.stderr == "output/ is to be stored as awq-int4 in quantised/ first\n"
+    (tmp_path / "output").mkdir()
+    (tmp_path / "quantised").mkdir()
+    (tmp_path / "output" / "config.json").write_text("{}")
+    os.utime(tmp_path / "quantised", (1, 1))  # of an earlier training
+    done = subprocess.run(["sh", str(path)], capture_output=True, text=True)
+    assert done.returncode == 1
+
+
+def test_an_adapter_is_merged_again_after_a_new_training_and_after_a_stopped_merge(
+    tmp_path: Path,
+) -> None:
+    programs = {
+        "python": """mkdir merged.partial
+echo "$FILES" > merged.partial/config.json
+[ $ENDS = 0 ] && touch merged.partial/tokenizer_config.json""",
+        "vllm": "cat merged/config.json",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "serve.sh").write_text(script())
+    (tmp_path / "output").mkdir()
+    adapter = tmp_path / "output" / "adapter_model.safetensors"
+    adapter.write_text("first")
+    (tmp_path / "merged").mkdir()  # what an older serve.sh left when it was stopped
+    (tmp_path / "merged" / "config.json").write_text("partial")
+
+    def served(content: str, *, ends: int = 0) -> str:
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FILES": content, "ENDS": str(ends)}
+        done = subprocess.run(
+            ["sh", str(tmp_path / "serve.sh")], capture_output=True, text=True, env=env
+        )
+        return done.stdout.strip()
+
+    assert served("stopped", ends=1) == ""
+    assert served("first") == "first"
+    assert served("again") == "first"
+    adapter.write_text("second")
+    os.utime(adapter, (2**32, 2**32))
+    assert served("stopped", ends=1) == ""
+    assert served("second") == "second"
 
 
 def test_a_gguf_file_is_made_of_the_merged_weights() -> None:

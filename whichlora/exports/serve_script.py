@@ -16,19 +16,24 @@ room for {concurrency} sequences of {context} tokens
 set -e
 cd "$(dirname "$0")"
 """
-_MERGE = """if [ ! -d merged ]; then
+# The tokenizer is written last: a stopped merge has none, one before the last training an old one.
+_MERGE = """adapter=output/adapter_model.safetensors
+if [ ! -f merged/tokenizer_config.json ] || [ $adapter -nt merged/tokenizer_config.json ]; then
+  rm -rf merged.partial
   python - <<'END'
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 base = AutoModelForCausalLM.from_pretrained({model!r}, dtype={dtype!r})
-PeftModel.from_pretrained(base, "output").merge_and_unload().save_pretrained("merged")
-AutoTokenizer.from_pretrained("output").save_pretrained("merged")
+PeftModel.from_pretrained(base, "output").merge_and_unload().save_pretrained("merged.partial")
+AutoTokenizer.from_pretrained("output").save_pretrained("merged.partial")
 END
+  rm -rf merged
+  mv merged.partial merged
 fi
 """
-_QUANTISE = """if [ ! -d quantised ]; then
-  echo "merged/ is to be stored as {quant} in quantised/ first" >&2
+_QUANTISE = """if [ ! -d quantised ] || [ {source}/config.json -nt quantised ]; then
+  echo "{source}/ is to be stored as {quant} in quantised/ first" >&2
   exit 1
 fi
 """
@@ -59,7 +64,7 @@ def serve_script(job: ResolvedRun, method: str, *, form: str, concurrency: int) 
             dtype = {"fp16": "float16", "fp32": "float32"}.get(job.dtype, "bfloat16")
             text += _MERGE.format(model=job.model.name, dtype=dtype)
         if is_made_before(quant):
-            text += _QUANTISE.format(quant=quant)
+            text += _QUANTISE.format(quant=quant, source=weights.removeprefix("./"))
             weights = QUANTISED
     placed = replace(served, weights=weights, adapter=TRAINED)
     text += job.engine.prepare(placed)
