@@ -30,6 +30,7 @@ from whichlora.spec.plan import Keeping
 from whichlora.spec.results import SCHEMA_VERSION
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu, list_gpus
+from whichlora.store.hub import load_model
 from whichlora.workflow import export
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -78,6 +79,40 @@ def test_every_method_is_exported_and_predicted_again(to: str, method: str, tmp_
         for name, value in done.after.run.to_dict().items()
         if done.before.run.to_dict()[name] != value
     }
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_a_model_of_this_machine_is_found_from_the_folder_of_the_job(
+    to: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "newm"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(dict(load_model(MODEL).config)))
+    monkeypatch.chdir(tmp_path)
+    spread = ["--gpus", "2", "--parallel", strategy]
+    args = ["export", "./newm", "--to", to, "--gpu", GPU, *spread, "--output", "job", "--json"]
+    done = whichlora(*args)
+    assert done.exit_code == 0, done.output
+    texts = [Path(path).read_text() for path in json.loads(done.stdout)["files"]]
+    assert any(str(model) in text for text in texts)
+    assert not any("./newm" in text for text in texts)
+    if to == "skypilot":
+        task = YAML(typ="safe", pure=True).load(texts[0])
+        assert task["file_mounts"][str(model)] == str(model)
+
+
+def test_skypilot_uploads_no_folder_that_is_not_here_and_names_what_rows_name() -> None:
+    made = recipe()
+    with pytest.raises(ConfigError, match="/nowhere is no folder of this machine to upload"):
+        FORMATS["skypilot"](replace(made, tokenizer="/nowhere"))
+    assert FORMATS["skypilot"](made).notes == ()
+    audio = replace(made, run=replace(RUN, model="openai/whisper-tiny", method="lora", seq_len=64))
+    audio = replace(audio, data_format=DataFormat(kind="transcripts"))
+    model = load_model("openai/whisper-tiny")
+    audio = replace(audio, model_config=dict(model.config), target_modules=("q_proj",))
+    (note,) = FORMATS["skypilot"](audio).notes
+    assert "names files of this machine, which don't go along" in note
 
 
 def test_files_of_the_user_are_kept_and_nothing_is_half_written(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from whichlora.errors import ConfigError
@@ -65,13 +66,14 @@ def export(recipe: Recipe) -> Export:
     script = transformers.export(recipe)
     config = recipe.run.parallel
     install = installation("profile")
+    uploads = {**install.uploads, **_local_folders(recipe)}
     needs_token = recipe.weights == "pretrained" and is_gated(recipe.run.model)
     task: dict[str, Any] = {
         "name": "whichlora",
         **({"num_nodes": config.nodes} if config.nodes > 1 else {}),
         "resources": {"accelerators": f"{ACCELERATORS[recipe.gpu]}:{config.gpus_per_node}"},
         "workdir": ".",
-        **({"file_mounts": dict(install.uploads)} if install.uploads else {}),
+        **({"file_mounts": uploads} if uploads else {}),
         **({"secrets": {_TOKEN: None}} if needs_token else {}),
         "setup": "".join(f"{line}\n" for line in setup_lines(recipe.run, recipe.gpu, install)),
         "run": "".join(f"{line}\n" for line in skypilot_lines(recipe.run, transformers.FILE)),
@@ -89,7 +91,36 @@ def export(recipe: Recipe) -> Export:
         files={FILE: yaml_text(task, head=head), **script.files},
         command=command,
         run=script.run,
-        notes=(*gated, *script.notes),
+        notes=(*gated, *_files_of_rows(recipe), *script.notes),
+    )
+
+
+def _local_folders(recipe: Recipe) -> dict[str, str]:
+    """Model and tokenizer where they are folders of this machine, by their path there.
+
+    Source: SkyPilot `sky/backends/backend_utils.py`, `FileMountHelper`: an absolute path becomes a
+    link to the uploaded copy.
+
+    Raises:
+        ConfigError: one is not on this machine.
+    """
+    model = recipe.run.model if recipe.weights == "pretrained" else ""
+    folders = [path for path in (model, recipe.tokenizer or "") if os.path.isabs(path)]
+    for path in folders:
+        if not os.path.isdir(path):
+            raise ConfigError(
+                f"--to skypilot: {path} is no folder of this machine to upload; export it where "
+                "it is, or use --to transformers"
+            )
+    return {path: path for path in folders}
+
+
+def _files_of_rows(recipe: Recipe) -> tuple[str, ...]:
+    if not recipe.data_format.has_processor:
+        return ()
+    return (
+        "train.jsonl names files of this machine, which don't go along: add their folder to "
+        f"file_mounts in {FILE}, under the same path",
     )
 
 

@@ -116,7 +116,7 @@ def recipe_for(
     if run.parallel.strategy != AUTO or to not in FORMATS:
         return make_recipe(run, gpu, **job), ()
     predictor, model = Predictor(), load_model(run.model)
-    run = replace(run, model=model.name)
+    run = replace(run, model=_from_anywhere(model.name))
 
     def judged(each: RunConfig) -> JudgedRun:
         made = FORMATS[to](make_recipe(each, gpu, **job))
@@ -164,7 +164,7 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
     most = model.longest_input
     if most and run.seq_len > most:
         raise ConfigError(f"seq_len: {run.model} looks up {most} positions; give {most} or less")
-    resolved = resolve(model, replace(run, model=model.name), device)
+    resolved = resolve(model, replace(run, model=_from_anywhere(model.name)), device)
     data_format = DataFormat(kind=KINDS[rows_of(resolved.run)][0])
     if run.images:
         data_format = IMAGE_ROWS
@@ -182,6 +182,14 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
         batching="longest",
         **(rows | job),
     )
+
+
+def _from_anywhere(model: str) -> str:
+    """`model`; of a folder of this machine the absolute path, as jobs start in other folders."""
+    path = os.path.abspath(os.path.expanduser(model))
+    if os.path.basename(path) == "config.json" and os.path.isfile(path):
+        return os.path.dirname(path)
+    return path if os.path.isfile(os.path.join(path, "config.json")) else model
 
 
 def write_export(
