@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +89,54 @@ def test_no_table_is_wider_than_its_terminal_and_no_number_is_broken(width: int)
     lines = table(width)
     assert max(map(len, lines)) <= width
     assert sum("19.53 GiB" in line for line in lines) == 4
+
+
+def test_words_stay_whole_where_heads_and_texts_can_be_broken_between_them() -> None:
+    cells = [("qlora r=16", "11 h 10 min", "yes", key) for key in ("rtx-4090-24gb", "l4-24gb")]
+    columns = ("method", "time for the data", "fits", "device")
+    console = terminal(46)
+    print_table(console, columns, cells, right=("time for the data",))
+    text = "\n".join(lines := shown(console))
+    assert max(map(len, lines)) <= 46
+    for whole in ("method", "qlora", "11 h 10 min", "fits", "yes", "device", "rtx-4090-24gb"):
+        assert sum(whole in line for line in lines) >= 1, text
+    assert "time for the data" not in text  # its cells are narrower
+    console = terminal(42)
+    print_table(console, columns, cells, right=("time for the data",))
+    assert "rtx-4090-24gb" in "\n".join(shown(console))  # columns stand closer
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "estimate Qwen/Qwen2.5-7B --gpu 4090,l4 --method lora,qlora --data data.jsonl",
+        "estimate Qwen/Qwen2.5-7B,meta-llama/Llama-3.1-8B --gpu a100-sxm-80gb,h100-sxm-80gb"
+        " --gpus 2,4 --parallel fsdp,ddp",
+        "guide --models Qwen/Qwen2.5-7B,Qwen/Qwen2.5-0.5B --gpu 4090,l4 --method lora,qlora",
+        "where Qwen/Qwen2.5-7B --method qlora",
+        "methods Qwen/Qwen2.5-7B --gpu 4090",
+        "calibrate show --gpu h100-sxm-80gb",
+        "recommend --gpu 4090 --models Qwen/Qwen3-8B,meta-llama/Llama-3.1-8B",
+        "estimate Qwen/Qwen2.5-7B,Qwen/Qwen2.5-0.5B --gpu l4-24gb,4090 --serving vllm",
+    ],
+)
+def test_no_word_of_a_table_is_cut_at_80_columns(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "some words of a row"}\n' * 400)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("whichlora.terminal.tables.PLAIN_WIDTH", 1000)
+    monkeypatch.setattr("whichlora.terminal.guides._PLAIN_WIDTH", 1000)
+    known = set(CliRunner().invoke(main, command.split()).stdout.split())
+    known |= {word.rpartition("/")[2] for word in known}
+    monkeypatch.setattr("whichlora.terminal.tables.PLAIN_WIDTH", 80)
+    monkeypatch.setattr("whichlora.terminal.guides._PLAIN_WIDTH", 80)
+    lines = CliRunner().invoke(main, command.split()).stdout.splitlines()
+    at_rule = next(i for i, line in enumerate(lines) if line.startswith(" ──"))
+    table = [*itertools.takewhile(str.strip, lines[at_rule:])]
+    assert max(map(len, table)) <= 80
+    cut = {word for line in table for word in line.split() if "──" not in word} - known
+    assert not cut
 
 
 def test_a_path_with_brackets_is_no_markup() -> None:

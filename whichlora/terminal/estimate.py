@@ -123,8 +123,12 @@ def _print_table(console: Console, predictions: Sequence[Prediction]) -> None:
         sheet.columns,
         sheet.rows,
         right=sheet.right,
-        lift=("device", "tokens", "model", "what"),
-        spare=("1M tokens", "tokens/s", "of the device", "95 % interval"),
+        lift=("device", "tokens", "model", "what", "batch"),
+        # beside the time of all the data that of a step says least
+        spare=(
+            *("1M tokens", "tokens/s", "of the device", "95 % interval"),
+            *(("time",) if "training" in sheet.columns else ()),
+        ),
     )
 
 

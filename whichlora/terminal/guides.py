@@ -72,7 +72,7 @@ def print_guide(rows: Sequence[GuideRow], refused: Sequence[Refused] = ()) -> No
         cells,
         right=_numbers(columns),
         lift=("tokens", "model", "accelerator", "method", "batch"),
-        spare=("tokens/s", "90 % interval", "95 % interval"),
+        spare=("tokens/s", "90 % interval", "95 % interval", "cost"),
     )
     for text in _footer(rows, refused):
         say(console, text)

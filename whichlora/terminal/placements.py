@@ -14,8 +14,8 @@ from whichlora.predict.parallel_choice import ON_CHOICE
 from whichlora.predict.words import VERDICTS, describe, gpus_in_words, not_started
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction
-from whichlora.terminal.sheet import WIDE, Document, Sheet, show
-from whichlora.terminal.tables import open_console, say
+from whichlora.terminal.sheet import WIDE, Document, Sheet
+from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import without_key
 from whichlora.units import format_bytes, format_seconds
 
@@ -38,7 +38,15 @@ def print_placements(placements: Sequence[Placement], *, whole: bool = True) -> 
     if judged:
         say(console, _what_runs(judged))
         console.print()
-        show(console, placements_sheet(judged, wide=console.width >= WIDE))
+        sheet = placements_sheet(judged, wide=console.width >= WIDE)
+        print_table(
+            console,
+            sheet.columns,
+            sheet.rows,
+            right=sheet.right,
+            spare=("memory", "1M tokens"),  # the name of a card says its memory
+            title=sheet.title,
+        )
     for line in _closing(placements, judged, MAX_ANY if whole else MAX_NOTES):
         say(console, line)
 

@@ -38,7 +38,7 @@ def print_served(console: Console, predictions: Sequence[Prediction]) -> None:
         sheet.columns,
         sheet.rows,
         right=sheet.right,
-        lift=("device", "model", "what"),
+        lift=("device", "model", "what", "context", "asked"),
         spare=("left", "tokens", "longest", "pool"),
     )
     for prediction in predictions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whichlora.text import visible
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MAX_REASONS = 12
+_GAP = 3  # blanks between two columns
 PLAIN_WIDTH = 160  # of output that is not a terminal: nothing is cut off
 
 
@@ -88,13 +89,11 @@ def print_table(
     """Print `rows` under `columns`; a narrow console shows fewer columns.
 
     Args:
-        right: columns of numbers, which are never broken.
+        right: columns of numbers, whose cells are never broken.
         lift: columns that a narrow console shows once above the table if all their cells are
             equal; the first one goes first.
         spare: columns that a narrow console leaves out after that; the first one goes first.
     """
-    from rich.text import Text
-
     cells_by_column = {name: [visible(row[i]) for row in rows] for i, name in enumerate(columns)}
     lifted, missing = _narrow(cells_by_column, console.width, lift, spare)
     lifted_text = "; ".join(
@@ -102,28 +101,88 @@ def print_table(
     )
     if title or lifted_text:
         say(console, f"{title} ({lifted_text})" if title and lifted_text else title or lifted_text)
-    numbers = set(right)
-    table = new_table(*cells_by_column, right=numbers)
-    for column in table.columns:
-        column.no_wrap = column.header in numbers
-    for row in zip(*cells_by_column.values(), strict=True):
-        table.add_row(*map(Text, row))
-    console.print(table)
+    console.print(_table(cells_by_column, right, console.width))
     if caption:
         say(console, caption)
     if missing:
         say(console, f"a wider terminal also shows: {', '.join(missing)}")
 
 
-def _narrow(
-    cells_by_column: dict[str, list[str]], width: int, lift: Sequence[str], spare: Sequence[str]
-) -> tuple[dict[str, str], list[str]]:
-    """Take columns out until they fit: lifted name and cell, and the names left out."""
+def _table(cells_by_column: Mapping[str, Sequence[str]], right: Iterable[str], width: int) -> Table:
+    """The table; where it is wider than `width`, heads and then texts are broken between words."""
+    from rich.text import Text
+
+    numbers = set(right)
+    table = new_table(*cells_by_column, right=numbers)
+    widths, gap = _widths(cells_by_column, numbers, width)
+    table.padding = (0, gap - 2, 0, 1)
+    for name, column in zip(cells_by_column, table.columns, strict=True):
+        column.width = widths[name]
+    for row in zip(*cells_by_column.values(), strict=True):
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _taken(widths: Iterable[int], gap: int = _GAP) -> int:
+    """Columns of the terminal, with the blanks between those of the table."""
+    each = list(widths)
+    return sum(each) + gap * (len(each) - 1) + 2
+
+
+def _longest(texts: Iterable[str], *, words: bool = False) -> int:
     from rich.cells import cell_len
 
+    pieces = (piece for text in texts for piece in (text.split() if words else text.split("\n")))
+    return max(map(cell_len, pieces), default=0)
+
+
+def _widths(
+    cells_by_column: Mapping[str, Sequence[str]], numbers: Collection[str], width: int
+) -> tuple[dict[str, int], int]:
+    """Of every column, and blanks between two: heads are broken, then texts, between words.
+
+    Where that is not enough, columns stand closer, and the longest texts are broken within words;
+    a number never is.
+    """
+    columns = cells_by_column.items()
+    heads = {name: _longest([name], words=True) for name, _ in columns}
+    whole = {name: max(heads[name], _longest(cells)) for name, cells in columns}
+    words = {
+        name: whole[name] if name in numbers else max(heads[name], _longest(cells, words=True))
+        for name, cells in columns
+    }
+    letters = {name: least if name in numbers else min(least, 4) for name, least in words.items()}
+    widths = {name: max(whole[name], _longest([name])) for name, _ in columns}
+    gap = _GAP
+    for least in (whole, words, letters):
+        if least is letters and _taken(widths.values()) > width:
+            gap -= 1
+        while _taken(widths.values(), gap) > width:
+            wide = [name for name in widths if widths[name] > least[name]]
+            if not wide:
+                break
+            widths[max(wide, key=widths.__getitem__)] -= 1
+    return widths, gap
+
+
+def _narrow(
+    cells_by_column: dict[str, list[str]],
+    width: int,
+    lift: Sequence[str],
+    spare: Sequence[str],
+) -> tuple[dict[str, str], list[str]]:
+    """Take columns out until they fit: lifted name and cell, and the names left out."""
+
     def fits() -> bool:
-        widths = [max(map(cell_len, (name, *cells))) for name, cells in cells_by_column.items()]
-        return sum(widths) + 3 * (len(widths) - 1) + 2 <= width  # with the blanks between them
+        widths = [_longest((name, *cells)) for name, cells in cells_by_column.items()]
+        return _taken(widths) <= width
+
+    def fits_with_broken_heads() -> bool:
+        least = (
+            max(_longest([name], words=True), _longest(cells))
+            for name, cells in cells_by_column.items()
+        )
+        return _taken(least) <= width
 
     lifted: dict[str, str] = {}
     for name in lift:
@@ -135,7 +194,7 @@ def _narrow(
             cells_by_column["model"] = [short[model] for model in cells_by_column["model"]]
     missing = []
     for name in spare:
-        if not fits() and name in cells_by_column:
+        if not fits_with_broken_heads() and name in cells_by_column:
             del cells_by_column[name]
             missing.append(name)
     return lifted, missing
