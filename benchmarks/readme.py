@@ -1,4 +1,4 @@
-"""Fill the outputs that README.md shows: `readme.py [--check]`.
+"""Fill the outputs that README.md and docs/trainers.md show: `readme.py [--check]`.
 
 After a line `<!-- OUTPUT: whichlora ... -->` the code block below it becomes what that command
 prints now; `--check` changes nothing and fails where a block is out of date. Other `OUTPUT` lines
@@ -15,7 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "trainers.md")
 _BLOCK = re.compile(r"(<!-- OUTPUT: (whichlora [^\n]*) -->\n```text\n)(.*?)(```\n)", re.DOTALL)
 
 
@@ -24,8 +25,11 @@ def printed(command: str) -> str:
     arguments = [sys.executable, "-m", *shlex.split(command)]
     with tempfile.TemporaryDirectory() as empty:
         settings = os.environ | {"WHICHLORA_CALIBRATION": empty, "HF_HUB_OFFLINE": "1"}
+        if "export" in arguments:
+            arguments += ["--output", f"{empty}/job"]
         done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=settings)
-    return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n") + "\n"
+        text = done.stdout.replace(f"{empty}/job/", "")
+    return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n") + "\n"
 
 
 def write_or_check(page: Path, filled: str) -> None:
@@ -37,8 +41,10 @@ def write_or_check(page: Path, filled: str) -> None:
 
 
 def main() -> None:
-    text = README.read_text(encoding="utf-8")
-    write_or_check(README, _BLOCK.sub(lambda found: found[1] + printed(found[2]) + found[4], text))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        filled = _BLOCK.sub(lambda found: found[1] + printed(found[2]) + found[4], text)
+        write_or_check(page, filled)
 
 
 if __name__ == "__main__":
