@@ -50,5 +50,12 @@ def _end(message: str, code: int) -> NoReturn:
     os._exit(code)
 
 
+def _forget_current_folder() -> None:
+    """Import nothing from where the user is: `python -m` looks there first, whichlora does not."""
+    if not sys.flags.safe_path and sys.path and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
+
+
 if __name__ == "__main__":
+    _forget_current_folder()
     main()

@@ -626,7 +626,8 @@ def test_an_export_of_several_gpus_states_the_strategy_and_how_it_starts(tmp_pat
         ),
         (
             "--batch-size max --gpus 2 --global-batch-size 8",
-            "--batch-size: max and --global-batch-size exclude each other",
+            "--batch-size: max finds the largest without accumulation; compare some that fill "
+            "--global-batch-size, such as --batch-size 1,2,4,8 --global-batch-size 8",
         ),
         ("--gpus 8x", "--gpus: 8x: is the number of GPUs; for types give --gpu alone"),
     ],
@@ -753,8 +754,8 @@ def test_an_engine_answers_whether_it_starts_and_how_much_it_serves_at_once() ->
     assert serving["max_running"] == int(serving["max_concurrency"])
     assert answers[-1]["fits"] is True
     assert answers[-1]["time"]["time_per_token_s"] is None
-    waits = f"{serving['max_running']} of 64 sequences of 8192 tokens run at once, the others wait"
-    assert waits in answers[-1]["notes"]
+    waits = f"{serving['max_running']} of 64 sequences of 8192 tokens run at once on 1 GPU"
+    assert f"{waits}, the others wait" in answers[-1]["notes"]
 
 
 @pytest.mark.parametrize(("quant", "has_line"), [("none", False), ("awq-int4", True)])

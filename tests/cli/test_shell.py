@@ -14,6 +14,7 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
+import whichlora
 from whichlora.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +138,19 @@ def test_help_names_the_exit_codes() -> None:
     assert "0 done, 1 nothing meets the limits, 2 bad request, 130 interrupted" in " ".join(
         text.split()
     )
+
+
+def test_python_m_imports_nothing_from_the_folder_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise SystemExit('mine')")
+    root = str(Path(whichlora.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "whichlora", "--version"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # --- plain output

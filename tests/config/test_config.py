@@ -30,6 +30,24 @@ CASES = {
     )
 }
 
+LENGTHS = """\
+dataset: {samples: 10, mean_tokens: 1k, p95_tokens: 2k, max_tokens: 8k}
+stage1_profile: {context: 8k, concurrency: 1, prefill_length: [1k, 512], tokens_to_generate: 2k}
+serving: vllm
+sequence_length: 8k
+"""
+
+
+def test_every_length_of_a_plan_may_be_in_thousands(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(LENGTHS)
+    numbers = {"1k": "1024", "2k": "2048", "8k": "8192"}
+    plan = load_plan(path)
+    path.write_text(re.sub(r"\d+k", lambda length: numbers[length[0]], LENGTHS))
+    assert plan == load_plan(path)
+    assert plan.inference.context == 8192
+
+
 # What the golden file, being text, can't hold.
 UNREADABLE = {
     "empty": (b"", ": is empty; it needs at least the key dataset"),

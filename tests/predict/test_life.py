@@ -38,7 +38,7 @@ def test_each_stage_that_is_less_sure_than_training_is_named() -> None:
     assert life(MODEL, GPU, **settings).faults() == []
     (fault,) = life(MODEL, "rtx-4080-16gb", **settings).faults()
     assert fault.startswith("merging needs")
-    assert fault.endswith("lower it by dtype, merge_on")
+    assert "; merge on the CPU, as `whichlora explain --life --merge-on cpu` predicts" in fault
 
 
 def test_training_is_what_estimate_says() -> None:

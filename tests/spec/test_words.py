@@ -14,6 +14,8 @@ METHODS = ("full", "lora", "qlora", "dora", "p-tuning", "prefix-tuning", "prompt
         ("ptuning", "p-tuning"),
         ("prefix", "prefix-tuning"),
         ("lorax", "lora"),
+        ("qlroa", "qlora"),
+        ("lroa", "lora"),
         ("p", ""),  # begins several
         ("galore", ""),
         ("", ""),

@@ -95,7 +95,7 @@ def test_a_log_becomes_a_record_beside_its_prediction(tmp_path: Path) -> None:
     }
     for name in ("kv_pool_bytes", "kv_pool_tokens", "max_concurrency"):
         assert found.predicted[name] == pytest.approx(found.record.engine_log[name], rel=0.01)
-    assert found.note == "read 4 of 6 lines; not understood, though they speak of memory: 5"
+    assert found.note == "read 4 of 5 lines; not understood, though they speak of memory: 5"
 
 
 def test_the_terms_of_a_profile_are_compared_on_the_memory_that_the_log_states(

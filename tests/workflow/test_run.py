@@ -224,6 +224,15 @@ def test_a_dry_run_measures_nothing_and_still_answers(
 GPU_LIST = "gpu: [l4, 4090, t4]\ngpu_prices: {l4: 0.5, 4090: 0.4}\n"
 
 
+def test_the_page_has_the_currency_of_each_cost(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none")
+    path.write_text(path.read_text().replace("gpu: cpu\n", "gpu: [l4, 4090]\n"))
+    run_plan(path, progress=Silent())
+    page = (tmp_path / "out" / "report.html").read_text()
+    rows = page.split("On each GPU</h2>")[1].split("</table>")[0]
+    assert len(re.findall(r"<td>0\.0*[1-9]\d* USD</td>", rows)) == 2
+
+
 def test_each_gpu_of_a_list_is_answered_for_and_the_best_recommended(tmp_path: Path) -> None:
     path = write_config(tmp_path, profile="none")
     path.write_text(path.read_text().replace("gpu: cpu\n", GPU_LIST))

@@ -353,7 +353,11 @@ def maximised(settings: dict[str, Any]) -> Size | None:
         flags = " and ".join(map(_size_flag, maximised_sizes))
         raise ConfigError(f"{flags}: only one of both can be max")
     if maximised_sizes[0] == "batch_size" and settings["global_batch_size"] != [None]:
-        raise ConfigError("--batch-size: max and --global-batch-size exclude each other")
+        (size, *_) = settings["global_batch_size"]
+        raise ConfigError(
+            "--batch-size: max finds the largest without accumulation; compare some that fill "
+            f"--global-batch-size, such as --batch-size 1,2,4,8 --global-batch-size {size}"
+        )
     if maximised_sizes[0] == "seq_len" and "inference" in settings["phase"]:
         raise ConfigError("--seq-len: max is of fine-tuning; inference takes --prompt-len")
     settings[maximised_sizes[0]] = [1]

@@ -589,8 +589,10 @@ def _check_slurm(data: Data) -> Iterator[Problem]:
 def _check_counts(dataset: Data, counts: list[str], *, train: bool) -> Iterator[Problem]:
     size = [key for key in ("tokens", "mean_tokens") if key in counts]
     if "samples" not in counts or not size:
-        missing = "samples" if "samples" not in counts else "tokens"
-        fault = f"needs dataset.{missing} beside it"
+        missing = "dataset.samples"
+        if "samples" in counts:
+            missing = "dataset.tokens, of all samples, or dataset.mean_tokens, of one,"
+        fault = f"needs {missing} beside it"
         yield Problem(loc=("dataset", counts[0]), fault=fault, accepted="both, or dataset.path")
         return
     if len(size) > 1:

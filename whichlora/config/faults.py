@@ -211,12 +211,21 @@ def _meant_setting(loc: Loc) -> str:
     for name in ("stage1_profile", "stage2_profile", "dataset", "slurm"):
         sections[name] = _properties(_subschema((name,)))
     key = _SYNONYMS.get(key, key)
+    joined = next((each for each in sections.get(here, []) if _same(key, each)), "")
+    if here and joined:
+        return f"{here}.{joined}"
+    key = next((each for keys in sections.values() for each in keys if _same(key, each)), key)
     exact = [".".join(filter(None, (name, key))) for name, keys in sections.items() if key in keys]
     if exact:
         outside = f", which stands outside of {here}" if here and key in sections[""] else ""
         return " or ".join(exact) + outside
     near = difflib.get_close_matches(key, sections.get(here, []), n=1)
     return ".".join(filter(None, (here, *near))) if near else ""
+
+
+def _same(key: str, setting: str) -> bool:
+    """Whether they differ in what joins their words alone: batchsize."""
+    return key.replace("_", "") == setting.replace("_", "")
 
 
 def _meant_value(value: Any, schema: Mapping[str, Any]) -> str:

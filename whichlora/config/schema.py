@@ -283,11 +283,11 @@ class Dataset(_Section):
     """Tokens in the training split, for planning without the data."""
     samples: Annotated[int, Field(ge=1, le=10**7)] | None = None
     """Samples in the training split, for planning without the data."""
-    mean_tokens: Annotated[float, Field(ge=1, le=10**8)] | None = None
+    mean_tokens: Annotated[float, Field(ge=1, le=10**8), _Length] | None = None
     """Mean tokens of a sample, in place of `tokens`."""
-    p95_tokens: Count | None = None
+    p95_tokens: Length | None = None
     """Tokens that 95 % of the samples do not exceed; without it, as public instruction data."""
-    max_tokens: Count | None = None
+    max_tokens: Length | None = None
     """Tokens of the longest sample; without it, one may be as long as sequence_length."""
 
 
@@ -473,7 +473,7 @@ class PlanFile(_Section):
     """Bits of a quantised cache."""
     cache_group_size: Count = _RUN.cache_group_size
     """Elements of a quantised cache that share a scale."""
-    cache_residual_length: Count = _RUN.cache_residual_length
+    cache_residual_length: Length = _RUN.cache_residual_length
     """New tokens that a quantised cache gathers in full width."""
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 2e-4
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0

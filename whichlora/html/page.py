@@ -13,6 +13,7 @@ from whichlora.errors import ConfigError
 from whichlora.html.figures import build_figures
 from whichlora.html.source import Estimate, Point, Source, read_source
 from whichlora.html.template import filled, script_json
+from whichlora.predict.cost_words import format_money
 from whichlora.predict.words import VERDICTS
 from whichlora.store.written import OTHER_OUTPUT, write_files
 from whichlora.units import format_bytes, format_count, format_seconds
@@ -307,7 +308,7 @@ def _gpus(source: Source) -> str:
             on.winner or on.without_winner,
             NONE if on.peak_bytes is None else format_bytes(on.peak_bytes),
             NONE if on.total_s is None else format_seconds(on.total_s),
-            NONE if on.cost is None else f"{on.cost:.2f}",
+            NONE if on.cost is None else format_money(on.cost, on.currency),
             "measured" if on.measured else "predicted",
             ", ".join(on.marks) or NONE,
         )

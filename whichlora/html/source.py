@@ -106,6 +106,7 @@ class OnGpu:
     peak_bytes: float | None
     total_s: float | None
     cost: float | None
+    currency: str
     measured: bool
     marks: Sequence[str]
 
@@ -330,6 +331,7 @@ def _on_gpu(row: Mapping[str, Any]) -> OnGpu:
         peak_bytes=values["peak_bytes"],
         total_s=values["total_time_s"],
         cost=values["cost"],
+        currency=str(row.get("currency") or ""),  # of answers before it was written
         measured=bool(row["measured"]),
         marks=[mark for mark in ("recommended", "fastest", "cheapest") if row[mark]],
     )

@@ -134,9 +134,11 @@ def spot_in_words(cost: RunningCost) -> str:
 
 
 def between(bounds: Interval) -> str:
-    """Bounds, each with two digits."""
-    low, high = map(_two_digits, bounds)
-    return f"{low} to {high}"
+    """Bounds, each with two digits; the upper alone where the lower says nothing."""
+    low, high = bounds
+    if low <= 0:
+        return f"at most {_two_digits(high)}"
+    return f"{_two_digits(low)} to {_two_digits(high)}"
 
 
 def _two_digits(number: float) -> str:

@@ -115,7 +115,7 @@ class Life(Rendered):
             setting = next((held.setting for held in stage.lines if held.setting), "")
             lines.append(
                 f"{stage.name} needs {format_bytes(stage.device_used_bytes)}, {than} "
-                f"{format_bytes(self.usable_bytes)}" + f"; lower it by {setting}" * bool(setting)
+                f"{format_bytes(self.usable_bytes)}{way_to_lower(setting)}"
             )
         if self.exceeds_host and self.host_memory_bytes is not None:
             most = self.largest_on_host
@@ -238,6 +238,13 @@ def _use(job: ResolvedRun, stage: Stage, calibration: Calibration) -> StageUse:
         interval_bytes=(low, high) if stage.num_bytes("gpu") else (0, 0),
         verdict=verdict(least, high, job.gpu.memory_bytes),
     )
+
+
+def way_to_lower(setting: str) -> str:
+    """The end of a sentence on what a setting lowers; empty where there is none."""
+    if "merge_on" in setting:
+        return "; merge on the CPU, as `whichlora explain --life --merge-on cpu` predicts it"
+    return f"; lower it by {setting}" if setting else ""
 
 
 def _largest_first(held: StageLine) -> tuple[int, int]:

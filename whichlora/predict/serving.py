@@ -10,6 +10,7 @@ from whichlora.predict.coefficients import Calibration
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.predict.serving_links import machines_of, nodes_note, num_nodes, unlinked
 from whichlora.predict.serving_time import serving_time
+from whichlora.predict.words import gpus_in_words
 from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Served, Start
 from whichlora.serving.step_time import Service
@@ -104,7 +105,7 @@ def serving_notes(
     if answer.starts and answer.max_running < answer.concurrency:
         lines.append(
             f"{answer.max_running} of {answer.concurrency} sequences of {answer.context} tokens "
-            "run at once, the others wait"
+            f"run at once on {gpus_in_words(job.engine.num_gpus(run))}, the others wait"
         )
     shares = [option.name for option in job.engine.options if option.is_share]
     if answer.starts and answer.left_bytes < 0 and shares:

@@ -112,6 +112,7 @@ class GpuChoice:
                     None if on.winner is None or not on.winner.total_s else on.winner.total_s.value
                 ),
                 "cost": self.cost(on),
+                "currency": self.currency(on),
                 "compared_model": self.model or None,
                 "compared_total_time_s": on.least_s(self.model),
                 "compared_cost": self.cost_of_model(on),

@@ -30,6 +30,8 @@ def release_of(engine: str, version: str) -> str:
 def meant(value: str, accepted: Iterable[str]) -> str:
     """The word that differs in case, in what joins its parts, or in a letter; else empty.
 
+    Two letters that changed places are one fault, too: "qlroa" is "qlora".
+
     The beginning of one word alone counts, too: "prefix" of "prefix-tuning".
     """
     import difflib  # which a run without a fault does not need
@@ -41,8 +43,16 @@ def meant(value: str, accepted: Iterable[str]) -> str:
         return plain[wanted]
     if len(begun) == 1:
         return begun[0]
+    swapped = [word for text, word in plain.items() if _is_swapped(wanted, text)]
+    if len(swapped) == 1:
+        return swapped[0]
     near = difflib.get_close_matches(wanted, plain, n=1, cutoff=_NEAR)
     return plain[near[0]] if near else ""
+
+
+def _is_swapped(wanted: str, text: str) -> bool:
+    pairs = range(len(wanted) - 1)
+    return text in (wanted[:i] + wanted[i + 1] + wanted[i] + wanted[i + 2 :] for i in pairs)
 
 
 def _plain(word: str) -> str:

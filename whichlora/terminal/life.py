@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from whichlora.predict.life import TRAINING, Life, StageUse
+from whichlora.predict.life import TRAINING, Life, StageUse, way_to_lower
 from whichlora.predict.words import FITS, VERDICTS, describe
 from whichlora.terminal.sheet import Document, Sheet, show
 from whichlora.terminal.tables import open_console, say
@@ -94,7 +94,7 @@ def _closing(life: Life) -> Iterator[str]:
         size = format_bytes(training.device_used_bytes)
         yield (
             f"{stage.name} is the largest stage on the GPU, not training, which takes {size}"
-            + f"; lower it by {settings}" * bool(settings)
+            + way_to_lower(settings)
         )
     on_host = life.largest_on_host
     if on_host.host_bytes:

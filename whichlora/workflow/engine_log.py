@@ -135,7 +135,9 @@ def _reading(path: Path, text: str) -> tuple[Engine, LogReading]:
         DataFileError: there is none.
     """
     engines = [engine for engine in list_engines().values() if engine.log is not None]
-    readings = [(each, read_log(_log_of(each), text.split("\n"))) for each in engines]
+    readings = [
+        (each, read_log(_log_of(each), text.removesuffix("\n").split("\n"))) for each in engines
+    ]
     engine, reading = max(readings, key=lambda pair: (len(pair[1].values), pair[1].num_read))
     if not reading.values and not reading.refusal:
         names = " or ".join(each.name for each in engines)
