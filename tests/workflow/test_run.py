@@ -285,7 +285,10 @@ def test_where_no_gpu_of_a_list_is_sure_the_likeliest_one_is_shown(tmp_path: Pat
     )
     cells = {row[0]: row[1] for row in gpu_rows(answer.choice)}
     chance = max(on.best_chance for on in answer.choice.gpus)
-    words = f"may fit, {chance:.0%}" if chance >= 0.5 else "nothing meets every limit"
+    likeliest = max(answer.finetune, key=lambda each: each.chance_of_both_stages)
+    words = "nothing meets every limit"
+    if chance >= 0.5:
+        words = f"{likeliest.run.model} may fit, {chance:.0%}"
     assert cells[answer.gpu.key] == words
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert f"<th scope=row>{answer.gpu.key}</th><td>{words}</td>" in page

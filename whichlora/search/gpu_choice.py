@@ -41,7 +41,8 @@ class OnGpu:
         if self.winner is not None or self.refusal:
             return self.refusal
         if self.best_chance >= LIKELY:
-            return f"may fit, {self.best_chance:.0%}"
+            best = max(self.finetune, key=lambda candidate: candidate.chance_of_both_stages)
+            return f"{best.run.model} may fit, {self.best_chance:.0%}"
         return "nothing meets every limit"
 
     def timed(self, model: str) -> list[tuple[float, int]]:
