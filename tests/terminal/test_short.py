@@ -18,7 +18,7 @@ from whichlora.units import GiB
 from whichlora.workflow.answer import Answer, Search
 
 TRAIN = RunConfig(model="org/best", batch_size=4, seq_len=100)
-FITS, MAY_FIT, MISSES = 8 * GiB, USABLE_BYTES, 40 * GiB
+FITS, MAY_FIT, MISSES = 8 * GiB, int(1.02 * USABLE_BYTES), 40 * GiB
 
 
 def candidates(kind: str, used: float, number: int) -> list[Candidate]:

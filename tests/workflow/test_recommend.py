@@ -170,6 +170,26 @@ def test_the_row_of_a_model_is_its_answer_alone() -> None:
         assert row.total_s.value == pytest.approx(alone.total_s.value)
 
 
+def test_a_likely_model_stands_before_an_unlikely_one_and_the_others_are_counted() -> None:
+    answer = recommended(gpu="l4", samples=20_000, budget="5usd")
+    rows = best_of_each_model(answer)
+    assert rows[0] is answer.winner
+    larger = [row for row in rows[1:] if row.rank < rows[0].rank]
+    chances = [row.chance_of_both_stages for row in larger]
+    assert len(chances) > 2
+    assert chances == sorted(chances, reverse=True)
+    models = [row.run.model for row in larger]
+    for row in larger:
+        of_model = [each for each in answer.finetune if each.run.model == row.run.model]
+        likeliest = max(each.chance_of_both_stages for each in of_model)
+        assert row.chance_of_both_stages == pytest.approx(likeliest)
+    certain = next(i for i, row in enumerate(rows[1:]) if row.rank > rows[0].rank)
+    assert [chance > 0.5 for chance in chances] == [i < certain for i in range(len(models))]
+    shown = " ".join(said("--gpu", "l4", "--samples", "20000", "--budget", "5usd").output.split())
+    assert f"may fit, {chances[0]:.0%}" in shown
+    assert re.search(r"not shown: \d+ more .*--json has those looked at looked at:", shown)
+
+
 def test_each_named_model_without_a_row_has_its_reason() -> None:
     large, huge = "Qwen/Qwen2.5-32B", "meta-llama/Llama-3.1-70B"
     result = said("--gpu", "24GB", "--models", f"{SMALL},{large},{huge}", "--seq-len", "512")

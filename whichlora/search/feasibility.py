@@ -486,6 +486,14 @@ def bolder_than(
     return sorted(bolder, key=lambda candidate: candidate.rank)
 
 
+def likeliest_of_models(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Of each model the candidate that most likely meets every limit, the likeliest first."""
+    best: dict[str, Candidate] = {}
+    for candidate in sorted(candidates, key=lambda each: (-each.chance_of_both_stages, each.rank)):
+        best.setdefault(candidate.run.model, candidate)
+    return list(best.values())
+
+
 def closest(candidates: Iterable[Candidate]) -> Candidate | None:
     """Of candidates that miss the limits, the likeliest; of equally likely ones the smallest.
 

@@ -12,7 +12,14 @@ from whichlora.predict.cost_words import cost_of, format_money, price_in_words
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.repeated_times import KNOWN_TO, Repeatability
 from whichlora.predict.words import describe, method_in_words, on_serving_gpus
-from whichlora.search.feasibility import LIKELY, Candidate, closest, rejected_before, relaxations
+from whichlora.search.feasibility import (
+    LIKELY,
+    Candidate,
+    closest,
+    likeliest_of_models,
+    rejected_before,
+    relaxations,
+)
 from whichlora.search.gpu_counts import gpu_seconds
 from whichlora.serving.form import form_in_words
 from whichlora.terminal.life import stages_sheet
@@ -317,9 +324,10 @@ _PREFERENCE = {
 
 
 def _may_fit(answer: Answer) -> list[str]:
-    """Candidates that a dry run leaves open: their chance, and the limit least likely to be met."""
+    """Models that a dry run leaves open: their chance, and the limit least likely to be met."""
     lines = []
-    for candidate in answer.may_fit[:MAX_REASONS]:
+    likeliest = likeliest_of_models(answer.may_fit)
+    for candidate in likeliest[:MAX_REASONS]:
         why = deciding(candidate)
         if not why and candidate.form is not None:
             served = form_in_words(candidate.form)
@@ -328,8 +336,9 @@ def _may_fit(answer: Answer) -> list[str]:
             )
         chance = f"{candidate.chance_of_both_stages:.0%}"
         lines.append(f"{MAY_FIT}, {chance} chance: {describe(candidate.run)}: {why}")
-    if len(answer.may_fit) > MAX_REASONS:
-        lines.append(f"… and {len(answer.may_fit) - MAX_REASONS} more that may fit, see the table")
+    if (more := len(likeliest) - MAX_REASONS) > 0:
+        models = "1 more model" if more == 1 else f"{more} more models"
+        lines.append(f"… and {models} that may fit, see the table")
     return lines
 
 

@@ -11,7 +11,7 @@ from whichlora.predict.words import VERDICTS, describe
 from whichlora.search.feasibility import Candidate, closest
 from whichlora.terminal.answer import verdict_of
 from whichlora.terminal.sheet import Document, Sheet
-from whichlora.terminal.short import best_of_each_model, print_reasons, reason_lines
+from whichlora.terminal.short import best_of_each_model, not_shown, print_reasons, reason_lines
 from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import deciding, variant
 from whichlora.units import format_bytes, format_seconds
@@ -108,6 +108,9 @@ def _named_without_row(recommendation: Recommendation) -> Iterator[str]:
     """Why models that the user names are not in the table; where none is, which were compared."""
     answer = recommendation.answer
     if recommendation.looked_at:
+        models = best_of_each_model(answer)
+        if models and (more := not_shown(answer, models, MAX_MODELS)):
+            yield f"not shown: {', '.join(more)}; --json has those looked at"
         yield recommendation.looked_at
         return
     if answer.winner is None:

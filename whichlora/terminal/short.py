@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 from whichlora.predict.host_memory import HOST_MEMORY
 from whichlora.predict.notes import HOST_BOUND
-from whichlora.search.feasibility import Candidate, accepted, best_of_models, least_chance
+from whichlora.search.feasibility import (
+    Candidate,
+    accepted,
+    best_of_models,
+    least_chance,
+    likeliest_of_models,
+)
 from whichlora.terminal.answer import (
     besides_in_short,
     explanation,
@@ -86,12 +92,17 @@ def _reasons(answer: Answer) -> tuple[list[list[str]], list[list[str]]]:
 
 
 def best_of_each_model(answer: Answer) -> list[Candidate]:
-    """The best-ranked candidate of each model that meets the limits, or may, the winner's first."""
+    """The best candidate of each model that meets the limits, or may, the winner's first.
+
+    A model that ranks before the winner and likely fits is next, the likeliest first. One that
+    surely fits stands before one that is unlikely to.
+    """
+    winner = [] if answer.winner is None else [answer.winner]
+    certain = best_of_models(answer.finetune, least_chance(answer.plan)).values()
+    unsure = likeliest_of_models(answer.may_fit)
+    likely = [candidate for candidate in unsure if accepted(candidate)]
     best: dict[str, Candidate] = {}
-    if answer.winner is not None:
-        best[answer.winner.run.model] = answer.winner
-    least = least_chance(answer.plan)
-    for candidate in (*best_of_models(answer.finetune, least).values(), *answer.may_fit):
+    for candidate in (*winner, *likely, *certain, *unsure):
         best.setdefault(candidate.run.model, candidate)
     return list(best.values())
 
@@ -130,7 +141,7 @@ def _print_models(console: Console, answer: Answer) -> None:
     if not models:
         return
     sheet = _models_sheet(answer, models)
-    more = _not_shown(answer, models)
+    more = not_shown(answer, models, MAX_MODELS)
     print_table(
         console,
         sheet.columns,
@@ -143,11 +154,11 @@ def _print_models(console: Console, answer: Answer) -> None:
     )
 
 
-def _not_shown(answer: Answer, models: Sequence[Candidate]) -> list[str]:
-    """How many models the table leaves out, by what became of them."""
+def not_shown(answer: Answer, models: Sequence[Candidate], rows: int) -> list[str]:
+    """How many models a table of so many `rows` leaves out, by what became of them."""
     least = least_chance(answer.plan)
-    likely = sum(accepted(candidate, least) for candidate in models[MAX_MODELS:])
-    unsure = len(models[MAX_MODELS:]) - likely
+    likely = sum(accepted(candidate, least) for candidate in models[rows:])
+    unsure = len(models[rows:]) - likely
     looked_at = {candidate.run.model for candidate in (*answer.inference, *answer.finetune)}
     refused = {refusal.model for refusal in answer.refused}
     counts = (
