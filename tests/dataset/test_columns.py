@@ -17,6 +17,7 @@ from whichlora.dataset import (
     open_dataset,
     write_jsonl,
 )
+from whichlora.dataset.columns import recognised
 from whichlora.dataset.label_tokens import num_classes
 from whichlora.errors import ConfigError, DataFileError, WhichLoraError
 from whichlora.spec.data_format import DataFormat, Rows
@@ -322,6 +323,32 @@ def test_a_suggestion_names_every_text_and_the_answer_last(
     assert str(caught.value).startswith(f"{tmp_path / 'rows.jsonl'}:1: has the columns ")
     assert advice in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "chosen", "rejected"),
+    [
+        ({"question": "q", "good": "a", "bad": "b"}, "question", "good", "bad"),
+        ({"id": 1, "worse": "b", "better": "a", "body": "q"}, "body", "better", "worse"),
+        (
+            {"Input": "q", "Bad answer": "b", "Good answer": "a", "source": "s"},
+            *("Input", "Good answer", "Bad answer"),
+        ),
+    ],
+)
+def test_a_better_and_a_worse_answer_are_a_pair_and_no_question_and_its_answer(
+    tmp_path: Path, row: dict[str, Any], prompt: str, chosen: str, rejected: str
+) -> None:
+    named = f"dataset.prompt_column {prompt}, dataset.chosen_column {chosen} and "
+    named += f"dataset.rejected_column {rejected}"
+    with pytest.raises(DataFileError) as caught:
+        open_rows(tmp_path, row)
+    told = str(caught.value)
+    assert f"{named} in a plan with trainer dpo" in told
+    assert told.endswith(f"dataset.prompt_column {prompt} and dataset.completion_column {chosen}")
+    with pytest.raises(ConfigError) as needed:
+        recognised(row, "pairs")
+    assert str(needed.value).endswith(f", here {named}")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,12 @@ PREFERENCES = (
     *(("chosen", "rejected"), ("chosen_response", "rejected_response")),
     ("response_j", "response_k"),
 )
+# Words of names that only a suggestion takes for a better and a worse answer.
+OPPOSITES = (
+    *(("chosen", "rejected"), ("good", "bad"), ("better", "worse"), ("best", "worst")),
+    *(("winner", "loser"), ("win", "lose"), ("preferred", "dispreferred"), ("right", "wrong")),
+    *(("accepted", "rejected"), ("correct", "incorrect"), ("positive", "negative")),
+)
 CONVERSATIONS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "data")
 PROMPTS = (
     *("instruction", "instructions", "definition", "question", "questions", "query", "prompt"),
@@ -334,6 +340,8 @@ _NEEDED: Mapping[Rows, str] = {
 def _needed(row: Row, rows: Rows) -> str:
     """Which columns there are, and which a trainer on `rows` takes."""
     words = f"has the columns {', '.join(map(str, row))}; {_NEEDED[rows]}"
+    if rows == "pairs" and (named := _as_pair(row)):
+        return f"{words}, here {named}"
     accepted = COLUMNS[KINDS[rows][0]]
     missing = set(accepted) - set(_by_name(row))
     spellings = [
@@ -342,6 +350,37 @@ def _needed(row: Row, rows: Rows) -> str:
         if name not in accepted and (near := difflib.get_close_matches(name, missing, n=1))
     ]
     return f"{words} ({', '.join(spellings)})" if spellings else words
+
+
+def _opposites(row: Row) -> tuple[str, str] | None:
+    """Columns of texts whose names call one answer better and the other worse."""
+    by_name = {
+        name: column for name, column in _by_name(row).items() if isinstance(row[column], str)
+    }
+    for name, column in by_name.items():
+        words = name.split("_")
+        for better, worse in OPPOSITES:
+            other = "_".join(worse if word == better else word for word in words)
+            if other != name and other in by_name:
+                return column, by_name[other]
+    return None
+
+
+def _question(row: Row, answers: Sequence[str]) -> str | None:
+    """The column that asks what `answers` answer: one of a usual name, else the only other text."""
+    others = [column for column in row if isinstance(row[column], str) and column not in answers]
+    named = _first_text({column: row[column] for column in others}, PROMPTS)
+    return named or (others[0] if len(others) == 1 else None)
+
+
+def _as_pair(row: Row) -> str:
+    """Which settings name the answers of `row` that look like a pair; empty where none do."""
+    if (answers := _opposites(row)) is None:
+        return ""
+    settings = [f"dataset.chosen_column {answers[0]}", f"dataset.rejected_column {answers[1]}"]
+    if question := _question(row, answers):
+        settings.insert(0, f"dataset.prompt_column {question}")
+    return f"{', '.join(settings[:-1])} and {settings[-1]}"
 
 
 def audio_column(row: Row) -> str | None:
@@ -406,6 +445,12 @@ def _advice(row: Row) -> str:
         scalars = [name for name in scalars if name in texts or places.get(name, -1) >= 0]
     scalars = sorted(scalars, key=lambda column: places.get(column, -1))
     words = f"has the columns {', '.join(row)}, whose names do not tell which to train on"
+    if (answers := _opposites(row)) and (question := _question(row, answers)):
+        return (
+            f"{words}; {answers[0]} and {answers[1]} look like a better and a worse answer: give "
+            f"{_as_pair(row)} in a plan with trainer dpo; or, to learn {answers[0]} alone, "
+            f"dataset.prompt_column {question} and dataset.completion_column {answers[0]}"
+        )
     nested = [column for column in row if isinstance(row[column], dict | list)]
     if nested:
         words += f"; {', '.join(nested)} must be made text or messages first, to be used"

@@ -431,7 +431,7 @@ def life(
     model = load_model(run.model)
     run = with_precision(replace(run, model=model.name), device)
     lived = life_of(model, run, device, calibration, settings or LifeConfig())
-    return replace(lived, notes=(*notes, *lived.notes))
+    return replace(lived, notes=(*notes, *device.notes, *lived.notes))
 
 
 def where(

@@ -102,7 +102,9 @@ def read_recipe(folder: Path) -> Recipe:
 def recipe_for(
     to: str, run: RunConfig, gpu: str, *, calibration_dir: Path | None = None, **job: Any
 ) -> tuple[Recipe, tuple[str, ...]]:
-    """As `make_recipe`, "auto" being the best strategy that the tool can write; and why it is.
+    """As `make_recipe`, "auto" being the best strategy that the tool can write; and notes.
+
+    These say what the name of the accelerator was taken as, and why that strategy is the best.
 
     Args:
         to: the tool.
@@ -114,7 +116,7 @@ def recipe_for(
     calibration = load_calibration(device, calibration_dir)
     run, _ = estimates.on_device(run, device, calibration)
     if run.parallel.strategy != AUTO or to not in FORMATS:
-        return make_recipe(run, gpu, **job), ()
+        return make_recipe(run, gpu, **job), device.notes
     predictor, model = Predictor(), load_model(run.model)
     run = replace(run, model=_from_anywhere(model.name))
 
@@ -127,7 +129,7 @@ def recipe_for(
     spreadings = best_first(run, judged)
     run = replace(run, parallel=spreadings[0].config)
     why = f"{choice_notes(spreadings)[0]}, of those that --to {to} can write"
-    return make_recipe(run, gpu, **job), (why,)
+    return make_recipe(run, gpu, **job), (*device.notes, why)
 
 
 def _check_loading(to: str, made: Export, loading_bytes: int, gpu: GpuSpec) -> None:
