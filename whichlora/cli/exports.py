@@ -33,7 +33,9 @@ _TOOLS = ("transformers", "trl", "axolotl", "llamafactory", "unsloth", "skypilot
     help="Passes over the data of a MODEL.",
 )
 @click.option(
-    "--learning-rate", type=Positive(1), default=2e-4, show_default=True, help="Of a MODEL."
+    "--learning-rate",
+    type=Positive(1),
+    help="Of a MODEL. Default: the usual one of its method and trainer, which the answer names.",
 )
 @run_options
 @calibration_option
@@ -47,7 +49,7 @@ def export(
     output: Path | None,
     gpu: str,
     epochs: float,
-    learning_rate: float,
+    learning_rate: float | None,
     calibration_dir: Path | None,
     as_json: bool,
     **options: Any,

@@ -475,7 +475,8 @@ class PlanFile(_Section):
     """Elements of a quantised cache that share a scale."""
     cache_residual_length: Length = _RUN.cache_residual_length
     """New tokens that a quantised cache gathers in full width."""
-    learning_rate: Annotated[float, Field(gt=0, le=1)] = 2e-4
+    learning_rate: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Without it, the usual one of the winner's method and trainer."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     gpu_limits: Annotated[dict[Name, GpuLimits], _TextKeys] | None = None
     """Limits by GPU, where they differ from those of the stages."""

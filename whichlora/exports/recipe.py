@@ -9,7 +9,7 @@ from typing import Any, Self, get_args
 
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.exports.train_script import KEEPING, Weights, require_texts, require_trainer
-from whichlora.methods import get_method
+from whichlora.methods import get_method, usual_learning_rate
 from whichlora.spec.data_format import TEXT_ROWS, DataFormat
 from whichlora.spec.numeric import is_number
 from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
@@ -68,6 +68,8 @@ class Recipe:
         run: every default filled in.
         gpu: key of the accelerator it was chosen for.
         target_modules: leaf names that get an adapter, or "all-linear".
+        learning_rate: None becomes the usual one of the method and the trainer.
+        rate_source: whose the usual one is; empty where somebody stated it.
         tokenizer: hub id or path; None takes the model's own.
         model_config: the Hugging Face config.
         masked_lm: an encoder, trained to fill in masked tokens.
@@ -84,7 +86,8 @@ class Recipe:
     gpu: str
     target_modules: str | tuple[str, ...]
     epochs: float = 1.0
-    learning_rate: float = 2e-4
+    learning_rate: float | None = None
+    rate_source: str = ""
     seed: int = 0
     tokenizer: str | None = None
     weights: Weights = "pretrained"
@@ -105,6 +108,12 @@ class Recipe:
             require_printable("target_modules", name)
         if self.tokenizer is not None:
             require_printable("tokenizer", self.tokenizer)
+        if self.learning_rate is None:
+            rate, source = usual_learning_rate(self.run)
+            object.__setattr__(self, "learning_rate", rate)
+            object.__setattr__(self, "rate_source", source)
+        if self.rate_source != "":
+            require_printable("rate_source", self.rate_source)
         _number("epochs", self.epochs, above=0, most=MOST_EPOCHS)
         _number("learning_rate", self.learning_rate, above=0, most=1)
         if type(self.seed) is not int:
@@ -136,6 +145,16 @@ class Recipe:
         for name in ("masked_lm", "trust_remote_code", "validation"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is neither true nor false")
+
+    @property
+    def rate_notes(self) -> tuple[str, ...]:
+        """Whose the learning rate is, where nobody stated it."""
+        if not self.rate_source:
+            return ()
+        return (
+            f"learning_rate {self.learning_rate:g} is the usual one of {self.run.method} with "
+            f"trainer {self.run.trainer}: {self.rate_source}; state learning_rate for another",
+        )
 
     def predicted(self, run: RunConfig) -> RunConfig:
         """`run`, as a tool runs this recipe, with the estimated length of rows."""
@@ -182,8 +201,8 @@ class Recipe:
             raise DataFileError(f"{where}: {error}; run whichlora run again") from None
 
 
-def _number(setting: str, value: float, *, above: float, most: float) -> None:
-    if not (is_number(value) and above < value <= most):
+def _number(setting: str, value: float | None, *, above: float, most: float) -> None:
+    if value is None or not (is_number(value) and above < value <= most):
         raise ConfigError(
             f"{setting}: must be a number above {above:g}, at most {most:g}, got {value!r}"
         )

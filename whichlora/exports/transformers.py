@@ -20,6 +20,7 @@ def export(recipe: Recipe) -> Export:
         target_modules=recipe.target_modules,
         epochs=recipe.epochs,
         learning_rate=recipe.learning_rate,
+        rate_source=recipe.rate_source,
         seed=recipe.seed,
         tokenizer=recipe.tokenizer,
         weights=recipe.weights,

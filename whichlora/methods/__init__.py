@@ -73,7 +73,9 @@ from whichlora.spec.run import (
 )
 from whichlora.tasks import with_task
 from whichlora.trainers import get_trainer, with_trainer
+from whichlora.trainers.base import SUPERVISED_RATE
 
+MOST_RATE = 1.0  # of learning rates, as in a config file
 WeightDtype = Literal["bfloat16", "float16", "float32"]
 
 _METHODS = Members[Method](
@@ -184,6 +186,20 @@ def _compute_dtype(run: RunConfig, quant: str) -> ComputeDtype:
     of_precision = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32"}
     is_usual = run.compute_dtype == of_precision.get(run.product_dtype)
     return "auto" if quant not in FOUR_BIT_BNB or is_usual else run.compute_dtype
+
+
+def usual_learning_rate(run: RunConfig) -> tuple[float, str]:
+    """The learning rate of `run` where nobody states one, and whose it is.
+
+    Kind: a rule of thumb: what its method takes in supervised training, times what its trainer
+    takes of that. Source: each member's `rate_source`; TRL's documentation has the same products.
+    """
+    method, trainer = get_method(run.method), get_trainer(run.trainer)
+    times = method.learning_rate / SUPERVISED_RATE
+    rate = float(f"{min(times * trainer.learning_rate, MOST_RATE):.6g}")
+    if times == 1:
+        return rate, trainer.rate_source
+    return rate, f"{times:g} times that of {trainer.rate_source} ({method.rate_source})"
 
 
 def _with_optimizer(method: Method, run: RunConfig) -> RunConfig:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods.base import (
+    PEFT_COMPARISON,
     RANK_SETTINGS,
     AdapterWork,
     Method,
@@ -216,4 +217,6 @@ METHOD = Method(
     autocast_shapes=no_shapes,
     after_attention=after_attention,
     work=work,
+    learning_rate=5e-4,
+    rate_source=PEFT_COMPARISON,
 )

@@ -15,6 +15,9 @@ from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import ALL_LINEAR, MethodOptimizer, Quant, RunConfig, Serve
+from whichlora.trainers.base import SUPERVISED_RATE
+
+PEFT_COMPARISON = "PEFT's method comparison"  # method_comparison/MetaMathQA, its experiments' lr
 
 if TYPE_CHECKING:  # a method uses the operators that it is given, so it lies below them
     from whichlora.symbolic.autograd import Tensor
@@ -315,6 +318,8 @@ class Method:
             adapted matrices; of a start that decomposes weights or gradients.
         merging: bytes per weight that PEFT makes beside the matrix into which it merges an fp32
             adapter, told those of the matrix's own elements.
+        learning_rate: usual in supervised training.
+        rate_source: who tried it.
         notes: what a user must know of a run; told whether experts are adapted.
     """
 
@@ -370,6 +375,8 @@ class Method:
     work: Callable[[Linear, Dtypes, Count], AdapterWork] = _no_work
     start_bytes: Callable[[Sequence[tuple[Linear, int]], Dtypes, Count], Count] = _no_start
     merging: Callable[[int], int] = _product_and_scaled
+    learning_rate: float = 10 * SUPERVISED_RATE
+    rate_source: str = PEFT_COMPARISON
     notes: Callable[[RunConfig, bool], tuple[str, ...]] = _no_notes
 
     @property

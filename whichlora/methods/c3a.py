@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import RANK_SETTINGS, AdapterWork, Method, given, no_shapes
+from whichlora.methods.base import (
+    PEFT_COMPARISON,
+    RANK_SETTINGS,
+    AdapterWork,
+    Method,
+    given,
+    no_shapes,
+)
 from whichlora.methods.operators import counted
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
@@ -116,4 +123,6 @@ METHOD = Method(
     refuses=refuses,
     forward=forward,
     work=work,
+    learning_rate=0.3,
+    rate_source=PEFT_COMPARISON,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.methods.base import LORA_SETTINGS, FrozenTensor, Method
+from whichlora.methods.base import LORA_SETTINGS, PEFT_COMPARISON, FrozenTensor, Method
 from whichlora.methods.operators import dropped, parameter, product, side_kernel
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
@@ -100,4 +100,6 @@ METHOD = Method(
     autocast_shapes=_factors,
     frozen_tensors=frozen_tensors,
     forward=forward,
+    learning_rate=1e-3,
+    rate_source=PEFT_COMPARISON,
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import (
     LORA_SETTINGS,
+    PEFT_COMPARISON,
     AdapterWork,
     FrozenTensor,
     Method,
@@ -245,4 +246,6 @@ METHOD = Method(
     work=work,
     merging=lambda base_bytes: 5 * base_bytes,
     notes=notes,
+    learning_rate=1e-3,
+    rate_source=PEFT_COMPARISON,
 )

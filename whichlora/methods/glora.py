@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whichlora.methods.base import (
     LORA_SETTINGS,
+    PEFT_COMPARISON,
     AdapterWork,
     FrozenTensor,
     Method,
@@ -249,4 +250,6 @@ METHOD = Method(
     forward=forward,
     work=work,
     merging=lambda base_bytes: 5 * base_bytes,
+    learning_rate=5e-4,
+    rate_source=PEFT_COMPARISON,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from whichlora.methods.base import LORA_SETTINGS, AdapterWork, Method, no_shapes
+from whichlora.methods.base import LORA_SETTINGS, PEFT_COMPARISON, AdapterWork, Method, no_shapes
 from whichlora.methods.operators import (
     counted,
     dense_weight,
@@ -90,4 +90,6 @@ METHOD = Method(
     autocast_shapes=no_shapes,
     forward=forward,
     work=work,
+    learning_rate=4.5e-3,
+    rate_source=PEFT_COMPARISON,
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods.base import (
+    PEFT_COMPARISON,
     RANK_SETTINGS,
     AdapterWork,
     Method,
@@ -122,4 +123,6 @@ METHOD = Method(
     autocast_shapes=no_shapes,
     forward=forward,
     work=work,
+    learning_rate=1e-3,
+    rate_source=PEFT_COMPARISON,
 )

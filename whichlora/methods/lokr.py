@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from whichlora.methods import loha
 from whichlora.methods.base import (
     LORA_SETTINGS,
+    PEFT_COMPARISON,
     AdapterWork,
     Method,
     adapted_modules,
@@ -200,4 +201,6 @@ METHOD = Method(
     adapter_shapes=adapter_shapes,
     forward=forward,
     work=work,
+    learning_rate=3e-3,
+    rate_source=PEFT_COMPARISON,
 )

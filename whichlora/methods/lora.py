@@ -411,5 +411,6 @@ METHOD = Method(
     options=(START,),
     with_options=with_start,
     work=work,
+    rate_source="LoRA Without Regret",
     notes=notes,
 )

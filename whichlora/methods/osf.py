@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.errors import ConfigError
 from whichlora.methods.base import (
+    PEFT_COMPARISON,
     RANK_SETTINGS,
     AdapterWork,
     FrozenTensor,
@@ -237,4 +238,6 @@ METHOD = Method(
     work=work,
     start_bytes=start_bytes,
     merging=lambda base_bytes: 12,
+    learning_rate=5e-5,
+    rate_source=PEFT_COMPARISON,
 )

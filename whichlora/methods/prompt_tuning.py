@@ -11,7 +11,14 @@ from types import MappingProxyType
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.methods.base import RANK_SETTINGS, Method, OuterTensor, read_options, stated_options
+from whichlora.methods.base import (
+    PEFT_COMPARISON,
+    RANK_SETTINGS,
+    Method,
+    OuterTensor,
+    read_options,
+    stated_options,
+)
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
@@ -90,4 +97,6 @@ METHOD = Method(
     virtual_tokens=20,
     outer_tensors=outer_tensors,
     find_targets=no_targets,
+    learning_rate=1e-3,
+    rate_source=PEFT_COMPARISON,
 )

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.methods.base import LORA_SETTINGS, AdapterWork, FrozenTensor, Method, no_shapes
+from whichlora.methods.base import (
+    LORA_SETTINGS,
+    PEFT_COMPARISON,
+    AdapterWork,
+    FrozenTensor,
+    Method,
+    no_shapes,
+)
 from whichlora.methods.operators import base_result, dropped, frozen_product, parameter, widened
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
@@ -115,4 +122,6 @@ METHOD = Method(
     frozen_tensors=frozen_tensors,
     forward=forward,
     work=work,
+    learning_rate=3e-3,
+    rate_source=PEFT_COMPARISON,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import RANK_SETTINGS, AdapterWork, Method, no_shapes
+from whichlora.methods.base import PEFT_COMPARISON, RANK_SETTINGS, AdapterWork, Method, no_shapes
 from whichlora.methods.operators import counted, parameter, side_kernel
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
@@ -123,4 +123,6 @@ METHOD = Method(
     autocast_shapes=no_shapes,
     forward=forward,
     work=work,
+    learning_rate=1e-3,
+    rate_source=PEFT_COMPARISON,
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.methods.base import (
     LORA_SETTINGS,
+    PEFT_COMPARISON,
     AdapterWork,
     FrozenTensor,
     Method,
@@ -225,4 +226,6 @@ METHOD = Method(
     forward=forward,
     work=work,
     start_bytes=start_bytes,
+    learning_rate=1e-3,
+    rate_source=PEFT_COMPARISON,
 )

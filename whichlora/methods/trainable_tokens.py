@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.methods.base import Method, OuterTensor
+from whichlora.methods.base import PEFT_COMPARISON, Method, OuterTensor
 from whichlora.methods.prompt_tuning import IGNORES, no_targets
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.options import Option
@@ -92,4 +92,6 @@ METHOD = Method(
     find_targets=no_targets,
     merging=lambda base_bytes: base_bytes,
     notes=notes,
+    learning_rate=0.2,
+    rate_source=PEFT_COMPARISON,
 )

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import LORA_SETTINGS, AdapterWork, Method, SharedTensor, no_shapes
+from whichlora.methods.base import (
+    LORA_SETTINGS,
+    PEFT_COMPARISON,
+    AdapterWork,
+    Method,
+    SharedTensor,
+    no_shapes,
+)
 from whichlora.methods.operators import counted, parameter, with_low_rank
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
@@ -179,4 +186,6 @@ METHOD = Method(
     shared_tensors=shared_tensors,
     forward=forward,
     work=work,
+    learning_rate=5e-4,
+    rate_source=PEFT_COMPARISON,
 )

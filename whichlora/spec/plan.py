@@ -316,6 +316,7 @@ class Plan:
             inference profile.
         weights: "pretrained" for the handed-out job; "random" builds from the config, for
             trying the whole path where nothing can be downloaded.
+        learning_rate: of the job; None is the usual one of its method and trainer.
         train: run the winning job at the end.
         timeout_s: device seconds after which one profile is stopped.
         grid: the electricity of the country where it runs; None where that is not said.
@@ -351,7 +352,7 @@ class Plan:
     train_on: TrainOn = "completions"
     keeping: Keeping = field(default_factory=Keeping)
     epochs: float = 1.0
-    learning_rate: float = 2e-4
+    learning_rate: float | None = None
     seed: int = 0
     profile: ProfilePolicy = "frontier"
     num_batches: int = 5

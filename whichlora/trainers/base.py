@@ -16,6 +16,9 @@ from whichlora.spec.numeric import Count, ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import FOUR_BIT_BNB, USUAL_HEAD, LossHead, RunConfig
 
+# Of all weights of a language model; the 5e-5 of transformers' TrainingArguments is for BERTs.
+# Source: TRL 1.16 `SFTConfig.learning_rate`.
+SUPERVISED_RATE = 2e-5
 OutputsHeld = Literal["until_loss", "until_backward", "until_step_ends", "until_next_outputs"]
 
 
@@ -258,6 +261,8 @@ class Trainer:
         names_experts: their adapters are asked for by the names of the parameters: at the asked
             rank, and none of a router.
         arguments: its options as `config_class` takes them.
+        learning_rate: usual where all weights are trained.
+        rate_source: whose that is.
         check: refuses what the library refuses, in one line.
         notes: what a user must know of a run.
     """
@@ -305,6 +310,8 @@ class Trainer:
     quantises_experts: bool = False
     names_experts: bool = False
     arguments: Callable[[RunConfig], Mapping[str, Any]] = _own_options
+    learning_rate: float = SUPERVISED_RATE
+    rate_source: str = "TRL's SFTConfig"
     check: Callable[[RunConfig], None] = _accepts
     notes: Callable[[RunConfig], tuple[str, ...]] = _no_notes
 

@@ -38,6 +38,8 @@ TRAINER = replace(
     summary="TRL's CPOTrainer: pairs of answers, no reference; SimPO, too",
     library_class="trl.experimental.cpo.CPOTrainer",
     config_class="trl.experimental.cpo.CPOConfig",
+    learning_rate=1e-6,
+    rate_source="TRL's CPOConfig",
     options=(_BETA, _LOSS, _ALPHA, trl.DISABLE_DROPOUT),
     logits_loss=_logits_loss,
 )

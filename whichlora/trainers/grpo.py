@@ -140,6 +140,8 @@ TRAINER = replace(
     summary="TRL's GRPOTrainer: learns from rewards of answers that it writes",
     library_class="trl.GRPOTrainer",
     config_class="trl.GRPOConfig",
+    learning_rate=1e-6,
+    rate_source="TRL's GRPOConfig",
     length_argument="",
     options=(
         _BETA,

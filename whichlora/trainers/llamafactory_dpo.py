@@ -67,6 +67,8 @@ TRAINER = replace(
     logits_loss=_logits_loss,
     keeps_base=True,
     config_class="",
+    learning_rate=5e-7,  # a tenth of their LoRA's
+    rate_source="LLaMA-Factory's examples of preferences",
     check=check,
     notes=dpo.TRAINER.notes,
 )

@@ -221,7 +221,7 @@ def write_export(
     if recipe.trust_remote_code:
         made = replace(made, notes=(*made.notes, TRUSTS_CODE))
     rows, of_rows = _rows_to_copy(made, recipe, data or folder, folder)
-    made = replace(made, notes=(*notes, *made.notes, *of_rows))
+    made = replace(made, notes=(*notes, *made.notes, *recipe.rate_notes, *of_rows))
     predictions = estimates.estimate(
         [recipe.predicted(recipe.run), recipe.predicted(made.run)],
         [recipe.gpu],

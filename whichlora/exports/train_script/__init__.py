@@ -35,7 +35,7 @@ from whichlora.exports.train_script.lines import (
 from whichlora.exports.train_script.rows import row_functions
 from whichlora.families import writes_transcripts
 from whichlora.families.multimodal import is_audio_class, is_image_class
-from whichlora.methods import get_method, weight_dtype, with_defaults
+from whichlora.methods import get_method, usual_learning_rate, weight_dtype, with_defaults
 from whichlora.parallel.host_update import OMP_NUM_THREADS
 from whichlora.predict.resolve import layout_of
 from whichlora.spec.checkpoint import is_expanded
@@ -135,7 +135,8 @@ def train_script(
     *,
     target_modules: Sequence[str] | str,
     epochs: float = 1.0,
-    learning_rate: float = 2e-4,
+    learning_rate: float | None = None,
+    rate_source: str = "",
     seed: int = 0,
     tokenizer: str | None = None,
     weights: Weights = "pretrained",
@@ -155,6 +156,8 @@ def train_script(
 
     Args:
         target_modules: leaf names that get an adapter, or "all-linear".
+        learning_rate: None takes the usual one of the method and the trainer.
+        rate_source: whose that is; empty where somebody stated it.
         tokenizer: hub id or path; None takes the model's own.
         weights: "random" needs `model_config`, downloads no weights and, unless `tokenizer` is
             given, takes bytes for tokens.
@@ -185,7 +188,7 @@ def train_script(
         **_batch_constants(run, data_format, model_config),
         "EPOCHS": epochs if max_steps is None else None,
         "MAX_STEPS": max_steps,
-        "LEARNING_RATE": learning_rate,
+        **_rate(run, learning_rate, rate_source),
         **_keeping_constants(keeping, seed),
         "PREDICTED_WITH": predicted_versions(run),
         "CHAT_TEMPLATE": chat_template() if chats else None,
@@ -362,6 +365,13 @@ def _assembled(
         "" if loss is None else f"{loss.module}.{loss.name}",
     )
     return _head(body, constants, classes) + body
+
+
+def _rate(run: RunConfig, rate: float | None, source: str) -> dict[str, float]:
+    """The learning rate, below a comment with whose it is where nobody stated it."""
+    if rate is None:
+        rate, source = usual_learning_rate(run)
+    return {f"# usual: {source}\nLEARNING_RATE" if source else "LEARNING_RATE": rate}
 
 
 def _renders_chats(data: DataFormat, has_own_rows: bool) -> bool:
