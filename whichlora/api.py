@@ -349,6 +349,7 @@ class _Question(TypedDict, total=False):
     prices: AnyPath
     country: str
     quality: AnyPath
+    trainer: str
     serving: str
     tpot: str
 
@@ -368,7 +369,7 @@ def recommend(
     writes nothing.
 
     >>> recommend(gpu="4090", seq_len=4096).winner.run.model
-    'Qwen/Qwen3-14B'
+    'google/gemma-3-27b-pt'
 
     Args:
         plan: a config file, or its content as a mapping (docs/config.md has the keys); paths in

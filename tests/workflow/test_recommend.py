@@ -22,8 +22,9 @@ from whichlora.config import LARGE_MODELS
 from whichlora.errors import ConfigError
 from whichlora.terminal.recommended import print_recommended
 from whichlora.terminal.short import best_of_each_model
+from whichlora.units import format_bytes
 from whichlora.workflow import estimates, session
-from whichlora.workflow.recommend import Question, plan_content, recommend
+from whichlora.workflow.recommend import Question, plan_content, recommend, save_plan
 from whichlora.workflow.run import run_plan
 
 SMALL, LARGE = "Qwen/Qwen3-4B", "Qwen/Qwen3-14B"
@@ -55,6 +56,81 @@ def test_the_saved_plan_has_the_same_answer(
     assert answer.winner is not None
     assert answer.winner.run == again.winner.run
     assert answer.winner.memory_bytes == again.winner.memory_bytes
+
+
+def test_the_best_usual_recipe_trains_and_the_plan_and_its_job_carry_it(tmp_path: Path) -> None:
+    model = "meta-llama/Llama-3.1-8B"
+    question = Question(gpu="3060", models=(model, "Qwen/Qwen3-1.7B"))
+    found = recommend(question, progress=Silent())
+    plain = recommend(replace(question, trainer="transformers"), progress=Silent())
+    assert found.answer.winner is not None
+    assert found.answer.winner.run.model == model
+    assert plain.answer.winner is not None
+    assert plain.answer.winner.run.model != model
+    assert found.plan["trainer"] == "sft"
+    chosen, other = found.recipes
+    assert (chosen.run.trainer, other.run.trainer) == ("sft", "transformers")
+    assert (chosen.verdict, other.verdict) == ("fits", "fails")
+    alone = {"method": "qlora", "batch_size": chosen.run.batch_size}
+    (stated,) = estimate(model, "3060", trainer="transformers", **alone)
+    assert other.memory.device_used_bytes == stated.memory.device_used_bytes
+    path = tmp_path / "plan.yaml"
+    save_plan(found, path)
+    with path.open("a") as file:
+        file.write(f"output_dir: {tmp_path / 'run'}\n")
+    run_plan(path, progress=Silent())
+    job = (tmp_path / "run" / "train.py").read_text()
+    assert "from trl import SFTConfig, SFTTrainer" in job
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ({}, True),
+        ({"trainer": "transformers"}, False),  # as asked
+        ({"models": ["answerdotai/ModernBERT-base"]}, False),
+        ({"gpu": "cpu"}, False),
+    ],
+)
+def test_a_plan_that_names_no_trainer_is_told_what_the_recipe_takes(
+    own: dict[str, Any], told: bool, tmp_path: Path
+) -> None:
+    lengths = {"mean_tokens": 512, "p95_tokens": 512, "max_tokens": 512}
+    plan = {
+        "gpu": "l4",
+        "models": [SMALL],
+        "methods": ["qlora"],
+        "dataset": {"samples": 100} | lengths,
+        "stage2_profile": {"batch_size": 2},
+        "profile": "none",
+        "output_dir": str(tmp_path),
+    }
+    answer = recommended(plan | own)
+    notes = [note for note in answer.cautions if "names no trainer" in note]
+    assert len(notes) == told
+    if told and answer.winner is not None:
+        run = answer.winner.run
+        alone = {"method": "qlora", "batch_size": run.batch_size, "seq_len": run.seq_len}
+        (recipe,) = estimate(SMALL, "l4", trainer="sft", padding=run.padding, **alone)
+        used = format_bytes(recipe.memory.device_used_bytes)
+        assert f"would take {used} in place of" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "trainer"),
+    [
+        ({"gpu": "l4"}, "sft"),
+        ({"gpu": "24GB", "models": (SMALL,)}, "sft"),
+        ({"gpu": "l4", "trainer": "dpo"}, "dpo"),
+        ({"gpu": "cpu"}, None),  # where it is slower
+        ({"gpu": "l4", "models": ("google/flan-t5-base",)}, None),  # it reads and writes
+        ({"gpu": "l4", "models": ("answerdotai/ModernBERT-base", SMALL)}, None),
+    ],
+)
+def test_sft_trains_on_a_gpu_where_all_models_write_texts(
+    asked: dict[str, Any], trainer: str | None
+) -> None:
+    assert plan_content(Question(**asked)).get("trainer") == trainer
 
 
 def test_a_number_before_the_type_is_how_many_share_the_training() -> None:
@@ -89,7 +165,7 @@ def test_the_time_of_a_million_tokens_is_that_of_the_steps() -> None:
 
 
 def test_where_shorter_sequences_fit_the_longest_of_them_is_named() -> None:
-    question = Question(gpu="3060", models=("meta-llama/Llama-3.1-8B",), seq_len=8192)
+    question = Question(gpu="3060", models=("meta-llama/Llama-3.1-8B",), seq_len=65536)
     found = recommend(question, progress=Silent())
     assert found.nearest is not None
     assert found.nearest.prediction.run.method == "qlora"  # it takes the least memory
@@ -192,12 +268,14 @@ def test_a_likely_model_stands_before_an_unlikely_one_and_the_others_are_counted
 
 def test_each_named_model_without_a_row_has_its_reason() -> None:
     large, huge = "Qwen/Qwen2.5-32B", "meta-llama/Llama-3.1-70B"
-    result = said("--gpu", "24GB", "--models", f"{SMALL},{large},{huge}", "--seq-len", "512")
+    asked = ("--gpu", "24GB", "--seq-len", "512", "--trainer", "transformers")
+    result = said(*asked, "--models", f"{SMALL},{large},{huge}")
     assert result.exit_code == 0, result.output
+    assert "nan%" not in result.output  # an amount of memory has no time
     for model in (large, huge):
         assert re.search(rf"left out: {model}: .*memory", " ".join(result.output.split()))
-    once = said("--gpu", "4090", "--models", f"Qwen/Qwen3-8B,{large}").output
-    assert once.count(f"{large} left out") + once.count(f"left out: {large}") == 1
+    once = said("--gpu", "4090", "--models", f"{LARGE},{huge}").output
+    assert once.count(f"{huge} left out") + once.count(f"left out: {huge}") == 1
     assert "left out" not in said("--gpu", "24GB").output
 
 
@@ -314,9 +392,9 @@ def seen(tmp_path: Path) -> Path:
 def test_rows_with_images_are_for_models_that_see(seen: Path) -> None:
     result = said("--gpu", "4090", "--data", str(seen))
     assert result.exit_code == 0, result.output
-    assert "Winner: mistralai/Mistral-Small-3.1-24B-Instruct-2503" in result.output
-    assert "note: images: 1 of 560x420 in each row, 315 tokens" in result.output
-    assert "google/gemma-3-12b-pt" in result.output
+    assert "Winner: Qwen/Qwen2.5-VL-32B-Instruct" in result.output
+    assert "note: images: 1 of 560x420 in each row, 300 tokens" in result.output
+    assert "google/gemma-4-31B" in result.output
     assert "Qwen3-4B" not in result.output
 
 

@@ -82,6 +82,10 @@ def _models(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     type=click.Path(path_type=Path),
     help="CSV of scores, columns model and score; the best model, not the largest.",
 )
+@click.option(
+    "--trainer",
+    help="Who trains, such as dpo. Default on a GPU: sft, which holds no logits.",
+)
 @click.option("--serving", help="Who serves the model: vllm, sglang, llama-cpp, transformers.")
 @click.option("--tpot", help="With an engine: most time of each further token, such as 50ms.")
 @click.option(
@@ -101,9 +105,10 @@ def recommend(
 ) -> None:
     """The largest models that train on a GPU; no data and no file needed.
 
-    Of each model the fastest variant and batch, and what serving it takes. Without --gpu, the GPU
-    of this machine. Nothing is measured. The plan of --save has `profile: none`; with `frontier`
-    there, `whichlora run` measures on a machine with the GPU.
+    Of each model the fastest variant and batch under TRL's SFTTrainer, or under --trainer, and
+    what serving it takes. Without --gpu, the GPU of this machine. Nothing is measured. The plan of
+    --save has `profile: none`; with `frontier` there, `whichlora run` measures on a machine with
+    the GPU.
 
     \b
     Example:

@@ -68,6 +68,7 @@ from whichlora.spec.run import (
     BNB_QUANTS,
     FOUR_BIT_BNB,
     FP32_PRECISIONS,
+    USUAL_HEAD,
     ComputeDtype,
     RunConfig,
 )
@@ -186,6 +187,18 @@ def _compute_dtype(run: RunConfig, quant: str) -> ComputeDtype:
     of_precision = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32"}
     is_usual = run.compute_dtype == of_precision.get(run.product_dtype)
     return "auto" if quant not in FOUR_BIT_BNB or is_usual else run.compute_dtype
+
+
+def under_trainer(run: RunConfig, trainer: str) -> RunConfig:
+    """`run` as `trainer` runs it, with what that decides open again."""
+    return replace(
+        run,
+        trainer=trainer,
+        trainer_options=(),
+        loss_head=USUAL_HEAD,
+        prepare_kbit=None,
+        use_reentrant=None,
+    )
 
 
 def usual_learning_rate(run: RunConfig) -> tuple[float, str]:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from whichlora.predict.cost_words import format_money, price_in_words
 from whichlora.predict.words import VERDICTS, describe
 from whichlora.search.feasibility import Candidate, closest
+from whichlora.spec.run import USUAL_TRAINER
 from whichlora.terminal.answer import verdict_of
 from whichlora.terminal.sheet import Document, Sheet
 from whichlora.terminal.short import best_of_each_model, not_shown, print_reasons, reason_lines
 from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import deciding, variant
+from whichlora.trainers import get_trainer
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ def print_recommended(recommendation: Recommendation) -> None:
     print_reasons(console, answer)
     for line in _named_without_row(recommendation):
         say(console, line)
+    for line in _recipe_lines(recommendation):
+        say(console, line)
     for rule in recommendation.advice:
         say(console, f"advice: {rule.in_words}")
     _print(console, _savings_sheet(recommendation))
@@ -50,6 +54,7 @@ def recommended_document(recommendation: Recommendation) -> Document:
     sheets = (_models_sheet(recommendation), _savings_sheet(recommendation))
     title, *lines = map(str.strip, reason_lines(recommendation.answer))
     lines += _named_without_row(recommendation)
+    lines += _recipe_lines(recommendation)
     lines += [f"advice: {rule.in_words}" for rule in recommendation.advice]
     return Document(
         title=title,
@@ -97,10 +102,34 @@ def _models_sheet(recommendation: Recommendation) -> Sheet:
     return Sheet(
         title=f"the {_FIRST.get(answer.plan.objective.prefer, 'largest')} models that train on "
         + (f"{gpus} x " if gpus > 1 else "")
-        + answer.gpu.key,
+        + answer.gpu.key
+        + _under(answer),
         columns=shown,
         right=tuple(head for head in numbers if head in shown),
         rows=[tuple(row[i] for i in shown_places) for row in rows],
+    )
+
+
+def _under(answer: Answer) -> str:
+    """Who trains, where that is not the usual trainer of a plan."""
+    trainer = answer.plan.finetune.trainer
+    return "" if trainer == USUAL_TRAINER else f" with trainer {trainer}"
+
+
+def _recipe_lines(recommendation: Recommendation) -> Iterator[str]:
+    """What the winner takes under its trainer, and under the other usual one."""
+    if not recommendation.recipes:
+        return
+    chosen, other = recommendation.recipes
+    trainer = get_trainer(chosen.run.trainer)
+    took = format_bytes(other.memory.device_used_bytes)
+    if other.time.is_known and chosen.time.step_s and other.time.step_s:
+        more = other.time.step_s / chosen.time.step_s - 1
+        took += f" and {abs(more):.0%} {'more' if more >= 0 else 'less'} time"
+    yield (
+        f"trainer: {trainer.name} ({trainer.summary}), "
+        f"{format_bytes(chosen.memory.device_used_bytes)}; with {other.run.trainer} the winner "
+        f"takes {took}, fits: {VERDICTS[other.verdict]}; --trainer looks for another winner"
     )
 
 

@@ -54,6 +54,7 @@ _TRAINERS = Members[Trainer](
         )
     ),
 )
+RECIPE = sft.TRAINER.name  # the usual trainer of texts that takes the least memory
 BUILT_IN = _TRAINERS.built_in
 ENTRY_POINT_GROUP = _TRAINERS.group
 list_trainers = _TRAINERS.all
@@ -101,6 +102,7 @@ def requirement(run: RunConfig) -> str:
 __all__ = [
     "BUILT_IN",
     "ENTRY_POINT_GROUP",
+    "RECIPE",
     "Repeats",
     "Trainer",
     "get_trainer",

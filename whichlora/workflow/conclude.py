@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from whichlora.calibration.load import refit
+from whichlora.errors import ConfigError
+from whichlora.methods import under_trainer
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.parallel_choice import is_tried_first, not_in_the_trainer
 from whichlora.predict.predict import MEMORY_ONLY
 from whichlora.predict.repeated_times import Repeatability
 from whichlora.predict.running_cost import running_cost
+from whichlora.predict.words import describe
 from whichlora.search.acquisition import Decision
 from whichlora.search.feasibility import (
     LIKELY,
@@ -32,10 +35,13 @@ from whichlora.spec.costs import RunningCost
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import ServingPrediction
-from whichlora.spec.run import RunConfig
+from whichlora.spec.run import USUAL_TRAINER, RunConfig
+from whichlora.trainers import RECIPE
 from whichlora.units import format_bytes
 from whichlora.workflow.answer import Answer, Compared, Ending, Search
 from whichlora.workflow.session import Session
+
+MUCH_LESS = 0.9  # of the memory, from which on another trainer is worth a line
 
 
 def conclude(
@@ -101,6 +107,7 @@ def conclude(
         tokens=_describe_tokens(session, best, model),
         cautions=[
             *_cautions(session, best, model),
+            *_under_recipe(session, shown),
             *(life.faults() if life is not None else ()),
             *_of_several_gpus(session, best, candidates),
         ],
@@ -270,6 +277,31 @@ def _cautions(session: Session, best: Candidate | None, model: str) -> list[str]
         notes = (note for note in best.prediction.notes if note not in of_model)
         cautions += [note for note in notes if not note.startswith(UNVERIFIED)]
     return cautions
+
+
+def _under_recipe(session: Session, shown: Candidate | None) -> list[str]:
+    """What TRL's recipe would take, where the plan names no trainer and it takes less.
+
+    It is for models that write texts, and slower on a CPU.
+    """
+    plan = session.plan
+    if shown is None or "trainer" in plan.raw or session.gpu.kind == "cpu":
+        return []
+    run, model = shown.run, session.models[shown.run.model]
+    is_for_texts = model.task == "causal-lm" and not (run.task or run.audios)
+    if run.phase != "finetune" or run.trainer != USUAL_TRAINER or not is_for_texts:
+        return []
+    try:
+        used = session.predict(under_trainer(run, RECIPE)).memory.device_used_bytes
+    except ConfigError:
+        return []  # a setting of the plan that it lacks
+    plain = shown.prediction.memory.device_used_bytes
+    if used > MUCH_LESS * plain:
+        return []
+    return [
+        f"the plan names no trainer; with `trainer: {RECIPE}` more may fit: {describe(run)} would "
+        f"take {format_bytes(used)} in place of {format_bytes(plain)}"
+    ]
 
 
 def _merged_instead(session: Session, best: Candidate) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,24 @@ from whichlora.config.document import write_document
 from whichlora.dataset import first_format
 from whichlora.dataset.media import read_by
 from whichlora.errors import ConfigError
-from whichlora.methods import with_method
+from whichlora.methods import under_trainer, with_method
 from whichlora.predict.advice import Advice, advice
 from whichlora.predict.explain import Alternative, Explanation
 from whichlora.predict.largest import Placement
 from whichlora.search.feasibility import closest
 from whichlora.serving import get_engine
 from whichlora.spec.costs import Offer, cheapest, own_price
-from whichlora.spec.data_format import TRANSCRIPTS
+from whichlora.spec.data_format import TRANSCRIPTS, DataFormat
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import is_number
 from whichlora.spec.parallel import MOST_GPUS
 from whichlora.spec.results import Prediction
-from whichlora.spec.run import MOST_COUNT, MOST_RATIO, TRANSFORMERS, RunConfig
+from whichlora.spec.run import MOST_COUNT, MOST_RATIO, TRANSFORMERS, USUAL_TRAINER, RunConfig
 from whichlora.store.costs import find_grid, load_rates
 from whichlora.store.gpus import find_target, list_gpus, one_number
+from whichlora.store.hub import load_model
 from whichlora.store.models import find_model, list_models
+from whichlora.trainers import RECIPE, get_trainer
 from whichlora.workflow import estimates
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.profiling import gpus_of
@@ -38,6 +41,7 @@ from whichlora.workflow.run import search
 from whichlora.workflow.session import Progress, Session
 
 NUM_SAMPLES = 10_000  # rows of full length where no data is given, as `whichlora guide` has them
+WRITES = "causal-lm"  # task of models that write texts
 _PLAN = Path("recommend")  # what messages call a plan that is in no file
 _MONEY = re.compile(
     r"(?P<sign>[$€£]?)\s*(?P<amount>\d+(?:\.\d+)?)\s*(?P<unit>[$€£]|[a-z]{3})?", re.IGNORECASE
@@ -63,6 +67,7 @@ class Question:
         prices: a CSV file that goes before the table.
         country: whose electricity tells the CO2.
         quality: a CSV file of scores by model, which then go before size.
+        trainer: who trains; None is TRL's SFTTrainer on a GPU, where the models write texts.
         serving: who serves the model; None is transformers' generate.
         tpot: most time of each further token there, such as "50ms".
 
@@ -85,11 +90,12 @@ class Question:
     prices: str | Path | None = None
     country: str | None = None
     quality: str | Path | None = None
+    trainer: str | None = None
     serving: str | None = None
     tpot: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("gpu", "data", "attn", "budget", "country", "serving"):
+        for name in ("gpu", "data", "attn", "budget", "country", "trainer", "serving"):
             text = getattr(self, name)
             if not isinstance(text, str | None):
                 raise ConfigError(f"{name}: must be text, got {text!r}")
@@ -204,6 +210,7 @@ class Recommendation:
         plan: content of a config file that asks the same.
         looked_at: which models were compared; empty where the question names them.
         assumes_data: nobody said how much data there is, so that a total means nothing.
+        recipes: the winner under its trainer and under the other usual one, where it has one.
         nearest: where nothing fits, the candidate that comes closest, with its other choices.
         longest: it with as many tokens as fit this GPU; None where not even a few do.
         smallest_gpu: the smallest accelerator with a price that it fits on; without one, the
@@ -214,6 +221,7 @@ class Recommendation:
     plan: Mapping[str, Any]
     looked_at: str = ""
     assumes_data: bool = False
+    recipes: tuple[Prediction, ...] = ()
     nearest: Explanation | None = None
     longest: Prediction | None = None
     smallest_gpu: Placement | None = None
@@ -255,6 +263,15 @@ class Recommendation:
             "smallest_gpu": smallest,
         }
         menu["advice"] = [asdict(rule) for rule in self.advice]
+        menu["recipes"] = [
+            {
+                "trainer": each.run.trainer,
+                "device_used_bytes": each.memory.device_used_bytes,
+                "step_s": each.time.step_s if each.time.is_known else None,
+                "verdict": each.verdict,
+            }
+            for each in self.recipes
+        ]
         asked = {"plan": dict(self.plan), "looked_at": self.looked_at}
         return self.answer.to_dict() | asked | menu
 
@@ -286,7 +303,8 @@ def recommend(
         assumes_data=question.data is None and question.samples is None,
     )
     if answer.winner is not None:
-        return recommendation
+        recipes = _recipes(answer.winner.run, content, calibration_dir)
+        return replace(recommendation, recipes=recipes)
     return _with_menu(recommendation, calibration_dir)
 
 
@@ -298,10 +316,13 @@ def plan_content(question: Question) -> dict[str, Any]:
     if question.gpus > 1:
         content["gpus"] = question.gpus
     models = question.models or _models_that_read(question)
+    trainer = _trainer(question, spec, models)
     if not models and (large := models_for(question.gpus * spec.memory_bytes)) != DEFAULT_MODELS:
         models = large
     if models:
         content["models"] = list(models)
+    if trainer is not None:
+        content["trainer"] = trainer
     content |= {"sequence_length": question.seq_len, "epochs": float(question.epochs)}
     if question.data is None:
         length = question.seq_len
@@ -336,6 +357,36 @@ def plan_content(question: Question) -> dict[str, Any]:
     return content | {"profile": "none"}
 
 
+def _trainer(question: Question, gpu: GpuSpec, models: Sequence[str]) -> str | None:
+    """Who trains; None is the usual one of a plan.
+
+    On a GPU TRL's SFTTrainer holds less and takes as long, since it makes no logits. On a CPU it is
+    slower. It trains models that write texts, also about images.
+
+    Raises:
+        ConfigError: an unknown trainer.
+    """
+    if question.trainer is not None:
+        return get_trainer(question.trainer).name
+    if gpu.kind == "cpu" or _first_rows(question) == TRANSCRIPTS:
+        return None
+    with suppress(ConfigError):  # the plan says it of a model
+        return RECIPE if all(load_model(name).task == WRITES for name in models) else None
+    return None
+
+
+def _recipes(
+    run: RunConfig, plan: Mapping[str, Any], calibration_dir: Path | None
+) -> tuple[Prediction, ...]:
+    """`run` under its trainer and under the other usual one; none where it has another."""
+    other = {RECIPE: USUAL_TRAINER, USUAL_TRAINER: RECIPE}.get(plan.get("trainer", ""))
+    if other is None:
+        return ()
+    runs = [run, under_trainer(run, other)]
+    predictions = estimates.estimate(runs, [plan["gpu"]], calibration_dir=calibration_dir)
+    return () if predictions.refused else tuple(predictions)
+
+
 def _looked_at(question: Question, number: int) -> str:
     if question.models:
         return ""
@@ -354,9 +405,7 @@ def _models_that_read(question: Question) -> tuple[str, ...]:
     Raises:
         DataFileError: the first row can't be read.
     """
-    if question.data is None or not os.path.isfile(os.path.expanduser(question.data)):
-        return ()
-    rows = first_format(os.path.abspath(os.path.expanduser(question.data)))
+    rows = _first_rows(question)
     if rows is None or not rows.has_processor:
         return ()
     specs = (find_model(model.hub_id) for model in list_models())
@@ -364,6 +413,17 @@ def _models_that_read(question: Question) -> tuple[str, ...]:
     if rows == TRANSCRIPTS:
         return tuple(name for name, tower in towers.items() if tower and tower.hears)
     return tuple(name for name, tower in towers.items() if read_by(tower) == rows.media)
+
+
+def _first_rows(question: Question) -> DataFormat | None:
+    """What the first row of the data is made of; None where there is none here.
+
+    Raises:
+        DataFileError: it can't be read.
+    """
+    if question.data is None or not os.path.isfile(os.path.expanduser(question.data)):
+        return None
+    return first_format(os.path.abspath(os.path.expanduser(question.data)))
 
 
 def save_plan(recommendation: Recommendation, path: Path) -> None:
