@@ -156,8 +156,7 @@ def train_script(
 
     Args:
         target_modules: leaf names that get an adapter, or "all-linear".
-        learning_rate: None takes the usual one of the method and the trainer.
-        rate_source: whose that is; empty where somebody stated it.
+        learning_rate, rate_source: as in a `Recipe`.
         tokenizer: hub id or path; None takes the model's own.
         weights: "random" needs `model_config`, downloads no weights and, unless `tokenizer` is
             given, takes bytes for tokens.
@@ -186,9 +185,7 @@ def train_script(
         "TOKENIZER": tokenizer,
         "OUTPUT": Code('HERE / "output"'),
         **_batch_constants(run, data_format, model_config),
-        "EPOCHS": epochs if max_steps is None else None,
-        "MAX_STEPS": max_steps,
-        **_rate(run, learning_rate, rate_source),
+        **_schedule(epochs, max_steps, *_rate(run, learning_rate, rate_source)),
         **_keeping_constants(keeping, seed),
         "PREDICTED_WITH": predicted_versions(run),
         "CHAT_TEMPLATE": chat_template() if chats else None,
@@ -367,11 +364,20 @@ def _assembled(
     return _head(body, constants, classes) + body
 
 
-def _rate(run: RunConfig, rate: float | None, source: str) -> dict[str, float]:
-    """The learning rate, below a comment with whose it is where nobody stated it."""
-    if rate is None:
-        rate, source = usual_learning_rate(run)
-    return {f"# usual: {source}\nLEARNING_RATE" if source else "LEARNING_RATE": rate}
+def _rate(run: RunConfig, rate: float | None, source: str) -> tuple[float, str]:
+    """The learning rate, and whose it is where nobody stated it."""
+    return usual_learning_rate(run) if rate is None else (rate, source)
+
+
+def _schedule(
+    epochs: float, max_steps: int | None, rate: float, source: str
+) -> dict[str, float | None]:
+    """How long is trained, and how fast: below a comment with whose rate that is."""
+    return {
+        "EPOCHS": epochs if max_steps is None else None,
+        "MAX_STEPS": max_steps,
+        f"# usual: {source}\nLEARNING_RATE" if source else "LEARNING_RATE": rate,
+    }
 
 
 def _renders_chats(data: DataFormat, has_own_rows: bool) -> bool:
