@@ -98,8 +98,7 @@ def test_a_notebook_of_unsloth(tmp_path: Path) -> None:
 def test_what_unsloth_compiles_is_trl_with_a_note(tmp_path: Path) -> None:
     text = UNSLOTH.replace("unsloth/Qwen2.5-0.5B", "unsloth/gemma-3-1b-it")
     read = imported(tmp_path, text)
-    assert "trainer" not in read.settings
-    assert read.settings["loss_head"] == "trl-fused"
+    assert (read.settings["trainer"], read.settings["gradient_checkpointing"]) == ("sft", True)
     assert any("code for gemma3_text; assumed: TRL's" in note for note in read.assumed)
 
 
@@ -136,7 +135,7 @@ def test_a_script_of_trl_and_its_own_arguments(tmp_path: Path) -> None:
         "prepare_kbit": True,
         "gradient_checkpointing": True,
         "precision": "fp16",
-        "loss_head": "trl-fused",
+        "trainer": "sft",
         "batch_size": 4,
         "seq_len": 512,
     }.items() <= read.settings.items()
@@ -204,7 +203,7 @@ def test_a_trainer_of_trl_that_loads_the_model(tmp_path: Path) -> None:
         "batch_size": 4,
         "precision": "bf16",
         "base_dtype": "float32",
-        "loss_head": "trl-fused",
+        "trainer": "sft",
     }.items() <= read.settings.items()
     assert any("dtype: is missing; assumed: loaded in float32, as TRL" in t for t in read.assumed)
 
@@ -315,7 +314,7 @@ def test_a_classifier_of_the_trainer(tmp_path: Path) -> None:
         "seq_len": 256,
         "batch_size": 32,
         "base_dtype": "float32",
-        "loss_head": "hf",
+        "trainer": "transformers",
     }.items() <= read.settings.items()
 
 
@@ -553,3 +552,52 @@ Trainer(model=model, args=TrainingArguments("x"))
     assert not any("llm_int8" in name for name in read.without_effect)
     four = imported(tmp_path, text.replace("load_in_8bit", "load_in_4bit"))
     assert "llm_int8_threshold" not in four.settings
+
+
+OLD_TRL = """
+from trl import SFTConfig, SFTTrainer
+model = AutoModelForCausalLM.from_pretrained(
+    "meta-llama/Llama-3.1-8B", torch_dtype=torch.bfloat16,
+    quantization_config=BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    ),
+)
+args = SFTConfig(per_device_train_batch_size=2, max_seq_length=2048)
+trainer = SFTTrainer(model=model, args=args, peft_config=LoraConfig(target_modules="all-linear"))
+"""
+
+
+def test_a_script_is_judged_as_the_trainer_of_its_release(tmp_path: Path) -> None:
+    path = script(tmp_path, OLD_TRL.replace("=2048", "=2048, bf16=True"))
+    for version in ("0.12.1", "0.21.0", "0.26.2", "1.16.0"):
+        asked = {"gpu": "l4-24gb", "libraries": {"trl": version}}
+        (of_file,) = estimate(from_file=path, **asked)
+        options = {"trainer": "sft", "method": "qlora", "batch_size": 2, "r": 8, "lora_alpha": 8}
+        (stated,) = estimate("meta-llama/Llama-3.1-8B", **options, **asked)
+        ours, theirs = of_file.run.to_dict(), stated.run.to_dict()
+        assert ours == theirs | {"optimizer": ours["optimizer"]}
+    with pytest.raises(ConfigError, match=r"TRL 1\.10\.0 computes the loss in chunks"):
+        estimate(from_file=path, gpu="l4-24gb", libraries={"trl": "1.10.0"})
+
+
+def test_a_script_before_0_19_has_no_autocast_that_it_does_not_ask_for(tmp_path: Path) -> None:
+    path = script(tmp_path, OLD_TRL)
+    precisions = {
+        version: estimate(gpu="l4-24gb", from_file=path, libraries={"trl": version})[
+            0
+        ].run.precision
+        for version in ("0.18.2", "0.19.1")
+    }
+    assert precisions == {"0.18.2": "bf16-pure", "0.19.1": "bf16"}
+
+
+def test_who_prepares_the_base_of_a_script(tmp_path: Path) -> None:
+    def prepared(text: str) -> object:
+        return imported(tmp_path, text).settings.get("prepare_kbit", "the trainer")
+
+    by_script = "model = prepare_model_for_kbit_training(model)\n"
+    adapted = "model = get_peft_model(model, LoraConfig(r=8))\n"
+    assert prepared(OLD_TRL) == "the trainer"
+    assert prepared(OLD_TRL + by_script) is True
+    assert prepared(OLD_TRL.replace("peft_config=", "peft_config_=") + adapted) is False

@@ -13,13 +13,16 @@ from devices import A100
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
 from whichlora.memory.step import REFERENCE_WEIGHTS
+from whichlora.methods import with_defaults
 from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.notes import notes_on
 from whichlora.predict.predict import ledger, num_tokens, passes, predict, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.data_format import CHAT_ROWS
 from whichlora.spec.numeric import added
 from whichlora.spec.options import OptionValue
+from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 from whichlora.workflow.export import make_recipe
@@ -317,3 +320,79 @@ def test_older_sft_trainers_leave_the_loss_to_the_model_or_to_liger(model: Model
         for settings in ({"libraries": (("trl", "0.26.2"),)}, {"trainer": "transformers"})
     )
     assert ledger(older).peak_allocated_bytes == ledger(plain).peak_allocated_bytes
+
+
+# Read in wheels: whether a quantised base is prepared, by the first release of each way.
+PREPARES = {
+    "sft": (("0.12.1", True), ("0.25.1", True), ("0.26.0", False)),
+    "dpo": (("0.12.1", True), ("0.28.0", True), ("0.29.0", False)),
+    "kto": (("0.21.0", True), ("1.3.0", True), ("1.4.0", False)),
+    "grpo": (("0.21.0", False), ("0.22.0", True), ("0.25.1", True), ("0.26.0", False)),
+    "reward": (("0.17.0", True), ("0.25.1", True), ("0.26.0", False)),
+    "orpo": (("0.12.1", True), ("1.16.0", True)),
+    "cpo": (("0.12.1", True), ("1.16.0", True)),
+    "unsloth": (("0.12.1", False), ("1.16.0", False)),
+}
+
+
+@pytest.mark.parametrize("trainer", PREPARES)
+def test_the_release_says_whether_a_quantised_base_is_prepared(
+    trainer: str, model: ModelSpec
+) -> None:
+    for version, prepares in PREPARES[trainer]:
+        options = (("max_completion_length", 64), ("num_generations", 4))
+        settings = {"trainer_options": options} if trainer == "grpo" else {}
+        asked = {"trainer": trainer, "method": "qlora", "libraries": (("trl", version),)}
+        run = job(model, **asked, **settings).run
+        assert run.prepare_kbit is prepares, version
+        dtypes = job(model, **asked, **settings).dtypes
+        narrows = trainer in ("sft", "dpo", "kto", "reward", "grpo") and not prepares
+        wide = 2 if narrows and version != "0.21.0" else 4
+        assert dtypes.adapter_bytes == wide, version  # GRPO to 0.21 leaves both to PEFT
+
+
+def test_a_prepared_base_of_an_older_sft_has_narrow_tables(model: ModelSpec) -> None:
+    def embedding_bytes(**settings: Any) -> int:
+        asked = {"method": "qlora", "precision": "bf16", **settings}
+        return job(model, **asked).dtypes.embedding_bytes
+
+    assert embedding_bytes(libraries=(("trl", "0.25.1"),)) == 2
+    assert embedding_bytes(libraries=(("trl", "0.25.1"),), quant="int8") == 4
+    # reward_trainer.py casts nothing before it shares the code of SFT
+    assert embedding_bytes(trainer="reward", libraries=(("trl", "0.21.0"),)) == 4
+    assert embedding_bytes(trainer="reward", libraries=(("trl", "0.22.0"),)) == 2
+
+
+def test_trainers_that_ask_leave_a_base_that_is_divided(model: ModelSpec) -> None:
+    def run(trainer: str, strategy: str) -> RunConfig:
+        spread = ParallelConfig(strategy=strategy, gpus=2)
+        libraries = (("trl", "0.21.0"),)
+        return with_defaults(
+            replace(SFT, trainer=trainer, method="qlora", parallel=spread, libraries=libraries)
+        )
+
+    assert [run("sft", name).prepare_kbit for name in ("ddp", "zero2", "zero3", "fsdp")] == [
+        *(True, True, False, False)
+    ]
+    assert run("dpo", "zero3").prepare_kbit
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo", "kto", "reward", "orpo", "cpo"])
+def test_trainers_before_0_22_checkpoint_where_they_are_told(
+    trainer: str, model: ModelSpec
+) -> None:
+    def checkpoints(version: str, asked: bool | None = None) -> bool | None:
+        settings = {"libraries": (("trl", version),), "gradient_checkpointing": asked}
+        return job(model, trainer=trainer, **settings).run.gradient_checkpointing
+
+    assert (checkpoints("0.21.0"), checkpoints("0.22.0")) == (False, True)
+    assert (checkpoints("0.21.0", True), checkpoints("0.22.0", False)) == (True, False)
+    other = job(model, trainer="unsloth", gradient_checkpointing=None, precision="auto")
+    assert other.run.gradient_checkpointing
+
+
+def test_a_note_says_that_nobody_asked_for_checkpointing(model: ModelSpec) -> None:
+    older = job(model, libraries=(("trl", "0.17.0"),), gradient_checkpointing=None)
+    text = "gradient_checkpointing is off, as trainer sft of TRL 0.17.0 has it"
+    assert any(note.startswith(text) for note in notes_on(older))
+    assert not any("is off, as" in note for note in notes_on(job(model)))

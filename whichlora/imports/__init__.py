@@ -20,6 +20,7 @@ from whichlora.imports.files import Kind, MissingFileError, Source, find_file, r
 from whichlora.imports.python_calls import IMPORT
 from whichlora.imports.spread import OF_TOOL, number_of_gpus
 from whichlora.spec.members import Members
+from whichlora.spec.versions import Libraries
 
 _TOOLS = Members[Tool](
     "tool",
@@ -34,19 +35,26 @@ _ACCELERATE = "accelerate_config"  # TRL's key for accelerate's file
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
-def import_files(paths: Sequence[Path], *, gpus: int | None = None, trainer: str = "") -> Imported:
+def import_files(
+    paths: Sequence[Path],
+    *,
+    gpus: int | None = None,
+    trainer: str = "",
+    libraries: Libraries | None = None,
+) -> Imported:
     """The run that `paths` describe: a configuration or a command, and files beside it.
 
     Args:
         paths: one of a tool or of a command; accelerate's YAML and DeepSpeed's JSON beside it.
         gpus: how many the user asks for, whatever the files say.
         trainer: whose file the user says it is, whatever its program is called.
+        libraries: versions that it runs with; None for those that formulas are made for.
 
     Raises:
         ConfigError: a file that can't be read, or of no known tool; a value of a wrong type.
     """
     sources = [read_source(path, _subcommands()) for path in paths]
-    return _Files(sources, gpus, trainer).imported()
+    return _Files(sources, gpus, trainer, libraries or Libraries()).imported()
 
 
 def _subcommands() -> dict[str, set[str]]:
@@ -66,7 +74,8 @@ class _Files:
 
     sources: list[Source]
     gpus: int | None
-    trainer: str = ""
+    trainer: str
+    libraries: Libraries
     of_tool: str = ""  # the key whose file is not here, and was taken from the tool
 
     def imported(self) -> Imported:
@@ -197,6 +206,7 @@ class _Files:
             has_launcher=bool(command.launcher) and command.launcher != "python",
             program=command.program,
             trainer=self.trainer,
+            libraries=self.libraries,
             read_file=read_file,
         )
 

@@ -15,6 +15,7 @@ from whichlora.methods import list_methods
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, OPTIMIZER_NAMES, RunConfig
 from whichlora.spec.targets import PATTERN
+from whichlora.spec.versions import Libraries
 
 _SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _COMPUTED = "is computed, which is not read"
@@ -68,6 +69,7 @@ class Launch:
         environment: variables that the command sets.
         has_launcher: another program than the tool's own starts the processes.
         trainer: whose file the user says it is; empty is not said.
+        libraries: versions that it runs with, which decide defaults.
         deepspeed_configs, fsdp_configs: those of the tool.
         read_file: JSON file that another file names → its content.
     """
@@ -79,6 +81,7 @@ class Launch:
     has_launcher: bool = False
     program: str = ""
     trainer: str = ""
+    libraries: Libraries = Libraries()  # noqa: RUF009
     deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fsdp_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     read_file: Callable[[str, str], Mapping[str, Any]] = lambda where, name: {}

@@ -76,14 +76,15 @@ def script_settings(
         is_trl: whether TRL's defaults of checkpointing and autocast count.
     """
     settings: dict[str, Any] = {"model": model_name(keys), **_length(keys)}
-    settings |= trainer_settings(keys, launch, checkpoints=is_trl)
+    settings |= trainer_settings(keys, launch, checkpoints=None if is_trl else False)
     if adapter is None:
         adapter = method_settings(quant, adapts=False, use_dora=False, targets=())
     settings |= adapter
     adapts = list_methods()[adapter["method"]].peft_class != ""
     settings |= _precision(keys, launch, quant, adapts=adapts, is_trl=is_trl)
     prepared = keys.raw(_KBIT)
-    settings["prepare_kbit"] = prepared is not None and quant in BNB_QUANTS
+    if prepared is not None or not is_trl or "get_peft_model" in keys:  # else TRL's trainer does
+        settings["prepare_kbit"] = prepared is not None and quant in BNB_QUANTS
     if prepared is True or keys.raw("gradient_checkpointing_enable") is not None:
         settings["gradient_checkpointing"] = True
     settings["attn"] = attention(
@@ -130,8 +131,8 @@ def called_trainer(keys: Keys) -> Trainer:
 
 
 def steps_of(keys: Keys, trainer: Trainer) -> dict[str, Any]:
-    """The trainer with its options; TRL's of SFT is the Trainer with another head."""
-    settings: dict[str, Any] = {"loss_head": trainer.loss_heads[0]}
+    """The trainer with its options."""
+    settings: dict[str, Any] = {"trainer": trainer.name}
     own = [option for option in trainer.options if option not in (liger.USE, liger.CONFIG)]
     if not own:
         return settings | liger_options(keys)
@@ -141,7 +142,7 @@ def steps_of(keys: Keys, trainer: Trainer) -> dict[str, Any]:
             keys.assume(option.name, f"is computed; assumed: {option.default}")
         elif option.name in keys:
             stated.append((option.name, keys.option(option)))
-    return settings | {"trainer": trainer.name, "trainer_options": tuple(sorted(stated))}
+    return settings | {"trainer_options": tuple(sorted(stated))}
 
 
 def _length(keys: Keys) -> dict[str, int]:
@@ -207,17 +208,18 @@ def _precision(
     loads = keys.word("from_pretrained")
     by_trl = is_trainer(loads)  # `create_model_from_path` of TRL, since 0.27
     wide = by_trl or loads == BI_ENCODER or "Classification" in loads
-    usual = "float32" if wide else "bfloat16"
+    width = "float32" if wide else "bfloat16"
     read = [name for name in names if not keys.is_unread(name)]
-    weights = dtype(keys, *read, default=usual)
+    weights = dtype(keys, *read, default=width)
     if not any(name in keys for name in read):
         why = "is missing" if len(read) == len(names) else "is computed"
-        what = "loaded in float32, as TRL does" if by_trl else f"a checkpoint in {usual}"
+        what = "loaded in float32, as TRL does" if by_trl else f"a checkpoint in {width}"
         keys.assume("from_pretrained.dtype", f"{why}; assumed: {what}")
     computed = [name for name in ("bf16", "fp16") if keys.is_unread(name)]
     if computed:
         keys.assume(computed[0], "is computed; assumed: bf16")
-    mixed = "bf16" if computed else autocast(keys, launch, default="bf16" if is_trl else "")
+    usual = "bf16" if is_trl and launch.libraries.trl_autocasts else ""
+    mixed = "bf16" if computed else autocast(keys, launch, default=usual)
     weights = beside_quantised(keys, "from_pretrained.dtype", weights, quant, mixed)
     widens = keys.flag("get_peft_model.autocast_adapter_dtype", True)
     narrows = not (adapts and widens) or (is_trl and quant in BNB_QUANTS)

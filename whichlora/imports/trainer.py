@@ -54,12 +54,12 @@ WITHOUT_EFFECT = (
 
 
 def trainer_settings(
-    keys: Keys, launch: Launch, *, checkpoints: bool = False, batch_size: int = BATCH_SIZE
+    keys: Keys, launch: Launch, *, checkpoints: bool | None = False, batch_size: int = BATCH_SIZE
 ) -> dict[str, Any]:
     """Batch, optimizer, checkpointing, GPUs and allocator.
 
     Args:
-        checkpoints: whether it checkpoints where the keys do not say.
+        checkpoints: whether it checkpoints where the keys do not say; None: its release says.
         batch_size: where they do not say.
     """
     settings = keys.of_run(BATCH, batch_size=batch_size)
@@ -85,12 +85,14 @@ def _note_evaluation(keys: Keys, batch_size: int) -> None:
         keys.assume("per_device_eval_batch_size", f"{text}; explain --life --batch-size {rows} is")
 
 
-def checkpointing(keys: Keys, launch: Launch, *, default: bool) -> dict[str, Any]:
+def checkpointing(keys: Keys, launch: Launch, *, default: bool | None) -> dict[str, Any]:
     """Whether and how; transformers 5 has two names for both keys."""
     options: Mapping[str, Any] = {}
     is_on = default
     for prefix in ("gradient", "activation"):
-        is_on = keys.flag(f"{prefix}_checkpointing", is_on)
+        name = f"{prefix}_checkpointing"
+        is_on = keys.flag(name) if name in keys else is_on
+        keys.raw(name)
         options = keys.mapping(f"{prefix}_checkpointing_kwargs") or options
     if checkpoints_in_fsdp(keys, launch):
         return {"gradient_checkpointing": True, "use_reentrant": False}

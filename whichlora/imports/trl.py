@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from whichlora.exports.recipe import BATCH
-from whichlora.exports.trl import ADAPTER, FIXED, LENGTH, QUANTS, quantisation
+from whichlora.exports.trl import ADAPTER, LENGTH, QUANTS, quantisation
 from whichlora.imports.base import Keys, Launch, Tool, method_settings, targets
 from whichlora.imports.trainer import (
     KERNELS,
@@ -35,7 +35,7 @@ _STORAGE = "bnb_4bit_quant_storage"
 _TRAINERS = tuple(  # with the dtypes that are read below
     name
     for name, trainer in BUILT_IN.items()
-    if trainer.library_class.startswith("trl.") and trainer.keeps_base
+    if trainer.library_class.startswith("trl.") and "experimental" not in trainer.library_class
 )
 _OTHERS = ("rloo", "orpo", "cpo", "gkd", "ppo", "online_dpo", "xpo", "bco", "prm")
 _SFT = "sft"
@@ -55,7 +55,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings: dict[str, Any] = {"model": keys.word("model_name_or_path")}
     length = {"max_seq_length": "seq_len"} if "max_seq_length" in keys else LENGTH
     settings |= keys.of_run(length, seq_len=LENGTH_DEFAULT)
-    settings |= trainer_settings(keys, launch, checkpoints=True)
+    settings |= trainer_settings(keys, launch, checkpoints=None)
     quant = _quant(keys)
     adapts = keys.flag("use_peft")
     if not adapts:
@@ -95,7 +95,7 @@ def _adapter(keys: Keys, quant: str, *, adapts: bool) -> dict[str, Any]:
 
 def _precision(keys: Keys, launch: Launch, quant: str, *, adapts: bool) -> dict[str, Any]:
     weights = dtype(keys, "dtype", "torch_dtype", default="float32")
-    mixed = autocast(keys, launch, default="bf16")
+    mixed = autocast(keys, launch, default="bf16" if launch.libraries.trl_autocasts else "")
     weights = beside_quantised(keys, "dtype", weights, quant, mixed)
     # TRL narrows the adapters of a quantised base: `sft_trainer.py`, `_is_quantized_model`
     narrows = not adapts or quant in BNB_QUANTS
@@ -103,7 +103,7 @@ def _precision(keys: Keys, launch: Launch, quant: str, *, adapts: bool) -> dict[
 
 
 def _trainer(keys: Keys, launch: Launch) -> dict[str, Any]:
-    """The trainer with its options; that of SFT is the Trainer with TRL's head."""
+    """The trainer with its options."""
     name = launch.trainer or _of_program(launch.program)
     if name in _OTHERS:
         known = ", ".join(_TRAINERS)
@@ -115,18 +115,14 @@ def _trainer(keys: Keys, launch: Launch) -> dict[str, Any]:
         named = launch.program or launch.trainer
         for key in sorted(each for each in _OF_OTHERS if each in keys and not named)[:1]:
             keys.assume(key, "is no key of trl sft, which is assumed unless --trainer is given")
-        return {**FIXED, **liger}
+        return {"trainer": _SFT, **liger}
     if liger:
         keys.assume("use_liger_kernel", "of its kernels none is predicted in this trainer")
     options = {option.name: option for option in get_trainer(name).options}
     stated = [
         (option.name, keys.option(option)) for option in options.values() if option.name in keys
     ]
-    settings = {
-        "prepare_kbit": FIXED["prepare_kbit"],
-        "trainer": name,
-        "trainer_options": tuple(sorted(stated)),
-    }
+    settings: dict[str, Any] = {"trainer": name, "trainer_options": tuple(sorted(stated))}
     if COMPLETION in options:
         settings["seq_len"] = completed(keys, int(str(options[COMPLETION].default)))
     return settings

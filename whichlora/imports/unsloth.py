@@ -32,6 +32,8 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     if sees:
         settings["freeze_vision_tower"] = not keys.flag(_TOWER)
     if trainer is None:
+        if settings["gradient_checkpointing"] is None:  # `get_peft_model` turns it on
+            settings["gradient_checkpointing"] = True
         return settings | python.steps_of(keys, python.called_trainer(keys))
     return settings | _own_steps(keys, trainer)
 

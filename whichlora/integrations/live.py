@@ -73,6 +73,7 @@ def read_job(
     """
     _check_machinery(args)
     trainer = read_trainer(args)
+    libraries = _older_libraries(trainer)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     spec = _read_model(base, trainer)
     quant, computes, loaded = _read_quant(base)
@@ -80,7 +81,9 @@ def read_job(
     autocast = _read_autocast(args)
     adapter_dtype: AdapterDtype = "auto"
     if not method.trains_base:
-        adapter_dtype = _read_adapter_dtype(model, method, autocast, trainer, quant)
+        adapter_dtype = _read_adapter_dtype(
+            model, method, autocast, narrows=_narrows(trainer, quant, libraries)
+        )
     run = RunConfig(
         model=spec.name,
         batch_size=batch_size,
@@ -98,7 +101,7 @@ def read_job(
         loss_head=_read_loss_head(args, trainer),
         trainer=trainer.name,
         trainer_options=_read_options(args, trainer),
-        libraries=_older_libraries(trainer),
+        libraries=libraries,
         **_read_checkpointing(base, args, before=parallel is not None),
         parallel=parallel or ParallelConfig(),
         method=method.name,
@@ -454,12 +457,18 @@ def _read_base_dtype(base: Any, method: Method, autocast: str, quant: str) -> Ba
     return "float32" if _dtype(_stored(base, method), "base weights") == "float32" else "auto"
 
 
+def _narrows(trainer: Trainer, quant: str, libraries: tuple[tuple[str, str], ...]) -> bool:
+    """Whether the installed trainer casts the adapters of a base in `quant`."""
+    run = RunConfig(model="", libraries=libraries)
+    return quant in FOUR_BIT_BNB and trainer.narrows_adapters(run)
+
+
 def _read_adapter_dtype(
-    model: Any, method: Method, autocast: str, trainer: Trainer, quant: str
+    model: Any, method: Method, autocast: str, *, narrows: bool
 ) -> AdapterDtype:
     """The dtype of the adapters under bf16 autocast, where it is not the libraries' own choice."""
     dtype = _dtype(_adapters(model, method), "adapters")
-    usual = "bfloat16" if trainer.narrows_adapters and quant in FOUR_BIT_BNB else "float32"
+    usual = "bfloat16" if narrows else "float32"
     if autocast != "bf16" or dtype == usual:
         return "auto"
     for modelled in get_args(AdapterDtype):

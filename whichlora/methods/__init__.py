@@ -144,7 +144,7 @@ def with_defaults(run: RunConfig) -> RunConfig:
 
     The method knows its storage, and how its model is served. Merged weights are stored in 16 bit
     where `quant` does not say otherwise; a model without adapters has nothing to merge.
-    PEFT's recipes prepare a bitsandbytes base for training, TRL 1.16 never does.
+    PEFT's recipes prepare a bitsandbytes base for training; of TRL's trainers the release says.
 
     Raises:
         ConfigError: no such method or trainer, or one that has no such setting.
@@ -165,8 +165,7 @@ def with_defaults(run: RunConfig) -> RunConfig:
         quant = method.base_quant if training or serve == "as-trained" else "none"
     prepare_kbit = run.prepare_kbit
     if prepare_kbit is None:
-        keeps_base = run.loss_head == "trl-fused" or get_trainer(run.trainer).keeps_base
-        prepare_kbit = quant in BNB_QUANTS and not keeps_base
+        prepare_kbit = quant in BNB_QUANTS and not get_trainer(run.trainer).keeps_base(run)
     use_reentrant = run.use_reentrant
     if use_reentrant is None:
         use_reentrant = get_trainer(run.trainer).reentrant if training else None

@@ -137,7 +137,7 @@ def in_run(step: TrainingStep, run: RunConfig) -> TrainingStep:
         device_kind=step.gpu.kind,
         compute_capability=step.gpu.compute_capability,
         widens_result=step.method.widens_result,
-        narrows_adapters=step.trainer.narrows_adapters,
+        narrows_adapters=step.trainer.narrows_adapters(run),
     )
     dtypes = step.trainer.with_narrow_tables(dtypes, run, step.model)
     counted = step.dtypes

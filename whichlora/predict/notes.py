@@ -108,9 +108,15 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
         linear.rank_multiple and not linear.is_module and linear.name in job.targets
         for linear in all_linears(job.model)
     )
-    if run.phase == "finetune" and not job.model.supports_checkpointing:
+    training = run.phase == "finetune"
+    if training and not job.model.supports_checkpointing:
         notes.append(
             f"gradient_checkpointing is off: the {job.model.model_type} of transformers has none"
+        )
+    elif training and not (run.gradient_checkpointing or job.trainer.checkpoints(run)):
+        notes.append(
+            f"gradient_checkpointing is off, as trainer {run.trainer} of TRL {run.versions.trl} "
+            "has it where nobody asks for it"
         )
     notes += job.method.notes(run, adapted_experts)
     if idle := [name for name, _ in run.libraries if changes_nothing(name)]:

@@ -407,7 +407,7 @@ def _dtypes_of(
 ) -> Dtypes:
     """What tensors are stored and computed in, and by whose kernels."""
     training = run.phase == "finetune"
-    if training and method.stays_wide and trainer.narrows_adapters:
+    if training and method.stays_wide and trainer.narrows_adapters(run):
         _check_narrowed(run, method, trainer)
     dtypes = resolve_dtypes(
         run,
@@ -415,7 +415,7 @@ def _dtypes_of(
         device_kind=gpu.kind,
         compute_capability=gpu.compute_capability,
         widens_result=training and method.widens_result,
-        narrows_adapters=trainer.narrows_adapters,
+        narrows_adapters=trainer.narrows_adapters(run),
     )
     if not training:
         return dtypes
@@ -597,11 +597,11 @@ def with_precision(run: RunConfig, gpu: GpuSpec, *, is_stored: bool = False) -> 
 
 
 def with_checkpointing(model: ModelSpec, run: RunConfig) -> RunConfig:
-    """`run` with checkpointing on where it is not set, and model and method support it."""
+    """`run` with checkpointing on where it is not set, and trainer, model and method have it."""
     if run.gradient_checkpointing is not None:
         return run
     allowed = model.supports_checkpointing and get_method(run.method).checkpoints
-    on = allowed or run.phase == "inference"
+    on = run.phase == "inference" or (allowed and get_trainer(run.trainer).checkpoints(run))
     return replace(run, gradient_checkpointing=on)
 
 

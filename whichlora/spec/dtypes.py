@@ -234,7 +234,8 @@ def resolve_dtypes(
     narrow_adapters = mode == "F" and narrow
     widens_input = mode in ("A", "C", "Q", "F") and not narrow_adapters
     cast_by_autocast = mode == "P" and autocast and not trains_base
-    by_trl = (cast_by_autocast or wide_result) and _trl_narrows(run, narrows_adapters)
+    cast_later = narrows_adapters and run.adapter_dtype == "auto"
+    by_trl = (cast_by_autocast or wide_result) and cast_later
     fp32_adapters = not narrow and not by_trl and (widens_input or cast_by_autocast)
     wide = mode in ("Q", "F")
     return Dtypes(
@@ -298,11 +299,6 @@ def _drops(run: RunConfig) -> bool:
     """Whether the adapters drop values of their inputs."""
     asked = run.phase == "finetune" and run.lora_dropout > 0
     return asked and not run.trainer_option("disable_dropout")
-
-
-def _trl_narrows(run: RunConfig, narrows_adapters: bool) -> bool:
-    """Whether adapters that PEFT made in fp32 are cast to bf16 on a 4-bit base, which TRL does."""
-    return run.adapter_dtype == "auto" and (run.loss_head == "trl-fused" or narrows_adapters)
 
 
 def _narrow_mode(run: RunConfig, *, autocast: bool, trains_base: bool) -> Mode:

@@ -295,6 +295,22 @@ class Libraries:
         return not self.sft_fuses_head and not self.older("trl", "1.7")
 
     @property
+    def trl_checkpoints(self) -> bool:
+        """TRL's trainers checkpoint where nobody says; before, as the Trainer, they do not.
+
+        Read: `gradient_checkpointing` of every *_config.py, a field of theirs from 0.22 on.
+        """
+        return not self.older("trl", "0.22")
+
+    @property
+    def trl_autocasts(self) -> bool:
+        """They train under bf16 autocast where nobody says; before in the weights' dtype.
+
+        Read: `bf16` of every *_config.py, a field of theirs from 0.19 on.
+        """
+        return not self.older("trl", "0.19")
+
+    @property
     def trl_narrows_embeddings(self) -> bool:
         """TRL casts embeddings and head of a prepared base back to 16 bit, norms it leaves."""
         return self.older("trl", "0.14")

@@ -194,8 +194,20 @@ def _own_options(run: RunConfig) -> Mapping[str, Any]:
     return dict(run.trainer_options)
 
 
-def _never(run: RunConfig) -> bool:
+def never(run: RunConfig) -> bool:
     return False
+
+
+def always(run: RunConfig) -> bool:
+    return True
+
+
+def _has_head_of_trl(run: RunConfig) -> bool:
+    return run.loss_head == "trl-fused"
+
+
+def _no_names(run: RunConfig) -> tuple[str, ...]:
+    return ()
 
 
 def _no_notes(run: RunConfig) -> tuple[str, ...]:
@@ -245,6 +257,7 @@ class Trainer:
         logits_loss: what it computes of the logits that the model returns; None where the model
             or its head computes the loss.
         narrows_embedding_states: an 8-bit optimizer has 8-bit states of embeddings, too.
+        checkpoints: layers are run again in the backward where nobody says whether.
         keeps_base: a quantised base is not prepared, whose norms stay narrow.
         narrows_adapters: those of a quantised base are cast to 16 bit.
         narrowed_names: embeddings and heads whose names contain one of these are cast to bf16, on a
@@ -296,17 +309,18 @@ class Trainer:
     widens_outputs: bool = False
     logits_loss: Callable[[RunConfig], LogitsLoss | None] = _of_model
     narrows_embedding_states: bool = False
-    keeps_base: bool = False
-    narrows_adapters: bool = False
-    narrowed_names: tuple[str, ...] = ()
+    checkpoints: Callable[[RunConfig], bool] = always
+    keeps_base: Callable[[RunConfig], bool] = _has_head_of_trl
+    narrows_adapters: Callable[[RunConfig], bool] = _has_head_of_trl
+    narrowed_names: Callable[[RunConfig], tuple[str, ...]] = _no_names
     clips_gradients: bool = False
     kernels: Callable[[RunConfig, str], FusedKernels] = _stock_code
     loss_of: Callable[[RunConfig, str], LossHead] = _named
     notes_of: Callable[[RunConfig, str], tuple[str, ...]] = _nothing_to_say
     narrow_copies: Callable[[Dtypes], Dtypes] = _as_resolved
     reentrant: bool | None = None
-    offloads: Callable[[RunConfig], bool] = _never
-    hosts_embedding: Callable[[RunConfig], bool] = _never
+    offloads: Callable[[RunConfig], bool] = never
+    hosts_embedding: Callable[[RunConfig], bool] = never
     quantises_experts: bool = False
     names_experts: bool = False
     arguments: Callable[[RunConfig], Mapping[str, Any]] = _own_options
@@ -328,7 +342,7 @@ class Trainer:
     def narrows(self, run: RunConfig, name: str) -> bool:
         """Whether the fp32 embedding or head `name` of a prepared base becomes 16 bit."""
         is_cast = bool(run.prepare_kbit) and run.quant in FOUR_BIT_BNB and run.precision == "bf16"
-        return is_cast and any(part in name for part in self.narrowed_names)
+        return is_cast and any(part in name for part in self.narrowed_names(run))
 
     def with_narrow_tables(self, dtypes: Dtypes, run: RunConfig, model: ModelSpec) -> Dtypes:
         """`dtypes`, where `narrows` holds for embeddings or head; a tied head takes them along."""

@@ -71,6 +71,10 @@ TRAINER = replace(
     rows_per_example=2,
     forwards=_forwards,
     loss_of=sft.own_loss,
+    # dpo_trainer.py prepares and casts to 0.28
+    keeps_base=trl.since("0.29"),
+    narrows_adapters=trl.since("0.29"),
+    narrowed_names=trl.cast_before("0.29"),
     outputs_held=drops_outputs,
     logits_loss=_logits_loss,
     check=_check,

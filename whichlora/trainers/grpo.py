@@ -14,7 +14,7 @@ from dataclasses import replace
 from whichlora.errors import ConfigError
 from whichlora.spec.options import Option, OptionValue
 from whichlora.spec.run import RunConfig
-from whichlora.trainers import sft
+from whichlora.trainers import sft, trl
 from whichlora.trainers.base import Forwards, Repeats, Rollout
 
 _BETA = Option(
@@ -46,6 +46,9 @@ _SHARE = Option(
 _DROPOUT = Option(
     name="disable_dropout", summary="dropout of adapters and model is off", default=False
 )
+
+
+_shares_code = trl.since("0.22")  # with SFT: `prepare_peft_model`
 
 
 def _value(run: RunConfig, option: Option) -> OptionValue | None:
@@ -120,6 +123,15 @@ def _check(run: RunConfig) -> None:
         )
 
 
+def _keeps_base(run: RunConfig) -> bool:
+    """Source: grpo_trainer.py calls `get_peft_model` alone to 0.21, and again from 0.26 on."""
+    return not _shares_code(run) or sft.keeps_base(run)
+
+
+def _narrows_adapters(run: RunConfig) -> bool:
+    return _shares_code(run) and sft.keeps_base(run)
+
+
 def _notes(run: RunConfig) -> tuple[str, ...]:
     answers = "batch_size counts answers; models that give rewards are not counted"
     if _uses_vllm(run) and _value(run, _MODE) == "server":
@@ -159,6 +171,8 @@ TRAINER = replace(
     loss_of=sft.own_loss,
     rollout=_rollout,
     repeats=_repeats,
+    keeps_base=_keeps_base,
+    narrows_adapters=_narrows_adapters,
     scored_tokens=lambda run: _number(run, _LENGTH),
     check=_check,
     notes=_notes,

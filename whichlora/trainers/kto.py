@@ -60,6 +60,10 @@ TRAINER = replace(
     rows="labelled",
     forwards=_forwards,
     loss_of=sft.own_loss,
+    # kto_trainer.py prepares and casts to 1.3
+    keeps_base=trl.since("1.4"),
+    narrows_adapters=trl.since("1.4"),
+    narrowed_names=trl.cast_before("1.4"),
     outputs_held=drops_outputs,
     logits_loss=_logits_loss,
     check=_check,

@@ -16,7 +16,7 @@ from whichlora.errors import ConfigError
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import dpo, transformers
-from whichlora.trainers.base import Forwards, LogitsLoss, drops_outputs
+from whichlora.trainers.base import Forwards, LogitsLoss, always, drops_outputs
 
 BETA = Option(name="pref_beta", summary="strength of the pull to the reference", default=0.1)
 LOSS = Option(
@@ -65,7 +65,7 @@ TRAINER = replace(
     forwards=_forwards,
     outputs_held=drops_outputs,
     logits_loss=_logits_loss,
-    keeps_base=True,
+    keeps_base=always,
     config_class="",
     learning_rate=5e-7,  # a tenth of their LoRA's
     rate_source="LLaMA-Factory's examples of preferences",

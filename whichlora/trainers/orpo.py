@@ -13,7 +13,7 @@ from dataclasses import replace
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import dpo, transformers, trl
-from whichlora.trainers.base import LogitsLoss, drops_outputs
+from whichlora.trainers.base import LogitsLoss, drops_outputs, never
 
 _BETA = Option(name="beta", summary="weight of the odds ratio's term", default=0.1)
 
@@ -43,7 +43,10 @@ TRAINER = replace(
     keeps_unlearned=True,
     outputs_held=drops_outputs,
     logits_loss=_logits_loss,
-    # `peft_module_casting_to_bf16`
-    narrowed_names=("lm_head", "embed_tokens", "wte", "wpe"),
+    checkpoints=trl.checkpoints,
+    # orpo_trainer.py and cpo_trainer.py prepare and cast in every release
+    keeps_base=never,
+    narrows_adapters=never,
+    narrowed_names=lambda run: trl.CAST,
     notes=dpo.TRAINER.notes,
 )

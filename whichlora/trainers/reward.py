@@ -10,7 +10,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whichlora.trainers import dpo, transformers, trl
+from whichlora.spec.run import RunConfig
+from whichlora.trainers import dpo, sft, transformers, trl
+
+_shares_code = trl.since("0.22")  # with SFT: `prepare_peft_model`
+
+
+def _keeps_base(run: RunConfig) -> bool:
+    """Source: reward_trainer.py to 0.21 prepares any quantised base, and casts nothing."""
+    return _shares_code(run) and sft.keeps_base(run)
+
 
 TRAINER = replace(
     transformers.TRAINER,
@@ -31,7 +40,9 @@ TRAINER = replace(
     rows_per_example=2,
     drops_longer=True,
     task="reward",
-    keeps_base=True,
-    narrows_adapters=True,
+    checkpoints=trl.checkpoints,
+    keeps_base=_keeps_base,
+    narrows_adapters=_keeps_base,
+    narrowed_names=lambda run: sft.TRAINER.narrowed_names(run) if _shares_code(run) else (),
     notes=dpo.TRAINER.notes,
 )

@@ -11,6 +11,16 @@ from whichlora.errors import ConfigError
 from whichlora.spec.run import USUAL_HEAD, LossHead, RunConfig
 from whichlora.trainers import liger, transformers, trl
 
+KEEPS_BASE = "0.26"
+
+
+def keeps_base(run: RunConfig) -> bool:
+    """Then the adapters of a quantised base are cast to bf16, too.
+
+    Source: sft_trainer.py to 0.21, `prepare_peft_model` of 0.22 to 0.25 prepare it.
+    """
+    return trl.since(KEEPS_BASE)(run) or trl.is_sharded(run)
+
 
 def own_loss(run: RunConfig, model_type: str) -> LossHead:
     """TRL's: `SFTTrainer.__init__` turns Liger's off, and refuses it where it is asked for."""
@@ -54,6 +64,8 @@ TRAINER = replace(
     kernels=liger.kernels_beside_loss,
     loss_of=_loss_of,
     notes_of=_notes_of,
-    keeps_base=True,
-    narrows_adapters=True,
+    checkpoints=trl.checkpoints,
+    keeps_base=keeps_base,
+    narrows_adapters=keeps_base,
+    narrowed_names=trl.cast_before(KEEPS_BASE),
 )

@@ -1,9 +1,12 @@
 """What trainers of TRL share.
 
-Source: TRL 1.16 `DPOConfig`, `KTOConfig`, `_BaseConfig` of trainer/base_config.py.
+Source: TRL 1.16 `DPOConfig`, `KTOConfig`, `_BaseConfig` of trainer/base_config.py. What older ones
+do is read in a release of each minor version, 0.8.6 to 1.16.0.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
@@ -19,6 +22,34 @@ PRECOMPUTE = Option(
 DISABLE_DROPOUT = Option(
     name="disable_dropout", summary="dropout of adapters and model is off", default=True
 )
+
+# Strategies whose `Params4bit` lie on the CPU or nowhere when TRL sees them ("is_sharded_qlora").
+_SHARDS = frozenset({"fsdp", "zero3"})
+# `peft_module_casting_to_bf16`
+CAST = ("lm_head", "embed_tokens", "wte", "wpe")
+
+
+def checkpoints(run: RunConfig) -> bool:
+    return run.versions.trl_checkpoints
+
+
+def is_sharded(run: RunConfig) -> bool:
+    """Whether trainers that ask leave a 4-bit base as it is, with adapters of its width.
+
+    Source: TRL 0.12 sft_trainer.py, line 242, "one should never call [...] when doing QLoRA + FSDP
+    / DS-Zero3"; `prepare_peft_model` of 0.22 to 0.25.
+    """
+    return not _SHARDS.isdisjoint(run.parallel.names)
+
+
+def since(release: str) -> Callable[[RunConfig], bool]:
+    """Whether the TRL of a run is `release` or a later one."""
+    return lambda run: not run.versions.older("trl", release)
+
+
+def cast_before(release: str) -> Callable[[RunConfig], tuple[str, ...]]:
+    """What is cast to bf16 on a prepared 4-bit base by every TRL before `release`."""
+    return lambda run: CAST if run.versions.older("trl", release) else ()
 
 
 def computes_reference(run: RunConfig) -> bool:

@@ -19,6 +19,7 @@ from whichlora.spec.kernels import FusedKernels
 from whichlora.spec.options import Option
 from whichlora.spec.run import LossHead, RunConfig, autocast_precision
 from whichlora.trainers import sft
+from whichlora.trainers.base import always, never
 
 CHECKPOINTING = Option(
     name="use_gradient_checkpointing",
@@ -150,7 +151,10 @@ TRAINER = replace(
     makes_adapters=False,
     options=(CHECKPOINTING, OFFLOADED_EMBEDDING),
     loss_heads=("unsloth-fused",),
-    narrows_adapters=False,
+    checkpoints=always,
+    keeps_base=always,
+    narrows_adapters=never,
+    narrowed_names=lambda run: (),
     kernels=_kernels,
     loss_of=_loss_of,
     notes_of=_notes_of,

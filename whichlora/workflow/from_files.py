@@ -12,6 +12,7 @@ from whichlora.imports.trl import FULL_ROWS
 from whichlora.methods import list_methods
 from whichlora.parallel import strategy_options
 from whichlora.spec.run import RunConfig
+from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import number_in
 from whichlora.workflow.whole_training import FromFiles
 
@@ -48,7 +49,13 @@ def with_files(
     counts = [count for count in asked if count]
     trainers = settings.get("trainer", ()) if "trainer" in stated else ()
     trainer = str(trainers[0]) if len(trainers) == 1 else ""
-    imported = import_files(paths, gpus=max(counts, default=None), trainer=trainer)
+    (versions, *_) = settings.get("libraries") or [()]
+    imported = import_files(
+        paths,
+        gpus=max(counts, default=None),
+        trainer=trainer,
+        libraries=Libraries.of(versions or ()),
+    )
     dropped = {name for given in stated for name in _WITH.get(given, ())}
     if _quantises({name: values for name, values in settings.items() if name in stated}):
         dropped.add("base_dtype")

@@ -419,7 +419,7 @@ def _keeping_constants(keeping: Keeping, seed: int) -> dict[str, int | float | N
 
 def _is_narrow(run: RunConfig, keeping: Keeping) -> bool:
     """Whether adapters that a checkpoint brings back must be narrowed again."""
-    by_trainer = get_trainer(run.trainer).narrows_adapters and run.quant in BNB_QUANTS
+    by_trainer = get_trainer(run.trainer).narrows_adapters(run) and run.quant in BNB_QUANTS
     narrow = run.narrows_adapters or by_trainer
     return keeping.saves and narrow and not get_method(run.method).trains_base
 
@@ -630,8 +630,9 @@ def _check(
     _check_media(run, weights, data_format, reader)
     data_format.require(rows_of(run))
     adapted = trainer.makes_adapters and not get_method(run.method).trains_base
-    if adapted and run.quant in BNB_QUANTS and run.prepare_kbit == trainer.keeps_base:
-        does = "does not prepare" if trainer.keeps_base else "prepares"
+    keeps_base = trainer.keeps_base(run)
+    if adapted and run.quant in BNB_QUANTS and run.prepare_kbit == keeps_base:
+        does = "does not prepare" if keeps_base else "prepares"
         raise ConfigError(
             f"prepare_kbit: {run.prepare_kbit}, but trainer {run.trainer} {does} a quantised base; "
             "leave it out"
