@@ -40,6 +40,16 @@ OF_BITSANDBYTES = {
     "paged_adamw_8bit": "PagedAdamW8bit",
     "paged_adamw_32bit": "PagedAdamW",
     "lion": "Lion",
+    "lion_8bit": "Lion8bit",
+    "paged_lion_32bit": "PagedLion",
+    "paged_lion_8bit": "PagedLion8bit",
+    "ademamix": "AdEMAMix",
+    "ademamix_8bit": "AdEMAMix8bit",
+    # a CPU has no pages, for which this class asks anyway
+    "paged_ademamix_32bit": "AdEMAMix",
+    "paged_ademamix_8bit": "AdEMAMix8bit",
+    "rmsprop_bnb": "RMSprop32bit",
+    "rmsprop_bnb_8bit": "RMSprop8bit",
 }
 OF_TORCHAO = {"adamw_torch_8bit": "AdamW8bit", "adamw_torch_4bit": "AdamW4bit"}
 
@@ -230,6 +240,10 @@ def test_unscaling_reads_and_writes_the_gradients() -> None:
         ("lion", 2, 3 * 2 + 2 * 4),
         ("paged_adamw_32bit", 2, 3 * 2 + 2 * 8),
         ("adafactor", 4, 84),
+        ("lion_8bit", 2, 3 * 2 + 2 * (1 + 4 / 256)),
+        ("paged_lion_32bit", 2, 3 * 2 + 2 * 4),
+        ("ademamix", 4, 3 * 4 + 2 * 12),
+        ("paged_ademamix_8bit", 2, 3 * 2 + 2 * (3 + 12 / 256)),
         ("adafactor", 2, 102),
         # two codes of a byte and two fp32 scales of 256 of them, read and written
         ("adamw_8bit", 2, 3 * 2 + 2 * (2 + 8 / 256)),
@@ -282,6 +296,26 @@ def test_states_of_torchao_are_those_of_its_code(name: str, num_params: int) -> 
     tensor = Trained(rows=1, width=num_params, param_bytes=2)
     size = optimizer.state_bytes([tensor], optimizer=name, device_kind="cuda")
     assert sum(part.nbytes for part in parts) == size
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("tensor", [MATRIX, VECTOR, replace(VECTOR, width=4095)], ids=str)
+@pytest.mark.parametrize("name", list(OF_BITSANDBYTES))
+def test_states_of_bitsandbytes_are_those_of_its_code(name: str, tensor: Trained) -> None:
+    (parameter,) = parameters(replace(tensor, param_bytes=2), count=1)
+    made = real_optimizer(name, [parameter])
+    made.step()
+    states = made.state[parameter].items()
+    held = [each for key, each in states if hasattr(each, "nbytes") and not key.startswith("qmap")]
+    size = optimizer.state_bytes([tensor], optimizer=name, device_kind="cpu")
+    assert sum(each.nbytes for each in held) == size
+
+
+def test_states_of_large_tensors_are_paged() -> None:
+    for name in ("paged_lion_32bit", "paged_ademamix_32bit"):
+        assert optimizer.state_bytes([MATRIX], optimizer=name, device_kind="cuda") == 0
+    in_codes = optimizer.state_bytes([MATRIX], optimizer="paged_lion_8bit", device_kind="cuda")
+    assert in_codes == 4 * MATRIX.num_params // 256  # scales are not
 
 
 def test_a_small_tensor_has_states_of_32_bits_under_an_8_bit_optimizer() -> None:

@@ -35,6 +35,17 @@ if TYPE_CHECKING:
     from whichlora.predict.largest import Size
     from whichlora.workflow.whole_training import FromFiles
 
+
+def _optimizers(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
+    """A click callback: optimizers by our names, or by those of `TrainingArguments`."""
+    names = words("optimizer")(ctx, param, value)
+    of_trainer = {*specs.OPTIMIZER_NAMES, *specs.OTHER_OPTIMIZERS}
+    for name in names:
+        if name not in of_trainer:
+            words("optimizer", get_args(specs.Optimizer))(ctx, param, name)
+    return names
+
+
 _QUANTISED = [name for name, method in BUILT_IN.items() if method.base_quant != "none"]
 _SERVED_AS_TRAINED = [name for name, method in BUILT_IN.items() if method.serve == "as-trained"]
 _SIZES: tuple[Size, ...] = ("batch_size", "seq_len", "context")
@@ -114,7 +125,13 @@ _SETTINGS = (
         show_default=True,
         help="LoRA+: learning rate of B over that of A.",
     ),
-    choices("optimizer", "adamw_torch_fused", "Optimizer", specs.Optimizer),
+    list_option(
+        "optimizer",
+        "adamw_torch_fused",
+        f"Optimizer ({', '.join(get_args(specs.Optimizer))}), also by the other names of "
+        "TrainingArguments.",
+        _optimizers,
+    ),
     click.option(
         "--gradient-checkpointing/--no-gradient-checkpointing",
         default=None,

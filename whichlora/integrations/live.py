@@ -40,7 +40,13 @@ from whichlora.trainers import Trainer, liger, list_trainers
 
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 _COUNT_TOLERANCE = 0.005  # of the parameters: more is another model than its config describes
-_OPTIMIZER_CLASSES = {"adafactor": "Adafactor", "sgd": "SGD", "lion": "Lion"}  # else AdamW
+_OPTIMIZER_CLASSES = {  # by a part of the name; else AdamW
+    "adafactor": "Adafactor",
+    "sgd": "SGD",
+    "lion": "Lion",
+    "ademamix": "AdEMAMix",
+    "rmsprop": "RMSprop",
+}
 _REWARD_HEADS = re.compile(r"ForSequenceClassification$")
 _REWARD_MODULES = ("classifier", "score")  # that PEFT trains whole: of `SEQ_CLS`
 _LANGUAGE_HEADS = re.compile(r"(CausalLM|LMHeadModel|MaskedLM|ConditionalGeneration)$")
@@ -321,7 +327,7 @@ def _read_optimizer(args: Any, optimizer: Any) -> Any:
     if name not in OPTIMIZER_NAMES:
         raise ConfigError(f"optim={name!r} is not modelled; {', '.join(OPTIMIZER_NAMES)} are")
     ours = OPTIMIZER_NAMES[name]
-    expected = _OPTIMIZER_CLASSES.get(ours, "AdamW")
+    expected = next((made for part, made in _OPTIMIZER_CLASSES.items() if part in ours), "AdamW")
     actual = type(getattr(optimizer, "optimizer", optimizer)).__name__
     if optimizer is not None and actual != expected:
         raise ConfigError(f"the optimizer is {actual}, which is not what optim={name!r} makes")

@@ -194,6 +194,42 @@ def _8bit_flops(tensor: Trained) -> Count:
     return 1450 * tensor.num_params * _keeps_8bit(tensor)
 
 
+def _of_bitsandbytes(states: int, bits: int, *, paged: bool = False) -> Optimizer:
+    """As many states of 32 or 8 bits, the latter with a scale per block of each.
+
+    Source: bitsandbytes 0.50.2 `Optimizer1State.init_state`, `AdEMAMix.init_state`, which has its
+    two averages in one state and their scales in another.
+    """
+
+    def code_bytes(tensor: Trained) -> Count:
+        return states * tensor.num_params * (4 - 3 * (bits == 8) * _keeps_8bit(tensor))
+
+    def scale_bytes(tensor: Trained) -> Count:
+        return states * _scale_bytes(tensor) // 2 * (bits == 8)
+
+    def size(tensor: Trained, accelerated: bool) -> Count:
+        in_allocator = _in_allocator(tensor, accelerated) if paged else 1
+        return code_bytes(tensor) * in_allocator + scale_bytes(tensor)
+
+    def moved(tensor: Trained) -> Count:
+        state_bytes = code_bytes(tensor) + scale_bytes(tensor)
+        return 3 * tensor.param_bytes * tensor.num_params + 2 * state_bytes
+
+    def stored(tensor: Trained) -> Count:
+        kept = min(states, 2)  # averages of AdEMAMix share a tensor
+        return kept * (1 + (bits == 8) * _keeps_8bit(tensor))
+
+    return Optimizer(
+        state_bytes=size,
+        moved_bytes=moved,
+        flops=(lambda tensor: states * _8bit_flops(tensor) // 2) if bits == 8 else None,
+        tensor_launches=_always(1),
+        wide_states=0 if paged or bits == 8 else states,
+        stored_states=stored,
+        library="bitsandbytes",
+    )
+
+
 # Passes of AdamW: lerp of the first state 3, the second decayed 2 and added to 3, its root made 2,
 # divided 2, epsilon added 2, the parameter updated 4. Decoupled decay, which the Trainer leaves at
 # zero, is 2 more. The fused kernels, here and of bitsandbytes, read each tensor once.
@@ -258,6 +294,15 @@ _OPTIMIZERS = {
         stored_states=_always(4),
         library="bitsandbytes",
     ),
+    "lion_8bit": _of_bitsandbytes(1, 8),
+    "paged_lion_32bit": _of_bitsandbytes(1, 32, paged=True),
+    "paged_lion_8bit": _of_bitsandbytes(1, 8, paged=True),
+    "ademamix": _of_bitsandbytes(3, 32),
+    "ademamix_8bit": _of_bitsandbytes(3, 8),
+    "paged_ademamix_32bit": _of_bitsandbytes(3, 32, paged=True),
+    "paged_ademamix_8bit": _of_bitsandbytes(3, 8, paged=True),
+    "rmsprop_bnb": _of_bitsandbytes(1, 32),
+    "rmsprop_bnb_8bit": _of_bitsandbytes(1, 8),
     "adamw_torch_8bit": _torchao(8),
     "adamw_torch_4bit": _torchao(4),
     "paged_adamw_8bit": Optimizer(

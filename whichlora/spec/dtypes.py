@@ -234,8 +234,7 @@ def resolve_dtypes(
     narrow_adapters = mode == "F" and narrow
     widens_input = mode in ("A", "C", "Q", "F") and not narrow_adapters
     cast_by_autocast = mode == "P" and autocast and not trains_base
-    cast_later = narrows_adapters and run.adapter_dtype == "auto"
-    by_trl = (cast_by_autocast or wide_result) and cast_later
+    by_trl = narrows_adapters and run.adapter_dtype == "auto" and (cast_by_autocast or wide_result)
     fp32_adapters = not narrow and not by_trl and (widens_input or cast_by_autocast)
     wide = mode in ("Q", "F")
     return Dtypes(

@@ -37,6 +37,15 @@ Optimizer = Literal[
     "adafactor",
     "sgd",
     "lion",
+    "lion_8bit",
+    "paged_lion_32bit",
+    "paged_lion_8bit",
+    "ademamix",
+    "ademamix_8bit",
+    "paged_ademamix_32bit",
+    "paged_ademamix_8bit",
+    "rmsprop_bnb",
+    "rmsprop_bnb_8bit",
 ]
 MethodOptimizer = Literal["lora_fa"]  # which a method is, and nobody chooses
 AnyOptimizer = Literal[Optimizer, MethodOptimizer]
@@ -97,7 +106,26 @@ OPTIMIZER_NAMES: Mapping[str, Optimizer] = {
     "adafactor": "adafactor",
     "sgd": "sgd",
     "lion_32bit": "lion",
+    "lion_8bit": "lion_8bit",
+    "paged_lion_32bit": "paged_lion_32bit",
+    "paged_lion_8bit": "paged_lion_8bit",
+    "ademamix": "ademamix",
+    "ademamix_8bit": "ademamix_8bit",
+    "paged_ademamix_32bit": "paged_ademamix_32bit",
+    "paged_ademamix_8bit": "paged_ademamix_8bit",
+    "rmsprop_bnb": "rmsprop_bnb",
+    "rmsprop_bnb_32bit": "rmsprop_bnb",
+    "rmsprop_bnb_8bit": "rmsprop_bnb_8bit",
+    "adamw_hf": "adamw_torch",  # of transformers before 5: the same, one tensor after the other
 }
+# Those of transformers 5.23 and Axolotl that no formula here describes.
+OTHER_OPTIMIZERS = (
+    *("adagrad", "rmsprop", "adamw_anyprecision", "adamw_torch_xla", "adamw_torch_npu_fused"),
+    *("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise"),
+    *("galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "apollo_adamw"),
+    *("apollo_adamw_layerwise", "lomo", "adalomo", "grokadamw", "stable_adamw"),
+    *("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd", "muon"),
+)
 # In which runs may differ that one built model serves.
 BATCH_SETTINGS = (
     "batch_size",
@@ -125,6 +153,18 @@ def autocast_precision(precision: Precision) -> Precision:
         for kind in ("pure", "no-autocast")
     }
     return without.get(precision, precision)
+
+
+def named_optimizer(name: str) -> str:
+    """Ours, of the name that `TrainingArguments` have; others are as they are.
+
+    Raises:
+        ConfigError: one that no formula describes.
+    """
+    if name in OTHER_OPTIMIZERS:
+        known = ", ".join(get_args(Optimizer))
+        raise ConfigError(f"optimizer: no formula here describes {name}; {known} are predicted")
+    return OPTIMIZER_NAMES.get(name, name)
 
 
 def usual_alpha(r: int) -> int:

@@ -15,7 +15,13 @@ from whichlora.serving.base import Engine
 from whichlora.spec.options import by_own_names
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requested
 from whichlora.spec.results import Refused
-from whichlora.spec.run import ADAPTER_SETTINGS, TRANSFORMERS, RunConfig, usual_alpha
+from whichlora.spec.run import (
+    ADAPTER_SETTINGS,
+    TRANSFORMERS,
+    RunConfig,
+    named_optimizer,
+    usual_alpha,
+)
 from whichlora.store.gpus import number_in, one_number, types_by_number
 from whichlora.store.quantised_names import PLAIN_GGUF_TYPES, gguf_type_named
 from whichlora.tasks import with_task
@@ -130,6 +136,8 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
                     chosen = {**chosen, "serving": get_engine(chosen["serving"]).name}
                 shared = stored_by_engine(chosen, phase)
                 shared = shared_by_engine(shared) if phase == "inference" else shared
+                if "optimizer" in shared:
+                    shared = {**shared, "optimizer": named_optimizer(shared["optimizer"])}
                 if "r" in shared:
                     shared = {"lora_alpha": usual_alpha(shared["r"]), **shared}
                 run = with_task(RunConfig(phase=phase, **with_parallel(shared)))

@@ -17,6 +17,14 @@ AllocatorRules = Literal["segments", "heaps", "host", "unknown"]
 """Segments of 2 MiB, 20 MiB and more; Metal heaps; the host's malloc; not public."""
 
 
+# Optimizers of bitsandbytes with states of 8 bits, or in pages.
+NARROW_OR_PAGED = (
+    *("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "rmsprop_bnb_8bit", "lion_8bit"),
+    *("paged_lion_32bit", "paged_lion_8bit", "ademamix_8bit", "paged_ademamix_32bit"),
+    "paged_ademamix_8bit",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SdpaCall:
     """One call of `F.scaled_dot_product_attention`, as far as a dispatcher looks at it.

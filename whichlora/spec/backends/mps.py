@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from whichlora.spec.backends.base import Backend, Lack, SdpaCall, SdpaKernel, expands_always
+from whichlora.spec.backends.base import (
+    NARROW_OR_PAGED,
+    Backend,
+    Lack,
+    SdpaCall,
+    SdpaKernel,
+    expands_always,
+)
 
 if TYPE_CHECKING:
     from whichlora.spec.run import RunConfig
@@ -58,7 +65,7 @@ BACKEND = Backend(
     lacks=(
         Lack(
             "optimizer",
-            ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+            NARROW_OR_PAGED,
             "does not run on Apple's GPUs: bitsandbytes 0.50 has no 8-bit or paged optimizer for "
             "mps",
             "use adamw_torch_fused",
