@@ -201,6 +201,7 @@ def estimate(
         notes=files.notes,
         rates=load_rates(_path(prices), country),
         data=Data.asked(_data(data), _plain(samples), _plain(epochs), files),
+        eval_batch_size=files.eval_batch_size,
     )
 
 

@@ -797,7 +797,7 @@ def test_adapters_of_a_script_of_its_own_are_refused_unless_the_user_names_a_met
     [
         ("run_glue", "sequence-classification", 128),
         ("run_qa", "question-answering", 384),
-        ("run_mlm", "", 2048),  # of no script: what is assumed
+        ("run_mlm", "", 512),  # of no script: what the model looks up
     ],
 )
 def test_an_example_of_transformers_trains_its_task_in_the_dtype_of_its_checkpoints(

@@ -601,3 +601,91 @@ def test_who_prepares_the_base_of_a_script(tmp_path: Path) -> None:
     assert prepared(OLD_TRL) == "the trainer"
     assert prepared(OLD_TRL + by_script) is True
     assert prepared(OLD_TRL.replace("peft_config=", "peft_config_=") + adapted) is False
+
+
+ENCODER = """
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer
+tokenizer = AutoTokenizer.from_pretrained("bert-base-uncased")
+model = AutoModelForSequenceClassification.from_pretrained("bert-base-uncased")
+rows = data.map(lambda row: tokenizer(row["text"], padding="max_length", truncation=True))
+Trainer(model=model, args=TrainingArguments(per_device_train_batch_size=16)).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("found", "given", "seq_len"),
+    [
+        ("", "", 512),  # the course's line: padded to all positions
+        ("bert-base-uncased", "answerdotai/ModernBERT-base", 8192),
+        (', padding="max_length"', "", None),
+        ("truncation=True", "truncation=True, max_length=128", 128),
+        ("rows =", "tokenizer.model_max_length = 256\nrows =", 256),
+        ('Tokenizer.from_pretrained("', 'Tokenizer.from_pretrained(model_max_length=384, n="', 384),
+    ],
+)
+def test_how_a_tokenizer_cuts_and_pads(
+    found: str, given: str, seq_len: int | None, tmp_path: Path
+) -> None:
+    read = imported(tmp_path, ENCODER.replace(found, given) if found else ENCODER)
+    assert read.settings.get("seq_len") == seq_len
+    assert not any(name.startswith("tokenizer.") for name in read.unknown)
+    path = script(tmp_path, ENCODER.replace(found, given) if found else ENCODER)
+    (prediction,) = estimate(gpu="rtx-4090-24gb", from_file=path)
+    assert prediction.run.seq_len == (seq_len or 512)
+    said = "does not say how long rows are; assumed: 2048 tokens, or as many as the model looks up"
+    assert any(said in note for note in prediction.notes) is (seq_len is None)
+
+
+def test_rows_of_trl_are_cut_to_its_own_length(tmp_path: Path) -> None:
+    read = imported(tmp_path, QUICKSTART.replace(", max_length=1024", ""))
+    assert read.settings["seq_len"] == 1024
+    assert any("max_length: is missing; assumed: 1024, to which TRL" in t for t in read.assumed)
+
+
+def test_a_model_of_several_names_is_refused_with_them(tmp_path: Path) -> None:
+    text = QUICKSTART.replace('model="Qwen/Qwen3-0.6B"', "model=load(name)")
+    several = 'name = "Qwen/Qwen3-0.6B"\nmodel = AutoModel.from_pretrained(name)\nname = "mine"\n'
+    path = script(tmp_path, several + text)
+    said = r"from_pretrained.model: `name` is set to 'Qwen/Qwen3-0.6B', 'mine'; give one beside"
+    with pytest.raises(ConfigError, match=said):
+        estimate(gpu="l4-24gb", from_file=path)
+    (prediction,) = estimate("Qwen/Qwen3-0.6B", "l4-24gb", from_file=path)
+    assert prediction.run.model == "Qwen/Qwen3-0.6B"
+
+
+def test_the_older_name_of_ligers_switch(tmp_path: Path) -> None:
+    read = imported(tmp_path, QUICKSTART.replace("max_length=1024", "use_liger=True"))
+    assert read.settings["trainer_options"] == (("use_liger_kernel", True),)
+    assert "use_liger" not in read.unknown
+
+
+def test_an_evaluation_that_takes_more_than_training_decides(tmp_path: Path) -> None:
+    evaluates = 'max_length=1024, bf16=True, eval_strategy="steps"'
+    text = QUICKSTART.replace(
+        "train_batch_size=4, max_length=1024", f"train_batch_size=1, {evaluates}"
+    )
+    text = text.replace("per_device_train", "per_device_eval_batch_size=256, per_device_train")
+    text = text.replace("SFTTrainer(", "SFTTrainer(peft_config=LoraConfig(r=8),")
+    path = script(tmp_path, text)
+    (large,) = estimate(gpu="rtx-4090-24gb", from_file=path)
+    (small,) = estimate(gpu="8GiB", from_file=path)
+    assert (large.verdict, small.verdict) == ("fits", "fails")
+    assert small.memory.device_used_bytes < 8 * 2**30
+    for prediction in (large, small):
+        assert any(
+            note.startswith("evaluation decides: 256 rows at once take")
+            for note in prediction.notes
+        )
+    path = script(tmp_path, text.replace("eval_batch_size=256", "eval_batch_size=1"))
+    (even,) = estimate(gpu="8GiB", from_file=path)
+    assert even.verdict == "fits"
+    assert not any("evaluation decides" in note for note in even.notes)
+
+
+def test_targets_that_unsloth_trains_whole(tmp_path: Path) -> None:
+    read = imported(tmp_path, UNSLOTH.replace('"v_proj"]', '"v_proj", "embed_tokens", "lm_head"]'))
+    assert read.settings["target_modules"] == ("q_proj", "v_proj")
+    assert read.settings["modules_to_save"] == ("embed_tokens", "lm_head")
+    assert read.settings["trainer"] == "sft"
+    said = "from_pretrained: Unsloth with an embedding or a head trained whole; assumed: TRL's"
+    assert any(text.startswith(said) for text in read.assumed)

@@ -782,3 +782,9 @@ def test_a_library_without_kernels_for_an_old_gpu_is_refused(
     }
     [estimate] = estimates.estimate([RunConfig(model="EleutherAI/pythia-160m", **works)], [key])
     assert estimate.memory.device_used_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["rtx 4090 laptop", "RTX 4060 Laptop GPU", "rtx-2080-max-q"])
+def test_laptop_gpus_are_not_their_desktop_namesakes(name: str) -> None:
+    with pytest.raises(ConfigError, match="laptop GPUs are not in the catalog, whose chip"):
+        find_gpu(name)

@@ -130,6 +130,7 @@ def estimate(
         notes=files.notes,
         rates=rates_of(prices, country),
         data=Data.asked(data, samples, epochs, files),
+        eval_batch_size=files.eval_batch_size,
     )
     if as_json:
         print_json(estimates.document(predictions))

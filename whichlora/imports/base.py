@@ -36,6 +36,7 @@ class Imported:
         assumed: key and what was predicted in its place.
         refused: setting → why the file's value can't be predicted; the user's own value may.
         epochs: passes over its data; None where it counts steps.
+        eval_batch_size: rows that an evaluation reads at once; 0 where there is none.
     """
 
     path: str
@@ -46,6 +47,7 @@ class Imported:
     assumed: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     epochs: float | None = None
+    eval_batch_size: int = 0
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -110,6 +112,7 @@ class Keys:
         self.assumed: list[str] = []
         self.refused: dict[str, str] = {}
         self.unknown: dict[str, None] = {}  # of files beside this one
+        self.eval_batch_size = 0
 
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
@@ -297,7 +300,19 @@ class Keys:
         """Say that `name` can't be predicted, unless the user gives `setting`."""
         self.used[name] = None
         flag = f"--{setting.replace('_', '-')}"
-        self.refused[setting] = f"{self.where(name)}: {text}; pass {flag} to predict another"
+        instead = f"pass {flag} to predict another"
+        if setting == "model":  # which has no flag
+            instead = "give one beside --from"
+        self.refused[setting] = f"{self.where(name)}: {text}; {instead}"
+
+    def refuse_several(self, setting: str, name: str) -> None:
+        """Refuse a value that a script computes, with those that its name is set to."""
+        value = self._values.get(name)
+        known = [each for each in getattr(value, "values", ()) if isinstance(each, str)]
+        shown = ", ".join(repr(each[:60]) for each in known[:4])
+        self.refuse(
+            setting, name, f"{value!r} is set to {shown}" if shown else f"{value!r} {_COMPUTED}"
+        )
 
 
 def _whole(value: Any) -> int:
@@ -375,6 +390,7 @@ class Tool:
             assumed=tuple(keys.assumed),
             refused=keys.refused,
             epochs=None if counts_steps or epochs <= 0 else epochs,
+            eval_batch_size=keys.eval_batch_size,
         )
 
     def _has_no_effect(self, name: str) -> bool:

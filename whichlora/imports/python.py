@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+from whichlora.errors import ConfigError
 from whichlora.imports.base import Keys, Launch, Tool, method_settings, names_or_pattern
 from whichlora.imports.peft_configs import other_adapter
 from whichlora.imports.python_calls import BI_ENCODER, is_trainer
@@ -21,9 +23,17 @@ from whichlora.imports.trainer import (
     precision,
     trainer_settings,
 )
-from whichlora.imports.trl import COMPLETION, FULL_ROWS, PEFT_DEFAULT, PROMPT, completed
+from whichlora.imports.trl import (
+    COMPLETION,
+    FULL_ROWS,
+    LENGTH_DEFAULT,
+    PEFT_DEFAULT,
+    PROMPT,
+    completed,
+)
 from whichlora.methods import list_methods
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
+from whichlora.store.hub import load_model
 from whichlora.trainers import Trainer, liger, list_trainers
 
 _LENGTH = 2048  # assumed where a script names none
@@ -39,10 +49,11 @@ IDLE = (
     *WITHOUT_EFFECT,
     *(f"from_pretrained.{name}" for name in _LOADING),
     *("LoraConfig.task_type", "LoraConfig.inference_mode", "LoraConfig.init_lora_weights"),
-    *("BitsAndBytesConfig.*", "get_peft_model", "tokenizer.max_length", "tokenizer.several"),
+    *("BitsAndBytesConfig.*", "get_peft_model", "tokenizer.*"),
     *("length", "max_seq_length", "completion_only_loss", "assistant_only_loss", "use_cpu"),
     *("chat_template_path", "eos_token", "pad_token", "shuffle_dataset"),
 )
+_OF_TOKENIZER, _PADS = "tokenizer.model_max_length", "tokenizer.padding"
 _WIDE = "float32"
 _THRESHOLD = "BitsAndBytesConfig.llm_int8_threshold"
 _KBIT = "prepare_model_for_kbit_training"
@@ -59,7 +70,12 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     if adapter is None and "get_peft_model" in keys:
         keys.refuse("method", "get_peft_model", "its config is none of PEFT's that are predicted")
     settings = script_settings(
-        keys, launch, quant, adapter, is_trl=trainer.library_class.startswith("trl.")
+        keys,
+        launch,
+        quant,
+        adapter,
+        is_trl=trainer.library_class.startswith("trl."),
+        usual_length=LENGTH_DEFAULT if trainer.length_argument else None,
     )
     if quant in FOUR_BIT_BNB:
         settings |= compute_dtype(keys, _COMPUTES, settings["precision"], default=_WIDE)
@@ -67,15 +83,22 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
 
 
 def script_settings(
-    keys: Keys, launch: Launch, quant: str, adapter: Mapping[str, Any] | None, *, is_trl: bool
+    keys: Keys,
+    launch: Launch,
+    quant: str,
+    adapter: Mapping[str, Any] | None,
+    *,
+    is_trl: bool,
+    usual_length: int | None = None,
 ) -> dict[str, Any]:
     """What every library is handed alike.
 
     Args:
         adapter: settings of the adapters; None trains all weights.
         is_trl: whether TRL's defaults of checkpointing and autocast count.
+        usual_length: what the trainer cuts rows to where nobody says; None: nothing.
     """
-    settings: dict[str, Any] = {"model": model_name(keys), **_length(keys)}
+    settings: dict[str, Any] = {"model": model_name(keys), **_length(keys, usual_length)}
     settings |= trainer_settings(keys, launch, checkpoints=None if is_trl else False)
     if adapter is None:
         adapter = method_settings(quant, adapts=False, use_dora=False, targets=())
@@ -106,6 +129,9 @@ def model_name(keys: Keys) -> str:
     """Empty where the script computes it."""
     names = [f"from_pretrained.{name}" for name in _NAMES]
     readable = [name for name in names if name in keys and not keys.is_unread(name)]
+    for name in names if not readable else ():
+        if keys.is_unread(name):
+            keys.refuse_several("model", name)
     return keys.word(readable[0]) if readable else ""
 
 
@@ -145,19 +171,33 @@ def steps_of(keys: Keys, trainer: Trainer) -> dict[str, Any]:
     return settings | {"trainer_options": tuple(sorted(stated))}
 
 
-def _length(keys: Keys) -> dict[str, int]:
+def _length(keys: Keys, usual: int | None) -> dict[str, int]:
+    """Tokens of a row; empty where the script does not say."""
     lengths = ("max_length", "max_seq_length", "model_max_length", "from_pretrained.max_seq_length")
-    for name in (*lengths, "tokenizer.max_length", "length"):
+    for name in (*lengths, "tokenizer.max_length", _OF_TOKENIZER, "length"):
         if name in keys and not keys.refuse_unread("seq_len", name):
-            if name.startswith("tokenizer") and keys.raw("tokenizer.several"):
+            if name == "tokenizer.max_length" and keys.raw("tokenizer.several"):
                 keys.assume(name, "is given several times; assumed: the largest")
             return {"seq_len": keys.count(name, _LENGTH)}
         if name in keys:
             return {"seq_len": _LENGTH}
     if COMPLETION in keys and not any(map(keys.is_unread, (COMPLETION, PROMPT))):
         return {"seq_len": completed(keys, _LENGTH)}
-    keys.assume("max_length", f"is missing; assumed: {_LENGTH}")
-    return {"seq_len": _LENGTH}
+    if usual is not None:
+        keys.assume("max_length", f"is missing; assumed: {usual}, to which TRL cuts rows")
+        return {"seq_len": usual}
+    return _all_positions(keys) if keys.raw(_PADS) == "max_length" else {}
+
+
+def _all_positions(keys: Keys) -> dict[str, int]:
+    """What a tokenizer pads to that is told no length: all that its model has positions for."""
+    with contextlib.suppress(ConfigError):
+        model = load_model(model_name(keys))
+        most = model.longest_row or model.max_position_embeddings
+        if most is not None:
+            keys.assume(_PADS, f"is max_length without a length; assumed: the model's {most}")
+            return {"seq_len": most}
+    return {}
 
 
 def _quant(keys: Keys) -> str:

@@ -33,6 +33,7 @@ _QUANTISES = "BitsAndBytesConfig"
 _LENGTHS = ("seq_len", "seq_length", "max_len", "max_length", "max_seq_len", "max_seq_length")
 _OWN_PARSER = "HfArgumentParser"  # which reads training arguments of a command, too
 _INIT = "model_init_kwargs"
+_LONGEST = "model_max_length"
 BI_ENCODER = "SentenceTransformer"
 _PREPARES = ("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
 
@@ -162,7 +163,10 @@ def settings_in(
     adapters, arguments = config_classes(), _argument_classes()
     for call in calls:
         note(call.line, _handed_over(call, adapters, arguments))
+        if "Tokenizer" in call.owner:  # its `from_pretrained`
+            note(call.line, _prefixed("tokenizer", _some(call.options, _LONGEST)))
         if "truncation" in call.options:
+            note(call.line, _prefixed("tokenizer", _some(call.options, "padding")))
             name, earlier = "tokenizer.max_length", values.get("tokenizer.max_length")
             length = call.options.get("max_length", earlier)
             note(call.line, {} if length is None else {name: length})
@@ -188,6 +192,9 @@ def settings_in(
                 note(call.line, {"loss": call.name, **_some(call.options, "mini_batch_size")})
         if "max_seq_length" in named.attributes:
             note(1, {"max_seq_length": named.read(named.attributes["max_seq_length"])})
+    if _LONGEST in named.attributes:  # which is set after the tokenizer is loaded
+        values[f"tokenizer.{_LONGEST}"] = named.read(named.attributes[_LONGEST])
+        lines.setdefault(f"tokenizer.{_LONGEST}", 1)
     note(1, {f"{IMPORT}{module}": True for module in sorted(named.modules)})
     for name in named.names:
         several = named.named(name) if name.lower() in _LENGTHS else []

@@ -37,9 +37,14 @@ _MOST_FACTOR = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """An expression that is no literal."""
+    """An expression that is no literal.
+
+    Args:
+        values: of a name that is set to several.
+    """
 
     text: str
+    values: tuple[Any, ...] = field(default=(), compare=False)
 
     def __repr__(self) -> str:
         shown = self.text if len(self.text) <= _MOST_CHARACTERS else f"{self.text[:37]}..."
@@ -81,7 +86,9 @@ class Values:
             return node.value
         if isinstance(node, (ast.Name, ast.JoinedStr)):
             values = self._alternatives(node)
-            return values[0] if len(values) == 1 else Unread(ast.unparse(node))
+            if len(values) == 1:
+                return values[0]
+            return Unread(ast.unparse(node), tuple(values))
         if isinstance(node, (ast.List, ast.Tuple)):
             return [self.read(each) for each in node.elts]
         if isinstance(node, ast.Dict):

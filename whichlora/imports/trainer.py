@@ -80,9 +80,10 @@ def _note_evaluation(keys: Keys, batch_size: int) -> None:
     if keys.is_unread("per_device_eval_batch_size"):
         return
     rows = keys.count("per_device_eval_batch_size", BATCH_SIZE)
+    keys.eval_batch_size = rows
     if rows > batch_size:
-        text = f"evaluation reads {rows} rows at once, training {batch_size}: not predicted"
-        keys.assume("per_device_eval_batch_size", f"{text}; explain --life --batch-size {rows} is")
+        text = f"evaluation reads {rows} rows at once, training {batch_size}; the verdict counts it"
+        keys.assume("per_device_eval_batch_size", f"{text}, explain --life has its tensors")
 
 
 def checkpointing(keys: Keys, launch: Launch, *, default: bool | None) -> dict[str, Any]:
@@ -105,7 +106,8 @@ def checkpointing(keys: Keys, launch: Launch, *, default: bool | None) -> dict[s
 def liger_options(keys: Keys) -> dict[str, Any]:
     """Liger's kernels of `TrainingArguments`, as options of the Trainer."""
     config = keys.mapping(liger.CONFIG.name)
-    if not keys.flag(liger.USE.name):
+    of_old_trl = keys.flag("use_liger")  # its name in SFTConfig to 0.17
+    if not keys.flag(liger.USE.name) and not of_old_trl:
         return {}
     written = ((liger.CONFIG.name, json.dumps(dict(config))),) if config else ()
     return {"trainer_options": (*written, (liger.USE.name, True))}

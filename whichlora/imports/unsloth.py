@@ -16,6 +16,7 @@ from whichlora.store.hub import load_model
 from whichlora.trainers import Trainer, get_trainer
 
 _ADAPTS, _TOWER = "get_peft_model", "get_peft_model.finetune_vision_layers"
+_CHOSEN = f"{_ADAPTS}.target_modules"
 _LOADS = "from_pretrained"
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _OF_KERNELS = ("SFTTrainer", "UnslothTrainer", "Trainer")  # which run its own code
@@ -27,13 +28,21 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     sees = _TOWER in keys  # of FastVisionModel and FastModel, which adapt all
     targets = (ALL_LINEAR,) if sees else _TARGETS
     adapter = python.adapter_settings(keys, _ADAPTS, quant, r=16, lora_alpha=16, targets=targets)
+    if adapter is not None and _whole(keys):
+        whole = _whole(keys)
+        left = tuple(name for name in adapter["target_modules"] if name not in whole)
+        saved = (*adapter["modules_to_save"], *whole)
+        adapter |= {"target_modules": left, "modules_to_save": tuple(dict.fromkeys(saved))}
     settings = python.script_settings(keys, launch, quant, adapter, is_trl=True)
     settings |= _answers_at_once(keys, settings)
     if sees:
         settings["freeze_vision_tower"] = not keys.flag(_TOWER)
     if trainer is None:
         if settings["gradient_checkpointing"] is None:  # `get_peft_model` turns it on
-            settings["gradient_checkpointing"] = True
+            settings["gradient_checkpointing"] = _checkpoints(keys, "unsloth") != "false"
+        plain = "base_dtype" not in settings and not settings.get("modules_to_save")
+        if settings["precision"] == "bf16" and plain:
+            settings["precision"] = "auto"  # it asks the GPU
         return settings | python.steps_of(keys, python.called_trainer(keys))
     return settings | _own_steps(keys, trainer)
 
@@ -48,11 +57,20 @@ def _trainer(keys: Keys) -> Trainer | None:
             keys.refuse("trainer", "Trainer", text)
     elif keys.flag(f"{_LOADS}.full_finetuning"):
         what = "Unsloth with all weights"
+    elif _whole(keys) or keys.names(f"{_ADAPTS}.modules_to_save"):
+        what = "Unsloth with an embedding or a head trained whole"
     else:
         what = _other_code(trainer, python.model_name(keys))
     if what:
         keys.assume(_LOADS, f"{what}; assumed: TRL's trainer without its kernels, which takes more")
     return None if what else trainer
+
+
+def _whole(keys: Keys) -> tuple[str, ...]:
+    """Targets that it trains whole, as modules_to_save. Source: `models/llama.py`, line 4776."""
+    if keys.is_unread(_CHOSEN):
+        return ()
+    return tuple(name for name in keys.names(_CHOSEN) if name in ("embed_tokens", "lm_head"))
 
 
 def _other_code(trainer: Trainer, name: str) -> str:
@@ -92,16 +110,21 @@ def _answers_at_once(keys: Keys, settings: Mapping[str, Any]) -> dict[str, int]:
     return {"batch_size": answers}
 
 
+def _checkpoints(keys: Keys, default: str) -> str:
+    """The kind of checkpointing that it is told, or "false"."""
+    stated = [keys.raw(f"{call}.{_CHECKPOINTS}") for call in (_ADAPTS, _LOADS)]
+    return str(next((value for value in stated if value is not None), default)).lower()
+
+
 def _own_steps(keys: Keys, trainer: Trainer) -> dict[str, Any]:
     """Its own checkpointing, kernels and precision."""
     (option,) = (each for each in trainer.options if each.name == _CHECKPOINTS)
-    stated = [keys.raw(f"{call}.{_CHECKPOINTS}") for call in (_ADAPTS, _LOADS)]
-    asked = next((value for value in stated if value is not None), option.default)
-    checkpoints = str(asked).lower() != "false"
+    asked = _checkpoints(keys, str(option.default))
+    checkpoints = asked != "false"
     return {
         "trainer": trainer.name,
         "gradient_checkpointing": checkpoints,
-        "trainer_options": ((_CHECKPOINTS, str(asked).lower()),) if checkpoints else (),
+        "trainer_options": ((_CHECKPOINTS, asked),) if checkpoints else (),
         "loss_head": trainer.loss_heads[0],
         "prepare_kbit": False,
         "precision": "auto",  # it asks the GPU, whatever the arguments say

@@ -55,6 +55,7 @@ from whichlora.spec.targets import (
     resolve_targets,
     unmatched_targets,
 )
+from whichlora.spec.wide_modules import with_wide_modules
 from whichlora.symbolic.kernels import runs_efficient
 from whichlora.symbolic.layer import result_bytes
 from whichlora.tasks import Task, task_of
@@ -236,8 +237,7 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
                 f"quant: {run.quant} is how {' or '.join(readers)} serve weights; give serving one "
                 "of them, or quant none"
             )
-    if run.quant in PACKED_QUANTS:
-        model = with_unpacked(model)
+    model = _as_checkpoint(model, run.quant)
     if not training and run.cache_format is not None:
         check_quantisable(model, run.cache_format)
     targets: tuple[str, ...] = ()
@@ -277,6 +277,14 @@ def resolve(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> ResolvedRun:
     if not gpu.beside or job.engine.start is None:
         return job
     return of_fullest_card(job, job.engine.start(job.served))
+
+
+def _as_checkpoint(model: ModelSpec, quant: str | None) -> ModelSpec:
+    """`model` whose matrices know which of them its checkpoint in `quant` leaves in 16 bit."""
+    if quant in PACKED_QUANTS:
+        return with_unpacked(model)
+    is_stored_so = quant in BNB_QUANTS and stored_quant(model.config) in BNB_QUANTS
+    return with_wide_modules(model) if is_stored_so else model
 
 
 def of_fullest_card(job: ResolvedRun, start: Start) -> ResolvedRun:

@@ -116,6 +116,11 @@ def find_gpu(name: str, *, least_memory: bool = False) -> GpuSpec:
         type_or_amount = "a type ('whichlora gpus' lists them) or an amount of memory ('24GB')"
         example = f"the type alone, such as {single[-1]}" if single else type_or_amount
         raise ConfigError(f"unknown GPU {name!r}: give {example}, and the number as gpus")
+    if re.search(r"\b(laptop|mobile|max-?q)\b", name.lower()):
+        raise ConfigError(
+            f"unknown GPU {name!r}: laptop GPUs are not in the catalog, whose chip and power are "
+            "not the desktop card's; give its memory, such as 8GiB, of which no time is predicted"
+        )
     raise ConfigError(f"unknown GPU {name!r}{_suggestion(name)}; 'whichlora gpus' lists all")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from whichlora import families
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.wide_modules import UNKNOWN_MODULES
 from whichlora.store.jsonfiles import check_schema_version, read_object, write_object
 from whichlora.store.paths import data_folder, user_models_folder
 from whichlora.store.quantised_names import StoredForm, quantised
@@ -23,6 +24,9 @@ SCHEMA_VERSION = 1
 
 # Organisations that upload others' models again, under the same names: to the hub, to ModelScope
 _DYNAMIC = "-unsloth-bnb-4bit"
+# Uploads under another name than their model: of HuggingFaceH4/mistral-7b-sft-beta, whose shapes
+# are those of its base. Source: unsloth 2026.10 `models/mapper.py`.
+_OTHER_NAMES = {"zephyr-sft": "mistralai/Mistral-7B-v0.1"}
 _REWRITTEN = ("phi3",)  # whose uploads divide what the first has in one matrix
 _UPLOADERS = ("unsloth", "LLM-Research", "AI-ModelScope", "modelscope", "ZhipuAI")
 
@@ -168,7 +172,7 @@ def _base_of_copy(name: str) -> tuple[StoredForm | None, str]:
     form, base_name = copy
     base = None
     with contextlib.suppress(ConfigError):
-        base = _match(base_name)
+        base = _OTHER_NAMES.get(base_name.lower().replace(" ", "-")) or _match(base_name)
     return form, base or ""
 
 
@@ -189,10 +193,11 @@ def find_copy(name: str) -> ModelSpec | None:
     model = find_model(base)
     if model is None:
         return None
-    config = {**model.config, "quantization_config": dict(form.config)}
+    stored = dict(form.config)
     note = f"{name}: taken as {base}, stored as its name says ({form.label})"
     if name.lower().endswith(_DYNAMIC):
-        note += "; some matrices stay in 16 bit, which its config alone names, and are not counted"
+        stored |= {"llm_int8_skip_modules": UNKNOWN_MODULES}
+    config = {**model.config, "quantization_config": stored}
     return replace(model, name=name, config=config, notes=(*model.notes, note))
 
 
@@ -201,7 +206,7 @@ def _find_upload(name: str) -> ModelSpec | None:
     base = None
     if organisation in _UPLOADERS:
         with contextlib.suppress(ConfigError):
-            base = _match(upload)
+            base = _OTHER_NAMES.get(upload.lower()) or _match(upload)
     model = find_model(base) if base else None
     if model is None:
         return None

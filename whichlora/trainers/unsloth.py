@@ -66,8 +66,8 @@ def _loss_of(run: RunConfig, model_type: str) -> LossHead:
 def _narrow_copies(dtypes: Dtypes) -> Dtypes:
     """Adapters are fp32, and cast inside the functions: nobody keeps a copy of them or of inputs.
 
-    Without flash-attention its kernel is that of xformers, with keys and values repeated. What it
-    compiles has PEFT's own layers.
+    Without flash-attention its kernel is that of xformers, with keys and values repeated. A mask
+    of padding is dropped in training (llama.py, line 1433). What it compiles has PEFT's own layers.
     Source: `prepare_model_for_training` with `float32_mixed_precision`; `get_lora_parameters`;
     `utils/attention_dispatch.py`, `select_attention_backend`.
     """
@@ -79,6 +79,7 @@ def _narrow_copies(dtypes: Dtypes) -> Dtypes:
         dtypes,
         attn="sdpa-efficient" if dtypes.attn == "sdpa" else dtypes.attn,
         mode="P",
+        padded=False,
         autocast=False,
         shared_inputs=True,
         input_bytes=2,
@@ -109,7 +110,6 @@ def _check(run: RunConfig) -> None:
         (run.bias != "none", "bias", run.bias, "none"),
         (run.quantize_moe_experts, "quantize_moe_experts", "true", "false: it always does"),
         (bool(run.modules_to_save), "modules_to_save", "set", "none of them"),
-        (run.padding == "padded", "padding", run.padding, "none"),
         (run.parallel.gpus > 1, "gpus", run.parallel.gpus, "1"),
     )
     for is_wrong, name, value, accepted in faults:
@@ -136,7 +136,7 @@ def _notes(run: RunConfig) -> tuple[str, ...]:
     if run.quant not in (None, "none"):
         notes.append(
             "Unsloth loads its own 4-bit upload of a model where there is one; those that end in "
-            "-unsloth-bnb-4bit keep some matrices in 16 bit, which is not counted"
+            "-unsloth-bnb-4bit keep some matrices in 16 bit: name it, or its config.json"
         )
     return tuple(notes)
 

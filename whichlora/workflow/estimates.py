@@ -26,6 +26,7 @@ from whichlora.predict.largest import (
     smallest_first,
     with_size,
 )
+from whichlora.predict.lengths import BeyondPositionsError, within_positions
 from whichlora.predict.life import Life, life_of
 from whichlora.predict.parallel_choice import best_of_judged, best_spread
 from whichlora.predict.predict import finished, least_training_bytes, predict
@@ -33,6 +34,7 @@ from whichlora.predict.rank_time import over_nodes
 from whichlora.predict.resolve import resolve, with_checkpointing, with_precision
 from whichlora.predict.running_cost import running_cost
 from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards, serve_on_cards
+from whichlora.predict.unknown_storage import with_unknown_storage
 from whichlora.predict.words import describe, headline
 from whichlora.serving.base import Start
 from whichlora.spec.architecture import ModelSpec
@@ -49,6 +51,7 @@ from whichlora.store.costs import Rates, load_rates
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus, require_one_limit
 from whichlora.store.hub import load_model
 from whichlora.workflow.combinations import by_number, combinations, with_cards
+from whichlora.workflow.evaluation import with_evaluation
 from whichlora.workflow.whole_training import Data, with_training
 
 
@@ -63,6 +66,7 @@ def estimate(
     notes: tuple[str, ...] = (),
     rates: Rates | None = None,
     data: Data | None = None,
+    eval_batch_size: int = 0,
 ) -> Answers[Prediction]:
     """Peak memory and time of every run on every accelerator. Nothing is run or downloaded.
 
@@ -78,6 +82,7 @@ def estimate(
             without storage, in seconds per run; "auto" is "trace" for models that the ledger does
             not know.
         data: what is learned, all of it; None predicts one step alone.
+        eval_batch_size: rows that evaluations read at once, which the verdict counts.
         trace_layers: "2,4" stretches the trace of four layers to all, "all" traces all.
 
     Raises:
@@ -98,16 +103,13 @@ def estimate(
         if run.model not in models:
             models[run.model] = _load(run.model, engine)
         model = models[run.model]
-        is_traced = engine == "trace" or _is_unknown(model)
-        if maximise and is_traced:
-            raise ConfigError(
-                f"{maximise}: max needs a model that the formulas know, got {model.name}; "
-                "give values, which are traced"
-            )
+        is_traced = _is_traced(model, engine, maximise)
         run = with_lengths(model, with_checkpointing(model, replace(run, model=model.name)))
-        if data is not None:
-            run = data.sized(run, model, largest_batch=maximise == "batch_size")
-        as_requested = run
+        try:
+            as_requested, of_length = _sized(run, model, data, maximise)
+        except BeyondPositionsError as error:
+            refused.append(_refused(run, "", error))
+            continue
         traces: dict[tuple[str, str, str | None], TracedPeak] = {}  # by what chooses the kernels
         for name, cards in targets.items():
             gpu, calibration = cards[0].gpu, cards[0].calibration
@@ -125,11 +127,38 @@ def estimate(
             except ConfigError as error:
                 refused.append(_refused(run, name, error))
                 continue
-            if data is not None and len(cards) == 1 and not is_traced:
-                prediction = with_training(prediction, data, model, gpu, calibration)
-            said = (*notes, *of_nodes)
+            if len(cards) == 1 and not is_traced:
+                if data is not None:
+                    prediction = with_training(prediction, data, model, gpu, calibration)
+                prediction = with_unknown_storage(prediction, model)
+                prediction = with_evaluation(prediction, model, gpu, calibration, eval_batch_size)
+            said = (*notes, *of_nodes, *of_length)
             predictions.append(_finished(prediction, cards, said, rates, stale[name]))
     return Answers(predictions, refused)
+
+
+def _is_traced(model: ModelSpec, engine: Engine, maximise: Size | None) -> bool:
+    """Whether the real code tells the memory. Raises: ConfigError: its largest size is asked."""
+    is_traced = engine == "trace" or _is_unknown(model)
+    if maximise and is_traced:
+        raise ConfigError(
+            f"{maximise}: max needs a model that the formulas know, got {model.name}; "
+            "give values, which are traced"
+        )
+    return is_traced
+
+
+def _sized(
+    run: RunConfig, model: ModelSpec, data: Data | None, maximise: Size | None
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """`run` at the length of the data, or at one that the model looks up, and a note.
+
+    Raises:
+        BeyondPositionsError: a stated length that it does not.
+    """
+    if data is None:
+        return within_positions(model, run)
+    return data.sized(run, model, largest_batch=maximise == "batch_size"), ()
 
 
 def _check_asked(
@@ -391,7 +420,8 @@ def explain(
     device = find_target(gpu)
     calibration = load_calibration(device, calibration_dir)
     model = load_model(run.model)
-    run, of_nodes = on_device(replace(run, model=model.name), device, calibration)
+    run, of_length = within_positions(model, replace(run, model=model.name))
+    run, of_nodes = on_device(run, device, calibration)
     if run.parallel.strategy == AUTO:
         best = best_spread(run, lambda each: predict(model, each, device, calibration))
         run = replace(run, parallel=best.run.parallel)
@@ -400,11 +430,12 @@ def explain(
     else:
         explained = explanation.explain(model, run, device, calibration)
         prediction = explained.prediction
+    prediction = with_unknown_storage(prediction, model)
     basis = prediction.basis + stale_note(calibration, calibration_dir)
     prediction = replace(
         prediction,
         basis=basis,
-        notes=(*notes, *of_nodes, *prediction.notes),
+        notes=(*notes, *of_nodes, *of_length, *prediction.notes),
         cost=_cost(prediction, device, load_rates()),
     )
     return replace(explained, prediction=prediction)
@@ -429,9 +460,10 @@ def life(
     device = find_target(gpu)
     calibration = load_calibration(device, calibration_dir)
     model = load_model(run.model)
-    run = with_precision(replace(run, model=model.name), device)
+    run, of_length = within_positions(model, replace(run, model=model.name))
+    run = with_precision(run, device)
     lived = life_of(model, run, device, calibration, settings or LifeConfig())
-    return replace(lived, notes=(*notes, *device.notes, *lived.notes))
+    return replace(lived, notes=(*notes, *of_length, *device.notes, *lived.notes))
 
 
 def where(
@@ -457,13 +489,17 @@ def where(
         for spec in (list_gpus() if name.strip().lower() == "all" else (find_target(name),))
     )
     model = load_model(run.model)
+    run, of_length = within_positions(model, replace(run, model=model.name))
     rates = rates or load_rates()
     placements = []
     for gpu in devices:
         calibration = load_calibration(gpu, calibration_dir)
-        asked, of_nodes = on_device(replace(run, model=model.name), gpu, calibration)
+        asked, of_nodes = on_device(run, gpu, calibration)
         placement = place(model, asked, gpu, calibration)
-        placements.append(_completed(placement, (*notes, *of_nodes), rates))
+        if placement.prediction is not None:
+            wider = with_unknown_storage(placement.prediction, model)
+            placement = replace(placement, prediction=wider)
+        placements.append(_completed(placement, (*notes, *of_nodes, *of_length), rates))
     if all(placement.prediction is None for placement in placements):
         raise ConfigError(placements[0].refusal)
     return Answers(smallest_first(placements))

@@ -91,10 +91,15 @@ def with_files(
     if "seq_len" not in (imported.settings.keys() | stated):
         (tokens, *_) = merged.get("seq_len", [RunConfig(model="").seq_len])
         notes.append(
-            f"{imported.path}: does not say how long rows are; assumed: {tokens} tokens, or "
-            "those of --data (--seq-len)"
+            f"{imported.path}: does not say how long rows are; assumed: {tokens} tokens, or as "
+            "many as the model looks up, or those of --data (--seq-len)"
         )
-    return merged, FromFiles(notes=tuple(notes), packed=packed, epochs=imported.epochs)
+    return merged, FromFiles(
+        notes=tuple(notes),
+        packed=packed,
+        epochs=imported.epochs,
+        eval_batch_size=imported.eval_batch_size,
+    )
 
 
 def _quantises(stated: Mapping[str, Sequence[Any]]) -> bool:

@@ -46,9 +46,11 @@ class FromFiles:
         notes: what a user must know of them.
         packed: its rows are full of packed texts.
         epochs: passes over the data; None where they do not say.
+        eval_batch_size: rows that an evaluation reads at once; 0 where there is none.
     """
 
     notes: tuple[str, ...] = ()
+    eval_batch_size: int = 0
     packed: bool = False
     epochs: float | None = None
 
