@@ -465,6 +465,22 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path) -> None:
     assert "method" in imported(tmp_path, of_peft("OwnConfig")).refused
 
 
+def test_another_config_of_quantisation_is_asked_of_the_user(tmp_path: Path) -> None:
+    lines = (
+        "from transformers import AutoModelForCausalLM, GPTQConfig, Trainer, TrainingArguments",
+        "from peft import LoraConfig, get_peft_model",
+        "how = GPTQConfig(bits=4)",
+        'model = AutoModelForCausalLM.from_pretrained("m/m", quantization_config=how)',
+        "model = get_peft_model(model, LoraConfig(r=8))",
+        'Trainer(model, TrainingArguments("out")).train()',
+    )
+    found = imported(tmp_path, "\n".join(lines))
+    assert "is no BitsAndBytesConfig that the script makes; pass --quant" in found.refused["quant"]
+    found = imported(tmp_path, "\n".join(lines).replace("GPTQConfig(bits=4)", "None"))
+    assert (found.refused, found.settings["method"]) == ({}, "lora")
+    assert found.without_effect == ()
+
+
 def test_a_computed_rank_of_another_config_is_asked(tmp_path: Path) -> None:
     text = of_peft("LoHaConfig").replace("r=64", "r=rank_of(model)")
     assert "method" in imported(tmp_path, text).refused

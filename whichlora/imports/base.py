@@ -140,6 +140,10 @@ class Keys:
             raise self.fault(name, f"{_COMPUTED}; write the value")
         return value
 
+    def read_elsewhere(self, name: str) -> None:
+        """Take a key as read whose value holds what other keys say."""
+        self.used[name] = None
+
     def is_unread(self, name: str) -> bool:
         """Whether the value is computed, as a script may do."""
         return isinstance(self._values.get(name), Unread)

@@ -42,14 +42,14 @@ MODELS = frozenset(f"from_pretrained.{name}" for name in _NAMES)
 # Of `from_pretrained`, without effect.
 _LOADING = (
     *("device_map", "trust_remote_code", "token", "use_cache", "low_cpu_mem_usage", "cache_dir"),
-    *("revision", "quantization_config", "num_labels", "id2label", "label2id", "use_safetensors"),
+    *("revision", "num_labels", "id2label", "label2id", "use_safetensors"),
     *("local_files_only", "ignore_mismatched_sizes", "max_memory", "use_auth_token"),
 )
 IDLE = (
     *WITHOUT_EFFECT,
     *(f"from_pretrained.{name}" for name in _LOADING),
     *("LoraConfig.task_type", "LoraConfig.inference_mode", "LoraConfig.init_lora_weights"),
-    *("BitsAndBytesConfig.*", "get_peft_model", "tokenizer.*"),
+    *("BitsAndBytesConfig.*", "tokenizer.*"),
     *("length", "max_seq_length", "completion_only_loss", "assistant_only_loss", "use_cpu"),
     *("chat_template_path", "eos_token", "pad_token", "shuffle_dataset"),
 )
@@ -58,6 +58,7 @@ _WIDE = "float32"
 _THRESHOLD = "BitsAndBytesConfig.llm_int8_threshold"
 _KBIT = "prepare_model_for_kbit_training"
 _COMPUTES = "BitsAndBytesConfig.bnb_4bit_compute_dtype"
+_QUANTISED = "from_pretrained.quantization_config"
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
@@ -67,6 +68,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     adapter = adapter_settings(keys, "LoraConfig", quant, r=8, lora_alpha=8, targets=PEFT_DEFAULT)
     if adapter is None:
         adapter = other_adapter(keys, quant)
+    keys.read_elsewhere("get_peft_model")
     if adapter is None and "get_peft_model" in keys:
         keys.refuse("method", "get_peft_model", "its config is none of PEFT's that are predicted")
     settings = script_settings(
@@ -209,6 +211,9 @@ def _quant(keys: Keys) -> str:
     in_four, in_eight = ([name for name in names if keys.flag(name)] for names in (four, eight))
     kind = keys.word("BitsAndBytesConfig.bnb_4bit_quant_type", "fp4")
     twice = keys.flag("BitsAndBytesConfig.bnb_4bit_use_double_quant")
+    if _QUANTISED in keys and not keys.under("BitsAndBytesConfig"):
+        keys.refuse("quant", _QUANTISED, "is no BitsAndBytesConfig that the script makes")
+    keys.read_elsewhere(_QUANTISED)
     if not in_four:
         return "int8" if in_eight else "none"
     stored = f"{kind}-dq" if twice else kind
