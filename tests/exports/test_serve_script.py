@@ -11,7 +11,9 @@ import pytest
 from devices import A100
 
 from whichlora.exports.serve_script import serve_script
+from whichlora.exports.train_script import class_of
 from whichlora.predict.resolve import resolve
+from whichlora.spec.data_format import DataFormat
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 
@@ -40,6 +42,32 @@ def test_each_form_has_its_weights(
     text = script(replace(RUN, **changed), method)
     assert f"exec vllm serve {model} --max-model-len 4096 " in text
     assert ("merge_and_unload" in text) == merges
+
+
+@pytest.mark.parametrize(
+    ("name", "media", "expected", "reads_images"),
+    [
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "", "AutoModelForImageTextToText", True),
+        ("llava-hf/llava-v1.6-mistral-7b-hf", "", "AutoModelForImageTextToText", True),
+        ("google/gemma-3-4b-it", "", "AutoModelForCausalLM", True),
+        ("google/gemma-3-4b-it", "images", "AutoModelForImageTextToText", True),
+        (QWEN, "", "AutoModelForCausalLM", False),
+    ],
+)
+def test_the_merge_takes_the_class_that_trains_and_what_reads_images(
+    name: str, media: str, expected: str, reads_images: bool
+) -> None:
+    model = load_model(name)
+    rows = DataFormat(kind="messages", conversational=True, images=media == "images")
+    model_class = class_of(None, model.config, rows)
+    job = resolve(model, replace(RUN, model=name), A100)
+    settings = {"form": "merged 16-bit", "concurrency": 8, "model_class": model_class}
+    merged = serve_script(job, "lora", **settings)
+    assert f"base = {expected}.from_pretrained('{name}'" in merged
+    processor = f"AutoProcessor.from_pretrained('{name}').save_pretrained("
+    assert (f'{processor}"merged.partial")' in merged) == reads_images
+    whole = serve_script(job, "full", **settings)
+    assert (f'{processor}"output")' in whole) == reads_images
 
 
 def test_quantised_weights_are_asked_for(tmp_path: Path) -> None:

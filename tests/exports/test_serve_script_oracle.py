@@ -12,7 +12,9 @@ import pytest
 from devices import A100
 
 from whichlora.exports.serve_script import serve_script
+from whichlora.exports.train_script import class_of
 from whichlora.predict.resolve import resolve
+from whichlora.spec.data_format import DataFormat
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 
@@ -73,3 +75,50 @@ def test_the_engine_is_started_on_the_merged_weights(tmp_path: Path) -> None:
     (tmp_path / "output").rename(tmp_path / "moved")
     again = subprocess.run(["sh", str(path)], capture_output=True, text=True, env=environment)
     assert again.returncode == 0
+
+
+def test_a_model_that_sees_is_merged_with_its_tower_and_its_processor(tmp_path: Path) -> None:
+    from oracle_tokenizer import byte_tokenizer
+
+    text = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=300,
+    )  # fmt: skip
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        image_size=28, patch_size=14,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=2)
+    base = transformers.LlavaForConditionalGeneration(config).to(torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    processor = transformers.LlavaProcessor(
+        image_processor=transformers.CLIPImageProcessor(), tokenizer=byte_tokenizer(), patch_size=14
+    )
+    processor.save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(base, lora)
+    adapted.save_pretrained(tmp_path / "output")
+    byte_tokenizer().save_pretrained(tmp_path / "output")  # rows of texts alone
+    model = load_model(str(tmp_path / "base"))
+    run = RunConfig(
+        model=model.name, phase="inference", serving="vllm", context=256, serve="merged"
+    )
+    rows = DataFormat(kind="text")
+    text_of_script = serve_script(
+        resolve(model, run, A100), "lora", form="merged 16-bit", concurrency=8,
+        model_class=class_of(None, model.config, rows),
+    )  # fmt: skip
+    (tmp_path / "serve.sh").write_text(text_of_script.replace("exec vllm", "exec true"))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        ["sh", str(tmp_path / "serve.sh")], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    merged = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    expected = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(merged.state_dict()[name], value) for name, value in expected.items())
+    reread = transformers.AutoProcessor.from_pretrained(tmp_path / "merged")
+    assert reread.image_processor is not None

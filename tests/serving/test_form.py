@@ -12,7 +12,7 @@ from whichlora.config import load_plan
 from whichlora.methods import with_defaults
 from whichlora.predict.predict import forward_features, ledger
 from whichlora.predict.resolve import resolve
-from whichlora.serving.form import form_in_words, serving_form, serving_run
+from whichlora.serving.form import form_in_words, serving_form, serving_run, with_text_alone
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
@@ -106,3 +106,19 @@ def test_inference_with_a_method_is_a_run_of_its_own_only_where_it_is_served_so(
         ("as-trained", "qlora", 8),
         ("as-trained", "qlora", 64),
     ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "release", "options"),
+    [
+        ("vllm", "0.33.0", (("language_model_only", True),)),
+        ("vllm", "0.16.0", (("limit_mm_per_prompt", '{"image": 0, "video": 0}'),)),
+        ("sglang", "0.5.12", ()),
+    ],
+)
+def test_an_engine_is_told_that_files_are_of_a_text(
+    engine: str, release: str, options: tuple[tuple[str, object], ...]
+) -> None:
+    model = load_model("Qwen/Qwen3.5-4B")
+    run = replace(INFERENCE, model=model.name, serving=engine, libraries=((engine, release),))
+    assert with_text_alone(run, model).serving_options == options

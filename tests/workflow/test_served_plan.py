@@ -100,6 +100,31 @@ def test_a_plan_leaves_out_what_the_engine_does_not_serve_in_the_dtype_of_the_ca
     assert any(GEMMA.partition("/")[2] in x and "in float16" in x for x in explanation(answer))
 
 
+SEES = "Qwen/Qwen3.5-4B"
+
+
+def test_what_trains_without_its_tower_is_judged_and_started_without_it(
+    tmp_path: Path,
+) -> None:
+    """The causal class of Qwen3.5 is its text alone, and so are the merged weights."""
+    keys = {"models": [SEES], "methods": ["lora"], "gpu": "a100-sxm-80gb"}
+    answer = answered(tmp_path, **keys)
+    assert "--language-model-only" in answer.files["serving"].read_text()
+    assert answer.serving is not None
+    alone, options = answer.serving.run, answer.serving.run.serving_options
+    (with_tower,) = estimates.estimate([replace(alone, serving_options=())], ["a100-sxm-80gb"])
+    assert options
+    assert with_tower.serving is not None
+    assert engine_of(answer).kv_pool_bytes > with_tower.serving.kv_pool_bytes
+
+
+def test_a_base_under_its_adapter_keeps_its_tower(tmp_path: Path) -> None:
+    keys = {"models": [SEES], "methods": ["lora"], "gpu": "a100-sxm-80gb", "serve": "as-trained"}
+    answer = answered(tmp_path, **keys)
+    assert answer.serving is not None
+    assert "--language-model-only" not in engine_of(answer).command
+
+
 LARGE = "meta-llama/Llama-3.1-70B"  # weights of 131 GiB
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from whichlora.methods import get_method
 from whichlora.predict.resolve import ResolvedRun
+from whichlora.serving.vllm_towers import has_tower
 from whichlora.spec.checkpoint import is_made_before
 
 TRAINED, MERGED, QUANTISED = "./output", "./merged", "./quantised"
@@ -22,14 +23,26 @@ if [ ! -f merged/tokenizer_config.json ] || [ $adapter -nt merged/tokenizer_conf
   rm -rf merged.partial
   python - <<'END'
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {names}
 
-base = AutoModelForCausalLM.from_pretrained({model!r}, dtype={dtype!r})
+base = {model_class}.from_pretrained({model!r}, dtype={dtype!r})
 PeftModel.from_pretrained(base, "output").merge_and_unload().save_pretrained("merged.partial")
-AutoTokenizer.from_pretrained("output").save_pretrained("merged.partial")
+{processor}AutoTokenizer.from_pretrained("output").save_pretrained("merged.partial")
 END
   rm -rf merged
   mv merged.partial merged
+fi
+"""
+# What the engine reads images with, which a training on texts alone does not write.
+_PROCESSOR = 'AutoProcessor.from_pretrained({model!r}).save_pretrained("{folder}")\n'
+_COMPLETE = """if [ ! -f output/processor_config.json ] &&
+  [ ! -f output/preprocessor_config.json ]; then
+  python - <<'END'
+from transformers import AutoProcessor, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("output")
+{processor}tokenizer.save_pretrained("output")
+END
 fi
 """
 _QUANTISE = """if [ ! -d quantised ] || [ {source}/config.json -nt quantised ]; then
@@ -39,7 +52,14 @@ fi
 """
 
 
-def serve_script(job: ResolvedRun, method: str, *, form: str, concurrency: int) -> str:
+def serve_script(
+    job: ResolvedRun,
+    method: str,
+    *,
+    form: str,
+    concurrency: int,
+    model_class: str = "AutoModelForCausalLM",
+) -> str:
     """The text of `serve.sh`; empty where the engine has no command for it.
 
     Args:
@@ -47,6 +67,7 @@ def serve_script(job: ResolvedRun, method: str, *, form: str, concurrency: int) 
         method: that the model is trained with.
         form: of weights and adapter, in words.
         concurrency: sequences that the GPU has room for.
+        model_class: of transformers, that trains the model.
     """
     run, served = job.run, job.served
     quant = run.quant or "none"
@@ -60,9 +81,7 @@ def serve_script(job: ResolvedRun, method: str, *, form: str, concurrency: int) 
     weights = ""  # of the base, by its name
     if run.serve == "merged":
         weights = TRAINED if get_method(method).trains_base else MERGED
-        if weights == MERGED:
-            dtype = {"fp16": "float16", "fp32": "float32"}.get(job.dtype, "bfloat16")
-            text += _MERGE.format(model=job.model.name, dtype=dtype)
+        text += _merge(job, model_class) if weights == MERGED else _completed(job)
         if is_made_before(quant):
             text += _QUANTISE.format(quant=quant, source=weights.removeprefix("./"))
             weights = QUANTISED
@@ -70,3 +89,21 @@ def serve_script(job: ResolvedRun, method: str, *, form: str, concurrency: int) 
     text += job.engine.prepare(placed)
     command = job.engine.command(placed)
     return f'{text}exec {command} "$@"\n' if command else ""
+
+
+def _merge(job: ResolvedRun, model_class: str) -> str:
+    """The lines that merge the adapter, with what the engine starts the model's tower with."""
+    sees = has_tower(job.model)
+    return _MERGE.format(
+        names=", ".join(sorted({model_class, "AutoTokenizer", *["AutoProcessor"] * sees})),
+        model_class=model_class,
+        model=job.model.name,
+        dtype={"fp16": "float16", "fp32": "float32"}.get(job.dtype, "bfloat16"),
+        processor=_PROCESSOR.format(model=job.model.name, folder="merged.partial") * sees,
+    )
+
+
+def _completed(job: ResolvedRun) -> str:
+    """The lines that add the processor to a whole model; none where no tower is started."""
+    processor = _PROCESSOR.format(model=job.model.name, folder="output")
+    return _COMPLETE.format(processor=processor) * has_tower(job.model)

@@ -20,7 +20,7 @@ from whichlora.predict.rank_time import links_of
 from whichlora.predict.resolve import ResolvedRun, as_stored, layout_of, resolve
 from whichlora.search.shortlist import Group
 from whichlora.serving import get_engine
-from whichlora.serving.form import ServeAs, serving_form, serving_run
+from whichlora.serving.form import ServeAs, serving_form, serving_run, with_text_alone
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.checkpoint import is_loaded_as_stored
 from whichlora.spec.gpu import GpuSpec
@@ -44,6 +44,7 @@ class Candidates:
             same time and so many in an optimizer step.
         machines: links of known machines, by name.
         this_host_bytes: memory of this machine's host, where it has the device.
+        trains_tower: whether the rows of a model need the class that has its tower.
         refused: combinations that the model or the device lacks, as they were met.
     """
 
@@ -53,6 +54,7 @@ class Candidates:
     workload: Callable[[str, int, int, int], Workload]
     machines: Mapping[str, LinkSpec] = field(default_factory=dict)
     this_host_bytes: Callable[[], int | None] = lambda: None
+    trains_tower: Callable[[str], bool] = lambda model: False
     refused: dict[object, Refused] = field(default_factory=dict)
     _expanded: dict[ParallelConfig, Sequence[ParallelConfig]] = field(default_factory=dict)
     _layouts: dict[ParallelConfig, Layout | None] = field(default_factory=dict)
@@ -140,8 +142,11 @@ class Candidates:
         return self._form(run, serve)
 
     def _form(self, run: RunConfig, serve: ServeAs | None) -> RunConfig:
-        served = serving_run(self.plan.inference, run, serve)
-        return serving_form(as_stored(self.models[run.model], served))
+        model = self.models[run.model]
+        served = as_stored(model, serving_run(self.plan.inference, run, serve))
+        if served.serve == "merged" and model.unloaded_params and not self.trains_tower(run.model):
+            served = with_text_alone(served, model)
+        return serving_form(served)
 
     def _shared(self, form: RunConfig) -> RunConfig:
         """`form` on as many GPUs as its engine can divide the model over, unless the plan says.

@@ -417,6 +417,10 @@ def _nothing(served: Served) -> str:
     return ""
 
 
+def _no_options(libraries: Libraries, model: ModelSpec) -> Mapping[str, OptionValue]:
+    return {}
+
+
 def _no_notes(served: Served, start: Start) -> tuple[str, ...]:
     return ()
 
@@ -453,6 +457,7 @@ class Engine:
         float16_alone: of `quant`, whose products are float16 alone before a release, that release.
         loads_towers: whether adapters of what sees are loaded with those of the text.
         starts_tower: whether it loads what a model sees with, as a run asks it, to serve texts.
+        text_options: with which a release does not, that of a run; none where no flag says so.
         stepping: how it steps, where `Start.untimed` does not say why not; None where its times are
             not predicted.
         logged_timer: of steps that `Start.untimed` says are not predicted, by logs of the same
@@ -492,6 +497,7 @@ class Engine:
     stored_forms: frozenset[str] = frozenset()
     loads_towers: bool = True
     starts_tower: Callable[[RunConfig, ModelSpec], bool] | None = None
+    text_options: Callable[[Libraries, ModelSpec], Mapping[str, OptionValue]] = _no_options
     float16_alone: Mapping[str, str] = field(default_factory=dict)
     stepping: Callable[[Served], Stepping] | None = None
     logged_timer: Callable[[Served, Sequence[LoggedTimes]], CpuTimer | None] | None = None

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from whichlora.methods import get_method, with_defaults
 from whichlora.serving import get_engine
+from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.run import ADAPTER_SETTINGS, FP32_PRECISIONS, Quant, RunConfig, Serve
 
 ServeAs: TypeAlias = Serve | Quant
@@ -33,6 +34,14 @@ def serving_run(inference: RunConfig, trained: RunConfig, serve: ServeAs | None)
     if chosen != "as-trained" and chosen != "merged":
         quant = chosen
     return replace(inference, model=trained.model, serve="merged", quant=quant)
+
+
+def with_text_alone(inference: RunConfig, model: ModelSpec) -> RunConfig:
+    """`inference` of a model whose files are those of its text: the engine is told so."""
+    engine = get_engine(inference.serving)
+    alone = engine.text_options(engine.libraries(inference), model)
+    options = {**dict(inference.serving_options), **alone}
+    return replace(inference, serving_options=tuple(sorted(options.items())))
 
 
 @lru_cache(maxsize=1024)  # a large plan asks for each form of each of its groups

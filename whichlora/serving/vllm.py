@@ -97,6 +97,7 @@ from whichlora.serving.vllm_towers import (
     UNPROFILED,
     has_tower,
     starts_tower,
+    text_options,
     tower_notes,
 )
 from whichlora.serving.vllm_towers import check as check_limits
@@ -705,6 +706,7 @@ ENGINE = Engine(
     stored_forms=ENGINE_QUANTS,
     loads_towers=False,
     starts_tower=starts_tower,
+    text_options=text_options,
     float16_alone={
         quant: forms[1][0] for quant, forms in QUANT_DTYPES.items() if forms[0][1] == (FLOAT16,)
     },

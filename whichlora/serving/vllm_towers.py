@@ -19,6 +19,7 @@ from whichlora.spec.architecture import SAMPLING_RATE, ImageGrid, ModelSpec, Tow
 from whichlora.spec.numeric import ceil_div
 from whichlora.spec.options import OptionValue
 from whichlora.spec.run import RunConfig
+from whichlora.spec.versions import Libraries
 
 TEXT_OPTION, LIMITS, UNPROFILED = "language_model_only", "limit_mm_per_prompt", "skip_mm_profiling"
 USUAL_LIMIT = 999  # items of a prompt; vLLM 0.19.0 config/multimodal.py:19
@@ -296,12 +297,18 @@ def has_tower(model: ModelSpec) -> bool:
     return model.started_tower is not None or in_tower
 
 
-def text_flag(served: Served) -> str:
-    """The flag that leaves out what a model sees with.
+def text_options(libraries: Libraries, model: ModelSpec) -> dict[str, OptionValue]:
+    """The option with which a release leaves out what `model` sees with.
 
     Source: github.com/vllm-project/vllm/pull/22299 (0.10.1), pull/34120 (2026-02-09).
     """
-    if served.libraries.older("vllm", "0.17"):
-        limits = ", ".join(f'"{medium}": 0' for medium in media(served.model))
-        return f"--limit-mm-per-prompt '{{{limits}}}'"
-    return "--language-model-only"
+    if libraries.older("vllm", "0.17"):
+        return {LIMITS: json.dumps(dict.fromkeys(media(model), 0))}
+    return {TEXT_OPTION: True}
+
+
+def text_flag(served: Served) -> str:
+    """The flag of `text_options`."""
+    ((name, value),) = text_options(served.libraries, served.model).items()
+    flag = "--" + name.replace("_", "-")
+    return flag if value is True else f"{flag} '{value}'"

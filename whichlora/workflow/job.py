@@ -19,7 +19,7 @@ from whichlora.spec.plan import Plan
 from whichlora.spec.run import RunConfig
 from whichlora.store import written
 from whichlora.store.jsonfiles import object_bytes, read_object
-from whichlora.tasks import rows_of
+from whichlora.tasks import rows_of, task_of
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.session import Session
 
@@ -84,17 +84,16 @@ def _write_job(session: Session, best: RunConfig) -> tuple[dict[str, Path], list
 
     Also what the script has beside it.
     """
-    from whichlora.dataset import data_format, write_jsonl
+    from whichlora.dataset import write_jsonl
     from whichlora.exports import FORMATS, Recipe
     from whichlora.workflow.export import RECIPE_FILE
 
     plan, model = session.plan, session.models[best.model]
     folder = plan.output_dir
     data = {}
-    rows = DataFormat(kind=KINDS[rows_of(best)][0])
+    rows = _rows(session, best)
     if plan.dataset.kind != "counts":
-        dataset = session.data.dataset_of(best.model)
-        data, rows = write_jsonl(dataset, folder), data_format(dataset)
+        data = write_jsonl(session.data.dataset_of(best.model), folder)
     run, longest = best, None
     if rows.media or session.data.lengths(best.model).method.startswith("estimated"):
         # the longest row is a guess, and a row that is longer is not to lose its end for it; one
@@ -132,9 +131,19 @@ def _write_job(session: Session, best: RunConfig) -> tuple[dict[str, Path], list
     return {"job": folder / transformers.FILE} | job, list(contents)
 
 
+def _rows(session: Session, best: RunConfig) -> DataFormat:
+    """What the rows look like that `best` learns from."""
+    from whichlora.dataset import data_format
+
+    if session.plan.dataset.kind == "counts":
+        return DataFormat(kind=KINDS[rows_of(best)][0])
+    return data_format(session.data.dataset_of(best.model))
+
+
 def _write_serving(session: Session, best: RunConfig, judged: Candidate) -> dict[str, Path]:
     """The script that starts the engine on the trained model; none where nothing can load it."""
     from whichlora.exports.serve_script import serve_script
+    from whichlora.exports.train_script import class_of
 
     serving = judged.prediction.serving
     assert serving is not None  # an engine's answer
@@ -145,6 +154,9 @@ def _write_serving(session: Session, best: RunConfig, judged: Candidate) -> dict
         best.method,
         form=form_in_words(judged.run),
         concurrency=serving.max_running,
+        model_class=class_of(
+            task_of(best), session.models[best.model].config, _rows(session, best)
+        ),
     )
     path = session.plan.output_dir / SERVE_FILE
     if not text:

@@ -149,7 +149,14 @@ class Session:
             "this_host_bytes": self.calibration.this_host_bytes,
         }
         self.plan = plan = self._over_nodes(plan)
-        self.space = Candidates(plan, self.models, gpu, self._workload, **self._of_host)
+        self.space = Candidates(
+            plan,
+            self.models,
+            gpu,
+            self._workload,
+            trains_tower=lambda model: bool(self.data.media(model)),
+            **self._of_host,
+        )
         for name, reason in unread.items():
             if name not in readers:
                 self.space.refused[name] = Refused(

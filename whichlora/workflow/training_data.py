@@ -143,7 +143,7 @@ class TrainingData:
         plays = self._format == TRANSCRIPTS and read_by(self._models[model].tower) == AUDIOS
         return PlayedClips(self.dataset) if plays else self.dataset
 
-    def _media(self, model: str) -> str:
+    def media(self, model: str) -> str:
         """What stands beside the messages of the rows of `model`; "" where nothing does."""
         return "" if self._format is None else data_format(self.dataset_of(model)).media
 
@@ -157,7 +157,7 @@ class TrainingData:
     def _grid(self, model: str) -> Grid | None:
         """How the processor of `model` cuts what is beside messages; None where nothing is."""
         tower = self._models[model].tower
-        if tower is None or not self._media(model) or read_by(tower) != self._media(model):
+        if tower is None or not self.media(model) or read_by(tower) != self.media(model):
             return None
         return tower.grid if tower.hears else tower.limited(self._plan.finetune.image_max_pixels)
 
@@ -166,10 +166,10 @@ class TrainingData:
         if self._format == TRANSCRIPTS:
             if not self._window_s(model):
                 return "rows have clips with transcripts, and this model writes none"
-        elif not self._media(model):
+        elif not self.media(model):
             return ""
         elif self._grid(model) is None:
-            has = self._media(model)
+            has = self.media(model)
             return f"rows have {has}, and this model reads none, or none that are predicted"
         try:
             self.lengths(model)

@@ -177,7 +177,7 @@ def train_script(
     keeping = _evaluated(trainer, keeping)
     random_config = model_config if weights == "random" else None
     takes_bytes = random_config is not None and tokenizer is None
-    model_class = _model_class(task, masked_lm, model_config or {}, data_format)
+    model_class = class_of(task, model_config or {}, data_format, masked_lm=masked_lm)
     hub = {"trust_remote_code": True} if trust_remote_code else {}
     chats = _renders_chats(data_format, masked_lm or has_targets(model_config))
     constants = {
@@ -273,9 +273,10 @@ def _reader_name(data: DataFormat) -> str:
     return "processor" if data.has_processor else "tokenizer"
 
 
-def _model_class(
-    task: Task | None, masked_lm: bool, model_config: Mapping[str, Any], data: DataFormat
+def class_of(
+    task: Task | None, model_config: Mapping[str, Any], data: DataFormat, *, masked_lm: bool = False
 ) -> str:
+    """The class of transformers that loads the model for rows of `data`."""
     if task is not None:
         return task.auto_class.rpartition(".")[2]
     if data == TRANSCRIPTS:
