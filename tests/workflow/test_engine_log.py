@@ -437,3 +437,39 @@ def test_a_log_is_compared_and_not_fitted(tmp_path: Path) -> None:
     (why,) = refit.after.left_out.values()
     assert why == "a log of vllm, which is compared with its prediction and not fitted"
     assert not stale_note(load_calibration(gpu, folder), folder)
+
+
+# Qwen3.5-9B by vLLM 0.19, whose settings its server prints as a mapping.
+SEES = """\
+INFO [utils.py:233] non-default args: {{'model_tag': 'Qwen/Qwen3.5-9B', 'max_model_len': 8192{}}}
+INFO [core.py:77] Initializing a V1 LLM engine (v0.19.0) with config: model='Qwen/Qwen3.5-9B', \
+dtype=torch.bfloat16, max_seq_len=8192, quantization=None, enforce_eager=False
+INFO [gpu_worker.py:298] Available KV cache memory: 50.32 GiB
+"""
+
+
+@pytest.mark.parametrize(
+    ("limits", "read"),
+    [
+        (", 'limit_mm_per_prompt': {'image': 0, 'video': 0}", '{"image": 0, "video": 0}'),
+        (
+            ", 'limit_mm_per_prompt': {'image': {'count': 0, 'width': None}, 'video': 0}, 'x': {}",
+            '{"image": {"count": 0, "width": null}, "video": 0}',
+        ),
+        ("", None),
+    ],
+)
+def test_a_start_for_texts_alone_is_compared_as_one(
+    tmp_path: Path, limits: str, read: str | None
+) -> None:
+    found = record(tmp_path, SEES.format(limits))
+    assert dict(found.record.run.serving_options).get("limit_mm_per_prompt") == read
+    alone = (("language_model_only", read is not None),)
+    run = RunConfig(
+        model="Qwen/Qwen3.5-9B", phase="inference", serving="vllm", serve="merged", context=8192,
+        libraries=(("vllm", "0.19.0"),), serving_options=alone,
+    )  # fmt: skip
+    card = find_gpu("h100-sxm-80gb")
+    serving = predict(load_model(run.model), run, card, load_calibration(card)).serving
+    assert serving is not None
+    assert found.predicted["kv_pool_bytes"] == serving.kv_pool_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,11 @@ _OF_MEMORY = re.compile(r"(?i)memory|kv.?cache|\bblocks\b|mem usage|max_total_nu
 _PAIR = re.compile(
     r"""['"]?\b([A-Za-z_]\w*)['"]?\s*[=:]\s*(?:'([^']*)'|"([^"]*)"|([^\s,'"(){}=:]+)(?![=:\w]))"""
 )
+# A setting that is a mapping, such as limit_mm_per_prompt; the braces before it are of all.
+_MAPPING = re.compile(
+    r"""['"]?\b([A-Za-z_]\w*)['"]?\s*[=:]\s*(?=(\{(?:[^{}]|\{[^{}]{0,200}\}){1,400}\}))"""
+)
+_LITERALS = {"True": "true", "False": "false", "None": "null"}
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)\s*$")
 _EDGE = re.compile(r'\ble="([^"]+)"')
 
@@ -156,8 +162,7 @@ def read_log(log: EngineLog, lines: Iterable[str]) -> LogReading:
                 is_read = True
         if listing.search(text):
             is_read = True
-            for name, *forms in _PAIR.findall(text):
-                settings.setdefault(name, next(filter(None, forms), ""))
+            _take_settings(settings, text)
         if found := version.search(text):
             is_read, release = True, release or found[1]
         if any(pattern.search(text) for pattern in refusals):
@@ -200,6 +205,24 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) and abs(value) <= MOST_VALUE else None
+
+
+def _take_settings(settings: dict[str, str], text: str) -> None:
+    for name, *forms in _PAIR.findall(text):
+        settings.setdefault(name, next(filter(None, forms), ""))
+    for name, stated in _MAPPING.findall(text):
+        if mapping := _as_json(stated):
+            settings.setdefault(name, mapping)
+
+
+def _as_json(text: str) -> str:
+    """A Python mapping as JSON; empty where it is none of plain values."""
+    for python, plain in _LITERALS.items():
+        text = re.sub(rf"\b{python}\b", plain, text)
+    try:
+        return json.dumps(json.loads(text.replace("'", '"')))
+    except (ValueError, RecursionError):
+        return ""
 
 
 def _take(values: dict[str, float], line: LogLine, text: str) -> bool:
