@@ -10,8 +10,10 @@ from whichlora.spec.results import Prediction
 MODEL, GPU = "Qwen/Qwen1.5-14B", "a100-sxm-40gb"
 
 
-def started(context: int, serving: str = "vllm") -> Prediction:
-    (answer,) = estimate(MODEL, GPU, phase="inference", serving=serving, context=context)
+def started(context: int, serving: str = "vllm", **options: int) -> Prediction:
+    (answer,) = estimate(
+        MODEL, GPU, phase="inference", serving=serving, context=context, serving_options=options
+    )
     assert answer.serving is not None
     return answer
 
@@ -47,3 +49,19 @@ def test_a_start_far_beyond_the_pool_is_refused() -> None:
 def test_what_llama_cpp_has_room_for_has_no_interval() -> None:
     serving = started(512, "llama-cpp").serving
     assert serving.interval_kv_pool_bytes == (serving.kv_pool_bytes,) * 2
+
+
+@pytest.mark.parametrize(
+    "stated", [{"num_gpu_blocks_override": 128}, {"kv_cache_memory_bytes": 1_700_000_000}]
+)
+def test_a_stated_pool_decides(stated: dict[str, int]) -> None:
+    longest = started(512, **stated).serving.max_context
+    assert (started(longest, **stated).verdict, started(longest + 16, **stated).verdict) == (
+        "fits",
+        "fails",
+    )
+    assert started(longest + 16, **stated).serving.starts_in_words == "no"
+    most = started(longest, **stated)
+    assert not any("may not start" in note for note in most.notes)
+    low, high = most.serving.interval_kv_pool_bytes
+    assert low == most.serving.kv_pool_bytes == high

@@ -51,7 +51,8 @@ def serving_prediction(
     run, served, start = job.run, job.served, service.start
     pool, fault = start.pool, start.fault_at(served.context)
     # llama.cpp allocates what sequences take, and its pool is what would fit
-    margin = 0 if start.pool_fact is None else round(POOL_ERROR * job.gpu.memory_bytes)
+    is_known = start.pool_fact is None or start.states_pool
+    margin = 0 if is_known else round(POOL_ERROR * job.gpu.memory_bytes)
     is_near = abs(pool.spare_bytes(served.context)) < margin
     refuses = start.fault or start.is_beyond(served.context)
     is_close = start.needs_context and not refuses and is_near

@@ -173,6 +173,7 @@ class Start:
         entries: what it holds, or reserves, beside the pool.
         budget_bytes: what it allows itself of the GPU.
         pool_fact: of the bytes of its pool; None where `entries` has what sequences take.
+        states_pool: whether its bytes are asked for as such, so that they are known.
         max_num_seqs: sequences of a context that run at once, however many the pool holds.
         shared_cells: tokens of the one cache that all of them have, however many the pool holds;
             None where each has its own.
@@ -197,6 +198,7 @@ class Start:
     budget_bytes: int
     pool: Pool
     pool_fact: Fact | None = None
+    states_pool: bool = False
     max_num_seqs: Callable[[int], int]
     shared_cells: int | None = None
     outside_bytes: int = 0

@@ -225,6 +225,7 @@ def start_of_stage(served: Served, stage: Stage) -> Start:
         budget_bytes=budget,
         pool=pool,
         pool_fact=KV_POOL,
+        states_pool=stated > 0,
         max_num_seqs=lambda context: most,
         outside_bytes=missed
         + _connected_bytes(served)

@@ -279,7 +279,8 @@ class ServingPrediction:
         context: tokens of a prompt and its answer that it is started for.
         is_close: whether the pool may as well be on the other side of what a start needs.
         kv_pool_bytes: left for keys and values; below 0 where the rest takes too much.
-        interval_kv_pool_bytes: that hold it with 90 %; of llama.cpp, which has no pool, itself.
+        interval_kv_pool_bytes: that hold it with 90 %; itself, where it is stated, and of
+            llama.cpp, which has none.
         kv_pool_tokens: of sequences of `context` tokens, as vLLM logs them.
         max_concurrency: sequences of `context` tokens that the pool holds, a fraction.
         max_context: tokens of the longest sequence for which it starts, or that the pool of a
