@@ -21,7 +21,7 @@ from whichlora.spec.checkpoint import (
     stored_quant,
     with_unpacked,
 )
-from whichlora.spec.float_blocks import FLOAT_BLOCKS, caches_fp8, named_by_group, named_by_modelopt
+from whichlora.spec.float_blocks import FLOAT_BLOCKS, cache_named, named_by_group, named_by_modelopt
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_target
 from whichlora.store.hub import load_model
@@ -164,18 +164,20 @@ def test_exceptions_of_both_files_of_modelopt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "fp8"),
+    ("stored", "named"),
     [
-        ({"kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False}}, True),
-        ({"kv_cache_scheme": {"type": "float", "num_bits": 4}}, False),
-        ({"quantization": {"kv_cache_quant_algo": "FP8"}}, True),
-        ({"kv_cache_quant_algo": None}, False),
-        ({}, False),
+        ({"kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False}}, "fp8"),
+        ({"kv_cache_scheme": {"type": "float", "num_bits": 4}}, "4-bit"),
+        ({"quantization": {"kv_cache_quant_algo": "FP8"}}, "fp8"),
+        ({"quantization": {"kv_cache_quant_algo": "nvfp4"}}, "4-bit"),
+        ({"kv_cache_quant_algo": "INT8"}, ""),
+        ({"kv_cache_quant_algo": None}, ""),
+        ({}, ""),
     ],
 )
-def test_a_checkpoint_may_name_a_cache_in_8_bits(stored: dict[str, Any], fp8: bool) -> None:
-    assert caches_fp8(stored) is fp8
-    assert names_fp8_cache({"quantization_config": stored}) is fp8
+def test_a_checkpoint_may_name_a_cache(stored: dict[str, Any], named: str) -> None:
+    assert cache_named(stored) == named
+    assert names_fp8_cache({"quantization_config": stored}) is (named == "fp8")
 
 
 @pytest.mark.parametrize(
@@ -239,3 +241,43 @@ def test_a_folder_of_modelopt_is_read_with_the_file_beside_its_config(tmp_path: 
 def test_what_cannot_read_it_is_refused_in_one_line(settings: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         served("nvidia/Qwen3-32B-NVFP4", **settings)
+
+
+@pytest.mark.parametrize(
+    ("engine", "stored", "heard", "silent"),
+    [
+        ("vllm", of_modelopt("NVFP4", kv_cache_quant_algo="NVFP4"), "0.33.0", "0.13.0"),
+        ("sglang", of_modelopt("NVFP4", kv_cache_quant_algo="NVFP4"), "0.5.23", ""),
+        ("vllm", compressed(group(FLOATS), kv_cache_scheme={"num_bits": 4}), "0.33.0", "0.14.0"),
+    ],
+)
+def test_a_cache_in_4_bits_is_refused_unless_the_run_states_another(
+    engine: str, stored: dict[str, Any], heard: str, silent: str
+) -> None:
+    settings: dict[str, Any] = {"serving": engine, "libraries": ((engine, heard),)}
+    with pytest.raises(ConfigError, match="name a cache in 4 bits, which is not predicted; give"):
+        served(BASE, stored, **settings)
+    for dtype in ("bfloat16", "fp8_e4m3"):
+        served(BASE, stored, serving_options=(("kv_cache_dtype", dtype),), **settings)
+    if silent:
+        job = served(BASE, stored, serving=engine, libraries=((engine, silent),))
+        assert cache_bytes(job.served) == 2
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        of_modelopt("MIXED_PRECISION", quantized_layers={}),
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "MIXED_PRECISION"}},
+        compressed(group(FLOATS), group(num_bits=8, group_size=None)),
+        compressed(group(FLOATS), group()),
+    ],
+)
+@pytest.mark.parametrize(
+    "settings", [{}, {"quant": "none"}, {"phase": "finetune", "serving": "transformers"}]
+)
+def test_mixed_files_are_refused(stored: dict[str, Any], settings: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="is stored in several forms beside each other"):
+        served(BASE, stored, **settings)
+    served(BASE, of_modelopt("FP8"))
+    served(BASE, compressed(group(num_bits=8, group_size=None)))

@@ -22,6 +22,7 @@ from whichlora.spec.checkpoint import (
     LOADED_AS_STORED,
     gguf_type,
     is_gguf,
+    is_mixed,
     packed_experts,
     refuses_bitsandbytes,
     stored_group,
@@ -728,6 +729,12 @@ def _check_storage(model: ModelSpec, run: RunConfig, gpu: GpuSpec) -> None:
         raise ConfigError(
             f"model: {model.name} is a GGUF file, which llama.cpp serves and nothing trains; give "
             "serving llama-cpp, or the model it was made from with method qlora"
+        )
+    if is_mixed(model.config):
+        raise ConfigError(
+            f"quant: {model.name} is stored in several forms beside each other, such as NVFP4 and "
+            "FP8, which is not predicted; name a copy in one form, or the 16-bit model it was made "
+            "from"
         )
     stored = stored_quant(model.config)
     if stored in PACKED_QUANTS and quant != stored:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from whichlora.errors import ConfigError
 from whichlora.serving.base import Served
-from whichlora.spec.checkpoint import stored_quant
+from whichlora.spec.checkpoint import names_four_bit_cache, stored_quant
 from whichlora.spec.versions import ByRelease
 
 # The oldest cards that have AWQ's kernels, in every release of vLLM and SGLang.
@@ -66,3 +66,17 @@ def check_quant_card(served: Served, cards: Mapping[str, ByRelease[float]]) -> N
         f"quant: {served.release} has no kernels for {quant} on "
         f"{gpu.key}: it needs compute capability {needed} or newer; {newer}{instead}"
     )
+
+
+def check_named_cache(served: Served) -> None:
+    """Refuse a cache in 4 bits that the files name, unless the run states another.
+
+    Raises:
+        ConfigError: one line.
+    """
+    name = served.model.name
+    if served.options["kv_cache_dtype"] == "auto" and names_four_bit_cache(served.model.config):
+        raise ConfigError(
+            f"kv_cache_dtype: the files of {name} name a cache in 4 bits, which is not predicted; "
+            "give bfloat16 or fp8_e4m3"
+        )

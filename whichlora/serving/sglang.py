@@ -38,7 +38,7 @@ from whichlora.serving.product_dtypes import (
     check_quant_dtype,
 )
 from whichlora.serving.profile_pass import layer_entry
-from whichlora.serving.quant_cards import AWQ_CAPABILITY, check_quant_card
+from whichlora.serving.quant_cards import AWQ_CAPABILITY, check_named_cache, check_quant_card
 from whichlora.serving.rank import (
     between_latents,
     beyond_positions,
@@ -171,10 +171,14 @@ def token_bytes(served: Served, rank: ModelSpec) -> int:
     )
 
 
-def _names_fp8_cache(served: Served) -> bool:
+def _reads_named_cache(served: Served) -> bool:
     config = served.model.config
     is_read = served.run.quant == stored_quant(config) and not is_compressed(config)
-    return is_read and names_fp8_cache(config) and not served.libraries.older("sglang", "0.5.3")
+    return is_read and not served.libraries.older("sglang", "0.5.3")
+
+
+def _names_fp8_cache(served: Served) -> bool:
+    return _reads_named_cache(served) and names_fp8_cache(served.model.config)
 
 
 def _cache_bytes(served: Served) -> int:
@@ -439,6 +443,8 @@ def check(served: Served) -> None:
         )
     if served.targets:
         raise ConfigError("serving: sglang's unmerged adapters are not predicted; use serve merged")
+    if _reads_named_cache(served):
+        check_named_cache(served)
     check_sparse(served)
     _check_pages(served)
     if served.options[DRAFTS]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from whichlora.errors import ConfigError
 from whichlora.serving.base import Served
 from whichlora.serving.product_dtypes import BF16_CAPABILITY
+from whichlora.serving.quant_cards import check_named_cache
 from whichlora.serving.rank import has_latents
 from whichlora.serving.vllm_settings import FP8_CACHES, capability
-from whichlora.serving.vllm_sparse import cache_dtype
+from whichlora.serving.vllm_sparse import cache_dtype, reads_named_cache
 from whichlora.spec.architecture import Attention
 
 SECOND_ENGINE_ALONE = "0.11"  # before, kernels of the first one widen 8 bits on every card
@@ -31,6 +32,8 @@ def check(served: Served) -> None:
     Raises:
         ConfigError: one line.
     """
+    if reads_named_cache(served):
+        check_named_cache(served)
     asked = str(served.options["kv_cache_dtype"])
     asked = cache_dtype(served) if asked == "auto" else asked
     if asked == "auto" or served.model.chooses_keys:

@@ -56,16 +56,15 @@ SCORES = Fact(
 )
 
 
-def _names_fp8(served: Served) -> bool:
-    """Whether the files name a cache in 8 bits, and the release listens.
+def reads_named_cache(served: Served) -> bool:
+    """Whether the release listens to what the files name as their cache.
 
     Source: vLLM 0.14.0 utils/torch_utils.py `get_kv_cache_quant_algo_string`, of ModelOpt's; 0.15.0
     attention/layer.py:236, of llm-compressor's.
     """
     config = served.model.config
     since = "0.15" if is_compressed(config) else "0.14"
-    is_read = served.run.quant == stored_quant(config) and not served.libraries.older("vllm", since)
-    return is_read and names_fp8_cache(config)
+    return served.run.quant == stored_quant(config) and not served.libraries.older("vllm", since)
 
 
 def cache_dtype(served: Served) -> str:
@@ -73,12 +72,13 @@ def cache_dtype(served: Served) -> str:
 
     Kind: exact. Source: vLLM 0.33.0 platforms/cuda.py:83 `_get_backend_priorities`,
     layers/attention/mla_attention.py:357 `_canonicalize_sparse_mla_kv_cache_dtype`;
-    `NARROW_BY_DEFAULT`, `_names_fp8`.
+    `NARROW_BY_DEFAULT`, `reads_named_cache`.
     """
     stated = str(served.options["kv_cache_dtype"])
     asked = "auto" if stated == "bfloat16" else stated
     if not served.model.chooses_keys:
-        return "fp8" if stated == "auto" and _names_fp8(served) else asked
+        is_fp8 = reads_named_cache(served) and names_fp8_cache(served.model.config)
+        return "fp8" if stated == "auto" and is_fp8 else asked
     major = capability(served.gpu)
     if stated == "auto" and major == 10 and served.model.model_type in NARROW_BY_DEFAULT:
         return "fp8_e4m3"

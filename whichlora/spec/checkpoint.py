@@ -12,7 +12,8 @@ from typing import Any
 from whichlora.spec.architecture import Attention, Layer, Linear, Mlp, ModelSpec
 from whichlora.spec.float_blocks import (
     FLOAT_BLOCKS,
-    caches_fp8,
+    cache_named,
+    mixes_forms,
     named_by_group,
     named_by_modelopt,
 )
@@ -142,7 +143,17 @@ def has_fp8_blocks(config: Mapping[str, Any]) -> bool:
 
 def names_fp8_cache(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint says that keys and values are cached in 8-bit floats."""
-    return caches_fp8(_stored(config))
+    return cache_named(_stored(config)) == "fp8"
+
+
+def names_four_bit_cache(config: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint says that keys and values are cached in 4 bits."""
+    return cache_named(_stored(config)) == "4-bit"
+
+
+def is_mixed(config: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint holds matrices in several narrow forms, some of them in blocks."""
+    return mixes_forms(_stored(config))
 
 
 def is_compressed(config: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from whichlora.spec.numeric import ceil_div
 
@@ -57,13 +57,32 @@ _OF_MODELOPT = {
     "MXFP8": "mxfp8",
     "FP8": "fp8",
 }
+_CACHES: Mapping[str, Literal["fp8", "4-bit"]] = {"FP8": "fp8", "NVFP4": "4-bit"}
 
 
 def named_by_modelopt(stored: Mapping[str, Any]) -> str:
     """Our name of the storage that ModelOpt states; empty for one not modelled."""
+    return _OF_MODELOPT.get(_algorithm(stored), "")
+
+
+def _algorithm(stored: Mapping[str, Any]) -> str:
     stated = stored.get("quantization")
     inner = stated if isinstance(stated, Mapping) else stored
-    return _OF_MODELOPT.get(str(inner.get("quant_algo", "")).upper(), "")
+    return str(inner.get("quant_algo", "")).upper()
+
+
+def mixes_forms(stored: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint holds floats in blocks beside matrices in another narrow form.
+
+    Source: vLLM 0.33.0 modelopt.py `ModelOptMixedPrecisionConfig`.
+    """
+    if str(stored.get("quant_method", "")).startswith("modelopt"):
+        return _algorithm(stored) == "MIXED_PRECISION"
+    groups = stored.get("config_groups")
+    forms = (
+        {named_by_group(each) for each in groups.values()} if isinstance(groups, Mapping) else ()
+    )
+    return len(forms) > 1
 
 
 def named_by_group(group: Any) -> str:
@@ -82,8 +101,8 @@ def named_by_group(group: Any) -> str:
     return "mxfp8" if stated == (8, 32) else ""
 
 
-def caches_fp8(stored: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint names a cache of keys and values in 8-bit floats.
+def cache_named(stored: Mapping[str, Any]) -> Literal["fp8", "4-bit", ""]:
+    """What a checkpoint says that keys and values are cached in; empty for another, or none.
 
     Source: vLLM 0.33.0 utils/torch_utils.py `get_kv_cache_quant_algo_string`.
     """
@@ -91,6 +110,8 @@ def caches_fp8(stored: Mapping[str, Any]) -> bool:
     inner = stated if isinstance(stated, Mapping) else {}
     scheme = inner.get("kv_cache_scheme") or stored.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
-        return (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+        if scheme.get("num_bits") == 4:
+            return "4-bit"
+        return "fp8" if (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) else ""
     named = inner.get("kv_cache_quant_algo") or stored.get("kv_cache_quant_algo")
-    return str(named).upper() == "FP8"
+    return _CACHES.get(str(named).upper(), "")
