@@ -1,4 +1,4 @@
-"""The oldest cards that an engine has kernels for, by how weights are stored."""
+"""What an engine has no kernels for, or is not predicted, by how weights are stored."""
 
 from __future__ import annotations
 
