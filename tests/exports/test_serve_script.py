@@ -70,6 +70,28 @@ def test_the_merge_takes_the_class_that_trains_and_what_reads_images(
     assert (f'{processor}"output")' in whole) == reads_images
 
 
+@pytest.mark.parametrize(
+    ("there", "calls"),
+    [("", "python vllm"), ("processor_config.json", "vllm"), ("preprocessor_config.json", "vllm")],
+)
+def test_a_whole_model_gets_a_processor_where_it_has_none(
+    tmp_path: Path, there: str, calls: str
+) -> None:
+    model = load_model("google/gemma-3-4b-it")
+    job = resolve(model, replace(RUN, model=model.name), A100)
+    path = tmp_path / "serve.sh"
+    path.write_text(serve_script(job, "full", form="merged 16-bit", concurrency=8))
+    (tmp_path / "output").mkdir()
+    if there:
+        (tmp_path / "output" / there).write_text("{}")
+    for name in ("python", "vllm"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["sh", str(path)], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout.split()) == (0, calls.split())
+
+
 def test_quantised_weights_are_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "serve.sh"
     path.write_text(script(replace(RUN, quant="awq-int4")))

@@ -125,6 +125,21 @@ def test_a_base_under_its_adapter_keeps_its_tower(tmp_path: Path) -> None:
     assert "--language-model-only" not in engine_of(answer).command
 
 
+def test_what_trains_on_images_keeps_its_tower(tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (448, 448)).save(tmp_path / "a.png")
+    turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Black."}]
+    row = json.dumps({"messages": turns, "images": ["a.png"]})
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 20)
+    data = {"path": "rows.jsonl", "images_column": "images"}
+    keys = {"models": [SEES], "methods": ["lora"], "gpu": "a100-sxm-80gb", "dataset": data}
+    text = answered(tmp_path, **keys).files["serving"].read_text()
+    assert "base = AutoModelForImageTextToText" in text
+    assert "AutoProcessor" in text
+    assert "--language-model-only" not in text
+
+
 LARGE = "meta-llama/Llama-3.1-70B"  # weights of 131 GiB
 
 
