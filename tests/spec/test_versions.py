@@ -79,6 +79,17 @@ def test_a_library_never_reaches_a_release_that_is_not_there() -> None:
     assert not Libraries().reaches("vllm", None)
 
 
+def test_a_release_is_the_same_with_zeros_behind_it() -> None:
+    for short, long in (("0.11", "0.11.0"), ("0.11.0", "0.11"), ("5", "5.0.0"), ("0", "0.0")):
+        libraries = Libraries(vllm=short)
+        assert not libraries.older("vllm", long)
+        assert not libraries.newer("vllm", long)
+        assert libraries.reaches("vllm", long)
+        assert libraries.value_of("vllm", (("0", 1), (long, 2))) == 2
+    assert Libraries(vllm="0.11").older("vllm", "0.11.0.1")
+    assert Libraries(vllm="0.10").newer("vllm", "0.1")
+
+
 def test_a_hundred_and_ten_is_newer_than_nine() -> None:
     assert not Libraries(transformers="4.110").older("transformers", "4.9")
 

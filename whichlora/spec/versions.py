@@ -374,7 +374,10 @@ def changes_nothing(library: str) -> bool:
 
 @cache
 def _numbers(version: str) -> tuple[int, ...]:
-    """Of its release: 0.6.4.post1, 0.6.4rc1 and v0.6.4+cu121 are 0.6.4."""
+    """Of its release: 0.6.4.post1, 0.6.4rc1 and v0.6.4+cu121 are 0.6.4, and 0.11.0 is 0.11."""
     match = _VERSION.fullmatch(version)
     assert match is not None
-    return tuple(int(part) for part in match["release"].split(".") if part)
+    numbers = [int(part) for part in match["release"].split(".") if part]
+    while len(numbers) > 1 and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
