@@ -205,5 +205,17 @@ def test_an_older_sglang_has_one_flag_for_graphs(version: str, flags: str) -> No
     assert command(run, disable_cuda_graph=True).endswith(f" --dtype bfloat16 {flags}")
 
 
+def test_numbers_with_suffixes_are_whole_ones_in_the_command() -> None:
+    asked = command(kv_cache_memory_bytes="10G", max_num_batched_tokens="8k")
+    assert asked.endswith("--kv-cache-memory-bytes 10737418240 --max-num-batched-tokens 8000")
+    with pytest.raises(ConfigError, match="'64k' is not a whole number"):
+        command(max_num_seqs="64k")
+
+
+def test_no_graphs_are_asked_for_by_another_option() -> None:
+    with pytest.raises(ConfigError, match="leave it out, and give enforce_eager=true"):
+        command(max_cudagraph_capture_size=0)
+
+
 def test_what_does_not_start_has_no_command() -> None:
     assert command(gpu_memory_utilization=0.01) == ""

@@ -121,16 +121,53 @@ def test_a_flag_that_is_no_option_says_why(engine: str, flag: str, said: str) ->
 
 
 def test_flags_of_a_server_are_taken_and_told() -> None:
-    flags = (("swap_space", 4), ("enable_auto_tool_choice", True), ("moe_backend", "triton"))
+    flags = (("seed", 4), ("enable_auto_tool_choice", True), ("moe_backend", "triton"))
     plain, asked = predicted(replace(RUN, serving="vllm")), replace(RUN, serving="vllm")
     answer = predicted(replace(asked, serving_options=flags))
     assert answer.serving is not None
     assert plain.serving is not None
     assert answer.serving.kv_pool_bytes == plain.serving.kv_pool_bytes
-    assert "enable_auto_tool_choice, swap_space: no say in what is predicted" in answer.notes
+    assert "enable_auto_tool_choice, seed: no say in what is predicted" in answer.notes
     assert "moe_backend: times are those of the default kernels" in answer.notes
-    for flag in (" --swap-space 4", " --enable-auto-tool-choice", " --moe-backend triton"):
+    for flag in (" --seed 4", " --enable-auto-tool-choice", " --moe-backend triton"):
         assert flag in answer.serving.command
+
+
+@pytest.mark.parametrize(
+    ("version", "kept"),
+    [
+        ("0.9.1", {"swap_space", "guided_decoding_backend"}),
+        ("0.11.2", {"swap_space", "guided_decoding_backend"}),
+        ("0.12.0", {"swap_space"}),
+        ("0.17", {"swap_space", "moe_backend"}),
+        ("0.33.0", {"moe_backend"}),
+    ],
+)
+def test_a_flag_that_the_release_does_not_know_is_not_in_its_command(
+    version: str, kept: set[str]
+) -> None:
+    flags = ("guided_decoding_backend", "moe_backend", "swap_space")
+    run = replace(RUN, serving="vllm", libraries=(("vllm", version),))
+    answer = predicted(replace(run, serving_options=tuple((flag, "auto") for flag in flags)))
+    assert answer.serving is not None
+    for flag in flags:
+        is_there = f"--{flag.replace('_', '-')} auto" in answer.serving.command
+        assert is_there == (flag in kept), flag
+    lacking = ", ".join(flag for flag in flags if flag not in kept)
+    assert f"{lacking}: no flags of vllm {version}, left out of the command" in answer.notes
+
+
+def test_a_flag_that_a_release_lacks_is_not_denied_in_its_command() -> None:
+    denied = (("disable_log_stats", False), ("disable_frontend_multiprocessing", False))
+    answer = predicted(replace(RUN, serving="vllm", serving_options=denied))
+    assert answer.serving is not None
+    assert "--no-disable-log-stats" in answer.serving.command
+    assert "frontend" not in answer.serving.command
+
+
+def test_releases_are_said_of_flags_that_are_taken() -> None:
+    for engine in map(get_engine, ("vllm", "sglang", "llama-cpp")):
+        assert set(engine.ignored_in) <= set(engine.ignored), engine.name
 
 
 def test_no_option_is_refused_by_its_name() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from whichlora.errors import ConfigError
-from whichlora.spec.options import Option, OptionValue, filled
+from whichlora.spec.options import Option, OptionValue, by_own_names, filled
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,35 @@ def test_a_share_lies_between_0_and_1(value: float) -> None:
     with pytest.raises(ConfigError, match="is no share between 0 and 1, such as"):
         option.checked(value)
     assert option.checked(1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("8k", 8_000),
+        ("8K", 8_192),
+        ("10G", 10 * 2**30),
+        ("25.6k", 25_600),
+        ("2m", 2_000_000),
+        (" 3M ", 3 * 2**20),
+        (512, 512),
+    ],
+)
+def test_a_number_of_a_library_that_takes_suffixes_may_have_one(
+    text: OptionValue, number: int
+) -> None:
+    option = Option(name="size", summary="", default=None, has_suffixes=True)
+    assert option.checked(text) == number
+    assert by_own_names([option], [("size", text)]) == (("size", number),)
+
+
+@pytest.mark.parametrize("text", ["1.5K", "8kB", "k", "-8k", "0k"])
+def test_what_a_library_does_not_read_so_is_no_number(text: str) -> None:
+    option = Option(name="size", summary="", default=None, has_suffixes=True)
+    with pytest.raises(ConfigError, match="is not a whole number from 1 on"):
+        option.checked(text)
+
+
+def test_a_suffix_is_no_part_of_other_numbers() -> None:
+    with pytest.raises(ConfigError, match="'8k' is not a whole number"):
+        Option(name="size", summary="", default=None).checked("8k")

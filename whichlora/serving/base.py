@@ -472,7 +472,9 @@ class Engine:
         log: how what it prints is read.
         elsewhere: settings of a run, by the names that are no options here.
         refused: why a flag of the engine is no option here.
-        ignored: flags that stand in its command as they are given, and what is said of them.
+        ignored: flags that stand in its command as they are given, and what is said of them;
+            ignored_in: the first release that has one and the first that has not, where not all
+            have; empty where none is known.
     """
 
     name: str
@@ -511,6 +513,7 @@ class Engine:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
+    ignored_in: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def divided_by(self) -> str:
@@ -564,10 +567,20 @@ class Engine:
     def ignored_notes(self, run: RunConfig) -> list[str]:
         """What is said of flags of `run` that nothing here depends on."""
         told: dict[str, list[str]] = {}
+        libraries = self.libraries(run)
+        lacking = f"no flags of {release_of(self.name, getattr(libraries, self.library, ''))}, "
         for name, _ in run.serving_options:
             if name in self.ignored:
-                told.setdefault(self.ignored[name], []).append(name)
+                is_lacking = self.lacks_flag(name, libraries)
+                said = f"{lacking}left out of the command" if is_lacking else self.ignored[name]
+                told.setdefault(said, []).append(name)
         return [f"{', '.join(names)}: {said}" for said, names in told.items()]
+
+    def lacks_flag(self, name: str, libraries: Libraries) -> bool:
+        """Whether the release does not know a flag of `ignored`, and would not start with it."""
+        since, until = self.ignored_in.get(name, ("", ""))
+        is_later = bool(until) and libraries.reaches(self.library, until)
+        return is_later or (bool(since) and libraries.older(self.library, since))
 
     def check_flags(self, served: Served) -> None:
         """Refuse options, and values of them, that the release has no flag for.

@@ -18,6 +18,8 @@ def shell_command(
 ) -> str:
     """`start`, then the model, the context, the dtype and every option that the run states.
 
+    Flags that the release does not know are left out.
+
     Args:
         start: all before the model.
         context: the flag of the most tokens of a sequence.
@@ -28,7 +30,7 @@ def shell_command(
     words += [context, str(served.context), "--dtype", dtype_of(served)]
     for name, value in served.run.serving_options:
         flag = "--" + name.replace("_", "-")
-        if name == NODES:
+        if name == NODES or served.engine.lacks_flag(name, served.libraries):
             continue
         if value is True:
             words.append(renamed.get(name, flag))

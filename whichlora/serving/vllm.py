@@ -33,6 +33,7 @@ from whichlora.serving.other_flags import (
     NO_SAY,
     OF_A_SERVER,
     OF_VLLM,
+    RELEASES_OF_VLLM,
     REPLICAS,
 )
 from whichlora.serving.product_dtypes import (
@@ -502,6 +503,7 @@ def command(served: Served) -> str:
         return ""
     denied = {name for name, value in served.run.serving_options if value is False}
     denied &= {"enable_prefix_caching", AHEAD, *ENGINE.ignored}
+    denied = {name for name in denied if not ENGINE.lacks_flag(name, served.libraries)}
     if not older("vllm", "0.8"):
         flags += [f"--no-{name.replace('_', '-')}" for name in sorted(denied)]
     if served.targets:
@@ -577,6 +579,12 @@ def _nodes_notes(served: Served) -> list[str]:
     ]
 
 
+def _no_graphs(stated: str) -> str:
+    """Source: vLLM 0.33.0 config/vllm.py:2554, which asserts that the largest is 1 or more."""
+    instead = "leave it out, and give enforce_eager=true"
+    return f"is less than the 1 token that vllm captures; {instead}" if stated == "0" else ""
+
+
 ENGINE = Engine(
     name="vllm",
     summary="vLLM: a pool of blocks for keys and values; what does not fit waits",
@@ -589,7 +597,12 @@ ENGINE = Engine(
             default=0.92,
             is_share=True,
         ),
-        Option(name="max_num_batched_tokens", summary="tokens of one step", default=None),
+        Option(
+            name="max_num_batched_tokens",
+            summary="tokens of one step",
+            default=None,
+            has_suffixes=True,
+        ),
         Option(name="max_num_seqs", summary="sequences that run at once", default=None),
         Option(name="block_size", summary="tokens of a block", default=16),
         Option(
@@ -656,12 +669,17 @@ ENGINE = Engine(
         ),
         Option(name="enforce_eager", summary="no CUDA graphs", default=False),
         Option(
-            name=CAPTURED, summary="tokens of the largest CUDA graph", default=None, since="0.11.1"
+            name=CAPTURED,
+            summary="tokens of the largest CUDA graph",
+            default=None,
+            since="0.11.1",
+            explain=_no_graphs,
         ),
         Option(
             name=POOL_BYTES,
             summary="bytes of the pool, in place of a share of the GPU",
             default=None,
+            has_suffixes=True,
             since="0.10.2",
         ),
         Option(name=POOL_BLOCKS, summary="blocks of the pool, whatever is free", default=None),
@@ -722,6 +740,7 @@ ENGINE = Engine(
         "q": "quant",
     },
     ignored=dict.fromkeys(OF_A_SERVER, NO_SAY) | OF_VLLM | KERNELS_OF_VLLM,
+    ignored_in=RELEASES_OF_VLLM,
     refused={"all2all_backend": ALL_TO_ALL}
     | dict.fromkeys(("speculative_model", "num_speculative_tokens"), DRAFT)
     | {"mm_processor_kwargs": IMAGES}

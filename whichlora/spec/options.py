@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from whichlora.errors import ConfigError
 from whichlora.spec.numeric import is_number
 from whichlora.spec.words import meant
 
+_WITH_SUFFIX = re.compile(r"(?P<whole>\d{1,15})(?P<decimals>\.\d+)?(?P<suffix>[kKmMgGtT])")
 MOST_NUMBER = 10**12  # keeps later arithmetic finite
 OptionValue = bool | int | float | str | tuple[str, ...]
 
@@ -22,12 +24,13 @@ class Option:
         default: its type is the type of the setting; None: the member decides.
         kind: the type of the setting where `default` is None; a whole number where nobody says.
         choices: accepted values of a text; several may be given where `default` is a tuple.
-        least: of a whole number.
+        least: of a whole number; has_suffixes: whether 8k and 8K mean one, too: 8000 and 8192.
         is_share: a number above 0, at most 1.
         since: the first release of the member's library that has it; empty where all do.
         choices_since: the same of a value.
         other_names: by which another tool that runs the library calls it.
-        explain: why a word is none of `choices`; empty where there is nothing to say.
+        explain: why a word is none of `choices`, or a number is none; empty where there is nothing
+            to say.
         stands_for: by a value that is none of its type, in lower case, what the library means by
             it; None: what it decides itself.
     """
@@ -38,6 +41,7 @@ class Option:
     choices: tuple[str, ...] = ()
     kind: type[bool] | type[str] | type[float] | None = None
     least: int = 1
+    has_suffixes: bool = False
     is_share: bool = False
     since: str = ""
     choices_since: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -99,6 +103,8 @@ class Option:
                 raise ConfigError(f"{self.name}: {fault}")
             return float(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
+            if self.explain is not None and (why := self.explain(str(value))):
+                raise ConfigError(f"{self.name}: {value!r} {why}")
             raise ConfigError(
                 f"{self.name}: {value!r} is not a whole number from {self.least} on"
                 f"{self._or_words()}"
@@ -116,6 +122,8 @@ class Option:
         word = value.lower() if isinstance(value, str) else value
         if isinstance(word, str | int) and word in self.stands_for:
             return self.stands_for[word]
+        if self.has_suffixes and isinstance(value, str):
+            return with_suffix(value)
         return self._as_choice(value)
 
     def _as_choice(self, value: OptionValue) -> OptionValue:
@@ -126,6 +134,21 @@ class Option:
             return value
         spellings = {choice.lower(): choice for choice in self.choices}
         return spellings.get(value.lower(), value)
+
+
+def with_suffix(text: str) -> OptionValue:
+    """The whole number that 10k (10,000), 10K (10,240) and 25.6k mean; other texts as they are.
+
+    Source: vLLM 0.33.0 utils/argparse_utils.py:30 `human_readable_int`, which cuts off what is
+    left of a number, and takes no decimals before a capital letter.
+    """
+    match = _WITH_SUFFIX.fullmatch(text.strip())
+    if match is None or (match["decimals"] and match["suffix"].isupper()):
+        return text
+    base = 1024 if match["suffix"].isupper() else 1000
+    factor: int = base ** ("kmgt".index(match["suffix"].lower()) + 1)
+    whole = match["whole"] + (match["decimals"] or "")
+    return int(float(whole) * factor) if match["decimals"] else int(whole) * factor
 
 
 def known(
