@@ -47,7 +47,6 @@ def served(model: str, engine: str, version: str, **changes: str) -> Served:
         ("openai/gpt-oss-20b", "vllm", "0.8.5", "0.10.1"),
         ("zai-org/GLM-4-9B-0414", "vllm", "0.7.1", "0.8.4"),
         ("zai-org/GLM-4.5-Air", "vllm", "0.9.2", "0.10.0"),
-        ("meta-llama/Llama-4-Scout-17B-16E", "vllm", "0.8.2", "0.8.3"),
         ("deepseek-ai/DeepSeek-V3", "vllm", "0.6.5", "0.6.6"),
         ("Qwen/Qwen3-8B", "sglang", "0.4.4", "0.4.5.post2"),
         ("openai/gpt-oss-20b", "sglang", "0.5.0", "0.5.1"),
@@ -67,6 +66,27 @@ def test_a_model_is_refused_before_the_first_release_that_knows_it(
     known, spec = known_models(engine), load_model(model)
     assert known.knows(Libraries.of([(engine, since)]), spec)
     assert not known.knows(Libraries.of([(engine, version)]), spec)
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "since"),
+    [
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "0.6.6", "0.7.2"),
+        ("meta-llama/Llama-4-Scout-17B-16E", "0.8.2", "0.8.3"),
+    ],
+)
+def test_a_model_that_sees_is_told_the_first_release_that_is_predicted(
+    model: str, version: str, since: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        served(model, "vllm", version)
+    assert str(error.value).endswith(
+        f"vllm {since} or newer does; give libraries vllm=0.10.1, the first that is predicted, or "
+        "leave serving out"
+    )
+    assert served(model, "vllm", "0.10.1")
+    with pytest.raises(ConfigError, match=r"give libraries vllm=0\.11\.0, or leave serving out"):
+        served("Qwen/Qwen3-VL-8B-Instruct", "vllm", version)
 
 
 @pytest.mark.parametrize(

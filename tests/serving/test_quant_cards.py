@@ -49,6 +49,13 @@ def test_a_turing_is_refused_where_kernels_need_a_newer_card(
     assert not quant_refusal(engine, release, quant, "a100-sxm-80gb")
 
 
+def test_a_copy_that_is_stored_so_is_told_to_be_replaced() -> None:
+    model = "RedHatAI/Qwen3-8B-NVFP4"
+    said = quant_refusal("sglang", "0.5.23", None, "h100-sxm-80gb", model)
+    assert said.endswith(f"{model} is stored so: name another copy, such as one in 16 bit")
+    assert not quant_refusal("sglang", "0.5.23", None, "h100-sxm-80gb", "Qwen/Qwen3-8B")
+
+
 @pytest.mark.parametrize(
     ("engine", "release", "quant", "gpu"),
     [

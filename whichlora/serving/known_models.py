@@ -103,10 +103,13 @@ def known_models(engine: str) -> KnownModels:
     )
 
 
-def check_known(served: Served) -> None:
+def check_known(served: Served, *, predicted_since: str = "0") -> None:
     """Refuse a model that the release has no class for.
 
     Nothing is refused of a release that was not read, nor where a class of transformers may do.
+
+    Args:
+        predicted_since: the first release that is predicted for the model.
 
     Raises:
         ConfigError: one line.
@@ -120,19 +123,25 @@ def check_known(served: Served) -> None:
     name, release = architectures_of(model)[0], served.release
     first, last = known.first.get(name.lower()), known.last.get(name.lower())
     since = known.backend_since(model)
+
+    def is_early(known_release: str) -> bool:
+        return Libraries.of([(library, known_release)]).older(library, predicted_since)
+
     if last is not None and libraries.newer(library, last):
+        instead = "" if is_early(last) else f"give libraries {library}={last} or "
         raise ConfigError(
-            f"serving: {release} does not know {name} any more; give libraries {library}={last} "
-            "or leave serving out"
+            f"serving: {release} does not know {name} any more; {instead}leave serving out"
         )
     if first is not None:
+        given = f"{predicted_since}, the first that is predicted" if is_early(first) else first
         raise ConfigError(
             f"serving: {release} does not know {name}, {library} {first} or newer does; give "
-            f"libraries {library}={first}, or leave serving out"
+            f"libraries {library}={given}, or leave serving out"
         )
     if since:
+        given = predicted_since if is_early(since) else since
         raise ConfigError(
-            f"serving: {release} does not know {name}; give libraries {library}={since} or newer, "
+            f"serving: {release} does not know {name}; give libraries {library}={given} or newer, "
             "which may run the class of transformers, or leave serving out"
         )
     raise ConfigError(

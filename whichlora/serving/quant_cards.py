@@ -62,6 +62,8 @@ def check_quant_card(served: Served, cards: Mapping[str, ByRelease[float]]) -> N
             f"{served.model.name} is stored so: name a 16-bit copy of the model, such as one that "
             "ends in -BF16"
         )
+    elif stored_quant(served.model.config) == quant:
+        instead = f"{served.model.name} is stored so: name another copy, such as one in 16 bit"
     raise ConfigError(
         f"quant: {served.release} has no kernels for {quant} on "
         f"{gpu.key}: it needs compute capability {needed} or newer; {newer}{instead}"

@@ -320,7 +320,7 @@ def check(served: Served) -> None:
     _check_card(served)
     check_quant_card(served, QUANT_CARDS)
     check_model(served, keeps_states=not served.libraries.older("vllm", STATES_SINCE))
-    check_known(served)
+    check_known(served, predicted_since=TEXT_ALONE if _sees(served) else "0")
     check_card_dtype(served, WITHOUT_BF16)
     check_model_dtype(served, FLOAT16_REFUSED)
     check_quant_dtype(served, QUANT_DTYPES)
@@ -349,11 +349,14 @@ def check(served: Served) -> None:
     )
 
 
+def _sees(served: Served) -> bool:
+    return has_tower(served.model) or bool(served.model.unloaded_params)
+
+
 def _check_tower(served: Served) -> None:
     """Refuse towers under old releases, and beside a pipeline."""
     model, stages = served.model, served.count(STAGES) or 1
-    sees = has_tower(model) or bool(model.unloaded_params)
-    if sees and served.libraries.older("vllm", TEXT_ALONE):
+    if _sees(served) and served.libraries.older("vllm", TEXT_ALONE):
         raise ConfigError(
             f"serving: {served.release} loads what {model.name} sees with and keeps "
             f"room for its largest image, which is not predicted before {TEXT_ALONE}; give "
