@@ -453,6 +453,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--seq-len", "4096", "--phase", "inference"), "give prompt_len and max_new_tokens"),
     (("--prompt-len", "4096"), "prompt_len: is of phase inference; give seq_len"),
     (("--context", "4096"), "context: is of phase inference; give seq_len"),
+    (("--length-spread", "0"), "length_spread: is of an engine that serves; give phase inference"),
+    (("--request-rate", "2"), "request_rate: is of an engine that serves; give phase inference"),
     (("--seq-len", "max", "--phase", "finetune,inference"), "--seq-len: max is of fine-tuning"),
     (("--seq-len", "max", "--phase", "inference"), "seq_len: is of phase finetune; give"),
     (("--batch-size", "max", "--engine", "trace"), "batch_size: max needs --engine ledger"),

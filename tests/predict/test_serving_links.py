@@ -15,7 +15,9 @@ from whichlora.store.links import LinkFiles
 from whichlora.store.paths import data_folder
 from whichlora.timing.links import collective_s, group_of
 from whichlora.units import KiB, MiB
+from whichlora.workflow.combinations import grid
 
+SERVED = {"phase": ["inference"], "serving": ["vllm"]}
 H100, RTX_4090 = find_gpu("h100-sxm-80gb"), find_gpu("rtx-4090-24gb")
 MACHINES = LinkFiles((data_folder("calibration"),))
 
@@ -35,6 +37,10 @@ def test_nothing_is_known_of_a_network_that_nobody_described() -> None:
     assert nodes_note(16, RTX_4090, MACHINES) == ""
     assert "have 8 GPUs at most, and no network is known" in unlinked(16, RTX_4090, MACHINES)
     assert "17 GPUs are not equally many on nodes of 8" in unlinked(17, H100, MACHINES)
+    said = unlinked(2, RTX_4090, MACHINES, stated=2)
+    assert said == "no network between machines with rtx-4090-24gb is known"
+    alone = {"own": replace(MACHINES["hgx-h100"], gpus_per_node=1, network=None)}
+    assert unlinked(2, H100, alone).startswith("machines with h100-sxm-80gb have 1 GPU at most")
     assert "no links of machines with" in unlinked(2, find_gpu("gb10-128gb"), MACHINES)
 
 
@@ -98,5 +104,31 @@ def test_gpus_can_be_on_more_machines_than_they_need(nodes: int, each: int) -> N
     assert any(f"{nodes} nodes of {each}" in note for note in answers[1].notes)
     assert f"--nnodes {nodes} --node-rank 0" in slow.command
     wrong = replace(run, serving_options=(("nnodes", 3), *run.serving_options))
-    with pytest.raises(ConfigError, match="nnodes: 4 GPUs are not equally many on 3 machines"):
+    with pytest.raises(
+        ConfigError,
+        match="nnodes: 3 machines cannot have equally many of 4 GPUs; give a divisor of 4",
+    ):
         predict(model, wrong, H100, calibration)
+
+
+@pytest.mark.parametrize(("gpus", "given"), [(1, "1"), (4, "a divisor of 4")])
+def test_machines_without_equally_many_gpus_are_told_how_many_may_be(gpus: int, given: str) -> None:
+    with pytest.raises(ConfigError, match=f"of {gpus} GPUs?; give {given}, or more gpus"):
+        next(grid({"model": ["any"], **SERVED, "gpus": [gpus], "nodes": [3]}))
+    assert next(grid({"model": ["any"], **SERVED, "gpus": [gpus], "nodes": [1]}))
+
+
+@pytest.mark.parametrize(
+    ("engine", "option"), [("vllm", "tensor_parallel_size"), ("sglang", "tp_size")]
+)
+def test_a_gpu_whose_memory_is_its_machines_is_alone_there(engine: str, option: str) -> None:
+    spark, model = find_gpu("gb10-128gb"), "Qwen/Qwen3-0.6B"
+    run = RunConfig(model=model, phase="inference", serving=engine, context=4096)
+    calibration = load_calibration(spark)
+    one = predict(load_model(model), run, spark, calibration).serving
+    run = replace(run, serving_options=((option, 2),))
+    two = predict(load_model(model), run, spark, calibration).serving
+    assert one is not None
+    assert two is not None
+    assert "--nnodes" not in one.command
+    assert "--nnodes 2 --node-rank 0" in two.command

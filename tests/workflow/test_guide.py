@@ -81,7 +81,7 @@ def test_an_engine_takes_the_number_of_gpus_as_its_own_option_and_all_are_paid()
             ("--parallel", "fsdp"),
             "parallel: vllm divides every matrix (tensor_parallel_size), or has stages",
         ),
-        (("--nodes", "3"), "nnodes: 2 GPUs are not equally many on 3 machines; give a divisor"),
+        (("--nodes", "3"), "nodes: 3 machines cannot have equally many of 2 GPUs; give a divisor"),
         (("--interconnect", "25GB/s"), "interconnect: vllm is predicted with the usual links"),
         (("--serving", "transformers"), "several are known of fine-tuning, and of serving by"),
     ],

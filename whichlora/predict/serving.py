@@ -153,5 +153,5 @@ def _untimed(job: ResolvedRun, start: Start, calibration: Calibration) -> str:
         return f"the rates of {job.gpu.key} are not known"
     if start.untimed:
         return start.untimed
-    machines = machines_of(job, calibration.machines)
-    return unlinked(job.engine.num_gpus(job.run), job.gpu, machines)
+    machines, stated = machines_of(job, calibration.machines), job.engine.stated_nodes(job.run)
+    return unlinked(job.engine.num_gpus(job.run), job.gpu, machines, stated=stated)

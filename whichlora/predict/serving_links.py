@@ -9,7 +9,9 @@ from dataclasses import replace
 
 from whichlora.predict.rank_time import links_of, over_nodes, usual_links
 from whichlora.predict.resolve import ResolvedRun
+from whichlora.predict.words import gpus_in_words
 from whichlora.serving.step_time import own_all_reduce
+from whichlora.serving.vllm_settings import UNIFIED
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.links import LinkSpec
 from whichlora.spec.parallel import ParallelConfig
@@ -147,14 +149,23 @@ def num_nodes(gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> int:
     return _placed(gpus, gpu, machines)[0].nodes
 
 
-def unlinked(gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec]) -> str:
-    """Why nothing is known of what `gpus` of an engine send each other."""
+def unlinked(
+    gpus: int, gpu: GpuSpec, machines: Mapping[str, LinkSpec], *, stated: int | None = None
+) -> str:
+    """Why nothing is known of what `gpus` of an engine send each other.
+
+    Args:
+        stated: machines that the run says there are; None where it does not.
+    """
     usual = usual_links(gpu, machines)
+    if usual and (stated or 1) > 1 and all(links.network is None for links in usual):
+        return f"no network between machines with {gpu.key} is known"
     most = max((links.gpus_per_node for links in usual), default=0)
     if gpus <= most or not usual:
         return f"no links of machines with {gpu.key} are known"
     if all(links.network is None for links in usual):
-        return f"machines with {gpu.key} have {most} GPUs at most, and no network is known of them"
+        has = gpus_in_words(most)
+        return f"machines with {gpu.key} have {has} at most, and no network is known of them"
     return f"{gpus} GPUs are not equally many on nodes of {most} {gpu.key} at most"
 
 
@@ -164,7 +175,8 @@ def _placed(
     """The GPUs of an engine over the fewest nodes, their links, and a note of several nodes."""
     asked = ParallelConfig(strategy="tp", gpus=gpus)
     usual = usual_links(gpu, machines)
-    if gpus > 1 and usual and all(links.gpus_per_node == 1 for links in usual):
+    is_alone = str(gpu.compute_capability) in UNIFIED  # its memory is that of its machine
+    if gpus > 1 and (usual or is_alone) and all(links.gpus_per_node == 1 for links in usual):
         asked = replace(asked, nodes=gpus)
     config, note = over_nodes(asked, gpu, machines, hint="")
     if asked.nodes > 1:

@@ -411,6 +411,14 @@ class LoggedTimes:
     values: Mapping[str, float]
 
 
+def unequal(gpus: int, nodes: int) -> str:
+    """Why machines cannot have equally many of the GPUs; empty where they can."""
+    if gpus % nodes == 0:
+        return ""
+    shared, instead = ("1 GPU", "1") if gpus == 1 else (f"{gpus} GPUs", f"a divisor of {gpus}")
+    return f"{nodes} machines cannot have equally many of {shared}; give {instead}, or more gpus"
+
+
 def _accepts(served: Served) -> None:
     return None
 
@@ -543,12 +551,9 @@ class Engine:
         Raises:
             ConfigError: one line.
         """
-        nodes, gpus = self.stated_nodes(run), self.num_gpus(run)
-        if nodes is not None and gpus % nodes:
-            raise ConfigError(
-                f"{self.spread_by}: {gpus} GPUs are not equally many on {nodes} machines; give a "
-                "divisor, or more gpus"
-            )
+        nodes = self.stated_nodes(run)
+        if nodes is not None and (fault := unequal(self.num_gpus(run), nodes)):
+            raise ConfigError(f"{self.spread_by}: {fault}")
 
     def _number(self, run: RunConfig, option: str) -> int:
         asked = dict(run.serving_options).get(option, 1)

@@ -11,7 +11,7 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
 from whichlora.serving import get_engine
-from whichlora.serving.base import Engine
+from whichlora.serving.base import Engine, unequal
 from whichlora.spec.options import by_own_names
 from whichlora.spec.parallel import AUTO, ONE_DEVICE, ONE_GPU, micro_steps, requested
 from whichlora.spec.results import Refused
@@ -184,7 +184,9 @@ def with_concurrency(settings: Mapping[str, Any], *, stated: Collection[str]) ->
 
 
 def _check_lengths(asked: Mapping[str, Any], stated: Collection[str]) -> None:
-    """Refuse a length that the answer would not be about: it decides what a user asks.
+    """Refuse lengths, and what else of requests, that the answer would not be about.
+
+    They decide what a user asks.
 
     Raises:
         ConfigError: it is of another phase, or of an engine.
@@ -198,6 +200,12 @@ def _check_lengths(asked: Mapping[str, Any], stated: Collection[str]) -> None:
     for name in ("prompt_len", "max_new_tokens", "context"):
         if name in stated and "inference" not in phases:
             raise ConfigError(f"{name}: is of phase inference; give seq_len")
+    for name in ("request_rate", "length_spread"):
+        if name in stated and asked.get(name) != [None] and "inference" not in phases:
+            raise ConfigError(
+                f"{name}: is of an engine that serves; give phase inference and serving vllm, or "
+                "leave it out"
+            )
     if "context" in stated and not serves:
         raise ConfigError(f"context: is of a serving engine; give serving, or {own}")
 
@@ -311,6 +319,8 @@ def shared_by_engine(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     nodes = settings.get("nodes")
     if nodes not in (None, 1) and not engine.spread_by:
         raise ConfigError(f"nodes: {engine.name} is predicted on one machine, got {nodes}; give 1")
+    if nodes is not None and (fault := unequal(gpus, nodes)):
+        raise ConfigError(f"nodes: {fault}")
     if nodes is not None and engine.spread_by:
         options.setdefault(engine.spread_by, nodes)
     if settings.get("interconnect") is not None:
