@@ -27,7 +27,7 @@ from rich.console import Console
 import whichlora
 from whichlora import terminal
 from whichlora.cli import main
-from whichlora.config import DEFAULT_MODELS
+from whichlora.config import DEFAULT_MODELS, load_plan
 from whichlora.errors import ConfigError, DataFileError
 from whichlora.predict.words import describe
 from whichlora.profiler.installed import installed_versions
@@ -35,10 +35,12 @@ from whichlora.search.feasibility import Candidate
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 from whichlora.store.locks import hold_folder
+from whichlora.store.written import OF_A_RUN, RECORD
 from whichlora.terminal.answer import gpu_rows
 from whichlora.workflow import estimates
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.export import read_recipe, write_export
+from whichlora.workflow.job import files_of
 from whichlora.workflow.profiling import require_profiler
 from whichlora.workflow.run import run_plan
 
@@ -683,6 +685,47 @@ def test_an_edited_script_stops_the_next_run_before_its_search(
         run_plan(write_config(tmp_path), progress=Silent())
     assert job.read_text() == edited
     assert fake_device.calls == []
+
+
+def test_a_folder_from_before_there_were_records_is_run_again(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none")
+    run_plan(path, progress=Silent())
+    out = tmp_path / "out"
+    (out / RECORD).unlink()
+    path.write_text(path.read_text().replace("gpu: cpu", "gpu: l4"))
+    answer = run_plan(path, progress=Silent())
+    assert json.loads((out / "answer.json").read_text())["gpu"] == answer.gpu.key == "l4-24gb"
+    assert set(json.loads((out / RECORD).read_text())["files"]) <= OF_A_RUN
+
+
+def test_every_file_that_an_answer_may_replace_is_asked_for_before_the_search(
+    tmp_path: Path, fake_device: type[FakeProfiler]
+) -> None:
+    path = write_config(tmp_path)
+    run_plan(path, progress=Silent())
+    out = tmp_path / "out"
+    asked = {file.name for file in files_of(load_plan(path))}
+    assert asked >= set(json.loads((out / RECORD).read_text())["files"])
+    assert asked <= OF_A_RUN
+    calls = len(fake_device.calls)
+    for name in ("recipe.json", "predicted_vs_measured.csv"):
+        (out / name).write_text("mine")
+    with pytest.raises(DataFileError) as caught:
+        run_plan(path, progress=Silent(), fresh=True)
+    files = f"{out / 'recipe.json'}, {out / 'predicted_vs_measured.csv'}"
+    assert str(caught.value).startswith(f"{files}: were edited since WhichLoRA wrote them; set")
+    assert len(fake_device.calls) == calls
+
+
+def test_of_a_list_of_gpus_every_folder_is_asked_before_the_first_search(tmp_path: Path) -> None:
+    path = write_config(tmp_path, profile="none")
+    path.write_text(path.read_text().replace("gpu: cpu\n", "gpu: [l4, 4090]\n"))
+    mine = tmp_path / "out" / "rtx-4090-24gb" / "train.py"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(DataFileError, match=r"rtx-4090-24gb/train\.py: exists"):
+        run_plan(path, progress=Silent())
+    assert not (tmp_path / "out" / "l4-24gb").exists()
 
 
 def test_a_rerun_keeps_nothing_of_an_earlier_answer_that_it_does_not_have(tmp_path: Path) -> None:

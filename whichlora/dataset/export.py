@@ -8,7 +8,7 @@ from pathlib import Path
 
 from whichlora.dataset.base import BaseDataset, checked_splits, data_format, examples
 from whichlora.errors import DataFileError
-from whichlora.store.written import OTHER_FOLDER, record, remove_own, require_own
+from whichlora.store.written import OTHER_FOLDER, remove_own, replace_file, require_own
 
 
 def write_jsonl(dataset: BaseDataset, folder: Path) -> dict[str, Path]:
@@ -43,8 +43,7 @@ def write_jsonl(dataset: BaseDataset, folder: Path) -> dict[str, Path]:
                         out.write(json.dumps(example, ensure_ascii=False) + "\n")
                         num_examples += 1
             if num_examples:
-                partial.replace(file)
-                record([file])
+                replace_file(file, partial)
                 files[split] = file
             else:
                 remove_own([file])  # of an earlier run that had such a split

@@ -24,23 +24,22 @@ from whichlora.workflow.answer import Answer
 from whichlora.workflow.session import Session
 
 SERVE_FILE = "serve.sh"
+COMPARISON_FILE = "predicted_vs_measured.csv"
 _ANSWER = ("answer.json", "answer.md", "candidates.csv", "report.html")
 _DATA = (DATA_FILE, VALIDATION_FILE)
 _SPREAD = (ACCELERATE_FILE, DEEPSPEED_FILE)
 
 
-def require_own_files(plan: Plan) -> None:
-    """Refuse a plan before its search whose answer would replace a file of the user.
+def files_of(plan: Plan) -> list[Path]:
+    """Every file that the answer to a plan for one GPU may replace."""
+    from whichlora.workflow.export import RECIPE_FILE
 
-    Raises:
-        DataFileError: it is not as WhichLoRA wrote it.
-    """
-    names = [*_ANSWER, transformers.FILE]
+    names = [*_ANSWER, RECIPE_FILE, transformers.FILE]
+    names += [COMPARISON_FILE] * (plan.profile != "none")
     names += _DATA * (plan.dataset.kind != "counts")
     names += _SPREAD * plan.is_spread
     names += [SERVE_FILE] * (plan.inference.serving != "transformers")
-    paths = (plan.output_dir / name for name in names)
-    written.require_own(paths, instead=written.OTHER_FOLDER)
+    return [plan.output_dir / name for name in names]
 
 
 def write_files(session: Session, answer: Answer) -> dict[str, Path]:
@@ -61,7 +60,7 @@ def write_files(session: Session, answer: Answer) -> dict[str, Path]:
         "summary": terminal.write_summary(folder / "answer.md", answer),
     }
     if answer.compared:
-        comparison = folder / "predicted_vs_measured.csv"
+        comparison = folder / COMPARISON_FILE
         files["comparison"] = terminal.write_comparison(comparison, answer)
         files["measurements"] = session.log.path
     of_job = [folder / name for name in (transformers.FILE, SERVE_FILE, *_SPREAD, *_DATA)]

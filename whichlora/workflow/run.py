@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from whichlora.config import load_plan
@@ -26,7 +27,7 @@ from whichlora.store.jsonfiles import object_bytes
 from whichlora.store.locks import hold_folder
 from whichlora.workflow.answer import Answer, Ending, Search
 from whichlora.workflow.conclude import conclude, summary
-from whichlora.workflow.job import require_own_files, train, write_files
+from whichlora.workflow.job import files_of, train, write_files
 from whichlora.workflow.profiling import device_of, gpus_of, is_here, require_profiler
 from whichlora.workflow.session import Progress, Session
 from whichlora.workflow.spread_profiles import profile_best
@@ -62,8 +63,8 @@ def run_plan(
     if plan.profile != "none" or plan.train:
         require_profiler(plan.finetune)
     with hold_folder(plan.output_dir):
-        require_own_files(plan)
         if len(gpus) == 1:
+            written.require_own(files_of(plan), instead=written.OTHER_FOLDER)
             return _run(plan, gpus[0], progress, fresh=fresh, lengths={})
         return _run_on_each(plan, gpus, progress, fresh=fresh)
 
@@ -80,15 +81,23 @@ def _run_on_each(plan: Plan, gpus: Sequence[GpuSpec], progress: Progress, *, fre
     answers: dict[str, Answer] = {}
     refusals: dict[str, ConfigError] = {}
     here = {gpu.key for gpu in gpus if plan.profile != "none" and is_here(gpu)}
-    for gpu in gpus:
-        gpu_plan = replace(
+    gpu_plans = [
+        replace(
             plan,
             gpu=gpu.key,
             gpus=(gpu.key,),
             output_dir=plan.output_dir / gpu.key,
             profile=plan.profile if gpu.key in here else "none",
         )
-        require_own_files(gpu_plan)
+        for gpu in gpus
+    ]
+    files = {
+        "answer": plan.output_dir / "answer.json",
+        "report": plan.output_dir / "report.html",
+    }
+    of_gpus = chain.from_iterable(map(files_of, gpu_plans))
+    written.require_own([*files.values(), *of_gpus], instead=written.OTHER_FOLDER)
+    for gpu, gpu_plan in zip(gpus, gpu_plans, strict=True):
         try:
             answers[gpu.key] = _run(gpu_plan, gpu, progress, fresh=fresh, lengths=lengths)
         except ConfigError as error:
@@ -102,12 +111,8 @@ def _run_on_each(plan: Plan, gpus: Sequence[GpuSpec], progress: Progress, *, fre
     )
     nearest = max(choice.gpus, key=lambda on: (on.gpu in answers, on.best_chance))
     best = answers[(choice.best or nearest).gpu]
-    files = {
-        **best.files,
-        "answer": plan.output_dir / "answer.json",
-        "report": plan.output_dir / "report.html",
-    }
-    return _write_answer(plan.output_dir, replace(best, choice=choice, files=files))
+    best = replace(best, choice=choice, files={**best.files, **files})
+    return _write_answer(plan.output_dir, best)
 
 
 def _on_gpu(

@@ -64,6 +64,7 @@ from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import Plan
 from whichlora.spec.results import SCHEMA_VERSION, Measurement, Prediction, Refused
 from whichlora.spec.run import RunConfig
+from whichlora.store import written
 from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import read_object, write_object
 from whichlora.store.measurements import MeasurementLog, read_measurements
@@ -698,6 +699,7 @@ def _run_id(folder: Path, *, fresh: bool) -> str:
         run_id = read_object(state).get("run_id")
         if not isinstance(run_id, str):
             raise DataFileError(f"{state}: run_id: is missing; start over with --fresh")
+        written.begin(folder)
         return run_id
     run_id = uuid.uuid4().hex
     try:
@@ -706,5 +708,6 @@ def _run_id(folder: Path, *, fresh: bool) -> str:
         raise DataFileError(
             f"{folder}: can't be made ({error.strerror}); set output_dir to a folder of yours"
         ) from None
+    written.begin(folder)  # an empty one says that what is put there later is not its own
     write_object(state, {"schema_version": SCHEMA_VERSION, "run_id": run_id})
     return run_id
