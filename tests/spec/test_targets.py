@@ -132,6 +132,44 @@ def test_what_a_pattern_can_not_mean_is_refused(pattern: str, complaint: str) ->
         resolve_targets(model(), (f"re:{pattern}",))
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "whole"),
+    [
+        (
+            "Qwen/Qwen3-8B",
+            r"layers\.(0|1|2|7|10|35)\..*q_proj",
+            r"layers\.([0-9]|[123]\d)\..*q_proj",
+        ),
+        # layers 3, 7 and so on attend
+        (
+            "Qwen/Qwen3.5-9B",
+            r"layers\.([01]?[0-9]|2[0-3])\..*q_proj",
+            r"layers\.(3|7|11|15|19|23|27|31)\..*q_proj",
+        ),
+        ("Qwen/Qwen3.5-9B", r"layers\.([0-9]|[12]\d|30)\..*up_proj", r"layers\.\d+\..*up_proj"),
+        ("facebook/bart-base", r"layers\.[0-4]\..*q_proj", r"layers\.[0-5]\..*q_proj"),
+        (
+            "openai/whisper-large-v3",
+            r"layers\.([0-9]|[12]\d|30)\.fc1",
+            r"layers\.([0-9]|[12]\d|3[01])\.fc1",
+        ),
+        ("google-t5/t5-small", r"block\.[0-4]\..*\.q", r"block\.[0-5]\..*\.q"),
+        (
+            "Qwen/Qwen2.5-VL-7B-Instruct",
+            r"blocks\.([0-9]|[12]\d|30)\..*qkv",
+            r"blocks\.([0-9]|[12]\d|3[01])\..*qkv",
+        ),
+    ],
+)
+def test_a_pattern_is_asked_for_every_layer_that_has_a_name(
+    name: str, part: str, whole: str
+) -> None:
+    leaf = whole.rpartition(".")[2].removeprefix("*")
+    assert resolve_targets(model(name), (f"re:.*{whole}",)) == (leaf,)
+    with pytest.raises(ConfigError, match=f"is a part of the layers called '{leaf}', which is not"):
+        resolve_targets(model(name), (f"re:.*{part}",))
+
+
 def test_the_head_of_an_encoder_is_not_passed_over() -> None:
     with pytest.raises(ConfigError, match="an adapter of 'decoder' is not predicted"):
         resolve_targets(model("google-bert/bert-base-uncased"), ("query", "decoder"))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from whichlora.errors import ConfigError
-from whichlora.spec.architecture import Layer, Linear, ModelSpec
+from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order, parts_of
 from whichlora.spec.module_paths import LINEAR_PATHS
 from whichlora.spec.run import ALL_LINEAR, ATTENTION, DEFAULT_TARGETS
 
@@ -155,7 +155,6 @@ _MLP_MODULES = frozenset(
 PATTERN = "re:"  # how a target begins that PEFT is told as a text: a pattern of whole names
 _MOST_OF_A_PATTERN = 2000
 _REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")  # whose search may take forever
-_NUMBERS = ("0", "1", "2", "7", "10")  # of layers and experts, for which a pattern is asked
 
 
 @cache
@@ -168,13 +167,41 @@ def _paths(model_type: str) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _numbered(path: str, num_layers: int) -> list[str]:
-    """`path` as the layers have it, of which a few stand for all."""
-    numbers = [number for number in _NUMBERS if int(number) < num_layers]
-    numbers += [str(num_layers - 1)] * (num_layers > 1)
+def _whole_names(model: ModelSpec, path: str) -> list[str]:
+    """`path` as each layer that has it spells it."""
     if "{}" not in path:
         return [path]
-    return [path.replace("{}", number, 1).replace("{}", "0") for number in dict.fromkeys(numbers)]
+    return [
+        path.replace("{}", str(number), 1).replace("{}", "0") for number in _numbers_of(model, path)
+    ]
+
+
+def _numbers_of(model: ModelSpec, path: str) -> Sequence[int]:
+    """Numbers of the layers that have the matrix at `path`, in its own stack or tower."""
+    stack, tower = _stack_of(model, path), model.tower
+    if tower is not None and "deepstack_merger_list" in path:
+        return range(tower.deep)
+    if all(group.shared for group in stack.groups):
+        return (0,)
+    layers, leaf = layers_in_order(stack), path.rpartition(".")[2]
+    having = [
+        number
+        for number, layer in enumerate(layers)
+        if any(linear.name == leaf for linear in layer.linears)
+    ]
+    return having or range(len(layers))
+
+
+def _stack_of(model: ModelSpec, path: str) -> ModelSpec:
+    """The layers among which `path` is: those of the text, of a tower, or one of two stacks."""
+    of_tower = any(word in path for word in ("visual", "vision", "audio_tower"))
+    in_encoder = "encoder" in path.split(".")[:2]
+    parts = {part.groups[0].stack: part for part in parts_of(model)}
+    if model.tower is not None and (of_tower or (in_encoder and model.tower.transcribes)):
+        return model.tower.stack
+    if len(parts) > 1:
+        return parts["encoder" if in_encoder else "decoder"]
+    return model
 
 
 def _of_pattern(model: ModelSpec, text: str, candidates: Mapping[str, Linear]) -> set[str]:
@@ -192,10 +219,9 @@ def _of_pattern(model: ModelSpec, text: str, candidates: Mapping[str, Linear]) -
             f"target_modules: the names of a {model.model_type} are not known, which {text!r} is "
             "asked for; name layers"
         )
-    num_layers = max((group.count for group in model.groups), default=1)
     places: dict[str, list[bool]] = {}
     for path in paths:
-        matches = [bool(pattern.fullmatch(each)) for each in _numbered(path, num_layers)]
+        matches = [bool(pattern.fullmatch(each)) for each in _whole_names(model, path)]
         places.setdefault(path.rpartition(".")[2], []).extend(matches)
     names = {leaf for leaf, matches in places.items() if any(matches)}
     for leaf in sorted(names):
