@@ -21,7 +21,7 @@ from whichlora.spec.run import RunConfig
 from whichlora.terminal.live import SweepProgress
 from whichlora.terminal.progress import Progress
 from whichlora.terminal.sheet import as_csv
-from whichlora.terminal.tables import new_table, open_console, print_table, say
+from whichlora.terminal.tables import new_table, open_console, print_table, print_whole, say
 from whichlora.terminal.words import variants
 from whichlora.text import from_csv_cell
 
@@ -120,8 +120,9 @@ def test_words_stay_whole_where_heads_and_texts_can_be_broken_between_them() -> 
         "estimate Qwen/Qwen2.5-7B,Qwen/Qwen2.5-0.5B --gpu l4-24gb,4090 --serving vllm",
     ],
 )
-def test_no_word_of_a_table_is_cut_at_80_columns(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("width", [40, 80])
+def test_no_word_of_a_table_is_cut(
+    command: str, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "data.jsonl").write_text('{"text": "some words of a row"}\n' * 400)
     monkeypatch.chdir(tmp_path)
@@ -129,14 +130,44 @@ def test_no_word_of_a_table_is_cut_at_80_columns(
     monkeypatch.setattr("whichlora.terminal.guides._PLAIN_WIDTH", 1000)
     known = set(CliRunner().invoke(main, command.split()).stdout.split())
     known |= {word.rpartition("/")[2] for word in known}
-    monkeypatch.setattr("whichlora.terminal.tables.PLAIN_WIDTH", 80)
-    monkeypatch.setattr("whichlora.terminal.guides._PLAIN_WIDTH", 80)
+    monkeypatch.setattr("whichlora.terminal.tables.PLAIN_WIDTH", width)
+    monkeypatch.setattr("whichlora.terminal.guides._PLAIN_WIDTH", width)
     lines = CliRunner().invoke(main, command.split()).stdout.splitlines()
     at_rule = next(i for i, line in enumerate(lines) if line.startswith(" ──"))
     table = [*itertools.takewhile(str.strip, lines[at_rule:])]
-    assert max(map(len, table)) <= 80
+    assert max(map(len, table)) <= width or width == 40
     cut = {word for line in table for word in line.split() if "──" not in word} - known
     assert not cut
+
+
+def test_numbers_go_from_the_right_and_the_memory_stays_before_a_line_runs_over() -> None:
+    columns = ("method", "batch", "peak", "step", "device")
+    cells = [("qlora r=16", "8", "19.53 GiB", "2 h 35 min", "rtx-4090-24gb")]
+
+    def lines(width: int) -> list[str]:
+        console = terminal(width)
+        print_table(console, columns, cells, right=columns[1:4])
+        return [line.rstrip() for line in shown(console)]
+
+    assert lines(44)[-1] == "a wider terminal also shows: step"
+    assert " ".join(lines(44)[1].split()) == "method batch peak device"
+    assert max(map(len, lines(44)[:-1])) <= 44
+    assert lines(30)[-2:] == ["a wider terminal also shows:", "  step, batch"]
+    assert lines(30)[3] == " qlora   19.53 GiB  rtx-4090-24gb"  # over the edge, and whole
+
+
+def test_other_tables_are_broken_between_words_alone() -> None:
+    table = new_table("efficiency", "of the whole device", right=("of the whole device",))
+    table.add_row("a long word", "12.5 GiB")
+    console = terminal(16)
+    print_whole(console, table)
+    assert [line.split() for line in shown(console) if line.strip("─ ")] == [
+        ["of", "the"],
+        ["whole"],
+        ["efficiency", "device"],
+        ["a", "long", "12.5", "GiB"],
+        ["word"],
+    ]
 
 
 def test_a_path_with_brackets_is_no_markup() -> None:

@@ -27,7 +27,14 @@ from whichlora.terminal.plane import plane
 from whichlora.terminal.rows import comparison_rows, comparison_summary
 from whichlora.terminal.serving import print_stage_served
 from whichlora.terminal.sheet import show
-from whichlora.terminal.tables import MAX_REASONS, new_table, open_console, print_table, say
+from whichlora.terminal.tables import (
+    MAX_REASONS,
+    new_table,
+    open_console,
+    print_table,
+    print_whole,
+    say,
+)
 from whichlora.terminal.words import (
     certainty,
     deciding,
@@ -578,7 +585,7 @@ def _print_errors(console: Console, rows: Sequence[dict[str, Any]]) -> None:
         )
     table.caption = "absolute error, median / worst"
     table.caption_justify = "left"
-    console.print(table)
+    print_whole(console, table)
 
 
 def print_training(console: Console, answer: Answer) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.terminal.tables import MAX_REASONS, new_table, open_console, print_table, say
+from whichlora.terminal.tables import (
+    MAX_REASONS,
+    new_table,
+    open_console,
+    print_table,
+    print_whole,
+    say,
+)
 from whichlora.timing.model import PER_COUNT
 from whichlora.units import counted, format_count, format_seconds
 
@@ -35,7 +42,7 @@ def print_refit(refit: Refit) -> None:
             f"{new.worst:.1%}" if new else "",
         )
     say(console, f"{after.gpu}: {counted(after.num_records, 'record')}")
-    console.print(table)
+    print_whole(console, table)
     say(console, "median error; 'before' and 'now' on runs that were left out of the fit")
     for phase in after.held_out:
         if line := _against_datasheet(after, phase):
@@ -99,7 +106,7 @@ def print_calibration(report: CalibrationReport) -> None:
         table.add_row(
             name, *(_efficiency(name, model.mean[name]) for model in calibration.time.values())
         )
-    console.print(table)
+    print_whole(console, table)
     say(console, "of the rates of the datasheet, or seconds each: docs/time.md has what they mean")
     if calibration.memory.num_runs:
         factors = (f"{part} {factor:.3f}" for part, factor in calibration.memory.mean.items())
@@ -141,7 +148,7 @@ def _print_outliers(console: Console, calibration: Calibration) -> None:
             table.add_row(
                 outlier.record, outlier.phase, f"{outlier.ratio:.2f}", f"{outlier.weight:.2g}"
             )
-        console.print(table)
+        print_whole(console, table)
         _print_more(console, len(calibration.outliers))
     if calibration.left_out:
         for record, why in list(calibration.left_out.items())[:MAX_REASONS]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from whichlora.methods import NOT_IN_PEFT, NOT_MODELLED
 from whichlora.spec.gpu import GpuSpec
-from whichlora.terminal.tables import new_table, open_console, print_table, say
+from whichlora.terminal.tables import new_table, open_console, print_table, print_whole, say
 from whichlora.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -85,5 +85,5 @@ def print_models(models: Sequence[ModelRecord]) -> None:
     table = new_table("model", "type", "parameters", right=("parameters",))
     for model in models:
         table.add_row(model.hub_id, model.model_type, format_count(model.params))
-    console.print(table)
+    print_whole(console, table)
     say(console, "1 model" if len(models) == 1 else f"{len(models)} models")

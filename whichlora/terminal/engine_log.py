@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from whichlora.predict.words import describe
-from whichlora.terminal.tables import new_table, open_console, say
+from whichlora.terminal.tables import new_table, open_console, print_whole, say
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def print_log_record(found: LogRecord) -> None:
         shown = "-" if predicted is None else in_unit(name, predicted)
         error = "-" if not predicted or not measured else f"{predicted / measured - 1:+.1%}"
         table.add_row(name, shown, in_unit(name, measured), error)
-    console.print(table)
+    print_whole(console, table)
     say(console, found.note)
     how = "kept in" if found.is_new else "recorded before in"
     say(console, f"{how} {found.path}", whole=True)

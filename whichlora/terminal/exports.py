@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from whichlora.predict.words import VERDICTS, describe
-from whichlora.terminal.tables import new_table, open_console, say
+from whichlora.terminal.tables import new_table, open_console, print_whole, say
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def print_export(written: WrittenExport) -> None:
             format_seconds(prediction.time.step_s or 0),
             VERDICTS[prediction.verdict],
         )
-    console.print(table)
+    print_whole(console, table)
     for name, (then, now) in written.changes.items():
         say(console, f"{written.to} changes {name}: {then} to {now}")
     for note in written.export.notes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from whichlora.terminal.tables import new_table, open_console, say
+from whichlora.terminal.tables import new_table, open_console, print_whole, say
 from whichlora.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def print_own_links(own: OwnLinks) -> None:
                 f"{links.sizes_bytes[-1] / seconds[-1] / 1e9:.3g} GB",
             )
     say(console, links.name)
-    console.print(table)
+    print_whole(console, table)
     thread, node = links.host_thread_bytes_per_s, links.host_update_bytes_per_s
     if thread and node:
         say(

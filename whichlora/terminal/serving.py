@@ -9,7 +9,7 @@ from whichlora.predict.words import not_started
 from whichlora.search.feasibility import Candidate
 from whichlora.spec.results import Prediction, ServingPrediction, ServingTime
 from whichlora.terminal.sheet import Sheet, show
-from whichlora.terminal.tables import new_table, print_table, say
+from whichlora.terminal.tables import new_table, print_table, print_whole, say
 from whichlora.terminal.words import variants
 from whichlora.units import format_bytes, format_count, format_seconds
 
@@ -167,7 +167,7 @@ def _print_waits(console: Console, time: ServingTime) -> None:
         if seconds:
             step.add_row(_PARTS[part], format_seconds(seconds))
     step.add_row("in all", format_seconds(sum(time.step_parts_s.values())))
-    console.print(step)
+    print_whole(console, step)
 
 
 def _print_pool(console: Console, serving: ServingPrediction) -> None:
@@ -184,6 +184,6 @@ def _print_pool(console: Console, serving: ServingPrediction) -> None:
         ("left of the GPU", format_bytes(serving.left_bytes)),
     ):
         table.add_row(what, value)
-    console.print(table)
+    print_whole(console, table)
     if serving.time is not None:
         _print_waits(console, serving.time)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from whichlora.terminal.tables import new_table
+from whichlora.terminal.tables import new_table, print_whole
 from whichlora.text import csv_text, visible
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def show(console: Console, sheet: Sheet) -> None:
         table.add_row(*(Text(cell) for cell in row), end_section=i in sheet.rules)
     if sheet.title:
         console.print(sheet.title, markup=False)
-    console.print(table)
+    print_whole(console, table)
 
 
 # What ends a cell, or begins code, HTML, a link or an image.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whichlora.text import visible
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MAX_REASONS = 12
 _GAP = 3  # blanks between two columns
+_MEMORY = ("peak", "memory")  # which of the numbers of a table stays longest
 PLAIN_WIDTH = 160  # of output that is not a terminal: nothing is cut off
 
 
@@ -88,39 +89,69 @@ def print_table(
 ) -> None:
     """Print `rows` under `columns`; a narrow console shows fewer columns.
 
+    Where that is not enough, lines run over its edge: no word is cut.
+
     Args:
         right: columns of numbers, whose cells are never broken.
         lift: columns that a narrow console shows once above the table if all their cells are
             equal; the first one goes first.
-        spare: columns that a narrow console leaves out after that; the first one goes first.
+        spare: columns that a narrow console leaves out after that; the first one goes first. Then
+            the other numbers go, from the right, but for the memory or the first.
     """
+    numbers = [name for name in columns if name in set(right)]
     cells_by_column = {name: [visible(row[i]) for row in rows] for i, name in enumerate(columns)}
-    lifted, missing = _narrow(cells_by_column, console.width, lift, spare)
+    lifted, missing = _narrow(cells_by_column, console.width, lift, spare, numbers)
     lifted_text = "; ".join(
         f"{name}: {cell}" for name, cell in lifted.items() if cell not in ("", "-")
     )
     if title or lifted_text:
         say(console, f"{title} ({lifted_text})" if title and lifted_text else title or lifted_text)
-    console.print(_table(cells_by_column, right, console.width))
+    print_whole(console, _table(cells_by_column, numbers))
     if caption:
         say(console, caption)
     if missing:
         say(console, f"a wider terminal also shows: {', '.join(missing)}")
 
 
-def _table(cells_by_column: Mapping[str, Sequence[str]], right: Iterable[str], width: int) -> Table:
-    """The table; where it is wider than `width`, heads and then texts are broken between words."""
+def _table(cells_by_column: Mapping[str, Sequence[str]], numbers: Sequence[str]) -> Table:
     from rich.text import Text
 
-    numbers = set(right)
     table = new_table(*cells_by_column, right=numbers)
-    widths, gap = _widths(cells_by_column, numbers, width)
-    table.padding = (0, gap - 2, 0, 1)
-    for name, column in zip(cells_by_column, table.columns, strict=True):
-        column.width = widths[name]
     for row in zip(*cells_by_column.values(), strict=True):
         table.add_row(*map(Text, row))
     return table
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table of texts: a narrow console breaks them between words, and never within.
+
+    Heads are broken first; numbers, which stand on the right, never are. Where that is not enough,
+    lines run over the edge.
+    """
+    columns = [
+        _Column(str(each.header), [*map(str, each.cells)], each.justify == "right")
+        for each in table.columns
+    ]
+    widths, gap = _widths(columns, console.width)
+    table.padding = (0, gap - 2, 0, 1)
+    if (taken := _taken(widths, gap)) > console.width:
+        table.width = taken
+    for width, column in zip(widths, table.columns, strict=True):
+        column.width = width
+    console.print(table, crop=False)
+
+
+class _Column(NamedTuple):
+    name: str
+    cells: Sequence[str]
+    is_number: bool
+
+    @property
+    def least(self) -> int:
+        """Its width where head and texts are broken between words, and numbers never."""
+        return max(
+            _longest([self.name], words=True), _longest(self.cells, words=not self.is_number)
+        )
 
 
 def _taken(widths: Iterable[int], gap: int = _GAP) -> int:
@@ -136,29 +167,18 @@ def _longest(texts: Iterable[str], *, words: bool = False) -> int:
     return max(map(cell_len, pieces), default=0)
 
 
-def _widths(
-    cells_by_column: Mapping[str, Sequence[str]], numbers: Collection[str], width: int
-) -> tuple[dict[str, int], int]:
+def _widths(columns: Sequence[_Column], width: int) -> tuple[list[int], int]:
     """Of every column, and blanks between two: heads are broken, then texts, between words.
 
-    Where that is not enough, columns stand closer, and the longest texts are broken within words;
-    a number never is.
+    Where that is not enough, columns stand closer.
     """
-    columns = cells_by_column.items()
-    heads = {name: _longest([name], words=True) for name, _ in columns}
-    whole = {name: max(heads[name], _longest(cells)) for name, cells in columns}
-    words = {
-        name: whole[name] if name in numbers else max(heads[name], _longest(cells, words=True))
-        for name, cells in columns
-    }
-    letters = {name: least if name in numbers else min(least, 4) for name, least in words.items()}
-    widths = {name: max(whole[name], _longest([name])) for name, _ in columns}
-    gap = _GAP
-    for least in (whole, words, letters):
-        if least is letters and _taken(widths.values()) > width:
-            gap -= 1
-        while _taken(widths.values(), gap) > width:
-            wide = [name for name in widths if widths[name] > least[name]]
+    whole = [max(_longest([each.name], words=True), _longest(each.cells)) for each in columns]
+    words = [each.least for each in columns]
+    widths = [max(whole[i], _longest([each.name])) for i, each in enumerate(columns)]
+    gap = _GAP if _taken(words) <= width else _GAP - 1
+    for least in (whole, words):
+        while _taken(widths, gap) > width:
+            wide = [i for i, taken in enumerate(widths) if taken > least[i]]
             if not wide:
                 break
             widths[max(wide, key=widths.__getitem__)] -= 1
@@ -170,6 +190,7 @@ def _narrow(
     width: int,
     lift: Sequence[str],
     spare: Sequence[str],
+    numbers: Sequence[str],
 ) -> tuple[dict[str, str], list[str]]:
     """Take columns out until they fit: lifted name and cell, and the names left out."""
 
@@ -195,6 +216,13 @@ def _narrow(
     missing = []
     for name in spare:
         if not fits_with_broken_heads() and name in cells_by_column:
+            del cells_by_column[name]
+            missing.append(name)
+    left = [name for name in numbers if name in cells_by_column]
+    kept = next((name for name in left if name in _MEMORY), left[0] if left else "")
+    for name in reversed(left):
+        columns = (_Column(each, cells, each in numbers) for each, cells in cells_by_column.items())
+        if name != kept and _taken((each.least for each in columns), _GAP - 1) > width:
             del cells_by_column[name]
             missing.append(name)
     return lifted, missing
