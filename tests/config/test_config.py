@@ -395,6 +395,15 @@ def test_a_setting_of_the_top_in_a_section_is_told_where_it_stands(folder: Path)
     assert "did you mean models, which stands outside of stage1_profile" in told
 
 
+def test_optimizers_have_the_names_of_training_arguments_too(folder: Path) -> None:
+    plan = load("dataset: org/data\noptimizer: [adamw_bnb_8bit, lion_32bit, sgd]\n")
+    assert plan.optimizers == ("adamw_8bit", "lion", "sgd")
+    assert (
+        "optimizer: is described by no formula here (got 'muon'); accepted: adamw_torch"
+        in fault("dataset: org/data\noptimizer: muon\n")
+    )
+
+
 def test_a_length_is_written_as_on_the_command_line(folder: Path) -> None:
     assert load("dataset: org/data\nsequence_length: 4k\n").finetune.seq_len == 4096
     told = fault("dataset: org/data\nsequence_length: 4q\n")

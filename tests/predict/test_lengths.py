@@ -15,7 +15,14 @@ BERT = "bert-base-uncased"
 
 @pytest.mark.parametrize(
     ("name", "positions"),
-    [(BERT, 512), ("gpt2", 1024), ("BAAI/bge-base-en-v1.5", 512), ("facebook/bart-base", 1024)],
+    [
+        (BERT, 512),
+        ("gpt2", 1024),
+        ("BAAI/bge-base-en-v1.5", 512),
+        ("facebook/bart-base", 1024),
+        ("FacebookAI/roberta-base", 512),  # of 514, the first two of which are of padding
+        ("FacebookAI/xlm-roberta-base", 512),
+    ],
 )
 def test_the_usual_length_is_cut_to_learned_positions(name: str, positions: int) -> None:
     run, notes = within_positions(load_model(name), RunConfig(model=name))

@@ -49,6 +49,7 @@ from whichlora.spec.run import (
     RunConfig,
     Serve,
     image_sides,
+    named_optimizer,
 )
 from whichlora.units import parse_bytes, parse_tokens
 
@@ -89,6 +90,14 @@ def _tokens(value: Any) -> Any:
         return parse_tokens(value)
     except ConfigError as error:
         raise PydanticCustomError("tokens", "is no number of tokens") from error
+
+
+def _our_optimizer(value: Any) -> Any:
+    """Our name of an optimizer of `TrainingArguments`; whatever else stays as it is."""
+    try:
+        return named_optimizer(value) if isinstance(value, str) else value
+    except ConfigError as error:
+        raise PydanticCustomError("optimizer", "is described by no formula here") from error
 
 
 def _parse_size(value: Any) -> int:
@@ -158,7 +167,8 @@ _TextKeys = BeforeValidator(
     )
 )
 Names = Annotated[tuple[Name, ...], Field(min_length=1), _OneOrMany()]
-Optimizers = Annotated[tuple[Optimizer, ...], Field(min_length=1), _OneOrMany()]
+_OptimizerName = Annotated[Optimizer, BeforeValidator(_our_optimizer)]
+Optimizers = Annotated[tuple[_OptimizerName, ...], Field(min_length=1), _OneOrMany()]
 AttentionKernels = Annotated[tuple[AttentionKernel, ...], Field(min_length=1), _OneOrMany()]
 Switches = Annotated[tuple[bool, ...], Field(min_length=1), _OneOrMany()]
 Size = Annotated[

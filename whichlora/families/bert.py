@@ -239,6 +239,19 @@ def _bert(c: Fields) -> ModelSpec:
     return encoder(c, [layer] * c.layers(), pooler=True)
 
 
+def after_padding(c: Fields) -> dict[str, Any]:
+    """Positions that are counted from the one behind that of padding.
+
+    Source: transformers 5.23 `RobertaEmbeddings.create_position_ids_from_input_ids`.
+    """
+    return {"positions_of_padding": c.size("pad_token_id", fallback=1) + 1}
+
+
+def _roberta(c: Fields) -> ModelSpec:
+    layer = encoder_layer(c, self_attention(c))
+    return encoder(c, [layer] * c.layers(), pooler=True, **after_padding(c))
+
+
 def _widened(width: int, hidden: int, name: str) -> tuple[Linear, ...]:
     """The projection from a narrower embedding to the stack."""
     return (
@@ -459,9 +472,9 @@ LABEL_HEADS = {
 }
 BUILDERS = {
     "bert": _bert,
-    "roberta": _bert,
-    "xlm-roberta": _bert,
-    "camembert": _bert,
+    "roberta": _roberta,
+    "xlm-roberta": _roberta,
+    "camembert": _roberta,
     "electra": _electra,
     "distilbert": _distilbert,
     "albert": _albert,

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from whichlora.families.bert import BERT, encoder, encoder_layer, masked_head, self_attention
+from whichlora.families.bert import (
+    BERT,
+    after_padding,
+    encoder,
+    encoder_layer,
+    masked_head,
+    self_attention,
+)
 from whichlora.families.blocks import mlp, norms
 from whichlora.families.fields import Fields
 from whichlora.families.labels import with_dense_head, with_pooler
@@ -100,7 +107,8 @@ def _roberta_head(c: Fields) -> MaskedHead:
 
 def _data2vec(c: Fields) -> ModelSpec:
     layer = encoder_layer(c, self_attention(c))
-    return encoder(c, [layer] * c.layers(), pooler=True, masked_head=_roberta_head(c))
+    head = _roberta_head(c)
+    return encoder(c, [layer] * c.layers(), pooler=True, masked_head=head, **after_padding(c))
 
 
 def _ernie(c: Fields) -> ModelSpec:
@@ -159,6 +167,7 @@ def _mpnet(c: Fields) -> ModelSpec:
         pooler=True,
         supports_checkpointing=False,
         masked_head=_roberta_head(c),
+        **after_padding(c),
     )
     buckets = Embedding(
         name="relative_attention_bias",
@@ -222,8 +231,10 @@ def _before_each(
 
 
 def _roberta_prelayernorm(c: Fields) -> ModelSpec:
-    names = ("LayerNorm", "LayerNorm")
-    return _before_each(c, self_attention(c), names, "LayerNorm", masked_head=_roberta_head(c))
+    names, head = ("LayerNorm", "LayerNorm"), _roberta_head(c)
+    return _before_each(
+        c, self_attention(c), names, "LayerNorm", masked_head=head, **after_padding(c)
+    )
 
 
 def _xlm_roberta_xl(c: Fields) -> ModelSpec:
@@ -235,6 +246,7 @@ def _xlm_roberta_xl(c: Fields) -> ModelSpec:
         "LayerNorm",
         embedding_norms=(),
         masked_head=_roberta_head(c),
+        **after_padding(c),
     )
 
 

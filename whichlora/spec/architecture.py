@@ -1146,6 +1146,7 @@ class ModelSpec:
         tower: what turns images into vectors, where the family describes its blocks.
         started_tower: so it does for an engine that starts with it, whose requests are texts.
         buffer_bytes: what modules keep beside parameters (a causal mask per attention).
+        positions_of_padding: first rows of its table of positions, which no token looks up.
         max_position_embeddings: of two stacks, positions that both have; max_prompt_positions:
             those of an encoder that has more (LED).
         shapes_of: the model whose config this is, where it is another's; it may state more
@@ -1202,6 +1203,7 @@ class ModelSpec:
     final_dropouts: tuple[int, ...] = ()
     max_position_embeddings: int | None = None
     max_prompt_positions: int | None = None
+    positions_of_padding: int = 0
     shapes_of: str = ""
     dtype: str = "bfloat16"
     notes: tuple[str, ...] = ()
@@ -1325,7 +1327,9 @@ class ModelSpec:
         """Tokens that its table of positions has vectors for; None where they are computed."""
         tables = (table for table in self.embeddings if table.kind != "buffer")
         looked_up = any("position" in table.name or table.name == "wpe" for table in tables)
-        return self.max_position_embeddings if looked_up else None
+        if not looked_up or self.max_position_embeddings is None:
+            return None
+        return self.max_position_embeddings - self.positions_of_padding
 
     @property
     def longest_row(self) -> int | None:
