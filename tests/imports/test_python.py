@@ -658,6 +658,31 @@ def test_rows_of_trl_are_cut_to_its_own_length(tmp_path: Path) -> None:
     assert any("max_length: is missing; assumed: 1024, to which TRL" in t for t in read.assumed)
 
 
+@pytest.mark.parametrize(
+    ("stated", "release", "seq_len"),
+    [
+        ("max_length=None", "1.16", None),
+        ("max_seq_length=None", "0.15.2", None),
+        ("max_seq_length=None", "0.14.0", 1024),
+        ("max_seq_length=None", "0.19.0", 1024),
+        ("max_length=None", "0.19.0", None),
+    ],
+)
+def test_none_switches_the_cutting_of_rows_off(
+    stated: str, release: str, seq_len: int | None, tmp_path: Path
+) -> None:
+    path = script(tmp_path, QUICKSTART.replace("max_length=1024", stated))
+    lines = f"model_name_or_path: {MODEL}\nuse_peft: true\n"
+    settings = tmp_path / "trl.yaml"
+    settings.write_text(lines + stated.replace("=None", ": null"))
+    for source in (path, settings):
+        (prediction,) = estimate(gpu="l4-24gb", from_file=source, libraries={"trl": release})
+        assert prediction.run.seq_len == (seq_len or 2048)
+        said = [note for note in prediction.notes if "does not say how long rows are" in note]
+        assert len(said) == (seq_len is None)
+        assert not any("max_length: is missing" in note for note in prediction.notes)
+
+
 def test_a_model_of_several_names_is_refused_with_them(tmp_path: Path) -> None:
     text = QUICKSTART.replace('model="Qwen/Qwen3-0.6B"', "model=load(name)")
     several = 'name = "Qwen/Qwen3-0.6B"\nmodel = AutoModel.from_pretrained(name)\nname = "mine"\n'

@@ -117,6 +117,10 @@ class Keys:
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
+    def states_none(self, name: str) -> bool:
+        """Whether the key is there without a value, as it switches off what has a default."""
+        return name in self._values and self._values[name] is None
+
     def under(self, prefix: str) -> list[str]:
         """What stands after `prefix` and a dot, in their order."""
         start = f"{prefix}."

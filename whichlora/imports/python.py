@@ -30,6 +30,7 @@ from whichlora.imports.trl import (
     PEFT_DEFAULT,
     PROMPT,
     completed,
+    is_uncut,
 )
 from whichlora.methods import list_methods
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
@@ -100,7 +101,7 @@ def script_settings(
         is_trl: whether TRL's defaults of checkpointing and autocast count.
         usual_length: what the trainer cuts rows to where nobody says; None: nothing.
     """
-    settings: dict[str, Any] = {"model": model_name(keys), **_length(keys, usual_length)}
+    settings: dict[str, Any] = {"model": model_name(keys), **_length(keys, launch, usual_length)}
     settings |= trainer_settings(keys, launch, checkpoints=None if is_trl else False)
     if adapter is None:
         adapter = method_settings(quant, adapts=False, use_dora=False, targets=())
@@ -173,7 +174,7 @@ def steps_of(keys: Keys, trainer: Trainer) -> dict[str, Any]:
     return settings | {"trainer_options": tuple(sorted(stated))}
 
 
-def _length(keys: Keys, usual: int | None) -> dict[str, int]:
+def _length(keys: Keys, launch: Launch, usual: int | None) -> dict[str, int]:
     """Tokens of a row; empty where the script does not say."""
     lengths = ("max_length", "max_seq_length", "model_max_length", "from_pretrained.max_seq_length")
     for name in (*lengths, "tokenizer.max_length", _OF_TOKENIZER, "length"):
@@ -185,8 +186,12 @@ def _length(keys: Keys, usual: int | None) -> dict[str, int]:
             return {"seq_len": _LENGTH}
     if COMPLETION in keys and not any(map(keys.is_unread, (COMPLETION, PROMPT))):
         return {"seq_len": completed(keys, _LENGTH)}
+    if usual is not None and is_uncut(keys, launch):
+        keys.read_elsewhere("max_length")
+        return {}
     if usual is not None:
-        keys.assume("max_length", f"is missing; assumed: {usual}, to which TRL cuts rows")
+        if not keys.states_none("max_seq_length"):
+            keys.assume("max_length", f"is missing; assumed: {usual}, to which TRL cuts rows")
         return {"seq_len": usual}
     return _all_positions(keys) if keys.raw(_PADS) == "max_length" else {}
 

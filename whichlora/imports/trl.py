@@ -54,7 +54,8 @@ FULL_ROWS = "every row is full of packed texts, and attends to all of it"
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings: dict[str, Any] = {"model": keys.word("model_name_or_path")}
     length = {"max_seq_length": "seq_len"} if "max_seq_length" in keys else LENGTH
-    settings |= keys.of_run(length, seq_len=LENGTH_DEFAULT)
+    if "max_seq_length" in keys or not is_uncut(keys, launch):
+        settings |= keys.of_run(length, seq_len=LENGTH_DEFAULT)
     settings |= trainer_settings(keys, launch, checkpoints=None)
     quant = _quant(keys)
     adapts = keys.flag("use_peft")
@@ -72,6 +73,20 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
         keys.raw("packing_strategy")
         keys.assume("packing", FULL_ROWS)
     return settings | _trainer(keys, launch)
+
+
+def is_uncut(keys: Keys, launch: Launch) -> bool:
+    """Whether the keys state None for the tokens of a row, which switches cutting off.
+
+    Source: TRL `SFTConfig.max_length`. Its older name did so in 0.15 alone: None was 1024 tokens to
+    0.14, and left `max_length` as it is from 0.16 to 0.19.
+    """
+    old, release = "max_seq_length", launch.libraries
+    says_old = keys.states_none(old)
+    was_off = not release.older("trl", "0.15") and release.older("trl", "0.16")
+    if says_old and not was_off and not keys.states_none("max_length"):
+        keys.assume(old, f"is None, which stands for {LENGTH_DEFAULT} tokens but in TRL 0.15")
+    return keys.states_none("max_length") or (says_old and was_off)
 
 
 def _quant(keys: Keys) -> str:
