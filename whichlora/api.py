@@ -233,7 +233,9 @@ def explain(
     )
     grid, name = combinations.of_one_target(grid, name)
     run = _one_run("explain", grid)
-    return estimates.explain(run, name, calibration_dir=_path(calibration_dir), notes=files.notes)
+    return estimates.explain(
+        run, name, calibration_dir=_path(calibration_dir), notes=files.notes_of_step(run)
+    )
 
 
 def life(
@@ -279,7 +281,7 @@ def life(
         keeping=Keeping(save_total_limit=_plain(save_total_limit)),
     )
     folder = _path(calibration_dir)
-    return estimates.life(run, name, stages, calibration_dir=folder, notes=files.notes)
+    return estimates.life(run, name, stages, calibration_dir=folder, notes=files.notes_of_step(run))
 
 
 def where(
@@ -312,7 +314,7 @@ def where(
         run,
         types,
         calibration_dir=_path(calibration_dir),
-        notes=files.notes,
+        notes=files.notes_of_step(run),
         rates=load_rates(_path(prices), country),
     )
 

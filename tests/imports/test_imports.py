@@ -875,19 +875,37 @@ def test_a_command_of_a_tool_that_is_not_known_is_no_yaml(command: str, tmp_path
         imported(tmp_path, train_sh=f"{command} --model {MODEL} --lora_rank 8")
 
 
-def test_an_evaluation_of_more_rows_at_once_than_a_step_is_told(tmp_path: Path) -> None:
-    told = "per_device_eval_batch_size: evaluation reads 8 rows at once, training 2"
-    for stated, is_told in (
-        ("", False),  # off by default
-        ("eval_strategy: 'no'\n", False),
-        ("eval_strategy: steps\n", True),  # 8 by default
-        ("evaluation_strategy: epoch\nper_device_eval_batch_size: 8\n", True),
-        ("eval_strategy: steps\nper_device_eval_batch_size: 2\n", False),
-    ):
-        text = LLAMAFACTORY.replace("train_batch_size: 1", "train_batch_size: 2") + stated
-        read = imported(tmp_path, lora_yaml=text)
-        assert read.settings["batch_size"] == 2
-        assert any(each.startswith(told) for each in read.assumed) is is_told
+@pytest.mark.parametrize(
+    ("stated", "rows"),
+    [
+        ("", 0),  # off by default
+        ("eval_strategy: 'no'\n", 0),
+        ("eval_strategy: steps\n", 8),  # by default
+        ("evaluation_strategy: epoch\nper_device_eval_batch_size: 3\n", 3),
+        ("eval_strategy: steps\nper_device_eval_batch_size: 2\n", 2),
+    ],
+)
+def test_an_evaluation_of_more_rows_at_once_than_a_step_is_told(
+    stated: str, rows: int, tmp_path: Path
+) -> None:
+    text = LLAMAFACTORY.replace("train_batch_size: 1", "train_batch_size: 2") + stated
+    (path,) = files_of(tmp_path, lora_yaml=text)
+    read = import_files([path])
+    assert (read.settings["batch_size"], read.eval_batch_size) == (2, rows)
+    said = f"evaluation reads {rows} rows at once, training 2"
+    (alone,) = estimate(gpu=GPU, from_file=path)
+    (wider,) = estimate(gpu=GPU, from_file=path, batch_size=16)
+    (spread,) = estimate(gpu=GPU, from_file=path, gpus=2)
+    (unequal,) = estimate(gpu="3090+4090", from_file=path)
+    placed = where(from_file=path, gpu=GPU)[0].prediction
+    assert placed is not None
+    explained = explain(from_file=path, gpu=GPU).prediction
+    for notes in (spread.notes, unequal.notes, placed.notes, explained.notes):
+        assert (f"{said}, which is not counted here" in notes) is (rows > 2)
+    assert (f"{said}; the verdict counts it" in alone.notes) is (rows == 3)
+    decides = f"evaluation decides: {rows} rows at once take"
+    assert any(note.startswith(decides) for note in alone.notes) is (rows == 8)
+    assert not any("evaluation reads" in note for note in wider.notes)
 
 
 def test_a_script_of_pairs_has_two_lengths(tmp_path: Path) -> None:

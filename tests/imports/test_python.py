@@ -11,6 +11,8 @@ from whichlora import estimate
 from whichlora.cli import main
 from whichlora.errors import ConfigError
 from whichlora.imports import Imported, import_files
+from whichlora.predict.words import headline
+from whichlora.units import format_bytes
 
 MODEL = "Qwen/Qwen2.5-0.5B"
 UNSLOTH = """
@@ -712,6 +714,13 @@ def test_an_evaluation_that_takes_more_than_training_decides(tmp_path: Path) -> 
     (small,) = estimate(gpu="8GiB", from_file=path)
     assert (large.verdict, small.verdict) == ("fits", "fails")
     assert small.memory.device_used_bytes < 8 * 2**30
+    assert (large.fits, small.fits, small.to_dict()["fits"]) == (True, False, False)
+    assert small.evaluation is not None
+    needs = small.evaluation.device_used_bytes
+    assert needs > 8 * 2**30
+    assert f": {format_bytes(needs)} (" in headline(small)
+    assert headline(small).endswith("of 8.00 GiB in evaluations of 256 rows, does not fit")
+    assert small.to_dict()["evaluation"]["device_used_bytes"] == needs
     for prediction in (large, small):
         assert any(
             note.startswith("evaluation decides: 256 rows at once take")
@@ -721,6 +730,7 @@ def test_an_evaluation_that_takes_more_than_training_decides(tmp_path: Path) -> 
     (even,) = estimate(gpu="8GiB", from_file=path)
     assert even.verdict == "fits"
     assert not any("evaluation decides" in note for note in even.notes)
+    assert "evaluation" not in even.to_dict()
 
 
 def test_targets_that_unsloth_trains_whole(tmp_path: Path) -> None:

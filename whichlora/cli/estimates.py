@@ -239,11 +239,12 @@ def explain(
         raise ConfigError(
             "--eval-rows, --eval-accumulation-steps, --save-total-limit, --merge-on: need --life"
         )
+    notes = files.notes_of_step(run)
     if whole_life:
-        lived = estimates.life(run, gpu, life, calibration_dir=calibration_dir, notes=files.notes)
+        lived = estimates.life(run, gpu, life, calibration_dir=calibration_dir, notes=notes)
         _print_life(lived, as_json=as_json, as_markdown=as_markdown)
         return
-    explanation = estimates.explain(run, gpu, calibration_dir=calibration_dir, notes=files.notes)
+    explanation = estimates.explain(run, gpu, calibration_dir=calibration_dir, notes=notes)
     rules = advice(explanation.prediction.run, explanation.prediction.num_trainable_params)
     if as_json:
         advised = {"advice": [asdict(rule) for rule in rules]} if with_advice else {}
@@ -311,7 +312,7 @@ def where(
     run = only_run(settings, command="where")
     rates = rates_of(prices, country)
     placements = estimates.where(
-        run, gpu, calibration_dir=calibration_dir, notes=files.notes, rates=rates
+        run, gpu, calibration_dir=calibration_dir, notes=files.notes_of_step(run), rates=rates
     )
     if as_json:
         print_json({"placements": [placement.to_dict() for placement in placements]})

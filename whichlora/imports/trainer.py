@@ -65,25 +65,20 @@ def trainer_settings(
     settings = keys.of_run(BATCH, batch_size=batch_size)
     if "per_device_train_batch_size" not in keys:
         keys.assume("per_device_train_batch_size", f"is missing; assumed: {batch_size}")
-    _note_evaluation(keys, int(settings["batch_size"]))
+    keys.eval_batch_size = _eval_rows(keys)
     settings["optimizer"] = optimizer(keys, "optim")
     settings |= checkpointing(keys, launch, default=checkpoints)
     return settings | spread_settings(keys, launch) | allocator(launch)
 
 
-def _note_evaluation(keys: Keys, batch_size: int) -> None:
-    """Say that evaluation, which `TrainingArguments` have off, reads more rows at once."""
+def _eval_rows(keys: Keys) -> int:
+    """Rows that an evaluation reads at once; 0 without one, as `TrainingArguments` have it."""
     readable = [name for name in _EVALUATES if not keys.is_unread(name)]
     asked = [str(keys.raw(name) or "no").lower() for name in readable]
-    if all(when in ("no", "intervalstrategy.no") for when in asked):
-        return
-    if keys.is_unread("per_device_eval_batch_size"):
-        return
-    rows = keys.count("per_device_eval_batch_size", BATCH_SIZE)
-    keys.eval_batch_size = rows
-    if rows > batch_size:
-        text = f"evaluation reads {rows} rows at once, training {batch_size}; the verdict counts it"
-        keys.assume("per_device_eval_batch_size", f"{text}, explain --life has its tensors")
+    is_off = all(when in ("no", "intervalstrategy.no") for when in asked)
+    if is_off or keys.is_unread("per_device_eval_batch_size"):
+        return 0
+    return keys.count("per_device_eval_batch_size", BATCH_SIZE)
 
 
 def checkpointing(keys: Keys, launch: Launch, *, default: bool | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from whichlora.page.form import DATA, Question, chosen_files, data, settings, stated
@@ -27,12 +27,14 @@ class Asked:
         settings: as `combinations` takes them.
         notes: of the files of another tool.
         data: what is learned, if anybody said.
+        eval_batch_size: rows that evaluations of the files read at once.
     """
 
     question: Question
     settings: Mapping[str, list[Any]]
     notes: tuple[str, ...] = ()
     data: Data | None = None
+    eval_batch_size: int = 0
 
     @classmethod
     def of(cls, question: Question) -> Self:
@@ -47,7 +49,13 @@ class Asked:
         is_set = {field.name for field in stated(question)} & asked.keys()
         merged, said = with_files(files, asked, is_set)
         what = data(question, said)
-        return cls(question=question, settings=merged, notes=said.notes, data=what)
+        return cls(
+            question=question,
+            settings=merged,
+            notes=said.notes,
+            data=what,
+            eval_batch_size=said.eval_batch_size,
+        )
 
     def predicted(self, gpus: Sequence[str], **options: Any) -> Answers[Prediction]:
         """Its predictions on `gpus`; options are those of `estimates.estimate`.
@@ -56,7 +64,12 @@ class Asked:
             ConfigError: none is left, or a fault of the data.
         """
         return estimates.estimate_grid(
-            self.settings, gpus, notes=self.notes, data=self.data, **options
+            self.settings,
+            gpus,
+            notes=self.notes,
+            data=self.data,
+            eval_batch_size=self.eval_batch_size,
+            **options,
         )
 
     def at_length(self, seq_len: int) -> Asked:
@@ -66,7 +79,7 @@ class Asked:
         question = {name: text for name, text in self.question.items() if name not in DATA}
         question["seq_len"] = str(seq_len)
         settings = {**self.settings, "seq_len": [seq_len]}
-        return Asked(question=question, settings=settings, notes=self.notes)
+        return replace(self, question=question, settings=settings, data=None)
 
 
 def document(answers: Answers[Prediction]) -> str:

@@ -22,6 +22,7 @@ from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.store.gpus import list_gpus
 from whichlora.units import format_bytes, format_seconds
 from whichlora.workflow import combinations, estimates
+from whichlora.workflow.evaluation import uncounted
 
 _CARDS_AT_ONCE = 6  # placements in a part: a later question waits for no more
 
@@ -49,7 +50,7 @@ def card_parts(asked: Asked) -> Iterator[Part]:
                 "cheapest_hour": cheapest_hour(order),
                 "is_answer": not cards(asked.question),
                 "title": describe(order[0].prediction.run) if order and order[0].prediction else "",
-                "notes": list(asked.notes),
+                "notes": [*asked.notes, *uncounted(run, asked.eval_batch_size)],
                 "commands": [command(asked.question, "where")],
                 "done": number,
                 "of": len(catalog),

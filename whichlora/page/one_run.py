@@ -63,6 +63,10 @@ def _facts(prediction: Prediction) -> Iterator[Fact]:
     memory = prediction.memory
     need = format_bytes(memory.device_used_bytes)
     yield "Memory", need, _interval(memory.interval_bytes, format_bytes)
+    most = prediction.evaluation
+    if most is not None:
+        need = format_bytes(most.device_used_bytes)
+        yield "Memory of evaluations", need, _interval(most.interval_bytes, format_bytes)
     yield from _times(prediction)
     yield from _whole(prediction)
     yield from _costs(prediction)

@@ -92,10 +92,15 @@ def not_started(prediction: Prediction) -> list[str]:
 
 
 def headline(prediction: Prediction) -> str:
-    """What one run needs of its device, and whether it fits."""
-    memory = prediction.memory
-    low, high = (format_bytes(bound) for bound in memory.interval_bytes)
+    """What one run needs of its device, and whether it fits; of its evaluation if that decides."""
+    evaluation = prediction.evaluation
+    most = prediction.memory if evaluation is None else evaluation
+    low, high = (format_bytes(bound) for bound in most.interval_bytes)
+    when = (
+        "" if evaluation is None else f" in evaluations of {counted(evaluation.batch_size, 'row')}"
+    )
     return (
-        f"{describe(prediction.run)} on {prediction.gpu}: {format_bytes(memory.device_used_bytes)} "
-        f"({low} to {high}) of {format_bytes(prediction.usable_bytes)}, {FITS[prediction.verdict]}"
+        f"{describe(prediction.run)} on {prediction.gpu}: {format_bytes(most.device_used_bytes)} "
+        f"({low} to {high}) of {format_bytes(prediction.usable_bytes)}{when}, "
+        f"{FITS[prediction.verdict]}"
     )

@@ -374,6 +374,20 @@ class TrainingTotal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationMemory:
+    """What evaluations take of the device, where that is more than training.
+
+    Args:
+        batch_size: rows that they read at once.
+        interval_bytes: 95 % of `device_used_bytes`.
+    """
+
+    batch_size: int
+    device_used_bytes: int
+    interval_bytes: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction(Rendered):
     """One candidate judged on one device.
 
@@ -385,6 +399,7 @@ class Prediction(Rendered):
         serving: of an engine with a pool, else None.
         cost: of an hour of it, where the one who predicts looked up prices.
         training: over all the data, where there is some.
+        evaluation: where it takes more than training, and the verdict is its own; else None.
     """
 
     run: RunConfig
@@ -402,6 +417,7 @@ class Prediction(Rendered):
     serving: ServingPrediction | None = None
     cost: RunningCost | None = None
     training: TrainingTotal | None = None
+    evaluation: EvaluationMemory | None = None
 
     @property
     def exceeds_host(self) -> bool:
@@ -432,6 +448,11 @@ class Prediction(Rendered):
             **({} if self.serving is None else {"serving": self.serving.to_dict()}),
             **({} if self.cost is None else {"cost": self.cost.to_dict()}),
             **({} if self.training is None else {"training": self._training()}),
+            **(
+                {}
+                if self.evaluation is None
+                else {"evaluation": dataclasses.asdict(self.evaluation)}
+            ),
         }
 
     def _training(self) -> dict[str, Any]:

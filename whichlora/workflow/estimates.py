@@ -51,7 +51,7 @@ from whichlora.store.costs import Rates, load_rates
 from whichlora.store.gpus import each_once, find_cards, find_target, list_gpus, require_one_limit
 from whichlora.store.hub import load_model
 from whichlora.workflow.combinations import by_number, combinations, with_cards
-from whichlora.workflow.evaluation import with_evaluation
+from whichlora.workflow.evaluation import with_evaluation, with_uncounted
 from whichlora.workflow.whole_training import Data, with_training
 
 
@@ -128,13 +128,22 @@ def estimate(
                 refused.append(_refused(run, name, error))
                 continue
             if len(cards) == 1 and not is_traced:
-                if data is not None:
-                    prediction = with_training(prediction, data, model, gpu, calibration)
-                prediction = with_unknown_storage(prediction, model)
-                prediction = with_evaluation(prediction, model, gpu, calibration, eval_batch_size)
+                prediction = _whole(prediction, model, cards[0], data, eval_batch_size)
+            else:
+                prediction = with_uncounted(prediction, eval_batch_size)
             said = (*notes, *of_nodes, *of_length)
             predictions.append(_finished(prediction, cards, said, rates, stale[name]))
     return Answers(predictions, refused)
+
+
+def _whole(
+    prediction: Prediction, model: ModelSpec, card: Card, data: Data | None, eval_batch_size: int
+) -> Prediction:
+    """`prediction` of a step with what is known beside it: its data, storage and evaluations."""
+    if data is not None:
+        prediction = with_training(prediction, data, model, card.gpu, card.calibration)
+    prediction = with_unknown_storage(prediction, model)
+    return with_evaluation(prediction, model, card.gpu, card.calibration, eval_batch_size)
 
 
 def _is_traced(model: ModelSpec, engine: Engine, maximise: Size | None) -> bool:

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.life import life_of
+from whichlora.predict.life import StageUse, life_of
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.life import LifeConfig
-from whichlora.spec.results import Prediction, Verdict
+from whichlora.spec.results import EvaluationMemory, Prediction, Verdict
+from whichlora.spec.run import RunConfig
 from whichlora.units import format_bytes
 
 _EVALUATION = "evaluating"
@@ -21,26 +22,58 @@ _ORDER: tuple[Verdict, ...] = ("fits", "undecided", "fails")
 def with_evaluation(
     prediction: Prediction, model: ModelSpec, gpu: GpuSpec, calibration: Calibration, rows: int
 ) -> Prediction:
-    """`prediction`, whose verdict counts evaluations of `rows` rows, with a note where they decide.
+    """`prediction`, whose verdict counts evaluations of `rows` rows, with a note of them.
 
     They are known of one GPU.
     """
-    run = prediction.run
-    if rows <= run.batch_size or run.phase != "finetune" or not run.parallel.is_one_device:
+    if not _reads_more(prediction.run, rows):
         return prediction
+    most = _evaluating(prediction.run, model, gpu, calibration, rows)
+    if most is None:
+        return with_uncounted(prediction, rows)
+    if most.device_used_bytes <= prediction.memory.device_used_bytes:
+        note = f"{_read(prediction.run, rows)}; the verdict counts it"
+        return replace(prediction, notes=(*prediction.notes, note))
+    note = (
+        f"evaluation decides: {rows} rows at once take {format_bytes(most.device_used_bytes)} of "
+        f"the device, training {format_bytes(prediction.memory.device_used_bytes)}"
+    )
+    return replace(
+        prediction,
+        verdict=max(prediction.verdict, most.verdict, key=_ORDER.index),
+        fits=prediction.fits and most.verdict == "fits",
+        evaluation=EvaluationMemory(
+            batch_size=rows,
+            device_used_bytes=most.device_used_bytes,
+            interval_bytes=most.interval_bytes,
+        ),
+        notes=(*prediction.notes, note),
+    )
+
+
+def with_uncounted(prediction: Prediction, rows: int) -> Prediction:
+    """`prediction` with the note of `uncounted`."""
+    return replace(prediction, notes=(*prediction.notes, *uncounted(prediction.run, rows)))
+
+
+def uncounted(run: RunConfig, rows: int) -> tuple[str, ...]:
+    """A note where evaluations read more rows at once than `run`, and nobody counts them."""
+    return (f"{_read(run, rows)}, which is not counted here",) if _reads_more(run, rows) else ()
+
+
+def _reads_more(run: RunConfig, rows: int) -> bool:
+    return run.phase == "finetune" and rows > run.batch_size
+
+
+def _read(run: RunConfig, rows: int) -> str:
+    return f"evaluation reads {rows} rows at once, training {run.batch_size}"
+
+
+def _evaluating(
+    run: RunConfig, model: ModelSpec, gpu: GpuSpec, calibration: Calibration, rows: int
+) -> StageUse | None:
+    """What evaluations of `rows` rows take; None where it is not known."""
     with contextlib.suppress(ConfigError):
         lived = life_of(model, replace(run, batch_size=rows), gpu, calibration, LifeConfig())
-        stages = {stage.name: stage for stage in lived.stages}
-        if _EVALUATION in stages:
-            most = stages[_EVALUATION]
-            if most.device_used_bytes <= prediction.memory.device_used_bytes:
-                return prediction
-            needs = format_bytes(most.device_used_bytes)
-            note = (
-                f"evaluation decides: {rows} rows at once take {needs} of the device, training "
-                f"{format_bytes(prediction.memory.device_used_bytes)} "
-                "(per_device_eval_batch_size)"
-            )
-            worst = max(prediction.verdict, most.verdict, key=_ORDER.index)
-            return replace(prediction, verdict=worst, notes=(note, *prediction.notes))
-    return prediction
+        return next((stage for stage in lived.stages if stage.name == _EVALUATION), None)
+    return None

@@ -33,6 +33,7 @@ from whichlora.spec.results import Prediction, TrainingTotal
 from whichlora.spec.run import RunConfig
 from whichlora.tasks import rows_of, task_of
 from whichlora.trainers import get_trainer
+from whichlora.workflow.evaluation import uncounted
 
 MOST_EPOCHS = 1000
 MOST_SAMPLES = 10**9
@@ -53,6 +54,10 @@ class FromFiles:
     eval_batch_size: int = 0
     packed: bool = False
     epochs: float | None = None
+
+    def notes_of_step(self, run: RunConfig) -> tuple[str, ...]:
+        """`notes`, and one of evaluations, for who predicts steps of `run` alone."""
+        return (*self.notes, *uncounted(run, self.eval_batch_size))
 
 
 NO_FILES = FromFiles()
