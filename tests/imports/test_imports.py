@@ -908,6 +908,29 @@ def test_an_evaluation_of_more_rows_at_once_than_a_step_is_told(
     assert not any("evaluation reads" in note for note in wider.notes)
 
 
+@pytest.mark.parametrize(
+    ("stated", "rows"),
+    [
+        ("evals_per_epoch: 4\n", 64),
+        ("eval_steps: 0.1\n", 64),
+        ("eval_strategy: epoch\n", 64),
+        ("", 0),  # Axolotl leaves the Trainer's default, which is off
+        ("eval_strategy: no\n", 0),
+        ("evals_per_epoch: 0\n", 0),
+    ],
+)
+def test_axolotl_evaluates_where_a_key_says_when(stated: str, rows: int, tmp_path: Path) -> None:
+    text = AXOLOTL_LORA_8B + stated
+    read = imported(tmp_path, axolotl_yaml=f"{text}eval_batch_size: 64\n")
+    assert read.eval_batch_size == rows
+    assert ("eval_batch_size" in read.without_effect) is (rows == 0)
+    assert imported(tmp_path, axolotl_yaml=text).eval_batch_size == (2 if rows else 0)
+    nothing = f"{text}eval_batch_size: 64\n".replace("val_set_size: 0.05", "val_set_size: 0")
+    assert imported(tmp_path, axolotl_yaml=nothing).eval_batch_size == 0
+    tested = f"{nothing}test_datasets: [{{path: a}}]\n"
+    assert imported(tmp_path, axolotl_yaml=tested).eval_batch_size == rows
+
+
 def test_a_script_of_pairs_has_two_lengths(tmp_path: Path) -> None:
     text = "python run_summarization.py --model_name_or_path google-t5/t5-small --bf16 "
     text += "--per_device_train_batch_size 4 --max_source_length 512 --predict_with_generate"

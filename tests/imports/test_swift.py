@@ -40,6 +40,30 @@ def test_defaults_are_those_of_swift(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "rows"),
+    [
+        ("--split_dataset_ratio 0.1", 16),  # the strategy is that of saving: steps
+        ("--val_dataset $VAL", 16),
+        ("--cached_val_dataset cached", 16),
+        ("--split_dataset_ratio 0.1 --save_strategy no", 0),
+        ("--split_dataset_ratio 0.1 --save_strategy no --eval_strategy epoch", 16),
+        ("--split_dataset_ratio 0.1 --eval_strategy no", 0),
+        ("--split_dataset_ratio 0.1 --streaming true", 0),
+        ("--eval_strategy steps", 0),  # without rows
+        ("--split_dataset_ratio $RATIO", 0),
+    ],
+)
+def test_rows_that_are_held_out_are_evaluated_when_it_saves(
+    arguments: str, rows: int, tmp_path: Path
+) -> None:
+    command = f"swift sft {PLAIN} {arguments}"
+    read = imported(tmp_path, f"{command} --per_device_eval_batch_size 16")
+    assert (read.eval_batch_size, read.unknown) == (rows, ())
+    assert ("per_device_eval_batch_size" in read.without_effect) is (rows == 0)
+    assert imported(tmp_path, command).eval_batch_size == (rows > 0)  # by default 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "settings"),
     [
         ("--tuner_type full", {"method": "full"}),

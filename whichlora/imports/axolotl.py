@@ -21,6 +21,7 @@ from whichlora.exports.axolotl import (
 from whichlora.imports.base import Keys, Launch, Tool, method_settings, optimizer, targets
 from whichlora.imports.spread import spread_settings
 from whichlora.imports.trainer import (
+    EVALUATES,
     KERNELS,
     UNMODELLED,
     WITHOUT_EFFECT,
@@ -100,6 +101,7 @@ _REWARD = "trl.RewardTrainer"
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings: dict[str, Any] = {"model": keys.word("base_model")}
     settings |= keys.of_run({**LENGTH, **BATCH}, seq_len=_LENGTH_DEFAULT)
+    keys.eval_batch_size = _eval_rows(keys, int(settings["batch_size"]))
     settings["optimizer"] = optimizer(keys, "optimizer")
     settings |= _checkpointing(keys, launch)
     settings |= _spread(keys, launch) | allocator(launch)
@@ -113,6 +115,20 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     if settings.get("parallel") == "fsdp":
         keys.assume("fsdp_config", *WIDENS_NOTHING)
     return settings
+
+
+def _eval_rows(keys: Keys, batch_size: int) -> int:
+    """Rows that an evaluation reads at once; 0 without one, as where no key says when.
+
+    Source: Axolotl 0.19 `core/builders/base.py`, `_configure_save_and_eval_strategy`;
+    `utils/config/__init__.py`, `normalize_config`.
+    """
+    if not keys.number("val_set_size", 0.0) and not keys.raw("test_datasets"):
+        return 0
+    asked = [keys.raw(name) for name in ("eval_steps", "evals_per_epoch", *EVALUATES)]
+    if all(not when or str(when).lower() == "no" for when in asked):
+        return 0
+    return keys.count("eval_batch_size", batch_size)
 
 
 def _checkpointing(keys: Keys, launch: Launch) -> dict[str, Any]:

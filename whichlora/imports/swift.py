@@ -5,13 +5,16 @@ Source: swift/arguments (sft_args.py, tuner_args.py, base_args/), swift/trainers
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from whichlora.errors import ConfigError
 from whichlora.exports.axolotl import TRL
 from whichlora.imports.base import Keys, Launch, Tool, method_settings, targets
 from whichlora.imports.trainer import (
+    EVALUATES,
     UNMODELLED,
     WITHOUT_EFFECT,
     attention,
@@ -74,7 +77,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     name = next((keys.word(key) for key in _MODELS if key in keys), "")
     settings: dict[str, Any] = {"model": name}
     settings |= _length(keys) | _task(keys)
-    settings |= trainer_settings(keys, launch, checkpoints=True, batch_size=1)
+    settings |= trainer_settings(keys, launch, checkpoints=True, batch_size=1, evaluated=_eval_rows)
     settings |= _accumulation(keys, settings)
     settings |= _reentrant(settings)
     settings |= _over_gpus(launch, settings)
@@ -108,6 +111,23 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     if not keys.flag("freeze_aligner", True) and settings["freeze_vision_tower"]:
         keys.assume("freeze_aligner", "is not predicted; assumed: frozen, too")
     return settings
+
+
+def _eval_rows(keys: Keys) -> int:
+    """Rows that an evaluation reads at once; 0 without one. It evaluates when it saves.
+
+    Source: swift/arguments/sft_args.py, `_init_eval_strategy`, and below it for no rows;
+    base_args/data_args.py, `__post_init__`. The default of the split was 0.01 before 3.6.
+    """
+    held_out = [name for name in ("val_dataset", "cached_val_dataset") if name in keys]
+    for name in held_out:
+        keys.read_elsewhere(name)
+    with contextlib.suppress(ConfigError):  # a variable of the shell
+        splits = keys.number("split_dataset_ratio", 0.0) > 0 and not keys.flag("streaming")
+        said = [keys.word(name) for name in (*EVALUATES, "save_strategy")]
+        if (held_out or splits) and next(filter(None, said), "steps").lower() != "no":
+            return keys.count("per_device_eval_batch_size", 1)
+    return 0
 
 
 def _length(keys: Keys) -> dict[str, int]:

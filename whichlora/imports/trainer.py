@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -14,7 +14,7 @@ from whichlora.imports.spread import checkpoints_in_fsdp, spread_settings
 from whichlora.spec.run import FP32_PRECISIONS, ComputeDtype
 from whichlora.trainers import liger
 
-_EVALUATES = ("eval_strategy", "evaluation_strategy")
+EVALUATES = ("eval_strategy", "evaluation_strategy")
 BATCH_SIZE = 8  # `per_device_train_batch_size` where it is missing
 EXPANDABLE = "expandable_segments:true"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -53,32 +53,38 @@ WITHOUT_EFFECT = (
 )
 
 
+def eval_rows(keys: Keys) -> int:
+    """Rows that an evaluation reads at once; 0 without one, as `TrainingArguments` have it."""
+    readable = [name for name in EVALUATES if not keys.is_unread(name)]
+    asked = [str(keys.raw(name) or "no").lower() for name in readable]
+    is_off = all(when in ("no", "intervalstrategy.no") for when in asked)
+    if is_off or keys.is_unread("per_device_eval_batch_size"):
+        return 0
+    return keys.count("per_device_eval_batch_size", BATCH_SIZE)
+
+
 def trainer_settings(
-    keys: Keys, launch: Launch, *, checkpoints: bool | None = False, batch_size: int = BATCH_SIZE
+    keys: Keys,
+    launch: Launch,
+    *,
+    checkpoints: bool | None = False,
+    batch_size: int = BATCH_SIZE,
+    evaluated: Callable[[Keys], int] = eval_rows,
 ) -> dict[str, Any]:
     """Batch, optimizer, checkpointing, GPUs and allocator.
 
     Args:
         checkpoints: whether it checkpoints where the keys do not say; None: its release says.
         batch_size: where they do not say.
+        evaluated: rows that an evaluation reads at once.
     """
     settings = keys.of_run(BATCH, batch_size=batch_size)
     if "per_device_train_batch_size" not in keys:
         keys.assume("per_device_train_batch_size", f"is missing; assumed: {batch_size}")
-    keys.eval_batch_size = _eval_rows(keys)
+    keys.eval_batch_size = evaluated(keys)
     settings["optimizer"] = optimizer(keys, "optim")
     settings |= checkpointing(keys, launch, default=checkpoints)
     return settings | spread_settings(keys, launch) | allocator(launch)
-
-
-def _eval_rows(keys: Keys) -> int:
-    """Rows that an evaluation reads at once; 0 without one, as `TrainingArguments` have it."""
-    readable = [name for name in _EVALUATES if not keys.is_unread(name)]
-    asked = [str(keys.raw(name) or "no").lower() for name in readable]
-    is_off = all(when in ("no", "intervalstrategy.no") for when in asked)
-    if is_off or keys.is_unread("per_device_eval_batch_size"):
-        return 0
-    return keys.count("per_device_eval_batch_size", BATCH_SIZE)
 
 
 def checkpointing(keys: Keys, launch: Launch, *, default: bool | None) -> dict[str, Any]:
