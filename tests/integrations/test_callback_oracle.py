@@ -471,6 +471,43 @@ def test_a_loss_of_trl_that_is_not_modelled_is_said(
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "usual"),
+    [
+        (ParallelConfig(), "float32"),
+        (ParallelConfig(strategy="ddp", gpus=2), "float32"),
+        (ParallelConfig(strategy="fsdp", gpus=2), "bfloat16"),
+    ],
+    ids=lambda value: getattr(value, "strategy", value),
+)
+def test_adapters_that_an_older_trl_narrows_where_the_base_is_sharded(
+    parallel: ParallelConfig, usual: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # TRL 0.24 casts those of QLoRA alone that FSDP or ZeRO-3 divide: `trainers.trl.is_sharded`
+    live = "whichlora.integrations.live"
+    monkeypatch.setattr(f"{live}.read_trainer", lambda args: get_trainer("sft"))
+    monkeypatch.setattr(f"{live}._older_libraries", lambda trainer: (("trl", "0.24"),))
+    monkeypatch.setattr(f"{live}._read_options", lambda args, trainer: ())
+    monkeypatch.setattr(f"{live}._read_autocast", lambda args: "bf16")
+    case = oracle.Case(name="nf4", load=oracle.NF4, dtype=oracle.BF16, prepare=False)
+    with oracle.quiet():
+        model = oracle.load(case, tmp_path / "model")
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.to(getattr(torch, usual))
+    job = read_job(
+        model,
+        oracle.arguments(case, str(tmp_path)),
+        None,
+        gpu=find_gpu("cpu"),
+        batch_size=2,
+        seq_len=64,
+        padded=False,
+        parallel=parallel,
+    )
+    assert job.run.adapter_dtype == "auto"
+
+
 def test_rows_of_preferences_in_a_trainer_that_is_not_known_are_refused() -> None:
     # those of LLaMA-Factory's stage kto, whose arguments are the Trainer's
     rows = [row | {"kl_input_ids": row["input_ids"]} for row in oracle.rows(PLAIN)]

@@ -85,10 +85,11 @@ def read_job(
     quant, computes, loaded = _read_quant(base)
     method, adapters = _read_adapters(model, spec, quant, trainer)
     autocast = _read_autocast(args)
+    spread = parallel or ParallelConfig()
     adapter_dtype: AdapterDtype = "auto"
     if not method.trains_base:
         adapter_dtype = _read_adapter_dtype(
-            model, method, autocast, narrows=_narrows(trainer, quant, libraries)
+            model, method, autocast, narrows=_narrows(trainer, quant, libraries, spread)
         )
     run = RunConfig(
         model=spec.name,
@@ -109,7 +110,7 @@ def read_job(
         trainer_options=_read_options(args, trainer),
         libraries=libraries,
         **_read_checkpointing(base, args, before=parallel is not None),
-        parallel=parallel or ParallelConfig(),
+        parallel=spread,
         method=method.name,
         **adapters,
     )
@@ -463,9 +464,14 @@ def _read_base_dtype(base: Any, method: Method, autocast: str, quant: str) -> Ba
     return "float32" if _dtype(_stored(base, method), "base weights") == "float32" else "auto"
 
 
-def _narrows(trainer: Trainer, quant: str, libraries: tuple[tuple[str, str], ...]) -> bool:
+def _narrows(
+    trainer: Trainer,
+    quant: str,
+    libraries: tuple[tuple[str, str], ...],
+    parallel: ParallelConfig,
+) -> bool:
     """Whether the installed trainer casts the adapters of a base in `quant`."""
-    run = RunConfig(model="", libraries=libraries)
+    run = RunConfig(model="", libraries=libraries, parallel=parallel)
     return quant in FOUR_BIT_BNB and trainer.narrows_adapters(run)
 
 
