@@ -683,6 +683,7 @@ def test_none_switches_the_cutting_of_rows_off(
         said = [note for note in prediction.notes if "does not say how long rows are" in note]
         assert len(said) == (seq_len is None)
         assert not any("max_length: is missing" in note for note in prediction.notes)
+        assert not any("step: max_" in note for note in prediction.notes)  # without effect
 
 
 def test_a_model_of_several_names_is_refused_with_them(tmp_path: Path) -> None:

@@ -187,7 +187,6 @@ def _length(keys: Keys, launch: Launch, usual: int | None) -> dict[str, int]:
     if COMPLETION in keys and not any(map(keys.is_unread, (COMPLETION, PROMPT))):
         return {"seq_len": completed(keys, _LENGTH)}
     if usual is not None and is_uncut(keys, launch):
-        keys.read_elsewhere("max_length")
         return {}
     if usual is not None:
         if not keys.states_none("max_seq_length"):

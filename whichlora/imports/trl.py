@@ -86,6 +86,8 @@ def is_uncut(keys: Keys, launch: Launch) -> bool:
     was_off = not release.older("trl", "0.15") and release.older("trl", "0.16")
     if says_old and not was_off and not keys.states_none("max_length"):
         keys.assume(old, f"is None, which stands for {LENGTH_DEFAULT} tokens but in TRL 0.15")
+    for name in filter(keys.states_none, ("max_length", old)):
+        keys.read_elsewhere(name)
     return keys.states_none("max_length") or (says_old and was_off)
 
 
