@@ -39,7 +39,7 @@ def test_a_step_peaks_as_predicted(precision: str, compute_dtype: str) -> None:
 def test_a_prompt_peaks_as_predicted() -> None:
     settings = {"phase": "inference", "quant": "nf4", "precision": "bf16", "method": "lora"}
     measured, predicted = peaks(compute_dtype="float32", **settings)
-    assert abs(predicted - measured) / measured < 0.015
+    assert abs(predicted - measured) / measured < 0.02  # 1.1 to 1.7 % from run to run
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -196,7 +196,7 @@ def test_without_a_model_the_largest_that_fits_is_what_recommend_takes(
     *_, models = parts({"gpu": gpu, "seq_len": str(seq_len)})
     fitting = [row for row in models["rows"] if row["verdict"] == "fits"]
     assert models["rows"][: len(fitting)] == fitting
-    winner = recommend(gpu=gpu, seq_len=seq_len).winner
+    winner = recommend(gpu=gpu, seq_len=seq_len, trainer="transformers").winner
     assert winner is not None
     assert fitting[0]["name"] == winner.run.model
     assert models["title"].startswith(winner.run.model.rpartition("/")[2])

@@ -106,14 +106,14 @@ def test_a_plan_that_names_no_trainer_is_told_what_the_recipe_takes(
         "output_dir": str(tmp_path),
     }
     answer = recommended(plan | own)
-    notes = [note for note in answer.cautions if "names no trainer" in note]
+    notes = [note for note in answer.cautions if "with `trainer: sft`" in note]
     assert len(notes) == told
     if told and answer.winner is not None:
         run = answer.winner.run
         alone = {"method": "qlora", "batch_size": run.batch_size, "seq_len": run.seq_len}
         (recipe,) = estimate(SMALL, "l4", trainer="sft", padding=run.padding, **alone)
         used = format_bytes(recipe.memory.device_used_bytes)
-        assert f"would take {used} in place of" in notes[0]
+        assert f"takes {used} in place of" in notes[0]
 
 
 @pytest.mark.parametrize(

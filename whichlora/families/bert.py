@@ -244,7 +244,8 @@ def after_padding(c: Fields) -> dict[str, Any]:
 
     Source: transformers 5.23 `RobertaEmbeddings.create_position_ids_from_input_ids`.
     """
-    return {"positions_of_padding": c.size("pad_token_id", fallback=1) + 1}
+    padding = 1 if c.get("pad_token_id") is None else c.count("pad_token_id")
+    return {"positions_of_padding": padding + 1}
 
 
 def _roberta(c: Fields) -> ModelSpec:

@@ -243,7 +243,7 @@ def _use(job: ResolvedRun, stage: Stage, calibration: Calibration) -> StageUse:
 def way_to_lower(setting: str) -> str:
     """The end of a sentence on what a setting lowers; empty where there is none."""
     if "merge_on" in setting:
-        return "; merge on the CPU, as `whichlora explain --life --merge-on cpu` predicts it"
+        return "; merge on the CPU instead"
     return f"; lower it by {setting}" if setting else ""
 
 

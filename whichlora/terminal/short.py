@@ -37,6 +37,7 @@ MAX_MODELS = 3
 MAX_OTHERS = 1  # reasons beside those of the winner
 MAX_NOTES = 2
 TO_MEET_IT = " chance to meet it)"
+_BY_CONFIG = "memory by the config; "  # as it is where no run has corrected it
 CERTAIN = f" (100%{TO_MEET_IT}"  # goes without saying on one screen
 
 
@@ -76,7 +77,7 @@ def reason_lines(answer: Answer) -> Iterator[str]:
         yield f"note: {note}"
     if also := besides_in_short(answer):
         yield also
-    yield f"basis: {answer.basis}"
+    yield f"basis: {answer.basis.removeprefix(_BY_CONFIG)}"
 
 
 def _reasons(answer: Answer) -> tuple[list[list[str]], list[list[str]]]:

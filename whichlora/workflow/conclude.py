@@ -107,7 +107,7 @@ def conclude(
         tokens=_describe_tokens(session, best, model),
         cautions=[
             *_cautions(session, best, model),
-            *_under_recipe(session, shown),
+            *_under_recipe(session, shown, best),
             *(life.faults() if life is not None else ()),
             *_of_several_gpus(session, best, candidates),
         ],
@@ -279,7 +279,7 @@ def _cautions(session: Session, best: Candidate | None, model: str) -> list[str]
     return cautions
 
 
-def _under_recipe(session: Session, shown: Candidate | None) -> list[str]:
+def _under_recipe(session: Session, shown: Candidate | None, best: Candidate | None) -> list[str]:
     """What TRL's recipe would take, where the plan names no trainer and it takes less.
 
     It is for models that write texts, and slower on a CPU.
@@ -299,8 +299,8 @@ def _under_recipe(session: Session, shown: Candidate | None) -> list[str]:
     if used > MUCH_LESS * plain:
         return []
     return [
-        f"the plan names no trainer; with `trainer: {RECIPE}` more may fit: {describe(run)} would "
-        f"take {format_bytes(used)} in place of {format_bytes(plain)}"
+        f"with `trainer: {RECIPE}` {'it' if shown is best else describe(run)} takes "
+        f"{format_bytes(used)} in place of {format_bytes(plain)}; more may fit"
     ]
 
 
