@@ -126,9 +126,9 @@ def test_a_base_under_its_adapter_keeps_its_tower(tmp_path: Path) -> None:
 
 
 def test_what_trains_on_images_keeps_its_tower(tmp_path: Path) -> None:
-    from PIL import Image
+    image = pytest.importorskip("PIL.Image")
 
-    Image.new("RGB", (448, 448)).save(tmp_path / "a.png")
+    image.new("RGB", (448, 448)).save(tmp_path / "a.png")
     turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Black."}]
     row = json.dumps({"messages": turns, "images": ["a.png"]})
     (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 20)
