@@ -114,41 +114,33 @@ def _of_products(frame: pd.DataFrame, peak: float, bandwidth: float) -> tuple[Ar
 def narrow(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
     """Of 8-bit floats, whose inputs a kernel of its own narrows; shares are of twice the peak."""
     frame = table(clone, system, "gemm", "gemm")
-    frame = frame[(frame.gemm_dtype == "fp8") & (frame.n * frame.k >= LEAST_WEIGHTS)]
-    if frame.empty:
-        return ()
-    m, n, k = (frame[name].to_numpy(float) for name in ("m", "n", "k"))
-    flops, moved = 2 * m * n * k, n * k + m * k + 2 * m * n
-
-    def seconds(c: Array) -> Array:
-        work = np.maximum(c[1] * moved / bandwidth, c[2] * flops / (2 * peak))
-        return c[0] + work + c[3] * m * k
-
-    first = [8e-6, 1.2, 1.5, 3e-12]
-    c, median, p90 = _fitted(seconds, 1e-3 * frame.latency.to_numpy(float), first)
-    return (
-        "products in 8 bits", str(len(frame)), _us(c[0]), f"{1 / c[1]:.2f}", f"{1 / c[2]:.2f}", "",
-        f"{1e12 * c[3]:.1f} ps", "", _percent(median), _percent(p90),
-    )  # fmt: skip
+    return _of_narrow(frame, "fp8", "products in 8 bits", 1, 2 * peak, bandwidth)
 
 
 def fp4(clone: Path, system: str, peak: float, bandwidth: float) -> tuple[str, ...]:
     """Of 4-bit floats (NVFP4) on both sides; shares are of four times the peak."""
     frame = table(clone, system, "gemm", "gemm")
-    frame = frame[(frame.gemm_dtype == "nvfp4") & (frame.n * frame.k >= LEAST_WEIGHTS)]
+    return _of_narrow(frame, "nvfp4", "products in NVFP4", FP4_BYTES, 4 * peak, bandwidth)
+
+
+def _of_narrow(
+    frame: pd.DataFrame, dtype: str, name: str, element_bytes: float, peak: float, bandwidth: float
+) -> tuple[str, ...]:
+    """Products whose inputs and weights take `element_bytes` each, and outputs 16 bit."""
+    frame = frame[(frame.gemm_dtype == dtype) & (frame.n * frame.k >= LEAST_WEIGHTS)]
     if frame.empty:
         return ()
-    m, n, k = (frame[name].to_numpy(float) for name in ("m", "n", "k"))
-    flops, moved = 2 * m * n * k, FP4_BYTES * (n * k + m * k) + 2 * m * n
+    m, n, k = (frame[column].to_numpy(float) for column in ("m", "n", "k"))
+    flops, moved = 2 * m * n * k, element_bytes * (n * k + m * k) + 2 * m * n
 
     def seconds(c: Array) -> Array:
-        work = np.maximum(c[1] * moved / bandwidth, c[2] * flops / (4 * peak))
+        work = np.maximum(c[1] * moved / bandwidth, c[2] * flops / peak)
         return c[0] + work + c[3] * m * k
 
     first = [8e-6, 1.2, 1.5, 3e-12]
     c, median, p90 = _fitted(seconds, 1e-3 * frame.latency.to_numpy(float), first)
     return (
-        "products in NVFP4", str(len(frame)), _us(c[0]), f"{1 / c[1]:.2f}", f"{1 / c[2]:.2f}", "",
+        name, str(len(frame)), _us(c[0]), f"{1 / c[1]:.2f}", f"{1 / c[2]:.2f}", "",
         f"{1e12 * c[3]:.1f} ps", "", _percent(median), _percent(p90),
     )  # fmt: skip
 
