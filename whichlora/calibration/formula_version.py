@@ -90,10 +90,8 @@ def answers_digest() -> str:
 def _sources() -> str:
     """Names the state of this package's source files: their paths, sizes and times."""
     package = Path(whichlora.__file__).parent
-    states = [
-        f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}"
-        for path in sorted(package.rglob("*.py"))
-    ]
+    found = [(path, path.stat()) for path in sorted(package.rglob("*.py"))]
+    states = [f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in found]
     return hashlib.sha256("\n".join(states).encode()).hexdigest()
 
 
