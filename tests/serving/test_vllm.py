@@ -24,9 +24,10 @@ from whichlora.serving.block_groups import CachedLayers, blocks, cached_layers
 from whichlora.serving.profile_pass import ATTENTION_PASS, EXPERTS_PASS, SAMPLER_PASS
 from whichlora.serving.rank import rank_model, rotary_bytes, slot_bytes
 from whichlora.serving.vllm import SCRIPTED_TYPE_S, WRAPPED_PRODUCT_S, notes, stepping
-from whichlora.serving.vllm_entries import COMPILED, HOST, WORKSPACE
+from whichlora.serving.vllm_entries import COMPILED, HOST, STATE_KERNELS, WORKSPACE
 from whichlora.serving.vllm_latents import absorbed_bytes
 from whichlora.serving.vllm_memory import (
+    STATES_GRAPH_BYTES,
     captured_sizes,
     expanded_bytes,
     graph_bytes,
@@ -114,6 +115,31 @@ def test_experts_in_mxfp4_are_stored_as_their_kernels_read_them(
     run = replace(RUN, model=model, quant="mxfp4", libraries=(("vllm", version),))
     taken = started(run, replace(find_gpu("h100-sxm-80gb"), compute_capability=capability))
     assert part_bytes(taken, "weights") / GiB == pytest.approx(loaded_gib, abs=0.06)
+
+
+@pytest.mark.parametrize(("version", "is_marlin"), [("0.11.1", True), ("0.12.0", False)])
+def test_without_triton_kernels_marlin_pads_experts_before_0_12(
+    version: str, is_marlin: bool
+) -> None:
+    """github.com/vllm-project/vllm/issues/27508: 1.71 GiB of a pool, not the 3.5 of Triton's."""
+    model, gpu = "openai/gpt-oss-120b", find_gpu("h100-sxm-80gb")
+    lacking = (("vllm", version), ("triton_kernels", "0"))
+    run = replace(RUN, model=model, quant="mxfp4", libraries=lacking)
+    taken = part_bytes(started(run, gpu), "weights") / GiB
+    assert taken == pytest.approx(65.97 if is_marlin else 64.38, abs=0.06)
+
+
+def test_what_a_first_graph_of_states_loads_counts_twice_since_0_18() -> None:
+    def kernels(version: str, **options: object) -> int:
+        run = replace(RUN, model="Qwen/Qwen3.5-9B", libraries=(("vllm", version),))
+        return sum(
+            entry.num_bytes
+            for entry in started(run, **options).entries
+            if entry.fact is STATE_KERNELS
+        )
+
+    assert kernels("0.18.0") == kernels("0.20.0") == STATES_GRAPH_BYTES
+    assert kernels("0.17.0") == kernels("0.20.0", enforce_eager=True) == kernels("0.29.0") == 0
 
 
 def test_exponents_of_the_file_are_not_kept_since_0_25() -> None:
@@ -788,8 +814,8 @@ def test_scales_of_scales_are_expanded_since_0_9(version: str, scale_bits: float
     for quant in ("nf4", "nf4-dq"):
         saved = plain - part_bytes(started(replace(run, quant=quant)), "weights")
         assert saved == pytest.approx(
-            num_weights * (16 - 4 - scale_bits / 64) / 8, rel=1e-4
-        )  # but for code tables
+            num_weights * (16 - 4 - scale_bits / 64) / 8, rel=1e-3
+        )  # but for code tables, and rests of blocks
 
 
 def test_its_4_bit_products_expand_a_matrix_in_the_profile_pass() -> None:

@@ -156,11 +156,12 @@ def test_limits_that_are_no_numbers_are_refused() -> None:
 
 
 def test_blocks_of_a_gated_tower_hold_more_than_plain_ones() -> None:
-    """Qwen2.5-VL: two states, and four of its MLP's width; Qwen3.5: two, and positions beside."""
+    """Qwen2.5-VL: two states, and four of its MLP's width; Qwen3.5: its attention, positions."""
     gated = load_model("Qwen/Qwen2.5-VL-7B-Instruct").tower
     plain = load_model(QWEN).tower
     assert gated is not None
     assert plain is not None
     assert block_width(gated) == 2 * 1280 + 4 * 3420
-    assert block_width(plain) == 2 * 1152 + 2 * 4304 + 1152
+    held, projected, rotated = 3, 3, 4  # input, norm's result and output; queries and keys twice
+    assert block_width(plain) == (held + projected + rotated + 1 + 1) * 1152
     assert TOWER_PASS.kind == "estimate"

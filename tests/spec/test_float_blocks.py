@@ -121,10 +121,12 @@ def test_a_published_start_of_a_27b_in_nvfp4_on_a_5090() -> None:
         libraries=(("vllm", "0.20.0"),),
         serving_options=tuple(sorted(options.items())),
     )
-    assert sum(weight_bytes(job.model, job.dtypes).values()) / GiB == pytest.approx(17.62, rel=0.01)
-    pool = start(job.served).pool
-    assert pool.num_bytes / GiB == pytest.approx(6.67, rel=0.015)
-    assert pool.max_concurrency(32768) == pytest.approx(5.15, rel=0.015)
+    wsl = replace(job.served.gpu, memory_bytes=round(31.84 * GiB))  # its total under Windows
+    taken = start(replace(job.served, gpu=wsl))
+    weights = sum(entry.num_bytes for entry in taken.entries if entry.part == "weights")
+    assert weights / GiB == pytest.approx(17.62, abs=0.05)
+    assert taken.pool.num_bytes / GiB == pytest.approx(6.67, rel=0.03)
+    assert taken.pool.max_concurrency(32768) == pytest.approx(5.15, rel=0.03)
 
 
 @pytest.mark.parametrize(

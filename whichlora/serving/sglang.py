@@ -52,6 +52,7 @@ from whichlora.serving.rank import (
     weights_of,
     with_aligned_experts,
 )
+from whichlora.serving.segments import UNUSED_SEGMENTS, unused_bytes
 from whichlora.serving.sglang_log import LOG
 from whichlora.serving.sglang_share import (
     COPIES,
@@ -331,6 +332,7 @@ def _held(served: Served, rank: ModelSpec) -> list[Entry]:
     stored = with_aligned_experts(rank, hidden=1, width=64) if is_packed else rank
     absorbed = between_latents(rank) * served.dtypes.compute_bytes
     entries = held_entries(served, stored, rotary_element_bytes=4)
+    entries.append(Entry(UNUSED_SEGMENTS, unused_bytes(stored, served.dtypes)))
     entries += [joint_entry(served)] if served.options[DRAFTS] else []
     return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
 

@@ -66,6 +66,16 @@ GRAPHS = Fact(
     source="vLLM 0.33.0 v1/worker/gpu_worker.py:717 cudagraph_memory_estimate; published logs",
     kind="estimate",
 )
+STATE_KERNELS = Fact(
+    part="temporary",
+    what="what the first graph of recurrent layers loads",
+    shape="-",
+    dtype="bytes",
+    why="outside of the allocator, it stays when graphs are dropped again: counted as in use, too",
+    source="vLLM 0.20.0 v1/worker/gpu_worker.py, profile_cudagraph_memory within memory_profiling; "
+    "logs of Qwen3.6-35B-A3B with 1 to 6 graphs, and of an eager one",
+    kind="estimate",
+)
 EXPANDED = Fact(
     part="temporary",
     what="profile pass: a quantised matrix in 16 bit",

@@ -35,6 +35,7 @@ from whichlora.serving.rank import (
     weights_of,
     with_aligned_experts,
 )
+from whichlora.serving.segments import UNUSED_SEGMENTS, unused_bytes
 from whichlora.serving.stages import (
     RECEIVED,
     Stage,
@@ -52,6 +53,7 @@ from whichlora.serving.vllm_entries import (
     KEPT,
     KERNELS,
     KV_POOL,
+    STATE_KERNELS,
     SWIZZLED_EXPONENTS,
     WORKSPACE,
 )
@@ -145,9 +147,9 @@ KEPT_EXPERTS_SINCE: dict[str, str] = {
     **dict.fromkeys(("awq-int4", "w4a16"), "0.25"),
 }
 EXPONENT_TILE = 256  # outputs, of 8 warps; triton_kernels HopperMXScaleLayout.swizzle_data
-# What the hidden size and the width of experts in mxfp4 are multiples of, from a compute capability
-# on: Marlin's kernels, TensorRT-LLM's, Triton's, Marlin's.
-_ALIGNED_EXPERTS = ((12.0, (256, 128)), (10.0, (256, 128)), (9.0, (1, 64)), (0.0, (256, 128)))
+# What the hidden size and the width of experts in mxfp4 are multiples of: for Marlin's kernels and
+# TensorRT-LLM's, and for Triton's.
+_ALIGNED_EXPERTS, _ALIGNED_BY_TRITON = (256, 128), (1, 64)
 
 
 def start(served: Served) -> Start:
@@ -263,6 +265,15 @@ def _reserves_graphs(served: Served) -> bool:
     return not served.libraries.older("vllm", since)
 
 
+def _profiles_graphs(served: Served) -> bool:
+    """Whether graphs are captured while memory is profiled, whether they are reserved or not.
+
+    Kind: exact. Source: vLLM 0.18.0 v1/worker/gpu_worker.py `determine_available_memory`.
+    """
+    is_older = served.libraries.older("vllm", "0.18") or has_newer_runner(served)
+    return not (is_older or served.options["enforce_eager"])
+
+
 def _untimed(served: Served) -> str:
     """Why steps are not predicted; empty where they are."""
     if (served.count(COPIES) or 1) > 1 and (served.count(STAGES) or 1) > 1:
@@ -280,12 +291,17 @@ def _loaded(served: Served, rank: ModelSpec) -> list[Entry]:
     if served.run.quant != "mxfp4":
         width = served.dtypes.compute_bytes
         entries = held_entries(served, rank, rotary_element_bytes=width, dtypes=_stored(served))
+        rest = unused_bytes(rank, _stored(served), in_use=not _reads_free(served))
+        entries.append(Entry(UNUSED_SEGMENTS, rest))
         absorbed = absorbed_bytes(served, rank)
         return [*entries, Entry(ABSORBED, absorbed)] if absorbed else entries
-    hidden, width = next(sizes for least, sizes in _ALIGNED_EXPERTS if capability(served) >= least)
+    by_triton = multiplies_by_triton(served)
+    hidden, width = _ALIGNED_BY_TRITON if by_triton else _ALIGNED_EXPERTS
     rank = with_aligned_experts(rank, hidden=hidden, width=width)
     entries = held_entries(served, rank, rotary_element_bytes=4, dtypes=_stored(served))
-    if multiplies_by_triton(served):
+    rest = unused_bytes(rank, _stored(served), in_use=not _reads_free(served))
+    entries.append(Entry(UNUSED_SEGMENTS, rest))
+    if by_triton:
         entries.append(Entry(SWIZZLED_EXPONENTS, swizzled_bytes(served, rank)))
     return entries
 
@@ -350,6 +366,17 @@ def _counts_tensors(served: Served) -> bool:
     return served.libraries.older("vllm", "0.2.5")
 
 
+def _reads_free(served: Served) -> bool:
+    """Whether what is free decides, so that whole segments count: 0.2.5 to 0.6.3, and since 0.27.
+
+    Source: vLLM 0.2.5 worker/worker.py:91, 0.6.3 worker/worker.py:228; 0.27.0 utils/mem_utils.py
+    `total_consumed`, where 0.26.0 has `allocated_bytes.all.peak`.
+    """
+    libraries = served.libraries
+    is_older = libraries.older("vllm", "0.6.4") and not _counts_tensors(served)
+    return is_older or not libraries.older("vllm", "0.27")
+
+
 def _connected_bytes(served: Served) -> int:
     """Buffers of all-reduces that are there before the profile looks, and not in its share.
 
@@ -410,6 +437,8 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
         entries.append(Entry(KEPT, kept))
     received = received_bytes(stage, max_num_batched_tokens(served), served.dtypes.compute_bytes)
     entries += [Entry(RECEIVED, received)] if received else []
+    if has_states(served) and _profiles_graphs(served):
+        entries.append(Entry(STATE_KERNELS, STATES_GRAPH_BYTES))
     if has_newer_runner(served) and stage.is_last:
         logits = max_num_seqs(served) * served.model.vocab_size
         entries.append(Entry(COUNTS, logits * COUNTED_LOGIT_BITS // 8))

@@ -208,10 +208,14 @@ def expert_ranks(served: Served) -> ExpertRanks:
 def multiplies_by_triton(served: Served) -> bool:
     """Whether experts in mxfp4 have OpenAI's Triton kernels: on compute capability 9.
 
-    Kind: exact. Source: `get_mxfp4_backend` of vLLM 0.11.0 quantization/mxfp4.py; 0.33.0
-    `_get_priority_backends_for_gpt_oss`.
+    Wheels have them since 0.12; before, images do, and an installation of its own may not.
+    Kind: exact. Source: `get_mxfp4_backend` of vLLM 0.11.0 quantization/mxfp4.py; the wheels of
+    0.11.1 and 0.12.0, third_party/triton_kernels; 0.33.0 `_get_priority_backends_for_gpt_oss`.
     """
-    return served.run.quant == "mxfp4" and 9.0 <= capability(served) < 10.0
+    libraries = served.libraries
+    lacks = libraries.older("vllm", "0.12") and libraries.older("triton_kernels", "0.0.1")
+    is_hopper = 9.0 <= capability(served) < 10.0
+    return served.run.quant == "mxfp4" and is_hopper and not lacks
 
 
 def cache_bytes(served: Served) -> int:

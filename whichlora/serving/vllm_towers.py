@@ -239,20 +239,22 @@ def tower_entries(served: Served) -> tuple[list[Entry], list[Entry], list[Entry]
 def block_width(tower: Tower) -> int:
     """Elements of a patch at the worst point of vLLM's own blocks, and embedded positions.
 
-    Queries and keys are copied before they are rotated, and rotated into a third tensor. A gate is
-    multiplied by PyTorch: what it activates is a tensor of its own.
+    A block's input, its norm's result and what was projected live until the call returns: Python's
+    frames hold arguments. Queries and keys are copied before they are rotated, and rotated into a
+    third tensor. What is activated is a tensor of its own; a gated block adds up in place.
     Kind: exact for these lines. Source: vLLM 0.22.0 models/qwen2_5_vl.py:306, :366-420,
-    qwen3_vl.py `fast_pos_embed_interpolate`, siglip.py `SiglipEncoderLayer.forward`.
+    qwen3_vl.py `Qwen3_VisionBlock.forward`, siglip.py `SiglipEncoderLayer.forward`.
     """
     width = tower.stack.hidden_size
     widths = []
     for layer, _ in tower.stack.layers():
         for each in layer.attentions:
             keys = each.q_width + each.k_width
-            copies = 2 * keys if each.rotary_dim else width  # without rotation the norm's result
-            widths.append(width + keys + each.v_width + copies + each.out_width)
+            copies = 2 * keys if each.rotary_dim else 0
+            widths.append(3 * width + keys + each.v_width + copies + each.out_width)
         if layer.mlp is not None:
-            widths.append(2 * width + layer.mlp.width * (4 if layer.mlp.gated else 2))
+            gated = layer.mlp.gated
+            widths.append((2 if gated else 3) * width + layer.mlp.width * (4 if gated else 2))
     return max(widths) + (width if tower.positions else 0)
 
 

@@ -70,6 +70,7 @@ class Libraries:
     autoawq: str = "0"  # 0 is GPTQModel, which replaced it
     exllama: str = "0"  # `exllama_config` asks for 1 or 2; 0: what the library takes
     flashinfer: str = "0"  # 0: not installed, which only a vLLM before 0.16 asks
+    triton_kernels: str = "3.5.0"  # 0: not installed, which only a vLLM before 0.12 asks
 
     def __post_init__(self) -> None:
         for field in fields(self):
