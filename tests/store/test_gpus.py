@@ -18,7 +18,15 @@ from whichlora.spec.run import Precision, RunConfig
 from whichlora.store import gpus
 from whichlora.store.detect import DetectedDevice
 from whichlora.store.gpu_file import _FIELDS, SCHEMA_VERSION, read_gpu
-from whichlora.store.gpus import build_index, find_gpu, find_target, gpu_key, list_gpus
+from whichlora.store.gpus import (
+    build_index,
+    find_cards,
+    find_gpu,
+    find_target,
+    gpu_key,
+    list_gpus,
+    number_of,
+)
 from whichlora.store.jsonfiles import is_slug, write_object
 from whichlora.store.paths import data_folder
 from whichlora.units import GiB, MiB
@@ -27,7 +35,9 @@ from whichlora.workflow.profiling import device_of
 
 PACKAGED = data_folder("calibration")
 KEYS = sorted(path.parent.name for path in PACKAGED.glob("*/gpu.json"))
-NO_MATRIX_UNITS = tuple(key for key in KEYS if key.startswith(("p4", "p100", "gtx-10")))
+NO_MATRIX_UNITS = tuple(
+    key for key in KEYS if key.startswith(("p4", "p100", "gtx-1", "quadro-p", "titan-xp"))
+)
 FACTS = (
     "memory_bytes",
     "bandwidth_bytes_per_s",
@@ -61,15 +71,17 @@ def test_every_accelerator_states_facts_that_agree_with_each_other(key: str) -> 
         json.dumps(raw, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     )
     spec = read_gpu(path)
-    assert key.endswith(f"-{raw['nominal_memory_gb']}gb")
+    sold_gb = raw["nominal_memory_gb"]
+    named_gb = int(key.rsplit("-", 1)[1].removesuffix("gb"))
+    assert sold_gb in (named_gb, None)  # none is a card of that size: it has the host's memory
     # The driver never has more than what is soldered on, and ECC costs at most a tenth of it; a
-    # Mac keeps up to a third for macOS.
-    least = 0.65 if spec.backend.shares_host_memory else 0.9
-    assert least <= spec.memory_bytes / (raw["nominal_memory_gb"] * GiB) <= 1
+    # Mac and others that share their memory keep up to a third for the host.
+    least = 0.65 if spec.backend.shares_host_memory or sold_gb is None else 0.9
+    assert least <= spec.memory_bytes / (named_gb * GiB) <= 1
     for fact in FACTS:
         confirmed = fact in spec.sources or fact in spec.unverified
         assert confirmed == (getattr(spec, fact) is not None), fact
-    assert spec.power_w is None or 40 <= spec.power_w <= 1400
+    assert spec.power_w is None or 25 <= spec.power_w <= 1400
     peaks = spec.peak_flops_per_s
     if key in NO_MATRIX_UNITS:
         assert not {"bf16", "fp16", "tf32"} & peaks.keys()
@@ -128,6 +140,7 @@ def test_a_driver_name_means_one_board_and_only_memory_tells_the_exceptions_apar
     macs = {name: keys for name, keys in shared.items() if name.startswith("apple m")}
     assert all(find_gpu(key).kind == "mps" for keys in macs.values() for key in keys)
     assert shared == macs | {
+        "nvidia geforce rtx 2060": ["rtx-2060-12gb", "rtx-2060-6gb"],
         "nvidia geforce rtx 3080": ["rtx-3080-10gb", "rtx-3080-12gb"],
         "nvidia geforce rtx 4060 ti": ["rtx-4060-ti-16gb", "rtx-4060-ti-8gb"],
         "nvidia geforce rtx 5060 ti": ["rtx-5060-ti-16gb", "rtx-5060-ti-8gb"],
@@ -224,7 +237,7 @@ def test_words_in_any_order_find_the_board_that_has_them_all(name: str, key: str
     assert (spec.key, spec.notes) == (key, (f"{name}: taken as {key}",))
 
 
-@pytest.mark.parametrize("name", ["rtx 4090 laptop", "m6 ultra", "rx 6900 xtx"])
+@pytest.mark.parametrize("name", ["rtx-2080-max-q", "m6 ultra", "rx 6900 xtx", "rtx 4070 ti d"])
 def test_a_board_that_is_not_on_file_is_never_taken_for_another(name: str) -> None:
     with pytest.raises(ConfigError, match=r"^unknown GPU"):
         find_gpu(name)
@@ -351,9 +364,9 @@ def test_an_unknown_name_gets_one_line_with_near_matches() -> None:
         find_gpu("rtx-4900")
     message = str(caught.value)
     assert message.startswith("unknown GPU 'rtx-4900': did you mean rtx-4090-24gb")
-    assert message.endswith("'whichlora gpus' lists all")
+    assert message.endswith("an amount of memory ('12GB') is judged without times")
     assert "\n" not in message
-    with pytest.raises(ConfigError, match=r"^unknown GPU 'zzz'; 'whichlora gpus' lists all$"):
+    with pytest.raises(ConfigError, match=r"^unknown GPU 'zzz'; 'whichlora gpus' lists all, and"):
         find_gpu("zzz")
 
 
@@ -365,15 +378,13 @@ def test_an_unknown_name_gets_one_line_with_near_matches() -> None:
         ("3060 8", "rtx-3060-12gb, rtx-3060-ti-8gb"),
         ("4070 super 16gb", "rtx-4070-super-12gb, rtx-4070-ti-super-16gb"),
         ("3080 20gb", "rtx-3080-10gb, rtx-3080-12gb"),
-        ("4090 48gb", "rtx-4090-24gb"),
+        ("4080 32gb", "rtx-4080-16gb"),
     ],
 )
 def test_another_memory_is_no_reason_to_take_another_chip(name: str, near: str) -> None:
     with pytest.raises(ConfigError) as caught:
         find_gpu(name, least_memory=True)
-    assert str(caught.value) == (
-        f"unknown GPU {name!r}: did you mean {near}; 'whichlora gpus' lists all"
-    )
+    assert str(caught.value).startswith(f"unknown GPU {name!r}: did you mean {near}; 'whichlora")
 
 
 @given(name=st.text())
@@ -737,7 +748,7 @@ def test_a_gpu_before_tensor_cores_multiplies_at_its_fp32_rate_and_says_so(key: 
             f"{key} has no {estimate.run.precision} matrix units: time is taken from its fp32 rate"
         ]
         wheels = [note for note in estimate.notes if "CUDA 12.6 wheels only" in note]
-        assert len(wheels) == 1
+        assert len(wheels) == (str(find_gpu(key).compute_capability) < "7.5")
 
 
 @pytest.mark.parametrize(
@@ -784,7 +795,37 @@ def test_a_library_without_kernels_for_an_old_gpu_is_refused(
     assert estimate.memory.device_used_bytes > 0
 
 
-@pytest.mark.parametrize("name", ["rtx 4090 laptop", "RTX 4060 Laptop GPU", "rtx-2080-max-q"])
-def test_laptop_gpus_are_not_their_desktop_namesakes(name: str) -> None:
-    with pytest.raises(ConfigError, match="laptop GPUs are not in the catalog, whose chip"):
-        find_gpu(name)
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("rtx 4090 laptop", "rtx-4090-laptop-16gb"),
+        ("RTX 4060 Laptop GPU", "rtx-4060-laptop-8gb"),
+        ("4070 mobile", "rtx-4070-laptop-8gb"),
+        ("rtx 2080", "rtx-2080-8gb"),
+        ("4090 48gb", "rtx-4090-48gb"),
+        ("Ryzen AI Max+ 395", "strix-halo-128gb"),
+    ],
+)
+def test_a_board_is_not_its_larger_namesake(name: str, key: str) -> None:
+    assert find_target(name).key == key
+    assert find_cards(f"{name}+a100-sxm-80gb")[0][0].key == key
+
+
+@pytest.mark.parametrize(
+    ("machine", "cards"),
+    [
+        ("g5.8xlarge", (1, "a10g-24gb")),
+        ("P4d.24xlarge", (8, "a100-sxm-40gb")),
+        ("kaggle", (2, "t4-16gb")),
+    ],
+)
+def test_the_machine_of_a_cloud_is_the_gpus_in_it(machine: str, cards: tuple[int, str]) -> None:
+    assert number_of(machine) == cards
+    with pytest.raises(ConfigError, match=f"that machine has {cards[0]} {cards[1]}"):
+        find_gpu(machine)
+
+
+def test_every_machine_has_gpus_of_the_catalog() -> None:
+    machines = json.loads((PACKAGED / "machines.json").read_text(encoding="utf-8"))["machines"]
+    assert {machine["gpu"] for machine in machines.values()} <= set(KEYS)
+    assert not set(machines) & set(KEYS)

@@ -46,3 +46,16 @@ def test_each_row_of_several_gpus_has_its_strategy_and_host_memory(
 def test_a_table_without_a_card_that_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     print_placements(where("meta-llama/Llama-3.1-70B", ["rtx-4090-24gb"]))
     assert "no card fits; the nearest come first" in capsys.readouterr().out
+
+
+def test_of_many_cards_the_nearest_are_shown_and_the_others_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    placed = where("Qwen/Qwen3-0.6B", method="lora", seq_len=64)
+    print_placements(placed, whole=False)
+    text = capsys.readouterr().out
+    assert len(re.findall(r" yes ", text)) == 24
+    counted = re.search(r"more cards: (\d+) larger ones fit.*; --all shows them", text)
+    assert counted
+    print_placements(placed)
+    assert len(re.findall(r" yes ", capsys.readouterr().out)) == 24 + int(counted[1])

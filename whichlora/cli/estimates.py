@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @gpu_option(
     "auto",
     "Accelerators: see `whichlora gpus`; cpu, auto; 24GB: memory alone; 2x3090: two in one run; "
-    "3090+2x4090: unequal ones; 3090@280W: limited to that power.",
+    "3090+2x4090: unequal ones; 3090@280W: limited to that power; g5.12xlarge: the GPUs of it.",
     counted=True,
 )
 @click.option(
@@ -278,7 +278,7 @@ def _print_life(life: Life, *, as_json: bool, as_markdown: bool) -> None:
 @gpu_option("all", "Accelerators to compare; all: those of the catalog.", counted=True)
 @calibration_option
 @cost_options
-@click.option("--all", "whole", is_flag=True, help="Print every note.")
+@click.option("--all", "whole", is_flag=True, help="Print every card and note.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every part.")
 @markdown_option
 @click.pass_context

@@ -23,6 +23,7 @@ from whichlora.store.cpu_prior import cpu_spec
 from whichlora.store.detect import DetectedDevice, detect_cpu, detect_gpus
 from whichlora.store.gpu_file import SCHEMA_VERSION, read_gpu
 from whichlora.store.jsonfiles import is_slug, read_object
+from whichlora.store.machines import gpus_of_machine
 from whichlora.store.paths import data_folder, user_calibration_folder
 from whichlora.text import visible
 from whichlora.units import GiB, format_bytes
@@ -50,6 +51,11 @@ _MEMORY = re.compile(r"-?\b\d{1,3}-?(?:gi?b|g)\b-?|-\d{1,3}$")
 # "rtx-3090@280W"
 _LIMITED = re.compile(r"(?P<name>[^@]+)@ ?(?P<watts>\d{1,5}(?:\.\d+)?) ?w(?:atts?)?", re.IGNORECASE)
 _LEAST_POWER = 0.2  # of a board's own: drivers take no lower limits
+# Words of a board's name that make it another board.
+_VARIANTS = frozenset(
+    {"ti", "super", "xt", "xtx", "gre", "d", "ada", "sff", "pro", "laptop", "max", "q", "ultra"}
+)
+_JOINED = re.compile(r"(?<!max)\+")  # "3090+4090", but not "Ryzen AI Max+ 395"
 _SET_LOWER = 0.98  # of a board's own power: limits from there on are the usual ones
 _VENDOR_WORDS = re.compile(
     r"\b(nvidia|amd|intel|apple|instinct|radeon|tesla|quadro|geforce|graphics|generation|edition"
@@ -105,7 +111,7 @@ def find_gpu(name: str, *, least_memory: bool = False) -> GpuSpec:
         raise ConfigError(f"unknown GPU {name!r}: the CPU of this machine is {here.key}; use cpu")
     if "," in name:
         raise ConfigError(f"unknown GPU {name!r}: give several types as a list, one name each")
-    if "+" in name:
+    if _joins(name):
         raise ConfigError(
             f"unknown GPU {name!r}: unequal cards in one run are predicted by 'whichlora estimate' "
             "alone; elsewhere name the smallest, and their number as gpus"
@@ -116,12 +122,13 @@ def find_gpu(name: str, *, least_memory: bool = False) -> GpuSpec:
         type_or_amount = "a type ('whichlora gpus' lists them) or an amount of memory ('24GB')"
         example = f"the type alone, such as {single[-1]}" if single else type_or_amount
         raise ConfigError(f"unknown GPU {name!r}: give {example}, and the number as gpus")
-    if re.search(r"\b(laptop|mobile|max-?q)\b", name.lower()):
-        raise ConfigError(
-            f"unknown GPU {name!r}: laptop GPUs are not in the catalog, whose chip and power are "
-            "not the desktop card's; give its memory, such as 8GiB, of which no time is predicted"
-        )
-    raise ConfigError(f"unknown GPU {name!r}{_suggestion(name)}; 'whichlora gpus' lists all")
+    if machine := gpus_of_machine(name):
+        number, gpu = machine
+        raise ConfigError(f"unknown GPU {name!r}: that machine has {number} {gpu}; give the type")
+    raise ConfigError(
+        f"unknown GPU {name!r}{_suggestion(name)}; 'whichlora gpus' lists all, and an amount of "
+        "memory ('12GB') is judged without times"
+    )
 
 
 def is_count(name: str) -> bool:
@@ -148,11 +155,11 @@ def find_cards(name: str) -> tuple[tuple[GpuSpec, int], ...]:
     Raises:
         ConfigError: as `find_gpu`.
     """
-    if "+" not in name:
+    if not _joins(name):
         return ((find_target(name), 1),)
     numbers: dict[str, int] = {}
     specs: dict[str, GpuSpec] = {}
-    for part in name.split("+"):
+    for part in _JOINED.split(name.lower()):
         counted = _COUNTED.fullmatch(part.strip())
         spec = find_target(counted["name"] if counted else part)
         specs[spec.key] = spec
@@ -164,9 +171,18 @@ def find_cards(name: str) -> tuple[tuple[GpuSpec, int], ...]:
 
 
 def number_of(name: str) -> tuple[int | None, str]:
-    """How many equal cards `name` states, and their type: "2x3090"; None where it does not."""
-    counted = None if "+" in name else _COUNTED.fullmatch(name.strip())
-    return (int(counted["number"]), counted["name"]) if counted else (None, name)
+    """How many equal cards `name` states, and their type; None where it does not.
+
+    "2x3090" and the machines of clouds, "g5.12xlarge", do.
+    """
+    counted = None if _joins(name) else _COUNTED.fullmatch(name.strip())
+    if counted is not None:
+        return int(counted["number"]), counted["name"]
+    return gpus_of_machine(name) or (None, name)
+
+
+def _joins(name: str) -> bool:
+    return _JOINED.search(name.lower()) is not None
 
 
 def types_by_number(names: Iterable[str], *, stated: bool) -> dict[int | None, list[str]]:
@@ -208,7 +224,7 @@ def number_in(name: str) -> int | None:
     Raises:
         ConfigError: as `find_gpu`.
     """
-    return sum(number for _, number in find_cards(name)) if "+" in name else number_of(name)[0]
+    return sum(number for _, number in find_cards(name)) if _joins(name) else number_of(name)[0]
 
 
 def each_once(specs: Iterable[GpuSpec]) -> list[GpuSpec]:
@@ -287,7 +303,11 @@ def _by_words(name: str, index: Mapping[str, Any], least_memory: bool) -> GpuSpe
     Raises:
         ConfigError: several have them all.
     """
-    closest = _closest_by_words(name, index)
+    closest = [
+        key
+        for key in _closest_by_words(name, index)
+        if not (_words(key) - _words(name)) & _VARIANTS
+    ]
     if named := _keys_of_any_size(name, index):  # a 3060 of 8 GB is no 3060 Ti
         closest = [key for key in closest if key in named]
     if len(closest) > 1:
@@ -353,7 +373,7 @@ def list_gpus() -> tuple[GpuSpec, ...]:
 
 def gpu_key(name: str) -> str:
     """`name` as folder names spell it: "NVIDIA A100-SXM4-80GB" is a100-sxm4-80gb."""
-    words = _VENDOR_WORDS.sub(" ", name.lower().replace("_", " "))
+    words = _VENDOR_WORDS.sub(" ", name.lower().replace("_", " ").replace("mobile", "laptop"))
     return re.sub(r"[^a-z0-9.]+", "-", words).strip("-.")
 
 
@@ -429,7 +449,7 @@ def host_memory_beside(gpu: GpuSpec) -> int | None:
 
 @cache
 def _keys_seen_by(detect: Callable[[], Sequence[DetectedDevice]]) -> frozenset[str]:
-    """Types of GPU of this machine, asked once: 'whichlora where' has ninety types to compare."""
+    """Types of GPU of this machine, asked once: 'whichlora where' has many types to compare."""
     with suppress(MeasurementError):
         return frozenset(spec.key for spec in map(_described, detect()) if spec)
     return frozenset()
@@ -594,6 +614,7 @@ def _suggestion(name: str) -> str:
             for alias, named in index["aliases"].items():
                 keys_of.setdefault(alias, []).extend(named)
         near = difflib.get_close_matches(_squash(name), keys_of, n=3, cutoff=0.7)
-        keys = [key for alias in near for key in keys_of[alias]]
+        keys = [key for index in indexes for key in _closest_by_words(name, index)]
+        keys += [key for alias in near for key in keys_of[alias]]
     shown = list(dict.fromkeys(keys))[:3]
     return f": did you mean {', '.join(shown)}" if shown else ""

@@ -13,14 +13,21 @@ from whichlora.predict.notes import UNVERIFIED
 from whichlora.predict.parallel_choice import ON_CHOICE
 from whichlora.predict.words import VERDICTS, describe, gpus_in_words, not_started
 from whichlora.spec.parallel import ParallelConfig
-from whichlora.spec.results import Prediction
+from whichlora.spec.results import Prediction, Verdict
 from whichlora.terminal.sheet import WIDE, Document, Sheet
 from whichlora.terminal.tables import open_console, print_table, say
 from whichlora.terminal.words import without_key
 from whichlora.units import format_bytes, format_seconds
 
-MAX_TOO_SMALL = 10  # cards that are all shown; of more, the `NEAREST` and their number
-NEAREST = 3
+# Cards of each verdict that are shown where there are many: the smallest that fit, then those that
+# come nearest.
+MOST_SHOWN = {"fits": 24, "undecided": 8, "fails": 3}
+MAX_CARDS = 40  # that are all shown
+_HIDDEN: tuple[tuple[Verdict, str], ...] = (
+    ("fits", "larger ones fit"),
+    ("undecided", "may fit"),
+    ("fails", "do not fit"),
+)
 _LEFT = ("accelerator", "fits", "strategy")  # columns of words
 MAX_KEYS = 4  # cards that a note names
 MAX_ANY = 10**6
@@ -31,10 +38,10 @@ def print_placements(placements: Sequence[Placement], *, whole: bool = True) -> 
     """Accelerators in the given order; the refused ones follow with their reasons.
 
     Args:
-        whole: with every note.
+        whole: with every card and note.
     """
     console = open_console()
-    judged = _shown(placements)
+    judged = _shown(placements, whole=whole)
     if judged:
         say(console, _what_runs(judged))
         console.print()
@@ -53,7 +60,7 @@ def print_placements(placements: Sequence[Placement], *, whole: bool = True) -> 
 
 def placements_document(placements: Sequence[Placement]) -> Document:
     """The same for Markdown and for a notebook."""
-    judged = _shown(placements)
+    judged = _shown(placements, whole=False)
     sheets = [placements_sheet(judged, wide=True)] if judged else []
     title = _what_runs(judged) if judged else "no card can run it"
     return Document(
@@ -61,14 +68,31 @@ def placements_document(placements: Sequence[Placement]) -> Document:
     )
 
 
-def _shown(placements: Sequence[Placement]) -> list[Placement]:
-    """Those that are judged; of many that are too small, the nearest."""
+def _shown(placements: Sequence[Placement], *, whole: bool) -> list[Placement]:
+    """Those that are judged; of many, the first of each verdict."""
     judged = [each for each in placements if each.prediction is not None]
-    too_small = [each for each in judged if each.prediction and each.prediction.verdict == "fails"]
-    if len(too_small) <= MAX_TOO_SMALL:
+    if whole or len(judged) <= MAX_CARDS:
         return judged
-    hidden = {each.gpu.key for each in too_small[NEAREST:]}
-    return [each for each in judged if each.gpu.key not in hidden]
+    shown: dict[str, list[Placement]] = {verdict: [] for verdict in MOST_SHOWN}
+    for each in judged:
+        if each.prediction is not None:
+            shown[each.prediction.verdict].append(each)
+    keys = {each.gpu.key for verdict, most in MOST_SHOWN.items() for each in shown[verdict][:most]}
+    return [each for each in judged if each.gpu.key in keys]
+
+
+def _hidden(placements: Sequence[Placement], judged: Sequence[Placement]) -> str:
+    """How many cards of each verdict are not among those `judged` and shown; empty where none."""
+    shown = {each.gpu.key for each in judged}
+    verdicts = [
+        each.prediction.verdict
+        for each in placements
+        if each.prediction is not None and each.gpu.key not in shown
+    ]
+    numbers = [
+        f"{count} {words}" for verdict, words in _HIDDEN if (count := verdicts.count(verdict))
+    ]
+    return f"more cards: {', '.join(numbers)}; --all shows them" if numbers else ""
 
 
 def _named(keys: Sequence[str]) -> str:
@@ -88,8 +112,8 @@ def _closing(
     placements: Sequence[Placement], judged: Sequence[Placement], most: int
 ) -> Iterator[str]:
     """What is said below the table of those that are `judged` and shown, with `most` notes."""
-    if too_small := sum(each.prediction is not None for each in placements) - len(judged):
-        yield f"{too_small} more do not fit; --gpu names those to compare, --json has all"
+    if hidden := _hidden(placements, judged):
+        yield hidden
     for each in judged:
         if each.prediction is not None:  # its memory may be less than the card's
             yield from not_started(each.prediction)
@@ -115,7 +139,7 @@ def _closing(
         yield "* a fact of its datasheet is not confirmed; `whichlora gpus` says which"
     if not any(each.prediction and each.prediction.serving for each in judged):
         yield "a nearly full card needs less: PyTorch gives idle memory back before it fails"
-    yield from _cheapest(judged)
+    yield from _cheapest(placements)
     bases = {placement.prediction.basis for placement in judged if placement.prediction is not None}
     for text in sorted(bases):
         yield f"basis: {text}"
