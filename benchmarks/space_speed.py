@@ -31,11 +31,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from space_blocks import ParetoFront, blocks, judge_blocks
+
 from whichlora.config import DEFAULT_MODELS, load_plan
 from whichlora.predict import parallel_choice
 from whichlora.predict.alike import Predictor
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.search.grid import ParetoFront, blocks, judge_blocks
 from whichlora.serving import list_engines
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.parallel import ParallelConfig

@@ -29,8 +29,8 @@ from whichlora.search.feasibility import (
     predicted_winner,
 )
 from whichlora.search.gpu_counts import GpuCounts, compare_counts
-from whichlora.search.grid import pareto
 from whichlora.search.loop import SearchLoop
+from whichlora.search.pareto import pareto
 from whichlora.spec.costs import RunningCost
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.parallel import AUTO

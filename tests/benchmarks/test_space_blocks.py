@@ -11,10 +11,11 @@ import pytest
 from devices import CPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from space_blocks import ParetoFront, blocks, judge_blocks
 
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.predict import predict, predict_block
-from whichlora.search.grid import ParetoFront, blocks, judge_blocks, pareto
+from whichlora.search.pareto import pareto
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -106,19 +107,6 @@ def test_a_large_space_needs_the_memory_of_one_block() -> None:
     tracemalloc.stop()
     assert num_runs > 250_000
     assert peak < 16 * 2**20
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=30),
-)
-def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
-    time_s, memory = (np.array(column, dtype=float) for column in zip(*points, strict=True))
-    front = {(points[i]) for i in pareto(time_s, memory).tolist()}
-
-    def beaten(one: tuple[int, int]) -> bool:
-        return any(a <= one[0] and b <= one[1] and (a, b) != one for a, b in points)
-
-    assert front == {one for one in points if not beaten(one)}
 
 
 def test_the_front_over_blocks_is_the_front_of_all_runs() -> None:

@@ -1,4 +1,7 @@
-"""Spaces of millions of candidates, generated and judged block by block in bounded memory."""
+"""Spaces of millions of candidates, generated and judged block by block in bounded memory.
+
+The search itself lists a few dozen candidates; these blocks time the formulas on arrays.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from whichlora.predict.predict import (
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.predict.serving import service_of, taken_bytes
 from whichlora.predict.serving_time import steady_time_per_token_s
+from whichlora.search.pareto import pareto
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
@@ -289,14 +293,3 @@ class ParetoFront:
             self.runs[i] if i < num_before else (judged.block.run(positions[i - num_before]), gpu)
             for i in best
         ]
-
-
-def pareto(time_s: Array, memory_bytes: Array) -> NDArray[np.intp]:
-    """Positions that no other beats in both, fastest first; of equals the first stays."""
-    import numpy as np
-
-    order = np.lexsort((memory_bytes, time_s))
-    least = np.minimum.accumulate(memory_bytes[order])
-    first = np.ones(len(order), dtype=bool)
-    first[1:] = memory_bytes[order][1:] < least[:-1]
-    return np.asarray(order[first])
