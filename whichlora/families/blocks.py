@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from whichlora.families.fields import Fields
@@ -30,17 +31,12 @@ def qkv_linears(
     kv_width: int,
     names: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
     bias: bool = False,
-    reads: str = "attn_in",
 ) -> tuple[Linear, ...]:
     """The input projections of an attention: three matrices, or one fused under one name."""
-    if len(names) == 1:
-        fused = q_width + 2 * kv_width
-        return (
-            Linear(name=names[0], in_features=hidden, out_features=fused, reads=reads, bias=bias),
-        )
+    widths = (q_width + 2 * kv_width,) if len(names) == 1 else (q_width, kv_width, kv_width)
     return tuple(
-        Linear(name=name, in_features=hidden, out_features=width, reads=reads, bias=bias)
-        for name, width in zip(names, (q_width, kv_width, kv_width), strict=True)
+        Linear(name=name, in_features=hidden, out_features=width, reads="attn_in", bias=bias)
+        for name, width in zip(names, widths, strict=True)
     )
 
 
@@ -72,10 +68,7 @@ def softmax_attention(
     if cross:  # queries come from the decoder, keys and values from the encoder's output
         reads = ("cross_in", "encoder_out", "encoder_out")
         linears = tuple(
-            Linear(
-                name=x.name, in_features=hidden, out_features=x.out_features, reads=r, bias=x.bias
-            )
-            for x, r in zip(linears, reads, strict=True)
+            replace(linear, reads=label) for linear, label in zip(linears, reads, strict=True)
         )
     out = Linear(
         name=out_name,

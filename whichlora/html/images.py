@@ -23,8 +23,8 @@ def require_images() -> None:
     require("--static", "kaleido", "plotly", extra="images")
 
 
-def write_images(place: Path, image_format: str, folder: Path | None = None) -> list[Path]:
-    """Every figure of the run in `place` as one file, in its `figures` folder or in `folder`.
+def write_images(place: Path, image_format: str) -> list[Path]:
+    """Every figure of the run in `place` as one file, in its `figures` folder.
 
     Raises:
         ConfigError: kaleido or a Chromium for it is not installed.
@@ -35,7 +35,7 @@ def write_images(place: Path, image_format: str, folder: Path | None = None) -> 
     from plotly.graph_objects import Figure
 
     source = read_source(place)
-    folder = folder or (place if place.is_dir() else place.parent) / "figures"
+    folder = (place if place.is_dir() else place.parent) / "figures"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

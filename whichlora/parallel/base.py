@@ -47,10 +47,6 @@ class Spread:
     joined: int = 1
     options: Mapping[str, OptionValue | None] = field(default_factory=dict)
 
-    @property
-    def crosses_nodes(self) -> bool:
-        return self.size > self.config.gpus_per_node
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankKind:

@@ -53,19 +53,15 @@ def method_rows(
     model: str = COMMON_MODEL,
     gpu: str = COMMON_GPU,
     *,
-    run: RunConfig | None = None,
     calibration_dir: Path | None = None,
 ) -> list[MethodRow]:
-    """One row for each method, in the order in which they are registered.
-
-    Args:
-        run: its settings other than the model and the method; the usual ones without it.
+    """One row for each method with the usual settings, in the order of registration.
 
     Raises:
         ConfigError: an unknown model or accelerator, or LoRA itself does not run.
     """
     spec, device = load_model(model), find_target(gpu)
-    plain = replace(run or RunConfig(model="", gradient_checkpointing=None), model=spec.name)
+    plain = RunConfig(model=spec.name, gradient_checkpointing=None)
     calibration = load_calibration(device, calibration_dir)
     base = predict(spec, replace(plain, method=_LORA), device, calibration)
     rows = []

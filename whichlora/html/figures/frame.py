@@ -58,17 +58,16 @@ def limit_lines(
 
 
 def limit_line(
-    value: float, text: str, *, across: str, axis: str = "", ref: str | None = None
+    value: float, text: str, *, across: str, axis: str = ""
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A dashed line through the whole plot at `value`, and its label.
 
     Args:
         across: "y" for a limit of the vertical axis, "x" for one of the horizontal.
         axis: number of the axis where there are several, as plotly counts them.
-        ref: reference of the other axis, to keep the line within one of several plots.
     """
     along = "x" if across == "y" else "y"
-    domain = ref or f"{along}{axis} domain"
+    domain = f"{along}{axis} domain"
     line = {
         "type": "line",
         f"{across}ref": f"{across}{axis}",
