@@ -45,7 +45,9 @@ from whichlora.calibration.fit import fit
 from whichlora.calibration.samples import time_samples
 from whichlora.calibration.share.union import gpus_with_records
 from whichlora.dataset import TokenLengths, workload
-from whichlora.exports.train_script import train_command, train_script
+from whichlora.exports.launch import train_command
+from whichlora.exports.recipe import Recipe
+from whichlora.exports.train_script import train_script
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.judgement import TIME_CONFIDENCE
 from whichlora.predict.predict import step_features
@@ -306,15 +308,16 @@ def trained(
         folder.mkdir(exist_ok=True)
         rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (folder / "train.jsonl").write_text(rows)
-        script = train_script(
-            run,
+        recipe = Recipe(
+            run=run,
+            gpu=GPU.key,
             target_modules=job.peft_targets,
             weights="random",
             model_config=MODELS[run.model],
             batching="longest",
             keeping=Keeping(save_steps=0, eval_steps=0),
         )
-        (folder / "train.py").write_text(script)
+        (folder / "train.py").write_text(train_script(recipe))
         with (folder / "train.log").open("wb") as log:
             subprocess.run(train_command(folder / "train.py"), stdout=log, stderr=log, check=True)
         print(f"trained {run.model} {run.method}")

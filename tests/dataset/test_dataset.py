@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from written_job import script_of
+from written_job import script_of, train_script_of
 
 from whichlora.config import load_plan
 from whichlora.dataset import (
@@ -36,7 +36,6 @@ from whichlora.dataset import (
 )
 from whichlora.dataset.assumed import RELATIVE_DEVIATIONS
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.exports.train_script import train_script
 from whichlora.spec.data_format import ALPACA_CHAT_TEMPLATE, DataFormat
 from whichlora.spec.plan import DatasetConfig
 from whichlora.spec.run import RunConfig
@@ -768,7 +767,7 @@ def job_and_tokenizer(folder: Path, example: dict[str, Any], kind: str) -> tuple
     weights: dict[str, Any] = {"weights": "random"} if kind == "bytes" else {}
     path = folder / "train.py"
     path.write_text(
-        train_script(
+        train_script_of(
             RunConfig(model="tiny", precision="fp32"),
             target_modules="all-linear",
             model_config={"model_type": "llama"},

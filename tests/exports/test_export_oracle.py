@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 from train_runs import run_module, run_script
-from written_job import script_of
+from written_job import script_of, train_script_of
 
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS, Recipe
 from whichlora.exports.simpler import simpler_row
-from whichlora.exports.train_script import train_script
 from whichlora.spec.data_format import DataFormat
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import Keeping
@@ -427,7 +426,7 @@ def test_the_job_has_the_labels_and_the_losses_of_trl(
         padding="padded",
     )
     keeping = Keeping(save_steps=100, eval_steps=0)
-    source = train_script(
+    source = train_script_of(
         run, target_modules=[], data_format=data_format, learning_rate=1e-3, keeping=keeping
     )
     job = tmp_path / "train.py"

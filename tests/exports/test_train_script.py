@@ -1,17 +1,18 @@
-import inspect
 import itertools
 import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from written_job import train_script_of
 
 from whichlora.errors import ConfigError
-from whichlora.exports.launch import launch_files, launch_line, slurm_lines
-from whichlora.exports.train_script import train_command, train_script
+from whichlora.exports.launch import launch_files, launch_line, slurm_lines, train_command
+from whichlora.exports.recipe import Recipe
 from whichlora.methods import list_methods
 from whichlora.spec.data_format import AUDIO_ROWS, IMAGE_ROWS, DataFormat
 from whichlora.spec.parallel import ParallelConfig
@@ -46,13 +47,10 @@ KEPT = [
 
 
 def script(**settings: Any) -> str:
-    keywords = {
-        name: settings.pop(name)
-        for name in inspect.signature(train_script).parameters
-        if name in settings
-    }
+    names = {field.name for field in fields(Recipe)} & settings.keys()
+    recipe = {name: settings.pop(name) for name in names}
     run = RunConfig(model=MODEL, **settings)
-    return train_script(run, target_modules=["q_proj", "v_proj"], **keywords)
+    return train_script_of(run, target_modules=["q_proj", "v_proj"], **recipe)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +64,7 @@ def script(**settings: Any) -> str:
                 "precision": "bf16-pure",
                 "weights": "random",
                 "model_config": TINY_LLAMA,
-                "max_steps": 3,
+                "epochs": 0.25,
                 "optimizer": "lion",
             },
         ),

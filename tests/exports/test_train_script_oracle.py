@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 from train_runs import RANK_VARIABLES, run_ranks, run_script, start_script, wait_for
-from written_job import script_of
+from written_job import script_of, train_script_of
 
-from whichlora.exports.launch import launch_files
-from whichlora.exports.train_script import train_command, train_script
+from whichlora.exports.launch import launch_files, train_command
 from whichlora.spec.data_format import DataFormat
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.plan import Keeping
@@ -55,7 +54,7 @@ def write(folder: Path, rows: list[dict[str, Any]], run: RunConfig = RUN, **job:
     folder.mkdir(exist_ok=True)
     options = {"weights": "random", "model_config": LLAMA, "target_modules": ["q_proj", "v_proj"]}
     path = folder / "train.py"
-    path.write_text(train_script(run, **(options | job)))
+    path.write_text(train_script_of(run, **(options | job)))
     for name in ("train", "validation"):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text)
@@ -303,7 +302,7 @@ def test_two_processes_train_what_the_strategy_spreads(
     run = replace(RUN, method=method, precision=precision, parallel=parallel)
     rows = [{"text": f"row {number} " * 20} for number in range(32)]
     wide = {**LLAMA, "hidden_size": 64}  # 4-bit kernels of a CPU evaluate blocks of 64 in a row
-    path = write(tmp_path, rows, run, max_steps=3, model_config=wide)
+    path = write(tmp_path, rows, run, epochs=0.2, model_config=wide)
     printed = "".join(run_ranks(ON_CPU, str(path), world_size=2, logs_folder=tmp_path))
     assert printed.count("final_loss: ") == 1
     spread = {"ddp": "MULTI_CPU", "fsdp": "FSDP"}[strategy]

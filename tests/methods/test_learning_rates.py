@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from written_job import train_script_of
 
 from whichlora.cli import main
 from whichlora.exports.recipe import Recipe
-from whichlora.exports.train_script import train_script
 from whichlora.methods import list_methods, usual_learning_rate
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import list_trainers
@@ -51,9 +51,9 @@ def test_every_rate_can_be_trained_with_and_has_a_source() -> None:
 
 
 def test_a_script_names_the_source_of_a_rate_that_nobody_states() -> None:
-    script = train_script(RunConfig(model="any", method="full"), target_modules=[])
+    script = train_script_of(RunConfig(model="any", method="full"), target_modules=[])
     assert "# usual: TRL's SFTConfig\nLEARNING_RATE = 2e-05\n" in script
-    stated = train_script(
+    stated = train_script_of(
         RunConfig(model="any", method="full"), target_modules=[], learning_rate=3e-5
     )
     assert "LEARNING_RATE = 3e-05\n" in stated

@@ -11,11 +11,11 @@ import pytest
 from devices import A100
 from hypothesis import given
 from hypothesis import strategies as st
+from written_job import train_script_of
 
 from whichlora import methods
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
-from whichlora.exports.train_script import train_script
 from whichlora.memory.checkpoint import checkpoint_bytes
 from whichlora.memory.gradients import frozen_outer_bytes, outer_bytes, trained_params
 from whichlora.memory.kv_cache import prefix_cache_bytes
@@ -423,7 +423,7 @@ def test_lora_fa_is_an_optimizer_that_trains_b_alone() -> None:
 
 def test_train_py_hands_the_trainer_the_optimizer_of_lora_fa() -> None:
     run = RunConfig(model="HuggingFaceTB/SmolLM2-135M", method="lora-fa", lora_alpha=8)
-    script = train_script(run, target_modules="all-linear")
+    script = train_script_of(run, target_modules="all-linear")
     made = "create_lorafa_optimizer(model, r=16, lora_alpha=8, lr=LEARNING_RATE)"
     assert f"optimizer = {made}" in script
     assert "optimizers=(optimizer, None)" in script
@@ -434,7 +434,7 @@ def test_train_py_hands_the_trainer_the_optimizer_of_lora_fa() -> None:
 def test_train_py_refuses_a_start_that_reads_batches() -> None:
     run = RunConfig(model="HuggingFaceTB/SmolLM2-135M", method="corda")
     with pytest.raises(ConfigError, match="corda needs preprocess_corda of PEFT"):
-        train_script(run, target_modules="all-linear")
+        train_script_of(run, target_modules="all-linear")
 
 
 def smol_run(method: str, **settings: Any) -> ResolvedRun:
@@ -600,7 +600,7 @@ def test_adalora_holds_scores_and_early_gradients_and_is_told_each_step() -> Non
     (scores,) = (e for e in step.static if e.fact.what.startswith("scores"))
     assert scores.num_bytes == 3 * step.all_gradients
     assert step.gradients_of_term == step.all_gradients
-    script = train_script(job.run, target_modules="all-linear")
+    script = train_script_of(job.run, target_modules="all-linear")
     assert "model.base_model.update_and_allocate(state.global_step)" in script
     assert "callbacks=[LogAtCheckpoints(), AfterUpdate()]" in script
     with pytest.raises(ConfigError, match="is predicted on one GPU, got gpus 2"):

@@ -22,10 +22,10 @@ from peft.tuners.shira import layer as shira_layer
 from peft.tuners.supertuning import layer as supertuning_layer
 from traced import live_bytes
 from train_runs import run_script
+from written_job import train_script_of
 
 from whichlora import families
 from whichlora.errors import ConfigError
-from whichlora.exports.train_script import train_script
 from whichlora.memory.gradients import cached_params, trained_params
 from whichlora.methods import BUILT_IN, NOT_MODELLED, get_method, with_defaults
 from whichlora.predict import predict as prediction
@@ -305,8 +305,8 @@ def test_train_py_trains_it(tmp_path: Path, method: str, options: dict[str, Any]
     path = tmp_path / "train.py"
     targets = resolution.resolve(families.build(config, name="x"), run, GPU).peft_targets
     path.write_text(
-        train_script(
-            run, target_modules=targets, weights="random", model_config=config, max_steps=2
+        train_script_of(
+            run, target_modules=targets, weights="random", model_config=config, epochs=0.5
         )
     )
     rows = "".join(json.dumps({"text": "to be or not to be"}) + "\n" for _ in range(4))

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from devices import A100
+from written_job import train_script_of
 
 from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
-from whichlora.exports.train_script import train_script
 from whichlora.methods import BUILT_IN, get_method, list_methods
 from whichlora.predict.explain import explain
 from whichlora.predict.predict import predict
@@ -102,7 +102,7 @@ def test_a_key_that_no_tool_has_words_for_is_refused_too(monkeypatch: pytest.Mon
 
 
 def test_train_py_builds_its_own_config_class() -> None:
-    script = train_script(RUN, target_modules="all-linear")
+    script = train_script_of(RUN, target_modules="all-linear")
     assert "from peft import VeraConfig, get_peft_model" in script
     assert 'VeraConfig(r=64, vera_dropout=0.0, target_modules="all-linear")' in script
 

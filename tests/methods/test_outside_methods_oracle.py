@@ -15,9 +15,9 @@ pytest.importorskip("peft")
 
 from traced import live_bytes
 from train_runs import run_script
+from written_job import train_script_of
 
 from whichlora import families
-from whichlora.exports.train_script import train_script
 from whichlora.predict import predict as prediction
 from whichlora.predict import resolve as resolution
 from whichlora.spec import members
@@ -93,8 +93,8 @@ def test_train_py_trains_it(tmp_path: Path) -> None:
     config = LLAMA | {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64}
     path = tmp_path / "train.py"
     path.write_text(
-        train_script(
-            run, target_modules="all-linear", weights="random", model_config=config, max_steps=2
+        train_script_of(
+            run, target_modules="all-linear", weights="random", model_config=config, epochs=0.5
         )
     )
     rows = "".join(json.dumps({"text": "to be or not to be"}) + "\n" for _ in range(4))

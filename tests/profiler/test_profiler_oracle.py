@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from train_runs import run_ranks, run_script
+from written_job import train_script_of
 
 from whichlora.calibration.load import load_calibration
-from whichlora.exports.train_script import train_script
 from whichlora.families import build
 from whichlora.predict.predict import predict
 from whichlora.profiler import ranks
@@ -386,12 +386,12 @@ def test_the_written_job_really_trains(
     )
     path = tmp_path / "train.py"
     path.write_text(
-        train_script(
+        train_script_of(
             run,
             target_modules=["q_proj", "v_proj"],
             weights="random",
             model_config=LLAMA,
-            max_steps=3,
+            epochs=1.5,
         )
     )
     rows = [json.dumps({"text": "to be or not to be, " * n}) for n in (1, 2, 3, 4)]
@@ -400,7 +400,7 @@ def test_the_written_job_really_trains(
     done = run_script(path)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "output" / "result.json").read_text())
-    assert result["num_steps"] == 3
+    assert result["num_steps"] >= 3
     assert result["final_loss"] > 0
     assert result["validation_loss"] > 0
     assert (tmp_path / "output" / saved).exists()

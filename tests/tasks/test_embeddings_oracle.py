@@ -14,8 +14,8 @@ oracle = pytest.importorskip("oracle_memory")
 
 from sentence_transformers import SentenceTransformer
 from train_runs import run_script
+from written_job import train_script_of
 
-from whichlora.exports.train_script import train_script
 from whichlora.spec.data_format import DataFormat
 from whichlora.spec.run import RunConfig
 
@@ -102,7 +102,7 @@ def test_train_py_trains_a_model_that_embeds(
     )
     path = tmp_path / "train.py"
     path.write_text(
-        train_script(
+        train_script_of(
             run,
             target_modules="all-linear",
             weights="random",
@@ -132,7 +132,7 @@ def test_train_py_names_the_row_that_has_other_negatives(tmp_path: Path) -> None
     run = RunConfig(model="tiny", task="embedding", trainer="sentence-transformers", method="full")
     path = tmp_path / "train.py"
     path.write_text(
-        train_script(
+        train_script_of(
             run,
             target_modules=[],
             weights="random",

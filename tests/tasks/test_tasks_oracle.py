@@ -17,8 +17,8 @@ import torch
 import transformers
 from train_runs import run_script
 from transformers.models.auto import modeling_auto
+from written_job import train_script_of
 
-from whichlora.exports.train_script import train_script
 from whichlora.families import build, known_types
 from whichlora.families.labels import SEQUENCES, SPANS, TOKENS
 from whichlora.profiler.build import config_object
@@ -132,7 +132,7 @@ def test_train_py_trains_the_head(tmp_path: Path, task: str, config: dict[str, A
     names = ["query", "value"] if config is BERT else ["q_proj", "v_proj"]
     path = tmp_path / "train.py"
     path.write_text(
-        train_script(
+        train_script_of(
             run,
             target_modules=names,
             weights="random",

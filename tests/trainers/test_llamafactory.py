@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from devices import A100
+from written_job import train_script_of
 
 from whichlora.errors import ConfigError
-from whichlora.exports.train_script import train_script
 from whichlora.memory.step import REFERENCE_WEIGHTS
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.predict import ledger, predict
@@ -73,7 +73,7 @@ def test_what_the_library_does_not_do_is_refused(settings: dict[str, Any], messa
 
 def test_no_script_is_written_for_steps_that_it_could_not_run() -> None:
     with pytest.raises(ConfigError, match="CustomDPOTrainer; use trainer transformers"):
-        train_script(job().run, target_modules="all-linear")
+        train_script_of(job().run, target_modules="all-linear")
 
 
 @pytest.mark.parametrize("trainer", ["dpo", "kto"])

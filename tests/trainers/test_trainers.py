@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from devices import A100
+from written_job import train_script_of
 
 from whichlora import trainers
 from whichlora.calibration.load import load_calibration
 from whichlora.config import load_plan
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
-from whichlora.exports.train_script import train_script
 from whichlora.predict.predict import predict
 from whichlora.spec import members
 from whichlora.spec.run import RunConfig
@@ -96,7 +96,7 @@ def test_steps_that_are_not_the_trainer_s_are_not_exported(
 
 def test_train_py_writes_the_kind_of_checkpointing_where_it_is_not_the_usual_one() -> None:
     usual, unusual = (
-        train_script(replace(RUN, use_reentrant=kind), target_modules="all-linear")
+        train_script_of(replace(RUN, use_reentrant=kind), target_modules="all-linear")
         for kind in (False, True)
     )
     assert "use_reentrant" not in usual

@@ -20,9 +20,9 @@ from train_runs import run_module, run_script
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from written_job import train_script_of
 
 from whichlora.dataset import count_tokens, data_format, open_dataset, workload, write_jsonl
-from whichlora.exports.train_script import train_script
 from whichlora.spec.plan import DatasetConfig
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import get_trainer
@@ -190,7 +190,7 @@ def test_the_written_job_trains_on_cpu(name: str, form: str, tmp_path: Path) -> 
         gradient_checkpointing=form == "chat",
     )
     write_jsonl(data, tmp_path)
-    script = train_script(
+    script = train_script_of(
         run,
         target_modules="all-linear",
         weights="random",
@@ -285,7 +285,7 @@ def test_prompts_are_counted_and_learnt_from_as_trl_does(
 
     write_jsonl(data, tmp_path)
     (tmp_path / "rewards.py").write_text(REWARDS)
-    script = train_script(
+    script = train_script_of(
         run,
         target_modules="all-linear",
         weights="random",

@@ -7,21 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.exports.launch import Spreading, launcher_options, spreading
-from whichlora.exports.recipe import (
+from whichlora.exports.checks import (
     LORA_KEYS,
-    Export,
-    Recipe,
-    evaluating,
     options_for_texts,
-    padding_note,
     require_plain,
-    saving,
     without,
     without_pinned_kernel,
-    written,
 )
+from whichlora.exports.launch import Spreading, launcher_options, spreading
+from whichlora.exports.recipe import Export, Recipe
 from whichlora.exports.simpler import TRAINED, file_names, made_of, rows_format
+from whichlora.exports.trainer_keys import evaluating, padding_note, saving, written
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
 from whichlora.spec.checkpoint import is_expanded

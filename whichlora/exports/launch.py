@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.exports.train_script import thread_setting, torchrun, train_command
 from whichlora.exports.train_script.lines import DEEPSPEED_FILE, divides_while_loading
 from whichlora.exports.yaml import yaml_text
 from whichlora.parallel.base import ON_HOST
+from whichlora.parallel.host_update import OMP_NUM_THREADS
 from whichlora.parallel.layout import Layout
 from whichlora.predict.resolve import layout_of
 from whichlora.spec.run import RunConfig, autocast_precision
@@ -135,6 +136,43 @@ def spreading(
                     "can't write; use --to transformers"
                 )
     return Spreading(training=training, model=model, notes=notes, loads_on_gpu=loads_on_gpu)
+
+
+def train_command(path: Path, run: RunConfig, *, python: str = sys.executable) -> list[str]:
+    """The command that performs `run` with the script at `path`, on this machine's GPUs.
+
+    Raises:
+        ConfigError: a run over several nodes, whose processes a batch script starts.
+    """
+    layout = layout_of(run)
+    if layout is None or layout.launcher == "python":
+        return [python, str(path)]
+    if layout.config.nodes > 1:
+        raise ConfigError(
+            f"nodes: {layout.config.nodes} can't be started from one of them; submit the batch "
+            "script of 'whichlora export --to slurm'"
+        )
+    return [*torchrun(python, run), str(path)]
+
+
+def thread_setting(run: RunConfig) -> list[str]:
+    """What the environment of its processes says of threads, where that is not torchrun's 1."""
+    threads = dict(run.parallel.options).get(OMP_NUM_THREADS.name, 1)
+    return [] if threads == 1 else [f"OMP_NUM_THREADS={threads}"]
+
+
+def torchrun(python: str, run: RunConfig) -> list[str]:
+    """The command that starts a script in a process for each GPU of this node."""
+    processes = run.parallel.gpus_per_node
+    threads = thread_setting(run)
+    return [
+        *(["env"] if threads else []),
+        *threads,
+        python,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={processes}",
+    ]
 
 
 def launch_line(

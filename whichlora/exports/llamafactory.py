@@ -8,23 +8,24 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.exports.launch import ACCELERATE_FILE, Spreading, launch_files, spreading
-from whichlora.exports.recipe import (
-    BATCH,
+from whichlora.exports.checks import (
     LORA_KEYS,
-    Export,
-    Recipe,
-    evaluating,
-    optimising,
     options_for_texts,
-    padding_note,
     require_plain,
-    saving,
     without,
     without_pinned_kernel,
+)
+from whichlora.exports.launch import ACCELERATE_FILE, Spreading, launch_files, spreading
+from whichlora.exports.recipe import Export, Recipe
+from whichlora.exports.simpler import file_names, made_of, rows_format
+from whichlora.exports.trainer_keys import (
+    BATCH,
+    evaluating,
+    optimising,
+    padding_note,
+    saving,
     written,
 )
-from whichlora.exports.simpler import file_names, made_of, rows_format
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method
 from whichlora.spec.data_format import (

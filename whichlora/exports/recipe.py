@@ -3,59 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from whichlora.errors import ConfigError, DataFileError
-from whichlora.exports.train_script import KEEPING, Weights, require_texts, require_trainer
-from whichlora.methods import get_method, usual_learning_rate
+from whichlora.methods import usual_learning_rate
 from whichlora.spec.data_format import TEXT_ROWS, DataFormat
 from whichlora.spec.numeric import is_number
-from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
+from whichlora.spec.plan import Collator, Keeping, TrainOn
 from whichlora.spec.run import RunConfig
 from whichlora.text import require_printable
-from whichlora.trainers import get_trainer
+
+Weights = Literal["pretrained", "random"]
 
 RECIPE_SCHEMA_VERSION = 1
 MOST_EPOCHS = 10**12  # as in a config file
 DATA_FILE = "train.jsonl"  # beside the exported files, rows of `Recipe.data_format`
 VALIDATION_FILE = "validation.jsonl"  # the same, if `Recipe.validation` is set
-
-# PEFT config class → its keys that Axolotl, LLaMA-Factory, TRL and Unsloth can all write. They
-# lack "bias": exports leave it out with a note.
-LORA_KEYS: Mapping[str, frozenset[str]] = {
-    "peft.LoraConfig": frozenset(
-        {
-            "r",
-            "lora_alpha",
-            "lora_dropout",
-            "target_modules",
-            "bias",
-            "use_rslora",
-            "use_dora",
-            "modules_to_save",
-        }
-    )
-}
-
-# Keys of the Trainer → settings of a run. Exporters write such tables, importers read them.
-BATCH: Mapping[str, str] = {
-    "per_device_train_batch_size": "batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-}
-
-
-def written(run: RunConfig, table: Mapping[str, str]) -> dict[str, Any]:
-    """The keys of `table` with the settings of `run`."""
-    return {key: getattr(run, setting) for key, setting in table.items()}
-
-
-def without_pinned_kernel(run: RunConfig, tool: str) -> tuple[RunConfig, tuple[str, ...]]:
-    """`run` as a tool runs it that lets SDPA choose its kernel, and what to say of that."""
-    if run.attn != "sdpa-efficient":
-        return run, ()
-    return replace(run, attn="sdpa"), (f"{tool} pins no kernel of SDPA: it runs with sdpa",)
+_KEEPING = Keeping()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +64,7 @@ class Recipe:
     longest: int | None = None
     data_format: DataFormat = TEXT_ROWS
     train_on: TrainOn = "completions"
-    keeping: Keeping = KEEPING
+    keeping: Keeping = _KEEPING
     validation: bool = False
 
     def __post_init__(self) -> None:
@@ -145,6 +111,11 @@ class Recipe:
         for name in ("masked_lm", "trust_remote_code", "validation"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is neither true nor false")
+
+    @property
+    def reader(self) -> Collator:
+        """How rows become batches: as stated, else packed where nothing is padded."""
+        return self.batching or ("packed" if self.run.padding == "none" else "longest")
 
     @property
     def rate_notes(self) -> tuple[str, ...]:
@@ -227,146 +198,3 @@ class Export:
     notes: tuple[str, ...] = ()
     made_of: Mapping[str, str] = field(default_factory=dict)
     loads_on_gpu: bool = False
-
-
-def require_plain(
-    recipe: Recipe,
-    tool: str,
-    *,
-    quants: frozenset[str],
-    rows: Collection[DataFormat],
-    data: DataFormat | None = None,
-    adapters: Mapping[str, frozenset[str]],
-    trainers: Collection[str] = (),
-) -> None:
-    """Refuse a recipe that only WhichLoRA's own script can run.
-
-    Args:
-        rows: formats that `tool` takes.
-        data: format of the rows that it gets; None is that of `train.jsonl`.
-        adapters: PEFT config class → its keys that `tool` can write.
-        trainers: classes whose steps it runs, beside the Trainer's.
-
-    Raises:
-        ConfigError: an adapter that it can't write, an encoder, random weights, other rows, or a
-            storage that it doesn't load.
-    """
-    require_texts(recipe.run, f"--to {tool}")
-    _require_adapter(recipe.run, tool, adapters)
-    require_trainer(recipe.run, f"--to {tool}", *trainers)
-    if recipe.run.task:
-        raise ConfigError(
-            f"--to {tool}: task {recipe.run.task} can't be written, {tool} trains the writing of "
-            "texts; use --to transformers"
-        )
-    if recipe.masked_lm:
-        raise ConfigError(
-            f"--to {tool}: {recipe.run.model} is an encoder, which {tool} doesn't train; "
-            "use --to transformers"
-        )
-    if (recipe.model_config or {}).get("is_encoder_decoder"):
-        raise ConfigError(
-            f"--to {tool}: {recipe.run.model} is an encoder-decoder, and the file is of single "
-            "texts; use --to transformers, which writes pairs"
-        )
-    if (data or recipe.data_format) not in rows:
-        raise ConfigError(
-            f"--to {tool}: the rows of {DATA_FILE} are {recipe.data_format.describe()}; it takes "
-            f"{' or '.join(accepted.describe() for accepted in rows)}; use --to transformers"
-        )
-    if recipe.weights == "random":
-        raise ConfigError(
-            f"--to {tool}: weights are random, and {tool} loads a checkpoint; set weights: "
-            "pretrained, or use --to transformers"
-        )
-    quant = recipe.run.quant or "none"
-    if quant not in quants:
-        raise ConfigError(
-            f"--to {tool}: quant {quant} can't be loaded by it; accepted are "
-            f"{', '.join(sorted(quants))}"
-        )
-
-
-def _require_adapter(run: RunConfig, tool: str, adapters: Mapping[str, frozenset[str]]) -> None:
-    method = get_method(run.method)
-    if not method.peft_class:
-        return
-    if method.makes_optimizer:
-        raise ConfigError(
-            f"--to {tool}: method {method.name} needs {method.makes_optimizer}, which {tool} can't "
-            "write; use --to transformers"
-        )
-    if method.peft_class not in adapters:
-        raise ConfigError(
-            f"--to {tool}: method {method.name} needs {method.peft_class}, which {tool} can't "
-            f"write; it writes {', '.join(adapters)}; use --to transformers"
-        )
-    accepted = adapters[method.peft_class]
-    unknown = sorted(set(method.peft_config(run)) - accepted)
-    if unknown:
-        raise ConfigError(
-            f"--to {tool}: method {method.name} sets {unknown[0]} of {method.peft_class}, which "
-            f"{tool} can't write; it writes {', '.join(sorted(accepted))}; use --to transformers"
-        )
-
-
-def without(run: RunConfig, tool: str, *names: str) -> tuple[RunConfig, tuple[str, ...]]:
-    """`run` without the settings that `tool` lacks, and a note for each."""
-    chosen = run.chosen()
-    left_out = [name for name in names if name in chosen]
-    plain = RunConfig(model=run.model)
-    defaults: dict[str, Any] = {name: getattr(plain, name) for name in left_out}
-    notes = tuple(f"{tool} has no {name}: {chosen[name]} is left out" for name in left_out)
-    return dataclasses.replace(run, **defaults), notes
-
-
-def options_for_texts(run: RunConfig) -> tuple[str, ...]:
-    """The setting that holds options of a trainer on texts, of which most tools have none."""
-    return ("trainer_options",) if get_trainer(run.trainer).rows == "texts" else ()
-
-
-def optimising(recipe: Recipe, run: RunConfig) -> dict[str, Any]:
-    """How long, how fast and in which precision is trained, in the Trainer's keys."""
-    return {
-        "num_train_epochs": recipe.epochs,
-        "learning_rate": recipe.learning_rate,
-        "optim": run.trainer_optim,
-        "bf16": run.precision == "bf16",
-        "fp16": run.precision == "fp16",
-        **({"tf32": True} if run.precision == "tf32" else {}),
-    }
-
-
-def saving(recipe: Recipe) -> dict[str, Any]:
-    """When checkpoints are written, in the Trainer's keys, which tools built on it share."""
-    keeping = recipe.keeping
-    if not keeping.saves:
-        return {"save_strategy": "no"}
-    return {
-        "save_strategy": "steps",
-        "save_steps": keeping.save_steps or SAVED_SHARE,
-        "save_total_limit": keeping.save_total_limit,
-    }
-
-
-def evaluating(recipe: Recipe) -> dict[str, Any]:
-    """When the validation rows are evaluated, in the Trainer's keys; empty without them."""
-    if not (recipe.validation and recipe.keeping.evaluates):
-        return {}
-    if recipe.keeping.eval_steps is None:
-        return {"eval_strategy": "epoch"}
-    return {"eval_strategy": "steps", "eval_steps": recipe.keeping.eval_steps}
-
-
-def padding_note(recipe: Recipe, *supported: str) -> tuple[str, ...]:
-    """A note if the tool pads to the longest row and the recipe batches otherwise.
-
-    Args:
-        known: other batchings that the tool has.
-    """
-    if recipe.batching in (None, "longest", *supported):
-        return ()
-    return (
-        f"batches were to be {recipe.batching}; here rows are padded to the longest of their "
-        "batch, so total time and tokens differ",
-    )

@@ -8,22 +8,16 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.exports import transformers
-from whichlora.exports.launch import Spreading, launch_line, spreading
-from whichlora.exports.recipe import (
-    BATCH,
-    DATA_FILE,
+from whichlora.exports.checks import (
     LORA_KEYS,
-    Export,
-    Recipe,
-    optimising,
-    padding_note,
     require_plain,
-    saving,
+    require_trainer,
     without,
     without_pinned_kernel,
-    written,
 )
-from whichlora.exports.train_script import require_trainer
+from whichlora.exports.launch import Spreading, launch_line, spreading
+from whichlora.exports.recipe import DATA_FILE, Export, Recipe
+from whichlora.exports.trainer_keys import BATCH, optimising, padding_note, saving, written
 from whichlora.exports.yaml import yaml_text
 from whichlora.methods import get_method, weight_dtype
 from whichlora.parallel.base import ON_HOST

@@ -5,25 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
-from whichlora.exports.launch import launch_line, spreading
-from whichlora.exports.python_source import Code, call, literal
-from whichlora.exports.recipe import (
-    DATA_FILE,
+from whichlora.exports.checks import (
     LORA_KEYS,
-    VALIDATION_FILE,
-    Export,
-    Recipe,
-    evaluating,
-    optimising,
     options_for_texts,
-    padding_note,
     require_plain,
-    saving,
     without,
     without_pinned_kernel,
 )
-from whichlora.exports.train_script import chat_template, templates
+from whichlora.exports.launch import launch_line, spreading
+from whichlora.exports.python_source import Code, call, literal
+from whichlora.exports.recipe import DATA_FILE, VALIDATION_FILE, Export, Recipe
+from whichlora.exports.train_script import templates
+from whichlora.exports.train_script.lines import chat_template
 from whichlora.exports.train_script.rows import row_functions
+from whichlora.exports.trainer_keys import evaluating, optimising, padding_note, saving
 from whichlora.methods import get_method, weight_dtype
 from whichlora.spec.data_format import (
     CHAT_PAIRS,

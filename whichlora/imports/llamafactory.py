@@ -14,7 +14,7 @@ from whichlora.exports.llamafactory import (
     STAGES,
     quantisation,
 )
-from whichlora.exports.recipe import BATCH
+from whichlora.exports.trainer_keys import BATCH
 from whichlora.imports.base import Keys, Launch, Tool, method_settings
 from whichlora.imports.spread import is_divided
 from whichlora.imports.trainer import (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from whichlora.exports.recipe import BATCH
+from whichlora.exports.trainer_keys import BATCH
 from whichlora.exports.trl import ADAPTER
 from whichlora.imports.base import Keys, Launch, Tool, full_method, optimizer
 from whichlora.imports.spread import checkpoints_in_fsdp, spread_settings

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from whichlora.exports.recipe import BATCH
+from whichlora.exports.trainer_keys import BATCH
 from whichlora.exports.trl import ADAPTER, LENGTH, QUANTS, quantisation
 from whichlora.imports.base import Keys, Launch, Tool, method_settings, targets
 from whichlora.imports.trainer import (

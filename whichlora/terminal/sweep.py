@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from whichlora.exports.train_script import train_command
+from whichlora.exports.launch import train_command
 from whichlora.predict.words import describe
 from whichlora.terminal.live import counts
 from whichlora.terminal.tables import open_console, print_table, say

@@ -167,7 +167,7 @@ def _write_serving(session: Session, best: RunConfig, judged: Candidate) -> dict
 
 def train(session: Session, answer: Answer) -> dict[str, Any]:
     """Run the winning job: what it reported, or why it failed, which costs nobody the answer."""
-    from whichlora.exports.train_script import train_command
+    from whichlora.exports.launch import train_command
 
     assert answer.winner is not None  # whose job it is
     session.close()  # the job needs the device to itself

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from whichlora.config import load_plan
 from whichlora.errors import ConfigError
-from whichlora.exports.train_script import require_library
+from whichlora.exports.checks import require_library
 from whichlora.html import write_report
 from whichlora.predict.words import describe
 from whichlora.profiler.installed import installed_versions

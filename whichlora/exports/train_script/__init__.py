@@ -1,18 +1,17 @@
-"""Run → a stand-alone `train.py` that performs exactly the fine-tuning that was predicted."""
+"""Recipe → a stand-alone `train.py` that performs exactly the fine-tuning that was predicted."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from textwrap import indent
-from typing import Any, Literal
+from typing import Any
 
-from whichlora.errors import ConfigError
 from whichlora.exports.python_source import Code, call, import_lines, literal
+from whichlora.exports.recipe import Recipe
 from whichlora.exports.train_script import templates
+from whichlora.exports.train_script.checks import check, has_targets
 from whichlora.exports.train_script.label_rows import COLLATORS, has_classes
 from whichlora.exports.train_script.lines import (
     CLASS_NAMES_LINES,
@@ -21,6 +20,7 @@ from whichlora.exports.train_script.lines import (
     allocator_lines,
     argument_lines,
     attention_lines,
+    chat_template,
     divides_while_loading,
     embedder_lines,
     has_optimizer,
@@ -33,27 +33,15 @@ from whichlora.exports.train_script.lines import (
     trainer_name,
 )
 from whichlora.exports.train_script.rows import row_functions
-from whichlora.families import writes_transcripts
 from whichlora.families.multimodal import is_audio_class, is_image_class
-from whichlora.methods import get_method, usual_learning_rate, weight_dtype, with_defaults
-from whichlora.parallel.host_update import OMP_NUM_THREADS
+from whichlora.methods import get_method, weight_dtype, with_defaults
 from whichlora.predict.resolve import layout_of
 from whichlora.spec.checkpoint import is_expanded
-from whichlora.spec.data_format import (
-    ALPACA_CHAT_TEMPLATE,
-    TEXT_ROWS,
-    TRANSCRIPTS,
-    DataFormat,
-)
-from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping, TrainOn
+from whichlora.spec.data_format import TRANSCRIPTS, DataFormat
+from whichlora.spec.plan import SAVED_SHARE, Collator, Keeping
 from whichlora.spec.run import BNB_QUANTS, RunConfig
-from whichlora.tasks import Task, rows_of, task_of
-from whichlora.trainers import Trainer, get_trainer, list_trainers
-
-TRAINER_CLASS = "transformers.Trainer"  # whose steps the script's are
-Weights = Literal["pretrained", "random"]
-
-KEEPING = Keeping()
+from whichlora.tasks import Task, task_of
+from whichlora.trainers import Trainer, get_trainer
 
 _IMPORTABLE: Mapping[str, Sequence[str]] = {
     "PIL": ("Image",),
@@ -93,123 +81,58 @@ _IMPORTABLE: Mapping[str, Sequence[str]] = {
 }
 
 
-def train_command(path: Path, run: RunConfig, *, python: str = sys.executable) -> list[str]:
-    """The command that performs `run` with the script at `path`, on this machine's GPUs.
-
-    Raises:
-        ConfigError: a run over several nodes, whose processes a batch script starts.
-    """
-    layout = layout_of(run)
-    if layout is None or layout.launcher == "python":
-        return [python, str(path)]
-    if layout.config.nodes > 1:
-        raise ConfigError(
-            f"nodes: {layout.config.nodes} can't be started from one of them; submit the batch "
-            "script of 'whichlora export --to slurm'"
-        )
-    return [*torchrun(python, run), str(path)]
-
-
-def thread_setting(run: RunConfig) -> list[str]:
-    """What the environment of its processes says of threads, where that is not torchrun's 1."""
-    threads = dict(run.parallel.options).get(OMP_NUM_THREADS.name, 1)
-    return [] if threads == 1 else [f"OMP_NUM_THREADS={threads}"]
-
-
-def torchrun(python: str, run: RunConfig) -> list[str]:
-    """The command that starts a script in a process for each GPU of this node."""
-    processes = run.parallel.gpus_per_node
-    threads = thread_setting(run)
-    return [
-        *(["env"] if threads else []),
-        *threads,
-        python,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={processes}",
-    ]
-
-
-def train_script(
-    run: RunConfig,
-    *,
-    target_modules: Sequence[str] | str,
-    epochs: float = 1.0,
-    learning_rate: float | None = None,
-    rate_source: str = "",
-    seed: int = 0,
-    tokenizer: str | None = None,
-    weights: Weights = "pretrained",
-    model_config: Mapping[str, Any] | None = None,
-    batching: Collator | None = None,
-    masked_lm: bool = False,
-    max_steps: int | None = None,
-    trust_remote_code: bool = False,
-    data_format: DataFormat = TEXT_ROWS,
-    train_on: TrainOn = "completions",
-    keeping: Keeping = KEEPING,
-) -> str:
-    """The source of a script that fine-tunes `run` on the `train.jsonl` beside it.
+def train_script(recipe: Recipe) -> str:
+    """The source of a script that fine-tunes the run of `recipe` on the `train.jsonl` beside it.
 
     It evaluates on `validation.jsonl` if there is one, and writes checkpoints, the adapter (or
     the model) and `result.json` to `output/`. Only the lines that the settings need are in it.
-
-    Args:
-        target_modules: leaf names that get an adapter, or "all-linear".
-        learning_rate, rate_source: as in a `Recipe`.
-        tokenizer: hub id or path; None takes the model's own.
-        weights: "random" needs `model_config`, downloads no weights and, unless `tokenizer` is
-            given, takes bytes for tokens.
-        batching: as `Plan.collator`; None: packed without `run.padding`, longest with it.
-        masked_lm: an encoder, trained to fill in masked tokens.
-        max_steps: stop after so many optimizer steps instead of `epochs`.
-        data_format: what a row of `train.jsonl` looks like.
-        train_on: with "completions", prompts and the turns of others have no loss.
+    With random weights no weights are downloaded and, unless a tokenizer is named, bytes are
+    taken for tokens.
 
     Raises:
         ConfigError: a run that the script can't perform.
     """
-    run = with_defaults(run)
+    recipe = replace(recipe, run=with_defaults(recipe.run))
+    run, data_format, model_config = recipe.run, recipe.data_format, recipe.model_config
     trainer, task = get_trainer(run.trainer), task_of(run)
-    masked_lm = masked_lm and task is None
-    reader: Collator = batching or ("packed" if run.padding == "none" else "longest")
-    _check(run, weights, model_config, data_format, reader)
-    keeping = _evaluated(trainer, keeping)
-    random_config = model_config if weights == "random" else None
-    takes_bytes = random_config is not None and tokenizer is None
+    masked_lm = recipe.masked_lm and task is None
+    check(recipe)
+    keeping = _evaluated(trainer, recipe.keeping)
+    random_config = model_config if recipe.weights == "random" else None
+    takes_bytes = random_config is not None and recipe.tokenizer is None
     model_class = class_of(task, model_config or {}, data_format, masked_lm=masked_lm)
-    hub = {"trust_remote_code": True} if trust_remote_code else {}
+    hub = {"trust_remote_code": True} if recipe.trust_remote_code else {}
     chats = _renders_chats(data_format, masked_lm or has_targets(model_config))
     constants = {
         "MODEL": run.model if random_config is None else Code('HERE / "random-weights"'),
-        "TOKENIZER": tokenizer,
+        "TOKENIZER": recipe.tokenizer,
         "OUTPUT": Code('HERE / "output"'),
         **_batch_constants(run, data_format, model_config),
-        **_schedule(epochs, max_steps, *_rate(run, learning_rate, rate_source)),
-        **_keeping_constants(keeping, seed),
+        **_schedule(recipe),
+        **_keeping_constants(keeping, recipe.seed),
         "PREDICTED_WITH": predicted_versions(run),
         "CHAT_TEMPLATE": chat_template() if chats else None,
         "MODEL_CONFIG": _without_quantisation(random_config),
     }
     stored = {} if random_config is not None else model_config or {}
     model = _loading(run, model_class, hub, stored, data_format, takes_bytes=takes_bytes)
-    model += [*adapter_lines(run, target_modules), *loss_lines(run)]
+    model += [*adapter_lines(run, recipe.target_modules), *loss_lines(run)]
     main = [
         *templates.RESUME_LINES * keeping.saves,
         "compare_versions()",
         *allocator_lines(run),
-        *_reader_lines(tokenizer, hub, data_format, takes_bytes=takes_bytes),
+        *_reader_lines(recipe.tokenizer, hub, data_format, takes_bytes=takes_bytes),
         *templates.CHAT_TEMPLATE_LINES * chats,
         *_row_lines(trainer, keeping, data_format),
         *RANDOM_CHECKPOINT_LINES * (random_config is not None),
-        *_training_lines(model, run, keeping, reader, data_format, limited=max_steps is not None),
+        *_training_lines(model, run, keeping, recipe.reader, data_format),
     ]
     made = model_class if random_config else None
     functions = _helper_functions(run, keeping, made, takes_bytes=takes_bytes)
     kinds = {"masked_lm": masked_lm, "has_target": has_targets(model_config)}
-    functions += row_functions(data_format, run, train_on, reader, **kinds)
-    tail = _tail(run, keeping, data_format, _collator(reader, data_format, masked_lm=masked_lm))
-    return _assembled(run, constants, functions, main, tail)
+    functions += row_functions(data_format, run, recipe.train_on, recipe.reader, **kinds)
+    pads = _collator(recipe.reader, data_format, masked_lm=masked_lm)
+    return _assembled(run, constants, functions, main, _tail(run, keeping, data_format, pads))
 
 
 _BATCHES = {
@@ -296,18 +219,10 @@ def _training_lines(
     keeping: Keeping,
     reader: Collator,
     data: DataFormat,
-    *,
-    limited: bool,
 ) -> list[str]:
-    """The lines that make the `model`, the Trainer's arguments and the optimizer.
-
-    Args:
-        limited: by steps, not epochs.
-    """
+    """The lines that make the `model`, the Trainer's arguments and the optimizer."""
     grouped = reader == "grouped"
-    arguments = argument_lines(
-        run, keeping, limited=limited, grouped=grouped, processor=data.has_processor
-    )
+    arguments = argument_lines(run, keeping, grouped=grouped, processor=data.has_processor)
     in_order = [arguments, model] if divides_while_loading(run) else [model, arguments]
     made = optimizer_lines(run) * (not get_trainer(run.trainer).makes_adapters)
     return ["set_seed(SEED)", *attention_lines(run), *in_order[0], *in_order[1], *made]
@@ -365,19 +280,12 @@ def _assembled(
     return _head(body, constants, classes) + body
 
 
-def _rate(run: RunConfig, rate: float | None, source: str) -> tuple[float, str]:
-    """The learning rate, and whose it is where nobody stated it."""
-    return usual_learning_rate(run) if rate is None else (rate, source)
-
-
-def _schedule(
-    epochs: float, max_steps: int | None, rate: float, source: str
-) -> dict[str, float | None]:
+def _schedule(recipe: Recipe) -> dict[str, float | None]:
     """How long is trained, and how fast: below a comment with whose rate that is."""
+    source = recipe.rate_source
     return {
-        "EPOCHS": epochs if max_steps is None else None,
-        "MAX_STEPS": max_steps,
-        f"# usual: {source}\nLEARNING_RATE" if source else "LEARNING_RATE": rate,
+        "EPOCHS": recipe.epochs,
+        f"# usual: {source}\nLEARNING_RATE" if source else "LEARNING_RATE": recipe.learning_rate,
     }
 
 
@@ -488,13 +396,6 @@ def _save_steps(keeping: Keeping) -> int | float:
     return SAVED_SHARE if keeping.save_steps is None else keeping.save_steps
 
 
-def chat_template() -> Code:
-    """The template for a tokenizer without one, a line of source for each of its parts."""
-    parts = re.split(r"(?<=[%}]\})|(?<=\. )", ALPACA_CHAT_TEMPLATE)
-    lines = indent("\n".join(literal(part) for part in parts if part), "    ")
-    return Code(f"(\n{lines}\n)")
-
-
 def _head(body: str, constants: Mapping[str, Any], classes: Sequence[str]) -> str:
     """The docstring, the imports that `body` needs, and the constants that are set.
 
@@ -516,173 +417,6 @@ def _head(body: str, constants: Mapping[str, Any], classes: Sequence[str]) -> st
             f"{name} = {literal(value)}" for name, value in constants.items() if value is not None
         ),
     )
-
-
-def require_library(run: RunConfig, place: str) -> None:
-    """Refuse a run whose steps no library has.
-
-    Args:
-        place: how the message begins.
-
-    Raises:
-        ConfigError: its steps are written out by a script.
-    """
-    trainer = get_trainer(run.trainer)
-    if not trainer.config_class:
-        whose = trainer.library_class or "a script's own"
-        raise ConfigError(
-            f"{place}: it can't be written for trainer {run.trainer}, whose steps are {whose}; use "
-            "trainer transformers, or 'whichlora export' to its tool"
-        )
-
-
-def require_texts(run: RunConfig, place: str) -> None:
-    """Refuse rows with images or sound, which `train.py` alone reads.
-
-    Args:
-        place: how the message begins.
-
-    Raises:
-        ConfigError: there are images, or a tower that is left alone.
-    """
-    for setting in ("images", "audios", "freeze_vision_tower"):
-        if getattr(run, setting):
-            raise ConfigError(
-                f"{place}: {setting} can't be written, its training would leave them out; "
-                f"use --to transformers, or leave {setting} out"
-            )
-
-
-def _check_media(
-    run: RunConfig, weights: Weights, data_format: DataFormat, reader: Collator
-) -> None:
-    """Refuse images or sound that the job can't read.
-
-    Raises:
-        ConfigError: there are images without rows that name them, or settings that exclude them.
-    """
-    for setting in ("images", "audios"):
-        if getattr(run, setting) and data_format.media != setting and data_format != TRANSCRIPTS:
-            raise ConfigError(
-                f"train.py: {setting} are predicted, and no row names one; give rows with a column "
-                f"{setting}, or leave {setting} out"
-            )
-    if not data_format.has_processor:
-        return
-    media, trainer = data_format.media or "audio", get_trainer(run.trainer)
-    reads = runs_in_trainer(run) or (data_format.images and trainer.takes_images)
-    for is_wrong, fault in (
-        (weights == "random", "weights: random has no processor for them; set weights: pretrained"),
-        (not reads, f"trainer {run.trainer} does not read them; use transformers"),
-        (reader not in ("longest",), f"collator {reader} can't batch them; use longest"),
-    ):
-        if is_wrong:
-            raise ConfigError(f"train.py: rows have {media}: {fault}")
-
-
-def runs_in_trainer(run: RunConfig, *others: str) -> bool:
-    """Whether the steps of `run` are those of `TRAINER_CLASS`, or of one of `others`."""
-    return get_trainer(run.trainer).library_class in (TRAINER_CLASS, *others)
-
-
-def require_trainer(run: RunConfig, place: str, *others: str) -> None:
-    """Refuse a run whose steps are not those of the Trainer of transformers, or a subclass of it.
-
-    Args:
-        place: how the message begins.
-        others: further classes whose steps are accepted.
-
-    Raises:
-        ConfigError: another trainer.
-    """
-    if not runs_in_trainer(run, *others):
-        is_written = get_trainer(run.trainer).config_class
-        names = [
-            trainer.name
-            for trainer in list_trainers().values()
-            if trainer.library_class in (TRAINER_CLASS, *others)
-        ]
-        raise ConfigError(
-            f"{place}: trainer {run.trainer} can't be written, it runs {', '.join(names)}; use "
-            f"{'--to transformers' if is_written else 'trainer transformers'}"
-        )
-
-
-def _check(
-    run: RunConfig,
-    weights: Weights,
-    model_config: Mapping[str, Any] | None,
-    data_format: DataFormat,
-    reader: Collator,
-) -> None:
-    if run.phase != "finetune":
-        raise ConfigError(f"phase: {run.phase} has nothing to train; a job needs finetune")
-    trainer = get_trainer(run.trainer)
-    require_library(run, "train.py")
-    if runs_in_trainer(run) and run.loss_head not in ("hf", "liger"):
-        raise ConfigError(
-            f"loss_head: {run.loss_head} can't be trained by the job; accepted are hf and liger"
-        )
-    if run.quantize_moe_experts:
-        raise ConfigError(
-            "quantize_moe_experts: train.py leaves experts in 16 bit; use --to axolotl, or leave "
-            "it out"
-        )
-    _check_media(run, weights, data_format, reader)
-    data_format.require(rows_of(run))
-    adapted = trainer.makes_adapters and not get_method(run.method).trains_base
-    keeps_base = trainer.keeps_base(run)
-    if adapted and run.quant in BNB_QUANTS and run.prepare_kbit == keeps_base:
-        does = "does not prepare" if keeps_base else "prepares"
-        raise ConfigError(
-            f"prepare_kbit: {run.prepare_kbit}, but trainer {run.trainer} {does} a quantised base; "
-            "leave it out"
-        )
-    if adapted and run.quant == "none" and run.narrows_adapters:
-        raise ConfigError(
-            f"train.py: trainer {run.trainer} makes adapters in fp32, not those of precision "
-            f"{run.precision} and adapter_dtype {run.adapter_dtype}; use precision bf16 or "
-            "bf16-no-autocast, and leave adapter_dtype out"
-        )
-    if weights == "random" and model_config is None:
-        raise ConfigError("weights: random needs the config of the model")
-    transcribes = writes_transcripts(model_config or {})
-    if transcribes != (data_format == TRANSCRIPTS):
-        takes = "clips with transcripts: audio, text" if transcribes else "messages or texts"
-        raise ConfigError(
-            f"train.py: rows have {data_format.describe()}, and {run.model} learns from {takes}; "
-            "give such rows, or another model"
-        )
-    if has_targets(model_config) and not run.task:
-        _check_targets(run, data_format, reader)
-
-
-def has_targets(model_config: Mapping[str, Any] | None) -> bool:
-    """Whether an encoder reads one text of each row, and its decoder learns to write the other."""
-    config = model_config or {}
-    return bool(config.get("is_encoder_decoder")) and not writes_transcripts(config)
-
-
-def _check_targets(run: RunConfig, data: DataFormat, reader: Collator) -> None:
-    """Refuse rows that are no pairs of texts, or settings that can't batch them."""
-    model = f"model: {run.model} is an encoder-decoder"
-    for is_wrong, fault in (
-        (
-            data.kind not in ("prompt-completion", "messages") or data.media,
-            f"which needs pairs of texts, and rows have {data.describe()}; give prompt and "
-            "completion, or messages",
-        ),
-        (
-            reader not in ("longest", "grouped"),
-            f"whose two texts collator {reader} can't batch; use longest",
-        ),
-        (
-            not runs_in_trainer(run),
-            f"which trainer {run.trainer} does not train; use transformers",
-        ),
-    ):
-        if is_wrong:
-            raise ConfigError(f"{model}, {fault}")
 
 
 def _without_quantisation(model_config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

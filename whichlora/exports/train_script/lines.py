@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from textwrap import indent
 from typing import Any
 
 from whichlora.errors import ConfigError
@@ -13,6 +15,7 @@ from whichlora.exports.train_script.media_rows import MEDIA_PROCESSOR_LINES
 from whichlora.memory.optimizer import library_of
 from whichlora.methods import get_method, weight_dtype
 from whichlora.predict.resolve import layout_of
+from whichlora.spec.data_format import ALPACA_CHAT_TEMPLATE
 from whichlora.spec.plan import Keeping
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, INT8_THRESHOLD, RunConfig
 from whichlora.tasks import task_of
@@ -105,6 +108,13 @@ def processor_lines(tokenizer: str | None, hub: Mapping[str, Any], *, media: str
     source = "MODEL" if tokenizer is None else "TOKENIZER"
     lines = MEDIA_PROCESSOR_LINES if media else TRANSCRIPT_PROCESSOR_LINES
     return lines.format(source=source, hub=settings, media=media).splitlines()
+
+
+def chat_template() -> Code:
+    """The template for a tokenizer without one, a line of source for each of its parts."""
+    parts = re.split(r"(?<=[%}]\})|(?<=\. )", ALPACA_CHAT_TEMPLATE)
+    lines = indent("\n".join(literal(part) for part in parts if part), "    ")
+    return Code(f"(\n{lines}\n)")
 
 
 def attention_lines(run: RunConfig) -> list[str]:
@@ -303,12 +313,11 @@ def saving_options(keeping: Keeping) -> dict[str, Any]:
 
 
 def argument_lines(
-    run: RunConfig, keeping: Keeping, *, limited: bool, grouped: bool, processor: bool = False
+    run: RunConfig, keeping: Keeping, *, grouped: bool, processor: bool
 ) -> list[str]:
     """The lines that make the Trainer's arguments.
 
     Args:
-        limited: by steps, not epochs.
         grouped: rows of similar length are batched.
         processor: rows hold paths of images or clips, which the collator reads.
     """
@@ -317,7 +326,7 @@ def argument_lines(
         "per_device_train_batch_size": Code("BATCH_SIZE"),
         "per_device_eval_batch_size": Code("BATCH_SIZE"),
         "gradient_accumulation_steps": Code("GRADIENT_ACCUMULATION_STEPS"),
-        **({"max_steps": Code("MAX_STEPS")} if limited else {"num_train_epochs": Code("EPOCHS")}),
+        "num_train_epochs": Code("EPOCHS"),
         "learning_rate": Code("LEARNING_RATE"),
         "optim": run.trainer_optim,
         **({"bf16": True} if run.precision == "bf16" else {}),
