@@ -83,7 +83,10 @@ def test_an_export_has_the_rate_of_its_job(
     asked = ["export", RUN.model, "--to", "llamafactory", "--gpu", "h100", *words]
     result = CliRunner().invoke(main, [*asked, "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert written in (tmp_path / "llamafactory.yaml").read_text()
+    text = (tmp_path / "llamafactory.yaml").read_text()
+    assert written in text
+    above = text.partition("learning_rate:")[0].splitlines()[-1]
+    assert (above.startswith("# usual: ") and told in above) is bool(told)
     output = " ".join(result.output.split())
     assert told in output
     assert ("is the usual one of" in output) is bool(told)

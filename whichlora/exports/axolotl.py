@@ -188,7 +188,10 @@ def export(recipe: Recipe) -> Export:
         command += _launcher(run, spread)
     head = f"Written by WhichLoRA for Axolotl 0.19. Start it here with: {command}"
     return Export(
-        files={FILE: yaml_text(settings, head=head), **spread.files},
+        files={
+            FILE: yaml_text(settings, head=head, rate_comment=recipe.rate_comment),
+            **spread.files,
+        },
         command=command,
         run=run,
         notes=notes,

@@ -186,7 +186,7 @@ def export(recipe: Recipe) -> Export:
     head = f"Written by WhichLoRA for LLaMA-Factory 0.9.5. Start it here with: {command}"
     return Export(
         files={
-            FILE: yaml_text(settings, head=head),
+            FILE: yaml_text(settings, head=head, rate_comment=recipe.rate_comment),
             "dataset_info.json": json.dumps(data, indent=2) + "\n",
             **(launch_files(run) if "fsdp" in spread.training else spread.files),
         },

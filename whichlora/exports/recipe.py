@@ -118,6 +118,11 @@ class Recipe:
         return self.batching or ("packed" if self.run.padding == "none" else "longest")
 
     @property
+    def rate_comment(self) -> str:
+        """Stands above the learning rate in a file: whose it is, where nobody stated it."""
+        return f"# usual: {self.rate_source}\n" if self.rate_source else ""
+
+    @property
     def rate_notes(self) -> tuple[str, ...]:
         """Whose the learning rate is, where nobody stated it."""
         if not self.rate_source:

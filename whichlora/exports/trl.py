@@ -149,7 +149,10 @@ def export(recipe: Recipe) -> Export:
         command = launch_line(run, f"trl.scripts.{name} --config {FILE}", module=True)
     head = f"Written by WhichLoRA for TRL 1.16. Start it here with: {command}"
     return Export(
-        files={FILE: yaml_text(settings, head=head), **spread.files},
+        files={
+            FILE: yaml_text(settings, head=head, rate_comment=recipe.rate_comment),
+            **spread.files,
+        },
         command=command,
         run=run,
         notes=notes,

@@ -87,7 +87,10 @@ def export(recipe: Recipe) -> Export:
     spreading(run, "unsloth", keys=())  # it runs under torchrun, where DDP needs no key
     notes += left_out
     notes += padding_note(recipe, *_PACKED)
-    constants = {"SEQ_LEN": Code(run.seq_len)}
+    constants = {
+        "SEQ_LEN": literal(run.seq_len),
+        f"{recipe.rate_comment}LEARNING_RATE": literal(recipe.learning_rate),
+    }
     chats = recipe.data_format.conversational
     if chats:
         constants["CHAT_TEMPLATE"] = chat_template()
@@ -167,7 +170,7 @@ def _trainer(recipe: Recipe, run: RunConfig) -> Code:
         packing=False,
         per_device_train_batch_size=run.batch_size,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
-        **optimising(recipe, run),
+        **optimising(recipe, run) | {"learning_rate": Code("LEARNING_RATE")},
         seed=recipe.seed,
         **saving(recipe),
         **({"per_device_eval_batch_size": run.batch_size} | evaluation if evaluation else {}),

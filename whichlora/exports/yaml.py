@@ -12,13 +12,19 @@ _PLAIN = re.compile(r"\.|(?:[A-Za-z_/]|\./)[\w./-]*")
 _WORDS_WITH_A_MEANING = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 
-def yaml_text(settings: Mapping[str, Any], *, head: str = "") -> str:
+def yaml_text(settings: Mapping[str, Any], *, head: str = "", rate_comment: str = "") -> str:
     """`settings` in block style, in their order, under `head` as comment lines.
 
     Floats are written as 2.0e-4: without the point, PyYAML reads a string.
+
+    Args:
+        rate_comment: the line above `learning_rate`.
     """
-    comment = "".join(f"# {line}\n" if line else "#\n" for line in head.splitlines())
-    return comment + "\n".join(_lines(settings)) + "\n"
+    lines = [f"# {line}".rstrip() for line in head.splitlines()]
+    for key, value in settings.items():
+        lines += rate_comment.splitlines() * (key == "learning_rate")
+        lines += _lines({key: value})
+    return "\n".join(lines) + "\n"
 
 
 def _lines(settings: Mapping[str, Any], indent: str = "") -> list[str]:

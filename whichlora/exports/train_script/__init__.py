@@ -108,7 +108,8 @@ def train_script(recipe: Recipe) -> str:
         "TOKENIZER": recipe.tokenizer,
         "OUTPUT": Code('HERE / "output"'),
         **_batch_constants(run, data_format, model_config),
-        **_schedule(recipe),
+        "EPOCHS": recipe.epochs,
+        f"{recipe.rate_comment}LEARNING_RATE": recipe.learning_rate,
         **_keeping_constants(keeping, recipe.seed),
         "PREDICTED_WITH": predicted_versions(run),
         "CHAT_TEMPLATE": chat_template() if chats else None,
@@ -278,15 +279,6 @@ def _assembled(
         "" if loss is None else f"{loss.module}.{loss.name}",
     )
     return _head(body, constants, classes) + body
-
-
-def _schedule(recipe: Recipe) -> dict[str, float | None]:
-    """How long is trained, and how fast: below a comment with whose rate that is."""
-    source = recipe.rate_source
-    return {
-        "EPOCHS": recipe.epochs,
-        f"# usual: {source}\nLEARNING_RATE" if source else "LEARNING_RATE": recipe.learning_rate,
-    }
 
 
 def _renders_chats(data: DataFormat, has_own_rows: bool) -> bool:
