@@ -40,16 +40,17 @@ class SlurmEngine:
             command=program(plan),
         )
         write_text(sweep.run_dir / array.script, text)
-        for cluster in _clusters(sweep):
+        file = _merge_file(sweep, group.cluster)
+        if array.round == 1 or not file.exists():  # later rounds keep what somebody edited
             text = scripts.merge_script(
                 plan.slurm,
                 run_dir=sweep.run_dir,
-                cluster=cluster,
+                cluster=group.cluster,
                 limit_s=2 * plan.slurm.startup_s,
                 logs=logs,
                 command=program(plan),
             )
-            write_text(_merge_file(sweep, cluster), text)
+            write_text(file, text)
         return array
 
     def submit(self, sweep: Sweep, array: Array, indices: Sequence[int]) -> Array:
