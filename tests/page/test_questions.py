@@ -196,9 +196,10 @@ def test_without_a_model_the_largest_that_fits_is_what_recommend_takes(
     *_, models = parts({"gpu": gpu, "seq_len": str(seq_len)})
     fitting = [row for row in models["rows"] if row["verdict"] == "fits"]
     assert models["rows"][: len(fitting)] == fitting
-    winner = recommend(gpu=gpu, seq_len=seq_len, trainer="transformers").winner
+    winner = recommend(gpu=gpu, seq_len=seq_len).winner
     assert winner is not None
     assert fitting[0]["name"] == winner.run.model
+    assert fitting[0]["question"]["trainer"] == winner.run.trainer
     assert models["title"].startswith(winner.run.model.rpartition("/")[2])
 
 
@@ -283,5 +284,5 @@ assert sys.modules["ruamel.yaml"].__file__.startswith({str(tmp_path)!r})
     asked = [*QUESTIONS, FROM]
     here = [json.loads(next(answer(json.dumps(question))))["document"] for question in asked]
     assert [*documents.splitlines(), *from_file.splitlines()] == "\n".join(here).splitlines()
-    assert title.startswith("Qwen3-14B qlora")
+    assert title.startswith("gemma-3-27b-pt qlora")
     assert "not in the database and the hub can't be asked" in refusal

@@ -22,7 +22,9 @@ from whichlora.predict.cost_words import of_training, per_million
 from whichlora.predict.words import VERDICTS, amount_in_words, describe, kind
 from whichlora.spec.results import Prediction
 from whichlora.store.gpus import find_target
+from whichlora.store.hub import load_model
 from whichlora.store.models import list_models
+from whichlora.trainers import RECIPE, suits_recipe
 from whichlora.units import format_bytes, format_count, format_seconds
 from whichlora.workflow import combinations
 from whichlora.workflow.estimates import surely_fails
@@ -99,6 +101,9 @@ def _models(question: Question, gpu: str) -> Iterator[Part]:
         times = ("The training takes", "It costs")
     for number, model in enumerate(models, 1):
         asked = {**question, "model": model}
+        tasks = [load_model(model).task]
+        if _may_take_recipe(question) and suits_recipe(tasks, on_cpu=spec.kind == "cpu"):
+            asked["trainer"] = RECIPE
         try:
             best = _best_method(asked, gpu)
         except ConfigError:
@@ -125,6 +130,12 @@ def _models(question: Question, gpu: str) -> Iterator[Part]:
             "done": number,
             "of": len(models),
         }
+
+
+def _may_take_recipe(question: Question) -> bool:
+    """Whether nobody says who trains, so that it is who `recommend` takes."""
+    trains = question.get("phase", "finetune") == "finetune"
+    return trains and not (question.get("trainer") or question.get("from"))
 
 
 def _best_method(question: Question, gpu: str) -> Prediction:

@@ -6,9 +6,11 @@ A package adds its own trainer with an entry point in the group `whichlora.train
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from whichlora.errors import ConfigError
+from whichlora.spec.architecture import Task
 from whichlora.spec.members import Members
 from whichlora.spec.options import filled, known
 from whichlora.spec.run import RunConfig
@@ -59,6 +61,15 @@ BUILT_IN = _TRAINERS.built_in
 ENTRY_POINT_GROUP = _TRAINERS.group
 list_trainers = _TRAINERS.all
 get_trainer = _TRAINERS.get
+
+
+def suits_recipe(tasks: Iterable[Task], *, on_cpu: bool) -> bool:
+    """Whether `RECIPE` is what to train models of `tasks` with, where nobody names a trainer.
+
+    On a GPU it holds less and takes as long, since it makes no logits. On a CPU it is slower. It
+    trains models that write texts, also about images.
+    """
+    return not on_cpu and all(task == "causal-lm" for task in tasks)
 
 
 def with_trainer(run: RunConfig) -> RunConfig:

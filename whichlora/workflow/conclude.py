@@ -36,7 +36,7 @@ from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.parallel import AUTO
 from whichlora.spec.results import ServingPrediction
 from whichlora.spec.run import USUAL_TRAINER, RunConfig
-from whichlora.trainers import RECIPE
+from whichlora.trainers import RECIPE, suits_recipe
 from whichlora.units import format_bytes
 from whichlora.workflow.answer import Answer, Compared, Ending, Search
 from whichlora.workflow.session import Session
@@ -280,15 +280,13 @@ def _cautions(session: Session, best: Candidate | None, model: str) -> list[str]
 
 
 def _under_recipe(session: Session, shown: Candidate | None, best: Candidate | None) -> list[str]:
-    """What TRL's recipe would take, where the plan names no trainer and it takes less.
-
-    It is for models that write texts, and slower on a CPU.
-    """
+    """What TRL's recipe would take, where the plan names no trainer and it takes less."""
     plan = session.plan
-    if shown is None or "trainer" in plan.raw or session.gpu.kind == "cpu":
+    if shown is None or "trainer" in plan.raw:
         return []
-    run, model = shown.run, session.models[shown.run.model]
-    is_for_texts = model.task == "causal-lm" and not (run.task or run.audios)
+    run, task = shown.run, session.models[shown.run.model].task
+    is_for_texts = suits_recipe([task], on_cpu=session.gpu.kind == "cpu")
+    is_for_texts = is_for_texts and not (run.task or run.audios)
     if run.phase != "finetune" or run.trainer != USUAL_TRAINER or not is_for_texts:
         return []
     try:

@@ -33,7 +33,7 @@ from whichlora.store.costs import find_grid, load_rates
 from whichlora.store.gpus import find_target, list_gpus, one_number
 from whichlora.store.hub import load_model
 from whichlora.store.models import find_model, list_models
-from whichlora.trainers import RECIPE, get_trainer
+from whichlora.trainers import RECIPE, get_trainer, suits_recipe
 from whichlora.workflow import estimates
 from whichlora.workflow.answer import Answer
 from whichlora.workflow.profiling import gpus_of
@@ -41,7 +41,6 @@ from whichlora.workflow.run import search
 from whichlora.workflow.session import Progress, Session
 
 NUM_SAMPLES = 10_000  # rows of full length where no data is given, as `whichlora guide` has them
-WRITES = "causal-lm"  # task of models that write texts
 _PLAN = Path("recommend")  # what messages call a plan that is in no file
 _MONEY = re.compile(
     r"(?P<sign>[$€£]?)\s*(?P<amount>\d+(?:\.\d+)?)\s*(?P<unit>[$€£]|[a-z]{3})?", re.IGNORECASE
@@ -360,18 +359,16 @@ def plan_content(question: Question) -> dict[str, Any]:
 def _trainer(question: Question, gpu: GpuSpec, models: Sequence[str]) -> str | None:
     """Who trains; None is the usual one of a plan.
 
-    On a GPU TRL's SFTTrainer holds less and takes as long, since it makes no logits. On a CPU it is
-    slower. It trains models that write texts, also about images.
-
     Raises:
         ConfigError: an unknown trainer.
     """
     if question.trainer is not None:
         return get_trainer(question.trainer).name
-    if gpu.kind == "cpu" or _first_rows(question) == TRANSCRIPTS:
+    if _first_rows(question) == TRANSCRIPTS:
         return None
     with suppress(ConfigError):  # the plan says it of a model
-        return RECIPE if all(load_model(name).task == WRITES for name in models) else None
+        tasks = (load_model(name).task for name in models)
+        return RECIPE if suits_recipe(tasks, on_cpu=gpu.kind == "cpu") else None
     return None
 
 
