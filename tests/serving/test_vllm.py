@@ -16,6 +16,7 @@ from whichlora.calibration.load import load_calibration
 from whichlora.errors import ConfigError
 from whichlora.families import build
 from whichlora.memory import allocator
+from whichlora.memory.entries import Fact
 from whichlora.memory.weights import linear_bytes
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
@@ -23,8 +24,9 @@ from whichlora.serving.base import Pool, Served, Start
 from whichlora.serving.block_groups import CachedLayers, blocks, cached_layers
 from whichlora.serving.profile_pass import ATTENTION_PASS, EXPERTS_PASS, SAMPLER_PASS
 from whichlora.serving.rank import rank_model, rotary_bytes, slot_bytes
-from whichlora.serving.vllm import SCRIPTED_TYPE_S, WRAPPED_PRODUCT_S, notes, stepping
-from whichlora.serving.vllm_entries import COMPILED, HOST, STATE_KERNELS, WORKSPACE
+from whichlora.serving.vllm import SCRIPTED_TYPE_S, WRAPPED_PRODUCT_S, command, notes, stepping
+from whichlora.serving.vllm_compiled import TRIED_TABLE, held_entries, trial_entries
+from whichlora.serving.vllm_entries import HOST, STATE_KERNELS, WORKSPACE
 from whichlora.serving.vllm_latents import absorbed_bytes
 from whichlora.serving.vllm_memory import (
     STATES_GRAPH_BYTES,
@@ -194,7 +196,7 @@ def test_older_releases_take_less_and_leave_graphs_outside() -> None:
     assert taken.outside_bytes > 0
     assert started().outside_bytes == 0
     run = replace(RUN, model="Qwen/Qwen2.5-7B", libraries=(("vllm", "0.22.0"),))
-    eager, captured = started(run, enforce_eager=True), started(run)
+    eager, captured = started(run, enforce_eager=True), started(run, restarted=True)
     graphs = graph_bytes(served(run), load_model(run.model))
     assert eager.pool.num_bytes - captured.pool.num_bytes == graphs
 
@@ -206,12 +208,44 @@ def test_the_newer_runner_reserves_no_graphs_before_029(version: str, reserves: 
     assert started().outside_bytes == 0
 
 
-def test_trials_of_the_compiler_count_where_the_newer_runner_compiles() -> None:
-    facts = {entry.fact for entry in started().entries}
-    assert COMPILED in facts
-    assert COMPILED not in {entry.fact for entry in started(enforce_eager=True).entries}
-    older = replace(RUN, libraries=(("vllm", "0.23.0"),))
-    assert COMPILED not in {entry.fact for entry in started(older).entries}
+def test_a_first_start_alone_keeps_room_for_trials_of_the_compiler() -> None:
+    def facts(run: RunConfig = RUN, **options: object) -> set[Fact]:
+        return {entry.fact for entry in started(run, **options).entries}
+
+    assert TRIED_TABLE in facts()
+    assert TRIED_TABLE not in facts(enforce_eager=True)
+    assert TRIED_TABLE not in facts(restarted=True)
+    assert TRIED_TABLE not in facts(replace(RUN, libraries=(("vllm", "0.16.0"),)))
+    assert "restarted" not in command(served(restarted=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "tokens", "logged_gib"),
+    [
+        ("Qwen/Qwen2.5-3B", "rtx-3090-24gb", 2048, 0.59),
+        ("Qwen/Qwen2.5-0.5B", "rtx-4090-24gb", 2048, 0.25),
+        ("Qwen/Qwen2.5-0.5B", "rtx-4090-24gb", 8192, 0.31),
+    ],
+)
+def test_trials_take_what_logs_of_first_starts_state(
+    model: str, gpu: str, tokens: int, logged_gib: float
+) -> None:
+    run = replace(RUN, model=model, libraries=(("vllm", "0.27.1"),))
+    trials = trial_entries(
+        served(run, find_gpu(gpu), max_num_batched_tokens=tokens), load_model(model)
+    )
+    assert max(part[0].num_bytes for part in trials) / GiB == pytest.approx(logged_gib, abs=0.005)
+
+
+def test_the_tried_table_stays_where_states_are_smaller_than_cublas_workspace() -> None:
+    def held(model: str, version: str = "0.27.1", **options: object) -> int:
+        run = replace(RUN, model=model, libraries=(("vllm", version),))
+        return sum(e.num_bytes for e in held_entries(served(run, **options), load_model(model)))
+
+    assert held("Qwen/Qwen2.5-0.5B") / GiB == pytest.approx(0.25, abs=0.005)
+    assert not held("Qwen/Qwen2.5-0.5B", max_num_batched_tokens=8192)
+    assert not held("Qwen/Qwen2.5-0.5B", version="0.26.0")
+    assert not held(LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -824,7 +858,7 @@ def test_its_4_bit_products_expand_a_matrix_in_the_profile_pass() -> None:
     mixtral = load_model("mistralai/Mixtral-8x7B-v0.1")
     assert expanded_bytes(mixtral, 2) == 8 * 3 * 2 * 4096 * 14336
     # without a sampler to speak of, a layer is the peak, and its matrix beside it
-    few = {"max_num_seqs": 1, "max_num_batched_tokens": 8192}
+    few = {"max_num_seqs": 1, "max_num_batched_tokens": 8192, "restarted": True}
     plain = started(replace(RUN, libraries=version), **few)
     quantised = started(replace(RUN, quant="nf4", libraries=version), **few)
     temporary = part_bytes(quantised, "temporary") - part_bytes(plain, "temporary")
@@ -1005,7 +1039,7 @@ def test_the_workspace_of_experts_outlives_the_pass(
 def test_the_forward_has_experts_once() -> None:
     """Few sequences sample less than a layer takes: what is kept is not counted in the layer."""
     run = replace(RUN, model="Qwen/Qwen3-30B-A3B")
-    taken = started(run, max_num_seqs=1, max_num_batched_tokens=8192)
+    taken = started(run, max_num_seqs=1, max_num_batched_tokens=8192, restarted=True)
     facts = {entry.fact for entry in taken.entries}
     assert {WORKSPACE, ATTENTION_PASS} <= facts
     assert EXPERTS_PASS not in facts

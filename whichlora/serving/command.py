@@ -24,13 +24,16 @@ def shell_command(
         start: all before the model.
         context: the flag of the most tokens of a sequence.
         flags: further ones.
-        renamed: words in place of an option, where its flag is not its name; {} is its value.
+        renamed: words in place of an option, where its flag is not its name; {} is its value; empty
+            where it has none.
     """
     words = [start, shlex.quote(served.weights or served.model.name)]
     words += [context, str(served.context), "--dtype", dtype_of(served)]
     for name, value in served.run.serving_options:
         flag = "--" + name.replace("_", "-")
-        if name == NODES or served.engine.lacks_flag(name, served.libraries):
+        if renamed.get(name) == "" or name == NODES:
+            continue
+        if served.engine.lacks_flag(name, served.libraries):
             continue
         if value is True:
             words.append(renamed.get(name, flag))

@@ -73,6 +73,7 @@ from whichlora.serving.vllm_settings import (
     POOL_BYTES,
     RANKS,
     REDUNDANT,
+    RESTARTED,
     STAGES,
     STATES_SINCE,
     WHOLE_EXPERTS,
@@ -524,6 +525,7 @@ def command(served: Served) -> str:
         context="--max-model-len",
         flags=tuple(flags),
         num_redundant_experts=f"--enable-eplb --{redundant} {{}}",
+        restarted="",
     )
 
 
@@ -671,6 +673,12 @@ ENGINE = Engine(
             since="0.8.2",
         ),
         Option(name="enforce_eager", summary="no CUDA graphs", default=False),
+        Option(
+            name=RESTARTED,
+            summary="an equal start came before, and its compiled code is in vLLM's cache",
+            default=False,
+            since="0.17",
+        ),
         Option(
             name=CAPTURED,
             summary="tokens of the largest CUDA graph",

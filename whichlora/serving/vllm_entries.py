@@ -30,15 +30,6 @@ HOST = Fact(
     source="vLLM 0.13.0 utils/mem_utils.py:86 psutil.virtual_memory().available; published logs",
     kind="estimate",
 )
-COMPILED = Fact(
-    part="temporary",
-    what="profile pass: what the compiler tries kernels with",
-    shape="-",
-    dtype="bytes",
-    why="the first forward compiles, and tensors of its trials count with the profile's",
-    source="vLLM 0.27.0 on an RTX 3090, with and without enforce_eager; published logs",
-    kind="estimate",
-)
 COMMUNICATOR = Fact(
     part="temporary",
     what="buffers of NCCL",

@@ -13,9 +13,9 @@ from whichlora.serving.profile_pass import (
     SAMPLER_PASS,
 )
 from whichlora.serving.rank import LORA_SLOTS, ROTARY_TABLES
+from whichlora.serving.vllm_compiled import TRIED_MLP, TRIED_TABLE
 from whichlora.serving.vllm_entries import (
     COMMUNICATOR,
-    COMPILED,
     GRAPHS,
     HOST,
     KERNELS,
@@ -33,7 +33,7 @@ from whichlora.units import GiB
 _LOADED = (*WEIGHTS.values(), ROTARY_TABLES, LORA_SLOTS, SWIZZLED_EXPONENTS)
 _TOWER = (TOWER_PIXELS, TOWER_PASS, TOWER_VECTORS, TOWER_INPUTS)
 _LAYERS = (MLP_PASS, ATTENTION_PASS, EXPERTS_PASS, SAMPLER_PASS, LAST_STATES)
-_ACTIVATIONS = (*_LAYERS, *_TOWER, COMPILED)
+_ACTIVATIONS = (*_LAYERS, *_TOWER, TRIED_TABLE, TRIED_MLP)
 
 # Blocks to 0.6.2 and in V1 0.7; four terms from 0.6.5; tokens from V1 0.7.3; free bytes from 0.9.
 # Source: worker/worker.py of 0.6.6 and 0.8.5; v1/worker/gpu_worker.py, v1/core/kv_cache_utils.py

@@ -43,9 +43,10 @@ from whichlora.serving.stages import (
     received_bytes,
     stages_of,
 )
+from whichlora.serving.vllm_compiled import held_entries as held_table
+from whichlora.serving.vllm_compiled import trial_entries
 from whichlora.serving.vllm_entries import (
     COMMUNICATOR,
-    COMPILED,
     COUNTS,
     EXPANDED,
     GRAPHS,
@@ -126,10 +127,6 @@ KERNELS_BYTES = 72 * MiB
 # Source: three published logs of a GB10, whose free memory is that of the system: 0.6 GiB
 # (Nemotron-3-Nano-4B, 0.13.0), 1.3 (Qwen3-30B-A3B, 0.13.0) and 2.1 (Qwen3-0.6B, 0.27.1); median.
 HOST_BYTES = 1300 * MiB
-# What the newer runner's profile has where it compiles. Kind: estimate. Source: logs that state
-# their parts: 1.01 GiB less than eager (Qwen2.5-3B, 0.27.0; no graphs are reserved there), and
-# beyond what is counted 0.3 (Qwen2.5-0.5B, 0.27.1) and 0.8 (Llama-3.1-8B, 0.31.0); median.
-COMPILED_BYTES = 800 * MiB
 # What the driver keeps of one captured graph. Kind: estimate. Source: published logs of 0.67 GiB
 # for 67 sizes of 33 pieces (0.10.2), 0.48 GiB for 51 sizes of 29 pieces (0.26).
 GRAPH_BYTES = 300 * KiB
@@ -446,7 +443,7 @@ def _resident(served: Served, stage: Stage) -> list[Entry]:
 
 
 def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
-    """The larger part of the profile pass: a layer's forward, or the last stage's sampler."""
+    """The largest part of the profile pass: a layer's forward, the sampler, or a kernel's trial."""
     tokens = max_num_batched_tokens(served)
     element_bytes = served.dtypes.compute_bytes
     copies = served.count(COPIES) or 1
@@ -479,12 +476,10 @@ def _profiled(served: Served, rank: ModelSpec) -> list[Entry]:
         ]
     if served.dtypes.quant in FOUR_BIT_BNB:
         forward.append(Entry(EXPANDED, expanded_bytes(rank, element_bytes)))
-    if has_newer_runner(served) and not served.options["enforce_eager"]:
-        forward.append(Entry(COMPILED, COMPILED_BYTES))
     held, running, always = tower_entries(served)
-    larger = max(forward, [*sampler], key=_bytes_of)
+    larger = max(forward, [*sampler], *trial_entries(served, rank), key=_bytes_of)
     larger = max([*larger, *held], running, key=_bytes_of)
-    return [*larger, *always, *kept, workspace]
+    return [*larger, *always, *kept, workspace, *held_table(served, rank)]
 
 
 def _bytes_of(entries: list[Entry]) -> int:

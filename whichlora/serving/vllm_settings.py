@@ -13,6 +13,7 @@ COPIES, WHOLE_EXPERTS = "data_parallel_size", "enable_expert_parallel"
 REDUNDANT, DRAFTS = "num_redundant_experts", "speculative_config"
 CAPTURED, MODE, AHEAD = "max_cudagraph_capture_size", "performance_mode", "async_scheduling"
 POOL_BYTES, POOL_BLOCKS = "kv_cache_memory_bytes", "num_gpu_blocks_override"
+RESTARTED = "restarted"  # our own: no flag of vLLM says it
 # Layers with a state share the pool of the V1 engine. Prefixes are kept of them in 0.28.0, and are
 # not in 0.25.0. config/model.py.
 STATES_SINCE, STATES_KEPT_SINCE = "0.11", "0.28"
