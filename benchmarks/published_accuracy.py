@@ -55,6 +55,7 @@ COUNTERS: dict[Quantity, str] = {
     "allocated_after_step": "Allocated after a step of a loop: also gradients and held outputs",
     "allocated_after_forward": "Allocated after the forward: what autograd keeps",
     "allocated_after_load": "Allocated after loading: weights and adapters",
+    "reserved_before_training": "Reserved before training: weights, adapters, what loading left",
     "peak_in_forward": "Peak allocated in the forward, loss included",
     "peak_in_backward": "Peak allocated in the backward",
     "peak_in_optimizer": "Peak allocated in the optimizer's step",

@@ -27,6 +27,7 @@ from published.sources import (
     qwen1_inference,
     qwen_speed,
     torchtune,
+    unsloth_notebooks,
 )
 from whichlora.store.gpus import find_gpu
 
@@ -56,6 +57,7 @@ SOURCES: dict[str, Callable[[Line], Iterator[Found]]] = {
     "qwen2_speed": qwen_speed,
     "qwen_readme_finetune": qwen1_finetune,
     "torchtune_docs": torchtune,
+    "unsloth_notebooks": unsloth_notebooks,
 }
 
 

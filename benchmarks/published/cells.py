@@ -24,6 +24,7 @@ MemoryQuantity = Literal[
     "allocated_after_step",
     "allocated_after_forward",
     "allocated_after_load",
+    "reserved_before_training",
     "peak_in_forward",
     "peak_in_backward",
     "peak_in_optimizer",

@@ -54,7 +54,7 @@ def predicted_bytes(one: Observation) -> float:
         )
         cache = tokens * elements * job.dtypes.compute_bytes
         return float(sum(x.num_bytes for x in entries) + found.workspace_bytes + cache)
-    if one.quantity == "allocated_after_load":
+    if one.quantity in ("allocated_after_load", "reserved_before_training"):
         entries = ledger(job).moments["optimizer_step"]
         return float(sum(x.num_bytes for x in entries if x.part in ("weights", "adapters")))
     if one.quantity in PHASES:
@@ -123,6 +123,10 @@ EXPLANATIONS: tuple[tuple[Callable[[Observation], bool], str], ...] = (
         _is_forward_alone,
         "the benchmark holds the last output, its cache and fp32 logits, while it repeats the "
         "forward",
+    ),
+    (
+        lambda one: one.source == "unsloth_notebooks",
+        "lengths of batches differ, and the longest row is taken as cut: the pool is an estimate",
     ),
     (
         lambda one: one.source == "fitcheck_t4" and one.quantity == "peak_reserved",

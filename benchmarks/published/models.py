@@ -37,7 +37,13 @@ _QWEN1 = {  # hidden, layers, heads, half of the remote code's intermediate_size
     "14B": (5120, 40, 40, 13696, 152064),
     "72B": (8192, 80, 64, 24576, 152064),
 }
+_REWRITTEN = {  # by Unsloth, which divides what Phi-3 has in one matrix
+    "unsloth/Phi-3.5-mini-instruct": ("microsoft/Phi-3.5-mini-instruct", "llama"),
+    "unsloth/Phi-3-medium-4k-instruct": ("microsoft/Phi-3-medium-4k-instruct", "mistral"),
+    "unsloth/phi-4": ("microsoft/phi-4", "llama"),
+}
 _ELSEWHERE = {
+    "unsloth/Qwen2-7B": "Qwen/Qwen2-7B",
     "Qwen/Qwen2.5-1.5B-Instruct": "Qwen/Qwen2.5-1.5B",
     "TheBloke/Mistral-7B-v0.1-GPTQ": "mistralai/Mistral-7B-v0.1",
     "ybelkada/test-mistral-7b-v0.1-awq": "mistralai/Mistral-7B-v0.1",
@@ -105,6 +111,15 @@ def model_of(label: str) -> ModelSpec | None:
         return families.build(POWERLM_3B, name=label)
     if label.startswith("random Llama 1B"):
         return families.build(FSDP_QLORA_1B, name="random-llama-1b")
+    if label in _REWRITTEN:
+        original, model_type = _REWRITTEN[label]
+        spec = find_model(original)
+        assert spec is not None
+        # tables of LongRope have the positions that the model was first trained on
+        positions = spec.config.get("original_max_position_embeddings")
+        positions = positions or spec.config["max_position_embeddings"]
+        changed = {"model_type": model_type, "max_position_embeddings": positions}
+        return families.build({**spec.config, **changed}, name=label)
     first = re.fullmatch(r"Qwen/Qwen-(1_8B|7B|14B|72B)(-Chat)?(-Int[48])?", label)
     if first:
         return _qwen1(first[1])

@@ -593,6 +593,56 @@ def bitsandbytes(line: Line) -> Iterator[Found]:
     yield line.observed(spec, run, _BITSANDBYTES_GPUS[row["gpu"]], "token_s", seconds)
 
 
+# --- Unsloth's notebooks: what their cells printed, by release ------------------------------------
+
+
+_UNSLOTH_GPUS = {
+    "Tesla T4": "t4-16gb",
+    "NVIDIA A10G": "a10g-24gb",
+    "NVIDIA L4": "l4-24gb",
+    "NVIDIA A100-SXM4-40GB": "a100-sxm-40gb",
+    "NVIDIA A100-SXM4-80GB": A100,
+}
+_ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def unsloth_notebooks(line: Line) -> Iterator[Found]:
+    row = line.row
+    spec = model_of(row["model_id"])
+    assert spec is not None
+    if "dynamic upload" in row["notes"]:
+        yield line.left_out("run", "which matrices its upload keeps in 16 bit is not stated")
+        return
+    gpu, checkpoints = _UNSLOTH_GPUS[row["gpu"]], row["use_gradient_checkpointing"] != "False"
+    run = RunConfig(
+        model=spec.name,
+        trainer="unsloth",
+        method="qlora",
+        r=whole(row["r"]),
+        target_modules=_ALL_LINEAR,
+        precision="fp16" if gpu == "t4-16gb" else "bf16",
+        optimizer=row["optimizer"],  # type: ignore[arg-type]
+        gradient_checkpointing=checkpoints,
+        gradient_accumulation_steps=whole(row["gradient_accumulation_steps"]),
+        batch_size=whole(row["batch_size"]),
+        seq_len=whole(row["longest_row"] or row["max_seq_length"]),
+        libraries=(*libraries_of(row["versions"]), ("unsloth", row["unsloth"])),
+    )
+    stack = f"unsloth {row['unsloth']}, {row['data'].partition('/')[2]}"
+    before, most = float(row["reserved_before_gib"]), float(row["peak_reserved_gib"])
+    yield line.observed(
+        spec, run, gpu, "reserved_before_training", before * GiB, stack=stack, rounding=0.0005 * GiB
+    )
+    if not row["longest_row"]:
+        yield line.left_out("memory", "length of the longest row not stated")
+    elif row["longest_row_from"] == "read off this row":
+        yield line.left_out("memory", "its longest row is read off it, for the others of its data")
+    else:
+        yield line.observed(
+            spec, run, gpu, "peak_reserved", most * GiB, stack=stack, rounding=0.0005 * GiB
+        )
+
+
 # --- sources of one table each, and those that nothing can be compared with -----------------------
 
 

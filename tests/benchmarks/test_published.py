@@ -47,6 +47,7 @@ CELLS = {
     "qwen2_speed": (126, 48),
     "qwen_readme_finetune": (68, 22),
     "torchtune_docs": (0, 16),
+    "unsloth_notebooks": (32, 10),
 }
 
 
@@ -132,6 +133,8 @@ MEMORY_BOUNDS = {
     ("peak_in_optimizer", "fitcheck_t4"): (0.0015, 0.015),
     ("allocated_after_load", "fitcheck_t4"): (0.0015, 0.021),
     ("peak_reserved", "fitcheck_t4"): (0.02, 0.08),
+    ("peak_reserved", "unsloth_notebooks"): (0.04, 0.09),
+    ("reserved_before_training", "unsloth_notebooks"): (0.003, 0.045),
     ("peak_allocated", "fms_acceleration_bench"): (0.02, 0.13),
     ("peak_allocated", "fsdp_qlora"): (0.01, 0.015),
     ("peak_allocated", "optimum_benchmark"): (0.015, 0.13),

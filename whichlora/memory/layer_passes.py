@@ -83,14 +83,14 @@ def offloaded_bytes(model: ModelSpec, *, tokens: Count) -> Count:
     return (model.num_hidden_layers - 1) * size * (size > LEAST_OFFLOADED_BYTES)
 
 
-def staging_bytes(model: ModelSpec, *, tokens: Count) -> Count:
-    """Two buffers as large as one input that goes to the host; none where none does.
+def staging_bytes(model: ModelSpec, *, tokens: Count, buffers: int) -> Count:
+    """Buffers as large as one input that goes to the host; none where none does.
 
     Kind: upper bound: the second is there where 512 MiB are free after the first step. Source: as
     of `STAGING`.
     """
     size = 2 * model.stream_width * tokens
-    return 2 * size * (size > LEAST_OFFLOADED_BYTES)
+    return buffers * size * (size > LEAST_OFFLOADED_BYTES)
 
 
 def offloaded_passes(

@@ -6,11 +6,22 @@ peak of training is here, at 12 bytes per token and vocabulary entry.
 
 from __future__ import annotations
 
+from typing import Any
+
 from whichlora.memory.entries import Fact
 from whichlora.memory.kv_cache import checkpointed_cache_copy_bytes
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
-from whichlora.spec.numeric import Count, largest, next_power_of_2, smallest
+from whichlora.spec.kernels import LogitTiles
+from whichlora.spec.numeric import (
+    Count,
+    ceil_div,
+    largest,
+    next_power_of_2,
+    rounded,
+    smallest,
+    where,
+)
 from whichlora.symbolic.language_head import (
     FUSED_TILE_TOKENS,
     FUSED_TILE_VOCAB,
@@ -96,9 +107,7 @@ def loss_forward_bytes(
         tile = _fused_tile(model, dtypes, tokens=tokens, names_slices=False)
         return tokens * (states + 12 + 28) + tile + folded
     if loss_head == "unsloth-fused":
-        states = 2 * dtypes.stream_bytes * model.hidden_size
-        logits = unsloth_rows(model, tokens=tokens) * vocab * 4
-        return tokens * (states + _UNSLOTH_VECTORS) + logits
+        return _unsloth_forward(model, dtypes, trainer, tokens=tokens)
     if loss_head == "liger":
         states = 2 * dtypes.stream_bytes * model.hidden_size  # the last norm's result, its gradient
         logits = liger_chunk(vocab, model.hidden_size, tokens=tokens) * vocab
@@ -127,9 +136,58 @@ def loss_forward_bytes(
 
 
 _UNSLOTH_VECTORS = 8 + 4  # shifted labels, log-probabilities
+_CHUNKED_ENTRY = 4  # logits and their gradient in 16 bit; what is fp32 is in registers
 _MOST_ROWS, _FEWEST_ROWS = 4096, 512
 _FEWEST_LOGITS = 512 * 151_936
 _MOST_LOGITS_BYTES = 2 * 1024**3
+
+
+def makes_all_logits(dtypes: Dtypes, loss_head: str, tokens: Count) -> Any:
+    """Whether those of all tokens are there at once, in 16 bit too. Kind: exact.
+
+    Source: transformers 5.23 `ForCausalLMLoss`; unsloth 2025.1.5 models/llama.py, RETURN_LOGITS.
+    """
+    if loss_head != "unsloth-fused":
+        return loss_head in ("hf", "unsloth")
+    most = dtypes.kernels.logits.whole
+    return most is None or tokens <= most
+
+
+def _unsloth_forward(model: ModelSpec, dtypes: Dtypes, trainer: Trainer, *, tokens: Count) -> Count:
+    """Of all logits, when accelerate widens them for the caller; of tiles, or of none.
+
+    The kernel reads logits where they are, and its backward writes their gradient over them.
+
+    Kind: exact for all logits and for a loss in registers; upper bound for rows; estimate for
+    chunks, which torch compiles. Source: unsloth 2024.8 models/llama.py
+    `CausalLM_fast_forward`, kernels/cross_entropy_loss.py; accelerate `ConvertOutputsToFp32`;
+    cut-cross-entropy 25.1.1 cce.py; unsloth_zoo 2025.9.1 fused_losses/cross_entropy_loss.py;
+    `unsloth_rows`.
+    """
+    vocab, stream = logit_width(model), dtypes.stream_bytes * model.hidden_size
+    kernel = dtypes.kernels.logits
+    widened = 4 if trainer.widens_outputs and dtypes.compute_bytes == 2 else 0
+    whole = tokens * (vocab * (dtypes.compute_bytes + widened) + stream + _UNSLOTH_VECTORS)
+    if kernel.whole is None:
+        return whole
+    tiled = tokens * (2 * stream + _UNSLOTH_VECTORS)
+    if kernel.tiles == "rows":
+        tiled = tiled + unsloth_rows(model, tokens=tokens) * vocab * 4
+    elif kernel.tiles == "chunks":
+        rows = ceil_div(tokens, _num_chunks(kernel, tokens * vocab * 4))
+        tiled = tiled + rows * vocab * _CHUNKED_ENTRY
+    return where(tokens <= kernel.whole, whole, tiled) if kernel.whole else tiled
+
+
+def _num_chunks(kernel: LogitTiles, logit_bytes: Count) -> Count:
+    """Of fp32 logits. Kind: exact where memory for a chunk is free; see `trainers.unsloth`.
+
+    Source: unsloth_zoo 2025.9.1 and 2026.8.13 fused_losses/cross_entropy_loss.py `get_chunk_size`.
+    """
+    target = kernel.chunk_gib * 1024**3
+    if kernel.chunks_up:
+        return where(logit_bytes <= target, 1, 4 * ceil_div(logit_bytes, 4 * target))
+    return largest(4 * rounded(logit_bytes / (4 * target)), 1)
 
 
 def unsloth_rows(model: ModelSpec, *, tokens: Count) -> Count:
@@ -374,7 +432,9 @@ def loss_backward_bytes(
         states = tokens * (_selected_bytes(model, dtypes) + 12 + (4 + narrowed) * hidden)
         return states + tile + summed + folded
     if loss_head == "unsloth-fused":
-        return tokens * 2 * dtypes.stream_bytes * hidden
+        of_logits = dtypes.compute_bytes * vocab * makes_all_logits(dtypes, loss_head, tokens)
+        of_head = vocab * hidden * dtypes.compute_bytes * dtypes.kernels.logits.head_gradient
+        return tokens * (2 * dtypes.stream_bytes * hidden + of_logits) + of_head
     if loss_head == "liger":
         states = 2 * dtypes.stream_bytes * hidden
         return tokens * states + _liger_gradient(model, dtypes)

@@ -269,12 +269,15 @@ class TrainingStep:
         if self.has_reference and self.method.trains_base:
             copied = added(entry.num_bytes for entry in weights)
             entries.append(Entry(REFERENCE_WEIGHTS, copied))
-        in_buffer = self.dtypes.kernels.adapters and not self.dtypes.adapters_drop
+        kernels = self.dtypes.kernels
+        in_buffer = kernels.adapters and kernels.keeps_expanded and not self.dtypes.adapters_drop
         if in_buffer and self.dtypes.quant in FOUR_BIT_BNB:
             expanded = unquantised_matrix_bytes(self.model, self.dtypes)
             entries.append(Entry(EXPANSION, expanded + 0 * self.tokens))
         if run.gradient_checkpointing and self.trainer.offloads(run):
-            entries.append(Entry(STAGING, staging_bytes(self.model, tokens=self.tokens)))
+            buffers = self.trainer.staging_buffers(run)
+            staged = staging_bytes(self.model, tokens=self.tokens, buffers=buffers)
+            entries.append(Entry(STAGING, staged))
         rollout = self.trainer.rollout(run)
         if rollout is not None and rollout.pool_share:
             pool = int(rollout.pool_share * self.gpu.memory_bytes)

@@ -164,9 +164,9 @@ def _idle_bytes(step: TrainingStep, ledger: Ledger) -> Count:
 
 def _idle_after_layers(step: TrainingStep, in_loss: Count, in_layer: Count) -> Count:
     head = step.run.loss_head
-    vocab = loss.logit_width(step.model) if head in ("hf", "unsloth") else 0
+    vocab = loss.logit_width(step.model) * loss.makes_all_logits(step.dtypes, head, step.tokens)
     working = in_layer
-    if not step.dtypes.libraries.shifts_logits:
+    if head == "unsloth-fused" or not step.dtypes.libraries.shifts_logits:
         working = forward_bytes(step.model, step.dtypes, **step.sized)
     return allocator.idle_after_step_bytes(
         step.gpu,

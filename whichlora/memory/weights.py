@@ -290,11 +290,15 @@ def unconverted_copy_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
 def rotary_table_bytes(model: ModelSpec, dtypes: Dtypes) -> int:
     """Cosines and sines of every position, a pair of tables in each attention of old versions.
 
-    Kind: exact. Source: transformers 4.38 `Qwen2RotaryEmbedding._set_cos_sin_cache`.
+    Kind: exact. Source: transformers 4.38 `Qwen2RotaryEmbedding._set_cos_sin_cache`; unsloth 2024.8
+    models/llama.py `LlamaRotaryEmbedding`.
     """
-    if not dtypes.libraries.has_rotary_tables(model.model_type):
-        return 0
     positions = model.max_position_embeddings or 0
+    most = dtypes.kernels.rope_positions
+    if most is not None:
+        positions = min(positions, most)
+    elif not dtypes.libraries.has_rotary_tables(model.model_type):
+        return 0
     rotated = sum(
         count * attention.rotary_dim
         for layer, count in model.layers()

@@ -38,7 +38,7 @@ WITHOUT_FORMULA = frozenset(
     | {"llama-cpp-python", "llamafactory", "mamba-ssm", "ms-swift", "numpy", "optimum", "packaging"}
     | {"pandas", "pillow", "protobuf", "pyarrow", "python", "ray", "safetensors", "scikit-learn"}
     | {"scipy", "sentence-transformers", "sentencepiece", "tensorboard", "tiktoken", "tokenizers"}
-    | {"torchao", "torchaudio", "torchvision", "tqdm", "triton", "unsloth", "unsloth-zoo"}
+    | {"torchao", "torchaudio", "torchvision", "tqdm", "triton", "unsloth-zoo"}
     | {"wandb", "xformers"}
 )
 # A release, and what packages write behind it: 0.6.4.post1, 0.9.0rc2, 0.18.2rc1.dev73+gdb7a17ecc.
@@ -71,6 +71,7 @@ class Libraries:
     exllama: str = "0"  # `exllama_config` asks for 1 or 2; 0: what the library takes
     flashinfer: str = "0"  # 0: not installed, which only a vLLM before 0.16 asks
     triton_kernels: str = "3.5.0"  # 0: not installed, which only a vLLM before 0.12 asks
+    unsloth: str = "2026.10.9"  # with the unsloth_zoo of its day
 
     def __post_init__(self) -> None:
         for field in fields(self):

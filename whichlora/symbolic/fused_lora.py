@@ -4,7 +4,8 @@ Such a function keeps its input and what it cannot make again, and no product wi
 gradient of the input is written over the input.
 
 Source: unsloth 2026.10.9 `kernels/fast_lora.py`, `LoRA_QKV`, `LoRA_MLP`, `LoRA_W`;
-`kernels/utils.py`, `matmul_lora`, `fast_dequantize`.
+`kernels/utils.py`, `matmul_lora`, `fast_dequantize`. Releases before 2025.3.1 make what an adapter
+adds apart: `out += (X @ A) @ (s * B)`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,18 @@ from collections.abc import Sequence
 
 from whichlora.spec.architecture import Linear, Mlp
 from whichlora.spec.dtypes import is_quantised
-from whichlora.symbolic.autograd import LinearForm, Tensor, constant, per_rank, per_token, scaled
+from whichlora.symbolic.autograd import (
+    Assigned,
+    LinearForm,
+    Tensor,
+    constant,
+    per_rank,
+    per_token,
+    scaled,
+)
 from whichlora.symbolic.operators import OpEmitter
+
+_BESIDE = "beside"  # one tensor at a time
 
 
 def runs_fused(code: OpEmitter, linears: Sequence[Linear]) -> bool:
@@ -33,10 +44,11 @@ def project_fused(code: OpEmitter, linears: Sequence[Linear], x: Tensor) -> tupl
         x.size,
         saves=[x],
         keeps=_masks(code, linears),
-        inner=[*dropped, *_expanded_anew(code, linears), small],
+        inner=[*dropped, *_expanded_anew(code, linears), *_added(code, linears[-1]), small],
         inner_backward=[
             _expanded(code, linears),
             small,
+            *([x.form] if code.dtypes.kernels.adds_apart else ()),  # added to the input's gradient
             *(_masks(code, linears) if is_group else ()),  # which nothing is written over
         ],
         overwrites=is_group,
@@ -55,7 +67,12 @@ def feed_fused(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
     inner = per_token(mlp.width)
     small = _product(code, gate_linear, x)
     linears = mlp.linears[:3]
-    beside = [*_dropped(code, x.form), *_expanded_anew(code, linears), small]
+    beside: list[LinearForm | Assigned] = [
+        *_dropped(code, x.form),
+        *_expanded_anew(code, linears),
+        *_added(code, gate_linear),
+        small,
+    ]
     gate = tape.op([x], inner, x.size, detached=True, inner=beside, what="gate, up")
     up = tape.op([x], inner, x.size, detached=True, inner=beside, what="gate, up")
     active = tape.op([gate, up], inner, x.size, detached=True)
@@ -65,10 +82,18 @@ def feed_fused(code: OpEmitter, mlp: Mlp, x: Tensor) -> Tensor:
         x.size,
         saves=[x, gate, up],
         keeps=_masks(code, linears),
-        inner=[*_dropped(code, active.form), *_expanded_anew(code, linears), small],
+        inner=[
+            *_dropped(code, active.form),
+            *_expanded_anew(code, linears),
+            *_added(code, down_linear),
+            small,
+        ],
         # the gradient of what `down_proj` reads, beside those that take the place of gate and up
         inner_backward=[
-            *(scaled(inner, x.size) for _ in range(3)),
+            scaled(inner, x.size),
+            *_added_to_gradient(code, linears, scaled(inner, x.size)),
+            *(scaled(inner, x.size) for _ in range(2)),
+            *([x.form] if code.dtypes.kernels.adds_apart else ()),
             _expanded(code, linears),
             small,
             *_dropped(code, active.form),
@@ -103,12 +128,31 @@ def _dropped(code: OpEmitter, form: LinearForm) -> list[LinearForm]:
     return [form] if code.dtypes.adapters_drop else []
 
 
-def _expanded_anew(code: OpEmitter, linears: Sequence[Linear]) -> list[LinearForm]:
-    """A matrix in 16 bit that a forward with dropout makes: it does not use the buffer that stays.
+def _added(code: OpEmitter, linear: Linear) -> list[Assigned]:
+    """What an adapter adds, as a tensor of its own: when the matrix that was expanded is gone."""
+    if not code.dtypes.kernels.adds_apart:
+        return []
+    added = scaled(per_token(linear.out_features), code.dtypes.half_bytes)
+    return [Assigned(_BESIDE, None), Assigned(_BESIDE, added)]
+
+
+def _added_to_gradient(
+    code: OpEmitter, linears: Sequence[Linear], inner: LinearForm
+) -> list[Assigned]:
+    """So in the backward, of what `down_proj` reads: nothing is written over what is saved yet."""
+    if not code.dtypes.kernels.adds_apart:
+        return []
+    return [Assigned(_BESIDE, form) for form in (_expanded(code, linears), None, inner, None)]
+
+
+def _expanded_anew(code: OpEmitter, linears: Sequence[Linear]) -> list[Assigned]:
+    """A matrix in 16 bit, where a forward does not use a buffer that stays: so with dropout.
 
     Source: `_matmul_lora_ext`.
     """
-    return [_expanded(code, linears)] if code.dtypes.adapters_drop else []
+    if code.dtypes.kernels.keeps_expanded and not code.dtypes.adapters_drop:
+        return []
+    return [Assigned(_BESIDE, _expanded(code, linears))]
 
 
 def _product(code: OpEmitter, linear: Linear, x: Tensor) -> LinearForm:

@@ -52,6 +52,7 @@ def measure_unsloth(
         raise MeasurementError("trainer: unsloth can't be profiled; use profile: none")
     base = model.get_base_model()
     trainer = get_trainer(run.trainer)
+    _check_release(run, base.config.model_type)
     offloads = trainer.offloads(run)
     if trainer.kernels(run, base.config.model_type).experts:
         group_experts(base)
@@ -68,6 +69,20 @@ def measure_unsloth(
         if checkpoint is not None:
             stack.enter_context(mock.patch("transformers.modeling_utils.checkpoint", checkpoint))
         return measure_finetune(model, replace(run, loss_head="hf"), meter, seq_lens)
+
+
+def _check_release(run: RunConfig, model_type: str) -> None:
+    """The functions that are patched here are those of today's release.
+
+    Raises:
+        MeasurementError: another release, whose functions differ.
+    """
+    kernels = get_trainer(run.trainer).kernels
+    if kernels(run, model_type) != kernels(replace(run, libraries=()), model_type):
+        raise MeasurementError(
+            f"libraries: unsloth={run.versions.unsloth} can't be traced, only the newest release; "
+            "use engine ledger"
+        )
 
 
 # --- LoRA functions -------------------------------------------------------------------------------

@@ -210,6 +210,10 @@ def _no_names(run: RunConfig) -> tuple[str, ...]:
     return ()
 
 
+def _none_of_them(run: RunConfig) -> int:
+    return 0
+
+
 def _no_notes(run: RunConfig) -> tuple[str, ...]:
     return ()
 
@@ -269,6 +273,7 @@ class Trainer:
         narrow_copies: the dtypes of a run where its kernels cast adapters themselves.
         reentrant: kind of its checkpointing where it has one of its own.
         offloads: inputs of checkpointed layers lie in pinned host memory, but for the last.
+        staging_buffers: through which they come back, that stay on the GPU.
         hosts_embedding: the token table lies in host memory, where the head does not share it.
         quantises_experts: those in one parameter are stored in 4 bit with the rest of the base.
         names_experts: their adapters are asked for by the names of the parameters: at the asked
@@ -320,6 +325,7 @@ class Trainer:
     narrow_copies: Callable[[Dtypes], Dtypes] = _as_resolved
     reentrant: bool | None = None
     offloads: Callable[[RunConfig], bool] = never
+    staging_buffers: Callable[[RunConfig], int] = _none_of_them
     hosts_embedding: Callable[[RunConfig], bool] = never
     quantises_experts: bool = False
     names_experts: bool = False

@@ -15,9 +15,10 @@ from dataclasses import replace
 
 from whichlora.errors import ConfigError
 from whichlora.spec.dtypes import Dtypes
-from whichlora.spec.kernels import FusedKernels
+from whichlora.spec.kernels import FusedKernels, LogitTiles
 from whichlora.spec.options import Option
 from whichlora.spec.run import LossHead, RunConfig, autocast_precision
+from whichlora.spec.versions import ByRelease
 from whichlora.trainers import sft
 from whichlora.trainers.base import always, never
 
@@ -40,6 +41,36 @@ _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # layers, which are counted as transformers and PEFT write them.
 _MIXTURES = ("mixtral", "qwen3_moe")
 _METHODS = ("lora", "qlora")
+
+# What releases did. Source: github.com/unslothai/unsloth and unsloth-zoo at the commit that sets
+# `__version__`; what it says of unsloth_zoo is that of its day.
+# The loss: whole logits in 16 bit (models/llama.py, `fast_cross_entropy_loss`); 2024.11.8 takes
+# Apple's cut cross entropy, which before 25.1.1 (of the day of 2025.1.1) makes a gradient of a
+# frozen head; 2024.12.5 does not below 1,025 tokens (RETURN_LOGITS); 2025.8.5 has chunks of
+# `target_gb=1` (`unsloth_fused_ce_loss`), 2025.10.10 of half of the free memory and for any number
+# of tokens. The half is 4 GiB at most from 2026.7.1 on, and is taken as 4 GiB before.
+_LOGITS: ByRelease[LogitTiles] = (
+    ("0", LogitTiles(whole=None)),
+    ("2024.11.8", LogitTiles(tiles="registers", head_gradient=True)),
+    ("2024.12.5", LogitTiles(tiles="registers", whole=1024, head_gradient=True)),
+    ("2025.1.1", LogitTiles(tiles="registers", whole=1024)),
+    ("2025.8.5", LogitTiles(tiles="chunks", chunk_gib=1, whole=1024)),
+    ("2025.10.10", LogitTiles(tiles="chunks", chunk_gib=4)),
+    ("2026.7.1", LogitTiles(tiles="chunks", chunk_gib=4, chunks_up=True)),
+    ("2026.10.9", LogitTiles()),
+)
+# kernels/utils.py: `matmul_lora` adds by `addmm_`; `fast_dequantize` has WEIGHT_BUFFERS.
+_ADDS_APART: ByRelease[bool] = (("0", True), ("2025.3.1", False))
+_KEEPS_EXPANDED: ByRelease[bool] = (("0", False), ("2025.2.1", True))
+# `LlamaRotaryEmbedding` of each attention: of all positions, of 4 * 8192 (`current_rope_size`);
+# one for all layers beside transformers 4.48, which came between 2025.1.5 and 2025.2.1.
+_ROPE_POSITIONS: ByRelease[int] = (("0", 2**63), ("2024.7", 32_768), ("2025.2", 0))
+# "unsloth" of `use_gradient_checkpointing`; its buffers on the GPU: none (`hidden_states.to("cpu")`
+# of `Unsloth_Offloaded_Gradient_Checkpointer`), GPU_BUFFER, GPU_BUFFERS_B too.
+_OFFLOADS: ByRelease[bool] = (("0", False), ("2024.4", True))
+_STAGING_BUFFERS: ByRelease[int] = (("0", 0), ("2025.3.2", 1), ("2026.5", 2))
+_GROUPED_EXPERTS = "2026.5"  # moe_utils_bnb4bit.py
+_TRACED = "2026.5"  # functions as of the release that was traced
 _QUANTS = ("none", "nf4-dq", "nf4")
 
 
@@ -47,16 +78,30 @@ def _kernels(run: RunConfig, model_type: str) -> FusedKernels:
     """Refuses other types of models, whose code is not that of these kernels.
 
     Raises:
-        ConfigError: a type that Unsloth runs by its compiler.
+        ConfigError: a type that Unsloth runs by its compiler, or a release without such products.
     """
+    versions = run.versions
     if model_type in _MIXTURES:
+        if versions.older("unsloth", _GROUPED_EXPERTS):
+            raise ConfigError(
+                f"libraries: unsloth={versions.unsloth} runs the experts of {model_type} by other "
+                f"code, which is not predicted; give {_GROUPED_EXPERTS} or later"
+            )
         return FusedKernels(experts=True)
     if model_type not in _TYPES:
         raise ConfigError(
             f"trainer: unsloth is predicted for {', '.join((*_TYPES, *_MIXTURES))}; it compiles "
             f"{model_type}, or runs other code for it; use trainer sft"
         )
-    return FusedKernels(norm="in_place", rope="apart", adapters=True)
+    return FusedKernels(
+        norm="in_place",
+        rope="apart",
+        adapters=True,
+        adds_apart=versions.value_of("unsloth", _ADDS_APART),
+        keeps_expanded=versions.value_of("unsloth", _KEEPS_EXPANDED),
+        rope_positions=versions.value_of("unsloth", _ROPE_POSITIONS),
+        logits=versions.value_of("unsloth", _LOGITS),
+    )
 
 
 def _loss_of(run: RunConfig, model_type: str) -> LossHead:
@@ -89,7 +134,12 @@ def _narrow_copies(dtypes: Dtypes) -> Dtypes:
 
 
 def _offloads(run: RunConfig) -> bool:
-    return run.trainer_option(CHECKPOINTING.name) != "true"
+    asked = run.trainer_option(CHECKPOINTING.name) != "true"
+    return asked and run.versions.value_of("unsloth", _OFFLOADS)
+
+
+def _staging_buffers(run: RunConfig) -> int:
+    return run.versions.value_of("unsloth", _STAGING_BUFFERS)
 
 
 def _hosts_embedding(run: RunConfig) -> bool:
@@ -123,11 +173,18 @@ def _notes_of(run: RunConfig, model_type: str) -> tuple[str, ...]:
             "Unsloth's products of experts were traced; it compiles the layers around them, which "
             "take at most what is counted",
         )
+    if run.versions.older("unsloth", _TRACED):
+        return (
+            f"Unsloth {run.versions.unsloth} is known by its sources, and by what its notebooks "
+            "print on a T4",
+        )
     return ("Unsloth's LoRA functions were traced; its other code is known by its sources",)
 
 
 def _notes(run: RunConfig) -> tuple[str, ...]:
     notes = []
+    if not run.versions.value_of("unsloth", _OFFLOADS):
+        notes.append(f"Unsloth {run.versions.unsloth} has PyTorch's checkpoints alone")
     if run.trainer_option(OFFLOADED_EMBEDDING.name) == "auto":
         notes.append(
             "offload_embedding auto moves an untied token table to the host where memory is tight, "
@@ -161,6 +218,7 @@ TRAINER = replace(
     narrow_copies=_narrow_copies,
     reentrant=True,
     offloads=_offloads,
+    staging_buffers=_staging_buffers,
     hosts_embedding=_hosts_embedding,
     quantises_experts=True,
     names_experts=True,
