@@ -26,6 +26,17 @@ def size(model: str, file_type: str) -> int:
 @pytest.mark.parametrize(
     ("file_type", "published_gib"),
     [  # llama.cpp 0c1e570 tools/quantize/README.md, Llama-3.1-8B
+        ("IQ1_S", 1.87),
+        ("IQ1_M", 2.01),
+        ("IQ2_XXS", 2.23),
+        ("IQ2_XS", 2.42),
+        ("IQ2_S", 2.56),
+        ("IQ2_M", 2.74),
+        ("IQ3_XXS", 3.04),
+        ("IQ3_XS", 3.27),
+        ("IQ3_S", 3.42),
+        ("IQ3_M", 3.52),
+        ("Q2_K_S", 2.78),
         ("Q2_K", 2.95),
         ("Q3_K_S", 3.41),
         ("Q3_K_M", 3.74),

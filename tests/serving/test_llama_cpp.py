@@ -14,6 +14,7 @@ from whichlora.cli import main
 from whichlora.errors import ConfigError
 from whichlora.predict.explain import explain
 from whichlora.predict.largest import Size
+from whichlora.predict.notes import notes_on
 from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.serving import other_name_note
@@ -368,7 +369,11 @@ def test_words_for_the_form_name_the_type_of_the_file() -> None:
         ),
         ({"precision": "fp32"}, {}, "serving: llama-cpp takes its weights from file_type, got"),
         ({}, {"cache_type_v": "q8_0", "flash_attn": "off"}, "cache_type_v: q8_0 needs flash"),
-        ({}, {"file_type": "Q4_K"}, "file_type: 'Q4_K' is not accepted; accepted are F32, F16"),
+        (
+            {},
+            {"file_type": "Q4_K"},
+            "file_type: 'Q4_K' is a mix whose types only the file states; give the nearest, Q4_K_M",
+        ),
         (
             {"serve": "as-trained", "method": "lora"},
             {},
@@ -433,18 +438,37 @@ def test_a_type_of_files_may_be_named_as_a_quantisation(file_type: str) -> None:
         ("UD-Q4_K_XL", "Q4_K_M"),
         ("ud-q6_k_xl", "Q6_K"),
         ("UD-Q8_K_XL", "Q8_0"),
-        ("UD-IQ1_S", "Q2_K"),
+        ("UD-IQ1_S", "IQ1_S"),
+        ("Q4_K_L", "Q4_K_M"),
     ],
 )
-def test_a_dynamic_mix_is_told_the_nearest_type(word: str, nearest: str) -> None:
-    said = f"is a dynamic mix of Unsloth's, .* nearest, {nearest}$"
-    asked = {**GRID, "quant": [word], "model": [LLAMA]}
-    for name in (f"unsloth/Qwen3-30B-A3B-GGUF:{word}", f"Qwen3-30B-A3B-{word}.gguf"):
-        with pytest.raises(ConfigError, match=said):
-            served(replace(RUN, model=name))
-    (run,) = grid(asked)
-    with pytest.raises(ConfigError, match=said):
+def test_a_mix_that_only_its_file_states_is_counted_as_the_nearest(word: str, nearest: str) -> None:
+    (run,) = grid({**GRID, "quant": [word], "model": [LLAMA]})
+    with pytest.raises(ConfigError, match=f"types only the file states; .* nearest, {nearest}$"):
         resolve(load_model(LLAMA), run, A100)
+    job = served(replace(RUN, model=f"unsloth/Qwen3-30B-A3B-GGUF:{word}"))
+    assert job.options["file_type"] == nearest
+    assert f"-hf unsloth/Qwen3-30B-A3B-GGUF:{word}" in command(job)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "whose"),
+    [
+        ("qwen3:32b", "Q4_K_M", "Ollama's tag means Q4_K_M"),
+        ("gpt-oss:20b", "MXFP4_MOE", ""),
+        ("unsloth/Qwen3-30B-A3B-GGUF", "Q4_K_M", "the name states no file, and means Q4_K_M"),
+        ("Qwen/Qwen3-32B", None, ""),
+    ],
+)
+def test_a_name_without_a_type_means_the_file_that_is_taken(
+    name: str, stored: str | None, whose: str
+) -> None:
+    model = load_model(name)
+    job = resolve(model, replace(RUN, model=model.name), A100)
+    assert dict(job.run.serving_options).get("file_type") == stored
+    assert whose in " ".join(notes_on(job))
+    larger = replace(RUN, model=model.name, serving_options=(("file_type", "Q8_0"),))
+    assert "means" not in " ".join(notes_on(resolve(model, larger, A100)))
 
 
 def test_a_type_that_is_no_quantisation_is_a_precision_elsewhere() -> None:

@@ -228,14 +228,9 @@ def test_a_copy_is_served_as_its_name_says() -> None:
     [
         ("bartowski/Qwen2.5-7B-GGUF", {"phase": "inference"}, "is a GGUF file, which llama.cpp"),
         ("qwen2.5:7b-q8_0", {}, "is a GGUF file, which llama.cpp serves and nothing trains"),
-        (
-            "bartowski/Qwen2.5-7B-GGUF",
-            {"phase": "inference", "serving": "llama-cpp"},
-            "does not say which of its files; give the serving option file_type",
-        ),
     ],
 )
-def test_a_copy_that_says_too_little_is_refused(
+def test_a_file_that_nothing_trains_is_refused(
     name: str, settings: dict[str, Any], fault: str
 ) -> None:
     with pytest.raises(ConfigError, match=fault):

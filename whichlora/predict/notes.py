@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from whichlora.memory.layer_passes import offloaded_bytes
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.architecture import Attention
-from whichlora.spec.checkpoint import is_gguf, stored_quant
+from whichlora.spec.checkpoint import gguf_type, is_gguf, stored_quant
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Real
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
@@ -191,11 +191,11 @@ def _has_efficient(job: ResolvedRun) -> bool:
 def _stored(job: ResolvedRun) -> str:
     """What a checkpoint's own quantisation changes; empty where the run counts it as it is."""
     config = job.model.config.get("quantization_config")
+    if job.model.file_type or is_gguf(job.model.config):
+        return _file_in_words(job)
     if not isinstance(config, Mapping):
         return ""
     quant = stored_quant(job.model.config)
-    if is_gguf(job.model.config):
-        return ""
     if not job.engine.reads_checkpoints:
         return _converted_in_words(job, quant or str(config.get("quant_method", "")))
     if quant == "mxfp4":
@@ -211,6 +211,22 @@ def _stored(job: ResolvedRun) -> str:
         refused *= job.run.quant in BNB_QUANTS
         return f"the checkpoint is stored in fp8, counted is {counted}{refused}"
     return f"the checkpoint is stored as {quant}, which {job.engine.name} does not read as it is"
+
+
+def _file_in_words(job: ResolvedRun) -> str:
+    """Which file of a GGUF repository or of Ollama is counted, where the name does not say it."""
+    engine = job.engine
+    if not engine.stored_by:
+        return ""
+    counted, named = job.served.options.get(engine.stored_by), gguf_type(job.model.config)
+    if not named and counted == (job.model.file_type or engine.counted_type("")):
+        whose = "Ollama's tag" if job.model.file_type else "the name states no file, and"
+        return f"{whose} means {counted}; {engine.stored_by} states another"
+    if named and counted == engine.counted_type(named) != named:
+        return (
+            f"the types of {named} are stated by its file alone: counted as {counted}, the nearest"
+        )
+    return ""
 
 
 def _converted_in_words(job: ResolvedRun, quant: str) -> str:

@@ -637,9 +637,6 @@ def as_stored(model: ModelSpec, run: RunConfig) -> RunConfig:
     A checkpoint of GPTQ, AWQ or bitsandbytes is loaded as it is; so are 8-bit floats by an engine
     that reads them, and a GGUF file by llama.cpp. Another form of bitsandbytes is ignored.
     Source: transformers 5.23 `AutoHfQuantizer.merge_quantization_configs`.
-
-    Raises:
-        ConfigError: a GGUF file of a type that neither its name nor `run` states.
     """
     training, engine = run.phase == "finetune", get_engine(run.serving)
     if not _reads_checkpoint(run):
@@ -647,14 +644,10 @@ def as_stored(model: ModelSpec, run: RunConfig) -> RunConfig:
         converted = engine.stored_as.get(stored_quant(model.config) or "", "")
         if converted and run.serve is None and engine.stored_by not in options:
             return replace(run, serving_options=(*options.items(), (engine.stored_by, converted)))
-        if not engine.stored_by or not is_gguf(model.config) or engine.stored_by in options:
+        counted = engine.counted_type(file_type) if is_gguf(model.config) else model.file_type
+        if not engine.stored_by or not counted or engine.stored_by in options:
             return run
-        if not file_type:
-            raise ConfigError(
-                f"model: {model.name} does not say which of its files; give the serving option "
-                f"{engine.stored_by}, such as {engine.stored_by}=Q4_K_M"
-            )
-        return replace(run, serving_options=(*run.serving_options, (engine.stored_by, file_type)))
+        return replace(run, serving_options=(*run.serving_options, (engine.stored_by, counted)))
     quant = stored_quant(model.config)
     is_read = quant in LOADED_AS_STORED or (quant in engine.stored_forms and not training)
     if not is_read or not (run.quant in (None, quant) or {run.quant, quant} <= BNB_QUANTS):

@@ -448,7 +448,8 @@ class Engine:
             must know, where there is anything.
         stored_by: its option that says how weights are stored, where it has one of its own;
             stored_as: what that says of a checkpoint, by the checkpoint's quantisation;
-            compared_forms: what is compared of it.
+            counted_type: what the type in a file's name is counted as; of a name without one, the
+            file that the engine takes; compared_forms: what is compared of it.
         shared_by: its option for the number of GPUs that share every matrix, where that is
             predicted; `staged_by` for the number of stages that each have some of the layers.
         copied_by: its option for the number of engines that share experts alone, each with GPUs of
@@ -494,6 +495,7 @@ class Engine:
     also_called: Mapping[str, str] = field(default_factory=dict)
     stored_by: str = ""
     stored_as: Mapping[str, str] = field(default_factory=dict)
+    counted_type: Callable[[str], str] = str
     compared_forms: tuple[str, ...] = ()
     shared_by: str = ""
     staged_by: str = ""

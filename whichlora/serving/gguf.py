@@ -1,12 +1,11 @@
 """GGUF files: how llama.cpp stores every tensor of a model, by the mix that a file type names.
 
 A file type such as Q4_K_M is a mix: most matrices in one type, some in a wider one. Rules are
-those of `llama-quantize` without an importance matrix.
+those of `llama-quantize` without an importance matrix; types that need one, with it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from whichlora.serving.gguf_architectures.base import Architecture
 
 # Elements of a block, and its bytes: 4-bit codes with a 16-bit scale, and so on.
-# Source: llama.cpp 0c1e570 ggml/src/ggml-common.h, block_q4_0 to block_iq4_xs.
+# Source: llama.cpp 0c1e570 ggml/src/ggml-common.h, block_q4_0 to block_iq4_xs, block_iq1_s.
 BLOCKS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
     "F16": (1, 2),
@@ -35,6 +34,13 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
     "IQ4_XS": (256, 136),
+    "IQ3_S": (256, 110),
+    "IQ3_XXS": (256, 98),
+    "IQ2_S": (256, 82),
+    "IQ2_XS": (256, 74),
+    "IQ2_XXS": (256, 66),
+    "IQ1_M": (256, 56),
+    "IQ1_S": (256, 50),
     "MXFP4": (32, 17),
 }
 # What a row that is no multiple of 256 is stored as. Source: src/llama-quant.cpp:389.
@@ -45,6 +51,7 @@ _NARROW_BLOCKS = {
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
     "IQ4_XS": "IQ4_NL",
+    **dict.fromkeys(("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"), "IQ4_NL"),
 }
 # The type that a file is named by. Source: src/llama-quant.cpp:885 llama_ftype_get_default_type.
 FILE_TYPES = {
@@ -67,26 +74,54 @@ FILE_TYPES = {
     "Q3_K_M": "Q3_K",
     "Q3_K_S": "Q3_K",
     "Q2_K": "Q2_K",
+    "Q2_K_S": "Q2_K",
+    "IQ3_M": "IQ3_S",
+    "IQ3_S": "IQ3_S",
+    "IQ3_XS": "IQ3_S",
+    "IQ3_XXS": "IQ3_XXS",
+    "IQ2_M": "IQ2_S",
+    "IQ2_S": "IQ2_XS",
+    "IQ2_XS": "IQ2_XS",
+    "IQ2_XXS": "IQ2_XXS",
+    "IQ1_M": "IQ1_M",
+    "IQ1_S": "IQ1_S",
     "MXFP4_MOE": "MXFP4",
+}
+# Mixes of one to two bits, which have rules of their own; those with wider tables of tokens.
+_LEAST = ("IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S")
+_TABLES = {
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ1_S", "IQ1_M"), "Q2_K"),
+    **dict.fromkeys(("IQ2_S", "IQ2_M", "IQ3_XXS"), "IQ3_S"),
 }
 
 
-def dynamic_mix(word: str) -> str:
-    """Why a file of Unsloth's, such as UD-Q4_K_XL, is none of `FILE_TYPES`; empty of others.
+# Of a repository without a type. Source: llama.cpp 0c1e570 common/arg.cpp `--hf-repo`.
+USUAL_TYPE = "Q4_K_M"
 
-    Kind: estimate: the nearest type has as many bits.
+
+def counted_type(word: str) -> str:
+    """The one of `FILE_TYPES` that a file is counted as by the type in its name.
+
+    Of Unsloth's dynamic mixes, such as UD-Q4_K_XL, and of further ones, such as Q4_K_L, only the
+    file states the types: they are counted as the nearest. A name without a type means the file
+    that llama.cpp takes.
+    Kind: exact for `FILE_TYPES`; an estimate for others.
     Source: docs.unsloth.ai/basics/unsloth-dynamic-v2.0-ggufs: types differ by layer and model.
     """
-    match = re.fullmatch(r"ud-(i?q\d)_?\w*", word.lower())
-    if match is None:
+    name = word.upper().removeprefix("UD-")
+    if not name or name in FILE_TYPES:
+        return name or USUAL_TYPE
+    bits = name.partition("_")[0]
+    near = (f"{bits}_K_M", f"{bits}_K", f"{bits}_M", f"{bits}_XS", f"{bits}_0")
+    return next((each for each in near if each in FILE_TYPES), word)
+
+
+def other_mix(word: str) -> str:
+    """Why the type of a file, such as UD-Q4_K_XL, is none of `FILE_TYPES`; empty of other words."""
+    nearest = counted_type(word)
+    if nearest not in FILE_TYPES:
         return ""
-    bits = match[1].upper()
-    nearest = next((each for each in (f"{bits}_K_M", f"{bits}_XS") if each in FILE_TYPES), "")
-    nearest = nearest or next((each for each in FILE_TYPES if bits[-2:] in each), "Q2_K")
-    return (
-        "is a dynamic mix of Unsloth's, whose types only the file states; give the nearest, "
-        f"{nearest}"
-    )
+    return f"is a mix whose types only the file states; give the nearest, {nearest}"
 
 
 UNQUANTISED = ("F32", "F16", "BF16")
@@ -205,7 +240,28 @@ def _shares_keys(mixed: _Mixed, index: int) -> bool:
     return mixed.grouped >= 4
 
 
+def _shares_keys_or_mixes(mixed: _Mixed, index: int) -> bool:
+    return mixed.grouped >= 4 or mixed.num_experts >= 4
+
+
+def _middle(mixed: _Mixed, index: int) -> bool:
+    """Beyond the first and the last eighth of the layers."""
+    return mixed.num_layers // 8 <= index < 7 * mixed.num_layers // 8
+
+
+def _first_or_of_eight(mixed: _Mixed, index: int) -> bool:
+    of_eight = mixed.num_experts == 8 and sensitive(mixed, index)
+    return first_eighth(mixed, index) or of_eight
+
+
 _VALUES: dict[str, tuple[_Rule, ...]] = {
+    **dict.fromkeys(
+        ("IQ2_XXS", "IQ2_XS", "IQ1_S", "IQ1_M"),
+        (("Q4_K", _shares_keys_or_mixes), ("Q2_K", always)),
+    ),
+    **dict.fromkeys(("IQ2_S", "IQ2_M"), (("Q4_K", _shares_keys_or_mixes), ("IQ3_S", always))),
+    **dict.fromkeys(("IQ3_XXS", "IQ3_XS", "IQ3_S", "Q2_K_S"), (("Q4_K", _shares_keys),)),
+    "IQ3_M": (("Q4_K", always),),
     "Q2_K": (("Q4_K", _shares_keys), ("Q3_K", always)),
     "Q3_K_M": (("Q5_K", lambda mixed, index: index < 2), ("Q4_K", always)),
     "Q3_K_L": (("Q5_K", always),),
@@ -216,6 +272,10 @@ _VALUES: dict[str, tuple[_Rule, ...]] = {
     "Q4_K_S": (("Q5_K", lambda mixed, index: index < 4),),
 }
 _DOWN: dict[str, tuple[_Rule, ...]] = {
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ1_S", "IQ1_M"), (("Q2_K", first_eighth),)),
+    **dict.fromkeys(("IQ2_S", "IQ2_M"), (("IQ3_S", first_eighth),)),
+    "IQ3_M": (("Q4_K", _first_or_of_eight),),
+    "Q2_K_S": (("Q4_K", first_eighth),),
     "Q2_K": (("Q3_K", always),),
     "Q3_K_M": (("Q5_K", lambda mixed, index: index < mixed.num_layers // 16), ("Q4_K", always)),
     "Q3_K_L": (("Q5_K", always),),
@@ -226,14 +286,29 @@ _DOWN: dict[str, tuple[_Rule, ...]] = {
     "Q4_K_S": (("Q5_K", first_eighth),),
 }
 _OUTPUT: dict[str, tuple[_Rule, ...]] = {
+    **dict.fromkeys(("IQ1_S", "IQ1_M"), (("IQ2_XXS", always),)),
+    **dict.fromkeys(("IQ2_S", "IQ2_M", "IQ3_XXS"), (("IQ3_S", always),)),
+    "IQ3_M": (("Q4_K", always),),
     "Q2_K": (("Q3_K", always),),
     "Q3_K_M": (("Q4_K", always),),
     "Q3_K_L": (("Q5_K", always),),
 }
-_WIDER_OUTPUT = ("Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M")
+_SCORES: dict[str, tuple[_Rule, ...]] = {
+    "IQ3_XXS": (("IQ2_S", always),),
+    "IQ3_XS": (("IQ3_XXS", always),),
+}
+_GATES: dict[str, tuple[_Rule, ...]] = {"IQ3_XS": (("IQ3_XXS", _middle),)}
+_WIDER_OUTPUT = (
+    *("Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M"),
+    *("IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", *_LEAST),
+)
 RULES: dict[str, Rules] = {
     "attn_v": _VALUES,
     "attn_qkv": _VALUES,
+    "attn_k": _SCORES,
+    "attn_q": _SCORES,
+    "ffn_gate": _GATES,
+    "ffn_up": _GATES,
     "ffn_down": _DOWN,
     "attn_output": _OUTPUT,
 }
@@ -249,6 +324,8 @@ def _mixed_type(tensor: Tensor, index: int, file_type: str, mixed: _Mixed) -> st
     name, eight = _kind(tensor.name), mixed.num_experts == 8
     if file_type == "MXFP4_MOE":
         return "MXFP4" if tensor.count > 1 else "Q8_0"
+    if file_type in _LEAST and name in ("attn_v", "attn_k", "attn_qkv"):
+        return "Q4_K" if eight else _ruled(name, index, file_type, mixed)
     if eight and name in ("attn_v", "attn_k", "attn_qkv"):
         return "Q8_0" if name != "attn_qkv" else _ruled("attn_v", index, file_type, mixed)
     if eight and name == "attn_output":
@@ -271,6 +348,8 @@ def _head_type(file_type: str, row: int, widest: str) -> str:
     default = FILE_TYPES[file_type]
     if file_type == "MXFP4_MOE" or row % BLOCKS[default][0]:
         return "Q8_0"
+    if widest == "Q6_K" and file_type in (*_LEAST, "IQ3_XXS"):
+        return "Q5_K"
     return default if default == "Q8_0" else widest
 
 
@@ -290,7 +369,7 @@ def tensors(model: ModelSpec, file_type: str, architecture: Architecture) -> lis
     head = model.head
     tied = head is None or model.head_tied
     width, quantised = model.hidden_size, file_type not in UNQUANTISED
-    table = "Q8_0" if file_type == "MXFP4_MOE" else FILE_TYPES[file_type]
+    table = "Q8_0" if file_type == "MXFP4_MOE" else _TABLES.get(file_type, FILE_TYPES[file_type])
     if quantised and tied:
         table = _head_type(file_type, width, architecture.head_type)
     in_file = [_stored("token_embd", width, model.embeddings[0].rows, table)]

@@ -19,7 +19,8 @@ from whichlora.serving.gguf import (
     BLOCKS,
     FILE_TYPES,
     UNQUANTISED,
-    dynamic_mix,
+    counted_type,
+    other_mix,
     row_bytes,
     unknown_matrices,
 )
@@ -458,7 +459,7 @@ def _file_path(served: Served, stored: str) -> str:
         return f"{served.weights}/model-{stored}.gguf"
     name = served.model.name.rpartition("/")[2]
     own_type = gguf_type(served.model.config)
-    if own_type == stored and name.lower().endswith(".gguf"):
+    if counted_type(own_type) == stored and name.lower().endswith(".gguf"):
         return name
     if is_gguf(served.model.config):  # its name states a type itself
         name = re.sub(r"[-_.]gguf$", "", name, flags=re.IGNORECASE)
@@ -476,8 +477,8 @@ def _file_words(served: Served) -> tuple[str, str]:
     is_file = "/" not in repository or repository.lower().endswith(".gguf")
     if served.weights or is_file or not is_gguf(model.config):
         return "-m", _file_path(served, stored)
-    own_type = gguf_type(model.config)
-    return "-hf", f"{repository}:{tag if tag and own_type == stored else stored}"
+    is_named = counted_type(gguf_type(model.config)) == stored
+    return "-hf", f"{repository}:{tag if tag and is_named else stored}"
 
 
 def prepare(served: Served) -> str:
@@ -605,6 +606,7 @@ ENGINE = Engine(
     takes_unequal=True,
     fills_stages=False,
     stored_as=STORED_AS,
+    counted_type=counted_type,
     compared_forms=("Q8_0", "Q4_K_M"),
     options=(
         Option(
@@ -613,7 +615,7 @@ ENGINE = Engine(
             default=None,
             kind=str,
             choices=tuple(FILE_TYPES),
-            explain=dynamic_mix,
+            explain=other_mix,
         ),
         Option(
             name="parallel",

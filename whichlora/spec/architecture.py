@@ -1151,6 +1151,7 @@ class ModelSpec:
             those of an encoder that has more (LED).
         shapes_of: the model whose config this is, where it is another's; it may state more
             positions, or fewer.
+        file_type: of the GGUF file that its name means, where it is a tag of Ollama's library.
         embedding_dropouts, final_dropouts: widths of the tensors that training drops values of
             before the first and after the last layer.
         notes: what a reader must know: text tower only, approximated blocks, and so on.
@@ -1205,6 +1206,7 @@ class ModelSpec:
     max_prompt_positions: int | None = None
     positions_of_padding: int = 0
     shapes_of: str = ""
+    file_type: str = ""
     dtype: str = "bfloat16"
     notes: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)

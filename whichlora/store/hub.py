@@ -22,6 +22,10 @@ _FILE = "config.json"
 # quantization/modelopt.py `get_config_filenames`.
 _QUANT_FILE = "hf_quant_config.json"
 _OF_MODELOPT = re.compile(r"nvfp4|fp4|mxfp8|fp8", re.IGNORECASE)
+# "llama3.1:8b" of Ollama's library, whose tags without a type are files of this one.
+# Source: https://docs.ollama.com/import#quantizing-a-model, and the tags of https://ollama.com/library
+_TAG = re.compile(r"[^/:\s]+:[^/:\s]+")
+_TYPE_OF_TAG = "Q4_K_M"
 _PAGE = "https://huggingface.co/"
 
 
@@ -41,11 +45,15 @@ def load_model(name: str, *, offline: bool = False, trust_remote_code: bool = Fa
     """
     if not name.strip():
         raise ConfigError("model: is empty; give a hub id, or the path of a config.json")
-    name, note = resolve_name(name)
+    asked = name
+    name, note = resolve_name(asked)
     packaged = find_model(name)
     if packaged is None:
         return _load_other(name, offline=offline)
-    return replace(packaged, notes=(note, *packaged.notes)) if note else packaged
+    if not note:
+        return packaged
+    file_type = _TYPE_OF_TAG if _TAG.fullmatch(asked.strip()) else ""
+    return replace(packaged, notes=(note, *packaged.notes), file_type=file_type)
 
 
 def _load_other(name: str, *, offline: bool) -> ModelSpec:
