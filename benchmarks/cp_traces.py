@@ -58,9 +58,9 @@ def drawn(chance: random.Random) -> tuple[dict[str, Any], RunConfig]:
 
 def traced(config: Mapping[str, Any], run: RunConfig) -> dict[str, int]:
     """Bytes of each phase on the rank that needs most."""
-    from whichlora.tracer import fsdp
-    from whichlora.tracer.ranks import fake_group, trace_rank
-    from whichlora.tracer.ring import ring_attention
+    from traced_ranks import fsdp
+    from traced_ranks.ranks import fake_group, trace_rank
+    from traced_ranks.ring import ring_attention
 
     gpus, size = run.parallel.gpus, int(dict(run.parallel.options)["cp_size"])  # type: ignore[arg-type]
     mixed = run.precision if run.precision == "bf16" else "no"

@@ -177,9 +177,8 @@ def sent(record: Mapping[str, Any]) -> dict[str, list[int]]:
 def traced(config: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
     """Bytes by phase, and messages of the step."""
     import torch
-
-    from whichlora.tracer import fsdp
-    from whichlora.tracer.ranks import fake_group, trace_rank
+    from traced_ranks import fsdp
+    from traced_ranks.ranks import fake_group, trace_rank
 
     options = dict(run.parallel.options)
     mixed = run.precision if run.precision in ("bf16", "fp16") else "no"

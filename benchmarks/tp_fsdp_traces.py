@@ -93,7 +93,7 @@ def predicted(record: Mapping[str, Any]) -> int:
 
 def traced(record: Mapping[str, Any]) -> int:
     """The same of the real code on fake tensors."""
-    from whichlora.tracer.tensor_parallel import trace_sharded_rank
+    from traced_ranks.tensor_parallel import trace_sharded_rank
 
     job = job_of(record)
     tp_size = int(dict(job.run.parallel.options)["tp_size"])  # type: ignore[call-overload]

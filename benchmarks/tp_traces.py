@@ -83,7 +83,7 @@ def predicted(line: dict[str, Any]) -> dict[str, float]:
 
 def traced(line: dict[str, Any]) -> dict[str, float]:
     """The same of the real code on fake tensors."""
-    from whichlora.tracer.tensor_parallel import trace_rank
+    from traced_ranks.tensor_parallel import trace_rank
 
     job = job_of(line)
     events, at_rest = trace_rank(

@@ -158,7 +158,7 @@ def _of_unit(
 ) -> Iterator[Message]:
     """Gathers of equal units, and what reduces their gradients.
 
-    Source: the collectives of traced steps (`tracer.ranks`).
+    Source: the collectives of traced steps (`benchmarks/fsdp_traces.py`).
     """
     run, size = step.run, sharding.size
     micro_steps = run.gradient_accumulation_steps

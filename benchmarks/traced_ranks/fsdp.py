@@ -1,4 +1,4 @@
-"""Wrap a model as accelerate 1.15 does under FSDP, for `tracer.ranks`."""
+"""Wrap a model as accelerate 1.15 does under FSDP, for `traced_ranks.ranks`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from whichlora.tracer.ranks import RankRecorder, Wrapped
+from traced_ranks.ranks import RankRecorder, Wrapped
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.bfloat16, "fp32": torch.float32}  # fp16: as wide
 
@@ -22,7 +22,6 @@ def fully_sharded(
     mesh: Any,
     *,
     mixed_precision: str,
-    reduce_dtype: str | None = None,
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
 ) -> Wrapped:
@@ -34,10 +33,7 @@ def fully_sharded(
     policy = None
     if mixed_precision != "no":
         dtype = _DTYPES[mixed_precision]
-        reduced = _DTYPES[reduce_dtype] if reduce_dtype else dtype
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=dtype)
-    elif reduce_dtype:
-        policy = MixedPrecisionPolicy(reduce_dtype=_DTYPES[reduce_dtype])
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
     plugin = SimpleNamespace(
         set_auto_wrap_policy=lambda _: None,
         reshard_after_forward=reshard_after_forward,
@@ -106,7 +102,6 @@ def flat_sharded(
     mesh: Any,
     *,
     mixed_precision: str,
-    reduce_dtype: str | None = None,
     reshard_after_forward: bool = True,
     backward_prefetch: bool = False,
     quant_storage: torch.dtype | None = None,
@@ -131,8 +126,7 @@ def flat_sharded(
     policy = None
     if mixed_precision != "no" or quant_storage is not None:
         dtype = quant_storage or _DTYPES[mixed_precision]
-        reduced = _DTYPES[reduce_dtype] if reduce_dtype else dtype
-        policy = MixedPrecision(param_dtype=dtype, reduce_dtype=reduced, buffer_dtype=dtype)
+        policy = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
     whole: Any = model
     if hasattr(model, "peft_config"):
         wrap_policy = fsdp_auto_wrap_policy(model)

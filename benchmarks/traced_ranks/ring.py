@@ -1,4 +1,4 @@
-"""Attention around the ranks that share one sequence, for `tracer.ranks`: torch's own ring.
+"""Attention around the ranks that share one sequence, for `traced_ranks.ranks`: torch's own ring.
 
 The ring's code is torch 2.13's `_templated_ring_attention`; the fused kernel that it calls is a
 stand-in, which makes what the kernel makes.

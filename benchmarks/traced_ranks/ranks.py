@@ -29,12 +29,12 @@ from whichlora.profiler.build import (
 )
 from whichlora.spec.run import FP32_PRECISIONS, RunConfig
 from whichlora.spec.versions import Libraries
-from whichlora.tracer.extrapolate import TracedEvent, shallow
+from whichlora.tracer.extrapolate import TracedEvent
 from whichlora.tracer.fake_weights import place_fake
 from whichlora.tracer.like_cuda import Device, like_cuda
 from whichlora.tracer.recorder import Recorder, _calls, _quant_tensors
 
-MOMENTS = ("rest", "forward", "loss", "loss_backward", "layers_backward", "optimizer")
+_CAPABILITY = "8.0"  # of the traced device
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +104,6 @@ def trace_rank(
     *,
     mesh: Any,
     target_modules: Sequence[str] | str,
-    num_layers: int | None = None,
-    compute_capability: str | None = "8.0",
-    num_steps: int = 2,
     sync_each_batch: bool = False,
     quant_storage: str = "uint8",
     prepared: Callable[[nn.Module], None] = lambda _: None,
@@ -119,11 +116,10 @@ def trace_rank(
         prepared: what is done to the model before.
     """
     run = with_defaults(run)
-    config = dict(model_config) if num_layers is None else shallow(model_config, num_layers)
     with ExitStack() as patches:
-        model = meta_model(run, config, device="cpu", quant_storage=quant_storage)
+        model = meta_model(run, model_config, device="cpu", quant_storage=quant_storage)
         fake = patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        patches.enter_context(like_cuda(Device(compute_capability=compute_capability)))
+        patches.enter_context(like_cuda(Device(compute_capability=_CAPABILITY)))
         place_fake(model, stored_dtype(run))
         patches.enter_context(_states_kept_by_modules(model))
         model = without_cpu_packing(finished_model(model, run, target_modules))
@@ -134,7 +130,7 @@ def trace_rank(
             )
             model.enable_input_require_grads() if _has_frozen_input(model) else None
         product = "fp32" if run.precision in FP32_PRECISIONS else "bf16"
-        fused_rows = Libraries().fused_4bit_rows("cuda", compute_capability, product)
+        fused_rows = Libraries().fused_4bit_rows("cuda", _CAPABILITY, product)
         recorder = RankRecorder(run, fused_rows)
         patches.enter_context(recorder.uncounted_propagation(fake))
         wrapped = wrap(model, mesh)
@@ -145,7 +141,7 @@ def trace_rank(
                 if parameter is not local(parameter):  # else it is not sharded
                     recorder.leave(parameter)
         with recorder:
-            take_steps(wrapped, run, recorder, num_steps, sync_each_batch)
+            take_steps(wrapped, run, recorder, sync_each_batch)
         recorder.close()
     return recorder.result()
 
@@ -352,13 +348,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def take_steps(
-    wrapped: Wrapped, run: RunConfig, recorder: RankRecorder, count: int, sync_each_batch: bool
+    wrapped: Wrapped, run: RunConfig, recorder: RankRecorder, sync_each_batch: bool
 ) -> None:
-    """Optimizer steps as the Trainer makes them; all but the first are measured."""
+    """Two optimizer steps as the Trainer makes them, of which the second is measured."""
     model = wrapped.model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(trained, run)
-    for step in range(count):
+    for step in range(2):
         recorder.step = step
         num_micro = run.gradient_accumulation_steps
         for micro in range(num_micro):

@@ -13,23 +13,21 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+from traced_ranks import fsdp, ranks
 from whichlora.methods import with_defaults
 from whichlora.profiler import plain_loop
 from whichlora.profiler.build import finished_model, meta_model, stored_dtype
 from whichlora.profiler.meter import Meter
 from whichlora.spec.run import RunConfig
-from whichlora.tracer import fsdp, ranks
 from whichlora.tracer.extrapolate import TracedEvent
 from whichlora.tracer.fake_weights import place_fake
 from whichlora.tracer.like_cuda import Device, like_cuda
@@ -75,33 +73,21 @@ class RankRecorder(Recorder):
             yield
 
 
-@contextmanager
-def fake_world(size: int) -> Iterator[Any]:
-    """A mesh of `size` ranks of which this process is the first, and no other exists."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        yield init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-    finally:
-        dist.destroy_process_group()
-
-
 def trace_rank(
     run: RunConfig,
     model_config: Mapping[str, Any],
     *,
     tp_size: int,
     target_modules: Sequence[str] | str,
-    compute_capability: str | None = "8.0",
 ) -> tuple[list[TracedEvent], int]:
     """Storages of the first rank of `run`, and the bytes that are there when it begins."""
     run = with_defaults(run)
-    device = Device(compute_capability=compute_capability)
     with ExitStack() as patches:
-        mesh = patches.enter_context(fake_world(tp_size))
+        mesh = patches.enter_context(ranks.fake_group(tp_size, names=("tp",)))
         model = meta_model(run, model_config, device="cpu")
         _divide(model, mesh, tp_size)
         patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        patches.enter_context(like_cuda(device))
+        patches.enter_context(like_cuda(Device(compute_capability="8.0")))
         _place_locals(model, run)
         model = finished_model(model, run, target_modules)
         recorder = RankRecorder((), run)
@@ -126,7 +112,6 @@ def trace_sharded_rank(
     tp_size: int,
     dp_size: int,
     target_modules: Sequence[str] | str,
-    compute_capability: str | None = "8.0",
 ) -> ranks.RankTrace:
     """Storages of the first rank where `dp_size` groups of `tp_size` shard by FSDP, version 2.
 
@@ -141,7 +126,7 @@ def trace_sharded_rank(
         model = meta_model(run, model_config, device="cpu")
         _divide(model, mesh["tp"], tp_size)
         fake = patches.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        patches.enter_context(like_cuda(Device(compute_capability=compute_capability)))
+        patches.enter_context(like_cuda(Device(compute_capability="8.0")))
         _place_locals(model, run)
         model = finished_model(model, run, target_modules)
         if run.gradient_checkpointing:
@@ -156,7 +141,7 @@ def trace_sharded_rank(
         wrapped = replace(wrapped, clip=lambda: None)
         recorder.watch(wrapped.model)
         with recorder:
-            ranks.take_steps(wrapped, run, recorder, 2, False)
+            ranks.take_steps(wrapped, run, recorder, False)
         recorder.close()
     return recorder.result()
 
