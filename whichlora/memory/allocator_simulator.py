@@ -36,28 +36,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What the allocator's counters say after a list of events.
+    """The allocator's counters after a list of events, on a device that never fills up.
 
     Args:
         peak_allocated_bytes: blocks in use, each rounded up to 512 bytes.
         peak_reserved_bytes: segments, in use or idle.
-        reserved_at_peak_bytes: segments at the moment of the allocated peak.
-        ran_out: a request failed within the capacity although every idle segment was given back.
-        num_retries: how often idle segments had to be given back first.
-        num_done: events done; all of them unless it ran out.
-        peak_event: index of the event at which `peak_allocated_bytes` was first reached.
-        allocated_bytes, reserved_bytes: at the end.
     """
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    reserved_at_peak_bytes: int
-    ran_out: bool
-    num_retries: int
-    num_done: int
-    peak_event: int
-    allocated_bytes: int
-    reserved_bytes: int
 
 
 Block: TypeAlias = tuple[int, int]
@@ -66,10 +53,6 @@ Block: TypeAlias = tuple[int, int]
 
 Requests: TypeAlias = list[tuple[int, int | None]]
 """Tensors by number, with the bytes of the block at a birth and None at a death."""
-
-
-class OutOfMemoryError(Exception):
-    """A request does not fit into the capacity."""
 
 
 class Pool:
@@ -99,14 +82,6 @@ class Pool:
         insort(keys, size << _ADDRESS_BITS | start)
         size_at[start] = size
         self._start_before[end] = start
-
-    def take(self, start: int) -> int:
-        """Take out the range at `start`; its size."""
-        size = self.size_at.pop(start)
-        del self._start_before[start + size]
-        keys = self._keys
-        del keys[bisect_left(keys, size << _ADDRESS_BITS | start)]
-        return size
 
     @property
     def largest(self) -> int:
@@ -161,37 +136,25 @@ def segment_bytes(size: int) -> int:
 
 
 class Allocator:
-    """The caching allocator with segments of fixed size, the default.
+    """The caching allocator with segments of fixed size, the default, on unlimited memory.
 
-    Args:
-        capacity_bytes: what it may reserve; None for no limit.
+    So no segment is ever given back: torch does that when `cudaMalloc` fails.
     """
 
     _most_kept = SMALL_BYTES  # of a large block; a small one is always split
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
-        self.capacity_bytes = capacity_bytes
+    def __init__(self) -> None:
         self.allocated_bytes = self.reserved_bytes = 0
-        self.num_retries = 0
         self._small, self.large = Pool(), Pool(most_kept=self._most_kept)
-        self._segments: dict[int, int] = {}  # sizes, by start
         self._next_start = 0
 
     def allocate(self, num_bytes: int) -> Block:
-        """A block in use.
-
-        Raises:
-            OutOfMemoryError: not even with every idle segment given back.
-        """
+        """A block in use."""
         size = rounded(num_bytes)
         pool = self._small if size <= SMALL_BYTES else self.large
         block = pool.serve(size)
         if block is None:
-            if not self.grow(pool, size):
-                self.num_retries += 1
-                self._release_idle()
-                if not self.grow(pool, size):
-                    raise OutOfMemoryError
+            self.grow(pool, size)
             block = pool.serve(size)
             assert block is not None
         self.allocated_bytes += block[1]
@@ -204,83 +167,34 @@ class Allocator:
         pool = self._small if size <= SMALL_BYTES else self.large
         pool.add(start, size)
 
-    def _has_room(self, num_bytes: int) -> bool:
-        limit = self.capacity_bytes
-        return limit is None or self.reserved_bytes + num_bytes <= limit
-
-    def grow(self, pool: Pool, size: int) -> bool:
-        """Whether `pool` could be given a new segment for a block of `size`."""
+    def grow(self, pool: Pool, size: int) -> None:
+        """Give `pool` a new segment for a block of `size`."""
         num_bytes = segment_bytes(size)
-        if not self._has_room(num_bytes):
-            return False
         pool.add(self._next_start, num_bytes)
-        self._segments[self._next_start] = num_bytes
         self._next_start += num_bytes + MIN_BLOCK_BYTES  # a gap, so that segments are never joined
         self.reserved_bytes += num_bytes
-        return True
-
-    def _release_idle(self) -> None:
-        """Give every segment back that is one free block."""
-        for pool in (self._small, self.large):
-            for start, size in list(pool.size_at.items()):
-                if self._segments.get(start) == size:
-                    pool.take(start)
-                    del self._segments[start]
-                    self.reserved_bytes -= size
 
 
 class ExpandableAllocator(Allocator):
     """The caching allocator with `expandable_segments:True`.
 
-    Each pool is one segment of endless address space; physical pages are mapped where needed and
-    unmapped again only when the device is full.
+    Each pool is one segment of endless address space; physical pages are mapped at its end.
     """
 
     _most_kept = 0
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
-        super().__init__(capacity_bytes)
-        # Address space without pages, inside a segment or at its endless end.
-        self._holes = {self._small: Pool(), self.large: Pool()}
-        for number, holes in enumerate(self._holes.values()):
-            holes.add(number * _SPAN_BYTES, _SPAN_BYTES)
+    def __init__(self) -> None:
+        super().__init__()
+        self._end = {self._small: 0, self.large: _SPAN_BYTES}
 
-    def _page_bytes(self, pool: Pool) -> int:
-        return SMALL_SEGMENT_BYTES if pool is self._small else LARGE_SEGMENT_BYTES
-
-    def grow(self, pool: Pool, size: int) -> bool:
-        """Whether pages could be mapped behind a free block until it holds `size`."""
-        holes = self._holes[pool]
-        for start, hole_bytes in sorted(holes.size_at.items()):
-            missing = size - pool.size_before(start)
-            if hole_bytes < missing:
-                continue
-            num_bytes = min(hole_bytes, round_up(missing, self._page_bytes(pool)))
-            if not self._has_room(num_bytes):
-                return False
-            holes.take(start)
-            if num_bytes < hole_bytes:
-                holes.add(start + num_bytes, hole_bytes - num_bytes)
-            pool.add(start, num_bytes)
-            self.reserved_bytes += num_bytes
-            return True
-        return False
-
-    def _release_idle(self) -> None:
-        """Unmap every page that lies in a free block as a whole."""
-        for pool, holes in self._holes.items():
-            page = self._page_bytes(pool)
-            for start, size in list(pool.size_at.items()):
-                first, last = round_up(start, page), (start + size) // page * page
-                if first >= last:
-                    continue
-                pool.take(start)
-                if start < first:
-                    pool.add(start, first - start)
-                if last < start + size:
-                    pool.add(last, start + size - last)
-                holes.add(first, last - first)
-                self.reserved_bytes -= last - first
+    def grow(self, pool: Pool, size: int) -> None:
+        """Map pages behind the last block, if it is free, until `size` bytes are."""
+        end = self._end[pool]
+        page = SMALL_SEGMENT_BYTES if pool is self._small else LARGE_SEGMENT_BYTES
+        num_bytes = round_up(size - pool.size_before(end), page)
+        pool.add(end, num_bytes)
+        self._end[pool] = end + num_bytes
+        self.reserved_bytes += num_bytes
 
 
 class LargeReplay:
@@ -299,7 +213,7 @@ class LargeReplay:
 
     @property
     def reserved_bytes(self) -> int:
-        """Segments, in use or idle: without a limit none is ever given back."""
+        """Segments, in use or idle."""
         return self._allocator.reserved_bytes
 
     def play(self, chunks: Iterable[tuple[Requests, int]]) -> None:
@@ -328,42 +242,16 @@ class LargeReplay:
 
 
 def replay(
-    events: Iterable[Event | tuple[int, int | None]],
-    *,
-    expandable_segments: bool = False,
-    capacity_bytes: int | None = None,
+    events: Iterable[Event | tuple[int, int | None]], *, expandable_segments: bool = False
 ) -> Replay:
-    """Do `events` in order, until they end or the device is full.
-
-    Args:
-        capacity_bytes: what the allocator may reserve; None for no limit.
-    """
-    allocator = (ExpandableAllocator if expandable_segments else Allocator)(capacity_bytes)
+    """Do `events` in order."""
+    allocator = (ExpandableAllocator if expandable_segments else Allocator)()
     live: dict[int, Block] = {}
-    peak = at_peak = reserved = peak_event = num_done = 0
-    ran_out = False
-    for num_done, (storage, num_bytes) in enumerate(events, start=1):
+    peak = 0
+    for storage, num_bytes in events:
         if num_bytes is None:
             allocator.free(live.pop(storage))
         elif num_bytes > 0:  # an empty tensor takes nothing
-            try:
-                live[storage] = allocator.allocate(num_bytes)
-            except OutOfMemoryError:
-                ran_out, num_done = True, num_done - 1
-                break
-            if allocator.allocated_bytes > peak:
-                peak, peak_event = allocator.allocated_bytes, num_done - 1
-                at_peak = allocator.reserved_bytes
-            if allocator.reserved_bytes > reserved:
-                reserved = allocator.reserved_bytes
-    return Replay(
-        peak_allocated_bytes=peak,
-        peak_reserved_bytes=reserved,
-        reserved_at_peak_bytes=at_peak,
-        ran_out=ran_out,
-        num_retries=allocator.num_retries,
-        num_done=num_done,
-        peak_event=peak_event,
-        allocated_bytes=allocator.allocated_bytes,
-        reserved_bytes=allocator.reserved_bytes,
-    )
+            live[storage] = allocator.allocate(num_bytes)
+            peak = max(peak, allocator.allocated_bytes)
+    return Replay(peak_allocated_bytes=peak, peak_reserved_bytes=allocator.reserved_bytes)
