@@ -143,10 +143,6 @@ class MemoryRegressor(_PositiveRegressor):
         return np.asarray(self._features(X) @ self.coef_)
 
 
-def _every_column(coefficients: Array, X: Array) -> Array:
-    return X
-
-
 class TimeRegressor(_PositiveRegressor):
     """Coefficients that are products of independent factors around a prior, each above zero.
 

@@ -16,10 +16,6 @@ from whichlora.spec.numeric import Count
 # dtype and place; torch.save writes a record of a zip file for each storage.
 _TENSOR_HEADER_BYTES = 128
 _RECORD_HEADER_BYTES = 275
-# Of `_save_rng_state` 14.5 kB (2.5 of NumPy's, 5 of torch's, 3 of Python's generator),
-# `training_args.bin` 5.3, `scheduler.pt` 1.5, configs 1 to 2, `trainer_state.json` from 0.8 on.
-_SMALL_FILES_BYTES = 23_000
-_MODEL_CARD_BYTES = 5_200  # the README.md that peft writes beside an adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +26,11 @@ class CheckpointBytes:
         weights: the adapters and saved modules, or the whole model, in safetensors.
         tensors: of these without the headers of the file.
         optimizer_states: `optimizer.pt`.
-        small_files: random states, settings, the card; tokenizers, which vary, left out.
     """
 
     weights: Count
     tensors: Count
     optimizer_states: Count
-    small_files: Count
 
     @property
     def total(self) -> Count:
@@ -74,5 +68,4 @@ def checkpoint_bytes(
         weights=stored + _TENSOR_HEADER_BYTES * num_tensors,
         tensors=stored,
         optimizer_states=states + _RECORD_HEADER_BYTES * records,
-        small_files=_SMALL_FILES_BYTES + _MODEL_CARD_BYTES * bool(method.peft_class),
     )

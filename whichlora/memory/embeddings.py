@@ -26,7 +26,7 @@ def outside_saved(
     dtypes: Dtypes,
     *,
     embeddings_need_grad: bool,
-    after_layers: bool = True,
+    after_layers: bool,
     in_encoder: bool = False,
     joins_rows: bool = False,
 ) -> list[Tensor]:

@@ -59,9 +59,6 @@ class Dtypes:
         narrows_adapters_later: PEFT made the adapters in fp32, and they were cast by name then.
         autocast: it copies what is trained, or what is read, to 16 bit.
         under_autocast: the step runs in an autocast region.
-        shared_inputs: adapted projections that read one tensor keep one input between them.
-        input_bytes: the copy of the input that an adapted projection keeps.
-        dropped_bytes: one element of what adapter dropout is applied to.
         adapters_drop: adapter dropout drops values; a trainer may leave the module and set its
             probability to 0, as TRL's `disable_dropout` does.
         training: dropout is on and tensors are kept for backward.
@@ -104,10 +101,7 @@ class Dtypes:
     narrows_adapters_later: bool
     autocast: bool
     under_autocast: bool
-    shared_inputs: bool
-    input_bytes: int
     lora_dropout: float
-    dropped_bytes: int
     training: bool
     attn: str
     padded: bool
@@ -230,12 +224,9 @@ def resolve_dtypes(
         is_widened = prepared or wide_base or wide_result
         mode = "Q" if is_widened else _narrow_mode(run, autocast=autocast, trains_base=trains_base)
 
-    # A prepared base has an fp32 stream; without autocast, a copy of it is made for each adapter.
-    narrow_adapters = mode == "F" and narrow
-    widens_input = mode in ("A", "C", "Q", "F") and not narrow_adapters
     cast_by_autocast = mode == "P" and autocast and not trains_base
     by_trl = narrows_adapters and run.adapter_dtype == "auto" and (cast_by_autocast or wide_result)
-    fp32_adapters = not narrow and not by_trl and (widens_input or cast_by_autocast)
+    fp32_adapters = not narrow and not by_trl and (mode != "P" or cast_by_autocast)
     wide = mode in ("Q", "F")
     return Dtypes(
         mode=mode,
@@ -255,12 +246,8 @@ def resolve_dtypes(
         # PEFT asks the base's weight for the adapters' dtype: only a 4-bit one's state tells it
         narrows_adapters_later=not (fp32_adapters or (narrow and quant in ("none", *FOUR_BIT_BNB))),
         adapter_product_bytes=4 if mode in ("C", "F") and fp32_adapters else 2,
-        shared_inputs=mode in ("P", "F") and not narrow_adapters,
-        input_bytes=4 if mode in ("C", "F") and not narrow_adapters else 2,
         lora_dropout=run.lora_dropout if training else 0.0,
         adapters_drop=_drops(run),
-        # PEFT widens the input to the adapter's dtype before it drops; autocast narrows it after.
-        dropped_bytes=4 if widens_input else half,
         training=training,
         attn=run.attn,
         padded=run.padding == "padded",

@@ -33,7 +33,6 @@ class LinkSpec:
         sizes_bytes: of the whole tensor, of the measured times.
         seconds: measured, by collective and number of GPUs, one for each of `sizes_bytes`; empty
             where nobody measured.
-        measured_on: the machine whose times these are, if it is another one.
         bandwidth_bytes_per_s: that one GPU sends with in a collective, where nothing is measured.
         latency_s: of a collective of a few bytes among two GPUs, likewise.
         host_bytes_per_s: that a GPU reaches to and from pinned host memory.
@@ -56,7 +55,6 @@ class LinkSpec:
     gpus_per_node: int = 8
     sizes_bytes: tuple[int, ...] = ()
     seconds: Mapping[str, Mapping[int, tuple[float, ...]]] = field(default_factory=dict)
-    measured_on: str = ""
     bandwidth_bytes_per_s: float | None = None
     latency_s: float = 10e-6
     host_bytes_per_s: float = 12e9

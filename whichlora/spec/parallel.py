@@ -152,9 +152,7 @@ def requested(settings: Mapping[str, Any]) -> ParallelConfig:
     return ParallelConfig(strategy=strategy, options=tuple(sorted(options.items())), **of_gpus)
 
 
-def micro_steps(
-    global_batch_size: int, *, batch_size: int, at_once: int, accumulation: int = 1
-) -> int:
+def micro_steps(global_batch_size: int, *, batch_size: int, at_once: int, accumulation: int) -> int:
     """Micro-steps in which `at_once` GPUs with `batch_size` each reach `global_batch_size`.
 
     Raises:

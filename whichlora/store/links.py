@@ -103,7 +103,6 @@ def read_links(path: Path) -> LinkSpec:
             }
             for collective, by_size in tables.items()
         },
-        measured_on=like or "",
         bandwidth_bytes_per_s=values.get("bandwidth_bytes_per_s"),
         latency_s=values["latency_s"],
         host_bytes_per_s=float(values["host_bytes_per_s"]),

@@ -27,7 +27,6 @@ _DYNAMIC = "-unsloth-bnb-4bit"
 # Uploads under another name than their model: of HuggingFaceH4/mistral-7b-sft-beta, whose shapes
 # are those of its base. Source: unsloth 2026.10 `models/mapper.py`.
 _OTHER_NAMES = {"zephyr-sft": "mistralai/Mistral-7B-v0.1"}
-_REWRITTEN = ("phi3",)  # whose uploads divide what the first has in one matrix
 _UPLOADERS = ("unsloth", "LLM-Research", "AI-ModelScope", "modelscope", "ZhipuAI")
 
 

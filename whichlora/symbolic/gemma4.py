@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from whichlora.methods.base import NO_ADAPTERS, Method
+from whichlora.methods.base import Method
 from whichlora.spec.architecture import Attention, Layer, LayerInput, Linear, ModelSpec, Norm
 from whichlora.spec.dtypes import Dtypes
 from whichlora.symbolic.autograd import (
@@ -190,7 +190,7 @@ def layer_input_points(
     model: ModelSpec,
     targets: tuple[str, ...],
     dtypes: Dtypes,
-    method: Method = NO_ADAPTERS,
+    method: Method,
     *,
     needs_grad: bool = False,
     accumulated: bool = False,

@@ -126,9 +126,6 @@ def _narrow_copies(dtypes: Dtypes) -> Dtypes:
         mode="P",
         padded=False,
         autocast=False,
-        shared_inputs=True,
-        input_bytes=2,
-        dropped_bytes=2,
         adapter_product_bytes=2,
     )
 
