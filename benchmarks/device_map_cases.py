@@ -22,13 +22,8 @@ from markdown_tables import sizes_by_strategy
 from whichlora import families
 from whichlora.memory.allocator import REMAINDERS
 from whichlora.parallel import device_map
-from whichlora.parallel.placement import (
-    balanced_caps,
-    is_quantised_on_device,
-    modules_of,
-    placed,
-)
-from whichlora.predict.predict import training_step
+from whichlora.parallel.placement import balanced_caps, is_quantised_on_device, modules_of, placed
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.numeric import added
 from whichlora.spec.parallel import ONE_GPU, ParallelConfig

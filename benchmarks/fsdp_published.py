@@ -18,7 +18,7 @@ from statistics import median
 from published.cells import Line, Observation
 from published.sources import fms
 
-from whichlora.predict.predict import ledger
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import resolve
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig

@@ -26,7 +26,7 @@ from whichlora.memory.training import Ledger
 from whichlora.memory.weights import CODE_TABLE_BYTES
 from whichlora.parallel.fsdp_units import quant_storage
 from whichlora.parallel.layout import Layout
-from whichlora.predict.predict import training_step
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import resolve
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.parallel import ParallelConfig

@@ -32,7 +32,7 @@ from markdown_tables import markdown_table
 from transformers.optimization import Adafactor
 
 from whichlora.memory.optimizer import update_launches
-from whichlora.predict.predict import training_step, update_of
+from whichlora.predict.quantities import training_step, update_of
 from whichlora.predict.rank_time import work_of_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.profiler.build import build_model

@@ -23,6 +23,7 @@ from whichlora.memory import allocator
 from whichlora.memory.allocator_simulator import replay, rounded
 from whichlora.memory.training import Ledger
 from whichlora.predict import predict as prediction
+from whichlora.predict import quantities
 from whichlora.predict import resolve as resolution
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.resolve import ResolvedRun
@@ -552,7 +553,7 @@ def without_workspaces(run: RunConfig) -> tuple[resolution.ResolvedRun, Ledger]:
     job = as_traced(
         resolution.resolve(model_of(run.model), run, replace(GPU, memory_bytes=ENDLESS))
     )
-    found = prediction.ledger(job)
+    found = quantities.ledger(job)
     # a trace places finished weights: what loading needs besides is not in it
     moments = {name: entries for name, entries in found.moments.items() if name != "loading"}
     return job, replace(found, moments=moments)

@@ -22,7 +22,7 @@ from markdown_tables import markdown_table
 from whichlora.calibration.fit import fit
 from whichlora.calibration.load import ids_elsewhere, model_of
 from whichlora.predict.judgement import TIME_CONFIDENCE
-from whichlora.predict.predict import step_features
+from whichlora.predict.quantities import step_features
 from whichlora.predict.resolve import resolve
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.results import Measurement

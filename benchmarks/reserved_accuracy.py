@@ -29,9 +29,10 @@ import published
 import trainer_traces
 from markdown_tables import markdown_table
 
-from whichlora.predict import predict as prediction
+from whichlora.predict import quantities
 from whichlora.predict import resolve as resolution
 from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.judged import judged_run
 from whichlora.predict.judgement import MEMORY_CONFIDENCE, REPLAYED_SPREAD, MemoryJudgement
 from whichlora.spec.run import RunConfig
 
@@ -94,7 +95,7 @@ def published_spreads() -> Iterator[float]:
         if row.run.phase == "finetune":
             gpu = published.gpu_of(row.gpu)
             job = resolution.resolve(row.model, row.run, gpu)
-            judged = prediction.judged_run(job, prior_calibration(gpu))
+            judged = judged_run(job, prior_calibration(gpu))
             if judged.is_replayed:
                 yield needed_spread(judged, row.value)
 
@@ -136,13 +137,13 @@ def _without_warm_up(job: resolution.ResolvedRun, traced: int) -> Compared:
 def compared_job(job: resolution.ResolvedRun, traced: int) -> Compared:
     """`job` against `traced` bytes, without workspaces."""
     run, gpu = job.run, job.gpu
-    counted = prediction.ledger(job)
+    counted = quantities.ledger(job)
     workspace = counted.workspace_bytes
-    judged = prediction.judged_run(job, prior_calibration(gpu))
+    judged = judged_run(job, prior_calibration(gpu))
     _, high = judged.reserved_interval()
     is_replayed = judged.is_replayed
     if run.phase == "inference":  # whose interval a replay does not narrow
-        is_replayed = prediction.ledger_and_idle(job)[1] is not None
+        is_replayed = quantities.ledger_and_idle(job)[1] is not None
     estimate = counted.peak_allocated_bytes + counted.idle_bytes - workspace
     return Compared(
         run=run,

@@ -24,7 +24,7 @@ from whichlora.calibration.fit_time import fit_phases
 from whichlora.calibration.samples import Sample
 from whichlora.predict.coefficients import TIME_PHASES
 from whichlora.predict.judgement import TIME_CONFIDENCE
-from whichlora.predict.predict import forward_features, step_features
+from whichlora.predict.quantities import forward_features, step_features
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import TWO_SIDED_Z

@@ -14,12 +14,8 @@ from typing import TYPE_CHECKING, Any
 from whichlora.errors import ConfigError
 from whichlora.predict.alike import under_load
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.predict import (
-    judged_memory,
-    judged_time,
-    least_training_bytes,
-    num_tokens,
-)
+from whichlora.predict.judged import judged_memory, judged_time, least_training_bytes
+from whichlora.predict.quantities import num_tokens
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.predict.serving import service_of, taken_bytes
 from whichlora.predict.serving_time import steady_time_per_token_s

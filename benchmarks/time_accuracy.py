@@ -50,7 +50,7 @@ from whichlora.exports.recipe import Recipe
 from whichlora.exports.train_script import train_script
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.judgement import TIME_CONFIDENCE
-from whichlora.predict.predict import step_features
+from whichlora.predict.quantities import step_features
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.profiler.profile import Profiler
 from whichlora.search.feasibility import Quantity

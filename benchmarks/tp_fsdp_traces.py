@@ -22,7 +22,7 @@ from markdown_tables import sizes_by_strategy
 from memory_samples import as_traced
 
 from whichlora.families import build
-from whichlora.predict.predict import training_step
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.parallel import ONE_GPU, ParallelConfig
 from whichlora.spec.run import RunConfig

@@ -19,7 +19,7 @@ from markdown_tables import sizes_by_strategy
 from whichlora import families
 from whichlora.memory.allocator import REMAINDERS
 from whichlora.parallel.division import COLUMNS
-from whichlora.predict.predict import training_step
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.numeric import added
 from whichlora.spec.parallel import ONE_GPU, ParallelConfig

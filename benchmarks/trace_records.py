@@ -19,7 +19,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory.allocator import REMAINDERS
 from whichlora.memory.allocator_simulator import replay
 from whichlora.memory.loading import UNSPLIT_WEIGHTS
-from whichlora.predict.predict import ledger
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.numeric import added
 

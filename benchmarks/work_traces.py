@@ -25,7 +25,7 @@ import trainer_traces
 from markdown_tables import markdown_table, median_and_worst
 from trace_records import Line, read
 
-from whichlora.predict.predict import training_step
+from whichlora.predict.quantities import training_step
 from whichlora.predict.rank_time import work_of_step
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.run import RunConfig

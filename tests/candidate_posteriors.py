@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whichlora.predict.predict import count_run
+from whichlora.predict.counted import count_run
 from whichlora.predict.resolve import resolve
 from whichlora.search.candidate_posterior import CandidatePosterior
 from whichlora.search.counted_candidate import count_inference, count_training

@@ -10,16 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from whichlora.families import build
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import (
-    CountedRun,
-    forward_features,
-    judged_memory,
-    judged_time,
-    mean_context,
-    moment_parts,
-    passes,
-    predict_counted,
-)
+from whichlora.predict.counted import CountedRun
+from whichlora.predict.judged import judged_memory, judged_time
+from whichlora.predict.predict import predict_counted
+from whichlora.predict.quantities import forward_features, mean_context, moment_parts, passes
 from whichlora.predict.resolve import resolve
 from whichlora.profiler.early_stop import is_enough
 from whichlora.profiler.installed import installed_versions

@@ -18,7 +18,7 @@ from small_models import CONFIGS, IMAGE_CONFIGS
 from train_runs import run_ranks
 
 from whichlora.families import build
-from whichlora.predict.predict import training_step
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 

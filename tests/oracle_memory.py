@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whichlora.families import build
 from whichlora.memory.entries import tensor_bytes
-from whichlora.predict import predict as prediction
+from whichlora.predict import quantities
 from whichlora.predict import resolve as resolution
 from whichlora.profiler.build import build_model, without_cpu_packing
 from whichlora.profiler.inference import measure_inference
@@ -140,12 +140,12 @@ def job_of(one: Case) -> resolution.Job:
 
 
 def predicted_peak(one: Case) -> int:
-    return int(prediction.ledger(job_of(one)).peak_allocated_bytes)
+    return int(quantities.ledger(job_of(one)).peak_allocated_bytes)
 
 
 def predicted_saved_per_layer(one: Case) -> int:
     """Bytes that the formulas say one layer (of each stack) keeps."""
-    step = prediction.training_step(job_of(one))
+    step = quantities.training_step(job_of(one))
     by_stack = {
         group.stack: layer for group, layer in zip(step.model.groups, step.layers, strict=True)
     }

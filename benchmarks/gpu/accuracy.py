@@ -29,7 +29,8 @@ from whichlora.calibration.load import model_of
 from whichlora.calibration.samples import time_samples
 from whichlora.predict.coefficients import TIME_PHASES, Calibration, prior_calibration
 from whichlora.predict.judgement import TIME_CONFIDENCE
-from whichlora.predict.predict import ledger, passes, predict_memory, step_features
+from whichlora.predict.predict import predict_memory
+from whichlora.predict.quantities import ledger, passes, step_features
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import TWO_SIDED_Z

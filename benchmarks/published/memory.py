@@ -10,7 +10,8 @@ import published
 from published import MEMORY, Observation, gpu_of
 from whichlora.memory.training import Ledger
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import ledger, predict_memory
+from whichlora.predict.predict import predict_memory
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
 
 STEADY_PARTS = ("weights", "adapters", "optimizer_states")

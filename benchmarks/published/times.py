@@ -20,7 +20,7 @@ from whichlora.calibration.regression import conformal_scale
 from whichlora.calibration.samples import Sample, time_samples
 from whichlora.predict.coefficients import TIME_PHASES
 from whichlora.predict.judgement import TIME_CONFIDENCE
-from whichlora.predict.predict import forward_features, step_features
+from whichlora.predict.quantities import forward_features, step_features
 from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import TWO_SIDED_Z

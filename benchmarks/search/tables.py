@@ -23,7 +23,7 @@ import published
 
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import count_run
+from whichlora.predict.counted import count_run
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.profiler.profile import Profiler
 from whichlora.search.candidate_posterior import CandidatePosterior

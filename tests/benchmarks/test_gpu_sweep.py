@@ -14,7 +14,8 @@ import pytest
 import sweep
 
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import ledger, predict
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import resolve
 from whichlora.spec.results import Measurement, Prediction
 from whichlora.spec.run import RunConfig

@@ -7,8 +7,8 @@ import reserved_accuracy
 from devices import A100
 
 from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.judged import judged_run
 from whichlora.predict.judgement import REPLAYED_SPREAD
-from whichlora.predict.predict import judged_run
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model

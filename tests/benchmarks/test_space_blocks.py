@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from space_blocks import ParetoFront, blocks, judge_blocks
 
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import predict, predict_block
+from whichlora.predict.counted import count_block
+from whichlora.predict.judged import judge_block
+from whichlora.predict.predict import predict
 from whichlora.search.pareto import pareto
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
@@ -125,7 +127,7 @@ def test_the_front_over_blocks_is_the_front_of_all_runs() -> None:
     assert sorted(front.time_s) == sorted(time_s[pareto(time_s, memory)].tolist())
     run, gpu = front.runs[0]
     job_block = next(iter(blocks(run, {}, [A100], load_model)))
-    again = predict_block(job_block.job, calibration, job_block.mesh)
+    again = judge_block(count_block(job_block.job, job_block.mesh), calibration)
     assert gpu == A100.key
     assert again.device_used_bytes.item() == front.memory_bytes[0]
     assert job_block.run(0) == run

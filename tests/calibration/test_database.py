@@ -31,7 +31,7 @@ from whichlora.cli import main
 from whichlora.errors import DataFileError
 from whichlora.memory.weights import weight_bytes
 from whichlora.predict.coefficients import HeldOut, prior_calibration
-from whichlora.predict.predict import step_features
+from whichlora.predict.quantities import step_features
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu

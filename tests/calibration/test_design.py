@@ -14,7 +14,7 @@ import pytest
 from whichlora.calibration.design import Option, PredictedTime, choose
 from whichlora.calibration.fit_time import fit_time
 from whichlora.calibration.samples import Sample
-from whichlora.predict.predict import step_features
+from whichlora.predict.quantities import step_features
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu

@@ -24,13 +24,9 @@ from whichlora.calibration.samples import Sample, groups_of, time_samples
 from whichlora.errors import ConfigError
 from whichlora.memory.training import PARTS
 from whichlora.predict.coefficients import Calibration, prior_calibration
-from whichlora.predict.predict import (
-    judged_memory,
-    judged_time,
-    predict,
-    predict_memory,
-    step_features,
-)
+from whichlora.predict.judged import judged_memory, judged_time
+from whichlora.predict.predict import predict, predict_memory
+from whichlora.predict.quantities import step_features
 from whichlora.predict.resolve import resolve
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.results import Measurement

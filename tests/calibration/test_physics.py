@@ -9,7 +9,7 @@ import pytest
 
 from whichlora import families
 from whichlora.calibration.share.physics import impossible
-from whichlora.predict.predict import forward_features, step_features
+from whichlora.predict.quantities import forward_features, step_features
 from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Measurement

@@ -84,7 +84,7 @@ def test_help_does_not_load_what_prints_tables() -> None:
     done = process("--help", flags=("-X", "importtime"))
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "whichlora" in loaded
-    assert not loaded & {"rich", "whichlora.predict.predict"}
+    assert not loaded & {"rich", "whichlora.predict.quantities"}
     assert not {name.partition(".")[0] for name in loaded} & HEAVY
 
 

@@ -17,19 +17,13 @@ from whichlora.memory import (
     quantised_cache,
     weights,
 )
-from whichlora.memory import (
-    allocator_simulator as replay,
-)
-from whichlora.memory import (
-    gradients as trained,
-)
-from whichlora.memory import (
-    loss as logits,
-)
+from whichlora.memory import allocator_simulator as replay
+from whichlora.memory import gradients as trained
+from whichlora.memory import loss as logits
 from whichlora.memory.entries import Group, Tensor, tensor_bytes
 from whichlora.memory.step import TrainingStep
 from whichlora.methods import get_method
-from whichlora.predict.predict import ledger, training_step
+from whichlora.predict.quantities import ledger, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from whichlora.memory.exllama import SCRATCH, scratch_bytes
-from whichlora.predict.predict import ledger
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu

@@ -10,23 +10,13 @@ from devices import A100
 
 from whichlora import families
 from whichlora.errors import ConfigError
-from whichlora.memory import (
-    activations,
-    kv_cache,
-    moments,
-    quantised_cache,
-    weights,
-)
-from whichlora.memory import (
-    inference as generation,
-)
-from whichlora.memory import (
-    loss as logits,
-)
+from whichlora.memory import activations, kv_cache, moments, quantised_cache, weights
+from whichlora.memory import inference as generation
+from whichlora.memory import loss as logits
 from whichlora.memory.entries import Fact
 from whichlora.memory.layer_bytes import LayerBytes, layer_bytes
 from whichlora.memory.worst_layer import has_one_order, leaves_behind_keys, worst_backward
-from whichlora.predict.predict import ledger
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec

@@ -9,7 +9,7 @@ from whichlora.memory.event_list import unsplit_weight_bytes
 from whichlora.memory.generation_events import generation_events, has_events
 from whichlora.memory.inference import Generation, inference_ledger
 from whichlora.memory.reserved import replayed_idle_bytes
-from whichlora.predict import predict as prediction
+from whichlora.predict import quantities
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
@@ -24,7 +24,7 @@ def generation_of(model: str = MODEL, **settings: object) -> Generation:
     assert spec is not None
     sizes = {"batch_size": 8, "prompt_len": 1024, "max_new_tokens": 4}
     run = RunConfig(model=model, phase="inference", **sizes | settings)
-    return prediction.generation(resolve(spec, run, GPU))
+    return quantities.generation(resolve(spec, run, GPU))
 
 
 RUNS = [

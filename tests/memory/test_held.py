@@ -11,7 +11,7 @@ from devices import A100
 from whichlora.memory import held, loss
 from whichlora.memory.entries import Entry
 from whichlora.memory.step import TrainingStep
-from whichlora.predict.predict import ledger, training_step
+from whichlora.predict.quantities import ledger, training_step
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model

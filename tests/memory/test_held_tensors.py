@@ -8,24 +8,15 @@ from devices import A100, CPU
 
 from whichlora import families
 from whichlora.errors import ConfigError
-from whichlora.memory import (
-    allocator,
-    kv_cache,
-    layer_passes,
-    moments,
-)
-from whichlora.memory import (
-    inference as generation,
-)
-from whichlora.memory import (
-    loss as logits,
-)
+from whichlora.memory import allocator, kv_cache, layer_passes, moments
+from whichlora.memory import inference as generation
+from whichlora.memory import loss as logits
 from whichlora.memory.activations import sequence_bias_bytes
 from whichlora.memory.entries import Fact
 from whichlora.memory.moments import LAYER_BACKWARD
 from whichlora.memory.training import Ledger
 from whichlora.memory.weights import weight_bytes
-from whichlora.predict.predict import ledger
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes

@@ -27,7 +27,7 @@ from whichlora.memory.moments import training_moments
 from whichlora.memory.step import INPUTS, TrainingStep
 from whichlora.memory.towers import NARROW_PIXELS, PIXELS, TOWER_NAMED, grid_of
 from whichlora.memory.worst_layer import gathered_after
-from whichlora.predict.predict import ledger, training_step
+from whichlora.predict.quantities import ledger, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.numeric import added
 from whichlora.spec.run import RunConfig

@@ -14,7 +14,7 @@ from whichlora.memory.checkpoint import checkpoint_bytes
 from whichlora.memory.life import PART_SETTINGS, Place, Stage, file_bytes, stored_dtypes
 from whichlora.methods import get_method
 from whichlora.predict.life import stages_of
-from whichlora.predict.predict import training_step
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.life import LifeConfig
 from whichlora.spec.plan import Keeping

@@ -22,7 +22,7 @@ from whichlora.memory.loading import (
 )
 from whichlora.memory.training import training_loading
 from whichlora.memory.weights import weight_bytes
-from whichlora.predict.predict import ledger, training_step
+from whichlora.predict.quantities import ledger, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.backends.cuda import OLDER_WORKSPACE_BYTES
 from whichlora.spec.run import Quant, RunConfig

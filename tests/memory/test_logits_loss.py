@@ -12,7 +12,7 @@ from whichlora.memory import logits_loss, loss
 from whichlora.memory.allocator import REMAINDERS
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.step_events import training_events
-from whichlora.predict.predict import ledger, training_step
+from whichlora.predict.quantities import ledger, training_step
 from whichlora.predict.resolve import resolve
 from whichlora.spec.numeric import added
 from whichlora.spec.run import RunConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from whichlora.memory.metal_heaps import HeapReplay, heap_bytes, idle_in_heaps
-from whichlora.predict.predict import ledger_and_idle
+from whichlora.predict.quantities import ledger_and_idle
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu

@@ -17,7 +17,7 @@ from whichlora.families import build
 from whichlora.memory import kv_cache, quantised_cache
 from whichlora.memory.entries import Fact
 from whichlora.memory.inference import inference_ledger
-from whichlora.predict.predict import generation, ledger
+from whichlora.predict.quantities import generation, ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec

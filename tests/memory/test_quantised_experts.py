@@ -12,7 +12,8 @@ from whichlora.errors import ConfigError
 from whichlora.memory.weights import quantised_matrices, quantised_parts
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.notes import notes_on
-from whichlora.predict.predict import ledger, predict
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model

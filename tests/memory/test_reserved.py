@@ -12,7 +12,7 @@ from reserved_accuracy import compared_liger
 from whichlora.memory.reserved import replayed_idle_bytes
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import training_ledger
-from whichlora.predict.predict import ledger_and_idle, training_step
+from whichlora.predict.quantities import ledger_and_idle, training_step
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu

@@ -8,7 +8,7 @@ from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.memory.activations import block_bias_bytes
 from whichlora.memory.training import Ledger
-from whichlora.predict.predict import ledger
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu

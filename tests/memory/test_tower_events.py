@@ -14,7 +14,7 @@ import reserved_accuracy
 
 from whichlora.memory import step_events
 from whichlora.memory.step import TrainingStep
-from whichlora.predict.predict import training_step
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import image_traces
 
 from whichlora.memory.towers import TowerForward, grid_of, layer_norm_bytes, tower_dtypes
-from whichlora.predict.predict import generation
+from whichlora.predict.quantities import generation
 from whichlora.spec.run import RunConfig
 
 

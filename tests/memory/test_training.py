@@ -16,26 +16,16 @@ from hypothesis import strategies as st
 from strategies import DEVICES, finetune_runs, inference_runs
 
 from whichlora import families
-from whichlora.memory import (
-    allocator,
-    kv_cache,
-    loading,
-    moments,
-    optimizer,
-    weights,
-)
-from whichlora.memory import (
-    inference as generation,
-)
-from whichlora.memory import (
-    loss as logits,
-)
+from whichlora.memory import allocator, kv_cache, loading, moments, optimizer, weights
+from whichlora.memory import inference as generation
+from whichlora.memory import loss as logits
 from whichlora.memory.entries import Kind
 from whichlora.memory.gradients import Trained, trained_biases, trained_tensors
 from whichlora.memory.training import PARTS, RETURNED, Ledger, least_parts, trained_params
 from whichlora.memory.worst_layer import after
 from whichlora.predict.notes import notes_on
-from whichlora.predict.predict import ledger, part_bytes, training_step
+from whichlora.predict.parts import part_bytes
+from whichlora.predict.quantities import ledger, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes

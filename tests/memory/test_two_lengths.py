@@ -18,7 +18,7 @@ from whichlora.memory.activations import zeros_bytes
 from whichlora.memory.kv_cache import trained_cache_elements, trained_source_elements
 from whichlora.memory.step_events import training_events
 from whichlora.predict.ledger_lines import entry_line
-from whichlora.predict.predict import (
+from whichlora.predict.quantities import (
     forward_features,
     ledger,
     moment_parts,

@@ -22,7 +22,7 @@ from whichlora.memory.kv_cache import prefix_cache_bytes
 from whichlora.memory.step_events import has_events
 from whichlora.methods import COMPARED, Method, get_method, list_methods, with_defaults
 from whichlora.methods.base import Method as BaseMethod
-from whichlora.predict.predict import ledger, num_trained, training_step
+from whichlora.predict.quantities import ledger, num_trained, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec import members
 from whichlora.spec.architecture import Linear

@@ -28,7 +28,7 @@ from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.memory.gradients import cached_params, trained_params
 from whichlora.methods import BUILT_IN, NOT_MODELLED, get_method, with_defaults
-from whichlora.predict import predict as prediction
+from whichlora.predict import quantities
 from whichlora.predict import resolve as resolution
 from whichlora.profiler.build import finished_model, meta_model
 from whichlora.spec.run import RunConfig
@@ -257,7 +257,7 @@ def test_the_ledger_agrees_with_the_trace(
     except ConfigError:
         assert "quant" in settings
         pytest.skip("refused")
-    found = prediction.ledger(job)
+    found = quantities.ledger(job)
     events = trace(
         job.run,
         LLAMA,

@@ -18,7 +18,7 @@ from train_runs import run_script
 from written_job import train_script_of
 
 from whichlora import families
-from whichlora.predict import predict as prediction
+from whichlora.predict import quantities
 from whichlora.predict import resolve as resolution
 from whichlora.spec import members
 from whichlora.spec.run import RunConfig
@@ -73,7 +73,7 @@ def test_the_ledger_agrees_with_the_trace(config: dict[str, Any], settings: dict
     settings = {"seq_len": 256, "r": 64, "expandable_segments": True} | settings  # no remainders
     run = RunConfig(model="x", method="outside-vera", **settings)
     job = resolution.resolve(families.build(config, name="x"), run, GPU)
-    found = prediction.ledger(job)
+    found = quantities.ledger(job)
     events = trace(job.run, config, target_modules="all-linear")
     traced = max(num_bytes for _, num_bytes in live_bytes(events))
     predicted = int(found.peak_allocated_bytes) - found.workspace_bytes

@@ -12,7 +12,8 @@ import pytest
 from whichlora.errors import ConfigError
 from whichlora.parallel.cp import ringed
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import predict, training_step
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import training_step
 from whichlora.predict.rank_time import update_of_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.parallel import ParallelConfig

@@ -7,7 +7,8 @@ import pytest
 from whichlora.memory.gradients import gradient_bytes
 from whichlora.parallel import ddp
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import predict, training_step
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import resolve
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction

@@ -10,7 +10,8 @@ import pytest
 from whichlora.errors import ConfigError
 from whichlora.parallel.device_map import returned_logits, shares
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import predict, training_step
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig

@@ -15,7 +15,8 @@ from markdown_tables import quantile
 from whichlora.errors import ConfigError
 from whichlora.parallel.fsdp_units import mixed_precision, quant_storage
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import predict, training_step
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import ResolvedRun, layout_of, resolve
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.results import Prediction

@@ -12,7 +12,7 @@ from train_runs import run_ranks
 from whichlora.errors import ConfigError
 from whichlora.parallel import pp
 from whichlora.parallel.pp import layer_range, under_way
-from whichlora.predict.predict import training_step
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig

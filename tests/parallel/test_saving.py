@@ -15,7 +15,7 @@ from whichlora.api import estimate
 from whichlora.families import build
 from whichlora.parallel import deepspeed, fsdp, zero3
 from whichlora.parallel.base import Saving
-from whichlora.predict.predict import training_step
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import resolve
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig

@@ -6,7 +6,7 @@ import pytest
 
 from whichlora.errors import ConfigError
 from whichlora.parallel.stages import check_can_be_parted, part_of_model, placed_groups
-from whichlora.predict.predict import training_step
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu

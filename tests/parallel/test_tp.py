@@ -11,7 +11,8 @@ from whichlora.errors import ConfigError
 from whichlora.parallel import tp
 from whichlora.parallel.base import Message
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import predict, training_step
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.run import RunConfig

@@ -20,7 +20,8 @@ from whichlora.parallel import deepspeed, get_strategy, zero3
 from whichlora.parallel.base import RankKind, Spread
 from whichlora.parallel.host_update import threads_of
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import ledger, predict, training_step
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import ledger, training_step
 from whichlora.predict.resolve import resolve
 from whichlora.spec.numeric import Count
 from whichlora.spec.parallel import ParallelConfig

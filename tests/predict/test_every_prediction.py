@@ -15,17 +15,11 @@ from whichlora.memory import allocator, optimizer, quantised_cache
 from whichlora.memory.allocator import SEGMENT_BYTES
 from whichlora.memory.training import Ledger
 from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.counted import CountedRun, count_run
 from whichlora.predict.judgement import ALLOCATED_PARTS
-from whichlora.predict.predict import (
-    CountedRun,
-    count_run,
-    ledger,
-    moment_parts,
-    part_bytes,
-    passes,
-    predict,
-    predict_counted,
-)
+from whichlora.predict.parts import part_bytes
+from whichlora.predict.predict import predict, predict_counted
+from whichlora.predict.quantities import ledger, moment_parts, passes
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.search.counted_candidate import count_inference, count_training
 from whichlora.spec.gpu import GpuSpec

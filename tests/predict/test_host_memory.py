@@ -13,7 +13,8 @@ from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.host_memory import HostUse, host_fault, memory_of_node, pinned_bytes
 from whichlora.predict.life import Life, life_of
 from whichlora.predict.parallel_choice import best_spread
-from whichlora.predict.predict import predict, training_step
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import training_step
 from whichlora.predict.resolve import resolve
 from whichlora.spec.life import LifeConfig
 from whichlora.spec.parallel import AUTO, ParallelConfig, requested

@@ -9,23 +9,14 @@ import pytest
 from devices import CPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import (
-    every_finetune_run,
-    every_inference_run,
-    finetune_runs,
-    inference_runs,
-)
+from strategies import every_finetune_run, every_inference_run, finetune_runs, inference_runs
 
 from whichlora.errors import ConfigError
 from whichlora.memory.training import PARTS
 from whichlora.predict.coefficients import Calibration, prior_calibration
-from whichlora.predict.predict import (
-    judged_memory,
-    judged_run,
-    least_training_bytes,
-    predict,
-    predict_block,
-)
+from whichlora.predict.counted import count_block
+from whichlora.predict.judged import judge_block, judged_memory, judged_run, least_training_bytes
+from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.results import Prediction
@@ -78,7 +69,7 @@ def assert_alike(
     except ConfigError:
         return
     mesh = dict(zip(axes, np.ix_(*axes.values()), strict=True))
-    block = predict_block(job, calibration, mesh)
+    block = judge_block(count_block(job, mesh), calibration)
     shape = tuple(len(values) for values in axes.values())
     corners = ((0,) * len(shape), tuple(size - 1 for size in shape))  # each takes a replay
     for index in corners:

@@ -14,7 +14,10 @@ from whichlora.parallel import ddp
 from whichlora.parallel.base import Message, RankKind, Spread, Strategy
 from whichlora.parallel.layout import Layout
 from whichlora.predict.coefficients import Calibration, prior_calibration
-from whichlora.predict.predict import predict, predict_block, rank_kinds
+from whichlora.predict.counted import count_block
+from whichlora.predict.judged import judge_block
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import rank_kinds
 from whichlora.predict.rank_time import count_ranks, judge_ranks, link_notes, links_of, over_nodes
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.links import LinkSpec
@@ -129,7 +132,7 @@ def test_without_links_the_time_is_not_known_and_memory_is(
     assert math.isnan(communication_s(prediction))
     assert any(line in note for note in prediction.notes)
     job = resolve(MODEL, run_of("lora", **fields), device)
-    block = predict_block(job, calibration(device), {"batch_size": np.array([1, 2])})
+    block = judge_block(count_block(job, {"batch_size": np.array([1, 2])}), calibration(device))
     assert np.isnan(block.time_s).all()
 
 
@@ -143,7 +146,7 @@ def test_an_interconnect_that_is_neither_machine_nor_bandwidth_is_refused() -> N
 def test_a_block_says_what_each_run_says(method: str, interconnect: str) -> None:
     job = resolve(MODEL, run_of(method, interconnect=interconnect), GPU)
     batches = np.array([1, 3, 16])
-    block = predict_block(job, calibration(), {"batch_size": batches})
+    block = judge_block(count_block(job, {"batch_size": batches}), calibration())
     for index, batch in enumerate(batches):
         run = replace(run_of(method, interconnect=interconnect), batch_size=int(batch))
         time = predict(MODEL, run, GPU, calibration()).time

@@ -16,7 +16,8 @@ from search import tables
 
 from whichlora.calibration.fit import fit
 from whichlora.predict.coefficients import Calibration, prior_calibration
-from whichlora.predict.predict import count_run, predict
+from whichlora.predict.counted import count_run
+from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.search.acquisition import (
     Decision,

@@ -10,8 +10,9 @@ import pytest
 
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import prior_calibration
+from whichlora.predict.counted import check_layout
+from whichlora.predict.judged import judge_moments
 from whichlora.predict.parallel_choice import every
-from whichlora.predict.predict import check_layout, judge_moments
 from whichlora.predict.rank_time import features_of_step
 from whichlora.predict.resolve import resolve
 from whichlora.search.counted_training import TrainingGroup, count_together, mean_of

@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 
 from whichlora.predict.coefficients import Calibration, prior_calibration
+from whichlora.predict.counted import count_block
+from whichlora.predict.judged import judged_memory
 from whichlora.predict.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
-from whichlora.predict.predict import count_block, judged_memory, predict, step_features
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import step_features
 from whichlora.predict.resolve import resolve
 from whichlora.search.counted_training import count_together
-from whichlora.search.shortlist import (
-    CountedPlan,
-    Group,
-    Requirements,
-    _PosteriorSamples,
-)
+from whichlora.search.shortlist import CountedPlan, Group, Requirements, _PosteriorSamples
 from whichlora.spec.numeric import TWO_SIDED_Z
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu

@@ -15,13 +15,9 @@ from plan_runs import Silent, write_config
 
 from whichlora.config import load_plan
 from whichlora.errors import ConfigError
-from whichlora.predict.predict import (
-    CountedRun,
-    count_block,
-    count_run,
-    moment_parts,
-    predict,
-)
+from whichlora.predict.counted import CountedRun, count_block, count_run
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import moment_parts
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.search import shortlist
 from whichlora.search.counted_training import TrainingGroup

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from whichlora.calibration.load import load_calibration
-from whichlora.predict.predict import count_run, judged_ranks, predict, ranks_work
+from whichlora.predict.counted import count_run, ranks_work
+from whichlora.predict.judged import judged_ranks
+from whichlora.predict.predict import predict
 from whichlora.predict.resolve import resolve
 from whichlora.search.candidate_posterior import CandidatePosterior
 from whichlora.search.counted_candidate import count_training

@@ -10,7 +10,7 @@ from plan_runs import Silent, write_config
 
 from whichlora.config import load_plan
 from whichlora.methods import with_defaults
-from whichlora.predict.predict import forward_features, ledger
+from whichlora.predict.quantities import forward_features, ledger
 from whichlora.predict.resolve import resolve
 from whichlora.serving.form import form_in_words, serving_form, serving_run, with_text_alone
 from whichlora.spec.run import RunConfig

@@ -12,7 +12,7 @@ import pytest
 
 from whichlora import estimate
 from whichlora.errors import ConfigError
-from whichlora.predict.predict import ledger
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.spec.versions import FUSED_4BIT_ROWS, Libraries

@@ -11,7 +11,7 @@ from written_layers import points_of_layer
 from whichlora.errors import ConfigError
 from whichlora.families import build
 from whichlora.memory.step import TrainingStep
-from whichlora.predict.predict import ledger
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu

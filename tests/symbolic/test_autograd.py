@@ -16,7 +16,7 @@ from whichlora.memory import inference
 from whichlora.memory.activations import kept_mask_bytes
 from whichlora.memory.embeddings import masked_head_saved
 from whichlora.memory.training import trained_params
-from whichlora.predict.predict import ledger
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig

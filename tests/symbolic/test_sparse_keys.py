@@ -11,7 +11,7 @@ from whichlora.errors import ConfigError
 from whichlora.memory.layer_bytes import choice_bytes, handed_on_bytes, layer_cases
 from whichlora.memory.layer_passes import CHECKPOINTS
 from whichlora.methods.base import NO_ADAPTERS
-from whichlora.predict.predict import ledger
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import Attention, ModelSpec
 from whichlora.spec.run import RunConfig
@@ -19,10 +19,7 @@ from whichlora.store.gpus import find_gpu
 from whichlora.symbolic.autograd import Tape, Tensor, evaluate, per_token
 from whichlora.symbolic.operators import OpEmitter
 from whichlora.symbolic.sparse_keys import CHOICE_BYTES, mask_other_keys
-from whichlora.timing.sparse_work import (
-    choosing_flops_per_pair,
-    indexer_linears,
-)
+from whichlora.timing.sparse_work import choosing_flops_per_pair, indexer_linears
 
 H100 = find_gpu("h100-sxm-80gb")
 HEADS, WIDTH, TOP = 6, 32, 64

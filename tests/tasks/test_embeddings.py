@@ -13,13 +13,8 @@ from whichlora.dataset.columns import recognised
 from whichlora.errors import ConfigError
 from whichlora.memory.columns import column_moments, last_forward
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import (
-    least_training_bytes,
-    ledger,
-    passes,
-    run_moments,
-    training_step,
-)
+from whichlora.predict.judged import least_training_bytes
+from whichlora.predict.quantities import ledger, passes, run_moments, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.data_format import DataFormat, negatives_of
 from whichlora.spec.numeric import added

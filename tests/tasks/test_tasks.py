@@ -13,7 +13,7 @@ import pytest
 from whichlora.errors import ConfigError
 from whichlora.memory.gradients import copied_linears
 from whichlora.memory.training import trained_params
-from whichlora.predict.predict import ledger, passes
+from whichlora.predict.quantities import ledger, passes
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.data_format import DataFormat
 from whichlora.spec.numeric import added

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whichlora.predict.coefficients import TIME_PHASES, prior_calibration
-from whichlora.predict.predict import forward_features, judged_time, predict, step_features
+from whichlora.predict.judged import judged_time
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import forward_features, step_features
 from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig

@@ -9,16 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whichlora.predict.predict import step_features
+from whichlora.predict.quantities import step_features
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.timing import model as timing
-from whichlora.timing.products import (
-    LAST_WAVE_LOST,
-    idle_flops,
-)
+from whichlora.timing.products import LAST_WAVE_LOST, idle_flops
 
 MULTIPROCESSORS = 100
 

@@ -8,7 +8,7 @@ import image_traces
 import pytest
 
 from whichlora.memory.images import TowerStep
-from whichlora.predict.predict import training_step
+from whichlora.predict.quantities import training_step
 from whichlora.spec.run import RunConfig
 from whichlora.timing.chip import UNKNOWN_CHIP
 from whichlora.timing.tower_work import tower_forward_work, tower_step_work

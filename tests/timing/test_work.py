@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from whichlora import families
 from whichlora.memory.weights import CODE_TABLE_BYTES
 from whichlora.methods import weight_dtype
-from whichlora.predict.predict import num_trained, update_of
+from whichlora.predict.quantities import num_trained, update_of
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import Layer, ModelSpec
 from whichlora.spec.run import Precision, RunConfig

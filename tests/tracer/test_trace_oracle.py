@@ -19,7 +19,7 @@ from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.memory.allocator_simulator import replay
 from whichlora.methods import with_defaults
-from whichlora.predict import predict, resolve
+from whichlora.predict import quantities, resolve
 from whichlora.profiler.build import finished_model, meta_model
 from whichlora.profiler.finetune import collate, random_rows, steps_of
 from whichlora.profiler.meter import Meter
@@ -63,7 +63,7 @@ def test_narrow_adapters_of_a_quantised_base_have_the_bytes_of_the_ledger(quant:
     job = resolve.resolve(families.build(TINY, name="x"), run, GPU)
     events = trace(job.run, TINY, target_modules="all-linear", num_layers=2)
     traced = sum(event.num_bytes or 0 for event in events if event.moment == "adapters")
-    entries = predict.ledger(job).moments["optimizer_step"]
+    entries = quantities.ledger(job).moments["optimizer_step"]
     (adapters,) = (entry for entry in entries if entry.what == "adapter weights")
     assert traced * 7 == adapters.num_bytes * 2  # of its seven layers two are traced
 
@@ -261,7 +261,7 @@ def test_gemma_4_agrees_with_the_trace(fields: dict[str, Any], settings: dict[st
     job = resolve.resolve(families.build(config, name="x"), run, GPU)
     # what an eager softmax's backward makes inside its kernel on CUDA no trace sees
     job = replace(job, dtypes=replace(job.dtypes, kernel_buffers=False))
-    ledger = predict.ledger(job)
+    ledger = quantities.ledger(job)
     events = trace(job.run, config, target_modules="all-linear")
     traced = replay(
         (event.event for event in events), expandable_segments=True
@@ -318,7 +318,7 @@ def test_chosen_keys_agree_with_the_trace(fields: dict[str, Any], settings: dict
     run = RunConfig(model="x", **(sizes | settings))
     job = resolve.resolve(families.build(config, name="x"), run, GPU)
     job = replace(job, dtypes=replace(job.dtypes, kernel_buffers=False))
-    ledger = predict.ledger(job)
+    ledger = quantities.ledger(job)
     events = trace(job.run, config, target_modules=job.peft_targets)
     traced = replay(
         (event.event for event in events), expandable_segments=True
@@ -364,7 +364,7 @@ def test_gemma_3n_agrees_with_the_trace(settings: dict[str, Any]) -> None:
     run = RunConfig(model="x", batch_size=4, seq_len=512, expandable_segments=True, **settings)
     job = resolve.resolve(families.build(GEMMA_3N, name="x"), run, GPU)
     job = replace(job, dtypes=replace(job.dtypes, kernel_buffers=False))
-    ledger = predict.ledger(job)
+    ledger = quantities.ledger(job)
     events = trace(job.run, GEMMA_3N, target_modules=job.peft_targets)
     traced = replay(
         (event.event for event in events), expandable_segments=True
@@ -401,7 +401,7 @@ def test_a_tied_embedding_waits_for_the_sum_of_its_gradients() -> None:
         num_bytes
         for _, num_bytes in live_bytes(trace(job.run, config, target_modules="all-linear"))
     )
-    ledger = predict.ledger(job)
+    ledger = quantities.ledger(job)
     expected = ledger.peak_allocated_bytes - ledger.workspace_bytes
     assert live == pytest.approx(expected, rel=0.005)
     embedding = 4 * 32_000 * 512
@@ -439,7 +439,7 @@ def test_grouped_keys_have_the_kernel_of_the_card_in_trace_and_ledger(
         device_kind=device.kind,
         compute_capability=device.compute_capability,
     )
-    ledger = predict.ledger(job)
+    ledger = quantities.ledger(job)
     live = max(num_bytes for _, num_bytes in live_bytes(events))
     assert ledger.peak_allocated_bytes - ledger.workspace_bytes == pytest.approx(live, rel=0.01)
 
@@ -479,7 +479,7 @@ def test_a_quantised_cache_is_traced_as_the_ledger_has_it(shape: tuple[int, int,
         max_new_tokens=max_new_tokens,
     )
     events = trace(run, TWO_LAYERS, target_modules="all-linear")
-    ledger = predict.ledger(resolve.resolve(families.build(TWO_LAYERS, name="tiny"), run, GPU))
+    ledger = quantities.ledger(resolve.resolve(families.build(TWO_LAYERS, name="tiny"), run, GPU))
     predicted = ledger.peak_allocated_bytes - ledger.workspace_bytes
     traced = replay(event.event for event in events).peak_allocated_bytes
     # an unsplit remainder of 1 MiB is 1 %

@@ -10,7 +10,8 @@ from devices import A100
 
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import generation, ledger, predict, training_step
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import generation, ledger, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.predict.rollout import rollout_job
 from whichlora.spec.numeric import added

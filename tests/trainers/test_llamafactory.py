@@ -12,7 +12,8 @@ from written_job import train_script_of
 from whichlora.errors import ConfigError
 from whichlora.memory.step import REFERENCE_WEIGHTS
 from whichlora.predict.coefficients import prior_calibration
-from whichlora.predict.predict import ledger, predict
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model

@@ -16,7 +16,8 @@ from whichlora.memory.step import REFERENCE_WEIGHTS
 from whichlora.methods import with_defaults
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.notes import notes_on
-from whichlora.predict.predict import ledger, num_tokens, passes, predict, training_step
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import ledger, num_tokens, passes, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.data_format import CHAT_ROWS

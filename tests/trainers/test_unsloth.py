@@ -32,7 +32,8 @@ from whichlora.memory.weights import rotary_table_bytes, token_table_bytes
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.explain import explain
 from whichlora.predict.notes import notes_on
-from whichlora.predict.predict import ledger, predict, training_step
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import ledger, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.numeric import added
 from whichlora.spec.run import RunConfig

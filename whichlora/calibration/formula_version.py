@@ -13,12 +13,7 @@ import whichlora
 from whichlora import families
 from whichlora.errors import DataFileError
 from whichlora.predict.parts import part_bytes
-from whichlora.predict.predict import (
-    forward_features,
-    ledger,
-    mean_context,
-    step_features,
-)
+from whichlora.predict.quantities import forward_features, ledger, mean_context, step_features
 from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.numeric import Real

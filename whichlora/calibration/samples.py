@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from whichlora.memory.training import PARTS
 from whichlora.predict.judgement import ALLOCATED_PARTS, allocated_bytes
-from whichlora.predict.predict import (
+from whichlora.predict.quantities import (
     features_by_length,
     forward_features,
     mean_context,

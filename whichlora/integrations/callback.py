@@ -23,7 +23,8 @@ from whichlora.integrations.live import read_job, read_parallel, read_trainer
 from whichlora.integrations.peers import Peers
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import time_interval
-from whichlora.predict.predict import predict, step_features
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import step_features
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.profiler.meter import Meter
 from whichlora.profiler.worker import environment

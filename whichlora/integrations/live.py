@@ -16,7 +16,7 @@ from whichlora import families
 from whichlora.errors import ConfigError
 from whichlora.methods import BUILT_IN, Method, list_methods
 from whichlora.parallel import list_strategies
-from whichlora.predict.predict import num_trained
+from whichlora.predict.quantities import num_trained
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec

@@ -7,14 +7,8 @@ from operator import attrgetter
 from typing import Any
 
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.predict import (
-    CountedRun,
-    JudgedRun,
-    count_run,
-    count_served,
-    judge_counted,
-    predict_counted,
-)
+from whichlora.predict.counted import CountedRun, count_run, count_served
+from whichlora.predict.predict import JudgedRun, judge_counted, predict_counted
 from whichlora.predict.resolve import ResolvedRun, of_fullest_card, resolve, respread
 from whichlora.serving.base import Engine, Served
 from whichlora.serving.step_time import Service

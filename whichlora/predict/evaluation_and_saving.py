@@ -12,7 +12,7 @@ from whichlora.memory.allocator import context_bytes
 from whichlora.memory.checkpoint import CheckpointBytes, checkpoint_bytes
 from whichlora.memory.evaluation import evaluation_bytes
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.predict import of_each_source, training_step, update_of
+from whichlora.predict.quantities import of_each_source, training_step, update_of
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.numeric import Count, Real
 from whichlora.spec.plan import SAVED_SHARE, Keeping

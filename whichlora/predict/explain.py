@@ -17,11 +17,13 @@ from whichlora.memory.entries import Entry
 from whichlora.memory.training import Ledger
 from whichlora.methods import COMPARED, get_method
 from whichlora.predict.coefficients import Calibration
+from whichlora.predict.counted import count_run
 from whichlora.predict.judgement import allocated_bytes, corrected
 from whichlora.predict.ledger_lines import Line, layer_lines, lines_at
 from whichlora.predict.parallel_choice import candidates
 from whichlora.predict.parts import part_bytes
-from whichlora.predict.predict import count_run, ledger, predict_counted
+from whichlora.predict.predict import predict_counted
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec

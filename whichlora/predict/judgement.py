@@ -1,7 +1,7 @@
 """From counted bytes and work to calibrated estimates with intervals, and whether a run fits.
 
 A number belongs to one run, or is an array over many runs; arrays broadcast.
-A single prediction passes plain numbers; `predict_block` and `search` pass arrays.
+A single prediction passes plain numbers; `judge_block` and `search` pass arrays.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import Calibration
+from whichlora.predict.judged import judged_memory, judged_run
 from whichlora.predict.parallel_choice import best_spread
-from whichlora.predict.predict import judged_memory, judged_run, predict
+from whichlora.predict.predict import predict
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.serving.base import Start
 from whichlora.spec.architecture import ModelSpec

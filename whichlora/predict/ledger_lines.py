@@ -14,7 +14,7 @@ from whichlora.memory.entries import Entry, Fact, Group
 from whichlora.memory.training import Ledger, training_ledger
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import ALLOCATED_PARTS
-from whichlora.predict.predict import num_trained, pool_bytes, training_step
+from whichlora.predict.quantities import num_trained, pool_bytes, training_step
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.architecture import Linear
 from whichlora.spec.dtypes import is_quantised

@@ -13,14 +13,10 @@ from whichlora.memory.training import PARTS
 from whichlora.methods import weight_dtype
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.evaluation_and_saving import bytes_of_checkpoint
+from whichlora.predict.judged import judge_moments
 from whichlora.predict.ledger_lines import Line, entry_line
-from whichlora.predict.predict import (
-    judge_moments,
-    ledger,
-    run_moments,
-    training_step,
-    verdict,
-)
+from whichlora.predict.predict import verdict
+from whichlora.predict.quantities import ledger, run_moments, training_step
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Self
 
 from whichlora.memory.training import PARTS
 from whichlora.predict.coefficients import TIME_PHASES, Calibration, MemoryModel
+from whichlora.predict.judged import step_s
 from whichlora.predict.judgement import MemoryJudgement, judge_memory
-from whichlora.predict.predict import num_tokens, pool_bytes, step_s
+from whichlora.predict.quantities import num_tokens, pool_bytes
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.search.correlation import residual_correlation
 from whichlora.search.counted_candidate import CountedCandidate, PassRow

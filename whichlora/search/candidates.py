@@ -14,8 +14,8 @@ from whichlora.errors import ConfigError
 from whichlora.methods import get_method, with_method
 from whichlora.parallel.layout import Layout
 from whichlora.predict import parallel_choice
+from whichlora.predict.counted import check_layout, host_of
 from whichlora.predict.host_memory import host_fault, memory_of_node
-from whichlora.predict.predict import check_layout, host_of
 from whichlora.predict.rank_time import links_of
 from whichlora.predict.resolve import ResolvedRun, as_stored, layout_of, resolve
 from whichlora.search.shortlist import Group

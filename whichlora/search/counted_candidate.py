@@ -8,14 +8,9 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from whichlora.memory.training import PARTS
+from whichlora.predict.counted import CountedRun
 from whichlora.predict.evaluation_and_saving import evaluation_features
-from whichlora.predict.predict import (
-    CountedRun,
-    features_by_length,
-    num_tokens,
-    passes,
-    step_features,
-)
+from whichlora.predict.quantities import features_by_length, num_tokens, passes, step_features
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.search.spread_steps import SpreadSteps
 from whichlora.spec.profile_steps import steps_by_length

@@ -12,7 +12,7 @@ from whichlora.memory.weights import weight_bytes
 from whichlora.parallel.base import RankKind
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.judgement import least_bytes
-from whichlora.predict.predict import moment_parts, of_each_source, training_step
+from whichlora.predict.quantities import moment_parts, of_each_source, training_step
 from whichlora.predict.rank_time import RanksWork, count_ranks, features_of_step
 from whichlora.search.spread_steps import SpreadSteps, WholeTraining
 from whichlora.spec.numeric import Real

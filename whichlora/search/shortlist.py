@@ -15,13 +15,9 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from whichlora.predict.coefficients import Calibration
+from whichlora.predict.counted import CountedBlock, count_block
+from whichlora.predict.judged import judge_block, judge_moments
 from whichlora.predict.judgement import MEMORY_CONFIDENCE, TIME_CONFIDENCE
-from whichlora.predict.predict import (
-    CountedBlock,
-    count_block,
-    judge_moments,
-    predict_counted_block,
-)
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.search.correlation import METHOD_SHARE, MODEL_SHARE, VARIANT_SHARE
 from whichlora.search.counted_training import TrainingGroup, count_together, mean_of
@@ -383,7 +379,7 @@ class _PosteriorSamples:
         """Seconds per token and bytes, shape [num_samples, num_candidates]."""
         import numpy as np
 
-        predicted = predict_counted_block(block, self._calibration)
+        predicted = judge_block(block, self._calibration)
         spread = np.log(predicted.high_s / predicted.time_s).ravel() / TWO_SIDED_Z[TIME_CONFIDENCE]
         seconds = predicted.time_s.ravel() * np.exp(self._serving * spread)
         return seconds, self._bytes(predicted.device_used_bytes, predicted.high_bytes)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.predict import judged_ranks, ranks_work
+from whichlora.predict.counted import ranks_work
+from whichlora.predict.judged import judged_ranks
 from whichlora.predict.rank_time import RanksWork
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.timing.model import FEATURES, deciding

@@ -10,7 +10,8 @@ from whichlora.calibration.database import Refit, calibrate
 from whichlora.calibration.design import Option, PredictedTime, choose
 from whichlora.calibration.load import load_calibration
 from whichlora.config import load_plan
-from whichlora.predict.predict import forward_features, mean_context, predict, step_features
+from whichlora.predict.predict import predict
+from whichlora.predict.quantities import forward_features, mean_context, step_features
 from whichlora.spec.parallel import ONE_GPU
 from whichlora.spec.profile_steps import steps_by_length
 from whichlora.spec.results import Measurement

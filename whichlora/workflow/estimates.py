@@ -17,6 +17,7 @@ from whichlora.predict.alike import Predictor
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.explain import Explanation
 from whichlora.predict.images import with_lengths
+from whichlora.predict.judged import least_training_bytes
 from whichlora.predict.largest import (
     Placement,
     Size,
@@ -29,7 +30,7 @@ from whichlora.predict.largest import (
 from whichlora.predict.lengths import BeyondPositionsError, within_positions
 from whichlora.predict.life import Life, life_of
 from whichlora.predict.parallel_choice import best_of_judged, best_spread
-from whichlora.predict.predict import finished, least_training_bytes, predict
+from whichlora.predict.predict import finished, predict
 from whichlora.predict.rank_time import over_nodes
 from whichlora.predict.resolve import resolve, with_checkpointing, with_precision
 from whichlora.predict.running_cost import running_cost

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from whichlora.families import build
-from whichlora.predict.predict import forward_features, mean_context
+from whichlora.predict.quantities import forward_features, mean_context
 from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig

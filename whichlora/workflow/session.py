@@ -25,17 +25,12 @@ from whichlora.errors import ConfigError, DataFileError
 from whichlora.methods import COMPARED, get_method, with_method
 from whichlora.predict.alike import Predictor
 from whichlora.predict.coefficients import Calibration, prior_calibration
+from whichlora.predict.counted import CountedRun, count_run
 from whichlora.predict.evaluation_and_saving import Besides, besides, evaluation_seconds
+from whichlora.predict.judged import judge_moments, step_s
 from whichlora.predict.life import Life, life_of
-from whichlora.predict.predict import (
-    CountedRun,
-    count_run,
-    judge_moments,
-    num_tokens,
-    predict_counted,
-    step_features,
-    step_s,
-)
+from whichlora.predict.predict import predict_counted
+from whichlora.predict.quantities import num_tokens, step_features
 from whichlora.predict.rank_time import over_nodes
 from whichlora.predict.repeated_times import Repeatability, repeatability, run_deviation
 from whichlora.predict.resolve import ResolvedRun, resolve, with_precision

@@ -22,7 +22,7 @@ from whichlora.dataset.tokens import count_tokens
 from whichlora.dataset.workload import count_steps
 from whichlora.errors import ConfigError
 from whichlora.predict.coefficients import Calibration
-from whichlora.predict.predict import judged_time
+from whichlora.predict.judged import judged_time
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.data_format import AUDIOS, TRANSCRIPTS

@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 from whichlora.errors import ConfigError
 from whichlora.methods import list_methods
 from whichlora.parallel import list_strategies
-from whichlora.predict.predict import ledger
+from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import resolve
 from whichlora.serving import list_engines
 from whichlora.spec.architecture import ModelSpec

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from whichlora.memory.weights import weight_bytes
-from whichlora.predict.predict import forward_features, step_features
+from whichlora.predict.quantities import forward_features, step_features
 from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.gpu import GpuSpec
