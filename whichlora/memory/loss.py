@@ -13,6 +13,7 @@ from whichlora.memory.kv_cache import checkpointed_cache_copy_bytes
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.kernels import LogitTiles
+from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import (
     Count,
     ceil_div,
@@ -22,6 +23,7 @@ from whichlora.spec.numeric import (
     smallest,
     where,
 )
+from whichlora.spec.run import LossHead
 from whichlora.symbolic.language_head import (
     FUSED_TILE_TOKENS,
     FUSED_TILE_VOCAB,
@@ -29,8 +31,6 @@ from whichlora.symbolic.language_head import (
     liger_chunk,
 )
 from whichlora.trainers.base import Trainer
-
-WITHOUT_LOGITS = ("liger", "trl-fused", "unsloth-fused")  # fused heads, which go backward in tiles
 
 
 def logit_width(model: ModelSpec) -> int:
@@ -254,13 +254,13 @@ KEPT_LOGITS = Fact(
 
 
 def kept_logits_bytes(
-    model: ModelSpec, dtypes: Dtypes, trainer: Trainer, *, tokens: Count, loss_head: str
+    model: ModelSpec, dtypes: Dtypes, trainer: Trainer, *, tokens: Count, loss_head: LossHead
 ) -> Count:
     """Logits as the caller gets them, where a variable of it holds the outputs. Kind: exact.
 
     Source: accelerate 1.15 `ConvertOutputsToFp32`.
     """
-    if loss_head in WITHOUT_LOGITS:
+    if LOSS_HEADS[loss_head].in_tiles:
         return 0 * tokens
     return tokens * logit_width(model) * returned_logit_bytes(model, dtypes, trainer)
 

@@ -17,6 +17,7 @@ from whichlora.memory.layer_bytes import forward_bytes
 from whichlora.memory.step import GRADIENTS_OF_TERM, TrainingStep
 from whichlora.memory.towers import layer_norm_bytes
 from whichlora.memory.worst_layer import after, gathered_after, has_one_order
+from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import Count, largest
 from whichlora.symbolic.autograd import most
 
@@ -687,7 +688,7 @@ def training_moments(step: TrainingStep) -> dict[str, Entries]:
     if step.layer_inputs is not None and step.layer_inputs.backward:
         moments["layer_inputs_backward"] = layer_inputs_backward(step)
     moments |= stream_moments(step)
-    if step.head_gradient and step.run.loss_head not in loss.WITHOUT_LOGITS:
+    if step.head_gradient and not LOSS_HEADS[step.run.loss_head].in_tiles:
         moments["head_backward"] = head_backward(step)
     if step.method.copies_table:
         moments["table_backward"] = table_backward(step)

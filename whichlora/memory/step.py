@@ -50,6 +50,7 @@ from whichlora.methods.base import Method
 from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order, parts_of
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import Count, added, floor_div, largest
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears, tower_linears
@@ -1030,7 +1031,7 @@ class TrainingStep:
         `mm` of a head leaves its gradient; autocast's cast and a fused head make new tensors.
         """
         is_cast = self.dtypes.under_autocast and self.param_bytes == 4
-        return is_cast or self.run.loss_head in loss.WITHOUT_LOGITS
+        return is_cast or LOSS_HEADS[self.run.loss_head].in_tiles
 
     @cached_property
     def head_gradient(self) -> int:

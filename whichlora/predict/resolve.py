@@ -33,6 +33,7 @@ from whichlora.spec.dtypes import Dtypes, is_quantised, resolve_dtypes
 from whichlora.spec.float_blocks import FLOAT_BLOCKS
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.kernels import NO_KERNELS
+from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import Count, is_plain
 from whichlora.spec.options import by_own_names
 from whichlora.spec.parallel import ONE_DEVICE, ParallelConfig, micro_steps
@@ -66,7 +67,6 @@ from whichlora.trainers import Trainer, get_trainer
 # Source: installation pages of bitsandbytes 0.50 and vLLM; README of Triton, the language of
 # Liger's and unsloth's kernels.
 _TRITON = 7.0
-_TRITON_HEADS = ("liger", "unsloth", "unsloth-fused")
 MXFP4_CAPABILITY = 7.5  # transformers 5.23 `Mxfp4HfQuantizer.validate_environment`
 _LEAST_CAPABILITY = (
     ("quant", "int8", "bitsandbytes' LLM.int8()", 7.5, "nf4"),
@@ -851,7 +851,7 @@ def _check_narrowed(run: RunConfig, method: Method, trainer: Trainer) -> None:
 def _check_kernels(run: RunConfig, dtypes: Dtypes, gpu: GpuSpec) -> None:
     """Refuse fused kernels where Triton, their language, does not run."""
     lacks = gpu.backend.lacks_kernels
-    if lacks and (dtypes.kernels != NO_KERNELS or run.loss_head in _TRITON_HEADS):
+    if lacks and (dtypes.kernels != NO_KERNELS or LOSS_HEADS[run.loss_head].in_triton):
         raise ConfigError(
             f"use_liger_kernel, trainer, loss_head: fused kernels do not run on {gpu.key}: "
             f"{lacks}; leave them out"

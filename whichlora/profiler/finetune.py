@@ -20,6 +20,7 @@ from whichlora.methods import get_method
 from whichlora.profiler.images import has_fields, image_span, with_fields
 from whichlora.profiler.meter import Meter
 from whichlora.profiler.spread import spreading
+from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.profile_steps import ProfileStep, profile_steps
 from whichlora.spec.run import RunConfig
 from whichlora.tasks import Task, task_of
@@ -51,12 +52,10 @@ def measure_finetune(
     Raises:
         MeasurementError: a loss head that can't be profiled.
     """
-    maker = {"trl-fused": "TRL", "unsloth": "unsloth", "unsloth-fused": "unsloth"}.get(
-        run.loss_head
-    )
-    if maker is not None:
+    own_trainer = LOSS_HEADS[run.loss_head].own_trainer
+    if own_trainer:
         raise MeasurementError(
-            f"loss_head: {run.loss_head} runs inside {maker}'s own "
+            f"loss_head: {run.loss_head} runs inside {own_trainer}'s own "
             "trainer and can't be profiled; profile hf, liger or raw instead"
         )
     lengths, timer = timed_steps(meter, seq_lens, is_done, tell)

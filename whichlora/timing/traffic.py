@@ -11,6 +11,7 @@ from whichlora.methods.base import Method
 from whichlora.spec.architecture import Layer, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.kernels import FusedKernels
+from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import Count, largest
 from whichlora.spec.run import RunConfig
 from whichlora.symbolic import autograd
@@ -20,7 +21,6 @@ from whichlora.symbolic.layer import forward_traffic, layer_traffic, stream_byte
 from whichlora.timing.chip import Chip
 from whichlora.trainers.base import Trainer
 
-_FUSING_HEADS = ("liger", "unsloth")  # who takes these takes their norms and rotations, too
 _FUSED = FusedKernels(norm="apart", rope="apart", gated=True)
 
 
@@ -196,6 +196,6 @@ def head(
 
 def _fused(dtypes: Dtypes, run: RunConfig) -> Dtypes:
     """With the kernels of whoever brings a loss of its own."""
-    if run.loss_head not in _FUSING_HEADS or dtypes.kernels.norm != "none":
+    if not LOSS_HEADS[run.loss_head].fuses_layers or dtypes.kernels.norm != "none":
         return dtypes
     return replace(dtypes, kernels=_FUSED)

@@ -19,6 +19,7 @@ from whichlora.memory.optimizer import Update, update_bytes, update_flops, updat
 from whichlora.methods.base import NO_ADAPTERS, AdapterWork, Method
 from whichlora.spec.architecture import Attention, Layer, LayerGroup, Linear, ModelSpec
 from whichlora.spec.dtypes import Dtypes, is_quantised, runs_adapter
+from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import Count, Real, ceil_div, floor_div, is_plain, largest, smallest
 from whichlora.spec.run import TRANSFORMERS, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears
@@ -90,12 +91,10 @@ BACKWARD_RATIO = 1.6  # kernels of a backward, of those of its forward: 60 of 38
 # Kind: measured, `benchmarks/host_costs.py`: 26 to 33 and 1.3 to 2.4.
 CHECKPOINT_CALL, SAVED_TENSOR_HOOKS = 31, 1.6
 LAYER_MODULES = 6  # beside its linear layers: itself, attention, MLP, activation and two norms
-# Bytes that a loss with kernels of its own reads and writes per token and vocabulary entry,
-# forward and backward.
-LOSS_PASSES = {"unsloth": 30, "trl-fused": 16, "liger": 16, "unsloth-fused": 16}
-# The same of a trainer's own loss of fp32 logits. Kind: estimate, read. Those of 16 bit are widened
-# (6), and their gradient is narrowed (6). It is placed among those of all positions (12), and
-# metrics read the logits (4). Between, a kernel reads them (4), and writes their gradient (8).
+# As `LossHeadSpec.passes`, of a trainer's own loss of fp32 logits. Kind: estimate, read. Those of
+# 16 bit are widened (6), and their gradient is narrowed (6). It is placed among those of all
+# positions (12), and metrics read the logits (4). Between, a kernel reads them (4), and writes
+# their gradient (8).
 # Row by row `logsumexp` subtracts, exponentiates and sums (24), then does so again and multiplies
 # (24), rows are stacked (8), and `gather` adds its gradient (16). A log-softmax of all copies (8),
 # reads and writes (12), and so does its backward (12), beside `gather`'s zeros (4).
@@ -932,7 +931,7 @@ def _loss_passes(run: RunConfig, dtypes: Dtypes, logits_loss: LogitsLoss | None)
         return _LOGITS_LOSS_PASSES[logits_loss.way_on(dtypes.device_kind)] + of_chosen + widened
     if run.loss_head == "trl-fused" and not dtypes.backend.has_triton:
         return _FOLDED_FORWARD_PASSES + _FOLDED_BACKWARD_PASSES
-    return LOSS_PASSES.get(run.loss_head, 0)
+    return LOSS_HEADS[run.loss_head].passes
 
 
 def forward_share(run: RunConfig, method: Method) -> float:
