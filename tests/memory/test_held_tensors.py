@@ -21,8 +21,9 @@ from whichlora.predict.resolve import resolve
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.run import RunConfig
-from whichlora.symbolic.autograd import Tape, per_token
+from whichlora.symbolic.autograd import Tape
 from whichlora.symbolic.kernels import fused_qkv
+from whichlora.symbolic.linear_form import per_token
 from whichlora.symbolic.mlp import activate
 from whichlora.symbolic.operators import OpEmitter
 from whichlora.units import MiB

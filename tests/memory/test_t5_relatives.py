@@ -12,7 +12,7 @@ from whichlora.predict.quantities import ledger
 from whichlora.predict.resolve import resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
-from whichlora.symbolic.autograd import evaluate, per_chunk_group, per_group, plus, scaled
+from whichlora.symbolic.linear_form import evaluate, per_chunk_group, per_group, plus, scaled
 
 A100 = find_gpu("a100-sxm-80gb")
 LONG = {"model_type": "longt5", "num_layers": 2}

@@ -16,7 +16,8 @@ from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.symbolic.altup import expanding_points, merging_points
-from whichlora.symbolic.autograd import Tape, evaluate, per_token
+from whichlora.symbolic.autograd import Tape
+from whichlora.symbolic.linear_form import evaluate, per_token
 from whichlora.timing import work
 
 HIDDEN, STATES, LAYERS = 64, 4, 4

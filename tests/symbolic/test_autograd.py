@@ -22,11 +22,11 @@ from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model
 from whichlora.symbolic import autograd
-from whichlora.symbolic.autograd import (
+from whichlora.symbolic.autograd import Assigned, Tape
+from whichlora.symbolic.layer import LayerPoints, block_events
+from whichlora.symbolic.linear_form import (
     NOTHING,
-    Assigned,
     LinearForm,
-    Tape,
     constant,
     evaluate,
     maximal,
@@ -42,7 +42,6 @@ from whichlora.symbolic.autograd import (
     unpacked,
     where_many_rows,
 )
-from whichlora.symbolic.layer import LayerPoints, block_events
 
 GPU = GpuSpec(
     key="a",

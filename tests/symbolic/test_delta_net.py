@@ -16,8 +16,8 @@ from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model
-from whichlora.symbolic.autograd import evaluate, most
 from whichlora.symbolic.layer import LayerPoints
+from whichlora.symbolic.linear_form import evaluate, most
 
 DELTA = "Qwen/Qwen3.5-9B"
 STATE = 32 * 128 * 128  # elements: value heads, widths of their keys and values

@@ -6,8 +6,8 @@ import pytest
 from written_layers import points_of
 
 from whichlora.spec.run import RunConfig
-from whichlora.symbolic.autograd import evaluate, most
 from whichlora.symbolic.layer import LayerPoints
+from whichlora.symbolic.linear_form import evaluate, most
 
 SIZES = {"tokens": 2048, "span": 2048, "r": 16}
 

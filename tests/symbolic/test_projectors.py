@@ -8,7 +8,7 @@ import pytest
 from whichlora.memory.images import TowerStep
 from whichlora.predict.quantities import training_step
 from whichlora.spec.run import RunConfig
-from whichlora.symbolic.autograd import NOTHING, most
+from whichlora.symbolic.linear_form import NOTHING, most
 from whichlora.symbolic.projectors import PROJECTORS, projector_points, projector_working_points
 
 

@@ -16,7 +16,8 @@ from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.architecture import Attention, ModelSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
-from whichlora.symbolic.autograd import Tape, Tensor, evaluate, per_token
+from whichlora.symbolic.autograd import Tape, Tensor
+from whichlora.symbolic.linear_form import evaluate, per_token
 from whichlora.symbolic.operators import OpEmitter
 from whichlora.symbolic.sparse_keys import CHOICE_BYTES, mask_other_keys
 from whichlora.timing.sparse_work import choosing_flops_per_pair, indexer_linears

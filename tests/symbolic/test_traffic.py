@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from whichlora.symbolic.autograd import NOTHING, Tape, constant, evaluate, per_rank, per_token
+from whichlora.symbolic.autograd import Tape
+from whichlora.symbolic.linear_form import NOTHING, constant, evaluate, per_rank, per_token
 
 
 def moved(form: object, *, tokens: int = 10) -> float:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from whichlora.spec.architecture import Attention, Layer, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
-from whichlora.symbolic.autograd import INDEX_BYTES, evaluate
+from whichlora.symbolic.autograd import INDEX_BYTES
 from whichlora.symbolic.block_attention import bias_bytes, bias_elements, mask_elements
 from whichlora.symbolic.kernels import (
     FUSED,
@@ -17,6 +17,7 @@ from whichlora.symbolic.kernels import (
     is_masked,
     shares_mask,
 )
+from whichlora.symbolic.linear_form import evaluate
 
 _Mask: TypeAlias = tuple[str, bool, int | None]
 """A stack, whether it is of cross attention, and a window."""

@@ -17,7 +17,7 @@ from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.moments import Entries, table_moment, training_moments
 from whichlora.memory.step import ACCUMULATED, TrainingStep
 from whichlora.spec.numeric import Count, added, floor_div, smallest
-from whichlora.symbolic.autograd import evaluate
+from whichlora.symbolic.linear_form import evaluate
 from whichlora.trainers.base import Columns
 
 EARLIER = Fact(

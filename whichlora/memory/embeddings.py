@@ -10,10 +10,11 @@ from whichlora.methods.base import NO_ADAPTERS, Method
 from whichlora.spec.architecture import ModelSpec, Norm
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
-from whichlora.symbolic.autograd import LinearForm, SavedTensor, Tape, maximal, minus
-from whichlora.symbolic.autograd import per_token as elements_per_token
+from whichlora.symbolic.autograd import SavedTensor, Tape
 from whichlora.symbolic.gemma4 import LayerInputPoints
 from whichlora.symbolic.layer import stream_bytes
+from whichlora.symbolic.linear_form import LinearForm, maximal, minus
+from whichlora.symbolic.linear_form import per_token as elements_per_token
 from whichlora.symbolic.masked_lm_head import saved_by_masked_head
 from whichlora.symbolic.operators import OpEmitter
 

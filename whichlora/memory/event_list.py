@@ -17,8 +17,9 @@ from whichlora.memory.weights import linear_bytes, quantised_matrices, quantised
 from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order, parts_of
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.run import FOUR_BIT_BNB
-from whichlora.symbolic.autograd import NOTHING, LinearForm, TapeEvent, evaluate
+from whichlora.symbolic.autograd import TapeEvent
 from whichlora.symbolic.layer import BlockEvents
+from whichlora.symbolic.linear_form import NOTHING, LinearForm, evaluate
 
 _SCALAR_BYTES = 8  # of a loss and its gradients, at most
 

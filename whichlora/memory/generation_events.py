@@ -31,9 +31,9 @@ from whichlora.memory.tower_events import (
 from whichlora.memory.towers import TowerForward
 from whichlora.spec.architecture import Layer, layers_in_order
 from whichlora.spec.numeric import ceil_div, smallest
-from whichlora.symbolic.autograd import evaluate
 from whichlora.symbolic.language_head import logits_events, stack_end_events
 from whichlora.symbolic.layer import BlockEvents, forward_events, stream_bytes
+from whichlora.symbolic.linear_form import evaluate
 from whichlora.symbolic.projectors import projector_forward_events
 from whichlora.symbolic.token_embeddings import embedding_events
 

@@ -16,14 +16,7 @@ from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted
 from whichlora.symbolic import kernels
 from whichlora.symbolic.altup import expanding_points
-from whichlora.symbolic.autograd import (
-    SavedTensor,
-    evaluate,
-    has_sequences,
-    in_sequence,
-    most,
-    without_sequences,
-)
+from whichlora.symbolic.autograd import SavedTensor
 from whichlora.symbolic.gemma4 import layer_input_points
 from whichlora.symbolic.layer import (
     LayerPoints,
@@ -31,6 +24,13 @@ from whichlora.symbolic.layer import (
     returned_probabilities,
     stream_bytes,
     working_points,
+)
+from whichlora.symbolic.linear_form import (
+    evaluate,
+    has_sequences,
+    in_sequence,
+    most,
+    without_sequences,
 )
 from whichlora.symbolic.sparse_keys import CHOICE_BYTES
 

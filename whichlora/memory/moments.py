@@ -19,7 +19,7 @@ from whichlora.memory.towers import layer_norm_bytes
 from whichlora.memory.worst_layer import after, gathered_after, has_one_order
 from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import Count, largest
-from whichlora.symbolic.autograd import most
+from whichlora.symbolic.linear_form import most
 
 Entries = tuple[Entry, ...]
 LAYER_FORWARDS = ("layer_forward", "encoder_forward")  # moments in which a layer runs forward

@@ -16,8 +16,8 @@ from whichlora.spec.architecture import Attention, ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count
 from whichlora.spec.run import CacheFormat
-from whichlora.symbolic.autograd import most
 from whichlora.symbolic.cache import quantising_points
+from whichlora.symbolic.linear_form import most
 
 
 def check_quantisable(model: ModelSpec, stored: CacheFormat) -> None:

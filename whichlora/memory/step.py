@@ -12,11 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from whichlora.memory import activations, allocator, logits_loss, loss, optimizer
-from whichlora.memory.embeddings import (
-    layer_inputs_saved,
-    masked_head_saved,
-    outside_saved,
-)
+from whichlora.memory.embeddings import layer_inputs_saved, masked_head_saved, outside_saved
 from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.gradients import (
     Trained,
@@ -40,12 +36,7 @@ from whichlora.memory.layer_passes import (
 )
 from whichlora.memory.loading import unquantised_matrix_bytes, unsplit_weights
 from whichlora.memory.weights import EMBEDDING_WEIGHTS, token_table_bytes, weight_entries
-from whichlora.memory.worst_layer import (
-    after,
-    has_one_order,
-    leaves_behind_keys,
-    worst_backward,
-)
+from whichlora.memory.worst_layer import after, has_one_order, leaves_behind_keys, worst_backward
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order, parts_of
 from whichlora.spec.dtypes import Dtypes
@@ -55,10 +46,11 @@ from whichlora.spec.numeric import Count, added, floor_div, largest
 from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
 from whichlora.spec.targets import adapted, adapted_linears, tower_linears
 from whichlora.symbolic.altup import StreamPoints, expanding_points, merging_points
-from whichlora.symbolic.autograd import LAYER_INPUT, LinearForm, most
+from whichlora.symbolic.autograd import LAYER_INPUT
 from whichlora.symbolic.gemma4 import LayerInputPoints, layer_input_points
 from whichlora.symbolic.language_head import LabelPoints, label_points
 from whichlora.symbolic.layer import stream_bytes
+from whichlora.symbolic.linear_form import LinearForm, most
 from whichlora.trainers.base import LogitsLoss, Trainer
 
 INPUTS = Fact(

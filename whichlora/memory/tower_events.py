@@ -12,8 +12,8 @@ from whichlora.memory.event_list import Block, BlockPlayer, Instance
 from whichlora.memory.images import TowerStep
 from whichlora.memory.step import TrainingStep
 from whichlora.memory.towers import TowerForward
-from whichlora.symbolic.autograd import evaluate
 from whichlora.symbolic.layer import BlockEvents
+from whichlora.symbolic.linear_form import evaluate
 from whichlora.symbolic.projectors import projector_events
 
 # Of each element of the text that vectors of images are put into: its place among them, and the

@@ -13,8 +13,8 @@ from whichlora.spec.architecture import SAMPLING_RATE, ImageGrid, Tower
 from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.numeric import Count, added, largest
 from whichlora.spec.run import RunConfig
-from whichlora.symbolic.autograd import most
 from whichlora.symbolic.layer import stream_bytes
+from whichlora.symbolic.linear_form import most
 from whichlora.symbolic.projectors import projector_working_points, result_bytes
 
 PIXELS = Fact(

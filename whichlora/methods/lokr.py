@@ -28,7 +28,8 @@ from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 
 if TYPE_CHECKING:
-    from whichlora.symbolic.autograd import LinearForm, Tensor
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.linear_form import LinearForm
     from whichlora.symbolic.operators import OpEmitter
 
 _BOTH = Option(name="decompose_both", summary="the small matrix has low rank, too", default=False)

@@ -9,11 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from whichlora.methods.base import (
-    LORA_SETTINGS,
-    AdapterWork,
-    Method,
-)
+from whichlora.methods.base import LORA_SETTINGS, AdapterWork, Method
 from whichlora.methods.operators import counted, parameter, product, uncached
 from whichlora.methods.peft_fields import PeftFields
 from whichlora.spec.architecture import Linear
@@ -23,7 +19,8 @@ from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 
 if TYPE_CHECKING:
-    from whichlora.symbolic.autograd import LinearForm, Tensor
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.linear_form import LinearForm
     from whichlora.symbolic.operators import OpEmitter
 
 # a whole number of `Option` is from 1 on, and 0 is what PEFT has where nobody says

@@ -34,7 +34,8 @@ from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 
 if TYPE_CHECKING:
-    from whichlora.symbolic.autograd import LinearForm, Tensor
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.linear_form import LinearForm
     from whichlora.symbolic.operators import OpEmitter
 
 _ROTATES = Option(name="psoft_orth", summary="the matrix between is a rotation", default=True)

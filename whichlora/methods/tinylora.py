@@ -27,7 +27,8 @@ from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 
 if TYPE_CHECKING:
-    from whichlora.symbolic.autograd import LinearForm, Tensor
+    from whichlora.symbolic.autograd import Tensor
+    from whichlora.symbolic.linear_form import LinearForm
     from whichlora.symbolic.operators import OpEmitter
 
 _NUMBERS = Option(name="u", summary="trained numbers of each group of layers", default=64)

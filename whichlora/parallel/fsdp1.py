@@ -23,7 +23,8 @@ from whichlora.parallel.fsdp_rank import GRADIENT_SHARDS, REPLACED, Rank
 from whichlora.parallel.fsdp_units import Unit
 from whichlora.spec.numeric import Count
 from whichlora.spec.targets import adapted
-from whichlora.symbolic.autograd import Tape, most, per_token
+from whichlora.symbolic.autograd import Tape
+from whichlora.symbolic.linear_form import most, per_token
 from whichlora.symbolic.operators import OpEmitter
 
 JOINED = Fact(

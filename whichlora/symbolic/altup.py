@@ -12,16 +12,9 @@ from whichlora.methods.base import NO_ADAPTERS, Method
 from whichlora.spec.architecture import AltUp, Layer, LowRankResidual, ModelSpec, Norm, Streams
 from whichlora.spec.dtypes import Dtypes
 from whichlora.symbolic.attention import attend
-from whichlora.symbolic.autograd import (
-    LinearForm,
-    SavedTensor,
-    Tape,
-    Tensor,
-    constant,
-    maximal,
-    per_token,
-)
+from whichlora.symbolic.autograd import SavedTensor, Tape, Tensor
 from whichlora.symbolic.gemma4 import gated_layer_input
+from whichlora.symbolic.linear_form import LinearForm, constant, maximal, per_token
 from whichlora.symbolic.mlp import feed_forward
 from whichlora.symbolic.operators import OpEmitter
 

@@ -6,19 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from whichlora.spec.architecture import Attention, EagerScores, Projection
-from whichlora.symbolic.autograd import (
-    NOTHING,
-    LinearForm,
-    Tensor,
-    constant,
-    per_pair,
-    per_sequence,
-    per_span,
-    per_span_squared,
-    per_token,
-    plus,
-    scaled,
-)
+from whichlora.symbolic.autograd import Tensor
 from whichlora.symbolic.block_attention import attend_in_blocks
 from whichlora.symbolic.cache import store
 from whichlora.symbolic.deberta import attend_disentangled
@@ -34,6 +22,18 @@ from whichlora.symbolic.kernels import (
     has_mask_per_head,
     repeats_keys,
     shares_mask,
+)
+from whichlora.symbolic.linear_form import (
+    NOTHING,
+    LinearForm,
+    constant,
+    per_pair,
+    per_sequence,
+    per_span,
+    per_span_squared,
+    per_token,
+    plus,
+    scaled,
 )
 from whichlora.symbolic.llama4 import project_and_turn
 from whichlora.symbolic.mla import expands_cache, latent_projections

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whichlora.spec.architecture import Attention, Linear
-from whichlora.symbolic.autograd import (
-    INDEX_BYTES,
+from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
+from whichlora.symbolic.linear_form import (
     LinearForm,
-    Tensor,
     constant,
     per_pair,
     per_sequence,

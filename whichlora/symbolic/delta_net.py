@@ -7,10 +7,10 @@ Source: transformers 5.23 `Qwen3_5GatedDeltaNet`, `Qwen3NextGatedDeltaNet`, `Lfm
 from __future__ import annotations
 
 from whichlora.spec.architecture import Attention
-from whichlora.symbolic.autograd import (
+from whichlora.symbolic.autograd import Tensor
+from whichlora.symbolic.linear_form import (
     CHUNK,
     LinearForm,
-    Tensor,
     minus,
     per_chunk,
     per_sequence,

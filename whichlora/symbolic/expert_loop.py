@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from whichlora.spec.architecture import Linear, Mlp, Moe
-from whichlora.symbolic.autograd import INDEX_BYTES, Tensor, constant, per_token
+from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
+from whichlora.symbolic.linear_form import constant, per_token
 from whichlora.symbolic.mlp import activate
 from whichlora.symbolic.operators import OpEmitter, Rows
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from whichlora.spec.architecture import Linear, Moe, Norm
 from whichlora.spec.dtypes import BNB_BLOCK, is_quantised
-from whichlora.symbolic.autograd import INDEX_BYTES, Tensor, constant, per_token, scaled
+from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
 from whichlora.symbolic.expert_loop import run_each_expert
 from whichlora.symbolic.grouped_experts import run_grouped
+from whichlora.symbolic.linear_form import constant, per_token, scaled
 from whichlora.symbolic.llama4 import run_every_expert
 from whichlora.symbolic.mlp import activate, feed_forward
 from whichlora.symbolic.operators import OpEmitter

@@ -14,15 +14,8 @@ from collections.abc import Sequence
 
 from whichlora.spec.architecture import Linear, Mlp
 from whichlora.spec.dtypes import is_quantised
-from whichlora.symbolic.autograd import (
-    Assigned,
-    LinearForm,
-    Tensor,
-    constant,
-    per_rank,
-    per_token,
-    scaled,
-)
+from whichlora.symbolic.autograd import Assigned, Tensor
+from whichlora.symbolic.linear_form import LinearForm, constant, per_rank, per_token, scaled
 from whichlora.symbolic.operators import OpEmitter
 
 _BESIDE = "beside"  # one tensor at a time

@@ -12,16 +12,9 @@ from functools import lru_cache
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import Attention, Layer, LayerInput, Linear, ModelSpec, Norm
 from whichlora.spec.dtypes import Dtypes
-from whichlora.symbolic.autograd import (
-    LinearForm,
-    SavedTensor,
-    Tape,
-    Tensor,
-    constant,
-    maximal,
-    per_token,
-)
+from whichlora.symbolic.autograd import SavedTensor, Tape, Tensor
 from whichlora.symbolic.experts import route, run_experts
+from whichlora.symbolic.linear_form import LinearForm, constant, maximal, per_token
 from whichlora.symbolic.mlp import activate, feed_forward
 from whichlora.symbolic.operators import OpEmitter
 

@@ -11,15 +11,8 @@ from __future__ import annotations
 
 from whichlora.spec.architecture import Linear, Moe
 from whichlora.spec.dtypes import is_quantised
-from whichlora.symbolic.autograd import (
-    INDEX_BYTES,
-    NOTHING,
-    LinearForm,
-    Tensor,
-    constant,
-    per_token,
-    scaled,
-)
+from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
+from whichlora.symbolic.linear_form import NOTHING, LinearForm, constant, per_token, scaled
 from whichlora.symbolic.operators import OpEmitter
 
 

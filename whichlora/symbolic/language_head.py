@@ -10,14 +10,12 @@ from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.numeric import Count, ceil_div, next_power_of_2, smallest
 from whichlora.symbolic.altup import merge_streams
-from whichlora.symbolic.autograd import (
+from whichlora.symbolic.autograd import Assigned, SavedTensor, StepTraffic, Tape, Tensor
+from whichlora.symbolic.label_head import run_label_head
+from whichlora.symbolic.layer import BlockEvents, block_events
+from whichlora.symbolic.linear_form import (
     NOTHING,
-    Assigned,
     LinearForm,
-    SavedTensor,
-    StepTraffic,
-    Tape,
-    Tensor,
     constant,
     maximal,
     minus,
@@ -25,8 +23,6 @@ from whichlora.symbolic.autograd import (
     per_token,
     plus,
 )
-from whichlora.symbolic.label_head import run_label_head
-from whichlora.symbolic.layer import BlockEvents, block_events
 from whichlora.symbolic.masked_lm_head import run_masked_head
 from whichlora.symbolic.operators import OpEmitter
 from whichlora.symbolic.pooling import compared, pooled

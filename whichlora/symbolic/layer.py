@@ -11,15 +11,13 @@ from whichlora.spec.dtypes import Dtypes, is_quantised
 from whichlora.spec.run import BNB_QUANTS
 from whichlora.symbolic.altup import run_altup_layer
 from whichlora.symbolic.attention import attend
-from whichlora.symbolic.autograd import (
+from whichlora.symbolic.autograd import SavedTensor, StepTraffic, Tape, TapeEvent, Tensor, Traffic
+from whichlora.symbolic.experts import mix_experts
+from whichlora.symbolic.gemma4 import add_layer_input, feed_both_ways
+from whichlora.symbolic.kernels import attention_kernel
+from whichlora.symbolic.linear_form import (
     NOTHING,
     LinearForm,
-    SavedTensor,
-    StepTraffic,
-    Tape,
-    TapeEvent,
-    Tensor,
-    Traffic,
     constant,
     maximal,
     minus,
@@ -28,9 +26,6 @@ from whichlora.symbolic.autograd import (
     per_token,
     plus,
 )
-from whichlora.symbolic.experts import mix_experts
-from whichlora.symbolic.gemma4 import add_layer_input, feed_both_ways
-from whichlora.symbolic.kernels import attention_kernel
 from whichlora.symbolic.mlp import feed_forward
 from whichlora.symbolic.operators import OpEmitter
 from whichlora.symbolic.sparse_keys import CHOICE

@@ -9,7 +9,8 @@ from __future__ import annotations
 from whichlora.errors import ConfigError
 from whichlora.spec.architecture import Attention, Linear, Moe
 from whichlora.spec.run import BNB_QUANTS
-from whichlora.symbolic.autograd import INDEX_BYTES, Tensor, constant, per_token, plus
+from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
+from whichlora.symbolic.linear_form import constant, per_token, plus
 from whichlora.symbolic.mlp import activate, feed_forward
 from whichlora.symbolic.operators import OpEmitter
 

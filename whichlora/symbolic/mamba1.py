@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from whichlora.spec.architecture import Attention, Linear
 from whichlora.spec.dtypes import is_quantised
-from whichlora.symbolic.autograd import (
+from whichlora.symbolic.autograd import Tensor
+from whichlora.symbolic.linear_form import (
     LinearForm,
-    Tensor,
     constant,
     minus,
     per_sequence,

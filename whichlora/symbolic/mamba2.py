@@ -8,9 +8,9 @@ batched product reads.
 from __future__ import annotations
 
 from whichlora.spec.architecture import Attention
-from whichlora.symbolic.autograd import (
+from whichlora.symbolic.autograd import Tensor
+from whichlora.symbolic.linear_form import (
     LinearForm,
-    Tensor,
     constant,
     per_chunk,
     per_sequence,

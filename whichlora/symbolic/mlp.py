@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from whichlora.spec.architecture import Mlp
-from whichlora.symbolic.autograd import NOTHING, Assigned, Tensor, per_token
+from whichlora.symbolic.autograd import Assigned, Tensor
 from whichlora.symbolic.fused_lora import feed_fused, runs_fused
+from whichlora.symbolic.linear_form import NOTHING, per_token
 from whichlora.symbolic.operators import OpEmitter
 
 

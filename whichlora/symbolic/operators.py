@@ -15,13 +15,10 @@ from whichlora.spec.dtypes import (
     is_quantised,
 )
 from whichlora.spec.run import FOUR_BIT_BNB
-from whichlora.symbolic.autograd import (
+from whichlora.symbolic.autograd import Assigned, Tape, Temporaries, Tensor
+from whichlora.symbolic.linear_form import (
     NOTHING,
-    Assigned,
     LinearForm,
-    Tape,
-    Temporaries,
-    Tensor,
     constant,
     per_group,
     per_pair,

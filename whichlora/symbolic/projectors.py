@@ -13,18 +13,16 @@ from functools import lru_cache
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import Norm, NormKind, Tower
 from whichlora.spec.dtypes import Dtypes, is_quantised
-from whichlora.symbolic.autograd import (
+from whichlora.symbolic.autograd import SavedTensor, Tape, Tensor
+from whichlora.symbolic.layer import BlockEvents, LayerPoints, block_events
+from whichlora.symbolic.linear_form import (
     NOTHING,
     LinearForm,
-    SavedTensor,
-    Tape,
-    Tensor,
     constant,
     maximal,
     per_pair,
     per_token,
 )
-from whichlora.symbolic.layer import BlockEvents, LayerPoints, block_events
 from whichlora.symbolic.mlp import activate, feed_forward
 from whichlora.symbolic.operators import OpEmitter, Rows
 

@@ -9,13 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from whichlora.spec.architecture import Attention, SparseKeys
-from whichlora.symbolic.autograd import (
-    INDEX_BYTES,
-    LinearForm,
-    Tensor,
-    per_pair,
-    per_token,
-)
+from whichlora.symbolic.autograd import INDEX_BYTES, Tensor
+from whichlora.symbolic.linear_form import LinearForm, per_pair, per_token
 from whichlora.symbolic.operators import OpEmitter
 
 CHOICE_BYTES = 4  # of an index as the indexer returns it

@@ -5,8 +5,9 @@ from __future__ import annotations
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.dtypes import Dtypes
-from whichlora.symbolic.autograd import Tape, Tensor, per_token
+from whichlora.symbolic.autograd import Tape, Tensor
 from whichlora.symbolic.layer import BlockEvents, block_events
+from whichlora.symbolic.linear_form import per_token
 from whichlora.symbolic.operators import OpEmitter
 
 

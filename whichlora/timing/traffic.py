@@ -15,9 +15,9 @@ from whichlora.spec.loss_heads import LOSS_HEADS
 from whichlora.spec.numeric import Count, largest
 from whichlora.spec.run import RunConfig
 from whichlora.symbolic import autograd
-from whichlora.symbolic.autograd import evaluate
 from whichlora.symbolic.language_head import head_traffic
 from whichlora.symbolic.layer import forward_traffic, layer_traffic, stream_bytes
+from whichlora.symbolic.linear_form import evaluate
 from whichlora.timing.chip import Chip
 from whichlora.trainers.base import Trainer
 
