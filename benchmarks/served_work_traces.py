@@ -29,7 +29,8 @@ from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
 from whichlora.store.jsonfiles import read_object
 from whichlora.timing.chip import UNKNOWN_CHIP
-from whichlora.timing.work import Work, served_layers
+from whichlora.timing.serving_work import served_layers
+from whichlora.timing.work import Work
 from whichlora.tracer.extrapolate import shallow
 
 RECORDS = Path(__file__).parent / "traces" / "served_work.jsonl"

@@ -14,6 +14,7 @@ import whichlora
 PACKAGE = Path(whichlora.__file__).parent
 TESTS = Path(__file__).parent
 MEMORY = sorted((PACKAGE / "memory").glob("*.py"))
+TIMING = [PACKAGE / "timing" / "model.py", *sorted((PACKAGE / "timing").glob("*work.py"))]
 PARALLEL = sorted((PACKAGE / "parallel").glob("*.py"))
 NUMBERS = re.compile(
     r"(Count|int|float|Real|Work|Conversion|TimeModel|LayerBytes|LayerPasses)"
@@ -33,7 +34,7 @@ def formulas(path: Path) -> Iterator[ast.FunctionDef]:
 
 @pytest.mark.parametrize(
     "path",
-    [*MEMORY, *PARALLEL, PACKAGE / "timing" / "model.py", PACKAGE / "timing" / "work.py"],
+    [*MEMORY, *PARALLEL, *TIMING],
     ids=lambda path: path.name,
 )
 def test_every_formula_states_its_kind_and_its_source(path: Path) -> None:

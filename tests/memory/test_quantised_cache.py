@@ -25,7 +25,7 @@ from whichlora.spec.run import CacheBackend, CacheFormat, RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.models import find_model
 from whichlora.timing.cache_work import expanding, storing
-from whichlora.timing.work import conversion
+from whichlora.timing.serving_work import conversion
 
 RECORDED = json.loads(
     (Path(__file__).parents[1] / "golden/quantised_cache.json").read_text("utf-8")

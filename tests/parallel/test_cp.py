@@ -21,7 +21,7 @@ from whichlora.spec.results import Prediction
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
-from whichlora.timing.work import training_work
+from whichlora.timing.training_work import training_work
 
 GPU = find_gpu("a100-sxm-80gb")
 LLAMA = "meta-llama/Llama-3.2-1B"

@@ -18,7 +18,7 @@ from whichlora.store.gpus import find_gpu
 from whichlora.symbolic.altup import expanding_points, merging_points
 from whichlora.symbolic.autograd import Tape
 from whichlora.symbolic.linear_form import evaluate, per_token
-from whichlora.timing import work
+from whichlora.timing import serving_work, work
 
 HIDDEN, STATES, LAYERS = 64, 4, 4
 SMALL = {
@@ -205,7 +205,7 @@ def test_a_prompt_passes_the_projections_of_all_states() -> None:
     projections = job.model.streams.linears
     without = replace(job.model, streams=replace(job.model.streams, expanding=(), merging=()))
     flops = [
-        work.inference_work(
+        serving_work.inference_work(
             model, job.run, job.dtypes, batch_size=1, context=32, decoding=False
         ).product_flops
         for model in (job.model, without)

@@ -19,7 +19,7 @@ from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.models import find_model
-from whichlora.symbolic import autograd
+from whichlora.symbolic import linear_form
 from whichlora.symbolic.autograd import Assigned, Tape
 from whichlora.symbolic.layer import LayerPoints, block_events
 from whichlora.symbolic.linear_form import (
@@ -259,7 +259,7 @@ def test_what_all_sequences_share_grows_with_the_length_of_one() -> None:
     form = plus(per_span(300), per_span(0))
     assert [evaluate(form, tokens=4 * n, span=n, r=8) for n in (1, 50)] == [300, 300 * 50]
     many = np.arange(1, 99), np.arange(1, 99)[:, None]
-    with patch.object(autograd, "COMPARED_FROM", 0):
+    with patch.object(linear_form, "COMPARED_FROM", 0):
         largest = most([form, constant(9000)], tokens=many[0] * many[1], span=many[1], r=1)
     assert largest[:, 0].tolist() == [max(9000, 300 * n) for n in range(1, 99)]
 

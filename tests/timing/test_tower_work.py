@@ -12,7 +12,7 @@ from whichlora.predict.quantities import training_step
 from whichlora.spec.run import RunConfig
 from whichlora.timing.chip import UNKNOWN_CHIP
 from whichlora.timing.tower_work import tower_forward_work, tower_step_work
-from whichlora.timing.work import trained_layers
+from whichlora.timing.training_work import trained_layers
 
 
 def step(**settings: Any) -> TowerStep:

@@ -22,7 +22,7 @@ from whichlora.store.gpus import find_gpu
 from whichlora.store.hub import load_model
 from whichlora.symbolic.kernels import Kernel
 from whichlora.symbolic.layer import layer_traffic
-from whichlora.timing import work
+from whichlora.timing import serving_work, training_work, work
 from whichlora.timing.cache_work import expanding
 from whichlora.timing.chip import Chip
 from whichlora.timing.work import Work
@@ -161,7 +161,7 @@ def training(job: ResolvedRun, **shape: Any) -> Work:
     model, seq_len = job.at_length(shape.pop("seq_len", run.seq_len))
     sizes = {"batch_size": run.batch_size, "seq_len": seq_len, "r": run.r} | shape
     update = replace(update_of(job, sizes["r"]), num_micro_batches=run.gradient_accumulation_steps)
-    return work.training_work(
+    return training_work.training_work(
         model, run, job.dtypes, job.method, job.targets, update=update, **sizes
     )
 
@@ -328,7 +328,7 @@ def test_a_decoder_reads_the_prompt_once_and_its_encoder_never_again() -> None:
     job = job_of(RunConfig(model="tiny", phase="inference", precision="fp32"), config)
     sizes = {"batch_size": 1, "context": 100}
     prompt, token = (
-        work.inference_work(
+        serving_work.inference_work(
             job.model, job.run, job.dtypes, decoding=decoding, **sizes
         ).product_flops
         for decoding in (False, True)
@@ -522,7 +522,7 @@ def test_one_array_of_shapes_gives_what_each_shape_gives(method: str) -> None:
 
 def inference(run: RunConfig, *, context: int, decoding: bool) -> Work:
     job = job_of(replace(run, phase="inference"))
-    return work.inference_work(
+    return serving_work.inference_work(
         job.model,
         job.run,
         job.dtypes,
@@ -559,15 +559,15 @@ def test_old_vllm_launches_kernels_beyond_its_captured_graphs() -> None:
             model=LLAMA, phase="inference", kv_cache="vllm", libraries=tuple(vllm.items())
         )
         job = resolve(load_model(LLAMA), run, find_gpu("a100-sxm-80gb"))
-        counted = work.inference_work(
+        counted = serving_work.inference_work(
             job.model, job.run, job.dtypes, batch_size=1, context=context, decoding=True
         )
         return int(counted.launches)
 
-    longest = work.VLLM_CAPTURED_TOKENS
+    longest = serving_work.VLLM_CAPTURED_TOKENS
     assert launches(longest, vllm="0.4.2") == launches(longest + 1) == 1
     for first_engine in ("0.4.2", "0.6.2", "0.6.4", "0.7.3"):
-        assert launches(longest + 1, vllm=first_engine) > work.VLLM_LAYER_OPS * 30
+        assert launches(longest + 1, vllm=first_engine) > serving_work.VLLM_LAYER_OPS * 30
     for other in ("0.6.3", "0.8.0"):  # 0.6.3 compares another length
         assert launches(longest + 1, vllm=other) == 1
 
@@ -591,7 +591,9 @@ def test_layers_that_borrow_keys_read_the_last_position_of_a_prompt_alone() -> N
     for attn in ("sdpa", "flash_attention_2"):
         run = RunConfig(model="m", phase="inference", attn=attn, batch_size=2, prompt_len=64)
         dtypes = resolve(spec, run, find_gpu("a100-sxm-80gb")).dtypes
-        counted = work.inference_work(spec, run, dtypes, batch_size=2, context=64, decoding=False)
+        counted = serving_work.inference_work(
+            spec, run, dtypes, batch_size=2, context=64, decoding=False
+        )
         flops[attn] = counted.product_flops
     borrowed = sum(
         group.count * work.active_weights(group.layer)
@@ -640,7 +642,7 @@ def test_a_decoding_step_reads_the_states_of_a_recurrent_layer() -> None:
 
     def moved(model: ModelSpec) -> float:
         return float(
-            work.inference_work(
+            serving_work.inference_work(
                 model, job.run, job.dtypes, batch_size=2, context=100, decoding=True
             ).elementwise_bytes
         )
@@ -660,7 +662,9 @@ def test_a_gated_delta_rule_launches_kernels_for_each_chunk_of_a_prompt() -> Non
     job = job_of(RunConfig(model="Qwen/Qwen3.5-9B", phase="inference"))
     sizes = {"batch_size": 1, "decoding": False}
     short, long = (
-        work.inference_work(job.model, job.run, job.dtypes, context=context, **sizes).launches
+        serving_work.inference_work(
+            job.model, job.run, job.dtypes, context=context, **sizes
+        ).launches
         for context in (512, 1024)
     )
     assert long - short == 24 * 8 * work.CHUNK_OPS
@@ -746,14 +750,14 @@ def test_a_kernel_that_splits_no_keys_reads_the_cache_at_few_multiprocessors(
 
     def passes(batch_size: int) -> float:
         shape = {"batch_size": batch_size, "context": 1000, "decoding": True}
-        known = work.inference_work(
+        known = serving_work.inference_work(
             job.model, job.run, job.dtypes, **shape, chip=Chip(num_multiprocessors=108)
         )
         keys_and_values = batch_size * 6 * 1000 * 2 * 2 * 16 * 2
         return known.attention_bytes / keys_and_values
 
     # 4 heads of a sequence keep 4 of 108 multiprocessors busy; two read the same keys
-    waited = 0.0 if splits else work.HEAD_PASS * (2 * 108 / 4 - 1)
+    waited = 0.0 if splits else serving_work.HEAD_PASS * (2 * 108 / 4 - 1)
     assert passes(1) - passes(100) == pytest.approx(waited)
     assert passes(54) == passes(100)
 
@@ -780,7 +784,7 @@ def test_products_are_in_fp32_where_no_autocast_narrows_them() -> None:
 def test_a_decoding_step_of_a_tiny_llama_by_hand() -> None:
     def step(**keys: Any) -> Work:
         job = tiny_job(phase="inference", **keys)
-        return work.inference_work(
+        return serving_work.inference_work(
             job.model, job.run, job.dtypes, batch_size=2, context=100, decoding=True
         )
 
@@ -808,7 +812,7 @@ def test_a_decoding_step_of_a_tiny_llama_by_hand() -> None:
 
 def test_a_prompt_of_a_tiny_llama_by_hand() -> None:
     job = tiny_job(phase="inference")
-    counted = work.inference_work(
+    counted = serving_work.inference_work(
         job.model, job.run, job.dtypes, batch_size=2, context=100, decoding=False
     )
     assert counted.product_flops == 2 * (200 * 6 * LAYER_WEIGHTS + 2 * HEAD_WEIGHTS)
@@ -832,7 +836,7 @@ def test_a_kernel_unpacks_weights_itself_up_to_so_many_rows(quant: Any, most_row
     def moved(batch_size: int) -> float:
         job = tiny_job(phase="inference", quant=quant)
         return float(
-            work.inference_work(
+            serving_work.inference_work(
                 job.model, job.run, job.dtypes, batch_size=batch_size, context=8, decoding=True
             ).dequant_bytes
         )
@@ -855,12 +859,12 @@ def test_before_0_50_a_single_row_unpacks_four_bits_inside_its_kernel(
     older = (("bitsandbytes", "0.49.2"),)
     job = tiny_job(phase="inference", quant="nf4", libraries=older)
     sixteen = tiny_job(phase="inference", quant="none")
-    counted = work.inference_work(
+    counted = serving_work.inference_work(
         job.model, job.run, job.dtypes, batch_size=batch_size, context=8, decoding=True
     )
     per_layer = LAYER_WEIGHTS * per_weight + tables * CODE_TABLE_BYTES
     assert counted.dequant_bytes == 6 * per_layer
-    wide = work.inference_work(
+    wide = serving_work.inference_work(
         sixteen.model, sixteen.run, sixteen.dtypes, batch_size=1, context=8, decoding=True
     )
     reads_all = counted.weight_read_bytes == pytest.approx(wide.weight_read_bytes)
@@ -897,7 +901,7 @@ def test_eight_bits_are_expanded_for_the_backward_alone() -> None:
         if job.run.phase == "finetune":
             return float(training(job).dequant_bytes)
         return float(
-            work.inference_work(
+            serving_work.inference_work(
                 job.model, job.run, job.dtypes, batch_size=9, context=8, decoding=True
             ).dequant_bytes
         )
@@ -948,7 +952,7 @@ def test_products_of_the_math_kernel_read_a_copy_in_fp32_for_every_query_head() 
     job = tiny_job(phase="inference", kv_cache="static")
     on_t4 = resolve(job.model, job.run, find_gpu("t4-16gb"))
     fused, plain = (
-        work.inference_work(
+        serving_work.inference_work(
             one.model, one.run, one.dtypes, batch_size=2, context=100, decoding=True
         ).attention_bytes
         for one in (job, on_t4)
@@ -969,13 +973,13 @@ def test_products_of_the_math_kernel_read_a_copy_in_fp32_for_every_query_head() 
 def test_kernels_of_a_layer(name: str, attn: str, kernels: int) -> None:
     job = tiny_job(TINY[name] | {"model_type": name}, phase="inference", attn=attn)
     sizes = {"batch_size": 2, "context": 100, "decoding": False}
-    counted = work.inference_work(job.model, job.run, job.dtypes, **sizes)
+    counted = serving_work.inference_work(job.model, job.run, job.dtypes, **sizes)
     assert counted.launches == job.model.num_hidden_layers * kernels + work.OUTSIDE_OPS
 
 
 def test_an_evaluation_is_one_forward_that_scores_every_token() -> None:
     job = tiny_job(method="full")
-    counted = work.evaluation_work(
+    counted = training_work.evaluation_work(
         job.model,
         job.run,
         job.dtypes,
@@ -999,7 +1003,7 @@ def scored(head: str, trainer: str = "transformers", *, on: str = "l4-24gb") -> 
     run = RunConfig(model="m", method="full", trainer=trainer, loss_head=head)  # type: ignore[arg-type]
     config = TINY["llama"] | {"model_type": "llama"}
     job = resolve(families.build(config, name="m"), run, find_gpu(on))
-    return work.training_work(
+    return training_work.training_work(
         job.model,
         job.run,
         job.dtypes,
@@ -1056,7 +1060,7 @@ def test_a_token_of_a_mixture_visits_its_experts_alone() -> None:
     job = tiny_job(config, phase="inference", precision="fp16-pure")  # no kernel groups experts
     attention, router, expert = 64 * (64 + 32 + 32 + 64), 64 * 8, 3 * 64 * 96
     for batch_size, visited in ((1, 2), (3, 6), (5, 8)):
-        counted = work.inference_work(
+        counted = serving_work.inference_work(
             job.model, job.run, job.dtypes, batch_size=batch_size, context=10, decoding=True
         )
         in_token = 2 * (attention + router + 2 * expert) + HEAD_WEIGHTS
@@ -1115,7 +1119,7 @@ def test_a_prompt_has_fp32_products_where_they_are_asked_for() -> None:
     usual = {"phase": "inference", "quant": "nf4", "precision": "bf16"}
     job = tiny_job(compute_dtype="float32", **usual)
     for decoding in (False, True):
-        counted = work.inference_work(
+        counted = serving_work.inference_work(
             job.model, job.run, job.dtypes, batch_size=2, context=32, decoding=decoding
         )
         rows = 2 if decoding else 64
@@ -1125,7 +1129,7 @@ def test_a_prompt_has_fp32_products_where_they_are_asked_for() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_evaluation_unpacks_what_one_forward_does(checkpointing: bool) -> None:
     job = tiny_job(method="qlora", r=8, gradient_checkpointing=checkpointing)
-    counted = work.evaluation_work(
+    counted = training_work.evaluation_work(
         job.model,
         job.run,
         job.dtypes,
@@ -1151,11 +1155,11 @@ def test_a_step_launches_what_expands_each_layers_cache(backend: Any) -> None:
     plain = tiny_job(phase="inference")
     launches = []
     for one in (job, plain):
-        done = work.inference_work(
+        done = serving_work.inference_work(
             one.model, one.run, one.dtypes, batch_size=2, context=100, decoding=True
         )
         launches.append(done.launches)
-    converted = work.conversion(job.run, job.dtypes, decoding=True)
+    converted = serving_work.conversion(job.run, job.dtypes, decoding=True)
     assert launches[0] - launches[1] == 6 * converted.launches > 6 * 9
     if backend == "fp8":  # nothing gathers, so that no step quantises all tokens anew
         assert converted == expanding(job.run.cache_format, 2)  # type: ignore[arg-type]
@@ -1166,7 +1170,9 @@ def test_an_encoder_that_classifies_makes_no_logits_of_words() -> None:
     run = RunConfig(model="m", method="full", precision="fp32", phase="inference")
     resolved = resolve(spec, run, find_gpu("a100-sxm-80gb"))
     fills, classifies = (
-        work.inference_work(model, run, resolved.dtypes, batch_size=4, context=64, decoding=False)
+        serving_work.inference_work(
+            model, run, resolved.dtypes, batch_size=4, context=64, decoding=False
+        )
         for model in (spec, replace(spec, masked_head=None))
     )
     words, transform = work.head_weights(spec)

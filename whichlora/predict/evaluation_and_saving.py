@@ -18,7 +18,7 @@ from whichlora.spec.numeric import Count, Real
 from whichlora.spec.plan import SAVED_SHARE, Keeping
 from whichlora.spec.results import known_values
 from whichlora.timing import model as timing
-from whichlora.timing import work
+from whichlora.timing import training_work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def evaluation_features(job: ResolvedRun, *, width: Count) -> dict[str, Real]:
 def _evaluation_features(job: ResolvedRun, *, seq_len: Count) -> dict[str, Real]:
     model, last_len = job.at_length(seq_len)
     sizes = {"batch_size": job.num_sequences, "seq_len": last_len, "r": job.run.r}
-    done = work.evaluation_work(
+    done = training_work.evaluation_work(
         model,
         job.run,
         job.dtypes,

@@ -23,7 +23,7 @@ from whichlora.predict.serving import service_of, start_ledger, taken_bytes
 from whichlora.serving.step_time import Service
 from whichlora.spec.numeric import Count, Real, is_plain, largest
 from whichlora.timing import model as timing
-from whichlora.timing import work
+from whichlora.timing import serving_work, work
 from whichlora.timing.tower_work import tower_forward_work
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def forward_features(
     Args:
         batch_size, r: in place of the run's own.
     """
-    done = work.inference_work(
+    done = serving_work.inference_work(
         job.model,
         job.run,
         job.dtypes,

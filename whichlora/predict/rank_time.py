@@ -30,7 +30,7 @@ from whichlora.spec.numeric import Real, sqrt, where
 from whichlora.spec.parallel import AUTO_INTERCONNECT, ParallelConfig
 from whichlora.spec.run import RunConfig
 from whichlora.timing import model as timing
-from whichlora.timing import work
+from whichlora.timing import training_work, work
 from whichlora.timing.links import host_update_s
 from whichlora.timing.model import TimeModel
 from whichlora.timing.tower_work import tower_step_work
@@ -71,7 +71,7 @@ def work_of_step(step: TrainingStep) -> work.Work:
 
 def _of_micro_batches(step: TrainingStep) -> work.Work:
     """Forwards and backwards with gradients, and the update."""
-    return work.training_work(
+    return training_work.training_work(
         step.model,
         step.run,
         step.dtypes,
@@ -104,7 +104,7 @@ def _without_gradients(step: TrainingStep) -> Iterator[work.Work]:
         (forwards.reference, (), no_adapters),
     ):
         if number:
-            forward = work.evaluation_work(
+            forward = training_work.evaluation_work(
                 step.model,
                 step.run,
                 step.dtypes,
@@ -180,7 +180,7 @@ def count_ranks(
                 features=features_of(kind.step, update_share=update_share),
                 messages=layout.messages(kind),
                 stages=layout.num_stages(kind),
-                forward_share=work.forward_share(kind.step.run, kind.step.method),
+                forward_share=training_work.forward_share(kind.step.run, kind.step.method),
                 host_update=layout.host_update(kind),
             )
             for kind in kinds

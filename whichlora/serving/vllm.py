@@ -46,15 +46,8 @@ from whichlora.serving.product_dtypes import (
     check_quant_dtype,
 )
 from whichlora.serving.quant_cards import AWQ_CAPABILITY, check_quant_card
-from whichlora.serving.rank import (
-    check_model,
-    check_ranks,
-    positions_note,
-)
-from whichlora.serving.stages import (
-    check_stages,
-    stage_notes,
-)
+from whichlora.serving.rank import check_model, check_ranks, positions_note
+from whichlora.serving.stages import check_stages, stage_notes
 from whichlora.serving.vllm_caches import check as check_cache
 from whichlora.serving.vllm_log import LOG
 from whichlora.serving.vllm_memory import load_of_start, start
@@ -110,7 +103,7 @@ from whichlora.spec.options import Option
 from whichlora.spec.run import BNB_QUANTS, ENGINE_QUANTS
 from whichlora.spec.words import alternatives
 from whichlora.timing.model import LAUNCH_S
-from whichlora.timing.work import VLLM_CAPTURED_TOKENS
+from whichlora.timing.serving_work import VLLM_CAPTURED_TOKENS
 
 DRAFT_METHODS = ("mtp", "deepseek_mtp")
 # What the host does between two steps. Kind: fitted, to published speeds of one

@@ -33,7 +33,7 @@ class Conversion:
 def expanding(stored: CacheFormat, element_bytes: int) -> Conversion:
     """One decoding step: every element from its code to full width, joined with the new token.
 
-    Kind: exact, scales and zeros left out.
+    Kind: exact, scales and zeros left out. Source: `QBitsDequantizer`; hqq `BitPack`.
     """
     size = element_bytes
     if stored.backend == "fp8":  # joined, widened, scaled in fp32, narrowed
@@ -50,7 +50,8 @@ def expanding(stored: CacheFormat, element_bytes: int) -> Conversion:
 def storing(stored: CacheFormat, element_bytes: int, device_kind: str) -> Conversion:
     """Quantising the prompt, or all tokens after another `residual_length` of them.
 
-    Kind: exact for quanto and fp8; HQQ's loop ends where its error grows, here never.
+    Kind: exact for quanto and fp8; HQQ's loop ends where its error grows, here never. Source:
+    `quantize_affine`, `pack_weights`; hqq `Quantizer.quantize`.
     """
     size = element_bytes
     if stored.backend == "fp8":  # amplitude, widened, scaled, narrowed

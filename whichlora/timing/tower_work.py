@@ -7,13 +7,9 @@ from whichlora.memory.towers import TowerForward
 from whichlora.spec.architecture import LayerGroup
 from whichlora.spec.numeric import Count, ceil_div, smallest
 from whichlora.timing.chip import UNKNOWN_CHIP, Chip
-from whichlora.timing.work import (
-    BACKWARD_RATIO,
-    Work,
-    product_work,
-    served_layers,
-    trained_layers,
-)
+from whichlora.timing.serving_work import served_layers
+from whichlora.timing.training_work import trained_layers
+from whichlora.timing.work import BACKWARD_RATIO, Work, product_work
 
 ATTENTION_OPS = 4  # kernels of one call: slices laid out, and the attention
 
