@@ -23,8 +23,9 @@ from whichlora.memory.images import (
     with_images,
 )
 from whichlora.memory.kv_cache import trained_cache_bytes, trained_memory_bytes
+from whichlora.memory.lasting import INPUTS
 from whichlora.memory.moments import training_moments
-from whichlora.memory.step import INPUTS, TrainingStep
+from whichlora.memory.step import TrainingStep
 from whichlora.memory.towers import NARROW_PIXELS, PIXELS, TOWER_NAMED, grid_of
 from whichlora.memory.worst_layer import gathered_after
 from whichlora.predict.quantities import ledger, training_step

@@ -10,7 +10,7 @@ from devices import A100
 from written_job import train_script_of
 
 from whichlora.errors import ConfigError
-from whichlora.memory.step import REFERENCE_WEIGHTS
+from whichlora.memory.lasting import REFERENCE_WEIGHTS
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.predict import predict
 from whichlora.predict.quantities import ledger

@@ -12,7 +12,7 @@ from devices import A100
 
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
-from whichlora.memory.step import REFERENCE_WEIGHTS
+from whichlora.memory.lasting import REFERENCE_WEIGHTS
 from whichlora.methods import with_defaults
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.notes import notes_on

@@ -13,6 +13,7 @@ from devices import A100
 from whichlora.errors import ConfigError
 from whichlora.exports import FORMATS
 from whichlora.memory.entries import Group
+from whichlora.memory.lasting import EXPANSION
 from whichlora.memory.layer_bytes import layer_bytes
 from whichlora.memory.layer_passes import (
     OFFLOADED,
@@ -27,7 +28,6 @@ from whichlora.memory.loss import (
     makes_all_logits,
     unsloth_rows,
 )
-from whichlora.memory.step import EXPANSION
 from whichlora.memory.weights import rotary_table_bytes, token_table_bytes
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.explain import explain

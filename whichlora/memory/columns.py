@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.lasting import ACCUMULATED
 from whichlora.memory.moments import Entries, table_moment, training_moments
-from whichlora.memory.step import ACCUMULATED, TrainingStep
+from whichlora.memory.step import TrainingStep
 from whichlora.spec.numeric import Count, added, floor_div, smallest
 from whichlora.symbolic.linear_form import evaluate
 from whichlora.trainers.base import Columns

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whichlora.memory import allocator, gradients, loss, moments, optimizer, step, weights
+from whichlora.memory import allocator, gradients, lasting, loss, moments, optimizer, weights
 from whichlora.memory.entries import Entry, Fact
+from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import training_ledger
 from whichlora.spec.numeric import Count, added, largest
 
@@ -15,8 +16,8 @@ _LASTING = (
     gradients.FROZEN_ADAPTERS,
     gradients.SAVED_MODULES,
     optimizer.STATES,
-    step.REFERENCE_WEIGHTS,
-    step.INPUTS,
+    lasting.REFERENCE_WEIGHTS,
+    lasting.INPUTS,
 )
 _OF_A_MOMENT = {"layer_forward": moments.LAYER_FORWARD, "loss_forward": loss.LOSS_FORWARD}
 
@@ -30,7 +31,7 @@ LAST_STATES = Fact(
 )
 
 
-def evaluation_moments(checkpointed: step.TrainingStep) -> dict[str, tuple[Entry, ...]]:
+def evaluation_moments(checkpointed: TrainingStep) -> dict[str, tuple[Entry, ...]]:
     """What is alive in a layer's forward and in the loss of an evaluation.
 
     Gradients are None by then, nothing is kept for a backward, and no cache of keys is held.
@@ -56,7 +57,7 @@ def evaluation_moments(checkpointed: step.TrainingStep) -> dict[str, tuple[Entry
     return alive
 
 
-def evaluation_bytes(checkpointed: step.TrainingStep) -> Count:
+def evaluation_bytes(checkpointed: TrainingStep) -> Count:
     """Live bytes at the peak of an evaluation: a layer's forward, or the loss.
 
     Kind: estimate. Source: `evaluation_moments`, whose argument this one is.

@@ -10,16 +10,12 @@ from whichlora.memory import allocator, gradients, loss, optimizer
 from whichlora.memory.checkpoint import CheckpointBytes
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.evaluation import evaluation_moments
+from whichlora.memory.lasting import ACCUMULATED
 from whichlora.memory.loading import TIED_TABLE, UNQUANTISED_MATRIX, table_sizes
 from whichlora.memory.mxfp4 import EXPANDED_EXPERTS, expanding_bytes
-from whichlora.memory.step import ACCUMULATED, TrainingStep
+from whichlora.memory.step import TrainingStep
 from whichlora.memory.training import Ledger, training_loading
-from whichlora.memory.weights import (
-    BUFFERS,
-    EMBEDDING_WEIGHTS,
-    quantised_matrices,
-    weight_entries,
-)
+from whichlora.memory.weights import BUFFERS, EMBEDDING_WEIGHTS, quantised_matrices, weight_entries
 from whichlora.spec.architecture import ModelSpec
 from whichlora.spec.checkpoint import is_expanded, stored_quant
 from whichlora.spec.dtypes import Dtypes

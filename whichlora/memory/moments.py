@@ -14,7 +14,7 @@ from whichlora.memory.embeddings import layer_inputs_saved
 from whichlora.memory.entries import Entry, Fact, Group, listed
 from whichlora.memory.held import HELD_INPUTS, held_between_steps, held_in_update, held_outputs
 from whichlora.memory.layer_bytes import forward_bytes
-from whichlora.memory.step import GRADIENTS_OF_TERM, TrainingStep
+from whichlora.memory.step import TrainingStep
 from whichlora.memory.towers import layer_norm_bytes
 from whichlora.memory.worst_layer import after, gathered_after, has_one_order
 from whichlora.spec.loss_heads import LOSS_HEADS
@@ -26,6 +26,14 @@ LAYER_FORWARDS = ("layer_forward", "encoder_forward")  # moments in which a laye
 
 # --- forward ----------------------------------------------------------------------------------
 
+GRADIENTS_OF_TERM = Fact(
+    part="gradients",
+    what="gradients of the term that the loss has of the adapters",
+    shape="[trained_params]",
+    dtype="of the parameter",
+    why="the term's nodes are the last of the graph, so the first of the backward",
+    source="peft AdaLoraModel.forward; torch InputBuffer::accumulate",
+)
 LAYER_FORWARD = Fact(
     part="temporary",
     what="one layer's forward",

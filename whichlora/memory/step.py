@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from whichlora.memory import activations, allocator, logits_loss, loss, optimizer
+from whichlora.memory import activations, allocator, lasting, logits_loss, loss, optimizer
 from whichlora.memory.embeddings import layer_inputs_saved, masked_head_saved, outside_saved
 from whichlora.memory.entries import Entry, Fact, Group, Tensor, listed
 from whichlora.memory.gradients import (
     Trained,
-    adapter_entries,
     cached_params,
     gradient_bytes,
     outer_bytes,
@@ -27,23 +26,19 @@ from whichlora.memory.gradients import (
 )
 from whichlora.memory.layer_bytes import LayerBytes, keeps_keys, layer_bytes, listed_tensors
 from whichlora.memory.layer_passes import (
-    STAGING,
     LayerPasses,
     checkpointed_passes,
     offloaded_passes,
     saved_passes,
-    staging_bytes,
 )
-from whichlora.memory.loading import unquantised_matrix_bytes, unsplit_weights
-from whichlora.memory.weights import EMBEDDING_WEIGHTS, token_table_bytes, weight_entries
 from whichlora.memory.worst_layer import after, has_one_order, leaves_behind_keys, worst_backward
 from whichlora.methods.base import Method
 from whichlora.spec.architecture import Layer, Linear, ModelSpec, layers_in_order, parts_of
 from whichlora.spec.dtypes import Dtypes
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.loss_heads import LOSS_HEADS
-from whichlora.spec.numeric import Count, added, floor_div, largest
-from whichlora.spec.run import FOUR_BIT_BNB, RunConfig
+from whichlora.spec.numeric import Count, floor_div, largest
+from whichlora.spec.run import RunConfig
 from whichlora.spec.targets import adapted, adapted_linears, tower_linears
 from whichlora.symbolic.altup import StreamPoints, expanding_points, merging_points
 from whichlora.symbolic.autograd import LAYER_INPUT
@@ -52,78 +47,6 @@ from whichlora.symbolic.language_head import LabelPoints, label_points
 from whichlora.symbolic.layer import stream_bytes
 from whichlora.symbolic.linear_form import LinearForm, most
 from whichlora.trainers.base import LogitsLoss, Trainer
-
-INPUTS = Fact(
-    part="activations",
-    what="token ids, labels, mask, rotary tables",
-    shape="[batch_size, seq_len]",
-    dtype="int64",
-    count="3",
-    why="the batch, and cosines and sines that all layers share",
-    source="transformers Trainer._prepare_inputs; RotaryEmbedding.forward",
-)
-ACCUMULATED = Fact(
-    part="gradients",
-    what="accumulated gradients",
-    shape="[trained_params]",
-    dtype="of the parameter",
-    why="earlier micro-steps of this optimizer step left them",
-    source="torch AccumulateGrad",
-)
-
-
-GRADIENTS_OF_TERM = Fact(
-    part="gradients",
-    what="gradients of the term that the loss has of the adapters",
-    shape="[trained_params]",
-    dtype="of the parameter",
-    why="the term's nodes are the last of the graph, so the first of the backward",
-    source="peft AdaLoraModel.forward; torch InputBuffer::accumulate",
-)
-OUTER_COPIES = Fact(
-    part="activations",
-    what="16-bit copies of trained matrices before the first layer",
-    shape="[those that the method lists]",
-    dtype="compute_bytes",
-    why="autocast casts them, and the gradient of what they read needs them",
-    source="torch autocast_mode.cpp cached_cast; peft PromptEncoder.forward",
-)
-SCORES = Fact(
-    part="optimizer_states",
-    what="scores of the trained parameters",
-    shape="[trained_params]",
-    dtype="of the parameter",
-    count="number of them that the method lists",
-    why="PEFT reads them when it chooses ranks, and keeps them from step to step",
-    source="peft RankAllocator.update_ipt",
-)
-REFERENCE_WEIGHTS = Fact(
-    part="weights",
-    what="weights of the reference",
-    shape="[params]",
-    dtype="of the trained weights",
-    why="all weights are trained, so that the frozen reference is a model of its own",
-    source="TRL 1.16 DPOTrainer.__init__, KTOTrainer.__init__: create_model_from_path",
-)
-
-EXPANSION = Fact(
-    part="temporary",
-    what="room for a quantised matrix in 16 bit",
-    shape="[out_features, in_features]",
-    dtype="compute_bytes",
-    why="one buffer, in which each forward expands its weights, is never freed",
-    source="unsloth 2026.10.9 kernels/utils.py, fast_dequantize, WEIGHT_BUFFERS",
-)
-
-ROLLOUT_POOL = Fact(
-    part="kv_cache",
-    what="pool of the engine that writes answers: a copy of the weights, and its cache",
-    shape="[share of the device]",
-    dtype="bytes",
-    why="a vLLM on the same GPU takes its share before the training starts",
-    source="TRL 1.16 VLLMGeneration; vLLM gpu_memory_utilization",
-    kind="upper bound",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,59 +160,7 @@ class TrainingStep:
     @cached_property
     def static(self) -> tuple[Entry, ...]:
         """Entries of the whole step: weights, adapters and the optimizer's states."""
-        weights, run = self._weights, self.run
-        unsplit = unsplit_weights(
-            self.model,
-            self.dtypes,
-            self.gpu,
-            expandable=run.expandable_segments,
-            like=self.tokens,
-        )
-        entries = [*weights, unsplit]
-        if not self.method.trains_base:
-            entries += adapter_entries(
-                self.model, run, self.dtypes, self.method, self.targets, self.r
-            )
-        states = optimizer.state_bytes(
-            self.tensors,
-            optimizer=run.optimizer,
-            device_kind=self.gpu.kind,
-            narrow_embeddings=self.trainer.narrows_embedding_states,
-        )
-        entries.append(Entry(optimizer.STATES, states + 0 * self.num_trained))
-        if self.method.num_scores:
-            entries.append(Entry(SCORES, self.method.num_scores * self.all_gradients))
-        if self.has_reference and self.method.trains_base:
-            copied = added(entry.num_bytes for entry in weights)
-            entries.append(Entry(REFERENCE_WEIGHTS, copied))
-        kernels = self.dtypes.kernels
-        in_buffer = kernels.adapters and kernels.keeps_expanded and not self.dtypes.adapters_drop
-        if in_buffer and self.dtypes.quant in FOUR_BIT_BNB:
-            expanded = unquantised_matrix_bytes(self.model, self.dtypes)
-            entries.append(Entry(EXPANSION, expanded + 0 * self.tokens))
-        if run.gradient_checkpointing and self.trainer.offloads(run):
-            buffers = self.trainer.staging_buffers(run)
-            staged = staging_bytes(self.model, tokens=self.tokens, buffers=buffers)
-            entries.append(Entry(STAGING, staged))
-        rollout = self.trainer.rollout(run)
-        if rollout is not None and rollout.pool_share:
-            pool = int(rollout.pool_share * self.gpu.memory_bytes)
-            entries.append(Entry(ROLLOUT_POOL, pool + 0 * self.tokens))
-        return tuple(entries)
-
-    @property
-    def _weights(self) -> list[Entry]:
-        """On the GPU: the token table may lie in host memory."""
-        weights = weight_entries(self.model, self.dtypes, like=self.tokens)
-        if not self.trainer.hosts_embedding(self.run):
-            return weights
-        table = token_table_bytes(self.model, self.dtypes)
-        return [
-            replace(entry, num_bytes=entry.num_bytes - table)
-            if entry.fact is EMBEDDING_WEIGHTS
-            else entry
-            for entry in weights
-        ]
+        return lasting.whole_step(self)
 
     @property
     def has_reference(self) -> bool:
@@ -299,46 +170,12 @@ class TrainingStep:
     @cached_property
     def always(self) -> tuple[Entry, ...]:
         """Entries that live from the first layer's forward to its backward."""
-        # `position_embeddings` of `LlamaModel.forward`: a local variable of the loop over layers.
-        # The products of `apply_rotary_pos_emb` save them, or the `partial` of each checkpoint
-        # holds them
-        rotary = Tensor(
-            "cosines and sines",
-            constant=activations.rotary_bytes(self.model, self.dtypes, span=self.seq_len),
-            dims="2, seq_len, rotary_dim",
-            element_bytes=self.dtypes.stream_bytes,
-        )
-        return self._lasting(rotary)
+        return lasting.within_layers(self)
 
     @cached_property
     def around_layers(self) -> tuple[Entry, ...]:
         """Those of them that are there before the first layer's forward, and after its backward."""
-        return self._lasting()
-
-    def _lasting(self, *tables: Tensor) -> tuple[Entry, ...]:
-        # `batch_samples` and `inputs` of transformers 5.23 `Trainer._run_epoch` name the batch
-        # until the next is read; the `del inputs` of `training_step` drops its own name only
-        of_source = 2 * 8 * (self.source_tokens - self.tokens)  # ids and mask
-        batch = Tensor("token ids, labels, mask", 24, constant=of_source, element_bytes=8)
-        # `Trainer` calls `zero_grad` once per optimizer step: `.grad` of earlier micro-steps
-        # exists in the next forward
-        accumulated = self.all_gradients if self.accumulates else 0 * self.num_trained
-        return (
-            *self.static,
-            Entry(ACCUMULATED, accumulated),
-            *self._outer_copies,
-            *self.waiting,
-            listed(INPUTS, Group(tensors=(batch, *tables), **self.sized)),
-        )
-
-    @property
-    def _outer_copies(self) -> tuple[Entry, ...]:
-        factors = [t for t in self.method.outer_tensors(self.model) if t.is_factor]
-        dtypes = self.dtypes
-        if not factors or not dtypes.under_autocast or outer_bytes(dtypes) < 4:
-            return ()
-        copied = sum(factor.num_params for factor in factors) * dtypes.compute_bytes
-        return (Entry(OUTER_COPIES, copied + 0 * self.tokens),)
+        return lasting.around_layers(self)
 
     # --- the layers -----------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from whichlora.memory import moments as one_device
 from whichlora.memory.entries import Entry, Fact
 from whichlora.memory.images import TowerStep, with_images
-from whichlora.memory.step import ACCUMULATED, TrainingStep
+from whichlora.memory.lasting import ACCUMULATED
+from whichlora.memory.step import TrainingStep
 from whichlora.memory.towers import PIXELS
 
 # of `as_accumulated`; a tied head's part, which waits in autograd, is none of them

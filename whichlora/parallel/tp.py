@@ -12,7 +12,8 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.memory import loss
 from whichlora.memory.entries import Entry, Fact
-from whichlora.memory.step import ACCUMULATED, TrainingStep
+from whichlora.memory.lasting import ACCUMULATED
+from whichlora.memory.step import TrainingStep
 from whichlora.methods import lora
 from whichlora.parallel.base import Message, Moments, RankKind, Spread, Strategy
 from whichlora.parallel.division import COLUMNS, PLANNED, ROWS, WITHOUT_PLAN, divided_model
