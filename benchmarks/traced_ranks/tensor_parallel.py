@@ -26,12 +26,12 @@ from traced_ranks import fsdp, ranks
 from whichlora.methods import with_defaults
 from whichlora.profiler import plain_loop
 from whichlora.profiler.build import finished_model, meta_model, stored_dtype
-from whichlora.profiler.meter import Meter
 from whichlora.spec.run import RunConfig
 from whichlora.tracer.extrapolate import TracedEvent
 from whichlora.tracer.fake_weights import place_fake
 from whichlora.tracer.like_cuda import Device, like_cuda
 from whichlora.tracer.recorder import Recorder
+from whichlora.tracer.trace import _NoMeter
 from whichlora.trainers import get_trainer
 
 
@@ -155,15 +155,6 @@ def _real_mesh() -> Any:
             return joined(meshes)
 
     return staticmethod(outside)
-
-
-class _NoMeter(Meter):
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.needs_extra_run = False
-
-    def now(self) -> float:
-        return 0.0
 
 
 def _divide(model: Any, mesh: Any, tp_size: int) -> None:

@@ -27,7 +27,7 @@ _BESIDE_MLPS = re.compile(
 )
 
 
-def _stored(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def stored_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What says how a model is stored: in its config, or in that of its text."""
     text = config.get("text_config")
     of_text = text.get("quantization_config") if isinstance(text, Mapping) else None
@@ -37,7 +37,7 @@ def _stored(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def stored_quant(config: Mapping[str, Any]) -> Quant | None:
     """Our name of the storage that a model's config states; None for none, or one not modelled."""
-    match _stored(config):
+    match stored_config(config):
         case {"quant_method": "gptq", "bits": 4}:
             return "gptq-int4"
         case {"quant_method": "gptq", "bits": 8}:
@@ -49,7 +49,7 @@ def stored_quant(config: Mapping[str, Any]) -> Quant | None:
         case {"quant_method": "bitsandbytes", "load_in_8bit": True}:
             return "int8"
         case {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}:
-            nested = _stored(config).get("bnb_4bit_use_double_quant")
+            nested = stored_config(config).get("bnb_4bit_use_double_quant")
             return "nf4-dq" if nested else "nf4"
         case {"quant_method": "bitsandbytes", "load_in_4bit": True}:
             return "fp4"
@@ -99,7 +99,7 @@ def _is_fp8(group: Any) -> bool:
 
 def stored_group(config: Mapping[str, Any]) -> int | None:
     """Weights that share a scale, where the config of a checkpoint says so."""
-    quant, stored = stored_quant(config), _stored(config)
+    quant, stored = stored_quant(config), stored_config(config)
     if quant == "w4a16":
         stored = next(iter(stored["config_groups"].values()))["weights"]
     elif quant not in CHECKPOINT_QUANTS:
@@ -117,7 +117,7 @@ def scaled_together(config: Mapping[str, Any], quant: str, group: int) -> int:
     Args:
         group: of integers, where the config does not say it.
     """
-    stored = _stored(config)
+    stored = stored_config(config)
     if not all(_BESIDE_MLPS.search(each) for each in left_out(stored)):
         return 1
     sizes = [stored.get("group_size", group)] if quant in (*CHECKPOINT_QUANTS, "w4a16") else []
@@ -138,27 +138,30 @@ def left_out(stored: Mapping[str, Any]) -> list[str]:
 
 def has_fp8_blocks(config: Mapping[str, Any]) -> bool:
     """Whether weights are 8-bit floats whose blocks of 128 x 128 share a scale."""
-    return stored_quant(config) == "fp8" and _stored(config).get("weight_block_size") == [128, 128]
+    return stored_quant(config) == "fp8" and stored_config(config).get("weight_block_size") == [
+        128,
+        128,
+    ]
 
 
 def names_fp8_cache(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint says that keys and values are cached in 8-bit floats."""
-    return cache_named(_stored(config)) == "fp8"
+    return cache_named(stored_config(config)) == "fp8"
 
 
 def names_four_bit_cache(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint says that keys and values are cached in 4 bits."""
-    return cache_named(_stored(config)) == "4-bit"
+    return cache_named(stored_config(config)) == "4-bit"
 
 
 def is_mixed(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint holds matrices in several narrow forms, some of them in blocks."""
-    return mixes_forms(_stored(config))
+    return mixes_forms(stored_config(config))
 
 
 def is_compressed(config: Mapping[str, Any]) -> bool:
     """Whether llm-compressor wrote the checkpoint, rather than ModelOpt."""
-    return _stored(config).get("quant_method") == "compressed-tensors"
+    return stored_config(config).get("quant_method") == "compressed-tensors"
 
 
 def is_gguf(config: Mapping[str, Any]) -> bool:
@@ -201,7 +204,7 @@ def with_unpacked(model: ModelSpec) -> ModelSpec:
     `utils/match.py`; vLLM 0.33.0 quantization/compressed_tensors/utils.py `should_ignore_layer`,
     modelopt.py `is_layer_excluded`.
     """
-    ignored = left_out(_stored(model.config))
+    ignored = left_out(stored_config(model.config))
     exact = {each for each in ignored if each[:3] != "re:" and "*" not in each}
     patterns = [
         re.compile(each[3:] if each[:3] == "re:" else fnmatch.translate(each))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from whichlora.spec.architecture import Layer, LayerGroup, Linear, ModelSpec
+from whichlora.spec.checkpoint import stored_config
 
 # Of a copy whose name alone is known, in place of the list of modules in 16 bit.
 UNKNOWN_MODULES = "unknown"
@@ -26,11 +27,7 @@ def names_wide_modules(config: Mapping[str, Any]) -> bool:
 
 
 def _listed(config: Mapping[str, Any]) -> Any:
-    """`llm_int8_skip_modules` of a model's config, or of that of its text."""
-    text = config.get("text_config")
-    of_text = text.get("quantization_config") if isinstance(text, Mapping) else None
-    stored = config.get("quantization_config") or of_text
-    return stored.get("llm_int8_skip_modules") if isinstance(stored, Mapping) else None
+    return stored_config(config).get("llm_int8_skip_modules")
 
 
 def with_wide_modules(model: ModelSpec) -> ModelSpec:
