@@ -68,9 +68,9 @@ def formulas_digest() -> str:
     """
     path, sources = cache_folder() / "formulas.json", _sources()
     with contextlib.suppress(OSError, DataFileError):
-        known = read_object(path)
-        if known.get("sources") == sources and _DIGEST.fullmatch(str(known.get("digest"))):
-            return str(known["digest"])
+        cached = read_object(path)
+        if cached.get("sources") == sources and _DIGEST.fullmatch(str(cached.get("digest"))):
+            return str(cached["digest"])
     digest = answers_digest()
     with contextlib.suppress(OSError, DataFileError):
         write_object(path, {"sources": sources, "digest": digest})
@@ -85,8 +85,8 @@ def answers_digest() -> str:
 def _sources() -> str:
     """Names the state of this package's source files: their paths, sizes and times."""
     package = Path(whichlora.__file__).parent
-    found = [(path, path.stat()) for path in sorted(package.rglob("*.py"))]
-    states = [f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in found]
+    files = [(path, path.stat()) for path in sorted(package.rglob("*.py"))]
+    states = [f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in files]
     return hashlib.sha256("\n".join(states).encode()).hexdigest()
 
 

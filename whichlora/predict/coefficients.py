@@ -224,10 +224,10 @@ class Calibration:
         Args:
             passes: seconds by feature of each phase that its time is made of.
         """
-        known = self._known_of_runs(memory_runs, time_runs, passes)
+        runs = self._known_of_runs(memory_runs, time_runs, passes)
         if self.launch_s is None or not passes:
-            return known
-        return f"{known}; a launch takes {1e6 * self.launch_s:.3g} µs on this host"
+            return runs
+        return f"{runs}; a launch takes {1e6 * self.launch_s:.3g} µs on this host"
 
     def _known_of_runs(
         self, memory_runs: int, time_runs: int, passes: Mapping[str, Mapping[str, Real]]

@@ -261,11 +261,11 @@ def _storages(job: ResolvedRun) -> Iterator[tuple[str, dict[str, Any]]]:
     run, engine = job.run, job.engine
     if engine.stored_by:
         options = dict(run.serving_options)
-        own = options.get(engine.stored_by)
-        yield "weights not quantised" if own is None else f"weights {own}", {}
+        current = options.get(engine.stored_by)
+        yield "weights not quantised" if current is None else f"weights {current}", {}
         for form in engine.compared_forms:
             changed = options | {engine.stored_by: form}
-            if form != own:
+            if form != current:
                 yield f"weights {form}", {"serving_options": tuple(sorted(changed.items()))}
         return
     for quant in dict.fromkeys((*STORAGES, run.quant or "none")):

@@ -307,16 +307,16 @@ def _compute_dtype_note(judged: JudgedRun) -> Iterator[str]:
         return
     usual = replace(job.dtypes, four_bit_bytes=job.dtypes.half_bytes, recasts_four_bit=False)
     as_usual = replace(job, dtypes=usual, run=replace(job.run, compute_dtype="auto"))
-    other = float(judged_time(as_usual, judged.calibration).total_s)
-    stated = float(judged_time(job, judged.calibration).total_s)
-    if stated < _SLOWER * other:
+    usual_s = float(judged_time(as_usual, judged.calibration).total_s)
+    stated_s = float(judged_time(job, judged.calibration).total_s)
+    if stated_s < _SLOWER * usual_s:
         return
     pass_name = "a step" if job.run.phase == "finetune" else "an answer"
     narrow = "float16" if job.dtypes.half == "fp16" else "bfloat16"
     yield (
-        f"compute_dtype {job.run.compute_dtype}: {pass_name} takes {format_seconds(stated)}, with "
-        f"bnb_4bit_compute_dtype=torch.{narrow} {format_seconds(other)} "
-        f"({stated / other:.3g} times as fast)"
+        f"compute_dtype {job.run.compute_dtype}: {pass_name} takes {format_seconds(stated_s)}, "
+        f"with bnb_4bit_compute_dtype=torch.{narrow} {format_seconds(usual_s)} "
+        f"({stated_s / usual_s:.3g} times as fast)"
     )
 
 

@@ -54,8 +54,8 @@ def steady_time_per_token_s(
     timer = _timer(job, served, service, calibration)
     if timer is None:
         return math.nan
-    asked = _asked(job.run, served, service, timer)
-    return steady_token_s(asked.rules, asked.load, asked.timer.seconds) / asked.scale
+    request = _asked(job.run, served, service, timer)
+    return steady_token_s(request.rules, request.load, request.timer.seconds) / request.scale
 
 
 def _timer(
@@ -200,12 +200,12 @@ def _with_intervals(asked: _Asked) -> ServingTime:
 
 def _running(rules: Rules, load: Load, waits: Waits) -> int:
     """Sequences that decode at once; of arrivals by Little's law."""
-    asked = float(load.concurrency)
+    concurrency = float(load.concurrency)
     if load.requests_per_s is not None:
         held_s = load.new_tokens * percentile(waits.tpot_s, 50)
-        asked = waits.requests_per_s * held_s
+        concurrency = waits.requests_per_s * held_s
     in_pool = rules.pool_tokens // (load.prompt_len + load.new_tokens)
-    return max(1, min(round(asked), rules.max_num_seqs, in_pool))
+    return max(1, min(round(concurrency), rules.max_num_seqs, in_pool))
 
 
 def _interval(ends: Iterable[float]) -> tuple[float, float]:

@@ -180,10 +180,10 @@ def _ratios(
 ) -> torch.Tensor:
     """The number of their arrangement, from 1 on."""
     _, most, *_ = grid.pixels
-    known = [
+    ratios = [
         (rows, columns) for rows in range(1, most + 1) for columns in range(1, most // rows + 1)
     ]
-    return torch.full((ids.shape[0], run.images), 1 + known.index(grid.sides), dtype=torch.long)
+    return torch.full((ids.shape[0], run.images), 1 + ratios.index(grid.sides), dtype=torch.long)
 
 
 def _attended_tiles(

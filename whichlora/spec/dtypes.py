@@ -271,20 +271,25 @@ def _four_bit_compute(run: RunConfig, quant: str, half: int) -> dict[str, Any]:
     Kind: exact. Source: bitsandbytes 0.50.2 `Linear4bit.__init__`, `forward`; serving engines have
     kernels of their own.
     """
-    asked = run.compute_dtype
-    own = "float16" if run.precision.startswith("fp16") else "bfloat16"
-    follows = own == "bfloat16" and run.versions.linear4bit_follows_input
-    if quant not in FOUR_BIT_BNB or run.engine != TRANSFORMERS or asked == "auto" or follows:
+    compute_dtype = run.compute_dtype
+    run_dtype = "float16" if run.precision.startswith("fp16") else "bfloat16"
+    follows = run_dtype == "bfloat16" and run.versions.linear4bit_follows_input
+    if (
+        quant not in FOUR_BIT_BNB
+        or run.engine != TRANSFORMERS
+        or compute_dtype == "auto"
+        or follows
+    ):
         return {"half_bytes": half, "four_bit_bytes": half}
-    size = 4 if asked == "float32" else half
-    recasts = asked not in ("float32", own)
+    size = 4 if compute_dtype == "float32" else half
+    recasts = compute_dtype not in ("float32", run_dtype)
     return {"half_bytes": half, "four_bit_bytes": size, "recasts_four_bit": recasts}
 
 
 def _drops(run: RunConfig) -> bool:
     """Whether the adapters drop values of their inputs."""
-    asked = run.phase == "finetune" and run.lora_dropout > 0
-    return asked and not run.trainer_option("disable_dropout")
+    has_dropout = run.phase == "finetune" and run.lora_dropout > 0
+    return has_dropout and not run.trainer_option("disable_dropout")
 
 
 def _narrow_mode(run: RunConfig, *, autocast: bool, trains_base: bool) -> Mode:

@@ -268,7 +268,7 @@ class Libraries:
 
     @property
     def graphs_end_early(self) -> bool:
-        """vLLM replays no captured graph beyond `serving_work.VLLM_CAPTURED_TOKENS`: it launches kernels.
+        """vLLM has no captured graph beyond `serving_work.VLLM_CAPTURED_TOKENS`.
 
         Its first engine, but for 0.6.3, which compares another length with the limit.
         Source: vLLM 0.6.2 worker/model_runner.py:736, 0.6.3:835, 0.6.4:860, 0.7.3:883.

@@ -60,9 +60,12 @@ def with_wide_modules(model: ModelSpec) -> ModelSpec:
         groups += (
             [
                 replace(
-                    group, layer=_widened(group.layer, said), count=len(at), positions=tuple(at)
+                    group,
+                    layer=_widened(group.layer, wide_names),
+                    count=len(at),
+                    positions=tuple(at),
                 )
-                for said, at in alike.items()
+                for wide_names, at in alike.items()
             ]
             if len(alike) > 1
             else [replace(group, layer=_widened(group.layer, next(iter(alike))))]
@@ -81,13 +84,13 @@ def with_wide_modules(model: ModelSpec) -> ModelSpec:
     return replace(model, groups=tuple(groups), notes=(*model.notes, note))
 
 
-def _widened(layer: Layer, said: Collection[str]) -> Layer:
-    """`layer` with the matrices in 16 bit that `said` names: modules, or the end of a path."""
+def _widened(layer: Layer, wide_names: Collection[str]) -> Layer:
+    """`layer` with the matrices in 16 bit that `wide_names` has: modules, or ends of paths."""
 
     def marked(linears: tuple[Linear, ...], module: str) -> tuple[Linear, ...]:
         return tuple(
             replace(linear, quantisable=False)
-            if any(_is_named(f"{module}.{part}", said) for part in _all_parts(linear.name))
+            if any(_is_named(f"{module}.{part}", wide_names) for part in _all_parts(linear.name))
             else linear
             for linear in linears
         )
@@ -99,9 +102,11 @@ def _widened(layer: Layer, said: Collection[str]) -> Layer:
     return replace(layer, attentions=attentions, mlp=mlp)
 
 
-def _is_named(path: str, said: Collection[str]) -> bool:
+def _is_named(path: str, wide_names: Collection[str]) -> bool:
     module = path.partition(".")[0]
-    return any(not name or name in (path, module) or path.endswith(f".{name}") for name in said)
+    return any(
+        not name or name in (path, module) or path.endswith(f".{name}") for name in wide_names
+    )
 
 
 def _all_parts(name: str) -> tuple[str, ...]:

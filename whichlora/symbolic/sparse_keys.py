@@ -86,10 +86,10 @@ def _choose(
     hidden = tape.op([], per_pair(1), 1)  # `~attention_mask`
     masked = tape.op([of_heads, hidden], per_pair(1), of_heads.size)
     tape.hold(of_heads)
-    found = tape.op(
+    places = tape.op(
         [masked], _of_chosen(sparse, 1), INDEX_BYTES, inner=_of_chosen(sparse, masked.size)
     )
-    chosen = code.cast(found, CHOICE_BYTES)
+    chosen = code.cast(places, CHOICE_BYTES)
     # local variables, until it returns
     tape.hold(q, k, q_turned, k_turned, query, scores, weights, masked)
     if code.dtypes.training:  # else the name is that of the cache's keys
