@@ -271,7 +271,7 @@ def test_clips_bring_the_encoder_into_use_and_a_note() -> None:
     (note,) = with_clips.model.notes
     assert note == "audio: 2 of 12.3 s in each row, 309 tokens and 1,500 positions each"
     (note,) = without.model.notes
-    assert note.startswith("text tower in blocks; the audio encoder counts as 639,")
+    assert note.startswith("text tower; the audio encoder adds 639,")
     assert "no audio passes it" in note
     assert RunConfig(**RUN | CLIPS).to_dict()["audios"] == 2
     assert "audio_seconds" not in RunConfig(model="m").to_dict()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from devices import A100, CPU
 
+from whichlora import estimate
 from whichlora.memory.weights import weight_bytes
 from whichlora.predict.coefficients import prior_calibration
 from whichlora.predict.notes import notes_on
@@ -16,6 +17,7 @@ from whichlora.predict.resolve import resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.hub import load_model
+from whichlora.units import format_bytes
 
 LLAMA = "HuggingFaceTB/SmolLM2-135M"  # has 8,192 positions
 MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"
@@ -124,3 +126,15 @@ def test_a_prediction_says_where_the_device_waits_for_the_host() -> None:
     assert "longest in an optimizer step" in said(batch_size=1, seq_len=64)[0]
     assert not said(batch_size=32, seq_len=2048)
     assert not said(gpu=CPU, precision="fp32", phase="inference")
+
+
+def test_int8_without_reentrant_checkpoints_is_told_what_holds_its_inputs() -> None:
+    settings: dict[str, Any] = {"method": "lora", "quant": "int8", "batch_size": 4, "seq_len": 512}
+    (held,) = estimate("Qwen/Qwen2.5-7B", "24GB", **settings)
+    (dropped,) = estimate("Qwen/Qwen2.5-7B", "24GB", use_reentrant=True, **settings)
+    (note,) = (note for note in held.notes if "--use-reentrant" in note)
+    assert note.endswith(format_bytes(dropped.memory.device_used_bytes))
+    assert not any("--use-reentrant" in note for note in dropped.notes)
+    settings["quant"] = "nf4-dq"
+    (four_bit,) = estimate("Qwen/Qwen2.5-7B", "24GB", **settings)
+    assert not any("--use-reentrant" in note for note in four_bit.notes)

@@ -9,7 +9,8 @@ import pytest
 from devices import A100, CPU
 
 from whichlora.errors import ConfigError
-from whichlora.predict.resolve import ResolvedRun, resolve, with_precision
+from whichlora.predict.defaults import with_precision
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.spec.gpu import GpuSpec
 from whichlora.spec.run import RunConfig
 from whichlora.store.gpus import find_gpu

@@ -8,7 +8,8 @@ import pytest
 
 from whichlora.errors import ConfigError
 from whichlora.families import build
-from whichlora.predict.resolve import resolve, with_precision
+from whichlora.predict.defaults import with_precision
+from whichlora.predict.resolve import resolve
 from whichlora.serving.base import Served
 from whichlora.spec.run import Precision, Quant, RunConfig
 from whichlora.store.gpus import find_gpu

@@ -394,6 +394,6 @@ def test_trainers_before_0_22_checkpoint_where_they_are_told(
 
 def test_a_note_says_that_nobody_asked_for_checkpointing(model: ModelSpec) -> None:
     older = job(model, libraries=(("trl", "0.17.0"),), gradient_checkpointing=None)
-    text = "gradient_checkpointing is off, as trainer sft of TRL 0.17.0 has it"
+    text = "gradient_checkpointing is off, as trainer sft of trl 0.17.0 has it"
     assert any(note.startswith(text) for note in notes_on(older))
     assert not any("is off, as" in note for note in notes_on(job(model)))

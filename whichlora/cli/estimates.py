@@ -38,7 +38,9 @@ from whichlora.spec.plan import Keeping
 from whichlora.text import visible
 
 if TYPE_CHECKING:
+    from whichlora.predict.largest import Size
     from whichlora.predict.life import Life
+    from whichlora.workflow.whole_training import FromFiles
 
 
 @click.command(cls=SpreadCommand)
@@ -131,6 +133,7 @@ def estimate(
         rates=rates_of(prices, country),
         data=Data.asked(data, samples, epochs, files),
         eval_batch_size=files.eval_batch_size,
+        stated=_stated(files, data, maximise),
     )
     if as_json:
         print_json(estimates.document(predictions))
@@ -149,6 +152,12 @@ def estimate(
         for fault in faults:
             click.echo(visible(fault), err=True)
         sys.exit(EXIT_NOTHING_FITS)
+
+
+def _stated(files: FromFiles, data: str | None, maximise: Size | None) -> set[str]:
+    """Names of the settings that somebody gave, a length by its data, too."""
+    of_data = {"seq_len"} if data is not None or maximise == "seq_len" else set()
+    return {*(files.stated or ()), *of_data}
 
 
 @click.command(cls=SpreadCommand)

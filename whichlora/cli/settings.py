@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def _optimizers(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
     """A click callback: optimizers by our names, or by those of `TrainingArguments`."""
     names = words("optimizer")(ctx, param, value)
-    of_trainer = {*specs.OPTIMIZER_NAMES, *specs.OTHER_OPTIMIZERS}
+    of_trainer = {"auto", *specs.OPTIMIZER_NAMES, *specs.OTHER_OPTIMIZERS}
     for name in names:
         if name not in of_trainer:
             words("optimizer", get_args(specs.Optimizer))(ctx, param, name)
@@ -127,9 +127,10 @@ _SETTINGS = (
     ),
     list_option(
         "optimizer",
-        "adamw_torch_fused",
+        "auto",
         f"Optimizer ({', '.join(get_args(specs.Optimizer))}), also by the other names of "
-        "TrainingArguments.",
+        "TrainingArguments; auto: theirs, adamw_torch_fused, or adamw_torch before torch 2.8 and "
+        "transformers 4.54.",
         _optimizers,
     ),
     click.option(
@@ -439,15 +440,21 @@ def with_from_files(
         if not settings["model"]:
             metavar = ctx.command.params[0].metavar
             raise click.UsageError(f"Missing argument '{metavar}'; or a file behind --from.", ctx)
-        return settings, _with_engine_notes(settings, NO_FILES)
+        said = replace(NO_FILES, stated=frozenset(_stated(ctx, settings)))
+        return settings, _with_engine_notes(settings, said)
     from whichlora.workflow.from_files import with_files
 
-    on_command_line = click.core.ParameterSource.COMMANDLINE
-    stated = {name for name in settings if ctx.get_parameter_source(name) is on_command_line}
+    stated = _stated(ctx, settings)
     if settings["model"]:
         stated.add("model")
     settings, imported = with_files(files, settings, stated, targets)
     return settings, _with_engine_notes(settings, imported)
+
+
+def _stated(ctx: click.Context, names: Iterable[str]) -> set[str]:
+    """Those of `names` that the command line gives."""
+    on_command_line = click.core.ParameterSource.COMMANDLINE
+    return {name for name in names if ctx.get_parameter_source(name) is on_command_line}
 
 
 def _with_engine_notes(settings: Mapping[str, list[Any]], said: FromFiles) -> FromFiles:

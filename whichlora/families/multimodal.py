@@ -27,10 +27,7 @@ from whichlora.families.towers.base import Multimodal
 from whichlora.spec.architecture import UNTIL_TODAY, ModelSpec
 
 TEXT_TOWER = "text tower"  # how these notes begin
-NOTE = (
-    "text tower in blocks; the {} counts as {:,} further parameters, stored and adapted as its "
-    "matrices are, but no {} passes it: no activations, no work"
-)
+NOTE = "text tower; the {} adds {:,} parameters, and no {} passes it: no activations, no work"
 UNLOADED = "text tower, as AutoModelForCausalLM loads it, without the {:,} of the {}"
 TEXT_ONLY = "text tower only: the config describes no {}"
 TOWERS: Mapping[str, Multimodal] = {

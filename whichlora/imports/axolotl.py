@@ -102,7 +102,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings: dict[str, Any] = {"model": keys.word("base_model")}
     settings |= keys.of_run({**LENGTH, **BATCH}, seq_len=_LENGTH_DEFAULT)
     keys.eval_batch_size = _eval_rows(keys, int(settings["batch_size"]))
-    settings["optimizer"] = optimizer(keys, "optimizer")
+    settings["optimizer"] = optimizer(keys, "optimizer", launch.libraries)
     settings |= _checkpointing(keys, launch)
     settings |= _spread(keys, launch) | allocator(launch)
     settings |= _adapter(keys)

@@ -13,14 +13,22 @@ from whichlora.errors import ConfigError
 from whichlora.imports.python_values import Unread
 from whichlora.methods import list_methods
 from whichlora.spec.options import Option, OptionValue
-from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB, OPTIMIZER_NAMES, RunConfig
+from whichlora.spec.run import (
+    ALL_LINEAR,
+    FOUR_BIT_BNB,
+    OPTIMIZER_NAMES,
+    RunConfig,
+    usual_optimizer,
+)
 from whichlora.spec.targets import PATTERN
 from whichlora.spec.versions import Libraries
+from whichlora.units import counted
 
 _SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _COMPUTED = "is computed, which is not read"
 _NAMES = re.compile(r"[\w.,\s-]*")
 _PLAIN = RunConfig(model="")
+READ_AS = "read as"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +59,12 @@ class Imported:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user must know: one line about the keys, and one for each assumption."""
-        unknown = ", ".join(self.unknown) or "none"
-        idle = ", ".join(self.without_effect) or "none"
+        """What a user must know: keys that nobody knows, each assumption, and whose file it is."""
+        unknown = [f"unknown keys, not used: {', '.join(self.unknown)}"] if self.unknown else []
         return (
-            f"{self.path}, read as {self.tool}: unknown keys, not used: {unknown}; keys without "
-            f"effect on bytes and time of a step: {idle}",
-            *(f"{self.path}: {text}" for text in self.assumed),
+            *(f"{self.path}: {text}" for text in (*unknown, *self.assumed)),
+            f"{self.path}: {READ_AS} {self.tool}; {counted(len(self.without_effect), 'key')} "
+            "without effect on memory and time of a step",
         )
 
 
@@ -464,9 +471,9 @@ def names_or_pattern(keys: Keys, name: str) -> tuple[str, ...]:
     return names
 
 
-def optimizer(keys: Keys, name: str) -> str:
-    """The optimizer that the Trainer knows as the value of `name`."""
-    asked = keys.word(name, _PLAIN.trainer_optim)
+def optimizer(keys: Keys, name: str, libraries: Libraries) -> str:
+    """The optimizer that the Trainer knows as the value of `name`, or has in its release."""
+    asked = keys.word(name, usual_optimizer(libraries))
     if asked not in OPTIMIZER_NAMES:
         known = ", ".join(OPTIMIZER_NAMES)
         keys.refuse("optimizer", name, f"{asked!r} is not predicted; {known} are")

@@ -254,15 +254,11 @@ def _precision(
     keys: Keys, launch: Launch, quant: str, *, adapts: bool, is_trl: bool
 ) -> dict[str, Any]:
     names = ("from_pretrained.dtype", "from_pretrained.torch_dtype")
-    loads = keys.word("from_pretrained")
-    by_trl = is_trainer(loads)  # `create_model_from_path` of TRL, since 0.27
-    wide = by_trl or loads == BI_ENCODER or "Classification" in loads
-    width = "float32" if wide else "bfloat16"
     read = [name for name in names if not keys.is_unread(name)]
+    width, what = _loaded(keys, launch)
     weights = dtype(keys, *read, default=width)
     if not any(name in keys for name in read):
         why = "is missing" if len(read) == len(names) else "is computed"
-        what = "loaded in float32, as TRL does" if by_trl else f"a checkpoint in {width}"
         keys.assume("from_pretrained.dtype", f"{why}; assumed: {what}")
     computed = [name for name in ("bf16", "fp16") if keys.is_unread(name)]
     if computed:
@@ -273,6 +269,21 @@ def _precision(
     widens = keys.flag("get_peft_model.autocast_adapter_dtype", True)
     narrows = not (adapts and widens) or (is_trl and quant in BNB_QUANTS)
     return precision(keys, mixed, weights, narrows_adapters=narrows)
+
+
+def _loaded(keys: Keys, launch: Launch) -> tuple[str, str]:
+    """The dtype of weights that are loaded without one, and why."""
+    loads, libraries = keys.word("from_pretrained"), launch.libraries
+    by_trl = is_trainer(loads)
+    if by_trl and libraries.trl_loads_wide:
+        return _WIDE, "loaded in float32, as TRL does"
+    if libraries.loads_wide:
+        return _WIDE, f"loaded in float32, as transformers {libraries.transformers} does"
+    with contextlib.suppress(ConfigError):
+        width = load_model(model_name(keys)).dtype
+        return width, f"that of the checkpoint, {width}, as transformers 5 does"
+    width = _WIDE if loads == BI_ENCODER or "Classification" in loads else "bfloat16"
+    return width, f"a checkpoint in {width}"
 
 
 TOOL = Tool(

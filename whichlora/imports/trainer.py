@@ -11,7 +11,7 @@ from whichlora.exports.trainer_keys import BATCH
 from whichlora.exports.trl import ADAPTER
 from whichlora.imports.base import Keys, Launch, Tool, full_method, optimizer
 from whichlora.imports.spread import checkpoints_in_fsdp, spread_settings
-from whichlora.spec.run import FP32_PRECISIONS, ComputeDtype
+from whichlora.spec.run import FP32_PRECISIONS, ComputeDtype, precision_of_weights
 from whichlora.trainers import liger
 
 EVALUATES = ("eval_strategy", "evaluation_strategy")
@@ -82,7 +82,7 @@ def trainer_settings(
     if "per_device_train_batch_size" not in keys:
         keys.assume("per_device_train_batch_size", f"is missing; assumed: {batch_size}")
     keys.eval_batch_size = evaluated(keys)
-    settings["optimizer"] = optimizer(keys, "optim")
+    settings["optimizer"] = optimizer(keys, "optim", launch.libraries)
     settings |= checkpointing(keys, launch, default=checkpoints)
     return settings | spread_settings(keys, launch) | allocator(launch)
 
@@ -132,19 +132,9 @@ def autocast(keys: Keys, launch: Launch, *, default: str = "") -> str:
 
 
 def precision(keys: Keys, mixed: str, weights: str, *, narrows_adapters: bool) -> dict[str, Any]:
-    """Precision, and the dtype of the base, of weights in the dtype `weights`.
-
-    Args:
-        mixed: of autocast, or "no".
-        narrows_adapters: what is trained has the 16 bits of the weights, where nothing casts.
-    """
+    """`precision_of_weights`, with the key for tf32."""
     tf32 = keys.flag("tf32")
-    if mixed != "no":
-        return {"precision": mixed, **({"base_dtype": "float32"} if weights == "float32" else {})}
-    if weights == "float32":
-        return {"precision": "tf32" if tf32 else "fp32"}
-    width = "fp16" if weights == "float16" else "bf16"
-    return {"precision": f"{width}-pure" if narrows_adapters else f"{width}-no-autocast"}
+    return precision_of_weights(mixed, weights, narrows_adapters=narrows_adapters, tf32=tf32)
 
 
 def dtype(keys: Keys, *names: str, default: str) -> str:
@@ -239,9 +229,13 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings = trainer_settings(keys, launch)
     mixed = autocast(keys, launch)
     example = _EXAMPLES.get(launch.program, _Example())
-    weights = dtype(keys, "dtype", "torch_dtype", default=example.dtype)
+    width, what = example.dtype, f"a checkpoint in {example.dtype}"
+    if launch.libraries.loads_wide:
+        width = "float32"
+        what = f"float32, as transformers {launch.libraries.transformers} loads it"
+    weights = dtype(keys, "dtype", "torch_dtype", default=width)
     if "dtype" not in keys and "torch_dtype" not in keys:
-        keys.assume("dtype", f"is missing; assumed: a checkpoint in {example.dtype}")
+        keys.assume("dtype", f"is missing; assumed: {what}")
     settings |= precision(keys, mixed, weights, narrows_adapters=True)
     settings["model"] = keys.word("model_name_or_path") or keys.word("model_name")
     settings["method"] = full_method()

@@ -753,7 +753,7 @@ def saving(rank: RankKind, spread: Spread) -> Saving:
         what=what,
         host_bytes=copied,
         device_bytes=max(gathered),
-        instead="stage3_gather_16bit_weights_on_model_save false (zero_to_fp32.py joins shares)",
+        instead="DeepSpeed's stage3_gather_16bit_weights_on_model_save: false",
     )
 
 

@@ -15,12 +15,12 @@ from whichlora.errors import ConfigError
 from whichlora.memory import allocator, kv_cache
 from whichlora.memory.entries import Entry
 from whichlora.memory.training import Ledger
-from whichlora.methods import COMPARED, get_method
+from whichlora.methods import get_method
+from whichlora.predict import changes
 from whichlora.predict.coefficients import Calibration
 from whichlora.predict.counted import count_run
 from whichlora.predict.judgement import allocated_bytes, corrected
 from whichlora.predict.ledger_lines import Line, layer_lines, lines_at
-from whichlora.predict.parallel_choice import candidates
 from whichlora.predict.parts import part_bytes
 from whichlora.predict.predict import predict_counted
 from whichlora.predict.quantities import ledger
@@ -31,8 +31,7 @@ from whichlora.spec.numeric import round_up
 from whichlora.spec.parallel import ParallelConfig
 from whichlora.spec.rendering import Rendered
 from whichlora.spec.results import Prediction
-from whichlora.spec.run import ATTENTION, BNB_QUANTS, AttentionKernel, KvCache, Quant, RunConfig
-from whichlora.trainers import get_trainer
+from whichlora.spec.run import KvCache, Quant, RunConfig
 
 RANKS = (4, 8, 16, 32, 64)
 STORAGES: tuple[Quant, ...] = ("none", "int8", "nf4-dq")
@@ -199,9 +198,9 @@ def explain(
             predictions[job.run] = predict_counted(count_run(job), calibration)
         return predictions[job.run]
 
-    def alternatives(changes: Iterator[tuple[str, dict[str, Any]]]) -> tuple[Alternative, ...]:
+    def alternatives(choices: Iterator[tuple[str, dict[str, Any]]]) -> tuple[Alternative, ...]:
         predictions = []
-        for name, settings in changes:
+        for name, settings in choices:
             try:
                 prediction = predicted(replace(run, **settings))
             except ConfigError:  # this device or this method does not have that choice
@@ -218,8 +217,10 @@ def explain(
     }
     lines, card = lines_at(job, counted, prediction.memory, calibration)
     training = job.run.phase == "finetune"
-    changes = iter(()) if job.has_pool else _changes(job.run, model)  # a pool takes what is saved
-    savings = alternatives(changes)
+    changed = (
+        iter(()) if job.has_pool else changes.changes(job.run, model)
+    )  # a pool takes what is saved
+    savings = alternatives(changed)
     used = prediction.memory.device_used_bytes
     explained = Explanation(
         prediction=prediction,
@@ -227,13 +228,13 @@ def explain(
         card=card,
         layer=layer_lines(job) if training and job.run.gradient_checkpointing else (),
         moments=moments,
-        methods=alternatives(_methods(run) if training else _storages(job)),
+        methods=alternatives(changes.methods(run) if training else _storages(job)),
         savings=tuple(
             sorted(savings, key=lambda saving: saving.prediction.memory.device_used_bytes - used)
         ),
         ranks=alternatives(_ranks(run)) if training else (),
         caches=(),
-        strategies=alternatives(_strategies(job.run)),
+        strategies=alternatives(changes.strategies(job.run)),
         scaling=_scaling(model, job, counted, prediction.memory.moment),
     )
     if training or not job.model.can_generate or job.has_pool:
@@ -245,15 +246,6 @@ def explain(
         except ConfigError:
             continue
     return replace(explained, caches=tuple(caches))
-
-
-def _methods(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name in dict.fromkeys((*COMPARED, run.method)):
-        if name == run.method:
-            yield name, {}
-        else:  # each with its own storage of the base
-            plain = {"method_options": ()} if run.method_options else {}
-            yield name, {"method": name, "quant": None, "prepare_kbit": None, **plain}
 
 
 def _storages(job: ResolvedRun) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -277,16 +269,6 @@ def _ranks(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     for r in sorted({*RANKS, run.r}):
         yield f"r {r}", {"r": r}
-
-
-def _strategies(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every strategy alone, with its default options but for the run's own."""
-    if run.parallel.is_one_device:
-        return
-    yield run.parallel.strategy, {}
-    for config in candidates(replace(run.parallel, options=())):
-        if len(config.names) == 1 and config.strategy != run.parallel.strategy:
-            yield config.strategy, {"parallel": config}
 
 
 def _scaling(
@@ -319,78 +301,6 @@ def _by_fact(entries: Iterable[Entry]) -> dict[tuple[str, str], int]:
         key = entry.part, entry.what
         sizes[key] = sizes.get(key, 0) + int(entry.num_bytes)
     return sizes
-
-
-def _storage_changes(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The storage of the base and its preparation, each on its own and both together.
-
-    Whether a base is prepared follows from its storage and from the loss head where nobody says
-    it, so every change names it.
-    """
-    if run.phase == "inference":
-        name = "4-bit base weights" if run.quant == "none" else "base weights not quantised"
-        yield name, {"quant": "nf4-dq" if run.quant == "none" else "none"}
-        return
-    prepared = bool(run.prepare_kbit) and run.quant in BNB_QUANTS
-    if run.quant == "none":
-        yield "4-bit base weights", {"quant": "nf4-dq", "prepare_kbit": False}
-        name = "4-bit base weights, prepared for k-bit training"
-        yield name, {"quant": "nf4-dq", "prepare_kbit": True}
-        return
-    name = "base weights not quantised" + ", nor prepared for k-bit training" * prepared
-    yield name, {"quant": "none", "prepare_kbit": False}
-    if run.quant in BNB_QUANTS:
-        name = f"base {'not ' * prepared}prepared for k-bit training"
-        yield name, {"prepare_kbit": not prepared}
-
-
-def _loss_changes(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Another loss head, and TRL's with the recipe that it belongs to."""
-    held = {"prepare_kbit": run.prepare_kbit} if run.quant in BNB_QUANTS else {}
-    if run.loss_head != "hf":
-        if "hf" not in get_trainer(run.trainer).loss_heads:
-            return
-        yield "hf loss, with whole logits", {"loss_head": "hf"} | held
-        return
-    for head in ("trl-fused", "liger"):
-        yield f"{head} loss, without logits", {"loss_head": head} | held
-    if held.get("prepare_kbit"):
-        name = "TRL's recipe: trl-fused loss, base not prepared for k-bit training"
-        yield name, {"loss_head": "trl-fused", "prepare_kbit": False}
-
-
-def _changes(run: RunConfig, model: ModelSpec) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One choice at a time, made the other way; `run` has its defaults filled in."""
-    training = run.phase == "finetune"
-    trains_base = training and get_method(run.method).trains_base
-    if run.batch_size > 1:
-        yield "half the batch", {"batch_size": run.batch_size // 2}
-    if not trains_base:
-        yield from _storage_changes(run)
-    for attn in get_args(AttentionKernel):
-        if attn != run.attn:
-            yield f"{attn} attention", {"attn": attn}
-    if not training:
-        if run.prompt_len > 1:
-            yield "half the prompt", {"prompt_len": run.prompt_len // 2}
-        if run.max_new_tokens > 1 and model.task != "encoder":
-            yield "half the new tokens", {"max_new_tokens": run.max_new_tokens // 2}
-        return
-    if run.seq_len > 1:
-        yield "half the sequence", {"seq_len": run.seq_len // 2}
-    checkpointing = run.gradient_checkpointing
-    yield (
-        "no gradient checkpointing" if checkpointing else "gradient checkpointing",
-        {"gradient_checkpointing": not checkpointing},
-    )
-    yield from _loss_changes(run)
-    is_8bit = "8bit" in run.optimizer
-    yield (
-        "32-bit optimizer" if is_8bit else "8-bit optimizer",
-        {"optimizer": "adamw_torch_fused" if is_8bit else "adamw_8bit"},
-    )
-    if not trains_base and run.target_modules != (ATTENTION,):
-        yield "adapters on attention only", {"target_modules": (ATTENTION,)}
 
 
 def _cache_use(model: ModelSpec, prediction: Prediction, gpu: GpuSpec) -> CacheUse:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
+from whichlora.errors import ConfigError
 from whichlora.memory.layer_passes import offloaded_bytes
+from whichlora.predict.changes import holds_inputs
+from whichlora.predict.defaults import is_dated
 from whichlora.predict.resolve import ResolvedRun
 from whichlora.spec.architecture import Attention
 from whichlora.spec.checkpoint import gguf_type, is_gguf, stored_quant
 from whichlora.spec.dtypes import is_quantised
 from whichlora.spec.numeric import Real
-from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
+from whichlora.spec.results import Prediction
+from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB, RunConfig
 from whichlora.spec.targets import all_linears
 from whichlora.spec.versions import changes_nothing
 from whichlora.symbolic.kernels import attention_kernel, runs_efficient
@@ -20,7 +26,15 @@ from whichlora.units import format_bytes
 # Source: release notes of 2.8; github.com/pytorch/pytorch, issue 172352.
 _LEAST_CAPABILITY = (("0", 0.0), ("2.8", 7.0), ("2.11", 7.5))
 UNVERIFIED = "datasheet facts"  # how the note on facts that nobody confirmed begins
+# How notes on where facts are from begin, or go on behind a name: they move no memory.
+_WHENCE = re.compile(rf"{UNVERIFIED}|shapes of |links of |for --task |[^ ]+: read as ")
+_NOTABLE = 0.1  # of the memory, what is worth a note
 HOST_BOUND = "bound by the host"  # how the one on the side that waits does
+
+
+def says_whence(note: str) -> bool:
+    """Whether `note` says where facts are from, and nothing of what the run takes."""
+    return _WHENCE.match(note) is not None
 
 
 _PASS_NAMES = {
@@ -113,10 +127,11 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
         notes.append(
             f"gradient_checkpointing is off: the {job.model.model_type} of transformers has none"
         )
-    elif training and not (run.gradient_checkpointing or job.trainer.checkpoints(run)):
+    elif training and not run.gradient_checkpointing and _is_off_by_itself(job):
+        library = job.trainer.dated_by
         notes.append(
-            f"gradient_checkpointing is off, as trainer {run.trainer} of TRL {run.versions.trl} "
-            "has it where nobody asks for it"
+            f"gradient_checkpointing is off, as trainer {run.trainer} of {library} "
+            f"{dict(run.libraries)[library]} has it where nobody asks for it"
         )
     notes += job.method.notes(run, adapted_experts)
     if idle := [name for name, _ in run.libraries if changes_nothing(name)]:
@@ -134,6 +149,39 @@ def notes_on(job: ResolvedRun) -> tuple[str, ...]:
     if job.model.has_two_stacks and run.phase == "finetune":
         notes.append(_lengths_in_words(job))
     return tuple(notes)
+
+
+def held_inputs_note(
+    prediction: Prediction, used_bytes: Callable[[RunConfig], int]
+) -> tuple[str, ...]:
+    """That bitsandbytes holds inputs of products which a checkpoint should drop, and a way out.
+
+    Reentrant checkpoints run a forward without a graph, which has nothing to hold them.
+    """
+    run = prediction.run
+    if run.phase != "finetune" or not run.gradient_checkpointing:
+        return ()
+    if run.use_reentrant or not holds_inputs(run):
+        return ()
+    try:
+        used = used_bytes(replace(run, use_reentrant=True))
+    except ConfigError:
+        return ()
+    if used > (1 - _NOTABLE) * prediction.memory.device_used_bytes:
+        return ()
+    return (
+        f"{run.quant}: bitsandbytes keeps the inputs of its products, and non-reentrant "
+        f"checkpointing, the default of transformers 5, can't drop them; with --use-reentrant, as "
+        f"transformers 4 does, {format_bytes(used)}",
+    )
+
+
+def _is_off_by_itself(job: ResolvedRun) -> bool:
+    """Whether the release that the user states does not checkpoint where nobody says."""
+    defaults = job.trainer.defaults
+    if defaults is None or not is_dated(job.run):
+        return False
+    return not defaults(job.run.versions).checkpoints
 
 
 def _beyond_every_rank(job: ResolvedRun) -> list[str]:

@@ -12,6 +12,7 @@ from whichlora.memory.quantised_cache import check_quantisable
 from whichlora.methods import BUILT_IN, Method, get_method, with_defaults
 from whichlora.parallel import get_strategy
 from whichlora.parallel.layout import Layout
+from whichlora.predict.defaults import with_open_settings, with_precision
 from whichlora.predict.images import with_images, with_lengths
 from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Engine, Served, Start
@@ -337,7 +338,7 @@ def _filled(model: ModelSpec, run: RunConfig, gpu: GpuSpec, method: Method) -> R
     if run.serving_options:
         named = by_own_names(get_engine(run.serving).options, run.serving_options)
         run = replace(run, serving_options=named)
-    run = with_precision(with_checkpointing(model, run), gpu, is_stored=True)
+    run = with_precision(with_open_settings(model, run), gpu, is_stored=True)
     run = with_lengths(model, run)
     training = run.phase == "finetune"
     if training and method.trains_base and run.quant != "none":
@@ -577,41 +578,6 @@ def _layout(config: ParallelConfig, phase: str) -> Layout | None:
             "one of these, or leave gpus and parallel out"
         )
     return layout
-
-
-def with_precision(run: RunConfig, gpu: GpuSpec, *, is_stored: bool = False) -> RunConfig:
-    """`run` in fp16 where it names no precision and the GPU has no bf16, else in bf16.
-
-    An engine's release may multiply weights of some forms in fp16 alone: then it is fp16 of these,
-    as engines take the dtype of a checkpoint, and is open until the form is known.
-
-    Args:
-        is_stored: whether `run` has the form of the checkpoint already.
-    """
-    if run.precision != "auto":
-        return run
-    if not gpu.has_bf16:
-        return replace(run, precision="fp16")
-    if run.phase == "inference":
-        engine = get_engine(run.serving)
-        older = engine.libraries(run).older
-        narrow = [
-            quant for quant, since in engine.float16_alone.items() if older(engine.library, since)
-        ]
-        if narrow and not is_stored:
-            return run
-        if run.quant in narrow:
-            return replace(run, precision="fp16")
-    return replace(run, precision="bf16")
-
-
-def with_checkpointing(model: ModelSpec, run: RunConfig) -> RunConfig:
-    """`run` with checkpointing on where it is not set, and trainer, model and method have it."""
-    if run.gradient_checkpointing is not None:
-        return run
-    allowed = model.supports_checkpointing and get_method(run.method).checkpoints
-    on = run.phase == "inference" or (allowed and get_trainer(run.trainer).checkpoints(run))
-    return replace(run, gradient_checkpointing=on)
 
 
 def _check_experts(model: ModelSpec, run: RunConfig) -> None:

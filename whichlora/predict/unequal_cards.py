@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from whichlora.errors import ConfigError
 from whichlora.parallel import get_strategy
 from whichlora.predict.coefficients import Calibration
+from whichlora.predict.defaults import with_precision
 from whichlora.predict.parallel_choice import best_spread
 from whichlora.predict.rank_time import links_of
-from whichlora.predict.resolve import with_precision
 from whichlora.serving import get_engine, list_engines
 from whichlora.serving.base import Engine
 from whichlora.spec.gpu import GpuSpec

@@ -388,6 +388,45 @@ class EvaluationMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Assumed:
+    """What a fine-tuning was predicted with that its user did not state.
+
+    Args:
+        settings: by name of a `RunConfig` field.
+        by_release: they are those of the stated release of the trainer's library.
+        own: settings in which the trainer by itself differs from them.
+        own_bytes: device memory with these; None where they change nothing, or nobody knows.
+    """
+
+    settings: Mapping[str, Any]
+    by_release: bool = False
+    own: Mapping[str, Any] = field(default_factory=dict)
+    own_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayOut:
+    """A run that fits in place of one that does not.
+
+    Args:
+        settings: what changes, by name of a `RunConfig` field.
+        gpu: another accelerator; empty for the same.
+    """
+
+    settings: Mapping[str, Any]
+    gpu: str
+    device_used_bytes: int
+    usable_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON shape; GPUs and strategy as `RunConfig.to_dict` has them."""
+        values = dataclasses.asdict(self)
+        if "parallel" in self.settings:
+            values["settings"]["parallel"] = self.settings["parallel"].to_dict()
+        return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction(Rendered):
     """One candidate judged on one device.
 
@@ -400,6 +439,8 @@ class Prediction(Rendered):
         cost: of an hour of it, where the one who predicts looked up prices.
         training: over all the data, where there is some.
         evaluation: where it takes more than training, and the verdict is its own; else None.
+        assumed: what its user left open; None where nobody told what was stated.
+        ways_out: of a run that does not fit, where they were looked for, cheapest change first.
     """
 
     run: RunConfig
@@ -418,6 +459,8 @@ class Prediction(Rendered):
     cost: RunningCost | None = None
     training: TrainingTotal | None = None
     evaluation: EvaluationMemory | None = None
+    assumed: Assumed | None = field(default=None, compare=False)  # of the question
+    ways_out: tuple[WayOut, ...] = ()
 
     @property
     def exceeds_host(self) -> bool:
@@ -453,6 +496,8 @@ class Prediction(Rendered):
                 if self.evaluation is None
                 else {"evaluation": dataclasses.asdict(self.evaluation)}
             ),
+            **({} if self.assumed is None else {"assumed": dataclasses.asdict(self.assumed)}),
+            **({"ways_out": [way.to_dict() for way in self.ways_out]} if self.ways_out else {}),
         }
 
     def _training(self) -> dict[str, Any]:

@@ -155,6 +155,24 @@ def autocast_precision(precision: Precision) -> Precision:
     return without.get(precision, precision)
 
 
+def precision_of_weights(
+    mixed: str, weights: str, *, narrows_adapters: bool, tf32: bool = False
+) -> dict[str, Any]:
+    """Precision, and the dtype of the base, of weights that are loaded in `weights`.
+
+    Args:
+        mixed: of autocast, or "no".
+        narrows_adapters: what is trained has the 16 bits of the weights, where nothing casts.
+        tf32: fp32 products are made in tf32.
+    """
+    if mixed != "no":
+        return {"precision": mixed, **({"base_dtype": weights} if weights == "float32" else {})}
+    if weights == "float32":
+        return {"precision": "tf32" if tf32 else "fp32"}
+    width = "fp16" if weights == "float16" else "bf16"
+    return {"precision": f"{width}-pure" if narrows_adapters else f"{width}-no-autocast"}
+
+
 def named_optimizer(name: str) -> str:
     """Ours, of the name that `TrainingArguments` have; others are as they are.
 
@@ -165,6 +183,11 @@ def named_optimizer(name: str) -> str:
         known = ", ".join(get_args(Optimizer))
         raise ConfigError(f"optimizer: no formula here describes {name}; {known} are predicted")
     return OPTIMIZER_NAMES.get(name, name)
+
+
+def usual_optimizer(versions: Libraries) -> Optimizer:
+    """That of `TrainingArguments` where nobody names one."""
+    return "adamw_torch_fused" if versions.fuses_optimizer else "adamw_torch"
 
 
 def usual_alpha(r: int) -> int:

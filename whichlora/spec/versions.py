@@ -313,6 +313,15 @@ class Libraries:
         return not self.older("trl", "0.19")
 
     @property
+    def trl_loads_wide(self) -> bool:
+        """They load a model that they are given by name in float32, whatever its checkpoint has.
+
+        Read: `create_model_from_path` of utils.py is told float32 from 0.27 on, and "auto" in 0.26;
+        before nobody tells transformers, whose releases of that time take float32.
+        """
+        return self.older("trl", "0.26") or not self.older("trl", "0.27")
+
+    @property
     def trl_narrows_embeddings(self) -> bool:
         """TRL casts embeddings and head of a prepared base back to 16 bit, norms it leaves."""
         return self.older("trl", "0.14")
@@ -340,6 +349,22 @@ class Libraries:
         Read: `Accelerator.no_sync` asks for an attribute that version 2 lacks; pull 3762 ends it.
         """
         return self.older("accelerate", "1.11")
+
+    @property
+    def loads_wide(self) -> bool:
+        """`from_pretrained` that is told no dtype makes float32 of every checkpoint.
+
+        Source: transformers 5 has "auto" there, the dtype of the checkpoint: pull 42883.
+        """
+        return self.older("transformers", "5")
+
+    @property
+    def fuses_optimizer(self) -> bool:
+        """`TrainingArguments` have the fused AdamW where nobody names another.
+
+        Read: `default_optim` of 5.23; transformers pull 37358 of July 2025.
+        """
+        return not self.older("transformers", "4.54") and not self.older("torch", "2.8")
 
     @property
     def checkpoints_reentrant(self) -> bool:

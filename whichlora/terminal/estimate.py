@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from whichlora.predict.cost_words import cost_of, of_training, per_million, price_lines
 from whichlora.predict.words import VERDICTS, amount_in_words, headline
 from whichlora.spec.results import MemoryPrediction, Prediction, Refused
+from whichlora.terminal.assumed import assumed_lines, ways_out_lines
 from whichlora.terminal.serving import (
     command_lines,
     print_served,
@@ -35,6 +36,8 @@ def print_predictions(predictions: Sequence[Prediction], refused: Sequence[Refus
         print_served(console, served)
     if generated := [prediction for prediction in predictions if prediction.serving is None]:
         _print_table(console, generated)
+    for text in (*assumed_lines(predictions), *ways_out_lines(predictions)):
+        say(console, text)
     if len(predictions) == 1:
         _print_breakdown(console, predictions[0])
         print_spread(console, predictions[0])
@@ -52,7 +55,8 @@ def predictions_document(
     sheets += [*([_sheet(generated)] if generated else ())]
     if len(predictions) != 1:
         title = f"{len(predictions)} predictions"
-        return Document(title=title, sheets=sheets, lines=[*_closing(predictions, refused)])
+        told = [*assumed_lines(predictions), *ways_out_lines(predictions)]
+        return Document(title=title, sheets=sheets, lines=[*told, *_closing(predictions, refused)])
     (prediction,) = predictions
     serving = prediction.serving
     if serving is not None and serving.time is not None:
@@ -62,6 +66,8 @@ def predictions_document(
         sheets.append(_counters_sheet(prediction.memory))
     lines = [
         *_served_lines(prediction),
+        *assumed_lines(predictions),
+        *ways_out_lines(predictions),
         _size_and_interval(prediction),
         *_closing(predictions, refused),
     ]
@@ -250,7 +256,7 @@ def _parts_sheet(prediction: Prediction) -> Sheet:
         if size
     ]
     rows.append(("device memory used", format_bytes(total), "100.0%"))
-    columns = (f"at {prediction.memory.moment}", "bytes", "share")
+    columns = (f"at {prediction.memory.moment.replace('_', ' ')}", "bytes", "share")
     return Sheet(title="", columns=columns, right=("bytes", "share"), rows=rows)
 
 

@@ -12,6 +12,7 @@ from whichlora.spec.results import Prediction
 from whichlora.terminal.several_gpus import kinds_sheet, messages_sheet, spread_lines
 from whichlora.terminal.sheet import WIDE, Document, Sheet, show
 from whichlora.terminal.tables import open_console, say
+from whichlora.terminal.words import shared_notes
 from whichlora.units import format_bytes, format_count, format_seconds
 
 SMALL_SHARE = 0.002  # of the device memory used; smaller tensors of a group are summed up
@@ -48,7 +49,7 @@ def _closing(explanation: Explanation) -> Iterator[str]:
         yield from spread_lines(prediction, prediction.several_gpus)
         yield from _unshared(explanation)
     yield f"basis: {explanation.prediction.basis}"
-    for note in explanation.prediction.notes:
+    for note in shared_notes([explanation.prediction]):
         yield f"note: {note}"
 
 

@@ -170,10 +170,14 @@ def _print_waits(console: Console, time: ServingTime) -> None:
     print_whole(console, step)
 
 
+def _pool(num_bytes: int) -> str:
+    return format_bytes(num_bytes) if num_bytes >= 0 else f"none, {format_bytes(-num_bytes)} lack"
+
+
 def _print_pool(console: Console, serving: ServingPrediction) -> None:
     table = new_table(serving.release, "", right=("",))
     for what, value in (
-        ("pool for keys and values", format_bytes(serving.kv_pool_bytes)),
+        ("pool for keys and values", _pool(serving.kv_pool_bytes)),
         (
             f"blocks of {format_bytes(serving.block_bytes)}",
             f"{serving.num_blocks:,}",

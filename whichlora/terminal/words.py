@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from whichlora.predict.notes import says_whence
 from whichlora.predict.parallel_choice import ON_CHOICE
 from whichlora.predict.words import describe, gpus_in_words, kind, on_gpus
 from whichlora.search.feasibility import Candidate, Check, Relaxation
@@ -93,11 +94,14 @@ def _in_words(setting: str, value: Any) -> str:
 
 
 def shared_notes(predictions: Sequence[Prediction]) -> list[str]:
-    """The notes of all, once each; those on the choice of a strategy only of one prediction."""
+    """The notes of all, once each, those last that say where facts are from.
+
+    Those on the choice of a strategy are only of one prediction.
+    """
     notes = dict.fromkeys(note for prediction in predictions for note in prediction.notes)
-    if len(predictions) == 1:
-        return list(notes)
-    return [note for note in notes if not note.startswith(ON_CHOICE)]
+    if len(predictions) > 1:
+        notes = {note: None for note in notes if not note.startswith(ON_CHOICE)}
+    return sorted(notes, key=says_whence)
 
 
 def times(prediction: Prediction, measurement: Measurement) -> list[tuple[str, float, float]]:

@@ -15,6 +15,7 @@ from whichlora.spec.kernels import NO_KERNELS, FusedKernels
 from whichlora.spec.numeric import Count, ceil_div
 from whichlora.spec.options import Option
 from whichlora.spec.run import FOUR_BIT_BNB, USUAL_HEAD, LossHead, RunConfig
+from whichlora.spec.versions import Libraries
 
 # Of all weights of a language model; the 5e-5 of transformers' TrainingArguments is for BERTs.
 # Source: TRL 1.16 `SFTConfig.learning_rate`.
@@ -96,6 +97,21 @@ class Rollout:
     new_tokens: int
     steps: float
     pool_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What a training does where nobody says: of its library alone, by release.
+
+    Args:
+        loads_wide: the weights are float32; else they have the dtype of the checkpoint.
+        autocasts: under bf16 autocast; else in the dtype of the weights.
+        checkpoints: layers are run again in the backward.
+    """
+
+    loads_wide: bool
+    autocasts: bool = False
+    checkpoints: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +210,11 @@ def _own_options(run: RunConfig) -> Mapping[str, Any]:
     return dict(run.trainer_options)
 
 
+def _of_from_pretrained(libraries: Libraries) -> Defaults:
+    """The weights as `from_pretrained` loads them, and nothing that saves memory."""
+    return Defaults(loads_wide=libraries.loads_wide)
+
+
 def never(run: RunConfig) -> bool:
     return False
 
@@ -261,7 +282,9 @@ class Trainer:
         logits_loss: what it computes of the logits that the model returns; None where the model
             or its head computes the loss.
         narrows_embedding_states: an 8-bit optimizer has 8-bit states of embeddings, too.
-        checkpoints: layers are run again in the backward where nobody says whether.
+        defaults: what it does where nobody says; None where its own are what runs have here.
+        dated_by: a library whose release, where a user states it, makes its defaults those of the
+            run: `predict.defaults`.
         keeps_base: a quantised base is not prepared, whose norms stay narrow.
         narrows_adapters: those of a quantised base are cast to 16 bit.
         narrowed_names: embeddings and heads whose names contain one of these are cast to bf16, on a
@@ -314,7 +337,8 @@ class Trainer:
     widens_outputs: bool = False
     logits_loss: Callable[[RunConfig], LogitsLoss | None] = _of_model
     narrows_embedding_states: bool = False
-    checkpoints: Callable[[RunConfig], bool] = always
+    defaults: Callable[[Libraries], Defaults] | None = _of_from_pretrained
+    dated_by: str = ""
     keeps_base: Callable[[RunConfig], bool] = _has_head_of_trl
     narrows_adapters: Callable[[RunConfig], bool] = _has_head_of_trl
     narrowed_names: Callable[[RunConfig], tuple[str, ...]] = _no_names

@@ -16,7 +16,7 @@ from whichlora.errors import ConfigError
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
 from whichlora.trainers import dpo, transformers
-from whichlora.trainers.base import Forwards, LogitsLoss, always, drops_outputs
+from whichlora.trainers.base import Defaults, Forwards, LogitsLoss, always, drops_outputs
 
 BETA = Option(name="pref_beta", summary="strength of the pull to the reference", default=0.1)
 LOSS = Option(
@@ -67,6 +67,8 @@ TRAINER = replace(
     logits_loss=_logits_loss,
     keeps_base=always,
     config_class="",
+    # model/patcher.py `infer_optim_dtype`, hparams `disable_gradient_checkpointing`
+    defaults=lambda libraries: Defaults(loads_wide=False, checkpoints=True),
     learning_rate=5e-7,  # a tenth of their LoRA's
     rate_source="LLaMA-Factory's examples of preferences",
     check=check,

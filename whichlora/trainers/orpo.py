@@ -43,7 +43,8 @@ TRAINER = replace(
     keeps_unlearned=True,
     outputs_held=drops_outputs,
     logits_loss=_logits_loss,
-    checkpoints=trl.checkpoints,
+    defaults=trl.defaults,
+    dated_by=trl.LIBRARY,
     # orpo_trainer.py and cpo_trainer.py prepare and cast in every release
     keeps_base=never,
     narrows_adapters=never,

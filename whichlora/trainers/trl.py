@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from whichlora.spec.options import Option
 from whichlora.spec.run import RunConfig
-from whichlora.trainers.base import LogitsLoss
+from whichlora.spec.versions import Libraries
+from whichlora.trainers.base import Defaults, LogitsLoss
 
 TURNED_ON = ("bf16", "gradient_checkpointing")  # `_BaseConfig`
 BETA = Option(name="beta", summary="strength of the pull to the reference", default=0.1)
@@ -29,8 +30,16 @@ _SHARDS = frozenset({"fsdp", "zero3"})
 CAST = ("lm_head", "embed_tokens", "wte", "wpe")
 
 
-def checkpoints(run: RunConfig) -> bool:
-    return run.versions.trl_checkpoints
+LIBRARY = "trl"
+
+
+def defaults(libraries: Libraries) -> Defaults:
+    """Of a trainer that is given the name of a model."""
+    return Defaults(
+        loads_wide=libraries.trl_loads_wide,
+        autocasts=libraries.trl_autocasts,
+        checkpoints=libraries.trl_checkpoints,
+    )
 
 
 def is_sharded(run: RunConfig) -> bool:

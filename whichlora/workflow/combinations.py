@@ -21,14 +21,21 @@ from whichlora.spec.run import (
     RunConfig,
     named_optimizer,
     usual_alpha,
+    usual_optimizer,
 )
+from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import number_in, one_number, types_by_number
 from whichlora.store.quantised_names import PLAIN_GGUF_TYPES, gguf_type_named
 from whichlora.tasks import with_task
 from whichlora.trainers import get_trainer
 
 _ALONE = (None, AUTO, ONE_DEVICE)  # what one GPU is asked with
-UNSTATED: Mapping[str, Sequence[Any]] = {"gradient_checkpointing": [None], "precision": ["auto"]}
+USUAL = "auto"  # of an optimizer that nobody names
+UNSTATED: Mapping[str, Sequence[Any]] = {
+    "gradient_checkpointing": [None],
+    "precision": ["auto"],
+    "optimizer": [USUAL],
+}
 MOST_COMBINATIONS = 20_000  # half a minute of predictions
 _RUN_SETTINGS = frozenset(field.name for field in dataclasses.fields(RunConfig)) - {"parallel"}
 # Settings that a phase does not read: a grid over them would only repeat itself.
@@ -137,7 +144,7 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
                 shared = stored_by_engine(chosen, phase)
                 shared = shared_by_engine(shared) if phase == "inference" else shared
                 if "optimizer" in shared:
-                    shared = {**shared, "optimizer": named_optimizer(shared["optimizer"])}
+                    shared = {**shared, "optimizer": _optimizer(shared)}
                 if "r" in shared:
                     shared = {"lora_alpha": usual_alpha(shared["r"]), **shared}
                 run = with_task(RunConfig(phase=phase, **with_parallel(shared)))
@@ -148,6 +155,12 @@ def combinations(settings: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig | 
             if run not in seen:
                 seen.add(run)
                 yield run
+
+
+def _optimizer(settings: Mapping[str, Any]) -> str:
+    if settings["optimizer"] == USUAL:
+        return usual_optimizer(Libraries.of(settings.get("libraries", ())))
+    return named_optimizer(settings["optimizer"])
 
 
 def with_concurrency(settings: Mapping[str, Any], *, stated: Collection[str]) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +15,9 @@ from whichlora.errors import ConfigError
 from whichlora.methods import with_defaults
 from whichlora.predict import explain as explanation
 from whichlora.predict.alike import Predictor
+from whichlora.predict.assumed import assumed
 from whichlora.predict.coefficients import Calibration
+from whichlora.predict.defaults import with_open_settings, with_precision
 from whichlora.predict.explain import Explanation
 from whichlora.predict.images import with_lengths
 from whichlora.predict.judged import least_training_bytes
@@ -29,13 +32,15 @@ from whichlora.predict.largest import (
 )
 from whichlora.predict.lengths import BeyondPositionsError, within_positions
 from whichlora.predict.life import Life, life_of
+from whichlora.predict.notes import held_inputs_note
 from whichlora.predict.parallel_choice import best_of_judged, best_spread
 from whichlora.predict.predict import finished, predict
 from whichlora.predict.rank_time import over_nodes
-from whichlora.predict.resolve import resolve, with_checkpointing, with_precision
+from whichlora.predict.resolve import resolve
 from whichlora.predict.running_cost import running_cost
 from whichlora.predict.unequal_cards import Card, over_cards, predict_on_cards, serve_on_cards
 from whichlora.predict.unknown_storage import with_unknown_storage
+from whichlora.predict.ways_out import ways_out
 from whichlora.predict.words import describe, headline
 from whichlora.serving.base import Start
 from whichlora.spec.architecture import ModelSpec
@@ -55,6 +60,8 @@ from whichlora.workflow.combinations import by_number, combinations, with_cards
 from whichlora.workflow.evaluation import with_evaluation, with_uncounted
 from whichlora.workflow.whole_training import Data, with_training
 
+MOST_COMPARED = 12  # predictions beside which those of the trainers' own defaults are made
+
 
 def estimate(
     runs: Iterable[RunConfig | Refused],
@@ -68,6 +75,7 @@ def estimate(
     rates: Rates | None = None,
     data: Data | None = None,
     eval_batch_size: int = 0,
+    stated: Collection[str] | None = None,
 ) -> Answers[Prediction]:
     """Peak memory and time of every run on every accelerator. Nothing is run or downloaded.
 
@@ -84,6 +92,7 @@ def estimate(
             not know.
         data: what is learned, all of it; None predicts one step alone.
         eval_batch_size: rows that evaluations read at once, which the verdict counts.
+        stated: names of settings that the user gave; of others the answers say what is assumed.
         trace_layers: "2,4" stretches the trace of four layers to all, "all" traces all.
 
     Raises:
@@ -96,16 +105,14 @@ def estimate(
     models: dict[str, ModelSpec] = {}
     predictor = Predictor()
     predictions: list[Prediction] = []
-    refused: list[Refused] = []
-    for run in runs:
-        if isinstance(run, Refused):
-            refused.append(run)
-            continue
+    asked, refused = _apart(runs)
+    advised = partial(_with_assumed, predictor, stated, len(asked) * len(targets))
+    for run in asked:
         if run.model not in models:
             models[run.model] = _load(run.model, engine)
         model = models[run.model]
         is_traced = _is_traced(model, engine, maximise)
-        run = with_lengths(model, with_checkpointing(model, replace(run, model=model.name)))
+        run = with_lengths(model, replace(run, model=model.name))
         try:
             as_requested, of_length = _sized(run, model, data, maximise)
         except BeyondPositionsError as error:
@@ -114,10 +121,10 @@ def estimate(
         traces: dict[tuple[str, str, str | None], TracedPeak] = {}  # by what chooses the kernels
         for name, cards in targets.items():
             gpu, calibration = cards[0].gpu, cards[0].calibration
-            run, of_nodes = on_device(as_requested, gpu, calibration)
+            run, of_nodes = on_device(model, as_requested, gpu, calibration)
             try:
                 if len(cards) > 1:
-                    run = over_cards(as_requested, name, cards)
+                    run = over_cards(with_open_settings(model, as_requested), name, cards)
                 traced = _traced_once(traces, model, run, gpu, trace_layers) if is_traced else None
                 if len(cards) > 1:
                     prediction = _on_unequal(model, run, name, cards, maximise, predictor)
@@ -130,11 +137,50 @@ def estimate(
                 continue
             if len(cards) == 1 and not is_traced:
                 prediction = _whole(prediction, model, cards[0], data, eval_batch_size)
+                prediction = advised(prediction, model, cards[0], as_requested)
             else:
                 prediction = with_uncounted(prediction, eval_batch_size)
             said = (*notes, *of_nodes, *of_length)
             predictions.append(_finished(prediction, cards, said, rates, stale[name]))
     return Answers(predictions, refused)
+
+
+def _apart(runs: Iterable[RunConfig | Refused]) -> tuple[list[RunConfig], list[Refused]]:
+    """Runs, and combinations that are none."""
+    listed = list(runs)
+    return (
+        [run for run in listed if not isinstance(run, Refused)],
+        [run for run in listed if isinstance(run, Refused)],
+    )
+
+
+def _with_assumed(
+    predictor: Predictor,
+    stated: Collection[str] | None,
+    num_answers: int,
+    prediction: Prediction,
+    model: ModelSpec,
+    card: Card,
+    asked: RunConfig,
+) -> Prediction:
+    """With what was not stated, and a note on inputs that a checkpoint can't drop.
+
+    Args:
+        num_answers: of many nobody compares each with its trainer's own defaults.
+    """
+
+    def used_bytes(run: RunConfig) -> int:
+        judged = predictor.judge(model, run, card.gpu, card.calibration)
+        return judged.memory.device_used_bytes
+
+    notes = held_inputs_note(prediction, used_bytes)
+    prediction = replace(prediction, notes=(*notes, *prediction.notes))
+    if stated is None:
+        return prediction
+    told = assumed(
+        model, asked, prediction, stated, used_bytes if num_answers <= MOST_COMPARED else None
+    )
+    return replace(prediction, assumed=told)
 
 
 def _whole(
@@ -190,9 +236,10 @@ def _check_asked(
 
 
 def on_device(
-    run: RunConfig, gpu: GpuSpec, calibration: Calibration
+    model: ModelSpec, run: RunConfig, gpu: GpuSpec, calibration: Calibration
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """`run` in a precision that `gpu` has, over as many nodes as its GPUs need, and a note."""
+    run = with_open_settings(model, run)
     config, note = over_nodes(run.parallel, gpu, calibration.machines)
     return replace(with_precision(run, gpu), parallel=config), (note,) if note else ()
 
@@ -224,10 +271,34 @@ def estimate_grid(
         estimate(combinations(with_cards(grid, types)), types, **options)
         for grid, types in by_number(settings, gpus)
     ]
+    predictions = [prediction for answers in of_numbers for prediction in answers]
     return Answers(
-        (prediction for answers in of_numbers for prediction in answers),
+        with_ways_out(predictions, options.get("calibration_dir")),
         (refused for answers in of_numbers for refused in answers.refused),
     )
+
+
+def with_ways_out(
+    predictions: Sequence[Prediction], calibration_dir: Path | None = None
+) -> list[Prediction]:
+    """`predictions`; where none fits, the one that lacks least says what would make it fit."""
+
+    def lack(prediction: Prediction) -> float:
+        return prediction.memory.device_used_bytes / prediction.usable_bytes
+
+    known = [
+        prediction
+        for prediction in predictions
+        if prediction.run.phase == "finetune" and "+" not in prediction.gpu
+    ]
+    if not known or any(prediction.verdict != "fails" for prediction in predictions):
+        return list(predictions)
+    least = min(known, key=lack)
+    model, gpu = load_model(least.run.model), find_target(least.gpu)
+    ways = ways_out(
+        model, least, gpu, lambda card: load_calibration(card, calibration_dir), list_gpus()
+    )
+    return [replace(each, ways_out=ways) if each is least else each for each in predictions]
 
 
 def surely_fails(run: RunConfig, gpu: str) -> bool:
@@ -239,7 +310,7 @@ def surely_fails(run: RunConfig, gpu: str) -> bool:
         ConfigError: an unknown name, or settings that exclude each other.
     """
     device, model = find_target(gpu), load_model(run.model)
-    run = with_precision(with_checkpointing(model, replace(run, model=model.name)), device)
+    run = with_precision(with_open_settings(model, replace(run, model=model.name)), device)
     least = least_training_bytes(
         resolve(model, run, device),
         load_calibration(device),
@@ -431,7 +502,7 @@ def explain(
     calibration = load_calibration(device, calibration_dir)
     model = load_model(run.model)
     run, of_length = within_positions(model, replace(run, model=model.name))
-    run, of_nodes = on_device(run, device, calibration)
+    run, of_nodes = on_device(model, run, device, calibration)
     if run.parallel.strategy == AUTO:
         best = best_spread(run, lambda each: predict(model, each, device, calibration))
         run = replace(run, parallel=best.run.parallel)
@@ -471,7 +542,7 @@ def life(
     calibration = load_calibration(device, calibration_dir)
     model = load_model(run.model)
     run, of_length = within_positions(model, replace(run, model=model.name))
-    run = with_precision(run, device)
+    run = with_precision(with_open_settings(model, run), device)
     lived = life_of(model, run, device, calibration, settings or LifeConfig())
     return replace(lived, notes=(*notes, *of_length, *device.notes, *lived.notes))
 
@@ -504,7 +575,7 @@ def where(
     placements = []
     for gpu in devices:
         calibration = load_calibration(gpu, calibration_dir)
-        asked, of_nodes = on_device(run, gpu, calibration)
+        asked, of_nodes = on_device(model, run, gpu, calibration)
         placement = place(model, asked, gpu, calibration)
         if placement.prediction is not None:
             wider = with_unknown_storage(placement.prediction, model)

@@ -114,10 +114,11 @@ def recipe_for(
     """
     device = find_gpu(gpu, least_memory=True)
     calibration = load_calibration(device, calibration_dir)
-    run, _ = estimates.on_device(run, device, calibration)
+    model = load_model(run.model)
+    run, _ = estimates.on_device(model, run, device, calibration)
     if run.parallel.strategy != AUTO or to not in FORMATS:
         return make_recipe(run, gpu, **job), device.notes
-    predictor, model = Predictor(), load_model(run.model)
+    predictor = Predictor()
     run = replace(run, model=_from_anywhere(model.name))
 
     def judged(each: RunConfig) -> JudgedRun:
@@ -161,8 +162,8 @@ def make_recipe(run: RunConfig, gpu: str, **job: Any) -> Recipe:
             longer than the positions that the model can look up.
     """
     device = find_gpu(gpu, least_memory=True)
-    run, _ = estimates.on_device(run, device, load_calibration(device))
     model = load_model(run.model)
+    run, _ = estimates.on_device(model, run, device, load_calibration(device))
     most = model.longest_input
     if most and run.seq_len > most:
         raise ConfigError(f"seq_len: {run.model} looks up {most} positions; give {most} or less")

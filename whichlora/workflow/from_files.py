@@ -99,6 +99,7 @@ def with_files(
         packed=packed,
         epochs=imported.epochs,
         eval_batch_size=imported.eval_batch_size,
+        stated=frozenset({*imported.settings, *stated}),
     )
 
 

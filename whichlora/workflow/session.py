@@ -26,6 +26,7 @@ from whichlora.methods import COMPARED, get_method, with_method
 from whichlora.predict.alike import Predictor
 from whichlora.predict.coefficients import Calibration, prior_calibration
 from whichlora.predict.counted import CountedRun, count_run
+from whichlora.predict.defaults import with_precision
 from whichlora.predict.evaluation_and_saving import Besides, besides, evaluation_seconds
 from whichlora.predict.judged import judge_moments, step_s
 from whichlora.predict.life import Life, life_of
@@ -33,7 +34,7 @@ from whichlora.predict.predict import predict_counted
 from whichlora.predict.quantities import num_tokens, step_features
 from whichlora.predict.rank_time import over_nodes
 from whichlora.predict.repeated_times import Repeatability, repeatability, run_deviation
-from whichlora.predict.resolve import ResolvedRun, resolve, with_precision
+from whichlora.predict.resolve import ResolvedRun, resolve
 from whichlora.profiler.early_stop import MOST_TIMES
 from whichlora.search.acquisition import Decision, SearchProblem, tiers
 from whichlora.search.candidate_posterior import CandidatePosterior

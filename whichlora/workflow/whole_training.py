@@ -48,12 +48,14 @@ class FromFiles:
         packed: its rows are full of packed texts.
         epochs: passes over the data; None where they do not say.
         eval_batch_size: rows that an evaluation reads at once; 0 where there is none.
+        stated: names of the settings that they or the user give; None where nobody tells.
     """
 
     notes: tuple[str, ...] = ()
     eval_batch_size: int = 0
     packed: bool = False
     epochs: float | None = None
+    stated: frozenset[str] | None = None
 
     def notes_of_step(self, run: RunConfig) -> tuple[str, ...]:
         """`notes`, and one of evaluations, for who predicts steps of `run` alone."""

@@ -1,0 +1,214 @@
+"""What makes a run fit that does not: the same run with little changed, predicted like any other.
+
+Nothing here knows a formula: the choices are those of `predict.changes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from whichlora.errors import ConfigError
+from whichlora.methods import get_method
+from whichlora.parallel import get_strategy
+from whichlora.predict import changes
+from whichlora.predict.coefficients import Calibration
+from whichlora.predict.counted import count_run
+from whichlora.predict.judged import judged_memory
+from whichlora.predict.parallel_choice import candidates
+from whichlora.predict.predict import judge_counted
+from whichlora.predict.resolve import resolve
+from whichlora.spec.architecture import ModelSpec
+from whichlora.spec.gpu import GpuSpec
+from whichlora.spec.parallel import AUTO, ParallelConfig
+from whichlora.spec.results import Prediction, WayOut
+from whichlora.spec.run import RunConfig
+
+MOST = 3
+MOST_SPREADS, MOST_CARDS = 24, 4
+MOST_OF_A_ROW = 3
+# What a change costs, the least first: time, then precision, then what is learned. Of a row one is
+# enough; where no row helps alone, they are added up in this order.
+_ROWS = (
+    ("batch_size", "gradient_accumulation_steps"),  # the same steps, in smaller pieces
+    ("use_reentrant",),
+    ("attn",),
+    ("loss_head",),
+    ("gradient_checkpointing",),
+    ("parallel",),
+    ("precision", "base_dtype"),
+    ("optimizer",),
+    ("method", "method_options", "quant", "prepare_kbit"),
+    ("target_modules",),
+    ("seq_len",),
+)
+_NOT_ALONE = frozenset({"trl-fused"})  # a loss that belongs to another trainer
+_WORTH = 0.98  # of the memory, what a change leaves that is added to others
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A run with `settings` of its own on `gpu`."""
+
+    settings: dict[str, Any]
+    gpu: GpuSpec
+    used_bytes: int
+    fits: bool
+
+    def way(self, gpu: str = "") -> WayOut:
+        return WayOut(
+            settings=self.settings,
+            gpu=gpu,
+            device_used_bytes=self.used_bytes,
+            usable_bytes=self.gpu.memory_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """Tries runs; None where device, method or trainer do not have such a one."""
+
+    model: ModelSpec
+    run: RunConfig
+    calibration_of: Callable[[GpuSpec], Calibration]
+
+    def __call__(self, settings: dict[str, Any], gpu: GpuSpec) -> _Tried | None:
+        calibration = self.calibration_of(gpu)
+        try:
+            job = resolve(self.model, replace(self.run, **settings), gpu)
+            judged = judged_memory(job, calibration)  # without a replay
+            if judged.bounds()[0] > gpu.memory_bytes:
+                return _Tried(settings, gpu, int(judged.device_used_bytes), fits=False)
+            known = judge_counted(count_run(job), calibration)
+        except ConfigError:
+            return None
+        return _Tried(settings, gpu, known.memory.device_used_bytes, known.verdict == "fits")
+
+
+def ways_out(
+    model: ModelSpec,
+    prediction: Prediction,
+    gpu: GpuSpec,
+    calibration_of: Callable[[GpuSpec], Calibration],
+    cards: Iterable[GpuSpec],
+) -> tuple[WayOut, ...]:
+    """At most `MOST` runs that surely fit in place of the one of `prediction`, which does not.
+
+    Args:
+        cards: other accelerators, of which the smallest that is enough is named.
+    """
+    trials = _Trials(model, prediction.run, calibration_of)
+    rows = list(_rows(prediction.run, model))
+    found: list[_Tried] = []
+    for row in rows:
+        found += _first(trials(settings, gpu) for settings in row)
+        if len(found) == MOST - 1:
+            break
+    if not found:
+        found += _together(rows, trials, gpu, prediction.memory.device_used_bytes)
+    ways = [each.way() for each in found]
+    return (*ways, *_elsewhere(prediction, gpu, trials, cards))[:MOST]
+
+
+def _first(tries: Iterable[_Tried | None]) -> list[_Tried]:
+    """The first that fits, if there is one; those behind it are not tried."""
+    return next(([each] for each in tries if each is not None and each.fits), [])
+
+
+def _rows(run: RunConfig, model: ModelSpec) -> Iterator[list[dict[str, Any]]]:
+    """Settings of each row of `_ROWS` that the run may have instead."""
+    choices = (*changes.methods(run), *changes.changes(run, model))
+    alone = [
+        settings
+        for _, settings in choices
+        if settings
+        and settings.get("loss_head") not in _NOT_ALONE
+        and not ("method" in settings and get_method(settings["method"]).trains_base)
+    ]
+    yield _smaller_batches(run)
+    for names in _ROWS[1:]:
+        if "parallel" in names:
+            spreads = filter(_computes_at_once, _spreads(run.parallel))
+            yield [{"parallel": each} for each in spreads if each != run.parallel]
+        else:
+            yield [settings for settings in alone if _row_of(settings) == names][:MOST_OF_A_ROW]
+
+
+def _row_of(settings: dict[str, Any]) -> tuple[str, ...]:
+    return next(names for names in _ROWS if not settings.keys().isdisjoint(names))
+
+
+def _smaller_batches(run: RunConfig) -> list[dict[str, Any]]:
+    """Halves of the batch that as many micro-steps more make up for, the largest first."""
+    sizes = []
+    size, steps = run.batch_size, run.gradient_accumulation_steps
+    while size > 1:
+        by = 2 if size % 2 == 0 else size
+        size, steps = size // by, by * steps
+        of_steps = {} if run.parallel.global_batch_size else {"gradient_accumulation_steps": steps}
+        sizes.append({"batch_size": size, **of_steps})
+    return sizes
+
+
+def _together(
+    rows: Sequence[Sequence[dict[str, Any]]], trials: _Trials, gpu: GpuSpec, used_bytes: int
+) -> list[_Tried]:
+    """Changes of several rows, added up in their order until the run fits; nothing if never.
+
+    The second time a row may help that did not before, as a smaller batch under adapters. What
+    turns out not to be needed is left out again, the most expensive first.
+    """
+    joined: dict[str, Any] = {}
+    for row in (*rows[:-2], *rows):
+        tries = [trials(joined | settings, gpu) for settings in row]
+        if found := _first(tries):
+            return [_without_spare(found[0], trials)]
+        least = min(filter(None, tries), key=lambda each: each.used_bytes, default=None)
+        if least is not None and least.used_bytes < _WORTH * used_bytes:
+            joined, used_bytes = least.settings, least.used_bytes
+    return []
+
+
+def _without_spare(found: _Tried, trials: _Trials) -> _Tried:
+    for names in reversed(_ROWS):
+        fewer = {name: value for name, value in found.settings.items() if name not in names}
+        if fewer and len(fewer) < len(found.settings):
+            found = next(iter(_first([trials(fewer, found.gpu)])), found)
+    return found
+
+
+def _elsewhere(
+    prediction: Prediction, gpu: GpuSpec, trials: _Trials, cards: Iterable[GpuSpec]
+) -> Iterator[WayOut]:
+    """The run as it is on the smallest other card, or on more of the same."""
+    run, most = prediction.run, prediction.memory.interval_bytes[1]
+    larger = [
+        card
+        for card in sorted(cards, key=lambda card: (card.memory_bytes, card.key))
+        if card.kind == gpu.kind and card.memory_bytes > max(most, gpu.memory_bytes)
+    ]
+    if run.parallel.is_one_device:
+        found = _first(trials({}, card) for card in larger[:MOST_CARDS])
+        yield from (each.way(each.gpu.key) for each in found)
+    for times in (2, 4):
+        if gpu.is_timed and prediction.memory.device_used_bytes <= times * gpu.memory_bytes:
+            gpus = times * run.parallel.gpus
+            configs = _spreads(replace(run.parallel, gpus=gpus, strategy=AUTO, options=()))
+            found = _first(trials({"parallel": each}, gpu) for each in configs)
+            yield from (each.way() for each in found)
+            if found:
+                return
+
+
+def _spreads(config: ParallelConfig) -> list[ParallelConfig]:
+    """Strategies for the GPUs of `config`, those first with which all of them compute at once."""
+    if config.gpus == 1:
+        return []
+    every = candidates(replace(config, strategy=AUTO, options=()))
+    return sorted(every, key=lambda each: not _computes_at_once(each))[:MOST_SPREADS]
+
+
+def _computes_at_once(config: ParallelConfig) -> bool:
+    strategies = map(get_strategy, config.names)
+    return all(each.divides == "data" or each.size_option for each in strategies)
