@@ -103,6 +103,7 @@ class _Files:
             lambda name: places.get(name, str(shown.path)),
             from_shell=command.options.keys(),
         )
+        keys.assumed += _notes(command, tool)
         if self.of_tool:
             keys.assume(self.of_tool, OF_TOOL)
         launch = self._launch(main, command, accelerate, values)
@@ -246,12 +247,29 @@ def _gpus_and_nodes(
     elif command.launcher == "torchrun":
         nodes, each = option("nnodes") or 1, option("nproc_per_node") or 1
     else:
-        nodes, each = environment.get("NNODES", 1), environment.get("NPROC_PER_NODE")
+        each = environment.get("NPROC_PER_NODE", 1 if "NPROC_PER_NODE" in command.unseen else None)
+        nodes = environment.get("NNODES", 1)
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     takes_all = command.launcher or " " in command.program  # a tool's own command sees to it
     if each is None and visible and takes_all:
         each = len([device for device in visible.split(",") if device.strip()])
     return number_of_gpus(where, each, nodes), number_of_gpus(where, nodes) or 1
+
+
+def _notes(command: Command, tool: Tool) -> list[str]:
+    """What the shell keeps from the command, which the script looks as if it gave."""
+    cut = f"line {command.cut_at} is a comment and ends the command: " if command.cut_at else ""
+    notes = []
+    if command.lost:
+        matter = [f"--{name}" for name in command.lost if not tool.has_no_effect(name)]
+        others = len(command.lost) - len(matter)
+        named = [*matter, *([f"{others} without effect"] if others else [])]
+        notes.append(f"{cut}{', '.join(named)} never reach {command.program}")
+    if command.unseen:
+        named = [*command.unseen]
+        why = cut if not command.lost else ""
+        notes.append(f"{why}{command.program} does not see {', '.join(named)}, set and not exported")
+    return notes
 
 
 def _tool_of(main: Source, program: str, values: Mapping[str, Any]) -> Tool:

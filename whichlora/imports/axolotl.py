@@ -99,7 +99,7 @@ _REWARD = "trl.RewardTrainer"
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
-    settings: dict[str, Any] = {"model": keys.word("base_model")}
+    settings: dict[str, Any] = {"model": keys.model("base_model")}
     settings |= keys.of_run({**LENGTH, **BATCH}, seq_len=_LENGTH_DEFAULT)
     keys.eval_batch_size = _eval_rows(keys, int(settings["batch_size"]))
     settings["optimizer"] = optimizer(keys, "optimizer", launch.libraries)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,10 +24,12 @@ from whichlora.spec.run import (
 from whichlora.spec.targets import PATTERN
 from whichlora.spec.versions import Libraries
 from whichlora.units import counted
+from whichlora.store.models import find_copy, named_by_path, near_matches
 
 _SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _COMPUTED = "is computed, which is not read"
 _NAMES = re.compile(r"[\w.,\s-]*")
+_PATH = re.compile(r"^[/.~]|\\|/.*/|/$")  # what no hub id looks like
 _PLAIN = RunConfig(model="")
 READ_AS = "read as"
 
@@ -239,6 +242,31 @@ class Keys:
             raise self.fault(name, "is not text")
         return value
 
+    def model(self, *names: str) -> str:
+        """The model that the first of `names` gives; empty where it has to be asked for.
+
+        A path that this host lacks means the model whose name it ends in.
+        """
+        name = next((each for each in names if each in self), names[0])
+        if self.is_unread(name):
+            self.refuse_several("model", name)
+            return ""
+        in_shell = name in self._from_shell and "$" in str(self._values.get(name))
+        path = str(self._values[name]) if in_shell else self.word(name)
+        if not in_shell and (os.path.exists(os.path.expanduser(path)) or not _PATH.search(path)):
+            return path
+        known = named_by_path(path)
+        if known:
+            self.assume(name, f"{path} is not on this host; taken as {known} by its name")
+        elif find_copy(path.rstrip("/")) is not None:
+            return path.rstrip("/")
+        else:
+            near = near_matches(path.rstrip("/"), limit=1)
+            why = "has a variable that the file does not set" if in_shell else "is not on this host"
+            example = f" (MODEL such as {near[0]})" if near else ""
+            self.refuse("model", name, f"{path[:80]} {why}{example}")
+        return known
+
     def names(self, name: str) -> tuple[str, ...]:
         """A list of names, or one text with commas."""
         value = self.raw(name)
@@ -317,7 +345,7 @@ class Keys:
         flag = f"--{setting.replace('_', '-')}"
         instead = f"pass {flag} to predict another"
         if setting == "model":  # which has no flag
-            instead = "give one beside --from"
+            instead = "name the model before the file: whichlora estimate MODEL --from FILE"
         self.refused[setting] = f"{self.where(name)}: {text}; {instead}"
 
     def refuse_several(self, setting: str, name: str) -> None:
@@ -395,7 +423,7 @@ class Tool:
                 else:
                     keys.used.pop(name, None)
         unused = [name for name in names if name not in keys.used]
-        idle = [name for name in unused if self._has_no_effect(name)]
+        idle = [name for name in unused if self.has_no_effect(name)]
         return Imported(
             path=path,
             tool=self.name,
@@ -408,7 +436,8 @@ class Tool:
             eval_batch_size=keys.eval_batch_size,
         )
 
-    def _has_no_effect(self, name: str) -> bool:
+    def has_no_effect(self, name: str) -> bool:
+        """Whether a key changes neither bytes nor time of a step, as far as it is known."""
         stems = tuple(key[:-1] for key in self.without_effect if key.endswith("*"))
         return name in self.without_effect or name in self.unmodelled or name.startswith(stems)
 

@@ -11,11 +11,12 @@ import operator
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from whichlora.errors import ConfigError
+from whichlora.imports.shell_lines import CUT, logical_lines
 
 _ENDS = ";&|<>()"
 _MOST_JOINED_LINES = 200  # of one quoted text
@@ -36,6 +37,9 @@ _OPERATORS = {
 }
 _MOST_FACTOR = 10**9  # keeps a product of a hostile script small
 _FLAG = re.compile(r"--?[A-Za-z]")
+# Variables that every program hears, and those that a tool's own command does.
+_HEARD = ("CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_HEARD_BY_TOOLS = ("NPROC_PER_NODE", "NNODES", "MAX_PIXELS")
 _SCRIPT = ".py"
 _BEFORE = frozenset({"exec", "nohup", "time", "srun", "sudo", "env"})
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
@@ -60,7 +64,10 @@ class Command:
         launcher: what starts its processes: "accelerate", "torchrun", "deepspeed"; or empty.
         launcher_options, options: by name, without dashes in front and with "_" within.
         files: words that are no option's value, such as the configuration.
-        environment: variables that are set for it.
+        environment: variables that are set for it or exported.
+        unseen: variables that it would hear and does not, as they are set and not exported.
+        lost: options behind a comment that ends it, which do not reach it.
+        cut_at: line of the comment that ends it, or the variables before it; 0: there is none.
     """
 
     program: str
@@ -70,6 +77,9 @@ class Command:
     options: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    unseen: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    cut_at: int = 0
 
 
 def is_script(text: str, tools: Subcommands) -> bool:
@@ -85,7 +95,7 @@ def training_command(path: Path, text: str, tools: Subcommands) -> Command:
     Raises:
         ConfigError: there is none, or there are several.
     """
-    commands = list(_commands(path, text, tools))
+    commands = _commands(path, text, tools)
     if not commands:
         raise ConfigError(
             f"{path}: has no command that trains; accepted are accelerate launch, torchrun, "
@@ -97,26 +107,61 @@ def training_command(path: Path, text: str, tools: Subcommands) -> Command:
     return commands[0]
 
 
-def _commands(path: Path, text: str, tools: Subcommands) -> Iterator[Command]:
+def _commands(path: Path, text: str, tools: Subcommands) -> list[Command]:
+    commands: list[Command] = []
     variables: dict[str, str] = {}
+    exported: set[str] = set()
+    cuts: dict[str, int] = {}  # variable → line of the comment that ends what sets it
+    cut_at = 0
     for words in _lines_of_words(path, text):
+        before, cut_at = cut_at, 0
+        if words[-1].startswith(CUT):
+            cut_at, words = int(words[-1][1:]), words[:-1]
         words = list(_expanded(words, variables))
-        while words and words[0] in _BEFORE:
-            words = words[1:]
-            if words and words[0].startswith("-"):  # options of srun
-                starts = (place for place, word in enumerate(words) if _starts(word, tools))
-                words = words[next(starts, len(words)) :]
-        assigned: dict[str, str] = {}
+        if before and commands and words and _FLAG.match(words[0]):
+            lost = (*commands[-1].lost, *_options(words)[0])
+            commands[-1] = replace(commands[-1], lost=lost, cut_at=commands[-1].cut_at or before)
+            cut_at = cut_at or before
+            continue
+        words = _without_prefixes(words, tools)
         exports = words[:1] == ["export"]
-        remaining = words[exports:]
-        while remaining and (match := _ASSIGNED.fullmatch(remaining[0])):
-            earlier = {**variables, **assigned}.get(match[1], "") if match[2] else ""
-            assigned[match[1]] = f"{earlier}{match[3]}"
-            remaining = remaining[1:]
+        assigned, remaining = _assigned(words[exports:], variables)
         if exports or not remaining:
             variables |= assigned
-        elif command := _command(remaining, variables | assigned, tools):
-            yield command
+            cuts |= dict.fromkeys(assigned, cut_at)
+            exported |= {*assigned, *remaining} if exports else set()
+            continue
+        environment = {name: variables[name] for name in variables if name in exported}
+        command = _command(remaining, environment | assigned, tools)
+        if command is not None:
+            heard = (*_HEARD, *([] if command.launcher or command.script else _HEARD_BY_TOOLS))
+            hidden = variables.keys() - exported - assigned.keys()
+            unseen = tuple(name for name in heard if name in hidden)
+            line = max((cuts[name] for name in unseen), default=0)
+            commands.append(replace(command, unseen=unseen, cut_at=line))
+    return commands
+
+
+def _without_prefixes(words: list[str], tools: Subcommands) -> list[str]:
+    """`words` behind programs that start another one, such as nohup and srun with its options."""
+    while words and words[0] in _BEFORE:
+        words = words[1:]
+        if words and words[0].startswith("-"):
+            starts = (place for place, word in enumerate(words) if _starts(word, tools))
+            words = words[next(starts, len(words)) :]
+    return words
+
+
+def _assigned(
+    words: Sequence[str], variables: Mapping[str, str]
+) -> tuple[dict[str, str], Sequence[str]]:
+    """The variables that `words` set, and the words behind them."""
+    assigned: dict[str, str] = {}
+    while words and (match := _ASSIGNED.fullmatch(words[0])):
+        earlier = {**variables, **assigned}.get(match[1], "") if match[2] else ""
+        assigned[match[1]] = f"{earlier}{match[3]}"
+        words = words[1:]
+    return assigned, words
 
 
 def _starts(word: str, tools: Subcommands) -> bool:
@@ -127,13 +172,14 @@ def _starts(word: str, tools: Subcommands) -> bool:
 def _lines_of_words(path: Path, text: str) -> Iterator[list[str]]:
     """The words of each simple command; a quoted text may go over several lines."""
     pending: list[str] = []
-    text = re.sub(r"\\\r?\n", " ", text).replace("\x00", "")
+    text = "\n".join(logical_lines(text.replace("\x00", "")))
     text = _ARRAY.sub(_array_as_text, text)
     text = _ARITHMETIC.sub(_arithmetic, text)
     for line in text.splitlines():
         pending.append(line)
         lexer = shlex.shlex("\n".join(pending), posix=True, punctuation_chars=_ENDS)
         lexer.whitespace_split = True
+        lexer.commenters = ""  # of which there are none left
         try:
             words = list(lexer)
         except ValueError:
@@ -161,8 +207,7 @@ def _arithmetic(match: re.Match[str]) -> str:
 
 def _array_as_text(match: re.Match[str]) -> str:
     """An array as one quoted text, whose words are those of the array."""
-    lines = [re.sub(r"(^|\s)#.*|[\"']", r"\1", line) for line in match[3].splitlines()]
-    words = " ".join(lines).split()
+    words = re.sub(r"[\"']", "", match[3]).split()
     return f'{match[1]}{match[2]}=" {" ".join(words)}"'
 
 

@@ -30,7 +30,8 @@ from whichlora.spec.run import ALL_LINEAR
 from whichlora.trainers import liger
 
 _RANK = 8
-_BITS = {"quantization_type": "nf4", "double_quantization": True, "quantization_method": "bnb"}
+_METHOD = "quantization_method"
+_FOUR_BIT = {"quantization_type": "nf4", "double_quantization": True}
 _KERNELS = {tool: ours for ours, tool in ATTENTION.items()} | {"auto": "sdpa"}
 _STAGES = ("sft", "pt")
 # `PairwiseTrainer.compute_loss` of train/rm/trainer.py, `CustomPPOTrainer` of train/ppo/trainer.py
@@ -70,7 +71,7 @@ _OFF = ("0", "false", "no")
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
-    settings: dict[str, Any] = {"model": keys.word("model_name_or_path")}
+    settings: dict[str, Any] = {"model": keys.model("model_name_or_path")}
     settings |= keys.of_run(LENGTH) | trainer_settings(keys, launch)
     settings |= _checkpointing(keys)
     quant = _quant(keys)
@@ -143,16 +144,21 @@ def _checkpointing(keys: Keys) -> dict[str, Any]:
 
 
 def _quant(keys: Keys) -> str:
+    """Source: LLaMA-Factory 0.9.5 `hparams/model_args.py`; to 0.9.1 bnb is "bitsandbytes"."""
     bits = keys.count("quantization_bit", 0)
-    defaults: dict[str, Any] = {"quantization_bit": 0}
-    if bits:
-        defaults["quantization_method"] = _BITS["quantization_method"]
-    if bits == 4:
-        defaults |= _BITS
-    written = {name: quantisation(name) for name in sorted(QUANTS)}
+    method = keys.word(_METHOD, "bnb")
+    if bits and method not in ("bnb", "bitsandbytes"):
+        keys.refuse("quant", _METHOD, f"{method[:40]!r} is not predicted; bnb is")
+        return "none"
+    defaults: dict[str, Any] = {"quantization_bit": 0} | (_FOUR_BIT if bits == 4 else {})
+    written = {name: {**quantisation(name)} for name in sorted(QUANTS)}
+    for storage in written.values():
+        storage.pop(_METHOD, None)
     quant = keys.like(written, defaults)
     if quant is None:
-        keys.refuse("quant", "quantization_bit", "this storage of the base is not predicted")
+        name = "quantization_type" if bits == 4 else "quantization_bit"
+        text = f"{keys.raw(name)!r:.40} is not predicted; nf4 and fp4 in 4 bit are, and 8 bit"
+        keys.refuse("quant", name, text)
     return quant or "none"
 
 

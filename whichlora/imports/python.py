@@ -132,10 +132,11 @@ def model_name(keys: Keys) -> str:
     """Empty where the script computes it."""
     names = [f"from_pretrained.{name}" for name in _NAMES]
     readable = [name for name in names if name in keys and not keys.is_unread(name)]
-    for name in names if not readable else ():
-        if keys.is_unread(name):
-            keys.refuse_several("model", name)
-    return keys.word(readable[0]) if readable else ""
+    if readable:
+        return keys.model(readable[0])
+    for name in filter(keys.is_unread, names):
+        keys.refuse_several("model", name)
+    return ""
 
 
 def _spreads(keys: Keys) -> bool:

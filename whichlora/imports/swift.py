@@ -74,7 +74,7 @@ _FSDP: Mapping[str, Mapping[str, Any]] = {
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
-    name = next((keys.word(key) for key in _MODELS if key in keys), "")
+    name = keys.model(*_MODELS)
     settings: dict[str, Any] = {"model": name}
     settings |= _length(keys) | _task(keys)
     settings |= trainer_settings(keys, launch, checkpoints=True, batch_size=1, evaluated=_eval_rows)

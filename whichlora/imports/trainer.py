@@ -237,7 +237,7 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     if "dtype" not in keys and "torch_dtype" not in keys:
         keys.assume("dtype", f"is missing; assumed: {what}")
     settings |= precision(keys, mixed, weights, narrows_adapters=True)
-    settings["model"] = keys.word("model_name_or_path") or keys.word("model_name")
+    settings["model"] = keys.model("model_name_or_path", "model_name")
     settings["method"] = full_method()
     note_adapters(keys, read=False)
     _refuse_own_ways(keys)

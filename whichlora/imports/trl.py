@@ -52,7 +52,7 @@ FULL_ROWS = "every row is full of packed texts, and attends to all of it"
 
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
-    settings: dict[str, Any] = {"model": keys.word("model_name_or_path")}
+    settings: dict[str, Any] = {"model": keys.model("model_name_or_path")}
     length = {"max_seq_length": "seq_len"} if "max_seq_length" in keys else LENGTH
     if "max_seq_length" in keys or not is_uncut(keys, launch):
         settings |= keys.of_run(length, seq_len=LENGTH_DEFAULT)

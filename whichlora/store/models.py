@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
@@ -198,6 +199,24 @@ def find_copy(name: str) -> ModelSpec | None:
         stored |= {"llm_int8_skip_modules": UNKNOWN_MODULES}
     config = {**model.config, "quantization_config": stored}
     return replace(model, name=name, config=config, notes=(*model.notes, note))
+
+
+def named_by_path(path: str) -> str:
+    """The hub id of the only model that the end of a path names; empty where there is none.
+
+    The end is its last part, that with the organisation before it, or a folder of a cache:
+    `models--Qwen--Qwen3-8B` of the hub's, `Qwen/Qwen2___5-7B` of ModelScope's.
+    """
+    parts = [part.replace("___", ".") for part in re.split(r"[/\\]+", path.strip()) if part]
+    cached = [part.split("--")[1:] for part in parts if part.startswith("models--")]
+    ends = [cached[-1][-2:]] if cached else [parts[-2:], parts[-1:]]
+    ends += [re.split(r"[._]", end[-1], maxsplit=1) for end in ends[-1:]]  # Qwen.Qwen2.5-7B
+    for end in ends:
+        with contextlib.suppress(ConfigError):
+            model = find_model("/".join(end)) if end else None
+            if model is not None:
+                return model.name
+    return ""
 
 
 def _find_upload(name: str) -> ModelSpec | None:
