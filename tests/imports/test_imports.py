@@ -1076,8 +1076,14 @@ FAULTS: list[tuple[dict[str, str], str]] = [
     ({"a_sh": "#!/bin/bash\nls\n"}, "has no command that trains"),
     ({"a_sh": "#!/bin/bash\npython a.py 'x\n"}, "has a quote that is not closed"),
     ({"a_sh": SFT + "\n" + SFT}, "has 2 commands that train"),
-    ({"a_sh": SFT.replace("--lora_r 32", "--lora_r $HOME")}, "has a variable that the file does not set"),
-    ({"a_sh": SFT.replace("--lora_r 32", "--lora_r $(id)")}, "has a variable that the file does not set"),
+    (
+        {"a_sh": SFT.replace("--lora_r 32", "--lora_r $HOME")},
+        "has a variable that the file does not set",
+    ),
+    (
+        {"a_sh": SFT.replace("--lora_r 32", "--lora_r $(id)")},
+        "has a variable that the file does not set",
+    ),
     ({"a_sh": SFT.replace("python", "torchrun --nproc_per_node=-1")}, "is not a number of GPUs"),
 ]
 

@@ -690,7 +690,9 @@ def test_a_model_of_several_names_is_refused_with_them(tmp_path: Path) -> None:
     text = QUICKSTART.replace('model="Qwen/Qwen3-0.6B"', "model=load(name)")
     several = 'name = "Qwen/Qwen3-0.6B"\nmodel = AutoModel.from_pretrained(name)\nname = "mine"\n'
     path = script(tmp_path, several + text)
-    said = r"from_pretrained.model: `name` is set to 'Qwen/Qwen3-0.6B', 'mine'; name the model before"
+    said = (
+        r"from_pretrained.model: `name` is set to 'Qwen/Qwen3-0.6B', 'mine'; name the model before"
+    )
     with pytest.raises(ConfigError, match=said):
         estimate(gpu="l4-24gb", from_file=path)
     (prediction,) = estimate("Qwen/Qwen3-0.6B", "l4-24gb", from_file=path)

@@ -54,7 +54,7 @@ def import_files(
         ConfigError: a file that can't be read, or of no known tool; a value of a wrong type.
     """
     sources = [read_source(path, _subcommands()) for path in paths]
-    return _Files(sources, gpus, trainer, libraries or Libraries()).imported()
+    return _Files(sources, gpus, trainer, libraries).imported()
 
 
 def _subcommands() -> dict[str, set[str]]:
@@ -75,7 +75,7 @@ class _Files:
     sources: list[Source]
     gpus: int | None
     trainer: str
-    libraries: Libraries
+    libraries: Libraries | None
     of_tool: str = ""  # the key whose file is not here, and was taken from the tool
 
     def imported(self) -> Imported:
@@ -207,7 +207,8 @@ class _Files:
             has_launcher=bool(command.launcher) and command.launcher != "python",
             program=command.program,
             trainer=self.trainer,
-            libraries=self.libraries,
+            libraries=self.libraries or Libraries(),
+            states_libraries=self.libraries is not None,
             read_file=read_file,
         )
 
@@ -268,7 +269,9 @@ def _notes(command: Command, tool: Tool) -> list[str]:
     if command.unseen:
         named = [*command.unseen]
         why = cut if not command.lost else ""
-        notes.append(f"{why}{command.program} does not see {', '.join(named)}, set and not exported")
+        notes.append(
+            f"{why}{command.program} does not see {', '.join(named)}, set and not exported"
+        )
     return notes
 
 

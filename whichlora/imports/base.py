@@ -82,6 +82,7 @@ class Launch:
         has_launcher: another program than the tool's own starts the processes.
         trainer: whose file the user says it is; empty is not said.
         libraries: versions that it runs with, which decide defaults.
+        states_libraries: the user gives them.
         deepspeed_configs, fsdp_configs: those of the tool.
         read_file: JSON file that another file names → its content.
     """
@@ -94,6 +95,7 @@ class Launch:
     program: str = ""
     trainer: str = ""
     libraries: Libraries = Libraries()  # noqa: RUF009
+    states_libraries: bool = False
     deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fsdp_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     read_file: Callable[[str, str], Mapping[str, Any]] = lambda where, name: {}

@@ -9,7 +9,9 @@ from typing import Any
 from whichlora.errors import ConfigError
 from whichlora.imports.base import Keys, Launch, Tool, method_settings, names_or_pattern
 from whichlora.imports.peft_configs import other_adapter
-from whichlora.imports.python_calls import BI_ENCODER, is_trainer
+from whichlora.imports.python_calls import ARGUMENTS, BI_ENCODER, is_trainer
+from whichlora.imports.python_releases import written_for
+from whichlora.imports.python_values import TRAINING
 from whichlora.imports.trainer import (
     KERNELS,
     UNMODELLED,
@@ -31,6 +33,8 @@ from whichlora.imports.trl import (
     PROMPT,
     completed,
     is_uncut,
+    other_trainer,
+    refuse_other,
 )
 from whichlora.methods import list_methods
 from whichlora.spec.run import BNB_QUANTS, FOUR_BIT_BNB
@@ -56,6 +60,7 @@ IDLE = (
 )
 _OF_TOKENIZER, _PADS = "tokenizer.model_max_length", "tokenizer.padding"
 _WIDE = "float32"
+_OF_UNSLOTH = "Fast"  # FastLanguageModel and others, which choose the dtype by the GPU
 _THRESHOLD = "BitsAndBytesConfig.llm_int8_threshold"
 _KBIT = "prepare_model_for_kbit_training"
 _COMPUTES = "BitsAndBytesConfig.bnb_4bit_compute_dtype"
@@ -64,6 +69,8 @@ _QUANTISED = "from_pretrained.quantization_config"
 
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     trainer = called_trainer(keys)
+    arguments = keys.word(ARGUMENTS)
+    launch, older = written_for(keys, launch, arguments)
     quant = _quant(keys)
     outliers = keys.of_run({_THRESHOLD: "llm_int8_threshold"}) if quant == "int8" else {}
     adapter = adapter_settings(keys, "LoraConfig", quant, r=8, lora_alpha=8, targets=PEFT_DEFAULT)
@@ -78,10 +85,12 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
         quant,
         adapter,
         is_trl=trainer.library_class.startswith("trl."),
+        plain_arguments=arguments.endswith(TRAINING),
         usual_length=LENGTH_DEFAULT if trainer.length_argument else None,
     )
     if quant in FOUR_BIT_BNB:
         settings |= compute_dtype(keys, _COMPUTES, settings["precision"], default=_WIDE)
+    settings |= {"libraries": tuple(sorted(older.items()))} if older else {}
     return settings | outliers | steps_of(keys, trainer)
 
 
@@ -92,22 +101,32 @@ def script_settings(
     adapter: Mapping[str, Any] | None,
     *,
     is_trl: bool,
+    plain_arguments: bool = False,
     usual_length: int | None = None,
 ) -> dict[str, Any]:
     """What every library is handed alike.
 
     Args:
         adapter: settings of the adapters; None trains all weights.
-        is_trl: whether TRL's defaults of checkpointing and autocast count.
+        is_trl: whether a trainer of TRL is called.
+        plain_arguments: whether it is handed transformers' arguments, whose defaults it keeps:
+            `SFTConfig(**args.to_dict())`, trl/trainer/sft_trainer.py.
         usual_length: what the trainer cuts rows to where nobody says; None: nothing.
     """
+    for name in (ARGUMENTS, *(f"Trainer.{each}" for each in keys.under("Trainer"))):
+        keys.read_elsewhere(name)
     settings: dict[str, Any] = {"model": model_name(keys), **_length(keys, launch, usual_length)}
-    settings |= trainer_settings(keys, launch, checkpoints=None if is_trl else False)
+    by_config = is_trl and not plain_arguments  # TRL's own defaults count
+    settings |= trainer_settings(keys, launch, checkpoints=None if by_config else False)
+    turns_on = is_trl and plain_arguments and launch.libraries.trl_checkpoints
+    if turns_on and "gradient_checkpointing" not in keys:
+        text = "is off by default in TrainingArguments; SFTConfig turns it on"
+        keys.assume("gradient_checkpointing", text)
     if adapter is None:
         adapter = method_settings(quant, adapts=False, use_dora=False, targets=())
     settings |= adapter
     adapts = list_methods()[adapter["method"]].peft_class != ""
-    settings |= _precision(keys, launch, quant, adapts=adapts, is_trl=is_trl)
+    settings |= _precision(keys, launch, quant, adapts=adapts, is_trl=is_trl, autocasts=by_config)
     prepared = keys.raw(_KBIT)
     if prepared is not None or not is_trl or "get_peft_model" in keys:  # else TRL's trainer does
         settings["prepare_kbit"] = prepared is not None and quant in BNB_QUANTS
@@ -141,7 +160,19 @@ def model_name(keys: Keys) -> str:
 
 def _spreads(keys: Keys) -> bool:
     """Whether one process puts the layers of its model on all GPUs."""
-    return keys.word("from_pretrained.device_map") in ("auto", "balanced", "sequential")
+    name = "from_pretrained.device_map"
+    placed = None if keys.is_unread(name) else keys.raw(name)
+    if isinstance(placed, Mapping):
+        if len({str(device) for device in placed.values()}) > 1:
+            keys.assume(name, "places parts by name; assumed: as device_map auto divides them")
+            return True
+        placed = next(iter(placed.values()), None)
+    if isinstance(placed, int):
+        text = f"puts the model on GPU {placed} alone, and leaves the others idle; assumed: a "
+        keys.assume(
+            name, f"{text}process for each GPU, as torchrun starts with the local rank here"
+        )
+    return placed in ("auto", "balanced", "sequential")
 
 
 def called_trainer(keys: Keys) -> Trainer:
@@ -153,7 +184,9 @@ def called_trainer(keys: Keys) -> Trainer:
         if each.library_class.startswith(("trl.", "transformers.", "sentence_transformers."))
     }
     called = "Trainer" if called == "Seq2SeqTrainer" else called
-    if called not in by_class:
+    if called not in by_class and other_trainer(called):
+        refuse_other(keys, "Trainer", other_trainer(called))
+    elif called not in by_class:
         known = ", ".join(by_class)
         text = f"{called[:40]} is taken as transformers' Trainer; known are {known}"
         keys.assume("Trainer", text)
@@ -251,12 +284,22 @@ def adapter_settings(
     return settings | method_settings(quant, adapts=True, use_dora=dora, targets=named or targets)
 
 
+def _is_quantised(name: str) -> bool:
+    """Whether a checkpoint is of fewer bits, whose other weights transformers 4 loads in fp16.
+
+    Source: transformers 4.57 `update_dtype` of quantizers/quantizer_bnb_4bit.py and others.
+    """
+    with contextlib.suppress(ConfigError):
+        return "quantization_config" in load_model(name).config
+    return False
+
+
 def _precision(
-    keys: Keys, launch: Launch, quant: str, *, adapts: bool, is_trl: bool
+    keys: Keys, launch: Launch, quant: str, *, adapts: bool, is_trl: bool, autocasts: bool
 ) -> dict[str, Any]:
     names = ("from_pretrained.dtype", "from_pretrained.torch_dtype")
     read = [name for name in names if not keys.is_unread(name)]
-    width, what = _loaded(keys, launch)
+    width, what = _loaded(keys, launch, quant)
     weights = dtype(keys, *read, default=width)
     if not any(name in keys for name in read):
         why = "is missing" if len(read) == len(names) else "is computed"
@@ -264,7 +307,7 @@ def _precision(
     computed = [name for name in ("bf16", "fp16") if keys.is_unread(name)]
     if computed:
         keys.assume(computed[0], "is computed; assumed: bf16")
-    usual = "bf16" if is_trl and launch.libraries.trl_autocasts else ""
+    usual = "bf16" if autocasts and launch.libraries.trl_autocasts else ""
     mixed = "bf16" if computed else autocast(keys, launch, default=usual)
     weights = beside_quantised(keys, "from_pretrained.dtype", weights, quant, mixed)
     widens = keys.flag("get_peft_model.autocast_adapter_dtype", True)
@@ -272,14 +315,17 @@ def _precision(
     return precision(keys, mixed, weights, narrows_adapters=narrows)
 
 
-def _loaded(keys: Keys, launch: Launch) -> tuple[str, str]:
+def _loaded(keys: Keys, launch: Launch, quant: str) -> tuple[str, str]:
     """The dtype of weights that are loaded without one, and why."""
     loads, libraries = keys.word("from_pretrained"), launch.libraries
-    by_trl = is_trainer(loads)
-    if by_trl and libraries.trl_loads_wide:
+    if is_trainer(loads) and libraries.trl_loads_wide:
         return _WIDE, "loaded in float32, as TRL does"
+    if loads.startswith(_OF_UNSLOTH):
+        return "bfloat16", "a checkpoint in bfloat16"
     if libraries.loads_wide:
-        return _WIDE, f"loaded in float32, as transformers {libraries.transformers} does"
+        is_quantised = quant != "none" or _is_quantised(model_name(keys))
+        width = "float16" if is_quantised else _WIDE
+        return width, f"loaded in {width}, as transformers {libraries.transformers} does"
     with contextlib.suppress(ConfigError):
         width = load_model(model_name(keys)).dtype
         return width, f"that of the checkpoint, {width}, as transformers 5 does"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from whichlora.errors import ConfigError
 from whichlora.imports.peft_configs import LORA, config_classes
+from whichlora.imports.python_releases import OLD_ARGUMENTS
 from whichlora.imports.python_values import (
     TRAINING,
     Values,
@@ -25,6 +27,7 @@ from whichlora.imports.python_values import (
 from whichlora.trainers import list_trainers
 
 IMPORT = "import "  # before the name of a library
+ARGUMENTS = "arguments"  # of the trainer: their class
 LOADS = "from_pretrained"  # whose value is the class, or the trainer, that loads the model
 _NO_MODELS = ("Tokenizer", "Processor", "Config", "Peft", "FeatureExtractor", "GenerationConfig")
 # Arguments of TRL's trainers that are not predicted; the others declare theirs.
@@ -174,9 +177,8 @@ def settings_in(
                 both = [each for each in (length, earlier) if isinstance(each, int)]
                 values[name] = max(both, default=length)
                 note(call.line, {"tokenizer.several": True})
-    if any(call.name == _OWN_PARSER for call in calls):
-        stated = {name: value for name, value in options.items() if name not in named.own}
-        note(1, named.training | stated)
+    for parser in (call for call in calls if call.name == _OWN_PARSER):
+        note(1, _parsed_arguments(parser, named, options, arguments))
     load = next(_model_loads(calls), None)
     if load is not None and LOADS not in values:
         note(load.line, {LOADS: load.owner})
@@ -203,6 +205,16 @@ def settings_in(
     return values, lines
 
 
+def _parsed_arguments(
+    parser: Call, named: Values, options: Mapping[str, Any], arguments: Container[str]
+) -> dict[str, Any]:
+    """What a parser of dataclasses makes of `options`: training arguments, and their class."""
+    stated = {name: value for name, value in options.items() if name not in named.own}
+    classes = re.findall(r"\w+", repr(parser.arguments))
+    holding = [name for name in classes if _holds_arguments(name, arguments)]
+    return {**named.training, **stated, **({ARGUMENTS: holding[0]} if holding else {})}
+
+
 def _handed_over(call: Call, adapters: Container[str], arguments: Container[str]) -> dict[str, Any]:
     """What a call hands to a library that trains; empty where it is of another kind.
 
@@ -210,11 +222,12 @@ def _handed_over(call: Call, adapters: Container[str], arguments: Container[str]
         adapters: configs of PEFT but for LoRA's.
         arguments: classes of training arguments.
     """
-    if call.name.endswith(TRAINING) or call.name in arguments:
-        return dict(call.options)
+    if _holds_arguments(call.name, arguments):
+        return {ARGUMENTS: call.name, **call.options}
     if is_trainer(call.name) and call.options:
-        of_old_trl = _some(call.options, "max_seq_length", "packing")  # before 0.13
-        return {"Trainer": call.name, **_loaded_by(call), **of_old_trl}
+        of_old_trl = _some(call.options, "max_seq_length", "max_length", "packing")  # before 0.13
+        old = _prefixed("Trainer", dict.fromkeys(OLD_ARGUMENTS & call.options.keys(), True))
+        return {"Trainer": call.name, **_loaded_by(call), **of_old_trl, **old}
     if call.name == BI_ENCODER and call.arguments:
         options = call.options.get("model_kwargs", {})
         model_options = options if isinstance(options, dict) else {}
@@ -228,6 +241,11 @@ def _handed_over(call: Call, adapters: Container[str], arguments: Container[str]
     if call.name in _PREPARES:
         return {_PREPARES[0]: call.options.get("use_gradient_checkpointing", True)}
     return {call.name: True} if call.name == "gradient_checkpointing_enable" else {}
+
+
+def _holds_arguments(name: str, arguments: Container[str]) -> bool:
+    """Whether it is a class of training arguments, of `arguments` or derived by the script."""
+    return name.endswith(TRAINING) or name in arguments
 
 
 def _loaded_by(trainer: Call) -> dict[str, Any]:

@@ -37,7 +37,23 @@ _TRAINERS = tuple(  # with the dtypes that are read below
     for name, trainer in BUILT_IN.items()
     if trainer.library_class.startswith("trl.") and "experimental" not in trainer.library_class
 )
-_OTHERS = ("rloo", "orpo", "cpo", "gkd", "ppo", "online_dpo", "xpo", "bco", "prm")
+# Trainers whose files are not read → the nearest that is predicted, and what it is beside them.
+_WITH_PROMPTS = ("grpo", "which writes answers and holds a reference, too")
+_OTHERS: Mapping[str, tuple[str, str]] = {
+    "ppo": (
+        "grpo",
+        "of batches of 8 answers: PPO holds a reward model and trains a value model on top of it",
+    ),
+    "rloo": _WITH_PROMPTS,
+    "online_dpo": _WITH_PROMPTS,
+    "xpo": _WITH_PROMPTS,
+    "nash_md": _WITH_PROMPTS,
+    "orpo": ("orpo", "whose options --trainer-option takes"),
+    "cpo": ("cpo", "whose options --trainer-option takes"),
+    "bco": ("kto", "which scores single answers against a reference, too"),
+    "prm": ("reward", "which trains a head on pairs of answers"),
+    "gkd": ("dpo", "which holds a second model without gradients, of the same size"),
+}
 _SFT = "sft"
 COMPLETION, PROMPT = "max_completion_length", "max_prompt_length"
 _OF_OTHERS = dict.fromkeys(  # keys of other trainers, which a file without its command may have
@@ -111,7 +127,8 @@ def _adapter(keys: Keys, quant: str, *, adapts: bool) -> dict[str, Any]:
 
 
 def _precision(keys: Keys, launch: Launch, quant: str, *, adapts: bool) -> dict[str, Any]:
-    weights = dtype(keys, "dtype", "torch_dtype", default="float32")
+    wide = launch.libraries.trl_loads_wide or launch.libraries.loads_wide
+    weights = dtype(keys, "dtype", "torch_dtype", default="float32" if wide else "bfloat16")
     mixed = autocast(keys, launch, default="bf16" if launch.libraries.trl_autocasts else "")
     weights = beside_quantised(keys, "dtype", weights, quant, mixed)
     # TRL narrows the adapters of a quantised base: `sft_trainer.py`, `_is_quantized_model`
@@ -123,8 +140,7 @@ def _trainer(keys: Keys, launch: Launch) -> dict[str, Any]:
     """The trainer with its options."""
     name = launch.trainer or _of_program(launch.program)
     if name in _OTHERS:
-        known = ", ".join(_TRAINERS)
-        keys.refuse("trainer", "the trainer", f"{name} is not read; {known} are")
+        refuse_other(keys, "the trainer", name)
     elif launch.program not in TOOL.programs and launch.program and not launch.trainer:
         keys.assume(launch.program, f"taken as TRL's {name or _SFT} unless --trainer is given")
     liger = liger_options(keys)
@@ -143,6 +159,18 @@ def _trainer(keys: Keys, launch: Launch) -> dict[str, Any]:
     if COMPLETION in options:
         settings["seq_len"] = completed(keys, int(str(options[COMPLETION].default)))
     return settings
+
+
+def refuse_other(keys: Keys, key: str, name: str) -> None:
+    """Refuse one of `_OTHERS`, with what comes nearest to it."""
+    near, how = _OTHERS[name]
+    keys.refuse("trainer", key, f"TRL's {name} is not read; nearest is --trainer {near}, {how}")
+
+
+def other_trainer(called: str) -> str:
+    """The name of the class of TRL's whose steps are not read; empty of any other."""
+    names = {f"{name.replace('_', '')}trainer": name for name in _OTHERS}
+    return names.get(called.lower(), "")
 
 
 def _of_program(program: str) -> str:

@@ -98,11 +98,11 @@ class Libraries:
 
     def older(self, library: str, version: str) -> bool:
         """Whether `library` is older than `version`."""
-        return _numbers(getattr(self, library)) < _numbers(version)
+        return release_numbers(getattr(self, library)) < release_numbers(version)
 
     def newer(self, library: str, version: str) -> bool:
         """Whether `library` is newer than `version`."""
-        return _numbers(getattr(self, library)) > _numbers(version)
+        return release_numbers(getattr(self, library)) > release_numbers(version)
 
     def reaches(self, library: str, version: str | None) -> bool:
         """Whether `library` is `version` or newer; never, where no version is given."""
@@ -170,7 +170,7 @@ class Libraries:
         capability = compute_capability or _UNKNOWN
         if dtype == "fp32" or (capability == "7.5" and dtype != "fp16"):
             return FEW_FUSED_4BIT_ROWS
-        if _numbers(capability) < (7, 5):
+        if release_numbers(capability) < (7, 5):
             return FEW_FUSED_4BIT_ROWS
         return FUSED_4BIT_ROWS.get(capability, FUSED_4BIT_ROWS[_UNKNOWN])
 
@@ -200,7 +200,7 @@ class Libraries:
         Read: transformers 4.35 `GPTQConfig.post_init` asks AutoGPTQ for the first where
         `exllama_config` does not ask for the second. GPTQModel 7.3 takes Machete or Marlin.
         """
-        return _numbers(self.exllama)[0] or int(self.older("gptqmodel", "0.9"))
+        return release_numbers(self.exllama)[0] or int(self.older("gptqmodel", "0.9"))
 
     @property
     def multiplies_awq_by_tiles(self) -> bool:
@@ -400,7 +400,7 @@ def changes_nothing(library: str) -> bool:
 
 
 @cache
-def _numbers(version: str) -> tuple[int, ...]:
+def release_numbers(version: str) -> tuple[int, ...]:
     """Of its release: 0.6.4.post1, 0.6.4rc1 and v0.6.4+cu121 are 0.6.4, and 0.11.0 is 0.11."""
     match = _VERSION.fullmatch(version)
     assert match is not None

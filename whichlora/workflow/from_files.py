@@ -54,7 +54,7 @@ def with_files(
         paths,
         gpus=max(counts, default=None),
         trainer=trainer,
-        libraries=Libraries.of(versions or ()),
+        libraries=Libraries.of(versions) if versions else None,
     )
     dropped = {name for given in stated for name in _WITH.get(given, ())}
     if _quantises({name: values for name, values in settings.items() if name in stated}):
