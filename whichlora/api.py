@@ -192,7 +192,8 @@ def estimate(
         else:
             gpu = _old_spelling(gpu, gpus)  # type: ignore[arg-type]
     types = _types(gpu)
-    grid, files = _with_files(_grid(models, asked), from_file, stated=asked, types=types)
+    said = {**asked, **({} if data is None else {"data": data})}
+    grid, files = _with_files(_grid(models, asked), from_file, stated=said, types=types)
     return estimates.estimate_grid(
         grid,
         types,
@@ -203,6 +204,7 @@ def estimate(
         data=Data.asked(_data(data), _plain(samples), _plain(epochs), files),
         eval_batch_size=files.eval_batch_size,
         stated={*(files.stated or asked), *(["seq_len"] if data is not None else [])},
+        is_lower_bound=files.is_lower_bound,
     )
 
 

@@ -134,6 +134,7 @@ def estimate(
         data=Data.asked(data, samples, epochs, files),
         eval_batch_size=files.eval_batch_size,
         stated=_stated(files, data, maximise),
+        is_lower_bound=files.is_lower_bound,
     )
     if as_json:
         print_json(estimates.document(predictions))

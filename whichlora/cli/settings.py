@@ -447,6 +447,8 @@ def with_from_files(
     stated = _stated(ctx, settings)
     if settings["model"]:
         stated.add("model")
+    if ctx.params.get("data"):
+        stated.add("data")
     settings, imported = with_files(files, settings, stated, targets)
     return settings, _with_engine_notes(settings, imported)
 

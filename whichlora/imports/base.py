@@ -30,6 +30,8 @@ _SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, 
 _COMPUTED = "is computed, which is not read"
 _NAMES = re.compile(r"[\w.,\s-]*")
 _PATH = re.compile(r"^[/.~]|\\|/.*/|/$")  # what no hub id looks like
+_OF_IMAGES = re.compile(r"image|pixels?\b|vision|vit\b|vit_|multi_modal|aligner|VL", re.IGNORECASE)
+_LOADS = "from_pretrained"  # whose value is a class
 _PLAIN = RunConfig(model="")
 READ_AS = "read as"
 
@@ -48,6 +50,7 @@ class Imported:
         refused: setting → why the file's value can't be predicted; the user's own value may.
         epochs: passes over its data; None where it counts steps.
         eval_batch_size: rows that an evaluation reads at once; 0 where there is none.
+        shows_images: its keys have to do with images, so that its rows have some.
     """
 
     path: str
@@ -59,6 +62,7 @@ class Imported:
     refused: Mapping[str, str] = field(default_factory=dict)
     epochs: float | None = None
     eval_batch_size: int = 0
+    shows_images: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -185,6 +189,12 @@ class Keys:
         texts = {name: str(self._values[name]).lower() for name in named}
         switches = [name for name in named if texts[name] in ("true", "yes", "false", "no")]
         return next((name for name in switches or named if _is_on(texts[name])), "")
+
+    def show_images(self, environment: Collection[str]) -> bool:
+        """Whether a key, a class that loads the model, or a variable is of images."""
+        off = ("false", "no", "none", "[]")
+        named = [name for name, value in self._values.items() if str(value).lower() not in off]
+        return any(map(_OF_IMAGES.search, (*named, *environment, str(self._values.get(_LOADS)))))
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.raw(name)
@@ -436,6 +446,7 @@ class Tool:
             refused=keys.refused,
             epochs=None if counts_steps or epochs <= 0 else epochs,
             eval_batch_size=keys.eval_batch_size,
+            shows_images=keys.show_images(launch.environment),
         )
 
     def has_no_effect(self, name: str) -> bool:

@@ -30,6 +30,7 @@ from whichlora.spec.run import ALL_LINEAR
 from whichlora.trainers import liger
 
 _RANK = 8
+_MAX_PIXELS = 768 * 768
 _METHOD = "quantization_method"
 _FOUR_BIT = {"quantization_type": "nf4", "double_quantization": True}
 _KERNELS = {tool: ours for ours, tool in ATTENTION.items()} | {"auto": "sdpa"}
@@ -109,8 +110,8 @@ def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     settings["freeze_vision_tower"] = keys.flag("freeze_vision_tower", True)
     if not keys.flag("freeze_multi_modal_projector", True) and settings["freeze_vision_tower"]:
         keys.assume("freeze_multi_modal_projector", "is not predicted; assumed: frozen, too")
-    if "image_max_pixels" in keys:
-        settings["image_max_pixels"] = keys.count("image_max_pixels", 0)
+    # `hparams/model_args.py`, before the model's own processor
+    settings["image_max_pixels"] = keys.count("image_max_pixels", _MAX_PIXELS)
     if _torchrun_of_its_own(launch, settings):
         settings["expandable_segments"] = True
     return settings

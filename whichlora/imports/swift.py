@@ -30,7 +30,7 @@ from whichlora.spec.run import ALL_LINEAR, FOUR_BIT_BNB
 from whichlora.spec.targets import PATTERN
 from whichlora.trainers import get_trainer
 
-_LENGTH = 2048  # assumed where a command names none
+_PIXELS = "max_pixels"
 _PROMPT, _ANSWER = 512, 512  # of a trainer that writes answers; the second is its default
 _ROWS_OF_A_STEP = 16  # which `gradient_accumulation_steps` makes where it is missing
 _TUNERS = ("tuner_type", "train_type", "sft_type")  # of 4, 3 and 2
@@ -76,7 +76,7 @@ _FSDP: Mapping[str, Mapping[str, Any]] = {
 def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
     name = keys.model(*_MODELS)
     settings: dict[str, Any] = {"model": name}
-    settings |= _length(keys) | _task(keys)
+    settings |= _length(keys) | _task(keys) | _pixels(keys, launch)
     settings |= trainer_settings(keys, launch, checkpoints=True, batch_size=1, evaluated=_eval_rows)
     settings |= _accumulation(keys, settings)
     settings |= _reentrant(settings)
@@ -131,10 +131,17 @@ def _eval_rows(keys: Keys) -> int:
 
 
 def _length(keys: Keys) -> dict[str, int]:
-    if "max_length" not in keys:
-        text = f"is missing, and rows may be as long as the model reads; assumed: {_LENGTH}"
-        keys.assume("max_length", text)
-    return keys.of_run({"max_length": "seq_len"}, seq_len=_LENGTH)
+    """Empty where rows may be as long as the model reads."""
+    return keys.of_run({"max_length": "seq_len"}) if "max_length" in keys else {}
+
+
+def _pixels(keys: Keys, launch: Launch) -> dict[str, int]:
+    """Source: swift/template/vision_utils.py: the variable, or its argument, shrinks images."""
+    for name in (_PIXELS, _PIXELS[:-1]):  # argparse takes the start of an option for it
+        if name in keys:
+            return {"image_max_pixels": keys.count(name, 0)}
+    stated = launch.environment.get(_PIXELS.upper(), "")
+    return {"image_max_pixels": int(stated)} if stated.isdecimal() else {}
 
 
 def _task(keys: Keys) -> dict[str, Any]:
@@ -316,7 +323,6 @@ TOOL = Tool(
         "rope_scaling": "the length of the command",
         "vit_gradient_checkpointing": "as the language model",
         "device_map": "whole models on each GPU",
-        "max_pixels": "the images of the command",
         "experts_impl": "transformers' own",
         "use_flash_ckpt": "no copies on the host",
     },

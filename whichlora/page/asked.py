@@ -28,6 +28,7 @@ class Asked:
         notes: of the files of another tool.
         data: what is learned, if anybody said.
         eval_batch_size: rows that evaluations of the files read at once.
+        is_lower_bound: the files leave something open that is not counted.
     """
 
     question: Question
@@ -35,6 +36,7 @@ class Asked:
     notes: tuple[str, ...] = ()
     data: Data | None = None
     eval_batch_size: int = 0
+    is_lower_bound: bool = False
 
     @classmethod
     def of(cls, question: Question) -> Self:
@@ -55,6 +57,7 @@ class Asked:
             notes=said.notes,
             data=what,
             eval_batch_size=said.eval_batch_size,
+            is_lower_bound=said.is_lower_bound,
         )
 
     def predicted(self, gpus: Sequence[str], **options: Any) -> Answers[Prediction]:
@@ -69,6 +72,7 @@ class Asked:
             notes=self.notes,
             data=self.data,
             eval_batch_size=self.eval_batch_size,
+            is_lower_bound=self.is_lower_bound,
             **options,
         )
 

@@ -76,6 +76,7 @@ def estimate(
     data: Data | None = None,
     eval_batch_size: int = 0,
     stated: Collection[str] | None = None,
+    is_lower_bound: bool = False,
 ) -> Answers[Prediction]:
     """Peak memory and time of every run on every accelerator. Nothing is run or downloaded.
 
@@ -93,6 +94,7 @@ def estimate(
         data: what is learned, all of it; None predicts one step alone.
         eval_batch_size: rows that evaluations read at once, which the verdict counts.
         stated: names of settings that the user gave; of others the answers say what is assumed.
+        is_lower_bound: something that `notes` name is not counted, so that none surely fits.
         trace_layers: "2,4" stretches the trace of four layers to all, "all" traces all.
 
     Raises:
@@ -141,6 +143,8 @@ def estimate(
             else:
                 prediction = with_uncounted(prediction, eval_batch_size)
             said = (*notes, *of_nodes, *of_length)
+            if is_lower_bound and prediction.verdict == "fits":
+                prediction = replace(prediction, verdict="undecided", fits=False)
             predictions.append(_finished(prediction, cards, said, rates, stale[name]))
     return Answers(predictions, refused)
 

@@ -14,6 +14,7 @@ from whichlora.parallel import strategy_options
 from whichlora.spec.run import RunConfig
 from whichlora.spec.versions import Libraries
 from whichlora.store.gpus import number_in
+from whichlora.workflow.file_images import with_file_images
 from whichlora.workflow.whole_training import FromFiles
 
 # Settings of the files that go with another one, and fall where the user gives that one.
@@ -35,7 +36,7 @@ def with_files(
 
     Args:
         settings: of `combinations.grid`, with the defaults of what is not stated.
-        stated: names of those that the user gives.
+        stated: names of those that the user gives, and "data" where it is given.
         targets: types of GPU; where all state a number ("2xh100"), the files' one falls.
 
     Raises:
@@ -82,8 +83,10 @@ def with_files(
             f"{imported.path}: asks for {strategy} and does not say how many GPUs the run has; "
             "pass --gpus, such as --gpus 4"
         )
+    merged, of_images = with_file_images(merged, imported, stated)
+    uncounted = bool(of_images) and imported.shows_images and not merged["images"][0]
     packed = any(FULL_ROWS in text for text in imported.assumed)
-    notes = [*imported.notes]
+    notes = [*of_images, *imported.notes]
     if not says_number:
         notes.append(
             f"{imported.path}: does not say how many GPUs the run has; assumed: 1 (--gpus)"
@@ -100,6 +103,7 @@ def with_files(
         epochs=imported.epochs,
         eval_batch_size=imported.eval_batch_size,
         stated=frozenset({*imported.settings, *stated}),
+        is_lower_bound=uncounted,
     )
 
 

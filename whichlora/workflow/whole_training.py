@@ -49,10 +49,12 @@ class FromFiles:
         epochs: passes over the data; None where they do not say.
         eval_batch_size: rows that an evaluation reads at once; 0 where there is none.
         stated: names of the settings that they or the user give; None where nobody tells.
+        is_lower_bound: its rows have images, which can't be counted.
     """
 
     notes: tuple[str, ...] = ()
     eval_batch_size: int = 0
+    is_lower_bound: bool = False
     packed: bool = False
     epochs: float | None = None
     stated: frozenset[str] | None = None
