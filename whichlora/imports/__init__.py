@@ -13,7 +13,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from whichlora.errors import ConfigError
-from whichlora.imports import axolotl, llamafactory, python, swift, trainer, trl, unsloth
+from whichlora.imports import (
+    axolotl,
+    llamafactory,
+    python,
+    swift,
+    torchtune,
+    trainer,
+    trl,
+    unsloth,
+    unsloth_studio,
+)
 from whichlora.imports.base import Imported, Keys, Launch, Tool
 from whichlora.imports.command import Command
 from whichlora.imports.files import Kind, MissingFileError, Source, find_file, read_source
@@ -26,7 +36,13 @@ _TOOLS = Members[Tool](
     "tool",
     "imports",
     Tool,
-    (each.TOOL for each in (trainer, trl, axolotl, llamafactory, swift, python, unsloth)),
+    (
+        each.TOOL
+        for each in (
+            *(trainer, trl, axolotl, llamafactory, swift, torchtune, python, unsloth),
+            unsloth_studio,
+        )
+    ),
 )
 BUILT_IN = _TOOLS.built_in
 ENTRY_POINT_GROUP = _TOOLS.group
@@ -41,6 +57,7 @@ def import_files(
     gpus: int | None = None,
     trainer: str = "",
     libraries: Libraries | None = None,
+    model: str = "",
 ) -> Imported:
     """The run that `paths` describe: a configuration or a command, and files beside it.
 
@@ -49,12 +66,13 @@ def import_files(
         gpus: how many the user asks for, whatever the files say.
         trainer: whose file the user says it is, whatever its program is called.
         libraries: versions that it runs with; None for those that formulas are made for.
+        model: that the user names in place of the file's.
 
     Raises:
         ConfigError: a file that can't be read, or of no known tool; a value of a wrong type.
     """
     sources = [read_source(path, _subcommands()) for path in paths]
-    return _Files(sources, gpus, trainer, libraries).imported()
+    return _Files(sources, gpus, trainer, libraries, model).imported()
 
 
 def _subcommands() -> dict[str, set[str]]:
@@ -76,6 +94,7 @@ class _Files:
     gpus: int | None
     trainer: str
     libraries: Libraries | None
+    model: str
     of_tool: str = ""  # the key whose file is not here, and was taken from the tool
 
     def imported(self) -> Imported:
@@ -94,14 +113,16 @@ class _Files:
         values = {**shown.values, **({} if shown.is_code else command.options)}
         tool = _tool_of(shown, command.program, values)
         values = {name: each for name, each in values.items() if not name.startswith(IMPORT)}
+        values = tool.flat(values)
         accelerate = self._accelerate(main, tool, command.launcher_options, values)
         for name in (_ACCELERATE, "config"):
             values.pop(name, None)
         places = {**shown.places, **dict.fromkeys(command.options, str(main.path))}
         keys = Keys(
             values,
-            lambda name: places.get(name, str(shown.path)),
+            lambda name: places.get(name, places.get(name.partition(".")[0], str(shown.path))),
             from_shell=command.options.keys(),
+            asked_model=self.model,
         )
         keys.assumed += _notes(command, tool)
         if self.of_tool:

@@ -23,8 +23,8 @@ from whichlora.spec.run import (
 )
 from whichlora.spec.targets import PATTERN
 from whichlora.spec.versions import Libraries
-from whichlora.units import counted
 from whichlora.store.models import find_copy, named_by_path, near_matches
+from whichlora.units import counted
 
 _SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _COMPUTED = "is computed, which is not read"
@@ -51,6 +51,7 @@ class Imported:
         epochs: passes over its data; None where it counts steps.
         eval_batch_size: rows that an evaluation reads at once; 0 where there is none.
         shows_images: its keys have to do with images, so that its rows have some.
+        is_lower_bound: something that is assumed away takes memory.
     """
 
     path: str
@@ -63,6 +64,7 @@ class Imported:
     epochs: float | None = None
     eval_batch_size: int = 0
     shows_images: bool = False
+    is_lower_bound: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -112,6 +114,7 @@ class Keys:
         values: by key.
         where: where a key stands, such as "axolotl.yaml:3:1".
         from_shell: keys that a command line has, where "$" starts a variable.
+        asked_model: that the user names; empty for the file's.
     """
 
     def __init__(
@@ -120,15 +123,18 @@ class Keys:
         where: Callable[[str], str],
         *,
         from_shell: Collection[str] = (),
+        asked_model: str = "",
     ) -> None:
         self._values = values
         self._where = where
         self._from_shell = from_shell
+        self.asked_model = asked_model
         self.used: dict[str, None] = {}
         self.assumed: list[str] = []
         self.refused: dict[str, str] = {}
         self.unknown: dict[str, None] = {}  # of files beside this one
         self.eval_batch_size = 0
+        self.is_lower_bound = False
 
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
@@ -141,6 +147,19 @@ class Keys:
         """What stands after `prefix` and a dot, in their order."""
         start = f"{prefix}."
         return [name.removeprefix(start) for name in self._values if name.startswith(start)]
+
+    def renamed(self, names: Mapping[str, str]) -> Keys:
+        """The keys that `names` has, by their other names; notes and refusals are of both."""
+        return self._with({new: self.raw(old) for old, new in names.items() if old in self})
+
+    def over(self, defaults: Mapping[str, Any]) -> Keys:
+        """The same keys, and those of `defaults` that are not stated."""
+        return self._with({**defaults, **self._values})
+
+    def _with(self, values: Mapping[str, Any]) -> Keys:
+        keys = Keys(values, self._where, asked_model=self.asked_model)
+        keys.assumed, keys.refused, keys.used = self.assumed, self.refused, self.used
+        return keys
 
     def where(self, name: str) -> str:
         return f"{self._where(name)}: {name}"
@@ -255,10 +274,13 @@ class Keys:
         return value
 
     def model(self, *names: str) -> str:
-        """The model that the first of `names` gives; empty where it has to be asked for.
+        """The model that the user or the first of `names` gives; empty: it has to be asked for.
 
         A path that this host lacks means the model whose name it ends in.
         """
+        if self.asked_model:
+            self.used.update(dict.fromkeys(names))
+            return self.asked_model
         name = next((each for each in names if each in self), names[0])
         if self.is_unread(name):
             self.refuse_several("model", name)
@@ -398,6 +420,8 @@ class Tool:
             of the file without its suffix.
         fsdp_configs: `fsdp_config` by the word of the key `fsdp` that stands for it.
         epochs: the key of passes over the data, and what the tool takes without it.
+        steps: the key of a number of steps.
+        sections: keys that hold others, which are called "section.key".
     """
 
     name: str
@@ -417,6 +441,18 @@ class Tool:
     deepspeed_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fsdp_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     epochs: tuple[str, float] = ("num_train_epochs", 3.0)
+    steps: str = "max_steps"
+    sections: frozenset[str] = frozenset()
+
+    def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """`values` with the keys of its sections among them."""
+        flat: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in self.sections and isinstance(value, Mapping):
+                flat |= {f"{name}.{key}": each for key, each in value.items()}
+            else:
+                flat[name] = value
+        return flat
 
     def imported(self, path: str, keys: Keys, launch: Launch, names: Collection[str]) -> Imported:
         """The run that `keys`, called `names`, describe.
@@ -427,7 +463,7 @@ class Tool:
         settings = self.read(keys, launch)
         name, default = self.epochs
         epochs = default if keys.is_unread(name) else keys.number(name, default)
-        counts_steps = keys.is_unread("max_steps") or keys.count("max_steps", 0) > 0
+        counts_steps = keys.is_unread(self.steps) or keys.count(self.steps, 0) > 0
         for name, assumed in self.unmodelled.items():
             if name in names and name not in keys.used:
                 if _is_on(keys.raw(name)):
@@ -447,6 +483,7 @@ class Tool:
             epochs=None if counts_steps or epochs <= 0 else epochs,
             eval_batch_size=keys.eval_batch_size,
             shows_images=keys.show_images(launch.environment),
+            is_lower_bound=keys.is_lower_bound,
         )
 
     def has_no_effect(self, name: str) -> bool:

@@ -151,8 +151,8 @@ def model_name(keys: Keys) -> str:
     """Empty where the script computes it."""
     names = [f"from_pretrained.{name}" for name in _NAMES]
     readable = [name for name in names if name in keys and not keys.is_unread(name)]
-    if readable:
-        return keys.model(readable[0])
+    if readable or keys.asked_model:
+        return keys.model(*readable)
     for name in filter(keys.is_unread, names):
         keys.refuse_several("model", name)
     return ""

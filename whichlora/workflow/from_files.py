@@ -50,12 +50,14 @@ def with_files(
     counts = [count for count in asked if count]
     trainers = settings.get("trainer", ()) if "trainer" in stated else ()
     trainer = str(trainers[0]) if len(trainers) == 1 else ""
+    models = settings.get("model", ())
     (versions, *_) = settings.get("libraries") or [()]
     imported = import_files(
         paths,
         gpus=max(counts, default=None),
         trainer=trainer,
         libraries=Libraries.of(versions) if versions else None,
+        model=str(models[0]) if "model" in stated and len(models) == 1 else "",
     )
     dropped = {name for given in stated for name in _WITH.get(given, ())}
     if _quantises({name: values for name, values in settings.items() if name in stated}):
@@ -75,7 +77,10 @@ def with_files(
         if name not in stated:
             raise ConfigError(fault)
     if not merged.get("model") or merged["model"] == [""]:
-        raise ConfigError(f"{imported.path}: names no model; give one beside --from")
+        raise ConfigError(
+            f"{imported.path}: names no model; name it before the file: "
+            f"whichlora estimate MODEL --from {imported.path}"
+        )
     strategy = merged.get("parallel", [None])[0]
     says_number = bool(counts) or merged.get("gpus", [None]) != [None]
     if strategy is not None and "parallel" not in stated and not says_number:
@@ -103,7 +108,7 @@ def with_files(
         epochs=imported.epochs,
         eval_batch_size=imported.eval_batch_size,
         stated=frozenset({*imported.settings, *stated}),
-        is_lower_bound=uncounted,
+        is_lower_bound=uncounted or imported.is_lower_bound,
     )
 
 

@@ -1,0 +1,203 @@
+"""torchtune's YAML of its recipes for supervised fine-tuning. Keys are those of torchtune 0.6.
+
+A plain loop in the dtype of the file, without autocast: `recipes/*_finetune_*.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from whichlora.errors import ConfigError
+from whichlora.imports.base import Keys, Launch, Tool, method_settings
+from whichlora.imports.spread import spread_settings
+from whichlora.imports.trl import FULL_ROWS
+from whichlora.spec.run import RunConfig
+from whichlora.store.hub import load_model
+from whichlora.store.models import find_model
+from whichlora.units import format_bytes
+
+# Packages of torchtune/models → the model whose shapes their builders have, but for the size.
+_SERIES: Mapping[str, str] = {
+    "llama2": "meta-llama/Llama-2-{}-hf",
+    "llama3": "meta-llama/Meta-Llama-3-{}",
+    "llama3_1": "meta-llama/Llama-3.1-{}",
+    "llama3_2": "meta-llama/Llama-3.2-{}",
+    "llama3_3": "meta-llama/Llama-3.3-{}-Instruct",
+    "mistral": "mistralai/Mistral-{}-v0.1",
+    "gemma": "google/gemma-{}",
+    "gemma2": "google/gemma-2-{}",
+    "phi4": "microsoft/phi-4",
+    "qwen2": "Qwen/Qwen2-{}",
+    "qwen2_5": "Qwen/Qwen2.5-{}",
+    "qwen3": "Qwen/Qwen3-{}",
+}
+_MODEL, _COMPONENT = "model._component_", "_component_"
+_OPTIMIZERS = {
+    "torch.optim.AdamW": "adamw_torch",
+    "torch.optim.SGD": "sgd",
+    "bitsandbytes.optim.PagedAdamW": "paged_adamw_32bit",
+    "bitsandbytes.optim.PagedAdamW8bit": "paged_adamw_8bit",
+    "bitsandbytes.optim.AdamW8bit": "adamw_8bit",
+}
+_PARTS = {"output_proj": "o_proj"}
+_PLAIN_LENGTH = RunConfig(model="").seq_len
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_PRECISIONS = {"bf16": "bf16-pure", "fp32": "fp32"}
+# Keys of recipes whose steps are others.
+_OTHER_STEPS: Mapping[str, str] = {
+    "teacher_model": "distillation",
+    "ref_policy_checkpointer": "PPO",
+    "reward_and_value_model": "PPO",
+    "grpo_samples": "GRPO",
+    "quantizer": "quantisation-aware training",
+}
+_LOSSES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss")  # in eight parts
+_PIECEMEAL = "of one layer at a time, without gradients of the others, is not predicted"
+
+
+def _read(keys: Keys, launch: Launch) -> Mapping[str, Any]:
+    package, builder = _builder(keys)
+    settings: dict[str, Any] = {"model": _model(keys, package, builder)}
+    _refuse_steps(keys)
+    settings |= keys.of_run(
+        {"batch_size": "batch_size", "gradient_accumulation_steps": "gradient_accumulation_steps"}
+    )
+    if "tokenizer.max_seq_len" in keys:
+        settings["seq_len"] = keys.count("tokenizer.max_seq_len", 0)
+    if keys.flag("dataset.packed"):
+        keys.assume("dataset.packed", FULL_ROWS)
+    settings |= _adapter(keys, builder)
+    settings["gradient_checkpointing"] = keys.flag("enable_activation_checkpointing")
+    settings["use_reentrant"] = False  # `set_activation_checkpointing`
+    dtype = keys.word("dtype", "bf16")
+    if dtype not in _PRECISIONS:
+        keys.refuse("precision", "dtype", f"{dtype[:40]!r} is not bf16 or fp32")
+    settings |= {"precision": _PRECISIONS.get(dtype, "bf16-pure"), "attn": "sdpa"}
+    settings |= {"trainer": "loop-function", "prepare_kbit": False, "optimizer": _optimizer(keys)}
+    settings |= _loss(keys, settings) | _spread(keys, launch)
+    return settings
+
+
+def _builder(keys: Keys) -> tuple[str, str]:
+    """The package and the function that make the model."""
+    parts = keys.word(_MODEL).split(".")
+    return (parts[-2], parts[-1]) if len(parts) > 1 else ("", parts[0])
+
+
+def _model(keys: Keys, package: str, builder: str) -> str:
+    """Of the builder, since the folder of the checkpoint may have any name."""
+    if keys.asked_model:
+        return keys.model()
+    plain = builder.removeprefix("qlora_").removeprefix("lora_")
+    size = plain.removeprefix(f"{package}_")
+    for suffix in ("_base", "_instruct"):
+        size = size.removesuffix(suffix)
+    name = _SERIES.get(package, "").format(size.replace("_", "."))
+    with contextlib.suppress(ConfigError):
+        known = find_model(name) if name else None
+        if known is not None:
+            return known.name
+    keys.refuse("model", _MODEL, f"{builder[:60]!r} is of no model that is read")
+    return ""
+
+
+def _refuse_steps(keys: Keys) -> None:
+    """Where the recipe is another one than supervised fine-tuning of texts."""
+    what = next((what for key, what in _OTHER_STEPS.items() if key in keys), "")
+    if "rlhf" in keys.word("loss._component_"):
+        what = what or "learning preferences"
+    if what:
+        known = "fine-tuning on answers is read; --trainer dpo and grpo are TRL's"
+        keys.refuse("trainer", _MODEL, f"torchtune's {what} is not predicted; {known}")
+
+
+def _adapter(keys: Keys, builder: str) -> dict[str, Any]:
+    four_bit = builder.startswith("qlora_") or keys.flag("model.quantize_base")
+    quant = "nf4-dq" if four_bit else "none"  # torchao `to_nf4`: scales of scales, too
+    if "lora_" not in builder:
+        return method_settings(quant, adapts=False, use_dora=False, targets=())
+    table = {f"model.{name}": name for name in ("lora_alpha", "lora_dropout")}
+    settings = keys.of_run({"model.lora_rank": "r", **table}, r=8, lora_alpha=16, lora_dropout=0.0)
+    names = [_PARTS.get(name, name) for name in keys.names("model.lora_attn_modules")]
+    names += _MLP if keys.flag("model.apply_lora_to_mlp") else ()
+    if keys.flag("model.apply_lora_to_output"):
+        keys.refuse("target_modules", "model.apply_lora_to_output", "is not predicted")
+    dora = keys.flag("model.use_dora")
+    return settings | method_settings(quant, adapts=True, use_dora=dora, targets=tuple(names))
+
+
+def _optimizer(keys: Keys) -> str:
+    name = keys.word("optimizer._component_", "torch.optim.AdamW")
+    fused = keys.flag("optimizer.fused") and name == "torch.optim.AdamW"
+    if name not in _OPTIMIZERS:
+        text = f"{name[:60]} is not predicted; {', '.join(_OPTIMIZERS)} are"
+        keys.refuse("optimizer", "optimizer._component_", text)
+    if keys.flag("optimizer_in_bwd"):
+        keys.refuse("optimizer", "optimizer_in_bwd", f"an update {_PIECEMEAL}")
+    return "adamw_torch_fused" if fused else _OPTIMIZERS.get(name, "adamw_torch")
+
+
+def _loss(keys: Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The nearest head: a compiled loss in parts holds no logits, as Liger's.
+
+    The README of torchtune has 24.9 GiB for all weights of Llama-3.2-3B at 2 x 4096 tokens, where
+    this head gives 25.2. Without `compile` autograd keeps the log-probabilities of every part.
+    """
+    loss = keys.word("loss._component_").rpartition(".")[2]
+    if loss not in _LOSSES:
+        return {"loss_head": "hf"}
+    if not keys.flag("compile"):
+        beside = ""
+        with contextlib.suppress(ConfigError):
+            words = load_model(str(settings["model"])).vocab_size
+            tokens = settings["batch_size"] * settings.get("seq_len", _PLAIN_LENGTH)
+            beside = f", {format_bytes(4 * words * tokens)} of {tokens} tokens"
+        text = f"its parts keep log-probabilities in fp32{beside}; assumed: none, as with compile"
+        keys.assume("loss._component_", text)
+        keys.is_lower_bound = True
+    return {"loss_head": "liger"}
+
+
+def _spread(keys: Keys, launch: Launch) -> dict[str, Any]:
+    """FSDP 2 over several GPUs, as the distributed recipes have it."""
+    offload = keys.flag("fsdp_cpu_offload")
+    if launch.gpus in (None, 1) and not offload:
+        return {} if launch.gpus is None else {"gpus": 1}
+    config = {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": offload}
+    accelerate = {"distributed_type": "FSDP", "fsdp_config": config}
+    if keys.count("tensor_parallel_dim", 1) > 1:
+        keys.refuse("parallel", "tensor_parallel_dim", "is not predicted")
+    return spread_settings(keys, replace(launch, accelerate=accelerate))
+
+
+TOOL = Tool(
+    name="torchtune",
+    summary="a recipe's YAML of torchtune",
+    models=frozenset({"checkpointer"}),
+    marks=frozenset({"checkpointer", "model", "tokenizer", "metric_logger", "profiler", "loss"}),
+    programs=frozenset(),
+    read=_read,
+    reads_commands=False,
+    epochs=("epochs", 1.0),
+    steps="max_steps_per_epoch",
+    sections=frozenset(
+        {"model", "tokenizer", "dataset", "optimizer", "loss", "checkpointer", "lr_scheduler"}
+        | {"metric_logger", "profiler", "dataset_val"}
+    ),
+    without_effect=(
+        *("checkpointer.*", "lr_scheduler.*", "metric_logger.*", "profiler.*", "dataset_val.*"),
+        *("tokenizer.*", "dataset.*", "optimizer.*", "loss.*", "model.lora_*"),
+        *("output_dir", "resume_from_checkpoint", "save_adapter_weights_only", "seed", "shuffle"),
+        *("clip_grad_norm", "log_*", "device", "low_cpu_ram", "run_val_every_n_steps"),
+        *("batch_size_val", "keep_last_n_checkpoints", "custom_sharded_layers", "collate_fn"),
+        *("data_parallel_*", "tensor_parallel_*", "use_distributed_state_dict"),
+    ),
+    unmodelled={
+        "compile": "eager kernels",
+        "enable_activation_offloading": "activations on the GPU",
+        "use_flex": "SDPA",
+    },
+)
